@@ -1,0 +1,85 @@
+import argparse
+import sys
+from importlib.metadata import EntryPoint
+
+import pytest
+
+from megatron_fsdp_v2 import cli
+
+GROUP = cli.COMMAND_GROUP
+
+
+class Greeting:
+    help = "say hello to somebody"
+
+    def configure(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("name")
+
+    def run(self, args: argparse.Namespace) -> int:
+        sys.stdout.write(f"hello {args.name}\n")
+        return 7
+
+
+greeting = Greeting()
+
+
+def offer(monkeypatch: pytest.MonkeyPatch, **commands: str) -> None:
+    points = {name: EntryPoint(name, value, GROUP) for name, value in commands.items()}
+    monkeypatch.setattr(cli, "discover_commands", lambda: points)
+
+
+def test_a_subcommand_is_configured_run_and_gives_its_status(monkeypatch, capsys):
+    offer(monkeypatch, greet=f"{__name__}:greeting")
+    assert cli.main(["greet", "Ada"]) == 7
+    assert capsys.readouterr().out == "hello Ada\n"
+
+
+def test_a_subcommand_whose_package_is_missing_says_so_in_one_sentence(monkeypatch, capsys):
+    offer(monkeypatch, seams="no_such_package_here.seams:command")
+    assert cli.main(["seams", "--any", "thing"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert "megatron-fsdp-v2 seams needs no_such_package_here" in captured.err
+    assert "megatron-fsdp-v2[megatron]" in captured.err
+
+
+def test_only_the_named_subcommand_is_imported(monkeypatch):
+    offer(monkeypatch, greet=f"{__name__}:greeting", seams="no_such_package_here:command")
+    loaded = []
+    load = cli.load_command
+    monkeypatch.setattr(cli, "load_command", lambda p: loaded.append(p.name) or load(p))
+    cli.main(["greet", "Ada"])
+    assert loaded == ["greet"]
+
+
+def test_help_lists_all_subcommands_with_the_unavailable_ones_marked(monkeypatch, capsys):
+    offer(monkeypatch, greet=f"{__name__}:greeting", seams="no_such_package_here:command")
+    assert cli.main([]) == 0
+    listed = capsys.readouterr().out
+    assert "say hello to somebody" in listed
+    assert "(unavailable: no_such_package_here cannot be imported)" in listed
+
+
+def test_an_unknown_subcommand_is_refused_by_name(monkeypatch, capsys):
+    offer(monkeypatch, greet=f"{__name__}:greeting")
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["gret"])
+    assert stopped.value.code == 2
+    assert "gret" in capsys.readouterr().err
+
+
+def test_an_argument_that_the_subcommand_does_not_take_is_refused(monkeypatch, capsys):
+    offer(monkeypatch, greet=f"{__name__}:greeting")
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["greet", "Ada", "--loud"])
+    assert stopped.value.code == 2
+    assert "--loud" in capsys.readouterr().err
+
+
+def test_version_is_that_of_the_installed_distribution(monkeypatch, capsys):
+    monkeypatch.setattr(cli, "version", lambda name: "1.2.3")
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["--version"])
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out == "megatron-fsdp-v2 1.2.3\n"

@@ -1,0 +1,130 @@
+#!/usr/bin/env bash
+# Creates or repairs the virtual environment and installs the project into it, pinned.
+#
+#   VENV     where the environment lives (default .venv)
+#   PYTHON   the interpreter to build it with (default: the first one >= 3.12 that is found)
+#
+# A stamp in the environment remembers what it was made from, so that a second call only compares.
+set -euo pipefail
+
+readonly NEEDED="3.12"
+# The directory matters twice: version managers read .python-version from it, and the stamp names it.
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+readonly VENV="${VENV:-.venv}"
+readonly STAMP="$VENV/.setup-stamp"
+readonly LOG="$VENV/setup.log"
+
+say() { printf 'setup: %s\n' "$*"; }
+
+die() {
+    printf 'setup: %s\n' "$*" >&2
+    exit 1
+}
+
+# Prints "3.12.1" for an interpreter that starts, nothing for one that does not.
+version_of() {
+    "$1" -c 'import sys; print("%d.%d.%d" % sys.version_info[:3])' 2>/dev/null || true
+}
+
+is_new_enough() {
+    "$1" -c "import sys; sys.exit(sys.version_info < (${NEEDED/./, }))" >/dev/null 2>&1
+}
+
+# Sets `interpreter`, or ends with the one sentence that says what is missing.
+find_interpreter() {
+    local candidate found=""
+    if [ -n "${PYTHON:-}" ]; then
+        found="$(version_of "$PYTHON")"
+        is_new_enough "$PYTHON" ||
+            die "PYTHON=$PYTHON is ${found:+Python }${found:-not a Python that starts}, but Python >= $NEEDED is needed: name another one or leave PYTHON unset."
+        interpreter="$PYTHON"
+        return
+    fi
+    for candidate in "$VENV/bin/python" python3.12 python3.13 python3.14 python3 python; do
+        command -v "$candidate" >/dev/null 2>&1 || continue
+        if is_new_enough "$candidate"; then
+            interpreter="$candidate"
+            return
+        fi
+        local version
+        version="$(version_of "$candidate")"
+        [ -z "$version" ] || found="$found${found:+, }$candidate is $version"
+    done
+    die "no Python >= $NEEDED was found (${found:-there is no python3 on PATH}): install Python $NEEDED, or name one with 'make setup PYTHON=/path/to/python$NEEDED'."
+}
+
+# What the environment depends on: the two files, the way they are installed, and where the tree is.
+fingerprint() {
+    { pwd -P && cat pyproject.toml constraints.txt tools/setup.sh; } | cksum
+}
+
+# Runs a command into the log; shows the end of the log and stops if the command fails.
+logged() {
+    local what="$1"
+    shift
+    if ! "$@" >>"$LOG" 2>&1; then
+        tail -n 20 "$LOG" >&2
+        die "$what failed: the lines above are the end of $LOG."
+    fi
+}
+
+create_environment() {
+    if [ -x "$VENV/bin/python" ] && is_new_enough "$VENV/bin/python"; then
+        say "using the environment $VENV (Python $(version_of "$VENV/bin/python"))"
+    else
+        say "creating $VENV with $interpreter (Python $(version_of "$interpreter"))"
+        # An environment of an older Python cannot be upgraded in place; anything else is kept.
+        local clear=()
+        [ ! -f "$VENV/pyvenv.cfg" ] || clear=(--clear)
+        mkdir -p "$VENV"
+        local messages
+        messages="$("$interpreter" -m venv ${clear[@]+"${clear[@]}"} "$VENV" 2>&1)" ||
+            die "'$interpreter -m venv $VENV' failed: ${messages##*$'\n'}"
+    fi
+    : >"$LOG"
+    "$VENV/bin/python" -m pip --version >>"$LOG" 2>&1 ||
+        logged "installing pip" "$VENV/bin/python" -m ensurepip
+}
+
+# Passes on the few lines of pip's that show progress; file names only, never where they come from.
+show_progress() {
+    awk '
+        /^ *(Downloading|Using cached) / && /\([0-9.]+ [MG]B\)/ {
+            size = $0; sub(/.*\(/, "", size); sub(/\).*/, "", size)
+            name = $0; sub(/ \([^(]*\)$/, "", name); sub(/.*[\/ ]/, "", name); sub(/-[^-]*-[^-]*-[^-]*\.whl.*/, "", name)
+            split(size, part, " ")
+            if (part[2] == "GB" || part[1] >= 20) { print "setup:   " name " (" size ")"; fflush() }
+        }
+        /^Installing collected packages:/ {
+            print "setup:   unpacking " (NF - 3) " packages"; fflush()
+        }'
+}
+
+install_project() {
+    local pip=("$VENV/bin/python" -m pip install --disable-pip-version-check --no-input --progress-bar off)
+    # With the build backend in the environment the editable build needs no download of its own.
+    logged "installing setuptools" "${pip[@]}" --constraint constraints.txt setuptools
+    say "installing the project and its pinned dependencies (minutes the first time)"
+    if ! "${pip[@]}" --constraint constraints.txt --no-build-isolation --editable '.[megatron,test,docs]' \
+        2>&1 | tee -a "$LOG" | show_progress; then
+        tail -n 20 "$LOG" >&2
+        die "pip could not install the project: the lines above are the end of $LOG."
+    fi
+}
+
+main() {
+    local wanted
+    wanted="$(fingerprint)"
+    if [ -x "$VENV/bin/python" ] && [ -f "$STAMP" ] && [ "$(cat "$STAMP")" = "$wanted" ]; then
+        say "$VENV is up to date"
+        return
+    fi
+    find_interpreter
+    create_environment
+    rm -f "$STAMP"
+    install_project
+    printf '%s\n' "$wanted" >"$STAMP"
+    say "done: $VENV is ready"
+}
+
+main

@@ -1,0 +1,15 @@
+"""Per-module, FSDP2-style sharding for every ZeRO level. Needs torch and nothing else."""
+
+from megatron_fsdp_v2.dp_buffer import DataParallelBuffer
+from megatron_fsdp_v2.fsdp_module import FSDPModule
+from megatron_fsdp_v2.fully_shard import fully_shard
+from megatron_fsdp_v2.mixed_precision import MixedPrecisionPolicy
+from megatron_fsdp_v2.param_group import ParameterGroup
+
+__all__ = [
+    "DataParallelBuffer",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "ParameterGroup",
+    "fully_shard",
+]

@@ -1,0 +1,168 @@
+"""FSDPModule: the mixin a sharded module's class gains."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, cast, override
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from megatron_fsdp_v2.unit import Unit
+
+__all__ = ["FSDPModule", "swap_class", "unit_of"]
+
+
+class FSDPModule:
+    """Methods of a module that `fully_shard` was called on.
+
+    A plain mixin, not an `nn.Module`: the module's class becomes a subclass of this and of the
+    class it had. Names and meaning follow PyTorch's FSDP2 where it has them.
+    """
+
+    _fsdp_unit: Unit
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather the unit's own parameters and install them. Collective.
+
+        Args:
+            async_op: Return a handle whose `wait()` installs them, instead of waiting.
+        """
+        unit = unit_of(self)
+        unit.unshard(async_op=async_op)
+        handle = UnshardHandle(unit)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Drop the unit's gathered parameters and install the sharded ones."""
+        unit_of(self).reshard()
+
+    def reduce_grad(self) -> None:
+        """Bring all gradients of this module and its units into `param.grad`. Collective.
+
+        A synchronised backward has done so already. Call it after backwards that were not
+        synchronised (`no_sync`), or where autograd was bypassed.
+        """
+        units = [unit_of(module) for module in _fsdp_modules(self)]
+        for unit in reversed(units):
+            unit.finish_gradients(synchronise=True)
+        unit_of(self).context.reductions.drain()
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Defer gradient synchronisation of this module and its units.
+
+        Gradients of the backwards inside, and of the first one after, are the same in the end.
+        Where gradients are sharded between micro-batches (ZeRO-2, ZeRO-3), the inner axis is
+        still reduced in every backward, to keep full gradients out of memory.
+        """
+        units = [unit_of(m) for m in _fsdp_modules(self)]
+        before = [unit.requires_gradient_sync for unit in units]
+        self.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            for unit, flag in zip(units, before, strict=True):
+                unit.requires_gradient_sync = flag
+
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
+        """Say whether following backwards synchronise gradients. See `no_sync`."""
+        for module in _fsdp_modules(self) if recurse else [self]:
+            unit_of(module).requires_gradient_sync = requires_gradient_sync
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Say whether the next backward is the last one before the optimizer steps.
+
+        A backward that is not the last leaves synchronisation to the one that is.
+        """
+        for module in _fsdp_modules(self):
+            unit_of(module).is_last_backward = is_last_backward
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Say whether gathered parameters are dropped between forward and backward."""
+        for module in _fsdp_modules(self) if recurse else [self]:
+            unit_of(module).reshard_after_forward = reshard_after_forward
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
+        """Gather these units when this unit's forward starts, instead of the recorded next one.
+
+        Memory grows with their number. An empty list brings the recorded order back.
+        """
+        unit_of(self).forward_prefetch = [weakref.ref(unit_of(m)) for m in modules]
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
+        """Gather these units when this unit's backward starts. See the forward's twin."""
+        unit_of(self).backward_prefetch = [weakref.ref(unit_of(m)) for m in modules]
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        """Refuse.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        raise RuntimeError(
+            f"a sharded {type(self).__name__} cannot be deep-copied: its parameters are views of "
+            "buffers shared with process groups; build the model anew and load its state dict"
+        )
+
+    @override
+    def __reduce__(self) -> NoReturn:
+        """Refuse.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        raise RuntimeError(
+            f"a sharded {type(self).__name__} cannot be pickled; save its state dict, with "
+            "megatron_fsdp_v2.checkpoint.save or torch.distributed.checkpoint"
+        )
+
+
+class UnshardHandle:
+    """A gather under way."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+
+    def wait(self) -> None:
+        """Have the parameters in place and installed."""
+        self._unit.wait_for_unshard()
+
+
+def unit_of(module: object) -> Unit:
+    """The unit of a sharded module.
+
+    Raises:
+        ValueError: `fully_shard` was not called on the module.
+    """
+    unit = getattr(module, "_fsdp_unit", None)
+    if unit is None:
+        raise ValueError(
+            f"{type(module).__name__} is not sharded; call fully_shard(module, mesh=...) on it"
+        )
+    return cast("Unit", unit)
+
+
+def _fsdp_modules(root: object) -> list[FSDPModule]:
+    modules = cast(nn.Module, root).modules()
+    return [module for module in modules if isinstance(module, FSDPModule)]
+
+
+_CLASSES: dict[type, type] = {}
+
+
+def swap_class(module: nn.Module) -> None:
+    """Give a module a class that is both its own and `FSDPModule`; one class per class."""
+    cls = type(module)
+    sharded = _CLASSES.get(cls)
+    if sharded is None:
+        sharded = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
+        _CLASSES[cls] = sharded
+    module.__class__ = sharded

@@ -1,0 +1,189 @@
+"""The gradients of a parameter group: from autograd into `param.grad`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+
+from megatron_fsdp_v2.allocator import Allocator, TemporaryBuffer
+from megatron_fsdp_v2.comm import DONE, Axis, Communicator, Lane, Ticket
+from megatron_fsdp_v2.dp_buffer import DataParallelBuffer, ShardGrid, Span
+from megatron_fsdp_v2.layout import BufferLayout
+from megatron_fsdp_v2.mixed_precision import GroupDtypes
+from megatron_fsdp_v2.placement import AxisPlacements, Placement
+
+__all__ = ["GroupGrads"]
+
+
+class GroupGrads:
+    """Full gradient buffer -> (outer-partial shard) -> main gradient.
+
+    Autograd's gradients land in views of one flat temporary buffer, in the dtype of the wire. The
+    inner reduction puts or adds this rank's slice of it, scaled, into the main gradient, or,
+    where an outer axis is still owed its reduction, into a partial shard that waits for the
+    synchronised backward. Where unsynchronised gradients are not sharded (DDP, ZeRO-1), the
+    buffer keeps collecting, in the main gradient's dtype, until then.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        layout: BufferLayout,
+        grid: ShardGrid,
+        placements: Sequence[AxisPlacements],
+        dtypes: GroupDtypes,
+        device: torch.device,
+        scale: float,
+        communicator: Communicator,
+        allocator: Allocator,
+    ) -> None:
+        self.layout = layout
+        self._comm = communicator
+        self._scale = scale
+        self._device = device
+        self._dtypes = dtypes
+        self._inner: Axis = grid.axes[-1]
+        self._inner_is_cut = placements[-1].main_grad is Placement.SHARD
+        self._outer: Axis | None = grid.axes[0] if len(grid.axes) == 2 else None
+        self._outer_is_cut = placements[0].main_grad is Placement.SHARD
+        self.collects_unsynced = placements[-1].unsynced_grad is Placement.PARTIAL
+        self._main_span = grid.span([p.main_grad for p in placements])
+        whole = Span(0, grid.num_slices)
+        buffer_dtype = dtypes.main_grad if self.collects_unsynced else dtypes.grad_comm
+        self._temporary = allocator.buffer(f"{name}/main_grad", layout.numel, buffer_dtype, device)
+        full = DataParallelBuffer(layout, whole, self._temporary.tensor)
+        self.views = [full.view(index) for index in range(len(layout.slots))]
+        self._gaps = layout.gaps()
+        self._wire: TemporaryBuffer | None = None
+        if buffer_dtype != dtypes.grad_comm:
+            self._wire = allocator.buffer(
+                f"{name}/grad_comm", layout.numel, dtypes.grad_comm, device
+            )
+        self._partial: TemporaryBuffer | None = None
+        if self._outer is not None:
+            pieces = [*(Placement.REPLICATE for _ in placements[:-1]), placements[-1].main_grad]
+            self._partial_numel = grid.span(pieces).count * layout.shard_numel
+            self._partial = allocator.buffer(
+                f"{name}/partial_grad", self._partial_numel, dtypes.main_grad, device
+            )
+        self._partial_is_valid = False
+        self._main: DataParallelBuffer | None = None
+        self.filled = [False] * len(layout.slots)
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the full buffer has memory."""
+        return self._temporary.is_live
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether any gradient arrived since the last reduction."""
+        return any(self.filled)
+
+    @property
+    def has_outer_axis(self) -> bool:
+        """Whether a second reduction follows, along an outer axis."""
+        return self._partial is not None
+
+    @property
+    def has_partial(self) -> bool:
+        """Whether a shard still waits for the outer reduction."""
+        return self._partial_is_valid
+
+    @property
+    def main(self) -> DataParallelBuffer:
+        """The main gradient, allocated on first use and kept."""
+        if self._main is None:
+            self._main = DataParallelBuffer.empty(
+                self.layout, self._main_span, self._dtypes.main_grad, self._device
+            )
+        return self._main
+
+    @property
+    def resting_nbytes(self) -> int:
+        """Bytes of the main gradient, 0 before the first backward."""
+        return 0 if self._main is None else self._main.nbytes
+
+    def acquire(self) -> None:
+        """Give the full buffer memory."""
+        self._temporary.acquire()
+
+    def add(self, index: int, grad: torch.Tensor) -> None:
+        """Take one parameter's gradient: written the first time, added after that."""
+        if self.filled[index]:
+            self.views[index].add_(grad)
+        else:
+            self.views[index].copy_(grad)
+            self.filled[index] = True
+
+    def fill_missing(self) -> None:
+        """Zero what no gradient arrived for, and the gaps between parameters."""
+        for view in itertools.compress(self.views, (not filled for filled in self.filled)):
+            view.zero_()
+        for start, end in self._gaps:
+            self._temporary.tensor[start:end].zero_()
+
+    def reduce_inner(self, *, accumulate: bool, async_op: bool) -> Ticket:
+        """Reduce the full buffer along the inner axis. Collective.
+
+        Args:
+            accumulate: Whether the main gradient holds something to add to. Where an outer axis
+                follows, the partial shard decides that for itself.
+            async_op: Whether to return before it is done.
+        """
+        if self._partial is not None:
+            accumulate = self._partial_is_valid
+            into = self._partial.acquire()
+            self._partial_is_valid = True
+        else:
+            into = self.main.tensor
+        full = self._temporary.tensor
+        if self._wire is not None:
+            full = self._wire.acquire().copy_(full)
+        self.filled = [False] * len(self.filled)
+        collective = self._comm.reduce_scatter if self._inner_is_cut else self._comm.all_reduce
+        return collective(
+            into,
+            full,
+            self._inner,
+            Lane.REDUCE,
+            scale=self._scale,
+            accumulate=accumulate,
+            async_op=async_op,
+        )
+
+    def release(self) -> None:
+        """Drop the full buffer; its reduction has been waited for."""
+        self._temporary.release()
+        if self._wire is not None:
+            self._wire.release()
+
+    def reduce_outer(self, *, accumulate: bool, async_op: bool) -> Ticket:
+        """Reduce the partial shard along the outer axis into the main gradient. Collective."""
+        if self._partial is None or self._outer is None or not self._partial_is_valid:
+            return DONE
+        self._partial_is_valid = False
+        collective = self._comm.reduce_scatter if self._outer_is_cut else self._comm.all_reduce
+        return collective(
+            self.main.tensor,
+            self._partial.tensor,
+            self._outer,
+            Lane.OUTER,
+            scale=1.0,
+            accumulate=accumulate,
+            async_op=async_op,
+        )
+
+    def release_partial(self) -> None:
+        """Drop the partial shard; its reduction has been waited for."""
+        if self._partial is not None and not self._partial_is_valid:
+            self._partial.release()
+
+    def abandon(self) -> None:
+        """Forget gradients that are not reduced yet, after a failed backward."""
+        self.filled = [False] * len(self.filled)
+        self._partial_is_valid = False
+        self.release()
+        self.release_partial()

@@ -1,0 +1,73 @@
+"""The only place that registers hooks: on modules, and on optimizers in general."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from megatron_fsdp_v2.fsdp_module import unit_of
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from megatron_fsdp_v2.context import Context
+    from megatron_fsdp_v2.unit import Unit
+
+__all__ = ["install_hooks", "watch_optimizers"]
+
+
+def install_hooks(module: nn.Module) -> None:
+    """Run the unit's life around the module's forward.
+
+    The pre-forward hook comes before a user's, which may read parameters; the post-forward hook
+    comes after, for the same reason.
+    """
+    module.register_forward_pre_hook(_pre_forward, prepend=True, with_kwargs=True)
+    module.register_forward_hook(_post_forward)
+
+
+def _pre_forward(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    return unit_of(module).pre_forward(args, kwargs)
+
+
+def _post_forward(module: nn.Module, args: Any, output: Any) -> Any:
+    del args
+    return unit_of(module).post_forward(output)
+
+
+class _OptimizerWatch:
+    """Tells a context when an optimizer that holds its parameters has stepped.
+
+    Fused and foreach steps bump no version counter that one could watch, and torch offers this
+    hook for all optimizers at once; it is registered when the first model is sharded. Steps of
+    other optimizers must not count: they may happen on some ranks only, and what follows from a
+    step may be a collective.
+    """
+
+    def __init__(self) -> None:
+        self._contexts: weakref.WeakSet[Context[Unit]] = weakref.WeakSet()
+        self._is_registered = False
+
+    def add(self, context: Context[Unit]) -> None:
+        if not self._is_registered:
+            register_optimizer_step_post_hook(self._after_step)
+            self._is_registered = True
+        self._contexts.add(context)
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        del args, kwargs
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for context in list(self._contexts):
+            if any(not stepped.isdisjoint(unit.parameter_ids) for unit in context.units()):
+                context.weights_epoch += 1
+
+
+_WATCH = _OptimizerWatch()
+
+
+def watch_optimizers(context: Context[Unit]) -> None:
+    """Have a context's model weights brought up to date after optimizer steps."""
+    _WATCH.add(context)

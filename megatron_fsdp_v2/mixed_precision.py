@@ -1,0 +1,85 @@
+"""The precision policy of a unit. A leaf: it knows dtypes and nothing of ours."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["GroupDtypes", "MixedPrecisionPolicy"]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupDtypes:
+    """The policy applied to parameters of one dtype; every entry is decided.
+
+    Attributes:
+        model_weight: Compute and gather dtype.
+        main_weight: Dtype the optimizer steps.
+        main_grad: Dtype gradients rest and accumulate in.
+        grad_comm: Dtype on the wire of a gradient reduction.
+    """
+
+    model_weight: torch.dtype
+    main_weight: torch.dtype
+    main_grad: torch.dtype
+    grad_comm: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class MixedPrecisionPolicy:
+    """Dtypes of parameters, gradients, inputs and outputs of a unit.
+
+    `None` means "as the parameter is": `param_dtype` and `main_params_dtype` follow the dtype a
+    parameter was given with, `main_grads_dtype` follows the main parameter, and
+    `grad_comm_dtype` follows the main gradient.
+
+    Attributes:
+        param_dtype: Dtype the forward and backward compute with, and parameters are gathered in.
+        main_params_dtype: Dtype of the main (master) weights, which the optimizer steps.
+        main_grads_dtype: Dtype of the reduced gradient (`param.grad`) and of its accumulation.
+        grad_comm_dtype: Dtype of gradients on the wire.
+        cast_forward_inputs: Cast floating-point tensors among a unit's forward inputs to
+            `param_dtype`.
+        output_dtype: Cast floating-point tensors among a unit's forward outputs to this dtype.
+    """
+
+    param_dtype: torch.dtype | None = None
+    main_params_dtype: torch.dtype | None = None
+    main_grads_dtype: torch.dtype | None = None
+    grad_comm_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+    output_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        for name in (
+            "param_dtype",
+            "main_params_dtype",
+            "main_grads_dtype",
+            "grad_comm_dtype",
+            "output_dtype",
+        ):
+            dtype = getattr(self, name)
+            if dtype is None:
+                continue
+            if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+                raise ValueError(
+                    f"MixedPrecisionPolicy.{name} must be a floating-point torch.dtype or None, "
+                    f"got {dtype!r}"
+                )
+
+    def resolve(self, dtype: torch.dtype) -> GroupDtypes:
+        """Decide every dtype for parameters that were given in `dtype`.
+
+        Parameters that are not floating point (frozen index tables, say) keep their dtype.
+        """
+        if not dtype.is_floating_point:
+            return GroupDtypes(dtype, dtype, dtype, dtype)
+        main_weight = self.main_params_dtype or dtype
+        main_grad = self.main_grads_dtype or main_weight
+        return GroupDtypes(
+            model_weight=self.param_dtype or dtype,
+            main_weight=main_weight,
+            main_grad=main_grad,
+            grad_comm=self.grad_comm_dtype or main_grad,
+        )

@@ -1,0 +1,126 @@
+"""Where the tensors of a parameter group live along each data-parallel mesh axis.
+
+This is the only place that knows sharding strategies by name. Everything below works with
+placements, so a new strategy is a new row of the tables here and nothing else.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = [
+    "OUTER_STRATEGIES",
+    "STRATEGIES",
+    "AxisPlacements",
+    "Placement",
+    "resolve_placements",
+]
+
+
+class Placement(enum.Enum):
+    """How one tensor is spread over the ranks of one mesh axis."""
+
+    REPLICATE = "replicate"
+    """Every rank holds the whole tensor."""
+    SHARD = "shard"
+    """Every rank holds one contiguous slice of the flat buffer."""
+    PARTIAL = "partial"
+    """Every rank holds a summand of the whole tensor; a reduction is still owed."""
+
+
+@dataclass(frozen=True, slots=True)
+class AxisPlacements:
+    """Placements of a group's four tensors along one mesh axis.
+
+    Attributes:
+        model_weight: The weights the forward computes with, while the unit rests.
+        main_weight: The weights the optimizer steps.
+        main_grad: The reduced gradient the optimizer reads.
+        unsynced_grad: The gradient between micro-batches, before the synchronised backward.
+    """
+
+    model_weight: Placement
+    main_weight: Placement
+    main_grad: Placement
+    unsynced_grad: Placement
+
+    def __post_init__(self) -> None:
+        if Placement.PARTIAL in (self.model_weight, self.main_weight, self.main_grad):
+            raise ValueError("only a gradient that is not synchronised yet can be PARTIAL")
+        if self.main_weight is not self.main_grad:
+            raise ValueError(
+                "main_weight and main_grad meet in the optimizer and must have one placement, "
+                f"got {self.main_weight} and {self.main_grad}"
+            )
+
+
+_R, _S, _P = Placement.REPLICATE, Placement.SHARD, Placement.PARTIAL
+
+STRATEGIES: dict[str, AxisPlacements] = {
+    "no_shard": AxisPlacements(_R, _R, _R, _P),
+    "optim": AxisPlacements(_R, _S, _S, _P),
+    "optim_grads": AxisPlacements(_R, _S, _S, _S),
+    "optim_grads_params": AxisPlacements(_S, _S, _S, _S),
+}
+"""Inner (or only) axis: DDP, ZeRO-1, ZeRO-2 and ZeRO-3."""
+
+OUTER_STRATEGIES: dict[str, AxisPlacements] = {
+    "no_shard": AxisPlacements(_R, _R, _R, _P),
+    "optim": AxisPlacements(_R, _S, _S, _P),
+}
+"""Outer axis of a 2-D mesh: HSDP and HFSDP. Its gradient is always reduced once a step."""
+
+
+def resolve_placements(
+    sharding_strategy: str,
+    outer_dp_sharding_strategy: str,
+    axis_sizes: Sequence[int],
+) -> tuple[AxisPlacements, ...]:
+    """Turn strategy names into placements per mesh axis, outermost axis first.
+
+    Along an axis of size 1 a sharded model weight is the whole weight; it is described as
+    replicated there, so that no rank gathers from itself into a second buffer.
+
+    Args:
+        sharding_strategy: A key of `STRATEGIES`; applies to the innermost axis.
+        outer_dp_sharding_strategy: A key of `OUTER_STRATEGIES`; applies to the outer axis.
+        axis_sizes: Sizes of the data-parallel mesh axes, 1 or 2 of them.
+
+    Raises:
+        ValueError: A name is unknown, the mesh has another number of axes, an outer strategy is
+            given without an outer axis, or the two strategies do not go together.
+    """
+    if sharding_strategy not in STRATEGIES:
+        raise ValueError(
+            f"unknown sharding_strategy {sharding_strategy!r}; "
+            f"choose one of {', '.join(STRATEGIES)}"
+        )
+    if outer_dp_sharding_strategy not in OUTER_STRATEGIES:
+        raise ValueError(
+            f"unknown outer_dp_sharding_strategy {outer_dp_sharding_strategy!r}; "
+            f"choose one of {', '.join(OUTER_STRATEGIES)}"
+        )
+    if len(axis_sizes) not in (1, 2):
+        raise ValueError(
+            f"a data-parallel mesh has 1 axis (dp) or 2 (outer dp, inner dp), got {len(axis_sizes)}"
+        )
+    if len(axis_sizes) == 1 and outer_dp_sharding_strategy != "no_shard":
+        raise ValueError(
+            f"outer_dp_sharding_strategy={outer_dp_sharding_strategy!r} needs a 2-D mesh "
+            "(outer dp, inner dp); got a 1-D mesh"
+        )
+    if outer_dp_sharding_strategy == "optim" and sharding_strategy == "no_shard":
+        raise ValueError(
+            "outer_dp_sharding_strategy='optim' shards the optimizer further than the inner axis; "
+            "it needs sharding_strategy 'optim', 'optim_grads' or 'optim_grads_params', "
+            "got 'no_shard'"
+        )
+    rows = [STRATEGIES[sharding_strategy]]
+    if len(axis_sizes) == 2:
+        rows.insert(0, OUTER_STRATEGIES[outer_dp_sharding_strategy])
+    return tuple(
+        row if size > 1 else AxisPlacements(_R, row.main_weight, row.main_grad, row.unsynced_grad)
+        for row, size in zip(rows, axis_sizes, strict=True)
+    )

@@ -1,0 +1,311 @@
+"""DTensors whose rows are spread unevenly over a mesh.
+
+Torch's `Shard(0)` implies one particular chunking. A slice of a flat buffer holds other row
+ranges, so a plain `DTensor` over it answers `full_tensor()` and checkpoint questions wrongly and
+without complaint. `UnevenDTensor` carries the row range of every rank, answers both from it, and
+hands it on to whatever elementwise operations make of it: gradients, momenta, copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, override
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+__all__ = ["RowShards", "UnevenDTensor"]
+
+
+@dataclass(frozen=True, slots=True)
+class RowShards:
+    """Which rows of dimension 0 every rank of a mesh holds.
+
+    Attributes:
+        row_ranges: `(first row, one past the last row)` per shard.
+        strides: Per mesh axis, how far one step along it moves in `row_ranges`; 0 along an axis
+            whose ranks hold equal rows.
+    """
+
+    row_ranges: tuple[tuple[int, int], ...]
+    strides: tuple[int, ...]
+
+    def rows_at(self, coordinate: Sequence[int]) -> tuple[int, int]:
+        """Row range of the rank at a mesh coordinate."""
+        index = sum(c * stride for c, stride in zip(coordinate, self.strides, strict=True))
+        return self.row_ranges[index]
+
+    def narrowed(self, start: int, end: int) -> RowShards:
+        """Row ranges of the tensor made of rows `start` to `end` only."""
+        ranges = tuple(
+            (min(max(first, start), end) - start, min(max(last, start), end) - start)
+            for first, last in self.row_ranges
+        )
+        return RowShards(ranges, self.strides)
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """The DTensor placements that describe this to torch."""
+        return tuple(Shard(0) if stride else Replicate() for stride in self.strides)
+
+
+class UnevenDTensor(DTensor):
+    """A DTensor sharded along dimension 0 at the row ranges of a `RowShards`."""
+
+    _row_shards: RowShards
+
+    @staticmethod
+    def from_rows(
+        local: torch.Tensor, mesh: DeviceMesh, row_shards: RowShards, shape: Sequence[int]
+    ) -> UnevenDTensor:
+        """Describe local rows as part of a global tensor. No communication, no copy.
+
+        Args:
+            local: This rank's rows, of shape `(rows, *shape[1:])`.
+            mesh: The mesh; this rank is in it.
+            row_shards: Row ranges over the mesh.
+            shape: Global shape, contiguous.
+        """
+        stride = torch.empty(tuple(shape), device="meta").stride()
+        plain = DTensor.from_local(
+            local,
+            mesh,
+            row_shards.placements,
+            run_check=False,
+            shape=torch.Size(shape),
+            stride=stride,
+        )
+        return _adopt(plain, row_shards)
+
+    @property
+    def row_shards(self) -> RowShards:
+        """Row ranges of every rank."""
+        return self._row_shards
+
+    @property
+    def local_rows(self) -> tuple[int, int]:
+        """Row range of this rank."""
+        coordinate = self.device_mesh.get_coordinate()
+        if coordinate is None:
+            raise RuntimeError("this rank is not part of the tensor's mesh")
+        return self._row_shards.rows_at(coordinate)
+
+    def narrow_rows(self, start: int, end: int) -> UnevenDTensor:
+        """Rows `start` to `end` of the global tensor, as a view. No communication."""
+        first, last = self.local_rows
+        low, high = min(max(first, start), last), min(max(first, end), last)
+        return UnevenDTensor.from_rows(
+            self._local_tensor.detach()[low - first : high - first],
+            self.device_mesh,
+            self._row_shards.narrowed(start, end),
+            (end - start, *self.shape[1:]),
+        )
+
+    @classmethod
+    @override
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: Any = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run the operation as DTensor does and hand the row ranges on to its results."""
+        del types
+        if func is torch.Tensor.copy_ and type(args[0]) is cls:
+            args = (args[0], _source_rows(args[0], args[1]), *args[2:])
+        elif len(args) > 1:
+            _check_same_rows(func, args)
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        return _carry(result, args)
+
+    @override
+    def __deepcopy__(self, memo: dict[int, Any]) -> UnevenDTensor:
+        """Copy the local rows; the mesh and the row ranges are shared."""
+        if id(self) in memo:
+            copied: UnevenDTensor = memo[id(self)]
+            return copied
+        local = self._local_tensor.detach().clone()
+        result: Any = UnevenDTensor.from_rows(
+            local, self.device_mesh, self._row_shards, tuple(self.shape)
+        )
+        if isinstance(self, torch.nn.Parameter):
+            result = torch.nn.Parameter(result)
+        result.requires_grad_(self.requires_grad)
+        memo[id(self)] = result
+        return result  # type: ignore[no-any-return]
+
+    @override
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """Gather the whole tensor on every rank. Collective over the mesh; not differentiable."""
+        del grad_placements
+        return _gather_rows(self)
+
+    @override
+    def redistribute(
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        async_op: bool = False,
+        **kwargs: Any,
+    ) -> DTensor:
+        """Return self for unchanged placements, or a replicated DTensor. Collective.
+
+        Raises:
+            NotImplementedError: Any other target; go through `full_tensor()`.
+        """
+        del async_op, kwargs
+        mesh = self.device_mesh if device_mesh is None else device_mesh
+        target = self.placements if placements is None else tuple(placements)
+        if mesh == self.device_mesh and target == self.placements:
+            return self
+        if mesh == self.device_mesh and all(p.is_replicate() for p in target):
+            return DTensor.from_local(self.full_tensor(), mesh, target, run_check=False)
+        raise NotImplementedError(
+            f"an unevenly sharded DTensor of shape {tuple(self.shape)} can be gathered but not "
+            f"redistributed to {target}; use full_tensor() and distribute_tensor()"
+        )
+
+    @override
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        """What torch's distributed checkpoint writes for this rank: its rows, or nothing."""
+        del object
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=chunk,
+                    properties=TensorProperties.create_from_tensor(self._local_tensor),
+                    size=self.shape,
+                ),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    @override
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        """Offsets and sizes of this rank's rows, from the row ranges alone."""
+        start, end = self.local_rows
+        if start == end or self._local_tensor.numel() == 0:
+            return []
+        trailing = self.shape[1:]
+        return [
+            ChunkStorageMetadata(
+                offsets=torch.Size((start, *(0 for _ in trailing))),
+                sizes=torch.Size((end - start, *trailing)),
+            )
+        ]
+
+    @override
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        """The local rows, which torch's distributed checkpoint reads from and writes into."""
+        del index
+        return self._local_tensor
+
+
+def _adopt(plain: DTensor, row_shards: RowShards) -> UnevenDTensor:
+    # A DTensor subclass adds no storage of its own, so the object can change class in place;
+    # making a second wrapper would cost as much as the operation that made the first.
+    plain.__class__ = UnevenDTensor
+    assert isinstance(plain, UnevenDTensor)
+    plain._row_shards = row_shards
+    return plain
+
+
+def _uneven_leaves(args: Sequence[Any], position: int | None = None) -> Iterator[UnevenDTensor]:
+    """Uneven tensors among arguments; of list arguments only the element at `position`."""
+    for arg in args:
+        if type(arg) is UnevenDTensor:
+            yield arg
+        elif isinstance(arg, list | tuple):
+            items = arg if position is None else arg[position : position + 1]
+            yield from (item for item in items if type(item) is UnevenDTensor)
+
+
+def _carry(result: Any, args: Sequence[Any]) -> Any:
+    if type(result) is DTensor:
+        _match(result, _uneven_leaves(args))
+    elif isinstance(result, list | tuple):
+        for position, item in enumerate(result):
+            if type(item) is DTensor:
+                _match(item, _uneven_leaves(args, position))
+    return result
+
+
+def _match(result: DTensor, candidates: Iterator[UnevenDTensor]) -> None:
+    for like in candidates:
+        if (
+            result.shape == like.shape
+            and result.placements == like.placements
+            and result._local_tensor.shape == like._local_tensor.shape
+        ):
+            _adopt(result, like._row_shards)
+            return
+
+
+def _check_same_rows(func: Callable[..., Any], args: Sequence[Any]) -> None:
+    first: UnevenDTensor | None = None
+    for arg in args:
+        if type(arg) is not UnevenDTensor:
+            continue
+        if first is None:
+            first = arg
+        elif arg._row_shards is not first._row_shards and arg._row_shards != first._row_shards:
+            raise ValueError(
+                f"{getattr(func, '__name__', func)} mixes two tensors of shapes "
+                f"{tuple(first.shape)} and {tuple(arg.shape)} whose rows are sharded "
+                "differently; gather one with full_tensor() and copy_() it over first"
+            )
+
+
+def _source_rows(target: UnevenDTensor, source: Any) -> Any:
+    """What to copy into a target's local rows from a source of any distribution."""
+    if type(source) is UnevenDTensor and source._row_shards == target._row_shards:
+        return source
+    if not isinstance(source, torch.Tensor) or source.shape != target.shape:
+        return source
+    full = source.full_tensor() if isinstance(source, DTensor) else source
+    start, end = target.local_rows
+    return UnevenDTensor.from_rows(
+        full[start:end].to(target._local_tensor.device),
+        target.device_mesh,
+        target._row_shards,
+        target.shape,
+    )
+
+
+def _gather_rows(tensor: UnevenDTensor) -> torch.Tensor:
+    """Gather rows axis by axis, padded to the longest range, and drop the padding."""
+    mesh, shards = tensor.device_mesh, tensor._row_shards
+    local = tensor._local_tensor.detach()
+    longest = max(end - start for start, end in shards.row_ranges)
+    piece = local.new_zeros((longest, *tensor.shape[1:]))
+    piece[: local.shape[0]] = local
+    sharded_axes = [axis for axis in range(mesh.ndim) if shards.strides[axis]]
+    for axis in reversed(sharded_axes):
+        size = mesh.size(axis)
+        gathered = piece.new_empty((size * piece.shape[0], *piece.shape[1:]))
+        dist.all_gather_into_tensor(gathered, piece, group=mesh.get_group(axis))
+        piece = gathered
+    sizes = [mesh.size(axis) for axis in sharded_axes]
+    full = local.new_zeros(tuple(tensor.shape))
+    for number, block in enumerate(torch.split(piece, longest)) if longest else ():
+        coordinate = torch.unravel_index(torch.tensor(number), sizes) if sizes else ()
+        index = sum(
+            int(c) * shards.strides[axis] for c, axis in zip(coordinate, sharded_axes, strict=True)
+        )
+        start, end = shards.row_ranges[index]
+        full[start:end] = block[: end - start]
+    return full

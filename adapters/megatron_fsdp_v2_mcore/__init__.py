@@ -1,0 +1,24 @@
+"""The Megatron-Core adapter: sharded data parallelism for Megatron's own training loop.
+
+Importing it changes nothing. `install()` hooks it into Megatron at the points that
+`megatron-fsdp-v2 seams` lists.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from megatron_fsdp_v2_mcore.errors import FlagError
+from megatron_fsdp_v2_mcore.seams import install, uninstall
+
+__all__ = ["FlagError", "FullyShardedDataParallel", "install", "uninstall"]
+
+_LAZY = {"FullyShardedDataParallel": "megatron_fsdp_v2_mcore.wrapper"}
+
+
+def __getattr__(name: str) -> Any:
+    # Classes derived from Megatron's import it; importing the package alone must not.
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,269 @@
+"""The GPT of `pretrain_gpt`: model, data, batches and loss, on Megatron's own building blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import mpu
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.enums import ModelType
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
+from megatron.core.utils import get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
+from megatron.training import get_args, get_timers, pretrain
+from megatron.training.argument_utils import (
+    core_transformer_config_from_args,
+    gpt_config_from_args,
+    pretrain_cfg_container_from_args,
+)
+from megatron.training.arguments import parse_and_validate_args
+from megatron.training.models.gpt import GPTModelBuilder
+from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
+
+__all__ = ["train"]
+
+# Loss of an iteration may jump this much before it counts as a possible hardware fault.
+SPIKY_LOSS_FACTOR = 10.0
+
+BATCH_KEYS = (
+    "tokens",
+    "labels",
+    "loss_mask",
+    "position_ids",
+    "attention_mask",
+    "cu_seqlens",
+    "cu_seqlens_padded",
+    "max_seqlen",
+    "local_cp_size",
+)
+
+
+def build_model(
+    pre_process: bool = True,
+    post_process: bool = True,
+    vp_stage: int | None = None,
+    config: Any = None,
+    pg_collection: Any = None,
+) -> torch.nn.Module:
+    """Build one pipeline stage of the GPT that the flags describe.
+
+    Args:
+        pre_process: Whether the stage holds the embedding.
+        post_process: Whether it holds the output layer.
+        vp_stage: Its virtual pipeline stage.
+        config: A transformer configuration; from the flags when None.
+        pg_collection: Process groups.
+    """
+    args = get_args()
+    transformer = core_transformer_config_from_args(args) if config is None else config
+    model_config = gpt_config_from_args(args, transformer)
+    model: torch.nn.Module = GPTModelBuilder(model_config).build_model(
+        pg_collection, pre_process=pre_process, post_process=post_process, vp_stage=vp_stage
+    )
+    return model
+
+
+def _dataset_config(args: Any) -> GPTDatasetConfig:
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    return GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=blend,
+        blend_per_split=blend_per_split,
+        split=args.split,
+        multiple_validation_sets=args.multiple_validation_sets,
+        full_validation=args.full_validation,
+        num_dataset_builder_threads=args.num_dataset_builder_threads,
+        path_to_cache=args.data_cache_path,
+        mmap_bin_files=args.mmap_bin_files,
+        tokenizer=build_tokenizer(args),
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=args.create_attention_mask_in_dataloader,
+        object_storage_cache_path=args.object_storage_cache_path,
+        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
+        data_parallel_size=args.data_parallel_size,
+        context_parallel_size=args.context_parallel_size,
+    )
+
+
+def _reads_data(args: Any, vp_stage: int | None) -> bool:
+    """Whether this rank's stage needs tokens or labels."""
+    uses_data = is_first_or_last_pipeline_stage(vp_stage) or _has_mtp(args, vp_stage)
+    return bool(uses_data)
+
+
+def _has_mtp(args: Any, vp_stage: int | None) -> bool:
+    if not args.mtp_num_layers:
+        return False
+    layout = core_transformer_config_from_args(args).pipeline_model_parallel_layout
+    return bool(
+        mtp_on_this_rank(
+            layout=layout,
+            mtp_num_layers=args.mtp_num_layers,
+            ignore_virtual=vp_stage is None,
+            vp_stage=vp_stage,
+        )
+    )
+
+
+def build_datasets(num_samples: Any, vp_stage: int | None = None) -> Any:
+    """Build train, validation and test datasets, on the ranks that read them.
+
+    Args:
+        num_samples: Samples wanted of each.
+        vp_stage: Virtual pipeline stage.
+    """
+    args = get_args()
+    builder = BlendedMegatronDatasetBuilder(
+        MockGPTDataset if args.mock_data else GPTDataset,
+        num_samples,
+        lambda: mpu.get_tensor_model_parallel_rank() == 0 and _reads_data(args, vp_stage),
+        _dataset_config(args),
+    )
+    return builder.build()
+
+
+build_datasets.is_distributed = True  # type: ignore[attr-defined]  # Megatron asks for this mark
+
+
+def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None = None) -> dict[str, Any]:
+    """This rank's part of the next micro-batch: read by tensor-parallel rank 0, sent to others.
+
+    Args:
+        data_iterator: Micro-batches; None on ranks that read none.
+        vp_stage: Virtual pipeline stage.
+
+    Returns:
+        Tensors by name; `None` for what this stage does not use.
+    """
+    args = get_args()
+    if not _reads_data(args, vp_stage):
+        return dict.fromkeys(BATCH_KEYS)
+    tp_rank = mpu.get_tensor_model_parallel_rank()
+    batch: dict[str, Any] = {}
+    if tp_rank == 0:
+        assert data_iterator is not None
+        data = next(data_iterator)
+        for key in BATCH_KEYS:
+            value = data.get(key)
+            batch[key] = None if value is None else value.cuda(non_blocking=True)
+    batch = get_batch_on_this_tp_rank(
+        batch,
+        has_cu_seqlens=False,
+        is_hybrid_cp=False,
+        create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
+        broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
+        broadcast_group=mpu.get_tensor_model_parallel_group(),
+        cp_size=args.context_parallel_size,
+        tp_rank=tp_rank,
+        micro_batch_size=args.micro_batch_size,
+        seq_length=args.seq_length,
+        mtp_on_this_rank=_has_mtp(args, vp_stage),
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        is_pipeline_first_stage=mpu.is_pipeline_first_stage(
+            ignore_virtual=vp_stage is None, vp_stage=vp_stage
+        ),
+        is_pipeline_last_stage=mpu.is_pipeline_last_stage(
+            ignore_virtual=vp_stage is None, vp_stage=vp_stage
+        ),
+    )
+    if args.context_parallel_size > 1:
+        batch = get_batch_on_this_cp_rank(
+            batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group()
+        )
+    return batch
+
+
+def loss_function(
+    loss_mask: torch.Tensor, losses: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Sum of the masked token losses of a micro-batch.
+
+    Args:
+        loss_mask: 1 where a token counts, `(batch, sequence)`.
+        losses: Loss of every token, likewise.
+
+    Returns:
+        The sum (Megatron divides it), the number of tokens, and both as numbers to report.
+    """
+    args = get_args()
+    mask = loss_mask.view(-1).float()
+    total = torch.sum(losses.view(-1).float() * mask)
+    num_tokens = mask.sum().clone().detach().to(torch.int)
+    if args.check_for_nan_in_loss_and_grad:
+        rerun = get_rerun_state_machine()
+        for check, message in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
+            rerun.validate_result(
+                result=total,
+                rejection_func=check,
+                message=f"found {message} in the local forward loss",
+                tolerance=0.0,
+                fatal=True,
+            )
+    if args.check_for_spiky_loss:
+        rerun = get_rerun_state_machine()
+        rerun.validate_result(
+            result=total,
+            rejection_func=partial(
+                rerun.is_unexpectedly_large, threshold=SPIKY_LOSS_FACTOR, context="loss"
+            ),
+            message="spiky loss",
+            tolerance=0.0,
+            fatal=False,
+        )
+    report = torch.cat([total.clone().detach().view(1), num_tokens.view(1)])
+    return total, num_tokens, {"lm loss": report}
+
+
+def forward_step(data_iterator: Any, model: torch.nn.Module, *args: Any) -> Any:
+    """Forward of one micro-batch, in the shape Megatron's schedules call it.
+
+    Args:
+        data_iterator: Micro-batches.
+        model: A (wrapped) stage.
+        args: Not used; combined schedules pass more.
+
+    Returns:
+        The stage's output and the function that makes a loss of it.
+    """
+    del args
+    timers = get_timers()
+    timers("batch-generator", log_level=2).start()
+    vp_stage = _vp_stage(model)
+    batch = get_batch(data_iterator, vp_stage)
+    timers("batch-generator").stop()
+    output = model(
+        batch["tokens"],
+        batch["position_ids"],
+        batch["attention_mask"],
+        labels=batch["labels"],
+        loss_mask=batch["loss_mask"],
+    )
+    return output, partial(loss_function, batch["loss_mask"])
+
+
+def _vp_stage(model: torch.nn.Module) -> int | None:
+    module: Any = model
+    while not hasattr(module, "vp_stage") and hasattr(module, "module"):
+        module = module.module
+    stage: int | None = getattr(module, "vp_stage", None)
+    return stage
+
+
+def train() -> None:
+    """Parse Megatron's flags and train."""
+    args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
+    pretrain(
+        pretrain_cfg_container_from_args(args),
+        build_datasets,
+        ModelType.encoder_or_decoder,
+        forward_step,
+        model_provider=build_model,
+    )

@@ -1,0 +1,82 @@
+"""CPU rehearsal: Megatron's real training loop on a CPU, for any world size that fits.
+
+Explicit, apart from everything else, and undone when it ends. It changes where tensors live and
+leaves out what only a GPU has; it changes no arithmetic that Megatron would do on a CPU tensor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from megatron_fsdp_v2_mcore.rehearsal.flags import (
+    FLAG,
+    VERBOSE_FLAG,
+    RehearsalError,
+    is_requested,
+    with_cpu_flags,
+)
+
+__all__ = ["FLAG", "VERBOSE_FLAG", "RehearsalError", "check_device", "is_requested", "rehearse"]
+
+
+def check_device(argv: Sequence[str]) -> None:
+    """End the program with one sentence where device and command line do not fit.
+
+    Raises:
+        RehearsalError: CUDA is there and a rehearsal is asked for.
+        SystemExit: No CUDA is there and none is asked for.
+    """
+    if is_requested(argv):
+        if torch.cuda.is_available():
+            raise RehearsalError(
+                f"{FLAG} never runs where CUDA is in use; leave it out, or hide the GPUs with "
+                "CUDA_VISIBLE_DEVICES="
+            )
+    elif not torch.cuda.is_available():
+        raise SystemExit(
+            f"No GPU was found. Add {FLAG} to run the same training on this machine's CPU."
+        )
+
+
+@contextlib.contextmanager
+def rehearse(argv: Sequence[str], *, verbose: bool = False) -> Iterator[list[str]]:
+    """Make Megatron run on the CPU for as long as the context lasts.
+
+    Enter it before anything imports Megatron.
+
+    Args:
+        argv: The user's flags.
+        verbose: Print everything Megatron prints.
+
+    Yields:
+        The flags to give to Megatron.
+
+    Raises:
+        RehearsalError: A flag cannot be honoured on a CPU.
+    """
+    from megatron_fsdp_v2_mcore.rehearsal.cuda_standins import stand_in  # noqa: PLC0415
+    from megatron_fsdp_v2_mcore.rehearsal.devices import CpuDevices  # noqa: PLC0415
+    from megatron_fsdp_v2_mcore.rehearsal.mends import mend  # noqa: PLC0415
+    from megatron_fsdp_v2_mcore.rehearsal.output import quieten  # noqa: PLC0415
+    from megatron_fsdp_v2_mcore.rehearsal.patches import Patches  # noqa: PLC0415
+
+    flags = with_cpu_flags([word for word in argv if word not in (FLAG, VERBOSE_FLAG)])
+    # Ranks share a machine: one thread each, and no talk to any other address.
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    patches = Patches()
+    try:
+        # Compiled helpers of Megatron run as written: compiling for a CPU takes longer than a run,
+        # and may round differently.
+        with torch._dynamo.config.patch(disable=True), CpuDevices():
+            stand_in(patches)
+            if not verbose:
+                quieten(patches)
+            mend(patches)
+            yield flags
+    finally:
+        patches.undo()

@@ -1,0 +1,310 @@
+"""Every point where Megatron is hooked: what, why, whether it fits, and how to undo it.
+
+Nothing of Megatron is replaced anywhere else. `install()` checks every seam against the
+installed version before it touches one. Seams marked `selected` take effect only when the
+command line selects this package; until then Megatron behaves as it does alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import inspect
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_fsdp_v2_mcore.arguments import add_arguments, check_after, check_before, is_enabled
+
+__all__ = ["SEAMS", "Seam", "command", "install", "uninstall"]
+
+SUPPORTED = "0.19"
+
+
+@dataclass(frozen=True, slots=True)
+class Seam:
+    """One attribute of Megatron that is replaced.
+
+    Attributes:
+        name: Short name.
+        target: `module:attribute`.
+        reason: Why it has to be replaced.
+        parameters: Leading parameter names that the original must have.
+        replace: Makes the replacement from the original.
+        selected: Whether it waits for the command line to select this package.
+        optional: Whether a Megatron without the module is fine: `megatron.training` is missing
+            from some installations of megatron-core.
+    """
+
+    name: str
+    target: str
+    reason: str
+    parameters: tuple[str, ...]
+    replace: Callable[[Any], Any]
+    selected: bool = False
+    optional: bool = True
+
+
+def _with_our_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
+    def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        return add_arguments(original(parser))
+
+    return add_megatron_arguments
+
+
+def _with_our_checks(original: Callable[..., Any]) -> Callable[..., Any]:
+    def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
+        check_before(args)
+        result = original(args, *rest, **kwargs)
+        check_after(args)
+        if is_enabled(args):
+            _STATE.apply(selected=True)
+        return result
+
+    return validate_args
+
+
+def _our_wrapper(original: Any) -> Any:
+    del original
+    return importlib.import_module("megatron_fsdp_v2_mcore.wrapper").FullyShardedDataParallel
+
+
+def _our_chunk_metadata(original: Any) -> Any:
+    return importlib.import_module("megatron_fsdp_v2_mcore.state_dict").chunk_metadata(original)
+
+
+def _our_swiglu_split(original: Any) -> Any:
+    return importlib.import_module("megatron_fsdp_v2_mcore.state_dict").split_swiglu(original)
+
+
+SEAMS: tuple[Seam, ...] = (
+    Seam(
+        "arguments",
+        "megatron.training.arguments:add_megatron_arguments",
+        "adds --use-fsdp-fully-shard-api to the command line",
+        ("parser",),
+        _with_our_arguments,
+    ),
+    Seam(
+        "validation",
+        "megatron.training.arguments:validate_args",
+        "refuses by name what cannot be honoured, and applies the seams below when selected",
+        ("args",),
+        _with_our_checks,
+    ),
+    Seam(
+        "wrapper",
+        "megatron.training.training:megatron_FSDP",
+        "the class get_model wraps model chunks in",
+        ("config", "ddp_config", "module"),
+        _our_wrapper,
+        selected=True,
+    ),
+    Seam(
+        "wrapper-of-builders",
+        "megatron.training.models.dist_utils:FullyShardedDataParallel",
+        "the class model builders wrap model chunks in",
+        ("config", "ddp_config", "module"),
+        _our_wrapper,
+        selected=True,
+    ),
+    Seam(
+        "chunk-metadata",
+        "megatron.training.checkpointing:preprocess_state_dict_for_uneven_dtensor",
+        "Megatron gathers chunk metadata tensor by tensor from all ranks; ours is known locally, "
+        "and ranks with an empty shard have no state to ask about",
+        ("state_dict",),
+        _our_chunk_metadata,
+        selected=True,
+    ),
+    Seam(
+        "swiglu-split",
+        "megatron.training.checkpointing:handle_swiglu_in_state_dict",
+        "Megatron's split of SwiGLU weights reads attributes of its own buffers",
+        ("model", "model_state_dict", "optimizer_state_dict"),
+        _our_swiglu_split,
+        selected=True,
+    ),
+)
+
+
+class _Installation:
+    """Which seams are in place, with their originals."""
+
+    def __init__(self) -> None:
+        self.is_installed = False
+        self._originals: list[tuple[Any, str, Any]] = []
+
+    def apply(self, *, selected: bool) -> None:
+        """Replace the seams of one kind; all of them or, if one does not fit, none."""
+        done = {(id(owner), attribute) for owner, attribute, _ in self._originals}
+        for seam in SEAMS:
+            found = find_target(seam)
+            if seam.selected is not selected or found is None:
+                continue
+            owner, attribute = found
+            if (id(owner), attribute) in done:
+                continue
+            original = getattr(owner, attribute)
+            setattr(owner, attribute, seam.replace(original))
+            self._originals.append((owner, attribute, original))
+
+    def undo(self) -> None:
+        """Put everything back, last replacement first."""
+        while self._originals:
+            owner, attribute, original = self._originals.pop()
+            setattr(owner, attribute, original)
+        self.is_installed = False
+
+
+_STATE = _Installation()
+
+
+def megatron_version() -> str:
+    """The installed version of megatron-core.
+
+    Raises:
+        RuntimeError: It is not installed.
+    """
+    try:
+        return importlib.metadata.version("megatron-core")
+    except importlib.metadata.PackageNotFoundError:
+        pass
+    try:
+        return str(importlib.import_module("megatron.core").__version__)
+    except ImportError as error:
+        raise RuntimeError(
+            "megatron-core is not installed; install megatron-fsdp-v2[megatron]"
+        ) from error
+
+
+def find_target(seam: Seam) -> tuple[Any, str] | None:
+    """The object a seam's attribute belongs to, and the attribute; None without the module.
+
+    Raises:
+        RuntimeError: The module is there and the attribute is not.
+    """
+    module_name, _, path = seam.target.partition(":")
+    try:
+        owner: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if seam.optional and (error.name or "").startswith("megatron.training"):
+            return None
+        raise
+    *parents, attribute = path.split(".")
+    for parent in parents:
+        owner = getattr(owner, parent)
+    if not hasattr(owner, attribute):
+        raise RuntimeError(_misfit(seam, f"there is no {seam.target}"))
+    return owner, attribute
+
+
+def _misfit(seam: Seam, problem: str) -> str:
+    return (
+        f"seam {seam.name!r} does not fit: {problem}. Installed is megatron-core "
+        f"{megatron_version()}; supported is {SUPPORTED}.x"
+    )
+
+
+def check_seam(seam: Seam) -> None:
+    """Find out whether a seam fits the installed Megatron.
+
+    Raises:
+        RuntimeError: It does not.
+    """
+    found = find_target(seam)
+    if found is None:
+        return
+    target = getattr(*found)
+    if isinstance(target, type):
+        target = target.__init__
+    names = [name for name in inspect.signature(target).parameters if name != "self"]
+    if tuple(names[: len(seam.parameters)]) != seam.parameters:
+        raise RuntimeError(
+            _misfit(
+                seam,
+                f"{seam.target} takes ({', '.join(names)}), expected "
+                f"({', '.join(seam.parameters)}, ...)",
+            )
+        )
+
+
+def install() -> None:
+    """Hook this package into Megatron, before Megatron parses its arguments.
+
+    Calling it again is harmless.
+
+    Raises:
+        RuntimeError: The installed Megatron is of another version, a seam does not fit, or the
+            arguments were parsed already. Nothing is changed then.
+    """
+    if _STATE.is_installed:
+        return
+    version = megatron_version()
+    if not (version == SUPPORTED or version.startswith(f"{SUPPORTED}.")):
+        raise RuntimeError(
+            f"megatron-core {version} is installed; megatron_fsdp_v2_mcore supports {SUPPORTED}.x"
+        )
+    global_vars = sys.modules.get("megatron.training.global_vars")
+    if global_vars is not None and getattr(global_vars, "_GLOBAL_ARGS", None) is not None:
+        raise RuntimeError(
+            "Megatron has parsed its arguments already; call megatron_fsdp_v2_mcore.install() first"
+        )
+    for seam in SEAMS:
+        check_seam(seam)
+    _STATE.apply(selected=False)
+    _STATE.is_installed = True
+
+
+def uninstall() -> None:
+    """Put everything in Megatron back as it was."""
+    _STATE.undo()
+
+
+class _SeamsCommand:
+    """`megatron-fsdp-v2 seams`."""
+
+    help = "list where Megatron is hooked, why, and whether each point fits"
+
+    def configure(self, parser: argparse.ArgumentParser) -> None:
+        """Add the subcommand's arguments."""
+        parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Print the table; return 1 if some seam does not fit."""
+        rows = [_describe(seam) for seam in SEAMS]
+        if args.json:
+            text = json.dumps({"megatron_core": megatron_version(), "seams": rows}, indent=2)
+        else:
+            text = "\n".join(
+                [f"megatron-core {megatron_version()} (supported: {SUPPORTED}.x)", ""]
+                + [
+                    f"{row['name']}\n  target  {row['target']}\n  reason  {row['reason']}\n"
+                    f"  when    {row['when']}\n  check   {row['check']}\n"
+                    "  undo    the original is kept and put back by uninstall()\n"
+                    for row in rows
+                ]
+            )
+        sys.stdout.write(f"{text}\n")
+        return 0 if all(row["check"] in ("fits", "not there") for row in rows) else 1
+
+
+def _describe(seam: Seam) -> dict[str, str]:
+    try:
+        check_seam(seam)
+        result = "fits" if find_target(seam) is not None else "not there"
+    except RuntimeError as error:
+        result = str(error)
+    return {
+        "name": seam.name,
+        "target": seam.target,
+        "reason": seam.reason,
+        "when": "selected by the command line" if seam.selected else "installed",
+        "check": result,
+    }
+
+
+command = _SeamsCommand()

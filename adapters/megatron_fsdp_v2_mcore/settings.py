@@ -1,0 +1,274 @@
+"""What Megatron's configuration means to `fully_shard`: one table, field by field."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron_fsdp_v2 import MixedPrecisionPolicy
+from megatron_fsdp_v2_mcore.errors import FlagError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["FIELDS", "FieldRule", "Handling", "ShardingSettings", "sharding_settings"]
+
+
+class Handling(enum.Enum):
+    """What becomes of a configuration field."""
+
+    HONOURED = "honoured"
+    """It changes what this package does."""
+    IMPLIED = "implied"
+    """It asks for what this package does anyway, or tunes something it has no need of."""
+    REFUSED = "refused"
+    """A value other than the default ends the start with an error."""
+
+
+@dataclass(frozen=True, slots=True)
+class FieldRule:
+    """One field of `DistributedDataParallelConfig`.
+
+    Attributes:
+        name: The field.
+        flag: What a user types to set it.
+        handling: What becomes of it.
+        meaning: What it does here, or why it is refused.
+        refuses: Whether a value is refused; only with `Handling.REFUSED`.
+    """
+
+    name: str
+    flag: str
+    handling: Handling
+    meaning: str
+    refuses: Callable[[Any], bool] | None = None
+
+
+def _honoured(name: str, flag: str, meaning: str) -> FieldRule:
+    return FieldRule(name, flag, Handling.HONOURED, meaning)
+
+
+def _implied(name: str, flag: str, meaning: str) -> FieldRule:
+    return FieldRule(name, flag, Handling.IMPLIED, meaning)
+
+
+def _refused(
+    name: str, flag: str, meaning: str, refuses: Callable[[Any], bool] = bool
+) -> FieldRule:
+    return FieldRule(name, flag, Handling.REFUSED, meaning, refuses)
+
+
+FIELDS: tuple[FieldRule, ...] = (
+    _honoured(
+        "data_parallel_sharding_strategy",
+        "--data-parallel-sharding-strategy",
+        "sharding_strategy of every unit",
+    ),
+    _honoured("overlap_grad_reduce", "--overlap-grad-reduce", "enable_async_reduce_grad"),
+    _honoured("overlap_param_gather", "--overlap-param-gather", "enable_unshard_prefetch"),
+    _honoured(
+        "grad_reduce_in_fp32",
+        "--accumulate-allreduce-grads-in-fp32",
+        "grad_comm_dtype and main_grads_dtype, where the Megatron-FSDP dtype flags say 'auto': "
+        "fp32 if set, the model's dtype if not",
+    ),
+    _honoured(
+        "megatron_fsdp_main_params_dtype",
+        "--megatron-fsdp-main-params-dtype",
+        "main_params_dtype; 'auto': the model's dtype",
+    ),
+    _honoured(
+        "megatron_fsdp_main_grads_dtype",
+        "--megatron-fsdp-main-grads-dtype",
+        "main_grads_dtype; 'auto': the dtype of the main weights, which the optimizer reads",
+    ),
+    _honoured(
+        "megatron_fsdp_grad_comm_dtype",
+        "--megatron-fsdp-grad-comm-dtype",
+        "grad_comm_dtype; 'auto': see grad_reduce_in_fp32",
+    ),
+    _honoured(
+        "check_for_nan_in_grad",
+        "--check-for-nan-in-loss-and-grad",
+        "the reduced gradients are checked before the optimizer steps",
+    ),
+    _implied("use_megatron_fsdp", "--use-megatron-fsdp", "selects this package, with its own flag"),
+    _implied("use_custom_fsdp", "--use-megatron-fsdp", "Megatron's older name of the same"),
+    _implied(
+        "use_distributed_optimizer",
+        "--use-distributed-optimizer",
+        "Megatron turns it on; the optimizer steps sharded main weights",
+    ),
+    _implied(
+        "average_in_collective",
+        "--ddp-average-in-collective",
+        "the mean is taken in the collective wherever the dtype allows it",
+    ),
+    _implied(
+        "gradient_reduce_div_fusion",
+        "--no-gradient-reduce-div-fusion",
+        "the factor is applied once, inside the reduction where the dtype allows it",
+    ),
+    _implied("bucket_size", "--ddp-bucket-size", "a unit's gradients are one bucket"),
+    _implied("num_buckets", "--ddp-num-buckets", "a unit's gradients are one bucket"),
+    _implied(
+        "pad_buckets_for_high_nccl_busbw",
+        "--ddp-pad-buckets-for-high-nccl-busbw",
+        "shards are of equal size; there are no buckets to pad",
+    ),
+    _implied(
+        "align_param_gather",
+        "--no-align-param-gather",
+        "gathers are issued by the units, the same in every pipeline stage",
+    ),
+    _implied(
+        "suggested_communication_unit_size",
+        "--suggested-communication-unit-size",
+        "units decide how much is gathered at a time",
+    ),
+    _implied(
+        "fsdp_all_gather_in_start_param_sync",
+        "(set for CUDA graphs)",
+        "the first gather is issued by the forward",
+    ),
+    _implied(
+        "disable_symmetric_registration",
+        "--disable-symmetric-registration",
+        "nothing is registered",
+    ),
+    _implied(
+        "fsdp_db_use_persist_buf_on_alloc_fail",
+        "--fsdp-db-use-persist-buf-on-alloc-fail",
+        "only means something with --fsdp-double-buffer, which is refused",
+    ),
+    _implied(
+        "reuse_grad_buf_for_mxfp8_param_ag",
+        "--reuse-grad-buf-for-mxfp8-param-ag",
+        "Megatron turns it off together with --use-megatron-fsdp",
+    ),
+    _refused(
+        "num_distributed_optimizer_instances",
+        "--num-distributed-optimizer-instances",
+        "hybrid sharding through Megatron is not built yet",
+        lambda value: value != 1,
+    ),
+    _refused(
+        "outer_dp_sharding_strategy",
+        "--outer-dp-sharding-strategy",
+        "hybrid sharding through Megatron is not built yet",
+        lambda value: value != "no_shard",
+    ),
+    _refused(
+        "check_for_large_grads",
+        "--check-for-large-grads",
+        "its check reads Megatron's gradient buckets",
+    ),
+    _refused(
+        "reduce_scatter_with_fp32_accumulation",
+        "--ddp-reduce-scatter-with-fp32-accumulation",
+        "use --megatron-fsdp-grad-comm-dtype fp32 instead",
+    ),
+    _refused(
+        "param_name_patterns_for_fp32_local_accumulation",
+        "--ddp-param-name-patterns-for-fp32-local-accumulation",
+        "use --megatron-fsdp-main-grads-dtype fp32 for all parameters instead",
+    ),
+    _refused("fp8_param_gather", "--fp8-param-gather", "quantised parameters are not built yet"),
+    _refused("fp4_param_gather", "--fp4-param-gather", "quantised parameters are not built yet"),
+    _refused(
+        "keep_fp8_transpose_cache",
+        "--keep-fp8-transpose-cache",
+        "quantised parameters are not built yet",
+    ),
+    _refused("nccl_ub", "--nccl-ub", "registered user buffers are not built yet"),
+    _refused(
+        "fsdp_manual_registration",
+        "--fsdp-manual-registration",
+        "registered user buffers are not built yet",
+    ),
+    _refused(
+        "fsdp_double_buffer",
+        "--fsdp-double-buffer",
+        "at most two gathered units are live at any time without it",
+    ),
+    _refused(
+        "megatron_fsdp_max_pool_double_buffer",
+        "--megatron-fsdp-max-pool-double-buffer",
+        "at most two gathered units are live at any time without it",
+    ),
+    _refused(
+        "delay_wgrad_compute",
+        "--delay-wgrad-compute",
+        "a unit's gradients must be complete when its backward ends",
+    ),
+    _refused(
+        "megatron_fsdp_use_decoupled_grad",
+        "--use-precision-aware-optimizer",
+        "the optimizer reads param.grad",
+    ),
+    _refused(
+        "megatron_fsdp_cuda_graph_mode",
+        "--cuda-graph-impl",
+        "gathers are issued from the host",
+    ),
+    _refused(
+        "megatron_fsdp_enable_fine_grained_param_gather",
+        "--megatron-fsdp-enable-fine-grained-param-gather",
+        "a unit is gathered as a whole",
+    ),
+)
+"""Every field of `DistributedDataParallelConfig`; a test fails when Megatron adds one."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardingSettings:
+    """`fully_shard` arguments that come from Megatron's configuration.
+
+    Attributes:
+        sharding_strategy: The inner axis' strategy.
+        policy: Dtypes.
+        enable_unshard_prefetch: See `fully_shard`.
+        enable_async_reduce_grad: See `fully_shard`.
+        checks_grads_for_nan: Whether reduced gradients are checked.
+    """
+
+    sharding_strategy: str
+    policy: MixedPrecisionPolicy
+    enable_unshard_prefetch: bool
+    enable_async_reduce_grad: bool
+    checks_grads_for_nan: bool
+
+
+def sharding_settings(ddp_config: Any) -> ShardingSettings:
+    """Map a `DistributedDataParallelConfig` onto `fully_shard` arguments.
+
+    Raises:
+        FlagError: A field has a value that cannot be honoured; names its flag.
+    """
+    for rule in FIELDS:
+        value = getattr(ddp_config, rule.name)
+        if rule.refuses is not None and rule.refuses(value):
+            raise FlagError(
+                f"{rule.flag} (= {value}) cannot be used with --use-fsdp-fully-shard-api: "
+                f"{rule.meaning}"
+            )
+    wants_fp32 = ddp_config.grad_reduce_in_fp32
+    main_grads = ddp_config.megatron_fsdp_main_grads_dtype
+    if main_grads is None and wants_fp32:
+        main_grads = torch.float32
+    return ShardingSettings(
+        sharding_strategy=ddp_config.data_parallel_sharding_strategy,
+        policy=MixedPrecisionPolicy(
+            main_params_dtype=ddp_config.megatron_fsdp_main_params_dtype,
+            main_grads_dtype=main_grads,
+            grad_comm_dtype=ddp_config.megatron_fsdp_grad_comm_dtype,
+            # Megatron's own wrapper casts what needs casting, and leaves rotary tables in fp32.
+            cast_forward_inputs=False,
+        ),
+        enable_unshard_prefetch=ddp_config.overlap_param_gather,
+        enable_async_reduce_grad=ddp_config.overlap_grad_reduce,
+        checks_grads_for_nan=ddp_config.check_for_nan_in_grad,
+    )

@@ -1,0 +1,1 @@
+"""Runs that show the package at work."""

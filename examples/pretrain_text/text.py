@@ -1,0 +1,154 @@
+"""Collecting text: from a file or folder of the user's, or from Python's standard library."""
+
+import random
+import sysconfig
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+# Enough for several passes of the default run; more would only make the first start slower.
+STDLIB_MAX_NBYTES = 12_000_000
+# A guard against pointing TEXT at a home directory: what is left out is reported.
+USER_MAX_NBYTES = 256_000_000
+# Less than this does not fill the validation and test sets with whole sequences.
+MIN_NBYTES = 32_000
+
+_MAX_DOCUMENT_NBYTES = 32_768
+_MIN_DOCUMENT_NBYTES = 128
+# One document is the grain of the split into training, validation and test sets.
+_MIN_NUM_DOCUMENTS = 200
+_STDLIB_SKIPPED = frozenset({"test", "tests", "idle_test", "site-packages", "__pycache__"})
+_SHUFFLE_SEED = 20_26
+
+
+class TextError(ValueError):
+    """The text that was asked for cannot be used; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Documents to train on.
+
+    Attributes:
+        source: Where they come from, in words.
+        documents: Their bytes, shuffled the same way every time, none of them empty.
+        num_files: How many files they come from.
+        num_skipped: How many files were passed over: not text, or beyond the size limit.
+    """
+
+    source: str
+    documents: tuple[bytes, ...]
+    num_files: int
+    num_skipped: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in all documents together."""
+        return sum(map(len, self.documents))
+
+
+def collect(text: str | None) -> Corpus:
+    """Collects the documents to train on.
+
+    Args:
+        text: A file or a folder of text; None for the sources of Python's standard library.
+
+    Returns:
+        The documents.
+
+    Raises:
+        TextError: If `text` does not exist, or holds too little text.
+    """
+    if text is None:
+        return collect_stdlib()
+    if not text.strip():
+        raise TextError(
+            "TEXT is empty, but it has to name a file or a folder of text: "
+            "name one, or leave TEXT out to train on the sources of Python's standard library."
+        )
+    path = Path(text).expanduser()
+    if not path.exists():
+        raise TextError(
+            f"TEXT={text} does not exist: name a file or a folder of text, "
+            "or leave TEXT out to train on the sources of Python's standard library."
+        )
+    paths = [path] if path.is_file() else _files_below(path)
+    return _gather(f"TEXT={text}", paths, USER_MAX_NBYTES)
+
+
+def collect_stdlib() -> Corpus:
+    """Collects the sources of Python's standard library, its tests left out.
+
+    Returns:
+        The documents, at most `STDLIB_MAX_NBYTES` of them.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    paths = [
+        path
+        for path in sorted(root.rglob("*.py"))
+        if not _STDLIB_SKIPPED.intersection(path.relative_to(root).parts)
+    ]
+    return _gather("the sources of Python's standard library", paths, STDLIB_MAX_NBYTES)
+
+
+def _files_below(folder: Path) -> list[Path]:
+    """Lists the regular files below a folder in a fixed order, hidden ones left out."""
+    return [
+        path
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+    ]
+
+
+def _gather(source: str, paths: Iterable[Path], max_nbytes: int) -> Corpus:
+    """Reads files until the limit, and cuts them into documents."""
+    texts: list[bytes] = []
+    nbytes = num_skipped = 0
+    for path in paths:
+        data = None if nbytes >= max_nbytes else _read_text(path, max_nbytes - nbytes)
+        if data is None:
+            num_skipped += 1
+            continue
+        texts.append(data)
+        nbytes += len(data)
+    if nbytes < MIN_NBYTES:
+        raise TextError(
+            f"{source} holds {nbytes} bytes of text in {len(texts)} files "
+            f"({num_skipped} more were not UTF-8 text), but at least {MIN_NBYTES} bytes are "
+            "needed to train on: name a larger file or folder."
+        )
+    documents = [document for data in texts for document in _cut(data, _document_nbytes(nbytes))]
+    # Neighbouring files resemble each other: shuffled, the validation set is like the training set.
+    random.Random(_SHUFFLE_SEED).shuffle(documents)
+    return Corpus(source, tuple(documents), len(texts), num_skipped)
+
+
+def _read_text(path: Path, max_nbytes: int) -> bytes | None:
+    """Reads a file; None if it is empty, unreadable, too large or anything but UTF-8 text."""
+    try:
+        if path.stat().st_size > max_nbytes:
+            return None
+        data = path.read_bytes()
+        data.decode("utf-8")
+    except (OSError, UnicodeDecodeError):
+        return None
+    return data if data.strip() and b"\0" not in data else None
+
+
+def _document_nbytes(corpus_nbytes: int) -> int:
+    """Says how long a document may be so that the corpus has enough of them to be split."""
+    return max(_MIN_DOCUMENT_NBYTES, min(_MAX_DOCUMENT_NBYTES, corpus_nbytes // _MIN_NUM_DOCUMENTS))
+
+
+def _cut(data: bytes, max_nbytes: int) -> Iterator[bytes]:
+    """Cuts data into pieces of at most `max_nbytes`, at the end of a line where there is one."""
+    start = 0
+    while start < len(data):
+        end = min(start + max_nbytes, len(data))
+        if end < len(data):
+            # A line longer than half a piece is cut anywhere rather than left as crumbs.
+            line_end = data.rfind(b"\n", start + max_nbytes // 2, end)
+            end = line_end + 1 if line_end >= 0 else end
+        yield data[start:end]
+        start = end

@@ -1,0 +1,183 @@
+"""Reading the lines that Megatron's training loop prints."""
+
+import itertools
+import math
+import re
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+_NUMBER = r"([0-9.]+(?:E[+-]?\d+)?|nan|inf)"
+_ITERATION = re.compile(r" iteration +(\d+)/ *(\d+) \|")
+_ELAPSED = re.compile(rf" elapsed time per iteration \(ms\): {_NUMBER} \|")
+_LOSS = re.compile(rf" lm loss: {_NUMBER} \|")
+_EVALUATION = re.compile(
+    rf" validation loss at iteration (\d+) on (validation|test) set \| lm loss value: {_NUMBER}"
+)
+
+# The first iterations set caches and threads up: they say nothing about speed.
+_NUM_WARM_UP_ITERS = 3
+# What is left of a mean of numbers that are printed with seven digits.
+_PRINTED_PRECISION = 1e-6
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """One iteration as Megatron printed it.
+
+    Attributes:
+        number: Counted from 1.
+        total: Iterations of the whole run.
+        loss: The loss as printed. It is compared as printed, so it stays text.
+        elapsed_ms: Milliseconds the iteration took.
+    """
+
+    number: int
+    total: int
+    loss: str
+    elapsed_ms: float
+
+
+@dataclass
+class TrainingLog:
+    """What one run printed so far.
+
+    Attributes:
+        iterations: By iteration number.
+        evaluations: Loss as printed, by the name of the set ("validation" or "test").
+    """
+
+    iterations: dict[int, Iteration] = field(default_factory=dict)
+    evaluations: dict[str, str] = field(default_factory=dict)
+
+    def read(self, line: str) -> Iteration | None:
+        """Takes in one line of output.
+
+        Args:
+            line: The line, in whatever company it comes.
+
+        Returns:
+            The iteration the line reports, if it reports one.
+        """
+        if evaluation := _EVALUATION.search(line):
+            self.evaluations[evaluation[2]] = evaluation[3]
+        iteration = parse_iteration(line)
+        if iteration is not None:
+            self.iterations[iteration.number] = iteration
+        return iteration
+
+    @property
+    def losses(self) -> dict[int, str]:
+        """The losses as printed, by iteration number."""
+        return {number: iteration.loss for number, iteration in self.iterations.items()}
+
+    def tokens_per_second(self, tokens_per_iteration: int) -> float:
+        """Says how fast the run was.
+
+        Args:
+            tokens_per_iteration: Tokens of one iteration, over all ranks.
+
+        Returns:
+            Tokens per second of the median iteration.
+        """
+        elapsed = [iteration.elapsed_ms for iteration in self.iterations.values()]
+        return (
+            tokens_per_iteration * 1000 / statistics.median(elapsed[_NUM_WARM_UP_ITERS:] or elapsed)
+        )
+
+
+def parse_iteration(line: str) -> Iteration | None:
+    """Reads the line Megatron prints for an iteration.
+
+    Args:
+        line: A line of output.
+
+    Returns:
+        The iteration, or None if the line reports none.
+    """
+    iteration, loss, elapsed = (p.search(line) for p in (_ITERATION, _LOSS, _ELAPSED))
+    if iteration is None or loss is None or elapsed is None:
+        return None
+    return Iteration(int(iteration[1]), int(iteration[2]), loss[1], float(elapsed[1]))
+
+
+def parse_log(lines: Iterable[str]) -> TrainingLog:
+    """Reads a whole log.
+
+    Args:
+        lines: Its lines.
+
+    Returns:
+        What it says.
+    """
+    log = TrainingLog()
+    for line in lines:
+        log.read(line)
+    return log
+
+
+@dataclass(frozen=True)
+class ResumeProof:
+    """How a resumed run compares with the one that was not interrupted.
+
+    Attributes:
+        expected: The iterations the resumed run had to do.
+        missing: Those that one of the two runs did not print.
+        different: Those whose printed losses differ, with both: uninterrupted, resumed.
+    """
+
+    expected: range
+    missing: tuple[int, ...]
+    different: Mapping[int, tuple[str, str]]
+
+    @property
+    def holds(self) -> bool:
+        """Whether every expected loss was there and equal as printed."""
+        return len(self.expected) > 0 and not self.missing and not self.different
+
+
+def compare_resumed(
+    uninterrupted: Mapping[int, str], resumed: Mapping[int, str], expected: range
+) -> ResumeProof:
+    """Compares the losses of a resumed run with those of the uninterrupted one.
+
+    Args:
+        uninterrupted: Losses as printed, by iteration number.
+        resumed: The same of the resumed run.
+        expected: The iterations the resumed run had to do.
+
+    Returns:
+        The comparison.
+    """
+    missing = tuple(n for n in expected if n not in uninterrupted or n not in resumed)
+    different = {
+        n: (uninterrupted[n], resumed[n])
+        for n in expected
+        if n not in missing and not _agree(uninterrupted, resumed, n)
+    }
+    return ResumeProof(expected, missing, different)
+
+
+def averaged_iteration(losses: Iterable[int]) -> int | None:
+    """Says which printed loss of a run is not that of one iteration.
+
+    Megatron prints the first iteration of a run without clearing its sums. The second line shows
+    the mean of the first two iterations; from the third on, each line is its own iteration's.
+
+    Args:
+        losses: The iterations a run printed, in order.
+
+    Returns:
+        The second of them, or None if there are fewer.
+    """
+    return next(itertools.islice(losses, 1, None), None)
+
+
+def _agree(uninterrupted: Mapping[int, str], resumed: Mapping[int, str], number: int) -> bool:
+    """Says whether both runs printed the same loss, or what amounts to the same."""
+    if uninterrupted[number] == resumed[number]:
+        return True
+    if number != averaged_iteration(resumed) or number - 1 not in uninterrupted:
+        return False
+    mean = (float(uninterrupted[number - 1]) + float(uninterrupted[number])) / 2
+    return math.isclose(float(resumed[number]), mean, rel_tol=_PRINTED_PRECISION)

@@ -23,6 +23,8 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from megatron_fsdp_v2.sharded_norm import NORMS, local_norms
+
 __all__ = ["RowShards", "UnevenDTensor"]
 
 
@@ -125,6 +127,10 @@ class UnevenDTensor(DTensor):
             args = (args[0], _source_rows(args[0], args[1]), *args[2:])
         elif len(args) > 1:
             _check_same_rows(func, args)
+        if func in NORMS:
+            norms = _sharded_norms(func, args, kwargs or {})
+            if norms is not None:
+                return norms
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
         return _carry(result, args)
@@ -215,6 +221,21 @@ class UnevenDTensor(DTensor):
         return self._local_tensor
 
 
+def _sharded_norms(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """Norms over all elements of tensors of one mesh; None for any other kind of norm."""
+    tensors = args[0] if isinstance(args[0], list | tuple) else [args[0]]
+    first = tensors[0]
+    if len(args) > 2 or not kwargs.keys() <= {"ord"}:
+        return None
+    if not all(type(t) is UnevenDTensor and t.placements == first.placements for t in tensors):
+        return None
+    if any(t.device_mesh != first.device_mesh for t in tensors):
+        return None
+    axes = tuple(axis for axis, stride in enumerate(first._row_shards.strides) if stride)
+    norms = local_norms((tensors, *args[1:]), kwargs, first.device_mesh, axes)
+    return norms if func is torch._foreach_norm else norms[0]
+
+
 def _adopt(plain: DTensor, row_shards: RowShards) -> UnevenDTensor:
     # A DTensor subclass adds no storage of its own, so the object can change class in place;
     # making a second wrapper would cost as much as the operation that made the first.
@@ -252,6 +273,9 @@ def _match(result: DTensor, candidates: Iterator[UnevenDTensor]) -> None:
             and result._local_tensor.shape == like._local_tensor.shape
         ):
             _adopt(result, like._row_shards)
+            if result.dtype == like.dtype:
+                # DTensor remembers results by what meshes look like; this one's groups are live.
+                result._spec = like._spec
             return
 
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
+import time
 from collections.abc import Iterator, Sequence
 
 import torch.distributed as dist
 
 from megatron_fsdp_v2_mcore import FlagError, install
 from megatron_fsdp_v2_mcore.rehearsal import VERBOSE_FLAG, check_device, is_requested, rehearse
+
+_PATIENCE_S = 10.0
 
 
 @contextlib.contextmanager
@@ -22,18 +27,41 @@ def launch(argv: Sequence[str]) -> Iterator[list[str]]:
         The flags to give to Megatron.
 
     Raises:
-        SystemExit: A flag cannot be honoured, or there is no device to run on; one sentence.
+        SystemExit: With code 2 after one sentence on standard error, where a flag cannot be
+            honoured or there is no device to run on.
     """
-    check_device(argv)
-    with contextlib.ExitStack() as stack:
-        flags = list(argv)
-        if is_requested(argv):
-            flags = stack.enter_context(rehearse(argv, verbose=VERBOSE_FLAG in argv))
-        install()
-        try:
+    try:
+        check_device(argv)
+        with contextlib.ExitStack() as stack:
+            flags = list(argv)
+            if is_requested(argv):
+                flags = stack.enter_context(rehearse(argv, verbose=VERBOSE_FLAG in argv))
+            install()
+            stack.enter_context(_leaving_no_process_group())
             yield flags
-        except FlagError as error:
-            raise SystemExit(str(error)) from None
-        if dist.is_initialized():
-            dist.barrier()
-            dist.destroy_process_group()
+    except FlagError as error:
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            # All ranks come here and one sentence is enough. torchrun ends the others when the
+            # first one ends, so that has to be the one that has spoken.
+            time.sleep(_PATIENCE_S)
+        sys.stderr.write(f"{error}\n")
+        raise SystemExit(2) from None
+
+
+@contextlib.contextmanager
+def _leaving_no_process_group() -> Iterator[None]:
+    try:
+        yield
+    except SystemExit as leaving:
+        # Megatron leaves this way at --exit-interval, on all ranks together.
+        if leaving.code not in (None, 0):
+            raise
+        _destroy_process_groups()
+        raise
+    _destroy_process_groups()
+
+
+def _destroy_process_groups() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()

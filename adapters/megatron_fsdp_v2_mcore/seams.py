@@ -218,10 +218,8 @@ def check_seam(seam: Seam) -> None:
     found = find_target(seam)
     if found is None:
         return
-    target = getattr(*found)
-    if isinstance(target, type):
-        target = target.__init__
-    names = [name for name in inspect.signature(target).parameters if name != "self"]
+    # A class's signature is that of its constructor, without self.
+    names = list(inspect.signature(getattr(*found)).parameters)
     if tuple(names[: len(seam.parameters)]) != seam.parameters:
         raise RuntimeError(
             _misfit(

@@ -26,7 +26,7 @@ UNIT_CLASSES: tuple[type, ...] = (TransformerLayer, MambaLayer)
 """Modules that are gathered on their own; what is left belongs to the root."""
 
 
-class FullyShardedDataParallel(MegatronFullyShardedDataParallel):  # type: ignore[misc]
+class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
     """A model chunk sharded by `fully_shard`, with the methods Megatron calls on it.
 
     A subclass of Megatron's wrapper of the same name, so that every `isinstance` of Megatron's

@@ -7,7 +7,6 @@ leaves out what only a GPU has; it changes no arithmetic that Megatron would do 
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -16,6 +15,7 @@ from megatron_fsdp_v2_mcore.rehearsal.flags import (
     FLAG,
     VERBOSE_FLAG,
     RehearsalError,
+    cpu_environment,
     is_requested,
     with_cpu_flags,
 )
@@ -24,11 +24,10 @@ __all__ = ["FLAG", "VERBOSE_FLAG", "RehearsalError", "check_device", "is_request
 
 
 def check_device(argv: Sequence[str]) -> None:
-    """End the program with one sentence where device and command line do not fit.
+    """Refuse to start where device and command line do not fit.
 
     Raises:
-        RehearsalError: CUDA is there and a rehearsal is asked for.
-        SystemExit: No CUDA is there and none is asked for.
+        RehearsalError: CUDA is there and a rehearsal is asked for, or neither is.
     """
     if is_requested(argv):
         if torch.cuda.is_available():
@@ -37,7 +36,7 @@ def check_device(argv: Sequence[str]) -> None:
                 "CUDA_VISIBLE_DEVICES="
             )
     elif not torch.cuda.is_available():
-        raise SystemExit(
+        raise RehearsalError(
             f"No GPU was found. Add {FLAG} to run the same training on this machine's CPU."
         )
 
@@ -58,25 +57,26 @@ def rehearse(argv: Sequence[str], *, verbose: bool = False) -> Iterator[list[str
     Raises:
         RehearsalError: A flag cannot be honoured on a CPU.
     """
-    from megatron_fsdp_v2_mcore.rehearsal.cuda_standins import stand_in  # noqa: PLC0415
-    from megatron_fsdp_v2_mcore.rehearsal.devices import CpuDevices  # noqa: PLC0415
-    from megatron_fsdp_v2_mcore.rehearsal.mends import mend  # noqa: PLC0415
-    from megatron_fsdp_v2_mcore.rehearsal.output import quieten  # noqa: PLC0415
-    from megatron_fsdp_v2_mcore.rehearsal.patches import Patches  # noqa: PLC0415
+    from megatron_fsdp_v2_mcore.rehearsal.cuda_standins import stand_in
+    from megatron_fsdp_v2_mcore.rehearsal.devices import CpuDevices
+    from megatron_fsdp_v2_mcore.rehearsal.mends import mend
+    from megatron_fsdp_v2_mcore.rehearsal.output import quiet
+    from megatron_fsdp_v2_mcore.rehearsal.patches import Patches
 
     flags = with_cpu_flags([word for word in argv if word not in (FLAG, VERBOSE_FLAG)])
-    # Ranks share a machine: one thread each, and no talk to any other address.
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     patches = Patches()
-    try:
+    num_threads = torch.get_num_threads()
+    with contextlib.ExitStack() as stack:
+        stack.callback(torch.set_num_threads, num_threads)
+        stack.callback(patches.undo)
+        torch.set_num_threads(1)
+        patches.default_environment(cpu_environment(flags))
         # Compiled helpers of Megatron run as written: compiling for a CPU takes longer than a run,
         # and may round differently.
-        with torch._dynamo.config.patch(disable=True), CpuDevices():
-            stand_in(patches)
-            if not verbose:
-                quieten(patches)
-            mend(patches)
-            yield flags
-    finally:
-        patches.undo()
+        stack.enter_context(torch._dynamo.config.patch(disable=True))
+        stack.enter_context(CpuDevices())
+        stand_in(patches)
+        if not verbose:
+            stack.enter_context(quiet(patches))
+        mend(patches)
+        yield flags

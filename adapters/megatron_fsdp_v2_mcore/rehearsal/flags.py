@@ -5,17 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["FLAG", "VERBOSE_FLAG", "RehearsalError", "is_requested", "with_cpu_flags"]
+from megatron_fsdp_v2_mcore.errors import FlagError
+
+__all__ = [
+    "FLAG",
+    "VERBOSE_FLAG",
+    "RehearsalError",
+    "cpu_environment",
+    "is_requested",
+    "with_cpu_flags",
+]
 
 FLAG = "--cpu-rehearsal"
 VERBOSE_FLAG = "--rehearsal-verbose"
 
 
-class RehearsalError(SystemExit):
-    """A run that cannot be rehearsed; ends the program with one sentence."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(f"cpu rehearsal: {message}")
+class RehearsalError(FlagError):
+    """A run that cannot be rehearsed, or one that only can and was not asked to be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,23 +32,31 @@ class CpuFlag:
         name: The flag.
         value: Its value; `None` for a switch.
         reason: Why a CPU needs it.
-        forbids: Flags that ask for the opposite.
     """
 
     name: str
     value: str | None
     reason: str
-    forbids: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GpuFlag:
+    """A flag that only a GPU can honour.
+
+    Attributes:
+        name: The flag.
+        reason: Why.
+        values: Values that are refused; none: the flag itself is.
+    """
+
+    name: str
+    reason: str
+    values: tuple[str, ...] = ()
 
 
 CPU_FLAGS: tuple[CpuFlag, ...] = (
     CpuFlag("--distributed-backend", "gloo", "nccl needs GPUs"),
-    CpuFlag(
-        "--transformer-impl",
-        "local",
-        "Transformer Engine's kernels need a GPU",
-        ("--fp8-format", "--fp4-format"),
-    ),
+    CpuFlag("--transformer-impl", "local", "Transformer Engine's kernels need a GPU"),
     CpuFlag("--no-persist-layer-norm", None, "the persistent layer norm is a CUDA kernel"),
     CpuFlag("--no-gradient-accumulation-fusion", None, "the fusion is a CUDA kernel"),
     CpuFlag("--no-masked-softmax-fusion", None, "the fusion is a CUDA kernel"),
@@ -50,8 +64,46 @@ CPU_FLAGS: tuple[CpuFlag, ...] = (
     CpuFlag("--no-bias-swiglu-fusion", None, "the fusion is compiled for a GPU"),
     CpuFlag("--no-bias-dropout-fusion", None, "the fusion is compiled for a GPU"),
     CpuFlag("--no-rope-fusion", None, "the fusion is a CUDA kernel"),
-    CpuFlag("--attention-backend", "unfused", "fused attention needs a GPU", ("--use-flash-attn",)),
+    CpuFlag("--no-gradient-reduce-div-fusion", None, "gloo cannot scale within a reduction"),
+    CpuFlag("--attention-backend", "unfused", "fused attention needs a GPU"),
     CpuFlag("--num-workers", "0", "ranks share a few cores"),
+    CpuFlag("--no-one-logger", None, "a rehearsal is reported to no service"),
+)
+
+_TE = "it is part of Transformer Engine, whose kernels need a GPU"
+_FUSED = "the fusion is a CUDA kernel"
+_GRAPHS = "CUDA graphs need a GPU"
+_NCCL = "it is part of NCCL, which needs GPUs"
+_OFFLOAD = "there is no device memory to move it from"
+
+GPU_FLAGS: tuple[GpuFlag, ...] = (
+    GpuFlag("--use-flash-attn", "fused attention needs a GPU"),
+    GpuFlag("--fp8-format", _TE),
+    GpuFlag("--fp4-format", _TE),
+    GpuFlag("--tp-comm-overlap", _TE),
+    GpuFlag("--te-rng-tracker", _TE),
+    GpuFlag("--use-te-activation-func", _TE),
+    GpuFlag("--use-transformer-engine-op-fuser", _TE),
+    GpuFlag("--use-precision-aware-optimizer", _TE),
+    GpuFlag("--fused-residual-rmsnorm", _TE),
+    GpuFlag("--cross-entropy-fusion-impl", _TE, ("te",)),
+    GpuFlag("--moe-permute-fusion", _FUSED),
+    GpuFlag("--moe-router-fusion", _FUSED),
+    GpuFlag("--moe-enable-deepep", "DeepEP needs GPUs"),
+    GpuFlag("--moe-token-dispatcher-type", "its kernels need GPUs", ("flex",)),
+    GpuFlag("--cuda-graph-impl", _GRAPHS, ("local", "transformer_engine", "full_iteration")),
+    GpuFlag("--enable-cuda-graph", _GRAPHS),
+    GpuFlag("--external-cuda-graph", _GRAPHS),
+    GpuFlag("--optimizer-cuda-graph", _GRAPHS),
+    GpuFlag("--use-nccl-ub", _NCCL),
+    GpuFlag("--use-sharp", _NCCL),
+    GpuFlag("--use-ring-exchange-p2p", _NCCL),
+    GpuFlag("--fine-grained-activation-offloading", _OFFLOAD),
+    GpuFlag("--cpu-offloading-num-layers", _OFFLOAD),
+    GpuFlag("--optimizer-cpu-offload", _OFFLOAD),
+    GpuFlag("--profile", "it records CUDA activity"),
+    GpuFlag("--record-memory-history", "it records device memory"),
+    GpuFlag("--log-energy", "it asks the GPU's driver"),
 )
 
 
@@ -67,23 +119,51 @@ def with_cpu_flags(argv: Sequence[str]) -> list[str]:
         RehearsalError: It asks for something else where a CPU leaves no choice.
     """
     given = _values(argv)
+    for flag in GPU_FLAGS:
+        if flag.name in given and (not flag.values or given[flag.name] in flag.values):
+            shown = f"{flag.name} {given[flag.name]}" if flag.values else flag.name
+            raise RehearsalError(f"{shown} cannot be used on a CPU: {flag.reason}; leave it out")
     added: list[str] = []
-    for flag in CPU_FLAGS:
-        for opposite in flag.forbids:
-            if opposite in given:
+    for default in CPU_FLAGS:
+        if default.name not in given:
+            added += [default.name] if default.value is None else [default.name, default.value]
+        elif default.value is not None and default.name != "--num-workers":
+            value = given[default.name]
+            if value != default.value:
                 raise RehearsalError(
-                    f"{opposite} cannot be used on a CPU: {flag.reason}; leave it out"
-                )
-        if flag.name not in given:
-            added += [flag.name] if flag.value is None else [flag.name, flag.value]
-        elif flag.value is not None and flag.name != "--num-workers":
-            value = given[flag.name]
-            if value != flag.value:
-                raise RehearsalError(
-                    f"{flag.name} {value} cannot be used on a CPU: {flag.reason}; leave it out "
-                    f"({flag.value} is set by itself)"
+                    f"{default.name} {value} cannot be used on a CPU: {default.reason}; leave it "
+                    f"out ({default.value} is set by itself)"
                 )
     return [*argv, *added]
+
+
+_ONE_CONNECTION_FLAGS = ("--tensor-model-parallel-size", "--context-parallel-size")
+_MANY_CONNECTIONS_FLAGS = (
+    "--use-megatron-fsdp",
+    "--use-torch-fsdp2",
+    "--overlap-moe-expert-parallel-comm",
+)
+
+
+def cpu_environment(argv: Sequence[str]) -> dict[str, str]:
+    """Environment variables a command line needs on a CPU.
+
+    One thread per rank, since ranks share a machine, and no talk to any other address. Megatron
+    insists on one hardware queue of the GPU for tensor and context parallelism, and on several for
+    its FSDP; a CPU has none, so it is told what it wants to hear.
+
+    Args:
+        argv: The user's flags.
+
+    Returns:
+        Defaults by name: a variable the user has set is left as it is.
+    """
+    variables = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    given = _values(argv)
+    wants_one = any(given.get(flag, "1") != "1" for flag in _ONE_CONNECTION_FLAGS)
+    if wants_one and not any(flag in given for flag in _MANY_CONNECTIONS_FLAGS):
+        variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    return variables
 
 
 def _values(argv: Sequence[str]) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ class Mend:
     """One replaced attribute.
 
     Attributes:
-        target: `module:attribute`.
+        target: `module:attribute`, or `module:Class.attribute`.
         reason: Why a CPU needs it.
         replace: Makes the replacement from the original.
     """
@@ -37,17 +38,31 @@ def _skip_if_compiled(compile_helpers: Callable[[], None]) -> Callable[[], None]
     return compile_or_skip
 
 
+def _skip(function: Callable[..., None]) -> Callable[..., None]:
+    del function
+
+    def skipped(*args: Any, **kwargs: Any) -> None:
+        del args, kwargs
+
+    return skipped
+
+
 def _lists_for_splits(all_to_all: Callable[..., Any]) -> Callable[..., Any]:
     def with_lists(
         output: torch.Tensor,
-        input: torch.Tensor,  # noqa: A002 - torch's own name, passed by keyword
+        input: torch.Tensor,
         output_split_sizes: Any = None,
         input_split_sizes: Any = None,
         *args: Any,
         **kwargs: Any,
     ) -> Any:
         return all_to_all(
-            output, input, _as_list(output_split_sizes), _as_list(input_split_sizes), *args, **kwargs
+            output,
+            input,
+            _as_list(output_split_sizes),
+            _as_list(input_split_sizes),
+            *args,
+            **kwargs,
         )
 
     return with_lists
@@ -57,6 +72,22 @@ def _as_list(sizes: Any) -> Any:
     return sizes.tolist() if hasattr(sizes, "tolist") else sizes
 
 
+def _with_sequence_parallel(make_norm: Callable[..., Any]) -> Callable[..., Any]:
+    def make_marked_norm(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
+        if not config.sequence_parallel:
+            return make_norm(cls, config, *args, **kwargs)
+        # A norm works token by token: of a part of the sequence it computes what it would as part
+        # of the whole. Only its weights' gradients are partial, and the mark has Megatron sum them.
+        unsplit = copy.copy(config)
+        unsplit.sequence_parallel = False
+        norm = make_norm(cls, unsplit, *args, **kwargs)
+        for param in norm.parameters():
+            param.sequence_parallel = True
+        return norm
+
+    return make_marked_norm
+
+
 MENDS: tuple[Mend, ...] = (
     Mend(
         "megatron.core.datasets.utils:compile_helpers",
@@ -64,9 +95,20 @@ MENDS: tuple[Mend, ...] = (
         _skip_if_compiled,
     ),
     Mend(
+        "megatron.training.initialize:_warmup_jit_function",
+        "nothing is compiled, so nothing needs warming up; on a GPU its random numbers come from "
+        "the device, here they would shift those that weights are initialised from",
+        _skip,
+    ),
+    Mend(
         "torch.distributed:all_to_all_single",
         "the MoE token dispatcher passes split sizes as arrays; gloo wants lists",
         _lists_for_splits,
+    ),
+    Mend(
+        "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
+        "torch's norm, the only one on a CPU, is not offered with --sequence-parallel",
+        _with_sequence_parallel,
     ),
 )
 
@@ -74,6 +116,9 @@ MENDS: tuple[Mend, ...] = (
 def mend(patches: Patches) -> None:
     """Apply every mend."""
     for item in MENDS:
-        module_name, _, attribute = item.target.partition(":")
-        module = importlib.import_module(module_name)
-        patches.set(module, attribute, item.replace(getattr(module, attribute)))
+        module_name, _, path = item.target.partition(":")
+        owner: Any = importlib.import_module(module_name)
+        *parents, attribute = path.split(".")
+        for parent in parents:
+            owner = getattr(owner, parent)
+        patches.set(owner, attribute, item.replace(getattr(owner, attribute)))

@@ -2,26 +2,52 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import warnings
+from collections.abc import Iterator
 from typing import Any
+
+import torch.distributed as dist
 
 from megatron_fsdp_v2_mcore.rehearsal.patches import Patches
 
+_LOGGERS = (None, "megatron", "torch.distributed", "torch.distributed.checkpoint")
 
-def quieten(patches: Patches) -> None:
-    """Leave out Megatron's table of arguments and warnings about packages that need a GPU.
 
-    Iteration lines, evaluation, checkpoints and errors are printed as ever.
+@contextlib.contextmanager
+def quiet(patches: Patches) -> Iterator[None]:
+    """Leave out what says nothing about a run on a CPU.
+
+    That is Megatron's table of arguments, warnings about packages that need a GPU, reports of
+    device memory, and the times of day between the steps of the start. Iteration lines,
+    evaluation, checkpoints and errors are printed as ever.
     """
-    warnings.filterwarnings("ignore")
-    logging.getLogger().setLevel(logging.ERROR)
-    for name in ("megatron", "torch.distributed", "torch.distributed.checkpoint"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    import megatron.training.arguments as arguments  # noqa: PLC0415 - megatron after the devices
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    levels = [logger.level for logger in loggers]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        # Importing it is what most warnings come from.
+        from megatron.training import arguments, training
 
-    patches.set(arguments, "_print_args", _nothing)
+        patches.set(arguments, "_print_args", _nothing)
+        patches.set(training, "report_theoretical_memory", _nothing)
+        patches.set(training, "report_memory", _nothing)
+        patches.set(training, "print_datetime", _meet)
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
     del args, kwargs
+
+
+def _meet(*args: Any, **kwargs: Any) -> None:
+    del args, kwargs
+    # Megatron's own brings the ranks together, which later steps may count on.
+    dist.barrier()

@@ -1,0 +1,136 @@
+"""Norms of sharded tensors that are reduced once, when they have been put together.
+
+`torch.nn.utils.clip_grad_norm_` takes a norm per gradient, stacks them and takes the norm of that.
+Ranks with empty shards have fewer gradients, so reducing norms one by one, or the stack as it is,
+would pair up different tensors or hang. A `ShardedNorm` stays local through the stack; the norm of
+the stack is one number per rank and is reduced then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, override
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+__all__ = ["NORMS", "ShardedNorm", "local_norms"]
+
+NORMS = (torch._foreach_norm, torch.linalg.vector_norm)
+"""Functions whose results on sharded tensors are `ShardedNorm`s."""
+
+
+class ShardedNorm(torch.Tensor):
+    """Norms of this rank's parts of sharded tensors, still to be reduced.
+
+    Anything but `.to()`, `torch.stack` and the norm of the stack reduces it first (a collective)
+    and continues with the global value.
+    """
+
+    mesh: DeviceMesh
+    axes: tuple[int, ...]
+    order: float
+
+    @staticmethod
+    def of(
+        local: torch.Tensor, mesh: DeviceMesh, axes: tuple[int, ...], order: float
+    ) -> ShardedNorm:
+        """Wrap local norms.
+
+        Args:
+            local: Norms of local parts, 0-dim or a stack of them.
+            mesh: Mesh of the tensors.
+            axes: Mesh axes the tensors are sharded along.
+            order: The p of the p-norm.
+        """
+        norm = local.detach().as_subclass(ShardedNorm)
+        norm.mesh, norm.axes, norm.order = mesh, axes, order
+        return norm
+
+    def reduced(self) -> DTensor:
+        """The global norm, equal on every rank of the mesh. Collective."""
+        local = self.as_subclass(torch.Tensor)
+        if self.order == float("inf"):
+            total = local.clone()
+            for axis in self.axes:
+                dist.all_reduce(total, op=dist.ReduceOp.MAX, group=self.mesh.get_group(axis))
+        else:
+            total = local**self.order
+            for axis in self.axes:
+                dist.all_reduce(total, group=self.mesh.get_group(axis))
+            total = total ** (1.0 / self.order)
+        return DTensor.from_local(total, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
+
+    def full_tensor(self) -> torch.Tensor:
+        """The global norm as a plain tensor, as a DTensor gives it. Collective."""
+        return self.reduced().full_tensor()
+
+    @classmethod
+    @override
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: Any = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Stay local where that is enough; reduce first everywhere else."""
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is torch.Tensor.to:
+                moved = func(args[0].as_subclass(torch.Tensor), *args[1:], **kwargs)
+                return cls.of(moved, args[0].mesh, args[0].axes, args[0].order)
+            if func is torch.stack and _are_alike(args[0]):
+                first = args[0][0]
+                stacked = torch.stack([norm.as_subclass(torch.Tensor) for norm in args[0]])
+                return cls.of(stacked, first.mesh, first.axes, first.order)
+            if func is torch.linalg.vector_norm and _order_of(args, kwargs) == args[0].order:
+                local = torch.linalg.vector_norm(args[0].as_subclass(torch.Tensor), args[0].order)
+                return cls.of(local, args[0].mesh, args[0].axes, args[0].order).reduced()
+            if name in ("as_subclass", "detach", "__get__", "__set__", "dim", "size"):
+                return func(*args, **kwargs)
+            return func(*_all_reduced(args), **kwargs)
+
+
+def _are_alike(norms: Any) -> bool:
+    first = norms[0]
+    return all(
+        type(norm) is ShardedNorm and norm.mesh == first.mesh and norm.order == first.order
+        for norm in norms
+    )
+
+
+def _all_reduced(value: Any) -> Any:
+    if type(value) is ShardedNorm:
+        return value.reduced()
+    if isinstance(value, list | tuple):
+        return type(value)(_all_reduced(item) for item in value)
+    return value
+
+
+def _order_of(args: Any, kwargs: dict[str, Any]) -> float:
+    return float(args[1] if len(args) > 1 else kwargs.get("ord", 2.0))
+
+
+def local_norms(
+    args: Any, kwargs: dict[str, Any], mesh: DeviceMesh, axes: tuple[int, ...]
+) -> list[ShardedNorm]:
+    """`torch._foreach_norm` of the local parts of sharded tensors.
+
+    Args:
+        args: Arguments of the call; the first is the list of DTensors.
+        kwargs: Keyword arguments of the call.
+        mesh: Their mesh.
+        axes: Mesh axes they are sharded along.
+    """
+    order = _order_of(args, kwargs)
+    norms = []
+    for tensor in args[0]:
+        local = tensor._local_tensor
+        # The largest of no elements is not defined; for a norm it is 0.
+        norm = torch.linalg.vector_norm(local, order) if local.numel() else local.new_zeros(())
+        norms.append(ShardedNorm.of(norm, mesh, axes, order))
+    return norms

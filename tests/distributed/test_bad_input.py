@@ -1,0 +1,126 @@
+"""Bad arguments and misuse are errors that say what to do."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from megatron_fsdp_v2 import FSDPModule, fully_shard
+from megatron_fsdp_v2.fsdp_module import unit_of
+from tests.ranks import RankPools
+from tests.reference.models import Stack
+
+
+def _shard(module: nn.Module, **options: Any) -> Any:
+    options.setdefault("mesh", init_device_mesh("cpu", (1,), mesh_dim_names=("dp",)))
+    return fully_shard(module, **options)
+
+
+def _message(kind: type[Exception], call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except kind as error:
+        return str(error)
+    return "no error"
+
+
+def _parent_before_child() -> None:
+    model = Stack()
+    _shard(model)
+    _shard(model.blocks[0])
+
+
+def _zero_dim() -> None:
+    module = nn.Linear(2, 2)
+    module.scale = nn.Parameter(torch.tensor(1.0))
+    _shard(module)
+
+
+def _twice() -> None:
+    _shard(_shard(nn.Linear(2, 2)))
+
+
+def messages() -> dict[str, str]:
+    """What every bad call says."""
+    one_axis = init_device_mesh("cpu", (1,))
+    three_axes = init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("a", "b", "c"))
+    linear = nn.Linear
+    value, runtime = ValueError, RuntimeError
+    return {
+        "strategy": _message(value, lambda: _shard(linear(2, 2), sharding_strategy="zero3")),
+        "axes": _message(value, lambda: _shard(linear(2, 2), mesh=three_axes)),
+        "outer": _message(
+            value,
+            lambda: _shard(linear(2, 2), mesh=one_axis, outer_dp_sharding_strategy="optim"),
+        ),
+        "mesh": _message(value, lambda: _shard(linear(2, 2), mesh="dp")),
+        "module": _message(value, lambda: _shard(lambda x: x)),  # type: ignore[arg-type]
+        "list": _message(value, lambda: _shard(nn.ModuleList([linear(2, 2)]))),
+        "granularity": _message(value, lambda: _shard(linear(2, 2), shard_granularity="rows")),
+        "missing": _message(value, lambda: _shard(linear(2, 2), on_missing_grad="ignore")),
+        "pool": _message(value, lambda: _shard(linear(2, 2), enable_trace_pool=True)),
+        "twice": _message(value, _twice),
+        "parent": _message(value, _parent_before_child),
+        "zero-dim": _message(value, _zero_dim),
+        "meta": _message(value, lambda: _shard(nn.Linear(2, 2, device="meta"))),
+        "deepcopy": _message(runtime, lambda: copy.deepcopy(_shard(linear(2, 2)))),
+        "pickle": _message(runtime, lambda: pickle.dumps(_shard(linear(2, 2)))),
+        "unsharded": _message(value, lambda: unit_of(linear(2, 2))),
+    }
+
+
+EXPECTED = {
+    "strategy": "unknown sharding_strategy 'zero3'; choose one of no_shard, optim",
+    "axes": "a data-parallel mesh has 1 axis (dp) or 2 (outer dp, inner dp), got 3",
+    "outer": "needs a 2-D mesh",
+    "mesh": "mesh must be a DeviceMesh, got str",
+    "module": "needs an nn.Module",
+    "list": "ModuleList has no forward",
+    "granularity": "unknown shard_granularity 'rows'",
+    "missing": "on_missing_grad must be 'zero' or 'error', got 'ignore'",
+    "pool": "enable_trace_pool=True is not built yet",
+    "twice": "fully_shard was already called on this",
+    "parent": "is sharded already, by a unit that contains it",
+    "zero-dim": "parameter scale is 0-dim",
+    "meta": "parameter weight is on the meta device",
+    "deepcopy": "cannot be deep-copied",
+    "pickle": "cannot be pickled",
+    "unsharded": "Linear is not sharded; call fully_shard",
+}
+
+
+def test_every_bad_call_says_what_is_wrong(pools: RankPools) -> None:
+    (said,) = pools(1).run(messages)
+    assert said.keys() == EXPECTED.keys()
+    for name, expected in EXPECTED.items():
+        assert expected in said[name], name
+
+
+def missing_gradient() -> str:
+    """A parameter without gradient, where that is an error."""
+    module = Stack()
+    module.blocks[0].unused = nn.Parameter(torch.ones(2, 2))
+    _shard(module.blocks[0], on_missing_grad="error")
+    _shard(module, on_missing_grad="error")
+    return _message(RuntimeError, lambda: module(torch.ones(2, 5)).sum().backward())
+
+
+def test_a_missing_gradient_is_named(pools: RankPools) -> None:
+    (said,) = pools(1).run(missing_gradient)
+    assert "no gradient arrived for unused" in said
+
+
+def classes() -> tuple[bool, bool, bool]:
+    """A sharded module keeps its class and gains one; classes are made once."""
+    first, second = _shard(nn.Linear(2, 2)), _shard(nn.Linear(3, 3))
+    return isinstance(first, nn.Linear), isinstance(first, FSDPModule), type(first) is type(second)
+
+
+def test_the_class_stays_a_subclass_of_the_original(pools: RankPools) -> None:
+    assert pools(1).run(classes) == [(True, True, True)]

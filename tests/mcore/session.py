@@ -1,0 +1,179 @@
+"""Megatron trainings in a process group that is started once: build, train, tear down, again.
+
+Importing Megatron takes seconds and such a training milliseconds. Functions here run on the ranks
+of a pool of their own, in which a CPU rehearsal is entered once and never left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_MODEL = """
+--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32
+--max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 12
+--lr 1e-3 --lr-decay-style constant --eval-interval 1000 --eval-iters 0 --log-interval 1 --seed 1
+--attention-dropout 0 --hidden-dropout 0
+--mock-data --tokenizer-type NullTokenizer --vocab-size 256
+"""
+MODEL_FLAGS = _MODEL.split()
+
+_FSDP = """
+--use-megatron-fsdp --use-fsdp-fully-shard-api --ckpt-format fsdp_dtensor
+--data-parallel-sharding-strategy
+"""
+
+
+def fsdp(strategy: str = "optim_grads_params", *more: str) -> list[str]:
+    """Flags that select this package."""
+    return [*_FSDP.split(), strategy, *more]
+
+
+@dataclass
+class Training:
+    """What one rank saw of a training.
+
+    Attributes:
+        losses: Loss of every iteration, exact, on the last pipeline stage.
+        grad_norms: Gradient norm before clipping.
+        extras: What a probe returned.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    extras: Any = None
+
+
+def train(flags: Sequence[str], probe: Any = None) -> Training:
+    """Run one training on this rank. Every rank of the pool has to.
+
+    Args:
+        flags: A user's flags; those of the rehearsal are added.
+        probe: Called with `(model, optimizer)` when training is over; what it returns comes back.
+    """
+    modules = enter_rehearsal()
+    result = Training()
+    training = modules["training"]
+    log, loop = training.training_log, training.train
+
+    def capture(loss_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = loss_dict.get("lm loss")
+        if loss is not None:
+            result.losses.append(float(loss))
+        # (total, learning rate, iteration, loss scale, report, skipped, grad norm, ...)
+        if args[6] is not None:
+            result.grad_norms.append(float(args[6]))
+        return log(loss_dict, *args, **kwargs)
+
+    def train_and_probe(*args: Any, **kwargs: Any) -> Any:
+        outcome = loop(*args, **kwargs)
+        if probe is not None:
+            result.extras = probe(kwargs.get("model", args[1]), kwargs.get("optimizer", args[2]))
+        return outcome
+
+    argv, environment = sys.argv, modules["Patches"]()
+    training.training_log, training.train = capture, train_and_probe
+    try:
+        sys.argv = ["pretrain_gpt", *modules["with_cpu_flags"](flags)]
+        environment.default_environment(modules["cpu_environment"](flags))
+        with _silent():
+            modules["gpt"].train()
+    finally:
+        sys.argv = argv
+        environment.undo()
+        training.training_log, training.train = log, loop
+        _tear_down()
+    return result
+
+
+def curves(results: Sequence[Training]) -> Training:
+    """What the ranks of a pool saw, as one: only the last pipeline stage knows losses."""
+    seen = [result for result in results if result.losses]
+    assert seen, "no rank saw a loss"
+    assert all(result.losses == seen[0].losses for result in seen), "ranks report other losses"
+    norms = results[0].grad_norms
+    assert all(result.grad_norms == norms for result in results), "ranks report other norms"
+    return Training(seen[0].losses, norms, [result.extras for result in results])
+
+
+def distance(mine: Sequence[float], theirs: Sequence[float]) -> float:
+    """Largest relative difference of two curves of equal length."""
+    return max(abs(a - b) / abs(b) for a, b in zip(mine, theirs, strict=True))
+
+
+_MODULES: dict[str, Any] = {}
+_STACK = contextlib.ExitStack()
+
+
+def enter_rehearsal() -> dict[str, Any]:
+    """Make this rank rehearse, for good; return the parts of Megatron that `train` uses."""
+    if not _MODULES:
+        os.environ["MEGATRON_LOGGING_LEVEL"] = "40"
+        from megatron_fsdp_v2_mcore import rehearsal
+        from megatron_fsdp_v2_mcore.rehearsal.flags import cpu_environment, with_cpu_flags
+        from megatron_fsdp_v2_mcore.rehearsal.patches import Patches
+
+        _STACK.enter_context(rehearsal.rehearse([]))
+        from megatron.training import training
+
+        from megatron_fsdp_v2_mcore.pretrain_gpt import gpt
+
+        _MODULES.update(
+            training=training,
+            gpt=gpt,
+            with_cpu_flags=with_cpu_flags,
+            cpu_environment=cpu_environment,
+            Patches=Patches,
+        )
+    from megatron_fsdp_v2_mcore import install
+
+    install()
+    torch.manual_seed(0)
+    return _MODULES
+
+
+def _tear_down() -> None:
+    """Leave no trace in Megatron's globals; groups are destroyed on all ranks together."""
+    from megatron.core import mpu, rerun_state_machine
+    from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
+    from megatron.training import checkpointing, global_vars
+
+    from megatron_fsdp_v2_mcore import uninstall
+
+    uninstall()
+    global_vars.destroy_global_vars()
+    global_vars._GLOBAL_TIMERS = None
+    destroy_num_microbatches_calculator()
+    rerun_state_machine.destroy_rerun_state_machine()
+    checkpointing._CHECKPOINT_VERSION = None
+    mpu.destroy_model_parallel()
+    # Megatron forgets its groups without ending them, and each keeps threads of its own.
+    dist.barrier()
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+
+
+@contextlib.contextmanager
+def _silent() -> Any:
+    if os.environ.get("MCORE_TEST_OUTPUT"):
+        yield
+        return
+    with (
+        open(os.devnull, "w") as sink,
+        contextlib.redirect_stdout(sink),
+        contextlib.redirect_stderr(sink),
+    ):
+        yield
+
+
+def rank() -> int:
+    """This rank, for probes."""
+    return int(dist.get_rank())

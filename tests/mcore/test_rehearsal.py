@@ -1,0 +1,162 @@
+"""The CPU rehearsal is explicit, changes devices only, and is undone."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import warnings
+
+import pytest
+import torch
+
+from megatron_fsdp_v2_mcore import FlagError, rehearsal
+from megatron_fsdp_v2_mcore.rehearsal.cuda_standins import STANDINS, stand_in
+from megatron_fsdp_v2_mcore.rehearsal.devices import CpuDevices
+from megatron_fsdp_v2_mcore.rehearsal.flags import (
+    CPU_FLAGS,
+    GPU_FLAGS,
+    RehearsalError,
+    cpu_environment,
+    with_cpu_flags,
+)
+from megatron_fsdp_v2_mcore.rehearsal.patches import Patches
+from tests.mcore.session import enter_rehearsal
+from tests.ranks import RankPools
+
+
+def test_flags_a_cpu_needs_are_added_and_the_users_are_kept() -> None:
+    flags = with_cpu_flags(["--bf16", "--num-workers", "2", "--no-rope-fusion"])
+    assert flags[:4] == ["--bf16", "--num-workers", "2", "--no-rope-fusion"]
+    assert flags.count("--no-rope-fusion") == 1
+    assert flags.count("--num-workers") == 1
+    for flag in CPU_FLAGS:
+        assert flag.name in flags
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--transformer-impl", "transformer_engine"],
+        ["--distributed-backend=nccl"],
+        ["--attention-backend", "flash"],
+        *[[flag.name, *flag.values[:1]] for flag in GPU_FLAGS],
+    ],
+    ids=lambda flags: flags[0],
+)
+def test_a_flag_that_needs_a_gpu_is_refused_by_name(flags: list[str]) -> None:
+    with pytest.raises(RehearsalError, match=f"{flags[0].split('=')[0]}.* cannot be used on a CPU"):
+        with_cpu_flags(flags)
+
+
+def test_a_value_that_needs_no_gpu_is_left_to_the_user() -> None:
+    flags = ["--cuda-graph-impl", "none", "--moe-token-dispatcher-type", "allgather"]
+    assert with_cpu_flags(flags)[:4] == flags
+
+
+def _options() -> set[str]:
+    enter_rehearsal()
+    from megatron.training import arguments
+
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    arguments.add_megatron_arguments(parser)
+    return {option for action in parser._actions for option in action.option_strings}
+
+
+def test_every_flag_that_is_set_or_refused_is_one_of_megatrons(megatron: RankPools) -> None:
+    options = megatron(1).run(_options)[0]
+    assert {flag.name for flag in (*CPU_FLAGS, *GPU_FLAGS)} <= options
+
+
+@pytest.mark.parametrize(
+    ("flags", "connections"),
+    [
+        ([], None),
+        (["--tensor-model-parallel-size", "1"], None),
+        (["--tensor-model-parallel-size", "2"], "1"),
+        (["--context-parallel-size=2"], "1"),
+        (["--tensor-model-parallel-size", "2", "--use-megatron-fsdp"], None),
+    ],
+)
+def test_megatron_is_told_the_number_of_hardware_queues_it_insists_on(
+    flags: list[str], connections: str | None
+) -> None:
+    assert cpu_environment(flags).get("CUDA_DEVICE_MAX_CONNECTIONS") == connections
+
+
+def test_a_variable_the_user_has_set_is_kept_and_others_are_taken_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MINE", "kept")
+    patches = Patches()
+    patches.default_environment({"MINE": "replaced", "REHEARSAL_TEST": "1"})
+    assert (os.environ["MINE"], os.environ["REHEARSAL_TEST"]) == ("kept", "1")
+    patches.undo()
+    assert os.environ["MINE"] == "kept"
+    assert "REHEARSAL_TEST" not in os.environ
+
+
+def test_a_rehearsal_is_refused_where_cuda_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(RehearsalError, match="never runs where CUDA is in use"):
+        rehearsal.check_device(["--cpu-rehearsal"])
+    rehearsal.check_device([])
+
+
+def test_without_gpu_and_rehearsal_nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(FlagError, match="Add --cpu-rehearsal"):
+        rehearsal.check_device([])
+
+
+def _rehearse_in_a_rehearsal() -> tuple[set[str], set[str]]:
+    """What is different within a rehearsal, and what still is after it."""
+    enter_rehearsal()
+    from megatron.training import arguments, initialize
+
+    def state() -> dict[str, object]:
+        return {
+            "all_to_all_single": torch.distributed.all_to_all_single,
+            "is_available": torch.cuda.is_available,
+            "arguments": arguments._print_args,
+            "warm-up": initialize._warmup_jit_function,
+            "warnings": list(warnings.filters),
+            "level": logging.getLogger("megatron").level,
+            "variable": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"),
+            "modes": torch._C._len_torch_function_stack(),
+        }
+
+    before = state()
+    with rehearsal.rehearse(["--tensor-model-parallel-size", "2"]):
+        within = state()
+    after = state()
+    changed = {name for name, value in within.items() if value != before[name]}
+    return changed, {name for name, value in after.items() if value != before[name]}
+
+
+def test_everything_a_rehearsal_changes_is_put_back(megatron: RankPools) -> None:
+    changed, left = megatron(1).run(_rehearse_in_a_rehearsal)[0]
+    # The others are the same in the rehearsal that this rank is in already.
+    assert {"all_to_all_single", "warm-up", "variable", "modes"} <= changed
+    assert left == set()
+
+
+def test_stand_ins_are_undone() -> None:
+    before = {name: getattr(torch.cuda, name, None) for name in STANDINS}
+    patches = Patches()
+    stand_in(patches)
+    assert torch.cuda.device_count() == 1
+    patches.undo()
+    assert {name: getattr(torch.cuda, name, None) for name in STANDINS} == before
+
+
+def test_cuda_devices_become_the_cpu_and_values_stay() -> None:
+    with CpuDevices():
+        made = torch.arange(4, device="cuda")
+        by_ordinal = torch.zeros(2, device=0)
+        moved = torch.ones(3).to("cuda", torch.bfloat16).cuda()
+        meta = torch.empty(2, device="meta")
+    assert made.device.type == by_ordinal.device.type == moved.device.type == "cpu"
+    assert made.tolist() == [0, 1, 2, 3]
+    assert moved.dtype == torch.bfloat16
+    assert meta.is_meta

@@ -1,0 +1,63 @@
+"""A run that loads a checkpoint continues as if it had not stopped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.mcore.session import MODEL_FLAGS, fsdp, train
+from tests.ranks import RankPools
+
+
+def _losses(pools: RankPools, world_size: int, flags: list[str]) -> list[float]:
+    losses: list[float] = pools(world_size).run(train, [*MODEL_FLAGS, *flags])[0].losses
+    return losses
+
+
+def _distance(mine: list[float], theirs: list[float]) -> float:
+    return max(abs(a - b) / abs(b) for a, b in zip(mine, theirs, strict=True))
+
+
+@pytest.fixture(scope="module")
+def saved(megatron: RankPools, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list]:
+    """A checkpoint of iteration 5 at 2 ranks, ZeRO-3, and the losses of the run that went on."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    flags = ["--train-iters", "12", "--save", str(folder), "--save-interval", "5", "--swiglu"]
+    return folder, _losses(megatron, 2, fsdp("optim_grads_params", *flags))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_losses_after_loading_at_another_world_size_equal_the_uninterrupted(
+    megatron: RankPools, saved: tuple[Path, list], world_size: int
+) -> None:
+    folder, uninterrupted = saved
+    flags = ["--train-iters", "12", "--load", str(folder), "--ckpt-step", "5", "--swiglu"]
+    resumed = _losses(megatron, world_size, fsdp("optim_grads_params", *flags))
+    assert len(resumed) == 7
+    assert _distance(resumed, uninterrupted[5:]) < 1e-6
+    if world_size == 2:
+        assert resumed == uninterrupted[5:]
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
+def test_a_zero3_checkpoint_loads_under_every_strategy(
+    megatron: RankPools, saved: tuple[Path, list], strategy: str
+) -> None:
+    folder, uninterrupted = saved
+    flags = ["--train-iters", "12", "--load", str(folder), "--ckpt-step", "5", "--swiglu"]
+    resumed = _losses(megatron, 3, fsdp(strategy, *flags))
+    assert _distance(resumed, uninterrupted[5:]) < 1e-6
+
+
+def test_rng_scheduler_and_optimizer_are_restored_exactly(
+    megatron: RankPools, tmp_path: Path
+) -> None:
+    """With dropout and a decaying learning rate, every one of them shows in the losses."""
+    common = ["--train-iters", "10", "--attention-dropout", "0.1", "--hidden-dropout", "0.1"]
+    common += ["--lr-decay-style", "cosine", "--lr-warmup-iters", "3", "--bf16"]
+    save = ["--save", str(tmp_path), "--save-interval", "4"]
+    uninterrupted = _losses(megatron, 2, fsdp("optim_grads_params", *common, *save))
+    load = ["--load", str(tmp_path), "--ckpt-step", "4"]
+    resumed = _losses(megatron, 2, fsdp("optim_grads_params", *common, *load))
+    assert resumed == uninterrupted[4:]

@@ -1,0 +1,149 @@
+"""Megatron's configuration is honoured field by field, or refused by name."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from megatron.core.distributed import DistributedDataParallelConfig
+
+from megatron_fsdp_v2_mcore import FlagError
+from megatron_fsdp_v2_mcore.arguments import REFUSALS, check_before
+from megatron_fsdp_v2_mcore.checkpoint_check import check_checkpoint_folder
+from megatron_fsdp_v2_mcore.settings import FIELDS, Handling, sharding_settings
+
+
+def _config(**fields: Any) -> DistributedDataParallelConfig:
+    return DistributedDataParallelConfig(
+        use_megatron_fsdp=True, data_parallel_sharding_strategy="optim_grads_params", **fields
+    )
+
+
+def test_the_table_knows_every_field_of_the_installed_megatron() -> None:
+    fields = {field.name for field in dataclasses.fields(DistributedDataParallelConfig)}
+    assert {rule.name for rule in FIELDS} == fields
+    assert len(FIELDS) == len(fields)
+
+
+def test_dtypes_and_overlap_reach_fully_shard() -> None:
+    settings = sharding_settings(
+        _config(
+            overlap_grad_reduce=True,
+            megatron_fsdp_main_params_dtype=torch.float32,
+            megatron_fsdp_grad_comm_dtype=torch.bfloat16,
+            grad_reduce_in_fp32=True,
+        )
+    )
+    assert settings.sharding_strategy == "optim_grads_params"
+    assert settings.enable_async_reduce_grad
+    assert not settings.enable_unshard_prefetch
+    assert settings.policy.main_params_dtype == torch.float32
+    assert settings.policy.main_grads_dtype == torch.float32
+    assert settings.policy.grad_comm_dtype == torch.bfloat16
+
+
+REFUSED_VALUES: dict[str, Any] = {
+    "num_distributed_optimizer_instances": 2,
+    "outer_dp_sharding_strategy": "optim",
+    "param_name_patterns_for_fp32_local_accumulation": ("*",),
+}
+
+
+@pytest.mark.parametrize(
+    "rule", [rule for rule in FIELDS if rule.handling is Handling.REFUSED], ids=lambda r: r.name
+)
+def test_a_refused_field_names_its_flag(rule: Any) -> None:
+    config = _config()
+    setattr(config, rule.name, REFUSED_VALUES.get(rule.name, True))
+    with pytest.raises(FlagError, match=rule.flag):
+        sharding_settings(config)
+
+
+def _args(**values: Any) -> argparse.Namespace:
+    defaults: dict[str, Any] = {refusal.name: None for refusal in REFUSALS}
+    defaults.update(
+        use_fsdp_fully_shard_api=True,
+        use_megatron_fsdp=True,
+        ckpt_format="fsdp_dtensor",
+        load=None,
+        save=None,
+        ckpt_step=None,
+    )
+    return argparse.Namespace(**{**defaults, **values})
+
+
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda r: r.name)
+def test_a_flag_of_another_part_of_megatron_is_refused_by_name(refusal: Any) -> None:
+    check_before(_args())
+    value: Any = 2 if refusal.name.endswith("_size") else True
+    if refusal.name == "cuda_graph_impl":
+        value = "local"
+    with pytest.raises(FlagError, match=refusal.flag.split(" ")[0]):
+        check_before(_args(**{refusal.name: value}))
+
+
+def test_without_our_flag_nothing_is_checked() -> None:
+    check_before(_args(use_fsdp_fully_shard_api=False, use_megatron_fsdp=False, ckpt_format="x"))
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A complete checkpoint of iteration 7."""
+    folder = tmp_path / "iter_0000007"
+    dcp.save({"weight": torch.ones(1000)}, checkpoint_id=str(folder), no_dist=True)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
+    return tmp_path
+
+
+def test_a_complete_checkpoint_passes(checkpoint: Path) -> None:
+    check_checkpoint_folder(checkpoint, may_be_empty=False)
+
+
+def test_an_empty_folder_is_fine_only_where_it_is_also_saved_to(tmp_path: Path) -> None:
+    check_checkpoint_folder(tmp_path, may_be_empty=True)
+    with pytest.raises(FlagError, match="is empty of checkpoints"):
+        check_checkpoint_folder(tmp_path, may_be_empty=False)
+    with pytest.raises(FlagError, match="does not exist"):
+        check_checkpoint_folder(tmp_path / "nowhere", may_be_empty=False)
+
+
+def test_a_truncated_shard_is_named(checkpoint: Path) -> None:
+    shard = checkpoint / "iter_0000007" / "__0_0.distcp"
+    shard.write_bytes(shard.read_bytes()[:100])
+    with pytest.raises(FlagError, match=r"truncated: __0_0\.distcp has 100 of \d+ bytes"):
+        check_checkpoint_folder(checkpoint, may_be_empty=False)
+
+
+def test_a_missing_shard_is_named(checkpoint: Path) -> None:
+    (checkpoint / "iter_0000007" / "__0_0.distcp").unlink()
+    with pytest.raises(FlagError, match=r"__0_0\.distcp is missing"):
+        check_checkpoint_folder(checkpoint, may_be_empty=False)
+
+
+def test_a_checkpoint_of_another_format_or_without_metadata_is_refused(checkpoint: Path) -> None:
+    (checkpoint / "iter_0000007" / ".metadata").unlink()
+    with pytest.raises(FlagError, match="not an fsdp_dtensor checkpoint"):
+        check_checkpoint_folder(checkpoint, may_be_empty=False)
+
+
+def test_metadata_cut_short_is_refused(checkpoint: Path) -> None:
+    metadata = checkpoint / "iter_0000007" / ".metadata"
+    metadata.write_bytes(metadata.read_bytes()[:50])
+    with pytest.raises(FlagError, match="cannot be read"):
+        check_checkpoint_folder(checkpoint, may_be_empty=False)
+
+
+def test_metadata_that_would_run_code_is_refused(checkpoint: Path) -> None:
+    (checkpoint / "iter_0000007" / ".metadata").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
+    with pytest.raises(FlagError, match=r"os\.system, which is not allowed"):
+        check_checkpoint_folder(checkpoint, may_be_empty=False)
+
+
+def test_an_iteration_that_was_not_saved_is_named(checkpoint: Path) -> None:
+    with pytest.raises(FlagError, match="no checkpoint of iteration 3"):
+        check_checkpoint_folder(checkpoint, may_be_empty=False, iteration=3)

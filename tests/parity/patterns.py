@@ -1,0 +1,135 @@
+"""Training patterns that must give the same numbers sharded and unsharded.
+
+A pattern says what to build, which modules are units, and what a training step does. The same
+description drives the unsharded reference, which sees the data of all ranks, and the sharded
+model, of which every rank sees its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.reference import models
+
+ROWS = 4
+
+
+def batch(step: int, micro: int, rank: int) -> torch.Tensor:
+    """Inputs of one micro-batch of one rank: `(ROWS, INPUT)`."""
+    generator = torch.Generator().manual_seed(1000 * step + 100 * micro + rank)
+    return torch.randn(ROWS, models.INPUT, generator=generator)
+
+
+def mean_square(model: nn.Module, step: int, micro: int, rank: int) -> torch.Tensor:
+    """The loss of most patterns."""
+    del step
+    return model(batch(0, micro, rank)).square().mean()
+
+
+def _of_step(model: nn.Module, step: int, micro: int, rank: int) -> torch.Tensor:
+    return model(batch(step, micro, rank)).square().mean()
+
+
+def _two_forwards(model: nn.Module, step: int, micro: int, rank: int) -> torch.Tensor:
+    first = model(batch(step, micro, rank))
+    second = model(batch(step, micro + 50, rank))
+    return first.square().mean() + second.square().mean() * 0.5
+
+
+def _skipping(model: Any, step: int, micro: int, rank: int) -> torch.Tensor:
+    model.skip = 1 if step in (1, 3) else None
+    return _of_step(model, step, micro, rank)
+
+
+def _blocks(model: Any) -> list[nn.Module]:
+    return list(model.blocks)
+
+
+def _nested_units(model: Any) -> list[nn.Module]:
+    return [unit for outer in model.outer for unit in (outer.first, outer.second, outer)]
+
+
+def _sgd(parameters: Any) -> torch.optim.Optimizer:
+    # Not Adam: it would hide a wrong scale of the gradients.
+    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """What happens in a training.
+
+    Attributes:
+        build: Makes the model.
+        units: Modules to shard, children first; the root comes after.
+        loss: Loss of one micro-batch: `(model, step, micro, rank)`.
+        num_micro: Micro-batches in a step.
+        sync: When gradients are synchronised: in `every` backward, or in the last one, said
+            through `no_sync` or through `last_backward`.
+        evaluates: Whether forwards without gradients run between micro-batches and steps.
+        set_to_none: Argument of `zero_grad`; alternating when None.
+        raises: `forward` or `backward`: step 2 is tried once in vain before it is done.
+        reloads: Whether step 2 starts with a `load_state_dict` of other weights.
+        clips: Whether gradients are clipped.
+        optimizer: Makes the optimizer.
+    """
+
+    build: Callable[[], nn.Module]
+    units: Callable[[Any], list[nn.Module]] = _blocks
+    loss: Callable[[Any, int, int, int], torch.Tensor] = _of_step
+    num_micro: int = 1
+    sync: str = "every"
+    evaluates: bool = False
+    set_to_none: bool | None = None
+    raises: str = ""
+    reloads: bool = False
+    clips: bool = False
+    optimizer: Callable[[Any], torch.optim.Optimizer] = _sgd
+
+
+def _adamw(**options: Any) -> Callable[[Any], torch.optim.Optimizer]:
+    # A large eps: where a gradient is almost zero, Adam's quotient makes steps of its rounding.
+    return lambda parameters: torch.optim.AdamW(parameters, lr=0.003, eps=1e-3, **options)
+
+
+PATTERNS: dict[str, Pattern] = {
+    "plain": Pattern(models.Stack),
+    "root only": Pattern(models.Stack, units=lambda model: []),
+    "accumulation, every backward synchronised": Pattern(models.Stack, num_micro=3),
+    "accumulation under no_sync": Pattern(models.Stack, num_micro=3, sync="no_sync"),
+    "accumulation with set_is_last_backward": Pattern(
+        models.Stack, num_micro=3, sync="last_backward"
+    ),
+    "two forwards before one backward": Pattern(models.Stack, loss=_two_forwards),
+    "module used twice in a forward": Pattern(models.UsedTwice),
+    "unit skipped on some steps": Pattern(models.Skipping, loss=_skipping),
+    "detached inputs": Pattern(models.Detached),
+    "nested outputs, keyword inputs": Pattern(models.NestedOutputs),
+    "frozen parameters": Pattern(models.PartlyFrozen),
+    "tied parameters in one unit": Pattern(models.TiedInside),
+    "unused parameter in a unit": Pattern(models.UnusedParameter),
+    "nested units": Pattern(models.Nested, units=_nested_units),
+    "two dtypes in one unit": Pattern(models.MixedDtypes),
+    "evaluation between": Pattern(models.Stack, num_micro=2, evaluates=True),
+    "zero_grad to zero": Pattern(models.Stack, num_micro=2, set_to_none=False),
+    "zero_grad to None": Pattern(models.Stack, num_micro=2, set_to_none=True),
+    "checkpointing, reentrant": Pattern(lambda: models.Checkpointed(use_reentrant=True)),
+    "checkpointing, non-reentrant": Pattern(lambda: models.Checkpointed(use_reentrant=False)),
+    "checkpointed region of units, reentrant": Pattern(
+        lambda: models.CheckpointedRegion(use_reentrant=True)
+    ),
+    "checkpointed region of units, non-reentrant": Pattern(
+        lambda: models.CheckpointedRegion(use_reentrant=False)
+    ),
+    "exception in a forward": Pattern(models.Stack, num_micro=2, raises="forward"),
+    "exception in a backward": Pattern(models.Stack, num_micro=2, raises="backward"),
+    "load_state_dict between steps": Pattern(models.Stack, reloads=True, evaluates=True),
+    "clip_grad_norm_": Pattern(models.Stack, clips=True),
+    "AdamW, for-loop": Pattern(models.Stack, optimizer=_adamw(foreach=False)),
+    "AdamW, foreach": Pattern(models.Stack, optimizer=_adamw(foreach=True)),
+    "AdamW, fused": Pattern(models.Stack, optimizer=_adamw(fused=True)),
+}

@@ -1,0 +1,171 @@
+"""Rank pools: process groups that are started once and run many tests.
+
+Starting torch takes seconds and a test milliseconds, so each world size has one set of worker
+processes for the whole session. A test hands them a module-level function; every rank calls it
+and returns something picklable. A failure on any rank comes back as that rank's traceback.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+DEFAULT_TIMEOUT_S = 120.0
+
+
+class RankFailure(AssertionError):
+    """A rank raised, died or did not answer."""
+
+
+def _free_port() -> int:
+    with contextlib.closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _serve(rank: int, world_size: int, port: int, connection: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        GLOO_SOCKET_IFNAME="lo",
+    )
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    connection.send(("ready", None))
+    while True:
+        task = connection.recv()
+        if task is None:
+            break
+        function, args, kwargs = task
+        try:
+            torch.manual_seed(0)
+            connection.send(("done", function(*args, **kwargs)))
+        except BaseException:
+            connection.send(("failed", traceback.format_exc()))
+    # The group is not destroyed: its teardown can outlast the test session, and the process ends.
+    connection.close()
+    os._exit(0)
+
+
+class RankPool:
+    """Worker processes of one world size."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed.tensor"])
+        port = _free_port()
+        self._connections: list[Connection] = []
+        self._processes = []
+        for rank in range(world_size):
+            mine, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(rank, world_size, port, theirs), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._connections.append(mine)
+            self._processes.append(process)
+        self._collect(DEFAULT_TIMEOUT_S)
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Call a module-level function on every rank; return what each returned.
+
+        Raises:
+            RankFailure: Some rank raised, died, or took too long; the pool is unusable after the
+                last two.
+        """
+        for connection in self._connections:
+            connection.send((function, args, kwargs))
+        return self._collect(timeout_s)
+
+    def _collect(self, timeout_s: float) -> list[Any]:
+        deadline = time.monotonic() + timeout_s
+        results: list[Any] = [None] * self.world_size
+        failures: dict[int, str] = {}
+        waiting = set(range(self.world_size))
+        while waiting and time.monotonic() < deadline:
+            for rank in sorted(waiting):
+                if not self._connections[rank].poll(0.002):
+                    continue
+                waiting.discard(rank)
+                try:
+                    kind, value = self._connections[rank].recv()
+                except EOFError:
+                    failures[rank] = "the process died"
+                    continue
+                if kind == "failed":
+                    failures[rank] = value
+                    # Ranks of one group fail together or hang: give the others a moment.
+                    deadline = min(deadline, time.monotonic() + 5.0)
+                else:
+                    results[rank] = value
+        for rank in waiting:
+            failures.setdefault(rank, "no answer in time")
+        if failures:
+            if waiting or any(text == "the process died" for text in failures.values()):
+                self.close()
+            text = "\n".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items()))
+            raise RankFailure(text)
+        return results
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the pool can run another function."""
+        return all(process.is_alive() for process in self._processes)
+
+    def close(self) -> None:
+        """End the processes."""
+        for process, connection in zip(self._processes, self._connections, strict=True):
+            with contextlib.suppress(OSError):
+                connection.send(None)
+            process.join(0.5)
+            if process.is_alive():
+                process.kill()
+
+
+class RankPools:
+    """One pool per world size, started on first use and restarted after a hang."""
+
+    def __init__(self) -> None:
+        self._pools: dict[int, RankPool] = {}
+
+    def __call__(self, world_size: int) -> RankPool:
+        pool = self._pools.get(world_size)
+        if pool is None or not pool.is_alive:
+            pool = self._pools[world_size] = RankPool(world_size)
+        return pool
+
+    def close(self) -> None:
+        """End all pools."""
+        for pool in self._pools.values():
+            pool.close()
+
+
+@contextlib.contextmanager
+def rank_pools() -> Iterator[RankPools]:
+    """Pools for as long as the context lasts."""
+    pools = RankPools()
+    try:
+        yield pools
+    finally:
+        pools.close()

@@ -1,0 +1,1 @@
+"""The slow and obvious: what the fast code is compared with."""

@@ -1,0 +1,211 @@
+"""Small models whose sizes make shards uneven and some of them empty."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+WIDTH = 7
+INPUT = 5
+OUTPUT = 3
+
+
+class Block(nn.Module):
+    """Norm, two linear layers, residual; the unit of most models here."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width + 1)
+        self.down = nn.Linear(2 * width + 1, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Stack(nn.Module):
+    """Input layer, blocks, output layer."""
+
+    def __init__(self, num_blocks: int = 3) -> None:
+        super().__init__()
+        self.input = nn.Linear(INPUT, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
+        self.output = nn.Linear(WIDTH, OUTPUT)
+
+    def run_blocks(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.output(self.run_blocks(self.input(x)))
+
+
+class Checkpointed(Stack):
+    """Every block is recomputed in the backward."""
+
+    def __init__(self, *, use_reentrant: bool) -> None:
+        super().__init__()
+        self.use_reentrant = use_reentrant
+
+    def run_blocks(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.use_reentrant)
+        return x
+
+
+class CheckpointedRegion(Stack):
+    """All blocks are recomputed as one region with units inside."""
+
+    def __init__(self, *, use_reentrant: bool) -> None:
+        super().__init__()
+        self.use_reentrant = use_reentrant
+
+    def run_blocks(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = checkpoint(super().run_blocks, x, use_reentrant=self.use_reentrant)
+        return result
+
+
+class InnerCheckpoint(nn.Module):
+    """A unit that recomputes a part of itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Block()
+        self.second = Block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(checkpoint(self.first, x, use_reentrant=False))
+
+
+class UsedTwice(Stack):
+    """The first block runs again at the end."""
+
+    def run_blocks(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks[0](super().run_blocks(x))
+
+
+class Skipping(Stack):
+    """A block is left out where `skip` says so."""
+
+    skip: int | None = None
+
+    def run_blocks(self, x: torch.Tensor) -> torch.Tensor:
+        for index, block in enumerate(self.blocks):
+            if index != self.skip:
+                x = block(x)
+        return x
+
+
+class Detached(Stack):
+    """The last block sees a detached input next to the live one."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.input(x)
+        x = self.blocks[0](x)
+        y = self.blocks[1](x.detach())
+        return self.output(x + y + self.blocks[2](x))
+
+
+@dataclass
+class Parts:
+    """An output that only a walk over dataclass fields can see into."""
+
+    first: torch.Tensor
+    rest: dict[str, list[torch.Tensor]]
+
+
+class PartsBlock(Block):
+    """A unit with a nested output."""
+
+    def forward(self, x: torch.Tensor, *, shift: torch.Tensor) -> Any:
+        y = super().forward(x + shift)
+        return Parts(y * 0.5, {"more": [y * 0.5]})
+
+
+class NestedOutputs(Stack):
+    """Units that take keyword arguments and return dataclasses of dicts of lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(PartsBlock() for _ in range(3))
+
+    def run_blocks(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            parts = block(x, shift=x * 0.1)
+            x = parts.first + parts.rest["more"][0]
+        return x
+
+
+class TiedInside(nn.Module):
+    """Embedding and head share one weight, which the root owns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, 11, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.embedding((x.abs() * 10).long()[..., 0] % 11)
+        for block in self.blocks:
+            y = block(y)
+        return self.head(y)
+
+
+class UnusedParameter(Stack):
+    """A unit with a parameter nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].unused = nn.Parameter(torch.randn(4, 3))
+
+
+class PartlyFrozen(Stack):
+    """A frozen block, and a block with one frozen layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].requires_grad_(False)
+        self.blocks[1].up.requires_grad_(False)
+
+
+class Nested(nn.Module):
+    """Units inside units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outer = nn.ModuleList(InnerCheckpoint() for _ in range(2))
+        self.input = nn.Linear(INPUT, WIDTH)
+        self.output = nn.Linear(WIDTH, OUTPUT)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.input(x)
+        for module in self.outer:
+            x = module(x)
+        return self.output(x)
+
+
+class MixedBlock(Block):
+    """fp32 norm and output, fp64 inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.up(self.norm(x).double())
+        return x + self.down(torch.tanh(y).float())
+
+
+class MixedDtypes(Stack):
+    """Units with parameters of two dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(MixedBlock() for _ in range(2))

@@ -1,0 +1,72 @@
+"""Strategy names become placements in one place."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_fsdp_v2 import MixedPrecisionPolicy
+from megatron_fsdp_v2.placement import AxisPlacements, Placement, resolve_placements
+
+R, S, P = Placement.REPLICATE, Placement.SHARD, Placement.PARTIAL
+
+
+@pytest.mark.parametrize(
+    ("strategy", "expected"),
+    [
+        ("no_shard", (R, R, R, P)),
+        ("optim", (R, S, S, P)),
+        ("optim_grads", (R, S, S, S)),
+        ("optim_grads_params", (S, S, S, S)),
+    ],
+)
+def test_a_strategy_is_four_placements(strategy: str, expected: tuple[Placement, ...]) -> None:
+    assert resolve_placements(strategy, "no_shard", [4]) == (AxisPlacements(*expected),)
+
+
+def test_the_outer_axis_comes_first_and_replicates_model_weights() -> None:
+    outer, inner = resolve_placements("optim_grads_params", "optim", [2, 4])
+    assert outer == AxisPlacements(R, S, S, P)
+    assert inner == AxisPlacements(S, S, S, S)
+
+
+def test_along_an_axis_of_one_rank_nothing_is_gathered() -> None:
+    (axis,) = resolve_placements("optim_grads_params", "no_shard", [1])
+    assert axis.model_weight is R
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("zero3", "no_shard", [2]), "unknown sharding_strategy 'zero3'"),
+        (("optim", "optim_grads", [2, 2]), "unknown outer_dp_sharding_strategy"),
+        (("optim", "optim", [2]), "needs a 2-D mesh"),
+        (("no_shard", "optim", [2, 2]), "it needs sharding_strategy"),
+        (("optim", "no_shard", [2, 2, 2]), "1 axis"),
+    ],
+)
+def test_bad_names_and_meshes_are_refused(arguments: tuple, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        resolve_placements(*arguments)
+
+
+def test_none_means_as_the_parameter_is() -> None:
+    dtypes = MixedPrecisionPolicy().resolve(torch.bfloat16)
+    assert {dtypes.model_weight, dtypes.main_weight, dtypes.main_grad, dtypes.grad_comm} == {
+        torch.bfloat16
+    }
+
+
+def test_gradients_follow_the_main_weights_unless_told_otherwise() -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, main_params_dtype=torch.float32)
+    dtypes = policy.resolve(torch.float32)
+    assert dtypes.model_weight == torch.bfloat16
+    assert dtypes.main_grad == dtypes.grad_comm == torch.float32
+
+
+def test_a_policy_takes_floating_dtypes_only() -> None:
+    with pytest.raises(ValueError, match=r"MixedPrecisionPolicy\.param_dtype"):
+        MixedPrecisionPolicy(param_dtype=torch.int32)
+    assert MixedPrecisionPolicy(param_dtype=torch.bfloat16).resolve(torch.int64).model_weight == (
+        torch.int64
+    )

@@ -7,6 +7,7 @@ of a pool of their own, in which a CPU rehearsal is entered once and never left.
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import sys
 from collections.abc import Sequence
@@ -116,6 +117,8 @@ def enter_rehearsal() -> dict[str, Any]:
     """Make this rank rehearse, for good; return the parts of Megatron that `train` uses."""
     if not _MODULES:
         os.environ["MEGATRON_LOGGING_LEVEL"] = "40"
+        # Megatron's torch_dist checkpoints start processes, which daemons may not.
+        multiprocessing.current_process().daemon = False
         from megatron_fsdp_v2_mcore import rehearsal
         from megatron_fsdp_v2_mcore.rehearsal.flags import cpu_environment, with_cpu_flags
         from megatron_fsdp_v2_mcore.rehearsal.patches import Patches

@@ -61,8 +61,10 @@ def test_clipping_swiglu_and_untied_embeddings_train_like_ddp(megatron: RankPool
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--recompute-granularity", "full", "--recompute-method", "uniform"]
-        + ["--recompute-num-layers", "1"],
+        [
+            *("--recompute-granularity", "full"),
+            *("--recompute-method", "uniform", "--recompute-num-layers", "1"),
+        ],
         ["--calculate-per-token-loss"],
         ["--eval-interval", "5", "--eval-iters", "2"],
         ["--log-params-norm", "--log-num-zeros-in-grad"],

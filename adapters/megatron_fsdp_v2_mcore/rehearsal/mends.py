@@ -88,6 +88,17 @@ def _with_sequence_parallel(make_norm: Callable[..., Any]) -> Callable[..., Any]
     return make_marked_norm
 
 
+def _without_random_numbers(make_iterator: Callable[..., None]) -> Callable[..., None]:
+    def make_iterator_apart(self: Any, loader: Any) -> None:
+        state = torch.get_rng_state()
+        try:
+            make_iterator(self, loader)
+        finally:
+            torch.set_rng_state(state)
+
+    return make_iterator_apart
+
+
 MENDS: tuple[Mend, ...] = (
     Mend(
         "megatron.core.datasets.utils:compile_helpers",
@@ -99,6 +110,12 @@ MENDS: tuple[Mend, ...] = (
         "nothing is compiled, so nothing needs warming up; on a GPU its random numbers come from "
         "the device, here they would shift those that weights are initialised from",
         _skip,
+    ),
+    Mend(
+        "torch.utils.data.dataloader:_BaseDataLoaderIter.__init__",
+        "a loader seeds its workers from the host's generator, which is the device's as well here; "
+        "a resumed run would go on with other random numbers than the one it resumes",
+        _without_random_numbers,
     ),
     Mend(
         "torch.distributed:all_to_all_single",

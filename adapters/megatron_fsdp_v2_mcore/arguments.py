@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_fsdp_v2_mcore.checkpoint_check import check_checkpoint_folder
 from megatron_fsdp_v2_mcore.errors import FlagError
+from megatron_fsdp_v2_mcore.settings import refuse_fields
 
 __all__ = ["add_arguments", "check_after", "check_before", "is_enabled"]
 
@@ -133,6 +134,7 @@ def check_before(args: Any) -> None:
             f"--ckpt-format {args.ckpt_format} cannot be used with {API_FLAG}; "
             "use --ckpt-format fsdp_dtensor"
         )
+    refuse_fields(args)
     for refusal in REFUSALS:
         value = getattr(args, refusal.name, None)
         if refusal.refuses(value):

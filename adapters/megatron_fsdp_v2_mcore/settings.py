@@ -14,7 +14,14 @@ from megatron_fsdp_v2_mcore.errors import FlagError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["FIELDS", "FieldRule", "Handling", "ShardingSettings", "sharding_settings"]
+__all__ = [
+    "FIELDS",
+    "FieldRule",
+    "Handling",
+    "ShardingSettings",
+    "refuse_fields",
+    "sharding_settings",
+]
 
 
 class Handling(enum.Enum):
@@ -242,19 +249,34 @@ class ShardingSettings:
     checks_grads_for_nan: bool
 
 
+def refuse_fields(source: Any) -> None:
+    """Refuse by name what cannot be honoured.
+
+    Args:
+        source: A `DistributedDataParallelConfig`, or Megatron's arguments, whose attributes it is
+            made of; attributes that are missing are left to the configuration.
+
+    Raises:
+        FlagError: A field has a value that cannot be honoured; names its flag.
+    """
+    for rule in FIELDS:
+        if rule.refuses is None or not hasattr(source, rule.name):
+            continue
+        value = getattr(source, rule.name)
+        if rule.refuses(value):
+            raise FlagError(
+                f"{rule.flag} (= {value}) cannot be used with --use-fsdp-fully-shard-api: "
+                f"{rule.meaning}"
+            )
+
+
 def sharding_settings(ddp_config: Any) -> ShardingSettings:
     """Map a `DistributedDataParallelConfig` onto `fully_shard` arguments.
 
     Raises:
         FlagError: A field has a value that cannot be honoured; names its flag.
     """
-    for rule in FIELDS:
-        value = getattr(ddp_config, rule.name)
-        if rule.refuses is not None and rule.refuses(value):
-            raise FlagError(
-                f"{rule.flag} (= {value}) cannot be used with --use-fsdp-fully-shard-api: "
-                f"{rule.meaning}"
-            )
+    refuse_fields(ddp_config)
     wants_fp32 = ddp_config.grad_reduce_in_fp32
     main_grads = ddp_config.megatron_fsdp_main_grads_dtype
     if main_grads is None and wants_fp32:

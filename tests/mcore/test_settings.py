@@ -87,6 +87,11 @@ def test_a_flag_of_another_part_of_megatron_is_refused_by_name(refusal: Any) -> 
         check_before(_args(**{refusal.name: value}))
 
 
+def test_a_strategy_not_built_yet_is_named_at_the_start() -> None:
+    with pytest.raises(FlagError, match=r"--outer-dp-sharding-strategy.*not built yet"):
+        check_before(_args(outer_dp_sharding_strategy="optim"))
+
+
 def test_without_our_flag_nothing_is_checked() -> None:
     check_before(_args(use_fsdp_fully_shard_api=False, use_megatron_fsdp=False, ckpt_format="x"))
 

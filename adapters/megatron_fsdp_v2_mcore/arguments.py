@@ -115,6 +115,12 @@ REFUSALS: tuple[Refusal, ...] = (
         "gathers are issued from the host",
         lambda value: value not in (None, "none"),
     ),
+    Refusal(
+        "optimizer",
+        "--optimizer",
+        "Megatron's distributed optimizer, which steps the shards, takes adam only",
+        lambda value: value not in (None, "adam"),
+    ),
     Refusal("async_save", "--async-save", "asynchronous checkpoints are not built yet"),
 )
 

@@ -145,6 +145,7 @@ def enter_rehearsal() -> dict[str, Any]:
 def _tear_down() -> None:
     """Leave no trace in Megatron's globals; groups are destroyed on all ranks together."""
     from megatron.core import mpu, rerun_state_machine
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
     from megatron.training import checkpointing, global_vars
 
@@ -156,6 +157,11 @@ def _tear_down() -> None:
     destroy_num_microbatches_calculator()
     rerun_state_machine.destroy_rerun_state_machine()
     checkpointing._CHECKPOINT_VERSION = None
+    # Saving as torch_dist leaves a queue's process behind, which would outlive this one.
+    filesystem_async._results_queue = None
+    for child in multiprocessing.active_children():
+        child.terminate()
+        child.join()
     mpu.destroy_model_parallel()
     # Megatron forgets its groups without ending them, and each keeps threads of its own.
     dist.barrier()

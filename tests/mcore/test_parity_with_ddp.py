@@ -68,9 +68,9 @@ def test_clipping_swiglu_and_untied_embeddings_train_like_ddp(megatron: RankPool
         ["--calculate-per-token-loss"],
         ["--eval-interval", "5", "--eval-iters", "2"],
         ["--log-params-norm", "--log-num-zeros-in-grad"],
-        ["--weight-decay", "0.1", "--optimizer", "sgd"],
+        ["--weight-decay", "0.1", "--adam-beta2", "0.95", "--lr-decay-style", "cosine"],
     ],
-    ids=["recompute", "per-token-loss", "evaluation", "logged-norms", "sgd"],
+    ids=["recompute", "per-token-loss", "evaluation", "logged-norms", "weight-decay"],
 )
 def test_training_features_train_like_ddp(megatron: RankPools, flags: list[str]) -> None:
     reference = _curves(megatron, 2, flags)

@@ -52,7 +52,8 @@ def test_a_tree_that_keeps_the_rules_passes(tree):
     (core / "dp_buffer.py").write_text("import torch\n\nimport megatron_fsdp_v2.layout\n")
     (adapter / "seams.py").write_text("import megatron.core\n\nimport megatron_fsdp_v2.comm\n")
     (adapter / "formats" / "fp8.py").write_text("import transformer_engine\n")
-    (adapter / "pretrain_gpt.py").write_text("import megatron.training\n")
+    (adapter / "pretrain_gpt").mkdir(exist_ok=True)
+    (adapter / "pretrain_gpt" / "gpt.py").write_text("import megatron.training\n")
     (adapter / "rehearsal" / "patches.py").write_text("import megatron.training\n")
     imports, style = lint_imports(tree), ruff_check(tree)
     assert imports.returncode == 0, imports.stdout

@@ -1,0 +1,1 @@
+"""Benchmarks against peers, timed as ratios in one run."""

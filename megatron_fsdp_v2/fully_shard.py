@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron_fsdp_v2.allocator import PlainAllocator
 from megatron_fsdp_v2.comm import Axis, communicator_for
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from collections.abc import Set as AbstractSet
 
 __all__ = ["fully_shard"]
+
+_TAKEN: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Original parameters that outlive their sharding, because another unit holds them too, say."""
 
 
 def fully_shard[ModuleT: nn.Module](
@@ -107,6 +111,8 @@ def fully_shard[ModuleT: nn.Module](
                 context.reductions.make_room,
             )
         )
+    for parameter in owned:
+        _TAKEN[parameter.param] = f"{parameter.name} of {type(module).__name__}"
     unit = Unit(module, groups, context, policy, reshard_after_forward=reshard_after_forward)
     for inner in inner_units:
         inner.is_root = False
@@ -205,6 +211,12 @@ def _check_parameter(name: str, param: nn.Parameter) -> None:
         raise ValueError(
             f"parameter {name} is sharded already, by a unit that contains it; wrap inner units "
             "before outer ones"
+        )
+    if param in _TAKEN:
+        raise ValueError(
+            f"parameter {name} is tied to {_TAKEN[param]}, which another unit has sharded already; "
+            "tied parameters must belong to one unit: wrap a module that contains both, or leave "
+            "both to the root"
         )
     if param.dim() == 0:
         raise ValueError(

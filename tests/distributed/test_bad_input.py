@@ -46,6 +46,13 @@ def _twice() -> None:
     _shard(_shard(nn.Linear(2, 2)))
 
 
+def _tied_across_units() -> None:
+    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+    second.weight = first.weight
+    _shard(first)
+    _shard(second)
+
+
 def messages() -> dict[str, str]:
     """What every bad call says."""
     one_axis = init_device_mesh("cpu", (1,))
@@ -68,6 +75,7 @@ def messages() -> dict[str, str]:
         "twice": _message(value, _twice),
         "parent": _message(value, _parent_before_child),
         "zero-dim": _message(value, _zero_dim),
+        "tied": _message(value, _tied_across_units),
         "meta": _message(value, lambda: _shard(nn.Linear(2, 2, device="meta"))),
         "deepcopy": _message(runtime, lambda: copy.deepcopy(_shard(linear(2, 2)))),
         "pickle": _message(runtime, lambda: pickle.dumps(_shard(linear(2, 2)))),
@@ -88,6 +96,7 @@ EXPECTED = {
     "twice": "fully_shard was already called on this",
     "parent": "is sharded already, by a unit that contains it",
     "zero-dim": "parameter scale is 0-dim",
+    "tied": "parameter weight is tied to weight of Linear, which another unit has sharded",
     "meta": "parameter weight is on the meta device",
     "deepcopy": "cannot be deep-copied",
     "pickle": "cannot be pickled",

@@ -11,31 +11,44 @@ import pickle
 from pathlib import Path
 from typing import Any, override
 
+import torch
+
 from megatron_fsdp_v2_mcore.errors import FlagError
 
 __all__ = ["check_checkpoint_folder"]
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
-_SAFE_MODULES = (
-    "torch.distributed.checkpoint.",
-    "torch.serialization",
-    "collections",
+_DCP = "torch.distributed.checkpoint"
+
+# Exact names, never prefixes: a pickle may ask a module for a dotted name such as `os.system`, and
+# nearly every module has imported something that runs code.
+_ALLOWED = frozenset(
+    {
+        (f"{_DCP}.metadata", "BytesStorageMetadata"),
+        (f"{_DCP}.metadata", "ChunkStorageMetadata"),
+        (f"{_DCP}.metadata", "Metadata"),
+        (f"{_DCP}.metadata", "MetadataIndex"),
+        (f"{_DCP}.metadata", "StorageMeta"),
+        (f"{_DCP}.metadata", "TensorProperties"),
+        (f"{_DCP}.metadata", "TensorStorageMetadata"),
+        (f"{_DCP}.metadata", "_MEM_FORMAT_ENCODING"),
+        (f"{_DCP}.filesystem", "_StorageInfo"),
+        ("collections", "OrderedDict"),
+        ("pathlib", "PosixPath"),
+        ("pathlib", "PurePosixPath"),
+        ("pathlib._local", "PosixPath"),
+        ("pathlib._local", "PurePosixPath"),
+        ("torch", "Size"),
+        ("torch", "device"),
+        # Looks a layout up by its name.
+        ("torch.serialization", "_get_layout"),
+    }
 )
-_SAFE_NAMES = {
-    ("torch", "Size"),
-    ("torch", "device"),
-    ("torch._utils", "_rebuild_tensor_v2"),
-    ("builtins", "dict"),
-    ("builtins", "list"),
-    ("builtins", "set"),
-    ("builtins", "tuple"),
-    ("pathlib", "PosixPath"),
-    ("pathlib", "PurePosixPath"),
-    ("pathlib._local", "PosixPath"),
-    ("datetime", "datetime"),
-    ("torch.storage", "TypedStorage"),
-}
+
+
+class _ForeignNameError(Exception):
+    """The metadata refers to something that torch's checkpoint metadata is not made of."""
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -43,31 +56,10 @@ class _MetadataUnpickler(pickle.Unpickler):
 
     @override
     def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and name in _TORCH_NAMES
-        if is_dtype or (module, name) in _SAFE_NAMES or module.startswith(_SAFE_MODULES):
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or (module, name) in _ALLOWED:
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"metadata refers to {module}.{name}, which is not allowed")
-
-
-_TORCH_NAMES = frozenset(
-    {
-        "float32",
-        "float64",
-        "float16",
-        "bfloat16",
-        "int8",
-        "int16",
-        "int32",
-        "int64",
-        "uint8",
-        "bool",
-        "strided",
-        "contiguous_format",
-        "preserve_format",
-        "Size",
-        "device",
-    }
-)
+        raise _ForeignNameError(f"{module}.{name}")
 
 
 def check_checkpoint_folder(
@@ -123,10 +115,15 @@ def _check_dcp_folder(path: Path) -> None:
     try:
         metadata = _MetadataUnpickler(io.BytesIO(metadata_file.read_bytes())).load()
         needed = _needed_bytes(metadata.storage_data)
+    except _ForeignNameError as error:
+        raise FlagError(
+            f"{metadata_file} refers to {error}, which is not allowed: torch's checkpoint metadata "
+            "has no such thing in it, and loading it could run code; do not use this checkpoint"
+        ) from error
     except Exception as error:
-        raise FlagError(f"{metadata_file} cannot be read ({error}); the save was cut short") from (
-            error
-        )
+        raise FlagError(
+            f"{metadata_file} cannot be read ({error}); the save was cut short"
+        ) from error
     for name, nbytes in needed.items():
         file = path / name
         size = file.stat().st_size if file.is_file() else None

@@ -15,7 +15,17 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-__all__ = ["Axis", "Communicator", "CpuCommunicator", "CudaCommunicator", "Lane", "Ticket"]
+__all__ = [
+    "DONE",
+    "Axis",
+    "Communicator",
+    "CpuCommunicator",
+    "CudaCommunicator",
+    "Lane",
+    "Ticket",
+    "communicator_for",
+    "store_scaled",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +150,7 @@ class _WorkTicket:
         self._keep = ()
 
 
-def _store(into: torch.Tensor, value: torch.Tensor, scale: float, accumulate: bool) -> None:
+def store_scaled(into: torch.Tensor, value: torch.Tensor, scale: float, accumulate: bool) -> None:
     """`into = scale * value`, or `into += scale * value`, in the dtype of `into`."""
     if accumulate:
         into.add_(value.to(into.dtype), alpha=scale)
@@ -183,7 +193,7 @@ class CpuCommunicator:
         """
         del lane
         if axis.size == 1:
-            _store(into, full, scale, accumulate)
+            store_scaled(into, full, scale, accumulate)
             return DONE
         received = torch.empty_like(full)
         work = dist.all_to_all_single(received, full, group=axis.group, async_op=True)
@@ -235,12 +245,12 @@ class CpuCommunicator:
 
 
 def _store_in_place(into: torch.Tensor, full: torch.Tensor, scale: float, accumulate: bool) -> None:
-    """`_store`, where `into` may be `full` itself."""
+    """`store_scaled`, where `into` may be `full` itself."""
     if into.data_ptr() == full.data_ptr() and into.dtype == full.dtype:
         if scale != 1.0:
             into.mul_(scale)
     else:
-        _store(into, full, scale, accumulate)
+        store_scaled(into, full, scale, accumulate)
 
 
 class _EventTicket:
@@ -293,7 +303,7 @@ class CudaCommunicator:
     ) -> Ticket:
         """See `Communicator.reduce_scatter`."""
         if axis.size == 1:
-            _store(into, full, scale, accumulate)
+            store_scaled(into, full, scale, accumulate)
             return DONE
         direct = into.dtype == full.dtype and not accumulate
         shard = into if direct else torch.empty_like(full[: into.numel()])
@@ -301,7 +311,7 @@ class CudaCommunicator:
             op, left = _scaled_sum(full, scale)
             dist.reduce_scatter_tensor(shard, full, op=op, group=axis.group)
             if not direct:
-                _store(into, shard, left, accumulate)
+                store_scaled(into, shard, left, accumulate)
             elif left != 1.0:
                 into.mul_(left)
             return self._ticket((into, full, shard), async_op)

@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
-import torch
+from megatron_fsdp_v2.reduction_queue import MAX_LIVE_UNITS, ReductionQueue, Turns
 
 if TYPE_CHECKING:
     from megatron_fsdp_v2.allocator import Allocator
-    from megatron_fsdp_v2.comm import Communicator, Ticket
-    from megatron_fsdp_v2.param_group import ParameterGroup
+    from megatron_fsdp_v2.comm import Communicator
+    from megatron_fsdp_v2.rank_checks import CheckRanks
 
-__all__ = ["Context", "ExecutionOrder", "Reduction", "ReductionQueue", "in_backward"]
-
-MAX_LIVE_UNITS = 2
-"""Units with gathered weights, and units with full gradient buffers, at any time."""
-
-
-def in_backward() -> bool:
-    """Whether the calling thread is inside the autograd engine: a forward is a recomputation."""
-    return bool(torch._C._current_graph_task_id() != -1)
+__all__ = ["Context", "ExecutionOrder"]
 
 
 class Reshardable(Protocol):
@@ -34,6 +26,11 @@ class Reshardable(Protocol):
 
     def reshard(self) -> None:
         """Drop gathered weights."""
+        ...
+
+    @property
+    def is_expected_back(self) -> bool:
+        """Whether its backward is under way or still to come."""
         ...
 
 
@@ -82,83 +79,6 @@ class ExecutionOrder[UnitT: Reshardable]:
         return order[position]() if 0 <= position < len(order) else None
 
 
-@dataclass(frozen=True, slots=True)
-class Reduction:
-    """One group's reduction along the inner axis, under way.
-
-    Attributes:
-        group: Whose gradients.
-        ticket: Of the collective.
-        then_outer: Whether the outer axis is reduced next.
-        async_op: Whether that one is asynchronous.
-    """
-
-    group: ParameterGroup
-    ticket: Ticket
-    then_outer: bool
-    async_op: bool
-
-
-class ReductionQueue:
-    """Gradient reductions under way, and the sliding drain that bounds their buffers."""
-
-    def __init__(self) -> None:
-        self._pending: deque[list[Reduction]] = deque()
-        self._outer: list[tuple[ParameterGroup, Ticket]] = []
-
-    def __len__(self) -> int:
-        return len(self._pending)
-
-    def push(self, issued: list[Reduction]) -> None:
-        """Add one unit's reductions."""
-        if issued:
-            self._pending.append(issued)
-
-    def push_outer(self, group: ParameterGroup) -> None:
-        """Go on along the outer axis with a group whose inner reductions are all done."""
-        if any(r.group is group for issued in self._pending for r in issued):
-            return
-        self._outer.append((group, group.reduce_outer(async_op=True)))
-
-    def make_room(self, group: ParameterGroup) -> None:
-        """Wait until another unit's full buffer fits, and until this group's own is free."""
-        while len(self._pending) >= MAX_LIVE_UNITS or any(
-            reduction.group is group for issued in self._pending for reduction in issued
-        ):
-            self.drain_one()
-
-    def drain_one(self) -> None:
-        """Wait for the oldest unit's reductions, free its buffers, go on along the outer axis."""
-        for reduction in self._pending.popleft():
-            reduction.ticket.wait()
-            grads = reduction.group.grads
-            assert grads is not None
-            grads.release()
-            if reduction.then_outer:
-                ticket = reduction.group.reduce_outer(async_op=reduction.async_op)
-                self._outer.append((reduction.group, ticket))
-
-    def drain(self) -> None:
-        """Wait for everything."""
-        while self._pending:
-            self.drain_one()
-        for group, ticket in self._outer:
-            ticket.wait()
-            assert group.grads is not None
-            group.grads.release_partial()
-        self._outer.clear()
-
-    def abandon(self) -> None:
-        """Forget everything after a failed backward; waits, since buffers may be in use."""
-        for issued in self._pending:
-            for reduction in issued:
-                reduction.ticket.wait()
-        for _, ticket in self._outer:
-            ticket.wait()
-        self._pending.clear()
-        self._outer.clear()
-
-
 class Context[UnitT: Reshardable]:
     """State shared by the units under one root.
 
@@ -167,10 +87,16 @@ class Context[UnitT: Reshardable]:
         allocator: Makes temporary buffers.
         enable_unshard_prefetch: Gather the next unit while this one computes.
         enable_async_reduce_grad: Reduce a unit's gradients while the next one computes.
-        forward_order: Order of forwards.
+        check_ranks: How often ranks compare what they do; see `fully_shard`.
+        forward_order: Order of forwards in this pass and the last.
+        backward_order: Order of forwards in this pass, which the backward reverses.
         reductions: Gradient reductions under way.
+        turns: Order of reductions where ranks may run different units; None where they may not.
         weights_epoch: Counts events after which main weights may have changed.
         finalizer_queued: Whether the end of the running backward is taken care of.
+        has_unsynced: Whether a backward left gradients to be synchronised.
+        pass_has_grad: Whether the latest forward of the root was made for a backward.
+        is_checked: Whether ranks have compared what they sharded.
     """
 
     def __init__(
@@ -180,32 +106,54 @@ class Context[UnitT: Reshardable]:
         *,
         enable_unshard_prefetch: bool,
         enable_async_reduce_grad: bool,
+        check_ranks: CheckRanks,
     ) -> None:
         self.communicator = communicator
         self.allocator = allocator
         self.enable_unshard_prefetch = enable_unshard_prefetch
         self.enable_async_reduce_grad = enable_async_reduce_grad
+        self.check_ranks = check_ranks
         self.forward_order: ExecutionOrder[UnitT] = ExecutionOrder()
         self.backward_order: ExecutionOrder[UnitT] = ExecutionOrder()
         self.reductions = ReductionQueue()
+        self.turns: Turns[UnitT] | None = None
         self.weights_epoch = 0
         self.finalizer_queued = False
+        self.has_unsynced = False
+        self.pass_has_grad = False
+        self.is_checked = False
         self._units: list[weakref.ref[UnitT]] = []
         self._prefetched: weakref.ref[UnitT] | None = None
         self._recomputed: deque[weakref.ref[UnitT]] = deque()
 
-    def add_unit(self, unit: UnitT) -> None:
-        """Register a unit. Units hold the context; the context holds units weakly."""
-        self._units.append(weakref.ref(unit))
+    def set_units(self, units: Sequence[UnitT], *, takes_turns: bool) -> None:
+        """Register the units, parents before children as `modules()` lists them.
+
+        Units hold the context; the context holds units weakly.
+
+        Args:
+            units: All units under the root, the root's own first.
+            takes_turns: Whether ranks may run different units.
+        """
+        self._units = [weakref.ref(unit) for unit in units]
+        self.turns = Turns(list(reversed(units))) if takes_turns else None
 
     def units(self) -> list[UnitT]:
-        """Live units, children before parents."""
+        """Live units, parents before children."""
         return [unit for ref in self._units if (unit := ref()) is not None]
 
-    def begin_forward(self) -> None:
+    def begin_forward(self, *, has_grad: bool) -> None:
         """Note that the root's forward starts (not a recomputation)."""
+        self.pass_has_grad = has_grad
         self.forward_order.begin()
         self.backward_order.begin()
+
+    def begin_backward(self) -> None:
+        """Note that a backward starts."""
+        self.finalizer_queued = True
+        self.backward_order.begin_reversed()
+        if self.turns is not None:
+            self.turns.begin()
 
     def prefetch(self, unit: UnitT | None) -> None:
         """Start gathering a unit ahead of its use, one at a time."""

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast, override
 
 from torch import nn
 
+from megatron_fsdp_v2.unit import synchronise_gradients
+
 if TYPE_CHECKING:
     from megatron_fsdp_v2.unit import Unit
 
@@ -48,10 +50,7 @@ class FSDPModule:
         A synchronised backward has done so already. Call it after backwards that were not
         synchronised (`no_sync`), or where autograd was bypassed.
         """
-        units = [unit_of(module) for module in _fsdp_modules(self)]
-        for unit in reversed(units):
-            unit.finish_gradients(synchronise=True)
-        unit_of(self).context.reductions.drain()
+        synchronise_gradients([unit_of(module) for module in _fsdp_modules(self)])
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -84,6 +83,20 @@ class FSDPModule:
         """
         for module in _fsdp_modules(self):
             unit_of(module).is_last_backward = is_last_backward
+
+    def set_requires_gradient_reduction(
+        self, requires_gradient_reduction: bool, *, recurse: bool = True
+    ) -> None:
+        """Say whether gradients are summed over ranks at all.
+
+        A parameter that opts out gets this rank's own gradient of the rows it holds, unscaled. One
+        parameter opts out by `param.requires_gradient_reduction = False` before `fully_shard`.
+
+        Raises:
+            RuntimeError: Gradients are waiting to be synchronised.
+        """
+        for module in _fsdp_modules(self) if recurse else [self]:
+            unit_of(module).set_reduces(requires_gradient_reduction)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Say whether gathered parameters are dropped between forward and backward."""

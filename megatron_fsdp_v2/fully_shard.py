@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron_fsdp_v2.allocator import PlainAllocator
 from megatron_fsdp_v2.comm import Axis, communicator_for
@@ -16,19 +15,20 @@ from megatron_fsdp_v2.context import Context
 from megatron_fsdp_v2.fsdp_module import FSDPModule, swap_class, unit_of
 from megatron_fsdp_v2.hooks import install_hooks, watch_optimizers
 from megatron_fsdp_v2.layout import Granularity
+from megatron_fsdp_v2.materialise import materialise
 from megatron_fsdp_v2.mixed_precision import MixedPrecisionPolicy
-from megatron_fsdp_v2.param_group import GroupSpec, OwnedParameter, ParameterGroup
+from megatron_fsdp_v2.param_group import GroupSpec, ParameterGroup
 from megatron_fsdp_v2.placement import resolve_placements
+from megatron_fsdp_v2.rank_checks import CheckRanks
+from megatron_fsdp_v2.registration import OwnedParameter, find_home
 from megatron_fsdp_v2.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2.unit import Unit
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from collections.abc import Set as AbstractSet
 
 __all__ = ["fully_shard"]
-
-_TAKEN: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Original parameters that outlive their sharding, because another unit holds them too, say."""
 
 
 def fully_shard[ModuleT: nn.Module](
@@ -46,12 +46,16 @@ def fully_shard[ModuleT: nn.Module](
     enable_unshard_prefetch: bool = True,
     enable_async_reduce_grad: bool = True,
     enable_trace_pool: bool = False,
+    check_ranks: str = "once",
 ) -> ModuleT:
     """Shard the parameters a module owns over a data-parallel mesh, in place.
 
     Call it bottom-up: on each unit that should be gathered on its own, then on the root. A unit
     owns the parameters below it that no unit inside it owns. Its parameters become DTensors with
     their names and global shapes; build the optimizer from `module.parameters()` afterwards.
+    A parameter tied to one of another unit stays tied: it belongs to the unit wrapped first and is
+    gathered for both. Parameters on the meta device are given values by `reset_parameters()` of
+    their modules, the same on every rank; that is a collective, nothing else here is.
 
     Gradients are `gradient_scaling_factor` times the sum over data-parallel ranks.
 
@@ -73,6 +77,10 @@ def fully_shard[ModuleT: nn.Module](
         enable_unshard_prefetch: Gather the next unit while this one computes.
         enable_async_reduce_grad: Reduce gradients while the next unit computes.
         enable_trace_pool: Not built yet; must be False.
+        check_ranks: `once`: at the first use, ranks compare what they sharded and see that
+            replicated weights start equal (a few integers over the mesh). `always`: before every
+            gather and reduction as well, which turns a hang into an error that names the unit.
+            `never`: trust. What the root says holds for all its units.
 
     Returns:
         The same module.
@@ -82,45 +90,83 @@ def fully_shard[ModuleT: nn.Module](
     """
     policy = mp_policy if mp_policy is not None else MixedPrecisionPolicy()
     _validate(module, mesh, on_missing_grad, enable_trace_pool)
+    checks = CheckRanks.parse(check_ranks)
     sizes = [mesh.size(axis) for axis in range(mesh.ndim)]
     placements = resolve_placements(sharding_strategy, outer_dp_sharding_strategy, sizes)
     granularity = Granularity.parse(shard_granularity)
     scale = 1.0 / mesh.size() if gradient_scaling_factor is None else gradient_scaling_factor
-    owned = _owned_parameters(module, ignored_params or frozenset())
     device = _device_of(mesh)
+
+    def spec_of(param: nn.Parameter) -> GroupSpec:
+        return GroupSpec(
+            dtypes=policy.resolve(param.dtype),
+            requires_grad=param.requires_grad,
+            placements=placements,
+            granularity=granularity,
+            scale=scale,
+            errors_on_missing_grad=on_missing_grad == "error",
+            reduces=getattr(param, "requires_gradient_reduction", True),
+        )
+
+    owned, tied = _owned_parameters(module, ignored_params or frozenset(), device)
+    borrowed = _borrow(tied, spec_of, mesh)
+    inner_units = [unit_of(m) for m in module.modules() if isinstance(m, FSDPModule)]
+    _check_at_rest(inner_units)
     axes = [
         Axis(mesh.get_group(axis), mesh.size(axis), mesh.get_local_rank(axis))
         for axis in range(mesh.ndim)
     ]
-    inner_units = [unit_of(m) for m in module.modules() if isinstance(m, FSDPModule)]
-    context = _joint_context(inner_units, device, enable_unshard_prefetch, enable_async_reduce_grad)
-    groups = []
-    for number, (spec, members) in enumerate(
-        _grouped(owned, policy, placements, granularity, scale, on_missing_grad == "error")
-    ):
-        groups.append(
-            ParameterGroup(
-                f"{type(module).__name__}/{number}",
-                members,
-                spec,
-                mesh,
-                axes,
-                device,
-                context.communicator,
-                context.allocator,
-                context.reductions.make_room,
-            )
+    _materialise(module, owned, device, axes)
+    context: Context[Unit] = Context(
+        communicator_for(device),
+        PlainAllocator(),
+        enable_unshard_prefetch=enable_unshard_prefetch,
+        enable_async_reduce_grad=enable_async_reduce_grad,
+        check_ranks=checks,
+    )
+    groups = [
+        ParameterGroup(
+            f"{type(module).__name__}/{number}",
+            members,
+            spec,
+            mesh,
+            axes,
+            device,
+            context.communicator,
+            context.allocator,
+            context.reductions.make_room,
         )
-    for parameter in owned:
-        _TAKEN[parameter.param] = f"{parameter.name} of {type(module).__name__}"
-    unit = Unit(module, groups, context, policy, reshard_after_forward=reshard_after_forward)
-    for inner in inner_units:
-        inner.is_root = False
+        for number, (spec, members) in enumerate(_grouped(owned, spec_of))
+    ]
+    for parameter, group, index in tied:
+        for below, attribute in parameter.sites:
+            group.registrations.add(index, below, attribute)
+        group.registrations.install(group.sharded_params)
+    unit = Unit(
+        module, groups, borrowed, context, policy, reshard_after_forward=reshard_after_forward
+    )
     swap_class(module)
     module._fsdp_unit = unit  # type: ignore[assignment]
     install_hooks(module)
+    _join(module, context)
     watch_optimizers(context)
     return module
+
+
+def _join(root: nn.Module, context: Context[Unit]) -> None:
+    """Have all units below a new root share its context, and know their names under it."""
+    units = []
+    for name, module in root.named_modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        unit = unit_of(module)
+        unit.context, unit.is_root, unit.fqn = context, not name, name
+        units.append(unit)
+        for number, group in enumerate(unit.groups):
+            group.make_room = context.reductions.make_room
+            group.name = f"{name or unit.class_name}/{number}"
+    spread = any(axis.size > 1 for u in units for group in u.groups for axis in group.axes)
+    context.set_units(units, takes_turns=spread and all(unit.skips_safely for unit in units))
 
 
 def _validate(
@@ -148,34 +194,19 @@ def _has_forward(module: nn.Module) -> bool:
 
 def _device_of(mesh: DeviceMesh) -> torch.device:
     if mesh.device_type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError("mesh is of device type 'cuda', and there is no CUDA device here")
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device(mesh.device_type)
 
 
-def _joint_context(
-    inner_units: list[Unit],
-    device: torch.device,
-    enable_unshard_prefetch: bool,
-    enable_async_reduce_grad: bool,
-) -> Context[Unit]:
-    """One context for a unit and all units inside it; theirs are replaced."""
-    context: Context[Unit] = Context(
-        communicator_for(device),
-        PlainAllocator(),
-        enable_unshard_prefetch=enable_unshard_prefetch,
-        enable_async_reduce_grad=enable_async_reduce_grad,
-    )
+def _check_at_rest(inner_units: Iterable[Unit]) -> None:
     for unit in inner_units:
         if unit.is_unsharded or len(unit.context.reductions):
             raise RuntimeError(
                 f"unit {unit.name} is gathered or has a reduction under way; call reshard() on "
                 "it, or wrap its parent before the first step"
             )
-        unit.context = context
-        context.add_unit(unit)
-        for group in unit.groups:
-            group.make_room = context.reductions.make_room
-    return context
 
 
 def _own_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -188,10 +219,17 @@ def _own_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield f"{name}.{suffix}" if suffix else name, below
 
 
+type _Tied = tuple[OwnedParameter, ParameterGroup, int]
+
+
 def _owned_parameters(
-    module: nn.Module, ignored: AbstractSet[nn.Parameter]
-) -> list[OwnedParameter]:
-    """The parameters a module owns, each once, with every site it is registered at."""
+    module: nn.Module, ignored: AbstractSet[nn.Parameter], device: torch.device
+) -> tuple[list[OwnedParameter], list[_Tied]]:
+    """The parameters below a module that no unit inside has, each once, with all its places.
+
+    Returns:
+        Those it owns, and those tied to one that another unit has sharded, with where.
+    """
     ignored_ids = {id(param) for param in ignored}
     found: dict[int, OwnedParameter] = {}
     for prefix, below in _own_modules(module):
@@ -200,52 +238,77 @@ def _owned_parameters(
                 continue
             name = f"{prefix}.{attribute}" if prefix else attribute
             if id(param) not in found:
-                _check_parameter(name, param)
                 found[id(param)] = OwnedParameter(name, param)
             found[id(param)].sites.append((below, attribute))
-    return list(found.values())
+    owned, tied = [], []
+    for parameter in found.values():
+        home = find_home(parameter.param)
+        if home is not None and home[1].is_original:
+            tied.append((parameter, home[0], home[1].index))
+        else:
+            _check_parameter(parameter.name, parameter.param, device)
+            owned.append(parameter)
+    return owned, tied
 
 
-def _check_parameter(name: str, param: nn.Parameter) -> None:
+def _check_parameter(name: str, param: nn.Parameter, device: torch.device) -> None:
     if isinstance(param, UnevenDTensor):
         raise ValueError(
             f"parameter {name} is sharded already, by a unit that contains it; wrap inner units "
             "before outer ones"
-        )
-    if param in _TAKEN:
-        raise ValueError(
-            f"parameter {name} is tied to {_TAKEN[param]}, which another unit has sharded already; "
-            "tied parameters must belong to one unit: wrap a module that contains both, or leave "
-            "both to the root"
         )
     if param.dim() == 0:
         raise ValueError(
             f"parameter {name} is 0-dim and has no rows to shard; make it of shape (1,)"
         )
     if not param.is_leaf:
-        raise ValueError(f"parameter {name} is not a leaf tensor")
-    if param.is_meta:
-        raise ValueError(f"parameter {name} is on the meta device; materialise it first")
+        raise ValueError(
+            f"parameter {name} is not a leaf tensor: it was computed from others, and its gradient "
+            "would go there; register an nn.Parameter"
+        )
+    if not param.is_meta and param.device.type not in ("cpu", device.type):
+        raise ValueError(
+            f"parameter {name} is on {param.device}, the mesh on {device.type!r}; move the module "
+            "or make the mesh of the module's device type"
+        )
+
+
+def _borrow(
+    tied: Sequence[_Tied], spec_of: Callable[[nn.Parameter], GroupSpec], mesh: DeviceMesh
+) -> list[ParameterGroup]:
+    """The groups of other units that hold parameters tied to some here."""
+    borrowed: list[ParameterGroup] = []
+    for parameter, group, index in tied:
+        where = f"parameter {parameter.name} is tied to {group.names[index]} of {group.name}"
+        if group.mesh != mesh or group.spec != spec_of(parameter.param):
+            raise ValueError(
+                f"{where}, which was sharded with another mesh, strategy, granularity, scaling or "
+                "precision; use the same for both"
+            )
+        if group.is_held:
+            raise RuntimeError(f"{where}, which is gathered; call reshard() on its module first")
+        if group not in borrowed:
+            borrowed.append(group)
+    return borrowed
+
+
+def _materialise(
+    module: nn.Module, owned: Sequence[OwnedParameter], device: torch.device, axes: Sequence[Axis]
+) -> None:
+    """Give meta parameters and buffers values. Collective where there are some."""
+    modules = list(_own_modules(module))
+    if not any(p.param.is_meta for p in owned) and not any(
+        b is not None and b.is_meta for _, m in modules for b in m._buffers.values()
+    ):
+        return
+    materialise(owned, modules, device, axes)
 
 
 def _grouped(
-    owned: Iterable[OwnedParameter],
-    policy: MixedPrecisionPolicy,
-    placements: tuple[Any, ...],
-    granularity: Granularity,
-    scale: float,
-    errors_on_missing_grad: bool,
+    owned: Iterable[OwnedParameter], spec_of: Callable[[nn.Parameter], GroupSpec]
 ) -> Iterator[tuple[GroupSpec, list[OwnedParameter]]]:
     """Parameters that can share buffers, in order of first appearance."""
     groups: dict[GroupSpec, list[OwnedParameter]] = {}
     for parameter in owned:
-        spec = GroupSpec(
-            dtypes=policy.resolve(parameter.param.dtype),
-            requires_grad=parameter.param.requires_grad,
-            placements=placements,
-            granularity=granularity,
-            scale=scale,
-            errors_on_missing_grad=errors_on_missing_grad,
-        )
-        groups.setdefault(spec, []).append(parameter)
+        groups.setdefault(spec_of(parameter.param), []).append(parameter)
     yield from groups.items()

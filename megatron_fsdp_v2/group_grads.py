@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from megatron_fsdp_v2.allocator import Allocator, TemporaryBuffer
-from megatron_fsdp_v2.comm import DONE, Axis, Communicator, Lane, Ticket
+from megatron_fsdp_v2.comm import DONE, Axis, Communicator, Lane, Ticket, store_scaled
 from megatron_fsdp_v2.dp_buffer import DataParallelBuffer, ShardGrid, Span
 from megatron_fsdp_v2.layout import BufferLayout
 from megatron_fsdp_v2.mixed_precision import GroupDtypes
@@ -25,6 +25,16 @@ class GroupGrads:
     where an outer axis is still owed its reduction, into a partial shard that waits for the
     synchronised backward. Where unsynchronised gradients are not sharded (DDP, ZeRO-1), the
     buffer keeps collecting, in the main gradient's dtype, until then.
+
+    Attributes:
+        views: The full buffer's view of every parameter.
+        filled: Per parameter, whether a gradient arrived since the last reduction.
+        collects_unsynced: Whether the full buffer collects until the synchronised backward.
+        reduces: Whether gradients are summed over ranks. Otherwise the main gradient is this
+            rank's own, unscaled, of the rows it holds.
+        contributed: Whether this rank had a gradient in any reduction that led to the main
+            gradient as it is.
+        is_being_reduced: Whether the full buffer belongs to a reduction that is under way.
     """
 
     def __init__(
@@ -38,8 +48,13 @@ class GroupGrads:
         scale: float,
         communicator: Communicator,
         allocator: Allocator,
+        *,
+        reduces: bool,
     ) -> None:
         self.layout = layout
+        self.reduces = reduces
+        self.contributed = False
+        self.is_being_reduced = False
         self._comm = communicator
         self._scale = scale
         self._device = device
@@ -53,8 +68,8 @@ class GroupGrads:
         whole = Span(0, grid.num_slices)
         buffer_dtype = dtypes.main_grad if self.collects_unsynced else dtypes.grad_comm
         self._temporary = allocator.buffer(f"{name}/main_grad", layout.numel, buffer_dtype, device)
-        full = DataParallelBuffer(layout, whole, self._temporary.tensor)
-        self.views = [full.view(index) for index in range(len(layout.slots))]
+        self._full = DataParallelBuffer(layout, whole, self._temporary.tensor)
+        self.views = [self._full.view(index) for index in range(len(layout.slots))]
         self._gaps = layout.gaps()
         self._wire: TemporaryBuffer | None = None
         if buffer_dtype != dtypes.grad_comm:
@@ -85,7 +100,7 @@ class GroupGrads:
     @property
     def has_outer_axis(self) -> bool:
         """Whether a second reduction follows, along an outer axis."""
-        return self._partial is not None
+        return self._partial is not None and self.reduces
 
     @property
     def has_partial(self) -> bool:
@@ -118,8 +133,23 @@ class GroupGrads:
             self.views[index].copy_(grad)
             self.filled[index] = True
 
+    def kernel_view(self, index: int) -> torch.Tensor:
+        """One parameter's view for a kernel that adds to it by itself; zeroed the first time."""
+        if not self.filled[index]:
+            self.views[index].zero_()
+            self.filled[index] = True
+        return self.views[index]
+
     def fill_missing(self) -> None:
-        """Zero what no gradient arrived for, and the gaps between parameters."""
+        """Zero what no gradient arrived for, and the gaps between parameters.
+
+        With no gradient at all, the zeros are negative: -0.0 is what IEEE addition leaves
+        everything else as it is, so a sum is all -0.0 where every rank had none, and +0.0 or
+        something else where one rank had a gradient. No rank has to be asked.
+        """
+        if not self.has_gradient:
+            self._temporary.tensor.fill_(-0.0)
+            return
         for view in itertools.compress(self.views, (not filled for filled in self.filled)):
             view.zero_()
         for start, end in self._gaps:
@@ -133,6 +163,13 @@ class GroupGrads:
                 follows, the partial shard decides that for itself.
             async_op: Whether to return before it is done.
         """
+        self.contributed = self.contributed or self.has_gradient
+        self.is_being_reduced = True
+        self.filled = [False] * len(self.filled)
+        if not self.reduces:
+            own = self._full.piece(self._main_span)
+            store_scaled(self.main.tensor, own, 1.0, accumulate)
+            return DONE
         if self._partial is not None:
             accumulate = self._partial_is_valid
             into = self._partial.acquire()
@@ -142,7 +179,6 @@ class GroupGrads:
         full = self._temporary.tensor
         if self._wire is not None:
             full = self._wire.acquire().copy_(full)
-        self.filled = [False] * len(self.filled)
         collective = self._comm.reduce_scatter if self._inner_is_cut else self._comm.all_reduce
         return collective(
             into,
@@ -154,8 +190,17 @@ class GroupGrads:
             async_op=async_op,
         )
 
+    def is_unused(self) -> bool:
+        """Whether the main gradient is the sum of no gradients (see `fill_missing`).
+
+        Waits for the device. To be asked only where this rank had no gradient.
+        """
+        main = self.main.tensor
+        return bool(((main == 0) & main.signbit()).all())
+
     def release(self) -> None:
         """Drop the full buffer; its reduction has been waited for."""
+        self.is_being_reduced = False
         self._temporary.release()
         if self._wire is not None:
             self._wire.release()
@@ -185,5 +230,6 @@ class GroupGrads:
         """Forget gradients that are not reduced yet, after a failed backward."""
         self.filled = [False] * len(self.filled)
         self._partial_is_valid = False
+        self.contributed = False
         self.release()
         self.release_partial()

@@ -82,27 +82,44 @@ class GroupWeights:
         """Bytes of main and model weights, storage shared by both counted once."""
         return self.main.nbytes + (0 if self.model is self.main else self.model.nbytes)
 
-    def refresh(self) -> None:
+    @property
+    def gathers_for_use(self) -> bool:
+        """Whether every use needs a gather (ZeRO-3)."""
+        return self._gather_axis is not None
+
+    def refresh(self, *, async_op: bool) -> Ticket:
         """Make the model weights equal the main weights. Collective where placements differ.
 
         Cast first, then gather in the model dtype: along the outer axis the cut pieces of this
         rank's inner piece, then along the inner axis the pieces of the whole.
+
+        Args:
+            async_op: Whether to return before it is done. Two gathers in a row are waited for:
+                the second one could not be issued in the same order on every rank.
         """
         if self.model is self.main:
-            return
+            return DONE
         if self.is_refreshed_locally:
             self.model.tensor.copy_(self.main.tensor)
-            return
+            return DONE
         held = self.main.span
         self.model.piece(held).copy_(self.main.tensor)
+        steps = []
         for axis, parts in zip(self._grid.axes, self._grid.parts, strict=True):
-            if parts == 1 or held.count == self.model.span.count:
-                continue
-            wider = self._widened(held, axis, parts)
-            self._comm.all_gather(
-                self.model.piece(wider), self.model.piece(held), axis, Lane.UNSHARD, async_op=False
+            if parts > 1 and held.count < self.model.span.count:
+                wider = self._widened(held, axis, parts)
+                steps.append((axis, held, wider))
+                held = wider
+        ticket = DONE
+        for axis, narrow, wide in steps:
+            ticket = self._comm.all_gather(
+                self.model.piece(wide),
+                self.model.piece(narrow),
+                axis,
+                Lane.UNSHARD,
+                async_op=async_op and len(steps) == 1,
             )
-            held = wider
+        return ticket
 
     @staticmethod
     def _widened(held: Span, axis: Axis, parts: int) -> Span:

@@ -6,9 +6,13 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from megatron_fsdp_v2.fsdp_module import unit_of
+from megatron_fsdp_v2.registration import find_home, num_claims
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -39,30 +43,60 @@ def _post_forward(module: nn.Module, args: Any, output: Any) -> Any:
 
 
 class _OptimizerWatch:
-    """Tells a context when an optimizer that holds its parameters has stepped.
+    """Sees every optimizer step, before and after.
 
-    Fused and foreach steps bump no version counter that one could watch, and torch offers this
-    hook for all optimizers at once; it is registered when the first model is sharded. Steps of
-    other optimizers must not count: they may happen on some ranks only, and what follows from a
-    step may be a collective.
+    Fused and foreach steps bump no version counter that one could watch, and torch offers these
+    hooks for all optimizers at once; they are registered when the first model is sharded. Steps
+    of optimizers that hold none of a context's parameters must not count: they may happen on some
+    ranks only, and what follows from a step may be a collective.
     """
 
     def __init__(self) -> None:
         self._contexts: weakref.WeakSet[Context[Unit]] = weakref.WeakSet()
+        self._checked: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._is_registered = False
 
     def add(self, context: Context[Unit]) -> None:
         if not self._is_registered:
+            register_optimizer_step_pre_hook(self._before_step)
             register_optimizer_step_post_hook(self._after_step)
             self._is_registered = True
         self._contexts.add(context)
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        del args, kwargs
+        state = (num_claims(), sum(len(group["params"]) for group in optimizer.param_groups))
+        if self._checked.get(optimizer) == state:
+            return
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                _check_is_current(param)
+        self._checked[optimizer] = state
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         del args, kwargs
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for context in list(self._contexts):
-            if any(not stepped.isdisjoint(unit.parameter_ids) for unit in context.units()):
+            if any(unit.holds(stepped) for unit in context.units()):
                 context.weights_epoch += 1
+
+
+def _check_is_current(param: Any) -> None:
+    """Refuse to step a tensor that a model no longer computes with."""
+    found = find_home(param)
+    if found is None:
+        return
+    group, home = found
+    if group.sharded_params[home.index] is param:
+        return
+    what = "before fully_shard" if home.is_original else "before the parameter was replaced"
+    raise RuntimeError(
+        f"the optimizer holds {group.names[home.index]} of {group.name} as it was {what}; the "
+        "model no longer uses that tensor. Build the optimizer from model.parameters() after "
+        "fully_shard"
+    )
 
 
 _WATCH = _OptimizerWatch()

@@ -5,17 +5,19 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
 
 from megatron_fsdp_v2.dp_buffer import DataParallelBuffer, ShardGrid
+from megatron_fsdp_v2.gathered_parameter import GatheredParameter
 from megatron_fsdp_v2.group_grads import GroupGrads
 from megatron_fsdp_v2.group_weights import GroupWeights
 from megatron_fsdp_v2.layout import BufferLayout, Granularity
 from megatron_fsdp_v2.mixed_precision import GroupDtypes
+from megatron_fsdp_v2.registration import OwnedParameter, Registrations, claim, find_home
 from megatron_fsdp_v2.uneven_dtensor import RowShards, UnevenDTensor
 
 if TYPE_CHECKING:
@@ -25,22 +27,7 @@ if TYPE_CHECKING:
     from megatron_fsdp_v2.comm import Axis, Communicator, Ticket
     from megatron_fsdp_v2.placement import AxisPlacements
 
-__all__ = ["GroupSpec", "OwnedParameter", "ParameterGroup"]
-
-
-@dataclass(slots=True)
-class OwnedParameter:
-    """A parameter a unit owns, and every place in the unit it is registered at.
-
-    Attributes:
-        name: Its (first) name relative to the unit.
-        param: The original parameter; dropped once its data is in the buffers.
-        sites: `(module, attribute)` pairs; several for tied parameters.
-    """
-
-    name: str
-    param: nn.Parameter
-    sites: list[tuple[nn.Module, str]] = field(default_factory=list)
+__all__ = ["GroupSpec", "ParameterGroup"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +41,7 @@ class GroupSpec:
         granularity: What a shard boundary must not cut.
         scale: Factor of a gradient's sum over data-parallel ranks.
         errors_on_missing_grad: Whether a parameter without gradient is an error or zero.
+        reduces: Whether gradients are summed over data-parallel ranks.
     """
 
     dtypes: GroupDtypes
@@ -62,6 +50,7 @@ class GroupSpec:
     granularity: Granularity
     scale: float
     errors_on_missing_grad: bool
+    reduces: bool = True
 
 
 class ParameterGroup:
@@ -70,18 +59,23 @@ class ParameterGroup:
     At rest, modules hold `sharded_params`: DTensors over main weights. Between unshard and
     reshard they hold `unsharded_params`: plain parameters that are views of the gathered buffer
     and stay the same objects for the group's whole life, so that autograd finds what it saved.
+    Units that share a tied parameter hold one group together: it is gathered from the first
+    `unshard` to the last `reshard`.
 
     Attributes:
         name: For reports, such as `decoder.layers.3/0`.
         names: Parameter names relative to the unit.
         spec: What the parameters have in common.
+        mesh: The data-parallel mesh.
+        axes: Its axes as this rank sees them, outermost first.
+        device: Where the buffers are.
         layout: Where they are in the flat buffer.
         weights: Main, model and gathered weights.
         grads: Gradient buffers; `None` for frozen parameters.
         sharded_params: DTensor parameters, in the order of `names`.
         unsharded_params: Plain parameters, likewise.
+        registrations: Where the parameters are registered.
         make_room: Called before the full gradient buffer is given memory.
-        ticket: The gather under way, if any.
     """
 
     def __init__(
@@ -107,18 +101,31 @@ class ParameterGroup:
         self.weights = GroupWeights(*common, communicator, allocator)
         self.grads: GroupGrads | None = None
         if spec.requires_grad:
-            self.grads = GroupGrads(*common, spec.scale, communicator, allocator)
-        self._mesh = mesh
+            self.grads = GroupGrads(
+                *common, spec.scale, communicator, allocator, reduces=spec.reduces
+            )
+        self.mesh = mesh
+        self.axes = tuple(axes)
+        self.device = device
         self._row_shards = [grid.row_shards(self.layout, i) for i in range(len(owned))]
-        self._sites = [[(weakref.ref(m), attribute) for m, attribute in p.sites] for p in owned]
+        self.registrations = Registrations(owned)
         self.sharded_params = [self._shard(index, p) for index, p in enumerate(owned)]
+        self._locals = [_local(param) for param in self.sharded_params]
         self.unsharded_params = [self._unsharded(index) for index in range(len(owned))]
         self._main_grad_views: list[torch.Tensor] | None = None
         self._grad_dtensors: list[UnevenDTensor | None] = [None] * len(owned)
-        self.ticket: Ticket | None = None
+        self._may_be_unused = False
+        self._num_holders = 0
+        self._gathering: Ticket | None = None
+        self._refreshing: Ticket | None = None
         self._outer_ticket: Ticket | None = None
         self._refreshed_at: tuple[int, tuple[int, ...]] | None = None
-        self.install(self.sharded_params)
+        for index, parameter in enumerate(owned):
+            for original in (parameter.param, parameter.stood_in):
+                if original is not None:
+                    claim(original, self, index, is_original=True)
+            claim(self.sharded_params[index], self, index, is_original=False)
+        self.registrations.install(self.sharded_params)
 
     @property
     def main_weight(self) -> DataParallelBuffer:
@@ -146,7 +153,7 @@ class ParameterGroup:
         with torch.no_grad():
             local.copy_(owned.param.detach()[start:end])
         dtensor = UnevenDTensor.from_rows(
-            local, self._mesh, self._row_shards[index], tuple(owned.param.shape)
+            local, self.mesh, self._row_shards[index], tuple(owned.param.shape)
         )
         sharded = nn.Parameter(dtensor, requires_grad=self.spec.requires_grad)
         if self.spec.requires_grad and self.spec.dtypes.main_grad != self.spec.dtypes.main_weight:
@@ -154,9 +161,9 @@ class ParameterGroup:
         _carry_attributes(owned.param, sharded)
         return sharded
 
-    def _unsharded(self, index: int) -> nn.Parameter:
+    def _unsharded(self, index: int) -> GatheredParameter:
         view = self.weights.gathered.view(index)
-        param = nn.Parameter(view, requires_grad=self.spec.requires_grad)
+        param = GatheredParameter.of(view, self.spec.requires_grad, self, index)
         _carry_attributes(self.sharded_params[index], param)
         if self.grads is not None:
             # Weak, or parameter -> hook -> group -> parameter would outlive the model.
@@ -166,37 +173,53 @@ class ParameterGroup:
             )
         return param
 
-    def install(self, params: Sequence[nn.Parameter]) -> None:
-        """Register these parameters at every site, without `nn.Module.__setattr__`'s checks."""
-        for param, sites in zip(params, self._sites, strict=True):
-            for module_ref, attribute in sites:
-                module = module_ref()
-                if module is not None:
-                    module._parameters[attribute] = param
+    # -- weights ------------------------------------------------------------------------------
 
-    def install_unsharded(self) -> None:
-        """Register the gathered parameters, trained or frozen as the sharded ones are now."""
+    @property
+    def is_held(self) -> bool:
+        """Whether a unit has gathered weights installed, or on their way."""
+        return self._num_holders > 0
+
+    def unshard(self, epoch: int, *, in_forward: bool, async_op: bool) -> None:
+        """Start gathering for one more holder. Collective for the first one.
+
+        Args:
+            epoch: Of the weights; see `is_stale`.
+            in_forward: Whether to bring the weights up to date first. In a backward they have to
+                be those of the forward.
+            async_op: Whether to return before it is done.
+        """
+        self._num_holders += 1
+        if self._num_holders > 1:
+            return
+        if in_forward:
+            self.settle_changes()
+            self.refresh(epoch, async_op=False)
+        self._gathering = self.weights.gather(async_op=async_op)
+
+    def wait_for_unshard(self) -> None:
+        """Have gathered weights in place and registered, trained or frozen as is said now."""
+        self.wait_for_refresh()
+        if self._gathering is None:
+            return
+        self._gathering.wait()
+        self._gathering = None
         for sharded, unsharded in zip(self.sharded_params, self.unsharded_params, strict=True):
             if unsharded.requires_grad != sharded.requires_grad:
                 unsharded.requires_grad_(sharded.requires_grad)
-        self.install(self.unsharded_params)
+        self.registrations.install(self.unsharded_params)
 
-    def collect(self, index: int, param: torch.Tensor) -> None:
-        """Move one parameter's fresh gradient into the flat buffer."""
-        assert self.grads is not None
-        grad = param.grad
-        if grad is None:
+    def reshard(self) -> None:
+        """Give up one hold; the last one drops the gathered weights."""
+        self._num_holders -= 1
+        if self._num_holders:
             return
-        param.grad = None
-        self.before_first_grad()
-        self.grads.add(index, grad)
-
-    def before_first_grad(self) -> None:
-        """Give the full gradient buffer memory unless it has some."""
-        assert self.grads is not None
-        if not self.grads.is_live:
-            self.make_room(self)
-            self.grads.acquire()
+        self.wait_for_refresh()
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering = None
+        self.registrations.install(self.sharded_params)
+        self.weights.release()
 
     def is_stale(self, epoch: int) -> bool:
         """Whether main weights may have changed since the model weights were made from them.
@@ -206,15 +229,22 @@ class ParameterGroup:
         """
         return self._refreshed_at != (epoch, self._versions())
 
-    def refresh(self, epoch: int) -> None:
+    def refresh(self, epoch: int, *, async_op: bool) -> None:
         """Bring the model weights up to date. Collective where it has to be.
 
         A cast of one's own shard is cheap and done every time. A gather is done when stale.
         """
         if not self.weights.is_refreshed_locally and not self.is_stale(epoch):
             return
-        self.weights.refresh()
+        self.wait_for_refresh()
+        self._refreshing = self.weights.refresh(async_op=async_op)
         self._refreshed_at = (epoch, self._versions())
+
+    def wait_for_refresh(self) -> None:
+        """Order what follows after a refresh under way."""
+        if self._refreshing is not None:
+            self._refreshing.wait()
+            self._refreshing = None
 
     def _versions(self) -> tuple[int, ...]:
         return tuple(
@@ -223,6 +253,108 @@ class ParameterGroup:
                 for p in self.sharded_params
             )
         )
+
+    # -- parameters that were changed from outside ---------------------------------------------
+
+    def settle_changes(self) -> None:
+        """Take in what was done to parameters since they were sharded.
+
+        Model code may replace a parameter (`load_state_dict(assign=True)`), a conversion may
+        give it other storage. Values move into the flat buffer; a replaced DTensor takes the
+        place of the one it came from, so that an optimizer built on it steps the right weights.
+
+        Raises:
+            ValueError: Shape, dtype or identity changed in a way that has no meaning here.
+        """
+        for index, param in enumerate(self.sharded_params):
+            if _local(param) is not self._locals[index]:
+                self._rebind(index, param)
+        found = list(self.registrations.strangers(self.sharded_params))
+        for index, module, attribute, other in found:
+            self._adopt(index, f"{attribute} of {type(module).__name__}", other)
+        if found:
+            self.registrations.install(self.sharded_params)
+
+    def _rebind(self, index: int, param: nn.Parameter) -> None:
+        """Have a DTensor whose local tensor was replaced use the flat buffer again."""
+        view, local = self.weights.main.view(index), _local(param)
+        if local.dtype != view.dtype or local.shape != view.shape or local.device != view.device:
+            raise ValueError(
+                f"parameter {self.names[index]} of {self.name} was changed after fully_shard: "
+                f"from {tuple(view.shape)} {view.dtype} {view.device} here to "
+                f"{tuple(local.shape)} {local.dtype} {local.device}; convert a model before "
+                "sharding it, and set compute dtypes with a MixedPrecisionPolicy"
+            )
+        if local.data_ptr() != view.data_ptr():
+            with torch.no_grad():
+                view.copy_(local)
+        cast("UnevenDTensor", param)._local_tensor = view
+        self._locals[index] = view
+
+    def _adopt(self, index: int, place: str, other: nn.Parameter | None) -> None:
+        """Take the values, and if possible the object, that stand where a parameter belongs."""
+        own = self.sharded_params[index]
+        if other is own or other is self.unsharded_params[index]:
+            return
+        name = f"parameter {self.names[index]} of {self.name} (registered as {place})"
+        if other is None:
+            raise ValueError(f"{name} was removed after fully_shard; remove it before")
+        home = find_home(other)
+        if home is not None and (home[0] is not self or home[1].index != index):
+            raise ValueError(f"{name} was tied to another one after fully_shard; tie them before")
+        if other.shape != own.shape:
+            raise ValueError(
+                f"{name} was replaced after fully_shard: shape {tuple(own.shape)} before, "
+                f"{tuple(other.shape)} now; build the model as it should be before sharding it"
+            )
+        if not isinstance(other, UnevenDTensor):
+            if other.dtype != own.dtype:
+                raise ValueError(
+                    f"{name} changed from {own.dtype} to {other.dtype}; keep its dtype"
+                )
+            with torch.no_grad():
+                own.copy_(other)
+            claim(other, self, index, is_original=True)
+            return
+        if other.row_shards != self._row_shards[index]:
+            raise ValueError(f"{name} was replaced by a DTensor that is sharded differently")
+        self._rebind(index, other)
+        _carry_attributes(own, other)
+        self.sharded_params[index] = other
+        claim(other, self, index, is_original=False)
+
+    # -- gradients ----------------------------------------------------------------------------
+
+    def collect(self, index: int, param: GatheredParameter) -> None:
+        """Move one parameter's fresh gradient into the flat buffer."""
+        assert self.grads is not None
+        grad = param.grad
+        if grad is None:
+            return
+        param.grad = None
+        if param.grad_added_to_main_grad:
+            # A kernel has written it already; what autograd brings is a placeholder.
+            param.grad_added_to_main_grad = False
+            return
+        self.before_first_grad()
+        self.grads.add(index, grad)
+
+    def kernel_grad(self, index: int) -> torch.Tensor:
+        """The gradient buffer's view of one parameter, for a kernel that adds to it by itself."""
+        assert self.grads is not None
+        self.before_first_grad()
+        return self.grads.kernel_view(index)
+
+    def has_grad(self, index: int) -> bool:
+        """Whether a gradient of this parameter is in the full buffer."""
+        return self.grads is not None and self.grads.filled[index]
+
+    def before_first_grad(self) -> None:
+        """Give the full gradient buffer memory, once an earlier reduction is done with it."""
+        assert self.grads is not None
+        if self.grads.is_being_reduced or not self.grads.is_live:
+            self.make_room(self)
+            self.grads.acquire()
 
     def reduce_inner(self, *, async_op: bool, is_final: bool) -> Ticket:
         """Issue the reduction along the inner axis. Collective.
@@ -235,12 +367,13 @@ class ParameterGroup:
             RuntimeError: A gradient is missing where that is an error.
         """
         assert self.grads is not None
-        missing = self.missing_names()
+        missing = self.missing_names() if self.grads.has_gradient else []
         if missing and self.spec.errors_on_missing_grad:
             raise RuntimeError(
                 f"no gradient arrived for {', '.join(missing)} of unit {self.name}; freeze what "
                 "is not trained, or wrap with on_missing_grad='zero'"
             )
+        self.before_first_grad()
         self.grads.fill_missing()
         if self._outer_ticket is not None:
             # An earlier reduction of this backward may still be reading the partial shard.
@@ -249,7 +382,7 @@ class ParameterGroup:
         accumulate = self._settle_main_grad() if is_final else False
         ticket = self.grads.reduce_inner(accumulate=accumulate, async_op=async_op)
         if is_final:
-            self.install_grads()
+            self._finish_reduction(accumulate)
         return ticket
 
     def reduce_outer(self, *, async_op: bool) -> Ticket:
@@ -257,8 +390,29 @@ class ParameterGroup:
         assert self.grads is not None
         accumulate = self._settle_main_grad()
         self._outer_ticket = self.grads.reduce_outer(accumulate=accumulate, async_op=async_op)
-        self.install_grads()
+        self._finish_reduction(accumulate)
         return self._outer_ticket
+
+    def _finish_reduction(self, accumulate: bool) -> None:
+        assert self.grads is not None
+        self._may_be_unused = not accumulate and not self.grads.contributed
+        self.grads.contributed = False
+        self.install_grads()
+
+    def drop_unused_grads(self) -> None:
+        """Take gradients back that turned out to come from no rank. Reductions are done."""
+        if not self._may_be_unused:
+            return
+        self._may_be_unused = False
+        assert self.grads is not None
+        if self.grads.is_unused():
+            for param in self.sharded_params:
+                param.grad = None
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether a parameter requires a gradient as things are now."""
+        return self.grads is not None and any(p.requires_grad for p in self.sharded_params)
 
     def missing_names(self) -> list[str]:
         """Names of trained parameters that no gradient arrived for since the last reduction."""
@@ -289,7 +443,7 @@ class ParameterGroup:
             if param.grad is None:
                 view.zero_()
             elif param.grad is not self._grad_dtensors[index]:
-                view.copy_(param.grad._local_tensor)  # type: ignore[attr-defined]
+                view.copy_(_local(param.grad))
         return True
 
     @property
@@ -313,16 +467,20 @@ class ParameterGroup:
             dtensor = self._grad_dtensors[index]
             if dtensor is None:
                 dtensor = UnevenDTensor.from_rows(
-                    view, self._mesh, self._row_shards[index], tuple(param.shape)
+                    view, self.mesh, self._row_shards[index], tuple(param.shape)
                 )
                 self._grad_dtensors[index] = dtensor
             param.grad = dtensor
 
 
+def _local(dtensor: torch.Tensor) -> torch.Tensor:
+    return cast("UnevenDTensor", dtensor)._local_tensor
+
+
 def _collector(
     group_ref: weakref.ref[ParameterGroup], index: int
-) -> Callable[[torch.Tensor], None]:
-    def collect(param: torch.Tensor) -> None:
+) -> Callable[[GatheredParameter], None]:
+    def collect(param: GatheredParameter) -> None:
         group = group_ref()
         if group is not None:
             group.collect(index, param)
@@ -343,4 +501,4 @@ def _carry_attributes(source: torch.Tensor, target: torch.Tensor) -> None:
         setattr(target, name, value)
 
 
-_TORCH_ATTRIBUTES = frozenset({"_is_param", "_row_shards", "_local_tensor", "_spec"})
+_TORCH_ATTRIBUTES = frozenset({"_is_param", "_row_shards", "_local_tensor", "_spec", "_home"})

@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, override
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
-from megatron_fsdp_v2.context import Reduction, in_backward
+from megatron_fsdp_v2.autograd_engine import cast_floats, in_backward, watch_inputs, watch_outputs
+from megatron_fsdp_v2.placement import Placement
+from megatron_fsdp_v2.rank_checks import (
+    CheckRanks,
+    UnitRecord,
+    checksum,
+    compare_steps,
+    compare_units,
+)
+from megatron_fsdp_v2.reduction_queue import Reduction
 
 if TYPE_CHECKING:
     from megatron_fsdp_v2.context import Context
     from megatron_fsdp_v2.mixed_precision import MixedPrecisionPolicy
     from megatron_fsdp_v2.param_group import ParameterGroup
 
-__all__ = ["Phase", "Unit"]
+__all__ = ["Phase", "Unit", "synchronise_gradients"]
 
 
 class Phase(enum.Enum):
@@ -46,29 +55,37 @@ class Unit:
     """The sharded parameters of one module and what happens to them in a step.
 
     Attributes:
-        groups: Its parameter groups.
+        fqn: Name of its module under the root; empty for the root.
+        class_name: Class of its module, as it was before it was sharded.
+        groups: Its parameter groups, which it reduces.
+        borrowed: Groups of other units that hold a parameter tied to one of its own; gathered
+            with it, reduced by their owner.
         context: What it shares with the other units under its root.
         policy: Dtypes of inputs and outputs.
         phase: What it is doing.
         is_root: Whether its module is the outermost one.
         reshard_after_forward: Whether gathered weights are dropped between forward and backward.
         requires_gradient_sync: Whether its backward is the one that synchronises.
+        is_last_backward: Whether the next backward is the last before the optimizer steps.
         forward_prefetch: Units to gather when its forward starts, instead of the recorded next.
         backward_prefetch: Likewise for its backward.
-        parameter_ids: `id()` of its sharded parameters, which live as long as it does.
+        ranges: Makes a profiler range of a name, or None for no ranges.
     """
 
     def __init__(
         self,
         module: nn.Module,
         groups: Sequence[ParameterGroup],
+        borrowed: Sequence[ParameterGroup],
         context: Context[Unit],
         policy: MixedPrecisionPolicy,
         *,
         reshard_after_forward: bool,
     ) -> None:
-        self._module = weakref.ref(module)
+        self.fqn = ""
+        self.class_name = type(module).__name__
         self.groups = list(groups)
+        self.borrowed = list(borrowed)
         self.context = context
         self.policy = policy
         self.phase = Phase.RESTING
@@ -78,21 +95,35 @@ class Unit:
         self.is_last_backward = True
         self.forward_prefetch: list[weakref.ref[Unit]] = []
         self.backward_prefetch: list[weakref.ref[Unit]] = []
-        self.parameter_ids = frozenset(id(p) for g in groups for p in g.sharded_params)
+        self.ranges: Callable[[str], AbstractContextManager[Any]] | None = None
         self._is_unsharded = False
-        context.add_unit(self)
+        # Forwards whose backward is still to come; some may never come.
+        self._num_awaited = 0
+        self._owes_reduction = False
 
     @property
     def name(self) -> str:
-        """Class name of the module and the first of its parameters, for messages."""
-        module = self._module()
-        first = self.groups[0].names[0] if self.groups else "no parameters"
-        return f"{type(module).__name__} ({first}, ...)" if module is not None else "a deleted unit"
+        """Name and class of the module, for messages."""
+        return f"{self.fqn or 'the root'} ({self.class_name})"
+
+    def holds(self, parameter_ids: set[int]) -> bool:
+        """Whether one of its sharded parameters is among these `id()`s."""
+        return any(id(p) in parameter_ids for group in self.groups for p in group.sharded_params)
 
     @property
     def is_unsharded(self) -> bool:
         """Whether gathered weights are installed, or on their way."""
         return self._is_unsharded
+
+    @property
+    def is_expected_back(self) -> bool:
+        """Whether its backward is under way, or to be expected after a forward."""
+        return self._num_awaited > 0 or self.phase is Phase.BACKWARD
+
+    @property
+    def skips_safely(self) -> bool:
+        """Whether a rank may leave it out while others run it: no use of it is a collective."""
+        return not any(group.weights.gathers_for_use for group in self.groups)
 
     @property
     def syncs_gradients(self) -> bool:
@@ -118,78 +149,88 @@ class Unit:
         """Gather weights, after bringing them up to date outside of a backward. Collective."""
         if self._is_unsharded:
             return
-        self._is_unsharded = True
-        refreshes = not in_backward()
-        for group in self.groups:
-            if refreshes:
-                group.refresh(self.context.weights_epoch)
-            group.ticket = group.weights.gather(async_op=async_op)
+        with self._range("unshard"):
+            if not self.context.is_checked:
+                self._check_ranks()
+            if self.context.check_ranks is CheckRanks.ALWAYS:
+                self._compare_steps("gather")
+            self._is_unsharded = True
+            epoch, in_forward = self.context.weights_epoch, not in_backward()
+            for group in self.groups:
+                group.unshard(epoch, in_forward=in_forward, async_op=async_op)
+            for group in self.borrowed:
+                group.unshard(epoch, in_forward=in_forward, async_op=async_op)
 
     def wait_for_unshard(self) -> None:
         """Have gathered weights in place and installed on the modules."""
-        for group in self.groups:
-            if group.ticket is not None:
-                group.ticket.wait()
-                group.ticket = None
-                group.install_unsharded()
+        with self._range("wait_for_unshard"):
+            for group in self.groups:
+                group.wait_for_unshard()
+            for group in self.borrowed:
+                group.wait_for_unshard()
 
     def reshard(self) -> None:
         """Install sharded parameters and drop gathered weights. Harmless when resharded."""
         if not self._is_unsharded:
             return
-        self._is_unsharded = False
-        for group in self.groups:
-            if group.ticket is not None:
-                group.ticket.wait()
-                group.ticket = None
-            group.install(group.sharded_params)
-            group.weights.release()
+        with self._range("reshard"):
+            self._is_unsharded = False
+            for group in self.groups:
+                group.reshard()
+            for group in self.borrowed:
+                group.reshard()
 
     def reshard_if_stale(self) -> None:
         """Drop weights left gathered that an optimizer may have stepped since."""
+        if not self._is_unsharded:
+            return
         epoch = self.context.weights_epoch
-        if self._is_unsharded and any(group.is_stale(epoch) for group in self.groups):
+        if any(group.is_stale(epoch) for group in [*self.groups, *self.borrowed]):
             self.reshard()
 
     # -- forward ------------------------------------------------------------------------------
 
     def pre_forward(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Before the module's forward: gather, cast inputs, watch for the end of the backward."""
-        recomputes = in_backward()
-        if not recomputes and self.is_root:
-            self._begin_pass()
-        if self.phase is not Phase.BACKWARD:
-            self.move(Phase.FORWARD)
-        self.context.arrive(self)
-        self.unshard(async_op=False)
-        self.wait_for_unshard()
-        if not recomputes:
-            following = self.context.forward_order.record(self)
-            self._prefetch(self.forward_prefetch, following)
+        with self._range("pre_forward"):
+            recomputes = in_backward()
+            if not recomputes and self.is_root:
+                self._begin_pass()
+            if self.phase is not Phase.BACKWARD:
+                self.move(Phase.FORWARD)
+            self.context.arrive(self)
+            self.unshard(async_op=False)
+            self.wait_for_unshard()
+            if not recomputes:
+                following = self.context.forward_order.record(self)
+                self._prefetch(self.forward_prefetch, following)
         dtype = self.policy.param_dtype
         if dtype is not None and self.policy.cast_forward_inputs:
-            args, kwargs = _cast((args, kwargs), dtype)
+            args, kwargs = cast_floats((args, kwargs), dtype)
         if torch.is_grad_enabled():
-            args, kwargs = _watch_inputs(self, args, kwargs)
+            args, kwargs = watch_inputs(self, args, kwargs)
         return args, kwargs
 
     def post_forward(self, output: Any) -> Any:
         """After the module's forward: reshard, watch for the start of the backward."""
-        if in_backward():
-            if self.phase is Phase.FORWARD:
+        with self._range("post_forward"):
+            has_grad = torch.is_grad_enabled()
+            if in_backward():
+                if self.phase is Phase.FORWARD:
+                    self.move(Phase.RESTING)
+                    self.context.keep_recomputed(self)
+            else:
+                self.context.backward_order.record(self)
                 self.move(Phase.RESTING)
-                self.context.keep_recomputed(self)
-        else:
-            self.context.backward_order.record(self)
-            self.move(Phase.RESTING)
-            # The root's backward comes right after its forward; others have to wait.
-            keeps = torch.is_grad_enabled() and (self.is_root or not self.reshard_after_forward)
-            if not keeps:
-                self.reshard()
+                # A unit recomputed in the backward runs without grad now, inside a pass with it.
+                self._num_awaited += has_grad or self.context.pass_has_grad
+                # The root's backward comes right after its forward; others have to wait.
+                if not (has_grad and (self.is_root or not self.reshard_after_forward)):
+                    self.reshard()
         if self.policy.output_dtype is not None:
-            output = _cast(output, self.policy.output_dtype)
-        if torch.is_grad_enabled():
-            _watch_outputs(self, output)
+            output = cast_floats(output, self.policy.output_dtype)
+        if has_grad:
+            watch_outputs(self, output)
         return output
 
     def _begin_pass(self) -> None:
@@ -197,18 +238,34 @@ class Unit:
         context = self.context
         units = context.units()
         if context.finalizer_queued or any(u.phase is not Phase.RESTING for u in units):
-            context.reductions.abandon()
-            context.finalizer_queued = False
-            context.forget_recomputed()
-            for unit in units:
-                unit.phase = Phase.RESTING
-                unit.reshard()
-                for group in unit.groups:
-                    if group.grads is not None:
-                        group.grads.abandon()
+            self._repair(units)
         for unit in units:
             unit.reshard_if_stale()
-        context.begin_forward()
+        context.begin_forward(has_grad=torch.is_grad_enabled())
+        if context.turns is None:
+            return
+        if not context.is_checked:
+            self._check_ranks()
+        # Ranks may run different units, so bringing weights up to date belongs to no unit's use.
+        for unit in units:
+            for group in unit.groups:
+                if not group.weights.is_refreshed_locally and not group.is_held:
+                    group.settle_changes()
+                    group.refresh(context.weights_epoch, async_op=context.enable_unshard_prefetch)
+
+    def _repair(self, units: Sequence[Unit]) -> None:
+        context = self.context
+        context.reductions.abandon()
+        context.finalizer_queued = False
+        context.forget_recomputed()
+        for unit in units:
+            unit.phase = Phase.RESTING
+            unit._num_awaited = 0
+            unit._owes_reduction = False
+            unit.reshard()
+            for group in unit.groups:
+                if group.grads is not None:
+                    group.grads.abandon()
 
     def _prefetch(self, chosen: list[weakref.ref[Unit]], recorded: Unit | None) -> None:
         if not chosen:
@@ -223,47 +280,60 @@ class Unit:
         """Before the module's backward: gather, and see to it that the backward is finished."""
         if self.phase is Phase.BACKWARD:
             return
-        context = self.context
-        if not context.finalizer_queued:
-            context.finalizer_queued = True
-            context.backward_order.begin_reversed()
-            torch.autograd.Variable._execution_engine.queue_callback(_finalizer(context))
-        self.move(Phase.BACKWARD)
-        context.forget_recomputed(self)
-        context.arrive(self)
-        self.unshard(async_op=False)
-        self.wait_for_unshard()
-        self._prefetch(self.backward_prefetch, context.backward_order.before(self))
+        with self._range("pre_backward"):
+            context = self.context
+            if not context.finalizer_queued:
+                context.begin_backward()
+                torch.autograd.Variable._execution_engine.queue_callback(_finalizer(context))
+            self.move(Phase.BACKWARD)
+            self._owes_reduction = True
+            context.forget_recomputed(self)
+            context.arrive(self)
+            self.unshard(async_op=False)
+            self.wait_for_unshard()
+            self._prefetch(self.backward_prefetch, context.backward_order.before(self))
 
     def post_backward(self) -> None:
         """After the module's backward: reduce what arrived, reshard."""
         if self.phase is not Phase.BACKWARD:
             return
-        self.reduce_grad(synchronise=self.syncs_gradients)
-        self.reshard()
-        self.move(Phase.RESTING)
+        with self._range("post_backward"):
+            self._num_awaited = max(0, self._num_awaited - 1)
+            turns = self.context.turns
+            for unit in [self] if turns is None else turns.done(self):
+                unit._owes_reduction = True
+                unit.reduce_grad(synchronise=unit.syncs_gradients)
+            self.reshard()
+            self.move(Phase.RESTING)
 
     def reduce_grad(self, *, synchronise: bool) -> None:
         """Reduce gradients that arrived, as far as asked for. Collective.
+
+        A unit whose backward ran takes part with all its groups: which of them got a gradient
+        may differ between ranks.
 
         Args:
             synchronise: Whether to go all the way into `param.grad`, where gradients are
                 otherwise left unreduced between micro-batches.
         """
         asynchronous = self.context.enable_async_reduce_grad
-        issued = []
-        for group in self.groups:
-            grads = group.grads
-            if grads is None or not grads.has_gradient:
-                continue
-            if grads.collects_unsynced and not synchronise:
-                continue
-            has_outer = grads.has_outer_axis
-            ticket = group.reduce_inner(async_op=asynchronous, is_final=not has_outer)
-            issued.append(Reduction(group, ticket, has_outer and synchronise, asynchronous))
-        self.context.reductions.push(issued)
-        if not asynchronous:
-            self.context.reductions.drain()
+        owes, self._owes_reduction = self._owes_reduction, False
+        issued: list[Reduction] = []
+        with self._range("reduce_grad"):
+            for group in self.groups:
+                grads = group.grads
+                if grads is None or (grads.collects_unsynced and not synchronise):
+                    continue
+                if not grads.has_gradient and not (owes and group.is_trained):
+                    continue
+                if self.context.check_ranks is CheckRanks.ALWAYS and not issued:
+                    self._compare_steps("reduce")
+                has_outer = grads.has_outer_axis
+                ticket = group.reduce_inner(async_op=asynchronous, is_final=not has_outer)
+                issued.append(Reduction(group, ticket, has_outer and synchronise, asynchronous))
+            self.context.reductions.push(issued)
+            if not asynchronous:
+                self.context.reductions.drain()
 
     def finish_gradients(self, *, synchronise: bool) -> None:
         """Reduce what is left, also along the outer axis where that is all that is left."""
@@ -277,86 +347,118 @@ class Unit:
         """At the end of a backward: reduce what is left, rest."""
         self.finish_gradients(synchronise=self.syncs_gradients)
         self.reshard()
+        if self.phase is Phase.BACKWARD:
+            # Its inputs need no gradients, so nothing told the end of its backward.
+            self._num_awaited = max(0, self._num_awaited - 1)
         self.phase = Phase.RESTING
 
+    def set_reduces(self, reduces: bool) -> None:
+        """Say whether gradients are summed over ranks.
 
-def _finalizer(context: Context[Unit]) -> Any:
+        Raises:
+            RuntimeError: Gradients are waiting to be synchronised.
+        """
+        for group in self.groups:
+            grads = group.grads
+            if grads is None:
+                continue
+            if grads.has_partial or grads.has_gradient:
+                raise RuntimeError(
+                    f"{self.name} has gradients that are not synchronised yet; call "
+                    "set_requires_gradient_reduction between steps"
+                )
+            grads.reduces = reduces
+
+    # -- whether ranks do the same -------------------------------------------------------------
+
+    def _check_ranks(self) -> None:
+        """At the first use: see that all ranks sharded the same. Collective."""
+        self.context.is_checked = True
+        units = self.context.units()
+        for unit in units:
+            for group in unit.borrowed:
+                if not any(group in other.groups for other in units):
+                    raise RuntimeError(
+                        f"{unit.name} shares a parameter with {group.name}, which belongs to "
+                        "another root; call fully_shard on a module that contains both"
+                    )
+        if self.context.check_ranks is CheckRanks.NEVER:
+            return
+        by_mesh: dict[Any, list[Unit]] = {}
+        for unit in units:
+            if unit.groups:
+                by_mesh.setdefault(unit.groups[0].mesh, []).append(unit)
+        for members in by_mesh.values():
+            group = members[0].groups[0]
+            compare_units([unit._record() for unit in members], group.axes, group.device)
+
+    def _record(self) -> UnitRecord:
+        options = [self.class_name]
+        copies = [0] * len(self.groups[0].axes)
+        for group in self.groups:
+            options += [",".join(group.names), group.layout.fingerprint, repr(group.spec)]
+            if not group.spec.reduces:
+                continue
+            for axis, placements in enumerate(group.spec.placements):
+                replicated = placements.main_weight is Placement.REPLICATE
+                if replicated and group.axes[axis].size > 1:
+                    copies[axis] += checksum(group.main_weight.tensor)
+        return UnitRecord(self.fqn, " ".join(options), tuple(copies))
+
+    def _compare_steps(self, action: str) -> None:
+        if not self.groups:
+            return
+        units, group = self.context.units(), self.groups[0]
+        actions = ("gather", "reduce")
+        names = [f"{known} {unit.name}" for unit in units for known in actions]
+        code = units.index(self) * len(actions) + actions.index(action)
+        compare_steps(action, self.name, code, group.axes[-1], group.device, names)
+
+    def _range(self, name: str) -> AbstractContextManager[Any]:
+        return _NO_RANGE if self.ranges is None else self.ranges(name)
+
+
+_NO_RANGE: AbstractContextManager[Any] = nullcontext()
+
+
+def _finalizer(context: Context[Unit]) -> Callable[[], None]:
     """The callback that the autograd engine runs at the end of a backward."""
 
     def finalize() -> None:
-        for unit in reversed(context.units()):
+        units = context.units()
+        synchronise = any(unit.syncs_gradients for unit in units)
+        for unit in [] if context.turns is None else context.turns.rest():
+            unit._owes_reduction = True
+            unit.reduce_grad(synchronise=unit.syncs_gradients)
+        for unit in reversed(units):
             unit.finish_backward()
-        context.reductions.drain()
+        _settle(context)
         context.forget_recomputed()
-        context.weights_epoch += 1
+        # An optimizer that torch's hooks do not see may step now.
+        context.weights_epoch += synchronise
+        context.has_unsynced = not synchronise
         context.finalizer_queued = False
 
     return finalize
 
 
-def _cast(tree: Any, dtype: torch.dtype) -> Any:
-    return tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, tree)
+def synchronise_gradients(units: Sequence[Unit]) -> None:
+    """Bring all gradients of these units into `param.grad`. Collective.
 
-
-class _PostBackward(torch.autograd.Function):
-    """Identity on a unit's inputs; its backward runs after the rest of the unit's backward.
-
-    The engine runs ready nodes latest-made first and gradient accumulation before all others, so
-    when this earliest node of the unit runs, the unit's own gradients have arrived.
+    Args:
+        units: Units of one context, parents before children.
     """
-
-    @staticmethod
-    @override
-    def forward(ctx: Any, unit: Unit, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.unit = unit
-        return inputs
-
-    @staticmethod
-    @override
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
-        ctx.unit.post_backward()
-        return (None, *grads)
+    context = units[0].context
+    for unit in reversed(units):
+        unit._owes_reduction |= context.turns is not None and context.has_unsynced
+        unit.finish_gradients(synchronise=True)
+    _settle(context)
+    context.has_unsynced = False
 
 
-def _watch_inputs(unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Route the inputs that require gradients through `_PostBackward`."""
-    found: list[torch.Tensor] = []
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.requires_grad:
-            found.append(tensor)
-        return tensor
-
-    tree_map_only(torch.Tensor, note, (args, kwargs))
-    if not found:
-        return args, kwargs
-    routed = iter(_PostBackward.apply(unit, *found))  # type: ignore[no-untyped-call]
-    result: tuple[Any, Any] = tree_map_only(
-        torch.Tensor, lambda t: next(routed) if t.requires_grad else t, (args, kwargs)
-    )
-    return result
-
-
-def _watch_outputs(unit: Unit, output: Any) -> None:
-    """Call `pre_backward` when the first gradient reaches one of the outputs."""
-
-    def hook(grad: torch.Tensor) -> None:
-        del grad
-        unit.pre_backward()
-
-    for tensor in tensors_in(output):
-        if tensor.requires_grad:
-            tensor.register_hook(hook)  # type: ignore[no-untyped-call]
-
-
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Tensors in nested tuples, lists, dicts and dataclasses, in order."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, dict):
-        return [t for item in value.values() for t in tensors_in(item)]
-    if isinstance(value, tuple | list | set | frozenset):
-        return [t for item in value for t in tensors_in(item)]
-    if hasattr(value, "__dataclass_fields__") and not isinstance(value, type):
-        return [t for name in value.__dataclass_fields__ for t in tensors_in(getattr(value, name))]
-    return []
+def _settle(context: Context[Unit]) -> None:
+    """Wait for all reductions, and take back what turned out to be no gradient at all."""
+    context.reductions.drain()
+    for unit in context.units():
+        for group in unit.groups:
+            group.drop_unused_grads()

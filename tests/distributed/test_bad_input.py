@@ -46,11 +46,19 @@ def _twice() -> None:
     _shard(_shard(nn.Linear(2, 2)))
 
 
-def _tied_across_units() -> None:
+def _tied_but_different() -> None:
     first, second = nn.Linear(3, 3), nn.Linear(3, 3)
     second.weight = first.weight
     _shard(first)
-    _shard(second)
+    _shard(second, gradient_scaling_factor=3.0)
+
+
+class _Bare(nn.Module):
+    """A module that cannot initialise itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(2, 2, device="meta"))
 
 
 def messages() -> dict[str, str]:
@@ -75,8 +83,9 @@ def messages() -> dict[str, str]:
         "twice": _message(value, _twice),
         "parent": _message(value, _parent_before_child),
         "zero-dim": _message(value, _zero_dim),
-        "tied": _message(value, _tied_across_units),
-        "meta": _message(value, lambda: _shard(nn.Linear(2, 2, device="meta"))),
+        "tied": _message(value, _tied_but_different),
+        "meta": _message(value, lambda: _shard(_Bare())),
+        "check": _message(value, lambda: _shard(linear(2, 2), check_ranks="sometimes")),
         "deepcopy": _message(runtime, lambda: copy.deepcopy(_shard(linear(2, 2)))),
         "pickle": _message(runtime, lambda: pickle.dumps(_shard(linear(2, 2)))),
         "unsharded": _message(value, lambda: unit_of(linear(2, 2))),
@@ -96,8 +105,9 @@ EXPECTED = {
     "twice": "fully_shard was already called on this",
     "parent": "is sharded already, by a unit that contains it",
     "zero-dim": "parameter scale is 0-dim",
-    "tied": "parameter weight is tied to weight of Linear, which another unit has sharded",
-    "meta": "parameter weight is on the meta device",
+    "tied": "parameter weight is tied to weight of Linear/0, which was sharded with another mesh",
+    "meta": "has parameters or buffers on the meta device and no reset_parameters()",
+    "check": "check_ranks must be 'never', 'once' or 'always', got 'sometimes'",
     "deepcopy": "cannot be deep-copied",
     "pickle": "cannot be pickled",
     "unsharded": "Linear is not sharded; call fully_shard",

@@ -8,7 +8,7 @@ model, of which every rank sees its own.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -46,6 +46,34 @@ def _skipping(model: Any, step: int, micro: int, rank: int) -> torch.Tensor:
     return _of_step(model, step, micro, rank)
 
 
+def _skipping_by_rank(model: Any, step: int, micro: int, rank: int) -> torch.Tensor:
+    """Blocks are left out on some ranks: one on every second, one on every third, or all."""
+    model.skip = None if (rank + step) % 2 else 1
+    if (rank + step + micro) % 3 == 2:
+        model.skip = 0
+    if step == 3:
+        model.skip = 2
+    return _of_step(model, step, micro, rank)
+
+
+def _routing_by_rank(model: Any, step: int, micro: int, rank: int) -> torch.Tensor:
+    for block in model.blocks:
+        block.active = ((0, 1), (0,), (0, 2), (), (1,))[(step + micro + 3 * rank) % 5]
+        if step == 2:
+            block.active = ()
+    return _of_step(model, step, micro, rank)
+
+
+def _freezing(model: Any, step: int, micro: int, rank: int) -> torch.Tensor:
+    """A block is frozen from step 2 on, and trained again in step 4."""
+    model.blocks[1].requires_grad_(step not in (2, 3))
+    return _of_step(model, step, micro, rank)
+
+
+def _tied_units(model: Any) -> list[nn.Module]:
+    return [model.embedding, *model.blocks, model.head]
+
+
 def _blocks(model: Any) -> list[nn.Module]:
     return list(model.blocks)
 
@@ -57,6 +85,16 @@ def _nested_units(model: Any) -> list[nn.Module]:
 def _sgd(parameters: Any) -> torch.optim.Optimizer:
     # Not Adam: it would hide a wrong scale of the gradients.
     return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
+
+
+def _gentle_sgd(parameters: Any) -> torch.optim.Optimizer:
+    # For a model whose gradients grow so fast that steps would amplify rounding.
+    return torch.optim.SGD(parameters, lr=0.002, momentum=0.9)
+
+
+def _plain_sgd(parameters: Any) -> torch.optim.Optimizer:
+    # Where others of a unit have a gradient, having none means zero. A momentum would differ.
+    return torch.optim.SGD(parameters, lr=0.05)
 
 
 @dataclass(frozen=True)
@@ -76,6 +114,8 @@ class Pattern:
         reloads: Whether step 2 starts with a `load_state_dict` of other weights.
         clips: Whether gradients are clipped.
         optimizer: Makes the optimizer.
+        skips: Whether whole units are skipped on some ranks only, which no gather could match.
+        options: Further arguments of `fully_shard`.
     """
 
     build: Callable[[], nn.Module]
@@ -89,6 +129,8 @@ class Pattern:
     reloads: bool = False
     clips: bool = False
     optimizer: Callable[[Any], torch.optim.Optimizer] = _sgd
+    skips: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 def _adamw(**options: Any) -> Callable[[Any], torch.optim.Optimizer]:
@@ -111,6 +153,26 @@ PATTERNS: dict[str, Pattern] = {
     "nested outputs, keyword inputs": Pattern(models.NestedOutputs),
     "frozen parameters": Pattern(models.PartlyFrozen),
     "tied parameters in one unit": Pattern(models.TiedInside),
+    "tied parameters across units": Pattern(
+        models.TiedAcross, units=_tied_units, num_micro=2, evaluates=True, optimizer=_gentle_sgd
+    ),
+    "unit skipped on some ranks": Pattern(models.Skipping, loss=_skipping_by_rank, skips=True),
+    "unit skipped on some ranks, accumulation": Pattern(
+        models.Skipping, loss=_skipping_by_rank, num_micro=3, sync="no_sync", skips=True
+    ),
+    "experts without tokens on some ranks": Pattern(
+        models.MixtureOfExperts, loss=_routing_by_rank, optimizer=_plain_sgd
+    ),
+    "parameter group unused on some ranks": Pattern(
+        models.MixtureOfDoubleExperts,
+        loss=_routing_by_rank,
+        num_micro=2,
+        sync="no_sync",
+        optimizer=_plain_sgd,
+    ),
+    "frozen and trained again": Pattern(models.Stack, loss=_freezing),
+    "blocks of 4 rows": Pattern(models.Stack, options={"shard_granularity": "block:4"}),
+    "whole tensors": Pattern(models.Stack, options={"shard_granularity": "tensor"}),
     "unused parameter in a unit": Pattern(models.UnusedParameter),
     "nested units": Pattern(models.Nested, units=_nested_units),
     "two dtypes in one unit": Pattern(models.MixedDtypes),

@@ -158,6 +158,57 @@ class TiedInside(nn.Module):
         return self.head(y)
 
 
+class TiedAcross(TiedInside):
+    """The same, with embedding and head as units of their own."""
+
+
+class Experts(nn.Module):
+    """A unit of three experts of which a forward uses those it is told to, and a shared layer."""
+
+    active: tuple[int, ...] = (0, 1, 2)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(WIDTH, WIDTH)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.shared(x)
+        for index in self.active:
+            y = y + torch.tanh(self.experts[index](x))
+        return y
+
+
+class MixtureOfExperts(Stack):
+    """Blocks with experts; which of them have tokens differs between ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Experts() for _ in range(2))
+
+
+class DoubleExperts(Experts):
+    """Experts of another dtype than the rest of the unit: a group that a rank may not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.shared(x)
+        for index in self.active:
+            y = y + torch.tanh(self.experts[index](x.double())).float()
+        return y
+
+
+class MixtureOfDoubleExperts(Stack):
+    """The same with a parameter group of their own for the experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(DoubleExperts() for _ in range(2))
+
+
 class UnusedParameter(Stack):
     """A unit with a parameter nothing uses."""
 

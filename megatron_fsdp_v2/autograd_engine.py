@@ -1,0 +1,141 @@
+"""What the autograd engine is doing, and hooks into the graph around a unit."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Protocol, override
+
+import torch
+from torch.utils._pytree import tree_map
+
+__all__ = ["cast_floats", "in_backward", "map_tensors", "watch_inputs", "watch_outputs"]
+
+
+def in_backward() -> bool:
+    """Whether the calling thread is inside the autograd engine: a forward is a recomputation."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+class _Watcher(Protocol):
+    def pre_backward(self) -> None:
+        """The first gradient reached an output."""
+        ...
+
+    def post_backward(self) -> None:
+        """The last gradient left for an input."""
+        ...
+
+
+def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    """Apply a function to every tensor in nested containers and dataclasses.
+
+    Containers are what `torch.utils._pytree` knows; a dataclass is copied only if one of its
+    tensors changed.
+    """
+    if isinstance(value, torch.Tensor):
+        return function(value)
+
+    def visit(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return function(leaf)
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            return _map_dataclass(function, leaf)
+        return leaf
+
+    return tree_map(visit, value)
+
+
+def _map_dataclass(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    result = value
+    for field in dataclasses.fields(value):
+        old = getattr(value, field.name)
+        new = map_tensors(function, old)
+        if not _is_same(old, new):
+            result = copy.copy(value) if result is value else result
+            # Frozen dataclasses refuse plain assignment, and this is their own new copy.
+            object.__setattr__(result, field.name, new)
+    return result
+
+
+def _is_same(old: Any, new: Any) -> bool:
+    """Whether mapping changed nothing: the same leaves (containers are rebuilt every time)."""
+    return old is new or (not isinstance(old, torch.Tensor) and _leaves(old) == _leaves(new))
+
+
+def _leaves(value: Any) -> list[int]:
+    found: list[int] = []
+    map_tensors(lambda tensor: found.append(id(tensor)), value)
+    return found
+
+
+def cast_floats(value: Any, dtype: torch.dtype) -> Any:
+    """Cast every floating-point tensor in nested containers and dataclasses."""
+    return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, value)
+
+
+class _PostBackward(torch.autograd.Function):
+    """Identity on a unit's inputs; its backward runs after the rest of the unit's backward.
+
+    The engine runs ready nodes latest-made first and gradient accumulation before all others, so
+    when this earliest node of the unit runs, the unit's own gradients have arrived.
+    """
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, watcher: _Watcher, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.watcher = watcher
+        return inputs
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        ctx.watcher.post_backward()
+        return (None, *grads)
+
+
+def watch_inputs(watcher: _Watcher, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Route the inputs that require gradients so that `post_backward` is called.
+
+    Returns:
+        The arguments to run the forward with.
+    """
+    found: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.requires_grad:
+            found.append(tensor)
+        return tensor
+
+    map_tensors(note, (args, kwargs))
+    if not found:
+        return args, kwargs
+    routed = iter(_PostBackward.apply(watcher, *found))  # type: ignore[no-untyped-call]
+    result: tuple[Any, Any] = map_tensors(
+        lambda t: next(routed) if t.requires_grad else t, (args, kwargs)
+    )
+    return result
+
+
+def watch_outputs(watcher: _Watcher, output: Any) -> bool:
+    """Have `pre_backward` called when the first gradient reaches one of the outputs.
+
+    Returns:
+        Whether there is an output that a gradient can reach.
+    """
+    found = False
+
+    def hook(grad: torch.Tensor) -> None:
+        del grad
+        watcher.pre_backward()
+
+    def watch(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal found
+        if tensor.requires_grad:
+            found = True
+            tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+        return tensor
+
+    map_tensors(watch, output)
+    return found

@@ -1,0 +1,87 @@
+"""The parameters a module computes with while its unit is gathered."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from megatron_fsdp_v2.autograd_engine import in_backward
+
+__all__ = ["GatheredParameter"]
+
+
+class _GradientHome(Protocol):
+    """What a gathered parameter asks of the group it belongs to."""
+
+    def kernel_grad(self, index: int) -> torch.Tensor:
+        """The gradient buffer's view of one parameter, ready to be added to."""
+        ...
+
+    def has_grad(self, index: int) -> bool:
+        """Whether something is in that view already."""
+        ...
+
+
+class GatheredParameter(nn.Parameter):
+    """A view of the gathered buffer, and the way into the flat gradient buffer for fused kernels.
+
+    A kernel that accumulates weight gradients itself (Megatron's and Transformer Engine's
+    `gradient_accumulation_fusion`) writes into `main_grad` in the backward, sets
+    `grad_added_to_main_grad` and returns any gradient, which is then dropped. `main_grad` is
+    zeroed on its first use in a reduction period, so a kernel may add; `overwrite_main_grad` says
+    whether it may as well overwrite. It is a parameter like any other for everything else.
+    """
+
+    grad_added_to_main_grad: bool = False
+    _home: tuple[Callable[[], _GradientHome | None], int]
+
+    @staticmethod
+    def of(
+        view: torch.Tensor, requires_grad: bool, home: _GradientHome, index: int
+    ) -> GatheredParameter:
+        """Make the parameter for a view of the gathered buffer."""
+        param = GatheredParameter(view, requires_grad=requires_grad)
+        # Weak, or parameter -> group -> parameter would outlive the model.
+        param._home = (weakref.ref(home), index)
+        return param
+
+    def get_main_grad(self) -> torch.Tensor:
+        """The full gradient of this parameter, a view of the flat buffer, of `self.shape`.
+
+        Gives the buffer memory if it has none, which may wait for older reductions.
+
+        Raises:
+            AttributeError: Outside of a backward, or for a frozen parameter: there is none.
+        """
+        home = self._home[0]()
+        if home is None or not self.requires_grad or not in_backward():
+            raise AttributeError(
+                "main_grad exists in the backward of a trained parameter only; after it, read "
+                "the reduced gradient from the sharded parameter's .grad"
+            )
+        return home.kernel_grad(self._home[1])
+
+    @property
+    def main_grad(self) -> torch.Tensor:
+        """See `get_main_grad`."""
+        return self.get_main_grad()
+
+    @main_grad.setter
+    def main_grad(self, value: torch.Tensor) -> None:
+        if value.data_ptr() != self.get_main_grad().data_ptr():
+            raise AttributeError("main_grad is a view of the flat gradient buffer; write into it")
+
+    @property
+    def overwrite_main_grad(self) -> bool:
+        """Whether nothing has been written to `main_grad` yet, so that it may be overwritten."""
+        home = self._home[0]()
+        return home is not None and not home.has_grad(self._home[1])
+
+    @overwrite_main_grad.setter
+    def overwrite_main_grad(self, value: bool) -> None:
+        # Model code asks for it where it knows of no earlier gradient; the buffer knows better.
+        del value

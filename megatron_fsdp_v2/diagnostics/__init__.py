@@ -1,0 +1,20 @@
+"""Looking at a sharded model: norms, memory, overlaps, NaNs, profiler ranges."""
+
+from megatron_fsdp_v2.diagnostics.finite import Nonfinite, check_finite, find_nonfinite
+from megatron_fsdp_v2.diagnostics.norms import ParameterNorm, parameter_norms
+from megatron_fsdp_v2.diagnostics.overlap import check_no_overlap
+from megatron_fsdp_v2.diagnostics.ranges import profile_ranges
+from megatron_fsdp_v2.diagnostics.summary import GroupRow, GroupSummary, group_summary
+
+__all__ = [
+    "GroupRow",
+    "GroupSummary",
+    "Nonfinite",
+    "ParameterNorm",
+    "check_finite",
+    "check_no_overlap",
+    "find_nonfinite",
+    "group_summary",
+    "parameter_norms",
+    "profile_ranges",
+]

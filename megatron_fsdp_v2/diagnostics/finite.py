@@ -1,0 +1,114 @@
+"""Which parameters and gradients hold NaN or Inf."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, override
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_fsdp_v2.diagnostics.walk import chunks, parameters_below, reduce_rows
+
+__all__ = ["Nonfinite", "check_finite", "find_nonfinite"]
+
+_NAMED_AT_MOST = 20
+"""Tensors an error message names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Nonfinite:
+    """A tensor that is not finite.
+
+    Attributes:
+        name: The parameter's name.
+        kind: Whether it is the parameter or its gradient.
+        num_nan: NaNs in the whole tensor.
+        num_inf: Infinities of either sign in the whole tensor.
+    """
+
+    name: str
+    kind: Literal["param", "grad"]
+    num_nan: int
+    num_inf: int
+
+    @override
+    def __str__(self) -> str:
+        what = self.name if self.kind == "param" else f"gradient of {self.name}"
+        return f"{what}: {self.num_nan} NaN, {self.num_inf} Inf"
+
+
+def find_nonfinite(module: nn.Module) -> list[Nonfinite]:
+    """Find parameters and gradients that hold NaN or Inf. Collective.
+
+    Counts are summed over the ranks a tensor is sharded along. Along an axis that replicates it,
+    replicas are taken for one tensor and the largest count is reported, so that what is wrong on
+    one replica only is found on all ranks. Parameters that `fully_shard` was told to ignore are
+    taken for replicas. One collective for each mesh axis, where all tensors have the same kind of
+    placement along it, and one for each kind otherwise. Gradients that are not reduced yet
+    (`no_sync`) are not seen.
+
+    Args:
+        module: A sharded module, or one that contains some.
+
+    Returns:
+        What is not finite, in the order of `named_parameters()`; equal on all ranks of the mesh.
+
+    Raises:
+        ValueError: Nothing in the module is sharded.
+    """
+    params = parameters_below(module)
+    if not params:
+        return []
+    first = next((p for p in params if p.is_sharded), params[0])
+    device = first.local.device
+    rows = [
+        torch.cat([_counts(param.local, device), _counts(param.local_grad, device)])
+        for param in params
+    ]
+    values = torch.stack(rows)
+    reduce_rows(values, [p.axes(sharded=True) for p in params], dist.ReduceOp.SUM)
+    whole_mesh = first.axes(sharded=True) + first.axes(sharded=False)
+    replicas = [p.axes(sharded=False) if p.is_sharded else whole_mesh for p in params]
+    reduce_rows(values, replicas, dist.ReduceOp.MAX)
+    found = []
+    for param, (nan, inf, grad_nan, grad_inf) in zip(params, values.tolist(), strict=True):
+        if nan or inf:
+            found.append(Nonfinite(param.name, "param", nan, inf))
+        if grad_nan or grad_inf:
+            found.append(Nonfinite(param.name, "grad", grad_nan, grad_inf))
+    return found
+
+
+def check_finite(module: nn.Module) -> None:
+    """See to it that all parameters and gradients are finite. Collective.
+
+    Args:
+        module: A sharded module, or one that contains some.
+
+    Raises:
+        RuntimeError: Some are not; on every rank of the mesh, with their names and counts.
+        ValueError: Nothing in the module is sharded.
+    """
+    found = find_nonfinite(module)
+    if not found:
+        return
+    named = "; ".join(str(item) for item in found[:_NAMED_AT_MOST])
+    more = f"; and {len(found) - _NAMED_AT_MOST} more" if len(found) > _NAMED_AT_MOST else ""
+    raise RuntimeError(
+        f"{type(module).__name__} holds numbers that are not finite: {named}{more}. "
+        "torch.autograd.detect_anomaly() finds the operation that made the first of them"
+    )
+
+
+def _counts(local: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    """NaNs and infinities of a local tensor: `(2,)`, int64."""
+    counts = torch.zeros(2, dtype=torch.int64, device=device)
+    if local is None or not local.is_floating_point():
+        return counts
+    for chunk in chunks(local):
+        # Dtypes of one byte have few operations of their own.
+        values = chunk.float() if chunk.element_size() == 1 else chunk
+        counts += torch.stack([values.isnan().sum(), values.isinf().sum()]).to(device)
+    return counts

@@ -1,0 +1,183 @@
+"""A proof that every row of every parameter is held exactly once, in memory of its own."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from megatron_fsdp_v2.diagnostics.walk import joined, parameters_below, units_below
+from megatron_fsdp_v2.uneven_dtensor import RowShards, UnevenDTensor
+
+if TYPE_CHECKING:
+    from megatron_fsdp_v2.layout import BufferLayout
+    from megatron_fsdp_v2.param_group import ParameterGroup
+
+__all__ = ["check_no_overlap"]
+
+_NAMED_AT_MOST = 10
+"""Problems an error message names."""
+
+
+def check_no_overlap(module: nn.Module) -> None:
+    """Prove that no two slices overlap and that none is missing. No communication.
+
+    Over the ranks, from layouts alone: parameters of a group have ranges of their own in its flat
+    buffer; the row ranges of a parameter's shards cover each row exactly once; each shard is held
+    equally often, that is once in every replica. On this rank: the memory of parameters, model
+    weights and gradients consists of disjoint address ranges, and holds the rows it should.
+
+    Args:
+        module: A sharded module, or one that contains some.
+
+    Raises:
+        RuntimeError: Something overlaps, is missing or is out of place; with the parameters' names.
+        ValueError: Nothing in the module is sharded.
+    """
+    found: list[str] = []
+    proven: set[tuple[BufferLayout, tuple[RowShards, ...]]] = set()
+    for unit_name, unit in units_below(module):
+        for group in unit.groups:
+            names = [joined(unit_name, name) for name in group.names]
+            shards = tuple(param.row_shards for param in _uneven(group))
+            # Units that are alike have equal layouts; at many ranks that is most of the work.
+            if (group.layout, shards) not in proven:
+                problems = [
+                    *_slot_problems(names, group.layout),
+                    *_row_problems(names, group.layout, shards),
+                ]
+                if not problems:
+                    proven.add((group.layout, shards))
+                found += problems
+            found += _local_problems(names, group)
+    found += _memory_problems(_memory_of(module))
+    if found:
+        more = f"; and {len(found) - _NAMED_AT_MOST} more" if len(found) > _NAMED_AT_MOST else ""
+        raise RuntimeError(
+            f"slices of {type(module).__name__} are not disjoint and complete: "
+            f"{'; '.join(found[:_NAMED_AT_MOST])}{more}. Build the model anew and shard it before "
+            "anything keeps or replaces its parameters"
+        )
+
+
+def _uneven(group: ParameterGroup) -> list[UnevenDTensor]:
+    return [param for param in group.sharded_params if isinstance(param, UnevenDTensor)]
+
+
+def _slot_problems(names: Sequence[str], layout: BufferLayout) -> Iterator[str]:
+    """Parameters that share elements of the flat buffer, or reach past its end."""
+    slots = [
+        (slot.offset, slot.end, name)
+        for slot, name in zip(layout.slots, names, strict=True)
+        if slot.numel
+    ]
+    for first, second in _overlaps(slots):
+        yield f"{first} and {second} overlap in their flat buffer"
+    for _, end, name in slots:
+        if end > layout.numel:
+            yield f"{name} reaches past the end of its flat buffer"
+
+
+def _row_problems(
+    names: Sequence[str], layout: BufferLayout, shards: Sequence[RowShards]
+) -> Iterator[str]:
+    """Rows that no shard or several hold, or that are not where the layout puts them."""
+    for index, (name, rows, slot) in enumerate(zip(names, shards, layout.slots, strict=True)):
+        cursor = 0
+        for start, end in sorted(r for r in rows.row_ranges if r[0] < r[1]):
+            if start < cursor:
+                yield f"rows {start} to {min(end, cursor)} of {name} are held by two shards"
+            elif start > cursor:
+                yield f"rows {cursor} to {start} of {name} are held by no shard"
+            cursor = max(cursor, end)
+        if slot.numel and cursor != slot.shape[0]:
+            yield f"{name} has {slot.shape[0]} rows but its shards end at row {cursor}"
+        expected = tuple(layout.local_rows(index, shard) for shard in range(layout.num_shards))
+        if rows.row_ranges != expected:
+            yield f"the row ranges of {name} are not those of its layout"
+
+
+def _local_problems(names: Sequence[str], group: ParameterGroup) -> Iterator[str]:
+    """Shards that are not held once per replica, and local tensors of other rows."""
+    for index, (name, param) in enumerate(zip(names, _uneven(group), strict=True)):
+        mesh = param.device_mesh
+        steps = [
+            [coordinate * stride for coordinate in range(mesh.size(axis))]
+            for axis, stride in enumerate(param.row_shards.strides)
+        ]
+        # Every parameter of a group is spread alike; the first one speaks for all.
+        if index == 0:
+            holders = Counter(sum(step) for step in itertools.product(*steps))
+            if len(holders) != group.layout.num_shards or len(set(holders.values())) != 1:
+                yield f"shards of {name} and its group are not held once in every replica"
+        start, end = param.local_rows
+        if (start, end) != group.main_weight.rows(index):
+            yield f"rows {start} to {end} of {name} are not those in this rank's flat buffer"
+        for what, tensor in (("", param), ("the gradient of ", param.grad)):
+            if tensor is None:
+                continue
+            assert isinstance(tensor, UnevenDTensor)
+            with torch.no_grad():
+                num_rows = tensor.to_local().shape[0]
+            if tensor.local_rows != (start, end) or num_rows != end - start:
+                yield f"{what}{name} does not hold rows {start} to {end} on this rank"
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """A range of addresses that a tensor uses."""
+
+    device: torch.device
+    start: int
+    end: int
+    label: str
+    is_sharded: bool
+
+
+def _memory_of(module: nn.Module) -> Iterator[_Memory]:
+    for entry in parameters_below(module):
+        yield from _range_of(entry.local, entry.name, entry.is_sharded)
+        if entry.local_grad is not None:
+            yield from _range_of(entry.local_grad, f"gradient of {entry.name}", entry.is_sharded)
+    for unit_name, unit in units_below(module):
+        for group in unit.groups:
+            if group.model_weight is not group.main_weight:
+                for index, name in enumerate(group.names):
+                    label = f"model weight of {joined(unit_name, name)}"
+                    yield from _range_of(group.model_weight.view(index), label, True)
+
+
+def _range_of(tensor: torch.Tensor, label: str, is_sharded: bool) -> Iterator[_Memory]:
+    if tensor.numel() == 0:
+        return
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.data_ptr()
+    end = start + (last + 1) * tensor.element_size()
+    yield _Memory(tensor.device, start, end, label, is_sharded)
+
+
+def _memory_problems(memory: Iterable[_Memory]) -> Iterator[str]:
+    """Tensors that share memory. Plain parameters may do so among themselves."""
+    by_device: dict[torch.device, list[_Memory]] = {}
+    for item in memory:
+        by_device.setdefault(item.device, []).append(item)
+    for items in by_device.values():
+        sharded = {item.label for item in items if item.is_sharded}
+        for first, second in _overlaps([(item.start, item.end, item.label) for item in items]):
+            if first in sharded or second in sharded:
+                yield f"{first} and {second} share memory on this rank"
+
+
+def _overlaps(ranges: Iterable[tuple[int, int, str]]) -> Iterator[tuple[str, str]]:
+    """Labels of ranges `(start, end, label)` that overlap the one before them that ends last."""
+    reach, holder = 0, ""
+    for start, end, label in sorted(ranges):
+        if holder and start < reach:
+            yield holder, label
+        if not holder or end > reach:
+            reach, holder = end, label

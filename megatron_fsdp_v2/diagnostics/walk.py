@@ -1,0 +1,153 @@
+"""What the diagnostics walk over: units, parameters with their names, and mesh axes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from megatron_fsdp_v2.fsdp_module import FSDPModule, unit_of
+
+if TYPE_CHECKING:
+    from megatron_fsdp_v2.unit import Unit
+
+__all__ = [
+    "ROOT",
+    "NamedParameter",
+    "chunks",
+    "joined",
+    "parameters_below",
+    "reduce_rows",
+    "units_below",
+]
+
+ROOT = "(root)"
+"""Stands for the empty name of the module that was asked about."""
+
+CHUNK_NUMEL = 1 << 22
+"""Elements looked at together, so that copies in another dtype stay small."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamedParameter:
+    """A parameter of a sharded model.
+
+    Attributes:
+        name: Name relative to the module that was asked about.
+        param: The sharded parameter, also while its unit is gathered, or a plain one.
+    """
+
+    name: str
+    param: torch.Tensor
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether it belongs to a parameter group, or is a DTensor of another kind."""
+        return isinstance(self.param, DTensor)
+
+    @property
+    def local(self) -> torch.Tensor:
+        """What this rank holds of the parameter; no copy."""
+        return _local(self.param)
+
+    @property
+    def local_grad(self) -> torch.Tensor | None:
+        """What this rank holds of the gradient; no copy."""
+        return None if self.param.grad is None else _local(self.param.grad)
+
+    def axes(self, *, sharded: bool) -> list[dist.ProcessGroup]:
+        """Mesh axes of more than one rank that it is sharded, or else replicated, along."""
+        if not isinstance(self.param, DTensor):
+            return []
+        mesh = self.param.device_mesh
+        return [
+            mesh.get_group(axis)
+            for axis, placement in enumerate(self.param.placements)
+            if mesh.size(axis) > 1 and placement.is_replicate() is not sharded
+        ]
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def units_below(module: nn.Module) -> list[tuple[str, Unit]]:
+    """Every unit at or below a module with its name, parents first.
+
+    Raises:
+        ValueError: There is none.
+    """
+    units = [
+        (name, unit_of(below))
+        for name, below in module.named_modules()
+        if isinstance(below, FSDPModule)
+    ]
+    if not units:
+        raise ValueError(
+            f"{type(module).__name__} contains no sharded module; pass a module that fully_shard "
+            "was called on, or one that contains such modules"
+        )
+    return units
+
+
+def parameters_below(module: nn.Module) -> list[NamedParameter]:
+    """Every parameter at or below a module, each once, in the order of `named_parameters()`.
+
+    Raises:
+        ValueError: The module contains no sharded module.
+    """
+    # Modules hold gathered parameters while a unit is gathered; what rests is what is looked at.
+    sharded = {
+        id(gathered): param
+        for unit in units_below(module)[0][1].context.units()
+        for group in unit.groups
+        for gathered, param in zip(group.unsharded_params, group.sharded_params, strict=True)
+    }
+    return [
+        NamedParameter(name, sharded.get(id(param), param))
+        for name, param in module.named_parameters()
+    ]
+
+
+def joined(prefix: str, name: str) -> str:
+    """A name below a module of a name, which may be empty."""
+    return f"{prefix}.{name}" if prefix else name
+
+
+def chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The elements of a tensor in flat pieces of at most `CHUNK_NUMEL`; none when it is empty."""
+    if tensor.numel():
+        yield from torch.split(tensor.reshape(-1), CHUNK_NUMEL)
+
+
+def reduce_rows(
+    values: torch.Tensor,
+    axes: Sequence[Sequence[dist.ProcessGroup]],
+    op: dist.ReduceOp.RedOpType,
+) -> None:
+    """Reduce each row of a table over its own process groups, in place. Collective.
+
+    Rows that share a group are reduced together: one collective for each group of ranks, in the
+    order in which groups first appear, which is the same on all ranks.
+
+    Args:
+        values: `(rows, numbers)`.
+        axes: Process groups of every row.
+        op: How to reduce.
+    """
+    members: dict[tuple[int, ...], tuple[dist.ProcessGroup, list[int]]] = {}
+    for row, groups in enumerate(axes):
+        for group in groups:
+            # Two meshes may have axes of the same ranks, and process groups of their own.
+            ranks = tuple(sorted(dist.get_process_group_ranks(group)))
+            members.setdefault(ranks, (group, []))[1].append(row)
+    for group, rows in members.values():
+        part = values[rows]
+        dist.all_reduce(part, op=op, group=group)
+        values[rows] = part

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +12,7 @@ from megatron_fsdp_v2.allocator import alias_of
 from megatron_fsdp_v2.comm import Axis
 from megatron_fsdp_v2.layout import BufferLayout
 from megatron_fsdp_v2.placement import Placement
-from megatron_fsdp_v2.uneven_dtensor import RowShards
+from megatron_fsdp_v2.uneven_dtensor import Holders, RowShards
 
 __all__ = ["DataParallelBuffer", "ShardGrid", "Span"]
 
@@ -81,10 +82,20 @@ class ShardGrid:
                 first += axis.rank * count
         return Span(first, count)
 
-    def row_shards(self, layout: BufferLayout, index: int) -> RowShards:
+    def row_shards(self, layout: BufferLayout, index: int, holders: Holders) -> RowShards:
         """Row ranges of one parameter's main weight over the mesh."""
         ranges = tuple(layout.local_rows(index, shard) for shard in range(self.num_slices))
-        return RowShards(ranges, self.strides)
+        return RowShards(ranges, self.strides, holders)
+
+    def coordinates_of(self, slices: Collection[int]) -> set[tuple[int, ...]]:
+        """Mesh coordinates of the ranks whose main weight is one of these slices."""
+        if not slices:
+            return set()
+        return {
+            coordinate
+            for coordinate in itertools.product(*(range(axis.size) for axis in self.axes))
+            if sum(c * s for c, s in zip(coordinate, self.strides, strict=True)) in slices
+        }
 
 
 class DataParallelBuffer:

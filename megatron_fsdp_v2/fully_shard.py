@@ -165,8 +165,20 @@ def _join(root: nn.Module, context: Context[Unit]) -> None:
         for number, group in enumerate(unit.groups):
             group.make_room = context.reductions.make_room
             group.name = f"{name or unit.class_name}/{number}"
+    _note_empty_ranks([group for unit in units for group in unit.groups if group.grads])
     spread = any(axis.size > 1 for u in units for group in u.groups for axis in group.axes)
     context.set_units(units, takes_turns=spread and all(unit.skips_safely for unit in units))
+
+
+def _note_empty_ranks(trained: Sequence[ParameterGroup]) -> None:
+    """Tell gradients which ranks hold none of the model: those take no part in a common norm."""
+    by_mesh: dict[DeviceMesh, list[ParameterGroup]] = {}
+    for group in trained:
+        by_mesh.setdefault(group.mesh, []).append(group)
+    for groups in by_mesh.values():
+        empty = frozenset.intersection(*(frozenset(group.empty_ranks) for group in groups))
+        for group in groups:
+            group.holders.empty = empty
 
 
 def _validate(
@@ -243,7 +255,7 @@ def _owned_parameters(
     owned, tied = [], []
     for parameter in found.values():
         home = find_home(parameter.param)
-        if home is not None and home[1].is_original:
+        if home is not None:
             tied.append((parameter, home[0], home[1].index))
         else:
             _check_parameter(parameter.name, parameter.param, device)

@@ -12,7 +12,7 @@ from torch.optim.optimizer import (
 )
 
 from megatron_fsdp_v2.fsdp_module import unit_of
-from megatron_fsdp_v2.registration import find_home, num_claims
+from megatron_fsdp_v2.registration import find_home, num_retired
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -67,7 +67,7 @@ class _OptimizerWatch:
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         del args, kwargs
-        state = (num_claims(), sum(len(group["params"]) for group in optimizer.param_groups))
+        state = (num_retired(), sum(len(group["params"]) for group in optimizer.param_groups))
         if self._checked.get(optimizer) == state:
             return
         for group in optimizer.param_groups:
@@ -89,12 +89,9 @@ def _check_is_current(param: Any) -> None:
     if found is None:
         return
     group, home = found
-    if group.sharded_params[home.index] is param:
-        return
-    what = "before fully_shard" if home.is_original else "before the parameter was replaced"
     raise RuntimeError(
-        f"the optimizer holds {group.names[home.index]} of {group.name} as it was {what}; the "
-        "model no longer uses that tensor. Build the optimizer from model.parameters() after "
+        f"the optimizer holds {group.names[home.index]} of {group.name} as it was {home.since}; "
+        "the model no longer uses that tensor. Build the optimizer from model.parameters() after "
         "fully_shard"
     )
 

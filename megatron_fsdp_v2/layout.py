@@ -201,6 +201,15 @@ class BufferLayout:
             gaps.append((end, self.numel))
         return gaps
 
+    def empty_shards(self) -> set[int]:
+        """Slices that hold nothing but padding."""
+        if not self.shard_numel:
+            return set(range(self.num_shards))
+        empty: set[int] = set()
+        for start, end in self.gaps():
+            empty.update(range(-(-start // self.shard_numel), end // self.shard_numel))
+        return empty
+
 
 def _cuts_fit(offset: int, numel: int, cell: int, shard_numel: int) -> bool:
     """Whether every slice boundary strictly inside a parameter falls between two cells."""

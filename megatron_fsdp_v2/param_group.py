@@ -17,8 +17,8 @@ from megatron_fsdp_v2.group_grads import GroupGrads
 from megatron_fsdp_v2.group_weights import GroupWeights
 from megatron_fsdp_v2.layout import BufferLayout, Granularity
 from megatron_fsdp_v2.mixed_precision import GroupDtypes
-from megatron_fsdp_v2.registration import OwnedParameter, Registrations, claim, find_home
-from megatron_fsdp_v2.uneven_dtensor import RowShards, UnevenDTensor
+from megatron_fsdp_v2.registration import OwnedParameter, Registrations, find_home, retire
+from megatron_fsdp_v2.uneven_dtensor import Holders, RowShards, UnevenDTensor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -69,6 +69,8 @@ class ParameterGroup:
         mesh: The data-parallel mesh.
         axes: Its axes as this rank sees them, outermost first.
         device: Where the buffers are.
+        holders: Which ranks hold something of the model; set by the root.
+        empty_ranks: Mesh coordinates of ranks that hold no row of this group.
         layout: Where they are in the flat buffer.
         weights: Main, model and gathered weights.
         grads: Gradient buffers; `None` for frozen parameters.
@@ -107,7 +109,11 @@ class ParameterGroup:
         self.mesh = mesh
         self.axes = tuple(axes)
         self.device = device
-        self._row_shards = [grid.row_shards(self.layout, i) for i in range(len(owned))]
+        self.holders = Holders(weakref.ref(self))
+        self._row_shards = [
+            grid.row_shards(self.layout, i, self.holders) for i in range(len(owned))
+        ]
+        self.empty_ranks = grid.coordinates_of(self.layout.empty_shards())
         self.registrations = Registrations(owned)
         self.sharded_params = [self._shard(index, p) for index, p in enumerate(owned)]
         self._locals = [_local(param) for param in self.sharded_params]
@@ -123,8 +129,7 @@ class ParameterGroup:
         for index, parameter in enumerate(owned):
             for original in (parameter.param, parameter.stood_in):
                 if original is not None:
-                    claim(original, self, index, is_original=True)
-            claim(self.sharded_params[index], self, index, is_original=False)
+                    retire(original, self, index, "before fully_shard")
         self.registrations.install(self.sharded_params)
 
     @property
@@ -299,8 +304,7 @@ class ParameterGroup:
         name = f"parameter {self.names[index]} of {self.name} (registered as {place})"
         if other is None:
             raise ValueError(f"{name} was removed after fully_shard; remove it before")
-        home = find_home(other)
-        if home is not None and (home[0] is not self or home[1].index != index):
+        if self._belongs_elsewhere(other, index):
             raise ValueError(f"{name} was tied to another one after fully_shard; tie them before")
         if other.shape != own.shape:
             raise ValueError(
@@ -314,14 +318,24 @@ class ParameterGroup:
                 )
             with torch.no_grad():
                 own.copy_(other)
-            claim(other, self, index, is_original=True)
+            retire(other, self, index, "before the parameter was sharded again")
             return
         if other.row_shards != self._row_shards[index]:
             raise ValueError(f"{name} was replaced by a DTensor that is sharded differently")
         self._rebind(index, other)
         _carry_attributes(own, other)
         self.sharded_params[index] = other
-        claim(other, self, index, is_original=False)
+        retire(own, self, index, "before the parameter was replaced")
+
+    def _belongs_elsewhere(self, param: nn.Parameter, index: int) -> bool:
+        """Whether a parameter stands, or stood, for another slot than this one."""
+        home = find_home(param)
+        if home is not None:
+            return home[0] is not self or home[1].index != index
+        if not isinstance(param, UnevenDTensor):
+            return False
+        owner = param.row_shards.holders.group()
+        return owner is not None and any(param is known for known in owner.sharded_params)
 
     # -- gradients ----------------------------------------------------------------------------
 

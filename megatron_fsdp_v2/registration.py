@@ -13,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Home", "OwnedParameter", "Registrations", "claim", "find_home", "num_claims"]
+__all__ = ["Home", "OwnedParameter", "Registrations", "find_home", "num_retired", "retire"]
 
 
 @dataclass(slots=True)
@@ -35,44 +35,48 @@ class OwnedParameter:
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """The slot of a parameter group that a parameter object stands for, or stood for.
+    """The slot of a parameter group that a parameter object stood for, and no longer does.
 
     Attributes:
         group: The `ParameterGroup`, weakly.
         index: Position in it.
-        is_original: Whether the object is what the module held before it was sharded.
+        since: What happened to the object, such as `before fully_shard`.
     """
 
     group: weakref.ref[Any]
     index: int
-    is_original: bool
+    since: str
 
 
-class _Register:
-    """Homes by parameter object. Kept beside the parameters, not on them: copies have no home."""
+class _Retired:
+    """Homes of retired parameters, beside them and not on them: copies have no home.
+
+    Only of retired ones: torch exchanges the content of parameters in use (`module.to()`), and
+    refuses to where a weak reference exists.
+    """
 
     def __init__(self) -> None:
         self.homes: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self.num_claims = 0
+        self.count = 0
 
 
-_REGISTER = _Register()
+_RETIRED = _Retired()
 
 
-def claim(param: torch.Tensor, group: object, index: int, *, is_original: bool) -> None:
-    """Remember that a parameter object stands (or stood) for a slot of a group."""
-    _REGISTER.homes[param] = Home(weakref.ref(group), index, is_original)
-    _REGISTER.num_claims += 1
+def retire(param: torch.Tensor, group: object, index: int, since: str) -> None:
+    """Remember which slot of a group a parameter object stood for."""
+    _RETIRED.homes[param] = Home(weakref.ref(group), index, since)
+    _RETIRED.count += 1
 
 
-def num_claims() -> int:
-    """How often `claim` was called: what was found out about homes may be out of date since."""
-    return _REGISTER.num_claims
+def num_retired() -> int:
+    """How many parameters were retired so far; what was found out before may be out of date."""
+    return _RETIRED.count
 
 
 def find_home(param: torch.Tensor) -> tuple[Any, Home] | None:
-    """The living `ParameterGroup` a parameter object belongs to, if any."""
-    home: Home | None = _REGISTER.homes.get(param)  # type: ignore[no-untyped-call]
+    """The living `ParameterGroup` that took a retired parameter's place, if any."""
+    home: Home | None = _RETIRED.homes.get(param)  # type: ignore[no-untyped-call]
     group = None if home is None else home.group()
     return None if group is None or home is None else (group, home)
 

@@ -8,6 +8,7 @@ the stack is one number per rank and is reduced then.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any, override
 
@@ -32,10 +33,15 @@ class ShardedNorm(torch.Tensor):
     mesh: DeviceMesh
     axes: tuple[int, ...]
     order: float
+    empty: frozenset[tuple[int, ...]]
 
     @staticmethod
     def of(
-        local: torch.Tensor, mesh: DeviceMesh, axes: tuple[int, ...], order: float
+        local: torch.Tensor,
+        mesh: DeviceMesh,
+        axes: tuple[int, ...],
+        order: float,
+        empty: frozenset[tuple[int, ...]],
     ) -> ShardedNorm:
         """Wrap local norms.
 
@@ -44,24 +50,40 @@ class ShardedNorm(torch.Tensor):
             mesh: Mesh of the tensors.
             axes: Mesh axes the tensors are sharded along.
             order: The p of the p-norm.
+            empty: Mesh coordinates of ranks that hold no gradient and so never come here.
         """
         norm = local.detach().as_subclass(ShardedNorm)
-        norm.mesh, norm.axes, norm.order = mesh, axes, order
+        norm.mesh, norm.axes, norm.order, norm.empty = mesh, axes, order, empty
         return norm
+
+    def like(self, local: torch.Tensor) -> ShardedNorm:
+        """Wrap other local norms of the same tensors."""
+        return ShardedNorm.of(local, self.mesh, self.axes, self.order, self.empty)
 
     def reduced(self) -> DTensor:
         """The global norm, equal on every rank of the mesh. Collective."""
         local = self.as_subclass(torch.Tensor)
-        if self.order == float("inf"):
-            total = local.clone()
-            for axis in self.axes:
-                dist.all_reduce(total, op=dist.ReduceOp.MAX, group=self.mesh.get_group(axis))
+        is_max = self.order == float("inf")
+        total = local.clone() if is_max else local**self.order
+        op = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
+        if self.empty:
+            _reduce_among(self._peers(), total, torch.maximum if is_max else torch.add)
         else:
-            total = local**self.order
             for axis in self.axes:
-                dist.all_reduce(total, group=self.mesh.get_group(axis))
-            total = total ** (1.0 / self.order)
+                dist.all_reduce(total, op=op, group=self.mesh.get_group(axis))
+        total = total if is_max else total ** (1.0 / self.order)
         return DTensor.from_local(total, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
+
+    def _peers(self) -> list[int]:
+        """Global ranks that share these tensors with this one and hold some rows."""
+        here = self.mesh.get_coordinate()
+        assert here is not None
+        ranges = [
+            range(self.mesh.size(axis)) if axis in self.axes else [here[axis]]
+            for axis in range(self.mesh.ndim)
+        ]
+        coordinates = [c for c in itertools.product(*ranges) if c not in self.empty]
+        return [int(self.mesh.mesh[coordinate]) for coordinate in coordinates]
 
     def full_tensor(self) -> torch.Tensor:
         """The global norm as a plain tensor, as a DTensor gives it. Collective."""
@@ -82,14 +104,14 @@ class ShardedNorm(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func is torch.Tensor.to:
                 moved = func(args[0].as_subclass(torch.Tensor), *args[1:], **kwargs)
-                return cls.of(moved, args[0].mesh, args[0].axes, args[0].order)
+                return args[0].like(moved)
             if func is torch.stack and _are_alike(args[0]):
                 first = args[0][0]
                 stacked = torch.stack([norm.as_subclass(torch.Tensor) for norm in args[0]])
-                return cls.of(stacked, first.mesh, first.axes, first.order)
+                return first.like(stacked)
             if func is torch.linalg.vector_norm and _order_of(args, kwargs) == args[0].order:
                 local = torch.linalg.vector_norm(args[0].as_subclass(torch.Tensor), args[0].order)
-                return cls.of(local, args[0].mesh, args[0].axes, args[0].order).reduced()
+                return args[0].like(local).reduced()
             if name in ("as_subclass", "detach", "__get__", "__set__", "dim", "size"):
                 return func(*args, **kwargs)
             return func(*_all_reduced(args), **kwargs)
@@ -115,8 +137,27 @@ def _order_of(args: Any, kwargs: dict[str, Any]) -> float:
     return float(args[1] if len(args) > 1 else kwargs.get("ord", 2.0))
 
 
+def _reduce_among(peers: list[int], total: torch.Tensor, combine: Callable[..., Any]) -> None:
+    """Combine one tensor over some ranks, in place: to the first of them, and back."""
+    rank = dist.get_rank()
+    if rank != peers[0]:
+        dist.send(total, peers[0])
+        dist.recv(total, peers[0])
+        return
+    received = torch.empty_like(total)
+    for peer in peers[1:]:
+        dist.recv(received, peer)
+        combine(total, received, out=total)
+    for peer in peers[1:]:
+        dist.send(total, peer)
+
+
 def local_norms(
-    args: Any, kwargs: dict[str, Any], mesh: DeviceMesh, axes: tuple[int, ...]
+    args: Any,
+    kwargs: dict[str, Any],
+    mesh: DeviceMesh,
+    axes: tuple[int, ...],
+    empty: frozenset[tuple[int, ...]],
 ) -> list[ShardedNorm]:
     """`torch._foreach_norm` of the local parts of sharded tensors.
 
@@ -125,6 +166,7 @@ def local_norms(
         kwargs: Keyword arguments of the call.
         mesh: Their mesh.
         axes: Mesh axes they are sharded along.
+        empty: Mesh coordinates of ranks that hold no gradient at all.
     """
     order = _order_of(args, kwargs)
     norms = []
@@ -132,5 +174,5 @@ def local_norms(
         local = tensor._local_tensor
         # The largest of no elements is not defined; for a norm it is 0.
         norm = torch.linalg.vector_norm(local, order) if local.numel() else local.new_zeros(())
-        norms.append(ShardedNorm.of(norm, mesh, axes, order))
+        norms.append(ShardedNorm.of(norm, mesh, axes, order, empty))
     return norms

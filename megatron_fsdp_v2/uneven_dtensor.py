@@ -9,7 +9,7 @@ hands it on to whatever elementwise operations make of it: gradients, momenta, c
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, override
 
 import torch
@@ -25,7 +25,24 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from megatron_fsdp_v2.sharded_norm import NORMS, local_norms
 
-__all__ = ["RowShards", "UnevenDTensor"]
+__all__ = ["Holders", "RowShards", "UnevenDTensor"]
+
+
+def _nobody() -> None:
+    return None
+
+
+@dataclass(slots=True)
+class Holders:
+    """What the tensors of one parameter group know in common.
+
+    Attributes:
+        group: The `ParameterGroup`, weakly.
+        empty: Mesh coordinates of ranks that hold no row of any trained parameter of the model.
+    """
+
+    group: Callable[[], Any] = _nobody
+    empty: frozenset[tuple[int, ...]] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +53,12 @@ class RowShards:
         row_ranges: `(first row, one past the last row)` per shard.
         strides: Per mesh axis, how far one step along it moves in `row_ranges`; 0 along an axis
             whose ranks hold equal rows.
+        holders: Shared by all parameters of a group, and kept up to date.
     """
 
     row_ranges: tuple[tuple[int, int], ...]
     strides: tuple[int, ...]
+    holders: Holders = field(default_factory=Holders, compare=False, repr=False)
 
     def rows_at(self, coordinate: Sequence[int]) -> tuple[int, int]:
         """Row range of the rank at a mesh coordinate."""
@@ -123,6 +142,8 @@ class UnevenDTensor(DTensor):
     ) -> Any:
         """Run the operation as DTensor does and hand the row ranges on to its results."""
         del types
+        if getattr(func, "__name__", "") == "__set__" and func.__self__ is torch.Tensor.data:  # type: ignore[attr-defined]
+            return _set_data(*args)
         if func is torch.Tensor.copy_ and type(args[0]) is cls:
             args = (args[0], _source_rows(args[0], args[1]), *args[2:])
         elif len(args) > 1:
@@ -232,7 +253,8 @@ def _sharded_norms(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) 
     if any(t.device_mesh != first.device_mesh for t in tensors):
         return None
     axes = tuple(axis for axis, stride in enumerate(first._row_shards.strides) if stride)
-    norms = local_norms((tensors, *args[1:]), kwargs, first.device_mesh, axes)
+    empty = first._row_shards.holders.empty
+    norms = local_norms((tensors, *args[1:]), kwargs, first.device_mesh, axes, empty)
     return norms if func is torch._foreach_norm else norms[0]
 
 
@@ -292,6 +314,18 @@ def _check_same_rows(func: Callable[..., Any], args: Sequence[Any]) -> None:
                 f"{tuple(first.shape)} and {tuple(arg.shape)} whose rows are sharded "
                 "differently; gather one with full_tensor() and copy_() it over first"
             )
+
+
+def _set_data(target: UnevenDTensor, value: torch.Tensor) -> None:
+    """Copy values, where `.data = ...` would give the DTensor storage nobody shards."""
+    if value.shape != target.shape or value.dtype != target.dtype:
+        raise ValueError(
+            f"a sharded tensor of shape {tuple(target.shape)} and {target.dtype} cannot take the "
+            f"data of a tensor of shape {tuple(value.shape)} and {value.dtype}; change shapes and "
+            "dtypes before sharding"
+        )
+    with torch.no_grad():
+        target.detach().copy_(value)
 
 
 def _source_rows(target: UnevenDTensor, source: Any) -> Any:

@@ -1,0 +1,150 @@
+"""Kernels that write weight gradients straight into the flat buffer, and gradients left alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_fsdp_v2 import MixedPrecisionPolicy, fully_shard
+from tests.distributed.meshes import mesh_of
+from tests.ranks import RankPools
+
+STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
+
+
+class _FusedLinear(torch.autograd.Function):
+    """What Megatron's and Transformer Engine's fused linear layers do in their backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: Any, kind: str) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.weight, ctx.kind = weight, kind
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        product = grad.t() @ x
+        if ctx.kind == "add":
+            ctx.weight.get_main_grad().add_(product)
+        else:
+            overwrites = ctx.weight.overwrite_main_grad
+            target = ctx.weight.main_grad
+            target.copy_(product) if overwrites else target.add_(product)
+        ctx.weight.grad_added_to_main_grad = True
+        # A placeholder of rubbish, to be dropped; `none` returns no gradient at all.
+        dummy = None if ctx.kind == "none" else torch.full_like(weight, float("nan"))
+        return grad @ weight, dummy, None
+
+
+class Linear(nn.Module):
+    """A linear layer with a bias, fused or not, used twice in a forward if asked to."""
+
+    def __init__(self, kind: str, twice: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6) * 0.3)
+        self.bias = nn.Parameter(torch.randn(6))
+        self.kind, self.twice = kind, twice
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2 if self.twice else 1):
+            if self.kind == "plain":
+                x = x @ self.weight.t() + self.bias
+            else:
+                x = _FusedLinear.apply(x, self.weight, self.kind) + self.bias
+        return x
+
+
+def gradients(kind: str, strategy: str, twice: bool) -> list[torch.Tensor]:
+    """Gradients after two micro-batches, over two steps."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Linear(kind, twice), Linear(kind, False))
+    mesh = mesh_of(dist.get_world_size())
+    for layer in model:
+        fully_shard(layer, mesh=mesh, sharding_strategy=strategy)
+    fully_shard(model, mesh=mesh, sharding_strategy=strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for step in range(2):
+        optimizer.zero_grad()
+        for micro in range(2):
+            generator = torch.Generator().manual_seed(10 * step + 3 * micro + dist.get_rank())
+            model(torch.randn(5, 6, generator=generator)).square().mean().backward()
+        found += [p.grad.to_local().clone() for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+    return found
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_fused_weight_gradients_are_neither_doubled_nor_lost(
+    pools: RankPools, strategy: str
+) -> None:
+    for twice in (False, True):
+        expected = pools(2).run(gradients, "plain", strategy, twice)
+        for kind in ("add", "overwrite", "none"):
+            found = pools(2).run(gradients, kind, strategy, twice)
+            for mine, theirs in zip(found, expected, strict=True):
+                assert len(mine) > 2
+                torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
+
+
+def outside_of_a_backward() -> tuple[bool, str]:
+    """Whether main_grad seems to be there in a forward, and what writing another tensor says."""
+    model = fully_shard(nn.Linear(3, 3), mesh=mesh_of(1))
+    model.unshard()
+    seen = hasattr(model.weight, "main_grad")
+    try:
+        model.weight.main_grad = torch.ones(3, 3)
+    except AttributeError as error:
+        return seen, str(error)
+    return seen, "no error"
+
+
+def test_main_grad_exists_in_a_backward_only(pools: RankPools) -> None:
+    ((seen, said),) = pools(1).run(outside_of_a_backward)
+    assert not seen
+    assert "main_grad exists in the backward of a trained parameter only" in said
+
+
+def own_gradients(strategy: str, sizes: tuple[int, ...]) -> bool:
+    """Whether those that opt out have this rank's own gradient, and the others the mean."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].bias.requires_gradient_reduction = False
+    plain = [p.detach().clone().requires_grad_() for p in model.parameters()]
+    mesh = mesh_of(*sizes)
+    policy = MixedPrecisionPolicy()
+    for layer in model:
+        fully_shard(layer, mesh=mesh, sharding_strategy=strategy, mp_policy=policy)
+    fully_shard(model, mesh=mesh, sharding_strategy=strategy, mp_policy=policy)
+    model[2].set_requires_gradient_reduction(False)
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(dist.get_rank()))
+    for _ in range(2):
+        model(x).square().mean().backward()
+    y = x
+    for weight, bias in zip(plain[::2], plain[1::2], strict=True):
+        y = y @ weight.t() + bias
+    own = [2 * g for g in torch.autograd.grad(y.square().mean(), plain)]
+    mean = [g.clone() for g in own]
+    for grad in mean:
+        dist.all_reduce(grad)
+        grad.div_(dist.get_world_size())
+    expected = [mean[0], own[1], mean[2], mean[3], own[4], own[5]]
+    for param, grad in zip(model.parameters(), expected, strict=True):
+        start, end = param.local_rows
+        if start < end and not torch.allclose(param.grad.to_local(), grad[start:end], atol=1e-6):
+            return False
+    return True
+
+
+@pytest.mark.parametrize("sizes", [(2,), (3,), (2, 2)])
+def test_parameters_and_modules_opt_out_of_gradient_reduction(
+    pools: RankPools, sizes: tuple[int, ...]
+) -> None:
+    world_size = 4 if len(sizes) == 2 else sizes[0]
+    for strategy in STRATEGIES:
+        assert all(pools(world_size).run(own_gradients, strategy, sizes)), strategy

@@ -1,0 +1,124 @@
+"""Models built on the meta device are given memory and values one unit at a time."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_fsdp_v2 import fully_shard
+from tests.distributed.meshes import mesh_of
+from tests.ranks import RankPools
+
+LIVE: list[weakref.ref[torch.Tensor]] = []
+MOST: list[int] = [0]
+
+
+class Layer(nn.Module):
+    """A unit that notes how many bytes of full parameters are alive when it is initialised."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(11, 11))
+        self.register_buffer("scale", torch.empty(11))
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight)
+        self.scale.fill_(2.0)
+        LIVE.append(weakref.ref(self.weight))
+        alive = sum(ref() is not None for ref in LIVE)
+        MOST[0] = max(MOST[0], alive)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ self.weight) * self.scale
+
+
+class Model(nn.Module):
+    """Layers with an embedding that is tied to the head, all on the meta device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(13, 11)
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+        self.head = nn.Linear(11, 13, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def _build(strategy: str, sizes: tuple[int, ...]) -> Any:
+    # Every rank has a seed of its own: weights must be the same all the same.
+    torch.manual_seed(dist.get_rank())
+    with torch.device("meta"):
+        model = Model()
+    mesh = mesh_of(*sizes)
+    for unit in [model.embedding, *model.layers, model.head]:
+        fully_shard(unit, mesh=mesh, sharding_strategy=strategy)
+    return fully_shard(model, mesh=mesh, sharding_strategy=strategy)
+
+
+def built_on_meta(strategy: str, sizes: tuple[int, ...]) -> tuple[dict[str, Any], int, bool, bool]:
+    """Full parameters, most layers alive in full, whether tied, whether a step trains."""
+    LIVE.clear()
+    MOST[0] = 0
+    model = _build(strategy, sizes)
+    full = {name: param.full_tensor() for name, param in model.named_parameters()}
+    tied = model.head.weight is model.embedding.weight
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(3):
+        loss = model(torch.arange(6)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    no_meta = not any(t.is_meta for t in [*model.parameters(), *model.buffers()])
+    return full, MOST[0], tied, no_meta and losses[2] < losses[0]
+
+
+@pytest.mark.parametrize("sizes", [(1,), (2,), (3,), (2, 2)])
+def test_a_meta_model_is_the_same_on_every_rank_and_peaks_at_one_unit(
+    pools: RankPools, sizes: tuple[int, ...]
+) -> None:
+    world_size = sizes[0] * sizes[-1] if len(sizes) == 2 else sizes[0]
+    for strategy in ("optim_grads_params", "no_shard"):
+        results = pools(world_size).run(built_on_meta, strategy, sizes)
+        first = results[0][0]
+        for full, most, tied, trains in results:
+            assert full.keys() == first.keys()
+            assert all(torch.equal(full[name], first[name]) for name in first)
+            assert len({float(value.sum()) for value in full.values()}) == len(full)
+            assert most == 1
+            assert tied
+            assert trains
+
+
+class Forgetful(Layer):
+    """A module that leaves a buffer out."""
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+
+
+def forgotten_buffer() -> str:
+    """What a buffer without values leads to."""
+    with torch.device("meta"):
+        module = Forgetful()
+    try:
+        fully_shard(module, mesh=mesh_of(1))
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_buffer_that_gets_no_values_is_named(pools: RankPools) -> None:
+    (said,) = pools(1).run(forgotten_buffer)
+    assert "buffer scale is on the meta device and reset_parameters() of Forgetful" in said

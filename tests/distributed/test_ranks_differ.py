@@ -1,0 +1,177 @@
+"""Ranks that shard or run different things: found and named, or made no difference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_fsdp_v2 import fully_shard
+from tests.distributed.meshes import mesh_of
+from tests.ranks import RankPools
+from tests.reference.models import Skipping, Stack
+
+
+def _said(call: Any) -> str:
+    try:
+        call()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def _wrapped(model: Any, units: list[nn.Module], **options: Any) -> Any:
+    mesh = mesh_of(dist.get_world_size())
+    for unit in units:
+        fully_shard(unit, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def different_units() -> dict[str, str]:
+    """What each difference in wrapping leads to at the first forward."""
+    rank, x = dist.get_rank(), torch.ones(2, 5)
+    said = {}
+    torch.manual_seed(0)
+    model = Stack()
+    model = _wrapped(model, list(model.blocks)[: 2 + rank])
+    said["units"] = _said(lambda: model(x))
+    torch.manual_seed(0)
+    model = Stack()
+    granularity = "row" if rank else "tensor"
+    model = _wrapped(model, list(model.blocks), shard_granularity=granularity)
+    said["options"] = _said(lambda: model(x))
+    torch.manual_seed(rank)
+    model = Stack()
+    model = _wrapped(model, list(model.blocks), sharding_strategy="no_shard")
+    said["weights"] = _said(lambda: model(x))
+    torch.manual_seed(rank)
+    model = Stack()
+    model = _wrapped(model, list(model.blocks), sharding_strategy="no_shard", check_ranks="never")
+    said["never"] = _said(lambda: model(x))
+    return said
+
+
+def test_ranks_that_shard_different_things_say_so_at_the_first_use(pools: RankPools) -> None:
+    for said in pools(2).run(different_units):
+        assert "ranks differ" in said["units"]
+        assert "blocks.2" in said["units"]
+        assert "ranks differ at unit" in said["options"]
+        assert "copies of one weight must start equal" in said["weights"]
+        assert "ranks differ at unit" in said["weights"]
+        assert said["never"] == "no error"
+
+
+def first_use_traffic() -> tuple[int, int]:
+    """Collectives of the comparison at the first forward, and at the second."""
+    torch.manual_seed(0)
+    model = Stack()
+    model = _wrapped(model, list(model.blocks), sharding_strategy="no_shard")
+    counts = []
+    for _ in range(2):
+        with torch.profiler.profile() as profile:
+            model(torch.ones(2, 5))
+        names = [event.name for event in profile.events()]
+        counts.append(sum(name == "gloo:all_gather" for name in names))
+    return counts[0], counts[1]
+
+
+def test_the_comparison_is_one_small_collective_once(pools: RankPools) -> None:
+    assert set(pools(2).run(first_use_traffic)) == {(1, 0)}
+
+
+def skipped_on_one_rank() -> str:
+    """At ZeRO-3, with the check on, rank 1 leaves out a unit."""
+    torch.manual_seed(0)
+    model = Skipping()
+    model = _wrapped(model, list(model.blocks), check_ranks="always")
+    model.skip = 1 if dist.get_rank() == 1 else None
+    return _said(lambda: model(torch.ones(2, 5)))
+
+
+def test_a_unit_skipped_on_one_rank_at_zero_3_is_named(pools: RankPools) -> None:
+    first, second = pools(2).run(skipped_on_one_rank)
+    assert first.startswith(
+        "rank 0 is about to gather blocks.1 (Block) where rank 1 is about to gather blocks.2"
+    )
+    assert second.startswith("rank 1 is about to gather blocks.2 (Block) where rank 0 is about to")
+    assert "must run on every rank" in first
+
+
+def steps_with_checks(strategy: str) -> list[float]:
+    """Losses with the check before every collective."""
+    torch.manual_seed(0)
+    model = Stack()
+    model = _wrapped(model, list(model.blocks), sharding_strategy=strategy, check_ranks="always")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    losses = []
+    for _ in range(3):
+        loss = model(torch.ones(2, 5)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    return losses
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads", "optim_grads_params"])
+def test_the_check_before_every_collective_passes_where_ranks_agree(
+    pools: RankPools, strategy: str
+) -> None:
+    for losses in pools(2).run(steps_with_checks, strategy):
+        assert losses[0] > losses[1] > losses[2]
+
+
+def unused_everywhere(strategy: str) -> tuple[list[bool], list[bool]]:
+    """Which gradients exist where a block was left out on all ranks, and where on one."""
+    torch.manual_seed(0)
+    model = Skipping()
+    model = _wrapped(model, list(model.blocks), sharding_strategy=strategy)
+    found = []
+    for skips in (True, dist.get_rank() == 0):
+        model.zero_grad()
+        model.skip = 1 if skips else None
+        model(torch.ones(2, 5)).square().mean().backward()
+        block = model.blocks[1]
+        found.append([p.grad is not None for p in block.parameters() if p.to_local().numel()])
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
+def test_a_unit_left_out_everywhere_has_no_gradient_and_one_left_out_somewhere_has(
+    pools: RankPools, strategy: str
+) -> None:
+    for nowhere, somewhere in pools(2).run(unused_everywhere, strategy):
+        assert nowhere
+        assert not any(nowhere)
+        assert all(somewhere)
+
+
+def evaluations_of_one_rank(strategy: str) -> list[float]:
+    """Rank 1 evaluates three times as often as rank 0 in every step."""
+    torch.manual_seed(0)
+    model = Stack()
+    model = _wrapped(model, list(model.blocks), sharding_strategy=strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    losses = []
+    for _ in range(3):
+        loss = model(torch.ones(2, 5)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for _ in range(1 + 2 * dist.get_rank()):
+            with torch.no_grad():
+                model(torch.ones(3, 5))
+        losses.append(float(loss))
+    return losses
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
+def test_unequal_numbers_of_evaluations_need_no_partner_below_zero_3(
+    pools: RankPools, strategy: str
+) -> None:
+    first, second = pools(2).run(evaluations_of_one_rank, strategy)
+    assert first == second
+    assert first[0] > first[2]

@@ -48,3 +48,4 @@ test-gpu: setup ## the tests that need a GPU
 
 bench: setup ## benchmark against peers on this machine
 	@$(PY) -m benchmarks
+	@$(PY) -m benchmarks.host_time

@@ -36,6 +36,11 @@ def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
     """
     if isinstance(value, torch.Tensor):
         return function(value)
+    if type(value) in (tuple, dict) and not value:
+        return value
+    if type(value) is tuple and all(isinstance(item, torch.Tensor) for item in value):
+        # What most forwards take; the general walk costs more than a small layer.
+        return tuple(function(item) for item in value)
 
     def visit(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
@@ -108,14 +113,16 @@ def watch_inputs(watcher: _Watcher, args: Any, kwargs: Any) -> tuple[Any, Any]:
             found.append(tensor)
         return tensor
 
-    map_tensors(note, (args, kwargs))
+    for value in (args, kwargs):
+        map_tensors(note, value)
     if not found:
         return args, kwargs
     routed = iter(_PostBackward.apply(watcher, *found))  # type: ignore[no-untyped-call]
-    result: tuple[Any, Any] = map_tensors(
-        lambda t: next(routed) if t.requires_grad else t, (args, kwargs)
-    )
-    return result
+
+    def route(tensor: torch.Tensor) -> Any:
+        return next(routed) if tensor.requires_grad else tensor
+
+    return map_tensors(route, args), map_tensors(route, kwargs)
 
 
 def watch_outputs(watcher: _Watcher, output: Any) -> bool:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -119,7 +120,7 @@ class ParameterGroup:
         self._locals = [_local(param) for param in self.sharded_params]
         self.unsharded_params = [self._unsharded(index) for index in range(len(owned))]
         self._main_grad_views: list[torch.Tensor] | None = None
-        self._grad_dtensors: list[UnevenDTensor | None] = [None] * len(owned)
+        self._grad_dtensors: list[UnevenDTensor | None] | None = None
         self._may_be_unused = False
         self._num_holders = 0
         self._gathering: Ticket | None = None
@@ -209,9 +210,10 @@ class ParameterGroup:
             return
         self._gathering.wait()
         self._gathering = None
-        for sharded, unsharded in zip(self.sharded_params, self.unsharded_params, strict=True):
-            if unsharded.requires_grad != sharded.requires_grad:
-                unsharded.requires_grad_(sharded.requires_grad)
+        with _plain_attributes():
+            for sharded, unsharded in zip(self.sharded_params, self.unsharded_params, strict=True):
+                if unsharded.requires_grad != sharded.requires_grad:
+                    unsharded.requires_grad_(sharded.requires_grad)
         self.registrations.install(self.unsharded_params)
 
     def reshard(self) -> None:
@@ -252,12 +254,12 @@ class ParameterGroup:
             self._refreshing = None
 
     def _versions(self) -> tuple[int, ...]:
-        return tuple(
-            itertools.chain.from_iterable(
-                (p._version, p._local_tensor._version)  # type: ignore[attr-defined]
-                for p in self.sharded_params
+        with _plain_attributes():
+            return tuple(
+                itertools.chain.from_iterable(
+                    (param._version, _local(param)._version) for param in self.sharded_params
+                )
             )
-        )
 
     # -- parameters that were changed from outside ---------------------------------------------
 
@@ -447,17 +449,18 @@ class ParameterGroup:
             overwrites it (none is).
         """
         assert self.grads is not None
-        present = [p.grad is not None for p in self.sharded_params]
-        if not any(present):
+        with _plain_attributes():
+            grads = [param.grad for param in self.sharded_params]
+        if all(grad is None for grad in grads):
             return False
-        for index, param in enumerate(self.sharded_params):
-            view = self.main_grad_views[index]
+        owns = self._grad_dtensors or [None] * len(grads)
+        for view, grad, own in zip(self.main_grad_views, grads, owns, strict=True):
             if view.numel() == 0:
                 continue
-            if param.grad is None:
+            if grad is None:
                 view.zero_()
-            elif param.grad is not self._grad_dtensors[index]:
-                view.copy_(_local(param.grad))
+            elif grad is not own:
+                view.copy_(_local(grad))
         return True
 
     @property
@@ -474,17 +477,24 @@ class ParameterGroup:
 
         An empty tensor in a fused multi-tensor optimizer's list can corrupt its neighbours.
         """
-        for index, param in enumerate(self.sharded_params):
-            view = self.main_grad_views[index]
-            if view.numel() == 0 or not param.requires_grad:
-                continue
-            dtensor = self._grad_dtensors[index]
-            if dtensor is None:
-                dtensor = UnevenDTensor.from_rows(
-                    view, self.mesh, self._row_shards[index], tuple(param.shape)
-                )
-                self._grad_dtensors[index] = dtensor
-            param.grad = dtensor
+        if self._grad_dtensors is None:
+            self._grad_dtensors = [self._grad_dtensor(i) for i in range(len(self.names))]
+        with _plain_attributes():
+            for param, dtensor in zip(self.sharded_params, self._grad_dtensors, strict=True):
+                if dtensor is not None and param.requires_grad:
+                    param.grad = dtensor
+
+    def _grad_dtensor(self, index: int) -> UnevenDTensor | None:
+        view = self.main_grad_views[index]
+        if view.numel() == 0:
+            return None
+        shape = tuple(self.sharded_params[index].shape)
+        return UnevenDTensor.from_rows(view, self.mesh, self._row_shards[index], shape)
+
+
+def _plain_attributes() -> AbstractContextManager[Any]:
+    """Read and write `grad`, `requires_grad`, ... of DTensors without their Python dispatch."""
+    return torch._C.DisableTorchFunctionSubclass()
 
 
 def _local(dtensor: torch.Tensor) -> torch.Tensor:

@@ -169,7 +169,7 @@ EXPECTED = {
     "tied": "parameter up.weight of blocks.1/0 (registered as weight of Linear) was tied to",
     "size": "shape (3, 7) before, (4, 7) now",
     "removed": "was removed after fully_shard",
-    "plain dtype": "torch.float32 before, torch.bfloat16 now",
+    "plain dtype": "changed from torch.float32 to torch.bfloat16; keep its dtype",
     "data": "cannot take the data of a tensor of shape (4, 7)",
 }
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
 __all__ = ["Allocator", "PlainAllocator", "TemporaryBuffer", "alias_of"]
 
 
+@runtime_checkable
 class TemporaryBuffer(Protocol):
     """A flat buffer that is given memory and loses it, again and again.
 

@@ -1,134 +1,41 @@
-"""Collectives behind one small interface: issue, get a ticket, wait.
+"""How devices differ: processes with gloo on a CPU, streams with NCCL on CUDA.
 
-This is the only file that knows how devices differ. On CUDA a collective runs on a side stream
-and waiting is an event; on a CPU it is an asynchronous operation of the process group.
+This is the only file that knows. The interface is in `comm_interface.py`; which stream waits for
+which is in `comm_streams.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import enum
+import functools
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from megatron_fsdp_v2.comm_interface import (
+    DONE,
+    Axis,
+    Communicator,
+    Lane,
+    Ticket,
+    gather_alone,
+    store,
+)
+from megatron_fsdp_v2.comm_streams import Stream, StreamCommunicator
 
 __all__ = [
     "DONE",
     "Axis",
     "Communicator",
     "CpuCommunicator",
-    "CudaCommunicator",
+    "CudaStreams",
     "Lane",
+    "NcclCollectives",
     "Ticket",
     "communicator_for",
-    "store_scaled",
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class Axis:
-    """One axis of the data-parallel mesh as this rank sees it.
-
-    Attributes:
-        group: Its process group.
-        size: Ranks along it.
-        rank: This rank's coordinate on it.
-    """
-
-    group: dist.ProcessGroup
-    size: int
-    rank: int
-
-
-class Lane(enum.Enum):
-    """Independent queues of communication; each is a stream of its own on a GPU."""
-
-    UNSHARD = "unshard"
-    REDUCE = "reduce"
-    OUTER = "outer"
-
-
-class Ticket(Protocol):
-    """A collective under way."""
-
-    def wait(self) -> None:
-        """Order what the caller does next after the collective. Harmless when repeated."""
-        ...
-
-
-class Communicator(Protocol):
-    """The three collectives data parallelism needs.
-
-    With `async_op=False` the result is in place when the call returns. Tensors passed in must
-    stay allocated until the ticket has been waited for; the ticket holds references to them.
-    """
-
-    def all_gather(
-        self, output: torch.Tensor, shard: torch.Tensor, axis: Axis, lane: Lane, *, async_op: bool
-    ) -> Ticket:
-        """Fill `output` with the shards of all ranks, in rank order.
-
-        Args:
-            output: Flat, `axis.size * shard.numel()` elements.
-            shard: Flat, this rank's part, of the same dtype; may be a view of `output`.
-            axis: Ranks that take part.
-            lane: Queue to run in.
-            async_op: Whether to return before it is done.
-        """
-        ...
-
-    def reduce_scatter(
-        self,
-        into: torch.Tensor,
-        full: torch.Tensor,
-        axis: Axis,
-        lane: Lane,
-        *,
-        scale: float,
-        accumulate: bool,
-        async_op: bool,
-    ) -> Ticket:
-        """Put (or add) `scale` times the sum over ranks of this rank's slice of `full`.
-
-        Args:
-            into: Flat, `full.numel() / axis.size` elements of any floating dtype.
-            full: Flat, in the dtype of the wire; its content is consumed.
-            axis: Ranks that take part.
-            lane: Queue to run in.
-            scale: Factor applied once to the sum.
-            accumulate: Add to `into` instead of overwriting it.
-            async_op: Whether to return before it is done.
-        """
-        ...
-
-    def all_reduce(
-        self,
-        into: torch.Tensor,
-        full: torch.Tensor,
-        axis: Axis,
-        lane: Lane,
-        *,
-        scale: float,
-        accumulate: bool,
-        async_op: bool,
-    ) -> Ticket:
-        """Put (or add) `scale` times the sum over ranks of `full`. See `reduce_scatter`."""
-        ...
-
-    def flush(self) -> None:
-        """Order everything issued so far before what the caller does next."""
-        ...
-
-
-class _DoneTicket:
-    def wait(self) -> None:
-        return None
-
-
-DONE: Ticket = _DoneTicket()
 
 
 class _WorkTicket:
@@ -150,16 +57,6 @@ class _WorkTicket:
         self._keep = ()
 
 
-def store_scaled(into: torch.Tensor, value: torch.Tensor, scale: float, accumulate: bool) -> None:
-    """`into = scale * value`, or `into += scale * value`, in the dtype of `into`."""
-    if accumulate:
-        into.add_(value.to(into.dtype), alpha=scale)
-    else:
-        into.copy_(value)
-        if scale != 1.0:
-            into.mul_(scale)
-
-
 class CpuCommunicator:
     """Collectives of a CPU process group (gloo)."""
 
@@ -169,8 +66,7 @@ class CpuCommunicator:
         """See `Communicator.all_gather`."""
         del lane
         if axis.size == 1:
-            if output.data_ptr() != shard.data_ptr():
-                output.copy_(shard)
+            gather_alone(output, shard)
             return DONE
         work = dist.all_gather_into_tensor(output, shard, group=axis.group, async_op=True)
         return self._issued(work, None, (output, shard), async_op)
@@ -193,7 +89,7 @@ class CpuCommunicator:
         """
         del lane
         if axis.size == 1:
-            store_scaled(into, full, scale, accumulate)
+            store(into, full, scale, accumulate)
             return DONE
         received = torch.empty_like(full)
         work = dist.all_to_all_single(received, full, group=axis.group, async_op=True)
@@ -224,11 +120,11 @@ class CpuCommunicator:
         """See `Communicator.all_reduce`."""
         del lane
         if axis.size == 1:
-            _store_in_place(into, full, scale, accumulate)
+            store(into, full, scale, accumulate)
             return DONE
         work = dist.all_reduce(full, group=axis.group, async_op=True)
         return self._issued(
-            work, lambda: _store_in_place(into, full, scale, accumulate), (full, into), async_op
+            work, lambda: store(into, full, scale, accumulate), (full, into), async_op
         )
 
     def flush(self) -> None:
@@ -244,139 +140,69 @@ class CpuCommunicator:
         return ticket
 
 
-def _store_in_place(into: torch.Tensor, full: torch.Tensor, scale: float, accumulate: bool) -> None:
-    """`store_scaled`, where `into` may be `full` itself."""
-    if into.data_ptr() == full.data_ptr() and into.dtype == full.dtype:
-        if scale != 1.0:
-            into.mul_(scale)
-    else:
-        store_scaled(into, full, scale, accumulate)
+class CudaStreams:
+    """Streams of the current CUDA device. See `comm_streams.StreamDevice`."""
 
+    def new_stream(self, name: str) -> Stream:
+        """Make a stream whose work goes before computation where both are ready."""
+        del name
+        # Computation waits for communication, never the other way round for long.
+        stream: Stream = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
+        return stream
 
-class _EventTicket:
-    """Work on a side stream; the waiting stream waits for an event, the host for nothing."""
+    def current_stream(self) -> Stream:
+        """The stream that operations are queued on now."""
+        return torch.cuda.current_stream()
 
-    def __init__(self, event: torch.cuda.Event, keep: tuple[Any, ...]) -> None:
-        self._event: torch.cuda.Event | None = event
-        self._keep = keep
-
-    def wait(self) -> None:
-        if self._event is not None:
-            torch.cuda.current_stream().wait_event(self._event)
-        self._event = None
-        self._keep = ()
-
-
-class CudaCommunicator:
-    """Collectives of NCCL, each lane on a side stream.
-
-    Every buffer is allocated on the compute stream. A lane first waits for the compute stream,
-    so that memory reused from earlier work is free and inputs are written; whoever waits for the
-    ticket orders the compute stream after the lane, so that memory it frees may be reused.
-    """
-
-    def __init__(self) -> None:
-        self._streams = {lane: _new_stream() for lane in Lane}
-
-    def all_gather(
-        self, output: torch.Tensor, shard: torch.Tensor, axis: Axis, lane: Lane, *, async_op: bool
-    ) -> Ticket:
-        """See `Communicator.all_gather`."""
-        if axis.size == 1:
-            if output.data_ptr() != shard.data_ptr():
-                output.copy_(shard)
-            return DONE
-        with self._lane(lane, async_op):
-            dist.all_gather_into_tensor(output, shard, group=axis.group)
-            return self._ticket((output, shard), async_op)
-
-    def reduce_scatter(
-        self,
-        into: torch.Tensor,
-        full: torch.Tensor,
-        axis: Axis,
-        lane: Lane,
-        *,
-        scale: float,
-        accumulate: bool,
-        async_op: bool,
-    ) -> Ticket:
-        """See `Communicator.reduce_scatter`."""
-        if axis.size == 1:
-            store_scaled(into, full, scale, accumulate)
-            return DONE
-        direct = into.dtype == full.dtype and not accumulate
-        shard = into if direct else torch.empty_like(full[: into.numel()])
-        with self._lane(lane, async_op):
-            op, left = _scaled_sum(full, scale)
-            dist.reduce_scatter_tensor(shard, full, op=op, group=axis.group)
-            if not direct:
-                store_scaled(into, shard, left, accumulate)
-            elif left != 1.0:
-                into.mul_(left)
-            return self._ticket((into, full, shard), async_op)
-
-    def all_reduce(
-        self,
-        into: torch.Tensor,
-        full: torch.Tensor,
-        axis: Axis,
-        lane: Lane,
-        *,
-        scale: float,
-        accumulate: bool,
-        async_op: bool,
-    ) -> Ticket:
-        """See `Communicator.all_reduce`."""
-        if axis.size == 1:
-            _store_in_place(into, full, scale, accumulate)
-            return DONE
-        with self._lane(lane, async_op):
-            op, left = _scaled_sum(full, scale)
-            dist.all_reduce(full, op=op, group=axis.group)
-            _store_in_place(into, full, left, accumulate)
-            return self._ticket((into, full), async_op)
-
-    def flush(self) -> None:
-        """Make the current stream wait for every lane."""
-        for stream in self._streams.values():
-            torch.cuda.current_stream().wait_stream(stream)
-
-    def _lane(self, lane: Lane, async_op: bool) -> contextlib.AbstractContextManager[Any]:
-        if not async_op:
-            return contextlib.nullcontext()
-        stream = self._streams[lane]
-        stream.wait_stream(torch.cuda.current_stream())
+    def use(self, stream: Stream) -> contextlib.AbstractContextManager[Any]:
+        """Queue operations on a stream while the context lasts."""
+        assert isinstance(stream, torch.cuda.Stream)
         return torch.cuda.stream(stream)
 
-    @staticmethod
-    def _ticket(keep: tuple[Any, ...], async_op: bool) -> Ticket:
-        if not async_op:
-            return DONE
-        return _EventTicket(torch.cuda.current_stream().record_event(), keep)
+
+class NcclCollectives:
+    """Collectives of NCCL on the current stream. See `comm_streams.Collectives`."""
+
+    @property
+    def scaled_dtypes(self) -> frozenset[torch.dtype]:
+        """NCCL multiplies these before it sums.
+
+        bf16 is multiplied before it is handed over, so that the sum stays in the range of its
+        terms whatever the algorithm NCCL picks.
+        """
+        return frozenset((torch.float32, torch.float16, torch.float64))
+
+    def all_gather(self, output: torch.Tensor, shard: torch.Tensor, axis: Axis) -> None:
+        """Fill `output` with the shards of all ranks."""
+        dist.all_gather_into_tensor(output, shard, group=axis.group)
+
+    def reduce_scatter(
+        self, output: torch.Tensor, full: torch.Tensor, axis: Axis, scale: float
+    ) -> None:
+        """Fill `output` with `scale` times the sum over ranks of this rank's slice of `full`."""
+        dist.reduce_scatter_tensor(output, full, op=_scaled_sum(scale), group=axis.group)
+
+    def all_reduce(self, full: torch.Tensor, axis: Axis, scale: float) -> None:
+        """Replace `full` by `scale` times its sum over ranks."""
+        dist.all_reduce(full, op=_scaled_sum(scale), group=axis.group)
 
 
-def _new_stream() -> torch.cuda.Stream:
-    # Communication goes before computation where both are ready: computation waits for it.
-    return torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
-
-
-def _scaled_sum(full: torch.Tensor, scale: float) -> tuple[Any, float]:
-    """The reduce op that applies `scale`, and the factor left to apply afterwards.
-
-    NCCL multiplies fp32 and fp16 inputs before it sums. For bf16 the factor is applied to the
-    input first, so that the sum stays in the range of its terms.
-    """
+def _scaled_sum(scale: float) -> Any:
     if scale == 1.0:
-        return dist.ReduceOp.SUM, 1.0
-    if full.dtype in (torch.float32, torch.float16, torch.float64):
-        return dist._make_nccl_premul_sum(scale), 1.0  # type: ignore[attr-defined]
-    full.mul_(scale)
-    return dist.ReduceOp.SUM, 1.0
+        return dist.ReduceOp.SUM
+    return dist._make_nccl_premul_sum(scale)  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _cuda_communicator(device: torch.device) -> StreamCommunicator:
+    # One for all units: streams come from a pool of 32, and with three for every unit a lane of
+    # one unit would share its stream with another lane of another unit.
+    with torch.cuda.device(device):
+        return StreamCommunicator(CudaStreams(), NcclCollectives())
 
 
 def communicator_for(device: torch.device) -> Communicator:
-    """The communicator for a device type.
+    """The communicator for a device; on CUDA one for all that is sharded on that device.
 
     Raises:
         ValueError: The device type is neither `cpu` nor `cuda`.
@@ -384,5 +210,5 @@ def communicator_for(device: torch.device) -> Communicator:
     if device.type == "cpu":
         return CpuCommunicator()
     if device.type == "cuda":
-        return CudaCommunicator()
+        return _cuda_communicator(device)
     raise ValueError(f"fully_shard runs on 'cuda' and 'cpu' meshes, got {device.type!r}")

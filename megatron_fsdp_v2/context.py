@@ -11,7 +11,7 @@ from megatron_fsdp_v2.reduction_queue import MAX_LIVE_UNITS, ReductionQueue, Tur
 
 if TYPE_CHECKING:
     from megatron_fsdp_v2.allocator import Allocator
-    from megatron_fsdp_v2.comm import Communicator
+    from megatron_fsdp_v2.comm_interface import Communicator
     from megatron_fsdp_v2.rank_checks import CheckRanks
 
 __all__ = ["Context", "ExecutionOrder"]

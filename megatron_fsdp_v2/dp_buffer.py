@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_fsdp_v2.allocator import alias_of
-from megatron_fsdp_v2.comm import Axis
+from megatron_fsdp_v2.comm_interface import Axis
 from megatron_fsdp_v2.layout import BufferLayout
 from megatron_fsdp_v2.placement import Placement
 from megatron_fsdp_v2.uneven_dtensor import Holders, RowShards

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from megatron_fsdp_v2.allocator import Allocator, TemporaryBuffer
-from megatron_fsdp_v2.comm import DONE, Axis, Communicator, Lane, Ticket, store_scaled
+from megatron_fsdp_v2.comm_interface import DONE, Axis, Communicator, Lane, Ticket, store
 from megatron_fsdp_v2.dp_buffer import DataParallelBuffer, ShardGrid, Span
 from megatron_fsdp_v2.layout import BufferLayout
 from megatron_fsdp_v2.mixed_precision import GroupDtypes
@@ -168,7 +168,7 @@ class GroupGrads:
         self.filled = [False] * len(self.filled)
         if not self.reduces:
             own = self._full.piece(self._main_span)
-            store_scaled(self.main.tensor, own, 1.0, accumulate)
+            store(self.main.tensor, own, 1.0, accumulate)
             return DONE
         if self._partial is not None:
             accumulate = self._partial_is_valid

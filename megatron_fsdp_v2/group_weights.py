@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from megatron_fsdp_v2.allocator import Allocator, TemporaryBuffer
-from megatron_fsdp_v2.comm import DONE, Axis, Communicator, Lane, Ticket
+from megatron_fsdp_v2.comm_interface import DONE, Axis, Communicator, Lane, Ticket
 from megatron_fsdp_v2.dp_buffer import DataParallelBuffer, ShardGrid, Span
 from megatron_fsdp_v2.layout import BufferLayout
 from megatron_fsdp_v2.mixed_precision import GroupDtypes

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 if TYPE_CHECKING:
-    from megatron_fsdp_v2.comm import Axis
+    from megatron_fsdp_v2.comm_interface import Axis
     from megatron_fsdp_v2.registration import OwnedParameter
 
 __all__ = ["materialise"]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from megatron_fsdp_v2.allocator import Allocator
-    from megatron_fsdp_v2.comm import Axis, Communicator, Ticket
+    from megatron_fsdp_v2.comm_interface import Axis, Communicator, Ticket
     from megatron_fsdp_v2.placement import AxisPlacements
 
 __all__ = ["GroupSpec", "ParameterGroup"]

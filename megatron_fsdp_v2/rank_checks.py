@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp_v2.comm import Axis
+from megatron_fsdp_v2.comm_interface import Axis
 
 __all__ = ["CheckRanks", "UnitRecord", "checksum", "compare_steps", "compare_units"]
 

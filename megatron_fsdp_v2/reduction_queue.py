@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from megatron_fsdp_v2.comm import Ticket
+    from megatron_fsdp_v2.comm_interface import Ticket
     from megatron_fsdp_v2.param_group import ParameterGroup
 
 __all__ = ["MAX_LIVE_UNITS", "Reduction", "ReductionQueue", "Turns"]

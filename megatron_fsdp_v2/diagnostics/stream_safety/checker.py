@@ -1,0 +1,198 @@
+"""Happens-before by vector clocks, and the pairs of operations it does not order."""
+
+from __future__ import annotations
+
+import enum
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import override
+
+from megatron_fsdp_v2.diagnostics.stream_safety.schedule import (
+    Allocation,
+    Buffer,
+    EventRecord,
+    EventWait,
+    Free,
+    Operation,
+    Record,
+    Region,
+    Schedule,
+    StreamWait,
+)
+
+__all__ = ["Fault", "Violation", "find_violations"]
+
+
+class Fault(enum.Enum):
+    """What is wrong with a pair of operations on one buffer."""
+
+    UNORDERED = "not ordered"
+    """Two accesses, at least one of them a write, on streams that do not wait for each other."""
+    PREMATURE_FREE = "freed too early"
+    """Memory is freed while an access on another stream may still be under way."""
+    UNORDERED_MEMORY = "memory not its own yet"
+    """An access, or the next owner of the memory, does not wait for what came before."""
+    USE_AFTER_FREE = "used after it was freed"
+    """The host queued an access to a buffer without memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """Two records that no chain of waits orders, on memory that they share.
+
+    Attributes:
+        fault: What is wrong.
+        buffer: The memory.
+        first: Position of the earlier record in the schedule.
+        second: Position of the later one.
+        schedule: Where they are.
+    """
+
+    fault: Fault
+    buffer: Buffer
+    first: int
+    second: int
+    schedule: Schedule = field(repr=False)
+
+    @override
+    def __str__(self) -> str:
+        """The buffer, both operations, and the wait that is missing."""
+        earlier, later = (self.schedule.records[i] for i in (self.first, self.second))
+        pair = (
+            f"{self.buffer.name}: {self.fault.value}: #{self.first} {_told(earlier, self.buffer)}, "
+            f"then #{self.second} {_told(later, self.buffer)}"
+        )
+        if self.fault is Fault.USE_AFTER_FREE:
+            return f"{pair}; give it memory in between, or free it after the last use"
+        return (
+            f"{pair}; {later.stream!r} has to wait for {earlier.stream!r}: an event recorded "
+            f"after #{self.first} and waited for before #{self.second}"
+        )
+
+
+def _told(record: Record, buffer: Buffer) -> str:
+    if isinstance(record, Allocation):
+        return f"allocation on {record.stream!r}"
+    if isinstance(record, Free):
+        return f"free on {record.stream!r}"
+    assert isinstance(record, Operation)
+    writes = any(region.buffer is buffer for region in record.writes)
+    return f"{record.name} on {record.stream!r} ({'writes' if writes else 'reads'} it)"
+
+
+@dataclass(slots=True)
+class _Access:
+    index: int
+    region: Region
+    is_write: bool
+    is_allocation: bool = False
+
+
+@dataclass(slots=True)
+class _History:
+    """What happened to a buffer since it got its memory, by stream."""
+
+    accesses: defaultdict[str, list[_Access]] = field(default_factory=lambda: defaultdict(list))
+    freed_at: int | None = None
+
+
+class _Checker:
+    """Walks a schedule once.
+
+    A stream's clock says, for every stream, up to which record that stream's work is known to be
+    done before what comes next on this one.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+        self._clocks: defaultdict[str, dict[str, int]] = defaultdict(dict)
+        self._events: dict[int, dict[str, int]] = {}
+        self._histories: defaultdict[Buffer, _History] = defaultdict(_History)
+        self._found: dict[tuple[Buffer, int, int], Violation] = {}
+
+    def run(self) -> list[Violation]:
+        for index, record in enumerate(self._schedule.records):
+            self._clocks[record.stream][record.stream] = index
+            if isinstance(record, EventRecord):
+                self._events[record.event] = dict(self._clocks[record.stream])
+            elif isinstance(record, EventWait):
+                self._merge(record.stream, self._events[record.event])
+            elif isinstance(record, StreamWait):
+                self._merge(record.stream, self._clocks[record.awaited])
+            elif isinstance(record, Operation):
+                self._operate(index, record)
+            elif isinstance(record, Allocation):
+                self._allocate(index, record)
+            else:
+                self._free(index, record)
+        return list(self._found.values())
+
+    def _merge(self, stream: str, other: dict[str, int]) -> None:
+        clock = self._clocks[stream]
+        for name, index in other.items():
+            clock[name] = max(clock.get(name, -1), index)
+
+    def _operate(self, index: int, operation: Operation) -> None:
+        # Writes first: an operation that reads and writes a buffer is reported as writing it.
+        for regions, is_write in ((operation.writes, True), (operation.reads, False)):
+            for region in regions:
+                history = self._histories[region.buffer]
+                if history.freed_at is not None:
+                    self._report(Fault.USE_AFTER_FREE, region.buffer, history.freed_at, index)
+                    continue
+                access = _Access(index, region, is_write)
+                self._compare(operation.stream, access, history, Fault.UNORDERED)
+                history.accesses[operation.stream].append(access)
+
+    def _allocate(self, index: int, allocation: Allocation) -> None:
+        access = _Access(index, Region(allocation.buffer), is_write=True, is_allocation=True)
+        old = self._histories[allocation.buffer]
+        # With a free in between, that was compared already; without, the memory changes hands.
+        self._compare(allocation.stream, access, old, Fault.UNORDERED_MEMORY)
+        self._histories[allocation.buffer] = new = _History()
+        new.accesses[allocation.stream].append(access)
+
+    def _free(self, index: int, free: Free) -> None:
+        history = self._histories[free.buffer]
+        if history.freed_at is not None:
+            self._report(Fault.USE_AFTER_FREE, free.buffer, history.freed_at, index)
+        access = _Access(index, Region(free.buffer), is_write=True)
+        self._compare(free.stream, access, history, Fault.PREMATURE_FREE)
+        self._histories[free.buffer] = _History(freed_at=index)
+
+    def _compare(self, stream: str, access: _Access, history: _History, fault: Fault) -> None:
+        """Report every earlier access that conflicts with this one and is not ordered before."""
+        clock = self._clocks[stream]
+        for other, accesses in history.accesses.items():
+            if other == stream:
+                continue
+            done = clock.get(other, -1)
+            for earlier in reversed(accesses):
+                if earlier.index <= done:
+                    break
+                if not (access.is_write or earlier.is_write):
+                    continue
+                if access.region.overlaps(earlier.region):
+                    found = Fault.UNORDERED_MEMORY if earlier.is_allocation else fault
+                    self._report(found, access.region.buffer, earlier.index, access.index)
+
+    def _report(self, fault: Fault, buffer: Buffer, first: int, second: int) -> None:
+        violation = Violation(fault, buffer, first, second, self._schedule)
+        self._found.setdefault((buffer, first, second), violation)
+
+
+def find_violations(schedule: Schedule) -> list[Violation]:
+    """Every pair of records on the same bytes that conflict and are not ordered.
+
+    Two records conflict when at least one of them writes, allocates or frees. They are ordered
+    when they are on one stream, or when a chain of events and waits leads from one to the other.
+    Buffers not allocated in the schedule are taken to have had memory, and all earlier work on
+    them to be done, when it starts.
+
+    Args:
+        schedule: As recorded, or written by hand.
+
+    Returns:
+        Violations in the order of their second record.
+    """
+    return _Checker(schedule).run()

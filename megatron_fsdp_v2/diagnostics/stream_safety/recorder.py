@@ -1,0 +1,315 @@
+"""Recorded streams: operations run at once on the CPU and are written down as if queued."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, override
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_fsdp_v2.allocator import TemporaryBuffer
+from megatron_fsdp_v2.comm import NcclCollectives
+from megatron_fsdp_v2.comm_interface import Axis
+from megatron_fsdp_v2.comm_streams import Stream
+from megatron_fsdp_v2.diagnostics.stream_safety.accesses import accesses_of
+from megatron_fsdp_v2.diagnostics.stream_safety.schedule import Buffer, Region, Schedule
+
+__all__ = ["COMPUTE", "OperationMode", "RecordedCollectives", "StreamRecorder", "WatchedBuffer"]
+
+COMPUTE = "compute"
+"""Name of the stream that everything outside of a lane runs on."""
+
+
+@dataclass(slots=True)
+class _Storage:
+    """A storage seen in an operation, and what the allocator of a GPU would know of it."""
+
+    ref: StorageWeakRef
+    buffer: Buffer
+    stream: str
+    has_memory: bool
+
+    @property
+    def is_dead(self) -> bool:
+        return bool(self.ref.expired())  # type: ignore[no-untyped-call]
+
+
+class RecordedStream:
+    """A stream by name. See `comm_streams.Stream`."""
+
+    def __init__(self, name: str, recorder: StreamRecorder) -> None:
+        self.name = name
+        self._recorder = recorder
+
+    def wait_stream(self, stream: Any, /) -> None:
+        """Write down that this stream waits for another one."""
+        self._recorder.settled.wait_stream(self.name, stream.name)
+
+    def record_event(self) -> int:
+        """Write down an event on this stream."""
+        return self._recorder.settled.record_event(self.name)
+
+    def wait_event(self, event: Any, /) -> None:
+        """Write down that this stream waits for an event."""
+        self._recorder.settled.wait_event(self.name, event)
+
+
+class StreamRecorder:
+    """A device whose streams write a schedule. See `comm_streams.StreamDevice`.
+
+    Memory is modelled as a caching allocator has it: a storage gets memory on the stream that is
+    current when it is made, and when it dies that stream may use the memory again at once.
+
+    Attributes:
+        schedule: What was recorded so far.
+    """
+
+    def __init__(self) -> None:
+        self.schedule = Schedule()
+        self._current = [RecordedStream(COMPUTE, self)]
+        self._names = {COMPUTE}
+        self._storages: dict[int, _Storage] = {}
+        self._num_unnamed = 0
+        self._is_paused = False
+
+    # -- the device ---------------------------------------------------------------------------
+
+    def new_stream(self, name: str) -> RecordedStream:
+        """Make a stream; a number is added to a name that is taken."""
+        unique, number = name, 1
+        while unique in self._names:
+            number += 1
+            unique = f"{name} {number}"
+        self._names.add(unique)
+        return RecordedStream(unique, self)
+
+    def current_stream(self) -> RecordedStream:
+        """The stream that operations are recorded on now."""
+        return self._current[-1]
+
+    @contextlib.contextmanager
+    def use(self, stream: Stream) -> Iterator[None]:
+        """Record operations on a stream while the context lasts."""
+        assert isinstance(stream, RecordedStream)
+        self._current.append(stream)
+        try:
+            yield
+        finally:
+            self._current.pop()
+
+    # -- operations ---------------------------------------------------------------------------
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether operations are not recorded at the moment."""
+        return self._is_paused
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Record no operations while the context lasts."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+    def operation(
+        self, name: str, reads: Iterable[torch.Tensor], writes: Iterable[torch.Tensor]
+    ) -> None:
+        """Write down work on the current stream, after the allocations of what is new in it.
+
+        Args:
+            name: What it is.
+            reads: Plain tensors it reads.
+            writes: Plain tensors it writes.
+        """
+        written = self._regions(name, writes, made_here=True)
+        read = self._regions(name, reads, made_here=False)
+        if not written and not read:
+            return
+        self.settled.operation(
+            self.current_stream().name, name, [r for r in read if r not in written], written
+        )
+
+    def _regions(
+        self, name: str, tensors: Iterable[torch.Tensor], *, made_here: bool
+    ) -> list[Region]:
+        regions: dict[Region, None] = {}
+        for tensor in tensors:
+            if tensor.numel() == 0 or tensor.device.type == "meta":
+                continue
+            storage = self._storage_of(tensor, name, made_here=made_here)
+            start = int(tensor.storage_offset()) * tensor.element_size()
+            strides = zip(tensor.shape, tensor.stride(), strict=True)
+            last = sum((size - 1) * int(stride) for size, stride in strides)
+            stop = start + (last + 1) * tensor.element_size()
+            regions[Region(storage.buffer, start, stop)] = None
+        return list(regions)
+
+    # -- memory -------------------------------------------------------------------------------
+
+    @property
+    def settled(self) -> Schedule:
+        """The schedule, after the frees of storages that died since the last record."""
+        for key in [key for key, storage in self._storages.items() if storage.is_dead]:
+            storage = self._storages.pop(key)
+            if storage.has_memory:
+                self.schedule.free(storage.stream, storage.buffer)
+        return self.schedule
+
+    def stop(self) -> None:
+        """Follow memory no longer: storages that die later are not freed in the schedule."""
+        assert self.settled is self.schedule
+        self._storages.clear()
+
+    def is_known(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor's storage was seen before."""
+        return tensor.untyped_storage()._cdata in self._storages
+
+    def _storage_of(self, tensor: torch.Tensor, maker: str, *, made_here: bool) -> _Storage:
+        untyped = tensor.untyped_storage()
+        found = self._storages.get(untyped._cdata)
+        if found is not None:
+            # The weak reference keeps this address from being used for another storage.
+            return found
+        self._num_unnamed += 1
+        origin = f"of {maker}" if made_here else "from before"
+        buffer = Buffer(f"tensor {self._num_unnamed} {origin}")
+        stream = self.current_stream().name if made_here else COMPUTE
+        # What died is settled first: its memory may be the new storage's.
+        schedule = self.settled
+        ref = StorageWeakRef(untyped)  # type: ignore[no-untyped-call]
+        found = _Storage(ref, buffer, stream, has_memory=True)
+        self._storages[untyped._cdata] = found
+        if made_here:
+            schedule.allocate(stream, buffer)
+        return found
+
+    def name(self, tensor: torch.Tensor, name: str, *, has_memory: bool = True) -> None:
+        """Give a tensor's storage a name for reports.
+
+        Args:
+            tensor: Any view of it.
+            name: The name.
+            has_memory: Whether it has memory, if it was not seen before.
+        """
+        is_new = not self.is_known(tensor)
+        storage = self._storage_of(tensor, "", made_here=False)
+        storage.buffer.name = name
+        if is_new and not has_memory:
+            storage.has_memory = False
+            self.schedule.free(storage.stream, storage.buffer)
+
+    def gains_memory(self, tensor: torch.Tensor) -> None:
+        """Write down that a storage is given memory on the current stream."""
+        storage = self._storage_of(tensor, "", made_here=False)
+        storage.stream, storage.has_memory = self.current_stream().name, True
+        self.settled.allocate(storage.stream, storage.buffer)
+
+    def loses_memory(self, tensor: torch.Tensor) -> None:
+        """Write down that a storage's memory is taken away."""
+        storage = self._storage_of(tensor, "", made_here=False)
+        self.settled.free(storage.stream, storage.buffer)
+        storage.has_memory = False
+
+
+class WatchedBuffer:
+    """A temporary buffer whose memory is followed. See `allocator.TemporaryBuffer`.
+
+    Args:
+        inner: The buffer.
+        recorder: What writes down that it gains and loses memory.
+    """
+
+    def __init__(self, inner: TemporaryBuffer, recorder: StreamRecorder) -> None:
+        self.inner = inner
+        self.tensor = inner.tensor
+        self._recorder = recorder
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the buffer has memory now."""
+        return self.inner.is_live
+
+    def acquire(self) -> torch.Tensor:
+        """Give the buffer memory."""
+        if not self.inner.is_live:
+            self._recorder.gains_memory(self.tensor)
+        return self.inner.acquire()
+
+    def release(self) -> None:
+        """Take the memory away."""
+        if self.inner.is_live:
+            self._recorder.loses_memory(self.tensor)
+        self.inner.release()
+
+
+class RecordedCollectives:
+    """Collectives of gloo, run at once and written down. See `comm_streams.Collectives`."""
+
+    def __init__(self, recorder: StreamRecorder) -> None:
+        self._recorder = recorder
+
+    @property
+    def scaled_dtypes(self) -> frozenset[torch.dtype]:
+        """What NCCL scales, so that the schedule is the one of a GPU."""
+        return NcclCollectives().scaled_dtypes
+
+    def all_gather(self, output: torch.Tensor, shard: torch.Tensor, axis: Axis) -> None:
+        """Fill `output` with the shards of all ranks."""
+        self._recorder.operation("all_gather", reads=[shard], writes=[output])
+        with self._recorder.paused():
+            dist.all_gather_into_tensor(output, shard, group=axis.group)
+
+    def reduce_scatter(
+        self, output: torch.Tensor, full: torch.Tensor, axis: Axis, scale: float
+    ) -> None:
+        """Fill `output` with `scale` times the sum over ranks of this rank's slice of `full`."""
+        self._recorder.operation("reduce_scatter", reads=[full], writes=[output])
+        with self._recorder.paused():
+            received = torch.empty_like(full)
+            dist.all_to_all_single(received, full, group=axis.group)
+            pieces = received.view(axis.size, -1)
+            # NCCL multiplies each term before it adds.
+            total = pieces[0].to(torch.promote_types(full.dtype, torch.float32), copy=True)
+            for piece in pieces[1:]:
+                total.add_(piece)
+            output.copy_(total.mul_(scale))
+
+    def all_reduce(self, full: torch.Tensor, axis: Axis, scale: float) -> None:
+        """Replace `full` by `scale` times its sum over ranks."""
+        self._recorder.operation("all_reduce", reads=[], writes=[full])
+        with self._recorder.paused():
+            dist.all_reduce(full, group=axis.group)
+            if scale != 1.0:
+                full.mul_(scale)
+
+
+class OperationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Writes down every operation of torch, forward and backward, while it is active."""
+
+    def __init__(self, recorder: StreamRecorder) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recorder = recorder
+
+    @override
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the operation, then write down what it read and wrote."""
+        if any(issubclass(cls, DTensor) for cls in types):
+            # DTensor goes first; what it does to local tensors comes by here again.
+            return NotImplemented
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if not self._recorder.is_paused:
+            found = accesses_of(func, args, kwargs, result)
+            if found is not None:
+                self._recorder.operation(str(func), found.reads, found.writes)
+        return result

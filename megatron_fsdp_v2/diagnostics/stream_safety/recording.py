@@ -1,0 +1,134 @@
+"""The entry: run steps of a sharded model on recorded streams."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from megatron_fsdp_v2.allocator import TemporaryBuffer
+from megatron_fsdp_v2.comm_interface import Communicator
+from megatron_fsdp_v2.comm_streams import StreamCommunicator
+from megatron_fsdp_v2.diagnostics.stream_safety.checker import Violation, find_violations
+from megatron_fsdp_v2.diagnostics.stream_safety.recorder import (
+    OperationMode,
+    RecordedCollectives,
+    StreamRecorder,
+    WatchedBuffer,
+)
+from megatron_fsdp_v2.diagnostics.stream_safety.schedule import Schedule
+from megatron_fsdp_v2.dp_buffer import DataParallelBuffer
+from megatron_fsdp_v2.fsdp_module import FSDPModule, unit_of
+
+__all__ = ["Recording", "record_streams"]
+
+
+class Recording:
+    """Steps that run on recorded streams.
+
+    Attributes:
+        recorder: The device.
+        collectives: Collectives on it.
+        communicator: The scheduling code of CUDA on both.
+    """
+
+    def __init__(self) -> None:
+        self.recorder = StreamRecorder()
+        self.collectives = RecordedCollectives(self.recorder)
+        self.communicator = StreamCommunicator(self.recorder, self.collectives)
+
+    @property
+    def schedule(self) -> Schedule:
+        """What was recorded so far."""
+        return self.recorder.settled
+
+    def violations(self) -> list[Violation]:
+        """Pairs of operations on the same memory that nothing orders; `str()` explains each."""
+        return find_violations(self.schedule)
+
+
+@contextlib.contextmanager
+def record_streams(module: nn.Module) -> Iterator[Recording]:
+    """Run what is inside on recorded streams, on a CPU and with gloo. Collective.
+
+        with record_streams(model) as recording:
+            step()
+        for violation in recording.violations():
+            print(violation)
+
+    The code that schedules communication on CUDA schedules it here. Numbers are those of
+    ordinary training up to the rounding of sums; operations are several times slower. Operations
+    of the calling thread are seen, those in backwards on a CPU included.
+
+    Args:
+        module: The root of a sharded model, at rest.
+
+    Yields:
+        The recording; its violations can be asked for inside and afterwards.
+
+    Raises:
+        ValueError: The module holds no unit, or one that is not on a CPU.
+    """
+    paths = {path: m for path, m in module.named_modules() if isinstance(m, FSDPModule)}
+    if not paths:
+        raise ValueError(
+            f"{type(module).__name__} holds no unit; call fully_shard on it and its layers first"
+        )
+    groups = [
+        (f"{path or 'root'}/{number}", group)
+        for path, m in paths.items()
+        for number, group in enumerate(unit_of(m).groups)
+    ]
+    for name, group in groups:
+        if group.main_weight.tensor.device.type != "cpu":
+            raise ValueError(
+                f"group {name} is on {group.main_weight.tensor.device}; record_streams needs a CPU "
+                "mesh, and the schedule it finds is that of a GPU (there is torch's CUDA sanitizer "
+                "for a model on a GPU)"
+            )
+    recording = Recording()
+    with contextlib.ExitStack() as undo:
+        for unit in map(unit_of, paths.values()):
+            undo.callback(setattr, unit.context, "communicator", unit.context.communicator)
+            unit.context.communicator = recording.communicator
+        holders = [
+            (f"{name} {kind}", holder)
+            for name, group in groups
+            for kind, holder in (("weights", group.weights), ("grads", group.grads))
+            if holder is not None
+        ]
+        for name, holder in holders:
+            _record_holder(name, holder, recording, undo)
+        with OperationMode(recording.recorder):
+            yield recording
+        for name, holder in holders:
+            # Again: main gradients are made in the first backward.
+            _name_buffers(name, holder, recording.recorder)
+        # Storages that died by now are freed in the schedule, those that die later are not.
+        recording.recorder.stop()
+
+
+def _record_holder(
+    name: str, holder: Any, recording: Recording, undo: contextlib.ExitStack
+) -> None:
+    """Put recorded things in the places of what communicates and of temporary buffers."""
+    _name_buffers(name, holder, recording.recorder)
+    for attribute, value in list(vars(holder).items()):
+        if isinstance(value, Communicator):
+            setattr(holder, attribute, recording.communicator)
+        elif isinstance(value, TemporaryBuffer):
+            setattr(holder, attribute, WatchedBuffer(value, recording.recorder))
+        else:
+            continue
+        undo.callback(setattr, holder, attribute, value)
+
+
+def _name_buffers(name: str, holder: Any, recorder: StreamRecorder) -> None:
+    for attribute, value in vars(holder).items():
+        label = f"{name} {attribute.removeprefix('_')}"
+        if isinstance(value, DataParallelBuffer) and attribute != "gathered":
+            recorder.name(value.tensor, label)
+        elif isinstance(value, TemporaryBuffer):
+            recorder.name(value.tensor, label, has_memory=value.is_live)

@@ -102,5 +102,10 @@ def alias_of(flat: torch.Tensor, offset: int, shape: tuple[int, ...]) -> torch.T
     """
     alias = torch.empty(0, dtype=flat.dtype, device=flat.device)
     stride = torch.empty(shape, device="meta").stride()
-    alias.set_(flat.untyped_storage(), flat.storage_offset() + offset, shape, stride)
+    storage = flat.untyped_storage()
+    nbytes = storage.nbytes()
+    alias.set_(storage, flat.storage_offset() + offset, shape, stride)
+    if storage.nbytes() != nbytes:
+        # `set_` makes an empty storage as large as the alias; it is to stay empty.
+        storage.resize_(nbytes)
     return alias

@@ -61,11 +61,12 @@ def errors_of_pattern(pattern: str, mesh_name: str, strategies: list[str]) -> di
     found = {}
     for strategy in strategies:
         trace = _sharded(pattern, strategy, mesh_name)
-        found[strategy] = _compare(trace, reference)
+        found[strategy] = compare(trace, reference)
     return found
 
 
-def _compare(trace: Trace, reference: Trace) -> float:
+def compare(trace: Trace, reference: Trace) -> float:
+    """The largest relative error of losses, evaluations, gradients and parameters."""
     errors = [abs(a - b) / abs(b) for a, b in zip(trace.losses, reference.losses, strict=True)]
     errors += [
         abs(a - b) / abs(b) for a, b in zip(trace.evaluations, reference.evaluations, strict=True)

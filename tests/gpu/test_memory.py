@@ -1,0 +1,68 @@
+"""Memory on CUDA, by the statistics of torch's allocator.
+
+At world size 1 nothing is gathered: what rests is whole weights and gradients, and what comes and
+goes is full gradient buffers, of which the sliding drain allows two units' worth.
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from megatron_fsdp_v2 import fully_shard
+from megatron_fsdp_v2.fsdp_module import unit_of
+from tests.gpu.marks import NEEDS_GPU
+from tests.parity.test_parity import STRATEGIES
+from tests.reference.models import Block
+
+pytestmark = NEEDS_GPU
+
+WIDTH = 1024
+NUM_UNITS = 8
+SLACK = 4 << 20
+"""Bytes for activations, rounding of the allocator, and what libraries keep."""
+
+
+def _warm_up() -> None:
+    """Have matrix libraries allocate their workspaces, in the forward's and backward's threads."""
+    layer = nn.Linear(WIDTH, WIDTH, device="cuda")
+    layer(torch.ones(4, WIDTH, device="cuda")).sum().backward()
+    torch.cuda.synchronize()
+
+
+def _step(model: Any) -> None:
+    model(torch.ones(4, WIDTH, device="cuda")).square().mean().backward()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_at_rest_and_at_its_peak_a_step_holds_what_the_layout_says(
+    mesh: DeviceMesh, strategy: str
+) -> None:
+    _warm_up()
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    model: Any = nn.Sequential(*(Block(WIDTH) for _ in range(NUM_UNITS))).cuda()
+    for module in [*model, model]:
+        fully_shard(module, mesh=mesh, sharding_strategy=strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(2):
+        _step(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.cuda.synchronize()
+    groups = [group for block in model for group in unit_of(block).groups]
+    expected = sum(group.weights.resting_nbytes + group.grads.resting_nbytes for group in groups)
+    resting = torch.cuda.memory_allocated() - before
+    assert expected <= resting <= expected * 1.02 + SLACK
+    torch.cuda.reset_peak_memory_stats()
+    _step(model)
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before - resting
+    unit = max(group.layout.numel * 4 for group in groups)
+    # Two full gradient buffers, and the gradients of one unit as autograd hands them over.
+    assert unit <= peak <= 3 * unit + SLACK

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 from collections import Counter
@@ -18,8 +19,10 @@ from megatron_fsdp_v2.comm_streams import StreamCommunicator
 from megatron_fsdp_v2.diagnostics.stream_safety import Fault, Recording, record_streams
 from megatron_fsdp_v2.diagnostics.stream_safety.schedule import Free
 from megatron_fsdp_v2.fsdp_module import unit_of
+from tests.parity.patterns import PATTERNS, Pattern
 from tests.ranks import RankPools
 from tests.reference.models import Checkpointed, Skipping
+from tests.reference.training import train_sharded
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 MESHES = {"1-D": ((2,), "no_shard"), "HSDP": ((2, 2), "no_shard"), "HFSDP": ((2, 2), "optim")}
@@ -175,6 +178,47 @@ def _frees(recording: Recording) -> list[Any]:
 def test_a_recording_sees_forward_backward_optimizer_and_memory(pools: RankPools) -> None:
     for seen in pools(2).run(seen_operations):
         assert seen == [True] * 6
+
+
+class RecordedTraining:
+    """The training of a pattern of the parity matrix, recorded from its optimizer's making on."""
+
+    def __init__(self, pattern: Pattern, strategy: str) -> None:
+        self._pattern = pattern
+        self._strategy = strategy
+
+    def run(self) -> Recording:
+        with contextlib.ExitStack() as self._stack:
+            recorded = dataclasses.replace(self._pattern, optimizer=self._optimizer)
+            train_sharded(recorded, self._shard)
+        return self._recording
+
+    def _shard(self, module: Any) -> None:
+        # The root is the last one.
+        self._root = fully_shard(module, mesh=_mesh((2,)), sharding_strategy=self._strategy)
+
+    def _optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+        self._recording = self._stack.enter_context(record_streams(self._root))
+        return self._pattern.optimizer(parameters)
+
+
+def violations_of_patterns(strategy: str) -> dict[str, tuple[int, list[str]]]:
+    """By pattern of the parity matrix: operations on lanes, and violations."""
+    found = {}
+    for name, pattern in PATTERNS.items():
+        recording = RecordedTraining(pattern, strategy).run()
+        on_lanes = [op for op in recording.schedule.operations() if op.stream != "compute"]
+        found[name] = (len(on_lanes), [str(violation) for violation in recording.violations()])
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_no_pattern_of_the_parity_matrix_has_a_race(pools: RankPools, strategy: str) -> None:
+    for found in pools(2).run(violations_of_patterns, strategy):
+        assert found.keys() == PATTERNS.keys()
+        assert {name: violations for name, (_, violations) in found.items() if violations} == {}
+        assert min(on_lanes for on_lanes, _ in found.values()) > 0
 
 
 # -- what a recording leaves behind ---------------------------------------------------------------

@@ -10,7 +10,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_fsdp_v2.allocator import PlainAllocator
-from megatron_fsdp_v2.comm import Axis, communicator_for
+from megatron_fsdp_v2.comm import communicator_for
+from megatron_fsdp_v2.comm_interface import Axis
 from megatron_fsdp_v2.context import Context
 from megatron_fsdp_v2.fsdp_module import FSDPModule, swap_class, unit_of
 from megatron_fsdp_v2.hooks import install_hooks, watch_optimizers

@@ -222,6 +222,10 @@ class Unit:
             else:
                 self.context.backward_order.record(self)
                 self.move(Phase.RESTING)
+                if self.is_root:
+                    # What was gathered for a unit that did not run must not outlive the pass: an
+                    # optimizer may write the weights next.
+                    self.context.arrive(self)
                 # A unit recomputed in the backward runs without grad now, inside a pass with it.
                 self._num_awaited += has_grad or self.context.pass_has_grad
                 # The root's backward comes right after its forward; others have to wait.

@@ -133,9 +133,14 @@ def _assert_lanes_are_used(result: dict[str, Any], mesh_name: str, strategy: str
     ran, on = result["ran"], result["on"]
     collectives = ("all_gather", "reduce_scatter", "all_reduce")
     assert on["compute"] > 500
-    prefetched = strategy == "optim_grads_params" and result["prefetch"]
-    # Two steps of four forwards and two backwards over three blocks; the first has no guess.
-    assert ran["unshard", "all_gather"] >= 10 if prefetched else on["unshard"] == 0
+    # ZeRO-3 gathers ahead; ZeRO-1 and -2 bring weights up to date all at once at the root's
+    # forward, unless that takes two gathers in a row.
+    refreshed = strategy in ("optim", "optim_grads") and mesh_name != "HFSDP"
+    if result["prefetch"] and (strategy == "optim_grads_params" or refreshed):
+        # Two steps of four forwards and two backwards over three blocks; the first has no guess.
+        assert ran["unshard", "all_gather"] >= (8 if refreshed else 10)
+    else:
+        assert on["unshard"] == 0
     reduced = sum(ran["reduce", name] for name in collectives)
     reduced_outer = sum(ran["outer", name] for name in collectives)
     if result["asynchronous"]:
@@ -163,10 +168,10 @@ def seen_operations() -> list[bool]:
     return [
         "blocks.1/0 weights temporary" in touched["addmm"],
         "blocks.1/0 weights temporary" in touched["mm"],
-        "blocks.1/0 grads temporary" in touched["copy_"],
+        "blocks.1/0 grads full" in touched["copy_"],
         {"blocks.1/0 weights model", "blocks.1/0 grads main"}
         <= touched["addcdiv_"] | touched["lerp_"],
-        "blocks.1/0 grads temporary" in {r.buffer.name for r in _frees(recording)},
+        "blocks.1/0 grads full" in {r.buffer.name for r in _frees(recording)},
         kinds["Allocation"] > 100 and kinds["EventWait"] > 10 and kinds["StreamWait"] > 10,
     ]
 
@@ -195,17 +200,25 @@ class RecordedTraining:
 
     def _shard(self, module: Any) -> None:
         # The root is the last one.
-        self._root = fully_shard(module, mesh=_mesh((2,)), sharding_strategy=self._strategy)
+        self._root = fully_shard(
+            module, mesh=_mesh((2,)), sharding_strategy=self._strategy, **self._pattern.options
+        )
 
     def _optimizer(self, parameters: Any) -> torch.optim.Optimizer:
         self._recording = self._stack.enter_context(record_streams(self._root))
         return self._pattern.optimizer(parameters)
 
 
+def _patterns_of(strategy: str) -> dict[str, Pattern]:
+    # A unit that some ranks skip cannot be gathered for use.
+    skips = strategy != "optim_grads_params"
+    return {name: pattern for name, pattern in PATTERNS.items() if skips or not pattern.skips}
+
+
 def violations_of_patterns(strategy: str) -> dict[str, tuple[int, list[str]]]:
     """By pattern of the parity matrix: operations on lanes, and violations."""
     found = {}
-    for name, pattern in PATTERNS.items():
+    for name, pattern in _patterns_of(strategy).items():
         recording = RecordedTraining(pattern, strategy).run()
         on_lanes = [op for op in recording.schedule.operations() if op.stream != "compute"]
         found[name] = (len(on_lanes), [str(violation) for violation in recording.violations()])
@@ -216,7 +229,7 @@ def violations_of_patterns(strategy: str) -> dict[str, tuple[int, list[str]]]:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_no_pattern_of_the_parity_matrix_has_a_race(pools: RankPools, strategy: str) -> None:
     for found in pools(2).run(violations_of_patterns, strategy):
-        assert found.keys() == PATTERNS.keys()
+        assert found.keys() == _patterns_of(strategy).keys()
         assert {name: violations for name, (_, violations) in found.items() if violations} == {}
         assert min(on_lanes for on_lanes, _ in found.values()) > 0
 
@@ -413,7 +426,7 @@ def faults_found(fault: str) -> list[tuple[str, str, str]]:
         (
             "reduction not waited for",
             Fault.PREMATURE_FREE,
-            "blocks.1/0 grads temporary",
+            "blocks.1/0 grads full",
             ("reduce_scatter on 'reduce' (reads it)", "free on 'compute'"),
         ),
         (
@@ -431,7 +444,7 @@ def faults_found(fault: str) -> list[tuple[str, str, str]]:
         (
             "gradients freed early",
             Fault.PREMATURE_FREE,
-            "blocks.1/0 grads temporary",
+            "blocks.1/0 grads full",
             ("reduce_scatter on 'reduce' (reads it)", "free on 'compute'"),
         ),
         (
@@ -449,7 +462,7 @@ def faults_found(fault: str) -> list[tuple[str, str, str]]:
         (
             "lane does not wait",
             Fault.UNORDERED,
-            "blocks.1/0 grads temporary",
+            "blocks.1/0 grads full",
             ("on 'compute' (writes it)", "reduce_scatter on 'reduce 2' (reads it)"),
         ),
         (
@@ -490,6 +503,5 @@ def violations_when_a_guess_is_wrong() -> list[str]:
     return [str(violation) for violation in recording.violations()]
 
 
-@pytest.mark.xfail(strict=True, reason="a root leaves a gather under way at its forward's end")
 def test_a_unit_gathered_in_vain_is_not_read_while_weights_are_stepped(pools: RankPools) -> None:
     assert pools(2).run(violations_when_a_guess_is_wrong) == [[], []]

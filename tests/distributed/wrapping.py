@@ -1,0 +1,104 @@
+"""Sharding the small models, and listening to what is communicated; shared by tests here."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from megatron_fsdp_v2 import FSDPModule, fully_shard
+from megatron_fsdp_v2.fsdp_module import unit_of
+from tests.reference.models import INPUT
+
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+
+
+@functools.cache
+def mesh_of(*shape: int) -> DeviceMesh:
+    """The mesh of a shape; once in a process, since its groups are never ended."""
+    names = ("outer", "inner")[-len(shape) :]
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+def wrap(model: Any, units: Iterable[nn.Module] | None = None, **options: Any) -> Any:
+    """Shard a model: its `blocks` (or `units`) first, then the model, over all ranks."""
+    options.setdefault("mesh", mesh_of(dist.get_world_size()))
+    for unit in model.blocks if units is None else units:
+        fully_shard(unit, **options)
+    return fully_shard(model, **options)
+
+
+def batch(rank: int, step: int = 0, rows: int = 4, dtype: torch.dtype = torch.float32) -> Any:
+    """Inputs of one rank's step: `(rows, INPUT)`."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(rows, INPUT, generator=generator, dtype=torch.float64).to(dtype)
+
+
+@dataclass(frozen=True)
+class Sent:
+    """One collective.
+
+    Attributes:
+        kind: `all_gather`, `reduce_scatter` or `all_reduce`.
+        dtype: Dtype on the wire.
+        numel: Elements of the full buffer.
+        axis_size: Ranks that take part.
+    """
+
+    kind: str
+    dtype: torch.dtype
+    numel: int
+    axis_size: int
+
+
+class Wire:
+    """A communicator that notes every collective, around the real one."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self.sent: list[Sent] = []
+
+    def __getattr__(self, name: str) -> Any:
+        inner = getattr(self._inner, name)
+        if name not in ("all_gather", "reduce_scatter", "all_reduce"):
+            return inner
+
+        def noted(target: torch.Tensor, source: torch.Tensor, axis: Any, *args: Any, **kw: Any):
+            full = target if name == "all_gather" else source
+            self.sent.append(Sent(name, full.dtype, full.numel(), axis.size))
+            return inner(target, source, axis, *args, **kw)
+
+        return noted
+
+    def count(self, kind: str) -> int:
+        """Collectives of a kind."""
+        return sum(sent.kind == kind for sent in self.sent)
+
+    def dtypes(self, *, gathers: bool) -> set[torch.dtype]:
+        """Dtypes of gathers, or of reductions."""
+        return {sent.dtype for sent in self.sent if (sent.kind == "all_gather") is gathers}
+
+
+def listen(model: nn.Module) -> Wire:
+    """Note the collectives of a sharded model from now on."""
+    units = [unit_of(module) for module in model.modules() if isinstance(module, FSDPModule)]
+    wire = Wire(units[-1].context.communicator)
+    for unit in units:
+        for group in unit.groups:
+            group.weights._comm = wire  # type: ignore[assignment]
+            if group.grads is not None:
+                group.grads._comm = wire  # type: ignore[assignment]
+    return wire
+
+
+def held_error(param: Any, full: torch.Tensor) -> float:
+    """Largest difference of the rows held here to those of a full tensor."""
+    start, end = param.local_rows
+    difference = param.to_local().detach().double() - full[start:end].detach().double()
+    return float(difference.abs().max()) if difference.numel() else 0.0

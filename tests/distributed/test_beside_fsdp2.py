@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule as TheirModule
 from torch.distributed.fsdp import MixedPrecisionPolicy as TheirPolicy
 from torch.distributed.fsdp import fully_shard as their_fully_shard
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp_v2 import MixedPrecisionPolicy
+from megatron_fsdp_v2 import FSDPModule, MixedPrecisionPolicy
 from tests.distributed.wrapping import batch, mesh_of, wrap
 from tests.ranks import RankPools
 from tests.reference.models import Stack
@@ -221,3 +224,36 @@ def test_fsdp2s_state_dict_is_always_sharded(pools: RankPools) -> None:
 @pytest.mark.xfail(strict=True, reason="a state dict holds gathered parameters of a gathered unit")
 def test_a_state_dict_is_sharded_also_while_a_unit_is_gathered(pools: RankPools) -> None:
     assert pools(2).run(state_dict_kinds, _ours) == [[True] * 3] * 2
+
+
+# -- documentation --------------------------------------------------------------------------------
+
+PAGE = Path(__file__).parents[2] / "docs" / "coming_from_fsdp2.md"
+
+
+def weights_of_blocks(blocks: list[str]) -> list[list[torch.Tensor]]:
+    """What blocks of code leave in `weights`."""
+    found = []
+    for block in blocks:
+        names: dict[str, Any] = {}
+        exec(block, names)
+        found.append(names["weights"])
+    return found
+
+
+def test_the_documented_code_runs_and_trains_as_before(pools: RankPools) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert len(blocks) == 2
+    assert "torch.distributed.fsdp" in blocks[0]
+    assert "megatron_fsdp_v2" in blocks[1]
+    for before, after in pools(2).run(weights_of_blocks, blocks):
+        assert _distance(before, after) < 1e-6
+
+
+def test_the_page_has_every_public_method_of_fsdp2_and_of_ours() -> None:
+    page = PAGE.read_text()
+    for cls in (TheirModule, FSDPModule):
+        names = [name for name in vars(cls) if not name.startswith("_")]
+        assert len(names) > 5
+        # An older name of set_gradient_divide_factor.
+        assert [n for n in names if n not in page] in ([], ["set_reduce_scatter_divide_factor"])

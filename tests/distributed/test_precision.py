@@ -81,14 +81,15 @@ def dtypes_of_a_step(strategy: str, name: str) -> tuple[Dtypes, set[torch.dtype]
 
     model.input.register_forward_pre_hook(look)
     model.blocks[1].down.register_forward_pre_hook(look)
-    before = [param.full_tensor() for param in model.parameters()]
+    before = [param.to_local().detach().clone() for param in model.parameters()]
     output = model(batch(dist.get_rank(), dtype=expected.given))
     output.float().square().mean().backward()
     grads = {param.grad.dtype for param in model.parameters() if param.grad is not None}
     optimizer.step()
     moved = [
-        not torch.equal(param.full_tensor(), old)
+        not torch.equal(param.to_local(), old)
         for param, old in zip(model.parameters(), before, strict=True)
+        if old.numel()
     ]
     (compute,), (grad,), (sent,) = seen, grads, wire.dtypes(gathers=False)
     (held,) = {param.dtype for param in model.parameters()}

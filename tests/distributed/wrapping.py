@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megatron_fsdp_v2 import FSDPModule, fully_shard
 from megatron_fsdp_v2.fsdp_module import unit_of
-from tests.reference.models import INPUT
+from tests.reference.models import INPUT, Stack
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
@@ -102,3 +102,46 @@ def held_error(param: Any, full: torch.Tensor) -> float:
     start, end = param.local_rows
     difference = param.to_local().detach().double() - full[start:end].detach().double()
     return float(difference.abs().max()) if difference.numel() else 0.0
+
+
+def fp64_pair(strategy: str = "optim_grads_params", **options: Any) -> tuple[Any, Any]:
+    """The same fp64 model twice: plain, and sharded."""
+    torch.manual_seed(0)
+    plain = Stack().double()
+    torch.manual_seed(0)
+    return plain, wrap(Stack().double(), sharding_strategy=strategy, **options)
+
+
+def plain_loss(model: nn.Module, step: int) -> torch.Tensor:
+    """Mean over all ranks' data."""
+    size = dist.get_world_size()
+    losses = [model(batch(rank, step, dtype=torch.float64)).square().mean() for rank in range(size)]
+    return torch.stack(losses).mean()
+
+
+def own_loss(model: nn.Module, step: int) -> torch.Tensor:
+    """Of this rank's data."""
+    loss: torch.Tensor = model(batch(dist.get_rank(), step, dtype=torch.float64)).square().mean()
+    return loss
+
+
+def weight_error(sharded: nn.Module, plain: nn.Module) -> float:
+    """Largest difference of the weights held here to those of the plain model."""
+    pairs = zip(sharded.parameters(), plain.parameters(), strict=True)
+    return max(held_error(mine, theirs) for mine, theirs in pairs)
+
+
+def train_both(
+    plain: Any, sharded: Any, optimizers: tuple[Any, Any], steps: range, after: Any = None
+) -> None:
+    """Train both for some steps; `after` runs after every step."""
+    for step in steps:
+        for model, optimizer, loss in (
+            (plain, optimizers[0], plain_loss),
+            (sharded, optimizers[1], own_loss),
+        ):
+            optimizer.zero_grad()
+            loss(model, step).backward()
+            optimizer.step()
+        if after is not None:
+            after()

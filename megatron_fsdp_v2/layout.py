@@ -10,12 +10,13 @@ of it. Gaps between parameters pay for both. All numbers are elements, never byt
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-__all__ = ["BufferLayout", "Granularity", "ParamSlot"]
+__all__ = ["BufferLayout", "Granularity", "ParamSlot", "admissible_slice", "smallest_slice"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +121,10 @@ class BufferLayout:
     ) -> BufferLayout:
         """Lay out parameters with the smallest slice the search finds.
 
-        Parameters are placed by falling cell size, so that one-dimensional ones, which fit
-        anywhere, come last and matrices keep their natural alignment. The slice size starts at
-        the lower bound `ceil(total / num_shards)` and grows through the sizes at which a cell
-        boundary can meet a slice boundary, until everything fits.
+        Parameters are placed by falling cell size, so that matrices keep their natural alignment;
+        smaller ones fill the gaps before. The slice size starts at the lower bound
+        `ceil(total / num_shards)` and grows through the sizes at which every long parameter's cuts
+        can fall between its cells, until everything fits.
 
         Args:
             shapes: Global shapes, each with at least one dimension.
@@ -132,19 +133,21 @@ class BufferLayout:
 
         Returns:
             A layout whose slots are in the order of `shapes`.
+
+        Raises:
+            ValueError: A shape has no dimension, or `num_shards` is less than 1.
         """
+        if num_shards < 1:
+            raise ValueError(f"num_shards must be at least 1, got {num_shards}")
         sizes = [tuple(int(n) for n in shape) for shape in shapes]
         for shape in sizes:
             if not shape:
                 raise ValueError("a 0-dim parameter cannot be sharded by rows; reshape it to (1,)")
         cells = [granularity.cell_numel(shape) for shape in sizes]
-        order = sorted(range(len(sizes)), key=lambda i: (-cells[i], -math.prod(sizes[i]), i))
-        items = [(math.prod(sizes[i]), cells[i]) for i in order]
-        shard_numel, offsets = _smallest_shard(items, num_shards)
-        slots: list[ParamSlot | None] = [None] * len(sizes)
-        for index, offset in zip(order, offsets, strict=True):
-            slots[index] = ParamSlot(sizes[index], offset, cells[index])
-        return cls(tuple(slot for slot in slots if slot is not None), num_shards, shard_numel)
+        items = [(math.prod(shape), cell) for shape, cell in zip(sizes, cells, strict=True)]
+        shard_numel, offsets = smallest_slice(items, num_shards)
+        slots = tuple(map(ParamSlot, sizes, offsets, cells))
+        return cls(slots, num_shards, shard_numel)
 
     @property
     def numel(self) -> int:
@@ -211,6 +214,46 @@ class BufferLayout:
         return empty
 
 
+def admissible_slice(items: Iterable[tuple[int, int]], at_least: int) -> int:
+    """Smallest slice size from `at_least` on that no single parameter rules out.
+
+    A parameter that cannot avoid having two slice boundaries inside it needs a slice that is a
+    multiple of its cell. It can avoid that from a certain size on (`_free_from`), so the size grows
+    to a common multiple of the cells of those that cannot, or to where one of them is free.
+
+    Args:
+        items: `(numel, cell)` of each parameter; repeated ones change nothing.
+        at_least: Where the search starts.
+
+    Returns:
+        A lower bound of the slice size of any layout of these parameters whose slices have
+        `at_least` elements or more.
+    """
+    free_from = sorted(((_free_from(n, cell), cell) for n, cell in set(items)), reverse=True)
+    size = at_least
+    while free_from:
+        # Ascending from the end of the list: those already free at this size drop out for good.
+        while free_from and free_from[-1][0] <= size:
+            free_from.pop()
+        if not free_from:
+            break
+        step = math.lcm(*(cell for _, cell in free_from))
+        rounded = -(-size // step) * step
+        if rounded <= free_from[-1][0]:
+            return rounded
+        size = free_from[-1][0]
+    return size
+
+
+def _free_from(numel: int, cell: int) -> int:
+    """Slice size from which a parameter can lie with at most one boundary inside, between cells.
+
+    Cut after `k` cells, both sides must fit in a slice.
+    """
+    half = numel // (2 * cell)
+    return min(max(k * cell, numel - k * cell) for k in (half, half + 1))
+
+
 def _cuts_fit(offset: int, numel: int, cell: int, shard_numel: int) -> bool:
     """Whether every slice boundary strictly inside a parameter falls between two cells."""
     if numel == 0 or shard_numel == 0:
@@ -224,51 +267,130 @@ def _cuts_fit(offset: int, numel: int, cell: int, shard_numel: int) -> bool:
     return first == last or shard_numel % cell == 0
 
 
-def _place(items: Sequence[tuple[int, int]], shard_numel: int) -> tuple[list[int], int] | None:
-    """Place `(numel, cell)` items in order.
+def _first_fit(start: int, numel: int, cell: int, shard_numel: int) -> int | None:
+    """Smallest offset from `start` on at which the boundaries inside an item fall between cells.
+
+    Offsets repeat with the slice, so it is `start` itself, or the next one whose first boundary
+    comes after a whole number of cells, or one of these two counted from the next boundary.
+    """
+    boundary = (start // shard_numel + 1) * shard_numel
+    for begin in (start, boundary):
+        to_boundary = (begin // shard_numel + 1) * shard_numel - begin
+        for offset in (begin, begin + to_boundary % cell):
+            if _cuts_fit(offset, numel, cell, shard_numel):
+                return offset
+    return None
+
+
+def _place(
+    items: Sequence[tuple[int, int]], order: Sequence[int], shard_numel: int
+) -> tuple[list[int], int] | None:
+    """Place `(numel, cell)` items in an order, each in the first gap left before, or at the end.
 
     Returns:
         Offsets and the end of the last item, or `None` where an item meets two boundaries that
         cannot both fall between its cells.
     """
     cursor = 0
-    offsets = []
-    for numel, cell in items:
-        offset = cursor
-        if not _cuts_fit(offset, numel, cell, shard_numel):
-            boundary = (offset // shard_numel + 1) * shard_numel
-            offset += (boundary - offset) % cell
-            if not _cuts_fit(offset, numel, cell, shard_numel):
-                offset = boundary
-                if not _cuts_fit(offset, numel, cell, shard_numel):
-                    return None
-        offsets.append(offset)
+    gaps: list[tuple[int, int]] = []
+    widest = 0
+    offsets = [0] * len(items)
+    for index in order:
+        numel, cell = items[index]
+        if numel <= widest:
+            offset = _fill_gap(gaps, numel, cell, shard_numel)
+            if offset is not None:
+                offsets[index] = offset
+                widest = max((end - start for start, end in gaps), default=0)
+                continue
+        # Almost always the item fits right behind its predecessor, and this sees it fast.
+        room = -cursor % shard_numel
+        if room % cell == 0 and shard_numel % cell == 0:
+            offset = cursor
+        else:
+            offset = _first_fit(cursor, numel, cell, shard_numel)
+            if offset is None:
+                return None
+            if offset > cursor and len(gaps) < _MAX_GAPS:
+                gaps.append((cursor, offset))
+                widest = max(widest, offset - cursor)
+        offsets[index] = offset
         cursor = offset + numel
     return offsets, cursor
 
 
-def _smallest_shard(items: Sequence[tuple[int, int]], num_shards: int) -> tuple[int, list[int]]:
-    """Smallest slice size found for the items, and their offsets.
+def _fill_gap(gaps: list[tuple[int, int]], numel: int, cell: int, shard_numel: int) -> int | None:
+    """Take the offset for an item out of the first gap it fits in, or give none."""
+    for position, (start, end) in enumerate(gaps):
+        if end - start >= numel:
+            offset = _first_fit(start, numel, cell, shard_numel)
+            if offset is not None and offset + numel <= end:
+                rest = ((start, offset), (offset + numel, end))
+                gaps[position : position + 1] = [gap for gap in rest if gap[0] < gap[1]]
+                return offset
+    return None
 
-    An item no longer than a slice meets at most one boundary, which a gap before it can always
-    move between two of its cells. So only longer items can make a size impossible, and the next
-    size worth trying is the next multiple of a cell of theirs; a size that merely runs out of
-    room grows by what is missing.
+
+_MAX_GAPS = 64
+"""Gaps that later items are tried in; more only arise where nothing may be cut."""
+
+
+def _orders(items: Sequence[tuple[int, int]]) -> list[list[int]]:
+    """Orders worth trying, the first being by falling cell: matrices keep their alignment.
+
+    Of a few parameters all orders are tried, which is exact: in a given order, the first offset
+    that fits is best for all that follow. Of some more, also the order by falling size, which saves
+    a few elements; among many it only takes time.
     """
-    total = sum(numel for numel, _ in items)
-    size = -(-total // num_shards)
+    indices = range(len(items))
+    by_cell = sorted(indices, key=lambda i: (-items[i][1], -items[i][0], i))
+    if len(items) <= _MAX_PERMUTED:
+        # Permutations of a sequence start with that sequence; equal parameters keep their order.
+        orders: dict[tuple[tuple[int, int], ...], list[int]] = {}
+        for order in itertools.permutations(by_cell):
+            orders.setdefault(tuple(items[i] for i in order), [*order])
+        return list(orders.values())
+    if len(items) <= _MAX_REORDERED:
+        return [by_cell, sorted(indices, key=lambda i: (-items[i][0], -items[i][1], i))]
+    return [by_cell]
+
+
+_MAX_PERMUTED = 4
+"""Parameters up to which every order is tried."""
+
+_MAX_REORDERED = 64
+"""Parameters up to which a second order is tried."""
+
+
+def smallest_slice(items: Sequence[tuple[int, int]], num_shards: int) -> tuple[int, list[int]]:
+    """Smallest slice size found for `(numel, cell)` items, and their offsets.
+
+    Goes through the sizes that no single item rules out, from the lower bound
+    `ceil(total / num_shards)` on: to where what ran out of room would have it, or to the next
+    multiple of a long item's cell, where that item needs no gaps.
+    """
+    size = admissible_slice(items, -(-sum(numel for numel, _ in items) // num_shards))
+    orders = _orders(items)
+    attempt = 0
     while size:
-        placed = _place(items, size)
-        needed = size + 1
-        if placed is not None:
-            offsets, end = placed
-            if end <= num_shards * size:
-                return size, offsets
-            needed = max(needed, -(-end // num_shards))
-        next_multiples = [
-            (size // cell + 1) * cell for numel, cell in items if numel > size and cell > 1
-        ]
-        size = min(next_multiples, default=needed)
-        if placed is not None:
-            size = min(size, needed)
+        needed = math.inf
+        for order in orders:
+            placed = _place(items, order, size)
+            if placed is not None:
+                if placed[1] <= num_shards * size:
+                    return size, placed[0]
+                needed = min(needed, -(-placed[1] // num_shards))
+        # Steps grow with the attempts, so that these are few; small sizes are all gone through.
+        attempt += 1
+        target = size + 1
+        if size >= _SMALL_SLICE:
+            target = size + max(attempt * attempt * size >> 20, 1)
+        if size < _SMALL_SLICE or needed < target:
+            needed = target
+        multiples = (-(-target // cell) * cell for numel, cell in items if numel > size)
+        size = admissible_slice(items, int(min(needed, min(multiples, default=needed))))
     return 0, [0] * len(items)
+
+
+_SMALL_SLICE = 1024
+"""Slices below this size are searched element by element."""

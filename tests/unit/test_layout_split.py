@@ -1,0 +1,271 @@
+"""Splits: few buffers, little padding, against all set partitions and against the bounds."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_fsdp_v2.layout import BufferLayout, Granularity
+from megatron_fsdp_v2.layout_split import split_for_padding
+from tests.reference.layout_bounds import (
+    RANKS,
+    UNITS,
+    Shape,
+    contiguous_bound,
+    scattered_bound,
+)
+
+TINY_SHAPE = st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple)
+TINY_SHAPES = st.lists(TINY_SHAPE, min_size=1, max_size=5)
+GRANULARITIES = st.sampled_from([Granularity(rows) for rows in (0, 1, 2)])
+TOLERANCES = st.sampled_from([0.0, 0.01, 0.1, 0.3])
+MIN_GAIN = 0.001
+ROW = Granularity(1)
+
+
+def _numel(shapes: Sequence[Shape]) -> int:
+    return sum(math.prod(shape) for shape in shapes)
+
+
+def _slices(
+    shapes: Sequence[Shape],
+    split: Sequence[Sequence[int]],
+    num_shards: int,
+    granularity: Granularity = ROW,
+) -> int:
+    """Elements that a rank holds of all buffers of a split."""
+    return sum(
+        BufferLayout.plan([shapes[i] for i in buffer], num_shards, granularity).shard_numel
+        for buffer in split
+    )
+
+
+def _padding(
+    shapes: Sequence[Shape],
+    split: Sequence[Sequence[int]],
+    num_shards: int,
+    granularity: Granularity = ROW,
+) -> int:
+    return num_shards * _slices(shapes, split, num_shards, granularity) - _numel(shapes)
+
+
+def _set_partitions(items: list[int]) -> Iterator[list[list[int]]]:
+    if not items:
+        yield []
+        return
+    for partition in _set_partitions(items[1:]):
+        yield [[items[0]], *partition]
+        for i in range(len(partition)):
+            yield [*partition[:i], [items[0], *partition[i]], *partition[i + 1 :]]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shapes=TINY_SHAPES,
+    num_shards=st.integers(1, 16),
+    granularity=GRANULARITIES,
+    tolerance=TOLERANCES,
+)
+def test_no_set_partition_of_a_few_parameters_is_better(
+    shapes: list[Shape], num_shards: int, granularity: Granularity, tolerance: float
+) -> None:
+    split = split_for_padding(
+        shapes, num_shards, granularity, tolerance=tolerance, min_gain=MIN_GAIN, negligible=0
+    )
+    numel = _numel(shapes)
+    padding = _padding(shapes, split, num_shards, granularity)
+    others = [
+        (_padding(shapes, other, num_shards, granularity), len(other))
+        for other in _set_partitions(list(range(len(shapes))))
+    ]
+    tolerated = [buffers for other, buffers in others if other <= tolerance * numel]
+    if tolerated:
+        assert padding <= tolerance * numel
+        assert len(split) == min(tolerated)
+    else:
+        least = min(other + MIN_GAIN * numel * buffers for other, buffers in others)
+        assert padding + MIN_GAIN * numel * len(split) <= least * (1 + 1e-9)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    shapes=st.lists(
+        st.lists(st.integers(0, 40), min_size=1, max_size=3).map(tuple), min_size=0, max_size=14
+    ),
+    num_shards=st.integers(1, 64),
+    granularity=GRANULARITIES,
+    tolerance=TOLERANCES,
+)
+def test_every_parameter_is_in_one_buffer_and_padding_never_above_one_buffers(
+    shapes: list[Shape], num_shards: int, granularity: Granularity, tolerance: float
+) -> None:
+    split = split_for_padding(
+        shapes, num_shards, granularity, tolerance=tolerance, min_gain=MIN_GAIN, negligible=0
+    )
+    assert sorted(itertools.chain(*split)) == list(range(len(shapes)))
+    assert all(buffer and buffer == sorted(buffer) for buffer in split)
+    assert split == sorted(split)
+    whole = BufferLayout.plan(shapes, num_shards, granularity).padding_numel
+    padding = _padding(shapes, split, num_shards, granularity)
+    assert padding <= whole
+    if whole <= tolerance * _numel(shapes):
+        assert len(split) <= 1
+    elif padding > tolerance * _numel(shapes):
+        # What the tolerance did not ask for, each further buffer has earned.
+        assert whole - padding >= MIN_GAIN * _numel(shapes) * (len(split) - 1)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_more_row_sizes_than_are_searched_pad_no_more_than_a_buffer_for_each(seed: int) -> None:
+    numbers = random.Random(seed)
+    shapes = [(numbers.randint(200, 400), numbers.randint(50, 200)) for _ in range(20)]
+    split = split_for_padding(shapes, 64)
+    assert sorted(itertools.chain(*split)) == list(range(len(shapes)))
+    padding = _padding(shapes, split, 64)
+    rows = sorted({shape[1] for shape in shapes})
+    each = [[i for i, shape in enumerate(shapes) if shape[1] == row] for row in rows]
+    assert padding < 0.2 * BufferLayout.plan(shapes, 64).padding_numel
+    assert padding <= _padding(shapes, each, 64) + MIN_GAIN * _numel(shapes) * len(each)
+
+
+def test_little_padding_of_a_toy_model_keeps_one_buffer() -> None:
+    shapes = [(64, 48), (64,), (48, 64), (48,)]
+    assert BufferLayout.plan(shapes, 7).padding_numel > 0.01 * _numel(shapes)
+    assert split_for_padding(shapes, 7) == [[0, 1, 2, 3]]
+    assert len(split_for_padding(shapes, 7, negligible=0)) > 1
+
+
+def test_two_of_five_equal_matrices_fill_the_room_that_longer_rows_leave() -> None:
+    # In slices of 14, rows of 7 fill eight ranks and two matrices of 28 rows of 2 the other eight.
+    shapes = [(16, 7), (28, 2), (28, 2), (28, 2), (28, 2), (28, 2), (12, 2)]
+    split = split_for_padding(shapes, 16, tolerance=0.0, min_gain=0.0, negligible=0)
+    assert sorted(map(len, split)) == [3, 4]
+    assert _slices(shapes, split, 16) == 14 + 12
+    assert _padding(shapes, split, 16) == 0
+    assert _slices(shapes, [[0], [1, 2, 3, 4, 5, 6]], 16) == 7 + 20
+    # Equal ones are handed out in their order: neighbours in a model stay together.
+    host = next(buffer for buffer in split if 0 in buffer)
+    assert host[2] == host[1] + 1
+
+
+def test_a_split_depends_on_its_arguments_alone() -> None:
+    shapes = UNITS["DeepSeek-V3, dense"]
+    first = split_for_padding(shapes, 2048)
+    first[0].clear()
+    assert split_for_padding([list(shape) for shape in shapes], 2048) != first
+    assert sorted(itertools.chain(*split_for_padding(shapes, 2048))) == list(range(len(shapes)))
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_a_unit_is_split_for_16384_ranks_in_under_a_third_of_a_second(unit: str) -> None:
+    for num_shards in (1024, 16384):
+        # A tolerance of its own, so that nothing is remembered from other tests.
+        start = time.process_time()
+        split = split_for_padding(UNITS[unit], num_shards, tolerance=0.0099)
+        for buffer in split:
+            BufferLayout.plan([UNITS[unit][i] for i in buffer], num_shards)
+        assert time.process_time() - start < 0.3
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_padding_is_one_percent_at_most_or_the_least_that_contiguous_parameters_permit(
+    unit: str,
+) -> None:
+    shapes = UNITS[unit]
+    for num_shards in RANKS:
+        slices = _slices(shapes, split_for_padding(shapes, num_shards), num_shards)
+        if num_shards * slices > 1.01 * _numel(shapes):
+            assert slices == contiguous_bound(shapes, num_shards)
+
+
+@settings(max_examples=60, deadline=None)
+@given(shapes=TINY_SHAPES, num_shards=st.integers(1, 12))
+def test_no_split_goes_below_the_bound_for_scattered_rows(
+    shapes: list[Shape], num_shards: int
+) -> None:
+    bound = scattered_bound(shapes, num_shards)
+    for split in _set_partitions(list(range(len(shapes)))):
+        assert bound <= _slices(shapes, split, num_shards)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.lists(st.integers(3, 6), min_size=1, max_size=3, unique=True),
+    numbers=st.lists(st.integers(150, 300), min_size=4, max_size=4),
+    num_shards=st.integers(64, 100),
+)
+def test_no_split_of_long_matrices_goes_below_the_bound_for_contiguous_ones(
+    rows: list[int], numbers: list[int], num_shards: int
+) -> None:
+    # Two matrices share the first row size.
+    shapes = list(zip(numbers, [rows[0], *rows], strict=False))
+    bound = contiguous_bound(shapes, num_shards)
+    for split in _set_partitions(list(range(len(shapes)))):
+        assert bound <= _slices(shapes, split, num_shards)
+
+
+def test_the_bound_for_contiguous_matrices_is_refused_where_it_does_not_hold() -> None:
+    with pytest.raises(ValueError, match="longer than two slices"):
+        contiguous_bound([(8, 4), (8, 2)], 2)
+    with pytest.raises(ValueError, match="several row sizes are shared"):
+        contiguous_bound([(99, 4), (99, 4), (99, 2), (99, 2)], 64)
+
+
+def test_bad_input_is_named() -> None:
+    with pytest.raises(ValueError, match="0-dim"):
+        split_for_padding([()], 2)
+    with pytest.raises(ValueError, match="num_shards"):
+        split_for_padding([(4,)], 0)
+    for name in ("tolerance", "min_gain", "negligible"):
+        with pytest.raises(ValueError, match="must not be negative"):
+            split_for_padding([(4,)], 2, **{name: -1})
+
+
+MARKERS = ("<!-- table: begin -->\n", "<!-- table: end -->\n")
+
+
+def _table() -> str:
+    """The table of docs/layout.md."""
+    lines = [
+        "| unit | ranks | one buffer | buffers | padding | least, contiguous | least, scattered |",
+        "|---|--:|--:|--:|--:|--:|--:|",
+    ]
+    for unit, shapes in UNITS.items():
+        numel = _numel(shapes)
+
+        def percent(slices: int, ranks: int, numel: int = numel) -> str:
+            return f"{max(100 * (ranks * slices / numel - 1), 0):.2f} %"
+
+        for ranks in RANKS:
+            split = split_for_padding(shapes, ranks)
+            slices = _slices(shapes, split, ranks)
+            is_tolerated = ranks * slices <= 1.01 * numel
+            cells = [
+                unit,
+                f"{ranks}",
+                percent(_slices(shapes, [range(len(shapes))], ranks), ranks),
+                f"{len(split)}",
+                percent(slices, ranks),
+                "" if is_tolerated else percent(contiguous_bound(shapes, ranks), ranks),
+                percent(scattered_bound(shapes, ranks), ranks),
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def test_the_table_of_the_documentation_is_current(request: pytest.FixtureRequest) -> None:
+    path = Path(request.config.rootpath) / "docs" / "layout.md"
+    before, rest = path.read_text().split(MARKERS[0])
+    table, after = rest.split(MARKERS[1])
+    if request.config.getoption("--write-docs"):
+        path.write_text(before + MARKERS[0] + _table() + MARKERS[1] + after)
+    else:
+        assert table == _table(), "run pytest tests/unit/test_layout_split.py --write-docs"

@@ -124,6 +124,7 @@ class Context[UnitT: Reshardable]:
         self.is_checked = False
         self._units: list[weakref.ref[UnitT]] = []
         self._prefetched: weakref.ref[UnitT] | None = None
+        self._requested: list[weakref.ref[UnitT]] = []
         self._recomputed: deque[weakref.ref[UnitT]] = deque()
 
     def set_units(self, units: Sequence[UnitT], *, takes_turns: bool) -> None:
@@ -156,11 +157,21 @@ class Context[UnitT: Reshardable]:
             self.turns.begin()
 
     def prefetch(self, unit: UnitT | None) -> None:
-        """Start gathering a unit ahead of its use, one at a time."""
+        """Start gathering a unit ahead of its use, because it came next the last time."""
         if unit is None or not self.enable_unshard_prefetch:
             return
         unit.unshard(async_op=True)
         self._prefetched = weakref.ref(unit)
+
+    def prefetch_requested(self, units: list[weakref.ref[UnitT]]) -> None:
+        """Start gathering the units a user asked for; they stay until they ran or the pass ends."""
+        if not self.enable_unshard_prefetch:
+            return
+        for ref in units:
+            unit = ref()
+            if unit is not None:
+                unit.unshard(async_op=True)
+                self._requested.append(ref)
 
     def arrive(self, unit: UnitT) -> None:
         """A unit is about to be used: drop a prefetched one that is not it."""
@@ -168,6 +179,17 @@ class Context[UnitT: Reshardable]:
         self._prefetched = None
         if prefetched is not None and prefetched is not unit:
             prefetched.reshard()
+        if self._requested:
+            self._requested = [ref for ref in self._requested if ref() is not unit]
+
+    def drop_prefetched(self) -> None:
+        """The pass is over: nothing gathered in vain may outlive it."""
+        for ref in [self._prefetched, *self._requested]:
+            unit = None if ref is None else ref()
+            if unit is not None:
+                unit.reshard()
+        self._prefetched = None
+        self._requested = []
 
     def keep_recomputed(self, unit: UnitT) -> None:
         """Leave a recomputed unit gathered for its backward, the latest few of them."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -16,10 +18,11 @@ from megatron_fsdp_v2.context import Context
 from megatron_fsdp_v2.fsdp_module import FSDPModule, swap_class, unit_of
 from megatron_fsdp_v2.hooks import install_hooks, watch_optimizers
 from megatron_fsdp_v2.layout import Granularity
+from megatron_fsdp_v2.layout_split import split_for_padding
 from megatron_fsdp_v2.materialise import materialise
 from megatron_fsdp_v2.mixed_precision import MixedPrecisionPolicy
 from megatron_fsdp_v2.param_group import GroupSpec, ParameterGroup
-from megatron_fsdp_v2.placement import resolve_placements
+from megatron_fsdp_v2.placement import Placement, resolve_placements
 from megatron_fsdp_v2.rank_checks import CheckRanks
 from megatron_fsdp_v2.registration import OwnedParameter, find_home
 from megatron_fsdp_v2.uneven_dtensor import UnevenDTensor
@@ -90,7 +93,7 @@ def fully_shard[ModuleT: nn.Module](
         ValueError: An argument is bad, the module is sharded already, or a parameter of it is.
     """
     policy = mp_policy if mp_policy is not None else MixedPrecisionPolicy()
-    _validate(module, mesh, on_missing_grad, enable_trace_pool)
+    _validate(module, mesh, on_missing_grad, enable_trace_pool, reshard_after_forward)
     checks = CheckRanks.parse(check_ranks)
     sizes = [mesh.size(axis) for axis in range(mesh.ndim)]
     placements = resolve_placements(sharding_strategy, outer_dp_sharding_strategy, sizes)
@@ -137,7 +140,7 @@ def fully_shard[ModuleT: nn.Module](
             context.allocator,
             context.reductions.make_room,
         )
-        for number, (spec, members) in enumerate(_grouped(owned, spec_of))
+        for number, (spec, members) in enumerate(_grouped(owned, spec_of, sizes))
     ]
     for parameter, group, index in tied:
         for below, attribute in parameter.sites:
@@ -183,7 +186,11 @@ def _note_empty_ranks(trained: Sequence[ParameterGroup]) -> None:
 
 
 def _validate(
-    module: nn.Module, mesh: DeviceMesh, on_missing_grad: str, enable_trace_pool: bool
+    module: nn.Module,
+    mesh: DeviceMesh,
+    on_missing_grad: str,
+    enable_trace_pool: bool,
+    reshard_after_forward: bool,
 ) -> None:
     if not isinstance(module, nn.Module):
         raise ValueError(f"fully_shard needs an nn.Module, got {type(module).__name__}")
@@ -197,6 +204,11 @@ def _validate(
         raise ValueError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}")
     if on_missing_grad not in ("zero", "error"):
         raise ValueError(f"on_missing_grad must be 'zero' or 'error', got {on_missing_grad!r}")
+    if not isinstance(reshard_after_forward, bool):
+        raise ValueError(
+            f"reshard_after_forward must be True or False, got {reshard_after_forward!r}; "
+            "resharding to a smaller mesh is what a 2-D mesh is for"
+        )
     if enable_trace_pool:
         raise ValueError("enable_trace_pool=True is not built yet; leave it False")
 
@@ -318,10 +330,20 @@ def _materialise(
 
 
 def _grouped(
-    owned: Iterable[OwnedParameter], spec_of: Callable[[nn.Parameter], GroupSpec]
+    owned: Iterable[OwnedParameter],
+    spec_of: Callable[[nn.Parameter], GroupSpec],
+    sizes: Sequence[int],
 ) -> Iterator[tuple[GroupSpec, list[OwnedParameter]]]:
-    """Parameters that can share buffers, in order of first appearance."""
+    """Parameters that share buffers, in order of first appearance.
+
+    Those that could are split where one buffer of all of them would be padded too much.
+    """
     groups: dict[GroupSpec, list[OwnedParameter]] = {}
     for parameter in owned:
         groups.setdefault(spec_of(parameter.param), []).append(parameter)
-    yield from groups.items()
+    for spec, members in groups.items():
+        cut = [p.main_weight is Placement.SHARD for p in spec.placements]
+        num_slices = math.prod(itertools.compress(sizes, cut))
+        shapes = [tuple(member.param.shape) for member in members]
+        for indices in split_for_padding(shapes, num_slices, spec.granularity):
+            yield spec, [members[index] for index in indices]

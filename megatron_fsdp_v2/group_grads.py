@@ -213,7 +213,7 @@ class GroupGrads:
         collective = self._comm.reduce_scatter if self._outer_is_cut else self._comm.all_reduce
         return collective(
             self.main.tensor,
-            self._partial.tensor,
+            self._partial.tensor.to(self._dtypes.grad_comm),
             self._outer,
             Lane.OUTER,
             scale=1.0,

@@ -13,6 +13,7 @@ from torch.optim.optimizer import (
 
 from megatron_fsdp_v2.fsdp_module import unit_of
 from megatron_fsdp_v2.registration import find_home, num_retired
+from megatron_fsdp_v2.uneven_dtensor import UnevenDTensor
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -31,6 +32,11 @@ def install_hooks(module: nn.Module) -> None:
     """
     module.register_forward_pre_hook(_pre_forward, prepend=True, with_kwargs=True)
     module.register_forward_hook(_post_forward)
+    # A state dict is of sharded parameters, also between a forward and its backward.
+    module.register_state_dict_pre_hook(_before_state_dict)  # type: ignore[no-untyped-call]
+    module.register_state_dict_post_hook(_after_state_dict)  # type: ignore[no-untyped-call]
+    module.register_load_state_dict_pre_hook(_before_load)  # type: ignore[no-untyped-call]
+    module.register_load_state_dict_post_hook(_after_load)  # type: ignore[no-untyped-call]
 
 
 def _pre_forward(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -40,6 +46,33 @@ def _pre_forward(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
 def _post_forward(module: nn.Module, args: Any, output: Any) -> Any:
     del args
     return unit_of(module).post_forward(output)
+
+
+def _before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    del prefix, keep_vars
+    for group in unit_of(module).groups:
+        group.show_sharded()
+
+
+def _after_state_dict(module: nn.Module, state_dict: Any, prefix: str, metadata: Any) -> None:
+    del state_dict, prefix, metadata
+    for group in unit_of(module).groups:
+        group.show_unsharded()
+
+
+def _before_load(module: nn.Module, *args: Any) -> None:
+    del args
+    for group in unit_of(module).groups:
+        group.show_sharded()
+
+
+def _after_load(module: nn.Module, incompatible_keys: Any) -> None:
+    """Forget weights gathered before: those loaded count from the next use on."""
+    del incompatible_keys
+    unit = unit_of(module)
+    for group in unit.groups:
+        group.settle_changes()
+    unit.reshard()
 
 
 class _OptimizerWatch:
@@ -73,6 +106,8 @@ class _OptimizerWatch:
         for group in optimizer.param_groups:
             for param in group["params"]:
                 _check_is_current(param)
+                if isinstance(param, UnevenDTensor):
+                    _check_is_elementwise(optimizer)
         self._checked[optimizer] = state
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -94,6 +129,23 @@ def _check_is_current(param: Any) -> None:
         "the model no longer uses that tensor. Build the optimizer from model.parameters() after "
         "fully_shard"
     )
+
+
+_WHOLE_MATRIX = {
+    "Adafactor": "it factors whole matrices",
+    "LBFGS": "it flattens all parameters into one vector and calls the model itself",
+    "Muon": "it orthogonalises whole matrices",
+}
+
+
+def _check_is_elementwise(optimizer: Optimizer) -> None:
+    """Refuse optimizers of torch that compute with whole tensors, of which a rank holds rows."""
+    name = type(optimizer).__name__
+    if type(optimizer).__module__.startswith("torch.optim") and name in _WHOLE_MATRIX:
+        raise RuntimeError(
+            f"torch.optim.{name} cannot step sharded parameters: {_WHOLE_MATRIX[name]}, and every "
+            "rank holds some of their rows only; use an elementwise optimizer such as AdamW"
+        )
 
 
 _WATCH = _OptimizerWatch()

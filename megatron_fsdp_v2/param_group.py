@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
+import types
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -102,11 +104,12 @@ class ParameterGroup:
         self.layout = BufferLayout.plan(shapes, grid.num_slices, spec.granularity)
         common = (name, self.layout, grid, spec.placements, spec.dtypes, device)
         self.weights = GroupWeights(*common, communicator, allocator)
-        self.grads: GroupGrads | None = None
-        if spec.requires_grad:
-            self.grads = GroupGrads(
-                *common, spec.scale, communicator, allocator, reduces=spec.reduces
-            )
+
+        def make_grads() -> GroupGrads:
+            return GroupGrads(*common, spec.scale, communicator, allocator, reduces=spec.reduces)
+
+        self._make_grads = make_grads
+        self.grads: GroupGrads | None = make_grads() if spec.requires_grad else None
         self.mesh = mesh
         self.axes = tuple(axes)
         self.device = device
@@ -172,12 +175,24 @@ class ParameterGroup:
         param = GatheredParameter.of(view, self.spec.requires_grad, self, index)
         _carry_attributes(self.sharded_params[index], param)
         if self.grads is not None:
-            # Weak, or parameter -> hook -> group -> parameter would outlive the model.
-            group = weakref.ref(self)
-            param.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                _collector(group, index)
-            )
+            self._collect_from(param, index)
         return param
+
+    def _collect_from(self, param: GatheredParameter, index: int) -> None:
+        # Weak, or parameter -> hook -> group -> parameter would outlive the model.
+        param.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+            _collector(weakref.ref(self), index)
+        )
+
+    def _thaw(self) -> None:
+        """Be ready for gradients, in a group whose parameters were frozen when it was made."""
+        self.grads = self._make_grads()
+        for index, param in enumerate(self.unsharded_params):
+            param.requires_grad_(True)
+            self._collect_from(param, index)
+            main_grad = self.spec.dtypes.main_grad
+            if main_grad != self.spec.dtypes.main_weight:
+                self.sharded_params[index].grad_dtype = main_grad
 
     # -- weights ------------------------------------------------------------------------------
 
@@ -211,6 +226,8 @@ class ParameterGroup:
         self._gathering.wait()
         self._gathering = None
         with _plain_attributes():
+            if self.grads is None and any(param.requires_grad for param in self.sharded_params):
+                self._thaw()
             for sharded, unsharded in zip(self.sharded_params, self.unsharded_params, strict=True):
                 if unsharded.requires_grad != sharded.requires_grad:
                     unsharded.requires_grad_(sharded.requires_grad)
@@ -338,6 +355,16 @@ class ParameterGroup:
             return False
         owner = param.row_shards.holders.group()
         return owner is not None and any(param is known for known in owner.sharded_params)
+
+    def show_sharded(self) -> None:
+        """Register the sharded parameters, also while weights are gathered."""
+        if self.is_held:
+            self.registrations.install(self.sharded_params)
+
+    def show_unsharded(self) -> None:
+        """Register the gathered parameters again, if weights are gathered."""
+        if self.is_held and self._gathering is None:
+            self.registrations.install(self.unsharded_params)
 
     # -- gradients ----------------------------------------------------------------------------
 
@@ -516,13 +543,18 @@ def _carry_attributes(source: torch.Tensor, target: torch.Tensor) -> None:
     """Hand on what others wrote on a parameter: whatever is in its `__dict__`.
 
     A rule and not a list: model code marks parameters (`sequence_parallel`, `allreduce`, ...) and
-    optimizers read the marks. Names with a leading underscore and a value that is a tensor or a
-    hook belong to torch or to a wrapper and stay behind.
+    optimizers read the marks. What torch and this package keep there themselves stays behind. A
+    method of the parameter becomes one of the other, or it would keep the original's memory.
     """
     for name, value in vars(source).items():
-        if name in _TORCH_ATTRIBUTES or isinstance(value, torch.Tensor):
+        if name in _OWN_ATTRIBUTES:
             continue
+        if inspect.ismethod(value) and value.__self__ is source:
+            value = types.MethodType(value.__func__, target)  # noqa: PLW2901
         setattr(target, name, value)
 
 
-_TORCH_ATTRIBUTES = frozenset({"_is_param", "_row_shards", "_local_tensor", "_spec", "_home"})
+_OWN_ATTRIBUTES = frozenset(
+    {"_is_param", "_row_shards", "_local_tensor", "_spec", "_home"}
+    | {"main_grad", "grad_added_to_main_grad", "overwrite_main_grad", "get_main_grad"}
+)

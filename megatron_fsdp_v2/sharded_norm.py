@@ -64,14 +64,15 @@ class ShardedNorm(torch.Tensor):
         """The global norm, equal on every rank of the mesh. Collective."""
         local = self.as_subclass(torch.Tensor)
         is_max = self.order == float("inf")
-        total = local.clone() if is_max else local**self.order
+        # Ranks may hold gradients of different dtypes, and one dtype has to go over the wire.
+        total = local.double() if is_max else local.double() ** self.order
         op = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
         if self.empty:
             _reduce_among(self._peers(), total, torch.maximum if is_max else torch.add)
         else:
             for axis in self.axes:
                 dist.all_reduce(total, op=op, group=self.mesh.get_group(axis))
-        total = total if is_max else total ** (1.0 / self.order)
+        total = (total if is_max else total ** (1.0 / self.order)).to(local.dtype)
         return DTensor.from_local(total, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
 
     def _peers(self) -> list[int]:

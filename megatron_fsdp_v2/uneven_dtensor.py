@@ -79,6 +79,29 @@ class RowShards:
         return tuple(Shard(0) if stride else Replicate() for stride in self.strides)
 
 
+class _RowShard(Shard):
+    """`Shard(0)` that answers with this rank's rows where torch asks for its even chunk."""
+
+    rows: tuple[int, int] | None = None
+
+    @staticmethod
+    def of(rows: tuple[int, int] | None) -> _RowShard:
+        """Make one; `None` for an axis whose cut the last axis tells as well."""
+        shard = _RowShard(0)
+        shard.rows = rows
+        return shard
+
+    @override
+    def _local_shard_size_and_offset(
+        self, curr_local_size: int, num_chunks: int, rank: Any
+    ) -> tuple[int, Any]:
+        """Size and offset on an axis, in what the axes before it leave."""
+        if self.rows is None:
+            return curr_local_size, 0
+        start, end = self.rows
+        return end - start, start
+
+
 class UnevenDTensor(DTensor):
     """A DTensor sharded along dimension 0 at the row ranges of a `RowShards`."""
 
@@ -120,6 +143,17 @@ class UnevenDTensor(DTensor):
             raise RuntimeError("this rank is not part of the tensor's mesh")
         return self._row_shards.rows_at(coordinate)
 
+    @property
+    @override
+    def placements(self) -> tuple[Placement, ...]:
+        """`Shard(0)` along cut axes; they know this rank's rows when torch asks for a chunk."""
+        strides = self._row_shards.strides
+        last = max((axis for axis, stride in enumerate(strides) if stride), default=-1)
+        return tuple(
+            _RowShard.of(self.local_rows if axis == last else None) if stride else Replicate()
+            for axis, stride in enumerate(strides)
+        )
+
     def narrow_rows(self, start: int, end: int) -> UnevenDTensor:
         """Rows `start` to `end` of the global tensor, as a view. No communication."""
         first, last = self.local_rows
@@ -142,8 +176,15 @@ class UnevenDTensor(DTensor):
     ) -> Any:
         """Run the operation as DTensor does and hand the row ranges on to its results."""
         del types
-        if getattr(func, "__name__", "") == "__set__" and func.__self__ is torch.Tensor.data:  # type: ignore[attr-defined]
-            return _set_data(*args)
+        name = getattr(func, "__name__", "")
+        if name in ("__set__", "__get__") and func.__self__ is torch.Tensor.data:  # type: ignore[attr-defined]
+            # `.data` has a version counter of its own, and a write through it would go unseen.
+            return _set_data(*args) if name == "__set__" else args[0].detach()
+        if _runs_on_rows(name, args):
+            func(*_to_local(args), **_to_local(kwargs or {}))
+            # In-place foreach and fused operations move no version counter by themselves.
+            torch.autograd.graph.increment_version(_uneven_leaves(args[:1]))
+            return args[0]
         if func is torch.Tensor.copy_ and type(args[0]) is cls:
             args = (args[0], _source_rows(args[0], args[1]), *args[2:])
         elif len(args) > 1:
@@ -248,7 +289,9 @@ def _sharded_norms(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) 
     first = tensors[0]
     if len(args) > 2 or not kwargs.keys() <= {"ord"}:
         return None
-    if not all(type(t) is UnevenDTensor and t.placements == first.placements for t in tensors):
+    if not all(
+        type(t) is UnevenDTensor and t._spec.placements == first._spec.placements for t in tensors
+    ):
         return None
     if any(t.device_mesh != first.device_mesh for t in tensors):
         return None
@@ -291,7 +334,7 @@ def _match(result: DTensor, candidates: Iterator[UnevenDTensor]) -> None:
     for like in candidates:
         if (
             result.shape == like.shape
-            and result.placements == like.placements
+            and result._spec.placements == like._spec.placements
             and result._local_tensor.shape == like._local_tensor.shape
         ):
             _adopt(result, like._row_shards)
@@ -314,6 +357,33 @@ def _check_same_rows(func: Callable[..., Any], args: Sequence[Any]) -> None:
                 f"{tuple(first.shape)} and {tuple(arg.shape)} whose rows are sharded "
                 "differently; gather one with full_tensor() and copy_() it over first"
             )
+
+
+def _runs_on_rows(name: str, args: Any) -> bool:
+    """Whether an operation is elementwise and in place, so that local rows are all it needs.
+
+    DTensor has no rule for some of them, and takes longer over the others than they do.
+    """
+    if name == "__setitem__":
+        return isinstance(args[1], UnevenDTensor)
+    if not name.startswith(("_foreach_", "_fused_")) or not name.endswith("_"):
+        return False
+    leaves = [item for arg in args for item in (arg if isinstance(arg, list | tuple) else [arg])]
+    return all(
+        isinstance(leaf, UnevenDTensor) or all(p.is_replicate() for p in leaf.placements)
+        for leaf in leaves
+        if isinstance(leaf, DTensor)
+    )
+
+
+def _to_local(value: Any) -> Any:
+    if isinstance(value, DTensor):
+        return value._local_tensor
+    if isinstance(value, list | tuple):
+        return type(value)(_to_local(item) for item in value)
+    if isinstance(value, dict):
+        return {key: _to_local(item) for key, item in value.items()}
+    return value
 
 
 def _set_data(target: UnevenDTensor, value: torch.Tensor) -> None:

@@ -223,9 +223,8 @@ class Unit:
                 self.context.backward_order.record(self)
                 self.move(Phase.RESTING)
                 if self.is_root:
-                    # What was gathered for a unit that did not run must not outlive the pass: an
-                    # optimizer may write the weights next.
-                    self.context.arrive(self)
+                    # An optimizer may write the weights next.
+                    self.context.drop_prefetched()
                 # A unit recomputed in the backward runs without grad now, inside a pass with it.
                 self._num_awaited += has_grad or self.context.pass_has_grad
                 # The root's backward comes right after its forward; others have to wait.
@@ -272,11 +271,10 @@ class Unit:
                     group.grads.abandon()
 
     def _prefetch(self, chosen: list[weakref.ref[Unit]], recorded: Unit | None) -> None:
-        if not chosen:
+        if chosen:
+            self.context.prefetch_requested(chosen)
+        else:
             self.context.prefetch(recorded)
-            return
-        for ref in chosen:
-            self.context.prefetch(ref())
 
     # -- backward -----------------------------------------------------------------------------
 
@@ -436,6 +434,7 @@ def _finalizer(context: Context[Unit]) -> Callable[[], None]:
             unit.reduce_grad(synchronise=unit.syncs_gradients)
         for unit in reversed(units):
             unit.finish_backward()
+        context.drop_prefetched()
         _settle(context)
         context.forget_recomputed()
         # An optimizer that torch's hooks do not see may step now.

@@ -7,7 +7,6 @@ import types
 import weakref
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -128,7 +127,6 @@ def test_a_method_hung_on_a_parameter_is_carried(pools: RankPools) -> None:
     assert [result for result, *_ in pools(2).run(bound_method)] == [7, 7]
 
 
-@pytest.mark.xfail(strict=True, reason="a carried method stays bound to the original parameter")
 def test_a_carried_method_does_not_keep_the_original_alive(pools: RankPools) -> None:
     for _, is_rebound, is_freed in pools(2).run(bound_method):
         assert is_rebound

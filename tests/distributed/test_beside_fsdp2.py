@@ -221,7 +221,6 @@ def test_fsdp2s_state_dict_is_always_sharded(pools: RankPools) -> None:
     assert pools(2).run(state_dict_kinds, _theirs) == [[True] * 3] * 2
 
 
-@pytest.mark.xfail(strict=True, reason="a state dict holds gathered parameters of a gathered unit")
 def test_a_state_dict_is_sharded_also_while_a_unit_is_gathered(pools: RankPools) -> None:
     assert pools(2).run(state_dict_kinds, _ours) == [[True] * 3] * 2
 

@@ -198,9 +198,6 @@ def _loads(how: str, before: str, strategies: tuple[str, ...], marks: Any = ()) 
             "load_state_dict",
             "forward with gradients",
             ("optim_grads_params",),
-            pytest.mark.xfail(
-                strict=True, reason="written into the gathered weights of the root, and lost"
-            ),
         ),
         _loads("set_model_state_dict", "evaluation", STRATEGIES[3:]),
         _loads("copy_", "evaluation", STRATEGIES),
@@ -210,14 +207,12 @@ def _loads(how: str, before: str, strategies: tuple[str, ...], marks: Any = ()) 
             "data",
             "evaluation",
             ZERO_1_AND_2,
-            pytest.mark.xfail(strict=True, reason="writes through `.data` move no version counter"),
         ),
         _loads("foreach", "evaluation", ("no_shard", "optim_grads_params")),
         _loads(
             "foreach",
             "evaluation",
             ZERO_1_AND_2,
-            pytest.mark.xfail(strict=True, reason="foreach writes move no version counter"),
         ),
     ],
 )

@@ -167,7 +167,6 @@ def test_floating_inputs_and_outputs_are_cast_and_others_untouched(pools: RankPo
         assert seen["output"]["ids"] is torch.int64
 
 
-@pytest.mark.xfail(strict=True, reason="casts walk dicts and lists but not dataclasses")
 def test_tensors_in_dataclasses_are_cast_too(pools: RankPools) -> None:
     for seen in pools(2).run(dtypes_of_inputs, True):
         assert seen["features"] == (BF16, torch.bool)
@@ -340,9 +339,6 @@ def outer_wire() -> set[tuple[int, torch.dtype]]:
     return {(s.axis_size, s.dtype) for s in wire.sent if s.kind != "all_gather"}
 
 
-@pytest.mark.xfail(
-    strict=True, reason="the outer axis is reduced in main_grads_dtype, not in grad_comm_dtype"
-)
 def test_grad_comm_dtype_is_on_the_wire_of_the_outer_axis_too(pools: RankPools) -> None:
     for sent in pools(2).run(outer_wire):
         assert {dtype for _, dtype in sent} == {BF16}

@@ -15,7 +15,6 @@ from torch import nn, optim
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_optimizer_state_dict,
     get_state_dict,
     set_model_state_dict,
     set_state_dict,
@@ -25,12 +24,11 @@ from tests.distributed.wrapping import (
     STRATEGIES,
     fp64_pair,
     held_error,
-    own_loss,
     train_both,
     weight_error,
     wrap,
 )
-from tests.ranks import RankFailure, RankPool, RankPools
+from tests.ranks import RankPool, RankPools
 from tests.reference.models import Stack
 
 RANKS = 3
@@ -170,20 +168,7 @@ def full_weights_of_rank_0() -> tuple[bool, bool, float]:
     return full_weights(True)
 
 
-@pytest.mark.parametrize(
-    "load",
-    [
-        full_weights_of_every_rank,
-        pytest.param(
-            full_weights_of_rank_0,
-            marks=pytest.mark.xfail(
-                strict=True,
-                raises=RankFailure,
-                reason="torch cuts what rank 0 sends into even chunks, whatever the DTensor is",
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize("load", [full_weights_of_every_rank, full_weights_of_rank_0])
 def test_weights_are_gathered_in_full_and_loaded_from_full_ones(load: Any) -> None:
     pool = RankPool(2)
     try:
@@ -208,32 +193,5 @@ def small_weights_of_rank_0() -> float:
     return max(held_error(param, full[name]) for name, param in layer.named_parameters())
 
 
-@pytest.mark.xfail(
-    strict=True, reason="torch writes its even chunk, one row, over both rows of a rank's shard"
-)
 def test_weights_spread_from_rank_0_are_not_wrong_in_silence(pools: RankPools) -> None:
     assert pools(2).run(small_weights_of_rank_0) == [0.0, 0.0]
-
-
-def full_optimizer_state() -> dict[str, tuple[int, ...]]:
-    """Shapes of first momenta in a full optimizer state dict."""
-    _, model = fp64_pair()
-    optimizer = optim.AdamW(model.parameters(), lr=0.01)
-    own_loss(model, 0).backward()
-    optimizer.step()
-    state = get_optimizer_state_dict(model, optimizer, options=FULL)["state"]
-    return {name: tuple(entry["exp_avg"].shape) for name, entry in state.items()}  # type: ignore[union-attr]
-
-
-@pytest.mark.xfail(
-    strict=True,
-    raises=RankFailure,
-    reason="empty shards have no optimizer state, and so ranks gather different things",
-)
-def test_an_optimizer_state_is_gathered_in_full() -> None:
-    pool = RankPool(2)
-    try:
-        expected = {name: tuple(param.shape) for name, param in Stack().named_parameters()}
-        assert pool.run(full_optimizer_state, timeout_s=15)[0] == expected
-    finally:
-        pool.close()

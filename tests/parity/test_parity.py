@@ -154,7 +154,7 @@ def test_a_pattern_trains_like_the_reference(
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_switches_change_no_bit(pools: RankPools, pattern: str) -> None:
-    for strategy in ("optim_grads_params", "optim_grads", "optim"):
+    for strategy in ("optim_grads_params", "optim_grads"):
         if PATTERNS[pattern].skips and strategy == "optim_grads_params":
             continue
         assert all(pools(3).run(bits_of_switches, pattern, strategy)), strategy

@@ -18,25 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from benchmarks.step import Block, wrap_with_fsdp2
 from megatron_fsdp_v2 import fully_shard
 
 Wrap = Callable[[nn.Module, DeviceMesh], nn.Module]
-
-
-class Block(nn.Module):
-    """Two linear layers with a residual."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Apply the block to `(batch, width)`."""
-        return x + self.down(torch.relu(self.up(x)))
 
 
 def _ours(strategy: str) -> Wrap:
@@ -49,15 +36,9 @@ def _ours(strategy: str) -> Wrap:
     return wrap
 
 
-def _fsdp2(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    for block in model.children():
-        fsdp2(block, mesh=mesh)
-    return fsdp2(model, mesh=mesh)
-
-
 CONTENDERS: dict[str, Wrap] = {
     "unsharded": lambda model, mesh: model,
-    "FSDP2": _fsdp2,
+    "FSDP2": wrap_with_fsdp2,
     **{f"ours, {s}": _ours(s) for s in ("no_shard", "optim", "optim_grads", "optim_grads_params")},
 }
 

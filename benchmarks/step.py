@@ -53,7 +53,8 @@ def _ours(strategy: str) -> Callable[[nn.Module, DeviceMesh], nn.Module]:
     return wrap
 
 
-def _fsdp2(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+def wrap_with_fsdp2(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Shard every child and the model with PyTorch's own `fully_shard`."""
     for block in model.children():
         fsdp2(block, mesh=mesh)
     return fsdp2(model, mesh=mesh)
@@ -66,7 +67,7 @@ def _ddp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 CONTENDERS: dict[str, Callable[[nn.Module, DeviceMesh], nn.Module]] = {
     "DDP": _ddp,
-    BASELINE: _fsdp2,
+    BASELINE: wrap_with_fsdp2,
     **{f"ours, {strategy}": _ours(strategy) for strategy in STRATEGIES},
 }
 

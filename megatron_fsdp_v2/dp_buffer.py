@@ -84,8 +84,7 @@ class ShardGrid:
 
     def row_shards(self, layout: BufferLayout, index: int, holders: Holders) -> RowShards:
         """Row ranges of one parameter's main weight over the mesh."""
-        ranges = tuple(layout.local_rows(index, shard) for shard in range(self.num_slices))
-        return RowShards(ranges, self.strides, holders)
+        return RowShards(layout.row_ranges(index), self.strides, holders)
 
     def coordinates_of(self, slices: Collection[int]) -> set[tuple[int, ...]]:
         """Mesh coordinates of the ranks whose main weight is one of these slices."""

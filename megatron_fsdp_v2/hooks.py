@@ -50,19 +50,19 @@ def _post_forward(module: nn.Module, args: Any, output: Any) -> Any:
 
 def _before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     del prefix, keep_vars
-    for group in unit_of(module).groups:
+    for group in unit_of(module).held_groups:
         group.show_sharded()
 
 
 def _after_state_dict(module: nn.Module, state_dict: Any, prefix: str, metadata: Any) -> None:
     del state_dict, prefix, metadata
-    for group in unit_of(module).groups:
+    for group in unit_of(module).held_groups:
         group.show_unsharded()
 
 
 def _before_load(module: nn.Module, *args: Any) -> None:
     del args
-    for group in unit_of(module).groups:
+    for group in unit_of(module).held_groups:
         group.show_sharded()
 
 
@@ -70,7 +70,7 @@ def _after_load(module: nn.Module, incompatible_keys: Any) -> None:
     """Forget weights gathered before: those loaded count from the next use on."""
     del incompatible_keys
     unit = unit_of(module)
-    for group in unit.groups:
+    for group in unit.held_groups:
         group.settle_changes()
     unit.reshard()
 

@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, overload, override
 
 __all__ = ["BufferLayout", "Granularity", "ParamSlot", "admissible_slice", "smallest_slice"]
 
@@ -193,6 +194,11 @@ class BufferLayout:
         start, end = self.local_range(index, shard, num_merged)
         return start // row, end // row
 
+    def row_ranges(self, index: int) -> RowRanges:
+        """`local_rows` of every slice, computed when asked for: there may be thousands."""
+        slot = self.slots[index]
+        return RowRanges(self, index, 0, slot.numel // slot.row_numel)
+
     def gaps(self) -> list[tuple[int, int]]:
         """Ranges `(start, end)` of the flat buffer that belong to no parameter."""
         gaps, end = [], 0
@@ -252,6 +258,48 @@ def _free_from(numel: int, cell: int) -> int:
     """
     half = numel // (2 * cell)
     return min(max(k * cell, numel - k * cell) for k in (half, half + 1))
+
+
+@dataclass(frozen=True, slots=True)
+class RowRanges(Sequence[tuple[int, int]]):
+    """`(first row, one past the last row)` of a parameter on every slice, in a few bytes.
+
+    Attributes:
+        layout: The layout.
+        param: Index of the parameter in it.
+        first: First row that counts, from where rows are counted.
+        last: One past the last one.
+    """
+
+    layout: BufferLayout
+    param: int
+    first: int
+    last: int
+
+    @override
+    def __len__(self) -> int:
+        return self.layout.num_shards
+
+    @overload
+    def __getitem__(self, shard: int) -> tuple[int, int]: ...
+
+    @overload
+    def __getitem__(self, shard: slice) -> Sequence[tuple[int, int]]: ...
+
+    @override
+    def __getitem__(self, shard: int | slice) -> Any:
+        """Rows on one slice, or on several."""
+        if isinstance(shard, slice):
+            return [self[i] for i in range(*shard.indices(len(self)))]
+        if not -len(self) <= shard < len(self):
+            raise IndexError(f"slice {shard} of {len(self)}")
+        start, end = self.layout.local_rows(self.param, shard % len(self))
+        start, end = (min(max(row, self.first), self.last) - self.first for row in (start, end))
+        return start, end
+
+    def narrowed(self, first: int, last: int) -> RowRanges:
+        """The same for rows `first` to `last` of these."""
+        return RowRanges(self.layout, self.param, self.first + first, self.first + last)
 
 
 def _cuts_fit(offset: int, numel: int, cell: int, shard_numel: int) -> bool:

@@ -7,9 +7,8 @@ import itertools
 import types
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
@@ -21,7 +20,14 @@ from megatron_fsdp_v2.group_weights import GroupWeights
 from megatron_fsdp_v2.layout import BufferLayout, Granularity
 from megatron_fsdp_v2.mixed_precision import GroupDtypes
 from megatron_fsdp_v2.registration import OwnedParameter, Registrations, find_home, retire
-from megatron_fsdp_v2.uneven_dtensor import Holders, RowShards, UnevenDTensor
+from megatron_fsdp_v2.sharded_grads import ShardedGrads
+from megatron_fsdp_v2.uneven_dtensor import (
+    Holders,
+    RowShards,
+    UnevenDTensor,
+    local_of,
+    plain_attributes,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -77,6 +83,7 @@ class ParameterGroup:
         layout: Where they are in the flat buffer.
         weights: Main, model and gathered weights.
         grads: Gradient buffers; `None` for frozen parameters.
+        param_grads: Their `param.grad`s; likewise.
         sharded_params: DTensor parameters, in the order of `names`.
         unsharded_params: Plain parameters, likewise.
         registrations: Where the parameters are registered.
@@ -104,12 +111,8 @@ class ParameterGroup:
         self.layout = BufferLayout.plan(shapes, grid.num_slices, spec.granularity)
         common = (name, self.layout, grid, spec.placements, spec.dtypes, device)
         self.weights = GroupWeights(*common, communicator, allocator)
-
-        def make_grads() -> GroupGrads:
-            return GroupGrads(*common, spec.scale, communicator, allocator, reduces=spec.reduces)
-
-        self._make_grads = make_grads
-        self.grads: GroupGrads | None = make_grads() if spec.requires_grad else None
+        self.grads: GroupGrads | None = None
+        self.param_grads: ShardedGrads | None = None
         self.mesh = mesh
         self.axes = tuple(axes)
         self.device = device
@@ -120,11 +123,19 @@ class ParameterGroup:
         self.empty_ranks = grid.coordinates_of(self.layout.empty_shards())
         self.registrations = Registrations(owned)
         self.sharded_params = [self._shard(index, p) for index, p in enumerate(owned)]
-        self._locals = [_local(param) for param in self.sharded_params]
+        self._locals = [local_of(param) for param in self.sharded_params]
+
+        params, row_shards = self.sharded_params, self._row_shards
+
+        # Not a method: a bound one would be a reference cycle, and outlive the model.
+        def make_grads() -> tuple[GroupGrads, ShardedGrads]:
+            grads = GroupGrads(*common, spec.scale, communicator, allocator, reduces=spec.reduces)
+            return grads, ShardedGrads(params, grads, mesh, row_shards)
+
+        self._make_grads = make_grads
+        if spec.requires_grad:
+            self.grads, self.param_grads = make_grads()
         self.unsharded_params = [self._unsharded(index) for index in range(len(owned))]
-        self._main_grad_views: list[torch.Tensor] | None = None
-        self._grad_dtensors: list[UnevenDTensor | None] | None = None
-        self._may_be_unused = False
         self._num_holders = 0
         self._gathering: Ticket | None = None
         self._refreshing: Ticket | None = None
@@ -186,7 +197,7 @@ class ParameterGroup:
 
     def _thaw(self) -> None:
         """Be ready for gradients, in a group whose parameters were frozen when it was made."""
-        self.grads = self._make_grads()
+        self.grads, self.param_grads = self._make_grads()
         for index, param in enumerate(self.unsharded_params):
             param.requires_grad_(True)
             self._collect_from(param, index)
@@ -225,7 +236,7 @@ class ParameterGroup:
             return
         self._gathering.wait()
         self._gathering = None
-        with _plain_attributes():
+        with plain_attributes():
             if self.grads is None and any(param.requires_grad for param in self.sharded_params):
                 self._thaw()
             for sharded, unsharded in zip(self.sharded_params, self.unsharded_params, strict=True):
@@ -248,7 +259,7 @@ class ParameterGroup:
     def is_stale(self, epoch: int) -> bool:
         """Whether main weights may have changed since the model weights were made from them.
 
-        Version counters see in-place operations, also through `to_local()`; the epoch stands for
+        Version counters see in-place operations, also through `tolocal_of()`; the epoch stands for
         what they do not see: fused and foreach optimizer steps.
         """
         return self._refreshed_at != (epoch, self._versions())
@@ -271,10 +282,10 @@ class ParameterGroup:
             self._refreshing = None
 
     def _versions(self) -> tuple[int, ...]:
-        with _plain_attributes():
+        with plain_attributes():
             return tuple(
                 itertools.chain.from_iterable(
-                    (param._version, _local(param)._version) for param in self.sharded_params
+                    (param._version, local_of(param)._version) for param in self.sharded_params
                 )
             )
 
@@ -291,7 +302,7 @@ class ParameterGroup:
             ValueError: Shape, dtype or identity changed in a way that has no meaning here.
         """
         for index, param in enumerate(self.sharded_params):
-            if _local(param) is not self._locals[index]:
+            if local_of(param) is not self._locals[index]:
                 self._rebind(index, param)
         found = list(self.registrations.strangers(self.sharded_params))
         for index, module, attribute, other in found:
@@ -301,7 +312,7 @@ class ParameterGroup:
 
     def _rebind(self, index: int, param: nn.Parameter) -> None:
         """Have a DTensor whose local tensor was replaced use the flat buffer again."""
-        view, local = self.weights.main.view(index), _local(param)
+        view, local = self.weights.main.view(index), local_of(param)
         if local.dtype != view.dtype or local.shape != view.shape or local.device != view.device:
             raise ValueError(
                 f"parameter {self.names[index]} of {self.name} was changed after fully_shard: "
@@ -409,7 +420,7 @@ class ParameterGroup:
         Raises:
             RuntimeError: A gradient is missing where that is an error.
         """
-        assert self.grads is not None
+        assert self.grads is not None and self.param_grads is not None
         missing = self.missing_names() if self.grads.has_gradient else []
         if missing and self.spec.errors_on_missing_grad:
             raise RuntimeError(
@@ -422,35 +433,19 @@ class ParameterGroup:
             # An earlier reduction of this backward may still be reading the partial shard.
             self._outer_ticket.wait()
             self._outer_ticket = None
-        accumulate = self._settle_main_grad() if is_final else False
+        accumulate = self.param_grads.settle() if is_final else False
         ticket = self.grads.reduce_inner(accumulate=accumulate, async_op=async_op)
         if is_final:
-            self._finish_reduction(accumulate)
+            self.param_grads.install(accumulated=accumulate)
         return ticket
 
     def reduce_outer(self, *, async_op: bool) -> Ticket:
         """Issue the reduction along the outer axis. Collective."""
-        assert self.grads is not None
-        accumulate = self._settle_main_grad()
+        assert self.grads is not None and self.param_grads is not None
+        accumulate = self.param_grads.settle()
         self._outer_ticket = self.grads.reduce_outer(accumulate=accumulate, async_op=async_op)
-        self._finish_reduction(accumulate)
+        self.param_grads.install(accumulated=accumulate)
         return self._outer_ticket
-
-    def _finish_reduction(self, accumulate: bool) -> None:
-        assert self.grads is not None
-        self._may_be_unused = not accumulate and not self.grads.contributed
-        self.grads.contributed = False
-        self.install_grads()
-
-    def drop_unused_grads(self) -> None:
-        """Take gradients back that turned out to come from no rank. Reductions are done."""
-        if not self._may_be_unused:
-            return
-        self._may_be_unused = False
-        assert self.grads is not None
-        if self.grads.is_unused():
-            for param in self.sharded_params:
-                param.grad = None
 
     @property
     def is_trained(self) -> bool:
@@ -467,65 +462,6 @@ class ParameterGroup:
             )
             if not filled and param.requires_grad
         ]
-
-    def _settle_main_grad(self) -> bool:
-        """Bring the main gradient in line with `param.grad`, which the user may have changed.
-
-        Returns:
-            Whether a reduction adds to the main gradient (some `param.grad` is set) or
-            overwrites it (none is).
-        """
-        assert self.grads is not None
-        with _plain_attributes():
-            grads = [param.grad for param in self.sharded_params]
-        if all(grad is None for grad in grads):
-            return False
-        owns = self._grad_dtensors or [None] * len(grads)
-        for view, grad, own in zip(self.main_grad_views, grads, owns, strict=True):
-            if view.numel() == 0:
-                continue
-            if grad is None:
-                view.zero_()
-            elif grad is not own:
-                view.copy_(_local(grad))
-        return True
-
-    @property
-    def main_grad_views(self) -> list[torch.Tensor]:
-        """This rank's rows of every main gradient."""
-        if self._main_grad_views is None:
-            assert self.grads is not None
-            main = self.grads.main
-            self._main_grad_views = [main.view(index) for index in range(len(self.names))]
-        return self._main_grad_views
-
-    def install_grads(self) -> None:
-        """Set `param.grad` of every trained parameter with rows here; `None` for the others.
-
-        An empty tensor in a fused multi-tensor optimizer's list can corrupt its neighbours.
-        """
-        if self._grad_dtensors is None:
-            self._grad_dtensors = [self._grad_dtensor(i) for i in range(len(self.names))]
-        with _plain_attributes():
-            for param, dtensor in zip(self.sharded_params, self._grad_dtensors, strict=True):
-                if dtensor is not None and param.requires_grad:
-                    param.grad = dtensor
-
-    def _grad_dtensor(self, index: int) -> UnevenDTensor | None:
-        view = self.main_grad_views[index]
-        if view.numel() == 0:
-            return None
-        shape = tuple(self.sharded_params[index].shape)
-        return UnevenDTensor.from_rows(view, self.mesh, self._row_shards[index], shape)
-
-
-def _plain_attributes() -> AbstractContextManager[Any]:
-    """Read and write `grad`, `requires_grad`, ... of DTensors without their Python dispatch."""
-    return torch._C.DisableTorchFunctionSubclass()
-
-
-def _local(dtensor: torch.Tensor) -> torch.Tensor:
-    return cast("UnevenDTensor", dtensor)._local_tensor
 
 
 def _collector(

@@ -9,8 +9,9 @@ hands it on to whatever elementwise operations make of it: gradients, momenta, c
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, override
+from typing import Any, cast, override
 
 import torch
 import torch.distributed as dist
@@ -23,9 +24,10 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from megatron_fsdp_v2.layout import RowRanges
 from megatron_fsdp_v2.sharded_norm import NORMS, local_norms
 
-__all__ = ["Holders", "RowShards", "UnevenDTensor"]
+__all__ = ["Holders", "RowShards", "UnevenDTensor", "local_of", "plain_attributes"]
 
 
 def _nobody() -> None:
@@ -56,7 +58,7 @@ class RowShards:
         holders: Shared by all parameters of a group, and kept up to date.
     """
 
-    row_ranges: tuple[tuple[int, int], ...]
+    row_ranges: Sequence[tuple[int, int]]
     strides: tuple[int, ...]
     holders: Holders = field(default_factory=Holders, compare=False, repr=False)
 
@@ -67,6 +69,8 @@ class RowShards:
 
     def narrowed(self, start: int, end: int) -> RowShards:
         """Row ranges of the tensor made of rows `start` to `end` only."""
+        if isinstance(self.row_ranges, RowRanges):
+            return RowShards(self.row_ranges.narrowed(start, end), self.strides)
         ranges = tuple(
             (min(max(first, start), end) - start, min(max(last, start), end) - start)
             for first, last in self.row_ranges
@@ -83,12 +87,14 @@ class _RowShard(Shard):
     """`Shard(0)` that answers with this rank's rows where torch asks for its even chunk."""
 
     rows: tuple[int, int] | None = None
+    # A copy that torch makes of a placement is plain again.
+    knows_rows: bool = False
 
     @staticmethod
     def of(rows: tuple[int, int] | None) -> _RowShard:
         """Make one; `None` for an axis whose cut the last axis tells as well."""
         shard = _RowShard(0)
-        shard.rows = rows
+        shard.rows, shard.knows_rows = rows, True
         return shard
 
     @override
@@ -96,6 +102,8 @@ class _RowShard(Shard):
         self, curr_local_size: int, num_chunks: int, rank: Any
     ) -> tuple[int, Any]:
         """Size and offset on an axis, in what the axes before it leave."""
+        if not self.knows_rows:
+            return super()._local_shard_size_and_offset(curr_local_size, num_chunks, rank)
         if self.rows is None:
             return curr_local_size, 0
         start, end = self.rows
@@ -281,6 +289,16 @@ class UnevenDTensor(DTensor):
         """The local rows, which torch's distributed checkpoint reads from and writes into."""
         del index
         return self._local_tensor
+
+
+def local_of(dtensor: torch.Tensor) -> torch.Tensor:
+    """The local rows of a sharded tensor themselves, where `to_local()` makes a new view."""
+    return cast("UnevenDTensor", dtensor)._local_tensor
+
+
+def plain_attributes() -> AbstractContextManager[Any]:
+    """Read and write `grad`, `requires_grad`, ... of DTensors without their Python dispatch."""
+    return torch._C.DisableTorchFunctionSubclass()
 
 
 def _sharded_norms(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:

@@ -111,6 +111,11 @@ class Unit:
         return any(id(p) in parameter_ids for group in self.groups for p in group.sharded_params)
 
     @property
+    def held_groups(self) -> list[ParameterGroup]:
+        """Groups it gathers: its own and those it borrows."""
+        return [*self.groups, *self.borrowed]
+
+    @property
     def is_unsharded(self) -> bool:
         """Whether gathered weights are installed, or on their way."""
         return self._is_unsharded
@@ -156,17 +161,13 @@ class Unit:
                 self._compare_steps("gather")
             self._is_unsharded = True
             epoch, in_forward = self.context.weights_epoch, not in_backward()
-            for group in self.groups:
-                group.unshard(epoch, in_forward=in_forward, async_op=async_op)
-            for group in self.borrowed:
+            for group in self.held_groups:
                 group.unshard(epoch, in_forward=in_forward, async_op=async_op)
 
     def wait_for_unshard(self) -> None:
         """Have gathered weights in place and installed on the modules."""
         with self._range("wait_for_unshard"):
-            for group in self.groups:
-                group.wait_for_unshard()
-            for group in self.borrowed:
+            for group in self.held_groups:
                 group.wait_for_unshard()
 
     def reshard(self) -> None:
@@ -175,9 +176,7 @@ class Unit:
             return
         with self._range("reshard"):
             self._is_unsharded = False
-            for group in self.groups:
-                group.reshard()
-            for group in self.borrowed:
+            for group in self.held_groups:
                 group.reshard()
 
     def reshard_if_stale(self) -> None:
@@ -185,7 +184,7 @@ class Unit:
         if not self._is_unsharded:
             return
         epoch = self.context.weights_epoch
-        if any(group.is_stale(epoch) for group in [*self.groups, *self.borrowed]):
+        if any(group.is_stale(epoch) for group in self.held_groups):
             self.reshard()
 
     # -- forward ------------------------------------------------------------------------------
@@ -399,7 +398,7 @@ class Unit:
         copies = [0] * len(self.groups[0].axes)
         for group in self.groups:
             options += [",".join(group.names), group.layout.fingerprint, repr(group.spec)]
-            if not group.spec.reduces:
+            if group.grads is not None and not group.grads.reduces:
                 continue
             for axis, placements in enumerate(group.spec.placements):
                 replicated = placements.main_weight is Placement.REPLICATE
@@ -464,4 +463,5 @@ def _settle(context: Context[Unit]) -> None:
     context.reductions.drain()
     for unit in context.units():
         for group in unit.groups:
-            group.drop_unused_grads()
+            if group.param_grads is not None:
+                group.param_grads.drop_unused()

@@ -98,7 +98,7 @@ def _row_problems(
         if slot.numel and cursor != slot.shape[0]:
             yield f"{name} has {slot.shape[0]} rows but its shards end at row {cursor}"
         expected = tuple(layout.local_rows(index, shard) for shard in range(layout.num_shards))
-        if rows.row_ranges != expected:
+        if tuple(rows.row_ranges) != expected:
             yield f"the row ranges of {name} are not those of its layout"
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_fsdp_v2 import FSDPModule, fully_shard
 from megatron_fsdp_v2.fsdp_module import unit_of
+from tests.distributed.wrapping import said
 from tests.ranks import RankPools
 from tests.reference.models import Stack
 
@@ -20,14 +20,6 @@ from tests.reference.models import Stack
 def _shard(module: nn.Module, **options: Any) -> Any:
     options.setdefault("mesh", init_device_mesh("cpu", (1,), mesh_dim_names=("dp",)))
     return fully_shard(module, **options)
-
-
-def _message(kind: type[Exception], call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except kind as error:
-        return str(error)
-    return "no error"
 
 
 def _parent_before_child() -> None:
@@ -68,27 +60,27 @@ def messages() -> dict[str, str]:
     linear = nn.Linear
     value, runtime = ValueError, RuntimeError
     return {
-        "strategy": _message(value, lambda: _shard(linear(2, 2), sharding_strategy="zero3")),
-        "axes": _message(value, lambda: _shard(linear(2, 2), mesh=three_axes)),
-        "outer": _message(
+        "strategy": said(value, lambda: _shard(linear(2, 2), sharding_strategy="zero3")),
+        "axes": said(value, lambda: _shard(linear(2, 2), mesh=three_axes)),
+        "outer": said(
             value,
             lambda: _shard(linear(2, 2), mesh=one_axis, outer_dp_sharding_strategy="optim"),
         ),
-        "mesh": _message(value, lambda: _shard(linear(2, 2), mesh="dp")),
-        "module": _message(value, lambda: _shard(lambda x: x)),  # type: ignore[arg-type]
-        "list": _message(value, lambda: _shard(nn.ModuleList([linear(2, 2)]))),
-        "granularity": _message(value, lambda: _shard(linear(2, 2), shard_granularity="rows")),
-        "missing": _message(value, lambda: _shard(linear(2, 2), on_missing_grad="ignore")),
-        "pool": _message(value, lambda: _shard(linear(2, 2), enable_trace_pool=True)),
-        "twice": _message(value, _twice),
-        "parent": _message(value, _parent_before_child),
-        "zero-dim": _message(value, _zero_dim),
-        "tied": _message(value, _tied_but_different),
-        "meta": _message(value, lambda: _shard(_Bare())),
-        "check": _message(value, lambda: _shard(linear(2, 2), check_ranks="sometimes")),
-        "deepcopy": _message(runtime, lambda: copy.deepcopy(_shard(linear(2, 2)))),
-        "pickle": _message(runtime, lambda: pickle.dumps(_shard(linear(2, 2)))),
-        "unsharded": _message(value, lambda: unit_of(linear(2, 2))),
+        "mesh": said(value, lambda: _shard(linear(2, 2), mesh="dp")),
+        "module": said(value, lambda: _shard(lambda x: x)),  # type: ignore[arg-type]
+        "list": said(value, lambda: _shard(nn.ModuleList([linear(2, 2)]))),
+        "granularity": said(value, lambda: _shard(linear(2, 2), shard_granularity="rows")),
+        "missing": said(value, lambda: _shard(linear(2, 2), on_missing_grad="ignore")),
+        "pool": said(value, lambda: _shard(linear(2, 2), enable_trace_pool=True)),
+        "twice": said(value, _twice),
+        "parent": said(value, _parent_before_child),
+        "zero-dim": said(value, _zero_dim),
+        "tied": said(value, _tied_but_different),
+        "meta": said(value, lambda: _shard(_Bare())),
+        "check": said(value, lambda: _shard(linear(2, 2), check_ranks="sometimes")),
+        "deepcopy": said(runtime, lambda: copy.deepcopy(_shard(linear(2, 2)))),
+        "pickle": said(runtime, lambda: pickle.dumps(_shard(linear(2, 2)))),
+        "unsharded": said(value, lambda: unit_of(linear(2, 2))),
     }
 
 
@@ -115,10 +107,10 @@ EXPECTED = {
 
 
 def test_every_bad_call_says_what_is_wrong(pools: RankPools) -> None:
-    (said,) = pools(1).run(messages)
-    assert said.keys() == EXPECTED.keys()
+    (found,) = pools(1).run(messages)
+    assert found.keys() == EXPECTED.keys()
     for name, expected in EXPECTED.items():
-        assert expected in said[name], name
+        assert expected in found[name], name
 
 
 def missing_gradient() -> str:
@@ -127,12 +119,12 @@ def missing_gradient() -> str:
     module.blocks[0].unused = nn.Parameter(torch.ones(2, 2))
     _shard(module.blocks[0], on_missing_grad="error")
     _shard(module, on_missing_grad="error")
-    return _message(RuntimeError, lambda: module(torch.ones(2, 5)).sum().backward())
+    return said(RuntimeError, lambda: module(torch.ones(2, 5)).sum().backward())
 
 
 def test_a_missing_gradient_is_named(pools: RankPools) -> None:
-    (said,) = pools(1).run(missing_gradient)
-    assert "no gradient arrived for unused" in said
+    (found,) = pools(1).run(missing_gradient)
+    assert "no gradient arrived for unused" in found
 
 
 def classes() -> tuple[bool, bool, bool]:

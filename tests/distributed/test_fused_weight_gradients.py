@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp_v2 import MixedPrecisionPolicy, fully_shard
-from tests.distributed.meshes import mesh_of
+from tests.distributed.wrapping import mesh_of
 from tests.ranks import RankPools
 
 STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]

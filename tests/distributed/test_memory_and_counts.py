@@ -184,6 +184,24 @@ def test_parameters_and_gradients_are_views_of_the_flat_buffers(pools: RankPools
     assert all(pools(4).run(views_of_flat_buffers))
 
 
+def originals_alive() -> list[int]:
+    """How many original parameters are alive after each unit was sharded."""
+    model = Stack(NUM_BLOCKS)
+    originals = [weakref.ref(p) for p in model.parameters()]
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    alive = [sum(ref() is not None for ref in originals)]
+    for unit in [*model.blocks, model]:
+        fully_shard(unit, mesh=mesh)
+        alive.append(sum(ref() is not None for ref in originals))
+    return alive
+
+
+def test_original_parameters_are_freed_unit_by_unit(pools: RankPools) -> None:
+    # Six parameters a block, four of the root.
+    for alive in pools(2).run(originals_alive):
+        assert alive == [34, 28, 22, 16, 10, 4, 0]
+
+
 def storages_after_deletion() -> int:
     """How many buffers outlive a model that trained a step, without a garbage collection."""
     gc.collect()

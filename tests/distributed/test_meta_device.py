@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp_v2 import fully_shard
-from tests.distributed.meshes import mesh_of
+from tests.distributed.wrapping import mesh_of
 from tests.ranks import RankPools
 
 LIVE: list[weakref.ref[torch.Tensor]] = []

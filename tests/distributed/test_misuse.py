@@ -11,26 +11,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_fsdp_v2 import fully_shard
-from tests.distributed.meshes import mesh_of
+from tests.distributed.wrapping import mesh_of, said, wrap
 from tests.ranks import RankPools
 from tests.reference.models import Stack
 
 
-def _said(kind: type[Exception], call: Any) -> str:
-    try:
-        call()
-    except kind as error:
-        return str(error)
-    return "no error"
-
-
 def _sharded(strategy: str = "optim_grads_params") -> Any:
     torch.manual_seed(0)
-    model = Stack()
-    mesh = mesh_of(dist.get_world_size())
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, sharding_strategy=strategy)
-    return fully_shard(model, mesh=mesh, sharding_strategy=strategy)
+    return wrap(Stack(), sharding_strategy=strategy)
 
 
 def _while_unsharded() -> None:
@@ -119,16 +107,16 @@ VALUE = {
 
 def messages() -> list[tuple[str, str]]:
     """What is expected, and what every misuse says."""
-    said = [(expected, _said(RuntimeError, call)) for expected, call in RUNTIME.items()]
-    return said + [(expected, _said(ValueError, call)) for expected, call in VALUE.items()]
+    pairs = [(expected, said(RuntimeError, call)) for expected, call in RUNTIME.items()]
+    return pairs + [(expected, said(ValueError, call)) for expected, call in VALUE.items()]
 
 
 def test_every_misuse_says_what_is_wrong(pools: RankPools) -> None:
     if torch.cuda.is_available():
         pytest.skip("a mesh of CUDA devices is fine on a machine with a GPU")
     for pairs in pools(2).run(messages):
-        for expected, said in pairs:
-            assert expected in said
+        for expected, text in pairs:
+            assert expected in text
 
 
 def twice_on_one_graph(strategy: str) -> tuple[str, bool, bool]:
@@ -139,7 +127,7 @@ def twice_on_one_graph(strategy: str) -> tuple[str, bool, bool]:
     model = _sharded(strategy)
     loss = model(x).square().mean()
     loss.backward()
-    said = _said(RuntimeError, loss.backward)
+    text = said(RuntimeError, loss.backward)
     model.zero_grad()
     model(x).square().mean().backward()
     works_after = _same(model, once, 1.0)
@@ -147,7 +135,7 @@ def twice_on_one_graph(strategy: str) -> tuple[str, bool, bool]:
     loss = model(x).square().mean()
     loss.backward(retain_graph=True)
     loss.backward()
-    return said, works_after, _same(model, once, 2.0)
+    return text, works_after, _same(model, once, 2.0)
 
 
 def _same(model: Any, other: Any, factor: float) -> bool:
@@ -161,8 +149,8 @@ def _same(model: Any, other: Any, factor: float) -> bool:
 def test_a_second_backward_on_one_graph_is_torchs_error_or_adds(
     pools: RankPools, strategy: str
 ) -> None:
-    for said, works_after, adds in pools(2).run(twice_on_one_graph, strategy):
-        assert "backward through the graph a second time" in said
+    for text, works_after, adds in pools(2).run(twice_on_one_graph, strategy):
+        assert "backward through the graph a second time" in text
         assert works_after
         assert adds
 

@@ -10,18 +10,14 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp_v2 import fully_shard
-from tests.distributed.meshes import mesh_of
+from tests.distributed.wrapping import mesh_of, said, wrap
 from tests.ranks import RankPools
 from tests.reference.models import Stack
 
 
 def _sharded(strategy: str = "optim_grads_params") -> Any:
     torch.manual_seed(0)
-    model = Stack()
-    mesh = mesh_of(dist.get_world_size())
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, sharding_strategy=strategy)
-    return fully_shard(model, mesh=mesh, sharding_strategy=strategy)
+    return wrap(Stack(), sharding_strategy=strategy)
 
 
 def _step(model: Any, optimizer: Any) -> float:
@@ -92,14 +88,6 @@ def test_replaced_parameters_keep_their_values_and_train_on(pools: RankPools, ch
             assert found == expected, strategy
 
 
-def _said(kind: type[Exception], call: Any) -> str:
-    try:
-        call()
-    except kind as error:
-        return str(error)
-    return "no error"
-
-
 def _stale_optimizer() -> None:
     model = Stack()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -151,14 +139,14 @@ def messages() -> dict[str, str]:
     """What every change that has no meaning says."""
     value, runtime = ValueError, RuntimeError
     return {
-        "optimizer": _said(runtime, _stale_optimizer),
-        "rebuilt": _said(runtime, _optimizer_before_rebuilding),
-        "dtype": _said(value, _changed(lambda model: model.bfloat16())),
-        "tied": _said(value, _changed(_tie)),
-        "size": _said(value, _changed(_resize)),
-        "removed": _said(value, _changed(_remove)),
-        "plain dtype": _said(value, _changed(_plain_bf16)),
-        "data": _said(value, _changed(_resize_data)),
+        "optimizer": said(runtime, _stale_optimizer),
+        "rebuilt": said(runtime, _optimizer_before_rebuilding),
+        "dtype": said(value, _changed(lambda model: model.bfloat16())),
+        "tied": said(value, _changed(_tie)),
+        "size": said(value, _changed(_resize)),
+        "removed": said(value, _changed(_remove)),
+        "plain dtype": said(value, _changed(_plain_bf16)),
+        "data": said(value, _changed(_resize_data)),
     }
 
 
@@ -175,6 +163,6 @@ EXPECTED = {
 
 
 def test_changes_without_meaning_are_named(pools: RankPools) -> None:
-    for said in pools(2).run(messages):
+    for found in pools(2).run(messages):
         for name, expected in EXPECTED.items():
-            assert expected in said[name], name
+            assert expected in found[name], name

@@ -2,73 +2,54 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from megatron_fsdp_v2 import fully_shard
-from tests.distributed.meshes import mesh_of
+from tests.distributed.wrapping import said, wrap
 from tests.ranks import RankPools
 from tests.reference.models import Skipping, Stack
-
-
-def _said(call: Any) -> str:
-    try:
-        call()
-    except RuntimeError as error:
-        return str(error)
-    return "no error"
-
-
-def _wrapped(model: Any, units: list[nn.Module], **options: Any) -> Any:
-    mesh = mesh_of(dist.get_world_size())
-    for unit in units:
-        fully_shard(unit, mesh=mesh, **options)
-    return fully_shard(model, mesh=mesh, **options)
 
 
 def different_units() -> dict[str, str]:
     """What each difference in wrapping leads to at the first forward."""
     rank, x = dist.get_rank(), torch.ones(2, 5)
-    said = {}
+    found = {}
     torch.manual_seed(0)
     model = Stack()
-    model = _wrapped(model, list(model.blocks)[: 2 + rank])
-    said["units"] = _said(lambda: model(x))
+    model = wrap(model, list(model.blocks)[: 2 + rank])
+    found["units"] = said(RuntimeError, lambda: model(x))
     torch.manual_seed(0)
     model = Stack()
     granularity = "row" if rank else "tensor"
-    model = _wrapped(model, list(model.blocks), shard_granularity=granularity)
-    said["options"] = _said(lambda: model(x))
+    model = wrap(model, list(model.blocks), shard_granularity=granularity)
+    found["options"] = said(RuntimeError, lambda: model(x))
     torch.manual_seed(rank)
     model = Stack()
-    model = _wrapped(model, list(model.blocks), sharding_strategy="no_shard")
-    said["weights"] = _said(lambda: model(x))
+    model = wrap(model, list(model.blocks), sharding_strategy="no_shard")
+    found["weights"] = said(RuntimeError, lambda: model(x))
     torch.manual_seed(rank)
     model = Stack()
-    model = _wrapped(model, list(model.blocks), sharding_strategy="no_shard", check_ranks="never")
-    said["never"] = _said(lambda: model(x))
-    return said
+    model = wrap(model, list(model.blocks), sharding_strategy="no_shard", check_ranks="never")
+    found["never"] = said(RuntimeError, lambda: model(x))
+    return found
 
 
 def test_ranks_that_shard_different_things_say_so_at_the_first_use(pools: RankPools) -> None:
-    for said in pools(2).run(different_units):
-        assert "ranks differ" in said["units"]
-        assert "blocks.2" in said["units"]
-        assert "ranks differ at unit" in said["options"]
-        assert "copies of one weight must start equal" in said["weights"]
-        assert "ranks differ at unit" in said["weights"]
-        assert said["never"] == "no error"
+    for found in pools(2).run(different_units):
+        assert "ranks differ" in found["units"]
+        assert "blocks.2" in found["units"]
+        assert "ranks differ at unit" in found["options"]
+        assert "copies of one weight must start equal" in found["weights"]
+        assert "ranks differ at unit" in found["weights"]
+        assert found["never"] == "no error"
 
 
 def first_use_traffic() -> tuple[int, int]:
     """Collectives of the comparison at the first forward, and at the second."""
     torch.manual_seed(0)
     model = Stack()
-    model = _wrapped(model, list(model.blocks), sharding_strategy="no_shard")
+    model = wrap(model, list(model.blocks), sharding_strategy="no_shard")
     counts = []
     for _ in range(2):
         with torch.profiler.profile() as profile:
@@ -86,9 +67,9 @@ def skipped_on_one_rank() -> str:
     """At ZeRO-3, with the check on, rank 1 leaves out a unit."""
     torch.manual_seed(0)
     model = Skipping()
-    model = _wrapped(model, list(model.blocks), check_ranks="always")
+    model = wrap(model, list(model.blocks), check_ranks="always")
     model.skip = 1 if dist.get_rank() == 1 else None
-    return _said(lambda: model(torch.ones(2, 5)))
+    return said(RuntimeError, lambda: model(torch.ones(2, 5)))
 
 
 def test_a_unit_skipped_on_one_rank_at_zero_3_is_named(pools: RankPools) -> None:
@@ -104,7 +85,7 @@ def steps_with_checks(strategy: str) -> list[float]:
     """Losses with the check before every collective."""
     torch.manual_seed(0)
     model = Stack()
-    model = _wrapped(model, list(model.blocks), sharding_strategy=strategy, check_ranks="always")
+    model = wrap(model, list(model.blocks), sharding_strategy=strategy, check_ranks="always")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     losses = []
     for _ in range(3):
@@ -128,7 +109,7 @@ def unused_everywhere(strategy: str) -> tuple[list[bool], list[bool]]:
     """Which gradients exist where a block was left out on all ranks, and where on one."""
     torch.manual_seed(0)
     model = Skipping()
-    model = _wrapped(model, list(model.blocks), sharding_strategy=strategy)
+    model = wrap(model, list(model.blocks), sharding_strategy=strategy)
     found = []
     for skips in (True, dist.get_rank() == 0):
         model.zero_grad()
@@ -153,7 +134,7 @@ def evaluations_of_one_rank(strategy: str) -> list[float]:
     """Rank 1 evaluates three times as often as rank 0 in every step."""
     torch.manual_seed(0)
     model = Stack()
-    model = _wrapped(model, list(model.blocks), sharding_strategy=strategy)
+    model = wrap(model, list(model.blocks), sharding_strategy=strategy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     losses = []
     for _ in range(3):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,15 @@ def wrap(model: Any, units: Iterable[nn.Module] | None = None, **options: Any) -
     for unit in model.blocks if units is None else units:
         fully_shard(unit, **options)
     return fully_shard(model, **options)
+
+
+def said(kind: type[Exception], call: Callable[[], Any]) -> str:
+    """What the error says that a call raises."""
+    try:
+        call()
+    except kind as error:
+        return str(error)
+    return "no error"
 
 
 def batch(rank: int, step: int = 0, rows: int = 4, dtype: torch.dtype = torch.float32) -> Any:

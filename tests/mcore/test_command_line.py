@@ -13,10 +13,10 @@ PRETRAIN = "megatron_fsdp_v2_mcore.pretrain_gpt"
 TWENTY = [*MODEL_FLAGS, "--train-iters", "20", "--cpu-rehearsal"]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_printed_losses_of_20_iterations_equal_ddp(world_size: int) -> None:
-    reference = torchrun(world_size, PRETRAIN, TWENTY)
-    ours = torchrun(world_size, PRETRAIN, [*TWENTY, *fsdp()])
+def test_printed_losses_of_20_iterations_equal_ddp() -> None:
+    # Other world sizes train in process, in test_parity_with_ddp.py: starting takes longer.
+    reference = torchrun(2, PRETRAIN, TWENTY)
+    ours = torchrun(2, PRETRAIN, [*TWENTY, *fsdp()])
     assert reference.code == ours.code == 0, ours.output[-3000:]
     assert len(reference.losses) == 20
     assert ours.losses.keys() == reference.losses.keys()

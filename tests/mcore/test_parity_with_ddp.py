@@ -7,14 +7,14 @@ import pytest
 from tests.mcore.session import MODEL_FLAGS, Training, fsdp, train
 from tests.ranks import RankPools
 
-ITERATIONS = ["--train-iters", "12"]
+ITERATIONS = ["--train-iters", "8"]
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 OVERLAP = ["--overlap-grad-reduce", "--overlap-param-gather"]
 
 
 def _curves(pools: RankPools, world_size: int, flags: list[str]) -> Training:
     result: Training = pools(world_size).run(train, [*MODEL_FLAGS, *ITERATIONS, *flags])[0]
-    assert len(result.losses) == len(result.grad_norms) == 12
+    assert len(result.losses) == len(result.grad_norms) == 8
     return result
 
 
@@ -25,8 +25,8 @@ def _distance(mine: list[float], theirs: list[float]) -> float:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_every_strategy_trains_like_ddp_in_fp32(megatron: RankPools, world_size: int) -> None:
     reference = _curves(megatron, world_size, [])
-    # At one rank all strategies are one path; two of them show it.
-    for strategy in STRATEGIES if world_size > 1 else ("no_shard", "optim_grads_params"):
+    # Two ranks show every strategy, the others that the world size changes nothing.
+    for strategy in STRATEGIES if world_size == 2 else ("no_shard", "optim_grads_params"):
         curves = _curves(megatron, world_size, fsdp(strategy))
         assert _distance(curves.losses, reference.losses) < 1e-6, strategy
         assert _distance(curves.grad_norms, reference.grad_norms) < 1e-6, strategy

@@ -187,6 +187,20 @@ def test_llama_units_are_planned_in_milliseconds_for_16384_ranks() -> None:
     assert time.perf_counter() - start < 0.3
 
 
+def test_row_ranges_are_those_of_every_slice_also_of_a_part_of_the_rows() -> None:
+    layout = BufferLayout.plan([(9, 3), (4, 5), (7,)], 4)
+    for index in range(3):
+        ranges = layout.row_ranges(index)
+        expected = [layout.local_rows(index, shard) for shard in range(4)]
+        assert list(ranges) == ranges[:] == expected
+        assert ranges[-1] == expected[-1]
+        part = ranges.narrowed(1, 4)
+        assert list(part) == [(min(max(a, 1), 4) - 1, min(max(b, 1), 4) - 1) for a, b in expected]
+        assert part != ranges
+        with pytest.raises(IndexError):
+            ranges[4]
+
+
 def test_equal_layouts_have_equal_fingerprints() -> None:
     first = BufferLayout.plan([(4, 4)], 2)
     assert first.fingerprint == BufferLayout.plan([(4, 4)], 2).fingerprint

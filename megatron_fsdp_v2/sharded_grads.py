@@ -1,0 +1,101 @@
+"""`param.grad` of sharded parameters: DTensors over the main gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from megatron_fsdp_v2.uneven_dtensor import RowShards, UnevenDTensor, local_of, plain_attributes
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from megatron_fsdp_v2.group_grads import GroupGrads
+
+__all__ = ["ShardedGrads"]
+
+
+class ShardedGrads:
+    """Keeps `param.grad` and the main gradient of a group in step.
+
+    `param.grad` is the truth: a user may set it to None, to zeros, or to another tensor. What it
+    says is carried into the main gradient before a reduction adds to it.
+    """
+
+    def __init__(
+        self,
+        params: list[nn.Parameter],
+        grads: GroupGrads,
+        mesh: DeviceMesh,
+        row_shards: Sequence[RowShards],
+    ) -> None:
+        self._params = params
+        self._grads = grads
+        self._mesh = mesh
+        self._row_shards = row_shards
+        self._views: list[torch.Tensor] | None = None
+        self._dtensors: list[UnevenDTensor | None] | None = None
+        self._may_be_unused = False
+
+    @property
+    def views(self) -> list[torch.Tensor]:
+        """This rank's rows of every main gradient."""
+        if self._views is None:
+            main = self._grads.main
+            self._views = [main.view(index) for index in range(len(self._params))]
+        return self._views
+
+    def settle(self) -> bool:
+        """Bring the main gradient in line with `param.grad`.
+
+        Returns:
+            Whether a reduction adds to the main gradient (some `param.grad` is set) or
+            overwrites it (none is).
+        """
+        with plain_attributes():
+            grads = [param.grad for param in self._params]
+        if all(grad is None for grad in grads):
+            return False
+        owns = self._dtensors or [None] * len(grads)
+        for view, grad, own in zip(self.views, grads, owns, strict=True):
+            if view.numel() == 0:
+                continue
+            if grad is None:
+                view.zero_()
+            elif grad is not own:
+                view.copy_(local_of(grad))
+        return True
+
+    def install(self, *, accumulated: bool) -> None:
+        """Set `param.grad` of every trained parameter with rows here; `None` for the others.
+
+        An empty tensor in a fused multi-tensor optimizer's list can corrupt its neighbours.
+
+        Args:
+            accumulated: Whether the reduction added to what was there.
+        """
+        self._may_be_unused = not accumulated and not self._grads.contributed
+        self._grads.contributed = False
+        if self._dtensors is None:
+            self._dtensors = [self._dtensor(index) for index in range(len(self._params))]
+        with plain_attributes():
+            for param, dtensor in zip(self._params, self._dtensors, strict=True):
+                if dtensor is not None and param.requires_grad:
+                    param.grad = dtensor
+
+    def drop_unused(self) -> None:
+        """Take gradients back that turned out to come from no rank. Reductions are done."""
+        if self._may_be_unused and self._grads.is_unused():
+            for param in self._params:
+                param.grad = None
+        self._may_be_unused = False
+
+    def _dtensor(self, index: int) -> UnevenDTensor | None:
+        view = self.views[index]
+        if view.numel() == 0:
+            return None
+        shape = tuple(self._params[index].shape)
+        return UnevenDTensor.from_rows(view, self._mesh, self._row_shards[index], shape)

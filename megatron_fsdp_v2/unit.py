@@ -455,6 +455,8 @@ def synchronise_gradients(units: Sequence[Unit]) -> None:
         unit._owes_reduction |= context.turns is not None and context.has_unsynced
         unit.finish_gradients(synchronise=True)
     _settle(context)
+    # As after a synchronised backward: an optimizer may step next.
+    context.weights_epoch += 1
     context.has_unsynced = False
 
 

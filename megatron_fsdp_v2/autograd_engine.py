@@ -125,24 +125,16 @@ def watch_inputs(watcher: _Watcher, args: Any, kwargs: Any) -> tuple[Any, Any]:
     return map_tensors(route, args), map_tensors(route, kwargs)
 
 
-def watch_outputs(watcher: _Watcher, output: Any) -> bool:
-    """Have `pre_backward` called when the first gradient reaches one of the outputs.
-
-    Returns:
-        Whether there is an output that a gradient can reach.
-    """
-    found = False
+def watch_outputs(watcher: _Watcher, output: Any) -> None:
+    """Have `pre_backward` called when the first gradient reaches one of the outputs."""
 
     def hook(grad: torch.Tensor) -> None:
         del grad
         watcher.pre_backward()
 
     def watch(tensor: torch.Tensor) -> torch.Tensor:
-        nonlocal found
         if tensor.requires_grad:
-            found = True
             tensor.register_hook(hook)  # type: ignore[no-untyped-call]
         return tensor
 
     map_tensors(watch, output)
-    return found

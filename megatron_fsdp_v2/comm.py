@@ -25,17 +25,7 @@ from megatron_fsdp_v2.comm_interface import (
 )
 from megatron_fsdp_v2.comm_streams import Stream, StreamCommunicator
 
-__all__ = [
-    "DONE",
-    "Axis",
-    "Communicator",
-    "CpuCommunicator",
-    "CudaStreams",
-    "Lane",
-    "NcclCollectives",
-    "Ticket",
-    "communicator_for",
-]
+__all__ = ["CpuCommunicator", "CudaStreams", "NcclCollectives", "communicator_for"]
 
 
 class _WorkTicket:

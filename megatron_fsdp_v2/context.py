@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from megatron_fsdp_v2.reduction_queue import MAX_LIVE_UNITS, ReductionQueue, Turns
+from megatron_fsdp_v2.reduction_queue import MAX_LIVE_UNITS, ReductionQueue, Turns, TurnTaker
 
 if TYPE_CHECKING:
     from megatron_fsdp_v2.allocator import Allocator
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["Context", "ExecutionOrder"]
 
 
-class Reshardable(Protocol):
+class Reshardable(TurnTaker, Protocol):
     """What the context needs to know of a unit."""
 
     def unshard(self, *, async_op: bool) -> None:
@@ -26,11 +26,6 @@ class Reshardable(Protocol):
 
     def reshard(self) -> None:
         """Drop gathered weights."""
-        ...
-
-    @property
-    def is_expected_back(self) -> bool:
-        """Whether its backward is under way or still to come."""
         ...
 
 

@@ -14,7 +14,7 @@ from megatron_fsdp_v2.unit import synchronise_gradients
 if TYPE_CHECKING:
     from megatron_fsdp_v2.unit import Unit
 
-__all__ = ["FSDPModule", "swap_class", "unit_of"]
+__all__ = ["FSDPModule", "named_units", "swap_class", "unit_of"]
 
 
 class FSDPModule:
@@ -50,7 +50,7 @@ class FSDPModule:
         A synchronised backward has done so already. Call it after backwards that were not
         synchronised (`no_sync`), or where autograd was bypassed.
         """
-        synchronise_gradients([unit_of(module) for module in _fsdp_modules(self)])
+        synchronise_gradients(_units(self))
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -60,7 +60,7 @@ class FSDPModule:
         Where gradients are sharded between micro-batches (ZeRO-2, ZeRO-3), the inner axis is
         still reduced in every backward, to keep full gradients out of memory.
         """
-        units = [unit_of(m) for m in _fsdp_modules(self)]
+        units = _units(self)
         before = [unit.requires_gradient_sync for unit in units]
         self.set_requires_gradient_sync(False)
         try:
@@ -73,16 +73,16 @@ class FSDPModule:
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
         """Say whether following backwards synchronise gradients. See `no_sync`."""
-        for module in _fsdp_modules(self) if recurse else [self]:
-            unit_of(module).requires_gradient_sync = requires_gradient_sync
+        for unit in _units(self, recurse=recurse):
+            unit.requires_gradient_sync = requires_gradient_sync
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Say whether the next backward is the last one before the optimizer steps.
 
         A backward that is not the last leaves synchronisation to the one that is.
         """
-        for module in _fsdp_modules(self):
-            unit_of(module).is_last_backward = is_last_backward
+        for unit in _units(self):
+            unit.is_last_backward = is_last_backward
 
     def set_requires_gradient_reduction(
         self, requires_gradient_reduction: bool, *, recurse: bool = True
@@ -95,13 +95,13 @@ class FSDPModule:
         Raises:
             RuntimeError: Gradients are waiting to be synchronised.
         """
-        for module in _fsdp_modules(self) if recurse else [self]:
-            unit_of(module).set_reduces(requires_gradient_reduction)
+        for unit in _units(self, recurse=recurse):
+            unit.set_reduces(requires_gradient_reduction)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Say whether gathered parameters are dropped between forward and backward."""
-        for module in _fsdp_modules(self) if recurse else [self]:
-            unit_of(module).reshard_after_forward = reshard_after_forward
+        for unit in _units(self, recurse=recurse):
+            unit.reshard_after_forward = reshard_after_forward
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
         """Gather these units when this unit's forward starts, instead of the recorded next one.
@@ -163,9 +163,17 @@ def unit_of(module: object) -> Unit:
     return cast("Unit", unit)
 
 
-def _fsdp_modules(root: object) -> list[FSDPModule]:
-    modules = cast(nn.Module, root).modules()
-    return [module for module in modules if isinstance(module, FSDPModule)]
+def named_units(root: object) -> list[tuple[str, Unit]]:
+    """Every unit at or below a module with its name, parents first."""
+    return [
+        (name, unit_of(module))
+        for name, module in cast(nn.Module, root).named_modules()
+        if isinstance(module, FSDPModule)
+    ]
+
+
+def _units(module: FSDPModule, *, recurse: bool = True) -> list[Unit]:
+    return [unit for _, unit in named_units(module)] if recurse else [unit_of(module)]
 
 
 _CLASSES: dict[type, type] = {}

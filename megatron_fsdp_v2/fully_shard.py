@@ -15,7 +15,7 @@ from megatron_fsdp_v2.allocator import PlainAllocator
 from megatron_fsdp_v2.comm import communicator_for
 from megatron_fsdp_v2.comm_interface import Axis
 from megatron_fsdp_v2.context import Context
-from megatron_fsdp_v2.fsdp_module import FSDPModule, swap_class, unit_of
+from megatron_fsdp_v2.fsdp_module import FSDPModule, named_units, swap_class
 from megatron_fsdp_v2.hooks import install_hooks, watch_optimizers
 from megatron_fsdp_v2.layout import Granularity
 from megatron_fsdp_v2.layout_split import split_for_padding
@@ -114,13 +114,12 @@ def fully_shard[ModuleT: nn.Module](
 
     owned, tied = _owned_parameters(module, ignored_params or frozenset(), device)
     borrowed = _borrow(tied, spec_of, mesh)
-    inner_units = [unit_of(m) for m in module.modules() if isinstance(m, FSDPModule)]
-    _check_at_rest(inner_units)
+    _check_at_rest(module)
     axes = [
         Axis(mesh.get_group(axis), mesh.size(axis), mesh.get_local_rank(axis))
         for axis in range(mesh.ndim)
     ]
-    _materialise(module, owned, device, axes)
+    materialise(owned, list(_own_modules(module)), device, axes)
     context: Context[Unit] = Context(
         communicator_for(device),
         PlainAllocator(),
@@ -159,13 +158,10 @@ def fully_shard[ModuleT: nn.Module](
 
 def _join(root: nn.Module, context: Context[Unit]) -> None:
     """Have all units below a new root share its context, and know their names under it."""
-    units = []
-    for name, module in root.named_modules():
-        if not isinstance(module, FSDPModule):
-            continue
-        unit = unit_of(module)
+    named = named_units(root)
+    units = [unit for _, unit in named]
+    for name, unit in named:
         unit.context, unit.is_root, unit.fqn = context, not name, name
-        units.append(unit)
         for number, group in enumerate(unit.groups):
             group.make_room = context.reductions.make_room
             group.name = f"{name or unit.class_name}/{number}"
@@ -225,8 +221,8 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type)
 
 
-def _check_at_rest(inner_units: Iterable[Unit]) -> None:
-    for unit in inner_units:
+def _check_at_rest(module: nn.Module) -> None:
+    for _, unit in named_units(module):
         if unit.is_unsharded or len(unit.context.reductions):
             raise RuntimeError(
                 f"unit {unit.name} is gathered or has a reduction under way; call reshard() on "
@@ -315,18 +311,6 @@ def _borrow(
         if group not in borrowed:
             borrowed.append(group)
     return borrowed
-
-
-def _materialise(
-    module: nn.Module, owned: Sequence[OwnedParameter], device: torch.device, axes: Sequence[Axis]
-) -> None:
-    """Give meta parameters and buffers values. Collective where there are some."""
-    modules = list(_own_modules(module))
-    if not any(p.param.is_meta for p in owned) and not any(
-        b is not None and b.is_meta for _, m in modules for b in m._buffers.values()
-    ):
-        return
-    materialise(owned, modules, device, axes)
 
 
 def _grouped(

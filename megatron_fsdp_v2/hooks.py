@@ -33,9 +33,9 @@ def install_hooks(module: nn.Module) -> None:
     module.register_forward_pre_hook(_pre_forward, prepend=True, with_kwargs=True)
     module.register_forward_hook(_post_forward)
     # A state dict is of sharded parameters, also between a forward and its backward.
-    module.register_state_dict_pre_hook(_before_state_dict)  # type: ignore[no-untyped-call]
+    module.register_state_dict_pre_hook(_show_sharded)  # type: ignore[no-untyped-call]
     module.register_state_dict_post_hook(_after_state_dict)  # type: ignore[no-untyped-call]
-    module.register_load_state_dict_pre_hook(_before_load)  # type: ignore[no-untyped-call]
+    module.register_load_state_dict_pre_hook(_show_sharded)  # type: ignore[no-untyped-call]
     module.register_load_state_dict_post_hook(_after_load)  # type: ignore[no-untyped-call]
 
 
@@ -48,8 +48,9 @@ def _post_forward(module: nn.Module, args: Any, output: Any) -> Any:
     return unit_of(module).post_forward(output)
 
 
-def _before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    del prefix, keep_vars
+def _show_sharded(module: nn.Module, *args: Any) -> None:
+    """Before a state dict is made or loaded."""
+    del args
     for group in unit_of(module).held_groups:
         group.show_sharded()
 
@@ -58,12 +59,6 @@ def _after_state_dict(module: nn.Module, state_dict: Any, prefix: str, metadata:
     del state_dict, prefix, metadata
     for group in unit_of(module).held_groups:
         group.show_unsharded()
-
-
-def _before_load(module: nn.Module, *args: Any) -> None:
-    del args
-    for group in unit_of(module).held_groups:
-        group.show_sharded()
 
 
 def _after_load(module: nn.Module, incompatible_keys: Any) -> None:

@@ -22,7 +22,9 @@ def materialise(
     device: torch.device,
     axes: Sequence[Axis],
 ) -> None:
-    """Give a unit's meta parameters and buffers memory and values, in place. Collective.
+    """Give a unit's meta parameters and buffers memory and values, in place.
+
+    Collective where there are some; nothing happens where there are none.
 
     Every module that holds some has its `reset_parameters()` called, parents after children, as
     PyTorch's own modules define it. The values of the first rank go to all others, so that every

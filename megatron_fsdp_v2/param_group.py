@@ -23,7 +23,6 @@ from megatron_fsdp_v2.registration import OwnedParameter, Registrations, find_ho
 from megatron_fsdp_v2.sharded_grads import ShardedGrads
 from megatron_fsdp_v2.uneven_dtensor import (
     Holders,
-    RowShards,
     UnevenDTensor,
     local_of,
     plain_attributes,
@@ -162,10 +161,6 @@ class ParameterGroup:
         """The reduced gradient; `None` for frozen parameters."""
         return None if self.grads is None else self.grads.main
 
-    def row_shards(self, index: int) -> RowShards:
-        """Row ranges of a parameter over the mesh."""
-        return self._row_shards[index]
-
     def _shard(self, index: int, owned: OwnedParameter) -> nn.Parameter:
         """Copy this rank's rows of a parameter into the main weights and describe them."""
         local = self.weights.main.view(index)
@@ -176,10 +171,16 @@ class ParameterGroup:
             local, self.mesh, self._row_shards[index], tuple(owned.param.shape)
         )
         sharded = nn.Parameter(dtensor, requires_grad=self.spec.requires_grad)
-        if self.spec.requires_grad and self.spec.dtypes.main_grad != self.spec.dtypes.main_weight:
-            sharded.grad_dtype = self.spec.dtypes.main_grad
+        if self.spec.requires_grad:
+            self._expect_gradient(sharded)
         _carry_attributes(owned.param, sharded)
         return sharded
+
+    def _expect_gradient(self, sharded: nn.Parameter) -> None:
+        """Let `grad` have the dtype of the main gradient, which torch refuses otherwise."""
+        dtypes = self.spec.dtypes
+        if dtypes.main_grad != dtypes.main_weight:
+            sharded.grad_dtype = dtypes.main_grad
 
     def _unsharded(self, index: int) -> GatheredParameter:
         view = self.weights.gathered.view(index)
@@ -201,9 +202,7 @@ class ParameterGroup:
         for index, param in enumerate(self.unsharded_params):
             param.requires_grad_(True)
             self._collect_from(param, index)
-            main_grad = self.spec.dtypes.main_grad
-            if main_grad != self.spec.dtypes.main_weight:
-                self.sharded_params[index].grad_dtype = main_grad
+            self._expect_gradient(self.sharded_params[index])
 
     # -- weights ------------------------------------------------------------------------------
 
@@ -259,7 +258,7 @@ class ParameterGroup:
     def is_stale(self, epoch: int) -> bool:
         """Whether main weights may have changed since the model weights were made from them.
 
-        Version counters see in-place operations, also through `tolocal_of()`; the epoch stands for
+        Version counters see in-place operations, also through `to_local()`; the epoch stands for
         what they do not see: fused and foreach optimizer steps.
         """
         return self._refreshed_at != (epoch, self._versions())

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from megatron_fsdp_v2.comm_interface import Ticket
     from megatron_fsdp_v2.param_group import ParameterGroup
 
-__all__ = ["MAX_LIVE_UNITS", "Reduction", "ReductionQueue", "Turns"]
+__all__ = ["MAX_LIVE_UNITS", "Reduction", "ReductionQueue", "TurnTaker", "Turns"]
 
 MAX_LIVE_UNITS = 2
 """Units with gathered weights, and units with full gradient buffers, at any time."""
@@ -98,7 +98,7 @@ class ReductionQueue:
         self._outer.clear()
 
 
-class _Player(Protocol):
+class TurnTaker(Protocol):
     """What `Turns` needs to know of a unit."""
 
     @property
@@ -107,7 +107,7 @@ class _Player(Protocol):
         ...
 
 
-class Turns[UnitT: _Player]:
+class Turns[UnitT: TurnTaker]:
     """One fixed order of reductions for ranks that may not run the same units.
 
     Where no use of a unit needs a gather (ZeRO-0, 1, 2), a rank may skip a unit that others run.

@@ -60,6 +60,7 @@ class Unit:
         groups: Its parameter groups, which it reduces.
         borrowed: Groups of other units that hold a parameter tied to one of its own; gathered
             with it, reduced by their owner.
+        held_groups: Groups it gathers: its own and those it borrows.
         context: What it shares with the other units under its root.
         policy: Dtypes of inputs and outputs.
         phase: What it is doing.
@@ -86,6 +87,7 @@ class Unit:
         self.class_name = type(module).__name__
         self.groups = list(groups)
         self.borrowed = list(borrowed)
+        self.held_groups = [*self.groups, *self.borrowed]
         self.context = context
         self.policy = policy
         self.phase = Phase.RESTING
@@ -109,11 +111,6 @@ class Unit:
     def holds(self, parameter_ids: set[int]) -> bool:
         """Whether one of its sharded parameters is among these `id()`s."""
         return any(id(p) in parameter_ids for group in self.groups for p in group.sharded_params)
-
-    @property
-    def held_groups(self) -> list[ParameterGroup]:
-        """Groups it gathers: its own and those it borrows."""
-        return [*self.groups, *self.borrowed]
 
     @property
     def is_unsharded(self) -> bool:

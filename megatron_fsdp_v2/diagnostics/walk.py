@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp_v2.fsdp_module import FSDPModule, unit_of
+from megatron_fsdp_v2.fsdp_module import named_units
 
 if TYPE_CHECKING:
     from megatron_fsdp_v2.unit import Unit
@@ -83,11 +83,7 @@ def units_below(module: nn.Module) -> list[tuple[str, Unit]]:
     Raises:
         ValueError: There is none.
     """
-    units = [
-        (name, unit_of(below))
-        for name, below in module.named_modules()
-        if isinstance(below, FSDPModule)
-    ]
+    units = named_units(module)
     if not units:
         raise ValueError(
             f"{type(module).__name__} contains no sharded module; pass a module that fully_shard "

@@ -30,6 +30,7 @@ from megatron_fsdp_v2.diagnostics import (
 from megatron_fsdp_v2.fsdp_module import unit_of
 from megatron_fsdp_v2.mixed_precision import GroupDtypes
 from megatron_fsdp_v2.uneven_dtensor import RowShards, UnevenDTensor
+from tests.distributed.wrapping import BF16
 from tests.parity.patterns import batch
 from tests.ranks import RankPools
 from tests.reference import models
@@ -53,12 +54,6 @@ MODELS = {
         models.MixedDtypes,
     )
 }
-BF16 = MixedPrecisionPolicy(
-    param_dtype=torch.bfloat16,
-    main_params_dtype=torch.float32,
-    main_grads_dtype=torch.float32,
-    grad_comm_dtype=torch.bfloat16,
-)
 
 
 @functools.cache

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -81,11 +83,8 @@ def test_a_unit_skipped_on_one_rank_at_zero_3_is_named(pools: RankPools) -> None
     assert "must run on every rank" in first
 
 
-def steps_with_checks(strategy: str) -> list[float]:
-    """Losses with the check before every collective."""
-    torch.manual_seed(0)
-    model = Stack()
-    model = wrap(model, list(model.blocks), sharding_strategy=strategy, check_ranks="always")
+def _losses(model: Any, num_evaluations: int = 0) -> list[float]:
+    """Losses of three steps, with evaluations after each."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     losses = []
     for _ in range(3):
@@ -93,8 +92,19 @@ def steps_with_checks(strategy: str) -> list[float]:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        for _ in range(num_evaluations):
+            with torch.no_grad():
+                model(torch.ones(3, 5))
         losses.append(float(loss))
     return losses
+
+
+def steps_with_checks(strategy: str) -> list[float]:
+    """Losses with the check before every collective."""
+    torch.manual_seed(0)
+    model = Stack()
+    model = wrap(model, list(model.blocks), sharding_strategy=strategy, check_ranks="always")
+    return _losses(model)
 
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim_grads", "optim_grads_params"])
@@ -135,18 +145,7 @@ def evaluations_of_one_rank(strategy: str) -> list[float]:
     torch.manual_seed(0)
     model = Stack()
     model = wrap(model, list(model.blocks), sharding_strategy=strategy)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    losses = []
-    for _ in range(3):
-        loss = model(torch.ones(2, 5)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        for _ in range(1 + 2 * dist.get_rank()):
-            with torch.no_grad():
-                model(torch.ones(3, 5))
-        losses.append(float(loss))
-    return losses
+    return _losses(model, num_evaluations=1 + 2 * dist.get_rank())
 
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])

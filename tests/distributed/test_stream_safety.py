@@ -19,6 +19,7 @@ from megatron_fsdp_v2.comm_streams import StreamCommunicator
 from megatron_fsdp_v2.diagnostics.stream_safety import Fault, Recording, record_streams
 from megatron_fsdp_v2.diagnostics.stream_safety.schedule import Free
 from megatron_fsdp_v2.fsdp_module import unit_of
+from tests.distributed.wrapping import BF16
 from tests.parity.patterns import PATTERNS, Pattern
 from tests.ranks import RankPools
 from tests.reference.models import Checkpointed, Skipping
@@ -26,15 +27,7 @@ from tests.reference.training import train_sharded
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 MESHES = {"1-D": ((2,), "no_shard"), "HSDP": ((2, 2), "no_shard"), "HFSDP": ((2, 2), "optim")}
-POLICIES = {
-    "fp32": MixedPrecisionPolicy(),
-    "bf16": MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16,
-        main_params_dtype=torch.float32,
-        main_grads_dtype=torch.float32,
-        grad_comm_dtype=torch.bfloat16,
-    ),
-}
+POLICIES = {"fp32": MixedPrecisionPolicy(), "bf16": BF16}
 
 
 @functools.cache

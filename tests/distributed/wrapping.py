@@ -12,11 +12,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from megatron_fsdp_v2 import FSDPModule, fully_shard
+from megatron_fsdp_v2 import FSDPModule, MixedPrecisionPolicy, fully_shard
 from megatron_fsdp_v2.fsdp_module import unit_of
 from tests.reference.models import INPUT, Stack
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+BF16 = MixedPrecisionPolicy(
+    param_dtype=torch.bfloat16,
+    main_params_dtype=torch.float32,
+    main_grads_dtype=torch.float32,
+    grad_comm_dtype=torch.bfloat16,
+)
 
 
 @functools.cache

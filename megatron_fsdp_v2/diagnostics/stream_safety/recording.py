@@ -20,7 +20,7 @@ from megatron_fsdp_v2.diagnostics.stream_safety.recorder import (
 )
 from megatron_fsdp_v2.diagnostics.stream_safety.schedule import Schedule
 from megatron_fsdp_v2.dp_buffer import DataParallelBuffer
-from megatron_fsdp_v2.fsdp_module import FSDPModule, unit_of
+from megatron_fsdp_v2.fsdp_module import named_units
 
 __all__ = ["Recording", "record_streams"]
 
@@ -71,15 +71,15 @@ def record_streams(module: nn.Module) -> Iterator[Recording]:
     Raises:
         ValueError: The module holds no unit, or one that is not on a CPU.
     """
-    paths = {path: m for path, m in module.named_modules() if isinstance(m, FSDPModule)}
-    if not paths:
+    units = named_units(module)
+    if not units:
         raise ValueError(
             f"{type(module).__name__} holds no unit; call fully_shard on it and its layers first"
         )
     groups = [
         (f"{path or 'root'}/{number}", group)
-        for path, m in paths.items()
-        for number, group in enumerate(unit_of(m).groups)
+        for path, unit in units
+        for number, group in enumerate(unit.groups)
     ]
     for name, group in groups:
         if group.main_weight.tensor.device.type != "cpu":
@@ -90,7 +90,7 @@ def record_streams(module: nn.Module) -> Iterator[Recording]:
             )
     recording = Recording()
     with contextlib.ExitStack() as undo:
-        for unit in map(unit_of, paths.values()):
+        for _, unit in units:
             undo.callback(setattr, unit.context, "communicator", unit.context.communicator)
             unit.context.communicator = recording.communicator
         holders = [

@@ -12,7 +12,7 @@ from megatron_fsdp_v2.allocator import alias_of
 from megatron_fsdp_v2.comm_interface import Axis
 from megatron_fsdp_v2.layout import BufferLayout
 from megatron_fsdp_v2.placement import Placement
-from megatron_fsdp_v2.uneven_dtensor import Holders, RowShards
+from megatron_fsdp_v2.row_shards import Holders, RowShards, TensorShard
 
 __all__ = ["DataParallelBuffer", "ShardGrid", "Span"]
 
@@ -82,9 +82,11 @@ class ShardGrid:
                 first += axis.rank * count
         return Span(first, count)
 
-    def row_shards(self, layout: BufferLayout, index: int, holders: Holders) -> RowShards:
+    def row_shards(
+        self, layout: BufferLayout, index: int, tensor: TensorShard | None, holders: Holders
+    ) -> RowShards:
         """Row ranges of one parameter's main weight over the mesh."""
-        return RowShards(layout.row_ranges(index), self.strides, holders)
+        return RowShards(layout.row_ranges(index), self.strides, tensor, holders)
 
     def coordinates_of(self, slices: Collection[int]) -> set[tuple[int, ...]]:
         """Mesh coordinates of the ranks whose main weight is one of these slices."""

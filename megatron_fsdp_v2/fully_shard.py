@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -29,8 +30,10 @@ from megatron_fsdp_v2.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2.unit import Unit
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from collections.abc import Set as AbstractSet
+
+    from megatron_fsdp_v2.row_shards import TensorShard
 
 __all__ = ["fully_shard"]
 
@@ -51,6 +54,8 @@ def fully_shard[ModuleT: nn.Module](
     enable_async_reduce_grad: bool = True,
     enable_trace_pool: bool = False,
     check_ranks: str = "once",
+    tensor_shards: Mapping[nn.Parameter, TensorShard] | None = None,
+    separate_params: AbstractSet[nn.Parameter] | None = None,
 ) -> ModuleT:
     """Shard the parameters a module owns over a data-parallel mesh, in place.
 
@@ -85,6 +90,11 @@ def fully_shard[ModuleT: nn.Module](
             replicated weights start equal (a few integers over the mesh). `always`: before every
             gather and reduction as well, which turns a hang into an error that names the unit.
             `never`: trust. What the root says holds for all its units.
+        tensor_shards: How tensor parallelism cut parameters, for those it did: they become
+            DTensors over its axis as well, of the whole weight's shape.
+        separate_params: Parameters that get flat buffers of their own, so that how one is cut
+            depends on its shape alone: what pipeline stages hold copies of, each stage beside
+            other parameters, has to be cut alike.
 
     Returns:
         The same module.
@@ -113,6 +123,10 @@ def fully_shard[ModuleT: nn.Module](
         )
 
     owned, tied = _owned_parameters(module, ignored_params or frozenset(), device)
+    for parameter in owned:
+        parameter.tensor = (tensor_shards or {}).get(parameter.param)
+        parameter.is_separate = parameter.param in (separate_params or frozenset())
+        _check_tensor_shard(parameter, mesh)
     borrowed = _borrow(tied, spec_of, mesh)
     _check_at_rest(module)
     axes = [
@@ -294,6 +308,32 @@ def _check_parameter(name: str, param: nn.Parameter, device: torch.device) -> No
         )
 
 
+def _check_tensor_shard(parameter: OwnedParameter, mesh: DeviceMesh) -> None:
+    tensor = parameter.tensor
+    if tensor is None:
+        return
+    leading = [dist.get_process_group_ranks(mesh.get_group(axis)) for axis in range(mesh.ndim)]
+    if tensor.mesh is not None and (
+        tensor.mesh.ndim != mesh.ndim + 1
+        or leading
+        != [dist.get_process_group_ranks(tensor.mesh.get_group(a)) for a in range(mesh.ndim)]
+    ):
+        raise ValueError(
+            f"the mesh of the tensor shard of parameter {parameter.name} must have the axes of "
+            f"the data-parallel mesh and one more, got {tensor.mesh}"
+        )
+    shape = tuple(parameter.param.shape)
+    if tensor.dim is not None and not 0 <= tensor.dim < len(shape):
+        raise ValueError(
+            f"parameter {parameter.name} of shape {shape} has no dimension {tensor.dim} to be cut"
+        )
+    if tensor.pieces and sum(tensor.pieces) != shape[tensor.dim or 0]:
+        raise ValueError(
+            f"the pieces {tensor.pieces} of parameter {parameter.name} must add up to the "
+            f"{shape[tensor.dim or 0]} rows or columns of this rank's part"
+        )
+
+
 def _borrow(
     tied: Sequence[_Tied], spec_of: Callable[[nn.Parameter], GroupSpec], mesh: DeviceMesh
 ) -> list[ParameterGroup]:
@@ -322,10 +362,11 @@ def _grouped(
 
     Those that could are split where one buffer of all of them would be padded too much.
     """
-    groups: dict[GroupSpec, list[OwnedParameter]] = {}
+    groups: dict[tuple[GroupSpec, int], list[OwnedParameter]] = {}
     for parameter in owned:
-        groups.setdefault(spec_of(parameter.param), []).append(parameter)
-    for spec, members in groups.items():
+        apart = id(parameter) if parameter.is_separate else 0
+        groups.setdefault((spec_of(parameter.param), apart), []).append(parameter)
+    for (spec, _), members in groups.items():
         cut = [p.main_weight is Placement.SHARD for p in spec.placements]
         num_slices = math.prod(itertools.compress(sizes, cut))
         shapes = [tuple(member.param.shape) for member in members]

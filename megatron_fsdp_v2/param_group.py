@@ -20,13 +20,9 @@ from megatron_fsdp_v2.group_weights import GroupWeights
 from megatron_fsdp_v2.layout import BufferLayout, Granularity
 from megatron_fsdp_v2.mixed_precision import GroupDtypes
 from megatron_fsdp_v2.registration import OwnedParameter, Registrations, find_home, retire
+from megatron_fsdp_v2.row_shards import Holders
 from megatron_fsdp_v2.sharded_grads import ShardedGrads
-from megatron_fsdp_v2.uneven_dtensor import (
-    Holders,
-    UnevenDTensor,
-    local_of,
-    plain_attributes,
-)
+from megatron_fsdp_v2.uneven_dtensor import UnevenDTensor, local_of, plain_attributes
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -117,7 +113,7 @@ class ParameterGroup:
         self.device = device
         self.holders = Holders(weakref.ref(self))
         self._row_shards = [
-            grid.row_shards(self.layout, i, self.holders) for i in range(len(owned))
+            grid.row_shards(self.layout, i, p.tensor, self.holders) for i, p in enumerate(owned)
         ]
         self.empty_ranks = grid.coordinates_of(self.layout.empty_shards())
         self.registrations = Registrations(owned)
@@ -129,7 +125,7 @@ class ParameterGroup:
         # Not a method: a bound one would be a reference cycle, and outlive the model.
         def make_grads() -> tuple[GroupGrads, ShardedGrads]:
             grads = GroupGrads(*common, spec.scale, communicator, allocator, reduces=spec.reduces)
-            return grads, ShardedGrads(params, grads, mesh, row_shards)
+            return grads, ShardedGrads(params, grads, row_shards)
 
         self._make_grads = make_grads
         if spec.requires_grad:
@@ -167,9 +163,10 @@ class ParameterGroup:
         start, end = self.weights.main.rows(index)
         with torch.no_grad():
             local.copy_(owned.param.detach()[start:end])
-        dtensor = UnevenDTensor.from_rows(
-            local, self.mesh, self._row_shards[index], tuple(owned.param.shape)
-        )
+        shards = self._row_shards[index]
+        mesh = self.mesh if owned.tensor is None else owned.tensor.mesh or self.mesh
+        shape = shards.global_shape(tuple(owned.param.shape))
+        dtensor = UnevenDTensor.from_rows(local, mesh, shards, shape)
         sharded = nn.Parameter(dtensor, requires_grad=self.spec.requires_grad)
         if self.spec.requires_grad:
             self._expect_gradient(sharded)

@@ -13,6 +13,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 if TYPE_CHECKING:
     import torch
 
+    from megatron_fsdp_v2.row_shards import TensorShard
+
 __all__ = ["Home", "OwnedParameter", "Registrations", "find_home", "num_retired", "retire"]
 
 
@@ -25,12 +27,16 @@ class OwnedParameter:
         param: The original parameter; dropped once its data is in the buffers.
         sites: `(module, attribute)` pairs; several for tied parameters.
         stood_in: A parameter without memory that stood in for this one, and may still elsewhere.
+        tensor: How tensor parallelism cut it, if it was said.
+        is_separate: Whether it has flat buffers of its own.
     """
 
     name: str
     param: nn.Parameter
     sites: list[tuple[nn.Module, str]] = field(default_factory=list)
     stood_in: nn.Parameter | None = None
+    tensor: TensorShard | None = None
+    is_separate: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
 
-from megatron_fsdp_v2.uneven_dtensor import RowShards, UnevenDTensor, local_of, plain_attributes
+from megatron_fsdp_v2.row_shards import RowShards
+from megatron_fsdp_v2.uneven_dtensor import UnevenDTensor, local_of, plain_attributes
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
     from megatron_fsdp_v2.group_grads import GroupGrads
 
 __all__ = ["ShardedGrads"]
@@ -29,12 +28,10 @@ class ShardedGrads:
         self,
         params: list[nn.Parameter],
         grads: GroupGrads,
-        mesh: DeviceMesh,
         row_shards: Sequence[RowShards],
     ) -> None:
         self._params = params
         self._grads = grads
-        self._mesh = mesh
         self._row_shards = row_shards
         self._views: list[torch.Tensor] | None = None
         self._dtensors: list[UnevenDTensor | None] | None = None
@@ -97,5 +94,6 @@ class ShardedGrads:
         view = self.views[index]
         if view.numel() == 0:
             return None
-        shape = tuple(self._params[index].shape)
-        return UnevenDTensor.from_rows(view, self._mesh, self._row_shards[index], shape)
+        param = cast("UnevenDTensor", self._params[index])
+        shards = self._row_shards[index]
+        return UnevenDTensor.from_rows(view, param.device_mesh, shards, tuple(param.shape))

@@ -9,7 +9,7 @@ the stack is one number per rank and is reduced then.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, override
 
 import torch
@@ -56,6 +56,13 @@ class ShardedNorm(torch.Tensor):
         norm.mesh, norm.axes, norm.order, norm.empty = mesh, axes, order, empty
         return norm
 
+    def over(self, axes: tuple[int, ...]) -> ShardedNorm:
+        """The same, to be reduced over more axes, along which it is replicated."""
+        local = self.as_subclass(torch.Tensor)
+        if not _is_first_along(self.mesh, set(axes) - set(self.axes)):
+            local = torch.zeros_like(local)
+        return ShardedNorm.of(local, self.mesh, axes, self.order, self.empty)
+
     def like(self, local: torch.Tensor) -> ShardedNorm:
         """Wrap other local norms of the same tensors."""
         return ShardedNorm.of(local, self.mesh, self.axes, self.order, self.empty)
@@ -83,7 +90,9 @@ class ShardedNorm(torch.Tensor):
             range(self.mesh.size(axis)) if axis in self.axes else [here[axis]]
             for axis in range(self.mesh.ndim)
         ]
-        coordinates = [c for c in itertools.product(*ranges) if c not in self.empty]
+        # A tensor-parallel axis, which comes last, changes nothing of who is empty.
+        ndim = len(next(iter(self.empty)))
+        coordinates = [c for c in itertools.product(*ranges) if c[:ndim] not in self.empty]
         return [int(self.mesh.mesh[coordinate]) for coordinate in coordinates]
 
     def full_tensor(self) -> torch.Tensor:
@@ -107,9 +116,10 @@ class ShardedNorm(torch.Tensor):
                 moved = func(args[0].as_subclass(torch.Tensor), *args[1:], **kwargs)
                 return args[0].like(moved)
             if func is torch.stack and _are_alike(args[0]):
-                first = args[0][0]
-                stacked = torch.stack([norm.as_subclass(torch.Tensor) for norm in args[0]])
-                return first.like(stacked)
+                axes = tuple(sorted(set().union(*(norm.axes for norm in args[0]))))
+                norms = [norm if norm.axes == axes else norm.over(axes) for norm in args[0]]
+                stacked = torch.stack([norm.as_subclass(torch.Tensor) for norm in norms])
+                return norms[0].like(stacked)
             if func is torch.linalg.vector_norm and _order_of(args, kwargs) == args[0].order:
                 local = torch.linalg.vector_norm(args[0].as_subclass(torch.Tensor), args[0].order)
                 return args[0].like(local).reduced()
@@ -154,26 +164,39 @@ def _reduce_among(peers: list[int], total: torch.Tensor, combine: Callable[..., 
 
 
 def local_norms(
-    args: Any,
-    kwargs: dict[str, Any],
-    mesh: DeviceMesh,
-    axes: tuple[int, ...],
-    empty: frozenset[tuple[int, ...]],
+    tensors: Sequence[Any], order: float, empty: frozenset[tuple[int, ...]]
 ) -> list[ShardedNorm]:
-    """`torch._foreach_norm` of the local parts of sharded tensors.
+    """Norms of the local parts of sharded tensors.
+
+    All are reduced over the same axes, so that they can be put together: what is replicated along
+    one of them counts on its first rank only.
 
     Args:
-        args: Arguments of the call; the first is the list of DTensors.
-        kwargs: Keyword arguments of the call.
-        mesh: Their mesh.
-        axes: Mesh axes they are sharded along.
-        empty: Mesh coordinates of ranks that hold no gradient at all.
+        tensors: `UnevenDTensor`s of one mesh.
+        order: The p of the p-norm.
+        empty: Data-parallel coordinates of ranks that hold no gradient at all.
     """
-    order = _order_of(args, kwargs)
+    mesh = tensors[0].device_mesh
+    cuts = [_cut_axes(tensor) for tensor in tensors]
+    axes = tuple(sorted(set().union(*cuts)))
     norms = []
-    for tensor in args[0]:
+    for tensor, cut in zip(tensors, cuts, strict=True):
         local = tensor._local_tensor
+        counts = _is_first_along(mesh, set(axes) - cut)
         # The largest of no elements is not defined; for a norm it is 0.
-        norm = torch.linalg.vector_norm(local, order) if local.numel() else local.new_zeros(())
+        norm = (
+            torch.linalg.vector_norm(local, order)
+            if counts and local.numel()
+            else local.new_zeros(())
+        )
         norms.append(ShardedNorm.of(norm, mesh, axes, order, empty))
     return norms
+
+
+def _cut_axes(tensor: Any) -> set[int]:
+    placements = tensor.row_shards.placements
+    return {axis for axis, placement in enumerate(placements) if placement.is_shard()}
+
+
+def _is_first_along(mesh: DeviceMesh, axes: Collection[int]) -> bool:
+    return all(mesh.get_local_rank(axis) == 0 for axis in axes)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from typing import Any, cast, override
 
 import torch
@@ -22,96 +21,20 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement
 
-from megatron_fsdp_v2.layout import RowRanges
+from megatron_fsdp_v2.row_shards import Chunk, RowShards, TensorShard, placements_with_rows
 from megatron_fsdp_v2.sharded_norm import NORMS, local_norms
 
-__all__ = ["Holders", "RowShards", "UnevenDTensor", "local_of", "plain_attributes"]
-
-
-def _nobody() -> None:
-    return None
-
-
-@dataclass(slots=True)
-class Holders:
-    """What the tensors of one parameter group know in common.
-
-    Attributes:
-        group: The `ParameterGroup`, weakly.
-        empty: Mesh coordinates of ranks that hold no row of any trained parameter of the model.
-    """
-
-    group: Callable[[], Any] = _nobody
-    empty: frozenset[tuple[int, ...]] = frozenset()
-
-
-@dataclass(frozen=True, slots=True)
-class RowShards:
-    """Which rows of dimension 0 every rank of a mesh holds.
-
-    Attributes:
-        row_ranges: `(first row, one past the last row)` per shard.
-        strides: Per mesh axis, how far one step along it moves in `row_ranges`; 0 along an axis
-            whose ranks hold equal rows.
-        holders: Shared by all parameters of a group, and kept up to date.
-    """
-
-    row_ranges: Sequence[tuple[int, int]]
-    strides: tuple[int, ...]
-    holders: Holders = field(default_factory=Holders, compare=False, repr=False)
-
-    def rows_at(self, coordinate: Sequence[int]) -> tuple[int, int]:
-        """Row range of the rank at a mesh coordinate."""
-        index = sum(c * stride for c, stride in zip(coordinate, self.strides, strict=True))
-        return self.row_ranges[index]
-
-    def narrowed(self, start: int, end: int) -> RowShards:
-        """Row ranges of the tensor made of rows `start` to `end` only."""
-        if isinstance(self.row_ranges, RowRanges):
-            return RowShards(self.row_ranges.narrowed(start, end), self.strides)
-        ranges = tuple(
-            (min(max(first, start), end) - start, min(max(last, start), end) - start)
-            for first, last in self.row_ranges
-        )
-        return RowShards(ranges, self.strides)
-
-    @property
-    def placements(self) -> tuple[Placement, ...]:
-        """The DTensor placements that describe this to torch."""
-        return tuple(Shard(0) if stride else Replicate() for stride in self.strides)
-
-
-class _RowShard(Shard):
-    """`Shard(0)` that answers with this rank's rows where torch asks for its even chunk."""
-
-    rows: tuple[int, int] | None = None
-    # A copy that torch makes of a placement is plain again.
-    knows_rows: bool = False
-
-    @staticmethod
-    def of(rows: tuple[int, int] | None) -> _RowShard:
-        """Make one; `None` for an axis whose cut the last axis tells as well."""
-        shard = _RowShard(0)
-        shard.rows, shard.knows_rows = rows, True
-        return shard
-
-    @override
-    def _local_shard_size_and_offset(
-        self, curr_local_size: int, num_chunks: int, rank: Any
-    ) -> tuple[int, Any]:
-        """Size and offset on an axis, in what the axes before it leave."""
-        if not self.knows_rows:
-            return super()._local_shard_size_and_offset(curr_local_size, num_chunks, rank)
-        if self.rows is None:
-            return curr_local_size, 0
-        start, end = self.rows
-        return end - start, start
+__all__ = ["UnevenDTensor", "local_of", "plain_attributes"]
 
 
 class UnevenDTensor(DTensor):
-    """A DTensor sharded along dimension 0 at the row ranges of a `RowShards`."""
+    """A DTensor sharded along dimension 0 at the row ranges of a `RowShards`.
+
+    Where tensor parallelism cut the parameter before, rows are those of this rank's part of it;
+    shape and chunks are those of the whole.
+    """
 
     _row_shards: RowShards
 
@@ -122,7 +45,7 @@ class UnevenDTensor(DTensor):
         """Describe local rows as part of a global tensor. No communication, no copy.
 
         Args:
-            local: This rank's rows, of shape `(rows, *shape[1:])`.
+            local: This rank's rows, of shape `(rows, *part shape[1:])`.
             mesh: The mesh; this rank is in it.
             row_shards: Row ranges over the mesh.
             shape: Global shape, contiguous.
@@ -152,25 +75,53 @@ class UnevenDTensor(DTensor):
         return self._row_shards.rows_at(coordinate)
 
     @property
+    def part_shape(self) -> tuple[int, ...]:
+        """Shape of what data parallelism shards: the whole, or this rank's tensor-parallel part."""
+        return self._row_shards.part_shape(self.shape)
+
+    @property
     @override
     def placements(self) -> tuple[Placement, ...]:
-        """`Shard(0)` along cut axes; they know this rank's rows when torch asks for a chunk."""
-        strides = self._row_shards.strides
-        last = max((axis for axis, stride in enumerate(strides) if stride), default=-1)
-        return tuple(
-            _RowShard.of(self.local_rows if axis == last else None) if stride else Replicate()
-            for axis, stride in enumerate(strides)
-        )
+        """`Shard` along cut axes; they know this rank's rows when torch asks for a chunk."""
+        return placements_with_rows(self._row_shards, self.local_rows, self.part_shape)
 
     def narrow_rows(self, start: int, end: int) -> UnevenDTensor:
-        """Rows `start` to `end` of the global tensor, as a view. No communication."""
+        """Rows `start` to `end` of the global tensor, as a view. No communication.
+
+        Raises:
+            ValueError: Tensor parallelism cut its rows too; take `pieces()`.
+        """
+        tensor = self._row_shards.tensor
+        if tensor is not None and tensor.dim == 0:
+            raise ValueError("rows of a tensor-parallel part have no range of their own")
+        return self._narrowed(start, end, tensor)
+
+    def pieces(self) -> list[UnevenDTensor]:
+        """The pieces that were cut one by one, each as a tensor of its own; views.
+
+        Raises:
+            ValueError: They are pieces of another dimension than rows.
+        """
+        tensor = self._row_shards.tensor
+        if tensor is None or len(tensor.pieces) < 2:
+            return [self]
+        if tensor.dim not in (None, 0):
+            raise ValueError(f"pieces along dimension {tensor.dim} are not blocks of rows")
+        found, start = [], 0
+        for number, length in enumerate(tensor.pieces):
+            found.append(self._narrowed(start, start + length, tensor.only(number)))
+            start += length
+        return found
+
+    def _narrowed(self, start: int, end: int, tensor: TensorShard | None) -> UnevenDTensor:
         first, last = self.local_rows
         low, high = min(max(first, start), last), min(max(first, end), last)
+        shards = self._row_shards.narrowed(start, end, tensor)
         return UnevenDTensor.from_rows(
             self._local_tensor.detach()[low - first : high - first],
             self.device_mesh,
-            self._row_shards.narrowed(start, end),
-            (end - start, *self.shape[1:]),
+            shards,
+            shards.global_shape((end - start, *self.part_shape[1:])),
         )
 
     @classmethod
@@ -253,9 +204,13 @@ class UnevenDTensor(DTensor):
             f"redistributed to {target}; use full_tensor() and distribute_tensor()"
         )
 
+    def chunks(self) -> list[Chunk]:
+        """The blocks of the whole tensor that are here, from integers alone."""
+        return list(self._row_shards.chunks(self.local_rows, self.part_shape))
+
     @override
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        """What torch's distributed checkpoint writes for this rank: its rows, or nothing."""
+        """What torch's distributed checkpoint writes for this rank: its blocks, or nothing."""
         del object
         return [
             WriteItem(
@@ -272,23 +227,19 @@ class UnevenDTensor(DTensor):
 
     @override
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """Offsets and sizes of this rank's rows, from the row ranges alone."""
-        start, end = self.local_rows
-        if start == end or self._local_tensor.numel() == 0:
-            return []
-        trailing = self.shape[1:]
+        """Offsets and sizes of this rank's blocks."""
         return [
-            ChunkStorageMetadata(
-                offsets=torch.Size((start, *(0 for _ in trailing))),
-                sizes=torch.Size((end - start, *trailing)),
-            )
+            ChunkStorageMetadata(offsets=torch.Size(c.offsets), sizes=torch.Size(c.sizes))
+            for c in self.chunks()
         ]
 
     @override
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        """The local rows, which torch's distributed checkpoint reads from and writes into."""
-        del index
-        return self._local_tensor
+        """A block, which torch's distributed checkpoint reads from and writes into."""
+        for chunk in self.chunks():
+            if index.offset is None or tuple(index.offset) == chunk.offsets:
+                return self._local_tensor[chunk.local]
+        raise ValueError(f"this rank holds no block of {index.fqn} that starts at {index.offset}")
 
 
 def local_of(dtensor: torch.Tensor) -> torch.Tensor:
@@ -307,16 +258,14 @@ def _sharded_norms(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) 
     first = tensors[0]
     if len(args) > 2 or not kwargs.keys() <= {"ord"}:
         return None
-    if not all(
-        type(t) is UnevenDTensor and t._spec.placements == first._spec.placements for t in tensors
-    ):
+    if any(type(t) is not UnevenDTensor or t.device_mesh != first.device_mesh for t in tensors):
         return None
-    if any(t.device_mesh != first.device_mesh for t in tensors):
-        return None
-    axes = tuple(axis for axis, stride in enumerate(first._row_shards.strides) if stride)
-    empty = first._row_shards.holders.empty
-    norms = local_norms((tensors, *args[1:]), kwargs, first.device_mesh, axes, empty)
+    norms = local_norms(tensors, _order(args, kwargs), first._row_shards.holders.empty)
     return norms if func is torch._foreach_norm else norms[0]
+
+
+def _order(args: Any, kwargs: dict[str, Any]) -> float:
+    return float(args[1] if len(args) > 1 else kwargs.get("ord", 2.0))
 
 
 def _adopt(plain: DTensor, row_shards: RowShards) -> UnevenDTensor:
@@ -423,30 +372,25 @@ def _source_rows(target: UnevenDTensor, source: Any) -> Any:
     if not isinstance(source, torch.Tensor) or source.shape != target.shape:
         return source
     full = source.full_tensor() if isinstance(source, DTensor) else source
-    start, end = target.local_rows
-    return UnevenDTensor.from_rows(
-        full[start:end].to(target._local_tensor.device),
-        target.device_mesh,
-        target._row_shards,
-        target.shape,
-    )
+    local = torch.empty_like(target._local_tensor)
+    for chunk in target.chunks():
+        block = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))
+        local[chunk.local] = full[block].to(local.device, local.dtype)
+    return UnevenDTensor.from_rows(local, target.device_mesh, target._row_shards, target.shape)
 
 
 def _gather_rows(tensor: UnevenDTensor) -> torch.Tensor:
     """Gather rows axis by axis, padded to the longest range, and drop the padding."""
     mesh, shards = tensor.device_mesh, tensor._row_shards
-    local = tensor._local_tensor.detach()
+    local, part = tensor._local_tensor.detach(), tensor.part_shape
     longest = max(end - start for start, end in shards.row_ranges)
-    piece = local.new_zeros((longest, *tensor.shape[1:]))
+    piece = local.new_zeros((longest, *part[1:]))
     piece[: local.shape[0]] = local
-    sharded_axes = [axis for axis in range(mesh.ndim) if shards.strides[axis]]
+    sharded_axes = [axis for axis, stride in enumerate(shards.strides) if stride]
     for axis in reversed(sharded_axes):
-        size = mesh.size(axis)
-        gathered = piece.new_empty((size * piece.shape[0], *piece.shape[1:]))
-        dist.all_gather_into_tensor(gathered, piece, group=mesh.get_group(axis))
-        piece = gathered
+        piece = _all_gather(piece, mesh, axis)
     sizes = [mesh.size(axis) for axis in sharded_axes]
-    full = local.new_zeros(tuple(tensor.shape))
+    full = local.new_zeros(part)
     for number, block in enumerate(torch.split(piece, longest)) if longest else ():
         coordinate = torch.unravel_index(torch.tensor(number), sizes) if sizes else ()
         index = sum(
@@ -454,4 +398,20 @@ def _gather_rows(tensor: UnevenDTensor) -> torch.Tensor:
         )
         start, end = shards.row_ranges[index]
         full[start:end] = block[: end - start]
-    return full
+    return _join_parts(full, mesh, shards.tensor)
+
+
+def _all_gather(piece: torch.Tensor, mesh: DeviceMesh, axis: int) -> torch.Tensor:
+    gathered = piece.new_empty((mesh.size(axis) * piece.shape[0], *piece.shape[1:]))
+    dist.all_gather_into_tensor(gathered, piece.contiguous(), group=mesh.get_group(axis))
+    return gathered
+
+
+def _join_parts(part: torch.Tensor, mesh: DeviceMesh, tensor: TensorShard | None) -> torch.Tensor:
+    """The whole, from the parts of all tensor-parallel ranks."""
+    if tensor is None or tensor.dim is None or tensor.size == 1:
+        return part
+    parts = torch.chunk(_all_gather(part, mesh, mesh.ndim - 1), tensor.size)
+    lengths = list(tensor.lengths(part.shape[tensor.dim]))
+    pieces = zip(*(torch.split(p, lengths, tensor.dim) for p in parts), strict=True)
+    return torch.cat([torch.cat(same, tensor.dim) for same in pieces], tensor.dim)

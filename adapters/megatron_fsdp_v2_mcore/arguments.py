@@ -24,6 +24,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         action="store_true",
         help="With --use-megatron-fsdp: shard with megatron_fsdp_v2's per-module fully_shard().",
     )
+    group.add_argument(
+        "--expert-data-parallel-sharding-strategy",
+        choices=["no_shard", "optim", "optim_grads", "optim_grads_params"],
+        default=None,
+        help="Sharding strategy of the parameters of experts; default: that of all others, "
+        "--data-parallel-sharding-strategy.",
+    )
     return parser
 
 
@@ -49,36 +56,7 @@ class Refusal:
     refuses: Callable[[Any], bool] = bool
 
 
-def _not_one(value: Any) -> bool:
-    return value not in (None, 1)
-
-
 REFUSALS: tuple[Refusal, ...] = (
-    Refusal(
-        "tensor_model_parallel_size",
-        "--tensor-model-parallel-size",
-        "tensor parallelism is not built yet",
-        _not_one,
-    ),
-    Refusal(
-        "pipeline_model_parallel_size",
-        "--pipeline-model-parallel-size",
-        "pipeline parallelism is not built yet",
-        _not_one,
-    ),
-    Refusal(
-        "context_parallel_size",
-        "--context-parallel-size",
-        "context parallelism is not built yet",
-        _not_one,
-    ),
-    Refusal(
-        "expert_model_parallel_size",
-        "--expert-model-parallel-size",
-        "expert parallelism is not built yet",
-        _not_one,
-    ),
-    Refusal("num_experts", "--num-experts", "mixture of experts is not built yet"),
     Refusal(
         "use_precision_aware_optimizer",
         "--use-precision-aware-optimizer",
@@ -86,16 +64,6 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "optimizer_cpu_offload", "--optimizer-cpu-offload", "optimizer offload is not built yet"
-    ),
-    Refusal(
-        "init_model_with_meta_device",
-        "--init-model-with-meta-device",
-        "meta-device construction through Megatron is not built yet",
-    ),
-    Refusal(
-        "data_parallel_random_init",
-        "--data-parallel-random-init",
-        "every rank must build the same weights to take its slice of them",
     ),
     Refusal(
         "gradient_accumulation_fusion",

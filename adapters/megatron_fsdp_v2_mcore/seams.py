@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_fsdp_v2_mcore.arguments import add_arguments, check_after, check_before, is_enabled
+from megatron_fsdp_v2_mcore.options import Options
 
 __all__ = ["SEAMS", "Seam", "command", "install", "uninstall"]
 
@@ -61,6 +62,7 @@ def _with_our_checks(original: Callable[..., Any]) -> Callable[..., Any]:
         result = original(args, *rest, **kwargs)
         check_after(args)
         if is_enabled(args):
+            _STATE.options = Options.from_args(args)
             _STATE.apply(selected=True)
         return result
 
@@ -69,7 +71,21 @@ def _with_our_checks(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _our_wrapper(original: Any) -> Any:
     del original
-    return importlib.import_module("megatron_fsdp_v2_mcore.wrapper").FullyShardedDataParallel
+    return importlib.import_module("megatron_fsdp_v2_mcore.wrapper").with_options(_STATE.options)
+
+
+def _our_optimizer(original: Any) -> Any:
+    del original
+    return importlib.import_module("megatron_fsdp_v2_mcore.optimizer").ShardedOptimizer
+
+
+def _our_params_norm(original: Any) -> Any:
+    return importlib.import_module("megatron_fsdp_v2_mcore.optimizer").params_l2_norm(original)
+
+
+def _our_embedding_grads(original: Any) -> Any:
+    module = importlib.import_module("megatron_fsdp_v2_mcore.embedding_grads")
+    return module.add_up_embedding_grads(original)
 
 
 def _our_chunk_metadata(original: Any) -> Any:
@@ -112,6 +128,35 @@ SEAMS: tuple[Seam, ...] = (
         selected=True,
     ),
     Seam(
+        "optimizer",
+        "megatron.core.optimizer:DistributedOptimizer",
+        "the class that steps main weights: gradient statistics count replicated elements once, "
+        "whatever the strategy",
+        ("optimizer", "config", "grad_scaler"),
+        _our_optimizer,
+        selected=True,
+        optional=False,
+    ),
+    Seam(
+        "params-norm",
+        "megatron.training.training:calc_params_l2_norm",
+        "Megatron sums squares of DTensors over their meshes only: other pipeline stages and "
+        "experts are left out, tensor-parallel copies counted again",
+        ("model",),
+        _our_params_norm,
+        selected=True,
+    ),
+    Seam(
+        "embedding-grads",
+        "megatron.core.distributed.finalize_model_grads:_allreduce_embedding_grad",
+        "Megatron sums a tied embedding's gradient over pipeline stages and then assigns a plain "
+        "tensor to the gradient of a DTensor",
+        ("model", "embd_group", "pp_group", "weight_getter"),
+        _our_embedding_grads,
+        selected=True,
+        optional=False,
+    ),
+    Seam(
         "chunk-metadata",
         "megatron.training.checkpointing:preprocess_state_dict_for_uneven_dtensor",
         "Megatron gathers chunk metadata tensor by tensor from all ranks; ours is known locally, "
@@ -136,6 +181,7 @@ class _Installation:
 
     def __init__(self) -> None:
         self.is_installed = False
+        self.options = Options()
         self._originals: list[tuple[Any, str, Any]] = []
 
     def apply(self, *, selected: bool) -> None:

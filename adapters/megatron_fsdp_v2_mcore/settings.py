@@ -74,6 +74,17 @@ FIELDS: tuple[FieldRule, ...] = (
         "--data-parallel-sharding-strategy",
         "sharding_strategy of every unit",
     ),
+    _honoured(
+        "num_distributed_optimizer_instances",
+        "--num-distributed-optimizer-instances",
+        "more than one: an outer data-parallel axis between them, so that parameters are sharded "
+        "within an instance",
+    ),
+    _honoured(
+        "outer_dp_sharding_strategy",
+        "--outer-dp-sharding-strategy",
+        "outer_dp_sharding_strategy: no_shard (HSDP) or optim (HFSDP)",
+    ),
     _honoured("overlap_grad_reduce", "--overlap-grad-reduce", "enable_async_reduce_grad"),
     _honoured("overlap_param_gather", "--overlap-param-gather", "enable_unshard_prefetch"),
     _honoured(
@@ -157,18 +168,6 @@ FIELDS: tuple[FieldRule, ...] = (
         "Megatron turns it off together with --use-megatron-fsdp",
     ),
     _refused(
-        "num_distributed_optimizer_instances",
-        "--num-distributed-optimizer-instances",
-        "hybrid sharding through Megatron is not built yet",
-        lambda value: value != 1,
-    ),
-    _refused(
-        "outer_dp_sharding_strategy",
-        "--outer-dp-sharding-strategy",
-        "hybrid sharding through Megatron is not built yet",
-        lambda value: value != "no_shard",
-    ),
-    _refused(
         "check_for_large_grads",
         "--check-for-large-grads",
         "its check reads Megatron's gradient buckets",
@@ -236,6 +235,7 @@ class ShardingSettings:
 
     Attributes:
         sharding_strategy: The inner axis' strategy.
+        outer_sharding_strategy: The outer axis' strategy.
         policy: Dtypes.
         enable_unshard_prefetch: See `fully_shard`.
         enable_async_reduce_grad: See `fully_shard`.
@@ -243,6 +243,7 @@ class ShardingSettings:
     """
 
     sharding_strategy: str
+    outer_sharding_strategy: str
     policy: MixedPrecisionPolicy
     enable_unshard_prefetch: bool
     enable_async_reduce_grad: bool
@@ -277,12 +278,19 @@ def sharding_settings(ddp_config: Any) -> ShardingSettings:
         FlagError: A field has a value that cannot be honoured; names its flag.
     """
     refuse_fields(ddp_config)
+    instances = ddp_config.num_distributed_optimizer_instances
+    if ddp_config.outer_dp_sharding_strategy != "no_shard" and instances == 1:
+        raise FlagError(
+            f"--outer-dp-sharding-strategy {ddp_config.outer_dp_sharding_strategy} shards between "
+            "optimizer instances, and there is one; add --num-distributed-optimizer-instances"
+        )
     wants_fp32 = ddp_config.grad_reduce_in_fp32
     main_grads = ddp_config.megatron_fsdp_main_grads_dtype
     if main_grads is None and wants_fp32:
         main_grads = torch.float32
     return ShardingSettings(
         sharding_strategy=ddp_config.data_parallel_sharding_strategy,
+        outer_sharding_strategy=ddp_config.outer_dp_sharding_strategy,
         policy=MixedPrecisionPolicy(
             main_params_dtype=ddp_config.megatron_fsdp_main_params_dtype,
             main_grads_dtype=main_grads,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any, override
+from typing import Any, ClassVar, override
 
 import torch
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
@@ -13,17 +13,22 @@ from megatron.core.distributed.fsdp.mcore_fsdp_adapter import (
     FullyShardedDataParallel as MegatronFullyShardedDataParallel,
 )
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.ssm.mamba_layer import MambaLayer
-from megatron.core.transformer.transformer_layer import TransformerLayer
-from torch.distributed.device_mesh import DeviceMesh
+from torch import nn
 
 from megatron_fsdp_v2 import FSDPModule, fully_shard
+from megatron_fsdp_v2_mcore.meshes import Meshes, dense_meshes, expert_meshes
+from megatron_fsdp_v2_mcore.options import Options
 from megatron_fsdp_v2_mcore.settings import ShardingSettings, sharding_settings
+from megatron_fsdp_v2_mcore.tensor_shards import is_expert, tensor_shards
+from megatron_fsdp_v2_mcore.units import (
+    UNIT_CLASSES,
+    broadcast_parameters,
+    plan_units,
+    share_late_embeddings,
+    shared_by_stages,
+)
 
-__all__ = ["FullyShardedDataParallel"]
-
-UNIT_CLASSES: tuple[type, ...] = (TransformerLayer, MambaLayer)
-"""Modules that are gathered on their own; what is left belongs to the root."""
+__all__ = ["FullyShardedDataParallel", "with_options"]
 
 
 class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
@@ -31,6 +36,10 @@ class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
 
     A subclass of Megatron's wrapper of the same name, so that every `isinstance` of Megatron's
     holds; it shares none of its implementation.
+
+    Dense parameters are sharded over data- and context-parallel ranks, expert parameters over
+    expert-data-parallel ones, as units of their own inside their layer. What tensor parallelism
+    cut becomes DTensors over both axes.
 
     Args:
         config: The transformer configuration.
@@ -41,10 +50,15 @@ class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
         device: Not used; parameters are where the module is.
         pg_collection: Process groups; Megatron's global ones when None.
 
+    Attributes:
+        options: What Megatron's configuration has no field for; see `with_options`.
+
     Raises:
         FlagError: The configuration asks for something that cannot be honoured.
         ValueError: The chunk has no parameters.
     """
+
+    options: ClassVar[Options] = Options()
 
     def __init__(
         self,
@@ -61,31 +75,51 @@ class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
         self.ddp_config = ddp_config
         self.settings: ShardingSettings = sharding_settings(ddp_config)
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
-        mesh = _mesh_of(groups.dp_cp, module)
-        # Per-token loss divides by the number of tokens afterwards; otherwise the mean is taken.
-        factor = 1.0 if config.calculate_per_token_loss else 1.0 / mesh.size()
-        for unit in _units(module, tuple(fsdp_unit_modules or UNIT_CLASSES)):
-            self._shard(unit, mesh, factor)
-        self._shard(module, mesh, factor)
+        device_type = _device_type(module)
+        hybrid = ddp_config.num_distributed_optimizer_instances > 1
+        self._dense = dense_meshes(groups, device_type, is_hybrid=hybrid)
+        self._expert: Meshes | None = None
+        if any(is_expert(param) for param in module.parameters()):
+            self._expert = expert_meshes(groups, device_type, is_hybrid=hybrid)
+        self._shard_units(tuple(fsdp_unit_modules or UNIT_CLASSES))
         for param in module.parameters():
             # Megatron's norms, clipping and checkpoints look for this mark to know a DTensor.
             param.__fsdp_param__ = True  # type: ignore[attr-defined]
+        if config.init_model_with_meta_device:
+            share_late_embeddings(module, groups)
         self.param_and_grad_buffer = _ParamAndGradBuffer()
         if not ddp_config.overlap_grad_reduce:
             # Megatron gives no sign of the last micro-batch; `finish_grad_sync` is that sign.
             self._root.set_requires_gradient_sync(False)
 
-    def _shard(self, module: torch.nn.Module, mesh: DeviceMesh, factor: float) -> None:
-        settings = self.settings
-        fully_shard(
-            module,
-            mesh=mesh,
-            sharding_strategy=settings.sharding_strategy,
-            mp_policy=settings.policy,
-            gradient_scaling_factor=factor,
-            enable_unshard_prefetch=settings.enable_unshard_prefetch,
-            enable_async_reduce_grad=settings.enable_async_reduce_grad,
-        )
+    def _shard_units(self, unit_classes: tuple[type, ...]) -> None:
+        """Shard experts, then layers, then the rest, so that inner units come first."""
+        settings, dense = self.settings, self._dense
+        shards = tensor_shards(self.module, dense, self._expert)
+        shared = shared_by_stages(self.module)
+        # Per-token loss divides by the number of tokens afterwards; otherwise the mean is taken
+        # over the ranks that see different tokens, also where fewer of them share an expert.
+        factor = 1.0 if self.config.calculate_per_token_loss else 1.0 / dense.data.size()
+        strategy = settings.sharding_strategy
+        expert_strategy = self.options.expert_strategy or strategy
+        for unit in plan_units(
+            self.module, unit_classes, dense, self._expert, strategy, expert_strategy
+        ):
+            data = unit.meshes.data
+            if self.options.broadcasts_parameters:
+                broadcast_parameters(unit.module, data.get_all_groups())
+            fully_shard(
+                unit.module,
+                mesh=data,
+                sharding_strategy=unit.strategy,
+                outer_dp_sharding_strategy=settings.outer_sharding_strategy,
+                mp_policy=settings.policy,
+                gradient_scaling_factor=factor,
+                enable_unshard_prefetch=settings.enable_unshard_prefetch,
+                enable_async_reduce_grad=settings.enable_async_reduce_grad,
+                tensor_shards=shards,
+                separate_params=shared,
+            )
 
     @property
     def _root(self) -> FSDPModule:
@@ -179,19 +213,18 @@ class _ParamAndGradBuffer:
         """Units bring model weights up to date themselves, in the next forward."""
 
 
-def _mesh_of(group: Any, module: torch.nn.Module) -> DeviceMesh:
+def with_options(options: Options) -> type[FullyShardedDataParallel]:
+    """The wrapper class for a command line: Megatron makes the objects, and knows its own options.
+
+    Args:
+        options: What every object of the class is to know.
+    """
+    name = FullyShardedDataParallel.__name__
+    return type(name, (FullyShardedDataParallel,), {"options": options})
+
+
+def _device_type(module: nn.Module) -> str:
     first = next(module.parameters(), None)
     if first is None:
         raise ValueError("a model chunk without parameters cannot be sharded")
-    return DeviceMesh.from_group(group, first.device.type, mesh_dim_names=("dp",))
-
-
-def _units(module: torch.nn.Module, classes: tuple[type, ...]) -> list[torch.nn.Module]:
-    """Outermost modules of the unit classes, in the order they are registered."""
-    found: list[torch.nn.Module] = []
-    for child in module.children():
-        if isinstance(child, classes):
-            found.append(child)
-        else:
-            found += _units(child, classes)
-    return found
+    return "cuda" if first.is_meta and torch.cuda.is_available() else first.device.type

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from megatron_fsdp_v2.diagnostics.walk import joined, parameters_below, units_below
-from megatron_fsdp_v2.uneven_dtensor import RowShards, UnevenDTensor
+from megatron_fsdp_v2.row_shards import RowShards
+from megatron_fsdp_v2.uneven_dtensor import UnevenDTensor
 
 if TYPE_CHECKING:
     from megatron_fsdp_v2.layout import BufferLayout

@@ -29,7 +29,8 @@ from megatron_fsdp_v2.diagnostics import (
 )
 from megatron_fsdp_v2.fsdp_module import unit_of
 from megatron_fsdp_v2.mixed_precision import GroupDtypes
-from megatron_fsdp_v2.uneven_dtensor import RowShards, UnevenDTensor
+from megatron_fsdp_v2.row_shards import RowShards
+from megatron_fsdp_v2.uneven_dtensor import UnevenDTensor
 from tests.distributed.wrapping import BF16
 from tests.parity.patterns import batch
 from tests.ranks import RankPools

@@ -1,0 +1,74 @@
+"""Megatron's process groups as device meshes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["Meshes", "dense_meshes", "expert_meshes"]
+
+
+@dataclass(frozen=True, slots=True)
+class Meshes:
+    """The meshes of one kind of parameters.
+
+    Attributes:
+        data: Data-parallel axes: `(dp,)`, or `(dp_outer, dp)` for hybrid sharding.
+        both: These and the tensor-parallel axis; None where that is of size 1.
+    """
+
+    data: DeviceMesh
+    both: DeviceMesh | None
+
+
+def dense_meshes(groups: Any, device_type: str, *, is_hybrid: bool) -> Meshes:
+    """Meshes of parameters that every data-parallel rank computes with.
+
+    Context-parallel ranks hold equal parameters and see other tokens: to a gradient they are
+    data-parallel ranks.
+
+    Args:
+        groups: A `ProcessGroupCollection`.
+        device_type: Where parameters are.
+        is_hybrid: Whether data parallelism has an outer axis, between optimizer instances.
+    """
+    if is_hybrid:
+        return _meshes([groups.inter_dist_opt, groups.intra_dp_cp], groups.tp, device_type)
+    return _meshes([groups.dp_cp], groups.tp, device_type)
+
+
+def expert_meshes(groups: Any, device_type: str, *, is_hybrid: bool) -> Meshes:
+    """Meshes of the parameters of experts that other expert-parallel ranks do not hold."""
+    if is_hybrid:
+        return _meshes([groups.inter_dist_opt, groups.intra_expt_dp], groups.expt_tp, device_type)
+    return _meshes([groups.expt_dp], groups.expt_tp, device_type)
+
+
+def _meshes(data: Sequence[Any], tensor: Any, device_type: str) -> Meshes:
+    names = ("dp_outer", "dp")[-len(data) :]
+    if dist.get_world_size(tensor) == 1:
+        return Meshes(_mesh(data, names, device_type), None)
+    both = _mesh([*data, tensor], (*names, "tp"), device_type)
+    return Meshes(both[names], both)
+
+
+def _mesh(groups: Sequence[Any], names: tuple[str, ...], device_type: str) -> DeviceMesh:
+    """A mesh whose axes are existing process groups of this rank, outermost first.
+
+    A rank knows its own groups only. Megatron numbers ranks regularly, so that the step from one
+    member of a group to another is the same everywhere.
+    """
+    if len(groups) == 1:
+        return DeviceMesh.from_group(groups[0], device_type, mesh_dim_names=names)
+    me = dist.get_rank()
+    steps = [[rank - me for rank in dist.get_process_group_ranks(group)] for group in groups]
+    ranks = [me + sum(step) for step in itertools.product(*steps)]
+    shape = [len(step) for step in steps]
+    mesh = torch.tensor(ranks, dtype=torch.int).view(shape)
+    return DeviceMesh.from_group(list(groups), device_type, mesh=mesh, mesh_dim_names=names)

@@ -1,0 +1,110 @@
+"""Megatron's distributed optimizer over sharded parameters, and numbers over all of a model.
+
+Megatron adds up squares of gradients over a process group in which every rank is taken to hold
+another part. What is replicated (below ZeRO, between hybrid replicas) would count several times,
+and which group is right would depend on the strategy and on what experts do. Here a rank counts
+what it holds as the first of its replicas, and one sum goes over all ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, override
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
+
+from megatron_fsdp_v2.uneven_dtensor import UnevenDTensor, local_of
+
+__all__ = ["ShardedOptimizer", "params_l2_norm"]
+
+
+class ShardedOptimizer(DistributedOptimizer):
+    """Steps sharded main weights; counts every element of the model once."""
+
+    @override
+    def get_grad_stats_parallel_group(self) -> Any:
+        """The group whose ranks hold the whole model between them: everyone."""
+        if self.ddp_config.num_distributed_optimizer_instances > 1:
+            return dist.group.WORLD
+        return parallel_state.get_intra_distributed_optimizer_instance_group()
+
+    @override
+    def _filter_grads_for_norm(
+        self, params: list[Any], param_filter: Callable[[Any], bool] | None = None
+    ) -> list[torch.Tensor]:
+        kept = [p for p in params if param_filter is None or param_filter(p)]
+        groups = getattr(self, "tp_group", None), getattr(self, "expert_tp_group", None)
+        return [
+            local_of(param.grad) for param in counted_here(kept, *groups) if param.grad is not None
+        ]
+
+    @override
+    def count_zeros(self) -> float:
+        """Zeros in all gradients. Collective."""
+        grads = self._filter_grads_for_norm(self.get_parameters())
+        device = torch.device(torch.cuda.current_device()) if not grads else grads[0].device
+        zeros = torch.zeros(1, dtype=torch.int64, device=device)
+        for grad in grads:
+            zeros += grad.numel() - torch.count_nonzero(grad)
+        dist.all_reduce(zeros, group=self.get_grad_stats_parallel_group())
+        return float(zeros.item())
+
+    @override
+    def _collect_main_grad_data_for_unscaling(self) -> list[torch.Tensor]:
+        return [
+            local_of(param.grad)
+            for group in self.optimizer.param_groups
+            for param in group["params"]
+            if param.grad is not None
+        ]
+
+
+def counted_here(
+    params: Iterable[Any], tp_group: Any = None, expert_tp_group: Any = None
+) -> Iterator[UnevenDTensor]:
+    """Parameters whose elements on this rank count in a sum over all ranks, so that each does once.
+
+    Args:
+        params: Sharded parameters.
+        tp_group: Tensor-parallel group; Megatron's when None.
+        expert_tp_group: That of experts.
+    """
+    for param in params:
+        coordinate = param.device_mesh.get_coordinate()
+        strides = param.row_shards.strides
+        is_first = all(stride or c == 0 for c, stride in zip(coordinate, strides, strict=False))
+        if (
+            is_first
+            and param_is_not_shared(param)
+            and param_is_not_tensor_parallel_duplicate(param, tp_group, expert_tp_group)
+        ):
+            yield param
+
+
+def params_l2_norm(original: Callable[..., float]) -> Callable[..., float]:
+    """Replace Megatron's norm of all parameters.
+
+    Its sum for DTensors goes over their meshes only: pipeline stages and expert-parallel ranks
+    would each report a norm of their own part, and tensor-parallel copies would count again.
+    """
+
+    def norm(model: Any, *args: Any, **kwargs: Any) -> float:
+        chunks = model if isinstance(model, list) else [model]
+        params = [param for chunk in chunks for param in chunk.parameters()]
+        if not any(isinstance(param, UnevenDTensor) for param in params):
+            return original(model, *args, **kwargs)
+        expert_tp_group = parallel_state.get_expert_tensor_parallel_group()
+        tp_group = parallel_state.get_tensor_model_parallel_group()
+        total = torch.zeros(1, dtype=torch.float64, device=local_of(params[0]).device)
+        for param in counted_here(params, tp_group, expert_tp_group):
+            total += torch.linalg.vector_norm(local_of(param).detach(), dtype=torch.float64) ** 2
+        dist.all_reduce(total)
+        return math.sqrt(float(total.item()))
+
+    return norm

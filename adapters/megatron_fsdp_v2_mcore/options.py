@@ -1,0 +1,30 @@
+"""Settings of ours that Megatron's configuration objects have no field for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Options"]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What our own flags, and Megatron's that it keeps to itself, say about sharding.
+
+    Attributes:
+        expert_strategy: Sharding strategy of expert parameters; None: that of dense ones.
+        broadcasts_parameters: Whether data-parallel ranks built different weights, of which the
+            first rank's count.
+    """
+
+    expert_strategy: str | None = None
+    broadcasts_parameters: bool = False
+
+    @classmethod
+    def from_args(cls, args: Any) -> Options:
+        """Read them from Megatron's arguments."""
+        return cls(
+            expert_strategy=getattr(args, "expert_data_parallel_sharding_strategy", None),
+            broadcasts_parameters=bool(getattr(args, "data_parallel_random_init", False)),
+        )

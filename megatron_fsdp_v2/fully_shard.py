@@ -56,6 +56,7 @@ def fully_shard[ModuleT: nn.Module](
     check_ranks: str = "once",
     tensor_shards: Mapping[nn.Parameter, TensorShard] | None = None,
     separate_params: AbstractSet[nn.Parameter] | None = None,
+    param_init_fn: Callable[[nn.Module], None] | None = None,
 ) -> ModuleT:
     """Shard the parameters a module owns over a data-parallel mesh, in place.
 
@@ -95,6 +96,8 @@ def fully_shard[ModuleT: nn.Module](
         separate_params: Parameters that get flat buffers of their own, so that how one is cut
             depends on its shape alone: what pipeline stages hold copies of, each stage beside
             other parameters, has to be cut alike.
+        param_init_fn: Gives values to a module's own parameters and buffers that were on the meta
+            device, in place of its `reset_parameters()`.
 
     Returns:
         The same module.
@@ -133,7 +136,7 @@ def fully_shard[ModuleT: nn.Module](
         Axis(mesh.get_group(axis), mesh.size(axis), mesh.get_local_rank(axis))
         for axis in range(mesh.ndim)
     ]
-    materialise(owned, list(_own_modules(module)), device, axes)
+    materialise(owned, list(_own_modules(module)), device, axes, param_init_fn)
     context: Context[Unit] = Context(
         communicator_for(device),
         PlainAllocator(),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +21,7 @@ def materialise(
     modules: Sequence[tuple[str, nn.Module]],
     device: torch.device,
     axes: Sequence[Axis],
+    param_init_fn: Callable[[nn.Module], None] | None = None,
 ) -> None:
     """Give a unit's meta parameters and buffers memory and values, in place.
 
@@ -36,6 +37,7 @@ def materialise(
         modules: The unit's own modules with names, parents before children.
         device: Where values are made.
         axes: Axes of the data-parallel mesh.
+        param_init_fn: What to call in place of `reset_parameters()`, with the module.
 
     Raises:
         ValueError: A module cannot initialise itself, or left a buffer out.
@@ -53,7 +55,7 @@ def materialise(
         _give_memory(parameter, device)
     for name, module in reversed(modules):
         if id(module) in holders:
-            _initialise(name, module)
+            _initialise(name, module, param_init_fn)
     for name, module in empty_buffers:
         value = module._buffers[name.rpartition(".")[2]]
         if value is not None and value.is_floating_point() and bool(value.isnan().all()):
@@ -82,7 +84,11 @@ def _give_memory(parameter: OwnedParameter, device: torch.device) -> None:
         module._parameters[attribute] = made
 
 
-def _initialise(name: str, module: Any) -> None:
+def _initialise(name: str, module: Any, param_init_fn: Callable[[nn.Module], None] | None) -> None:
+    if param_init_fn is not None:
+        with torch.no_grad():
+            param_init_fn(module)
+        return
     reset = getattr(module, "reset_parameters", None)
     if reset is None:
         raise ValueError(

@@ -16,6 +16,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import nn
 
 from megatron_fsdp_v2 import FSDPModule, fully_shard
+from megatron_fsdp_v2_mcore.initialise import initialiser
 from megatron_fsdp_v2_mcore.meshes import Meshes, dense_meshes, expert_meshes
 from megatron_fsdp_v2_mcore.options import Options
 from megatron_fsdp_v2_mcore.settings import ShardingSettings, sharding_settings
@@ -96,7 +97,7 @@ class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
         """Shard experts, then layers, then the rest, so that inner units come first."""
         settings, dense = self.settings, self._dense
         shards = tensor_shards(self.module, dense, self._expert)
-        shared = shared_by_stages(self.module)
+        shared, initialise = shared_by_stages(self.module), initialiser(self.config)
         # Per-token loss divides by the number of tokens afterwards; otherwise the mean is taken
         # over the ranks that see different tokens, also where fewer of them share an expert.
         factor = 1.0 if self.config.calculate_per_token_loss else 1.0 / dense.data.size()
@@ -119,6 +120,7 @@ class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
                 enable_async_reduce_grad=settings.enable_async_reduce_grad,
                 tensor_shards=shards,
                 separate_params=shared,
+                param_init_fn=initialise,
             )
 
     @property
@@ -227,4 +229,5 @@ def _device_type(module: nn.Module) -> str:
     first = next(module.parameters(), None)
     if first is None:
         raise ValueError("a model chunk without parameters cannot be sharded")
-    return "cuda" if first.is_meta and torch.cuda.is_available() else first.device.type
+    # Megatron's own calls say where a parameter comes to be that is nowhere yet.
+    return torch.empty(0, device="cuda").device.type if first.is_meta else first.device.type

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 from megatron_fsdp_v2_mcore.checkpoint_check import check_checkpoint_folder
 from megatron_fsdp_v2_mcore.errors import FlagError
+from megatron_fsdp_v2_mcore.refusals import MORE_REFUSALS, Refusal, check_parallel_sizes
 from megatron_fsdp_v2_mcore.settings import refuse_fields
 
-__all__ = ["add_arguments", "check_after", "check_before", "is_enabled"]
+__all__ = ["add_arguments", "check_after", "check_before", "check_no_yaml", "is_enabled"]
 
 API_FLAG = "--use-fsdp-fully-shard-api"
 
@@ -37,23 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 def is_enabled(args: Any) -> bool:
     """Whether the command line selects this package."""
     return bool(getattr(args, "use_fsdp_fully_shard_api", False))
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """A flag that does not configure data parallelism itself but cannot be combined with ours.
-
-    Attributes:
-        name: Attribute of Megatron's arguments.
-        flag: What a user types.
-        reason: Why not.
-        refuses: Whether a value is refused.
-    """
-
-    name: str
-    flag: str
-    reason: str
-    refuses: Callable[[Any], bool] = bool
 
 
 REFUSALS: tuple[Refusal, ...] = (
@@ -90,7 +73,9 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda value: value not in (None, "adam"),
     ),
     Refusal("async_save", "--async-save", "asynchronous checkpoints are not built yet"),
+    *MORE_REFUSALS,
 )
+"""Flags that are refused, first those of features to come."""
 
 
 def check_before(args: Any) -> None:
@@ -116,6 +101,12 @@ def check_before(args: Any) -> None:
             raise FlagError(
                 f"{refusal.flag}{shown} cannot be used with {API_FLAG}: {refusal.reason}"
             )
+    if args.init_model_with_meta_device and args.data_parallel_sharding_strategy == "no_shard":
+        raise FlagError(
+            "--init-model-with-meta-device cannot be used with --data-parallel-sharding-strategy "
+            "no_shard: Megatron offers it for sharded weights or optimizer state only"
+        )
+    check_parallel_sizes(args)
     if args.load is not None:
         check_checkpoint_folder(
             args.load,
@@ -132,3 +123,23 @@ def check_after(args: Any) -> None:
     """
     if is_enabled(args) and not args.use_distributed_optimizer:
         raise FlagError(f"{API_FLAG} needs Megatron's distributed optimizer, which was turned off")
+
+
+def check_no_yaml(args: Any, argv: Sequence[str]) -> None:
+    """Check that a configuration file does not replace the command line that selects us.
+
+    With `--yaml-cfg` Megatron forgets every flag it does not know from the file, ours included,
+    and its own wrapper would be used without a word.
+
+    Args:
+        args: What Megatron read from the file.
+        argv: The command line.
+
+    Raises:
+        FlagError: One of the two selects this package.
+    """
+    if API_FLAG in argv or is_enabled(args):
+        raise FlagError(
+            f"--yaml-cfg cannot be used with {API_FLAG}: Megatron takes all arguments from the "
+            "file then and checks none of these; give them on the command line"
+        )

@@ -17,7 +17,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_fsdp_v2_mcore.arguments import add_arguments, check_after, check_before, is_enabled
+from megatron_fsdp_v2_mcore.arguments import (
+    add_arguments,
+    check_after,
+    check_before,
+    check_no_yaml,
+    is_enabled,
+)
 from megatron_fsdp_v2_mcore.options import Options
 
 __all__ = ["SEAMS", "Seam", "command", "install", "uninstall"]
@@ -69,6 +75,14 @@ def _with_our_checks(original: Callable[..., Any]) -> Callable[..., Any]:
     return validate_args
 
 
+def _with_our_check_of_files(original: Callable[..., Any]) -> Callable[..., Any]:
+    def validate_yaml(args: Any, *rest: Any, **kwargs: Any) -> Any:
+        check_no_yaml(args, sys.argv)
+        return original(args, *rest, **kwargs)
+
+    return validate_yaml
+
+
 def _our_wrapper(original: Any) -> Any:
     del original
     return importlib.import_module("megatron_fsdp_v2_mcore.wrapper").with_options(_STATE.options)
@@ -110,6 +124,13 @@ SEAMS: tuple[Seam, ...] = (
         "refuses by name what cannot be honoured, and applies the seams below when selected",
         ("args",),
         _with_our_checks,
+    ),
+    Seam(
+        "validation-of-files",
+        "megatron.training.yaml_arguments:validate_yaml",
+        "--yaml-cfg goes past the validation of arguments; refused where this package is selected",
+        ("args",),
+        _with_our_check_of_files,
     ),
     Seam(
         "wrapper",
@@ -242,7 +263,7 @@ def find_target(seam: Seam) -> tuple[Any, str] | None:
         raise
     *parents, attribute = path.split(".")
     for parent in parents:
-        owner = getattr(owner, parent)
+        owner = getattr(owner, parent, None)
     if not hasattr(owner, attribute):
         raise RuntimeError(_misfit(seam, f"there is no {seam.target}"))
     return owner, attribute
@@ -321,14 +342,15 @@ class _SeamsCommand:
         """Print the table; return 1 if some seam does not fit."""
         rows = [_describe(seam) for seam in SEAMS]
         if args.json:
-            text = json.dumps({"megatron_core": megatron_version(), "seams": rows}, indent=2)
+            versions = {"megatron_core": megatron_version(), "supported": f"{SUPPORTED}.x"}
+            text = json.dumps({**versions, "seams": rows}, indent=2)
         else:
             text = "\n".join(
                 [f"megatron-core {megatron_version()} (supported: {SUPPORTED}.x)", ""]
                 + [
                     f"{row['name']}\n  target  {row['target']}\n  reason  {row['reason']}\n"
                     f"  when    {row['when']}\n  check   {row['check']}\n"
-                    "  undo    the original is kept and put back by uninstall()\n"
+                    f"  undo    {row['undo']}\n"
                     for row in rows
                 ]
             )
@@ -348,6 +370,7 @@ def _describe(seam: Seam) -> dict[str, str]:
         "reason": seam.reason,
         "when": "selected by the command line" if seam.selected else "installed",
         "check": result,
+        "undo": "uninstall() puts the original back",
     }
 
 

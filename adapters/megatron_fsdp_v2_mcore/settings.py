@@ -45,6 +45,7 @@ class FieldRule:
         handling: What becomes of it.
         meaning: What it does here, or why it is refused.
         refuses: Whether a value is refused; only with `Handling.REFUSED`.
+        argument: Attribute of Megatron's arguments the field is made of, if it has another name.
     """
 
     name: str
@@ -52,6 +53,7 @@ class FieldRule:
     handling: Handling
     meaning: str
     refuses: Callable[[Any], bool] | None = None
+    argument: str | None = None
 
 
 def _honoured(name: str, flag: str, meaning: str) -> FieldRule:
@@ -63,9 +65,13 @@ def _implied(name: str, flag: str, meaning: str) -> FieldRule:
 
 
 def _refused(
-    name: str, flag: str, meaning: str, refuses: Callable[[Any], bool] = bool
+    name: str,
+    flag: str,
+    meaning: str,
+    refuses: Callable[[Any], bool] = bool,
+    argument: str | None = None,
 ) -> FieldRule:
-    return FieldRule(name, flag, Handling.REFUSED, meaning, refuses)
+    return FieldRule(name, flag, Handling.REFUSED, meaning, refuses, argument)
 
 
 FIELDS: tuple[FieldRule, ...] = (
@@ -110,8 +116,8 @@ FIELDS: tuple[FieldRule, ...] = (
     ),
     _honoured(
         "check_for_nan_in_grad",
-        "--check-for-nan-in-loss-and-grad",
-        "the reduced gradients are checked before the optimizer steps",
+        "--no-check-for-nan-in-loss-and-grad",
+        "unless given, reduced gradients are checked before the optimizer steps",
     ),
     _implied("use_megatron_fsdp", "--use-megatron-fsdp", "selects this package, with its own flag"),
     _implied("use_custom_fsdp", "--use-megatron-fsdp", "Megatron's older name of the same"),
@@ -176,11 +182,13 @@ FIELDS: tuple[FieldRule, ...] = (
         "reduce_scatter_with_fp32_accumulation",
         "--ddp-reduce-scatter-with-fp32-accumulation",
         "use --megatron-fsdp-grad-comm-dtype fp32 instead",
+        argument="ddp_reduce_scatter_with_fp32_accumulation",
     ),
     _refused(
         "param_name_patterns_for_fp32_local_accumulation",
         "--ddp-param-name-patterns-for-fp32-local-accumulation",
         "use --megatron-fsdp-main-grads-dtype fp32 for all parameters instead",
+        argument="ddp_param_name_patterns_for_fp32_local_accumulation",
     ),
     _refused("fp8_param_gather", "--fp8-param-gather", "quantised parameters are not built yet"),
     _refused("fp4_param_gather", "--fp4-param-gather", "quantised parameters are not built yet"),
@@ -189,7 +197,7 @@ FIELDS: tuple[FieldRule, ...] = (
         "--keep-fp8-transpose-cache",
         "quantised parameters are not built yet",
     ),
-    _refused("nccl_ub", "--nccl-ub", "registered user buffers are not built yet"),
+    _refused("nccl_ub", "--use-nccl-ub", "registered user buffers are not built yet"),
     _refused(
         "fsdp_manual_registration",
         "--fsdp-manual-registration",
@@ -261,9 +269,10 @@ def refuse_fields(source: Any) -> None:
         FlagError: A field has a value that cannot be honoured; names its flag.
     """
     for rule in FIELDS:
-        if rule.refuses is None or not hasattr(source, rule.name):
+        names = [name for name in (rule.argument, rule.name) if name and hasattr(source, name)]
+        if rule.refuses is None or not names:
             continue
-        value = getattr(source, rule.name)
+        value = getattr(source, names[0])
         if rule.refuses(value):
             raise FlagError(
                 f"{rule.flag} (= {value}) cannot be used with --use-fsdp-fully-shard-api: "

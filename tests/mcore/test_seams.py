@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import importlib.metadata
 import json
+import os
 import subprocess
 import sys
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 
 from megatron_fsdp_v2_mcore import install, seams, uninstall
+from tests.mcore.command_line import ROOT
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +40,27 @@ def test_without_selection_only_parser_and_validation_are_hooked() -> None:
     before = _current()
     install()
     changed = {name for name, value in _current().items() if value is not before[name]}
-    assert changed == {"arguments", "validation"}
+    assert changed == {"arguments", "validation", "validation-of-files"}
+
+
+def test_uninstall_puts_back_what_selection_replaced() -> None:
+    before = _current()
+    install()
+    seams._STATE.apply(selected=True)
+    changed = {name for name, value in _current().items() if value is not before[name]}
+    assert changed == set(before)
+    uninstall()
+    assert _current() == before
+    uninstall()
+    assert _current() == before
+
+
+def test_installing_after_uninstalling_hooks_again() -> None:
+    before = _current()
+    install()
+    uninstall()
+    install()
+    assert _current()["validation"] is not before["validation"]
 
 
 def test_installing_twice_is_harmless() -> None:
@@ -66,6 +89,21 @@ def test_a_seam_that_does_not_fit_names_itself_and_versions(
     assert _current()["arguments"] is before["arguments"]
 
 
+def test_a_missing_attribute_is_named_with_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = _current()
+    training = importlib.import_module("megatron.training.training")
+    monkeypatch.delattr(training, "megatron_FSDP")
+    found = importlib.metadata.version("megatron-core")
+    message = (
+        r"seam 'wrapper' does not fit: there is no megatron\.training\.training:megatron_FSDP\. "
+        rf"Installed is megatron-core {found}; supported is 0\.19\.x"
+    )
+    with pytest.raises(RuntimeError, match=message):
+        install()
+    monkeypatch.undo()
+    assert _current() == before
+
+
 def test_installing_after_arguments_were_parsed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     global_vars = importlib.import_module("megatron.training.global_vars")
     monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", object())
@@ -73,14 +111,49 @@ def test_installing_after_arguments_were_parsed_is_refused(monkeypatch: pytest.M
         install()
 
 
-def test_the_command_prints_every_seam() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "megatron_fsdp_v2.cli", "seams", "--json"],
+def _command(*flags: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "megatron_fsdp_v2.cli", "seams", *flags],
         check=False,
         capture_output=True,
         text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "adapters")])},
     )
+
+
+def test_the_command_prints_every_seam_as_json() -> None:
+    done = _command("--json")
     assert done.returncode == 0, done.stderr
-    rows = json.loads(done.stdout)["seams"]
+    report = json.loads(done.stdout)
+    assert report["megatron_core"] == importlib.metadata.version("megatron-core")
+    assert report["supported"] == "0.19.x"
+    rows = report["seams"]
     assert [row["name"] for row in rows] == [seam.name for seam in seams.SEAMS]
-    assert all(row["check"] == "fits" and row["reason"] for row in rows)
+    assert [row["target"] for row in rows] == [seam.target for seam in seams.SEAMS]
+    assert all(row["check"] == "fits" for row in rows)
+    assert all(row["reason"] and row["undo"] and row["when"] for row in rows)
+
+
+def test_the_command_prints_every_seam_as_a_table() -> None:
+    done = _command()
+    assert done.returncode == 0, done.stderr
+    paragraphs = done.stdout.strip().split("\n\n")
+    assert "supported: 0.19.x" in paragraphs[0]
+    assert len(paragraphs) == 1 + len(seams.SEAMS)
+    for seam, paragraph in zip(seams.SEAMS, paragraphs[1:], strict=True):
+        lines = dict(line.split(maxsplit=1) for line in paragraph.splitlines()[1:])
+        assert paragraph.splitlines()[0] == seam.name
+        assert (lines["target"], lines["reason"]) == (seam.target, seam.reason)
+        assert lines["check"] == "fits"
+        assert lines["undo"]
+
+
+def test_the_command_fails_where_a_seam_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = importlib.import_module("megatron.training.arguments")
+    monkeypatch.setattr(arguments, "validate_args", lambda namespace: namespace)
+    assert seams.command.run(argparse.Namespace(json=True)) == 1
+    rows = {row["name"]: row["check"] for row in json.loads(capsys.readouterr().out)["seams"]}
+    assert rows["validation"].startswith("seam 'validation' does not fit")
+    assert rows["arguments"] == "fits"

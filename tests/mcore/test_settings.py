@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import torch.distributed.checkpoint as dcp
 from megatron.core.distributed import DistributedDataParallelConfig
 
 from megatron_fsdp_v2_mcore import FlagError
-from megatron_fsdp_v2_mcore.arguments import REFUSALS, check_before
 from megatron_fsdp_v2_mcore.checkpoint_check import check_checkpoint_folder
 from megatron_fsdp_v2_mcore.settings import FIELDS, Handling, sharding_settings
 
@@ -47,11 +45,7 @@ def test_dtypes_and_overlap_reach_fully_shard() -> None:
     assert settings.policy.grad_comm_dtype == torch.bfloat16
 
 
-REFUSED_VALUES: dict[str, Any] = {
-    "num_distributed_optimizer_instances": 2,
-    "outer_dp_sharding_strategy": "optim",
-    "param_name_patterns_for_fp32_local_accumulation": ("*",),
-}
+REFUSED_VALUES: dict[str, Any] = {"param_name_patterns_for_fp32_local_accumulation": ("*",)}
 
 
 @pytest.mark.parametrize(
@@ -64,36 +58,11 @@ def test_a_refused_field_names_its_flag(rule: Any) -> None:
         sharding_settings(config)
 
 
-def _args(**values: Any) -> argparse.Namespace:
-    defaults: dict[str, Any] = {refusal.name: None for refusal in REFUSALS}
-    defaults.update(
-        use_fsdp_fully_shard_api=True,
-        use_megatron_fsdp=True,
-        ckpt_format="fsdp_dtensor",
-        load=None,
-        save=None,
-        ckpt_step=None,
-    )
-    return argparse.Namespace(**{**defaults, **values})
-
-
-@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda r: r.name)
-def test_a_flag_of_another_part_of_megatron_is_refused_by_name(refusal: Any) -> None:
-    check_before(_args())
-    value: Any = 2 if refusal.name.endswith("_size") else True
-    if refusal.name == "cuda_graph_impl":
-        value = "local"
-    with pytest.raises(FlagError, match=refusal.flag.split(" ")[0]):
-        check_before(_args(**{refusal.name: value}))
-
-
-def test_a_strategy_not_built_yet_is_named_at_the_start() -> None:
-    with pytest.raises(FlagError, match=r"--outer-dp-sharding-strategy.*not built yet"):
-        check_before(_args(outer_dp_sharding_strategy="optim"))
-
-
-def test_without_our_flag_nothing_is_checked() -> None:
-    check_before(_args(use_fsdp_fully_shard_api=False, use_megatron_fsdp=False, ckpt_format="x"))
+def test_sharding_between_one_optimizer_instance_is_refused() -> None:
+    config = _config()
+    config.outer_dp_sharding_strategy = "optim"
+    with pytest.raises(FlagError, match=r"add --num-distributed-optimizer-instances"):
+        sharding_settings(config)
 
 
 @pytest.fixture

@@ -1,0 +1,208 @@
+"""Every flag is honoured, or refused by name; the documentation says which."""
+
+from __future__ import annotations
+
+import argparse
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_fsdp_v2_mcore import FlagError
+from megatron_fsdp_v2_mcore.arguments import REFUSALS, add_arguments, check_before, check_no_yaml
+from megatron_fsdp_v2_mcore.refusals import Refusal
+from megatron_fsdp_v2_mcore.settings import FIELDS, FieldRule, Handling
+from tests.mcore.session import MODEL_FLAGS, fsdp
+
+DOCUMENT = Path("docs") / "megatron_flags.md"
+_NOT_TYPED = "(set for CUDA graphs)"
+
+
+@pytest.fixture(scope="module")
+def parser() -> argparse.ArgumentParser:
+    """Megatron's own parser with our flags."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    return add_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
+
+
+def _actions(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
+    return {flag: action for action in parser._actions for flag in action.option_strings}
+
+
+def _parsed(parser: argparse.ArgumentParser, *flags: str) -> argparse.Namespace:
+    args = parser.parse_args([*MODEL_FLAGS, *fsdp(), "--no-gradient-accumulation-fusion", *flags])
+    args.world_size = 4  # Megatron adds it to what it has parsed.
+    return args
+
+
+def _word(flag: str) -> str:
+    return flag.split(" ")[0]
+
+
+REFUSED: list[FieldRule | Refusal] = [
+    *(rule for rule in FIELDS if rule.handling is Handling.REFUSED),
+    *REFUSALS,
+]
+VALUES = {
+    "--optimizer": ["sgd"],
+    "--cuda-graph-impl": ["local"],
+    "--fp8-format": ["e4m3"],
+    "--fp4-format": ["e2m1"],
+    "--te-precision-config-file": ["layers.yaml"],
+    "--dump-param-to-param-group-map": ["map"],
+    "--ddp-param-name-patterns-for-fp32-local-accumulation": ["*.bias"],
+    "--non-persistent-ckpt-type": ["global"],
+    "--ckpt-convert-format": ["torch_dist"],
+    "--expert-tensor-parallel-num-weight-shards": ["2"],
+}
+
+
+@pytest.mark.parametrize("refused", REFUSED, ids=lambda r: f"{type(r).__name__}-{r.name}")
+def test_a_refused_flag_ends_the_start_with_its_name(
+    parser: argparse.ArgumentParser, refused: FieldRule | Refusal
+) -> None:
+    flag = _word(refused.flag)
+    action = _actions(parser)[flag]
+    words = [flag] if action.nargs == 0 else [flag, *VALUES.get(flag, ["2"])]
+    if refused.name == "gradient_accumulation_fusion":
+        args = _parsed(parser)
+        args.gradient_accumulation_fusion = True
+    else:
+        check_before(_parsed(parser))
+        args = _parsed(parser, *words)
+    with pytest.raises(
+        FlagError, match=f"^{flag} .*cannot be used with --use-fsdp-fully-shard-api"
+    ):
+        check_before(args)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            "--num-experts 3 --expert-model-parallel-size 2",
+            "--num-experts 3 cannot be divided by --expert-model-parallel-size 2",
+        ),
+        ("--expert-model-parallel-size 2", "--expert-model-parallel-size 2 needs --num-experts"),
+        (
+            "--num-experts 6 --expert-model-parallel-size 3",
+            "4 ranks cannot be divided by --expert-model-parallel-size 3 x "
+            "--expert-tensor-parallel-size 1 x --pipeline-model-parallel-size 1",
+        ),
+        (
+            "--num-experts 4 --expert-model-parallel-size 2 --tensor-model-parallel-size 4",
+            "4 ranks cannot be divided by --expert-model-parallel-size 2 x "
+            "--expert-tensor-parallel-size 4 x --pipeline-model-parallel-size 1",
+        ),
+        (
+            "--tensor-model-parallel-size 2 --context-parallel-size 3",
+            "4 ranks cannot be divided by --tensor-model-parallel-size 2 x "
+            "--pipeline-model-parallel-size 1 x --context-parallel-size 3",
+        ),
+        (
+            "--init-model-with-meta-device --data-parallel-sharding-strategy no_shard",
+            "--init-model-with-meta-device cannot be used with --data-parallel-sharding-strategy",
+        ),
+    ],
+)
+def test_flags_that_do_not_go_together_are_named(
+    parser: argparse.ArgumentParser, flags: str, message: str
+) -> None:
+    with pytest.raises(FlagError, match=message):
+        check_before(_parsed(parser, *flags.split()))
+
+
+def test_without_our_flag_nothing_is_checked(parser: argparse.ArgumentParser) -> None:
+    args = parser.parse_args([*MODEL_FLAGS, "--qk-clip", "--use-torch-fsdp2"])
+    check_before(args)
+
+
+def test_our_flag_needs_megatrons(parser: argparse.ArgumentParser) -> None:
+    args = _parsed(parser)
+    args.use_megatron_fsdp = False
+    with pytest.raises(FlagError, match=r"--use-fsdp-fully-shard-api needs --use-megatron-fsdp"):
+        check_before(args)
+
+
+@pytest.mark.parametrize("place", ["command line", "file"])
+def test_a_file_of_arguments_cannot_select_us_unchecked(place: str) -> None:
+    api = "--use-fsdp-fully-shard-api"
+    argv = ["pretrain", "--yaml-cfg", "run.yaml", *([api] if place == "command line" else [])]
+    args = argparse.Namespace(use_fsdp_fully_shard_api=place == "file")
+    with pytest.raises(FlagError, match=f"--yaml-cfg cannot be used with {api}"):
+        check_no_yaml(args, argv)
+    check_no_yaml(argparse.Namespace(), argv[:3])
+
+
+def test_sizes_that_divide_pass(parser: argparse.ArgumentParser) -> None:
+    flags = "--num-experts 4 --expert-model-parallel-size 2 --tensor-model-parallel-size 2"
+    check_before(_parsed(parser, *flags.split()))
+
+
+def test_every_flag_of_the_table_is_one_of_megatrons(parser: argparse.ArgumentParser) -> None:
+    known = _actions(parser)
+    rows: list[Any] = [*FIELDS, *REFUSALS]
+    for row in rows:
+        if row.flag != _NOT_TYPED:
+            assert _word(row.flag) in known, row.flag
+    for refusal in REFUSALS:
+        assert known[_word(refusal.flag)].dest == refusal.name
+    for rule in FIELDS:
+        if rule.argument is not None:
+            assert known[_word(rule.flag)].dest == rule.argument
+
+
+def test_no_flag_is_refused_for_two_reasons() -> None:
+    flags = [_word(refusal.flag) for refusal in REFUSALS]
+    assert len(flags) == len(set(flags))
+
+
+# -- documentation --------------------------------------------------------------------------------
+
+_ABOUT = (
+    "What becomes of Megatron's flags with `--use-megatron-fsdp --use-fsdp-fully-shard-api`. "
+    "Generated by `pytest tests/mcore/test_flags.py --write-docs` from `settings.FIELDS`, "
+    "`arguments.REFUSALS` and the parser of our own flags; the suite fails when this page is out "
+    "of date, and when `DistributedDataParallelConfig` of the installed Megatron has a field that "
+    "the first table does not know. A refused flag ends the start with exit code 2 and a sentence "
+    "that names it. Flags that are not listed keep Megatron's meaning."
+)
+
+
+def _ours(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    groups = [group for group in parser._action_groups if group.title == "megatron_fsdp_v2"]
+    return list(groups[0]._group_actions)
+
+
+def _document(parser: argparse.ArgumentParser) -> str:
+    lines = ["# Megatron's flags", "", *textwrap.wrap(_ABOUT, 100), ""]
+    lines += ["## Flags that configure data parallelism", ""]
+    lines += [
+        "| flag | field of `DistributedDataParallelConfig` | what it does here |",
+        "|---|---|---|",
+    ]
+    for handling in (Handling.HONOURED, Handling.IMPLIED, Handling.REFUSED):
+        for rule in FIELDS:
+            if rule.handling is handling:
+                meaning = f"**{handling.value}**: {rule.meaning}"
+                lines.append(f"| `{rule.flag}` | `{rule.name}` | {meaning} |")
+    lines += ["", "## Other flags that are refused", "", "| flag | why |", "|---|---|"]
+    lines += [f"| `{refusal.flag}` | {refusal.reason} |" for refusal in REFUSALS]
+    lines += ["", "## Flags of this package", "", "| flag | what it does |", "|---|---|"]
+    for action in _ours(parser):
+        values = f" {{{','.join(map(str, action.choices))}}}" if action.choices else ""
+        lines.append(f"| `{action.option_strings[0]}{values}` | {action.help} |")
+    return "\n".join(lines) + "\n"
+
+
+def test_the_page_about_flags_is_up_to_date(
+    parser: argparse.ArgumentParser, pytestconfig: pytest.Config
+) -> None:
+    path = pytestconfig.rootpath / DOCUMENT
+    if pytestconfig.getoption("--write-docs"):
+        path.write_text(_document(parser))
+    assert path.read_text() == _document(parser), (
+        f"{DOCUMENT} is out of date; write it with pytest tests/mcore/test_flags.py --write-docs"
+    )

@@ -14,10 +14,10 @@ TEXT_OPTION = --text "$(TEXT)"
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup pretrain test lint test-gpu bench
+.PHONY: help setup pretrain test test-functional lint test-gpu bench
 
 help: ## list the targets and their variables
-	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@printf '%s\n' '' 'Variables:' \
 	  '  VENV=path      where the environment lives (.venv)' \
 	  '  PYTHON=path    the Python >= 3.12 that set-up uses (found by itself)' \
@@ -34,8 +34,11 @@ pretrain: setup ## pretrain a small GPT on real text, save, resume, show the res
 	@$(PY) -m examples.pretrain_text --strategy "$(STRATEGY)" --ranks "$(RANKS)" \
 	  --iters "$(ITERS)" --out "$(OUT)" $(TEXT_OPTION)
 
-test: lint ## lint, then the whole test suite
-	@$(PY) -m pytest -m "not gpu"
+test: lint ## lint, then the tests and the quick rows of the functional matrix
+	@$(PY) -m pytest -m "not gpu and not functional"
+
+test-functional: setup ## the whole functional matrix against Megatron's own DDP
+	@$(PY) -m pytest functional_tests
 
 lint: setup ## ruff, format check, type check, import layering
 	@$(PY) -m ruff check .

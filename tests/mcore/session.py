@@ -7,8 +7,10 @@ of a pool of their own, in which a CPU rehearsal is entered once and never left.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import multiprocessing
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -44,34 +46,75 @@ class Training:
     Attributes:
         losses: Loss of every iteration, exact, on the last pipeline stage.
         grad_norms: Gradient norm before clipping.
+        params_norms: Norm of the parameters, with `--log-params-norm`.
+        num_zeros: Zeros among the gradients, with `--log-num-zeros-in-grad`.
+        loss_scales: Loss scale of every iteration.
+        evaluations: Loss of every evaluation, on the last pipeline stage.
         extras: What a probe returned.
     """
 
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
+    params_norms: list[float] = field(default_factory=list)
+    num_zeros: list[float] = field(default_factory=list)
+    loss_scales: list[float] = field(default_factory=list)
+    evaluations: list[float] = field(default_factory=list)
     extras: Any = None
 
 
-def train(flags: Sequence[str], probe: Any = None) -> Training:
+def train(flags: Sequence[str], probe: Any = None, freezes: Sequence[str] = ()) -> Training:
     """Run one training on this rank. Every rank of the pool has to.
 
     Args:
         flags: A user's flags; those of the rehearsal are added.
         probe: Called with `(model, optimizer)` when training is over; what it returns comes back.
+        freezes: Patterns; parameters in whose name one is found are frozen as soon as a chunk is
+            built, which Megatron has no flag for.
     """
     modules = enter_rehearsal()
     result = Training()
-    training = modules["training"]
-    log, loop = training.training_log, training.train
+    argv, patches = sys.argv, modules["Patches"]()
+    _watch(patches, modules["training"], result, probe)
+    _freeze(patches, modules["gpt"], freezes)
+    try:
+        sys.argv = ["pretrain_gpt", *modules["with_cpu_flags"](flags)]
+        patches.default_environment(modules["cpu_environment"](flags))
+        with _silent():
+            modules["gpt"].train()
+    finally:
+        sys.argv = argv
+        try:
+            _tear_down()
+        finally:
+            patches.undo()
+    return result
+
+
+def _watch(patches: Any, training: Any, result: Training, probe: Any) -> None:
+    """Note what Megatron's loop logs, and call the probe when it is over."""
+    log, evaluate, loop = training.training_log, training.evaluate, training.train
 
     def capture(loss_dict: Any, *args: Any, **kwargs: Any) -> Any:
         loss = loss_dict.get("lm loss")
         if loss is not None:
             result.losses.append(float(loss))
-        # (total, learning rate, iteration, loss scale, report, skipped, grad norm, ...)
-        if args[6] is not None:
-            result.grad_norms.append(float(args[6]))
+        # (total, learning rate, iteration, loss scale, report, skipped, grad norm, params norm,
+        # zeros, ...)
+        result.loss_scales.append(float(args[3]))
+        # Where zeros are not counted, optimizers report none, or 0.
+        zeros = args[8] if training.get_args().log_num_zeros_in_grad else None
+        logged = (result.grad_norms, result.params_norms, result.num_zeros)
+        for kept, value in zip(logged, (*args[6:8], zeros), strict=True):
+            if value is not None:
+                kept.append(float(value))
         return log(loss_dict, *args, **kwargs)
+
+    def capture_evaluation(*args: Any, **kwargs: Any) -> Any:
+        outcome = evaluate(*args, **kwargs)
+        losses = outcome[0] or {}
+        if "lm loss" in losses:
+            result.evaluations.append(float(losses["lm loss"]))
+        return outcome
 
     def train_and_probe(*args: Any, **kwargs: Any) -> Any:
         outcome = loop(*args, **kwargs)
@@ -79,29 +122,39 @@ def train(flags: Sequence[str], probe: Any = None) -> Training:
             result.extras = probe(kwargs.get("model", args[1]), kwargs.get("optimizer", args[2]))
         return outcome
 
-    argv, environment = sys.argv, modules["Patches"]()
-    training.training_log, training.train = capture, train_and_probe
-    try:
-        sys.argv = ["pretrain_gpt", *modules["with_cpu_flags"](flags)]
-        environment.default_environment(modules["cpu_environment"](flags))
-        with _silent():
-            modules["gpt"].train()
-    finally:
-        sys.argv = argv
-        environment.undo()
-        training.training_log, training.train = log, loop
-        _tear_down()
-    return result
+    patches.set(training, "training_log", capture)
+    patches.set(training, "evaluate", capture_evaluation)
+    patches.set(training, "train", train_and_probe)
+
+
+def _freeze(patches: Any, gpt: Any, patterns: Sequence[str]) -> None:
+    """Have chunks built with some of their parameters frozen."""
+    build = gpt.build_model
+
+    def build_and_freeze(*args: Any, **kwargs: Any) -> Any:
+        model = build(*args, **kwargs)
+        for name, param in model.named_parameters():
+            if any(re.search(pattern, name) for pattern in patterns):
+                param.requires_grad_(False)
+        return model
+
+    patches.set(gpt, "build_model", build_and_freeze)
 
 
 def curves(results: Sequence[Training]) -> Training:
     """What the ranks of a pool saw, as one: only the last pipeline stage knows losses."""
     seen = [result for result in results if result.losses]
     assert seen, "no rank saw a loss"
-    assert all(result.losses == seen[0].losses for result in seen), "ranks report other losses"
-    norms = results[0].grad_norms
-    assert all(result.grad_norms == norms for result in results), "ranks report other norms"
-    return Training(seen[0].losses, norms, [result.extras for result in results])
+    first = seen[0]
+    for result in seen:
+        assert result.losses == first.losses, "ranks report other losses"
+        assert result.evaluations == first.evaluations, "ranks report other evaluations"
+    for result in results:
+        assert result.grad_norms == first.grad_norms, "ranks report other norms"
+        assert result.params_norms == first.params_norms, "ranks report other parameter norms"
+        assert result.num_zeros == first.num_zeros, "ranks report other numbers of zeros"
+        assert result.loss_scales == first.loss_scales, "ranks report other loss scales"
+    return dataclasses.replace(first, extras=[result.extras for result in results])
 
 
 def distance(mine: Sequence[float], theirs: Sequence[float]) -> float:
@@ -145,6 +198,8 @@ def enter_rehearsal() -> dict[str, Any]:
 def _tear_down() -> None:
     """Leave no trace in Megatron's globals; groups are destroyed on all ranks together."""
     from megatron.core import mpu, rerun_state_machine
+    from megatron.core.transformer.moe import moe_logging
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
     from megatron.training import checkpointing, global_vars
@@ -156,6 +211,8 @@ def _tear_down() -> None:
     global_vars._GLOBAL_TIMERS = None
     destroy_num_microbatches_calculator()
     rerun_state_machine.destroy_rerun_state_machine()
+    moe_logging.destroy_moe_metrics_tracker()
+    MTPLossLoggingHelper.tracker = {}
     checkpointing._CHECKPOINT_VERSION = None
     # Saving as torch_dist leaves a queue's process behind, which would outlive this one.
     filesystem_async._results_queue = None

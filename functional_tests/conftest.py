@@ -1,0 +1,30 @@
+"""Trainings of the matrix, and what came out of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from functional_tests.table import Table
+from functional_tests.trainings import Trainings
+from tests.ranks import RankPools
+
+PAGE = Path("docs") / "functional_matrix.md"
+
+
+@pytest.fixture(scope="session")
+def trainings(megatron: RankPools) -> Trainings:
+    """Runs by what they are asked to do; equal runs are made once."""
+    return Trainings(megatron)
+
+
+@pytest.fixture(scope="session")
+def table(request: pytest.FixtureRequest) -> Iterator[Table]:
+    """The committed table; with `--write-docs` it takes in what this session measures."""
+    page = Path(request.config.rootpath) / PAGE
+    table = Table.read(page)
+    yield table
+    if request.config.getoption("--write-docs"):
+        page.write_text(table.text())

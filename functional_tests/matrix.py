@@ -1,0 +1,280 @@
+"""The functional matrix as data: what is trained, beside what, and how close it has to come.
+
+A row trains the same tiny model for ten iterations twice with equal parallel sizes: by Megatron's
+own DDP, and sharded by this package with each of the row's strategies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from tests.mcore.session import MODEL_FLAGS, fsdp
+
+__all__ = ["RESUMES", "ROWS", "STRATEGIES", "Case", "Resume", "Row", "Run", "cases", "sizes"]
+
+ITERATIONS = 10
+NO_SHARD, ZERO1, ZERO2, ZERO3 = "no_shard", "optim", "optim_grads", "optim_grads_params"
+STRATEGIES = (ZERO3, ZERO2, ZERO1, NO_SHARD)
+SHARDED = (ZERO3, ZERO2, ZERO1)
+
+COMMON = [*MODEL_FLAGS, "--global-batch-size", "8", "--train-iters", str(ITERATIONS)]
+
+MODERN = (
+    "--swiglu --normalization RMSNorm --group-query-attention --num-query-groups 2 --qk-layernorm "
+    "--disable-bias-linear --position-embedding-type rope"
+)
+MOE = (
+    "--num-experts 4 --moe-router-topk 2 --disable-bias-linear --swiglu --moe-ffn-hidden-size 64 "
+    "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01"
+)
+ALLTOALL = f"{MOE} --moe-token-dispatcher-type alltoall"
+UNTIED = "--untie-embeddings-and-output-weights"
+NORMS = "--log-params-norm --log-num-zeros-in-grad"
+TP2 = "--tensor-model-parallel-size 2"
+TP2_SP = f"{TP2} --sequence-parallel"
+PP2 = "--pipeline-model-parallel-size 2"
+VPP2 = f"{PP2} --num-layers 4 --num-layers-per-virtual-pipeline-stage 1"
+CP2 = "--context-parallel-size 2"
+EP2 = "--expert-model-parallel-size 2"
+ETP1 = "--expert-tensor-parallel-size 1"
+HSDP = "--num-distributed-optimizer-instances 2"
+HFSDP = f"{HSDP} --outer-dp-sharding-strategy optim"
+OVERLAP_GRADS = "--overlap-grad-reduce"
+OVERLAP_PARAMS = "--overlap-param-gather"
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+SELECTIVE = "--recompute-granularity selective --recompute-modules core_attn mlp"
+PER_TOKEN = "--calculate-per-token-loss"
+CLIPPED = "--clip-grad 0.05 --weight-decay 0.1 --adam-beta2 0.95 --lr-decay-style cosine"
+EVALUATION = "--eval-interval 3 --eval-iters 2"
+FP16 = (
+    "--fp16 --initial-loss-scale 1048576 --loss-scale-window 3 --hysteresis 1 "
+    "--accumulate-allreduce-grads-in-fp32"
+)
+MTP = "--mtp-num-layers 1 --position-embedding-type rope"
+BATCH1 = "--micro-batch-size 1"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One combination.
+
+    Attributes:
+        name: What the row shows; unique.
+        world_size: Number of ranks.
+        flags: Flags of both sides.
+        ours: Flags of the sharded run alone.
+        theirs: Flags of the reference alone.
+        strategies: Sharding strategies to train with.
+        freezes: Patterns; parameters in whose name one is found are frozen on both sides.
+        tolerance: Largest relative difference of losses and norms in fp32.
+        quick: Whether its first strategy is trained by `make test` as well.
+        types: Whether it is also trained through the command line, as a user would.
+    """
+
+    name: str
+    world_size: int
+    flags: str = ""
+    ours: str = ""
+    theirs: str = ""
+    strategies: tuple[str, ...] = (ZERO3,)
+    freezes: tuple[str, ...] = ()
+    tolerance: float = 1e-6
+    quick: bool = False
+    types: bool = False
+
+    @property
+    def is_low_precision(self) -> bool:
+        """Whether its weights are rounded, which decides how close two orders of a sum come."""
+        return not {"--bf16", "--fp16"}.isdisjoint(self.flags.split())
+
+    @property
+    def reference(self) -> Run:
+        """The run of Megatron's own DDP."""
+        return Run(self.world_size, (*COMMON, *self.flags.split(), *self.theirs.split()), self.freezes)
+
+    @property
+    def yardstick(self) -> Run:
+        """The run of Megatron's own distributed optimizer."""
+        run = self.reference
+        return Run(run.world_size, (*run.flags, "--use-distributed-optimizer"), run.freezes)
+
+    def sharded(self, strategy: str) -> Run:
+        """The run of this package."""
+        flags = (*COMMON, *self.flags.split(), *fsdp(strategy, *self.ours.split()))
+        return Run(self.world_size, flags, self.freezes)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A training: equal runs give equal numbers.
+
+    Attributes:
+        world_size: Number of ranks.
+        flags: All flags but those of the rehearsal.
+        freezes: See `Row`.
+    """
+
+    world_size: int
+    flags: tuple[str, ...]
+    freezes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A row with one of its strategies."""
+
+    row: Row
+    strategy: str
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether `make test` trains it."""
+        return self.row.quick and self.strategy == self.row.strategies[0]
+
+
+ROWS: tuple[Row, ...] = (
+    # ------------------------------------------------------------------------------------- 2 ranks
+    Row("dense", 2, f"{NORMS} {UNTIED}", strategies=STRATEGIES, quick=True),
+    Row("dense, bf16", 2, "--bf16", strategies=STRATEGIES),
+    Row("GQA, SwiGLU, QK norm, untied", 2, f"{MODERN} {UNTIED}", strategies=(ZERO3, ZERO1), quick=True),
+    Row("both overlap flags, accumulation", 2, f"{OVERLAP_GRADS} --global-batch-size 16",
+        ours=OVERLAP_PARAMS, strategies=STRATEGIES),
+    Row("full recompute", 2, FULL, strategies=(ZERO3, ZERO2)),
+    Row("selective recompute", 2, f"{SELECTIVE} {MODERN}", strategies=(ZERO3, NO_SHARD)),
+    Row("per-token loss", 2, PER_TOKEN, strategies=STRATEGIES),
+    Row("clipping, weight decay, cosine", 2, CLIPPED, strategies=STRATEGIES),
+    Row("evaluation in between", 2, EVALUATION, ours=f"{OVERLAP_GRADS} {OVERLAP_PARAMS}",
+        strategies=STRATEGIES, quick=True),
+    Row("fp16, dynamic loss scale", 2, FP16, strategies=STRATEGIES),
+    Row("frozen embedding and norms", 2, f"{UNTIED} {NORMS}", strategies=STRATEGIES,
+        freezes=("embedding", "layernorm")),
+    Row("frozen layer, full recompute", 2, FULL, strategies=(ZERO3, ZERO2), freezes=(r"layers\.1\.",)),
+    Row("random initialisation by rank", 2, "--data-parallel-random-init", strategies=(ZERO3, ZERO1)),
+    Row("multi-token prediction", 2, MTP, strategies=(ZERO3, ZERO2)),
+    Row("experts, sequential", 2, MOE, strategies=STRATEGIES, quick=True),
+    Row("experts, grouped", 2, f"{MOE} --moe-grouped-gemm", strategies=(ZERO3, ZERO1)),
+    Row("experts, sigmoid router with bias", 2,
+        f"{ALLTOALL} --moe-router-score-function sigmoid --moe-router-enable-expert-bias",
+        strategies=(ZERO3, ZERO1)),
+    Row("hybrid Mamba", 2, "--hybrid-layer-pattern M*-M", strategies=(ZERO3, ZERO2)),
+    Row("TP2", 2, f"{TP2} {NORMS}", strategies=(ZERO3, NO_SHARD)),
+    Row("PP2, tied", 2, f"{PP2} {NORMS}", strategies=(ZERO3, ZERO1)),
+    Row("CP2", 2, CP2, strategies=(ZERO3, ZERO2)),
+    Row("EP2", 2, f"{ALLTOALL} {EP2} {NORMS}", strategies=(ZERO3, ZERO2)),
+    # ------------------------------------------------------------------------------------- 4 ranks
+    Row("DP4, accumulation", 4, "--global-batch-size 16", strategies=(ZERO3, ZERO2)),
+    Row("TP2 x DP2, sequence parallel", 4, f"{TP2_SP} {NORMS}", strategies=STRATEGIES, quick=True,
+        types=True),
+    Row("TP2 x DP2, sequence parallel, GQA, SwiGLU", 4, f"{TP2_SP} {MODERN} {UNTIED}",
+        strategies=(ZERO3, ZERO1)),
+    Row("TP2 x DP2, sequence parallel, bf16", 4, f"{TP2_SP} --bf16", strategies=(ZERO3, ZERO2)),
+    Row("PP2 x DP2, tied", 4, f"{PP2} {NORMS}", strategies=STRATEGIES, quick=True, types=True),
+    Row("PP2 x DP2, untied, per-token loss", 4, f"{PP2} {UNTIED} {PER_TOKEN}",
+        strategies=(ZERO3, ZERO2)),
+    Row("PP2 x DP2, overlap flags", 4, f"{PP2} {OVERLAP_GRADS} --global-batch-size 16",
+        ours=OVERLAP_PARAMS, strategies=(ZERO3, ZERO2)),
+    Row("PP2 x DP2, virtual stages", 4, VPP2, strategies=STRATEGIES),
+    Row("PP2 x DP2, virtual stages, overlap flags", 4, f"{VPP2} {OVERLAP_GRADS}",
+        ours=OVERLAP_PARAMS, strategies=(ZERO3, ZERO1)),
+    Row("PP2 x DP2, multi-token prediction", 4, f"{PP2} {MTP}", strategies=(ZERO3, ZERO1)),
+    Row("TP2 x PP2", 4, f"{TP2_SP} {PP2}", strategies=(ZERO3, ZERO1)),
+    Row("CP2 x DP2", 4, f"{CP2} {NORMS}", strategies=STRATEGIES, quick=True, types=True),
+    Row("CP2 x DP2, per-token loss, clipping", 4, f"{CP2} {PER_TOKEN} {CLIPPED}",
+        strategies=(ZERO3, ZERO1)),
+    Row("HSDP 2x2", 4, NORMS, ours=HSDP, strategies=STRATEGIES, quick=True, types=True),
+    Row("HSDP 2x2, overlap flags, recompute", 4, f"{OVERLAP_GRADS} {FULL} --global-batch-size 16",
+        ours=f"{HSDP} {OVERLAP_PARAMS}", strategies=(ZERO3, ZERO2)),
+    Row("HSDP 2x2, bf16", 4, "--bf16", ours=HSDP, strategies=(ZERO3, ZERO1)),
+    Row("HFSDP 2x2", 4, NORMS, ours=HFSDP, strategies=SHARDED, quick=True),
+    Row("HFSDP 2x2, per-token loss, overlap flags", 4,
+        f"{PER_TOKEN} {OVERLAP_GRADS} --global-batch-size 16", ours=f"{HFSDP} {OVERLAP_PARAMS}",
+        strategies=(ZERO3, ZERO2)),
+    Row("HSDP 2x2, TP2", 4, f"{TP2_SP}", ours=HSDP, strategies=(ZERO3, ZERO1)),
+    Row("EP2 x DP2, all-to-all", 4, f"{ALLTOALL} {EP2} {NORMS}", strategies=STRATEGIES, quick=True,
+        types=True),
+    Row("EP2 x DP2, all-gather, grouped", 4, f"{MOE} {EP2} --moe-grouped-gemm",
+        strategies=(ZERO3, ZERO2)),
+    Row("EP2 x DP2, shared expert, dense first layer", 4,
+        f"{ALLTOALL} {EP2} --moe-shared-expert-intermediate-size 64 --moe-layer-freq [0,1]",
+        strategies=(ZERO3, ZERO1)),
+    Row("EP2 x DP2, per-token loss, clipping", 4, f"{ALLTOALL} {EP2} {PER_TOKEN} {CLIPPED}",
+        strategies=STRATEGIES),
+    Row("EP2 x DP2, bf16", 4, f"{ALLTOALL} {EP2} --bf16", strategies=(ZERO3, ZERO2)),
+    Row("EP2, HSDP 2x2", 4, f"{ALLTOALL} {EP2} {NORMS}", ours=HSDP, strategies=STRATEGIES, quick=True),
+    Row("EP2 x TP2, expert TP1", 4, f"{ALLTOALL} {EP2} {TP2_SP} {ETP1} {NORMS}",
+        strategies=(ZERO3, ZERO2)),
+    Row("TP2 x DP2, expert TP2", 4, f"{ALLTOALL} {TP2_SP}", strategies=(ZERO3, ZERO1)),
+    Row("EP2 x PP2", 4, f"{ALLTOALL} {EP2} {PP2} {UNTIED}", strategies=(ZERO3, ZERO2)),
+    Row("hybrid Mamba, TP2 x DP2", 4, f"--hybrid-layer-pattern M*-M {TP2_SP}",
+        strategies=(ZERO3, ZERO1)),
+    # ------------------------------------------------------------------------------------- 8 ranks
+    Row("TP2 x PP2 x DP2", 8, f"{TP2_SP} {PP2} {NORMS}", strategies=STRATEGIES, types=True),
+    Row("TP2 x CP2 x DP2", 8, f"{TP2_SP} {CP2} {MODERN}", strategies=(ZERO3, ZERO2)),
+    Row("HSDP 2x4", 8, BATCH1, ours=HSDP, strategies=(ZERO3, ZERO1)),
+    Row("HFSDP 2x2, TP2", 8, f"{TP2_SP}", ours=HFSDP, strategies=(ZERO3, ZERO2)),
+    Row("EP2 x DP4, HSDP 2x4", 8, f"{ALLTOALL} {EP2} {BATCH1} {NORMS}", ours=HSDP,
+        strategies=(ZERO3, ZERO2)),
+    Row("EP2 x DP4, HFSDP 2x4", 8, f"{ALLTOALL} {EP2} {BATCH1}", ours=HFSDP,
+        strategies=(ZERO3, ZERO1)),
+    Row("EP2 x PP2 x DP2, virtual stages", 8, f"{ALLTOALL} {EP2} {VPP2}", strategies=(ZERO3, ZERO2)),
+    Row("EP2 x TP2 x DP2, expert TP2", 8, f"{ALLTOALL} {EP2} {TP2_SP}", strategies=(ZERO3, ZERO1)),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """A run that stops, and one that goes on from its checkpoint with other parallel sizes.
+
+    Attributes:
+        name: What changes; unique.
+        flags: Flags of both runs, the model above all.
+        saves: Ranks, strategy and flags of the run that saves (and goes on, to be compared with).
+        loads: The same of the run that loads.
+        quick: Whether `make test` runs it as well.
+    """
+
+    name: str
+    flags: str
+    saves: tuple[int, str, str]
+    loads: tuple[int, str, str]
+    quick: bool = False
+    stop: int = field(default=4)
+
+
+RESUMES: tuple[Resume, ...] = ()
+
+
+def cases() -> Iterator[Case]:
+    """Every row with every strategy of its own, smallest world first."""
+    for row in sorted(ROWS, key=lambda row: row.world_size):
+        for strategy in row.strategies:
+            yield Case(row, strategy)
+
+
+_SIZES = {
+    "TP": "--tensor-model-parallel-size",
+    "PP": "--pipeline-model-parallel-size",
+    "CP": "--context-parallel-size",
+    "EP": "--expert-model-parallel-size",
+    "ETP": "--expert-tensor-parallel-size",
+}
+
+
+def sizes(row: Row) -> str:
+    """Parallel sizes of a row in words, such as `TP2 PP2 DP2`; those of size 1 are left out."""
+    words = [*row.flags.split(), *row.ours.split()]
+
+    def value(flag: str) -> int:
+        return int(words[words.index(flag) + 1]) if flag in words else 1
+
+    found = {name: value(flag) for name, flag in _SIZES.items()}
+    shown = [f"{name}{size}" for name, size in found.items() if size > 1]
+    data_parallel = row.world_size // (found["TP"] * found["PP"] * found["CP"])
+    instances = value("--num-distributed-optimizer-instances")
+    if instances > 1:
+        kind = "HFSDP" if "--outer-dp-sharding-strategy" in words else "HSDP"
+        shown.append(f"{kind} {instances}x{data_parallel * found['CP'] // instances}")
+    else:
+        shown.append(f"DP{data_parallel}")
+    return " ".join(shown)

@@ -1,0 +1,98 @@
+"""Running what the matrix describes, and comparing it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from functional_tests.matrix import ITERATIONS, Run
+from tests.mcore.session import Training, curves, train
+from tests.ranks import RankPools
+
+# The first training of a pool imports Megatron on every rank, eight of which may share two cores.
+TIMEOUT_S = 240.0
+
+# A sum of a few terms that cancel is zero in one order and not in another.
+ZEROS_BY_CHANCE = 8
+
+
+class Trainings:
+    """Trainings made so far; a run that was made is not made again.
+
+    Args:
+        pools: Process groups for Megatron.
+    """
+
+    def __init__(self, pools: RankPools) -> None:
+        self._pools = pools
+        self._done: dict[Run, Training] = {}
+
+    def __call__(self, run: Run) -> Training:
+        """What a run saw, all its ranks taken together."""
+        if run not in self._done:
+            pool = self._pools(run.world_size)
+            seen = pool.run(train, run.flags, freezes=run.freezes, timeout_s=TIMEOUT_S)
+            self._done[run] = curves(seen)
+        return self._done[run]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Largest relative differences of two trainings.
+
+    Attributes:
+        loss: Of the losses, evaluations included.
+        norm: Of the gradient norms, and of the parameter norms where they are logged.
+    """
+
+    loss: float
+    norm: float
+
+    @classmethod
+    def between(cls, mine: Training, theirs: Training) -> Difference:
+        """Compare number by number; what is counted has to be equal."""
+        assert len(mine.losses) == len(theirs.losses) == ITERATIONS
+        assert mine.loss_scales == theirs.loss_scales
+        # A step that overflows, where there is a loss scale, is skipped and reports no norm.
+        assert len(mine.grad_norms) > ITERATIONS // 2, "too few steps were taken"
+        for a, b in zip(mine.num_zeros, theirs.num_zeros, strict=True):
+            assert abs(a - b) <= max(ZEROS_BY_CHANCE, 1e-3 * b), f"{a} zeros against {b}"
+        return cls(
+            loss=max(
+                _largest(mine.losses, theirs.losses),
+                _largest(mine.evaluations, theirs.evaluations),
+            ),
+            norm=max(
+                _largest(mine.grad_norms, theirs.grad_norms),
+                _largest(mine.params_norms, theirs.params_norms),
+            ),
+        )
+
+    def within(self, bound: Difference) -> bool:
+        """Whether neither is larger than that of another comparison."""
+        return self.loss <= bound.loss and self.norm <= bound.norm
+
+    def __str__(self) -> str:
+        return f"losses differ by {self.loss:.1e}, norms by {self.norm:.1e}"
+
+
+def first_difference(mine: Training, theirs: Training, bound: Difference) -> str:
+    """Which iteration differs first, and in what, for the message of a failed comparison."""
+    found = []
+    for name, allowed in (
+        ("losses", bound.loss),
+        ("evaluations", bound.loss),
+        ("grad_norms", bound.norm),
+        ("params_norms", bound.norm),
+    ):
+        pairs = zip(getattr(mine, name), getattr(theirs, name), strict=True)
+        for position, (a, b) in enumerate(pairs, start=1):
+            if _largest([a], [b]) > allowed:
+                found.append(f"{name} first at {position}: {a} against {b}")
+                break
+    return "; ".join(found)
+
+
+def _largest(mine: Sequence[float], theirs: Sequence[float]) -> float:
+    pairs = zip(mine, theirs, strict=True)
+    return max((abs(a - b) / abs(b) for a, b in pairs if a != b), default=0.0)

@@ -10,6 +10,11 @@ from typing import Any
 
 import torch
 
+from megatron_fsdp_v2_mcore.rehearsal.context_parallel import (
+    over_the_whole_sequence,
+    without_refusal,
+)
+from megatron_fsdp_v2_mcore.rehearsal.devices import CpuDevices
 from megatron_fsdp_v2_mcore.rehearsal.patches import Patches
 
 
@@ -99,6 +104,14 @@ def _without_random_numbers(make_iterator: Callable[..., None]) -> Callable[...,
     return make_iterator_apart
 
 
+def _with_cpu_devices(run_backward: Callable[..., Any]) -> Callable[..., Any]:
+    def run_backward_on_cpu(*args: Any, **kwargs: Any) -> Any:
+        with CpuDevices():
+            return run_backward(*args, **kwargs)
+
+    return run_backward_on_cpu
+
+
 MENDS: tuple[Mend, ...] = (
     Mend(
         "megatron.core.datasets.utils:compile_helpers",
@@ -118,6 +131,12 @@ MENDS: tuple[Mend, ...] = (
         _without_random_numbers,
     ),
     Mend(
+        "torch.autograd:_engine_run_backward",
+        "torch switches a function mode off while one of its functions runs, and a backward within "
+        "a backward (activation recompute) is one: Megatron's own backwards name CUDA devices",
+        _with_cpu_devices,
+    ),
+    Mend(
         "torch.distributed:all_to_all_single",
         "the MoE token dispatcher passes split sizes as arrays; gloo wants lists",
         _lists_for_splits,
@@ -126,6 +145,16 @@ MENDS: tuple[Mend, ...] = (
         "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
         "torch's norm, the only one on a CPU, is not offered with --sequence-parallel",
         _with_sequence_parallel,
+    ),
+    Mend(
+        "megatron.core.transformer.dot_product_attention:DotProductAttention.__init__",
+        "attention that knows context parallelism is part of Transformer Engine",
+        without_refusal,
+    ),
+    Mend(
+        "megatron.core.transformer.dot_product_attention:DotProductAttention.forward",
+        "under context parallelism queries have to meet the keys of every rank",
+        over_the_whole_sequence,
     ),
 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
@@ -20,10 +21,12 @@ _MOE = """
 """
 
 
-def _train(pools: RankPools, world_size: int, *flags: str) -> Training:
+def _train(
+    pools: RankPools, world_size: int, *flags: str, probe: Any = None, iterations: int = 5
+) -> Training:
     words = [*MODEL_FLAGS, "--train-iters", "5", *flags]
-    result = curves(pools(world_size).run(train, words))
-    assert len(result.losses) == len(result.grad_norms) == 5
+    result = curves(pools(world_size).run(train, words, probe))
+    assert len(result.losses) == len(result.grad_norms) == iterations
     assert all(math.isfinite(number) for number in (*result.losses, *result.grad_norms))
     return result
 

@@ -10,6 +10,11 @@ from typing import Any
 
 import torch
 
+from megatron_fsdp_v2_mcore.rehearsal.collectives import (
+    gather_unequal,
+    lists_for_splits,
+    scatter_unequal,
+)
 from megatron_fsdp_v2_mcore.rehearsal.context_parallel import (
     over_the_whole_sequence,
     without_refusal,
@@ -52,31 +57,6 @@ def _skip(function: Callable[..., None]) -> Callable[..., None]:
     return skipped
 
 
-def _lists_for_splits(all_to_all: Callable[..., Any]) -> Callable[..., Any]:
-    def with_lists(
-        output: torch.Tensor,
-        input: torch.Tensor,
-        output_split_sizes: Any = None,
-        input_split_sizes: Any = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        return all_to_all(
-            output,
-            input,
-            _as_list(output_split_sizes),
-            _as_list(input_split_sizes),
-            *args,
-            **kwargs,
-        )
-
-    return with_lists
-
-
-def _as_list(sizes: Any) -> Any:
-    return sizes.tolist() if hasattr(sizes, "tolist") else sizes
-
-
 def _with_sequence_parallel(make_norm: Callable[..., Any]) -> Callable[..., Any]:
     def make_marked_norm(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
         if not config.sequence_parallel:
@@ -112,6 +92,25 @@ def _with_cpu_devices(run_backward: Callable[..., Any]) -> Callable[..., Any]:
     return run_backward_on_cpu
 
 
+def _without_fp8(construct: Callable[..., None]) -> Callable[..., None]:
+    def construct_checkpoint(self: Any, fp8: Any = None) -> None:
+        del fp8
+        construct(self, fp8=None)
+
+    return construct_checkpoint
+
+
+def _with_grouped_experts(mlp_modules: Callable[..., Any]) -> Callable[..., Any]:
+    def modules(self: Any, moe_use_grouped_gemm: bool) -> Any:
+        if not moe_use_grouped_gemm:
+            return mlp_modules(self, moe_use_grouped_gemm)
+        from megatron_fsdp_v2_mcore.rehearsal.grouped_experts import grouped_mlp
+
+        return grouped_mlp()
+
+    return modules
+
+
 MENDS: tuple[Mend, ...] = (
     Mend(
         "megatron.core.datasets.utils:compile_helpers",
@@ -139,7 +138,17 @@ MENDS: tuple[Mend, ...] = (
     Mend(
         "torch.distributed:all_to_all_single",
         "the MoE token dispatcher passes split sizes as arrays; gloo wants lists",
-        _lists_for_splits,
+        lists_for_splits,
+    ),
+    Mend(
+        "torch.distributed:all_gather",
+        "expert tensor parallelism gathers parts of unequal length; gloo wants equal ones",
+        gather_unequal,
+    ),
+    Mend(
+        "torch.distributed:reduce_scatter",
+        "expert tensor parallelism scatters parts of unequal length; gloo wants equal ones",
+        scatter_unequal,
     ),
     Mend(
         "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
@@ -155,6 +164,18 @@ MENDS: tuple[Mend, ...] = (
         "megatron.core.transformer.dot_product_attention:DotProductAttention.forward",
         "under context parallelism queries have to meet the keys of every rank",
         over_the_whole_sequence,
+    ),
+    Mend(
+        "megatron.core.tensor_parallel.random:CheckpointWithoutOutput.__init__",
+        "it takes the absence of an argument for FP8 and asks Transformer Engine about it, which "
+        "recompute of --recompute-modules moe_act runs into",
+        _without_fp8,
+    ),
+    Mend(
+        "megatron.core.models.backends:LocalSpecProvider.grouped_mlp_modules",
+        "without Transformer Engine's grouped linear layer --moe-grouped-gemm quietly builds "
+        "sequential experts, which have other modules and parameters",
+        _with_grouped_experts,
     ),
 )
 

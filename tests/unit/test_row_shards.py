@@ -1,0 +1,90 @@
+"""Which blocks of a whole parameter a rank's rows are, after tensor parallelism cut it."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_fsdp_v2.row_shards import RowShards, TensorShard
+
+
+class _Mesh:
+    """A (dp, tp) mesh as far as a tensor shard asks."""
+
+    ndim = 2
+
+    def __init__(self, size: int, rank: int) -> None:
+        self._size, self._rank = size, rank
+
+    def size(self, axis: int) -> int:
+        assert axis == 1
+        return self._size
+
+    def get_local_rank(self, axis: int) -> int:
+        assert axis == 1
+        return self._rank
+
+
+def _tensor(size: int, rank: int, dim: int | None, pieces: tuple[int, ...] = ()) -> TensorShard:
+    mesh: Any = _Mesh(size, rank)
+    return TensorShard(mesh, dim, pieces)
+
+
+@st.composite
+def _cut(draw: st.DrawFn) -> tuple[int, list[int], int | None, int, tuple[int, int], list[int]]:
+    """Tensor-parallel size, piece lengths, dimension, columns of a part, and cuts between rows."""
+    size = draw(st.integers(1, 4))
+    pieces = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+    dim = draw(st.sampled_from([None, 0, 1]))
+    other = draw(st.integers(1, 4))
+    part = (sum(pieces), other) if dim in (None, 0) else (other, sum(pieces))
+    cuts = sorted(draw(st.lists(st.integers(0, part[0]), max_size=3)))
+    return size, pieces, dim, other, part, cuts
+
+
+@given(_cut())
+def test_the_chunks_of_all_ranks_put_together_are_the_whole(
+    cut: tuple[int, list[int], int | None, int, tuple[int, int], list[int]],
+) -> None:
+    size, pieces, dim, _, part, cuts = cut
+    bounds = [0, *cuts, part[0]]
+    ranges = list(itertools.pairwise(bounds))
+    whole_shape = _tensor(size, 0, dim).global_shape(part)
+    whole = torch.arange(whole_shape[0] * whole_shape[1]).view(whole_shape)
+    found = torch.full(whole_shape, -1)
+    for tensor_rank in range(1 if dim is None else size):
+        tensor = _tensor(size, tensor_rank, dim, tuple(pieces))
+        # What tensor parallelism leaves on a rank: its part of every piece, one after the other.
+        axis = 0 if dim is None else dim
+        fused = torch.split(whole, [length * tensor.size for length in pieces], axis)
+        mine = torch.cat([torch.chunk(f, tensor.size, axis)[tensor.rank] for f in fused], axis)
+        for shard, (start, end) in enumerate(ranges):
+            shards = RowShards(ranges, (1, 0)[:1], tensor)
+            assert shards.rows_at((shard, tensor_rank)) == (start, end)
+            local = mine[start:end]
+            for chunk in shards.chunks((start, end), part):
+                block = tuple(
+                    slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True)
+                )
+                assert bool((found[block] == -1).all()), "two ranks hold one block"
+                found[block] = local[chunk.local]
+    assert torch.equal(found, whole)
+
+
+def test_an_empty_shard_has_no_chunks() -> None:
+    shards = RowShards([(0, 0), (0, 4)], (1,), _tensor(2, 0, 0))
+    assert list(shards.chunks((0, 0), (4, 3))) == []
+    assert list(shards.chunks((0, 4), (4, 0))) == []
+
+
+def test_shapes_of_part_and_whole() -> None:
+    column = _tensor(4, 1, 0)
+    assert column.global_shape((3, 5)) == (12, 5)
+    assert column.part_shape((12, 5)) == (3, 5)
+    replicated = _tensor(4, 1, None)
+    assert replicated.global_shape((3, 5)) == replicated.part_shape((3, 5)) == (3, 5)
+    assert TensorShard(None, 0, (2, 2)).global_shape((4, 5)) == (4, 5)

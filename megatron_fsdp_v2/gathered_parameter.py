@@ -31,7 +31,9 @@ class GatheredParameter(nn.Parameter):
 
     A kernel that accumulates weight gradients itself (Megatron's and Transformer Engine's
     `gradient_accumulation_fusion`) writes into `main_grad` in the backward, sets
-    `grad_added_to_main_grad` and returns any gradient, which is then dropped. `main_grad` is
+    `grad_added_to_main_grad` and returns any gradient, which is then dropped; a parameter marked
+    `zero_out_wgrad` (tied, with uses that no kernel fuses) is brought zeros instead, so that what
+    arrives is the gradient of the other uses, and is added. `main_grad` is
     zeroed on its first use in a reduction period, so a kernel may add; `overwrite_main_grad` says
     whether it may as well overwrite. It is a parameter like any other for everything else.
     """
@@ -71,8 +73,9 @@ class GatheredParameter(nn.Parameter):
         return self.get_main_grad()
 
     @main_grad.setter
-    def main_grad(self, value: torch.Tensor) -> None:
-        if value.data_ptr() != self.get_main_grad().data_ptr():
+    def main_grad(self, value: torch.Tensor | None) -> None:
+        # Model code puts back what it found in the forward, where there is none yet.
+        if value is not None and value.data_ptr() != self.get_main_grad().data_ptr():
             raise AttributeError("main_grad is a view of the flat gradient buffer; write into it")
 
     @property

@@ -383,9 +383,11 @@ class ParameterGroup:
             return
         param.grad = None
         if param.grad_added_to_main_grad:
-            # A kernel has written it already; what autograd brings is a placeholder.
+            # A kernel has written it already; what autograd brings is a placeholder, unless that
+            # is zeros, added to what other uses of a tied parameter bring.
             param.grad_added_to_main_grad = False
-            return
+            if not getattr(param, "zero_out_wgrad", False):
+                return
         self.before_first_grad()
         self.grads.add(index, grad)
 

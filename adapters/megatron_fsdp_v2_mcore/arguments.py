@@ -48,11 +48,6 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "optimizer_cpu_offload", "--optimizer-cpu-offload", "optimizer offload is not built yet"
     ),
-    Refusal(
-        "gradient_accumulation_fusion",
-        "--no-gradient-accumulation-fusion (add it)",
-        "weight gradients written by a fused kernel are not built yet",
-    ),
     Refusal("fp8", "--fp8-format", "quantised parameters are not built yet"),
     Refusal("fp4", "--fp4-format", "quantised parameters are not built yet"),
     Refusal(

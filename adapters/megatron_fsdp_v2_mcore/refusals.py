@@ -94,6 +94,11 @@ MORE_REFUSALS: tuple[Refusal, ...] = (
         "--qk-clip",
         "it changes attention weights head by head, of which a rank holds some rows",
     ),
+    Refusal(
+        "use_transformer_engine_op_fuser",
+        "--use-transformer-engine-op-fuser",
+        "its fused experts ask for gradient buffers in the forward, where there are none",
+    ),
     # Gradients that come after the backward of their unit.
     Refusal("defer_embedding_wgrad_compute", "--defer-embedding-wgrad-compute", _LATE_GRADS),
     Refusal(

@@ -38,19 +38,27 @@ class _FusedLinear(torch.autograd.Function):
         ctx.weight.grad_added_to_main_grad = True
         # A placeholder of rubbish, to be dropped; `none` returns no gradient at all.
         dummy = None if ctx.kind == "none" else torch.full_like(weight, float("nan"))
+        if getattr(weight, "zero_out_wgrad", False):
+            dummy = torch.zeros_like(weight)
         return grad @ weight, dummy, None
 
 
 class Linear(nn.Module):
     """A linear layer with a bias, fused or not, used twice in a forward if asked to."""
 
-    def __init__(self, kind: str, twice: bool) -> None:
+    def __init__(self, kind: str, twice: bool, tied: bool = False) -> None:
         super().__init__()
+        self.tied = tied
         self.weight = nn.Parameter(torch.randn(6, 6) * 0.3)
         self.bias = nn.Parameter(torch.randn(6))
         self.kind, self.twice = kind, twice
+        if tied:
+            # Megatron marks a weight so that has a use which no kernel fuses.
+            self.weight.zero_out_wgrad = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.tied:
+            x = x @ self.weight.t().cos()
         for _ in range(2 if self.twice else 1):
             if self.kind == "plain":
                 x = x @ self.weight.t() + self.bias
@@ -59,10 +67,10 @@ class Linear(nn.Module):
         return x
 
 
-def gradients(kind: str, strategy: str, twice: bool) -> list[torch.Tensor]:
+def gradients(kind: str, strategy: str, twice: bool, tied: bool = False) -> list[torch.Tensor]:
     """Gradients after two micro-batches, over two steps."""
     torch.manual_seed(0)
-    model = nn.Sequential(Linear(kind, twice), Linear(kind, False))
+    model = nn.Sequential(Linear(kind, twice, tied), Linear(kind, False))
     mesh = mesh_of(dist.get_world_size())
     for layer in model:
         fully_shard(layer, mesh=mesh, sharding_strategy=strategy)
@@ -90,6 +98,14 @@ def test_fused_weight_gradients_are_neither_doubled_nor_lost(
             for mine, theirs in zip(found, expected, strict=True):
                 assert len(mine) > 2
                 torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
+
+
+def test_a_tied_weight_keeps_the_gradient_of_the_use_that_is_not_fused(pools: RankPools) -> None:
+    for strategy in ("no_shard", "optim_grads_params"):
+        expected = pools(2).run(gradients, "plain", strategy, False, True)
+        found = pools(2).run(gradients, "add", strategy, False, True)
+        for mine, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
 
 
 def outside_of_a_backward() -> tuple[bool, str]:

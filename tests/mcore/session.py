@@ -198,10 +198,10 @@ def enter_rehearsal() -> dict[str, Any]:
 def _tear_down() -> None:
     """Leave no trace in Megatron's globals; groups are destroyed on all ranks together."""
     from megatron.core import mpu, rerun_state_machine
-    from megatron.core.transformer.moe import moe_logging
-    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
+    from megatron.core.transformer.moe import moe_logging
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
     from megatron.training import checkpointing, global_vars
 
     from megatron_fsdp_v2_mcore import uninstall

@@ -14,6 +14,7 @@ from megatron_fsdp_v2_mcore.settings import refuse_fields
 __all__ = ["add_arguments", "check_after", "check_before", "check_no_yaml", "is_enabled"]
 
 API_FLAG = "--use-fsdp-fully-shard-api"
+_OUR_OTHER_FLAGS = ("expert_data_parallel_sharding_strategy", "log_per_param_norm")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -30,6 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         default=None,
         help="Sharding strategy of the parameters of experts; default: that of all others, "
         "--data-parallel-sharding-strategy.",
+    )
+    group.add_argument(
+        "--log-per-param-norm",
+        action="store_true",
+        help="Log the norm of every weight and gradient (before clipping) at every --log-interval: "
+        "to TensorBoard and Weights & Biases where they are on, and on rank 0.",
     )
     return parser
 
@@ -80,6 +87,11 @@ def check_before(args: Any) -> None:
         FlagError: Flags are missing, or cannot be honoured together.
     """
     if not is_enabled(args):
+        for name in _OUR_OTHER_FLAGS:
+            if getattr(args, name, None):
+                raise FlagError(
+                    f"--{name.replace('_', '-')} needs {API_FLAG}; add it, or leave both out"
+                )
         return
     if not args.use_megatron_fsdp:
         raise FlagError(f"{API_FLAG} needs --use-megatron-fsdp; add it, or leave both out")

@@ -16,10 +16,12 @@ class Options:
         expert_strategy: Sharding strategy of expert parameters; None: that of dense ones.
         broadcasts_parameters: Whether data-parallel ranks built different weights, of which the
             first rank's count.
+        logs_parameter_norms: Whether norms of every parameter are logged.
     """
 
     expert_strategy: str | None = None
     broadcasts_parameters: bool = False
+    logs_parameter_norms: bool = False
 
     @classmethod
     def from_args(cls, args: Any) -> Options:
@@ -27,4 +29,5 @@ class Options:
         return cls(
             expert_strategy=getattr(args, "expert_data_parallel_sharding_strategy", None),
             broadcasts_parameters=bool(getattr(args, "data_parallel_random_init", False)),
+            logs_parameter_norms=bool(getattr(args, "log_per_param_norm", False)),
         )

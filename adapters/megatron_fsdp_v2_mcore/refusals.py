@@ -154,6 +154,13 @@ MORE_REFUSALS: tuple[Refusal, ...] = (
         _is_given,
     ),
     Refusal(
+        "pretrained_checkpoint",
+        "--pretrained-checkpoint",
+        "Megatron looks for the contents of an fsdp_dtensor checkpoint in --load; name it there, "
+        "with --finetune",
+        _is_given,
+    ),
+    Refusal(
         "ckpt_convert_format",
         "--ckpt-convert-format",
         "Megatron would write sharded parameters in a format of whole ones",

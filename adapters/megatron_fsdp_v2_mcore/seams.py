@@ -102,6 +102,18 @@ def _our_embedding_grads(original: Any) -> Any:
     return module.add_up_embedding_grads(original)
 
 
+def _our_end_of_backward(original: Any) -> Any:
+    if not _STATE.options.logs_parameter_norms:
+        return original
+    return importlib.import_module("megatron_fsdp_v2_mcore.param_norms").log_grads(original)
+
+
+def _our_training_log(original: Any) -> Any:
+    if not _STATE.options.logs_parameter_norms:
+        return original
+    return importlib.import_module("megatron_fsdp_v2_mcore.param_norms").log_norms(original)
+
+
 def _our_chunk_metadata(original: Any) -> Any:
     return importlib.import_module("megatron_fsdp_v2_mcore.state_dict").chunk_metadata(original)
 
@@ -176,6 +188,22 @@ SEAMS: tuple[Seam, ...] = (
         _our_embedding_grads,
         selected=True,
         optional=False,
+    ),
+    Seam(
+        "end-of-backward",
+        "megatron.training.training:finalize_model_grads",
+        "--log-per-param-norm: where gradients are final and not clipped yet; else as it is",
+        ("model",),
+        _our_end_of_backward,
+        selected=True,
+    ),
+    Seam(
+        "training-log",
+        "megatron.training.training:training_log",
+        "--log-per-param-norm: where an iteration is logged; else as it is",
+        ("loss_dict", "total_loss_dict", "learning_rate", "iteration"),
+        _our_training_log,
+        selected=True,
     ),
     Seam(
         "chunk-metadata",

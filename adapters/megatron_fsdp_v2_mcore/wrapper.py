@@ -158,15 +158,28 @@ class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
             self._check_finite()
 
     def _check_finite(self) -> None:
-        for name, param in self.module.named_parameters():
-            if param.grad is None:
-                continue
-            local = param.grad.to_local()
-            if not bool(torch.isfinite(local).all()):
-                raise RuntimeError(
-                    f"gradient of {name} is not finite on rank {torch.distributed.get_rank()} "
-                    "(found by --check-for-nan-in-loss-and-grad)"
-                )
+        grads = {
+            name: param.grad.to_local()
+            for name, param in self.module.named_parameters()
+            if param.grad is not None
+        }
+        if not grads:
+            return
+        # The device is asked once for all of them: this runs in every step.
+        are_finite = torch.stack([torch.isfinite(grad).all() for grad in grads.values()])
+        if bool(are_finite.all()):
+            return
+        bad = [
+            name
+            for name, is_finite in zip(grads, are_finite.tolist(), strict=True)
+            if not is_finite
+        ]
+        more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
+        raise RuntimeError(
+            f"gradient of {', '.join(bad[:5])}{more} is not finite on rank "
+            f"{torch.distributed.get_rank()} (--no-check-for-nan-in-loss-and-grad turns this check "
+            "off)"
+        )
 
     @override
     def scale_gradients(self, scaling_factor: Any) -> None:

@@ -1,4 +1,4 @@
-"""The GPT of `pretrain_gpt`: model, data, batches and loss, on Megatron's own building blocks."""
+"""Model, data, batches and loss of `pretrain_gpt`, on Megatron's own building blocks."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ from megatron.training import get_args, get_timers, pretrain
 from megatron.training.argument_utils import (
     core_transformer_config_from_args,
     gpt_config_from_args,
+    hybrid_config_from_args,
     pretrain_cfg_container_from_args,
 )
 from megatron.training.arguments import parse_and_validate_args
 from megatron.training.models.gpt import GPTModelBuilder
+from megatron.training.models.hybrid import HybridModelBuilder
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
 __all__ = ["train"]
@@ -50,7 +52,9 @@ def build_model(
     config: Any = None,
     pg_collection: Any = None,
 ) -> torch.nn.Module:
-    """Build one pipeline stage of the GPT that the flags describe.
+    """Build one pipeline stage of the model that the flags describe.
+
+    With `--hybrid-layer-pattern` that is Megatron's hybrid model, else its GPT.
 
     Args:
         pre_process: Whether the stage holds the embedding.
@@ -61,8 +65,12 @@ def build_model(
     """
     args = get_args()
     transformer = core_transformer_config_from_args(args) if config is None else config
-    model_config = gpt_config_from_args(args, transformer)
-    model: torch.nn.Module = GPTModelBuilder(model_config).build_model(
+    builder: Any
+    if args.hybrid_layer_pattern is not None:
+        builder = HybridModelBuilder(hybrid_config_from_args(args, transformer))
+    else:
+        builder = GPTModelBuilder(gpt_config_from_args(args, transformer))
+    model: torch.nn.Module = builder.build_model(
         pg_collection, pre_process=pre_process, post_process=post_process, vp_stage=vp_stage
     )
     return model

@@ -90,6 +90,7 @@ GPU_FLAGS: tuple[GpuFlag, ...] = (
     GpuFlag("--moe-single-grouped-bias", _TE),
     GpuFlag("--fused-residual-rmsnorm", _TE),
     GpuFlag("--cross-entropy-fusion-impl", _TE, ("te",)),
+    GpuFlag("--disable-mamba-mem-eff-path", "its kernels need a GPU"),
     GpuFlag("--moe-permute-fusion", _FUSED),
     GpuFlag("--moe-router-fusion", _FUSED),
     GpuFlag("--moe-enable-deepep", "DeepEP needs GPUs"),

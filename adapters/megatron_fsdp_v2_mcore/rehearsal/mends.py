@@ -20,6 +20,7 @@ from megatron_fsdp_v2_mcore.rehearsal.context_parallel import (
     without_refusal,
 )
 from megatron_fsdp_v2_mcore.rehearsal.devices import CpuDevices
+from megatron_fsdp_v2_mcore.rehearsal.mamba_kernels import split_conv1d_scan
 from megatron_fsdp_v2_mcore.rehearsal.patches import Patches
 
 
@@ -111,6 +112,30 @@ def _with_grouped_experts(mlp_modules: Callable[..., Any]) -> Callable[..., Any]
     return modules
 
 
+def _torch_norm(norm: Any) -> Any:
+    del norm
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    return WrappedTorchNorm
+
+
+def _local_stack_spec(spec: Any) -> Any:
+    del spec
+    from megatron_fsdp_v2_mcore.rehearsal.hybrid import local_stack_spec
+
+    return local_stack_spec()
+
+
+def _gated_norm(norm: Any) -> Any:
+    del norm
+    from megatron_fsdp_v2_mcore.rehearsal.hybrid import ShardedGroupedRMSNorm
+
+    return ShardedGroupedRMSNorm
+
+
+_MAMBA = "mamba_ssm's kernels need a GPU"
+_HYBRID_SPEC = "hybrid layers are specified with Transformer Engine's alone"
+
 MENDS: tuple[Mend, ...] = (
     Mend(
         "megatron.core.datasets.utils:compile_helpers",
@@ -176,6 +201,22 @@ MENDS: tuple[Mend, ...] = (
         "without Transformer Engine's grouped linear layer --moe-grouped-gemm quietly builds "
         "sequential experts, which have other modules and parameters",
         _with_grouped_experts,
+    ),
+    Mend(
+        "megatron.core.ssm.mamba_mixer:mamba_split_conv1d_scan_combined",
+        _MAMBA,
+        lambda kernel: split_conv1d_scan,
+    ),
+    Mend("megatron.core.ssm.mamba_mixer:ExtendedRMSNorm", _MAMBA, _gated_norm),
+    Mend("megatron.core.ssm.mamba_mixer:HAVE_MAMBA_SSM", _MAMBA, lambda have: True),
+    Mend("megatron.core.models.hybrid.hybrid_block:TENorm", _HYBRID_SPEC, _torch_norm),
+    Mend(
+        "megatron.core.models.hybrid.hybrid_layer_specs:hybrid_stack_spec",
+        _HYBRID_SPEC,
+        _local_stack_spec,
+    ),
+    Mend(
+        "megatron.training.models.hybrid:default_hybrid_stack_spec", _HYBRID_SPEC, _local_stack_spec
     ),
 )
 

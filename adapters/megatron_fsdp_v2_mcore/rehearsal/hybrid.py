@@ -1,0 +1,161 @@
+"""Hybrid models of Megatron's own layers: its specification names Transformer Engine's.
+
+Imported while a rehearsal is under way, since it imports Megatron.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
+from megatron.core.ssm.mlp_layer import MLPLayer
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlock,
+    MultiTokenPredictionBlockSubmodules,
+    MultiTokenPredictionLayer,
+    MultiTokenPredictionLayerSubmodules,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_layer import (
+    MoETransformerLayer,
+    TransformerLayer,
+    TransformerLayerSubmodules,
+)
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+from megatron_fsdp_v2_mcore.rehearsal.flags import RehearsalError
+from megatron_fsdp_v2_mcore.rehearsal.mamba_kernels import GroupedRMSNorm
+
+__all__ = ["ShardedGroupedRMSNorm", "local_stack_spec"]
+
+
+class ShardedGroupedRMSNorm(GroupedRMSNorm):
+    """The norm of a Mamba layer, which is split over the tensor-parallel ranks."""
+
+    tp_group: Any
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+    ) -> Any:
+        """The parts of a checkpoint.
+
+        Args:
+            prefix: Of the keys.
+            sharded_offsets: Where this layer lies in what is stacked already.
+            metadata: Of the checkpoint.
+        """
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"weight": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+
+
+class _NeedsGpu:
+    """A kind of layer without a stand-in."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        del args, kwargs
+        raise RehearsalError(
+            "--hybrid-layer-pattern may hold M, *, - and E on a CPU: the other kinds of layers "
+            "need kernels of a GPU"
+        )
+
+
+def local_stack_spec() -> ModuleSpec:
+    """Megatron's stack of hybrid layers, with norms and linear layers of its own.
+
+    Transformer Engine's layers hold the norm before them; here it is a module beside.
+    """
+    norm = WrappedTorchNorm
+    mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    return ModuleSpec(
+        module=HybridStack,
+        submodules=HybridStackSubmodules(
+            mamba_layer=ModuleSpec(
+                module=MambaLayer,
+                submodules=MambaLayerSubmodules(
+                    norm=norm,
+                    mixer=ModuleSpec(
+                        module=MambaMixer,
+                        submodules=MambaMixerSubmodules(
+                            in_proj=ColumnParallelLinear, out_proj=RowParallelLinear
+                        ),
+                    ),
+                    mamba_bda=get_bias_dropout_add,
+                ),
+            ),
+            attention_layer=_attention_layer(),
+            mlp_layer=ModuleSpec(
+                module=MLPLayer,
+                submodules=TransformerLayerSubmodules(
+                    pre_mlp_layernorm=norm,
+                    mlp=partial(MLP.as_mlp_submodule, submodules=mlp),
+                    mlp_bda=get_bias_dropout_add,
+                ),
+            ),
+            moe_layer=ModuleSpec(
+                module=MoETransformerLayer,
+                submodules=TransformerLayerSubmodules(
+                    pre_mlp_layernorm=norm,
+                    # Always grouped, as in Megatron's; the number of experts is any but None.
+                    mlp=get_moe_module_spec(use_te=False, num_experts=8, moe_grouped_gemm=True),
+                    mlp_bda=get_bias_dropout_add,
+                ),
+            ),
+            gdn_layer=_NeedsGpu,
+            dsa_layer=_NeedsGpu,
+            mla_layer=_NeedsGpu,
+            mtp_block_spec=_mtp_block(),
+        ),
+    )
+
+
+def _attention_layer() -> ModuleSpec:
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=WrappedTorchNorm,
+            self_attention=ModuleSpec(
+                module=SelfAttention,
+                params={"attn_mask_type": AttnMaskType.causal},
+                submodules=SelfAttentionSubmodules(
+                    linear_qkv=ColumnParallelLinear,
+                    core_attention=DotProductAttention,
+                    linear_proj=RowParallelLinear,
+                ),
+            ),
+            self_attn_bda=get_bias_dropout_add,
+        ),
+    )
+
+
+def _mtp_block() -> ModuleSpec:
+    layer = ModuleSpec(
+        module=MultiTokenPredictionLayer,
+        submodules=MultiTokenPredictionLayerSubmodules(
+            enorm=WrappedTorchNorm,
+            hnorm=WrappedTorchNorm,
+            eh_proj=ColumnParallelLinear,
+            mtp_model_layer=None,  # made from the pattern
+            layer_norm=WrappedTorchNorm,
+        ),
+    )
+    return ModuleSpec(
+        module=MultiTokenPredictionBlock,
+        submodules=MultiTokenPredictionBlockSubmodules(layer_specs=[layer]),
+    )

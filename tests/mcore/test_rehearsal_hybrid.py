@@ -1,0 +1,102 @@
+"""A rehearsal runs Megatron's hybrid models, Mamba layers included."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from megatron_fsdp_v2_mcore.rehearsal.mamba_kernels import GroupedRMSNorm, split_conv1d_scan
+from tests.mcore.session import MODEL_FLAGS, train
+from tests.mcore.test_rehearsal_parallelism import _same, _train
+from tests.ranks import RankFailure, RankPools
+
+_MAMBA = ["--mamba-state-dim", "16", "--mamba-head-dim", "16", "--mamba-num-groups", "2"]
+PATTERN = "--hybrid-layer-pattern"
+HYBRID = [*_MAMBA, PATTERN, "M*-M"]
+
+
+def test_the_mamba_stand_in_is_the_recurrence() -> None:
+    batch, length, heads, width, groups, state, taps = 2, 9, 4, 3, 2, 5, 4
+    inner, shared = heads * width, groups * state
+    packed = torch.randn(batch, length, 2 * inner + 2 * shared + heads)
+    weight, bias = torch.randn(inner + 2 * shared, taps), torch.randn(inner + 2 * shared)
+    dt_bias, decay, skip = torch.randn(heads), -torch.rand(heads) - 0.1, torch.randn(heads)
+    result = split_conv1d_scan(
+        packed,
+        weight,
+        bias,
+        dt_bias,
+        decay,
+        skip,
+        chunk_size=128,
+        activation="silu",
+        headdim=width,
+        ngroups=groups,
+        norm_before_gate=False,
+    )
+    z, mixed, dt = torch.split(packed, [inner, inner + 2 * shared, heads], dim=-1)
+    memory = torch.zeros(batch, heads, width, state)
+    for t in range(length):
+        past = [mixed[:, t - lag] * weight[:, -1 - lag] for lag in range(min(taps, t + 1))]
+        x, b, c = torch.split(functional.silu(sum(past) + bias), [inner, shared, shared], dim=-1)
+        x = x.view(batch, heads, width)
+        b, c = (
+            part.view(batch, groups, state).repeat_interleave(heads // groups, dim=1)
+            for part in (b, c)
+        )
+        step = functional.softplus(dt[:, t] + dt_bias)
+        memory *= (step * decay).exp()[..., None, None]
+        memory += step[..., None, None] * x[..., None] * b[:, :, None]
+        y = (memory * c[:, :, None]).sum(-1) + skip[:, None] * x
+        torch.testing.assert_close(result[:, t], y.flatten(1) * functional.silu(z[:, t]))
+
+
+def test_a_norm_of_groups_is_a_norm_of_each() -> None:
+    norm = GroupedRMSNorm(
+        6, eps=1e-5, group_size=3, norm_before_gate=False, device="cpu", dtype=torch.float32
+    )
+    x = torch.randn(4, 6)
+    parts = [functional.rms_norm(part, (3,), eps=1e-5) for part in x.split(3, dim=1)]
+    torch.testing.assert_close(norm(x), torch.cat(parts, dim=1))
+
+
+def test_hybrid_models_train_alike_under_data_and_context_parallelism(megatron: RankPools) -> None:
+    alone = _train(megatron, 1, *HYBRID)
+    _same(_train(megatron, 2, *HYBRID), alone)
+    _same(_train(megatron, 2, *HYBRID, "--context-parallel-size", "2"), alone)
+
+
+def _layers(model: list[Any], optimizer: Any) -> list[str]:
+    del optimizer
+    return [type(layer).__name__ for layer in model[0].module.decoder.layers]
+
+
+def test_a_pattern_says_which_layers_a_pipeline_stage_has(megatron: RankPools) -> None:
+    flags = [*_MAMBA, PATTERN, "M*|-ME", "--pipeline-model-parallel-size", "2"]
+    flags += ["--num-experts", "2", "--moe-router-topk", "2"]
+    result = _train(megatron, 2, *flags, probe=_layers)
+    assert result.losses[-1] < result.losses[0]
+    assert result.extras == [
+        ["MambaLayer", "TransformerLayer"],
+        ["MLPLayer", "MambaLayer", "MoETransformerLayer"],
+    ]
+
+
+def test_a_tensor_parallel_hybrid_model_goes_on_from_its_checkpoint(
+    megatron: RankPools, tmp_path: Path
+) -> None:
+    flags = [*HYBRID, "--tensor-model-parallel-size", "2", "--sequence-parallel"]
+    flags += ["--ckpt-format", "torch_dist"]
+    whole = _train(megatron, 2, *flags, "--save", str(tmp_path), "--save-interval", "3")
+    assert whole.losses[-1] < whole.losses[0]
+    rest = _train(megatron, 2, *flags, "--load", str(tmp_path), "--ckpt-step", "3", iterations=2)
+    assert (rest.losses, rest.grad_norms) == (whole.losses[3:], whole.grad_norms[3:])
+
+
+def test_layers_without_a_stand_in_are_refused(megatron: RankPools) -> None:
+    with pytest.raises(RankFailure, match="may hold M, \\*, - and E on a CPU"):
+        megatron(1).run(train, [*MODEL_FLAGS, *_MAMBA, PATTERN, "MG", "--train-iters", "1"])

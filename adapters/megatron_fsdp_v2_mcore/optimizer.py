@@ -20,12 +20,15 @@ from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 
 from megatron_fsdp_v2.uneven_dtensor import UnevenDTensor, local_of
+from megatron_fsdp_v2_mcore.checkpoint_names import parameter_names
 
 __all__ = ["ShardedOptimizer", "params_l2_norm"]
 
 
 class ShardedOptimizer(DistributedOptimizer):
     """Steps sharded main weights; counts every element of the model once."""
+
+    _checkpoint_names: dict[torch.nn.Parameter, str] | None = None
 
     @override
     def get_grad_stats_parallel_group(self) -> Any:
@@ -54,6 +57,71 @@ class ShardedOptimizer(DistributedOptimizer):
             zeros += grad.numel() - torch.count_nonzero(grad)
         dist.all_reduce(zeros, group=self.get_grad_stats_parallel_group())
         return float(zeros.item())
+
+    # -- state dicts ---------------------------------------------------------------------------
+
+    @override
+    def sharded_param_state_fsdp_dtensor(self, is_loading: bool = False) -> dict[str, Any]:
+        """State under the names of `checkpoint_names`, with that of the loss scale.
+
+        Args:
+            is_loading: Whether it is to be filled from a file, for which state is made.
+        """
+        self._checkpoint_names = None
+        state_dict: dict[str, Any] = super().sharded_param_state_fsdp_dtensor(is_loading)
+        if self.grad_scaler is not None:
+            state_dict["grad_scaler"] = self.grad_scaler.state_dict()
+        return state_dict
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `sharded_param_state_fsdp_dtensor` made, once it was filled."""
+        state_dict = dict(state_dict)
+        scale = state_dict.pop("grad_scaler", None)
+        super().load_state_dict(state_dict)
+        if self.grad_scaler is not None and scale:
+            self.grad_scaler.load_state_dict(scale)
+
+    @override
+    def _param_name(self, param: torch.nn.Parameter) -> str:
+        if self._checkpoint_names is None:
+            names = parameter_names(self.model_chunks)
+            self._checkpoint_names = {known: name.fqn for known, name in names.items()}
+        return self._checkpoint_names[param]
+
+    @override
+    def _param2group_meta_to_param_groups(
+        self,
+        param_to_group_meta: dict[str, Any],
+        param_groups: list[dict[str, Any]],
+        strict: bool = True,
+    ) -> list[dict[str, Any]]:
+        """Groups of this run with the options of those the parameters were saved in.
+
+        Raises:
+            RuntimeError: Parameters of one group were saved in groups with other options.
+        """
+        del strict
+        found = []
+        for group in param_groups:
+            names = [self._param_name(param) for param in group["params"]]
+            # What Megatron made and does not use is in no checkpoint.
+            metas = {
+                name: param_to_group_meta[name] for name in names if name in param_to_group_meta
+            }
+            first = next(iter(metas), None)
+            meta = {k: v for k, v in group.items() if k != "params"}
+            meta = meta if first is None else metas[first]
+            for name, other in metas.items():
+                if other != meta:
+                    options = sorted(k for k in meta if other.get(k) != meta[k])
+                    raise RuntimeError(
+                        f"the checkpoint has other optimizer options ({', '.join(options)}) for "
+                        f"{name} than for {first}, and here both are in one group; use the flags "
+                        "it was saved with, or --no-load-optim"
+                    )
+            found.append({**meta, "params": names})
+        return found
 
     @override
     def _collect_main_grad_data_for_unscaling(self) -> list[torch.Tensor]:

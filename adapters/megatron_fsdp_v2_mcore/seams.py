@@ -114,12 +114,16 @@ def _our_training_log(original: Any) -> Any:
     return importlib.import_module("megatron_fsdp_v2_mcore.param_norms").log_norms(original)
 
 
-def _our_chunk_metadata(original: Any) -> Any:
-    return importlib.import_module("megatron_fsdp_v2_mcore.state_dict").chunk_metadata(original)
+def _our_state_dict(original: Any) -> Any:
+    return importlib.import_module("megatron_fsdp_v2_mcore.state_dict").with_chunks(original)
 
 
-def _our_swiglu_split(original: Any) -> Any:
-    return importlib.import_module("megatron_fsdp_v2_mcore.state_dict").split_swiglu(original)
+def _our_saving(original: Any) -> Any:
+    return importlib.import_module("megatron_fsdp_v2_mcore.state_dict").save_by_model(original)
+
+
+def _our_loading(original: Any) -> Any:
+    return importlib.import_module("megatron_fsdp_v2_mcore.state_dict").load_by_model(original)
 
 
 SEAMS: tuple[Seam, ...] = (
@@ -206,20 +210,31 @@ SEAMS: tuple[Seam, ...] = (
         selected=True,
     ),
     Seam(
-        "chunk-metadata",
-        "megatron.training.checkpointing:preprocess_state_dict_for_uneven_dtensor",
-        "Megatron gathers chunk metadata tensor by tensor from all ranks; ours is known locally, "
-        "and ranks with an empty shard have no state to ask about",
-        ("state_dict",),
-        _our_chunk_metadata,
+        "checkpoint-entries",
+        "megatron.training.checkpointing:preprocess_fsdp_dtensor_state_dict",
+        "Megatron names what it saves by a rank's own numbers of layers and stages, and splits "
+        "fused layers by attributes of its own buffers: other parallel sizes would load other "
+        "layers",
+        ("args", "raw_state_dict", "model"),
+        _our_saving,
         selected=True,
     ),
     Seam(
-        "swiglu-split",
-        "megatron.training.checkpointing:handle_swiglu_in_state_dict",
-        "Megatron's split of SwiGLU weights reads attributes of its own buffers",
-        ("model", "model_state_dict", "optimizer_state_dict"),
-        _our_swiglu_split,
+        "checkpoint-chunks",
+        "megatron.training.checkpointing:generate_state_dict",
+        "the function above is given the first of a rank's model chunks only, and all have to be "
+        "named",
+        ("args", "model"),
+        _our_state_dict,
+        selected=True,
+    ),
+    Seam(
+        "checkpoint-loading",
+        "megatron.training.checkpointing:_load_base_checkpoint",
+        "Megatron neither compares a checkpoint with the model nor knows where the values of "
+        "virtual stages are; a file of another model would load in part",
+        ("load_dir", "args", "rank0", "sharded_state_dict"),
+        _our_loading,
         selected=True,
     ),
 )

@@ -1,0 +1,52 @@
+"""What a model and its optimizer hold, whole, by the names of a checkpoint."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tests.mcore.session import Training
+
+
+def digests(model: list[Any], optimizer: Any) -> dict[str, str]:
+    """A digest of every parameter, buffer and optimizer state this rank holds a part of.
+
+    A probe for `train`. Collective.
+    """
+    from megatron_fsdp_v2_mcore.checkpoint_names import canonical_names, parameter_names
+
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    state = {p: entry for part in parts for p, entry in part.optimizer.state.items()}
+    found: dict[str, str] = {}
+    for param, name in parameter_names(model).items():
+        if name.is_unused:
+            continue
+        found[name.fqn] = _digest(param)
+        for option in ("exp_avg", "exp_avg_sq"):
+            # A rank without rows has no state, and takes part in gathering that of the others.
+            value = state.get(param, {}).get(option, torch.zeros_like(param))
+            found[f"{name.fqn}.{option}"] = _digest(value)
+        if param in state:
+            found[f"{name.fqn}.step"] = str(float(state[param]["step"]))
+    for chunk, names in zip(model, canonical_names(model), strict=True):
+        buffers = [(names[key].fqn, b) for key, b in chunk.named_buffers() if key in names]
+        found.update({fqn: _digest(buffer) for fqn, buffer in buffers})
+    return found
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    data = full.detach().contiguous().view(torch.uint8).numpy().tobytes()
+    return f"{tuple(full.shape)} {hashlib.sha1(data).hexdigest()}"
+
+
+def together(results: Sequence[Training]) -> dict[str, str]:
+    """The digests of all ranks, which have to agree where they meet."""
+    merged: dict[str, str] = {}
+    for result in results:
+        for key, digest in result.extras.items():
+            assert merged.setdefault(key, digest) == digest, f"ranks hold other values of {key}"
+    return merged

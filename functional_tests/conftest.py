@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,10 +20,10 @@ def trainings(megatron: RankPools) -> Trainings:
 
 
 @pytest.fixture(scope="session")
-def table(request: pytest.FixtureRequest) -> Iterator[Table]:
+def table(request: pytest.FixtureRequest) -> Table:
     """The committed table; with `--write-docs` it takes in what this session measures."""
     page = Path(request.config.rootpath) / PAGE
     table = Table.read(page)
-    yield table
     if request.config.getoption("--write-docs"):
-        page.write_text(table.text())
+        table.page = page
+    return table

@@ -91,13 +91,19 @@ class Row:
     @property
     def reference(self) -> Run:
         """The run of Megatron's own DDP."""
-        return Run(self.world_size, (*COMMON, *self.flags.split(), *self.theirs.split()), self.freezes)
+        flags = (*COMMON, *self.flags.split(), *self.theirs.split())
+        return Run(self.world_size, flags, self.freezes)
 
     @property
-    def yardstick(self) -> Run:
-        """The run of Megatron's own distributed optimizer."""
+    def yardsticks(self) -> tuple[Run, Run]:
+        """Runs of Megatron's own distributed optimizer, sharded in two ways."""
         run = self.reference
-        return Run(run.world_size, (*run.flags, "--use-distributed-optimizer"), run.freezes)
+        plain = (*run.flags, "--use-distributed-optimizer")
+        cut_small = (*plain, "--overlap-grad-reduce", "--ddp-bucket-size", "20000")
+        return (
+            Run(run.world_size, plain, run.freezes),
+            Run(run.world_size, cut_small, run.freezes),
+        )
 
     def sharded(self, strategy: str) -> Run:
         """The run of this package."""
@@ -133,11 +139,13 @@ class Case:
         return self.row.quick and self.strategy == self.row.strategies[0]
 
 
+# fmt: off
 ROWS: tuple[Row, ...] = (
     # ------------------------------------------------------------------------------------- 2 ranks
     Row("dense", 2, f"{NORMS} {UNTIED}", strategies=STRATEGIES, quick=True),
     Row("dense, bf16", 2, "--bf16", strategies=STRATEGIES),
-    Row("GQA, SwiGLU, QK norm, untied", 2, f"{MODERN} {UNTIED}", strategies=(ZERO3, ZERO1), quick=True),
+    Row("GQA, SwiGLU, QK norm, untied", 2, f"{MODERN} {UNTIED}",
+        strategies=(ZERO3, ZERO1), quick=True),
     Row("both overlap flags, accumulation", 2, f"{OVERLAP_GRADS} --global-batch-size 16",
         ours=OVERLAP_PARAMS, strategies=STRATEGIES),
     Row("full recompute", 2, FULL, strategies=(ZERO3, ZERO2)),
@@ -149,8 +157,10 @@ ROWS: tuple[Row, ...] = (
     Row("fp16, dynamic loss scale", 2, FP16, strategies=STRATEGIES),
     Row("frozen embedding and norms", 2, f"{UNTIED} {NORMS}", strategies=STRATEGIES,
         freezes=("embedding", "layernorm")),
-    Row("frozen layer, full recompute", 2, FULL, strategies=(ZERO3, ZERO2), freezes=(r"layers\.1\.",)),
-    Row("random initialisation by rank", 2, "--data-parallel-random-init", strategies=(ZERO3, ZERO1)),
+    Row("frozen layer, full recompute", 2, FULL, strategies=(ZERO3, ZERO2),
+        freezes=(r"layers\.1\.",)),
+    Row("random initialisation by rank", 2, "--data-parallel-random-init",
+        strategies=(ZERO3, ZERO1)),
     Row("multi-token prediction", 2, MTP, strategies=(ZERO3, ZERO2)),
     Row("experts, sequential", 2, MOE, strategies=STRATEGIES, quick=True),
     Row("experts, grouped", 2, f"{MOE} --moe-grouped-gemm", strategies=(ZERO3, ZERO1)),
@@ -201,7 +211,8 @@ ROWS: tuple[Row, ...] = (
     Row("EP2 x DP2, per-token loss, clipping", 4, f"{ALLTOALL} {EP2} {PER_TOKEN} {CLIPPED}",
         strategies=STRATEGIES),
     Row("EP2 x DP2, bf16", 4, f"{ALLTOALL} {EP2} --bf16", strategies=(ZERO3, ZERO2)),
-    Row("EP2, HSDP 2x2", 4, f"{ALLTOALL} {EP2} {NORMS}", ours=HSDP, strategies=STRATEGIES, quick=True),
+    Row("EP2, HSDP 2x2", 4, f"{ALLTOALL} {EP2} {NORMS}", ours=HSDP, strategies=STRATEGIES,
+        quick=True),
     Row("EP2 x TP2, expert TP1", 4, f"{ALLTOALL} {EP2} {TP2_SP} {ETP1} {NORMS}",
         strategies=(ZERO3, ZERO2)),
     Row("TP2 x DP2, expert TP2", 4, f"{ALLTOALL} {TP2_SP}", strategies=(ZERO3, ZERO1)),
@@ -217,9 +228,11 @@ ROWS: tuple[Row, ...] = (
         strategies=(ZERO3, ZERO2)),
     Row("EP2 x DP4, HFSDP 2x4", 8, f"{ALLTOALL} {EP2} {BATCH1}", ours=HFSDP,
         strategies=(ZERO3, ZERO1)),
-    Row("EP2 x PP2 x DP2, virtual stages", 8, f"{ALLTOALL} {EP2} {VPP2}", strategies=(ZERO3, ZERO2)),
+    Row("EP2 x PP2 x DP2, virtual stages", 8, f"{ALLTOALL} {EP2} {VPP2}",
+        strategies=(ZERO3, ZERO2)),
     Row("EP2 x TP2 x DP2, expert TP2", 8, f"{ALLTOALL} {EP2} {TP2_SP}", strategies=(ZERO3, ZERO1)),
 )
+# fmt: on
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +270,6 @@ _SIZES = {
     "PP": "--pipeline-model-parallel-size",
     "CP": "--context-parallel-size",
     "EP": "--expert-model-parallel-size",
-    "ETP": "--expert-tensor-parallel-size",
 }
 
 
@@ -270,6 +282,9 @@ def sizes(row: Row) -> str:
 
     found = {name: value(flag) for name, flag in _SIZES.items()}
     shown = [f"{name}{size}" for name, size in found.items() if size > 1]
+    if "--num-experts" in words and found["TP"] > 1:
+        # Experts are cut as everything else is, unless a flag says otherwise.
+        shown.append(f"ETP{1 if '--expert-tensor-parallel-size' in words else found['TP']}")
     data_parallel = row.world_size // (found["TP"] * found["PP"] * found["CP"])
     instances = value("--num-distributed-optimizer-instances")
     if instances > 1:

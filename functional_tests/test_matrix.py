@@ -8,9 +8,9 @@ from functional_tests.matrix import Case, cases
 from functional_tests.table import Table
 from functional_tests.trainings import Difference, Trainings, first_difference
 
-# Where weights are rounded, which of them crosses a boundary is chance: as close as Megatron's own
-# distributed optimizer means within twice its distance.
-AS_CLOSE = 2.0
+# Where weights are rounded, chance decides which of them cross a boundary: "as close as Megatron's
+# distributed optimizer" leaves room for that.
+AS_CLOSE = 1.5
 
 
 def _parameters() -> list:
@@ -32,10 +32,10 @@ def test_it_trains_like_megatrons_ddp(trainings: Trainings, table: Table, case: 
     difference, theirs = Difference.between(mine, reference), None
     bound = Difference(row.tolerance, row.tolerance)
     if row.is_low_precision:
-        theirs = Difference.between(trainings(row.yardstick), reference)
-        bound = Difference(
-            max(row.tolerance, AS_CLOSE * theirs.loss), max(row.tolerance, AS_CLOSE * theirs.norm)
+        theirs = Difference.largest(
+            [Difference.between(trainings(run), reference) for run in row.yardsticks]
         )
+        bound = Difference.largest([bound, theirs.times(AS_CLOSE)])
     table.add(case, difference, theirs)
     where = first_difference(mine, reference, bound)
     assert difference.within(bound), f"{case.strategy}: {difference}; {where}"

@@ -68,6 +68,15 @@ class Difference:
             ),
         )
 
+    @classmethod
+    def largest(cls, differences: Sequence[Difference]) -> Difference:
+        """The largest of each."""
+        return cls(max(d.loss for d in differences), max(d.norm for d in differences))
+
+    def times(self, factor: float) -> Difference:
+        """Both, multiplied."""
+        return Difference(self.loss * factor, self.norm * factor)
+
     def within(self, bound: Difference) -> bool:
         """Whether neither is larger than that of another comparison."""
         return self.loss <= bound.loss and self.norm <= bound.norm

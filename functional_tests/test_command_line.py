@@ -1,0 +1,26 @@
+"""Some combinations once more as a user types them: torchrun and the iteration lines."""
+
+from __future__ import annotations
+
+import pytest
+
+from functional_tests.matrix import ITERATIONS, ROWS, Row
+from functional_tests.trainings import Trainings
+from tests.mcore.command_line import torchrun
+
+# Losses are printed with seven digits.
+PRINTED = 5e-7
+
+
+@pytest.mark.functional
+@pytest.mark.parametrize(
+    "row", [row for row in ROWS if row.types], ids=lambda row: row.name.replace(" ", "_")
+)
+def test_printed_losses_equal_ddp(trainings: Trainings, row: Row) -> None:
+    flags = [*row.sharded(row.strategies[0]).flags, "--cpu-rehearsal"]
+    run = torchrun(row.world_size, "megatron_fsdp_v2_mcore.pretrain_gpt", flags)
+    assert run.code == 0, run.output[-3000:]
+    assert list(run.losses) == list(range(1, ITERATIONS + 1))
+    expected = trainings(row.reference).losses
+    for iteration, loss in enumerate(expected, start=1):
+        assert run.losses[iteration] == pytest.approx(loss, rel=row.tolerance + PRINTED), iteration

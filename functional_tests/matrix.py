@@ -7,13 +7,25 @@ own DDP, and sharded by this package with each of the row's strategies.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from tests.mcore.session import MODEL_FLAGS, fsdp
 
-__all__ = ["RESUMES", "ROWS", "STRATEGIES", "Case", "Resume", "Row", "Run", "cases", "sizes"]
+__all__ = [
+    "RESUMES",
+    "ROWS",
+    "STRATEGIES",
+    "Case",
+    "Resume",
+    "Row",
+    "Run",
+    "Setup",
+    "cases",
+    "sizes",
+]
 
 ITERATIONS = 10
+SAVED = 4
 NO_SHARD, ZERO1, ZERO2, ZERO3 = "no_shard", "optim", "optim_grads", "optim_grads_params"
 STRATEGIES = (ZERO3, ZERO2, ZERO1, NO_SHARD)
 SHARDED = (ZERO3, ZERO2, ZERO1)
@@ -236,26 +248,79 @@ ROWS: tuple[Row, ...] = (
 
 
 @dataclass(frozen=True, slots=True)
+class Setup:
+    """How many ranks share a model, and how.
+
+    Attributes:
+        world_size: Number of ranks.
+        strategy: Sharding strategy.
+        flags: Parallel sizes.
+    """
+
+    world_size: int
+    strategy: str
+    flags: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Resume:
-    """A run that stops, and one that goes on from its checkpoint with other parallel sizes.
+    """A run that saves, and one that goes on from there with other parallel sizes.
 
     Attributes:
         name: What changes; unique.
         flags: Flags of both runs, the model above all.
-        saves: Ranks, strategy and flags of the run that saves (and goes on, to be compared with).
-        loads: The same of the run that loads.
+        saves: The run that saves (and goes on, to be compared with).
+        loads: The run that loads.
+        tolerance: Largest relative difference of losses.
         quick: Whether `make test` runs it as well.
     """
 
     name: str
     flags: str
-    saves: tuple[int, str, str]
-    loads: tuple[int, str, str]
+    saves: Setup
+    loads: Setup
+    tolerance: float = 1e-6
     quick: bool = False
-    stop: int = field(default=4)
+
+    def saving(self, folder: str) -> Run:
+        """The run that saves into a folder."""
+        return self._run(self.saves, "--save", folder, "--save-interval", str(SAVED))
+
+    def loading(self, folder: str) -> Run:
+        """The run that loads from it, after `SAVED` iterations."""
+        return self._run(self.loads, "--load", folder, "--ckpt-step", str(SAVED))
+
+    def _run(self, setup: Setup, *more: str) -> Run:
+        words = [*self.flags.split(), *setup.flags.split(), *more]
+        return Run(setup.world_size, (*COMMON, *fsdp(setup.strategy, *words)))
 
 
-RESUMES: tuple[Resume, ...] = ()
+# The vocabulary is padded to the same size with every tensor-parallel size.
+WHOLE_VOCABULARY = "--make-vocab-size-divisible-by 256"
+
+# fmt: off
+RESUMES: tuple[Resume, ...] = (
+    Resume("ZeRO-3 at 4 ranks, ZeRO-1 at 2", MODERN, Setup(4, ZERO3), Setup(2, ZERO1), quick=True),
+    Resume("tensor parallel, not any more", MODERN,
+        Setup(4, ZERO3, TP2_SP), Setup(2, ZERO2, WHOLE_VOCABULARY), quick=True),
+    Resume("tensor parallel from now on", MODERN,
+        Setup(2, ZERO3, WHOLE_VOCABULARY), Setup(4, ZERO3, TP2_SP)),
+    Resume("expert parallel, not any more", ALLTOALL, Setup(4, ZERO3, EP2), Setup(2, ZERO1)),
+    Resume("expert parallel from now on", ALLTOALL, Setup(2, ZERO2), Setup(4, ZERO3, EP2)),
+    Resume("pipeline, not any more", UNTIED, Setup(4, ZERO3, PP2), Setup(2, ZERO3)),
+    Resume("pipeline from now on, tied embedding", MODERN, Setup(2, ZERO3), Setup(4, ZERO1, PP2)),
+    Resume("virtual stages, not any more", "--num-layers 4",
+        Setup(4, ZERO3, VPP2), Setup(2, ZERO2, PP2)),
+    Resume("HSDP 2x2, ZeRO-1 at 2 ranks", MODERN, Setup(4, ZERO3, HSDP), Setup(2, ZERO1)),
+    Resume("no sharding, HFSDP 2x2", MODERN, Setup(2, NO_SHARD), Setup(4, ZERO3, HFSDP)),
+    Resume("context parallel, not any more", MODERN, Setup(4, ZERO3, CP2), Setup(4, ZERO2)),
+    Resume("TP2 x PP2 x DP2, 2 ranks", MODERN,
+        Setup(8, ZERO3, f"{TP2_SP} {PP2}"), Setup(2, ZERO3, WHOLE_VOCABULARY)),
+    Resume("EP2 x TP2, EP2 x PP2", ALLTOALL,
+        Setup(4, ZERO3, f"{EP2} {TP2_SP} {ETP1}"),
+        Setup(4, ZERO3, f"{EP2} {PP2} {WHOLE_VOCABULARY}")),
+)
+# fmt: on
 
 
 def cases() -> Iterator[Case]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from functional_tests.matrix import RESUMES, ROWS, Case, Row, cases, sizes
+from functional_tests.matrix import RESUMES, ROWS, Case, Resume, Row, Setup, cases, sizes
 from functional_tests.trainings import Difference
 
 _ABOUT = (
@@ -68,6 +68,12 @@ class Table:
         self.lines[case.row.name, case.strategy] = (*described(case), *numbers)
         self._write()
 
+    def add_resumed(self, resume: Resume, loss: float) -> None:
+        """Take in how far the losses of a resumed run are from those of the run that went on."""
+        setups = (_in_words(resume.saves), _in_words(resume.loads))
+        self.resumes[resume.name] = (resume.name, *setups, f"{loss:.0e}")
+        self._write()
+
     def _write(self) -> None:
         if self.page is not None:
             self.page.write_text(self.text())
@@ -89,6 +95,11 @@ class Table:
 def described(case: Case) -> tuple[str, ...]:
     """The cells of a case that no measurement changes."""
     return (case.row.name, str(case.row.world_size), sizes(case.row), case.strategy)
+
+
+def _in_words(setup: Setup) -> str:
+    flags = f", `{setup.flags}`" if setup.flags else ""
+    return f"{setup.world_size} ranks, {setup.strategy}{flags}"
 
 
 def _flags(row: Row) -> tuple[str, ...]:

@@ -32,10 +32,10 @@ def test_it_trains_like_megatrons_ddp(trainings: Trainings, table: Table, case: 
     difference, theirs = Difference.between(mine, reference), None
     bound = Difference(row.tolerance, row.tolerance)
     if row.is_low_precision:
-        theirs = Difference.largest(
+        theirs = Difference.largest_of(
             [Difference.between(trainings(run), reference) for run in row.yardsticks]
         )
-        bound = Difference.largest([bound, theirs.times(AS_CLOSE)])
+        bound = Difference.largest_of([bound, theirs.times(AS_CLOSE)])
     table.add(case, difference, theirs)
     where = first_difference(mine, reference, bound)
     assert difference.within(bound), f"{case.strategy}: {difference}; {where}"

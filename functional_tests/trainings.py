@@ -59,17 +59,17 @@ class Difference:
             assert abs(a - b) <= max(ZEROS_BY_CHANCE, 1e-3 * b), f"{a} zeros against {b}"
         return cls(
             loss=max(
-                _largest(mine.losses, theirs.losses),
-                _largest(mine.evaluations, theirs.evaluations),
+                largest(mine.losses, theirs.losses),
+                largest(mine.evaluations, theirs.evaluations),
             ),
             norm=max(
-                _largest(mine.grad_norms, theirs.grad_norms),
-                _largest(mine.params_norms, theirs.params_norms),
+                largest(mine.grad_norms, theirs.grad_norms),
+                largest(mine.params_norms, theirs.params_norms),
             ),
         )
 
     @classmethod
-    def largest(cls, differences: Sequence[Difference]) -> Difference:
+    def largest_of(cls, differences: Sequence[Difference]) -> Difference:
         """The largest of each."""
         return cls(max(d.loss for d in differences), max(d.norm for d in differences))
 
@@ -96,12 +96,13 @@ def first_difference(mine: Training, theirs: Training, bound: Difference) -> str
     ):
         pairs = zip(getattr(mine, name), getattr(theirs, name), strict=True)
         for position, (a, b) in enumerate(pairs, start=1):
-            if _largest([a], [b]) > allowed:
+            if largest([a], [b]) > allowed:
                 found.append(f"{name} first at {position}: {a} against {b}")
                 break
     return "; ".join(found)
 
 
-def _largest(mine: Sequence[float], theirs: Sequence[float]) -> float:
+def largest(mine: Sequence[float], theirs: Sequence[float]) -> float:
+    """Largest relative difference of two curves of equal length; 0 of none."""
     pairs = zip(mine, theirs, strict=True)
     return max((abs(a - b) / abs(b) for a, b in pairs if a != b), default=0.0)

@@ -1,0 +1,34 @@
+"""A run goes on from a checkpoint with other parallel sizes as if it had not stopped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from functional_tests.matrix import ITERATIONS, RESUMES, SAVED, Resume
+from functional_tests.table import Table
+from functional_tests.trainings import Trainings, largest
+
+
+@pytest.mark.parametrize(
+    "resume",
+    [
+        pytest.param(
+            resume,
+            id=resume.name.replace(" ", "_"),
+            marks=() if resume.quick else pytest.mark.functional,
+        )
+        for resume in RESUMES
+    ],
+)
+def test_losses_are_those_of_the_run_that_went_on(
+    trainings: Trainings, table: Table, tmp_path: Path, resume: Resume
+) -> None:
+    uninterrupted = trainings(resume.saving(str(tmp_path))).losses
+    assert len(uninterrupted) == ITERATIONS
+    resumed = trainings(resume.loading(str(tmp_path))).losses
+    assert len(resumed) == ITERATIONS - SAVED
+    difference = largest(resumed, uninterrupted[SAVED:])
+    table.add_resumed(resume, difference)
+    assert difference <= resume.tolerance, f"{resumed} against {uninterrupted[SAVED:]}"

@@ -240,7 +240,7 @@ ROWS: tuple[Row, ...] = (
         strategies=(ZERO3, ZERO2)),
     Row("EP2 x DP4, HFSDP 2x4", 8, f"{ALLTOALL} {EP2} {BATCH1}", ours=HFSDP,
         strategies=(ZERO3, ZERO1)),
-    Row("EP2 x PP2 x DP2, virtual stages", 8, f"{ALLTOALL} {EP2} {VPP2}",
+    Row("EP2 x PP2 x DP2, virtual stages", 8, f"{ALLTOALL} {EP2} {VPP2} {BATCH1}",
         strategies=(ZERO3, ZERO2)),
     Row("EP2 x TP2 x DP2, expert TP2", 8, f"{ALLTOALL} {EP2} {TP2_SP}", strategies=(ZERO3, ZERO1)),
 )

@@ -9,7 +9,7 @@ from typing import Any
 from megatron_fsdp_v2_mcore.checkpoint_check import check_checkpoint_folder
 from megatron_fsdp_v2_mcore.errors import FlagError
 from megatron_fsdp_v2_mcore.refusals import MORE_REFUSALS, Refusal, check_parallel_sizes
-from megatron_fsdp_v2_mcore.settings import refuse_fields
+from megatron_fsdp_v2_mcore.settings import check_hybrid, refuse_fields
 
 __all__ = ["add_arguments", "check_after", "check_before", "check_no_yaml", "is_enabled"]
 
@@ -101,6 +101,7 @@ def check_before(args: Any) -> None:
             "use --ckpt-format fsdp_dtensor"
         )
     refuse_fields(args)
+    check_hybrid(args, args.expert_data_parallel_sharding_strategy)
     for refusal in REFUSALS:
         value = getattr(args, refusal.name, None)
         if refusal.refuses(value):

@@ -19,6 +19,7 @@ __all__ = [
     "FieldRule",
     "Handling",
     "ShardingSettings",
+    "check_hybrid",
     "refuse_fields",
     "sharding_settings",
 ]
@@ -280,6 +281,36 @@ def refuse_fields(source: Any) -> None:
             )
 
 
+def check_hybrid(source: Any, expert_strategy: str | None = None) -> None:
+    """See that there is something to shard between optimizer instances, if that is asked for.
+
+    Args:
+        source: A `DistributedDataParallelConfig`, or Megatron's arguments.
+        expert_strategy: Sharding strategy of experts, where it is another one.
+
+    Raises:
+        FlagError: There is not; names the flags.
+    """
+    outer = source.outer_dp_sharding_strategy
+    if outer == "no_shard":
+        return
+    if source.num_distributed_optimizer_instances == 1:
+        raise FlagError(
+            f"--outer-dp-sharding-strategy {outer} shards between optimizer instances, and there "
+            "is one; add --num-distributed-optimizer-instances"
+        )
+    strategies = {
+        "--data-parallel-sharding-strategy": source.data_parallel_sharding_strategy,
+        "--expert-data-parallel-sharding-strategy": expert_strategy,
+    }
+    for flag, strategy in strategies.items():
+        if strategy == "no_shard":
+            raise FlagError(
+                f"--outer-dp-sharding-strategy {outer} shards further what {flag} shards, and "
+                "no_shard shards nothing; use optim, optim_grads or optim_grads_params"
+            )
+
+
 def sharding_settings(ddp_config: Any) -> ShardingSettings:
     """Map a `DistributedDataParallelConfig` onto `fully_shard` arguments.
 
@@ -287,12 +318,7 @@ def sharding_settings(ddp_config: Any) -> ShardingSettings:
         FlagError: A field has a value that cannot be honoured; names its flag.
     """
     refuse_fields(ddp_config)
-    instances = ddp_config.num_distributed_optimizer_instances
-    if ddp_config.outer_dp_sharding_strategy != "no_shard" and instances == 1:
-        raise FlagError(
-            f"--outer-dp-sharding-strategy {ddp_config.outer_dp_sharding_strategy} shards between "
-            "optimizer instances, and there is one; add --num-distributed-optimizer-instances"
-        )
+    check_hybrid(ddp_config)
     wants_fp32 = ddp_config.grad_reduce_in_fp32
     main_grads = ddp_config.megatron_fsdp_main_grads_dtype
     if main_grads is None and wants_fp32:

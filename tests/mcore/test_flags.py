@@ -32,7 +32,7 @@ def _actions(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
 
 
 def _parsed(parser: argparse.ArgumentParser, *flags: str) -> argparse.Namespace:
-    args = parser.parse_args([*MODEL_FLAGS, *fsdp(), "--no-gradient-accumulation-fusion", *flags])
+    args = parser.parse_args([*MODEL_FLAGS, *fsdp(), *flags])
     args.world_size = 4  # Megatron adds it to what it has parsed.
     return args
 
@@ -66,12 +66,8 @@ def test_a_refused_flag_ends_the_start_with_its_name(
     flag = _word(refused.flag)
     action = _actions(parser)[flag]
     words = [flag] if action.nargs == 0 else [flag, *VALUES.get(flag, ["2"])]
-    if refused.name == "gradient_accumulation_fusion":
-        args = _parsed(parser)
-        args.gradient_accumulation_fusion = True
-    else:
-        check_before(_parsed(parser))
-        args = _parsed(parser, *words)
+    check_before(_parsed(parser))
+    args = _parsed(parser, *words)
     with pytest.raises(
         FlagError, match=f"^{flag} .*cannot be used with --use-fsdp-fully-shard-api"
     ):
@@ -100,6 +96,16 @@ def test_a_refused_flag_ends_the_start_with_its_name(
             "--tensor-model-parallel-size 2 --context-parallel-size 3",
             "4 ranks cannot be divided by --tensor-model-parallel-size 2 x "
             "--pipeline-model-parallel-size 1 x --context-parallel-size 3",
+        ),
+        (
+            "--outer-dp-sharding-strategy optim",
+            "optim shards between optimizer instances, and there is one; "
+            "add --num-distributed-optimizer-instances",
+        ),
+        (
+            "--outer-dp-sharding-strategy optim --num-distributed-optimizer-instances 2 "
+            "--expert-data-parallel-sharding-strategy no_shard",
+            "optim shards further what --expert-data-parallel-sharding-strategy shards",
         ),
         (
             "--init-model-with-meta-device --data-parallel-sharding-strategy no_shard",

@@ -135,7 +135,7 @@ class ShardedOptimizer(DistributedOptimizer):
 
 def counted_here(
     params: Iterable[Any], tp_group: Any = None, expert_tp_group: Any = None
-) -> Iterator[UnevenDTensor]:
+) -> Iterator[Any]:
     """Parameters whose elements on this rank count in a sum over all ranks, so that each does once.
 
     Args:

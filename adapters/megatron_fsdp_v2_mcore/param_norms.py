@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import math
-import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,17 +17,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.transformer.fsdp_dtensor_checkpoint import handle_experts_in_state_dict
 from megatron.core.utils import get_model_config
 from torch import nn
 
-from megatron_fsdp_v2.diagnostics.walk import parameters_below
 from megatron_fsdp_v2.uneven_dtensor import local_of
+from megatron_fsdp_v2_mcore.checkpoint_names import parameter_names
 from megatron_fsdp_v2_mcore.optimizer import counted_here
 
-__all__ = ["log_grads", "log_norms", "named_everywhere", "norms_of_all"]
-
-_WRAPPERS = re.compile(r"^(module\.)+")
+__all__ = ["log_grads", "log_norms", "norms_of_all"]
 
 
 @dataclass
@@ -100,20 +96,20 @@ def norms_of_all(
         2-norms over whole tensors, by the names parameters have in the whole model (layers and
         experts counted over all ranks); the same on every rank. Without those that have none.
     """
-    mine = {id(param): (name, param) for name, param in named_everywhere(chunks)}
-    names = _names_of_all_ranks([name for name, _ in mine.values()])
+    mine = {param: name.fqn for param, name in parameter_names(chunks).items()}
+    names = _names_of_all_ranks(list(mine.values()))
     index = {name: row for row, name in enumerate(names)}
-    first = next(iter(mine.values()))[1]
+    first = next(iter(mine))
     # Squares, and how many ranks hold something.
     table = torch.zeros(len(names), 2, dtype=torch.float64, device=local_of(first).device)
     tp_group = parallel_state.get_tensor_model_parallel_group()
     expert_tp_group = parallel_state.get_expert_tensor_parallel_group()
-    for param in counted_here([param for _, param in mine.values()], tp_group, expert_tp_group):
+    for param in counted_here(mine, tp_group, expert_tp_group):
         tensor = tensor_of(param)
         if tensor is None:
             continue
         local = local_of(tensor).detach()
-        row = table[index[mine[id(param)][0]]]
+        row = table[index[mine[param]]]
         row[0] += torch.linalg.vector_norm(local, dtype=torch.float64) ** 2
         row[1] += 1
     dist.all_reduce(table)
@@ -122,38 +118,6 @@ def norms_of_all(
         for name, (square, holders) in zip(names, table.tolist(), strict=True)
         if holders
     }
-
-
-def named_everywhere(chunks: Sequence[nn.Module]) -> list[tuple[str, Any]]:
-    """Parameters of this rank with the names they have in the whole model.
-
-    Layers are numbered over all pipeline stages, experts over all expert-parallel ranks.
-
-    Args:
-        chunks: This rank's model chunks, wrapped.
-    """
-    named: list[tuple[str, Any]] = []
-    for chunk in chunks:
-        numbers = {
-            name: module.layer_number - 1
-            for name, module in chunk.named_modules()
-            if re.search(r"layers\.\d+$", name) and hasattr(module, "layer_number")
-        }
-        num_experts = get_model_config(chunk).num_moe_experts
-        for found in parameters_below(chunk):
-            name = _with_layer_number(found.name, numbers)
-            if num_experts:
-                name = next(iter(handle_experts_in_state_dict({name: None}, num_experts)))
-            named.append((_WRAPPERS.sub("", name), found.param))
-    return named
-
-
-def _with_layer_number(name: str, numbers: dict[str, int]) -> str:
-    for match in re.finditer(r"layers\.\d+(?=\.)", name):
-        layer = name[: match.end()]
-        if layer in numbers:
-            return f"{layer[: layer.rindex('.')]}.{numbers[layer]}{name[match.end() :]}"
-    return name
 
 
 def _names_of_all_ranks(names: list[str]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -78,6 +79,11 @@ PARALLEL: dict[str, tuple[int, str]] = {
         " --moe-shared-expert-intermediate-size 64",
     ),
     "multi-token-prediction": (2, "--mtp-num-layers 1 --position-embedding-type rope"),
+    "multi-token-prediction-pp2": (
+        2,
+        "--mtp-num-layers 1 --position-embedding-type rope --pipeline-model-parallel-size 2"
+        " --untie-embeddings-and-output-weights",
+    ),
     "pp2-virtual": (
         4,
         "--num-layers 4 --pipeline-model-parallel-size 2"
@@ -97,6 +103,33 @@ def test_a_parallel_run_learns(megatron: RankPools, name: str) -> None:
     world_size, flags = PARALLEL[name]
     result = _train(megatron, world_size, *flags.split())
     assert result.losses[-1] < result.losses[0]
+
+
+def test_recompute_under_sequence_parallelism_changes_nothing(megatron: RankPools) -> None:
+    flags = [*_tensor_parallel(2), "--sequence-parallel"]
+    recompute = ["--recompute-granularity", "full", "--recompute-method", "uniform"]
+    plain = _train(megatron, 2, *flags)
+    _same(_train(megatron, 2, *flags, *recompute, "--recompute-num-layers", "1"), plain)
+
+
+def test_an_overflow_in_fp16_skips_iterations_and_halves_the_scale(megatron: RankPools) -> None:
+    scale = 2.0**40
+    flags = ["--fp16", "--initial-loss-scale", str(scale), "--hysteresis", "1"]
+    flags += ["--min-loss-scale", "1", "--train-iters", "2"]
+    result = megatron(2).run(train, [*MODEL_FLAGS, *flags])[0]
+    assert result.grad_norms == []
+    assert result.loss_scales[-1] < scale
+
+
+def test_tensorboard_gets_what_megatron_logs(megatron: RankPools, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="Megatron logs to it only if it is there")
+    _train(megatron, 2, "--tensorboard-dir", str(tmp_path), "--log-params-norm")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert {"lm loss", "grad-norm", "params-norm"} <= set(events.Tags()["scalars"])
+    assert len(events.Scalars("lm loss")) == 5
 
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])

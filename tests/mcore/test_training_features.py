@@ -66,6 +66,7 @@ LOGGED = """
 --log-world-size-to-tensorboard --eval-interval 3 --eval-iters 2 --eval-micro-batch-size 1
 --eval-global-batch-size 4 --decoupled-lr 2e-3 --decoupled-min-lr 0 --tensorboard-dir unused
 --manual-gc --manual-gc-interval 2 --clip-grad 0.5
+--vocab-size 2048 --untie-embeddings-and-output-weights
 """
 
 
@@ -79,6 +80,8 @@ def logged_by_ddp(megatron: RankPools) -> Scalars:
     for name in ("params-norm", "num-zeros", "grad-norm", "lm loss", "learning-rate"):
         assert len(_series(scalars, name)) == 6, name
     assert len(_series(scalars, "lm loss validation")) == 2
+    # Tokens that do not occur have rows of zeros.
+    assert min(_series(scalars, "num-zeros")) > 10_000
     return scalars
 
 
@@ -90,15 +93,19 @@ def test_tensorboard_gets_the_scalars_it_gets_from_ddp(
     ours = scalars_of(megatron(2).run(train_recorded, flags))
     assert ours.keys() == logged_by_ddp.keys()
     for key, value in logged_by_ddp.items():
-        assert ours[key] == pytest.approx(value, rel=1e-6), key
-    assert _series(ours, "num-zeros") == _series(logged_by_ddp, "num-zeros")
+        # Added up in another order, a few numbers come out as zero, or no longer do.
+        tolerance: dict[str, float] = {"rel": 1e-6}
+        if key[0].startswith("num-zeros"):
+            tolerance = {"abs": 3}
+        assert ours[key] == pytest.approx(value, **tolerance), key
 
 
 def test_tensorboard_files_hold_what_was_logged(megatron: RankPools, tmp_path: Path) -> None:
-    reading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     flags = ["--train-iters", "3", "--tensorboard-dir", str(tmp_path), "--log-per-param-norm"]
     losses = megatron(2).run(train, [*MODEL_FLAGS, *fsdp(), *flags])[0].losses
-    events = reading.EventAccumulator(str(tmp_path)).Reload()
+    events = EventAccumulator(str(tmp_path)).Reload()
     assert [event.value for event in events.Scalars("lm loss")] == pytest.approx(losses)
     assert len(events.Scalars("param-norm/decoder.final_layernorm.weight")) == 3
 

@@ -58,7 +58,7 @@ FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-
 SELECTIVE = "--recompute-granularity selective --recompute-modules core_attn mlp"
 PER_TOKEN = "--calculate-per-token-loss"
 CLIPPED = "--clip-grad 0.05 --weight-decay 0.1 --adam-beta2 0.95 --lr-decay-style cosine"
-EVALUATION = "--eval-interval 3 --eval-iters 2"
+EVALUATION = "--eval-interval 3 --eval-iters 2 --manual-gc --manual-gc-interval 2"
 FP16 = (
     "--fp16 --initial-loss-scale 1048576 --loss-scale-window 3 --hysteresis 1 "
     "--accumulate-allreduce-grads-in-fp32"
@@ -222,6 +222,14 @@ ROWS: tuple[Row, ...] = (
         strategies=(ZERO3, ZERO1)),
     Row("EP2 x DP2, per-token loss, clipping", 4, f"{ALLTOALL} {EP2} {PER_TOKEN} {CLIPPED}",
         strategies=STRATEGIES),
+    Row("EP2 x DP2, experts with a strategy of their own", 4, f"{ALLTOALL} {EP2}",
+        ours=f"--expert-data-parallel-sharding-strategy {ZERO3}", strategies=(ZERO1,)),
+    Row("EP2 x DP2, frozen experts, evaluation", 4, f"{ALLTOALL} {EP2} {EVALUATION} {NORMS}",
+        strategies=(ZERO3, ZERO2), freezes=(r"\.experts\.",)),
+    Row("EP2 x DP2, overlap flags, recompute of experts", 4,
+        f"{ALLTOALL} {EP2} {OVERLAP_GRADS} --global-batch-size 16 "
+        "--recompute-granularity selective --recompute-modules moe",
+        ours=OVERLAP_PARAMS, strategies=(ZERO3, ZERO2)),
     Row("EP2 x DP2, bf16", 4, f"{ALLTOALL} {EP2} --bf16", strategies=(ZERO3, ZERO2)),
     Row("EP2, HSDP 2x2", 4, f"{ALLTOALL} {EP2} {NORMS}", ours=HSDP, strategies=STRATEGIES,
         quick=True),

@@ -241,6 +241,9 @@ def with_options(options: Options) -> type[FullyShardedDataParallel]:
 def _device_type(module: nn.Module) -> str:
     first = next(module.parameters(), None)
     if first is None:
-        raise ValueError("a model chunk without parameters cannot be sharded")
+        raise ValueError(
+            "a model chunk without parameters cannot be sharded; give every pipeline stage "
+            "a layer, with a smaller --pipeline-model-parallel-size or another layout"
+        )
     # Megatron's own calls say where a parameter comes to be that is nowhere yet.
     return torch.empty(0, device="cuda").device.type if first.is_meta else first.device.type

@@ -226,6 +226,33 @@ def test_without_the_check_the_training_goes_on(megatron: RankPools) -> None:
     megatron(2).run(train_with_infinite_gradients, flags, ["decoder.final_layernorm"])
 
 
+class _WithoutParameters(torch.nn.Module):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+
+
+def train_a_chunk_without_parameters(flags: Sequence[str]) -> None:
+    """Run a training whose model has nothing to train."""
+    gpt = session.enter_rehearsal()["gpt"]
+    build = gpt.build_model
+    gpt.build_model = lambda *args, **kwargs: _WithoutParameters(
+        gpt.core_transformer_config_from_args(gpt.get_args())
+    )
+    try:
+        train(flags)
+    finally:
+        gpt.build_model = build
+
+
+def test_a_chunk_without_parameters_is_refused_with_advice(megatron: RankPools) -> None:
+    with pytest.raises(
+        RankFailure,
+        match=r"chunk without parameters cannot be sharded; .*--pipeline-model-parallel-size",
+    ):
+        megatron(2).run(train_a_chunk_without_parameters, [*MODEL_FLAGS, *SIX, *fsdp()])
+
+
 # -- how a run ends, and what it begins with ------------------------------------------------------
 
 

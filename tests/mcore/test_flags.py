@@ -120,6 +120,15 @@ def test_flags_that_do_not_go_together_are_named(
         check_before(_parsed(parser, *flags.split()))
 
 
+@pytest.mark.parametrize("name", ["sft", "fim_data", "dataloader_inter_document_masking"])
+def test_data_that_pretrain_gpt_does_not_build_is_refused(name: str) -> None:
+    from megatron_fsdp_v2_mcore.pretrain_gpt.data import check_data
+
+    check_data(argparse.Namespace(**{name: False}))
+    with pytest.raises(FlagError, match=f"--{name.replace('_', '-')} asks for data"):
+        check_data(argparse.Namespace(**{name: True}))
+
+
 def test_without_our_flag_nothing_is_checked(parser: argparse.ArgumentParser) -> None:
     args = parser.parse_args([*MODEL_FLAGS, "--qk-clip", "--use-torch-fsdp2"])
     check_before(args)

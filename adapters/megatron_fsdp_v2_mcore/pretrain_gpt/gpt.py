@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
 from megatron.core.enums import ModelType
 from megatron.core.rerun_state_machine import get_rerun_state_machine
-from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 from megatron.core.utils import get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
 from megatron.training import get_args, get_timers, pretrain
@@ -25,7 +24,9 @@ from megatron.training.argument_utils import (
 from megatron.training.arguments import parse_and_validate_args
 from megatron.training.models.gpt import GPTModelBuilder
 from megatron.training.models.hybrid import HybridModelBuilder
-from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
+from megatron.training.utils import is_first_or_last_pipeline_stage
+
+from megatron_fsdp_v2_mcore.pretrain_gpt.data import check_data, dataset_config
 
 __all__ = ["train"]
 
@@ -76,31 +77,6 @@ def build_model(
     return model
 
 
-def _dataset_config(args: Any) -> GPTDatasetConfig:
-    blend, blend_per_split = get_blend_and_blend_per_split(args)
-    return GPTDatasetConfig(
-        random_seed=args.seed,
-        sequence_length=args.seq_length,
-        blend=blend,
-        blend_per_split=blend_per_split,
-        split=args.split,
-        multiple_validation_sets=args.multiple_validation_sets,
-        full_validation=args.full_validation,
-        num_dataset_builder_threads=args.num_dataset_builder_threads,
-        path_to_cache=args.data_cache_path,
-        mmap_bin_files=args.mmap_bin_files,
-        tokenizer=build_tokenizer(args),
-        reset_position_ids=args.reset_position_ids,
-        reset_attention_mask=args.reset_attention_mask,
-        eod_mask_loss=args.eod_mask_loss,
-        create_attention_mask=args.create_attention_mask_in_dataloader,
-        object_storage_cache_path=args.object_storage_cache_path,
-        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
-        data_parallel_size=args.data_parallel_size,
-        context_parallel_size=args.context_parallel_size,
-    )
-
-
 def _reads_data(args: Any, vp_stage: int | None) -> bool:
     """Whether this rank's stage needs tokens or labels."""
     uses_data = is_first_or_last_pipeline_stage(vp_stage) or _has_mtp(args, vp_stage)
@@ -133,7 +109,7 @@ def build_datasets(num_samples: Any, vp_stage: int | None = None) -> Any:
         MockGPTDataset if args.mock_data else GPTDataset,
         num_samples,
         lambda: mpu.get_tensor_model_parallel_rank() == 0 and _reads_data(args, vp_stage),
-        _dataset_config(args),
+        dataset_config(args),
     )
     return builder.build()
 
@@ -268,6 +244,7 @@ def _vp_stage(model: torch.nn.Module) -> int | None:
 def train() -> None:
     """Parse Megatron's flags and train."""
     args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
+    check_data(args)
     pretrain(
         pretrain_cfg_container_from_args(args),
         build_datasets,

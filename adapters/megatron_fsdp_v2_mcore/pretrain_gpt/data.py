@@ -1,0 +1,85 @@
+"""The data of `pretrain_gpt`: what Megatron's flags about it mean to its dataset builder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.training.utils import get_blend_and_blend_per_split
+
+from megatron_fsdp_v2_mcore.errors import FlagError
+
+__all__ = ["check_data", "dataset_config"]
+
+
+def dataset_config(args: Any) -> GPTDatasetConfig:
+    """What Megatron's arguments say about data.
+
+    Args:
+        args: Megatron's arguments.
+    """
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    return GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=blend,
+        blend_per_split=blend_per_split,
+        split=args.split,
+        multiple_validation_sets=args.multiple_validation_sets,
+        full_validation=args.full_validation,
+        num_dataset_builder_threads=args.num_dataset_builder_threads,
+        path_to_cache=args.data_cache_path,
+        mmap_bin_files=args.mmap_bin_files,
+        tokenizer=build_tokenizer(args),
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=args.create_attention_mask_in_dataloader,
+        object_storage_cache_path=args.object_storage_cache_path,
+        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
+        data_parallel_size=args.data_parallel_size,
+        context_parallel_size=args.context_parallel_size,
+        allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
+        fast_cache_load=args.dataloader_fast_cache_load,
+        defer_npy_index_mmap=args.dataloader_defer_npy_index_mmap,
+        sequences_per_dataset=_sequences_per_dataset(args.per_dataset_sequences_path),
+    )
+
+
+def _sequences_per_dataset(path: str | None) -> dict[str, int] | None:
+    """Numbers of sequences by dataset, from the JSON file that Megatron's flag names."""
+    if path is None:
+        return None
+    counts: dict[str, int] = json.loads(Path(path).read_text())
+    return counts
+
+
+OTHER_DATA = {
+    "sft": ("--sft", "it packs conversations"),
+    "fim_data": ("--fim-data", "it cuts samples up to be filled in"),
+    "dataloader_inter_document_masking": (
+        "--dataloader-inter-document-masking",
+        "it packs documents and attends within each",
+    ),
+}
+"""Flags that ask for datasets this program does not build, with what they do."""
+
+
+def check_data(args: Any) -> None:
+    """See that the data asked for is of the kind this program builds.
+
+    Args:
+        args: Megatron's arguments.
+
+    Raises:
+        FlagError: It is not; names the flag.
+    """
+    for name, (flag, meaning) in OTHER_DATA.items():
+        if getattr(args, name, None):
+            raise FlagError(
+                f"{flag} asks for data that this pretrain_gpt does not build ({meaning}); run a "
+                "script of your own that does with -m megatron_fsdp_v2_mcore.run"
+            )

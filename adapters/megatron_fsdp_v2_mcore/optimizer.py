@@ -24,6 +24,9 @@ from megatron_fsdp_v2_mcore.checkpoint_names import parameter_names
 
 __all__ = ["ShardedOptimizer", "params_l2_norm"]
 
+_OF_THIS_RUN = ("is_expert_parallel",)
+"""What a group of parameters says of how this run is spread, which no checkpoint changes."""
+
 
 class ShardedOptimizer(DistributedOptimizer):
     """Steps sharded main weights; counts every element of the model once."""
@@ -105,10 +108,9 @@ class ShardedOptimizer(DistributedOptimizer):
         found = []
         for group in param_groups:
             names = [self._param_name(param) for param in group["params"]]
+            mine = {key: group[key] for key in _OF_THIS_RUN if key in group}
             # What Megatron made and does not use is in no checkpoint.
-            metas = {
-                name: param_to_group_meta[name] for name in names if name in param_to_group_meta
-            }
+            metas = {n: param_to_group_meta[n] | mine for n in names if n in param_to_group_meta}
             first = next(iter(metas), None)
             meta = {k: v for k, v in group.items() if k != "params"}
             meta = meta if first is None else metas[first]

@@ -65,9 +65,9 @@ CASES: dict[str, tuple[str, tuple[int, list[str]], list[tuple[int, list[str]]]]]
         [(2, _sizes()), (4, _sizes(ep=4)), (2, _sizes(pp=_PP2))],
     ),
     "experts-tensor": (
-        _MOE,
-        (4, _sizes(tp=2, etp=1, ep=2)),
-        [(2, _sizes()), (4, _sizes(tp=2, etp=2))],
+        f"{_MOE} --normalization RMSNorm",
+        (4, [*_sizes(tp=2, etp=1, ep=2), "--sequence-parallel"]),
+        [(2, _sizes()), (4, [*_sizes(tp=2, etp=2), "--sequence-parallel"])],
     ),
     "multi-token": (_MTP, (2, _sizes(pp=_PP2)), [(1, _sizes()), (2, _sizes(pp=_PP2))]),
     "one-stage-multi-token": (_MTP, (2, _sizes()), [(2, _sizes(pp=_PP2))]),

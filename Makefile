@@ -37,8 +37,9 @@ pretrain: setup ## pretrain a small GPT on real text, save, resume, show the res
 test: lint ## lint, then the tests and the quick rows of the functional matrix
 	@$(PY) -m pytest -m "not gpu and not functional"
 
-test-functional: setup ## the whole functional matrix against Megatron's own DDP
+test-functional: setup ## the whole functional matrix, and long trainings through Megatron
 	@$(PY) -m pytest functional_tests
+	@$(PY) -m pytest -m functional tests
 
 lint: setup ## ruff, format check, type check, import layering
 	@$(PY) -m ruff check .

@@ -27,16 +27,19 @@ def test_a_rank_has_an_early_and_a_late_chunk() -> None:
     [[], GQA, [*NO_MASK, "--window-size", "5,0"], [*NO_MASK, "--recompute-activations"]],
     ids=["learned-positions", "rotary-gqa", "window", "recompute"],
 )
+@pytest.mark.functional
 def test_context_parallel_trains_like_one_rank(megatron: RankPools, flags: list[str]) -> None:
     _same(_train(megatron, 2, *CP2, *flags), _train(megatron, 1, *flags))
 
 
+@pytest.mark.functional
 def test_context_with_data_and_tensor_parallel_trains_like_one_rank(megatron: RankPools) -> None:
     _same(_train(megatron, 4, *CP2, *GQA), _train(megatron, 1, *GQA))
     alone = _train(megatron, 1, *_tensor_parallel(1))
     _same(_train(megatron, 4, *CP2, *_tensor_parallel(2), "--sequence-parallel"), alone)
 
 
+@pytest.mark.functional
 def test_a_predicted_token_is_exchanged_between_parts_of_a_sequence(megatron: RankPools) -> None:
     flags = [*GQA, "--mtp-num-layers", "1"]
     mine, alone = _train(megatron, 2, *CP2, *flags), _train(megatron, 1, *flags)

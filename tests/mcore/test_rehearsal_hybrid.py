@@ -64,6 +64,7 @@ def test_a_norm_of_groups_is_a_norm_of_each() -> None:
     torch.testing.assert_close(norm(x), torch.cat(parts, dim=1))
 
 
+@pytest.mark.functional
 def test_hybrid_models_train_alike_under_data_and_context_parallelism(megatron: RankPools) -> None:
     alone = _train(megatron, 1, *HYBRID)
     _same(_train(megatron, 2, *HYBRID), alone)
@@ -75,6 +76,7 @@ def _layers(model: list[Any], optimizer: Any) -> list[str]:
     return [type(layer).__name__ for layer in model[0].module.decoder.layers]
 
 
+@pytest.mark.functional
 def test_a_pattern_says_which_layers_a_pipeline_stage_has(megatron: RankPools) -> None:
     flags = [*_MAMBA, PATTERN, "M*|-ME", "--pipeline-model-parallel-size", "2"]
     flags += ["--num-experts", "2", "--moe-router-topk", "2"]
@@ -86,6 +88,7 @@ def test_a_pattern_says_which_layers_a_pipeline_stage_has(megatron: RankPools) -
     ]
 
 
+@pytest.mark.functional
 def test_a_tensor_parallel_hybrid_model_goes_on_from_its_checkpoint(
     megatron: RankPools, tmp_path: Path
 ) -> None:

@@ -29,6 +29,7 @@ def _identical(mine: Training, theirs: Training) -> None:
 
 
 @pytest.mark.parametrize("flags", [[], ["--disable-bias-linear", "--swiglu"]], ids=["bias", "glu"])
+@pytest.mark.functional
 def test_grouped_experts_train_like_sequential_ones(megatron: RankPools, flags: list[str]) -> None:
     sequential = _train(megatron, 2, *ONE_EACH, *flags)
     _identical(_train(megatron, 2, *ONE_EACH, *flags, *GROUPED), sequential)
@@ -54,6 +55,7 @@ def test_grouped_experts_have_transformer_engines_names_and_marks(megatron: Rank
 
 
 @pytest.mark.parametrize("experts", [[], GROUPED], ids=["sequential", "grouped"])
+@pytest.mark.functional
 def test_expert_and_data_parallel_train_like_expert_parallel(
     megatron: RankPools, experts: list[str]
 ) -> None:
@@ -62,6 +64,7 @@ def test_expert_and_data_parallel_train_like_expert_parallel(
 
 
 @pytest.mark.parametrize("size", ["1", "2"])
+@pytest.mark.functional
 def test_expert_tensor_parallel_learns(megatron: RankPools, size: str) -> None:
     flags = [*FOUR, *BATCH, *GROUPED, "--tensor-model-parallel-size", "2", "--sequence-parallel"]
     flags += ["--expert-tensor-parallel-size", size, "--moe-token-dispatcher-type"]
@@ -73,6 +76,7 @@ def test_expert_tensor_parallel_learns(megatron: RankPools, size: str) -> None:
     assert by_dispatcher[0].losses[-1] < by_dispatcher[0].losses[0]
 
 
+@pytest.mark.functional
 def test_recompute_of_experts_changes_no_bit(megatron: RankPools) -> None:
     flags = [*FOUR, *EP2, *GROUPED]
     recompute = ["--recompute-granularity", "selective", "--recompute-modules"]
@@ -80,6 +84,7 @@ def test_recompute_of_experts_changes_no_bit(megatron: RankPools) -> None:
     _identical(_train(megatron, 2, *flags, *recompute, "moe_act"), plain)
 
 
+@pytest.mark.functional
 def test_sequential_experts_go_on_from_a_checkpoint_of_grouped_ones(
     megatron: RankPools, tmp_path: Path
 ) -> None:

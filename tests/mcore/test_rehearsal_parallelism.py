@@ -99,12 +99,14 @@ PARALLEL: dict[str, tuple[int, str]] = {
 
 
 @pytest.mark.parametrize("name", PARALLEL)
+@pytest.mark.functional
 def test_a_parallel_run_learns(megatron: RankPools, name: str) -> None:
     world_size, flags = PARALLEL[name]
     result = _train(megatron, world_size, *flags.split())
     assert result.losses[-1] < result.losses[0]
 
 
+@pytest.mark.functional
 def test_recompute_under_sequence_parallelism_changes_nothing(megatron: RankPools) -> None:
     flags = [*_tensor_parallel(2), "--sequence-parallel"]
     recompute = ["--recompute-granularity", "full", "--recompute-method", "uniform"]
@@ -112,6 +114,7 @@ def test_recompute_under_sequence_parallelism_changes_nothing(megatron: RankPool
     _same(_train(megatron, 2, *flags, *recompute, "--recompute-num-layers", "1"), plain)
 
 
+@pytest.mark.functional
 def test_an_overflow_in_fp16_skips_iterations_and_halves_the_scale(megatron: RankPools) -> None:
     scale = 2.0**40
     flags = ["--fp16", "--initial-loss-scale", str(scale), "--hysteresis", "1"]
@@ -133,8 +136,8 @@ def test_tensorboard_gets_what_megatron_logs(megatron: RankPools, tmp_path: Path
 
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+@pytest.mark.functional
 def test_megatrons_own_fsdp_trains_like_ddp(megatron: RankPools, strategy: str) -> None:
-    pytest.importorskip("einops", reason="Megatron's own FSDP needs einops")
     flags = ["--use-megatron-fsdp", "--ckpt-format", "fsdp_dtensor"]
     flags += ["--data-parallel-sharding-strategy", strategy]
     _same(_train(megatron, 2, *flags), _train(megatron, 2))

@@ -36,6 +36,7 @@ SIX = ["--train-iters", "6"]
         ("--deterministic-mode", 6),
     ],
 )
+@pytest.mark.functional
 def test_a_feature_trains_like_ddp(megatron: RankPools, flags: str, num_logged: int) -> None:
     reference = megatron(2).run(train, [*MODEL_FLAGS, *SIX, *flags.split()])[0]
     ours = megatron(2).run(train, [*MODEL_FLAGS, *SIX, *fsdp(), *flags.split()])[0]
@@ -86,6 +87,7 @@ def logged_by_ddp(megatron: RankPools) -> Scalars:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.functional
 def test_tensorboard_gets_the_scalars_it_gets_from_ddp(
     megatron: RankPools, logged_by_ddp: Scalars, strategy: str
 ) -> None:
@@ -155,6 +157,7 @@ def test_norms_of_every_parameter_are_those_of_ddp(megatron: RankPools, strategy
     ],
     ids=["TP2", "PP2", "VPP2", "EP2", "HSDP"],
 )
+@pytest.mark.functional
 def test_norms_of_every_parameter_add_up_to_the_norms_of_the_model(
     megatron: RankPools, flags: str, num_parameters: int
 ) -> None:
@@ -284,6 +287,7 @@ def train_until_it_exits(flags: Sequence[str]) -> tuple[Any, list[str]]:
     ],
     ids=["interval", "duration"],
 )
+@pytest.mark.functional
 def test_a_run_that_exits_early_saves_and_is_resumed(
     megatron: RankPools, tmp_path: Path, flags: list[str], saved: str
 ) -> None:
@@ -320,6 +324,7 @@ def saved(megatron: RankPools, tmp_path_factory: pytest.TempPathFactory) -> tupl
     return folder, megatron(2).run(evaluations, [*flags, "--eval-iters", "2"])[0]
 
 
+@pytest.mark.functional
 def test_evaluation_without_training_finds_what_training_ended_with(
     megatron: RankPools, saved: tuple[Path, Any]
 ) -> None:
@@ -329,6 +334,7 @@ def test_evaluation_without_training_finds_what_training_ended_with(
     assert megatron(2).run(evaluations, [*flags, "--eval-iters", "2"])[0] == losses
 
 
+@pytest.mark.functional
 def test_finetuning_starts_over_with_loaded_weights(
     megatron: RankPools, saved: tuple[Path, Any]
 ) -> None:
@@ -349,6 +355,7 @@ def test_finetuning_starts_over_with_loaded_weights(
         "--exit-on-missing-checkpoint",
     ],
 )
+@pytest.mark.functional
 def test_flags_about_loading_load(megatron: RankPools, saved: tuple[Path, Any], flags: str) -> None:
     model = list(MODEL_FLAGS)
     if flags == "--use-checkpoint-args":

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_fsdp_v2_mcore.errors import FlagError
 
-__all__ = ["Verdict", "compare_with_file"]
+__all__ = ["Verdict", "compare_with_file", "judge"]
 
 Shape = tuple[int, ...] | None
 """Of a tensor; None for everything else."""
@@ -93,7 +93,7 @@ def compare_with_file(path: str, request: dict[str, Any], saved_args: Any, args:
     answer: list[Any] = [None]
     if gathered is not None:
         everything = {key: shape for rank in gathered for key, shape in rank.items()}
-        answer[0] = _judge(path, everything, saved_args, args)
+        answer[0] = judge(path, everything, saved_args, args)
     dist.broadcast_object_list(answer)
     verdict: Verdict = answer[0]
     if verdict.problem:
@@ -101,7 +101,15 @@ def compare_with_file(path: str, request: dict[str, Any], saved_args: Any, args:
     return verdict
 
 
-def _judge(path: str, asked: dict[str, Shape], saved_args: Any, args: Any) -> Verdict:
+def judge(path: str, asked: dict[str, Shape], saved_args: Any, args: Any) -> Verdict:
+    """What of a request a file can answer.
+
+    Args:
+        path: The folder of the checkpoint.
+        asked: What all ranks together ask for, with the shapes of tensors.
+        saved_args: Megatron's arguments of the run that saved.
+        args: Those of this run.
+    """
     metadata = FileSystemReader(path).read_metadata().state_dict_metadata
     there: dict[str, Shape] = {
         key: tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None

@@ -72,7 +72,9 @@ def _gated(module: nn.Module) -> dict[nn.Parameter, tuple[tuple[int, ...], tuple
         if not isinstance(layer, MLP | TEGroupedMLP) or not layer.config.gated_linear_unit:
             continue
         fused: Any = layer.linear_fc1
-        for param in fused.parameters():
-            half = param.shape[0] // 2
-            found[param] = ((half, half), GATED)
+        for name, param in fused.named_parameters():
+            # Transformer Engine's layer may hold the norm before it as well, which is not gated.
+            if name.startswith(("weight", "bias")):
+                half = param.shape[0] // 2
+                found[param] = ((half, half), GATED)
     return found

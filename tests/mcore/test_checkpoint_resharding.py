@@ -58,7 +58,11 @@ CASES: dict[str, tuple[str, tuple[int, list[str]], list[tuple[int, list[str]]]]]
         (2, _sizes()),
         [(2, _sizes(pp=_PP2)), (2, _sizes(pp=_VIRTUAL))],
     ),
-    "virtual": ("", (2, _sizes(pp=_VIRTUAL)), [(2, _sizes()), (4, _sizes(pp=_VIRTUAL))]),
+    "virtual": (
+        "",
+        (2, _sizes(pp=_VIRTUAL)),
+        [(2, _sizes()), (4, _sizes(pp=_VIRTUAL, strategy="optim"))],
+    ),
     "experts": (
         _BIASED,
         (4, _sizes(ep=2)),

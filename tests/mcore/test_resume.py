@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.mcore.session import MODEL_FLAGS, fsdp, train
+from tests.mcore.session import MODEL_FLAGS, curves, distance, fsdp, train
 from tests.ranks import RankPools
 
 
 def _losses(pools: RankPools, world_size: int, flags: list[str]) -> list[float]:
-    losses: list[float] = pools(world_size).run(train, [*MODEL_FLAGS, *flags])[0].losses
-    return losses
-
-
-def _distance(mine: list[float], theirs: list[float]) -> float:
-    return max(abs(a - b) / abs(b) for a, b in zip(mine, theirs, strict=True))
+    return curves(pools(world_size).run(train, [*MODEL_FLAGS, *flags])).losses
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +31,7 @@ def test_losses_after_loading_at_another_world_size_equal_the_uninterrupted(
     flags = ["--train-iters", "12", "--load", str(folder), "--ckpt-step", "5", "--swiglu"]
     resumed = _losses(megatron, world_size, fsdp("optim_grads_params", *flags))
     assert len(resumed) == 7
-    assert _distance(resumed, uninterrupted[5:]) < 1e-6
+    assert distance(resumed, uninterrupted[5:]) < 1e-6
     if world_size == 2:
         assert resumed == uninterrupted[5:]
 
@@ -47,17 +43,40 @@ def test_a_zero3_checkpoint_loads_under_every_strategy(
     folder, uninterrupted = saved
     flags = ["--train-iters", "12", "--load", str(folder), "--ckpt-step", "5", "--swiglu"]
     resumed = _losses(megatron, 3, fsdp(strategy, *flags))
-    assert _distance(resumed, uninterrupted[5:]) < 1e-6
+    assert distance(resumed, uninterrupted[5:]) < 1e-6
 
 
+@pytest.mark.parametrize(
+    "sizes",
+    ["", "--pipeline-model-parallel-size 2", "--tensor-model-parallel-size 2"],
+    ids=["data", "pipeline", "tensor"],
+)
 def test_rng_scheduler_and_optimizer_are_restored_exactly(
-    megatron: RankPools, tmp_path: Path
+    megatron: RankPools, tmp_path: Path, sizes: str
 ) -> None:
     """With dropout and a decaying learning rate, every one of them shows in the losses."""
     common = ["--train-iters", "10", "--attention-dropout", "0.1", "--hidden-dropout", "0.1"]
-    common += ["--lr-decay-style", "cosine", "--lr-warmup-iters", "3", "--bf16"]
+    common += ["--lr-decay-style", "cosine", "--lr-warmup-iters", "3", "--bf16", *sizes.split()]
     save = ["--save", str(tmp_path), "--save-interval", "4"]
     uninterrupted = _losses(megatron, 2, fsdp("optim_grads_params", *common, *save))
     load = ["--load", str(tmp_path), "--ckpt-step", "4"]
     resumed = _losses(megatron, 2, fsdp("optim_grads_params", *common, *load))
     assert resumed == uninterrupted[4:]
+
+
+def loss_scale(model: list[Any], optimizer: Any) -> float:
+    """The scale a training ends with."""
+    del model
+    return float(optimizer.get_loss_scale())
+
+
+def test_the_loss_scale_goes_on_where_it_was(megatron: RankPools, tmp_path: Path) -> None:
+    common = ["--fp16", "--initial-loss-scale", "1024", "--loss-scale-window", "3"]
+    flags = [*MODEL_FLAGS, *fsdp("optim_grads_params", *common), "--train-iters", "8"]
+    save = ["--save", str(tmp_path), "--save-interval", "4"]
+    uninterrupted = megatron(2).run(train, [*flags, *save], loss_scale)[0]
+    load = ["--load", str(tmp_path), "--ckpt-step", "4"]
+    resumed = megatron(2).run(train, [*flags, *load], loss_scale)[0]
+    assert resumed.losses == uninterrupted.losses[4:]
+    # It grew at iterations 3 and 6: once before the checkpoint, once after it.
+    assert resumed.extras == uninterrupted.extras == 4096.0

@@ -1,0 +1,149 @@
+"""A checkpoint of another model is refused by name, before a value is read."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
+
+from megatron_fsdp_v2_mcore.checkpoint_check import check_checkpoint_folder
+from megatron_fsdp_v2_mcore.checkpoint_fit import judge
+from tests.mcore.session import MODEL_FLAGS, fsdp, train
+from tests.ranks import RankFailure, RankPools
+
+EMBEDDING = "model.embedding.word_embeddings.weight"
+STATE = "optimizer.state.embedding.word_embeddings.weight.exp_avg"
+META = "optimizer.param_to_group_meta.embedding.word_embeddings.weight.lr"
+RNG = "rng_state.(0, 0).0.torch_rng_state"
+
+ASKED: dict[str, tuple[int, ...] | None] = {
+    EMBEDDING: (8, 2),
+    "model.decoder.layers.0.mlp.linear_fc1.weight": (4, 2),
+    STATE: (8, 2),
+    META: None,
+    RNG: (16,),
+}
+
+
+def _args(**changed: Any) -> argparse.Namespace:
+    values = {"num_layers": 1, "padded_vocab_size": 8, "tensor_model_parallel_size": 1}
+    return argparse.Namespace(**(values | changed))
+
+
+def _saved(folder: Path, without: tuple[str, ...] = (), **more: tuple[int, ...]) -> str:
+    """A checkpoint of what `ASKED` asks for, except some entries."""
+    entries = {k: shape for k, shape in ASKED.items() if not k.startswith(without or ("-",))}
+    dcp.save(
+        {k: 1.0 if s is None else torch.ones(s) for k, s in {**entries, **more}.items()},
+        checkpoint_id=str(folder),
+        no_dist=True,
+    )
+    return str(folder)
+
+
+def test_what_fits_has_no_problem_and_no_note(tmp_path: Path) -> None:
+    verdict = judge(_saved(tmp_path), ASKED, _args(), _args())
+    assert (verdict.problem, verdict.notes, verdict.without_state) == ("", [], set())
+    assert verdict.loads_rng
+
+
+def test_missing_parameters_are_named_with_the_flag_that_differs(tmp_path: Path) -> None:
+    path = _saved(tmp_path, without=("model.decoder",))
+    problem = judge(path, ASKED, _args(num_layers=0), _args()).problem
+    assert "does not hold model.decoder.layers.0.mlp.linear_fc1.weight" in problem
+    assert "--num-layers (num_layers) was 0 and is 1" in problem
+
+
+def test_parameters_nobody_asks_for_are_named(tmp_path: Path) -> None:
+    extra = {"model.decoder.layers.1.mlp.linear_fc1.weight": (4, 2)}
+    problem = judge(_saved(tmp_path, **extra), ASKED, _args(num_layers=2), _args()).problem
+    assert "holds what this model does not have: model.decoder.layers.1" in problem
+    assert "--num-layers (num_layers) was 2 and is 1" in problem
+
+
+def test_a_vocabulary_padded_differently_says_how_to_pad_it_alike(tmp_path: Path) -> None:
+    path = _saved(tmp_path, **{EMBEDDING: (12, 2), STATE: (12, 2)})
+    was = _args(padded_vocab_size=12, tensor_model_parallel_size=2)
+    problem = judge(path, ASKED, was, _args()).problem
+    assert f"shapes differ: {EMBEDDING} (12, 2), here (8, 2)" in problem
+    assert "padded to 12 at --tensor-model-parallel-size 2 and is padded to 8 at 1" in problem
+    assert "--make-vocab-size-divisible-by 12 pads it as it was" in problem
+
+
+def test_a_checkpoint_without_optimizer_names_the_flag(tmp_path: Path) -> None:
+    problem = judge(_saved(tmp_path, without=("optimizer.",)), ASKED, _args(), _args()).problem
+    assert "add --no-load-optim" in problem
+
+
+def test_a_missing_optimizer_option_is_named(tmp_path: Path) -> None:
+    problem = judge(_saved(tmp_path, without=(META,)), ASKED, _args(), _args()).problem
+    assert f"does not hold {META}" in problem
+
+
+def test_a_parameter_saved_before_its_first_step_starts_without_state(tmp_path: Path) -> None:
+    verdict = judge(_saved(tmp_path, without=(STATE,)), ASKED, _args(), _args())
+    assert verdict.problem == ""
+    assert verdict.without_state == {"embedding.word_embeddings.weight"}
+
+
+def test_random_numbers_of_other_ranks_are_not_loaded_and_that_is_said(tmp_path: Path) -> None:
+    asked = {**ASKED, "rng_state.(0, 1).0.torch_rng_state": (16,)}
+    verdict = judge(_saved(tmp_path), asked, _args(), _args())
+    assert verdict.problem == ""
+    assert not verdict.loads_rng
+    assert "keep the seeds that this run started with" in verdict.notes[0]
+
+
+def test_a_loss_scale_that_was_not_saved_is_said(tmp_path: Path) -> None:
+    asked = {**ASKED, "optimizer.grad_scaler.growth_tracker": None}
+    verdict = judge(_saved(tmp_path), asked, _args(), _args())
+    assert verdict.problem == ""
+    assert not verdict.loads_grad_scaler
+    assert "loss scale" in verdict.notes[0]
+
+
+@pytest.fixture(scope="module")
+def pipelined(megatron: RankPools, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint saved by two pipeline stages of two layers each."""
+    folder = tmp_path_factory.mktemp("pipelined")
+    sizes = ["--num-layers", "4", "--pipeline-model-parallel-size", "2"]
+    save = ["--train-iters", "1", "--save-interval", "1", "--save", str(folder)]
+    megatron(2).run(train, [*MODEL_FLAGS, *fsdp("optim_grads_params"), *sizes, *save])
+    return folder
+
+
+def test_the_file_holds_what_every_rank_of_the_model_holds_once(pipelined: Path) -> None:
+    check_checkpoint_folder(pipelined, may_be_empty=False)
+    metadata = dcp.FileSystemReader(pipelined / "iter_0000001").read_metadata()
+    keys = set(metadata.state_dict_metadata)
+    layers = {key.split(".")[3] for key in keys if key.startswith("model.decoder.layers.")}
+    assert layers == {"0", "1", "2", "3"}
+    for kind in ("optimizer.state.decoder", "optimizer.param_to_group_meta.decoder"):
+        assert {k.split(".")[4] for k in keys if k.startswith(f"{kind}.layers.")} == layers
+    assert {key.split(".")[1] for key in keys if key.startswith("rng_state.")} == {
+        "(0, 0)",
+        "(1, 0)",
+    }
+    assert not any("module." in key or key.startswith("model0") for key in keys)
+    assert "model.output_layer.weight" not in keys
+
+
+def test_plain_torch_reads_the_file_in_one_process(pipelined: Path) -> None:
+    plain = _load_state_dict_from_keys({"model"}, checkpoint_id=pipelined / "iter_0000001")["model"]
+    assert plain["embedding.word_embeddings.weight"].shape[1] == 64
+    assert "decoder.layers.3.mlp.linear_fc2.weight" in plain
+    assert all(tensor.isfinite().all() for tensor in plain.values())
+
+
+def test_a_model_with_fewer_layers_is_refused_on_every_rank(
+    megatron: RankPools, pipelined: Path
+) -> None:
+    flags = [*MODEL_FLAGS, *fsdp("optim_grads_params"), "--load", str(pipelined)]
+    with pytest.raises(RankFailure, match=r"num_layers\) was 4 and is 2") as refused:
+        megatron(2).run(train, [*flags, "--train-iters", "2"])
+    assert str(refused.value).count("FlagError: ") == 2

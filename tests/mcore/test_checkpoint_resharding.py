@@ -107,8 +107,17 @@ def saved(
     return run
 
 
+# What `make test` runs; the others are run with the functional matrix.
+QUICK = (("tensor-gated", 0), ("experts", 0), ("virtual", 0))
+
+
 @pytest.mark.parametrize(
-    ("case", "number"), [(c, n) for c, (_, _, loads) in CASES.items() for n in range(len(loads))]
+    ("case", "number"),
+    [
+        pytest.param(c, n, marks=() if (c, n) in QUICK else pytest.mark.functional)
+        for c, (_, _, loads) in CASES.items()
+        for n in range(len(loads))
+    ],
 )
 def test_values_are_bit_equal_and_losses_go_on_at_other_sizes(
     megatron: RankPools,

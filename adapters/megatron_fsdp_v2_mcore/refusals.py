@@ -188,6 +188,13 @@ def check_parallel_sizes(args: Any) -> None:
             f"{ranks} ranks cannot be divided by --tensor-model-parallel-size {tensor} x "
             f"--pipeline-model-parallel-size {pipeline} x --context-parallel-size {context}"
         )
+    variant = getattr(args, "experimental_attention_variant", None)
+    if variant == "gated_delta_net" and tensor > 1:
+        raise FlagError(
+            f"--experimental-attention-variant {variant} cannot be used with "
+            f"--tensor-model-parallel-size {tensor}: Megatron does not say how its fused "
+            "projections are cut, so that a checkpoint could not be put together"
+        )
     if expert == 1:
         return
     if not args.num_experts:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from torch.distributed.checkpoint import FileSystemReader
 
 from tests.mcore.checkpoint_values import digests, together
 from tests.mcore.session import MODEL_FLAGS, Training, curves, distance, fsdp, train
@@ -136,3 +137,20 @@ def test_values_are_bit_equal_and_losses_go_on_at_other_sizes(
     reference = curves(uninterrupted)
     assert distance(resumed.losses, reference.losses[2:]) < 1e-6
     assert distance(resumed.grad_norms, reference.grad_norms[2:]) < 1e-5
+
+
+def test_frozen_parameters_are_saved_without_optimizer_state(
+    megatron: RankPools, tmp_path: Path
+) -> None:
+    flags = [*MODEL_FLAGS, *_TRAIN.split(), "--swiglu"]
+    save = [*_sizes(pp=_PP2), "--save", str(tmp_path), "--save-interval", "2"]
+    uninterrupted = megatron(2).run(train, [*flags, *save], digests, ["mlp"])
+    metadata = FileSystemReader(tmp_path / "iter_0000004").read_metadata()
+    frozen = [key for key in metadata.state_dict_metadata if "mlp" in key]
+    assert frozen
+    assert all(key.startswith("model.") for key in frozen)
+    load = [*_sizes(), "--load", str(tmp_path)]
+    loaded = together(megatron(2).run(train, [*flags, *load], digests, ["mlp"]))
+    assert loaded == together(uninterrupted)
+    resumed = curves(megatron(2).run(train, [*flags, *load, "--ckpt-step", "2"], None, ["mlp"]))
+    assert distance(resumed.losses, curves(uninterrupted).losses[2:]) < 1e-6

@@ -98,6 +98,10 @@ def test_a_refused_flag_ends_the_start_with_its_name(
             "--pipeline-model-parallel-size 1 x --context-parallel-size 3",
         ),
         (
+            "--tensor-model-parallel-size 2 --experimental-attention-variant gated_delta_net",
+            "gated_delta_net cannot be used with --tensor-model-parallel-size 2",
+        ),
+        (
             "--outer-dp-sharding-strategy optim",
             "optim shards between optimizer instances, and there is one; "
             "add --num-distributed-optimizer-instances",

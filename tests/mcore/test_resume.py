@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -64,19 +63,14 @@ def test_rng_scheduler_and_optimizer_are_restored_exactly(
     assert resumed == uninterrupted[4:]
 
 
-def loss_scale(model: list[Any], optimizer: Any) -> float:
-    """The scale a training ends with."""
-    del model
-    return float(optimizer.get_loss_scale())
-
-
 def test_the_loss_scale_goes_on_where_it_was(megatron: RankPools, tmp_path: Path) -> None:
     common = ["--fp16", "--initial-loss-scale", "1024", "--loss-scale-window", "3"]
     flags = [*MODEL_FLAGS, *fsdp("optim_grads_params", *common), "--train-iters", "8"]
     save = ["--save", str(tmp_path), "--save-interval", "4"]
-    uninterrupted = megatron(2).run(train, [*flags, *save], loss_scale)[0]
+    uninterrupted = megatron(2).run(train, [*flags, *save])[0]
     load = ["--load", str(tmp_path), "--ckpt-step", "4"]
-    resumed = megatron(2).run(train, [*flags, *load], loss_scale)[0]
+    resumed = megatron(2).run(train, [*flags, *load])[0]
     assert resumed.losses == uninterrupted.losses[4:]
-    # It grew at iterations 3 and 6: once before the checkpoint, once after it.
-    assert resumed.extras == uninterrupted.extras == 4096.0
+    assert resumed.loss_scales == uninterrupted.loss_scales[4:]
+    # It grew once before the checkpoint, and once after it.
+    assert resumed.loss_scales[-1] == 2 * resumed.loss_scales[0] == 4096.0

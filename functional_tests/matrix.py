@@ -64,6 +64,8 @@ FP16 = (
     "--accumulate-allreduce-grads-in-fp32"
 )
 MTP = "--mtp-num-layers 1 --position-embedding-type rope"
+MAMBA = "--hybrid-layer-pattern M*-M --mamba-state-dim 16 --mamba-head-dim 16 --mamba-num-groups 2"
+META = "--init-model-with-meta-device"
 BATCH1 = "--micro-batch-size 1"
 
 
@@ -179,7 +181,7 @@ ROWS: tuple[Row, ...] = (
     Row("experts, sigmoid router with bias", 2,
         f"{ALLTOALL} --moe-router-score-function sigmoid --moe-router-enable-expert-bias",
         strategies=(ZERO3, ZERO1)),
-    Row("hybrid Mamba", 2, "--hybrid-layer-pattern M*-M", strategies=(ZERO3, ZERO2)),
+    Row("hybrid Mamba", 2, MAMBA, strategies=(ZERO3, ZERO2)),
     Row("TP2", 2, f"{TP2} {NORMS}", strategies=(ZERO3, NO_SHARD)),
     Row("PP2, tied", 2, f"{PP2} {NORMS}", strategies=(ZERO3, ZERO1)),
     Row("CP2", 2, CP2, strategies=(ZERO3, ZERO2)),
@@ -237,7 +239,7 @@ ROWS: tuple[Row, ...] = (
         strategies=(ZERO3, ZERO2)),
     Row("TP2 x DP2, expert TP2", 4, f"{ALLTOALL} {TP2_SP}", strategies=(ZERO3, ZERO1)),
     Row("EP2 x PP2", 4, f"{ALLTOALL} {EP2} {PP2} {UNTIED}", strategies=(ZERO3, ZERO2)),
-    Row("hybrid Mamba, TP2 x DP2", 4, f"--hybrid-layer-pattern M*-M {TP2_SP}",
+    Row("hybrid Mamba, TP2 x DP2", 4, f"{MAMBA} {TP2_SP}",
         strategies=(ZERO3, ZERO1)),
     # ------------------------------------------------------------------------------------- 8 ranks
     Row("TP2 x PP2 x DP2", 8, f"{TP2_SP} {PP2} {NORMS}", strategies=STRATEGIES, types=True),
@@ -324,6 +326,10 @@ RESUMES: tuple[Resume, ...] = (
     Resume("context parallel, not any more", MODERN, Setup(4, ZERO3, CP2), Setup(4, ZERO2)),
     Resume("TP2 x PP2 x DP2, 2 ranks", MODERN,
         Setup(8, ZERO3, f"{TP2_SP} {PP2}"), Setup(2, ZERO3, WHOLE_VOCABULARY)),
+    Resume("built on the meta device from now on", MODERN,
+        Setup(2, ZERO3, WHOLE_VOCABULARY), Setup(4, ZERO3, f"{TP2_SP} {META}")),
+    Resume("hybrid Mamba, ZeRO-3 at 2 ranks, HSDP 2x2", MAMBA,
+        Setup(2, ZERO3), Setup(4, ZERO3, HSDP)),
     Resume("EP2 x TP2, EP2 x PP2", ALLTOALL,
         Setup(4, ZERO3, f"{EP2} {TP2_SP} {ETP1}"),
         Setup(4, ZERO3, f"{EP2} {PP2} {WHOLE_VOCABULARY}")),

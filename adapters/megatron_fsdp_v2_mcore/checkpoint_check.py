@@ -12,12 +12,15 @@ from pathlib import Path
 from typing import Any, override
 
 import torch
+from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_fsdp_v2_mcore.errors import FlagError
 
-__all__ = ["check_checkpoint_folder"]
+__all__ = ["RELEASE", "TRACKER", "check_checkpoint_folder", "find_checkpoint", "read_metadata"]
 
 TRACKER = "latest_checkpointed_iteration.txt"
+RELEASE = "release"
+"""What that file says, and the folder is called, where weights are of no iteration."""
 
 _DCP = "torch.distributed.checkpoint"
 
@@ -89,7 +92,7 @@ def check_checkpoint_folder(
         iteration = _tracked_iteration(tracker)
     if iteration is None:
         return
-    path = root / f"iter_{iteration:07d}"
+    path = iteration_folder(root, iteration)
     if not path.is_dir():
         raise FlagError(f"--load {folder} has no checkpoint of iteration {iteration} ({path.name})")
     _check_dcp_folder(path)
@@ -97,14 +100,48 @@ def check_checkpoint_folder(
 
 def _tracked_iteration(tracker: Path) -> int | None:
     text = tracker.read_text().strip()
-    if text == "release":
+    if text == RELEASE:
         return None
     if not text.isdecimal():
         raise FlagError(f"{tracker} should hold an iteration number, it holds {text[:40]!r}")
     return int(text)
 
 
-def _check_dcp_folder(path: Path) -> None:
+def find_checkpoint(folder: str | Path, iteration: int | None = None) -> tuple[Path, int] | None:
+    """The folder and the iteration of a checkpoint; None where Megatron would find none.
+
+    Args:
+        folder: What `--load` names.
+        iteration: The iteration asked for; the latest when None.
+
+    Returns:
+        The iteration is 0 for a release, which has none.
+    """
+    root = Path(folder)
+    if iteration is None:
+        tracker = root / TRACKER
+        if not tracker.is_file():
+            return None
+        iteration = _tracked_iteration(tracker)
+    return (
+        (root / RELEASE, 0) if iteration is None else (iteration_folder(root, iteration), iteration)
+    )
+
+
+def iteration_folder(root: Path, iteration: int) -> Path:
+    """Where Megatron keeps the checkpoint of an iteration."""
+    return root / f"iter_{iteration:07d}"
+
+
+def read_metadata(path: Path) -> Metadata:
+    """Read the metadata of a folder of torch's distributed checkpoint, and run nothing in it.
+
+    Args:
+        path: The folder of one iteration.
+
+    Raises:
+        FlagError: There is none, it cannot be read, or it refers to anything but metadata.
+    """
     metadata_file = path / ".metadata"
     if not metadata_file.is_file():
         found = ", ".join(sorted(p.name for p in path.iterdir())[:4]) or "nothing"
@@ -113,8 +150,8 @@ def _check_dcp_folder(path: Path) -> None:
             f".metadata, only {found}"
         )
     try:
-        metadata = _MetadataUnpickler(io.BytesIO(metadata_file.read_bytes())).load()
-        needed = _needed_bytes(metadata.storage_data)
+        metadata: Metadata = _MetadataUnpickler(io.BytesIO(metadata_file.read_bytes())).load()
+        _needed_bytes(metadata.storage_data)
     except _ForeignNameError as error:
         raise FlagError(
             f"{metadata_file} refers to {error}, which is not allowed: torch's checkpoint metadata "
@@ -124,6 +161,11 @@ def _check_dcp_folder(path: Path) -> None:
         raise FlagError(
             f"{metadata_file} cannot be read ({error}); the save was cut short"
         ) from error
+    return metadata
+
+
+def _check_dcp_folder(path: Path) -> None:
+    needed = _needed_bytes(read_metadata(path).storage_data)
     for name, nbytes in needed.items():
         file = path / name
         size = file.stat().st_size if file.is_file() else None

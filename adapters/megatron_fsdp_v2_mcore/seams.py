@@ -123,7 +123,9 @@ def _our_saving(original: Any) -> Any:
 
 
 def _our_loading(original: Any) -> Any:
-    return importlib.import_module("megatron_fsdp_v2_mcore.state_dict").load_by_model(original)
+    state_dict = importlib.import_module("megatron_fsdp_v2_mcore.state_dict")
+    torch_dist = importlib.import_module("megatron_fsdp_v2_mcore.torch_dist.loading")
+    return torch_dist.with_torch_dist(state_dict.load_by_model(original))
 
 
 SEAMS: tuple[Seam, ...] = (
@@ -232,7 +234,8 @@ SEAMS: tuple[Seam, ...] = (
         "checkpoint-loading",
         "megatron.training.checkpointing:_load_base_checkpoint",
         "Megatron neither compares a checkpoint with the model nor knows where the values of "
-        "virtual stages are; a file of another model would load in part",
+        "virtual stages are; a file of another model would load in part. A torch_dist checkpoint "
+        "of its own optimizer it cannot load into shards at all",
         ("load_dir", "args", "rank0", "sharded_state_dict"),
         _our_loading,
         selected=True,

@@ -136,6 +136,35 @@ def _gated_norm(norm: Any) -> Any:
 _MAMBA = "mamba_ssm's kernels need a GPU"
 _HYBRID_SPEC = "hybrid layers are specified with Transformer Engine's alone"
 
+
+def _with_state_to_fill(describe: Callable[..., Any]) -> Callable[..., Any]:
+    def describe_with_state(
+        self: Any, model_sharded_state_dict: Any, is_loading: bool = False, **kwargs: Any
+    ) -> Any:
+        if is_loading and not self.ddp_config.use_megatron_fsdp and not self.optimizer.state:
+            self._init_optimizer_states_with_dummy_values()
+        return describe(self, model_sharded_state_dict, is_loading, **kwargs)
+
+    return describe_with_state
+
+
+def _without_steps(fill_state: Callable[..., None]) -> Callable[..., None]:
+    def fill_all_but_steps(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
+        fill_state(self, model_param, {"step": None, **tensors})
+
+    return fill_all_but_steps
+
+
+def _with_steps_of_their_own(load: Callable[..., None]) -> Callable[..., None]:
+    def load_apart(self: Any, state_dict: dict[str, Any]) -> None:
+        load(self, state_dict)
+        for state in self.optimizer.state.values():
+            if "step" in state:
+                state["step"] = state["step"].clone()
+
+    return load_apart
+
+
 MENDS: tuple[Mend, ...] = (
     Mend(
         "megatron.core.datasets.utils:compile_helpers",
@@ -217,6 +246,25 @@ MENDS: tuple[Mend, ...] = (
     ),
     Mend(
         "megatron.training.models.hybrid:default_hybrid_stack_spec", _HYBRID_SPEC, _local_stack_spec
+    ),
+    Mend(
+        "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.sharded_state_dict",
+        "before it loads a checkpoint, Megatron's optimizer reads its number of steps from state "
+        "that torch's Adam, the only one on a CPU, makes in its first step",
+        _with_state_to_fill,
+    ),
+    Mend(
+        "megatron.core.optimizer.distrib_optimizer:"
+        "DistributedOptimizer._set_main_param_and_optimizer_states",
+        "Megatron's optimizer loads steps with the options of its groups; torch's Adam keeps them "
+        "in tensors beside the moments, and those it looks for in the checkpoint as well",
+        _without_steps,
+    ),
+    Mend(
+        "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.load_state_dict",
+        "Megatron's optimizer gives all parameters one tensor for their number of steps, to which "
+        "torch's Adam then adds one for every parameter",
+        _with_steps_of_their_own,
     ),
 )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,14 @@ if TYPE_CHECKING:
 
     from megatron_fsdp_v2.row_shards import TensorShard
 
-__all__ = ["Home", "OwnedParameter", "Registrations", "find_home", "num_retired", "retire"]
+__all__ = [
+    "Home",
+    "OwnedParameter",
+    "Registrations",
+    "find_home",
+    "num_retired",
+    "retire",
+]
 
 
 @dataclass(slots=True)
@@ -69,10 +76,29 @@ class _Retired:
 _RETIRED = _Retired()
 
 
-def retire(param: torch.Tensor, group: object, index: int, since: str) -> None:
-    """Remember which slot of a group a parameter object stood for."""
+def retire(param: torch.Tensor, group: Any, index: int, since: str) -> None:
+    """Remember which slot of a group a parameter object stood for, and let no gradient reach it.
+
+    A module that keeps a parameter elsewhere than where it is registered would go on computing
+    with it: it is neither gathered nor stepped, and nothing else would ever say so.
+    """
     _RETIRED.homes[param] = Home(weakref.ref(group), index, since)
     _RETIRED.count += 1
+    if param.requires_grad and param.is_leaf:
+        name = f"{group.names[index]} of {group.name} as it was {since}"
+        param.register_post_accumulate_grad_hook(_refusal(name))  # type: ignore[no-untyped-call]
+
+
+def _refusal(name: str) -> Callable[[torch.Tensor], None]:
+    def refuse(param: torch.Tensor) -> None:
+        param.grad = None
+        raise RuntimeError(
+            f"a gradient arrived for {name}: some code keeps that tensor and computes with it "
+            "past the module it is registered on. Look the parameter up on its module in every "
+            "forward, or leave it out with ignored_params"
+        )
+
+    return refuse
 
 
 def num_retired() -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, override
 
 import pytest
 import torch
@@ -201,6 +201,30 @@ def ignored() -> tuple[bool, bool, bool]:
 
 def test_ignored_parameters_are_left_alone(pools: RankPools) -> None:
     assert set(pools(2).run(ignored)) == {(True, True, True)}
+
+
+class _KeepsItsWeight(nn.Linear):
+    """Computes with the parameter it was built with, past where that is registered."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.kept = [self.weight]
+
+    @override
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.kept[0].t() + self.bias
+
+
+def gradient_of_a_kept_parameter() -> str:
+    """What a backward says that brings a gradient to an original parameter."""
+    model = fully_shard(_KeepsItsWeight(), mesh=mesh_of(dist.get_world_size()))
+    return said(RuntimeError, lambda: model(torch.ones(2, 4)).sum().backward())
+
+
+def test_a_module_that_computes_with_an_original_parameter_is_named(pools: RankPools) -> None:
+    for text in pools(2).run(gradient_of_a_kept_parameter):
+        assert "a gradient arrived for weight of" in text
+        assert "as it was before fully_shard" in text
 
 
 def clip_with_an_empty_rank(sizes: tuple[int, ...]) -> tuple[float, float, bool]:

@@ -17,6 +17,7 @@ from torch import nn
 
 from megatron_fsdp_v2 import FSDPModule, fully_shard
 from megatron_fsdp_v2_mcore.initialise import initialiser
+from megatron_fsdp_v2_mcore.mamba_parameters import follow_parameters
 from megatron_fsdp_v2_mcore.meshes import Meshes, dense_meshes, expert_meshes
 from megatron_fsdp_v2_mcore.options import Options
 from megatron_fsdp_v2_mcore.settings import ShardingSettings, sharding_settings
@@ -82,6 +83,7 @@ class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
         self._expert: Meshes | None = None
         if any(is_expert(param) for param in module.parameters()):
             self._expert = expert_meshes(groups, device_type, is_hybrid=hybrid)
+        follow_parameters(module)
         self._shard_units(tuple(fsdp_unit_modules or UNIT_CLASSES))
         for param in module.parameters():
             # Megatron's norms, clipping and checkpoints look for this mark to know a DTensor.

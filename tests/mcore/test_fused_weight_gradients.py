@@ -69,8 +69,8 @@ def _train_fused(flags: Sequence[str]) -> Training:
     [
         ("optim_grads_params", []),
         ("optim_grads_params", ["--overlap-grad-reduce", *TENSOR]),
-        ("optim", ["--overlap-grad-reduce"]),
-        ("no_shard", TENSOR),
+        pytest.param("optim", ["--overlap-grad-reduce"], marks=pytest.mark.functional),
+        pytest.param("no_shard", TENSOR, marks=pytest.mark.functional),
     ],
 )
 def test_gradients_from_a_fused_kernel_are_neither_doubled_nor_lost(

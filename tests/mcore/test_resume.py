@@ -36,6 +36,7 @@ def test_losses_after_loading_at_another_world_size_equal_the_uninterrupted(
 
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
+@pytest.mark.functional
 def test_a_zero3_checkpoint_loads_under_every_strategy(
     megatron: RankPools, saved: tuple[Path, list], strategy: str
 ) -> None:

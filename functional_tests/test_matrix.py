@@ -36,6 +36,6 @@ def test_it_trains_like_megatrons_ddp(trainings: Trainings, table: Table, case: 
             [Difference.between(trainings(run), reference) for run in row.yardsticks]
         )
         bound = Difference.largest_of([bound, theirs.times(AS_CLOSE)])
-    table.add(case, difference, theirs)
     where = first_difference(mine, reference, bound)
     assert difference.within(bound), f"{case.strategy}: {difference}; {where}"
+    table.add(case, difference, theirs)

@@ -30,5 +30,5 @@ def test_losses_are_those_of_the_run_that_went_on(
     resumed = trainings(resume.loading(str(tmp_path))).losses
     assert len(resumed) == ITERATIONS - SAVED
     difference = largest(resumed, uninterrupted[SAVED:])
-    table.add_resumed(resume, difference)
     assert difference <= resume.tolerance, f"{resumed} against {uninterrupted[SAVED:]}"
+    table.add_resumed(resume, difference)

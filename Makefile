@@ -14,7 +14,7 @@ TEXT_OPTION = --text "$(TEXT)"
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup pretrain test test-functional lint test-gpu bench
+.PHONY: help setup pretrain test test-functional test-trainings lint test-gpu bench
 
 help: ## list the targets and their variables
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -37,8 +37,10 @@ pretrain: setup ## pretrain a small GPT on real text, save, resume, show the res
 test: lint ## lint, then the tests and the quick rows of the functional matrix
 	@$(PY) -m pytest -m "not gpu and not functional"
 
-test-functional: setup ## the whole functional matrix, and long trainings through Megatron
+test-functional: setup ## the whole functional matrix against Megatron's own DDP
 	@$(PY) -m pytest functional_tests
+
+test-trainings: setup ## the longer trainings of the test suite: checkpoints, features, rehearsal
 	@$(PY) -m pytest -m functional tests
 
 lint: setup ## ruff, format check, type check, import layering

@@ -46,7 +46,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 META = "param_to_group_meta"
 
 _EXPERT = re.compile(r".*\bmlp\.experts\.(?:local_experts|linear_fc)")
-_PIECE = re.compile(r"(.*\.(?:weight|bias)\d*)_[wv]")
+_PIECE = re.compile(r"(.*[._](?:weight|bias)\d*)(?:_[wv]|\.(?:z|x|B|C|dt))")
 _ATTENTION = re.compile(r"(.*\bself_attention)\.linear_proj")
 
 
@@ -129,7 +129,7 @@ class _Export:
             name = key.removeprefix(MODEL)
             place = self._names.place(name)
             self._write_weight(name, place)
-            module = _module(place)
+            module = _module(self._names.place(_whole(name)))
             modules[f"{module.key}/{module.front}"] = module
         for module in modules.values():
             self._write_extra_state(module)

@@ -131,6 +131,10 @@ class _Export:
             self._write_weight(name, place)
             module = _module(self._names.place(_whole(name)))
             modules[f"{module.key}/{module.front}"] = module
+        if getattr(self._args, "hybrid_layer_pattern", None):
+            # A hybrid model asks for that of its output layer also where it has no weight of its
+            # own.
+            modules.setdefault("output_layer/()", Place("output_layer", ()))
         for module in modules.values():
             self._write_extra_state(module)
         if has_rng:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-__all__ = ["NORMS", "ShardedNorm", "local_norms"]
+__all__ = ["NORMS", "ShardedNorm", "local_norms", "order_of"]
 
 NORMS = (torch._foreach_norm, torch.linalg.vector_norm)
 """Functions whose results on sharded tensors are `ShardedNorm`s."""
@@ -120,7 +120,7 @@ class ShardedNorm(torch.Tensor):
                 norms = [norm if norm.axes == axes else norm.over(axes) for norm in args[0]]
                 stacked = torch.stack([norm.as_subclass(torch.Tensor) for norm in norms])
                 return norms[0].like(stacked)
-            if func is torch.linalg.vector_norm and _order_of(args, kwargs) == args[0].order:
+            if func is torch.linalg.vector_norm and order_of(args, kwargs) == args[0].order:
                 local = torch.linalg.vector_norm(args[0].as_subclass(torch.Tensor), args[0].order)
                 return args[0].like(local).reduced()
             if name in ("as_subclass", "detach", "__get__", "__set__", "dim", "size"):
@@ -144,7 +144,8 @@ def _all_reduced(value: Any) -> Any:
     return value
 
 
-def _order_of(args: Any, kwargs: dict[str, Any]) -> float:
+def order_of(args: Any, kwargs: dict[str, Any]) -> float:
+    """The p of the p-norm that a call of one of `NORMS` asks for."""
     return float(args[1] if len(args) > 1 else kwargs.get("ord", 2.0))
 
 

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from megatron_fsdp_v2.row_shards import Chunk, RowShards, TensorShard, placements_with_rows
-from megatron_fsdp_v2.sharded_norm import NORMS, local_norms
+from megatron_fsdp_v2.sharded_norm import NORMS, local_norms, order_of
 
 __all__ = ["UnevenDTensor", "local_of", "plain_attributes"]
 
@@ -84,6 +84,13 @@ class UnevenDTensor(DTensor):
     def placements(self) -> tuple[Placement, ...]:
         """`Shard` along cut axes; they know this rank's rows when torch asks for a chunk."""
         return placements_with_rows(self._row_shards, self.local_rows, self.part_shape)
+
+    @property
+    def is_first_replica(self) -> bool:
+        """Whether this rank comes first of the data-parallel ranks that hold the same rows."""
+        coordinate = self.device_mesh.get_coordinate() or ()
+        steps = zip(coordinate, self._row_shards.strides, strict=False)
+        return all(stride or c == 0 for c, stride in steps)
 
     def narrow_rows(self, start: int, end: int) -> UnevenDTensor:
         """Rows `start` to `end` of the global tensor, as a view. No communication.
@@ -260,12 +267,8 @@ def _sharded_norms(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) 
         return None
     if any(type(t) is not UnevenDTensor or t.device_mesh != first.device_mesh for t in tensors):
         return None
-    norms = local_norms(tensors, _order(args, kwargs), first._row_shards.holders.empty)
+    norms = local_norms(tensors, order_of(args, kwargs), first._row_shards.holders.empty)
     return norms if func is torch._foreach_norm else norms[0]
-
-
-def _order(args: Any, kwargs: dict[str, Any]) -> float:
-    return float(args[1] if len(args) > 1 else kwargs.get("ord", 2.0))
 
 
 def _adopt(plain: DTensor, row_shards: RowShards) -> UnevenDTensor:

@@ -146,11 +146,8 @@ def counted_here(
         expert_tp_group: That of experts.
     """
     for param in params:
-        coordinate = param.device_mesh.get_coordinate()
-        strides = param.row_shards.strides
-        is_first = all(stride or c == 0 for c, stride in zip(coordinate, strides, strict=False))
         if (
-            is_first
+            param.is_first_replica
             and param_is_not_shared(param)
             and param_is_not_tensor_parallel_duplicate(param, tp_group, expert_tp_group)
         ):

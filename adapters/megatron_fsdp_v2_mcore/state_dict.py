@@ -268,6 +268,5 @@ def _is_first(param: nn.Parameter) -> bool:
     coordinate = param.device_mesh.get_coordinate()
     if coordinate is None or first or first == last:
         return False
-    strides = param.row_shards.strides
-    replicas = [c for axis, c in enumerate(coordinate) if axis >= len(strides) or not strides[axis]]
-    return not any(replicas)
+    # Of tensor-parallel ranks the first one as well, whatever it holds.
+    return param.is_first_replica and not any(coordinate[len(param.row_shards.strides) :])

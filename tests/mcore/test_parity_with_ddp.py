@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.mcore.session import MODEL_FLAGS, Training, fsdp, train
+from tests.mcore.session import MODEL_FLAGS, Training, distance, fsdp, train
 from tests.ranks import RankPools
 
 ITERATIONS = ["--train-iters", "8"]
@@ -21,18 +21,14 @@ def _curves(pools: RankPools, world_size: int, flags: list[str]) -> Training:
     return result
 
 
-def _distance(mine: list[float], theirs: list[float]) -> float:
-    return max(abs(a - b) / abs(b) for a, b in zip(mine, theirs, strict=True))
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_every_strategy_trains_like_ddp_in_fp32(megatron: RankPools, world_size: int) -> None:
     reference = _curves(megatron, world_size, [])
     # Two ranks show every strategy, the others that the world size changes nothing.
     for strategy in STRATEGIES if world_size == 2 else ("no_shard", "optim_grads_params"):
         curves = _curves(megatron, world_size, fsdp(strategy))
-        assert _distance(curves.losses, reference.losses) < 1e-6, strategy
-        assert _distance(curves.grad_norms, reference.grad_norms) < 1e-6, strategy
+        assert distance(curves.losses, reference.losses) < 1e-6, strategy
+        assert distance(curves.grad_norms, reference.grad_norms) < 1e-6, strategy
 
 
 def test_overlap_flags_change_no_bit(megatron: RankPools) -> None:
@@ -46,7 +42,7 @@ def test_bf16_is_as_close_to_ddp_as_megatrons_distributed_optimizer(megatron: Ra
     """In bf16 a sum in another order moves some weight across a rounding boundary."""
     reference = _curves(megatron, 2, ["--bf16"])
     theirs = _curves(megatron, 2, ["--bf16", "--use-distributed-optimizer"])
-    bound = max(2e-4, 2 * _distance(theirs.losses, reference.losses))
+    bound = max(2e-4, 2 * distance(theirs.losses, reference.losses))
     for strategy in ("optim", "optim_grads_params"):
         curves = _curves(megatron, 2, fsdp(strategy, "--bf16"))
-        assert _distance(curves.losses, reference.losses) < bound, strategy
+        assert distance(curves.losses, reference.losses) < bound, strategy

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -117,6 +117,29 @@ class CpuCommunicator:
             work, lambda: store(into, full, scale, accumulate), (full, into), async_op
         )
 
+    def all_to_all(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        received_numels: Sequence[int],
+        sent_numels: Sequence[int],
+        axis: Axis,
+        lane: Lane,
+        *,
+        async_op: bool,
+    ) -> Ticket:
+        """See `Communicator.all_to_all`."""
+        del lane
+        work = dist.all_to_all_single(
+            received,
+            sent,
+            list(received_numels),
+            list(sent_numels),
+            group=axis.group,
+            async_op=True,
+        )
+        return self._issued(work, None, (received, sent), async_op)
+
     def flush(self) -> None:
         """Nothing is queued anywhere but in tickets."""
 
@@ -175,6 +198,19 @@ class NcclCollectives:
     def all_reduce(self, full: torch.Tensor, axis: Axis, scale: float) -> None:
         """Replace `full` by `scale` times its sum over ranks."""
         dist.all_reduce(full, op=_scaled_sum(scale), group=axis.group)
+
+    def all_to_all(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        received_numels: Sequence[int],
+        sent_numels: Sequence[int],
+        axis: Axis,
+    ) -> None:
+        """Send every rank its part of `sent`, and receive what all have for this one."""
+        dist.all_to_all_single(
+            received, sent, list(received_numels), list(sent_numels), group=axis.group
+        )
 
 
 def _scaled_sum(scale: float) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -45,7 +46,7 @@ class Ticket(Protocol):
 
 @runtime_checkable
 class Communicator(Protocol):
-    """The three collectives data parallelism needs.
+    """The collectives data parallelism needs.
 
     With `async_op=False` the result is in place when the call returns. Tensors passed in must
     stay allocated until the ticket has been waited for; the ticket holds references to them.
@@ -101,6 +102,30 @@ class Communicator(Protocol):
         async_op: bool,
     ) -> Ticket:
         """Put (or add) `scale` times the sum over ranks of `full`. See `reduce_scatter`."""
+        ...
+
+    def all_to_all(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        received_numels: Sequence[int],
+        sent_numels: Sequence[int],
+        axis: Axis,
+        lane: Lane,
+        *,
+        async_op: bool,
+    ) -> Ticket:
+        """Send every rank its part of `sent`, and receive what all have for this one.
+
+        Args:
+            received: Flat, parts from all ranks in rank order.
+            sent: Flat, parts for all ranks in rank order.
+            received_numels: Elements of each part of `received`.
+            sent_numels: Elements of each part of `sent`.
+            axis: Ranks that take part.
+            lane: Queue to run in.
+            async_op: Whether to return before it is done.
+        """
         ...
 
     def flush(self) -> None:

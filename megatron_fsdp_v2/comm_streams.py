@@ -7,6 +7,7 @@ recorded ones for the check of stream safety (`diagnostics/stream_safety`). Both
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -75,6 +76,17 @@ class Collectives(Protocol):
 
     def all_reduce(self, full: torch.Tensor, axis: Axis, scale: float) -> None:
         """Replace `full` by `scale` times its sum over ranks."""
+        ...
+
+    def all_to_all(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        received_numels: Sequence[int],
+        sent_numels: Sequence[int],
+        axis: Axis,
+    ) -> None:
+        """Send every rank its part of `sent`, and receive what all have for this one."""
         ...
 
 
@@ -165,6 +177,22 @@ class StreamCommunicator:
             self._collectives.all_reduce(full, axis, self._scaled_before(full, scale))
             store(into, full, 1.0, accumulate)
             return self._ticket((into, full), async_op)
+
+    def all_to_all(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        received_numels: Sequence[int],
+        sent_numels: Sequence[int],
+        axis: Axis,
+        lane: Lane,
+        *,
+        async_op: bool,
+    ) -> Ticket:
+        """See `Communicator.all_to_all`."""
+        with self._lane(lane, async_op):
+            self._collectives.all_to_all(received, sent, received_numels, sent_numels, axis)
+            return self._ticket((received, sent), async_op)
 
     def flush(self) -> None:
         """Make the current stream wait for every lane."""

@@ -142,6 +142,13 @@ class ParameterGroup:
                     retire(original, self, index, "before fully_shard")
         self.registrations.install(self.sharded_params)
 
+    def name_of(self, param: nn.Parameter) -> str:
+        """What to call a parameter in a message: its name, and the group's."""
+        for name, known in zip(self.names, self.sharded_params, strict=True):
+            if known is param:
+                return f"{name} of {self.name}"
+        return f"a parameter of {self.name}"
+
     @property
     def main_weight(self) -> DataParallelBuffer:
         """What the optimizer steps."""

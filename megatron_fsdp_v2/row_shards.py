@@ -157,12 +157,15 @@ class RowShards:
         """Shape of the part data parallelism shards, from that of the whole."""
         return tuple(whole) if self.tensor is None else self.tensor.part_shape(whole)
 
-    def chunks(self, rows: tuple[int, int], part: Sequence[int]) -> Iterator[Chunk]:
+    def chunks(
+        self, rows: tuple[int, int], part: Sequence[int], tensor_rank: int | None = None
+    ) -> Iterator[Chunk]:
         """The blocks of the whole that a rank's rows consist of.
 
         Args:
             rows: Row range in the part.
             part: Shape of the part.
+            tensor_rank: Which part it is; this rank's when None.
         """
         start, end = rows
         if start >= end or 0 in part:
@@ -173,11 +176,12 @@ class RowShards:
             yield Chunk(tuple(offsets), tuple(sizes), tuple(slice(0, n) for n in sizes))
             return
         dim, first = tensor.dim, 0
+        rank = tensor.rank if tensor_rank is None else tensor_rank
         low, high = (start, end) if dim == 0 else (0, part[dim])
         for length in tensor.lengths(part[dim]):
             begin, stop = max(first, low), min(first + length, high)
             if begin < stop:
-                offsets[dim] = first * tensor.size + tensor.rank * length + begin - first
+                offsets[dim] = first * tensor.size + rank * length + begin - first
                 sizes[dim] = stop - begin
                 local = [slice(0, n) for n in sizes]
                 local[dim] = slice(begin - low, stop - low)

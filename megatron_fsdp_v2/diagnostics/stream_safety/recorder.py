@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, override
 
@@ -289,6 +289,21 @@ class RecordedCollectives:
             dist.all_reduce(full, group=axis.group)
             if scale != 1.0:
                 full.mul_(scale)
+
+    def all_to_all(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        received_numels: Sequence[int],
+        sent_numels: Sequence[int],
+        axis: Axis,
+    ) -> None:
+        """Send every rank its part of `sent`, and receive what all have for this one."""
+        self._recorder.operation("all_to_all", reads=[sent], writes=[received])
+        with self._recorder.paused():
+            dist.all_to_all_single(
+                received, sent, list(received_numels), list(sent_numels), group=axis.group
+            )
 
 
 class OperationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -1,0 +1,163 @@
+"""Where the matrices of a parameter lie over a grid of ranks. Integers only."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from megatron_fsdp_v2.row_shards import Chunk, RowShards, TensorShard
+
+__all__ = ["Grid", "MatrixLayout", "Rect"]
+
+
+class Rect(NamedTuple):
+    """A rectangle of a matrix."""
+
+    row: int
+    col: int
+    rows: int
+    cols: int
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Ranks that share the work on some matrices.
+
+    Attributes:
+        sizes: Ranks along each axis; every one more than 1.
+        cuts: Whether an axis cuts the matrices; along the others ranks hold equal copies.
+    """
+
+    sizes: tuple[int, ...]
+    cuts: tuple[bool, ...]
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the grid."""
+        count = 1
+        for size in self.sizes:
+            count *= size
+        return count
+
+    @property
+    def cut_axes(self) -> tuple[int, ...]:
+        """Axes along which matrices are gathered, in this order."""
+        return tuple(axis for axis, cut in enumerate(self.cuts) if cut)
+
+    @property
+    def copy_axes(self) -> tuple[int, ...]:
+        """Axes along which results are copied, in this order."""
+        return tuple(axis for axis, cut in enumerate(self.cuts) if not cut)
+
+    def coordinate(self, rank: int) -> tuple[int, ...]:
+        """Coordinate of a rank, counted with the last axis fastest."""
+        steps = []
+        for size in reversed(self.sizes):
+            rank, step = divmod(rank, size)
+            steps.append(step)
+        return tuple(reversed(steps))
+
+    def rank(self, coordinate: Sequence[int]) -> int:
+        """The inverse of `coordinate`."""
+        rank = 0
+        for step, size in zip(coordinate, self.sizes, strict=True):
+            rank = rank * size + step
+        return rank
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixLayout:
+    """Where a parameter's matrix, or every matrix of its stack, lies on a grid.
+
+    Attributes:
+        grid: The ranks.
+        row_shards: Rows of every rank along the axes that shard rows.
+        part_shape: Shape of what rows are counted in: a rank's tensor-parallel part.
+        strides: Per axis of the grid, how far a step moves in the row ranges; 0 along others.
+        tensor_axis: The axis of the grid that cuts the whole into parts, if one does.
+    """
+
+    grid: Grid
+    row_shards: RowShards
+    part_shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    tensor_axis: int | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the parameter: `(m, n)`, or `(count, m, n)` of a stack."""
+        if self.tensor is None:
+            return self.part_shape
+        return self.tensor.global_shape(self.part_shape)
+
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        """Rows and columns of one matrix."""
+        rows, cols = self.shape[-2:]
+        return rows, cols
+
+    @property
+    def count(self) -> int:
+        """Matrices of the parameter."""
+        return self.shape[0] if len(self.shape) == 3 else 1
+
+    @property
+    def tensor(self) -> TensorShard | None:
+        """How tensor parallelism cut the whole, where parts are joined."""
+        return None if self.tensor_axis is None else self.row_shards.tensor
+
+    def rects_at(self, number: int, coordinate: Sequence[int]) -> list[Rect]:
+        """The rectangles of a matrix that the rank at a coordinate holds."""
+        return [rect for rect, _ in self.pieces_at(number, coordinate)]
+
+    def pieces_at(
+        self, number: int, coordinate: Sequence[int]
+    ) -> Iterator[tuple[Rect, tuple[Any, ...]]]:
+        """The same, each with where it lies in that rank's local tensor.
+
+        Args:
+            number: Which matrix of the stack.
+            coordinate: A rank of the grid.
+
+        Yields:
+            A rectangle and an index of the local tensor.
+        """
+        for chunk in self._chunks(coordinate):
+            if len(chunk.sizes) == 2:
+                (row, col), (rows, cols) = chunk.offsets, chunk.sizes
+                yield Rect(row, col, rows, cols), chunk.local
+                continue
+            (first, row, col), (count, rows, cols) = chunk.offsets, chunk.sizes
+            if first <= number < first + count:
+                local = chunk.local[0].start + number - first
+                yield Rect(row, col, rows, cols), (local, *chunk.local[1:])
+
+    def whole_at(self, number: int) -> list[int]:
+        """Ranks that hold all of a matrix; none when it is spread over several."""
+        first, last = (number, number + 1) if len(self.shape) == 3 else (0, self.part_shape[0])
+        ranges = self.row_shards.row_ranges
+        index = bisect.bisect_right(range(len(ranges)), first, key=lambda i: ranges[i][1])
+        if index == len(ranges) or ranges[index][1] < last:
+            return []
+        steps = [
+            [index // stride % size] if stride else range(size)
+            for size, stride in zip(self.grid.sizes, self.strides, strict=True)
+        ]
+        rows, cols = self.matrix_shape
+        return [
+            self.grid.rank(coordinate)
+            for coordinate in itertools.product(*steps)
+            if sum(r.rows * r.cols for r in self.rects_at(number, coordinate)) == rows * cols
+        ]
+
+    def _chunks(self, coordinate: Sequence[int]) -> Iterator[Chunk]:
+        index = sum(c * s for c, s in zip(coordinate, self.strides, strict=True))
+        rows = self.row_shards.row_ranges[index]
+        shards = self.row_shards
+        if self.tensor_axis is None:
+            shards = RowShards(shards.row_ranges, shards.strides)
+        rank = None if self.tensor_axis is None else coordinate[self.tensor_axis]
+        return shards.chunks(rows, self.part_shape, tensor_rank=rank)

@@ -55,3 +55,5 @@ test-gpu: setup ## the tests that need a GPU
 bench: setup ## benchmark against peers on this machine
 	@$(PY) -m benchmarks
 	@$(PY) -m benchmarks.host_time
+	@$(PY) -m benchmarks.muon --ranks 2
+	@$(PY) -m benchmarks.muon --ranks 4

@@ -34,10 +34,10 @@ STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 class Block(nn.Module):
     """Two linear layers with a residual."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, *, bias: bool = True) -> None:
         super().__init__()
-        self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
+        self.up = nn.Linear(width, 4 * width, bias=bias)
+        self.down = nn.Linear(4 * width, width, bias=bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Apply the block to `(batch, width)`."""
@@ -130,6 +130,13 @@ def _plot(ratios: dict[str, float], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 def main() -> None:
     """Run the benchmark and print its table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
@@ -140,7 +147,4 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--out", default="out/bench")
     args = parser.parse_args()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(_work, (args, port), args.ranks)
+    mp.spawn(_work, (args, free_port()), args.ranks)

@@ -25,6 +25,22 @@ def test_the_benchmark_reports_a_ratio_for_every_contender(tmp_path: Path) -> No
     assert (tmp_path / "bench.png").stat().st_size > 1000
 
 
+def test_muon_is_measured_beside_adamw_and_beside_repeating_the_work(tmp_path: Path) -> None:
+    sizes = ["--layers", "2", "--width", "16", "--rounds", "1", "--out", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.muon", *sizes],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    record = json.loads((tmp_path / "muon_2.json").read_text())
+    assert record["step_ratio"]["AdamW, ZeRO-3"] == 1.0
+    assert record["optimizer_ratio"]["Muon, ZeRO-3"] == 1.0
+    assert all(name in done.stdout for name in record["step_s"])
+
+
 def test_host_time_of_a_unit_is_at_most_half_of_fsdp2s() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.host_time", "--json"],

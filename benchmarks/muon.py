@@ -1,0 +1,164 @@
+"""Steps of Muon beside AdamW and beside two other ways to run Muon, on this machine.
+
+Contenders take turns in one process group, as in `benchmarks.step`. The naive way gathers every
+momentum on every rank and repeats every Newton-Schulz there, as published integrations did.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.step import Block, free_port
+from megatron_fsdp_v2 import fully_shard
+from megatron_fsdp_v2.optim import Muon, newton_schulz
+
+BASELINE = "AdamW, ZeRO-3"
+OURS = "Muon, ZeRO-3"
+NAIVE = "Muon, gathered and repeated"
+
+
+class NaiveMuon(torch.optim.Optimizer):
+    """The same update, every matrix orthogonalised by every rank."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Make one step. Collective."""
+        del closure
+        (group,) = self.param_groups
+        for param in group["params"]:
+            if not self.state[param]:
+                self.state[param]["momentum_buffer"] = torch.zeros_like(param)
+            momentum = self.state[param]["momentum_buffer"]
+            if param.grad is not None:
+                momentum.lerp_(param.grad, 0.05)
+            whole = momentum.full_tensor().bfloat16()
+            result = newton_schulz(whole.unsqueeze(0)).squeeze(0)
+            first, last = param.local_rows
+            param.to_local().mul_(1 - group["lr"] * 0.1)
+            scale = max(1.0, param.shape[0] / param.shape[1]) ** 0.5
+            param.to_local().add_(result[first:last], alpha=-group["lr"] * scale)
+
+
+def _sharded(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    for block in model.children():
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def _ddp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    del mesh
+    return DistributedDataParallel(model)
+
+
+Wrap = Callable[[nn.Module, DeviceMesh], nn.Module]
+CONTENDERS: dict[str, tuple[Wrap, Callable[[Any], torch.optim.Optimizer]]] = {
+    BASELINE: (_sharded, lambda params: torch.optim.AdamW(params, lr=1e-4)),
+    OURS: (_sharded, lambda params: Muon(params, lr=1e-4, nesterov=False)),
+    NAIVE: (_sharded, lambda params: NaiveMuon(params, lr=1e-4)),
+    "torch.optim.Muon, DDP": (
+        _ddp,
+        lambda params: torch.optim.Muon(params, lr=1e-4, nesterov=False),
+    ),
+}
+
+
+def _work(rank: int, args: argparse.Namespace, port: int) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=args.ranks)
+    mesh = init_device_mesh("cpu", (args.ranks,))
+    running = {}
+    for name, (wrap, make) in CONTENDERS.items():
+        torch.manual_seed(0)
+        blocks = [Block(args.width, bias=False) for _ in range(args.layers)]
+        model = wrap(nn.Sequential(*blocks), mesh)
+        running[name] = (model, make(model.parameters()))
+    inputs = torch.randn(args.batch, args.width)
+    steps: dict[str, list[float]] = {name: [] for name in CONTENDERS}
+    optimizers: dict[str, list[float]] = {name: [] for name in CONTENDERS}
+    for round_number in range(args.rounds + 2):
+        for name, (model, optimizer) in running.items():
+            dist.barrier()
+            start = time.perf_counter()
+            optimizer.zero_grad()
+            model(inputs).square().mean().backward()
+            dist.barrier()
+            middle = time.perf_counter()
+            optimizer.step()
+            dist.barrier()
+            end = time.perf_counter()
+            if round_number >= 2:
+                steps[name].append(end - start)
+                optimizers[name].append(end - middle)
+    if rank == 0:
+        _report(steps, optimizers, args)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _report(
+    steps: dict[str, list[float]], optimizers: dict[str, list[float]], args: argparse.Namespace
+) -> None:
+    step = {name: statistics.median(times) for name, times in steps.items()}
+    alone = {name: statistics.median(times) for name, times in optimizers.items()}
+    ratios = {name: step[name] / step[BASELINE] for name in step}
+    gain = {name: alone[name] / alone[OURS] for name in alone}
+    heads = ("step ms", f"over {BASELINE}", "optimizer ms", f"over {OURS}")
+    lines = [
+        f"{args.layers} blocks of width {args.width}, batch {args.batch}, {args.ranks} ranks "
+        f"(gloo), median of {args.rounds} steps; a step includes the optimizer's",
+        f"{'':28}" + "".join(f"{head:>20}" for head in heads),
+    ]
+    for name in step:
+        lines.append(
+            f"{name:28}{step[name] * 1e3:20.1f}{ratios[name]:20.2f}{alone[name] * 1e3:20.1f}"
+            f"{gain[name]:20.2f}"
+        )
+    sys.stdout.write("\n".join(lines) + "\n")
+    out = Path(args.out)
+    out.mkdir(parents=True, exist_ok=True)
+    record = {
+        "settings": vars(args),
+        "step_s": step,
+        "optimizer_s": alone,
+        "step_ratio": ratios,
+        "optimizer_ratio": gain,
+    }
+    path = out / f"muon_{args.ranks}.json"
+    path.write_text(json.dumps(record, indent=2) + "\n")
+    sys.stdout.write(f"written: {path}\n")
+
+
+def main() -> None:
+    """Run the benchmark and print its table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.muon", description=__doc__)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--out", default="out/bench")
+    args = parser.parse_args()
+    mp.spawn(_work, (args, free_port()), args.ranks)
+
+
+if __name__ == "__main__":
+    main()

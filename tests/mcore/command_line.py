@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
 import os
 import re
+import runpy
 import subprocess
 import sys
+import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+# Losses are printed with seven digits.
+PRINTED = 5e-7
 _LOSS = re.compile(r"iteration\s+(\d+)/.*?lm loss: ([0-9.E+-]+)")
 
 
@@ -43,9 +50,49 @@ class Run:
         return lines
 
 
+def printed_losses(losses: Sequence[float]) -> dict[int, float]:
+    """What Megatron prints of the losses of a run, by iteration, with `--log-interval 1`.
+
+    It does not start its sums anew after the first line: the second one shows a mean.
+    """
+    printed = dict(enumerate(losses, start=1))
+    if len(losses) > 1:
+        printed[2] = (losses[0] + losses[1]) / 2
+    return printed
+
+
 def run_module(module: str, arguments: Sequence[str], **environment: str) -> Run:
     """Run `python -m module` in one process, without torchrun."""
     return _run([sys.executable, "-m", module, *arguments], environment)
+
+
+def run_each(module: str, command_lines: Sequence[Sequence[str]]) -> list[Run]:
+    """Run `python -m module` with one command line after the other, all in one process.
+
+    Importing Megatron takes seconds and refusing a command line none. Only command lines that are
+    refused before a process group exists may stand before another one.
+    """
+    words = json.dumps([list(line) for line in command_lines])
+    done = _run([sys.executable, "-m", __name__, module, words], {})
+    last = (done.output.strip().splitlines() or [""])[-1]
+    if done.code != 0 or not last.startswith("["):
+        raise AssertionError(done.output[-3000:])
+    return [Run(**finished) for finished in json.loads(last)]
+
+
+def _main(module: str, arguments: Sequence[str]) -> Run:
+    """What `python -m module` does in this process."""
+    written, sys.argv = io.StringIO(), [module, *arguments]
+    with contextlib.redirect_stdout(written), contextlib.redirect_stderr(written):
+        try:
+            runpy.run_module(module, run_name="__main__")
+        except SystemExit as leaving:
+            code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+            return Run(code, written.getvalue())
+        except Exception:
+            traceback.print_exc()
+            return Run(1, written.getvalue())
+    return Run(0, written.getvalue())
 
 
 def torchrun(num_ranks: int, module: str, flags: Sequence[str], **environment: str) -> Run:
@@ -67,3 +114,9 @@ def _run(command: list[str], environment: dict[str, str]) -> Run:
         env={**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **environment},
     )
     return Run(done.returncode, done.stdout)
+
+
+if __name__ == "__main__":
+    module, lines = sys.argv[1], json.loads(sys.argv[2])
+    runs = [asdict(_main(module, line)) for line in lines]
+    sys.stdout.write(f"\n{json.dumps(runs)}\n")

@@ -181,6 +181,7 @@ def enter_rehearsal() -> dict[str, Any]:
 
         from megatron_fsdp_v2_mcore.pretrain_gpt import gpt
 
+        _remember_help_texts()
         _MODULES.update(
             training=training,
             gpt=gpt,
@@ -193,6 +194,25 @@ def enter_rehearsal() -> dict[str, Any]:
     install()
     torch.manual_seed(0)
     return _MODULES
+
+
+def _remember_help_texts() -> None:
+    """Have Megatron read the help of its flags once.
+
+    It parses the source of its own classes for that whenever it makes a parser, which is a good
+    part of a training as short as these.
+    """
+    from megatron.training.argument_utils import ArgumentGroupFactory
+
+    read: Any = ArgumentGroupFactory._get_field_docstrings
+    known: dict[type, dict[str, str]] = {}
+
+    def remembered(factory: Any, source: type) -> dict[str, str]:
+        if source not in known:
+            known[source] = read(factory, source)
+        return dict(known[source])
+
+    ArgumentGroupFactory._get_field_docstrings = remembered
 
 
 def _tear_down() -> None:

@@ -3,67 +3,102 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.mcore.command_line import ROOT, run_module, torchrun
-from tests.mcore.session import MODEL_FLAGS, fsdp
+from megatron_fsdp_v2_mcore.run import main as run_script
+from tests.mcore.command_line import (
+    PRINTED,
+    ROOT,
+    Run,
+    printed_losses,
+    run_each,
+    run_module,
+    torchrun,
+)
+from tests.mcore.session import MODEL_FLAGS, curves, fsdp, train
+from tests.ranks import RankPools
 
 PRETRAIN = "megatron_fsdp_v2_mcore.pretrain_gpt"
 RUN = "megatron_fsdp_v2_mcore.run"
 CHECK = ["--log-per-param-norm"]
-TWENTY = [*MODEL_FLAGS, "--train-iters", "20", "--cpu-rehearsal"]
-
+LONGER = [*MODEL_FLAGS, "--train-iters", "21"]
+UNCLEAN = ("destroy_process_group", "Warning", "Traceback", "leaked")
 
 STAND_IN = Path(__file__).parent / "pretrain_as_megatron_does.py"
 
 
 @pytest.fixture(scope="module")
-def printed_by_ddp() -> dict[int, float]:
-    reference = torchrun(2, PRETRAIN, TWENTY)
-    assert reference.code == 0, reference.output[-3000:]
-    assert len(reference.losses) == 20
-    return reference.losses
+def losses_of_ddp(megatron: RankPools) -> dict[int, float]:
+    """What is printed of 20 iterations under Megatron's own DDP, which trains in process."""
+    return printed_losses(curves(megatron(2).run(train, LONGER)).losses[:20])
 
 
-def test_printed_losses_of_20_iterations_equal_ddp(printed_by_ddp: dict[int, float]) -> None:
+@pytest.fixture(scope="module")
+def typed() -> Run:
+    """A sharded run as a user types it, that leaves after 20 of 21 iterations."""
+    run = torchrun(2, PRETRAIN, [*LONGER, *fsdp(), "--exit-interval", "20", "--cpu-rehearsal"])
+    assert run.code == 0, run.output[-3000:]
+    return run
+
+
+def test_printed_losses_of_20_iterations_equal_ddp(
+    typed: Run, losses_of_ddp: dict[int, float]
+) -> None:
     # Other world sizes train in process, in test_parity_with_ddp.py: starting takes longer.
-    ours = torchrun(2, PRETRAIN, [*TWENTY, *fsdp()])
-    assert ours.code == 0, ours.output[-3000:]
-    assert ours.losses == pytest.approx(printed_by_ddp, rel=1e-6)
+    assert list(typed.losses) == list(range(1, 21))
+    assert typed.losses == pytest.approx(losses_of_ddp, rel=1e-6 + PRINTED)
 
 
-@pytest.mark.parametrize("own_flags", [[], ["--by-provider"]], ids=["by-config", "by-provider"])
+def test_a_run_says_little_before_it_trains(typed: Run) -> None:
+    lines = typed.lines_before_training
+    assert 0 < len(lines) <= 25, "\n".join(lines)
+
+
+def test_a_run_that_leaves_at_an_interval_ends_cleanly(typed: Run) -> None:
+    assert max(typed.losses) == 20
+    for word in UNCLEAN:
+        assert word not in typed.output
+
+
+@pytest.mark.functional
+def test_without_our_flags_the_command_trains_megatrons_ddp(
+    losses_of_ddp: dict[int, float],
+) -> None:
+    run = torchrun(2, PRETRAIN, [*LONGER, "--cpu-rehearsal"])
+    assert run.code == 0, run.output[-3000:]
+    assert len(run.losses) == 21
+    printed = {iteration: run.losses[iteration] for iteration in losses_of_ddp}
+    assert printed == pytest.approx(losses_of_ddp, rel=PRINTED)
+
+
+@pytest.mark.parametrize(
+    "own_flags",
+    [
+        pytest.param([], id="by-config"),
+        pytest.param(["--by-provider"], id="by-provider", marks=pytest.mark.functional),
+    ],
+)
 def test_run_trains_a_script_like_megatrons_as_pretrain_gpt_does(
-    printed_by_ddp: dict[int, float], own_flags: list[str]
+    typed: Run, own_flags: list[str]
 ) -> None:
     script = str(STAND_IN.relative_to(ROOT))
-    ours = torchrun(2, RUN, [script, *own_flags, *TWENTY, *fsdp("optim_grads_params", *CHECK)])
+    flags = [*LONGER, *fsdp("optim_grads_params", *CHECK), "--cpu-rehearsal"]
+    ours = torchrun(2, RUN, [script, *own_flags, *flags])
     assert ours.code == 0, ours.output[-3000:]
-    assert ours.losses == pytest.approx(printed_by_ddp, rel=1e-6)
+    # This one goes on to its end.
+    assert max(ours.losses) == 21
+    assert {i: ours.losses[i] for i in typed.losses} == pytest.approx(typed.losses, rel=1e-6)
     assert f"script: {script} called as {script}" in ours.output
     # Only our wrapper does this: the run would look the same with Megatron's own.
     assert "norms of every parameter at iteration 20" in ours.output
+    for word in UNCLEAN:
+        assert word not in ours.output
 
 
-def test_a_run_says_little_before_it_trains_and_ends_cleanly() -> None:
-    run = torchrun(2, PRETRAIN, [*MODEL_FLAGS, "--train-iters", "2", "--cpu-rehearsal", *fsdp()])
-    assert run.code == 0, run.output[-3000:]
-    assert 0 < len(run.lines_before_training) <= 25, "\n".join(run.lines_before_training)
-    for word in ("destroy_process_group", "Warning", "Traceback", "leaked"):
-        assert word not in run.output
-
-
-def test_leaving_at_an_interval_is_as_clean_as_finishing() -> None:
-    flags = [*MODEL_FLAGS, "--train-iters", "9", "--exit-interval", "2", "--cpu-rehearsal"]
-    run = torchrun(2, PRETRAIN, [*flags, *fsdp()])
-    assert run.code == 0, run.output[-3000:]
-    assert list(run.losses) == [1, 2]
-    for word in ("destroy_process_group", "Warning", "Traceback", "leaked"):
-        assert word not in run.output
-
-
+@pytest.mark.functional
 def test_verbose_prints_what_megatron_prints() -> None:
     flags = [*MODEL_FLAGS, "--train-iters", "1", "--cpu-rehearsal", "--rehearsal-verbose"]
     run = torchrun(1, PRETRAIN, flags)
@@ -77,17 +112,20 @@ import megatron.core
 from beside import NAME
 assert __name__ == "__main__" and sys.modules["__main__"].__dict__ is globals()
 print(json.dumps({"file": __file__, "argv": sys.argv, "beside": NAME}))
+sys.exit(7)
 """
 
 
-def test_a_script_finds_itself_its_flags_and_what_lies_beside_it(tmp_path: Path) -> None:
+def test_a_script_finds_itself_and_its_flags_and_its_exit_code_is_that_of_run(
+    tmp_path: Path,
+) -> None:
     folder = tmp_path / "my scripts" / "gpt"
     folder.mkdir(parents=True)
     (folder / "beside.py").write_text("NAME = 'beside'\n")
     (folder / "show.py").write_text(SHOW)
     script = str(folder / "show.py")
     run = run_module(RUN, [script, "--lr", "1e-3", "--cpu-rehearsal", "--some-flag", "a b"])
-    assert run.code == 0, run.output[-3000:]
+    assert run.code == 7, run.output[-3000:]
     seen = json.loads(run.output.strip().splitlines()[-1])
     assert (seen["file"], seen["beside"]) == (script, "beside")
     # --cpu-rehearsal is not Megatron's; what it stands for comes after the user's own flags.
@@ -95,11 +133,7 @@ def test_a_script_finds_itself_its_flags_and_what_lies_beside_it(tmp_path: Path)
     assert seen["argv"][: len(mine) + 1] == [script, *mine]
 
 
-def test_a_scripts_exit_code_is_that_of_run(tmp_path: Path) -> None:
-    (tmp_path / "leave.py").write_text("import sys\nsys.exit(7)\n")
-    assert run_module(RUN, [str(tmp_path / "leave.py"), "--cpu-rehearsal"]).code == 7
-
-
+@pytest.mark.functional
 def test_a_script_that_comes_too_late_is_told_so(tmp_path: Path) -> None:
     script = tmp_path / "late.py"
     script.write_text(
@@ -116,12 +150,20 @@ def test_a_script_that_comes_too_late_is_told_so(tmp_path: Path) -> None:
     assert "Megatron has parsed its arguments already" in run.output
 
 
-def test_run_without_a_script_says_how_it_is_used() -> None:
-    run = run_module(RUN, ["--bf16"])
-    assert run.code != 0
-    assert run.output.startswith("usage:")
-    missing = run_module(RUN, ["no_such_script.py"])
-    assert "no script no_such_script.py" in missing.output
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--bf16"], "^usage: "),
+        ([], "^usage: "),
+        (["no_such_script.py"], r"^There is no script no_such_script\.py"),
+    ],
+)
+def test_run_without_a_script_says_how_it_is_used(
+    monkeypatch: pytest.MonkeyPatch, words: list[str], message: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["run", *words])
+    with pytest.raises(SystemExit, match=message):
+        run_script()
 
 
 def test_without_gpu_and_rehearsal_the_start_ends_with_one_sentence() -> None:
@@ -132,34 +174,62 @@ def test_without_gpu_and_rehearsal_the_start_ends_with_one_sentence() -> None:
     )
 
 
+@pytest.mark.functional
 def test_one_rank_speaks_for_all() -> None:
     run = torchrun(2, PRETRAIN, MODEL_FLAGS, CUDA_VISIBLE_DEVICES="")
     assert run.code != 0
     assert run.output.count("No GPU was found.") == 1
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--use-fsdp-fully-shard-api"], "needs --use-megatron-fsdp"),
-        (fsdp("optim_grads_parameters"), "invalid choice: 'optim_grads_parameters'"),
-        (fsdp("optim_grads_params", "--ckpt-format", "torch_dist"), "--ckpt-format torch_dist"),
-        (fsdp("optim_grads_params", "--load", "no/such/folder"), "--load no/such/folder does not"),
-        (["--transformer-impl", "transformer_engine"], "cannot be used on a CPU"),
-        (fsdp("optim_grads_params", "--qk-clip"), "--qk-clip cannot be used with"),
-        (["--log-per-param-norm"], "--log-per-param-norm needs --use-fsdp-fully-shard-api"),
-        (
-            fsdp("optim", "--num-experts", "3", "--expert-model-parallel-size", "2"),
-            "--num-experts 3 cannot be divided by --expert-model-parallel-size 2",
-        ),
-    ],
-    ids=[
-        *("api-alone", "unknown-strategy", "ckpt-format", "load-nothing", "gpu-flag"),
-        *("reads-internals", "norms-alone", "experts"),
-    ],
-)
-def test_a_bad_command_line_ends_with_a_sentence(flags: list[str], message: str) -> None:
-    run = run_module(PRETRAIN, [*MODEL_FLAGS, "--train-iters", "2", "--cpu-rehearsal", *flags])
-    assert run.code == 2
-    assert message in run.output
+BAD: dict[str, tuple[list[str], str]] = {
+    "api-alone": (["--use-fsdp-fully-shard-api"], "needs --use-megatron-fsdp"),
+    "unknown-strategy": (
+        fsdp("optim_grads_parameters"),
+        "invalid choice: 'optim_grads_parameters'",
+    ),
+    "ckpt-format": (
+        fsdp("optim_grads_params", "--ckpt-format", "torch_dist"),
+        "--ckpt-format torch_dist",
+    ),
+    "load-nothing": (
+        fsdp("optim_grads_params", "--load", "no/such/folder"),
+        "--load no/such/folder does not",
+    ),
+    "gpu-flag": (["--transformer-impl", "transformer_engine"], "cannot be used on a CPU"),
+    "reads-internals": (
+        fsdp("optim_grads_params", "--qk-clip"),
+        "--qk-clip cannot be used with",
+    ),
+    "norms-alone": (
+        ["--log-per-param-norm"],
+        "--log-per-param-norm needs --use-fsdp-fully-shard-api",
+    ),
+    "experts": (
+        fsdp("optim", "--num-experts", "3", "--expert-model-parallel-size", "2"),
+        "--num-experts 3 cannot be divided by --expert-model-parallel-size 2",
+    ),
+}
+START = [*MODEL_FLAGS, "--train-iters", "2", "--cpu-rehearsal"]
+
+
+@pytest.fixture(scope="module")
+def refused() -> dict[str, Run]:
+    """What became of every bad command line, one after the other in one process."""
+    lines = [[*START, *flags] for flags, _ in BAD.values()]
+    return dict(zip(BAD, run_each(PRETRAIN, lines), strict=True))
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_command_line_ends_with_a_sentence(refused: dict[str, Run], name: str) -> None:
+    _check_refused(refused[name], name)
+
+
+def test_a_bad_command_line_ends_its_process_with_that_sentence() -> None:
+    name = "reads-internals"
+    _check_refused(run_module(PRETRAIN, [*START, *BAD[name][0]]), name)
+
+
+def _check_refused(run: Run, name: str) -> None:
+    assert run.code == 2, run.output[-3000:]
+    assert BAD[name][1] in run.output
     assert "Traceback" not in run.output

@@ -108,8 +108,8 @@ def saved(
     return run
 
 
-# What `make test` runs; the others are run with the functional matrix.
-QUICK = (("tensor-gated", 0), ("experts", 0), ("virtual", 0))
+# What `make test` runs; the others take minutes.
+QUICK = (("tensor-gated", 0),)
 
 
 @pytest.mark.parametrize(

@@ -38,9 +38,19 @@ def _start(pools: RankPools, *flags: str) -> dict[str, list[torch.Tensor]]:
     return weights
 
 
-def test_meta_device_weights_are_drawn_as_the_model_was_configured(megatron: RankPools) -> None:
-    flags = ("--tensor-model-parallel-size", "2", "--init-method-std", "0.05")
-    real, late = _start(megatron, *flags), _start(megatron, *flags, META)
+TENSOR = ("--tensor-model-parallel-size", "2", "--init-method-std", "0.05")
+
+
+@pytest.fixture(scope="module")
+def real(megatron: RankPools) -> dict[str, list[torch.Tensor]]:
+    """Weights of the tensor-parallel model, built as Megatron always does."""
+    return _start(megatron, *TENSOR)
+
+
+def test_meta_device_weights_are_drawn_as_the_model_was_configured(
+    megatron: RankPools, real: dict[str, list[torch.Tensor]]
+) -> None:
+    late = _start(megatron, *TENSOR, META)
     assert real.keys() == late.keys()
     for name, copies in late.items():
         # Whatever a rank drew, all ranks hold slices of the same whole.
@@ -58,9 +68,10 @@ def test_pipeline_stages_start_from_one_embedding_on_the_meta_device(megatron: R
     assert torch.equal(first, last)
 
 
-def test_ranks_that_draw_other_weights_start_from_the_first_one(megatron: RankPools) -> None:
-    flags = ("--tensor-model-parallel-size", "2")
-    alike = _start(megatron, *flags)
-    drawn = _start(megatron, *flags, "--data-parallel-random-init")
+def test_ranks_that_draw_other_weights_start_from_the_first_one(
+    megatron: RankPools, real: dict[str, list[torch.Tensor]]
+) -> None:
+    drawn = _start(megatron, *TENSOR, "--data-parallel-random-init")
+    assert drawn.keys() == real.keys()
     for name, copies in drawn.items():
-        assert all(torch.equal(copy, alike[name][0]) for copy in copies), name
+        assert all(torch.equal(copy, real[name][0]) for copy in copies), name

@@ -68,7 +68,11 @@ def _train_fused(flags: Sequence[str]) -> Training:
     ("strategy", "flags"),
     [
         ("optim_grads_params", []),
-        ("optim_grads_params", ["--overlap-grad-reduce", *TENSOR]),
+        pytest.param(
+            "optim_grads_params",
+            ["--overlap-grad-reduce", *TENSOR],
+            marks=pytest.mark.functional,
+        ),
         pytest.param("optim", ["--overlap-grad-reduce"], marks=pytest.mark.functional),
         pytest.param("no_shard", TENSOR, marks=pytest.mark.functional),
     ],

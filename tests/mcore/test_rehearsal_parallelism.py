@@ -43,20 +43,37 @@ def _tensor_parallel(size: int) -> list[str]:
     return [*SAME_WEIGHTS, *divisor, "--tensor-model-parallel-size", str(size)]
 
 
-def test_ddp_trains_alike_at_every_world_size(megatron: RankPools) -> None:
-    alone = _train(megatron, 1)
-    for world_size in (2, 3):
-        _same(_train(megatron, world_size), alone)
+@pytest.fixture(scope="module")
+def by_two_ranks(megatron: RankPools) -> Training:
+    """What Megatron's own DDP makes of the model on two ranks."""
+    return _train(megatron, 2)
 
 
-def test_the_distributed_optimizer_trains_like_ddp(megatron: RankPools) -> None:
-    _same(_train(megatron, 2, "--use-distributed-optimizer"), _train(megatron, 2))
+def test_ddp_trains_on_two_ranks_as_on_one(megatron: RankPools, by_two_ranks: Training) -> None:
+    _same(by_two_ranks, _train(megatron, 1))
+
+
+@pytest.mark.functional
+def test_ddp_trains_on_three_ranks_as_on_two(megatron: RankPools, by_two_ranks: Training) -> None:
+    _same(_train(megatron, 3), by_two_ranks)
+
+
+def test_the_distributed_optimizer_trains_like_ddp(
+    megatron: RankPools, by_two_ranks: Training
+) -> None:
+    _same(_train(megatron, 2, "--use-distributed-optimizer"), by_two_ranks)
 
 
 @pytest.mark.parametrize(
     "flags",
-    [[], ["--normalization", "RMSNorm", "--qk-layernorm", "--swiglu"]],
-    ids=["layernorm", "rmsnorm-qk"],
+    [
+        pytest.param([], id="layernorm"),
+        pytest.param(
+            ["--normalization", "RMSNorm", "--qk-layernorm", "--swiglu"],
+            id="rmsnorm-qk",
+            marks=pytest.mark.functional,
+        ),
+    ],
 )
 def test_tensor_and_sequence_parallel_train_like_one_rank(
     megatron: RankPools, flags: list[str]
@@ -143,11 +160,12 @@ def test_megatrons_own_fsdp_trains_like_ddp(megatron: RankPools, strategy: str) 
     _same(_train(megatron, 2, *flags), _train(megatron, 2))
 
 
-def test_a_failed_training_leaves_the_session_usable(megatron: RankPools) -> None:
-    before = _train(megatron, 2)
+def test_a_failed_training_leaves_the_session_usable(
+    megatron: RankPools, by_two_ranks: Training
+) -> None:
     with pytest.raises(RankFailure, match="cannot be used on a CPU"):
         megatron(2).run(train, [*MODEL_FLAGS, "--attention-backend", "flash"])
     with pytest.raises(RankFailure, match="num_attention_heads"):
         megatron(2).run(train, [*MODEL_FLAGS, "--train-iters", "1", "--num-attention-heads", "5"])
     after = _train(megatron, 2)
-    assert (after.losses, after.grad_norms) == (before.losses, before.grad_norms)
+    assert (after.losses, after.grad_norms) == (by_two_ranks.losses, by_two_ranks.grad_norms)

@@ -48,8 +48,13 @@ def test_a_zero3_checkpoint_loads_under_every_strategy(
 
 @pytest.mark.parametrize(
     "sizes",
-    ["", "--pipeline-model-parallel-size 2", "--tensor-model-parallel-size 2"],
-    ids=["data", "pipeline", "tensor"],
+    [
+        pytest.param("", id="data"),
+        pytest.param(
+            "--pipeline-model-parallel-size 2", id="pipeline", marks=pytest.mark.functional
+        ),
+        pytest.param("--tensor-model-parallel-size 2", id="tensor", marks=pytest.mark.functional),
+    ],
 )
 def test_rng_scheduler_and_optimizer_are_restored_exactly(
     megatron: RankPools, tmp_path: Path, sizes: str

@@ -6,15 +6,13 @@ import argparse
 import importlib
 import importlib.metadata
 import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
+from megatron_fsdp_v2 import cli
 from megatron_fsdp_v2_mcore import install, seams, uninstall
-from tests.mcore.command_line import ROOT
+from tests.mcore.command_line import run_module
 
 
 @pytest.fixture(autouse=True)
@@ -111,20 +109,9 @@ def test_installing_after_arguments_were_parsed_is_refused(monkeypatch: pytest.M
         install()
 
 
-def _command(*flags: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "megatron_fsdp_v2.cli", "seams", *flags],
-        check=False,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "adapters")])},
-    )
-
-
-def test_the_command_prints_every_seam_as_json() -> None:
-    done = _command("--json")
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
+def test_the_command_prints_every_seam_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["seams", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
     assert report["megatron_core"] == importlib.metadata.version("megatron-core")
     assert report["supported"] == "0.19.x"
     rows = report["seams"]
@@ -135,9 +122,9 @@ def test_the_command_prints_every_seam_as_json() -> None:
 
 
 def test_the_command_prints_every_seam_as_a_table() -> None:
-    done = _command()
-    assert done.returncode == 0, done.stderr
-    paragraphs = done.stdout.strip().split("\n\n")
+    done = run_module("megatron_fsdp_v2.cli", ["seams"])
+    assert done.code == 0, done.output
+    paragraphs = done.output.strip().split("\n\n")
     assert "supported: 0.19.x" in paragraphs[0]
     assert len(paragraphs) == 1 + len(seams.SEAMS)
     for seam, paragraph in zip(seams.SEAMS, paragraphs[1:], strict=True):

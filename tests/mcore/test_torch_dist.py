@@ -34,6 +34,7 @@ MOE = (
     "--moe-token-dispatcher-type alltoall --moe-router-load-balancing-type aux_loss "
     "--moe-aux-loss-coeff 0.01"
 )
+ROUNDED = f"{MOE} --bf16 {DROPOUT}"
 MIXED = f"{MOE} --moe-layer-freq [0,1]"
 MAMBA = "--hybrid-layer-pattern M*-M --mamba-state-dim 16 --mamba-head-dim 16 --mamba-num-groups 2"
 TP2 = "--tensor-model-parallel-size 2"
@@ -129,8 +130,8 @@ def test_every_strategy_loads_it(megatron: RankPools, saved: Curve, strategy: st
     assert distance(resumed.losses, uninterrupted.losses[SAVED_AT:]) < 1e-6
 
 
-def _train_and_count(flags: list[str]) -> tuple[int, int]:
-    """Train; return how many elements were read, and how many the whole model has."""
+def _train_and_count(flags: list[str]) -> tuple[Training, int]:
+    """Train; also return how many elements were read. The probe counts those of the model."""
     from megatron_fsdp_v2_mcore.torch_dist.folder import CheckpointFolder
 
     fill, wanted = CheckpointFolder.fill, []
@@ -141,10 +142,10 @@ def _train_and_count(flags: list[str]) -> tuple[int, int]:
 
     CheckpointFolder.fill = count
     try:
-        whole = train(flags, _num_elements).extras
+        training = train(flags, _num_elements)
     finally:
         CheckpointFolder.fill = fill
-    return sum(wanted), whole
+    return training, sum(wanted)
 
 
 def _num_elements(model: Any, optimizer: Any) -> int:
@@ -152,14 +153,18 @@ def _num_elements(model: Any, optimizer: Any) -> int:
     return sum(param.numel() for chunk in model for param in chunk.parameters())
 
 
-def test_a_rank_reads_the_rows_it_holds_and_no_others(megatron: RankPools, saved: Curve) -> None:
-    folder, _ = saved("megatron", 2, MEGATRON, SWIGLU)
+def test_a_sharded_run_goes_on_and_a_rank_reads_the_rows_it_holds_and_no_others(
+    megatron: RankPools, saved: Curve
+) -> None:
+    folder, uninterrupted = saved("megatron", 2, MEGATRON, SWIGLU)
     load = ["--load", str(folder), "--ckpt-step", str(SAVED_AT)]
     flags = [*MODEL, *ITERATIONS, *fsdp(), *SWIGLU.split(), *load]
-    counts = megatron(2).run(_train_and_count, flags)
+    results = megatron(2).run(_train_and_count, flags)
+    resumed, counts = results[0][0], [read for _, read in results]
+    assert distance(resumed.losses, uninterrupted.losses[SAVED_AT:]) < 1e-6
     # A weight and its two moments.
-    assert sum(read for read, _ in counts) == 3 * counts[0][1]
-    assert max(read for read, _ in counts) < 0.6 * 3 * counts[0][1]
+    assert sum(counts) == 3 * resumed.extras
+    assert max(counts) < 0.6 * 3 * resumed.extras
 
 
 def test_state_in_buckets_is_refused_and_weights_load_without_it(
@@ -251,10 +256,9 @@ def test_experts_get_an_optimizer_of_their_own_as_the_loading_run_has_it(
 
 
 def test_there_and_back_changes_no_bit(megatron: RankPools, saved: Curve, tmp_path: Path) -> None:
-    folder, uninterrupted = saved("sharded", 2, fsdp(), f"{MOE} --bf16 {DROPOUT}")
+    folder, uninterrupted = saved("sharded", 2, fsdp(), ROUNDED)
     assert _export(folder, tmp_path / "exported") == 0
-    words = f"{MOE} --bf16 {DROPOUT}".split()
-    resumed = _resume(megatron, 2, tmp_path / "exported", *fsdp(), *words)
+    resumed = _resume(megatron, 2, tmp_path / "exported", *fsdp(), *ROUNDED.split())
     assert resumed.losses == uninterrupted.losses[SAVED_AT:]
 
 
@@ -275,7 +279,7 @@ def _export(
 def test_export_says_in_a_sentence_what_it_did_and_why_it_cannot(
     saved: Curve, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder, _ = saved("sharded", 2, fsdp(), SWIGLU)
+    folder, _ = saved("sharded", 2, fsdp(), ROUNDED)
     target = tmp_path / "exported"
     assert _export(folder, target, iteration=None) == 0
     assert "iter_0000006: " in capsys.readouterr().out

@@ -124,16 +124,35 @@ def norms_of_ddp(model: Any, optimizer: Any) -> dict[str, tuple[float, float]]:
 PER_PARAMETER = ["--log-per-param-norm", "--log-params-norm", "--clip-grad", "0.5"]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_norms_of_every_parameter_are_those_of_ddp(megatron: RankPools, strategy: str) -> None:
-    # DDP's gradients are looked at after its step: they must not be clipped there.
-    flags = ["--train-iters", "4", "--clip-grad", "1000"]
-    expected = megatron(2).run(train, [*MODEL_FLAGS, *flags], norms_of_ddp)[0].extras
-    mine = [*MODEL_FLAGS, *fsdp(strategy), *flags, "--log-per-param-norm"]
+# DDP's gradients are looked at after its step: they must not be clipped there.
+UNCLIPPED = ["--train-iters", "4", "--clip-grad", "1000"]
+
+
+@pytest.fixture(scope="module")
+def expected_norms(megatron: RankPools) -> dict[str, tuple[float, float]]:
+    """Norms of every weight and gradient under DDP, at iteration 4."""
+    trained: Any = megatron(2).run(train, [*MODEL_FLAGS, *UNCLIPPED], norms_of_ddp)[0]
+    norms: dict[str, tuple[float, float]] = trained.extras
+    return norms
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "no_shard",
+        pytest.param("optim", marks=pytest.mark.functional),
+        pytest.param("optim_grads", marks=pytest.mark.functional),
+        "optim_grads_params",
+    ],
+)
+def test_norms_of_every_parameter_are_those_of_ddp(
+    megatron: RankPools, expected_norms: dict[str, tuple[float, float]], strategy: str
+) -> None:
+    mine = [*MODEL_FLAGS, *fsdp(strategy), *UNCLIPPED, "--log-per-param-norm"]
     ours = scalars_of(megatron(2).run(train_recorded, mine))
     names = {name.partition("/")[2] for name, _ in ours if name.startswith("param-norm/")}
-    assert names == expected.keys()
-    for name, (weight, grad) in expected.items():
+    assert names == expected_norms.keys()
+    for name, (weight, grad) in expected_norms.items():
         assert ours[f"param-norm/{name}", 4] == pytest.approx(weight, rel=1e-5), name
         assert ours[f"param-grad-norm/{name}", 4] == pytest.approx(grad, rel=1e-4), name
 

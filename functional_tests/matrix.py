@@ -209,7 +209,7 @@ ROWS: tuple[Row, ...] = (
     Row("HSDP 2x2, overlap flags, recompute", 4, f"{OVERLAP_GRADS} {FULL} --global-batch-size 16",
         ours=f"{HSDP} {OVERLAP_PARAMS}"),
     Row("HSDP 2x2, bf16", 4, "--bf16", ours=HSDP, strategies=(ZERO1,)),
-    Row("HFSDP 2x2", 4, NORMS, ours=HFSDP, strategies=SHARDED),
+    Row("HFSDP 2x2", 4, NORMS, ours=HFSDP, strategies=SHARDED, quick=True),
     Row("HFSDP 2x2, per-token loss, overlap flags", 4,
         f"{PER_TOKEN} {OVERLAP_GRADS} --global-batch-size 16", ours=f"{HFSDP} {OVERLAP_PARAMS}",
         strategies=(ZERO2,)),

@@ -18,8 +18,8 @@ OVERLAP = ["--overlap-grad-reduce", "--overlap-param-gather"]
 def _curves(pools: RankPools, world_size: int, flags: list[str]) -> Training:
     result: Training = pools(world_size).run(train, [*MODEL_FLAGS, *ITERATIONS, *flags])[0]
     assert len(result.losses) == len(result.grad_norms) == 8
-    # In between, at the end, and on the test data.
-    assert len(result.evaluations) == 3
+    # Twice on the way, and on validation and test data at the end.
+    assert len(result.evaluations) == 4
     return result
 
 

@@ -19,6 +19,17 @@ from typing import Any
 
 DEFAULT_TIMEOUT_S = 60.0
 
+# What every rank imports is imported once, before processes are forked. The last ones are most of
+# what importing Megatron imports, which itself has to wait for its rehearsal.
+PRELOADED = [
+    "torch",
+    "torch.distributed.tensor",
+    "torch._dynamo.convert_frame",
+    "torch._inductor.compile_fx",
+    "torch.utils.tensorboard",
+    "wandb",
+]
+
 
 class RankFailure(AssertionError):
     """A rank raised, died or did not answer."""
@@ -66,7 +77,7 @@ class RankPool:
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed.tensor"])
+        context.set_forkserver_preload(PRELOADED)
         port = _free_port()
         self._connections: list[Connection] = []
         self._processes = []

@@ -31,15 +31,17 @@ class Hop:
         axis: The axis of the grid.
         sends: Per rank along the axis, what goes there.
         receives: Per rank along the axis, what comes from there.
+        is_needed: Whether any rank along the axis sends something.
     """
 
     axis: int
     sends: tuple[tuple[Key, ...], ...]
     receives: tuple[tuple[Key, ...], ...]
+    is_needed: bool
 
     def reversed(self) -> Hop:
         """The way back."""
-        return Hop(self.axis, self.receives, self.sends)
+        return Hop(self.axis, self.receives, self.sends, self.is_needed)
 
     @property
     def sent_numel(self) -> int:
@@ -114,12 +116,7 @@ class _Planner:
             if self._owners[index] == self._here
         ]
         held = [(index, rect) for index in members for rect in self._rects(index, self._here)]
-        return BucketPlan(
-            tuple(hop for hop in gathers if hop is not None),
-            tuple(hop for hop in copies if hop is not None),
-            tuple(owned),
-            tuple(held),
-        )
+        return BucketPlan(tuple(gathers), tuple(copies), tuple(owned), tuple(held))
 
     def _matrix(self, index: int) -> Matrix:
         return self._ownership.matrices[index]
@@ -141,7 +138,7 @@ class _Planner:
     def _at_owner(self, index: int, axes: Iterable[int]) -> bool:
         return all(self._here[axis] == self._owners[index][axis] for axis in axes)
 
-    def _gather(self, members: Sequence[int], axis: int, before: Sequence[int]) -> Hop | None:
+    def _gather(self, members: Sequence[int], axis: int, before: Sequence[int]) -> Hop:
         """The all-to-all after which owners' coordinates along an axis hold all along it."""
         mine, size = self._here[axis], self._grid.sizes[axis]
         sends: list[list[Key]] = [[] for _ in range(size)]
@@ -162,9 +159,9 @@ class _Planner:
                     there = [step if a == axis else c for a, c in enumerate(self._here)]
                     rects = self._held(index, there, before)
                     receives[step] += [(index, rect) for rect in rects]
-        return Hop(axis, _frozen(sends), _frozen(receives)) if is_needed else None
+        return Hop(axis, _frozen(sends), _frozen(receives), is_needed)
 
-    def _copy(self, members: Sequence[int], axis: int, after: Sequence[int]) -> Hop | None:
+    def _copy(self, members: Sequence[int], axis: int, after: Sequence[int]) -> Hop:
         """The all-to-all after which results are at all coordinates along an axis of replicas."""
         mine, size = self._here[axis], self._grid.sizes[axis]
         sends: list[list[Key]] = [[] for _ in range(size)]
@@ -182,7 +179,7 @@ class _Planner:
             for step in range(size):
                 if step != mine:
                     sends[step] += keys
-        return Hop(axis, _frozen(sends), _frozen(receives)) if is_needed else None
+        return Hop(axis, _frozen(sends), _frozen(receives), is_needed)
 
 
 def _frozen(lists: Sequence[Sequence[Key]]) -> tuple[tuple[Key, ...], ...]:
@@ -219,24 +216,33 @@ class Transfer:
         self._like = like
         self._left = list(hops)
         self._arriving: tuple[Hop, torch.Tensor, Ticket] | None = None
-        self._start_next()
+        if self._left:
+            self._start_next()
 
     def wait(self) -> dict[Key, torch.Tensor]:
         """Have everything arrive; the rectangles that are here then."""
-        while self._arriving is not None:
-            hop, received, ticket = self._arriving
-            ticket.wait()
-            keys = [key for part in hop.receives for key in part]
-            flat = torch.split(received, [rect.rows * rect.cols for _, rect in keys])
-            self._pieces.update(zip(keys, flat, strict=True))
+        self._finish_arriving()
+        while self._left:
             self._start_next()
+            self._finish_arriving()
         return self._pieces
 
-    def _start_next(self) -> None:
-        self._arriving = None
-        if not self._left:
+    def _finish_arriving(self) -> None:
+        if self._arriving is None:
             return
+        hop, received, ticket = self._arriving
+        self._arriving = None
+        ticket.wait()
+        keys = [key for part in hop.receives for key in part]
+        flat = torch.split(received, [rect.rows * rect.cols for _, rect in keys])
+        self._pieces.update(zip(keys, flat, strict=True))
+
+    def _start_next(self) -> None:
         hop = self._left.pop(0)
+        if not hop.is_needed:
+            # The next one must not come earlier for that: other ranks along its axis may have
+            # this one, and ranks pair all-to-alls by their order.
+            return
         outgoing = [self._pieces[key].reshape(-1) for part in hop.sends for key in part]
         sent = torch.cat(outgoing) if outgoing else self._like.new_empty(0)
         into, out = sizes(hop.receives), sizes(hop.sends)

@@ -7,6 +7,7 @@ of matrices while another one is computed.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -59,7 +60,7 @@ class MatrixEngine:
 
     Raises:
         ValueError: A parameter is neither 2-D nor 3-D, or a DTensor that `fully_shard` did not
-            make.
+            make; or `bucket_numel` is less than 1.
     """
 
     def __init__(
@@ -71,13 +72,15 @@ class MatrixEngine:
         shares_replicas: bool = True,
         bucket_numel: int = BUCKET_NUMEL,
     ) -> None:
+        if bucket_numel < 1:
+            raise ValueError(f"bucket_numel must be at least 1, got {bucket_numel}")
         self._num_params = len(params)
         builders: dict[Any, _Builder] = {}
         for index, (param, function) in enumerate(zip(params, functions, strict=True)):
             placed = _place(param, joins_tensor_parallel, shares_replicas)
             key = (placed.group_names, placed.layout.grid, param.device, param.dtype)
             builder = builders.setdefault(key, _Builder(placed.axes, param.device))
-            builder.add(index, placed.layout, function)
+            builder.add(index, placed, function)
         self.works = [builder.work(bucket_numel) for builder in builders.values()]
 
     def run(self, updates: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -108,6 +111,7 @@ class SharedWork:
 
     Attributes:
         params: Indices of the parameters.
+        names: What to call them in an error.
         layouts: Where each of them is.
         functions: What to do with matrices, by their kind.
         ownership: Who does it.
@@ -117,6 +121,7 @@ class SharedWork:
     """
 
     params: tuple[int, ...]
+    names: tuple[str, ...]
     layouts: tuple[MatrixLayout, ...]
     functions: tuple[MatrixFunction, ...]
     ownership: Ownership
@@ -157,9 +162,20 @@ class SharedWork:
     def _check(self) -> None:
         if self._is_checked or not self.axes:
             return
-        text = repr((self.ownership, self.grid, [layout.shape for layout in self.layouts]))
-        record = UnitRecord("matrix optimizer", text, (0,) * len(self.axes))
-        compare_units([record], self.axes, self.device)
+        nothing = (0,) * len(self.axes)
+        records = [
+            UnitRecord(
+                name,
+                f"parameter {index} of a matrix optimizer, of shape {layout.shape} and layout "
+                f"{layout.fingerprint}",
+                nothing,
+            )
+            for index, name, layout in zip(self.params, self.names, self.layouts, strict=True)
+        ]
+        # What is left that owners follow from: costs, kinds and the size of buckets.
+        plan = hashlib.sha256(repr(self.ownership).encode()).hexdigest()[:16]
+        records.append(UnitRecord("matrix optimizer", f"plan {plan}", nothing))
+        compare_units(records, self.axes, self.device)
         self._is_checked = True
 
     def _fetch(self, bucket: int, updates: Sequence[torch.Tensor]) -> Transfer:
@@ -234,6 +250,7 @@ class _Placed:
     layout: MatrixLayout
     axes: tuple[Axis, ...]
     group_names: tuple[str, ...]
+    name: str
 
 
 def _place(param: torch.Tensor, joins: bool, shares: bool) -> _Placed:
@@ -248,7 +265,7 @@ def _place(param: torch.Tensor, joins: bool, shares: bool) -> _Placed:
                 "and only such parameters and plain tensors are supported"
             )
         rows = RowShards(((0, shape[0]),), ())
-        return _Placed(MatrixLayout(Grid((), ()), rows, shape, ()), (), ())
+        return _Placed(MatrixLayout(Grid((), ()), rows, shape, ()), (), (), "")
     return _place_sharded(param, joins, shares)
 
 
@@ -275,7 +292,9 @@ def _place_sharded(param: UnevenDTensor, joins: bool, shares: bool) -> _Placed:
         tuple(kinds[axis][1] for axis in used),
         None if tensor_axis is None else used.index(tensor_axis),
     )
-    return _Placed(layout, axes, tuple(axis.group.group_name for axis in axes))
+    owner = shards.holders.group()
+    name = "" if owner is None else str(owner.name_of(param))
+    return _Placed(layout, axes, tuple(axis.group.group_name for axis in axes), name)
 
 
 class _Builder:
@@ -284,18 +303,21 @@ class _Builder:
     def __init__(self, axes: tuple[Axis, ...], device: torch.device) -> None:
         self._axes, self._device = axes, device
         self._params: list[int] = []
+        self._names: list[str] = []
         self._layouts: list[MatrixLayout] = []
         self._functions: list[MatrixFunction] = []
         self._matrices: list[Matrix] = []
 
-    def add(self, param: int, layout: MatrixLayout, function: MatrixFunction) -> None:
+    def add(self, param: int, placed: _Placed, function: MatrixFunction) -> None:
         """Add a parameter."""
+        layout = placed.layout
         if function not in self._functions:
             self._functions.append(function)
         kind = self._functions.index(function)
         flops = function.flops(*layout.matrix_shape)
         self._matrices += Matrix.of(len(self._params), layout, flops, kind)
         self._params.append(param)
+        self._names.append(placed.name)
         self._layouts.append(layout)
 
     def work(self, bucket_numel: int) -> SharedWork:
@@ -305,6 +327,7 @@ class _Builder:
         rank = grid.rank([axis.rank for axis in self._axes])
         return SharedWork(
             tuple(self._params),
+            tuple(self._names),
             tuple(self._layouts),
             tuple(self._functions),
             ownership,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import bisect
+import hashlib
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from megatron_fsdp_v2.layout import RowRanges
 from megatron_fsdp_v2.row_shards import Chunk, RowShards, TensorShard
 
 __all__ = ["Grid", "MatrixLayout", "Rect"]
@@ -137,21 +139,47 @@ class MatrixLayout:
 
     def whole_at(self, number: int) -> list[int]:
         """Ranks that hold all of a matrix; none when it is spread over several."""
-        first, last = (number, number + 1) if len(self.shape) == 3 else (0, self.part_shape[0])
+        first, last, part = 0, self.part_shape[0], None
+        if self.tensor is not None:
+            if len(self.shape) == 2 or self.tensor.dim != 0:
+                return []
+            part, first = self._part_of(number, self.tensor)
+            last = first + 1
+        elif len(self.shape) == 3:
+            first, last = number, number + 1
         ranges = self.row_shards.row_ranges
         index = bisect.bisect_right(range(len(ranges)), first, key=lambda i: ranges[i][1])
         if index == len(ranges) or ranges[index][1] < last:
             return []
-        steps = [
+        steps: list[Sequence[int]] = [
             [index // stride % size] if stride else range(size)
             for size, stride in zip(self.grid.sizes, self.strides, strict=True)
         ]
-        rows, cols = self.matrix_shape
-        return [
-            self.grid.rank(coordinate)
-            for coordinate in itertools.product(*steps)
-            if sum(r.rows * r.cols for r in self.rects_at(number, coordinate)) == rows * cols
-        ]
+        if part is not None and self.tensor_axis is not None:
+            steps[self.tensor_axis] = [part]
+        return [self.grid.rank(coordinate) for coordinate in itertools.product(*steps)]
+
+    @property
+    def fingerprint(self) -> str:
+        """A short text that is equal on two ranks exactly when their layouts are."""
+        ranges = self.row_shards.row_ranges
+        rows: Any = tuple(ranges)
+        if isinstance(ranges, RowRanges):
+            rows = (ranges.layout.fingerprint, ranges.param, ranges.first, ranges.last)
+        cut = None if self.tensor is None else (self.tensor.dim, self.tensor.pieces)
+        text = repr((self.grid, self.part_shape, self.strides, self.tensor_axis, cut, rows))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def _part_of(self, number: int, tensor: TensorShard) -> tuple[int, int]:
+        """Which tensor-parallel part of a stack a matrix is in, and its index there."""
+        first = 0
+        for length in tensor.lengths(self.part_shape[0]):
+            within = number - first * tensor.size
+            if within < length * tensor.size:
+                part, index = divmod(within, length)
+                return part, first + index
+            first += length
+        raise AssertionError(f"matrix {number} of a stack of {self.count}")
 
     def _chunks(self, coordinate: Sequence[int]) -> Iterator[Chunk]:
         index = sum(c * s for c, s in zip(coordinate, self.strides, strict=True))

@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, override
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
@@ -58,7 +60,7 @@ class Muon(torch.optim.Optimizer):
 
     Raises:
         ValueError: An option is out of range, or a parameter of a Muon group is neither 2-D nor
-            3-D; names it.
+            3-D, or a DTensor that `fully_shard` did not make; names it.
     """
 
     def __init__(
@@ -78,8 +80,10 @@ class Muon(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         adamw_eps: float = 1e-8,
     ) -> None:
+        if not ns_dtype.is_floating_point:
+            raise ValueError(f"ns_dtype must be a floating-point dtype, got {ns_dtype}")
         self._ns_dtype = ns_dtype
-        self._engine: tuple[tuple[int, ...], MatrixEngine] | None = None
+        self._engine: tuple[_Matrices, MatrixEngine] | None = None
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -111,6 +115,11 @@ class Muon(torch.optim.Optimizer):
         except ValueError:
             self.param_groups.pop()
             raise
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        # Process groups of the engine can be neither copied nor pickled; it is planned again.
+        return {**super().__getstate__(), "_ns_dtype": self._ns_dtype, "_engine": None}
 
     @torch.no_grad()
     @override
@@ -183,15 +192,17 @@ class Muon(torch.optim.Optimizer):
         return [update.to(self._ns_dtype) for update in updates]
 
     def _engine_for(self, matrices: list[tuple[dict[str, Any], nn.Parameter]]) -> MatrixEngine:
-        key = tuple(id(param) for _, param in matrices)
-        if self._engine is None or self._engine[0] != key:
-            functions = [
-                _function(
-                    group["ns_steps"], tuple(group["ns_coefficients"]), group["eps"], self._ns_dtype
-                )
-                for group, _ in matrices
-            ]
-            self._engine = key, MatrixEngine([param for _, param in matrices], functions)
+        params = [param for _, param in matrices]
+        functions = [
+            _function(
+                group["ns_steps"], tuple(group["ns_coefficients"]), group["eps"], self._ns_dtype
+            )
+            for group, _ in matrices
+        ]
+        # Parameters may be frozen, and options of groups changed, between two steps.
+        if self._engine is None or not self._engine[0].are(params, functions):
+            engine = MatrixEngine(params, functions)
+            self._engine = _Matrices(params, functions), engine
         return self._engine[1]
 
     # -- AdamW ---------------------------------------------------------------------------------
@@ -229,6 +240,20 @@ class Muon(torch.optim.Optimizer):
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Matrices:
+    """What an engine was made for."""
+
+    params: list[nn.Parameter]
+    functions: list[MatrixFunction]
+
+    def are(self, params: list[nn.Parameter], functions: list[MatrixFunction]) -> bool:
+        """Whether these are the same ones."""
+        if len(params) != len(self.params) or functions != self.functions:
+            return False
+        return all(mine is theirs for mine, theirs in zip(self.params, params, strict=True))
+
+
 @functools.cache
 def _function(
     steps: int, coefficients: tuple[float, float, float], eps: float, dtype: torch.dtype
@@ -246,6 +271,9 @@ def _apply(group: dict[str, Any], params: list[nn.Parameter], changes: list[torc
     lr = float(group["lr"])
     by_rate: dict[float, list[int]] = {}
     for index, param in enumerate(params):
+        # An empty tensor in the list of a multi-tensor kernel can corrupt its neighbours.
+        if not local_numel(param):
+            continue
         rate = lr * _adjustment(group["adjust_lr_fn"], *param.shape[-2:])
         by_rate.setdefault(rate, []).append(index)
     for rate, indices in by_rate.items():
@@ -332,4 +360,9 @@ def _check_parameter(group: dict[str, Any], index: int, param: nn.Parameter) -> 
         raise ValueError(
             f"{parameter_name(group, index)} is {kind}, and Muon steps real 2-D matrices and 3-D "
             "stacks of them; put it into a group with use_muon=False, which AdamW steps"
+        )
+    if isinstance(param, DTensor) and not isinstance(param, UnevenDTensor):
+        raise ValueError(
+            f"{parameter_name(group, index)} is a DTensor that was not sharded by fully_shard of "
+            "megatron_fsdp_v2; Muon steps those and plain tensors"
         )

@@ -12,9 +12,20 @@ from typing import Any
 from megatron_fsdp_v2_mcore.errors import FlagError
 from megatron_fsdp_v2_mcore.seams import install, uninstall
 
-__all__ = ["FlagError", "FullyShardedDataParallel", "install", "uninstall"]
+__all__ = [
+    "FSDPMuonChainedOptimizer",
+    "FSDPZeROTensorParallelMuon",
+    "FlagError",
+    "FullyShardedDataParallel",
+    "install",
+    "uninstall",
+]
 
-_LAZY = {"FullyShardedDataParallel": "megatron_fsdp_v2_mcore.wrapper"}
+_LAZY = {
+    "FSDPMuonChainedOptimizer": "megatron_fsdp_v2_mcore.muon_chain",
+    "FSDPZeROTensorParallelMuon": "megatron_fsdp_v2_mcore.muon",
+    "FullyShardedDataParallel": "megatron_fsdp_v2_mcore.wrapper",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatron_fsdp_v2_mcore.checkpoint_check import check_checkpoint_folder
@@ -11,7 +13,14 @@ from megatron_fsdp_v2_mcore.errors import FlagError
 from megatron_fsdp_v2_mcore.refusals import MORE_REFUSALS, Refusal, check_parallel_sizes
 from megatron_fsdp_v2_mcore.settings import check_hybrid, refuse_fields
 
-__all__ = ["add_arguments", "check_after", "check_before", "check_no_yaml", "is_enabled"]
+__all__ = [
+    "accepted_by_megatron",
+    "add_arguments",
+    "check_after",
+    "check_before",
+    "check_no_yaml",
+    "is_enabled",
+]
 
 API_FLAG = "--use-fsdp-fully-shard-api"
 _OUR_OTHER_FLAGS = ("expert_data_parallel_sharding_strategy", "log_per_param_norm")
@@ -46,6 +55,9 @@ def is_enabled(args: Any) -> bool:
     return bool(getattr(args, "use_fsdp_fully_shard_api", False))
 
 
+EMERGING = ("muon", "adaptive_muon", "lion")
+"""Optimizers of Megatron's registry that step shards, beside Adam."""
+
 REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "use_precision_aware_optimizer",
@@ -71,8 +83,10 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "optimizer",
         "--optimizer",
-        "Megatron's distributed optimizer, which steps the shards, takes adam only",
-        lambda value: value not in (None, "adam"),
+        "adam, muon, adaptive_muon and lion can step shards; sgd cannot, as Megatron's distributed "
+        "optimizer keeps no state of it; soap cannot, as its preconditioners are factors of whole "
+        "matrices; instead of dist_muon, Megatron's deprecated name, use muon",
+        lambda value: value not in (None, "adam", *EMERGING),
     ),
     Refusal("async_save", "--async-save", "asynchronous checkpoints are not built yet"),
     *MORE_REFUSALS,
@@ -114,6 +128,11 @@ def check_before(args: Any) -> None:
             "--init-model-with-meta-device cannot be used with --data-parallel-sharding-strategy "
             "no_shard: Megatron offers it for sharded weights or optimizer state only"
         )
+    if args.fp16 and args.optimizer in EMERGING:
+        raise FlagError(
+            f"--fp16 cannot be used with --optimizer {args.optimizer}: Megatron offers it with "
+            "bf16 and fp32 only; use --bf16"
+        )
     check_parallel_sizes(args)
     if args.load is not None:
         check_checkpoint_folder(
@@ -121,6 +140,27 @@ def check_before(args: Any) -> None:
             may_be_empty=args.load == args.save,
             iteration=args.ckpt_step,
         )
+
+
+@contextlib.contextmanager
+def accepted_by_megatron(args: Any) -> Iterator[None]:
+    """Have Megatron validate arguments with `--optimizer adam` where ours is one it would refuse.
+
+    Megatron refuses other optimizers together with --use-megatron-fsdp, because its own wrapper
+    cannot step them, and turns its distributed optimizer off for them. For ours everything it
+    derives has to be as it is for Adam. The name is put back afterwards.
+    """
+    name = getattr(args, "optimizer", None)
+    if not is_enabled(args) or name not in EMERGING:
+        yield
+        return
+    args.optimizer = "adam"
+    try:
+        yield
+    finally:
+        args.optimizer = name
+    if args.rank == 0:
+        sys.stdout.write(f"optimizer: {name}; Megatron's list of arguments shows adam for it\n")
 
 
 def check_after(args: Any) -> None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_fsdp_v2_mcore.arguments import (
+    accepted_by_megatron,
     add_arguments,
     check_after,
     check_before,
@@ -65,7 +66,8 @@ def _with_our_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
 def _with_our_checks(original: Callable[..., Any]) -> Callable[..., Any]:
     def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
         check_before(args)
-        result = original(args, *rest, **kwargs)
+        with accepted_by_megatron(args):
+            result = original(args, *rest, **kwargs)
         check_after(args)
         if is_enabled(args):
             _STATE.options = Options.from_args(args)
@@ -91,6 +93,15 @@ def _our_wrapper(original: Any) -> Any:
 def _our_optimizer(original: Any) -> Any:
     del original
     return importlib.import_module("megatron_fsdp_v2_mcore.optimizer").ShardedOptimizer
+
+
+def _our_emerging_optimizer(original: Any) -> Any:
+    def build(config: Any, model_chunks: Any, *args: Any, **kwargs: Any) -> Any:
+        # Imported when it is asked for: other optimizers need no emerging_optimizers.
+        factory = importlib.import_module("megatron_fsdp_v2_mcore.optimizer_factory")
+        return factory.build_emerging_optimizer(original, config, model_chunks, *args, **kwargs)
+
+    return build
 
 
 def _our_params_norm(original: Any) -> Any:
@@ -173,6 +184,16 @@ SEAMS: tuple[Seam, ...] = (
         "whatever the strategy",
         ("optimizer", "config", "grad_scaler"),
         _our_optimizer,
+        selected=True,
+        optional=False,
+    ),
+    Seam(
+        "emerging-optimizer",
+        "megatron.core.optimizer:_get_megatron_emerging_optimizer",
+        "the factory of --optimizer muon and its like: Megatron's classes take a rank's rows for "
+        "whole matrices",
+        ("config", "model_chunks", "config_overrides", "pg_collection"),
+        _our_emerging_optimizer,
         selected=True,
         optional=False,
     ),

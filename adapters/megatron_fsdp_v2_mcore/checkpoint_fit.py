@@ -183,7 +183,11 @@ def _problem(
         found.append(f"shapes differ: {_some(reshaped.values())}")
     if not found:
         return ""
-    hints = [*_vocabulary(reshaped, saved_args, args), *_other_flags(saved_args, args)]
+    hints = [
+        *_optimizer(missing, saved_args, args),
+        *_vocabulary(reshaped, saved_args, args),
+        *_other_flags(saved_args, args),
+    ]
     return ". ".join([f"{path} is a checkpoint of another model: {'; '.join(found)}", *hints])
 
 
@@ -195,6 +199,17 @@ def _is_shared(key: str) -> bool:
 def _some(names: Collection[str]) -> str:
     shown = ", ".join(sorted(names)[:_SHOWN])
     return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"
+
+
+def _optimizer(missing: Collection[str], saved: Any, args: Any) -> list[str]:
+    """What to do where another optimizer's state was saved."""
+    mine, theirs = (getattr(a, "optimizer", None) for a in (args, saved))
+    if mine == theirs or theirs is None or not any(key.startswith(_STATE) for key in missing):
+        return []
+    return [
+        f"--optimizer was {theirs} and is {mine}: resume with --optimizer {theirs}, or add "
+        f"--no-load-optim to start {mine} afresh"
+    ]
 
 
 def _vocabulary(reshaped: Collection[str], saved: Any, args: Any) -> list[str]:

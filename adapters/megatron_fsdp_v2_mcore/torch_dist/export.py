@@ -59,12 +59,14 @@ class Exported:
         num_tensors: Tensors of it: a weight of one layer and expert, a main weight, a moment.
         num_bytes: Their size.
         largest: Bytes of the largest of them: what was in memory at a time.
+        left_out: The optimizer whose state was not exported, if it is such a one.
     """
 
     path: Path
     num_tensors: int
     num_bytes: int
     largest: int
+    left_out: str | None = None
 
 
 def export(
@@ -74,6 +76,8 @@ def export(
     expert_parallel: int | None = None,
 ) -> Exported:
     """Make a `torch_dist` checkpoint of one of a sharded run.
+
+    The state of other optimizers than Adam is left out.
 
     Args:
         source: What the run saved to.
@@ -102,7 +106,7 @@ def export(
     )
     latest = find_checkpoint(target)
     (Path(target) / TRACKER).write_text(str(max(iteration, latest[1] if latest else 0)))
-    return Exported(written, job.num_tensors, job.num_bytes, job.largest)
+    return Exported(written, job.num_tensors, job.num_bytes, job.largest, job.left_out)
 
 
 class _Export:
@@ -117,6 +121,8 @@ class _Export:
         self._args = self._plain["args"]
         self._names = StoredNames.of(self._args)
         self._expert_parallel = expert_parallel or self._args.expert_model_parallel_size
+        # Megatron's other optimizers have wrappers, and parts of a checkpoint, of their own.
+        self._has_optimizer = bool(self._options()) and self.left_out is None
         self._writer = FolderWriter(target)
 
     def write(self) -> None:
@@ -144,11 +150,11 @@ class _Export:
 
     def _write_weight(self, name: str, place: Place) -> None:
         options = self._options().get(_whole(name))
-        is_trained = options is not None and self._folder.has(f"{STATE}{name}.{MOMENTS[0]}")
+        has_state = options is not None and self._folder.has(f"{STATE}{name}.{MOMENTS[0]}")
         main = self._read(MODEL + name)
         dtype = main.dtype if options is None else self._args.params_dtype
         self._put(place.key, place, main.to(dtype))
-        if not is_trained:
+        if not (has_state and self._has_optimizer):
             return
         self._put(f"{STATE}param.{place.key}", place, main.float())
         del main
@@ -194,6 +200,12 @@ class _Export:
         nested: dict[str, Any] = unflatten_state_dict(flat, {key: paths[key] for key in flat})
         return nested
 
+    @property
+    def left_out(self) -> str | None:
+        """The optimizer whose state is not exported, if it is such a one."""
+        name = getattr(self._args, "optimizer", "adam")
+        return None if name == "adam" or not self._options() else str(name)
+
     def _options(self) -> dict[str, dict[str, Any]]:
         options: dict[str, dict[str, Any]] = self._plain.get("optimizer", {}).get(META, {})
         return options
@@ -228,7 +240,7 @@ class _Export:
         args.dist_ckpt_optim_fully_reshardable = True
         args.async_save = False
         args.no_save_rng = not has_rng
-        args.no_save_optim = not self._options()
+        args.no_save_optim = not self._has_optimizer
         common = {
             "args": args,
             "checkpoint_version": self._plain.get("checkpoint_version", 3.0),
@@ -245,7 +257,7 @@ class _Export:
         }
         if "opt_param_scheduler" in self._plain:
             common["opt_param_scheduler"] = self._plain["opt_param_scheduler"]
-        if self._options():
+        if self._has_optimizer:
             common["optimizer"] = self._optimizers()
         return common
 
@@ -332,6 +344,11 @@ class _ExportCommand:
             f"{done.path}: {done.num_tensors} tensors, {done.num_bytes / 2**20:.1f} MiB, one at a "
             f"time (the largest has {done.largest / 2**20:.1f} MiB)\n"
         )
+        if done.left_out is not None:
+            sys.stdout.write(
+                f"the state of --optimizer {done.left_out} is not exported: load it with "
+                "--no-load-optim or --finetune\n"
+            )
         return 0
 
 

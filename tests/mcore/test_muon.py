@@ -1,0 +1,281 @@
+"""`--optimizer muon` on sharded parameters trains as Megatron's own does on whole ones."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_fsdp_v2_mcore import FlagError
+from megatron_fsdp_v2_mcore.arguments import accepted_by_megatron, check_before
+from tests.mcore import matrix_optimizers as on_ranks
+from tests.mcore.session import MODEL_FLAGS, Training, curves, distance, fsdp, train
+from tests.ranks import RankFailure, RankPools
+
+MODEL = [*MODEL_FLAGS, "--global-batch-size", "8", "--train-iters", "8"]
+# Fused projections of several groups, gated layers, and Newton-Schulz in fp32.
+FUSED = "--swiglu --group-query-attention --num-query-groups 2 --normalization RMSNorm"
+MUON = [*FUSED.split(), "--optimizer", "muon", "--muon-fp32-matmul-prec", "high"]
+# Words that do not occur have gradients of zeros.
+_NORMS = "--log-num-zeros-in-grad --log-params-norm --clip-grad 0.5"
+_PADDED = "--untie-embeddings-and-output-weights --make-vocab-size-divisible-by 512"
+NORMS = [*_NORMS.split(), *_PADDED.split()]
+ZEROS_BY_CHANCE = 8
+ZERO3 = "optim_grads_params"
+STRATEGIES = ("no_shard", "optim", "optim_grads", ZERO3)
+
+
+def _train(pools: RankPools, *flags: str, probe: Any = None) -> Training:
+    return curves(pools(2).run(train, [*MODEL, *flags], probe=probe))
+
+
+@pytest.fixture(scope="module")
+def whole(megatron: RankPools) -> Training:
+    """Megatron's own Muon on whole parameters, under plain data parallelism."""
+    return _train(megatron, *MUON, *NORMS)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_it_trains_like_megatrons_own_on_whole_parameters(
+    megatron: RankPools, whole: Training, strategy: str
+) -> None:
+    ours = _train(megatron, *MUON, *NORMS, *fsdp(strategy))
+    assert distance(ours.losses, whole.losses) < 1e-6
+    assert distance(ours.grad_norms, whole.grad_norms) < 1e-6
+    assert distance(ours.params_norms, whole.params_norms) < 1e-6
+    assert min(whole.num_zeros) > 1000
+    for mine, theirs in zip(ours.num_zeros, whole.num_zeros, strict=True):
+        assert abs(mine - theirs) <= ZEROS_BY_CHANCE
+
+
+def test_options_reach_the_optimizer(megatron: RankPools, whole: Training) -> None:
+    options = "--muon-nesterov --muon-momentum 0.8 --muon-scale-mode unit_rms_norm --lion-beta1 0.8"
+    options += " --muon-num-ns-steps 3 --muon-extra-scale-factor 0.5 --muon-coefficient-type simple"
+    flags = [*MUON, *options.split(), "--muon-no-split-qkv", "--weight-decay", "0.2"]
+    theirs = _train(megatron, *flags)
+    assert distance(_train(megatron, *flags, *fsdp()).losses, theirs.losses) < 1e-6
+    assert distance(theirs.losses, whole.losses) > 1e-3
+
+
+def test_adaptive_muon_is_that_of_emerging_optimizers(megatron: RankPools) -> None:
+    """Megatron's own class fails in its first step; the reference is mended."""
+    flags = [*MODEL, *MUON, "--optimizer", "adaptive_muon", "--weight-decay", "0.1"]
+    reference = curves(megatron(2).run(on_ranks.train_with_whole_adaptive_muon, flags))
+    ours = _train(megatron, *flags, *fsdp())
+    # Its first updates are signs, and rounding decides those of what is next to zero.
+    assert distance(ours.losses, reference.losses) < 1e-3
+    assert distance(ours.losses, _train(megatron, *MUON, *fsdp()).losses) > 1e-2
+
+
+def test_matrices_are_spread_over_the_ranks(megatron: RankPools) -> None:
+    """Of the work, not of the time: each of two ranks has about half of the operations."""
+    seen = _train(megatron, *MUON, *fsdp(), probe=on_ranks.work).extras
+    alone = _train(megatron, *MUON, *fsdp("no_shard"), probe=on_ranks.work).extras
+    total = alone[0]
+    assert alone == [total, total]
+    assert sum(seen) == total
+    assert max(seen) < 0.6 * total
+
+
+def test_state_is_sharded_and_one_to_a_checkpoint(megatron: RankPools) -> None:
+    found = _train(megatron, *MUON, *fsdp(), probe=on_ranks.state_of_all).extras
+    assert [rank["names"] for rank in found] == [found[0]["names"]] * 2
+    muon = found[0]["options"]["momentum_buffer"]
+    # Without rows Adam keeps no state, and Muon does.
+    assert found[1]["options"]["momentum_buffer"] == muon
+    adam = found[0]["options"]["exp_avg"] | found[1]["options"]["exp_avg"]
+    assert not muon & adam
+    assert muon | adam == found[0]["names"]
+    assert "embedding.word_embeddings.weight" in adam
+    assert {name.rpartition(".")[0] for name in muon} >= {"decoder.layers.0.mlp.linear_fc1"}
+    # Megatron's Muon takes every other matrix, positions included.
+    assert all(found[0]["dims"][name] == 2 for name in muon)
+    assert all(rank["are_sharded"] for rank in found)
+
+
+# -- checkpoints ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def saved(
+    megatron: RankPools, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[float]]:
+    """A checkpoint of iteration 4 at 2 ranks, ZeRO-3, and the losses of the run that went on."""
+    folder = tmp_path_factory.mktemp("muon")
+    save = ["--save", str(folder), "--save-interval", "4"]
+    return folder, _train(megatron, *MUON, *fsdp(ZERO3, *save)).losses
+
+
+def test_a_resumed_run_continues_to_the_bit(
+    megatron: RankPools, saved: tuple[Path, list[float]]
+) -> None:
+    folder, uninterrupted = saved
+    load = ["--load", str(folder), "--ckpt-step", "4"]
+    assert _train(megatron, *MUON, *fsdp(ZERO3, *load)).losses == uninterrupted[4:]
+
+
+def test_a_checkpoint_loads_under_another_strategy(
+    megatron: RankPools, saved: tuple[Path, list[float]]
+) -> None:
+    folder, uninterrupted = saved
+    load = ["--load", str(folder), "--ckpt-step", "4"]
+    resumed = _train(megatron, *MUON, *fsdp("optim", *load)).losses
+    assert distance(resumed, uninterrupted[4:]) < 1e-6
+
+
+def test_another_optimizers_state_is_not_loaded(
+    megatron: RankPools, saved: tuple[Path, list[float]]
+) -> None:
+    folder, uninterrupted = saved
+    load = [*FUSED.split(), *fsdp(ZERO3, "--load", str(folder), "--ckpt-step", "4")]
+    with pytest.raises(RankFailure, match="--optimizer was muon and is adam: resume with"):
+        _train(megatron, *load)
+    afresh = _train(megatron, *load, "--no-load-optim").losses
+    assert afresh[0] == uninterrupted[4]
+
+
+def test_weights_are_exported_without_the_state(
+    megatron: RankPools, saved: tuple[Path, list[float]], tmp_path: Path
+) -> None:
+    from megatron_fsdp_v2_mcore.torch_dist.export import export
+
+    folder, uninterrupted = saved
+    assert export(folder, tmp_path, 4).left_out == "muon"
+    load = ["--ckpt-format", "torch_dist", "--load", str(tmp_path), "--no-load-optim"]
+    assert distance(_train(megatron, *MUON, *load).losses[:1], uninterrupted[4:5]) < 1e-6
+
+
+# -- classes --------------------------------------------------------------------------------------
+
+
+def test_every_kind_of_weight_decay_and_momentum_equals_the_original(megatron: RankPools) -> None:
+    for name, error in megatron(2).run(on_ranks.differences_from_originals)[0].items():
+        assert error < 1e-6, name
+
+
+def test_hooks_around_the_update_are_given_sharded_tensors(megatron: RankPools) -> None:
+    for kinds in megatron(2).run(on_ranks.what_hooks_see):
+        assert kinds == ["UnevenDTensor"] * 3
+
+
+def test_a_missing_gradient_is_named(megatron: RankPools) -> None:
+    for message, name in megatron(2).run(on_ranks.step_without_a_gradient):
+        assert f"no gradient for {name} " in message
+
+
+def test_an_optimizer_that_touches_whole_weights_is_refused() -> None:
+    from emerging_optimizers.orthogonalized_optimizers import MuonHyperball, Spel
+    from emerging_optimizers.soap import SOAP
+    from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
+
+    from megatron_fsdp_v2_mcore.muon import sharded_class
+
+    class Own(TensorParallelMuon):
+        pass
+
+    for cls, message in (
+        (MuonHyperball, "pre_weight_update_fn_inplace and a post_weight_update_fn_inplace"),
+        (Spel, "post_weight_update_fn_inplace of its own"),
+        (SOAP, "no OrthogonalizedOptimizer"),
+        (Own, "derive it from FSDPZeROTensorParallelMuon"),
+    ):
+        with pytest.raises(ValueError, match=f"{cls.__name__} cannot step .*{message}"):
+            sharded_class(cls)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tp_mode": "rowwise"}, "tp_mode must be one of blockwise, .* got 'rowwise'"),
+        ({"num_ns_steps": 0}, "num_ns_steps must be at least 1, got 0"),
+        ({"fp32_matmul_prec": "low"}, "fp32_matmul_prec must be one of .*, got 'low'"),
+        ({"coefficient_type": "cubic"}, "Invalid coefficient type: cubic"),
+        ({"scale_mode": "none"}, "Invalid mode for Muon update scale factor: none"),
+    ],
+)
+def test_options_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
+    from megatron_fsdp_v2_mcore import FSDPZeROTensorParallelMuon
+
+    with pytest.raises(ValueError, match=message):
+        FSDPZeROTensorParallelMuon([torch.nn.Parameter(torch.ones(2, 2))], **options)
+
+
+@pytest.mark.parametrize("method", ["normuon", "namo"])
+def test_second_moments_of_whole_matrices_are_refused(method: str) -> None:
+    from megatron_fsdp_v2_mcore.muon import FSDPZeROTensorParallelAdaptiveMuon
+
+    with pytest.raises(ValueError, match=f"moment2_method '{method}' cannot be used"):
+        FSDPZeROTensorParallelAdaptiveMuon(
+            [torch.nn.Parameter(torch.ones(2, 2))], moment2_method=method
+        )
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 2, 2)])
+def test_what_is_no_matrix_is_refused(shape: tuple[int, ...]) -> None:
+    from megatron_fsdp_v2_mcore import FSDPZeROTensorParallelMuon
+
+    with pytest.raises(ValueError, match=f"parameter 0 of shape .* is {len(shape)}-D"):
+        FSDPZeROTensorParallelMuon([torch.nn.Parameter(torch.ones(shape))])
+
+
+def test_a_fused_projection_that_does_not_divide_is_refused() -> None:
+    from megatron_fsdp_v2_mcore import FSDPZeROTensorParallelMuon
+
+    param = torch.nn.Parameter(torch.ones(7, 2))
+    param.grad = torch.ones(7, 2)
+    options = {"split_qkv": True, "is_qkv_fn": lambda p: True, "qkv_split_shapes": [2, 1, 1]}
+    optimizer = FSDPZeROTensorParallelMuon([param], **options)
+    with pytest.raises(ValueError, match=r"7 rows cannot be split into groups of 2 \+ 1 \+ 1"):
+        optimizer.step()
+    assert param.equal(torch.ones(7, 2))
+
+
+def test_a_closure_is_refused() -> None:
+    from megatron_fsdp_v2_mcore import FSDPZeROTensorParallelMuon
+
+    optimizer = FSDPZeROTensorParallelMuon([torch.nn.Parameter(torch.ones(2, 2))])
+    with pytest.raises(ValueError, match="takes no closure"):
+        optimizer.step(lambda: 0.0)
+
+
+# -- flags ----------------------------------------------------------------------------------------
+
+
+def _parsed(*flags: str) -> argparse.Namespace:
+    from megatron.training.arguments import add_megatron_arguments
+
+    from megatron_fsdp_v2_mcore.arguments import add_arguments
+
+    parser = add_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
+    args = parser.parse_args([*MODEL_FLAGS, *fsdp(), *flags])
+    args.world_size, args.rank = 2, 0
+    return args
+
+
+@pytest.mark.parametrize("name", ["sgd", "soap", "dist_muon"])
+def test_other_optimizers_are_refused_with_the_reason(name: str) -> None:
+    with pytest.raises(FlagError, match=f"^--optimizer {name} cannot be used .*{name}"):
+        check_before(_parsed("--optimizer", name))
+
+
+@pytest.mark.parametrize("name", ["muon", "adaptive_muon", "lion"])
+def test_fp16_is_refused_as_megatron_does(name: str) -> None:
+    check_before(_parsed("--optimizer", name))
+    with pytest.raises(FlagError, match=f"--fp16 cannot be used with --optimizer {name}"):
+        check_before(_parsed("--optimizer", name, "--fp16"))
+
+
+def test_megatron_validates_as_for_adam_and_the_name_comes_back(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    args = _parsed("--optimizer", "muon")
+    with accepted_by_megatron(args):
+        assert args.optimizer == "adam"
+    assert args.optimizer == "muon"
+    assert "optimizer: muon" in capsys.readouterr().out
+    args.use_fsdp_fully_shard_api = False
+    with accepted_by_megatron(args):
+        assert args.optimizer == "muon"

@@ -1,0 +1,458 @@
+"""Muon's update of sharded parameters is that of whole matrices, wherever their rows are."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_fsdp_v2 import fully_shard
+from megatron_fsdp_v2.optim import MatrixEngine, MatrixFunction, Muon
+from megatron_fsdp_v2.uneven_dtensor import local_of
+from tests.distributed.muon_cases import (
+    Bag,
+    Place,
+    Spec,
+    error,
+    full,
+    give,
+    gradients,
+    initial,
+    part,
+    plain,
+    sharded,
+    whole,
+)
+from tests.distributed.wrapping import STRATEGIES, fp64_pair, mesh_of, train_both, weight_error
+from tests.ranks import RankPools
+from tests.reference.muon import ReferenceMuon
+
+EXACT = 1e-12
+"""Tolerance in fp64: far above its rounding, far below any mistake."""
+FP32 = 1e-6
+CUBIC = {"ns_coefficients": (1.5, -0.5, 0.0)}
+"""Newton's own coefficients. The default ones stretch small singular values, and their rounding
+errors, by up to `3.4445 ** 5`: there even two orders of the same fp32 products differ by more."""
+STRETCHED = 5 * FP32
+
+# Odd rows, fewer rows than ranks, one row, one column, stacks, and a frozen matrix.
+SPECS = (
+    Spec((7, 5)),
+    Spec((5, 7)),
+    Spec((1, 6)),
+    Spec((6, 1)),
+    Spec((2, 9)),
+    Spec((13, 3), is_frozen=True),
+    Spec((16, 4)),
+    Spec((3, 8, 5)),
+    Spec((7, 5)),
+    Spec((5, 4, 6)),
+    Spec((1, 1)),
+    Spec((1, 6)),
+)
+TENSOR_SPECS = (
+    Spec((8, 6), 0),
+    Spec((6, 8), 1),
+    Spec((16, 5), 0, num_pieces=2),
+    Spec((5, 12), 1, num_pieces=3),
+    Spec((7, 5)),
+    Spec((4, 3, 5), 0),
+    Spec((8, 3, 2), 0, num_pieces=2),
+    Spec((3, 8, 5), 1),
+    Spec((3, 5, 8), 2),
+    Spec((4, 4), 0, is_frozen=True),
+    Spec((8, 6), 0),
+    Spec((1, 4), 1),
+)
+EVEN = [Place((2, 2), strategy, has_tensor_axis=True) for strategy in STRATEGIES]
+
+
+def random_specs(seed: int) -> list[Spec]:
+    """Some matrices and stacks with few rows and columns."""
+    dice = random.Random(seed)
+    shapes = [
+        tuple(dice.randint(1, 11) for _ in range(dice.choice((2, 2, 2, 3)))) for _ in range(9)
+    ]
+    return [Spec(shape) for shape in shapes]
+
+
+def _train(
+    specs: Sequence[Spec],
+    params: Sequence[nn.Parameter],
+    optimizer: Any,
+    dtype: torch.dtype,
+    steps: int = 3,
+) -> None:
+    for step in range(steps):
+        give(params, gradients(specs, step, dtype))
+        optimizer.step()
+
+
+def update_errors(
+    places: Sequence[Place],
+    specs: Sequence[Spec],
+    dtype: torch.dtype = torch.float64,
+    **options: Any,
+) -> list[tuple[float, float]]:
+    """Relative errors of weights and of momenta after three steps, by place."""
+    # A rate at which weights are made of updates, so that an error of those is seen.
+    options = {"lr": 0.5, **options}
+    reference = ReferenceMuon(plain(specs, dtype), dtype=dtype, **options)
+    _train(specs, reference.matrices, reference, dtype)
+    trained = [number for number, spec in enumerate(specs) if not spec.is_frozen]
+    found = []
+    for place in places:
+        params = sharded(specs, place, dtype)
+        optimizer = Muon(params, ns_dtype=dtype, **options)
+        _train(specs, params, optimizer, dtype)
+        momenta = [whole(optimizer.state[params[i]]["momentum_buffer"]) for i in trained]
+        weights = error([whole(p) for p in params], [p.detach() for p in reference.matrices])
+        found.append((weights, error(momenta, [reference.momenta[i] for i in trained])))
+        assert not [p for p in params if not p.requires_grad and p in optimizer.state]
+    return found
+
+
+def _check(found: list[list[tuple[float, float]]], tolerance: float) -> None:
+    for by_place in found:
+        for place, (weights, momenta) in enumerate(by_place):
+            assert weights < tolerance, f"weights of place {place}"
+            assert momenta < tolerance, f"momenta of place {place}"
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_the_update_is_that_of_whole_matrices_at_every_strategy(
+    pools: RankPools, world_size: int
+) -> None:
+    places = [Place((world_size,), strategy) for strategy in STRATEGIES]
+    _check(pools(world_size).run(update_errors, places, SPECS), EXACT)
+    found = pools(world_size).run(update_errors, places[-1:], SPECS, torch.float32, **CUBIC)
+    _check(found, FP32)
+    _check(pools(world_size).run(update_errors, places[-1:], SPECS, torch.float32), STRETCHED)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_matrices_of_random_shapes(pools: RankPools, world_size: int) -> None:
+    for seed in range(2):
+        specs = random_specs(10 * world_size + seed)
+        places = [Place((world_size,)), Place((world_size,), "optim", granularity="block:2")]
+        _check(pools(world_size).run(update_errors, places, specs), EXACT)
+        found = pools(world_size).run(update_errors, places[:1], specs, torch.float32, **CUBIC)
+        _check(found, FP32)
+
+
+@pytest.mark.parametrize("outer", ["no_shard", "optim"])
+def test_hsdp_and_hfsdp(pools: RankPools, outer: str) -> None:
+    strategies = STRATEGIES if outer == "no_shard" else STRATEGIES[1:]
+    places = [Place((2, 2), strategy, outer) for strategy in strategies]
+    _check(pools(4).run(update_errors, places, SPECS), EXACT)
+
+
+def test_matrices_that_tensor_parallelism_cut_are_put_together(pools: RankPools) -> None:
+    places = [*EVEN, Place((1, 4), has_tensor_axis=True), Place((4, 1), has_tensor_axis=True)]
+    specs = [spec for spec in TENSOR_SPECS if spec.dim is None or spec.shape[spec.dim] % 4 == 0]
+    assert len(specs) > 6
+    _check(pools(4).run(update_errors, EVEN, TENSOR_SPECS), EXACT)
+    _check(pools(4).run(update_errors, places, specs), EXACT)
+
+
+def test_eight_ranks_of_one_and_of_three_axes(pools: RankPools) -> None:
+    _check(pools(8).run(update_errors, [Place((8,))], SPECS), EXACT)
+    places = [
+        Place((2, 2, 2), outer="optim", has_tensor_axis=True),
+        Place((2, 2, 2), outer="no_shard", has_tensor_axis=True),
+    ]
+    _check(pools(8).run(update_errors, places, TENSOR_SPECS), EXACT)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"nesterov": False},
+        {"adjust_lr_fn": "match_rms_adamw"},
+        {"adjust_lr_fn": "original", "weight_decay": 0.0},
+        {"ns_steps": 2, "momentum": 0.5},
+        {"ns_coefficients": (3.0, -3.2, 1.2), "eps": 10.0},
+    ],
+)
+def test_options_mean_what_they_do_for_whole_matrices(
+    pools: RankPools, options: dict[str, Any]
+) -> None:
+    _check(pools(2).run(update_errors, [Place((2,))], SPECS, **options), EXACT)
+
+
+# -- beside torch's own ---------------------------------------------------------------------------
+
+# All different, so that a batch is one matrix and its products are those of torch's optimizer.
+ONE_EACH = tuple(Spec(shape) for shape in ((7, 5), (5, 7), (1, 6), (33, 20), (20, 33), (16, 4)))
+
+
+def beside_torch(
+    places: Sequence[Place | None], dtype: torch.dtype, **options: Any
+) -> list[tuple[bool, bool, float]]:
+    """Whether momenta, and weights, are torch's to the bit, and relative error of weights."""
+    theirs = plain(ONE_EACH, dtype)
+    reference = torch.optim.Muon(theirs, **options)
+    _train(ONE_EACH, theirs, reference, dtype)
+    full_weights = [param.detach() for param in theirs]
+    found = []
+    for place in places:
+        mine = plain(ONE_EACH, dtype) if place is None else sharded(ONE_EACH, place, dtype)
+        optimizer = Muon(mine, **options)
+        _train(ONE_EACH, mine, optimizer, dtype)
+        weights = [whole(param) for param in mine]
+        momenta = all(
+            torch.equal(
+                whole(optimizer.state[a]["momentum_buffer"]), reference.state[b]["momentum_buffer"]
+            )
+            for a, b in zip(mine, theirs, strict=True)
+        )
+        equal = all(torch.equal(a, b) for a, b in zip(weights, full_weights, strict=True))
+        found.append((momenta, equal, error(weights, full_weights)))
+    return found
+
+
+BESIDE_TORCH = [None, Place((3,)), Place((3,), "no_shard")]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"nesterov": False, "adjust_lr_fn": "match_rms_adamw", "lr": 0.02}], ids=str
+)
+def test_the_update_is_that_of_torch_to_the_bit(pools: RankPools, options: dict[str, Any]) -> None:
+    for found in pools(3).run(beside_torch, BESIDE_TORCH, torch.float32, **options):
+        assert found == [(True, True, 0.0)] * 3
+
+
+def test_bf16_parameters_are_torchs_within_rounding(pools: RankPools) -> None:
+    # Torch rounds `w + alpha * u` in bf16 once or twice, depending on strides and on lengths.
+    for found in pools(3).run(beside_torch, BESIDE_TORCH, torch.bfloat16):
+        for momenta, _, distance in found:
+            assert momenta
+            assert distance < 2**-8
+
+
+def batch_rounding(place: Place) -> float:
+    """How far matrices of one shape, worked on in one batch, are from torch's."""
+    specs = [Spec((24, 16))] * 5 + [Spec((16, 24))] * 5
+    theirs, mine = plain(specs), sharded(specs, place)
+    for params, kind in ((theirs, torch.optim.Muon), (mine, Muon)):
+        _train(specs, params, kind(params, lr=0.5), torch.float32)
+    return error([whole(param) for param in mine], [param.detach() for param in theirs])
+
+
+def test_a_batch_in_bf16_is_torchs_within_rounding(pools: RankPools) -> None:
+    for found in pools(2).run(batch_rounding, Place((2,))):
+        assert found < 2**-8
+
+
+# -- mixtures -------------------------------------------------------------------------------------
+
+
+def two_meshes() -> float:
+    """Error of one group with parameters on all ranks, on pairs of ranks, and plain ones."""
+    specs = [*SPECS, *SPECS, *SPECS]
+    dtype = torch.float64
+    reference = ReferenceMuon(plain(specs, dtype), lr=0.5, dtype=dtype)
+    bags = [Bag(initial(specs, dtype)[i::3], specs[i::3]) for i in range(3)]
+    fully_shard(bags[0], mesh=mesh_of(4))
+    fully_shard(bags[1], mesh=mesh_of(2, 2)["inner"])
+    by_bag = [list(bag.parameters()) for bag in bags]
+    params = [by_bag[number % 3][number // 3] for number in range(len(specs))]
+    optimizer = Muon(params, lr=0.5, ns_dtype=dtype)
+    for who in (reference, optimizer):
+        _train(specs, who.matrices if who is reference else params, who, dtype)
+    return error([whole(p) for p in params], [p.detach() for p in reference.matrices])
+
+
+def test_one_group_may_have_parameters_of_several_meshes_and_plain_ones(pools: RankPools) -> None:
+    assert max(pools(4).run(two_meshes)) < EXACT
+
+
+OTHERS = (Spec((7,)), Spec((9, 4)), Spec((1,)), Spec((5, 2), is_frozen=True), Spec((2, 3, 4)))
+
+
+def adamw_errors(strategy: str, lr: Any) -> tuple[float, float, list[bool]]:
+    """Errors of weights of both kinds, and whether states of AdamW are like torch's own."""
+    specs, dtype = [*SPECS, *OTHERS], torch.float64
+    theirs, mine = plain(specs, dtype), sharded(specs, Place((3,), strategy), dtype)
+    count = len(SPECS)
+    reference = ReferenceMuon(theirs[:count], theirs[count:], lr=0.02, dtype=dtype)
+    groups = [{"params": mine[:count]}, {"params": mine[count:], "use_muon": False}]
+    optimizer = Muon(groups, lr=lr, ns_dtype=dtype)
+    for params, who in ((theirs, reference), (mine, optimizer)):
+        for step in range(3):
+            give(params, gradients(specs, step, dtype))
+            if step == 1:
+                # AdamW leaves alone what has no gradient.
+                params[count].grad = None
+            who.step()
+    assert reference.adamw is not None
+    states = []
+    for a, b in zip(mine[count:], theirs[count:], strict=True):
+        if not b.requires_grad:
+            states.append(a not in optimizer.state)
+            continue
+        state = reference.adamw.state[b]
+        for key in ("exp_avg", "exp_avg_sq"):
+            states.append(error([whole(optimizer.state[a][key])], [state[key]]) < EXACT)
+        if not hasattr(a, "row_shards") or local_of(a).numel():
+            states.append(float(optimizer.state[a]["step"]) == float(state["step"]))
+    errors = [
+        error([whole(p) for p in mine[which]], [p.detach() for p in theirs[which]])
+        for which in (slice(None, count), slice(count, None))
+    ]
+    return errors[0], errors[1], states
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+@pytest.mark.parametrize("lr", [0.02, torch.tensor(0.02, dtype=torch.float64)], ids=str)
+def test_groups_without_muon_are_stepped_by_adamw(pools: RankPools, strategy: str, lr: Any) -> None:
+    for muon, adamw, states in pools(3).run(adamw_errors, strategy, lr):
+        assert muon < EXACT
+        assert adamw < EXACT
+        assert all(states)
+
+
+def training_error(strategy: str) -> float:
+    """Error of weights after training a model of both kinds of parameters."""
+    plain_model, model = fp64_pair(strategy)
+
+    def kinds(module: Any) -> tuple[list[Any], list[Any]]:
+        matrices = [p for p in module.blocks.parameters() if p.ndim == 2]
+        known = {id(p) for p in matrices}
+        return matrices, [p for p in module.parameters() if id(p) not in known]
+
+    matrices, others = kinds(model)
+    groups = [{"params": matrices}, {"params": others, "use_muon": False, "lr": 0.01}]
+    optimizer = Muon(groups, lr=0.01, ns_dtype=torch.float64)
+    reference = ReferenceMuon(*kinds(plain_model), lr=0.01, dtype=torch.float64)
+    train_both(plain_model, model, (reference, optimizer), range(5))
+    return weight_error(model, plain_model)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_training_is_the_plain_loops(pools: RankPools, strategy: str) -> None:
+    assert max(pools(2).run(training_error, strategy)) < EXACT
+
+
+# -- the engine by itself -------------------------------------------------------------------------
+
+
+def _engine(params: Sequence[nn.Parameter], apply: Any, **options: Any) -> MatrixEngine:
+    function = MatrixFunction(apply, lambda m, n: m * n)
+    return MatrixEngine(params, [function] * len(params), **options)
+
+
+def _ranked(stack: torch.Tensor) -> torch.Tensor:
+    """Something that depends on all of a matrix and its shape, and not on the batch."""
+    return stack * stack.sum((-2, -1), keepdim=True) + stack.shape[-2]
+
+
+def parts_by_themselves(strategy: str) -> list[bool]:
+    """Whether every tensor-parallel part was a matrix of its own."""
+    place = Place((2, 2), strategy, has_tensor_axis=True)
+    params = sharded(TENSOR_SPECS, place, torch.float64)
+    engine = _engine(params, _ranked, joins_tensor_parallel=False)
+    results = engine.run([local_of(p).detach() for p in params])
+    equal = []
+    values = zip(TENSOR_SPECS, initial(TENSOR_SPECS, torch.float64), params, results, strict=True)
+    for spec, value, param, result in values:
+        rank = param.device_mesh.get_local_rank(1)  # type: ignore[attr-defined]
+        mine = part(value, spec, rank, 2)
+        expected = _ranked(mine if mine.ndim == 3 else mine[None]).view(mine.shape)
+        start, end = param.local_rows  # type: ignore[attr-defined]
+        equal.append(torch.allclose(result, expected[start:end], rtol=1e-13))
+    return equal
+
+
+def test_tensor_parallel_parts_can_be_matrices_of_their_own(pools: RankPools) -> None:
+    for strategy in ("optim_grads_params", "no_shard"):
+        for equal in pools(4).run(parts_by_themselves, strategy):
+            assert all(equal)
+
+
+def unshared_replicas() -> tuple[bool, bool, list[int]]:
+    """Whether results are equal with and without sharing, and elements sent without."""
+    specs = (Spec((8, 6)), Spec((3, 4, 5)))
+    found = []
+    for place in (Place((2, 2)), Place((2, 2), "no_shard")):
+        params = sharded(specs, place, torch.float64)
+        values = [local_of(p).detach() for p in params]
+        shared, alone = (_engine(params, _ranked, shares_replicas=s) for s in (True, False))
+        pairs = zip(shared.run(values), alone.run(values), strict=True)
+        found.append(all(torch.equal(a, b) for a, b in pairs))
+        found.append(sum(work.sent_numel for work in alone.works))
+        found.append(all(axis.size == 2 for work in alone.works for axis in work.axes))
+    return found[0] and found[3], found[2] and found[5], [found[1], found[4]]
+
+
+def test_replicas_can_each_do_all_of_the_work(pools: RankPools) -> None:
+    for equal, within_pairs, (sharded_sent, replicated_sent) in pools(4).run(unshared_replicas):
+        assert equal
+        assert within_pairs
+        assert sharded_sent > 0
+        assert replicated_sent == 0
+
+
+def bucketed(place: Place) -> tuple[int, bool]:
+    """Number of small buckets, and whether they change a bit of the result."""
+    specs = [Spec((40, 40)), *(Spec((6 + n, 5)) for n in range(9)), Spec((3, 4, 5))]
+    params = sharded(specs, place)
+    values = [local_of(p).detach() for p in params]
+    options = {"shares_replicas": True}
+    few, many = (_engine(params, _ranked, bucket_numel=n, **options) for n in (2**30, 36))
+    assert few.works[0].ownership.num_buckets == 1
+    equal = True
+    for _ in range(2):
+        pairs = zip(few.run(values), many.run(values), strict=True)
+        equal = equal and all(torch.equal(a, b) for a, b in pairs)
+    return many.works[0].ownership.num_buckets, equal
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        Place((4,)),
+        Place((4,), "no_shard"),
+        # Here some ranks have nothing to do along an axis in some buckets, and others have.
+        Place((2, 2), outer="optim"),
+        Place((2, 2), outer="no_shard"),
+        Place((2, 2), has_tensor_axis=True),
+    ],
+    ids=str,
+)
+def test_small_buckets_change_no_bit(pools: RankPools, place: Place) -> None:
+    for num_buckets, equal in pools(4).run(bucketed, place):
+        assert num_buckets > 3
+        assert equal
+
+
+def results_of_any_shape() -> bool:
+    """Whether functions of several kinds each get theirs, also where a result is a view."""
+    specs = [Spec((6, 6))] * 4
+    params = sharded(specs, Place((2,)), torch.float64)
+    kinds = [
+        MatrixFunction(lambda s: s.mT, lambda m, n: 1),
+        MatrixFunction(lambda s: s.mT.float() * 2, lambda m, n: 7),
+    ]
+    engine = MatrixEngine(params, [kinds[0], kinds[1], kinds[1], kinds[0]])
+    values = initial(specs, torch.float64)
+    results = engine.run([local_of(p).detach() for p in params])
+    expected = [values[0].T, (values[1].T.float() * 2).double()]
+    expected += [(values[2].T.float() * 2).double(), values[3].T]
+    rows = [p.local_rows for p in params]  # type: ignore[attr-defined]
+    pairs = zip(results, expected, rows, strict=True)
+    return all(torch.equal(mine, e[first:last]) for mine, e, (first, last) in pairs)
+
+
+def test_functions_of_several_kinds_may_be_mixed(pools: RankPools) -> None:
+    assert pools(2).run(results_of_any_shape) == [True, True]
+
+
+def test_random_tensors_are_equal_everywhere(pools: RankPools) -> None:
+    # What all of the above rests on: full() is a function of its arguments.
+    first, second = pools(2).run(full, 3, (4, 2))
+    assert torch.equal(first, second)

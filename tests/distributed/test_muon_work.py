@@ -1,0 +1,446 @@
+"""What a step of Muon costs, counted; its state; and bad input."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatron_fsdp_v2.optim import MatrixEngine, MatrixFunction, Muon, newton_schulz_flops
+from megatron_fsdp_v2.uneven_dtensor import local_of
+from tests.distributed.muon_cases import (
+    Place,
+    Spec,
+    error,
+    full,
+    give,
+    gradients,
+    plain,
+    sharded,
+    whole,
+)
+from tests.distributed.wrapping import mesh_of, said, wrap
+from tests.ranks import RankPools
+from tests.reference.models import Stack
+from tests.reference.muon import ReferenceMuon
+
+SPECS = tuple(Spec(shape) for shape in ((8, 6), (6, 8), (3, 4, 5), (8, 6), (9, 4), (2, 10)))
+TOTAL_FLOPS = sum(
+    newton_schulz_flops(*spec.shape[-2:]) * math.prod(spec.shape[:-2]) for spec in SPECS
+)
+
+
+def _stepped(specs: Sequence[Spec], place: Place, **options: Any) -> tuple[list[Any], Muon]:
+    """Parameters after one step, with gradients for the next one."""
+    params = sharded(specs, place)
+    optimizer = Muon(params, **options)
+    for step in range(2):
+        give(params, gradients(specs, step))
+        if step == 0:
+            optimizer.step()
+    return params, optimizer
+
+
+def _engine(optimizer: Muon) -> MatrixEngine:
+    assert optimizer._engine is not None
+    return optimizer._engine[1]
+
+
+# -- counted --------------------------------------------------------------------------------------
+
+
+def collectives(place: Place) -> tuple[Counter[str], int]:
+    """Collectives of a step that is not the first, by name, and how many buckets there were."""
+    _, optimizer = _stepped(SPECS, place)
+    with torch.profiler.profile() as profile:
+        optimizer.step()
+    names = [event.name for event in profile.events()]
+    found = Counter(name for name in names if name.startswith(("gloo:", "c10d::")))
+    return found, sum(work.ownership.num_buckets for work in _engine(optimizer).works)
+
+
+def test_a_bucket_is_one_pair_of_all_to_alls_and_nothing_else(pools: RankPools) -> None:
+    for found, num_buckets in pools(3).run(collectives, Place((3,))):
+        assert num_buckets == 1
+        assert found == {"gloo:all_to_all": 2, "c10d::alltoall_base_": 2}
+
+
+def test_replicas_are_sent_results_alone(pools: RankPools) -> None:
+    for found, num_buckets in pools(3).run(collectives, Place((3,), "no_shard")):
+        assert found["gloo:all_to_all"] == num_buckets == 1
+        assert len(found) == 2
+
+
+@pytest.mark.parametrize("place", [Place((1,)), Place((3,), granularity="tensor")], ids=str)
+def test_what_is_whole_on_its_rank_is_not_communicated(pools: RankPools, place: Place) -> None:
+    for found, num_buckets in pools(place.mesh[0]).run(collectives, place):
+        assert num_buckets == 1
+        assert not found
+
+
+class _Counting:
+    """A communicator that counts all-to-alls and what this rank sends in them."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self.count = 0
+        self.numel = 0
+
+    def all_to_all(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        into: Sequence[int],
+        out: Sequence[int],
+        axis: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        assert out[axis.rank] == into[axis.rank] == 0, "what stays is not communicated"
+        self.count += 1
+        self.numel += sent.numel()
+        return self._inner.all_to_all(received, sent, into, out, axis, *args, **kwargs)
+
+
+def traffic(place: Place) -> tuple[int, int, int, int, int]:
+    """All-to-alls, buckets, elements sent, planned, and of this rank's shard."""
+    params = sharded(SPECS, place)
+    function = MatrixFunction(lambda stack: stack, lambda m, n: m * n)
+    engine = MatrixEngine(params, [function] * len(params), bucket_numel=40)
+    (work,) = engine.works
+    wire: Any = _Counting(work.communicator)
+    work.communicator = wire
+    values = [local_of(param).detach() for param in params]
+    engine.run(values)
+    own = sum(value.numel() for value in values)
+    return wire.count, work.ownership.num_buckets, wire.numel, work.sent_numel, own
+
+
+def test_every_bucket_is_a_pair_and_sends_what_was_planned(pools: RankPools) -> None:
+    for count, num_buckets, sent, planned, own in pools(2).run(traffic, Place((2,))):
+        assert num_buckets > 1
+        assert count == 2 * num_buckets
+        assert 0 < sent == planned <= 2.1 * own
+
+
+def measured_flops(place: Place) -> tuple[int, int]:
+    """Floating-point operations of a step on this rank: measured, and planned."""
+    _, optimizer = _stepped(SPECS, place)
+    with FlopCounterMode(display=False) as counter:
+        optimizer.step()
+    planned = sum(work.flops for work in _engine(optimizer).works)
+    return counter.get_total_flops(), planned
+
+
+@pytest.mark.parametrize(
+    "place",
+    [Place((4,)), Place((4,), "no_shard"), Place((2, 2)), Place((2, 2), outer="optim")],
+    ids=str,
+)
+def test_every_matrix_is_worked_on_once_where_it_was_planned(
+    pools: RankPools, place: Place
+) -> None:
+    found = pools(4).run(measured_flops, place)
+    assert [measured for measured, _ in found] == [planned for _, planned in found]
+    assert sum(measured for measured, _ in found) == TOTAL_FLOPS
+    # Seven matrices, the three of the stack where they are: nobody does more than half.
+    assert max(measured for measured, _ in found) < TOTAL_FLOPS / 2
+
+
+# -- state ----------------------------------------------------------------------------------------
+
+
+def _model(place: dict[str, Any]) -> tuple[Any, Muon]:
+    torch.manual_seed(0)
+    model = Stack().double()
+    if place:
+        shape = place["shape"]
+        rest = {key: value for key, value in place.items() if key != "shape"}
+        wrap(model, mesh=mesh_of(*shape), **rest)
+    return model, _optimizer(model)
+
+
+def _optimizer(model: nn.Module) -> Muon:
+    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "blocks" in n]
+    known = {id(param) for param in matrices}
+    others = [param for param in model.parameters() if id(param) not in known]
+    groups = [{"params": matrices}, {"params": others, "use_muon": False}]
+    return Muon(groups, lr=0.05, ns_dtype=torch.float64)
+
+
+def _go_on(model: nn.Module, optimizer: Muon, steps: range) -> None:
+    params = list(model.parameters())
+    for step in steps:
+        # The same gradients wherever a parameter is.
+        give(params, [full(100 * step + i, p.shape, p.dtype) for i, p in enumerate(params)])
+        optimizer.step()
+
+
+def _facts(model: nn.Module, optimizer: Muon) -> dict[str, torch.Tensor]:
+    """All weights and states in full. Collective."""
+    found = {}
+    for name, param in model.named_parameters():
+        found[name] = whole(param).clone()
+        for key, value in optimizer.state[param].items():
+            found[f"{name}/{key}"] = whole(value).clone()
+    return found
+
+
+def save_trained(folder: str, place: dict[str, Any]) -> None:
+    """Two steps, and a checkpoint."""
+    model, optimizer = _model(place)
+    _go_on(model, optimizer, range(2))
+    weights, state = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
+
+
+def go_on_from(folder: str, place: dict[str, Any]) -> tuple[list[str], float]:
+    """What differs from the unsharded training once loaded, and how much two steps later."""
+    plain_model, plain_optimizer = _model({})
+    _go_on(plain_model, plain_optimizer, range(2))
+    model, optimizer = _model(place)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    weights, state = get_state_dict(model, optimizer)
+    loaded = {"model": weights, "optimizer": state}
+    dcp.load(loaded, checkpoint_id=folder)
+    set_state_dict(
+        model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"]
+    )
+    mine, theirs = _facts(model, optimizer), _facts(plain_model, plain_optimizer)
+    assert mine.keys() == theirs.keys()
+    # Momenta of Muon are sums of gradients, equal to the bit; weights went through products.
+    exact = [name for name in mine if name.endswith(("momentum_buffer", "step"))]
+    assert len(exact) > 10
+    wrong = [name for name in exact if not torch.equal(mine[name], theirs[name])]
+    wrong += [name for name in mine if error([mine[name]], [theirs[name]]) > 1e-12]
+    _go_on(plain_model, plain_optimizer, range(2, 4))
+    _go_on(model, optimizer, range(2, 4))
+    pairs = zip(model.parameters(), plain_model.parameters(), strict=True)
+    return wrong, max(error([whole(a)], [b.detach()]) for a, b in pairs)
+
+
+def test_a_training_goes_on_at_other_world_sizes_and_strategies(
+    pools: RankPools, tmp_path: Path
+) -> None:
+    pools(3).run(save_trained, str(tmp_path), {"shape": (3,)})
+    for place in (
+        {"shape": (1,)},
+        {"shape": (2,), "sharding_strategy": "optim"},
+        {"shape": (4,)},
+        {"shape": (2, 2), "outer_dp_sharding_strategy": "optim"},
+        {"shape": (4,), "sharding_strategy": "no_shard"},
+    ):
+        for wrong, distance in pools(math.prod(place["shape"])).run(
+            go_on_from, str(tmp_path), place
+        ):
+            assert wrong == [], place
+            assert distance < 1e-12, place
+
+
+def test_a_copied_optimizer_steps_like_the_original() -> None:
+    params = plain(SPECS)
+    optimizer = Muon(params, ns_dtype=torch.float32)
+    give(params, gradients(SPECS, 0))
+    optimizer.step()
+    other = copy.deepcopy(optimizer)
+    copies = other.param_groups[0]["params"]
+    for who, those in ((optimizer, params), (other, copies)):
+        give(those, gradients(SPECS, 1))
+        who.step()
+    assert all(torch.equal(a, b) for a, b in zip(params, copies, strict=True))
+
+
+def test_state_dicts_are_handed_over() -> None:
+    first, second = plain(SPECS), plain(SPECS)
+    optimizers = [Muon(params, lr=0.1) for params in (first, second)]
+    give(first, gradients(SPECS, 0))
+    optimizers[0].step()
+    for mine, theirs in zip(second, first, strict=True):
+        mine.data.copy_(theirs.data)
+    optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
+    for params, optimizer in zip((first, second), optimizers, strict=True):
+        give(params, gradients(SPECS, 1))
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+# -- options --------------------------------------------------------------------------------------
+
+
+def changed_between_steps() -> float:
+    """Error where options change, and a matrix is frozen, between steps."""
+    dtype = torch.float64
+    theirs, mine = plain(SPECS, dtype), sharded(SPECS, Place((2,)), dtype)
+    reference = ReferenceMuon(theirs, lr=0.1, dtype=dtype)
+    optimizer = Muon(mine, lr=0.1, ns_dtype=dtype)
+    for step in range(3):
+        if step == 1:
+            optimizer.param_groups[0]["ns_steps"] = 2
+            reference.newton_schulz["steps"] = 2
+            optimizer.param_groups[0]["lr"] = reference.lr = 0.3
+        if step == 2:
+            mine[1].requires_grad_(False)
+            theirs[1].requires_grad_(False)
+        for params, who in ((theirs, reference), (mine, optimizer)):
+            give(params, gradients(SPECS, step, dtype))
+            who.step()  # type: ignore[attr-defined]
+    return error([whole(p) for p in mine], [p.detach() for p in theirs])
+
+
+def test_options_may_change_between_steps(pools: RankPools) -> None:
+    assert max(pools(2).run(changed_between_steps)) < 1e-12
+
+
+def test_a_closure_computes_the_loss_with_gradients() -> None:
+    param = nn.Parameter(torch.ones(2, 3))
+    optimizer = Muon([param])
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = (param**2).sum()
+        loss.backward()
+        return loss
+
+    assert float(optimizer.step(closure).detach()) == 6.0
+    assert not torch.equal(param.detach(), torch.ones(2, 3))
+
+
+def test_a_learning_rate_may_be_a_tensor() -> None:
+    found = []
+    for lr in (0.25, torch.tensor(0.25)):
+        params = plain(SPECS)
+        give(params, gradients(SPECS, 0))
+        Muon(params, lr=lr).step()
+        found.append([param.detach() for param in params])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+# -- bad input ------------------------------------------------------------------------------------
+
+MATRIX = nn.Parameter(torch.ones(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"lr": -1.0}, "lr must be at least 0, got -1.0"),
+        ({"lr": torch.tensor([1.0, 2.0])}, "lr must have one element"),
+        ({"lr": float("nan")}, "lr must be at least 0"),
+        ({"momentum": -0.1}, "momentum must be at least 0"),
+        ({"weight_decay": -0.1}, "weight_decay must be at least 0"),
+        ({"ns_steps": 0}, "ns_steps must be from 1 to 99, got 0"),
+        ({"ns_steps": 100}, "ns_steps must be from 1 to 99, got 100"),
+        ({"ns_coefficients": (1.0, 2.0)}, "ns_coefficients must be"),
+        ({"adjust_lr_fn": "bad"}, "adjust_lr_fn must be 'original' or 'match_rms_adamw'"),
+        ({"betas": (0.9, 1.0)}, "betas[1] must be in [0, 1), got 1.0"),
+        ({"ns_dtype": torch.int32}, "ns_dtype must be a floating-point dtype"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_an_option_out_of_range_is_refused_by_name(options: dict[str, Any], words: str) -> None:
+    assert words in said(ValueError, lambda: Muon([MATRIX], **options))
+
+
+def test_a_parameter_that_is_no_matrix_is_refused_by_name() -> None:
+    model = nn.Sequential(nn.Linear(3, 2))
+    text = said(ValueError, lambda: Muon(model.named_parameters()))
+    assert "0.bias is 1-D" in text and "use_muon=False" in text
+    odd = [nn.Parameter(torch.ones(2, 2, dtype=torch.complex64))]
+    assert "parameter 0 of shape (2, 2) is complex" in said(ValueError, lambda: Muon(odd))
+    four = [nn.Parameter(torch.ones(2, 2, 2, 2))]
+    assert "is 4-D" in said(ValueError, lambda: Muon(four))
+    # AdamW takes them all.
+    Muon(model.parameters(), use_muon=False)
+
+
+def test_a_refused_group_leaves_the_optimizer_as_it_was() -> None:
+    optimizer = Muon([MATRIX])
+    bad = {"params": [nn.Parameter(torch.ones(2))]}
+    assert "1-D" in said(ValueError, lambda: optimizer.add_param_group(bad))
+    assert len(optimizer.param_groups) == 1
+
+
+def test_a_missing_gradient_is_named_and_a_frozen_parameter_needs_none() -> None:
+    model = nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(6)))
+    optimizer = Muon(model.named_parameters())
+    model[5].requires_grad_(False)
+    model[0].weight.grad = torch.ones(3, 3)
+    text = said(RuntimeError, optimizer.step)
+    assert "no gradient for 1.weight, 2.weight, 3.weight and 1 more" in text
+    for layer in model[1:5]:
+        layer.weight.grad = torch.ones(3, 3)
+    before = model[5].weight.detach().clone()
+    optimizer.step()
+    assert torch.equal(model[5].weight, before)
+
+
+def bad_on_ranks() -> dict[str, str]:
+    """What misuse of sharded parameters leads to on this rank."""
+    specs = [Spec((4, 3)), Spec((6, 2)), Spec((4, 3))]
+    found = {}
+    params = sharded(specs, Place((2,)))
+    give(params, gradients(specs, 0))
+    params[1].grad = None
+    found["gradient"] = said(RuntimeError, Muon(params).step)
+    vector = sharded([Spec((4, 3)), Spec((4,))], Place((2,)))
+    found["vector"] = said(ValueError, lambda: Muon(vector))
+    foreign = nn.Parameter(distribute_tensor(torch.ones(4, 3), mesh_of(2), [Shard(0)]))
+    found["foreign"] = said(ValueError, lambda: Muon([foreign]))
+    function = MatrixFunction(lambda stack: stack, lambda m, n: 1)
+    found["engine"] = said(ValueError, lambda: MatrixEngine([foreign], [function]))
+    found["shape"] = said(ValueError, lambda: MatrixEngine([vector[1]], [function]))
+    found["bucket"] = said(ValueError, lambda: MatrixEngine(params, [function] * 3, bucket_numel=0))
+    found["updates"] = said(ValueError, lambda: MatrixEngine(params, [function] * 3).run([]))
+    return found
+
+
+def test_misuse_of_sharded_parameters_is_named(pools: RankPools) -> None:
+    for found in pools(2).run(bad_on_ranks):
+        assert "no gradient for p0 of inner/0" in found["gradient"]
+        assert "p0 of inner/0 is 1-D" in found["vector"]
+        assert "parameter 0 of shape (4, 3) is a DTensor" in found["foreign"]
+        assert "not sharded by fully_shard" in found["foreign"]
+        assert "not sharded by fully_shard" in found["engine"]
+        assert "got shape (4,)" in found["shape"]
+        assert "bucket_numel must be at least 1" in found["bucket"]
+        assert "expected 3 updates, got 0" in found["updates"]
+
+
+def _ranks_differ(arrange: Callable[[list[Any], int], list[Any]]) -> str:
+    specs = [Spec((4, 3)), Spec((4, 3)), Spec((6, 2))]
+    params = sharded(specs, Place((2,)))
+    give(params, gradients(specs, 0))
+    return said(RuntimeError, Muon(arrange(params, dist.get_rank())).step)
+
+
+def differing_ranks() -> dict[str, str]:
+    """What is said where ranks give an optimizer different parameters."""
+    return {
+        "order": _ranks_differ(lambda p, rank: p if rank else [p[2], p[1], p[0]]),
+        "alike": _ranks_differ(lambda p, rank: p if rank else [p[1], p[0], p[2]]),
+        "fewer": _ranks_differ(lambda p, rank: p[: 2 + rank]),
+        "same": _ranks_differ(lambda p, rank: p),
+    }
+
+
+def test_ranks_that_give_other_parameters_say_so_on_every_rank(pools: RankPools) -> None:
+    for found in pools(2).run(differing_ranks):
+        for case in ("order", "alike"):
+            assert "ranks differ at unit" in found[case]
+            assert "p0 of Bag/0" in found[case]
+        assert "ranks differ" in found["fewer"]
+        assert found["same"] == "no error"

@@ -1,0 +1,102 @@
+"""Muon the slow way: whole matrices, one at a time, with plain products; AdamW by torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+
+QUINTIC = (3.4445, -4.7750, 2.0315)
+
+
+def orthogonalized(
+    matrix: torch.Tensor,
+    *,
+    steps: int = 5,
+    quintic: tuple[float, float, float] = QUINTIC,
+    eps: float = 1e-7,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """Newton-Schulz on one matrix in a dtype."""
+    a, b, c = quintic
+    x = matrix.to(dtype)
+    if x.shape[0] > x.shape[1]:
+        wide = orthogonalized(x.T, steps=steps, quintic=quintic, eps=eps, dtype=dtype)
+        return wide.T
+    x = x / max(float(torch.linalg.matrix_norm(x)), eps)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * (gram @ gram)) @ x
+    return x
+
+
+def rate_factor(name: str | None, rows: int, cols: int) -> float:
+    """What a learning rate is multiplied by for a matrix of this shape."""
+    if name == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, cols))
+    return math.sqrt(max(1.0, rows / cols))
+
+
+class ReferenceMuon:
+    """Steps plain matrices and stacks by Muon, and everything else by `torch.optim.AdamW`.
+
+    Args:
+        matrices: 2-D and 3-D parameters.
+        others: Of any shape.
+        dtype: Of Newton-Schulz.
+    """
+
+    def __init__(
+        self,
+        matrices: Iterable[torch.nn.Parameter],
+        others: Iterable[torch.nn.Parameter] = (),
+        *,
+        lr: float,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        weight_decay: float = 0.1,
+        ns_steps: int = 5,
+        ns_coefficients: tuple[float, float, float] = QUINTIC,
+        eps: float = 1e-7,
+        adjust_lr_fn: str | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.matrices = list(matrices)
+        self.momenta = [torch.zeros_like(param) for param in self.matrices]
+        self.lr, self.momentum, self.nesterov = lr, momentum, nesterov
+        self.weight_decay, self.adjust_lr_fn = weight_decay, adjust_lr_fn
+        self.newton_schulz = {
+            "steps": ns_steps,
+            "quintic": ns_coefficients,
+            "eps": eps,
+            "dtype": dtype,
+        }
+        rest = list(others)
+        self.adamw = torch.optim.AdamW(rest, lr=lr, weight_decay=weight_decay) if rest else None
+
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        for param in self.matrices:
+            param.grad = None
+        if self.adamw is not None:
+            self.adamw.zero_grad()
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Step every trained parameter."""
+        for param, mean in zip(self.matrices, self.momenta, strict=True):
+            if not param.requires_grad:
+                continue
+            grad = param.grad
+            assert grad is not None
+            mean.copy_(self.momentum * mean + (1 - self.momentum) * grad)
+            ahead = self.momentum * mean + (1 - self.momentum) * grad if self.nesterov else mean
+            pages = [ahead] if param.ndim == 2 else list(ahead)
+            done = [orthogonalized(page, **self.newton_schulz) for page in pages]  # type: ignore[arg-type]
+            change = done[0] if param.ndim == 2 else torch.stack(done)
+            rate = self.lr * rate_factor(self.adjust_lr_fn, *param.shape[-2:])
+            param.mul_(1 - self.lr * self.weight_decay)
+            param.sub_(rate * change.to(param.dtype))
+        if self.adamw is not None:
+            self.adamw.step()

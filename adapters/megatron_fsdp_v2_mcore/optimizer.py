@@ -126,6 +126,10 @@ class ShardedOptimizer(DistributedOptimizer):
         return found
 
     @override
+    def _copy_model_params_to_main_params(self, state_dict: Any = None) -> None:
+        """Weights that were loaded without an optimizer's state are the main weights already."""
+
+    @override
     def _collect_main_grad_data_for_unscaling(self) -> list[torch.Tensor]:
         return [
             local_of(param.grad)

@@ -137,6 +137,17 @@ def test_another_optimizers_state_is_not_loaded(
     assert afresh[0] == uninterrupted[4]
 
 
+@pytest.mark.parametrize("optimizer", ["adam", "muon"])
+def test_a_bf16_run_starts_from_weights_alone(
+    megatron: RankPools, saved: tuple[Path, list[float]], optimizer: str
+) -> None:
+    """Where weights are rounded, Megatron asks for main weights to be made of what was loaded."""
+    folder, uninterrupted = saved
+    load = ["--load", str(folder), "--ckpt-step", "4", "--no-load-optim", "--bf16"]
+    losses = _train(megatron, *MUON, "--optimizer", optimizer, *fsdp(ZERO3, *load)).losses
+    assert distance(losses[:1], uninterrupted[4:5]) < 1e-2
+
+
 def test_weights_are_exported_without_the_state(
     megatron: RankPools, saved: tuple[Path, list[float]], tmp_path: Path
 ) -> None:

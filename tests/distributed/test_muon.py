@@ -131,7 +131,8 @@ def test_the_update_is_that_of_whole_matrices_at_every_strategy(
     _check(pools(world_size).run(update_errors, places, SPECS), EXACT)
     found = pools(world_size).run(update_errors, places[-1:], SPECS, torch.float32, **CUBIC)
     _check(found, FP32)
-    _check(pools(world_size).run(update_errors, places[-1:], SPECS, torch.float32), STRETCHED)
+    if world_size == 2:
+        _check(pools(2).run(update_errors, places[-1:], SPECS, torch.float32), STRETCHED)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
@@ -159,6 +160,7 @@ def test_matrices_that_tensor_parallelism_cut_are_put_together(pools: RankPools)
     _check(pools(4).run(update_errors, places, specs), EXACT)
 
 
+@pytest.mark.slow
 def test_eight_ranks_of_one_and_of_three_axes(pools: RankPools) -> None:
     _check(pools(8).run(update_errors, [Place((8,))], SPECS), EXACT)
     places = [

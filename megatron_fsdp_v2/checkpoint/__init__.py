@@ -1,0 +1,1 @@
+"""Checkpoints: any way in, any way out, nothing lost."""

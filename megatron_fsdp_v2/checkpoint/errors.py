@@ -1,0 +1,9 @@
+"""What is wrong with a checkpoint, in one sentence for the user."""
+
+from __future__ import annotations
+
+__all__ = ["CheckpointError"]
+
+
+class CheckpointError(ValueError):
+    """A checkpoint is missing, incomplete, damaged, of another model or not to be trusted."""

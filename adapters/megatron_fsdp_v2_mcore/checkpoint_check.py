@@ -6,63 +6,29 @@ cut short. A run that was told to resume should say so in its first second.
 
 from __future__ import annotations
 
-import io
-import pickle
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, override
 
-import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
+from megatron_fsdp_v2.checkpoint import metadata as core
+from megatron_fsdp_v2.checkpoint.errors import CheckpointError
+from megatron_fsdp_v2.checkpoint.metadata import METADATA
 from megatron_fsdp_v2_mcore.errors import FlagError
 
-__all__ = ["RELEASE", "TRACKER", "check_checkpoint_folder", "find_checkpoint", "read_metadata"]
+__all__ = [
+    "RELEASE",
+    "TRACKER",
+    "check_checkpoint_folder",
+    "find_checkpoint",
+    "flag_errors",
+    "read_metadata",
+]
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 """What that file says, and the folder is called, where weights are of no iteration."""
-
-_DCP = "torch.distributed.checkpoint"
-
-# Exact names, never prefixes: a pickle may ask a module for a dotted name such as `os.system`, and
-# nearly every module has imported something that runs code.
-_ALLOWED = frozenset(
-    {
-        (f"{_DCP}.metadata", "BytesStorageMetadata"),
-        (f"{_DCP}.metadata", "ChunkStorageMetadata"),
-        (f"{_DCP}.metadata", "Metadata"),
-        (f"{_DCP}.metadata", "MetadataIndex"),
-        (f"{_DCP}.metadata", "StorageMeta"),
-        (f"{_DCP}.metadata", "TensorProperties"),
-        (f"{_DCP}.metadata", "TensorStorageMetadata"),
-        (f"{_DCP}.metadata", "_MEM_FORMAT_ENCODING"),
-        (f"{_DCP}.filesystem", "_StorageInfo"),
-        ("collections", "OrderedDict"),
-        ("pathlib", "PosixPath"),
-        ("pathlib", "PurePosixPath"),
-        ("pathlib._local", "PosixPath"),
-        ("pathlib._local", "PurePosixPath"),
-        ("torch", "Size"),
-        ("torch", "device"),
-        # Looks a layout up by its name.
-        ("torch.serialization", "_get_layout"),
-    }
-)
-
-
-class _ForeignNameError(Exception):
-    """The metadata refers to something that torch's checkpoint metadata is not made of."""
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Loads what torch's checkpoint metadata is made of, and nothing that could run code."""
-
-    @override
-    def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if is_dtype or (module, name) in _ALLOWED:
-            return super().find_class(module, name)
-        raise _ForeignNameError(f"{module}.{name}")
 
 
 def check_checkpoint_folder(
@@ -142,30 +108,27 @@ def read_metadata(path: Path) -> Metadata:
     Raises:
         FlagError: There is none, it cannot be read, or it refers to anything but metadata.
     """
-    metadata_file = path / ".metadata"
-    if not metadata_file.is_file():
+    if path.is_dir() and not (path / METADATA).is_file():
         found = ", ".join(sorted(p.name for p in path.iterdir())[:4]) or "nothing"
         raise FlagError(
             f"{path} is not an fsdp_dtensor checkpoint, or its save was cut short: it has no "
-            f".metadata, only {found}"
+            f"{METADATA}, only {found}"
         )
+    with flag_errors():
+        return core.read_metadata(path)
+
+
+@contextlib.contextmanager
+def flag_errors() -> Iterator[None]:
+    """Say what is wrong with a checkpoint as an error of the command line that names it."""
     try:
-        metadata: Metadata = _MetadataUnpickler(io.BytesIO(metadata_file.read_bytes())).load()
-        _needed_bytes(metadata.storage_data)
-    except _ForeignNameError as error:
-        raise FlagError(
-            f"{metadata_file} refers to {error}, which is not allowed: torch's checkpoint metadata "
-            "has no such thing in it, and loading it could run code; do not use this checkpoint"
-        ) from error
-    except Exception as error:
-        raise FlagError(
-            f"{metadata_file} cannot be read ({error}); the save was cut short"
-        ) from error
-    return metadata
+        yield
+    except CheckpointError as error:
+        raise FlagError(str(error)) from error
 
 
 def _check_dcp_folder(path: Path) -> None:
-    needed = _needed_bytes(read_metadata(path).storage_data)
+    needed = core.needed_bytes(read_metadata(path))
     for name, nbytes in needed.items():
         file = path / name
         size = file.stat().st_size if file.is_file() else None
@@ -173,12 +136,3 @@ def _check_dcp_folder(path: Path) -> None:
             raise FlagError(f"{path} is incomplete: {name} is missing")
         if size < nbytes:
             raise FlagError(f"{path} is truncated: {name} has {size} of {nbytes} bytes")
-
-
-def _needed_bytes(storage_data: dict[Any, Any]) -> dict[str, int]:
-    """How long every shard file must be to hold what the metadata says is in it."""
-    needed: dict[str, int] = {}
-    for info in storage_data.values():
-        name = info.relative_path
-        needed[name] = max(needed.get(name, 0), info.offset + info.length)
-    return needed

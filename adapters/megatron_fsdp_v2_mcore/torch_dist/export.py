@@ -34,7 +34,7 @@ from megatron_fsdp_v2_mcore.torch_dist.common import (
     SHARDING_TYPE,
     is_torch_dist,
 )
-from megatron_fsdp_v2_mcore.torch_dist.folder import CheckpointFolder, Wanted
+from megatron_fsdp_v2_mcore.torch_dist.folder import CheckpointFolder
 from megatron_fsdp_v2_mcore.torch_dist.names import Place, StoredNames
 from megatron_fsdp_v2_mcore.torch_dist.writing import FolderWriter
 
@@ -151,7 +151,7 @@ class _Export:
     def _write_weight(self, name: str, place: Place) -> None:
         options = self._options().get(_whole(name))
         has_state = options is not None and self._folder.has(f"{STATE}{name}.{MOMENTS[0]}")
-        main = self._read(MODEL + name)
+        main = self._folder.read_tensor(MODEL + name)
         dtype = main.dtype if options is None else self._args.params_dtype
         self._put(place.key, place, main.to(dtype))
         if not (has_state and self._has_optimizer):
@@ -159,7 +159,11 @@ class _Export:
         self._put(f"{STATE}param.{place.key}", place, main.float())
         del main
         for moment in MOMENTS:
-            self._put(f"{STATE}{moment}.{place.key}", place, self._read(f"{STATE}{name}.{moment}"))
+            self._put(
+                f"{STATE}{moment}.{place.key}",
+                place,
+                self._folder.read_tensor(f"{STATE}{name}.{moment}"),
+            )
 
     def _put(self, key: str, place: Place, data: torch.Tensor) -> None:
         own = tuple(data.shape)
@@ -168,18 +172,6 @@ class _Export:
         self.num_tensors += 1
         self.num_bytes += data.nbytes
         self.largest = max(self.largest, data.nbytes)
-
-    def _read(self, key: str) -> torch.Tensor:
-        entry = self._folder.metadata.state_dict_metadata[key]
-        assert isinstance(entry, TensorStorageMetadata)
-        data = torch.empty(entry.size, dtype=entry.properties.dtype)
-        (count,) = self._folder.fill([Wanted(key, (0,) * data.dim(), data)])
-        if count != data.numel():
-            raise FlagError(
-                f"{self._folder.path} is incomplete: {count} of {data.numel()} elements of {key} "
-                "are there"
-            )
-        return data
 
     def _tensors(self, prefix: str) -> Iterator[str]:
         for key, entry in self._folder.metadata.state_dict_metadata.items():
@@ -196,7 +188,11 @@ class _Export:
             and not isinstance(entry, TensorStorageMetadata)
             and not key.startswith((MODEL, STATE))
         }
-        flat |= {key: self._read(key) for key in self._tensors("rng_state.") if key in paths}
+        flat |= {
+            key: self._folder.read_tensor(key)
+            for key in self._tensors("rng_state.")
+            if key in paths
+        }
         nested: dict[str, Any] = unflatten_state_dict(flat, {key: paths[key] for key in flat})
         return nested
 
@@ -290,7 +286,9 @@ class _Export:
         for key, entry in self._folder.metadata.state_dict_metadata.items():
             if key.startswith(STATE) and key.endswith(".step"):
                 is_tensor = isinstance(entry, TensorStorageMetadata)
-                steps.add(int(self._read(key) if is_tensor else self._folder.object(key)))
+                steps.add(
+                    int(self._folder.read_tensor(key) if is_tensor else self._folder.object(key))
+                )
         if len(steps) > 1:
             raise FlagError(
                 f"{self._folder.path} has parameters that were stepped {sorted(steps)} times; "

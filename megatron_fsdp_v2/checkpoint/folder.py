@@ -1,0 +1,374 @@
+"""Reading a folder of torch's distributed checkpoint piece by piece, in one process or in many.
+
+Torch's own loading asks for whole state dicts, trusts what it finds, and unpickles whatever is no
+tensor. Here every stored item is compared with its checksum before anything is made of it, only
+what is wanted is read, and only metadata, tensors and plain data are made from a file.
+"""
+
+from __future__ import annotations
+
+import io
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+
+from megatron_fsdp_v2.checkpoint.errors import CheckpointError
+from megatron_fsdp_v2.checkpoint.manifest import Manifest, StoredItem
+from megatron_fsdp_v2.checkpoint.metadata import needed_bytes, read_metadata
+from megatron_fsdp_v2.checkpoint.stored_tensor import (
+    FileView,
+    StoredTensor,
+    find_tensor,
+    read_block,
+)
+
+__all__ = ["CheckpointFolder", "Wanted", "load_plain"]
+
+SCRATCH_BYTES = 16 << 20
+"""Of a stored item, this much is in memory at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A block of a checkpoint's tensor, and where to put it.
+
+    Attributes:
+        key: Name of the tensor in the checkpoint.
+        offset: Where the block starts in it.
+        target: What to fill, with as many dimensions as the tensor in the checkpoint, on any
+            device; elements are converted to its dtype.
+    """
+
+    key: str
+    offset: tuple[int, ...]
+    target: torch.Tensor
+
+
+class CheckpointFolder:
+    """A folder of torch's distributed checkpoint, open for reading.
+
+    Where there is a manifest, every item that is read is compared with its checksum first.
+
+    Args:
+        path: The folder.
+        safe_globals: Classes and functions that objects in it may be made of, besides plain data,
+            as in `torch.serialization.add_safe_globals`.
+
+    Attributes:
+        path: The folder.
+        metadata: What torch's checkpoint knows about it.
+        manifest: What this package knows about it; None where another program saved it.
+
+    Raises:
+        CheckpointError: There is none, its save was cut short, or its metadata cannot be read or
+            is made of other things than metadata.
+    """
+
+    def __init__(self, path: str | Path, safe_globals: Sequence[Any] = ()) -> None:
+        self.path = Path(path)
+        self.manifest = Manifest.read(self.path)
+        self.metadata = read_metadata(self.path, self.manifest)
+        self._safe_globals = list(safe_globals)
+        self._chunks: dict[str, _SavedChunks] = {}
+        self._items: dict[str, dict[int, StoredItem]] = {}
+        self._needed: dict[str, int] = {}
+        self._scratch = bytearray()
+
+    def shape(self, key: str) -> tuple[int, ...] | None:
+        """Shape of a tensor; None where there is none of that name."""
+        entry = self.metadata.state_dict_metadata.get(key)
+        return tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None
+
+    def tensors(self) -> Iterator[tuple[str, TensorStorageMetadata]]:
+        """All tensors by name, in the order of the metadata."""
+        for key, entry in self.metadata.state_dict_metadata.items():
+            if isinstance(entry, TensorStorageMetadata):
+                yield key, entry
+
+    def has(self, key: str) -> bool:
+        """Whether there is something of that name, a tensor or not."""
+        return key in self.metadata.state_dict_metadata
+
+    def object(self, key: str) -> Any:
+        """Something that is no tensor.
+
+        Raises:
+            CheckpointError: There is nothing of that name, it is damaged, or it is made of
+                something that is neither plain data nor among the safe globals.
+        """
+        content = self.read_item(MetadataIndex(key))
+        return load_plain(io.BytesIO(content), f"{key} in {self.path}", self._safe_globals)
+
+    def read_item(self, index: MetadataIndex) -> bytearray:
+        """The bytes of a stored item, as `torch.save` wrote them.
+
+        Args:
+            index: Name of an object; or of a tensor, with the offset of one of its chunks.
+
+        Raises:
+            CheckpointError: There is no such item, its file is missing or too short, or the bytes
+                are not those that were saved.
+        """
+        info = self._info(index)
+        with self._open(info.relative_path) as file:
+            return self._read(file, index.fqn, info)
+
+    def read_tensor(self, key: str) -> torch.Tensor:
+        """A whole tensor, in its own dtype on the CPU.
+
+        Raises:
+            CheckpointError: There is none of that name, or it is not all there, or damaged.
+        """
+        entry = self.metadata.state_dict_metadata.get(key)
+        if not isinstance(entry, TensorStorageMetadata):
+            raise CheckpointError(f"{self.path} holds no tensor {key}")
+        data = torch.empty(entry.size, dtype=entry.properties.dtype)
+        (count,) = self.fill([Wanted(key, (0,) * data.dim(), data)])
+        if count != data.numel():
+            raise CheckpointError(
+                f"{self.path} is incomplete: {count} of {data.numel()} elements of {key} are there"
+            )
+        return data
+
+    @torch.no_grad()
+    def fill(self, wanted: Sequence[Wanted]) -> list[int]:
+        """Read blocks into their targets; no stored item is held in memory.
+
+        Args:
+            wanted: Blocks of tensors that are there. Where a block reaches beyond the tensor, that
+                part of the target is left alone.
+
+        Returns:
+            How many elements of each were read.
+
+        Raises:
+            CheckpointError: A tensor, or a file with a part of it, is missing or damaged. Targets
+                read until then are filled.
+        """
+        counts = [0] * len(wanted)
+        by_file: dict[str, dict[int, list[_Piece]]] = {}
+        for number, block in enumerate(wanted):
+            for chunk in self._saved(block.key).near(block):
+                piece = _overlap(block, chunk)
+                if piece is None:
+                    continue
+                counts[number] += piece.target.numel()
+                info = self._info(piece.index)
+                items = by_file.setdefault(info.relative_path, {})
+                items.setdefault(info.offset, []).append(piece)
+        for name in sorted(by_file):
+            with self._open(name) as file:
+                for _, pieces in sorted(by_file[name].items()):
+                    self._fill_from(file, pieces)
+        return counts
+
+    def check_file(self, name: str) -> None:
+        """Compare the length of a file with what is known about it.
+
+        Raises:
+            CheckpointError: It is missing, or not as long as it should be.
+        """
+        file = self.path / name
+        size = file.stat().st_size if file.is_file() else None
+        if size is None:
+            raise CheckpointError(f"{self.path} is incomplete: {name} is missing")
+        stored = self.manifest.files.get(name) if self.manifest is not None else None
+        if not self._needed:
+            self._needed = needed_bytes(self.metadata)
+        needed = stored.nbytes if stored is not None else self._needed.get(name, 0)
+        if size < needed:
+            raise CheckpointError(f"{self.path} is truncated: {name} has {size} of {needed} bytes")
+        if stored is not None and size != needed:
+            raise CheckpointError(
+                f"{self.path} is damaged: {name} has {size} bytes and should have {needed}"
+            )
+
+    def _fill_from(self, file: BinaryIO, pieces: Sequence[_Piece]) -> None:
+        """Read what is wanted of one stored chunk."""
+        index, sizes = pieces[0].index, pieces[0].sizes
+        info = self._info(index)
+        if info.length <= SCRATCH_BYTES:
+            source: Any = io.BytesIO(self._read(file, index.fqn, info))
+        else:
+            source = FileView(file, info.offset, info.length)
+            self._check(index.fqn, info, _crc32(source, self._room()))
+        stored, whole = find_tensor(source), torch.empty(0)
+        if stored is None:
+            source.seek(0)
+            whole = load_plain(source, f"{index.fqn} in {self.path}")
+        shape = getattr(whole, "shape", None) if stored is None else stored.shape
+        if shape is None or tuple(shape) != sizes:
+            raise CheckpointError(
+                f"{self.path} is damaged: {index.fqn} in {info.relative_path} at {info.offset} "
+                f"should be a tensor of shape {sizes}, not {shape and tuple(shape)}"
+            )
+        for piece in pieces:
+            if stored is not None:
+                self._read_piece(source, stored, piece, info)
+                continue
+            ends = zip(piece.start, piece.target.shape, strict=True)
+            piece.target.copy_(whole[tuple(slice(first, first + n) for first, n in ends)])
+
+    def _read_piece(self, source: Any, stored: StoredTensor, piece: _Piece, info: Any) -> None:
+        try:
+            read_block(source, stored, piece.start, piece.target, self._room())
+        except EOFError as error:
+            raise CheckpointError(
+                f"{self.path} is damaged: {piece.index.fqn} in {info.relative_path} at "
+                f"{info.offset} is cut short ({error})"
+            ) from error
+
+    def _info(self, index: MetadataIndex) -> Any:
+        info = (self.metadata.storage_data or {}).get(index)
+        if info is None:
+            where = f" at {tuple(index.offset)}" if index.offset is not None else ""
+            raise CheckpointError(f"{self.path} is incomplete: it does not hold {index.fqn}{where}")
+        if getattr(info, "transform_descriptors", None):
+            raise CheckpointError(
+                f"{self.path}: {index.fqn} was written through {info.transform_descriptors}, which "
+                "is not read here; load it with torch and save it without"
+            )
+        return info
+
+    def _open(self, name: str) -> BinaryIO:
+        self.check_file(name)
+        # Items are read in large pieces; a buffer in between would be another copy.
+        return (self.path / name).open("rb", buffering=0)
+
+    def _read(self, file: BinaryIO, key: str, info: Any) -> bytearray:
+        content = bytearray(info.length)
+        source = FileView(file, info.offset, info.length)
+        read, view = 1, memoryview(content)
+        while view and read:
+            read = source.readinto(view)
+            view = view[read:]
+        self._check(key, info, zlib.crc32(content))
+        return content
+
+    def _check(self, key: str, info: Any, crc32: int) -> None:
+        if self.manifest is None:
+            return
+        name = info.relative_path
+        if name not in self._items:
+            file = self.manifest.files.get(name)
+            self._items[name] = {i.offset: i for i in file.items} if file is not None else {}
+        item = self._items[name].get(info.offset)
+        where = f"{key} in {name}, {info.length} bytes at {info.offset},"
+        if item is None or item.length != info.length:
+            raise CheckpointError(f"{self.path} is damaged: {where} is not in the manifest")
+        if item.crc32 != crc32:
+            raise CheckpointError(
+                f"{self.path} is damaged: {where} has the checksum {crc32:08x} and was saved with "
+                f"{item.crc32:08x}"
+            )
+
+    def _room(self) -> bytearray:
+        if not self._scratch:
+            self._scratch = bytearray(SCRATCH_BYTES)
+        return self._scratch
+
+    def _saved(self, key: str) -> _SavedChunks:
+        if key not in self._chunks:
+            entry = self.metadata.state_dict_metadata.get(key)
+            if not isinstance(entry, TensorStorageMetadata):
+                raise CheckpointError(f"{self.path} holds no tensor {key}")
+            self._chunks[key] = _SavedChunks(entry)
+        return self._chunks[key]
+
+
+def load_plain(file: Any, what: str, safe_globals: Sequence[Any] = ()) -> Any:
+    """Load plain data: numbers, containers, tensors and the classes that are named.
+
+    Args:
+        file: What `torch.save` wrote.
+        what: What to call it in an error.
+        safe_globals: What it may be made of besides.
+
+    Raises:
+        CheckpointError: It holds something else.
+    """
+    try:
+        with torch.serialization.safe_globals(list(safe_globals)):
+            return torch.load(file, map_location="cpu", weights_only=True)
+    # Damaged archives and pickles raise nearly anything.
+    except Exception as error:
+        raise CheckpointError(
+            f"{what} cannot be loaded as plain data ({str(error).splitlines()[0]}); do not use "
+            "this checkpoint unless you know where it is from"
+        ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """What one stored chunk has of one wanted block.
+
+    Attributes:
+        index: The chunk.
+        sizes: Its shape.
+        start: Where the piece starts in the chunk.
+        target: Where to put it.
+    """
+
+    index: MetadataIndex
+    sizes: tuple[int, ...]
+    start: tuple[int, ...]
+    target: torch.Tensor
+
+
+def _overlap(block: Wanted, chunk: ChunkStorageMetadata) -> _Piece | None:
+    start, inside = [], []
+    for wanted, length, first, size in zip(
+        block.offset, block.target.shape, chunk.offsets, chunk.sizes, strict=True
+    ):
+        low, high = max(wanted, first), min(wanted + length, first + size)
+        if low >= high:
+            return None
+        start.append(low - first)
+        inside.append(slice(low - wanted, high - wanted))
+    return _Piece(
+        MetadataIndex(block.key, chunk.offsets),
+        tuple(chunk.sizes),
+        tuple(start),
+        block.target[tuple(inside)],
+    )
+
+
+def _crc32(file: Any, scratch: bytearray) -> int:
+    """Checksum of a file from its start."""
+    file.seek(0)
+    crc32 = 0
+    while count := file.readinto(scratch):
+        crc32 = zlib.crc32(memoryview(scratch)[:count], crc32)
+    return crc32
+
+
+class _SavedChunks:
+    """The chunks of a tensor, found by layer and expert instead of by trying all of them."""
+
+    def __init__(self, entry: TensorStorageMetadata) -> None:
+        self._all = entry.chunks
+        self._depth = 0
+        while self._depth < len(entry.size) and all(
+            c.sizes[self._depth] == 1 for c in entry.chunks
+        ):
+            self._depth += 1
+        self._by_front: dict[tuple[int, ...], list[ChunkStorageMetadata]] = {}
+        for chunk in entry.chunks:
+            front = tuple(chunk.offsets[: self._depth])
+            self._by_front.setdefault(front, []).append(chunk)
+
+    def near(self, block: Wanted) -> Sequence[ChunkStorageMetadata]:
+        """Those of the chunks that may overlap a block, and few others."""
+        depth = self._depth
+        if any(length != 1 for length in block.target.shape[:depth]):
+            return self._all
+        return self._by_front.get(tuple(block.offset[:depth]), [])

@@ -1,0 +1,239 @@
+"""Where the elements of a tensor lie in what `torch.save` wrote, and how to read some of them.
+
+`torch.load` takes the memory of a whole tensor before any row can be copied to where it is wanted.
+What `torch.save` writes is a zip archive with the elements in one uncompressed record: knowing
+where that starts, rows are read straight into place.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import sys
+import zipfile
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, BinaryIO, override
+
+import torch
+
+__all__ = ["STORAGE_DTYPES", "FileView", "StoredTensor", "find_tensor", "read_block"]
+
+STORAGE_DTYPES = {
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+    "ComplexFloatStorage": torch.complex64,
+    "ComplexDoubleStorage": torch.complex128,
+}
+"""What a pickled tensor of these types names instead of its dtype."""
+
+_LOCAL_HEADER = 30
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor in a file, row after row without gaps.
+
+    Attributes:
+        dtype: Of its elements.
+        shape: Its shape.
+        offset: Byte of its first element.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+
+class FileView(io.RawIOBase):
+    """A part of a file as if it were a file.
+
+    Args:
+        file: The file, which is not closed with the view.
+        offset: First byte of the part.
+        length: Bytes of the part.
+    """
+
+    def __init__(self, file: BinaryIO, offset: int, length: int) -> None:
+        self._file = file
+        self._offset = offset
+        self._length = length
+        self._position = 0
+
+    @override
+    def readable(self) -> bool:
+        return True
+
+    @override
+    def seekable(self) -> bool:
+        return True
+
+    @override
+    def tell(self) -> int:
+        return self._position
+
+    @override
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
+        self._position = max(0, base + offset)
+        return self._position
+
+    @override
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        count = max(0, min(len(view), self._length - self._position))
+        self._file.seek(self._offset + self._position)
+        # A raw file may read less than it is asked for; a buffered one does so at its end.
+        read: int = self._file.readinto(view[:count])  # type: ignore[attr-defined]
+        self._position += read
+        return read
+
+
+def find_tensor(file: Any) -> StoredTensor | None:
+    """Find out where the elements of a tensor lie.
+
+    Args:
+        file: What `torch.save` wrote for one tensor: a seekable binary file.
+
+    Returns:
+        None where the elements are not simply there one after the other, or where something else
+        was saved: `torch.load` has to make sense of it.
+    """
+    try:
+        with zipfile.ZipFile(file) as archive:
+            records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+            order = records.get("byteorder")
+            if order is not None and archive.read(order).decode() != sys.byteorder:
+                return None
+            found = _TensorUnpickler(io.BytesIO(archive.read(records["data.pkl"]))).load()
+    except Exception:
+        return None
+    if not isinstance(found, _Described) or not found.is_contiguous:
+        return None
+    data = records.get(f"data/{found.record}")
+    size = math.prod(found.shape) * found.dtype.itemsize
+    first = found.first * found.dtype.itemsize
+    if data is None or data.compress_type != zipfile.ZIP_STORED or first + size > data.file_size:
+        return None
+    # Names and extra fields in front of the record may differ from those of the directory.
+    file.seek(data.header_offset)
+    header = file.read(_LOCAL_HEADER)
+    lengths = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+    begin = data.header_offset + _LOCAL_HEADER + lengths
+    return StoredTensor(found.dtype, found.shape, begin + first)
+
+
+def read_block(
+    file: Any,
+    stored: StoredTensor,
+    start: Sequence[int],
+    target: torch.Tensor,
+    scratch: bytearray,
+) -> None:
+    """Read a block of a tensor into memory, as many bytes at a time as there is room for.
+
+    Args:
+        file: The file the tensor is in.
+        stored: Where it lies there.
+        start: Where the block starts in the tensor, per dimension.
+        target: What to fill, of the block's shape; elements are converted to its dtype.
+        scratch: Room for bytes on their way, at least for one element.
+
+    Raises:
+        EOFError: The file ends before the block does.
+    """
+    if target.numel() == 0:
+        return
+    if not stored.shape:
+        target.copy_(_read(file, stored, stored.offset, 1, scratch)[0])
+        return
+    size = stored.dtype.itemsize
+    row = math.prod(stored.shape[1:]) * size
+    begin = stored.offset + start[0] * row
+    if row > len(scratch):
+        for i in range(target.shape[0]):
+            inner = StoredTensor(stored.dtype, stored.shape[1:], begin + i * row)
+            read_block(file, inner, start[1:], target[i], scratch)
+        return
+    columns = tuple(slice(s, s + n) for s, n in zip(start[1:], target.shape[1:], strict=True))
+    step = len(scratch) // row
+    for first in range(0, target.shape[0], step):
+        rows = min(step, target.shape[0] - first)
+        flat = _read(file, stored, begin + first * row, rows * row // size, scratch)
+        target[first : first + rows].copy_(flat.view(rows, *stored.shape[1:])[:, *columns])
+
+
+def _read(
+    file: Any, stored: StoredTensor, offset: int, numel: int, scratch: bytearray
+) -> torch.Tensor:
+    """Read elements into the room for them."""
+    view = memoryview(scratch)[: numel * stored.dtype.itemsize]
+    file.seek(offset)
+    while view:
+        read = file.readinto(view)
+        if not read:
+            raise EOFError(f"{len(view)} bytes are missing")
+        view = view[read:]
+    return torch.frombuffer(scratch, dtype=stored.dtype, count=numel)
+
+
+@dataclass(frozen=True, slots=True)
+class _Described:
+    """What the pickle of a tensor says about it."""
+
+    dtype: torch.dtype
+    record: str
+    first: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def is_contiguous(self) -> bool:
+        step = 1
+        for length, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if length > 1 and stride != step:
+                return False
+            step *= length
+        return True
+
+
+def _describe(storage: Any, first: int, size: Any, stride: Any, *rest: Any) -> _Described:
+    dtype, record = storage
+    # What has no storage type of its own says its dtype after two entries for autograd.
+    return _Described(dtype or rest[2], record, int(first), tuple(size), tuple(stride))
+
+
+class _TensorUnpickler(pickle.Unpickler):
+    """Makes a description of a dense tensor, and nothing else."""
+
+    @override
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in {
+            ("torch._utils", "_rebuild_tensor_v2"),
+            ("torch._utils", "_rebuild_tensor_v3"),
+        }:
+            return _describe
+        if (module, name) == ("collections", "OrderedDict"):
+            return OrderedDict
+        if (module, name) == ("torch.storage", "UntypedStorage"):
+            return None
+        if module == "torch":
+            dtype = STORAGE_DTYPES.get(name, getattr(torch, name, None))
+            if isinstance(dtype, torch.dtype):
+                return dtype
+        raise pickle.UnpicklingError(f"{module}.{name}")
+
+    @override
+    def persistent_load(self, pid: Any) -> tuple[torch.dtype | None, str]:
+        _, dtype, record, *_ = pid
+        return dtype, str(record)

@@ -199,6 +199,8 @@ class _Described:
 
     @property
     def is_contiguous(self) -> bool:
+        if 0 in self.shape:
+            return True
         step = 1
         for length, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
             if length > 1 and stride != step:

@@ -203,10 +203,10 @@ class _RunsCode:
 
 
 def test_a_checkpoint_cannot_run_code(tmp_path: Path) -> None:
+    from megatron_fsdp_v2.checkpoint.writing import FolderWriter
     from megatron_fsdp_v2_mcore import FlagError
     from megatron_fsdp_v2_mcore.torch_dist.common import COMMON, common_state
     from megatron_fsdp_v2_mcore.torch_dist.folder import CheckpointFolder
-    from megatron_fsdp_v2_mcore.torch_dist.writing import FolderWriter
 
     writer = FolderWriter(tmp_path)
     writer.add_object(COMMON, [{"args": _RunsCode()}])

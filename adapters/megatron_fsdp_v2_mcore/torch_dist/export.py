@@ -20,6 +20,7 @@ from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from megatron_fsdp_v2.checkpoint.writing import FolderWriter
 from megatron_fsdp_v2_mcore.checkpoint_check import (
     TRACKER,
     check_checkpoint_folder,
@@ -36,7 +37,6 @@ from megatron_fsdp_v2_mcore.torch_dist.common import (
 )
 from megatron_fsdp_v2_mcore.torch_dist.folder import CheckpointFolder
 from megatron_fsdp_v2_mcore.torch_dist.names import Place, StoredNames
-from megatron_fsdp_v2_mcore.torch_dist.writing import FolderWriter
 
 __all__ = ["command", "export"]
 
@@ -123,7 +123,7 @@ class _Export:
         self._expert_parallel = expert_parallel or self._args.expert_model_parallel_size
         # Megatron's other optimizers have wrappers, and parts of a checkpoint, of their own.
         self._has_optimizer = bool(self._options()) and self.left_out is None
-        self._writer = FolderWriter(target)
+        self._writer = FolderWriter(target, has_manifest=False)
 
     def write(self) -> None:
         """Write everything."""

@@ -7,6 +7,7 @@ a time, so that a model of any size can be written by a process that could not h
 from __future__ import annotations
 
 import pickle
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -23,9 +24,40 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-__all__ = ["FolderWriter"]
+from megatron_fsdp_v2.checkpoint.manifest import Manifest, StoredFile, StoredItem
+from megatron_fsdp_v2.checkpoint.metadata import METADATA
+
+__all__ = ["Checksummed", "FolderWriter"]
 
 FILE_BYTES = 4 << 30
+
+
+class Checksummed:
+    """Hands bytes on to a file, and adds up their checksum.
+
+    Args:
+        file: What to write to.
+
+    Attributes:
+        crc32: Of what was written so far.
+        length: Bytes written so far.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.crc32 = 0
+        self.length = 0
+
+    def write(self, content: Any) -> int:
+        """Write bytes, and return how many."""
+        count = self._file.write(content)
+        self.crc32 = zlib.crc32(content, self.crc32)
+        self.length += count
+        return count
+
+    def flush(self) -> None:
+        """Flush the file."""
+        self._file.flush()
 
 
 class FolderWriter:
@@ -34,19 +66,30 @@ class FolderWriter:
     Args:
         path: The folder; made if it is not there.
         file_bytes: How long a file may be before the next one is begun.
+        has_manifest: Whether to write checksums as well. A folder for other programs needs none.
     """
 
-    def __init__(self, path: Path, file_bytes: int = FILE_BYTES) -> None:
+    def __init__(
+        self, path: Path, file_bytes: int = FILE_BYTES, *, has_manifest: bool = True
+    ) -> None:
         self._path = path
         self._file_bytes = file_bytes
+        self._has_manifest = has_manifest
         self._num_files = 0
         self._file: BinaryIO | None = None
         self._entries: dict[str, Any] = {}
+        self._paths: dict[str, tuple[str, ...]] = {}
         self._storage: dict[MetadataIndex, _StorageInfo] = {}
+        self._items: dict[str, list[StoredItem]] = {}
         path.mkdir(parents=True, exist_ok=True)
 
     def add_block(
-        self, key: str, shape: tuple[int, ...], offset: tuple[int, ...], data: torch.Tensor
+        self,
+        key: str,
+        shape: tuple[int, ...],
+        offset: tuple[int, ...],
+        data: torch.Tensor,
+        path: tuple[str, ...] = (),
     ) -> None:
         """Write a block of a tensor.
 
@@ -55,6 +98,8 @@ class FolderWriter:
             shape: Its shape.
             offset: Where the block starts in it.
             data: The block, with as many dimensions.
+            path: Keys of the nested state dict that it is to be found under, where torch makes
+                one of the file alone.
 
         Raises:
             ValueError: Another block of the tensor said something else of its shape or dtype.
@@ -68,10 +113,16 @@ class FolderWriter:
                 f"blocks of {key} do not belong to one tensor: {tuple(entry.size)} of "
                 f"{entry.properties.dtype}, then {shape} of {data.dtype}"
             )
+        if path:
+            self._paths[key] = path
         chunk = ChunkStorageMetadata(torch.Size(offset), data.shape)
         entry.chunks.append(chunk)
         index = MetadataIndex(key, chunk.offsets, len(entry.chunks) - 1)
-        self._write(index, lambda file: torch.save(data.contiguous(), file))
+        block = data.detach().contiguous()
+        if block.untyped_storage().nbytes() != block.nbytes:
+            # Of a view, all that it is a view of would be written.
+            block = block.clone()
+        self._write(index, lambda file: torch.save(block, file))
 
     def add_object(self, key: str, value: Any) -> None:
         """Write something that is no tensor."""
@@ -83,21 +134,27 @@ class FolderWriter:
         self._close()
         metadata = Metadata(
             state_dict_metadata=self._entries,
+            planner_data=self._paths or None,
             storage_data=self._storage,
             storage_meta=StorageMeta(checkpoint_id=str(self._path)),
             version="1.0.0",
         )
-        unfinished = self._path / ".metadata.tmp"
-        with unfinished.open("wb") as file:
-            pickle.dump(metadata, file)
-        unfinished.rename(self._path / ".metadata")
+        content = pickle.dumps(metadata)
+        if self._has_manifest:
+            files = {name: _stored_file(items) for name, items in self._items.items()}
+            files[METADATA] = _stored_file([StoredItem(0, len(content), zlib.crc32(content))])
+            Manifest(world_size=1, torch=torch.__version__, files=files).write(self._path)
+        unfinished = self._path / f"{METADATA}.tmp"
+        unfinished.write_bytes(content)
+        unfinished.rename(self._path / METADATA)
 
-    def _write(self, index: MetadataIndex, write: Callable[[BinaryIO], object]) -> None:
+    def _write(self, index: MetadataIndex, write: Callable[[Any], object]) -> None:
         file = self._open()
-        offset = file.tell()
-        write(file)
-        name = Path(file.name).name
-        self._storage[index] = _StorageInfo(name, offset, file.tell() - offset)
+        name, offset = Path(file.name).name, file.tell()
+        into = Checksummed(file)
+        write(into)
+        self._storage[index] = _StorageInfo(name, offset, into.length)
+        self._items.setdefault(name, []).append(StoredItem(offset, into.length, into.crc32))
 
     def _open(self) -> BinaryIO:
         if self._file is None or self._file.tell() >= self._file_bytes:
@@ -111,3 +168,8 @@ class FolderWriter:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def _stored_file(items: list[StoredItem]) -> StoredFile:
+    last = items[-1]
+    return StoredFile(last.offset + last.length, tuple(items))

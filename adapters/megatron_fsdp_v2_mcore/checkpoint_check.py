@@ -7,6 +7,7 @@ cut short. A run that was told to resume should say so in its first second.
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,15 +19,20 @@ from megatron_fsdp_v2.checkpoint.metadata import METADATA
 from megatron_fsdp_v2_mcore.errors import FlagError
 
 __all__ = [
+    "CONFIG",
     "RELEASE",
     "TRACKER",
     "check_checkpoint_folder",
     "find_checkpoint",
     "flag_errors",
+    "is_torch_dist",
     "read_metadata",
 ]
 
 TRACKER = "latest_checkpointed_iteration.txt"
+CONFIG = "metadata.json"
+"""Where Megatron says in which format a checkpoint was saved."""
+
 RELEASE = "release"
 """What that file says, and the folder is called, where weights are of no iteration."""
 
@@ -92,6 +98,15 @@ def find_checkpoint(folder: str | Path, iteration: int | None = None) -> tuple[P
     return (
         (root / RELEASE, 0) if iteration is None else (iteration_folder(root, iteration), iteration)
     )
+
+
+def is_torch_dist(path: Path) -> bool:
+    """Whether a checkpoint was saved with `--ckpt-format torch_dist`."""
+    try:
+        config = json.loads((path / CONFIG).read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(config, dict) and config.get("sharded_backend") == "torch_dist"
 
 
 def iteration_folder(root: Path, iteration: int) -> Path:

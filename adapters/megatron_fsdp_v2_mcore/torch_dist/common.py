@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
@@ -15,16 +13,13 @@ from megatron_fsdp_v2_mcore.torch_dist.folder import CheckpointFolder, load_plai
 
 __all__ = [
     "COMMON",
-    "CONFIG",
     "FULLY_RESHARDABLE",
     "SHARDING_TYPE",
     "SavedGroups",
     "common_state",
-    "is_torch_dist",
     "optimizer_problem",
 ]
 
-CONFIG = "metadata.json"
 COMMON = "common_state/shard_0_1"
 LEGACY_COMMON = "common.pt"
 
@@ -32,15 +27,6 @@ SHARDING_TYPE = "distrib_optim_sharding_type"
 FULLY_RESHARDABLE = "fully_reshardable"
 
 _EXPERTS = "is_expert_parallel"
-
-
-def is_torch_dist(path: Path) -> bool:
-    """Whether a checkpoint was saved with `--ckpt-format torch_dist`."""
-    try:
-        config = json.loads((path / CONFIG).read_text())
-    except (OSError, ValueError):
-        return False
-    return isinstance(config, dict) and config.get("sharded_backend") == "torch_dist"
 
 
 def common_state(folder: CheckpointFolder) -> dict[str, Any]:

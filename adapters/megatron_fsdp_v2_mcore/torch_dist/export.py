@@ -22,18 +22,18 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_fsdp_v2.checkpoint.writing import FolderWriter
 from megatron_fsdp_v2_mcore.checkpoint_check import (
+    CONFIG,
     TRACKER,
     check_checkpoint_folder,
     find_checkpoint,
+    is_torch_dist,
     iteration_folder,
 )
 from megatron_fsdp_v2_mcore.errors import FlagError
 from megatron_fsdp_v2_mcore.torch_dist.common import (
     COMMON,
-    CONFIG,
     FULLY_RESHARDABLE,
     SHARDING_TYPE,
-    is_torch_dist,
 )
 from megatron_fsdp_v2_mcore.torch_dist.folder import CheckpointFolder
 from megatron_fsdp_v2_mcore.torch_dist.names import Place, StoredNames

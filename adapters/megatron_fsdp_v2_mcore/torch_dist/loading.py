@@ -13,13 +13,12 @@ from megatron.core import parallel_state
 from torch import nn
 
 from megatron_fsdp_v2.uneven_dtensor import UnevenDTensor, local_of
-from megatron_fsdp_v2_mcore.checkpoint_check import RELEASE, find_checkpoint
+from megatron_fsdp_v2_mcore.checkpoint_check import RELEASE, find_checkpoint, is_torch_dist
 from megatron_fsdp_v2_mcore.checkpoint_names import parameter_names
 from megatron_fsdp_v2_mcore.errors import FlagError
 from megatron_fsdp_v2_mcore.torch_dist.common import (
     SavedGroups,
     common_state,
-    is_torch_dist,
     optimizer_problem,
 )
 from megatron_fsdp_v2_mcore.torch_dist.folder import CheckpointFolder, Wanted

@@ -1,0 +1,188 @@
+"""`megatron-fsdp-v2 ckpt`: look into a checkpoint, verify it, export it, convert it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from megatron_fsdp_v2.checkpoint.errors import CheckpointError
+from megatron_fsdp_v2.checkpoint.exporting import MAX_SHARD_BYTES, Exported, convert, export
+from megatron_fsdp_v2.checkpoint.inspecting import inspect, readable_size, tree
+from megatron_fsdp_v2.checkpoint.plain_tensors import DTYPES, Progress
+from megatron_fsdp_v2.checkpoint.verifying import verify
+
+__all__ = ["command"]
+
+_UNITS = {"": 1, "B": 1}
+_UNITS |= {f"{u}B": 1000 ** (i + 1) for i, u in enumerate("KMGT")}
+_UNITS |= {f"{u}iB": 1024 ** (i + 1) for i, u in enumerate("KMGT")}
+
+_KINDS = "a folder of torch's distributed checkpoint, .safetensors (or its index) or .pt"
+_SHOWN = 8
+
+
+class _CheckpointCommand:
+    """`megatron-fsdp-v2 ckpt`."""
+
+    help = "look into a checkpoint, verify, export or convert it"
+
+    def configure(self, parser: argparse.ArgumentParser) -> None:
+        """Add what can be done with a checkpoint, and the arguments of each."""
+        actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+        add = _adder(actions)
+        looks = add("inspect", "names, shapes, dtypes and sizes", _inspect)
+        looks.add_argument("path", help=_KINDS)
+        looks.add_argument("--json", action="store_true", help="for programs")
+        looks.add_argument("--depth", type=int, help="parts of names to show; default: all")
+        checks = add("verify", "read every byte and compare checksums; 1 if damaged", _verify)
+        checks.add_argument("path", help="the checkpoint's folder")
+        exports = add("export", "write the model as plain tensors in one file", _export)
+        exports.add_argument("path", help="the checkpoint's folder")
+        exports.add_argument("out_file", help="what to write: .safetensors or .pt")
+        converts = add("convert", "from one kind of checkpoint to another", _convert)
+        converts.add_argument("path", metavar="source", help=_KINDS)
+        converts.add_argument(
+            "out_file", metavar="target", help=".safetensors, .pt, or anything else for a folder"
+        )
+        for writes in (exports, converts):
+            writes.add_argument(
+                "--dtype",
+                type=_dtype,
+                help=f"of floating-point tensors, {', '.join(_NAMES)}; default: as they are",
+            )
+            writes.add_argument(
+                "--max-shard-size",
+                type=_size,
+                default=MAX_SHARD_BYTES,
+                metavar="SIZE",
+                help="of a .safetensors file, such as 5GB or 500MiB; default: 5GB",
+            )
+            writes.add_argument(
+                "--prefix", help="what names of the model begin with; default: found out"
+            )
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Do it; return 2 with one sentence on standard error where that is not possible."""
+        try:
+            status: int = args.action(args)
+        except (CheckpointError, ValueError, OSError) as error:
+            sys.stderr.write(f"{error}\n")
+            return 2
+        return status
+
+
+_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
+
+
+def _adder(
+    actions: argparse._SubParsersAction[argparse.ArgumentParser],
+) -> Callable[[str, str, Callable[[argparse.Namespace], int]], argparse.ArgumentParser]:
+    def add(
+        name: str, text: str, action: Callable[[argparse.Namespace], int]
+    ) -> argparse.ArgumentParser:
+        parser = actions.add_parser(name, help=text, description=text)
+        parser.set_defaults(action=action)
+        return parser
+
+    return add
+
+
+def _dtype(text: str) -> torch.dtype:
+    if text not in _NAMES:
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(_NAMES)}")
+    return _NAMES[text]
+
+
+def _size(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)", text)
+    if match is None or match[2] not in _UNITS or float(match[1]) <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size, such as 5GB or 500MiB")
+    return max(1, int(float(match[1]) * _UNITS[match[2]]))
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    contents = inspect(args.path)
+    if args.json:
+        sys.stdout.write(json.dumps(contents.as_dict(), indent=2) + "\n")
+        return 0
+    sys.stdout.writelines(f"{line}\n" for line in tree(contents, args.depth))
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    report = verify(args.path, _progress("read"))
+    for line in (*report.problems, *report.notes):
+        sys.stdout.write(f"{line}\n")
+    count = len(report.problems)
+    verdict = "undamaged" if not count else f"DAMAGED ({count} problem{'s' * (count > 1)})"
+    sys.stdout.write(
+        f"{report.path}: {verdict}; {report.num_files} files, {readable_size(report.nbytes)} "
+        "compared with checksums\n"
+    )
+    return int(not report.is_good)
+
+
+def _export(args: argparse.Namespace) -> int:
+    return _report(
+        export(
+            args.path,
+            args.out_file,
+            dtype=args.dtype,
+            max_shard_bytes=args.max_shard_size,
+            prefix=args.prefix,
+            progress=_progress("written"),
+        )
+    )
+
+
+def _convert(args: argparse.Namespace) -> int:
+    return _report(
+        convert(
+            args.path,
+            args.out_file,
+            dtype=args.dtype,
+            max_shard_bytes=args.max_shard_size,
+            prefix=args.prefix,
+            progress=_progress("written"),
+        )
+    )
+
+
+def _report(done: Exported) -> int:
+    files = [str(Path(path)) for path in done.files]
+    shown = files[-1] if len(files) == 1 else f"{files[-1]} and {len(files) - 1} files beside it"
+    sys.stdout.write(
+        f"{shown}: {done.num_tensors} tensors, {readable_size(done.nbytes)}, one at a time (the "
+        f"largest has {readable_size(done.largest)})\n"
+    )
+    if done.left_out:
+        more = len(done.left_out) - _SHOWN
+        names = ", ".join(done.left_out[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+        sys.stdout.write(f"not of the model, and left out: {names}\n")
+    return 0
+
+
+def _progress(verb: str) -> Progress | None:
+    """Writes a line again and again where somebody looks at it."""
+    if not sys.stderr.isatty():
+        return None
+    shown = [-1]
+
+    def show(done: int, total: int) -> None:
+        percent = 100 * done // total if total else 100
+        if percent != shown[0]:
+            shown[0] = percent
+            end = "\n" if done >= total else ""
+            sys.stderr.write(f"\r{percent:3d} % of {readable_size(total)} {verb}{end}")
+            sys.stderr.flush()
+
+    return show
+
+
+command = _CheckpointCommand()

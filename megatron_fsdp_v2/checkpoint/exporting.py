@@ -1,0 +1,221 @@
+"""One plain file, or several, of a checkpoint; and from one kind of checkpoint to another.
+
+One process without a process group. Tensors go from file to file one at a time, so that memory is
+that of the largest one and a constant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megatron_fsdp_v2.checkpoint.metadata import INCOMPLETE
+from megatron_fsdp_v2.checkpoint.model_tensors import MODEL, FolderSource, Layout
+from megatron_fsdp_v2.checkpoint.plain_tensors import (
+    Progress,
+    TensorSource,
+    check_dtype,
+    convert_elements,
+    converted,
+)
+from megatron_fsdp_v2.checkpoint.pt_files import SUFFIXES as PT_SUFFIXES
+from megatron_fsdp_v2.checkpoint.pt_files import PtSource, write_pt
+from megatron_fsdp_v2.checkpoint.safetensors_files import (
+    INDEX,
+    SafetensorsSource,
+    index_of,
+    write_safetensors,
+)
+from megatron_fsdp_v2.checkpoint.safetensors_files import SUFFIX as SAFETENSORS_SUFFIX
+from megatron_fsdp_v2.checkpoint.writing import FolderWriter
+
+__all__ = ["MAX_SHARD_BYTES", "Exported", "convert", "export", "open_source"]
+
+MAX_SHARD_BYTES = 5 * 10**9
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What was written.
+
+    Attributes:
+        files: The files or the folder; of several safetensors files the index is the last.
+        num_tensors: Tensors of the model.
+        nbytes: Bytes of their elements.
+        largest: Bytes of the largest one, the more of what it was stored as and was written as.
+        left_out: Names of what the source holds besides the model: optimizer state, objects.
+    """
+
+    files: tuple[Path, ...]
+    num_tensors: int
+    nbytes: int
+    largest: int
+    left_out: tuple[str, ...]
+
+
+def export(
+    path: str | Path,
+    out_file: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    prefix: str | None = None,
+    progress: Progress | None = None,
+    layouts: Sequence[Layout] | None = None,
+) -> Exported:
+    """Write the model of a checkpoint as plain tensors under plain names.
+
+    One process, no process group. It takes the memory of the largest tensor and a constant of
+    about 20 MiB.
+
+    Args:
+        path: The checkpoint's folder: of `save`, of torch's own distributed checkpoint, or of a
+            framework whose adapter is installed.
+        out_file: What to write: `.safetensors`, or `.pt`, which `torch.load` reads.
+        dtype: What floating-point tensors become; None leaves them as they are.
+        max_shard_bytes: A `.safetensors` model of more bytes becomes several files, of so many
+            bytes each or one tensor, and an index beside them.
+        prefix: What the names of the model's tensors begin with in the checkpoint; found out when
+            None. It is taken off.
+        progress: Told how many bytes of how many are written.
+        layouts: How frameworks store models; those of installed adapters when None.
+
+    Returns:
+        What was written.
+
+    Raises:
+        ValueError: An argument is not of these, or the file is there already.
+        CheckpointError: The checkpoint cannot be read, is damaged, or holds something the file
+            cannot hold.
+    """
+    target = Path(out_file)
+    if target.suffix not in (SAFETENSORS_SUFFIX, *PT_SUFFIXES):
+        raise ValueError(f"out_file is {target.name}; name it {SAFETENSORS_SUFFIX} or .pt")
+    _check(target, dtype, max_shard_bytes)
+    source = FolderSource(path, layouts, prefix)
+    return _write(source, target, dtype, max_shard_bytes, progress)
+
+
+def convert(
+    source: str | Path,
+    target: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    prefix: str | None = None,
+    progress: Progress | None = None,
+    layouts: Sequence[Layout] | None = None,
+) -> Exported:
+    """Write the model of a checkpoint of one kind as one of another.
+
+    Args:
+        source: A checkpoint's folder, a `.safetensors` file or index, or a `.pt` file that holds
+            a model's state dict.
+        target: As in `export`; anything else is a folder, which `load` reads.
+        dtype: As in `export`.
+        max_shard_bytes: As in `export`.
+        prefix: As in `export`, of a folder.
+        progress: As in `export`.
+        layouts: As in `export`.
+
+    Returns:
+        What was written.
+
+    Raises:
+        ValueError: As in `export`.
+        CheckpointError: As in `export`.
+    """
+    target = Path(target)
+    _check(target, dtype, max_shard_bytes)
+    opened = open_source(source, prefix=prefix, layouts=layouts)
+    return _write(opened, target, dtype, max_shard_bytes, progress)
+
+
+def open_source(
+    path: str | Path, *, prefix: str | None = None, layouts: Sequence[Layout] | None = None
+) -> TensorSource:
+    """Open a checkpoint of any kind to read its model.
+
+    Args:
+        path: As the source of `convert`.
+        prefix: As in `export`.
+        layouts: As in `export`.
+
+    Raises:
+        CheckpointError: There is none, or it cannot be read.
+    """
+    path = Path(path)
+    has_index = path.is_dir() and any(path.glob(f"*{SAFETENSORS_SUFFIX}{INDEX}"))
+    if has_index or path.name.endswith((SAFETENSORS_SUFFIX, INDEX)):
+        return SafetensorsSource(path)
+    if path.suffix in PT_SUFFIXES and not path.is_dir():
+        return PtSource(path)
+    return FolderSource(path, layouts, prefix)
+
+
+def _check(target: Path, dtype: torch.dtype | None, max_shard_bytes: int) -> None:
+    check_dtype(dtype)
+    if max_shard_bytes <= 0:
+        raise ValueError(f"max_shard_bytes is {max_shard_bytes}; it must be at least 1")
+    for path in (target, index_of(target)):
+        if path.exists():
+            raise ValueError(f"{path} is there already; remove it or name another")
+    unfinished = _unfinished(target)
+    if unfinished.is_dir():
+        raise ValueError(
+            f"{unfinished} is there: something else is writing {target.name}, or was cut short; "
+            "remove it or name another"
+        )
+
+
+def _write(
+    source: TensorSource,
+    target: Path,
+    dtype: torch.dtype | None,
+    max_shard_bytes: int,
+    progress: Progress | None,
+) -> Exported:
+    progress = progress or (lambda done, total: None)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if target.suffix == SAFETENSORS_SUFFIX:
+        files = write_safetensors(source, target, dtype, max_shard_bytes, progress)
+    elif target.suffix in PT_SUFFIXES:
+        files = write_pt(source, target, dtype, progress)
+    else:
+        files = _write_folder(source, target, dtype, progress)
+    written = [converted(tensor, dtype) for tensor in source.tensors]
+    return Exported(
+        tuple(files),
+        len(written),
+        sum(tensor.nbytes for tensor in written),
+        max((tensor.nbytes for tensor in (*written, *source.tensors)), default=0),
+        tuple(source.left_out),
+    )
+
+
+def _unfinished(target: Path) -> Path:
+    return target.with_name(target.name + INCOMPLETE)
+
+
+def _write_folder(
+    source: TensorSource, target: Path, dtype: torch.dtype | None, progress: Progress
+) -> list[Path]:
+    """Write a folder of torch's distributed checkpoint with one chunk for each tensor."""
+    unfinished = _unfinished(target)
+    writer = FolderWriter(unfinished)
+    total = sum(converted(tensor, dtype).nbytes for tensor in source.tensors)
+    done = 0
+    for stored in source.tensors:
+        tensor = converted(stored, dtype)
+        data = convert_elements(source.read(stored), tensor)
+        path = (MODEL.removesuffix("."), tensor.name)
+        writer.add_block(MODEL + tensor.name, tensor.shape, (0,) * len(tensor.shape), data, path)
+        done += tensor.nbytes
+        progress(done, total)
+        del data
+    writer.finish()
+    unfinished.rename(target)
+    return [target]

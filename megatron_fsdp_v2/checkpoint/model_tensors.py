@@ -1,0 +1,176 @@
+"""Which tensors of a checkpoint folder are the model, and what their plain names are.
+
+A training framework may store a model in other pieces than it is made of. What puts them together
+again belongs to its adapter, which offers a function under the entry-point group
+`megatron_fsdp_v2.checkpoint_layouts`; the core knows none of them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from megatron_fsdp_v2.checkpoint.errors import CheckpointError
+from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder, Wanted
+from megatron_fsdp_v2.checkpoint.plain_tensors import PlainTensor
+
+__all__ = [
+    "LAYOUT_GROUP",
+    "MODEL",
+    "FolderSource",
+    "Layout",
+    "ModelTensor",
+    "Piece",
+    "find_layouts",
+    "natural_order",
+]
+
+LAYOUT_GROUP = "megatron_fsdp_v2.checkpoint_layouts"
+MODEL = "model."
+"""What the names of a model's tensors begin with in a checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A block of a stored tensor.
+
+    Attributes:
+        key: Name of the stored tensor.
+        start: Where the block starts in it.
+        size: How long it is, per dimension of the stored tensor. That may have dimensions in front
+            of those of the tensor it is a piece of (a number of a layer), of which it takes one
+            index each.
+    """
+
+    key: str
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTensor:
+    """A tensor of the model, and what it is put together from.
+
+    Attributes:
+        tensor: Its plain name, shape and dtype.
+        pieces: One after the other along a dimension.
+        dim: This dimension.
+    """
+
+    tensor: PlainTensor
+    pieces: tuple[Piece, ...]
+    dim: int = 0
+
+
+Layout = Callable[[CheckpointFolder], Sequence[ModelTensor] | None]
+"""Says what the model of a checkpoint consists of; None where it is not of a kind it knows."""
+
+
+def find_layouts() -> Iterator[Layout]:
+    """What adapters offer, imported when it is asked for."""
+    for point in sorted(entry_points(group=LAYOUT_GROUP)):
+        yield point.load()
+
+
+class FolderSource:
+    """The model of a checkpoint folder.
+
+    Args:
+        path: The folder.
+        layouts: Asked one after the other what the model consists of; those of installed adapters
+            when None.
+        prefix: What the names of its tensors begin with. When None, a folder of this package, or
+            one with a nested state dict, has them under `model.`, and in any other folder every
+            tensor is one of the model.
+
+    Raises:
+        CheckpointError: It cannot be read, or holds no tensors of a model.
+    """
+
+    def __init__(
+        self, path: Any, layouts: Sequence[Layout] | None = None, prefix: str | None = None
+    ) -> None:
+        self._folder = CheckpointFolder(path)
+        found = None
+        if prefix is None:
+            for layout in find_layouts() if layouts is None else layouts:
+                found = layout(self._folder)
+                if found is not None:
+                    break
+        if found is None:
+            found = _by_prefix(self._folder, prefix)
+        # Metadata is in the order in which ranks were asked.
+        found = sorted(found, key=lambda t: natural_order(t.tensor.name))
+        self._by_name = {model_tensor.tensor.name: model_tensor for model_tensor in found}
+        self.tensors: Sequence[PlainTensor] = [t.tensor for t in found]
+        used = {piece.key for t in found for piece in t.pieces}
+        self.left_out: Sequence[str] = [
+            key for key in self._folder.metadata.state_dict_metadata if key not in used
+        ]
+
+    def read(self, tensor: PlainTensor) -> torch.Tensor:
+        """One of the tensors, put together.
+
+        Raises:
+            CheckpointError: It is not all there, or damaged.
+        """
+        data = torch.empty(tensor.shape, dtype=tensor.dtype)
+        model_tensor, first = self._by_name[tensor.name], 0
+        wanted = []
+        for piece in model_tensor.pieces:
+            target = data
+            if len(model_tensor.pieces) > 1:
+                extra = len(piece.size) - data.dim()
+                length = piece.size[extra + model_tensor.dim]
+                target = data.narrow(model_tensor.dim, first, length)
+                first += length
+            wanted.append(Wanted(piece.key, piece.start, target.view(piece.size)))
+        counts = self._folder.fill(wanted)
+        if sum(counts) != data.numel():
+            raise CheckpointError(
+                f"{self._folder.path} is incomplete: {sum(counts)} of {data.numel()} elements of "
+                f"{tensor.name} are there"
+            )
+        return data
+
+
+def natural_order(name: str) -> list[tuple[int, str]]:
+    """A key to sort names by, numbers in them as numbers."""
+    return [(int(part) if part.isdecimal() else -1, part) for part in re.split(r"([0-9]+)", name)]
+
+
+def _by_prefix(folder: CheckpointFolder, prefix: str | None) -> list[ModelTensor]:
+    if prefix is None:
+        prefix = MODEL if folder.manifest is not None or _is_nested(folder) else ""
+    found = [
+        _whole(key.removeprefix(prefix), key, entry)
+        for key, entry in folder.tensors()
+        if key.startswith(prefix)
+    ]
+    if not found:
+        raise CheckpointError(
+            f"{folder.path} holds no tensors called {prefix}*; name another prefix"
+            if prefix
+            else f"{folder.path} holds no tensors"
+        )
+    return found
+
+
+def _whole(name: str, key: str, entry: TensorStorageMetadata) -> ModelTensor:
+    shape = tuple(entry.size)
+    piece = Piece(key, (0,) * len(shape), shape)
+    return ModelTensor(PlainTensor(name, shape, entry.properties.dtype), (piece,))
+
+
+def _is_nested(folder: CheckpointFolder) -> bool:
+    """Whether tensors were saved in a dictionary under `model`, and not by such a name alone."""
+    paths = folder.metadata.planner_data
+    if not isinstance(paths, dict):
+        return any(key.startswith(MODEL) for key, _ in folder.tensors())
+    return any(len(path) > 1 and f"{path[0]}." == MODEL for path in paths.values())

@@ -1,0 +1,177 @@
+"""Files of `torch.save`, written tensor by tensor.
+
+`torch.save` wants everything in memory at once. What it writes is a zip archive: a pickle that says
+how tensors are made of storages, and one record with the bytes of each storage. The archive is
+written here record by record, so that one tensor is in memory at a time; `torch.load` reads it.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+import zipfile
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, override
+
+import torch
+
+from megatron_fsdp_v2.checkpoint.errors import CheckpointError
+from megatron_fsdp_v2.checkpoint.plain_tensors import (
+    PlainTensor,
+    Progress,
+    TensorSource,
+    converted,
+    write_elements,
+    written_whole,
+)
+from megatron_fsdp_v2.checkpoint.stored_tensor import STORAGE_DTYPES
+
+__all__ = ["SUFFIXES", "PtSource", "write_pt"]
+
+SUFFIXES = (".pt", ".pth", ".bin")
+
+_ROOT = "archive"
+_STORAGES = {dtype: name for name, dtype in STORAGE_DTYPES.items()}
+
+# Torch maps files into memory, where elements must lie at multiples of their length.
+_ALIGNMENT = 64
+_LOCAL_HEADER = 30
+_ZIP64_EXTRA = 20
+_EXTRA_HEADER = 4
+_PADDING_ID = b"FB"
+
+
+def write_pt(
+    source: TensorSource, file: Path, dtype: torch.dtype | None, progress: Progress
+) -> list[Path]:
+    """Write a model as a dictionary of tensors by name, one tensor in memory at a time.
+
+    Args:
+        source: Where tensors come from.
+        file: What to call it.
+        dtype: Of floating-point tensors; None leaves them as they are.
+        progress: Told how many bytes are written.
+
+    Returns:
+        The file.
+
+    Raises:
+        CheckpointError: A tensor cannot be read.
+    """
+    pairs = [(tensor, converted(tensor, dtype)) for tensor in source.tensors]
+    total, done = sum(tensor.nbytes for _, tensor in pairs), 0
+    with (
+        written_whole([file]) as (unfinished,),
+        zipfile.ZipFile(unfinished, "w", zipfile.ZIP_STORED) as archive,
+    ):
+        pickled = _pickled([tensor for _, tensor in pairs])
+        archive.writestr(zipfile.ZipInfo(f"{_ROOT}/data.pkl"), pickled)
+        archive.writestr(zipfile.ZipInfo(f"{_ROOT}/byteorder"), sys.byteorder)
+        for number, (stored, tensor) in enumerate(pairs):
+            with archive.open(_record(archive, number), "w", force_zip64=True) as record:
+                write_elements(record.write, source.read(stored), tensor)
+            done += tensor.nbytes
+            progress(done, total)
+        archive.writestr(zipfile.ZipInfo(f"{_ROOT}/version"), "3\n")
+    return [file]
+
+
+def _record(archive: zipfile.ZipFile, number: int) -> zipfile.ZipInfo:
+    """The record of a storage, its header padded so that elements are aligned."""
+    info = zipfile.ZipInfo(f"{_ROOT}/data/{number}")
+    before = archive.start_dir + _LOCAL_HEADER + len(info.filename) + _ZIP64_EXTRA + _EXTRA_HEADER
+    padding = -before % _ALIGNMENT
+    info.extra = _PADDING_ID + padding.to_bytes(2, "little") + bytes(padding)
+    return info
+
+
+class _Storage:
+    """Stands for the storage of a tensor."""
+
+    def __init__(self, number: int, tensor: PlainTensor) -> None:
+        name = _STORAGES.get(tensor.dtype)
+        kind = torch.storage.UntypedStorage if name is None else getattr(torch, name)
+        length = tensor.nbytes if name is None else tensor.numel
+        self.pid = ("storage", kind, str(number), "cpu", length)
+
+
+class _Tensor:
+    """Pickles to a tensor of a storage, as `torch.save` has it."""
+
+    def __init__(self, number: int, tensor: PlainTensor) -> None:
+        self._storage = _Storage(number, tensor)
+        self._tensor = tensor
+
+    @override
+    def __reduce__(self) -> Any:
+        tensor, step = self._tensor, 1
+        stride: list[int] = []
+        for length in reversed(tensor.shape):
+            stride.insert(0, step)
+            step *= max(length, 1)
+        hooks: OrderedDict[int, Any] = OrderedDict()
+        made = (self._storage, 0, tensor.shape, tuple(stride), False, hooks)
+        if tensor.dtype in _STORAGES:
+            return torch._utils._rebuild_tensor_v2, made
+        return torch._utils._rebuild_tensor_v3, (*made, tensor.dtype)
+
+
+class _Pickler(pickle.Pickler):
+    @override
+    def persistent_id(self, obj: Any) -> Any:
+        return obj.pid if isinstance(obj, _Storage) else None
+
+
+def _pickled(tensors: Sequence[PlainTensor]) -> bytes:
+    content = io.BytesIO()
+    described = {tensor.name: _Tensor(i, tensor) for i, tensor in enumerate(tensors)}
+    _Pickler(content, protocol=2).dump(described)
+    return content.getvalue()
+
+
+class PtSource:
+    """Tensors of a file that `torch.save` wrote: a dictionary of tensors by name.
+
+    The file is mapped into memory where it can be: the system reads what is touched, and may forget
+    it again.
+
+    Args:
+        path: The file.
+
+    Raises:
+        CheckpointError: There is none, or it holds something other than plain tensors by name.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.left_out: Sequence[str] = ()
+        if not path.is_file():
+            raise CheckpointError(f"{path} does not exist")
+        try:
+            is_zip = zipfile.is_zipfile(path)
+            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+        # Damaged archives and pickles raise nearly anything.
+        except Exception as error:
+            raise CheckpointError(
+                f"{path} cannot be loaded as plain data ({str(error).splitlines()[0]})"
+            ) from error
+        if not isinstance(loaded, dict):
+            raise CheckpointError(
+                f"{path} holds a {type(loaded).__name__}; save the model's state dict alone"
+            )
+        for name, value in loaded.items():
+            if not isinstance(name, str) or not isinstance(value, torch.Tensor):
+                raise CheckpointError(
+                    f"{path} holds {name!r}, which is a {type(value).__name__} and no tensor: save "
+                    "the model's state dict alone"
+                )
+        self._loaded: dict[str, torch.Tensor] = loaded
+        self.tensors: Sequence[PlainTensor] = [
+            PlainTensor(name, tuple(value.shape), value.dtype) for name, value in loaded.items()
+        ]
+
+    def read(self, tensor: PlainTensor) -> torch.Tensor:
+        """One of the tensors."""
+        return self._loaded[tensor.name].detach()

@@ -1,0 +1,441 @@
+"""One plain file of a checkpoint folder, and from any kind of file to any other."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from megatron_fsdp_v2.checkpoint.errors import CheckpointError
+from megatron_fsdp_v2.checkpoint.exporting import convert, export
+from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder
+from megatron_fsdp_v2.checkpoint.model_tensors import ModelTensor, Piece
+from megatron_fsdp_v2.checkpoint.plain_tensors import PlainTensor
+from megatron_fsdp_v2.checkpoint.writing import FolderWriter
+
+ROOT = Path(__file__).parents[2]
+
+Tensors = dict[str, torch.Tensor]
+
+
+def model() -> Tensors:
+    generator = torch.Generator().manual_seed(1)
+    found = {f"layers.{i}.weight": torch.randn(6, 4, generator=generator) for i in (0, 1, 2, 9, 10)}
+    return found | {
+        "embedding.weight": torch.randn(5, 3, generator=generator).bfloat16(),
+        "scale": torch.tensor(2.5, dtype=torch.float64),
+        "counts": torch.arange(3),
+        "mask": torch.tensor([True, False, True]),
+        "empty": torch.zeros(0, 4),
+        "codes": torch.arange(7, dtype=torch.uint8),
+        "half": torch.randn(3, generator=generator).half(),
+        "quantised": torch.randn(2, 2, generator=generator).to(torch.float8_e4m3fn),
+    }
+
+
+def write_folder(path: Path, tensors: Tensors) -> Path:
+    """A folder as several ranks write it: rows in two chunks, other things beside the model."""
+    writer = FolderWriter(path)
+    for name, data in tensors.items():
+        key, shape = f"model.{name}", tuple(data.shape)
+        if data.dim() < 2 or not data.numel():
+            writer.add_block(key, shape, (0,) * data.dim(), data)
+            continue
+        writer.add_block(key, shape, (0,) * data.dim(), data[:1])
+        writer.add_block(key, shape, (1, *(0,) * (data.dim() - 1)), data[1:])
+    writer.add_block("optimizer.state.scale.exp_avg", (), (), torch.tensor(1.0))
+    writer.add_object("extra", {"step": 3})
+    writer.finish()
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_folder(tmp_path / "checkpoint", model())
+
+
+def same(mine: Tensors, theirs: Tensors) -> bool:
+    assert mine.keys() == theirs.keys()
+    for name, tensor in mine.items():
+        other = theirs[name]
+        assert (tensor.shape, tensor.dtype) == (other.shape, other.dtype), name
+        # Bits: float8 has no comparison of its own.
+        mine_bits, their_bits = (
+            t.reshape(-1).contiguous().view(torch.uint8) for t in (tensor, other)
+        )
+        assert torch.equal(mine_bits, their_bits), name
+    return True
+
+
+def load_sharded(index: Path) -> Tensors:
+    weight_map = json.loads(index.read_text())["weight_map"]
+    found: Tensors = {}
+    for file in sorted(set(weight_map.values())):
+        tensors = load_file(index.with_name(file))
+        assert {name for name, of in weight_map.items() if of == file} == tensors.keys()
+        assert not found.keys() & tensors.keys()
+        found |= tensors
+    return found
+
+
+def test_one_safetensors_file_holds_the_model_bit_by_bit(folder: Path, tmp_path: Path) -> None:
+    done = export(folder, tmp_path / "model.safetensors")
+    assert done.files == (tmp_path / "model.safetensors",)
+    assert same(load_file(done.files[0]), model())
+    assert done.num_tensors == len(model())
+    assert done.nbytes == sum(t.nbytes for t in model().values())
+    assert done.left_out == ("optimizer.state.scale.exp_avg", "extra")
+    with safe_open(done.files[0], "pt") as opened:
+        assert opened.metadata() == {"format": "pt"}
+
+
+def test_a_limit_makes_shards_and_an_index_as_hugging_face_has_them(
+    folder: Path, tmp_path: Path
+) -> None:
+    limit = 2 * 6 * 4 * 4
+    done = export(folder, tmp_path / "out" / "model.safetensors", max_shard_bytes=limit)
+    *shards, index = done.files
+    count = len(shards)
+    assert count > 2
+    assert index.name == "model.safetensors.index.json"
+    assert [s.name for s in shards] == [
+        f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)
+    ]
+    assert same(load_sharded(index), model())
+    for shard in shards:
+        assert sum(t.nbytes for t in load_file(shard).values()) <= limit
+    assert json.loads(index.read_text())["metadata"] == {"total_size": done.nbytes}
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == sorted(
+        p.name for p in done.files
+    )
+
+
+def test_a_tensor_longer_than_the_limit_has_a_shard_of_its_own(
+    folder: Path, tmp_path: Path
+) -> None:
+    done = export(folder, tmp_path / "m.safetensors", max_shard_bytes=1)
+    assert len(done.files) >= len(model()) - 1
+    assert same(load_sharded(done.files[-1]), model())
+
+
+def test_a_pt_file_is_what_torch_load_reads_as_plain_data(folder: Path, tmp_path: Path) -> None:
+    (file,) = export(folder, tmp_path / "model.pt").files
+    assert same(torch.load(file, weights_only=True), model())
+    mapped = torch.load(file, weights_only=True, mmap=True)
+    assert same(mapped, model())
+    assert all(t.data_ptr() % t.dtype.itemsize == 0 for t in mapped.values())
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
+def test_a_dtype_converts_floating_point_tensors_alone(
+    folder: Path, tmp_path: Path, suffix: str
+) -> None:
+    (file,) = export(folder, tmp_path / f"m{suffix}", dtype=torch.bfloat16).files
+    found = load_file(file) if suffix == ".safetensors" else torch.load(file, weights_only=True)
+    expected = {
+        name: t.to(torch.bfloat16) if t.is_floating_point() else t for name, t in model().items()
+    }
+    assert same(found, expected)
+
+
+def test_what_cannot_be_converted_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"dtype is torch\.int8; .* float32, bfloat16"):
+        export(folder, tmp_path / "m.pt", dtype=torch.int8)
+    large = write_folder(tmp_path / "large", {"big.weight": torch.full((2, 2), 1e6)})
+    with pytest.raises(CheckpointError, match=r"big\.weight has elements that are too large for"):
+        export(large, tmp_path / "m.pt", dtype=torch.float16)
+    with pytest.raises(CheckpointError, match=r"big\.weight has elements that are too large for"):
+        convert(large, tmp_path / "m", dtype=torch.float16)
+    complex_model = write_folder(tmp_path / "c", {"z": torch.zeros(2, dtype=torch.complex128)})
+    with pytest.raises(CheckpointError, match=r"z is of torch\.complex128, which \.safetensors"):
+        export(complex_model, tmp_path / "m.safetensors")
+    for out, problem in (("m.npz", "name it .safetensors or .pt"), ("m", "name it .safetensors")):
+        with pytest.raises(ValueError, match=problem):
+            export(folder, tmp_path / out)
+    with pytest.raises(ValueError, match="max_shard_bytes is 0"):
+        export(folder, tmp_path / "m.safetensors", max_shard_bytes=0)
+
+
+def test_nothing_is_overwritten(folder: Path, tmp_path: Path) -> None:
+    export(folder, tmp_path / "m.pt")
+    with pytest.raises(ValueError, match=r"m\.pt is there already"):
+        export(folder, tmp_path / "m.pt")
+    export(folder, tmp_path / "m.safetensors", max_shard_bytes=1)
+    with pytest.raises(ValueError, match=r"m\.safetensors\.index\.json is there already"):
+        export(folder, tmp_path / "m.safetensors")
+    (tmp_path / "c.incomplete").mkdir()
+    with pytest.raises(ValueError, match=r"something else is writing c, or was cut short"):
+        convert(folder, tmp_path / "c")
+
+
+@pytest.mark.parametrize("name", ["m.safetensors", "m.pt"])
+def test_an_export_that_fails_leaves_no_file(folder: Path, tmp_path: Path, name: str) -> None:
+    file = folder / "__0_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 16
+    file.write_bytes(content)
+    out = tmp_path / "out"
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp.*checksum"):
+        export(folder, out / name, max_shard_bytes=100)
+    assert list(out.iterdir()) == []
+
+
+def test_a_tensor_that_is_not_all_there_is_named(tmp_path: Path) -> None:
+    writer = FolderWriter(tmp_path / "c")
+    writer.add_block("model.weight", (4, 2), (0, 0), torch.zeros(3, 2))
+    writer.finish()
+    with pytest.raises(CheckpointError, match="6 of 8 elements of weight"):
+        export(tmp_path / "c", tmp_path / "m.pt")
+
+
+def test_progress_ends_with_everything(folder: Path, tmp_path: Path) -> None:
+    for name in ("m.safetensors", "m.pt", "m"):
+        seen: list[tuple[int, int]] = []
+        done = convert(folder, tmp_path / name, progress=lambda *now, seen=seen: seen.append(now))
+        assert seen[-1] == (done.nbytes, done.nbytes)
+        assert seen == sorted(seen)
+
+
+# How a state dict was saved by torch, and which of it is the model.
+NESTED = {"model": {"model.weight": torch.ones(2), "head": torch.zeros(1)}, "optim": torch.ones(3)}
+FLAT = {"model.weight": torch.ones(2), "head": torch.zeros(1)}
+
+
+def test_which_tensors_are_the_model_follows_from_how_they_were_saved(tmp_path: Path) -> None:
+    dcp.save(NESTED, checkpoint_id=tmp_path / "nested", no_dist=True)
+    dcp.save(FLAT, checkpoint_id=tmp_path / "flat", no_dist=True)
+    dcp.save({"app": NESTED}, checkpoint_id=tmp_path / "deep", no_dist=True)
+    for number, (source, prefix) in enumerate(
+        [("nested", None), ("flat", None), ("deep", "app.model.")]
+    ):
+        out = tmp_path / f"{number}.safetensors"
+        export(tmp_path / source, out, prefix=prefix)
+        assert load_file(out).keys() == FLAT.keys()
+    with pytest.raises(CheckpointError, match=r"holds no tensors called nothing\.\*"):
+        export(tmp_path / "flat", tmp_path / "x.pt", prefix="nothing.")
+
+
+def test_an_adapter_puts_pieces_together(tmp_path: Path) -> None:
+    """Halves along a dimension, and one layer of a stack."""
+    whole, stack = torch.arange(24.0).view(4, 6), torch.arange(30.0).view(3, 5, 2)
+    writer = FolderWriter(tmp_path / "c")
+    writer.add_block("left", (4, 2), (0, 0), whole[:, :2])
+    writer.add_block("right", (4, 4), (0, 0), whole[:, 2:])
+    writer.add_block("stack", (3, 5, 2), (0, 0, 0), stack)
+    writer.finish()
+
+    def layout(folder: CheckpointFolder) -> Sequence[ModelTensor] | None:
+        if not folder.has("left"):
+            return None
+        halves = (Piece("left", (0, 0), (4, 2)), Piece("right", (0, 0), (4, 4)))
+        layers = (Piece("stack", (2, 0, 0), (1, 2, 2)), Piece("stack", (1, 3, 0), (1, 2, 2)))
+        return [
+            ModelTensor(PlainTensor("whole", (4, 6), torch.float32), halves, dim=1),
+            ModelTensor(PlainTensor("layer", (4, 2), torch.float32), layers),
+        ]
+
+    export(tmp_path / "c", tmp_path / "m.safetensors", layouts=[lambda folder: None, layout])
+    layer = torch.cat([stack[2, :2], stack[1, 3:]])
+    assert same(load_file(tmp_path / "m.safetensors"), {"whole": whole, "layer": layer})
+
+
+def saved_as(kind: str, path: Path, tensors: Tensors) -> Path:
+    """The model in a file of a kind, written by other programs."""
+    if kind == "folder":
+        nested = {"model": tensors, "step": 3}
+        dcp.save(nested, checkpoint_id=path / "source", no_dist=True)
+        return path / "source"
+    if kind == "pt":
+        torch.save(tensors, path / "source.pt")
+        return path / "source.pt"
+    if kind == "legacy":
+        torch.save(tensors, path / "source.pt", _use_new_zipfile_serialization=False)
+        return path / "source.pt"
+    if kind == "safetensors":
+        save_file(tensors, path / "source.safetensors")
+        return path / "source.safetensors"
+    for number, names in enumerate((list(tensors)[::2], list(tensors)[1::2])):
+        save_file({n: tensors[n] for n in names}, path / f"part{number}.safetensors")
+    weight_map = {name: f"part{i % 2}.safetensors" for i, name in enumerate(tensors)}
+    index = path / "source.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    return path if kind == "sharded-folder" else index
+
+
+def read_back(path: Path) -> Tensors:
+    if path.suffix == ".safetensors":
+        return load_file(path)
+    if path.suffix == ".pt":
+        loaded: Tensors = torch.load(path, weights_only=True)
+        return loaded
+    expected = {name: torch.zeros_like(t) for name, t in model().items()}
+    state = {"model": expected}
+    dcp.load(state, checkpoint_id=path, no_dist=True)
+    return expected
+
+
+@pytest.mark.parametrize("target", ["target", "target.pt", "target.safetensors"])
+@pytest.mark.parametrize(
+    "kind", ["folder", "pt", "legacy", "safetensors", "sharded", "sharded-folder"]
+)
+def test_any_kind_becomes_any_other_bit_by_bit(tmp_path: Path, kind: str, target: str) -> None:
+    done = convert(saved_as(kind, tmp_path, model()), tmp_path / target)
+    assert done.num_tensors == len(model())
+    assert same(read_back(tmp_path / target), model())
+
+
+def test_a_folder_made_from_a_file_is_one_of_ours(tmp_path: Path) -> None:
+    convert(saved_as("pt", tmp_path, model()), tmp_path / "made")
+    opened = CheckpointFolder(tmp_path / "made")
+    assert opened.manifest is not None
+    assert not (tmp_path / "made.incomplete").exists()
+    assert same(
+        {key.removeprefix("model."): opened.read_tensor(key) for key, _ in opened.tensors()},
+        model(),
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        ({"a": torch.ones(1), "step": 3}, "holds 'step', which is a int and no tensor"),
+        ({"model": {"a": torch.ones(1)}}, "holds 'model', which is a dict and no tensor"),
+        ([torch.ones(1)], "holds a list"),
+        (Path("x"), "cannot be loaded as plain data"),
+    ],
+)
+def test_a_pt_file_of_something_else_is_refused(
+    tmp_path: Path, value: object, problem: str
+) -> None:
+    torch.save(value, tmp_path / "source.pt")
+    with pytest.raises(CheckpointError, match=problem):
+        convert(tmp_path / "source.pt", tmp_path / "target")
+
+
+def test_damaged_safetensors_are_refused(tmp_path: Path) -> None:
+    source = saved_as("safetensors", tmp_path, model())
+    content = source.read_bytes()
+    for damaged, problem in (
+        (content[:-1], "is truncated: .* ends at"),
+        (content[:5], "or it is truncated"),
+        (content[:8] + b"x" + content[9:], "cannot be read"),
+        (b"\xff" * 8 + content[8:], "or it is truncated"),
+        (content.replace(b'"F32"', b'"F99"', 1), "cannot be read"),
+    ):
+        source.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=problem):
+            convert(source, tmp_path / "target")
+    index = saved_as("sharded", tmp_path, model())
+    (tmp_path / "part1.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"incomplete: part1\.safetensors is missing"):
+        convert(index, tmp_path / "target")
+    with pytest.raises(CheckpointError, match="does not exist"):
+        convert(tmp_path / "nothing.safetensors", tmp_path / "target")
+
+
+PEAK = """
+import sys
+from pathlib import Path
+import torch
+from megatron_fsdp_v2.checkpoint.exporting import convert
+
+def status(name):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name)) * 1024
+
+source, small, out, suffix, dtype = sys.argv[1:]
+dtype = getattr(torch, dtype) if dtype else None
+convert(small, f"{out}/warm{suffix}", dtype=dtype)
+before = status("VmRSS")
+Path("/proc/self/clear_refs").write_text("5")
+convert(source, f"{out}/model{suffix}", dtype=dtype, max_shard_bytes=100 << 20)
+print(status("VmHWM") - before)
+"""
+
+MIB = 1 << 20
+LARGEST, NUM_LARGE = 64 * MIB, 4
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """256 MiB in four tensors of two chunks each."""
+    path = tmp_path_factory.mktemp("large")
+    writer, rows = FolderWriter(path / "source"), LARGEST // 4 // 1024
+    for number in range(NUM_LARGE):
+        data, half = torch.full((rows, 1024), float(number)), rows // 2
+        writer.add_block(f"model.{number}", (rows, 1024), (0, 0), data[:half])
+        writer.add_block(f"model.{number}", (rows, 1024), (half, 0), data[half:])
+    writer.finish()
+    write_folder(path / "small", {"weight": torch.ones(3, 3)})
+    return path
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's peak memory")
+@pytest.mark.parametrize(
+    ("suffix", "dtype"),
+    [(".safetensors", ""), (".safetensors", "bfloat16"), (".pt", ""), ("", "")],
+    ids=["safetensors", "bfloat16", "pt", "folder"],
+)
+def test_memory_is_the_largest_tensor_and_a_constant(
+    large: Path, tmp_path: Path, suffix: str, dtype: str
+) -> None:
+    words = [str(large / "source"), str(large / "small"), str(tmp_path), suffix, dtype]
+    ran = subprocess.run(
+        [sys.executable, "-c", PEAK, *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    peak = int(ran.stdout)
+    assert LARGEST <= peak < LARGEST + 32 * MIB, f"{peak / MIB:.0f} MiB"
+
+
+MY_MODEL = """
+import torch
+from torch import nn
+
+def build_model():
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
+"""
+
+
+@pytest.mark.parametrize("limit", [1 << 30, 64], ids=["one-file", "several"])
+def test_the_script_of_the_documentation_loads_an_export_without_this_package(
+    tmp_path: Path, limit: int
+) -> None:
+    text = (ROOT / "docs" / "checkpoints.md").read_text()
+    match = re.search(r"```python\n# load_export\.py\n(.*?)```", text, re.DOTALL)
+    assert match is not None
+    assert "megatron_fsdp_v2" not in match[1]
+    assert len(match[1].splitlines()) <= 25
+    scope: dict[str, object] = {}
+    exec(MY_MODEL, scope)
+    torch.manual_seed(3)
+    plain = scope["build_model"]()  # type: ignore[operator]
+    state = plain.state_dict()
+    write_folder(tmp_path / "checkpoint", state)
+    export(
+        tmp_path / "checkpoint", tmp_path / "exported" / "model.safetensors", max_shard_bytes=limit
+    )
+    (tmp_path / "my_model.py").write_text(MY_MODEL)
+    (tmp_path / "load_export.py").write_text(match[1])
+    ran = subprocess.run(
+        [sys.executable, "load_export.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert float(ran.stdout) == sum(p.double().sum().item() for p in plain.parameters())

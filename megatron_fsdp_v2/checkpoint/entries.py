@@ -1,0 +1,135 @@
+"""What a checkpoint of a model and its optimizer consists of, by name.
+
+Names are those of torch's own calls: `model.<parameter>`, `optimizer.state.<parameter>.<state>`,
+`optimizer.param_groups`, and `extra`. They say nothing of how anything was sharded.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from megatron_fsdp_v2.checkpoint.errors import CheckpointError
+
+__all__ = [
+    "EXTRA",
+    "MODEL",
+    "OPTIMIZER_GROUPS",
+    "OPTIMIZER_STATE",
+    "apply_groups",
+    "groups_entry",
+    "model_entries",
+    "parameter_names",
+    "state_entries",
+]
+
+MODEL = "model."
+OPTIMIZER_STATE = "optimizer.state."
+OPTIMIZER_GROUPS = "optimizer.param_groups"
+EXTRA = "extra"
+
+
+def _plain_name(model: nn.Module, name: str) -> str:
+    """A name without what DistributedDataParallel and torch.compile put into it."""
+    if isinstance(model, DistributedDataParallel):
+        name = name.removeprefix("module.")
+    return name.replace("_orig_mod.", "")
+
+
+def model_entries(model: nn.Module) -> dict[str, Any]:
+    """Parameters, buffers and other state of a model, sharing memory with it.
+
+    Raises:
+        ValueError: Two entries have one name without wrappers.
+    """
+    entries: dict[str, Any] = {}
+    for name, value in model.state_dict().items():
+        key = MODEL + _plain_name(model, name)
+        if key in entries:
+            raise ValueError(f"two entries of the model's state dict are called {key}")
+        entries[key] = value
+    return entries
+
+
+def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
+    """Every parameter's name without wrappers; of tied ones the first."""
+    return {param: _plain_name(model, name) for name, param in model.named_parameters()}
+
+
+def state_entries(
+    optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]
+) -> dict[str, Any]:
+    """State of an optimizer by parameter, sharing memory with it.
+
+    Raises:
+        ValueError: The optimizer steps a parameter that the model does not have.
+    """
+    entries: dict[str, Any] = {}
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            for state, value in optimizer.state.get(param, {}).items():
+                entries[f"{OPTIMIZER_STATE}{_name(names, param)}.{state}"] = value
+    return entries
+
+
+def groups_entry(
+    optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]
+) -> list[dict[str, Any]]:
+    """Options of an optimizer's groups, with the names of their parameters.
+
+    Raises:
+        ValueError: The optimizer steps a parameter that the model does not have.
+    """
+    return [
+        {
+            **{k: copy.deepcopy(v) for k, v in group.items() if k not in ("params", "param_names")},
+            "params": [_name(names, param) for param in group["params"]],
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def apply_groups(
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[nn.Parameter, str],
+    saved: Iterable[Mapping[str, Any]],
+) -> None:
+    """Give the groups of an optimizer the options they were saved with, parameter by parameter.
+
+    Raises:
+        CheckpointError: Parameters of one group were saved with different options.
+    """
+    options = {
+        name: {key: value for key, value in group.items() if key != "params"}
+        for group in saved
+        for name in group["params"]
+    }
+    for group in optimizer.param_groups:
+        known = [_name(names, p) for p in group["params"] if _name(names, p) in options]
+        for name in known[1:]:
+            if options[name] != options[known[0]]:
+                differing = sorted(
+                    key
+                    for key, value in options[name].items()
+                    if options[known[0]].get(key) != value
+                )
+                raise CheckpointError(
+                    f"{name} and {known[0]} are in one group of the optimizer and were saved with "
+                    f"different {', '.join(differing)}; make the groups as they were"
+                )
+        if known:
+            group.update(copy.deepcopy(options[known[0]]))
+
+
+def _name(names: Mapping[nn.Parameter, str], param: nn.Parameter) -> str:
+    if param not in names:
+        raise ValueError(
+            f"the optimizer holds a parameter of shape {tuple(param.shape)} that is not one of the "
+            "model; build the optimizer from the parameters the model has after fully_shard"
+        )
+    return names[param]

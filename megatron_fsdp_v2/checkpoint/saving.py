@@ -1,0 +1,278 @@
+"""Saving: written beside, then renamed, so that a checkpoint is complete or is not there."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import shutil
+import threading
+import zlib
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, override
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.state_dict_saver import save as save_state_dict
+from torch.distributed.checkpoint.storage import WriteResult
+
+from megatron_fsdp_v2.checkpoint.entries import (
+    EXTRA,
+    OPTIMIZER_GROUPS,
+    groups_entry,
+    model_entries,
+    parameter_names,
+    state_entries,
+)
+from megatron_fsdp_v2.checkpoint.errors import CheckpointError
+from megatron_fsdp_v2.checkpoint.manifest import MANIFEST, Manifest, StoredFile, StoredItem
+from megatron_fsdp_v2.checkpoint.staging import Planner, stage
+from megatron_fsdp_v2.uneven_dtensor import UnevenDTensor
+
+__all__ = ["INCOMPLETE", "PREVIOUS", "save"]
+
+INCOMPLETE = ".incomplete"
+"""Suffix of a folder that is being written."""
+PREVIOUS = ".previous"
+"""Suffix of the checkpoint that a new one takes the place of, while it does."""
+
+_UNDER_WAY: set[Path] = set()
+_LOCK = threading.Lock()
+
+
+def save(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    extra: Any = None,
+    async_save: bool = False,
+) -> Future[None] | None:
+    """Save a model, its optimizer and plain data. Collective over all ranks.
+
+    Everything is written into `<path>.incomplete`, which is renamed when it is complete and on
+    disk: whatever happens before leaves a checkpoint that was at `path` as it is. Replicated values
+    are written once. It can be loaded at any world size and with any strategy.
+
+    Args:
+        path: The folder to make. A checkpoint that is there is replaced in the end.
+        model: Sharded by `fully_shard`, or not at all.
+        optimizer: Any `torch.optim` optimizer of its parameters.
+        extra: Numbers, strings, lists, dictionaries and tensors, the same on all ranks; the first
+            rank's is kept.
+        async_save: Return once everything is copied to host memory; training may go on.
+
+    Returns:
+        With `async_save` a future; its `result()` waits, and raises what went wrong.
+
+    Raises:
+        CheckpointError: Something cannot be saved, or writing failed on a rank.
+        RuntimeError: A save to the same path is under way.
+        ValueError: At `path` is something that is no checkpoint.
+    """
+    target = Path(path).absolute()
+    _begin(target)
+    try:
+        staged = stage(_entries(model, optimizer, extra), copies=async_save)
+        write = functools.partial(_write, target, staged, _units(model))
+        if async_save:
+            return _in_background(write, _background_group(), target)
+        write(None)
+    except BaseException:
+        _end(target)
+        raise
+    _end(target)
+    return None
+
+
+def _begin(target: Path) -> None:
+    if target.exists() and not ((target / MANIFEST).exists() or (target / ".metadata").exists()):
+        raise ValueError(
+            f"{target} exists and is no checkpoint; name a folder that is not there, or remove it"
+        )
+    with _LOCK:
+        if target in _UNDER_WAY:
+            raise RuntimeError(
+                f"a save to {target} is under way; wait for the result() of its future first"
+            )
+        _UNDER_WAY.add(target)
+
+
+def _end(target: Path) -> None:
+    with _LOCK:
+        _UNDER_WAY.discard(target)
+
+
+def _entries(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any
+) -> dict[str, Any]:
+    entries = model_entries(model)
+    if optimizer is not None:
+        names = parameter_names(model)
+        entries |= state_entries(optimizer, names)
+        entries[OPTIMIZER_GROUPS] = groups_entry(optimizer, names)
+    entries[EXTRA] = extra
+    return entries
+
+
+def _units(model: nn.Module) -> dict[str, str]:
+    """How parameters were sharded, for people who read the manifest."""
+    return {
+        name: f"{tuple(param.shape)} {param.dtype} over {tuple(param.device_mesh.shape)}, "
+        f"{', '.join(str(placement) for placement in param.row_shards.placements)}"
+        for name, param in model.named_parameters()
+        if isinstance(param, UnevenDTensor)
+    }
+
+
+@functools.cache
+def _background_group() -> Any:
+    """Ranks talk over this while a save runs beside training; made once, by all ranks."""
+    return dist.new_group(backend="gloo") if dist.is_initialized() else None
+
+
+def _in_background(write: Callable[[Any], None], group: Any, target: Path) -> Future[None]:
+    future: Future[None] = Future()
+
+    def work() -> None:
+        try:
+            write(group)
+        except BaseException as error:
+            _end(target)
+            future.set_exception(error)
+        else:
+            _end(target)
+            future.set_result(None)
+
+    # Not a daemon: a process that ends waits for its checkpoint.
+    threading.Thread(target=work, name=f"save {target.name}").start()
+    return future
+
+
+def _write(target: Path, staged: dict[str, Any], units: dict[str, str], group: Any) -> None:
+    is_alone = not dist.is_initialized()
+    folder = target.with_name(target.name + INCOMPLETE)
+    if is_alone or dist.get_rank(group) == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+    if not is_alone:
+        # Nobody writes into what the first rank is about to remove.
+        dist.barrier(group)
+    writer = _Writer(folder, target, units)
+    try:
+        save_state_dict(
+            staged, storage_writer=writer, planner=Planner(), process_group=group, no_dist=is_alone
+        )
+    except Exception as error:
+        raise CheckpointError(
+            f"saving to {target} failed, and nothing there has changed: {_reason(error)}"
+        ) from error
+
+
+def _reason(error: BaseException) -> str:
+    """What went wrong, from torch's collection of what ranks raised."""
+    failures = getattr(error, "failures", None)
+    if not failures:
+        return f"{type(error).__name__}: {error}"
+    rank, failure = next(iter(failures.items()))
+    cause = failure[0] if isinstance(failure, tuple) else failure
+    return f"on rank {rank}, {type(cause).__name__}: {cause}"
+
+
+@dataclass(frozen=True)
+class _CheckedResult(WriteResult):
+    """Where an item was written, and what its bytes add up to."""
+
+    crc32: int = 0
+
+
+class _Writer(FileSystemWriter):
+    """Torch's writer of files; what it wrote is read once more and summed up, then renamed."""
+
+    def __init__(self, folder: Path, target: Path, units: dict[str, str]) -> None:
+        super().__init__(folder, single_file_per_rank=True, sync_files=True)
+        self._folder, self._target, self._units = folder, target, units
+
+    @override
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
+        """Write this rank's items."""
+        written = super().write_data(plan, planner)
+        checked: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
+        checked.set_result(list(self._checked(written.value())))
+        return checked
+
+    def _checked(self, results: list[WriteResult]) -> list[WriteResult]:
+        found: list[WriteResult] = []
+        with contextlib.ExitStack() as stack:
+            files: dict[str, Any] = {}
+            for result in results:
+                info = result.storage_data
+                name = info.relative_path
+                if name not in files:
+                    files[name] = stack.enter_context((self._folder / name).open("rb"))
+                crc = _crc32(files[name], info.offset, info.length)
+                found.append(_CheckedResult(result.index, result.size_in_bytes, info, crc))
+        return found
+
+    @override
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Complete the checkpoint and put it where it belongs. On the first rank only."""
+        super().finish(metadata, results)
+        files: dict[str, list[StoredItem]] = {}
+        for result in (result for of_rank in results for result in of_rank):
+            assert isinstance(result, _CheckedResult)
+            info = result.storage_data
+            item = StoredItem(info.offset, info.length, result.crc32)
+            files.setdefault(info.relative_path, []).append(item)
+        metadata_file = self._folder / ".metadata"
+        with metadata_file.open("rb") as file:
+            length = metadata_file.stat().st_size
+            files[".metadata"] = [StoredItem(0, length, _crc32(file, 0, length))]
+        stored = {
+            name: StoredFile(
+                (self._folder / name).stat().st_size,
+                tuple(sorted(items, key=lambda item: item.offset)),
+            )
+            for name, items in sorted(files.items())
+        }
+        Manifest(len(results), torch.__version__, self._units, stored).write(self._folder)
+        _sync(self._folder / MANIFEST)
+        _sync(self._folder)
+        _put_in_place(self._folder, self._target)
+
+
+def _crc32(file: Any, offset: int, length: int) -> int:
+    file.seek(offset)
+    crc = 0
+    while length:
+        piece = file.read(min(length, 1 << 24))
+        if not piece:
+            raise OSError(f"{file.name} is shorter than what was written to it")
+        crc = zlib.crc32(piece, crc)
+        length -= len(piece)
+    return crc
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _put_in_place(folder: Path, target: Path) -> None:
+    """Rename a complete checkpoint; an interruption between the renames leaves the old one."""
+    previous = target.with_name(target.name + PREVIOUS)
+    if target.exists():
+        shutil.rmtree(previous, ignore_errors=True)
+        target.rename(previous)
+    folder.rename(target)
+    _sync(target.parent)
+    shutil.rmtree(previous, ignore_errors=True)

@@ -1,0 +1,105 @@
+"""What is written of an entry by this rank, fixed at one moment."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, override
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.tensor import DTensor
+
+from megatron_fsdp_v2.checkpoint.errors import CheckpointError
+from megatron_fsdp_v2.uneven_dtensor import UnevenDTensor, local_of
+
+__all__ = ["Planner", "stage"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Shard:
+    """Blocks of a sharded tensor, with the values of one moment.
+
+    Attributes:
+        items: What torch's checkpoint is told of them.
+        blocks: Their values, by offset in the whole.
+    """
+
+    items: tuple[WriteItem, ...]
+    blocks: Mapping[torch.Size, torch.Tensor]
+
+    def __create_write_items__(self, fqn: str, obj: Any) -> list[WriteItem]:
+        del fqn, obj
+        return list(self.items)
+
+
+class Planner(DefaultSavePlanner):
+    """Torch's own planner, for staged entries."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    @override
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """The values of what is written."""
+        entry = self.state_dict[index.fqn]
+        if isinstance(entry, _Shard):
+            assert index.offset is not None
+            return entry.blocks[index.offset]
+        return super().lookup_object(index)
+
+
+def stage(entries: Mapping[str, Any], *, copies: bool) -> dict[str, Any]:
+    """Fix what is written.
+
+    Args:
+        entries: Tensors and objects by name.
+        copies: Whether to copy values to host memory, so that they may change afterwards.
+
+    Raises:
+        CheckpointError: An entry is neither a tensor nor plain data.
+    """
+    return {name: _staged(name, value, copies) for name, value in entries.items()}
+
+
+def _staged(name: str, value: Any, copies: bool) -> Any:
+    if isinstance(value, UnevenDTensor):
+        local = _copied(local_of(value).detach(), copies)
+        blocks = {torch.Size(chunk.offsets): local[chunk.local] for chunk in value.chunks()}
+        return _Shard(tuple(value.__create_write_items__(name, value)), blocks)
+    if isinstance(value, DTensor):
+        raise CheckpointError(
+            f"{name} is a DTensor that fully_shard of megatron_fsdp_v2 did not make; use torch's "
+            "own torch.distributed.checkpoint.save for such a model"
+        )
+    if isinstance(value, torch.Tensor):
+        return _copied(value.detach(), copies)
+    check_plain(name, value)
+    return copy.deepcopy(value) if copies else value
+
+
+def _copied(tensor: torch.Tensor, copies: bool) -> torch.Tensor:
+    return tensor.to("cpu", copy=True) if copies else tensor
+
+
+def check_plain(name: str, value: Any) -> None:
+    """Find out whether an object can be loaded again without running code from the file.
+
+    Raises:
+        CheckpointError: It cannot.
+    """
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+        buffer.seek(0)
+        torch.load(buffer, weights_only=True)
+    except Exception as error:
+        raise CheckpointError(
+            f"{name} holds something that a checkpoint does not keep, because loading it would run "
+            f"code from the file ({str(error).splitlines()[0]}); keep to numbers, strings, lists, "
+            "dictionaries and tensors"
+        ) from error

@@ -1,0 +1,297 @@
+"""`checkpoint.save` and `load`: any size to any size, and nothing half-written is ever loaded."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_fsdp_v2 import checkpoint, fully_shard
+from megatron_fsdp_v2.checkpoint import CheckpointError
+from megatron_fsdp_v2.checkpoint.manifest import Manifest
+from megatron_fsdp_v2.optim import Muon
+from megatron_fsdp_v2.uneven_dtensor import UnevenDTensor
+from tests.distributed.test_tensor_shards import _sharded as tensor_parallel_model
+from tests.distributed.wrapping import STRATEGIES, mesh_of, said
+from tests.ranks import RankPools
+
+SIZES = [(1, 1), (2, 1), (4, 1), (2, 2), (3, 1)]
+OPTIMIZERS = ["adamw", "sgd", "muon"]
+
+
+def _optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
+    if kind == "adamw":
+        return torch.optim.AdamW(model.parameters(), lr=0.1)
+    if kind == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    others = [p for p in model.parameters() if p.ndim != 2]
+    return Muon([{"params": matrices}, {"params": others, "use_muon": False}], lr=0.1)
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(3)).backward()
+    optimizer.step()
+
+
+def _digest(tensor: Any) -> str:
+    whole = tensor.full_tensor() if isinstance(tensor, UnevenDTensor) else tensor
+    return hashlib.sha1(whole.detach().contiguous().numpy().tobytes()).hexdigest()
+
+
+def _digests(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """Of every parameter and state; a rank without rows has no state of its own to show."""
+    found = {}
+    for name, param in model.named_parameters():
+        found[name] = _digest(param)
+        for key, value in sorted(optimizer.state.get(param, {}).items()):
+            found[f"{name}.{key}"] = _digest(value)
+    return found
+
+
+def _strategy(number: int) -> str:
+    return STRATEGIES[number % len(STRATEGIES)]
+
+
+def _saved(folder: str, dp: int, tp: int) -> dict[str, dict[str, str]]:
+    found = {}
+    for number, kind in enumerate(OPTIMIZERS):
+        model = tensor_parallel_model(dp, tp, _strategy(number + dp))
+        optimizer = _optimizer(kind, model)
+        for _ in range(2):
+            _step(model, optimizer)
+        checkpoint.save(f"{folder}/{kind}", model, optimizer, extra={"step": 2, "sizes": [dp, tp]})
+        found[kind] = _digests(model, optimizer)
+        _step(model, optimizer)
+        found[f"{kind}, one step on"] = _digests(model, optimizer)
+    return found
+
+
+def _loaded(folder: str, dp: int, tp: int, offset: int) -> dict[str, dict[str, str]]:
+    found = {}
+    for number, kind in enumerate(OPTIMIZERS):
+        model = tensor_parallel_model(dp, tp, _strategy(number + offset))
+        optimizer = _optimizer(kind, model)
+        for group in optimizer.param_groups:
+            group["lr"] = 7.0
+        extra = checkpoint.load(f"{folder}/{kind}", model, optimizer)
+        assert extra["step"] == 2
+        assert all(group["lr"] == 0.1 for group in optimizer.param_groups)
+        found[kind] = _digests(model, optimizer)
+    return found
+
+
+@pytest.mark.parametrize("saving", SIZES, ids=lambda s: f"from-{s[0]}x{s[1]}")
+def test_a_checkpoint_loads_bit_equal_at_every_other_size(
+    pools: RankPools, tmp_path: Path, saving: tuple[int, int]
+) -> None:
+    saved = pools(saving[0] * saving[1]).run(_saved, str(tmp_path), *saving)[0]
+    for offset, loading in enumerate(SIZES):
+        loaded = pools(loading[0] * loading[1]).run(_loaded, str(tmp_path), *loading, offset)
+        for of_rank in loaded:
+            for kind in OPTIMIZERS:
+                assert of_rank[kind] == saved[kind], (loading, kind)
+
+
+class _Net(nn.Module):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.up = nn.Linear(5, width)
+        self.down = nn.Linear(width, 3)
+        self.register_buffer("scale", torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x))) * self.scale.mean()
+
+
+def _net(strategy: str = "optim_grads_params", width: int = 8, shape: Any = None) -> Any:
+    torch.manual_seed(0)
+    model = _Net(width)
+    mesh = mesh_of(*(shape or (dist.get_world_size(),)))
+    fully_shard(model.up, mesh=mesh, sharding_strategy=strategy)
+    return fully_shard(model, mesh=mesh, sharding_strategy=strategy)
+
+
+def _train(model: Any, optimizer: Any, steps: int, first: int = 0) -> list[float]:
+    losses = []
+    for number in range(first, first + steps):
+        generator = torch.Generator().manual_seed(number)
+        optimizer.zero_grad()
+        loss = model(torch.randn(4, 5, generator=generator)).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def _goes_on(folder: str, is_async: bool) -> tuple[list[float], list[float]]:
+    model = _net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    _train(model, optimizer, 3)
+    future = checkpoint.save(folder, model, optimizer, async_save=is_async)
+    # Training changes what was copied, and must not change what is written.
+    uninterrupted = _train(model, optimizer, 3, first=3)
+    if future is not None:
+        future.result()
+    again = _net("optim")
+    with torch.no_grad():
+        for param in again.parameters():
+            param.zero_()
+    other = torch.optim.AdamW(again.parameters(), lr=1.0)
+    checkpoint.load(folder, again, other)
+    return uninterrupted, _train(again, other, 3, first=3)
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["blocking", "async"])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_training_goes_on_as_if_it_had_not_stopped(
+    pools: RankPools, tmp_path: Path, world_size: int, is_async: bool
+) -> None:
+    for uninterrupted, resumed in pools(world_size).run(
+        _goes_on, str(tmp_path / "saved"), is_async
+    ):
+        assert resumed == uninterrupted
+
+
+def _saves_hybrid(folder: str) -> dict[str, str]:
+    model = _net(shape=(2, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    _train(model, optimizer, 2)
+    checkpoint.save(folder, model, optimizer)
+    return _digests(model, optimizer)
+
+
+def _loads_plain(folder: str) -> dict[str, str]:
+    model = _Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    checkpoint.load(folder, model, optimizer)
+    return _digests(model, optimizer)
+
+
+def test_replicas_write_once_and_an_unsharded_model_loads_it(
+    pools: RankPools, tmp_path: Path
+) -> None:
+    saved = pools(4).run(_saves_hybrid, str(tmp_path / "saved"))[0]
+    assert pools(1).run(_loads_plain, str(tmp_path / "saved"))[0] == saved
+    manifest = Manifest.read(tmp_path / "saved")
+    assert manifest is not None
+    assert manifest.world_size == 4
+    assert "up.weight" in manifest.units
+
+
+def _weights_are_active(folder: str, strategy: str) -> tuple[float, float]:
+    model = _net(strategy)
+    x = torch.ones(2, 5)
+    with torch.no_grad():
+        expected = model(x).sum().item()
+    checkpoint.save(folder, model)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+        model(x)
+        checkpoint.load(folder, model)
+        return expected, model(x).sum().item()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_loaded_weights_are_used_by_the_next_forward(
+    pools: RankPools, tmp_path: Path, strategy: str
+) -> None:
+    for expected, found in pools(2).run(_weights_are_active, str(tmp_path / "saved"), strategy):
+        assert found == expected
+
+
+# -- what does not fit ---------------------------------------------------------------------------
+
+
+def _loads_other_model(folder: str) -> list[str]:
+    checkpoint.save(folder, _net(), extra=1)
+    other = _net(width=9)
+    errors = [said(CheckpointError, lambda: checkpoint.load(folder, other))]
+    smaller = fully_shard(_Net().up, mesh=mesh_of(dist.get_world_size()))
+    errors.append(said(CheckpointError, lambda: checkpoint.load(folder, smaller)))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        checkpoint.load(folder, smaller, strict=False)
+    errors.append(str(caught[-1].message))
+    difference = checkpoint.compare(folder, smaller)
+    errors.append(f"{len(difference.missing)} {len(difference.unexpected)}")
+    return errors
+
+
+def test_another_model_is_refused_with_names_and_shapes(pools: RankPools, tmp_path: Path) -> None:
+    for shapes, names, warning, counts in pools(2).run(_loads_other_model, str(tmp_path / "saved")):
+        assert "model.up.weight is (8, 5) there and (9, 5) here" in shapes
+        assert "missing in the checkpoint: model.weight, model.bias" in names
+        assert "strict=False loads what both have" in names
+        assert "not in the model: model." in warning
+        assert counts == "2 5"
+
+
+def _bad_saves(folder: str) -> list[str]:
+    model = _net()
+    Path(folder, "mine").mkdir(exist_ok=True)
+    stranger = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1.0)
+    return [
+        said(ValueError, lambda: checkpoint.save(f"{folder}/mine", model)),
+        said(
+            CheckpointError, lambda: checkpoint.save(f"{folder}/a", model, extra={"net": object()})
+        ),
+        said(ValueError, lambda: checkpoint.save(f"{folder}/b", model, stranger)),
+        said(CheckpointError, lambda: checkpoint.load(f"{folder}/nowhere", model)),
+    ]
+
+
+def test_what_cannot_be_saved_or_found_is_said(pools: RankPools, tmp_path: Path) -> None:
+    for folder, extra, optimizer, nowhere in pools(1).run(_bad_saves, str(tmp_path)):
+        assert "exists and is no checkpoint" in folder
+        assert "extra holds something that a checkpoint does not keep" in extra
+        assert "is not one of the model" in optimizer
+        assert "there is no checkpoint at" in nowhere
+
+
+def _two_saves(folder: str) -> list[Any]:
+    model = _net()
+    first = checkpoint.save(folder, model, extra=1, async_save=True)
+    assert first is not None
+    second = said(RuntimeError, lambda: checkpoint.save(folder, model, extra=2))
+    first.result()
+    checkpoint.save(folder, model, extra=3)
+    return [second, checkpoint.load(folder, model)]
+
+
+def test_two_saves_to_one_path_do_not_mix(pools: RankPools, tmp_path: Path) -> None:
+    for refused, extra in pools(2).run(_two_saves, str(tmp_path / "saved")):
+        assert "is under way" in refused
+        assert extra == 3
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["saved"]
+
+
+def _damaged(folder: str) -> list[str]:
+    model = _net()
+    checkpoint.save(folder, model)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        file = Path(folder) / "__1_0.distcp"
+        content = bytearray(file.read_bytes())
+        manifest = Manifest.read(Path(folder))
+        assert manifest is not None
+        item = manifest.files[file.name].items[0]
+        content[item.offset + item.length // 2] ^= 1
+        file.write_bytes(content)
+    dist.barrier()
+    return [said(CheckpointError, lambda: checkpoint.load(folder, model))]
+
+
+def test_a_flipped_byte_is_found_on_load_and_said_on_every_rank(
+    pools: RankPools, tmp_path: Path
+) -> None:
+    for (error,) in pools(2).run(_damaged, str(tmp_path / "saved")):
+        assert "__1_0.distcp" in error

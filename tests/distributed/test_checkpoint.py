@@ -47,12 +47,19 @@ def _digest(tensor: Any) -> str:
 
 
 def _digests(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """Of every parameter and state; a rank without rows has no state of its own to show."""
+    """Of every parameter and state. Collective; before a load a rank without rows has no state."""
     found = {}
     for name, param in model.named_parameters():
         found[name] = _digest(param)
-        for key, value in sorted(optimizer.state.get(param, {}).items()):
-            found[f"{name}.{key}"] = _digest(value)
+        states = optimizer.state.get(param, {})
+        # Who has no rows takes part with none in putting tensors together.
+        mine = {k: "" if isinstance(v, UnevenDTensor) else _digest(v) for k, v in states.items()}
+        everyone: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everyone, mine)
+        plain = {key: digest for of_rank in everyone for key, digest in of_rank.items()}
+        for key in sorted(plain):
+            whole = None if plain[key] else states.get(key, torch.zeros_like(param))
+            found[f"{name}.{key}"] = plain[key] or _digest(whole)
     return found
 
 

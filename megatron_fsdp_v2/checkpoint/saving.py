@@ -17,6 +17,7 @@ from typing import Any, override
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -169,7 +170,7 @@ def _write(target: Path, staged: dict[str, Any], units: dict[str, str], group: A
         save_state_dict(
             staged, storage_writer=writer, planner=Planner(), process_group=group, no_dist=is_alone
         )
-    except Exception as error:
+    except (CheckpointException, Exception) as error:
         raise CheckpointError(
             f"saving to {target} failed, and nothing there has changed: {_reason(error)}"
         ) from error
@@ -177,11 +178,9 @@ def _write(target: Path, staged: dict[str, Any], units: dict[str, str], group: A
 
 def _reason(error: BaseException) -> str:
     """What went wrong, from torch's collection of what ranks raised."""
-    failures = getattr(error, "failures", None)
-    if not failures:
+    if not isinstance(error, CheckpointException) or not error.failures:
         return f"{type(error).__name__}: {error}"
-    rank, failure = next(iter(failures.items()))
-    cause = failure[0] if isinstance(failure, tuple) else failure
+    rank, (cause, _) = next(iter(error.failures.items()))
     return f"on rank {rank}, {type(cause).__name__}: {cause}"
 
 

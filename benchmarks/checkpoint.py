@@ -1,0 +1,116 @@
+"""What a save costs beside a step: how long training stands still, and what is written."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from benchmarks.step import Block, free_port
+from megatron_fsdp_v2 import checkpoint, fully_shard
+from megatron_fsdp_v2.uneven_dtensor import UnevenDTensor
+
+
+def _state_nbytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of all parameters and of all their states, each counted once."""
+    tensors: list[Any] = [*model.parameters()]
+    for state in optimizer.state.values():
+        tensors += [value for value in state.values() if isinstance(value, UnevenDTensor)]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _timed(function: Any) -> float:
+    dist.barrier()
+    start = time.perf_counter()
+    function()
+    dist.barrier()
+    return time.perf_counter() - start
+
+
+def _work(rank: int, args: argparse.Namespace, port: int, folder: str) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=args.ranks)
+    mesh = init_device_mesh("cpu", (args.ranks,))
+    model = nn.Sequential(*(Block(args.width) for _ in range(args.layers)))
+    for block in model:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    inputs = torch.randn(args.batch, args.width)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(inputs).square().mean().backward()
+        optimizer.step()
+
+    step()
+    times: dict[str, list[float]] = {name: [] for name in ("step", "save", "stall", "in_all")}
+    for number in range(args.rounds):
+        path = f"{folder}/{number}"
+        times["step"].append(_timed(step))
+        times["save"].append(_timed(lambda at=path: checkpoint.save(f"{at}/a", model, optimizer)))
+        start = time.perf_counter()
+        future = checkpoint.save(f"{path}/b", model, optimizer, async_save=True)
+        times["stall"].append(time.perf_counter() - start)
+        assert future is not None
+        future.result()
+        times["in_all"].append(time.perf_counter() - start)
+    nbytes = _state_nbytes(model, optimizer)
+    if rank == 0:
+        written = sum(file.stat().st_size for file in Path(folder, "0", "a").iterdir())
+        _report({k: statistics.median(v) for k, v in times.items()}, nbytes, written, args)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _report(times: dict[str, float], nbytes: int, written: int, args: argparse.Namespace) -> None:
+    record = {
+        "settings": vars(args),
+        "times_s": times,
+        "over_step": {name: value / times["step"] for name, value in times.items()},
+        "state_bytes": nbytes,
+        "written_over_state": written / nbytes,
+    }
+    over = record["over_step"]
+    sys.stdout.write(
+        f"{args.layers} blocks of width {args.width}, batch {args.batch}, {args.ranks} ranks; "
+        f"state of {nbytes / 2**20:.1f} MiB, written {written / nbytes:.4f} of it\n"
+        f"over a step: a blocking save {over['save']:.2f}, the stall of an asynchronous one "
+        f"{over['stall']:.2f} (done after {over['in_all']:.2f})\n"
+    )
+    out = Path(args.out)
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / "checkpoint.json"
+    path.write_text(json.dumps(record, indent=2) + "\n")
+    sys.stdout.write(f"written: {path}\n")
+
+
+def main() -> None:
+    """Run the benchmark and print what it found."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.checkpoint", description=__doc__)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", default="out/bench")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_work, (args, free_port(), folder), args.ranks)
+
+
+if __name__ == "__main__":
+    main()

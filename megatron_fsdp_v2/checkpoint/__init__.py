@@ -1,7 +1,8 @@
 """Checkpoints: any way in, any way out, nothing lost."""
 
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError
+from megatron_fsdp_v2.checkpoint.exporting import export
 from megatron_fsdp_v2.checkpoint.loading import Comparison, compare, load
 from megatron_fsdp_v2.checkpoint.saving import save
 
-__all__ = ["CheckpointError", "Comparison", "compare", "load", "save"]
+__all__ = ["CheckpointError", "Comparison", "compare", "export", "load", "save"]

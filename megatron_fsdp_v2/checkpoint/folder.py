@@ -285,25 +285,29 @@ class CheckpointFolder:
         return self._chunks[key]
 
 
-def load_plain(file: Any, what: str, safe_globals: Sequence[Any] = ()) -> Any:
+def load_plain(
+    file: Any, what: str, safe_globals: Sequence[Any] = (), *, mmap: bool = False
+) -> Any:
     """Load plain data: numbers, containers, tensors and the classes that are named.
 
     Args:
         file: What `torch.save` wrote.
         what: What to call it in an error.
         safe_globals: What it may be made of besides.
+        mmap: Whether to map it into memory.
 
     Raises:
         CheckpointError: It holds something else.
     """
     try:
         with torch.serialization.safe_globals(list(safe_globals)):
-            return torch.load(file, map_location="cpu", weights_only=True)
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
     # Damaged archives and pickles raise nearly anything.
     except Exception as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
         raise CheckpointError(
-            f"{what} cannot be loaded as plain data ({str(error).splitlines()[0]}); do not use "
-            "this checkpoint unless you know where it is from"
+            f"{what} cannot be loaded as plain data ({reason}); do not use this checkpoint unless "
+            "you know where it is from"
         ) from error
 
 

@@ -19,6 +19,7 @@ from typing import Any, override
 import torch
 
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError
+from megatron_fsdp_v2.checkpoint.folder import load_plain
 from megatron_fsdp_v2.checkpoint.plain_tensors import (
     PlainTensor,
     Progress,
@@ -149,14 +150,7 @@ class PtSource:
         self.left_out: Sequence[str] = ()
         if not path.is_file():
             raise CheckpointError(f"{path} does not exist")
-        try:
-            is_zip = zipfile.is_zipfile(path)
-            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
-        # Damaged archives and pickles raise nearly anything.
-        except Exception as error:
-            raise CheckpointError(
-                f"{path} cannot be loaded as plain data ({str(error).splitlines()[0]})"
-            ) from error
+        loaded = load_plain(path, str(path), mmap=zipfile.is_zipfile(path))
         if not isinstance(loaded, dict):
             raise CheckpointError(
                 f"{path} holds a {type(loaded).__name__}; save the model's state dict alone"

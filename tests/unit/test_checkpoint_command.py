@@ -104,7 +104,7 @@ def test_verify_returns_0_for_a_good_checkpoint_and_1_for_a_damaged_one(
 ) -> None:
     assert ckpt("verify", folder) == 0
     assert "undamaged; 2 files" in capsys.readouterr().out
-    flip(folder / "__0_0.distcp", 5000)
+    flip(folder / "__0_0.distcp", 6000)
     assert ckpt("verify", folder) == 1
     out = capsys.readouterr().out
     assert "DAMAGED (1 problem); 2 files" in out

@@ -271,13 +271,13 @@ def saved_as(kind: str, path: Path, tensors: Tensors) -> Path:
     return path if kind == "sharded-folder" else index
 
 
-def read_back(path: Path) -> Tensors:
+def read_back(path: Path, like: Tensors) -> Tensors:
     if path.suffix == ".safetensors":
         return load_file(path)
     if path.suffix == ".pt":
         loaded: Tensors = torch.load(path, weights_only=True)
         return loaded
-    expected = {name: torch.zeros_like(t) for name, t in model().items()}
+    expected = {name: torch.zeros_like(t) for name, t in like.items()}
     state = {"model": expected}
     dcp.load(state, checkpoint_id=path, no_dist=True)
     return expected
@@ -288,9 +288,13 @@ def read_back(path: Path) -> Tensors:
     "kind", ["folder", "pt", "legacy", "safetensors", "sharded", "sharded-folder"]
 )
 def test_any_kind_becomes_any_other_bit_by_bit(tmp_path: Path, kind: str, target: str) -> None:
-    done = convert(saved_as(kind, tmp_path, model()), tmp_path / target)
-    assert done.num_tensors == len(model())
-    assert same(read_back(tmp_path / target), model())
+    tensors = model()
+    if kind == "legacy":
+        # Torch itself cannot read it from there.
+        del tensors["quantised"]
+    done = convert(saved_as(kind, tmp_path, tensors), tmp_path / target)
+    assert done.num_tensors == len(tensors)
+    assert same(read_back(tmp_path / target, tensors), tensors)
 
 
 def test_a_folder_made_from_a_file_is_one_of_ours(tmp_path: Path) -> None:
@@ -310,7 +314,7 @@ def test_a_folder_made_from_a_file_is_one_of_ours(tmp_path: Path) -> None:
         ({"a": torch.ones(1), "step": 3}, "holds 'step', which is a int and no tensor"),
         ({"model": {"a": torch.ones(1)}}, "holds 'model', which is a dict and no tensor"),
         ([torch.ones(1)], "holds a list"),
-        (Path("x"), "cannot be loaded as plain data"),
+        (PlainTensor("a", (), torch.float32), "cannot be loaded as plain data"),
     ],
 )
 def test_a_pt_file_of_something_else_is_refused(
@@ -342,7 +346,7 @@ def test_damaged_safetensors_are_refused(tmp_path: Path) -> None:
         convert(tmp_path / "nothing.safetensors", tmp_path / "target")
 
 
-PEAK = """
+PEAKS = """
 import sys
 from pathlib import Path
 import torch
@@ -352,53 +356,49 @@ def status(name):
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(name)) * 1024
 
-source, small, out, suffix, dtype = sys.argv[1:]
-dtype = getattr(torch, dtype) if dtype else None
-convert(small, f"{out}/warm{suffix}", dtype=dtype)
-before = status("VmRSS")
-Path("/proc/self/clear_refs").write_text("5")
-convert(source, f"{out}/model{suffix}", dtype=dtype, max_shard_bytes=100 << 20)
-print(status("VmHWM") - before)
+source, small, out, *kinds = sys.argv[1:]
+for number, kind in enumerate(kinds):
+    suffix, _, dtype = kind.partition(" ")
+    options = {"dtype": getattr(torch, dtype)} if dtype else {}
+    convert(small, f"{out}/warm{number}{suffix}", **options)
+    before = status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    convert(source, f"{out}/model{number}{suffix}", max_shard_bytes=100 << 20, **options)
+    print(status("VmHWM") - before)
 """
 
 MIB = 1 << 20
 LARGEST, NUM_LARGE = 64 * MIB, 4
 
 
-@pytest.fixture(scope="module")
-def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def large(tmp_path: Path) -> Path:
     """256 MiB in four tensors of two chunks each."""
-    path = tmp_path_factory.mktemp("large")
-    writer, rows = FolderWriter(path / "source"), LARGEST // 4 // 1024
+    writer, rows = FolderWriter(tmp_path / "large"), LARGEST // 4 // 1024
     for number in range(NUM_LARGE):
         data, half = torch.full((rows, 1024), float(number)), rows // 2
         writer.add_block(f"model.{number}", (rows, 1024), (0, 0), data[:half])
         writer.add_block(f"model.{number}", (rows, 1024), (half, 0), data[half:])
     writer.finish()
-    write_folder(path / "small", {"weight": torch.ones(3, 3)})
-    return path
+    return tmp_path / "large"
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's peak memory")
-@pytest.mark.parametrize(
-    ("suffix", "dtype"),
-    [(".safetensors", ""), (".safetensors", "bfloat16"), (".pt", ""), ("", "")],
-    ids=["safetensors", "bfloat16", "pt", "folder"],
-)
-def test_memory_is_the_largest_tensor_and_a_constant(
-    large: Path, tmp_path: Path, suffix: str, dtype: str
-) -> None:
-    words = [str(large / "source"), str(large / "small"), str(tmp_path), suffix, dtype]
+def test_memory_is_the_largest_tensor_and_a_constant(large: Path, tmp_path: Path) -> None:
+    small = write_folder(tmp_path / "small", {"weight": torch.ones(3, 3)})
+    kinds = [".safetensors", ".safetensors bfloat16", ".pt", ""]
     ran = subprocess.run(
-        [sys.executable, "-c", PEAK, *words],
+        [sys.executable, "-c", PEAKS, str(large), str(small), str(tmp_path), *kinds],
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=False,
     )
     assert ran.returncode == 0, ran.stderr
-    peak = int(ran.stdout)
-    assert LARGEST <= peak < LARGEST + 32 * MIB, f"{peak / MIB:.0f} MiB"
+    peaks = {kind: int(line) for kind, line in zip(kinds, ran.stdout.split(), strict=True)}
+    shown = {kind: f"{peak / MIB:.0f} MiB" for kind, peak in peaks.items()}
+    assert min(peaks.values()) > 0.9 * LARGEST, shown
+    assert max(peaks.values()) < LARGEST + 32 * MIB, shown
 
 
 MY_MODEL = """

@@ -1,0 +1,164 @@
+"""Checkpoints of Megatron's as plain files: one process, the names of its own modules."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_fsdp_v2.checkpoint.errors import CheckpointError
+from megatron_fsdp_v2.checkpoint.exporting import convert, export
+from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder
+from megatron_fsdp_v2.checkpoint.verifying import verify
+from megatron_fsdp_v2.checkpoint.writing import FolderWriter
+from megatron_fsdp_v2_mcore.checkpoint_layout import ORDERS, model_tensors
+from megatron_fsdp_v2_mcore.tensor_shards import GATED, STATE_SPACE
+from tests.mcore.checkpoint_values import _digest, digests, together
+from tests.mcore.session import MODEL_FLAGS, fsdp, train
+from tests.ranks import RankPools
+
+LAYOUTS = [model_tensors]
+
+# A dense layer, and one with experts, of which each rank holds half; both gated.
+MIXED = (
+    "--swiglu --num-experts 4 --moe-router-topk 2 --disable-bias-linear --moe-layer-freq [0,1] "
+    "--moe-token-dispatcher-type alltoall --moe-router-load-balancing-type aux_loss "
+    "--moe-aux-loss-coeff 0.01 --expert-model-parallel-size 2"
+)
+
+Saved = tuple[Path, dict[str, str]]
+
+
+def names_and_digests(model: list[Any], optimizer: Any) -> dict[str, str]:
+    """Digests of parameters and buffers by the names they have in the whole model. Collective."""
+    found = digests(model, optimizer)
+    return {k: v for k, v in found.items() if not k.endswith((".exp_avg", ".exp_avg_sq", ".step"))}
+
+
+@pytest.fixture(scope="module")
+def saved(megatron: RankPools, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """A checkpoint of two ranks, and what their model held when it was saved."""
+    folder = tmp_path_factory.mktemp("mixed")
+    flags = [*MODEL_FLAGS, "--global-batch-size", "8", "--train-iters", "1", *fsdp()]
+    flags += [*MIXED.split(), "--save", str(folder), "--save-interval", "1"]
+    results = megatron(2).run(train, flags, names_and_digests)
+    return folder / "iter_0000001", together(results)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.pt"])
+def test_an_export_is_the_whole_model_under_megatrons_own_names(
+    saved: Saved, tmp_path: Path, name: str
+) -> None:
+    path, expected = saved
+    done = export(path, tmp_path / name, layouts=LAYOUTS)
+    file = done.files[0]
+    found = load_file(file) if file.suffix != ".pt" else torch.load(file, weights_only=True)
+    assert {key: _digest(tensor) for key, tensor in found.items()} == expected
+    assert "decoder.layers.1.mlp.experts.local_experts.3.linear_fc1.weight" in found
+    assert "decoder.layers.0.mlp.linear_fc1.weight" in found
+    assert not any(key.startswith("model.") for key in done.left_out)
+    assert any(key.startswith("optimizer.") for key in done.left_out)
+
+
+def test_what_was_taken_from_torch_dist_is_the_same_model(saved: Saved, tmp_path: Path) -> None:
+    from megatron_fsdp_v2_mcore.torch_dist.export import export as to_torch_dist
+
+    path, expected = saved
+    stacked = to_torch_dist(path.parent, tmp_path / "stacked").path
+    convert(stacked, tmp_path / "plain", layouts=LAYOUTS)
+    opened = CheckpointFolder(tmp_path / "plain")
+    found = {key.removeprefix("model."): opened.read_tensor(key) for key, _ in opened.tensors()}
+    assert {key: _digest(tensor) for key, tensor in found.items()} == expected
+    assert verify(tmp_path / "plain").is_good
+
+
+def test_a_flipped_byte_of_megatrons_folder_is_found(saved: Saved, tmp_path: Path) -> None:
+    path, _ = saved
+    assert verify(path).is_good
+    copied = tmp_path / "copied"
+    copied.mkdir()
+    for file in path.iterdir():
+        (copied / file.name).write_bytes(file.read_bytes())
+    damaged = copied / "__1_0.distcp"
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 4
+    damaged.write_bytes(content)
+    (problem,) = verify(copied).problems
+    assert problem.startswith("__1_0.distcp: ")
+
+
+def test_pieces_are_those_that_are_saved() -> None:
+    assert {GATED, *STATE_SPACE.values()} == set(ORDERS)
+
+
+def megatron_folder(path: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    writer = FolderWriter(path, has_manifest=False)
+    for name, data in tensors.items():
+        writer.add_block(f"model.{name}", tuple(data.shape), (0,) * data.dim(), data)
+    writer.add_object("args", None)
+    writer.add_object("checkpoint_version", 3.0)
+    writer.finish()
+    return path
+
+
+def test_pieces_of_every_kind_are_joined_in_their_order(tmp_path: Path) -> None:
+    """Under the names of wrappers too, which Megatron's own version of the format keeps."""
+    saved, expected = {}, {}
+    for name, order in (
+        ("module.module.decoder.layers.0.mlp.linear_fc1.weight", GATED),
+        ("module.module.decoder.layers.0.mlp.experts.linear_fc1.weight12", GATED),
+        ("module.module.decoder.layers.0.mixer.in_proj.weight", STATE_SPACE[5]),
+        ("module.module.decoder.layers.0.mixer.conv1d_weight", STATE_SPACE[3]),
+        ("module.module.decoder.layers.0.mixer.conv1d_bias", STATE_SPACE[3]),
+    ):
+        pieces = [torch.randn(2 + i, 3) for i, _ in enumerate(order)]
+        for ending, piece in reversed(list(zip(order, pieces, strict=True))):
+            saved[name + ending] = piece
+        expected[name.removeprefix("module.module.")] = torch.cat(pieces)
+    path = megatron_folder(tmp_path / "c", saved)
+    export(path, tmp_path / "m.safetensors", layouts=LAYOUTS)
+    found = load_file(tmp_path / "m.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
+def test_a_missing_half_is_an_error(tmp_path: Path) -> None:
+    path = megatron_folder(tmp_path / "c", {"decoder.linear_fc1.weight_w": torch.ones(2, 2)})
+    with pytest.raises(CheckpointError, match=r"of decoder\.linear_fc1\.weight it holds _w only"):
+        export(path, tmp_path / "m.pt", layouts=LAYOUTS)
+
+
+def test_a_folder_that_is_not_megatrons_keeps_its_names(tmp_path: Path) -> None:
+    writer = FolderWriter(tmp_path / "c")
+    writer.add_block("model.weight_w", (2,), (0,), torch.ones(2))
+    writer.finish()
+    assert model_tensors(CheckpointFolder(tmp_path / "c")) is None
+
+
+def test_megatron_is_not_needed_to_export_what_a_sharded_run_saved(tmp_path: Path) -> None:
+    path = megatron_folder(
+        tmp_path / "c",
+        {f"linear_fc1.weight{e}": torch.ones(2, 2) for e in GATED},
+    )
+    script = (
+        "import sys; sys.modules['megatron'] = None\n"
+        "from megatron_fsdp_v2.checkpoint.exporting import export\n"
+        "from megatron_fsdp_v2_mcore.checkpoint_layout import model_tensors\n"
+        "export(sys.argv[1], sys.argv[2], layouts=[model_tensors])\n"
+    )
+    words = [sys.executable, "-c", script, str(path), str(tmp_path / "m.pt")]
+    root = Path(__file__).parents[2]
+    ran = subprocess.run(
+        words,
+        env={"PYTHONPATH": f"{root}:{root / 'adapters'}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert torch.load(tmp_path / "m.pt", weights_only=True)["linear_fc1.weight"].shape == (4, 2)

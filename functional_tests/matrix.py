@@ -67,6 +67,8 @@ MTP = "--mtp-num-layers 1 --position-embedding-type rope"
 MAMBA = "--hybrid-layer-pattern M*-M --mamba-state-dim 16 --mamba-head-dim 16 --mamba-num-groups 2"
 META = "--init-model-with-meta-device"
 BATCH1 = "--micro-batch-size 1"
+# Newton-Schulz in fp32, which the command line calls high.
+MUON = "--optimizer muon --muon-fp32-matmul-prec high"
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +184,7 @@ ROWS: tuple[Row, ...] = (
         f"{ALLTOALL} --moe-router-score-function sigmoid --moe-router-enable-expert-bias",
         strategies=(ZERO3, ZERO1)),
     Row("hybrid Mamba", 2, MAMBA, strategies=(ZERO3, ZERO2)),
+    Row("Muon", 2, f"{MODERN} {MUON} {NORMS}", strategies=STRATEGIES),
     Row("TP2", 2, f"{TP2} {NORMS}", strategies=(ZERO3, NO_SHARD)),
     Row("PP2, tied", 2, f"{PP2} {NORMS}", strategies=(ZERO3, ZERO1)),
     Row("CP2", 2, CP2, strategies=(ZERO3, ZERO2)),
@@ -235,6 +238,9 @@ ROWS: tuple[Row, ...] = (
     Row("TP2 x DP2, expert TP2", 4, f"{ALLTOALL} {TP2_SP}", strategies=(ZERO1,)),
     Row("EP2 x PP2", 4, f"{ALLTOALL} {EP2} {PP2} {UNTIED}", strategies=(ZERO2,)),
     Row("hybrid Mamba, TP2 x DP2", 4, f"{MAMBA} {TP2_SP}"),
+    Row("Muon, TP2 x DP2, whole matrices", 4, f"{MODERN} {TP2_SP} {MUON} --muon-tp-mode duplicated",
+        strategies=(ZERO3, ZERO1)),
+    Row("Muon, EP2 x DP2", 4, f"{ALLTOALL} {EP2} {MUON}"),
     # ------------------------------------------------------------------------------------- 8 ranks
     Row("TP2 x PP2 x DP2", 8, f"{TP2_SP} {PP2} {NORMS}", strategies=(ZERO3, NO_SHARD)),
     Row("TP2 x CP2 x DP2", 8, f"{TP2_SP} {CP2} {MODERN}"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import multiprocessing
 import os
 import re
@@ -245,6 +246,9 @@ def _tear_down() -> None:
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
+    # --manual-gc leaves collection off. Groups are in cycles, and hundreds of threads with them.
+    gc.enable()
+    gc.collect()
 
 
 @contextlib.contextmanager

@@ -162,3 +162,36 @@ def test_megatron_is_not_needed_to_export_what_a_sharded_run_saved(tmp_path: Pat
     )
     assert ran.returncode == 0, ran.stderr
     assert torch.load(tmp_path / "m.pt", weights_only=True)["linear_fc1.weight"].shape == (4, 2)
+
+
+@pytest.mark.parametrize(
+    ("key", "is_grouped", "last"),
+    [
+        ("self_attention.linear_qkv.weight", False, "layers.1.self_attention.linear_qkv.weight"),
+        ("self_attention.linear_qkv.layer_norm_weight", False, "layers.1.input_layernorm.weight"),
+        ("mlp.linear_fc1.layer_norm_bias", False, "layers.1.pre_mlp_layernorm.bias"),
+        (
+            "mlp.experts.experts.linear_fc1.weight",
+            False,
+            "layers.1.mlp.experts.local_experts.3.linear_fc1.weight",
+        ),
+        (
+            "mlp.experts.experts.linear_fc2.weight",
+            True,
+            "layers.1.mlp.experts.linear_fc2.weight3",
+        ),
+    ],
+)
+def test_stacked_layers_and_experts_are_taken_apart(key: str, is_grouped: bool, last: str) -> None:
+    from megatron_fsdp_v2_mcore.torch_dist.names import StoredNames
+    from megatron_fsdp_v2_mcore.torch_dist.plain_names import _names
+
+    rules = StoredNames(num_layers=2, num_experts=4, has_fused_norms=True)
+    stored = f"decoder.layers.{key}"
+    found = list(_names(stored, (2, 4, 8), rules, is_grouped=is_grouped))
+    assert found[-1][0] == f"decoder.{last}"
+    for name, front in found:
+        place = rules.place(name)
+        assert place.key == stored
+        assert tuple(position for position, _ in place.front) == front
+    assert len(found) == (8 if "experts" in key else 2)

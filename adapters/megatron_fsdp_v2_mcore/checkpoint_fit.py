@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from megatron_fsdp_v2_mcore.checkpoint_check import read_metadata
 from megatron_fsdp_v2_mcore.errors import FlagError
 
 __all__ = ["Verdict", "compare_with_file", "judge"]
@@ -110,7 +111,7 @@ def judge(path: str, asked: dict[str, Shape], saved_args: Any, args: Any) -> Ver
         saved_args: Megatron's arguments of the run that saved.
         args: Those of this run.
     """
-    metadata = FileSystemReader(path).read_metadata().state_dict_metadata
+    metadata = read_metadata(Path(path)).state_dict_metadata
     there: dict[str, Shape] = {
         key: tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None
         for key, entry in metadata.items()

@@ -99,7 +99,7 @@ class Manifest:
             version = int(content["version"])
             if is_ours and version == FORMAT_VERSION:
                 return cls._parse(content)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{path} cannot be read ({error}); it is damaged") from error
         if not is_ours:
             raise CheckpointError(f"{path} is of the format {content['format']!r}, not {FORMAT!r}")

@@ -18,6 +18,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 DEFAULT_TIMEOUT_S = 60.0
+MOST_THREADS = 150
+"""Of a rank between two functions; a fresh one has about ten."""
 
 # What every rank imports is imported once, before processes are forked. The last ones are most of
 # what importing Megatron imports, which itself has to wait for its rehearsal.
@@ -144,6 +146,16 @@ class RankPool:
         """Whether the pool can run another function."""
         return all(process.is_alive() for process in self._processes)
 
+    @property
+    def is_worn(self) -> bool:
+        """Whether its processes have gathered threads that take time from everyone.
+
+        Every process group of gloo has threads that poll. Megatron keeps the groups of some
+        models in places that nothing empties.
+        """
+        tasks = f"/proc/{self._processes[0].pid}/task"
+        return os.path.isdir(tasks) and len(os.listdir(tasks)) > MOST_THREADS
+
     def close(self) -> None:
         """End the processes."""
         for process, connection in zip(self._processes, self._connections, strict=True):
@@ -162,6 +174,8 @@ class RankPools:
 
     def __call__(self, world_size: int) -> RankPool:
         pool = self._pools.get(world_size)
+        if pool is not None and pool.is_worn:
+            pool.close()
         if pool is None or not pool.is_alive:
             pool = self._pools[world_size] = RankPool(world_size)
         return pool

@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 DEFAULT_TIMEOUT_S = 60.0
-MOST_THREADS = 150
+MOST_THREADS = 100
 """Of a rank between two functions; a fresh one has about ten."""
 
 # What every rank imports is imported once, before processes are forked. The last ones are most of

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Placement
 from megatron_fsdp_v2.row_shards import Chunk, RowShards, TensorShard, placements_with_rows
 from megatron_fsdp_v2.sharded_norm import NORMS, local_norms, order_of
 
-__all__ = ["UnevenDTensor", "local_of", "plain_attributes"]
+__all__ = ["UnevenDTensor", "local_of", "plain_attributes", "rows_of"]
 
 
 class UnevenDTensor(DTensor):
@@ -252,6 +252,11 @@ class UnevenDTensor(DTensor):
 def local_of(dtensor: torch.Tensor) -> torch.Tensor:
     """The local rows of a sharded tensor themselves, where `to_local()` makes a new view."""
     return cast("UnevenDTensor", dtensor)._local_tensor
+
+
+def rows_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor, sharded or not, sharing its memory."""
+    return local_of(tensor) if isinstance(tensor, UnevenDTensor) else tensor.detach()
 
 
 def plain_attributes() -> AbstractContextManager[Any]:

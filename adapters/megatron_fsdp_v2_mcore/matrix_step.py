@@ -17,15 +17,13 @@ from emerging_optimizers.orthogonalized_optimizers import OrthogonalizedOptimize
 from emerging_optimizers.utils import fp32_matmul_precision
 
 from megatron_fsdp_v2.optim import MatrixEngine, MatrixFunction, newton_schulz_flops
-from megatron_fsdp_v2.optim.muon import parameter_name
-from megatron_fsdp_v2.uneven_dtensor import UnevenDTensor, local_of, plain_attributes
+from megatron_fsdp_v2.optim.muon import check_gradients, gradient_rows, parameter_name
+from megatron_fsdp_v2.uneven_dtensor import UnevenDTensor, plain_attributes, rows_of
 
-__all__ = ["HOOKS", "ShardedMatrixStep", "overrides", "rows_of"]
+__all__ = ["HOOKS", "ShardedMatrixStep", "overrides"]
 
 HOOKS = ("pre_weight_update_fn_inplace", "post_weight_update_fn_inplace")
 """What `OrthogonalizedOptimizer` calls around a weight's update."""
-
-_SHOWN = 3
 
 
 class ShardedMatrixStep(OrthogonalizedOptimizer):
@@ -80,7 +78,7 @@ class ShardedMatrixStep(OrthogonalizedOptimizer):
             groups = [
                 [p for p in group["params"] if p.requires_grad] for group in self.param_groups
             ]
-            self._check_gradients()
+            check_gradients(self.param_groups)
         self._prepare_engines(groups)
         updates: list[torch.Tensor] = []
         for group, params in zip(self.param_groups, groups, strict=True):
@@ -151,21 +149,6 @@ class ShardedMatrixStep(OrthogonalizedOptimizer):
 
     # -- rows ----------------------------------------------------------------------------------
 
-    def _check_gradients(self) -> None:
-        missing = [
-            parameter_name(group, index)
-            for group in self.param_groups
-            for index, param in enumerate(group["params"])
-            if param.requires_grad and param.grad is None and rows_of(param).numel()
-        ]
-        if missing:
-            more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
-            raise RuntimeError(
-                f"no gradient for {', '.join(missing[:_SHOWN])}{more}: the update of a matrix "
-                "needs all of its gradient; run a backward that reaches it before step(), or "
-                "freeze it with requires_grad_(False) before the optimizer is made"
-            )
-
     def _momentum_updates(
         self, group: dict[str, Any], params: Sequence[torch.nn.Parameter]
     ) -> list[torch.Tensor]:
@@ -176,7 +159,7 @@ class ShardedMatrixStep(OrthogonalizedOptimizer):
             return updates
         momenta = [updates[index] for index in here]
         chosen = [params[index] for index in here]
-        grads = [_grad(p, m.dtype) for p, m in zip(chosen, momenta, strict=True)]
+        grads = [gradient_rows(p, m.dtype) for p, m in zip(chosen, momenta, strict=True)]
         self._decay(group, chosen, grads)
         torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
         if self.nesterov:
@@ -241,18 +224,6 @@ def overrides(cls: type, name: str) -> bool:
     # Torch wraps the step of every class an object is made of.
     original = inspect.unwrap(getattr(OrthogonalizedOptimizer, name))
     return inspect.unwrap(getattr(cls, name)) is not original
-
-
-def rows_of(tensor: torch.Tensor) -> torch.Tensor:
-    """What is on this rank of a tensor, sharing its memory."""
-    return local_of(tensor) if isinstance(tensor, UnevenDTensor) else tensor.detach()
-
-
-def _grad(param: torch.nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
-    with plain_attributes():
-        grad = param.grad
-    assert grad is not None
-    return rows_of(grad).to(dtype)
 
 
 def is_cut_by_data(param: torch.nn.Parameter) -> bool:

@@ -20,8 +20,8 @@ from megatron.core.optimizer.emerging_optimizers import (
 )
 
 from megatron_fsdp_v2.optim import MatrixFunction, newton_schulz_flops
-from megatron_fsdp_v2.uneven_dtensor import UnevenDTensor
-from megatron_fsdp_v2_mcore.matrix_step import HOOKS, ShardedMatrixStep, overrides, rows_of
+from megatron_fsdp_v2.uneven_dtensor import UnevenDTensor, rows_of
+from megatron_fsdp_v2_mcore.matrix_step import HOOKS, ShardedMatrixStep, overrides
 
 __all__ = [
     "FSDPZeROTensorParallelAdaptiveMuon",

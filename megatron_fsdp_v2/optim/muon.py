@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, override
 
@@ -22,9 +22,9 @@ from megatron_fsdp_v2.optim.newton_schulz import (
     newton_schulz,
     newton_schulz_flops,
 )
-from megatron_fsdp_v2.uneven_dtensor import UnevenDTensor, local_of, plain_attributes
+from megatron_fsdp_v2.uneven_dtensor import UnevenDTensor, plain_attributes, rows_of
 
-__all__ = ["Muon", "parameter_name"]
+__all__ = ["Muon", "check_gradients", "gradient_rows", "parameter_name"]
 
 _ADJUSTMENTS = (None, "original", "match_rms_adamw")
 _MOST_STEPS = 99
@@ -138,15 +138,10 @@ class Muon(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with plain_attributes():
-            matrices = [
-                (group, index, param)
-                for group in self.param_groups
-                if group["use_muon"]
-                for index, param in enumerate(group["params"])
-                if param.requires_grad
-            ]
-            _check_gradients(matrices)
-        self._step_matrices([(group, param) for group, _, param in matrices])
+            groups = [group for group in self.param_groups if group["use_muon"]]
+            check_gradients(groups)
+            matrices = [(g, param) for g in groups for param in g["params"] if param.requires_grad]
+        self._step_matrices(matrices)
         for group in self.param_groups:
             if not group["use_muon"]:
                 self._step_adamw(group)
@@ -176,13 +171,13 @@ class Muon(torch.optim.Optimizer):
         for param in params:
             if "momentum_buffer" not in self.state[param]:
                 self.state[param]["momentum_buffer"] = torch.zeros_like(param)
-        buffers = [_local(self.state[param]["momentum_buffer"]) for param in params]
+        buffers = [rows_of(self.state[param]["momentum_buffer"]) for param in params]
         # An empty shard has a buffer, so that checkpoints are alike on all ranks, and no gradient.
         here = [index for index, buffer in enumerate(buffers) if buffer.numel()]
         updates = list(buffers)
         if here:
             moved = [buffers[index] for index in here]
-            grads = [_grad(params[index], buffers[index].dtype) for index in here]
+            grads = [gradient_rows(params[index], buffers[index].dtype) for index in here]
             torch._foreach_lerp_(moved, grads, 1 - group["momentum"])
             if group["nesterov"]:
                 ahead = torch._foreach_lerp(grads, moved, group["momentum"])
@@ -210,24 +205,24 @@ class Muon(torch.optim.Optimizer):
     def _step_adamw(self, group: dict[str, Any]) -> None:
         with plain_attributes():
             trained = [param for param in group["params"] if param.requires_grad]
-            used = [p for p in trained if p.grad is not None or not local_numel(p)]
+            used = [p for p in trained if p.grad is not None or not rows_of(p).numel()]
         for param in used:
             state = self.state[param]
             if not state:
                 state["step"] = torch.zeros((), dtype=torch.float32)
                 state["exp_avg"] = torch.zeros_like(param)
                 state["exp_avg_sq"] = torch.zeros_like(param)
-        states = [self.state[param] for param in used if local_numel(param)]
+        states = [self.state[param] for param in used if rows_of(param).numel()]
         for param in used:
-            if not local_numel(param):
+            if not rows_of(param).numel():
                 self.state[param]["step"] += 1
-        here = [param for param in used if local_numel(param)]
-        means = [_local(state["exp_avg"]) for state in states]
+        here = [param for param in used if rows_of(param).numel()]
+        means = [rows_of(state["exp_avg"]) for state in states]
         adamw(
-            [_local(param) for param in here],
-            [_grad(param, mean.dtype) for param, mean in zip(here, means, strict=True)],
+            [rows_of(param) for param in here],
+            [gradient_rows(param, mean.dtype) for param, mean in zip(here, means, strict=True)],
             means,
-            [_local(state["exp_avg_sq"]) for state in states],
+            [rows_of(state["exp_avg_sq"]) for state in states],
             [],
             [state["step"] for state in states],
             amsgrad=False,
@@ -272,7 +267,7 @@ def _apply(group: dict[str, Any], params: list[nn.Parameter], changes: list[torc
     by_rate: dict[float, list[int]] = {}
     for index, param in enumerate(params):
         # An empty tensor in the list of a multi-tensor kernel can corrupt its neighbours.
-        if not local_numel(param):
+        if not rows_of(param).numel():
             continue
         rate = lr * _adjustment(group["adjust_lr_fn"], *param.shape[-2:])
         by_rate.setdefault(rate, []).append(index)
@@ -289,27 +284,28 @@ def _adjustment(name: str | None, m: int, n: int) -> float:
     return math.sqrt(max(1, m / n))
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return local_of(tensor) if isinstance(tensor, UnevenDTensor) else tensor.detach()
-
-
-def local_numel(tensor: torch.Tensor) -> int:
-    """Elements that are on this rank."""
-    return local_of(tensor).numel() if isinstance(tensor, UnevenDTensor) else tensor.numel()
-
-
-def _grad(param: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
+def gradient_rows(param: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
+    """This rank's rows of a gradient that is there, in a dtype."""
     with plain_attributes():
         grad = param.grad
     assert grad is not None
-    return _local(grad).to(dtype)
+    return rows_of(grad).to(dtype)
 
 
-def _check_gradients(matrices: list[tuple[dict[str, Any], int, nn.Parameter]]) -> None:
+def check_gradients(groups: Iterable[dict[str, Any]]) -> None:
+    """Find out whether every trained matrix has a gradient where it has rows.
+
+    Args:
+        groups: Parameter groups of an optimizer that needs whole matrices.
+
+    Raises:
+        RuntimeError: One has none; names it.
+    """
     missing = [
         parameter_name(group, index)
-        for group, index, param in matrices
-        if param.grad is None and local_numel(param)
+        for group in groups
+        for index, param in enumerate(group["params"])
+        if param.requires_grad and param.grad is None and rows_of(param).numel()
     ]
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""

@@ -30,6 +30,10 @@ BUCKET_NUMEL = 32 * 2**20
 """Elements of an owner's part of a bucket: large enough for any link, small beside the shards."""
 
 
+type _Place = tuple[Key, int, tuple[Any, ...]]
+"""A rectangle that is here, its parameter, and where it is in that one's local tensor."""
+
+
 @dataclass(frozen=True, slots=True)
 class MatrixFunction:
     """A function of whole matrices.
@@ -131,6 +135,11 @@ class SharedWork:
     communicator: Communicator
     plan: list[BucketPlan]
     _is_checked: bool = field(default=False, init=False)
+    _places: list[list[_Place]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Find once where what travels lies in local tensors; every step asks twice."""
+        self._places = [list(self._local(bucket)) for bucket in self.plan]
 
     @property
     def sent_numel(self) -> int:
@@ -146,7 +155,7 @@ class SharedWork:
         """Fill results. Collective over the grid; see `MatrixEngine.run`."""
         self._check()
         arriving = self._fetch(0, updates) if self.plan else None
-        returning: tuple[BucketPlan, Transfer] | None = None
+        returning: tuple[int, Transfer] | None = None
         for number, bucket in enumerate(self.plan):
             assert arriving is not None
             pieces = arriving.wait()
@@ -156,7 +165,7 @@ class SharedWork:
                 arriving = self._fetch(number + 1, updates)
             done = self._compute(bucket, pieces, updates[0])
             self._finish(returning, results)
-            returning = bucket, self._transfer(bucket.returns, done, updates[0])
+            returning = number, self._transfer(bucket.returns, done, updates[0])
         self._finish(returning, results)
 
     def _check(self) -> None:
@@ -179,9 +188,8 @@ class SharedWork:
         self._is_checked = True
 
     def _fetch(self, bucket: int, updates: Sequence[torch.Tensor]) -> Transfer:
-        plan = self.plan[bucket]
-        pieces = {key: _piece(updates, *where) for key, where in self._local(plan)}
-        return self._transfer(plan.gathers, pieces, updates[0])
+        pieces = {key: updates[param][local] for key, param, local in self._places[bucket]}
+        return self._transfer(self.plan[bucket].gathers, pieces, updates[0])
 
     def _transfer(
         self, hops: Sequence[Any], pieces: dict[Key, torch.Tensor], like: torch.Tensor
@@ -189,23 +197,24 @@ class SharedWork:
         return Transfer(hops, pieces, self.axes, self.communicator, like)
 
     def _finish(
-        self, returning: tuple[BucketPlan, Transfer] | None, results: Sequence[torch.Tensor]
+        self, returning: tuple[int, Transfer] | None, results: Sequence[torch.Tensor]
     ) -> None:
         """Put results that have arrived in their places."""
         if returning is None:
             return
-        plan, transfer = returning
+        bucket, transfer = returning
         pieces = transfer.wait()
-        places = [(_piece(results, *where), pieces[key]) for key, where in self._local(plan)]
-        _copy_all(places)
+        _copy_all(
+            (results[param][local], pieces[key]) for key, param, local in self._places[bucket]
+        )
 
-    def _local(self, plan: BucketPlan) -> Iterator[tuple[Key, tuple[int, tuple[Any, ...]]]]:
+    def _local(self, plan: BucketPlan) -> Iterator[_Place]:
         """Rectangles that are here, each with its parameter and its index there."""
         here = [axis.rank for axis in self.axes]
         for index in dict.fromkeys(index for index, _ in plan.held):
             matrix = self.ownership.matrices[index]
             for rect, local in self.layouts[matrix.param].pieces_at(matrix.number, here):
-                yield (index, rect), (matrix.param, local)
+                yield (index, rect), matrix.param, local
 
     def _compute(
         self, plan: BucketPlan, pieces: dict[Key, torch.Tensor], like: torch.Tensor
@@ -232,10 +241,6 @@ class SharedWork:
 
 def _cut(matrix: torch.Tensor, rect: Rect) -> torch.Tensor:
     return matrix[rect.row : rect.row + rect.rows, rect.col : rect.col + rect.cols]
-
-
-def _piece(tensors: Sequence[torch.Tensor], param: int, local: tuple[Any, ...]) -> torch.Tensor:
-    return tensors[param][local]
 
 
 def _copy_all(places: Any) -> None:

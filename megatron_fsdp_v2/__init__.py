@@ -5,11 +5,13 @@ from megatron_fsdp_v2.fsdp_module import FSDPModule
 from megatron_fsdp_v2.fully_shard import fully_shard
 from megatron_fsdp_v2.mixed_precision import MixedPrecisionPolicy
 from megatron_fsdp_v2.param_group import ParameterGroup
+from megatron_fsdp_v2.trace_pool import TracePoolAllocator
 
 __all__ = [
     "DataParallelBuffer",
     "FSDPModule",
     "MixedPrecisionPolicy",
     "ParameterGroup",
+    "TracePoolAllocator",
     "fully_shard",
 ]

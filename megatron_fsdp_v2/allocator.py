@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-__all__ = ["Allocator", "PlainAllocator", "TemporaryBuffer", "alias_of"]
+__all__ = ["Allocator", "OwnMemory", "PlainAllocator", "TemporaryBuffer", "alias_of", "view_of"]
 
 
 @runtime_checkable
@@ -15,8 +15,13 @@ class TemporaryBuffer(Protocol):
 
     `tensor` is one object for the buffer's whole life, and so are the views made of it: autograd
     saves views of gathered weights in the forward, and finds them refilled in the backward.
+
+    Attributes:
+        name: What it holds, for reports, such as `layers.3/0/model_weight`.
+        tensor: The flat tensor.
     """
 
+    name: str
     tensor: torch.Tensor
 
     @property
@@ -24,12 +29,42 @@ class TemporaryBuffer(Protocol):
         """Whether the buffer has memory now."""
         ...
 
+    @property
+    def pool_memory(self) -> torch.Tensor | None:
+        """The larger block that its memory is a part of now; None where it has its own."""
+        ...
+
     def acquire(self) -> torch.Tensor:
-        """Give the buffer memory, with undefined content. Harmless if it has some."""
+        """Give the buffer memory, with undefined content. Harmless if it has some.
+
+        Raises:
+            RuntimeError: The only memory it may use is in use.
+        """
         ...
 
     def release(self) -> None:
         """Take the memory away. Harmless if there is none."""
+        ...
+
+    def has_room(self) -> bool:
+        """Whether `acquire` now, earlier than needed, keeps to the plan for memory."""
+        ...
+
+    def alias(self, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
+        """A contiguous view with a version counter of its own; see `alias_of`.
+
+        Args:
+            offset: First element.
+            shape: Shape of the view.
+        """
+        ...
+
+    def follow(self, tensor: torch.Tensor) -> None:
+        """Have a tensor made of an alias move with the buffer, wherever its memory is.
+
+        Args:
+            tensor: A view that is not known yet, such as a parameter made of an alias.
+        """
         ...
 
 
@@ -42,25 +77,60 @@ class Allocator(Protocol):
         """Make a buffer of `numel` elements that has no memory yet.
 
         Args:
-            name: What it holds, for reports, such as `layers.3/model_weight`.
+            name: What it holds, for reports.
             numel: Elements.
             dtype: Element type.
             device: Where it lives.
         """
         ...
 
+    def begin_pass(self, name: str, *, is_quiet: bool) -> None:
+        """Note that a pass through the model begins.
 
-class _ResizedBuffer:
-    """A buffer whose storage is resized to nothing and back.
+        Args:
+            name: What kind of pass, for reports.
+            is_quiet: Whether no backward is still to come.
+        """
+        ...
+
+    def end_pass(self, name: str, *, is_quiet: bool) -> None:
+        """Note that a pass through the model ends; see `begin_pass`."""
+        ...
+
+
+class OwnMemory:
+    """A storage that is resized to nothing and back.
 
     The caching allocator of a GPU serves both from its free lists; on a CPU it is malloc.
+
+    Attributes:
+        storage: One object for good.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.tensor = torch.empty(numel, dtype=dtype, device=device)
-        self._nbytes = self.tensor.untyped_storage().nbytes()
-        self._live = True
-        self.release()
+        self.storage = torch.empty(numel, dtype=dtype, device=device).untyped_storage()
+        self._nbytes = self.storage.nbytes()
+        self.drop()
+
+    def take(self) -> None:
+        """Have memory."""
+        self.storage.resize_(self._nbytes)
+
+    def drop(self) -> None:
+        """Have none."""
+        self.storage.resize_(0)
+
+
+class _ResizedBuffer:
+    """A buffer with memory of its own, which everything made of it shares for good."""
+
+    pool_memory = None
+
+    def __init__(self, name: str, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.name = name
+        self._memory = OwnMemory(numel, dtype, device)
+        self.tensor = view_of(self._memory.storage, dtype, 0, (numel,))
+        self._live = False
 
     @property
     def is_live(self) -> bool:
@@ -68,14 +138,23 @@ class _ResizedBuffer:
 
     def acquire(self) -> torch.Tensor:
         if not self._live:
-            self.tensor.untyped_storage().resize_(self._nbytes)
+            self._memory.take()
             self._live = True
         return self.tensor
 
     def release(self) -> None:
         if self._live:
-            self.tensor.untyped_storage().resize_(0)
+            self._memory.drop()
             self._live = False
+
+    def has_room(self) -> bool:
+        return True
+
+    def alias(self, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
+        return alias_of(self.tensor, offset, shape)
+
+    def follow(self, tensor: torch.Tensor) -> None:
+        del tensor
 
 
 class PlainAllocator:
@@ -85,8 +164,13 @@ class PlainAllocator:
         self, name: str, numel: int, dtype: torch.dtype, device: torch.device
     ) -> TemporaryBuffer:
         """Make a buffer of `numel` elements that has no memory yet."""
-        del name
-        return _ResizedBuffer(numel, dtype, device)
+        return _ResizedBuffer(name, numel, dtype, device)
+
+    def begin_pass(self, name: str, *, is_quiet: bool) -> None:
+        """Nothing to do."""
+
+    def end_pass(self, name: str, *, is_quiet: bool) -> None:
+        """Nothing to do."""
 
 
 def alias_of(flat: torch.Tensor, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
@@ -100,12 +184,26 @@ def alias_of(flat: torch.Tensor, offset: int, shape: tuple[int, ...]) -> torch.T
         offset: First element, counted from the start of `flat`.
         shape: Shape of the alias.
     """
-    alias = torch.empty(0, dtype=flat.dtype, device=flat.device)
+    start = int(flat.storage_offset()) + offset
+    return view_of(flat.untyped_storage(), flat.dtype, start, shape)
+
+
+def view_of(
+    storage: torch.UntypedStorage, dtype: torch.dtype, offset: int, shape: tuple[int, ...]
+) -> torch.Tensor:
+    """A contiguous tensor on a storage, which may be empty at the moment and then stays so.
+
+    Args:
+        storage: The storage.
+        dtype: Element type.
+        offset: First element.
+        shape: Shape of the tensor.
+    """
+    view = torch.empty(0, dtype=dtype, device=storage.device)
     stride = torch.empty(shape, device="meta").stride()
-    storage = flat.untyped_storage()
     nbytes = storage.nbytes()
-    alias.set_(storage, flat.storage_offset() + offset, shape, stride)
+    view.set_(storage, offset, shape, stride)
     if storage.nbytes() != nbytes:
-        # `set_` makes an empty storage as large as the alias; it is to stay empty.
+        # `set_` makes an empty storage as large as the view; it is to stay empty.
         storage.resize_(nbytes)
-    return alias
+    return view

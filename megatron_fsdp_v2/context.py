@@ -20,8 +20,8 @@ __all__ = ["Context", "ExecutionOrder"]
 class Reshardable(TurnTaker, Protocol):
     """What the context needs to know of a unit."""
 
-    def unshard(self, *, async_op: bool) -> None:
-        """Start gathering."""
+    def prefetch(self) -> None:
+        """Start gathering ahead of use, if there is room."""
         ...
 
     def reshard(self) -> None:
@@ -141,8 +141,24 @@ class Context[UnitT: Reshardable]:
     def begin_forward(self, *, has_grad: bool) -> None:
         """Note that the root's forward starts (not a recomputation)."""
         self.pass_has_grad = has_grad
+        self.allocator.begin_pass(
+            "forward" if has_grad else "evaluation", is_quiet=self._is_quiet()
+        )
         self.forward_order.begin()
         self.backward_order.begin()
+
+    def end_pass(self, name: str) -> None:
+        """Note that a backward, or a forward that has none, is over.
+
+        Args:
+            name: What is over, for reports; empty for an evaluation.
+        """
+        self.allocator.end_pass(name, is_quiet=self._is_quiet())
+
+    def _is_quiet(self) -> bool:
+        """Whether no backward is still to come, as far as the root can tell."""
+        root = self._units[0]() if self._units else None
+        return root is None or not root.is_expected_back
 
     def begin_backward(self) -> None:
         """Note that a backward starts."""
@@ -155,7 +171,7 @@ class Context[UnitT: Reshardable]:
         """Start gathering a unit ahead of its use, because it came next the last time."""
         if unit is None or not self.enable_unshard_prefetch:
             return
-        unit.unshard(async_op=True)
+        unit.prefetch()
         self._prefetched = weakref.ref(unit)
 
     def prefetch_requested(self, units: list[weakref.ref[UnitT]]) -> None:
@@ -165,7 +181,7 @@ class Context[UnitT: Reshardable]:
         for ref in units:
             unit = ref()
             if unit is not None:
-                unit.unshard(async_op=True)
+                unit.prefetch()
                 self._requested.append(ref)
 
     def arrive(self, unit: UnitT) -> None:

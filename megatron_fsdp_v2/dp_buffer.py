@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_fsdp_v2.allocator import alias_of
+from megatron_fsdp_v2.allocator import TemporaryBuffer, alias_of
 from megatron_fsdp_v2.comm_interface import Axis
 from megatron_fsdp_v2.layout import BufferLayout
 from megatron_fsdp_v2.placement import Placement
@@ -108,13 +108,27 @@ class DataParallelBuffer:
         tensor: Flat storage of the span, `span.count * layout.shard_numel` elements.
     """
 
-    def __init__(self, layout: BufferLayout, span: Span, tensor: torch.Tensor) -> None:
+    def __init__(
+        self,
+        layout: BufferLayout,
+        span: Span,
+        tensor: torch.Tensor,
+        temporary: TemporaryBuffer | None = None,
+    ) -> None:
         expected = span.count * layout.shard_numel
         if tensor.numel() != expected:
             raise ValueError(f"a span of {expected} elements cannot use {tensor.numel()} of them")
         self.layout = layout
         self.span = span
         self.tensor = tensor
+        self._temporary = temporary
+
+    @classmethod
+    def over(
+        cls, layout: BufferLayout, span: Span, temporary: TemporaryBuffer
+    ) -> DataParallelBuffer:
+        """A span whose memory comes and goes with a temporary buffer."""
+        return cls(layout, span, temporary.tensor, temporary)
 
     @classmethod
     def empty(
@@ -147,7 +161,15 @@ class DataParallelBuffer:
         start, end = self.rows(index)
         offset = slot.offset + start * slot.row_numel - self.span.first * self.layout.shard_numel
         shape = (end - start, *slot.shape[1:])
-        return alias_of(self.tensor, offset if end > start else 0, shape)
+        offset = offset if end > start else 0
+        if self._temporary is not None:
+            return self._temporary.alias(offset, shape)
+        return alias_of(self.tensor, offset, shape)
+
+    def follow(self, tensor: torch.Tensor) -> None:
+        """Have a tensor made of one of the views stay one, wherever the memory moves."""
+        if self._temporary is not None:
+            self._temporary.follow(tensor)
 
     def piece(self, span: Span) -> torch.Tensor:
         """The flat part of this buffer that holds a narrower span."""

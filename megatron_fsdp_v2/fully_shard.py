@@ -26,6 +26,7 @@ from megatron_fsdp_v2.param_group import GroupSpec, ParameterGroup
 from megatron_fsdp_v2.placement import Placement, resolve_placements
 from megatron_fsdp_v2.rank_checks import CheckRanks
 from megatron_fsdp_v2.registration import OwnedParameter, find_home
+from megatron_fsdp_v2.trace_pool import TracePoolAllocator
 from megatron_fsdp_v2.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2.unit import Unit
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from collections.abc import Set as AbstractSet
 
+    from megatron_fsdp_v2.allocator import Allocator
     from megatron_fsdp_v2.row_shards import TensorShard
 
 __all__ = ["fully_shard"]
@@ -86,7 +88,8 @@ def fully_shard[ModuleT: nn.Module](
             of its group have one.
         enable_unshard_prefetch: Gather the next unit while this one computes.
         enable_async_reduce_grad: Reduce gradients while the next unit computes.
-        enable_trace_pool: Not built yet; must be False.
+        enable_trace_pool: Put temporary buffers at planned addresses of one block of memory
+            (`TracePoolAllocator`) instead of allocating them. The same for all units of a root.
         check_ranks: `once`: at the first use, ranks compare what they sharded and see that
             replicated weights start equal (a few integers over the mesh). `always`: before every
             gather and reduction as well, which turns a hang into an error that names the unit.
@@ -107,6 +110,7 @@ def fully_shard[ModuleT: nn.Module](
     """
     policy = mp_policy if mp_policy is not None else MixedPrecisionPolicy()
     _validate(module, mesh, on_missing_grad, enable_trace_pool, reshard_after_forward)
+    _check_same_pool(module, enable_trace_pool)
     checks = CheckRanks.parse(check_ranks)
     sizes = [mesh.size(axis) for axis in range(mesh.ndim)]
     placements = resolve_placements(sharding_strategy, outer_dp_sharding_strategy, sizes)
@@ -139,7 +143,7 @@ def fully_shard[ModuleT: nn.Module](
     materialise(owned, list(_own_modules(module)), device, axes, param_init_fn)
     context: Context[Unit] = Context(
         communicator_for(device),
-        PlainAllocator(),
+        TracePoolAllocator() if enable_trace_pool else PlainAllocator(),
         enable_unshard_prefetch=enable_unshard_prefetch,
         enable_async_reduce_grad=enable_async_reduce_grad,
         check_ranks=checks,
@@ -178,13 +182,19 @@ def _join(root: nn.Module, context: Context[Unit]) -> None:
     named = named_units(root)
     units = [unit for _, unit in named]
     for name, unit in named:
+        _share_pool(context.allocator, unit.context.allocator)
         unit.context, unit.is_root, unit.fqn = context, not name, name
         for number, group in enumerate(unit.groups):
             group.make_room = context.reductions.make_room
-            group.name = f"{name or unit.class_name}/{number}"
+            group.rename(f"{name or unit.class_name}/{number}")
     _note_empty_ranks([group for unit in units for group in unit.groups if group.grads])
     spread = any(axis.size > 1 for u in units for group in u.groups for axis in group.axes)
     context.set_units(units, takes_turns=spread and all(unit.skips_safely for unit in units))
+
+
+def _share_pool(allocator: Allocator, other: Allocator) -> None:
+    if isinstance(allocator, TracePoolAllocator) and isinstance(other, TracePoolAllocator):
+        allocator.adopt(other)
 
 
 def _note_empty_ranks(trained: Sequence[ParameterGroup]) -> None:
@@ -222,8 +232,18 @@ def _validate(
             f"reshard_after_forward must be True or False, got {reshard_after_forward!r}; "
             "resharding to a smaller mesh is what a 2-D mesh is for"
         )
-    if enable_trace_pool:
-        raise ValueError("enable_trace_pool=True is not built yet; leave it False")
+    if not isinstance(enable_trace_pool, bool):
+        raise ValueError(f"enable_trace_pool must be True or False, got {enable_trace_pool!r}")
+
+
+def _check_same_pool(module: nn.Module, enable_trace_pool: bool) -> None:
+    for _, unit in named_units(module):
+        if isinstance(unit.context.allocator, TracePoolAllocator) is not enable_trace_pool:
+            raise ValueError(
+                f"enable_trace_pool={enable_trace_pool} here and {not enable_trace_pool} for unit "
+                f"{unit.name} inside; units of one root share their temporary memory, so use the "
+                "same for all"
+            )
 
 
 def _has_forward(module: nn.Module) -> bool:

@@ -68,7 +68,7 @@ class GroupGrads:
         whole = Span(0, grid.num_slices)
         buffer_dtype = dtypes.main_grad if self.collects_unsynced else dtypes.grad_comm
         self._temporary = allocator.buffer(f"{name}/main_grad", layout.numel, buffer_dtype, device)
-        self._full = DataParallelBuffer(layout, whole, self._temporary.tensor)
+        self._full = DataParallelBuffer.over(layout, whole, self._temporary)
         self.views = [self._full.view(index) for index in range(len(layout.slots))]
         self._gaps = layout.gaps()
         self._wire: TemporaryBuffer | None = None
@@ -120,6 +120,15 @@ class GroupGrads:
     def resting_nbytes(self) -> int:
         """Bytes of the main gradient, 0 before the first backward."""
         return 0 if self._main is None else self._main.nbytes
+
+    def temporaries(self) -> dict[str, TemporaryBuffer]:
+        """Its temporary buffers by what they hold."""
+        held = {
+            "main_grad": self._temporary,
+            "grad_comm": self._wire,
+            "partial_grad": self._partial,
+        }
+        return {kind: buffer for kind, buffer in held.items() if buffer is not None}
 
     def acquire(self) -> None:
         """Give the full buffer memory."""

@@ -52,7 +52,7 @@ class GroupWeights:
             self._temporary = allocator.buffer(
                 f"{name}/model_weight", layout.numel, dtypes.model_weight, device
             )
-            self.gathered = DataParallelBuffer(layout, whole, self._temporary.tensor)
+            self.gathered = DataParallelBuffer.over(layout, whole, self._temporary)
         self._gather_axis = self._innermost_sharded(placements) if self._temporary else None
 
     @staticmethod
@@ -136,6 +136,14 @@ class GroupWeights:
             Lane.UNSHARD,
             async_op=async_op,
         )
+
+    def has_room(self) -> bool:
+        """Whether there is memory to gather ahead of use."""
+        return self._temporary is None or self._temporary.has_room()
+
+    def temporaries(self) -> dict[str, TemporaryBuffer]:
+        """Its temporary buffers by what they hold."""
+        return {} if self._temporary is None else {"model_weight": self._temporary}
 
     def release(self) -> None:
         """Drop the gathered buffer's memory, if it is temporary."""

@@ -142,6 +142,13 @@ class ParameterGroup:
                     retire(original, self, index, "before fully_shard")
         self.registrations.install(self.sharded_params)
 
+    def rename(self, name: str) -> None:
+        """Take another name, also for the buffers."""
+        self.name = name
+        grads = {} if self.grads is None else self.grads.temporaries()
+        for kind, buffer in {**self.weights.temporaries(), **grads}.items():
+            buffer.name = f"{name}/{kind}"
+
     def name_of(self, param: nn.Parameter) -> str:
         """What to call a parameter in a message: its name, and the group's."""
         for name, known in zip(self.names, self.sharded_params, strict=True):
@@ -189,6 +196,7 @@ class ParameterGroup:
     def _unsharded(self, index: int) -> GatheredParameter:
         view = self.weights.gathered.view(index)
         param = GatheredParameter.of(view, self.spec.requires_grad, self, index)
+        self.weights.gathered.follow(param)
         _carry_attributes(self.sharded_params[index], param)
         if self.grads is not None:
             self._collect_from(param, index)
@@ -203,6 +211,7 @@ class ParameterGroup:
     def _thaw(self) -> None:
         """Be ready for gradients, in a group whose parameters were frozen when it was made."""
         self.grads, self.param_grads = self._make_grads()
+        self.rename(self.name)
         for index, param in enumerate(self.unsharded_params):
             param.requires_grad_(True)
             self._collect_from(param, index)

@@ -161,6 +161,14 @@ class Unit:
             for group in self.held_groups:
                 group.unshard(epoch, in_forward=in_forward, async_op=async_op)
 
+    def prefetch(self) -> None:
+        """Start gathering ahead of use, unless what is live is in the way; then use gathers."""
+        if self._is_unsharded:
+            return
+        # All are asked: each one that has no room is noted for the next plan.
+        if all([group.is_held or group.weights.has_room() for group in self.held_groups]):
+            self.unshard(async_op=True)
+
     def wait_for_unshard(self) -> None:
         """Have gathered weights in place and installed on the modules."""
         with self._range("wait_for_unshard"):
@@ -216,16 +224,19 @@ class Unit:
                     self.move(Phase.RESTING)
                     self.context.keep_recomputed(self)
             else:
-                self.context.backward_order.record(self)
+                context = self.context
+                context.backward_order.record(self)
                 self.move(Phase.RESTING)
                 if self.is_root:
                     # An optimizer may write the weights next.
-                    self.context.drop_prefetched()
+                    context.drop_prefetched()
                 # A unit recomputed in the backward runs without grad now, inside a pass with it.
-                self._num_awaited += has_grad or self.context.pass_has_grad
+                self._num_awaited += has_grad or context.pass_has_grad
                 # The root's backward comes right after its forward; others have to wait.
                 if not (has_grad and (self.is_root or not self.reshard_after_forward)):
                     self.reshard()
+                if self.is_root and not has_grad:
+                    context.end_pass("")
         if self.policy.output_dtype is not None:
             output = cast_floats(output, self.policy.output_dtype)
         if has_grad:
@@ -437,6 +448,7 @@ def _finalizer(context: Context[Unit]) -> Callable[[], None]:
         context.weights_epoch += synchronise
         context.has_unsynced = not synchronise
         context.finalizer_queued = False
+        context.end_pass("synchronised backward" if synchronise else "backward")
 
     return finalize
 

@@ -105,6 +105,13 @@ def bits_of_switches(pattern: str, strategy: str) -> bool:
     return True
 
 
+def bits_of_pool(pattern: str, strategy: str, mesh_name: str) -> bool:
+    """Whether a pattern gives the same bits with the traced pool and without."""
+    off = _sharded(pattern, strategy, mesh_name)
+    on = _sharded(pattern, strategy, mesh_name, enable_trace_pool=True)
+    return off.losses == on.losses and off.evaluations == on.evaluations and _same_bits(off, on)
+
+
 def _same_bits(first: Trace, second: Trace) -> bool:
     pairs: list[tuple[Any, Any]] = [(first.params[n], second.params[n]) for n in first.params]
     for mine, theirs in zip(first.grads, second.grads, strict=True):
@@ -172,3 +179,19 @@ def test_switches_change_no_bit(pools: RankPools, pattern: str) -> None:
         if PATTERNS[pattern].skips and strategy == "optim_grads_params":
             continue
         assert all(pools(3).run(bits_of_switches, pattern, strategy)), strategy
+
+
+POOLED = [
+    ("2", "optim_grads_params"),
+    ("2", "optim"),
+    ("HSDP 2x2", "optim_grads_params"),
+]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_the_trace_pool_changes_no_bit(pools: RankPools, pattern: str) -> None:
+    for mesh_name, strategy in POOLED:
+        if PATTERNS[pattern].skips and strategy == "optim_grads_params":
+            continue
+        same = pools(4 if "x" in mesh_name else 2).run(bits_of_pool, pattern, strategy, mesh_name)
+        assert all(same), (mesh_name, strategy)

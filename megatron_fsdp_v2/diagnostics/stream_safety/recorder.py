@@ -28,12 +28,16 @@ COMPUTE = "compute"
 
 @dataclass(slots=True)
 class _Storage:
-    """A storage seen in an operation, and what the allocator of a GPU would know of it."""
+    """A storage seen in an operation, and what the allocator of a GPU would know of it.
+
+    `start` is its first byte in `buffer`, which several storages may be parts of.
+    """
 
     ref: StorageWeakRef
     buffer: Buffer
     stream: str
     has_memory: bool
+    start: int = 0
 
     @property
     def is_dead(self) -> bool:
@@ -145,7 +149,7 @@ class StreamRecorder:
             if tensor.numel() == 0 or tensor.device.type == "meta":
                 continue
             storage = self._storage_of(tensor, name, made_here=made_here)
-            start = int(tensor.storage_offset()) * tensor.element_size()
+            start = storage.start + int(tensor.storage_offset()) * tensor.element_size()
             strides = zip(tensor.shape, tensor.stride(), strict=True)
             last = sum((size - 1) * int(stride) for size, stride in strides)
             stop = start + (last + 1) * tensor.element_size()
@@ -206,6 +210,19 @@ class StreamRecorder:
             storage.has_memory = False
             self.schedule.free(storage.stream, storage.buffer)
 
+    def is_part(self, tensor: torch.Tensor, block: torch.Tensor) -> None:
+        """Take a storage for a part of another one: what touches one touches the other.
+
+        Args:
+            tensor: Any view of the part.
+            block: A tensor of bytes, from the start of its storage.
+        """
+        whole = self._storage_of(block, "", made_here=False)
+        part = self._storage_of(tensor, "", made_here=False)
+        # Its own memory is none, so that none is freed when it dies.
+        part.buffer, part.has_memory = whole.buffer, False
+        part.start = tensor.untyped_storage().data_ptr() - block.data_ptr()
+
     def gains_memory(self, tensor: torch.Tensor) -> None:
         """Write down that a storage is given memory on the current stream."""
         storage = self._storage_of(tensor, "", made_here=False)
@@ -229,6 +246,7 @@ class WatchedBuffer:
 
     def __init__(self, inner: TemporaryBuffer, recorder: StreamRecorder) -> None:
         self.inner = inner
+        self.name = inner.name
         self.tensor = inner.tensor
         self._recorder = recorder
 
@@ -237,17 +255,38 @@ class WatchedBuffer:
         """Whether the buffer has memory now."""
         return self.inner.is_live
 
+    @property
+    def pool_memory(self) -> torch.Tensor | None:
+        """The larger block that its memory is a part of."""
+        return self.inner.pool_memory
+
     def acquire(self) -> torch.Tensor:
         """Give the buffer memory."""
         if not self.inner.is_live:
-            self._recorder.gains_memory(self.tensor)
-        return self.inner.acquire()
+            self.inner.acquire()
+            if self.pool_memory is None:
+                self._recorder.gains_memory(self.tensor)
+            else:
+                self._recorder.is_part(self.tensor, self.pool_memory)
+        return self.tensor
 
     def release(self) -> None:
         """Take the memory away."""
-        if self.inner.is_live:
+        if self.inner.is_live and self.pool_memory is None:
             self._recorder.loses_memory(self.tensor)
         self.inner.release()
+
+    def has_room(self) -> bool:
+        """Whether `acquire` now keeps to the plan for memory."""
+        return self.inner.has_room()
+
+    def alias(self, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
+        """A view that moves with the buffer."""
+        return self.inner.alias(offset, shape)
+
+    def follow(self, tensor: torch.Tensor) -> None:
+        """Have a view move with the buffer."""
+        self.inner.follow(tensor)
 
 
 class RecordedCollectives:

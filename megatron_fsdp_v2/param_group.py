@@ -233,13 +233,12 @@ class ParameterGroup:
                 be those of the forward.
             async_op: Whether to return before it is done.
         """
+        if not self._num_holders:
+            if in_forward:
+                self.settle_changes()
+                self.refresh(epoch, async_op=False)
+            self._gathering = self.weights.gather(async_op=async_op)
         self._num_holders += 1
-        if self._num_holders > 1:
-            return
-        if in_forward:
-            self.settle_changes()
-            self.refresh(epoch, async_op=False)
-        self._gathering = self.weights.gather(async_op=async_op)
 
     def wait_for_unshard(self) -> None:
         """Have gathered weights in place and registered, trained or frozen as is said now."""

@@ -156,10 +156,15 @@ class Unit:
                 self._check_ranks()
             if self.context.check_ranks is CheckRanks.ALWAYS:
                 self._compare_steps("gather")
-            self._is_unsharded = True
             epoch, in_forward = self.context.weights_epoch, not in_backward()
-            for group in self.held_groups:
-                group.unshard(epoch, in_forward=in_forward, async_op=async_op)
+            for index, group in enumerate(self.held_groups):
+                try:
+                    group.unshard(epoch, in_forward=in_forward, async_op=async_op)
+                except Exception:
+                    for held in self.held_groups[:index]:
+                        held.reshard()
+                    raise
+            self._is_unsharded = True
 
     def prefetch(self) -> None:
         """Start gathering ahead of use, unless what is live is in the way; then use gathers."""

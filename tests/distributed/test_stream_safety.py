@@ -22,7 +22,7 @@ from megatron_fsdp_v2.fsdp_module import unit_of
 from tests.distributed.wrapping import BF16
 from tests.parity.patterns import PATTERNS, Pattern
 from tests.ranks import RankPools
-from tests.reference.models import Checkpointed, Skipping
+from tests.reference.models import Checkpointed, Skipping, Stack
 from tests.reference.training import train_sharded
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -179,6 +179,41 @@ def _frees(recording: Recording) -> list[Any]:
 def test_a_recording_sees_forward_backward_optimizer_and_memory(pools: RankPools) -> None:
     for seen in pools(2).run(seen_operations):
         assert seen == [True] * 6
+
+
+def steps_on_the_pool(mesh_name: str, precision: str) -> tuple[list[str], int, float]:
+    """Violations of steps on the traced pool, operations on it by lanes, error of the numbers."""
+
+    def built(**options: Any) -> Any:
+        torch.manual_seed(0)
+        model = Checkpointed(use_reentrant=False)
+        policy = POLICIES[precision]
+        return _sharded(model, mesh_name, "optim_grads_params", mp_policy=policy, **options)
+
+    plain, _ = _trained(built(), recorded=False)
+    numbers, recording = _trained(built(enable_trace_pool=True), recorded=True)
+    assert recording is not None
+    on_pool = [
+        op
+        for op in recording.schedule.operations()
+        if op.stream != "compute"
+        and any("trace pool" in region.buffer.name for region in op.reads + op.writes)
+    ]
+    pairs = zip(plain, numbers, strict=True)
+    error = max(float((a - b).norm() / (a.norm() + 1e-3)) for a, b in pairs)
+    return [str(violation) for violation in recording.violations()], len(on_pool), error
+
+
+@pytest.mark.parametrize(("mesh_name", "precision"), [("1-D", "fp32"), ("HSDP", "bf16")])
+def test_steps_on_the_trace_pool_have_no_race(
+    pools: RankPools, mesh_name: str, precision: str
+) -> None:
+    ranks = pools(2 if mesh_name == "1-D" else 4)
+    for violations, num_on_pool, error in ranks.run(steps_on_the_pool, mesh_name, precision):
+        assert violations == []
+        # The last backward gathers and reduces three blocks and the root on lanes.
+        assert num_on_pool >= 6
+        assert error < (1e-5 if precision == "fp32" else 2e-2)
 
 
 class RecordedTraining:
@@ -407,6 +442,29 @@ def faults_found(fault: str) -> list[tuple[str, str, str]]:
                 unit_of(model.blocks[1]).reshard()
             optimizer.step()
     return [(v.fault.value, v.buffer.name, str(v)) for v in recording.violations()]
+
+
+def faults_found_on_the_pool(fault: str) -> set[tuple[str, str]]:
+    """Kinds and buffers of violations of a step on the traced pool with a fault."""
+    torch.manual_seed(0)
+    model = Stack(5)
+    _sharded(model, "1-D", "optim_grads_params", enable_trace_pool=True)
+    for _ in range(4):
+        model(torch.randn(4, 5)).square().mean().backward()
+    with record_streams(model) as recording:
+        _plant(fault, model, recording)
+        model(torch.randn(4, 5)).square().mean().backward()
+    return {(v.fault.value, v.buffer.name) for v in recording.violations()}
+
+
+@pytest.mark.parametrize(
+    "fault", ["gather not waited for", "reduction not waited for", "lane does not wait"]
+)
+def test_a_place_in_the_trace_pool_used_again_too_early_is_found(
+    pools: RankPools, fault: str
+) -> None:
+    for found in pools(2).run(faults_found_on_the_pool, fault):
+        assert (Fault.UNORDERED.value, "trace pool, torch.float32") in found
 
 
 @pytest.mark.parametrize(

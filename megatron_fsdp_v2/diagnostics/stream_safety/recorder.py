@@ -30,7 +30,7 @@ COMPUTE = "compute"
 class _Storage:
     """A storage seen in an operation, and what the allocator of a GPU would know of it.
 
-    `start` is its first byte in `buffer`, which several storages may be parts of.
+    Several storages may be parts of one buffer; `start` is the first byte of this one in it.
     """
 
     ref: StorageWeakRef
@@ -38,6 +38,7 @@ class _Storage:
     stream: str
     has_memory: bool
     start: int = 0
+    is_part: bool = False
 
     @property
     def is_dead(self) -> bool:
@@ -196,7 +197,7 @@ class StreamRecorder:
         return found
 
     def name(self, tensor: torch.Tensor, name: str, *, has_memory: bool = True) -> None:
-        """Give a tensor's storage a name for reports.
+        """Give a tensor's storage a name for reports, unless it is a part of a larger one.
 
         Args:
             tensor: Any view of it.
@@ -205,6 +206,8 @@ class StreamRecorder:
         """
         is_new = not self.is_known(tensor)
         storage = self._storage_of(tensor, "", made_here=False)
+        if storage.is_part:
+            return
         storage.buffer.name = name
         if is_new and not has_memory:
             storage.has_memory = False
@@ -220,7 +223,8 @@ class StreamRecorder:
         whole = self._storage_of(block, "", made_here=False)
         part = self._storage_of(tensor, "", made_here=False)
         # Its own memory is none, so that none is freed when it dies.
-        part.buffer, part.has_memory = whole.buffer, False
+        part.buffer, part.has_memory, part.is_part = whole.buffer, False, True
+        whole.buffer.name = f"trace pool, {tensor.dtype}"
         part.start = tensor.untyped_storage().data_ptr() - block.data_ptr()
 
     def gains_memory(self, tensor: torch.Tensor) -> None:

@@ -26,12 +26,18 @@ from megatron_fsdp_v2 import fully_shard
 Wrap = Callable[[nn.Module, DeviceMesh], nn.Module]
 
 
-def _ours(strategy: str) -> Wrap:
+def _ours(strategy: str, *, pooled: bool = False) -> Wrap:
     def wrap(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        # The comparison of ranks at the first use would see what a fake gather leaves behind.
-        for block in model.children():
-            fully_shard(block, mesh=mesh, sharding_strategy=strategy, check_ranks="never")
-        return fully_shard(model, mesh=mesh, sharding_strategy=strategy, check_ranks="never")
+        for unit in [*model.children(), model]:
+            fully_shard(
+                unit,
+                mesh=mesh,
+                sharding_strategy=strategy,
+                enable_trace_pool=pooled,
+                # A comparison at the first use would see what a fake gather leaves behind.
+                check_ranks="never",
+            )
+        return model
 
     return wrap
 
@@ -40,6 +46,7 @@ CONTENDERS: dict[str, Wrap] = {
     "unsharded": lambda model, mesh: model,
     "FSDP2": wrap_with_fsdp2,
     **{f"ours, {s}": _ours(s) for s in ("no_shard", "optim", "optim_grads", "optim_grads_params")},
+    "the last, on the trace pool": _ours("optim_grads_params", pooled=True),
 }
 
 

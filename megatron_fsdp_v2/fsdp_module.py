@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast, override
 
 from torch import nn
 
+from megatron_fsdp_v2.trace_pool import TracePoolAllocator
 from megatron_fsdp_v2.unit import synchronise_gradients
 
 if TYPE_CHECKING:
@@ -113,6 +114,20 @@ class FSDPModule:
     def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
         """Gather these units when this unit's backward starts. See the forward's twin."""
         unit_of(self).backward_prefetch = [weakref.ref(unit_of(m)) for m in modules]
+
+    def trace_pool(self) -> TracePoolAllocator:
+        """The traced pool that this module and all units of its root share.
+
+        Raises:
+            RuntimeError: The root was not wrapped with `enable_trace_pool=True`.
+        """
+        allocator = unit_of(self).context.allocator
+        if not isinstance(allocator, TracePoolAllocator):
+            raise RuntimeError(
+                f"{type(self).__name__} has no trace pool; call fully_shard with "
+                "enable_trace_pool=True on it and on all of its units"
+            )
+        return allocator
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         """Refuse.

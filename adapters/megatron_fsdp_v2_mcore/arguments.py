@@ -23,7 +23,11 @@ __all__ = [
 ]
 
 API_FLAG = "--use-fsdp-fully-shard-api"
-_OUR_OTHER_FLAGS = ("expert_data_parallel_sharding_strategy", "log_per_param_norm")
+_OUR_OTHER_FLAGS = (
+    "expert_data_parallel_sharding_strategy",
+    "fsdp_trace_pool",
+    "log_per_param_norm",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -40,6 +44,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         default=None,
         help="Sharding strategy of the parameters of experts; default: that of all others, "
         "--data-parallel-sharding-strategy.",
+    )
+    group.add_argument(
+        "--fsdp-trace-pool",
+        action="store_true",
+        help="Put gathered weights and gradient buffers at planned addresses of one block of "
+        "memory, after the first iterations have shown when each of them lives.",
     )
     group.add_argument(
         "--log-per-param-norm",

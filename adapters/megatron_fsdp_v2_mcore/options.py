@@ -17,11 +17,13 @@ class Options:
         broadcasts_parameters: Whether data-parallel ranks built different weights, of which the
             first rank's count.
         logs_parameter_norms: Whether norms of every parameter are logged.
+        uses_trace_pool: Whether temporary buffers are at planned addresses.
     """
 
     expert_strategy: str | None = None
     broadcasts_parameters: bool = False
     logs_parameter_norms: bool = False
+    uses_trace_pool: bool = False
 
     @classmethod
     def from_args(cls, args: Any) -> Options:
@@ -30,4 +32,5 @@ class Options:
             expert_strategy=getattr(args, "expert_data_parallel_sharding_strategy", None),
             broadcasts_parameters=bool(getattr(args, "data_parallel_random_init", False)),
             logs_parameter_norms=bool(getattr(args, "log_per_param_norm", False)),
+            uses_trace_pool=bool(getattr(args, "fsdp_trace_pool", False)),
         )

@@ -120,6 +120,7 @@ class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
                 gradient_scaling_factor=factor,
                 enable_unshard_prefetch=settings.enable_unshard_prefetch,
                 enable_async_reduce_grad=settings.enable_async_reduce_grad,
+                enable_trace_pool=self.options.uses_trace_pool,
                 tensor_shards=shards,
                 separate_params=shared,
                 param_init_fn=initialise,

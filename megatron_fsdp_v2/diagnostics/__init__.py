@@ -3,6 +3,7 @@
 from megatron_fsdp_v2.diagnostics.finite import Nonfinite, check_finite, find_nonfinite
 from megatron_fsdp_v2.diagnostics.norms import ParameterNorm, parameter_norms
 from megatron_fsdp_v2.diagnostics.overlap import check_no_overlap
+from megatron_fsdp_v2.diagnostics.pool_picture import pool_picture
 from megatron_fsdp_v2.diagnostics.ranges import profile_ranges
 from megatron_fsdp_v2.diagnostics.summary import GroupRow, GroupSummary, group_summary
 
@@ -16,5 +17,6 @@ __all__ = [
     "find_nonfinite",
     "group_summary",
     "parameter_norms",
+    "pool_picture",
     "profile_ranges",
 ]

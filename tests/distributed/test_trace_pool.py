@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -14,7 +16,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from megatron_fsdp_v2 import MixedPrecisionPolicy, TracePoolAllocator, fully_shard
+from megatron_fsdp_v2 import MixedPrecisionPolicy, fully_shard
+from megatron_fsdp_v2.diagnostics import pool_picture
 from megatron_fsdp_v2.fsdp_module import unit_of
 from tests.ranks import RankPools
 from tests.reference.models import Block, Stack
@@ -73,12 +76,6 @@ def _sharded(model: Any, shape: tuple[int, ...] = (2,), **options: Any) -> Any:
     return fully_shard(model, mesh=_mesh(shape), **options)
 
 
-def _pool(model: Any) -> TracePoolAllocator:
-    allocator = unit_of(model).context.allocator
-    assert isinstance(allocator, TracePoolAllocator)
-    return allocator
-
-
 def _step(model: Any, *, num_micro: int = 1, evaluates: bool = False, rows: int = 2) -> None:
     for micro in range(num_micro):
         is_last = micro == num_micro - 1
@@ -111,7 +108,7 @@ def plans_of_case(name: str) -> dict[str, Any]:
     model = _sharded(build(), **options)
     for _ in range(4):
         _step(model, **steps)
-    pool = _pool(model)
+    pool = model.trace_pool()
     before = pool.num_allocations
     places = [_places(model, steps) for _ in range(2)]
     reports = pool.reports()
@@ -199,7 +196,7 @@ class Scenario:
 
     def pool(self, method: str) -> None:
         if self.pooled:
-            getattr(_pool(self.model), method)()
+            getattr(self.model.trace_pool(), method)()
 
 
 def _evaluation_before_a_backward(run: Scenario) -> None:
@@ -316,7 +313,7 @@ def bits_of_scenario(number: int) -> tuple[bool, bool]:
         SCENARIOS[number](run)
         bits.append([*run.bits, *(p.to_local().clone() for p in run.model.parameters())])
     same = len(bits[0]) == len(bits[1]) and all(map(torch.equal, *bits))
-    return same, all(report.plan is not None for report in _pool(run.model).reports())
+    return same, all(report.plan is not None for report in run.model.trace_pool().reports())
 
 
 @pytest.mark.parametrize("number", range(len(SCENARIOS)), ids=[s.__name__ for s in SCENARIOS])
@@ -336,7 +333,7 @@ def collision() -> tuple[str, list[bool]]:
     model = _sharded(Stack(5))
     for _ in range(4):
         _step(model)
-    (report,) = _pool(model).reports()
+    (report,) = model.trace_pool().reports()
     assert report.plan is not None
     weights = [report.names.index(f"blocks.{index}/0/model_weight") for index in range(5)]
     first, second = next(
@@ -387,7 +384,7 @@ def bytes_given_back() -> tuple[int, int, int, int]:
     model = _sharded(Stack(5))
     for _ in range(4):
         _step(model)
-    pool = _pool(model)
+    pool = model.trace_pool()
     (report,) = pool.reports()
     assert report.plan is not None
     at_rest, again = pool.release(), pool.release()
@@ -401,3 +398,32 @@ def test_released_memory_goes_back_unless_a_backward_needs_it(pools: RankPools) 
     for planned, at_rest, again, awaited in pools(2).run(bytes_given_back):
         assert planned == at_rest > 0
         assert (again, awaited) == (0, 0)
+
+
+def pictures_and_reports(folder: str) -> dict[str, Any]:
+    """What is written and said of a plan, and where there is none."""
+    path = Path(folder) / f"{dist.get_rank()}.svg"
+    plain, model = _sharded(Stack(2), enable_trace_pool=False), _sharded(Stack(5))
+    early = model.trace_pool().report()
+    with pytest.raises(RuntimeError, match="no plan yet"):
+        pool_picture(model, path)
+    with pytest.raises(RuntimeError, match="Stack has no trace pool"):
+        plain.trace_pool()
+    with pytest.raises(RuntimeError, match="Stack has no trace pool"):
+        pool_picture(plain, path)
+    for _ in range(4):
+        _step(model)
+    pool_picture(model, path)
+    return {"early": early, "text": model.trace_pool().report(), "path": path}
+
+
+def test_a_plan_is_reported_as_text_and_as_a_picture(pools: RankPools, tmp_path: Path) -> None:
+    for found in pools(2).run(pictures_and_reports, str(tmp_path)):
+        assert found["early"] == "float32 on cpu: no plan yet; traced: nothing"
+        assert "lower bound" in found["text"]
+        assert "forward and synchronised backward (3x)" in found["text"]
+        assert "blocks.0/0/model_weight, blocks.2/0/model_weight" in found["text"]
+        root = ElementTree.parse(found["path"]).getroot()
+        titles = [title.text for title in root.iter("{http://www.w3.org/2000/svg}title")]
+        # Each block is gathered twice in a pass, and two patterns were traced.
+        assert sum(title.startswith("blocks.1/0/model_weight") for title in titles) == 4

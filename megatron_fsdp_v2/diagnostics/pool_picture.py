@@ -1,0 +1,128 @@
+"""A picture of the traced pool: when each buffer lives, and where."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from xml.sax.saxutils import escape
+
+from torch import nn
+
+from megatron_fsdp_v2.diagnostics.walk import units_below
+from megatron_fsdp_v2.memory_plan import Trace, keys_of
+from megatron_fsdp_v2.trace_pool import PoolReport, TracePoolAllocator
+
+__all__ = ["pool_picture"]
+
+WIDTH, HEIGHT = 1000, 360
+LEFT, TOP, GAP = 130, 40, 70
+COLOURS = {
+    "model_weight": "#4c78a8",
+    "main_grad": "#f58518",
+    "grad_comm": "#e45756",
+    "partial_grad": "#72b7b2",
+}
+OTHER_COLOUR = "#9d9da1"
+
+
+@dataclass(frozen=True, slots=True)
+class _Life:
+    """A buffer has memory from one moment of a trace to another."""
+
+    key: int
+    first: int
+    last: int
+
+
+def pool_picture(module: nn.Module, path: str | Path) -> None:
+    """Draw the plans of a model's traced pool as an SVG.
+
+    One panel for every traced pattern and dtype: time goes to the right, one step for each time
+    that a buffer is given memory or loses it; addresses go up. A rectangle is one life of one
+    buffer; its name shows where the pointer rests on it. The dashed line is the lower bound.
+
+    Args:
+        module: A sharded model with `enable_trace_pool=True`, after its first steps.
+        path: File to write.
+
+    Raises:
+        ValueError: The module contains no sharded module.
+        RuntimeError: It has no traced pool, or nothing is planned yet.
+    """
+    allocator = units_below(module)[0][1].context.allocator
+    if not isinstance(allocator, TracePoolAllocator):
+        raise RuntimeError(
+            f"{type(module).__name__} has no trace pool; shard it with enable_trace_pool=True"
+        )
+    panels = [
+        (report, program.name, program.trace)
+        for report in allocator.reports()
+        if report.plan is not None
+        for program in report.programs
+    ]
+    if not panels:
+        raise RuntimeError("the trace pool has no plan yet; run a few steps first")
+    height = TOP + len(panels) * (HEIGHT + GAP)
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{LEFT + WIDTH + 20}" height="{height}" '
+        'font-family="sans-serif" font-size="13">',
+        '<rect width="100%" height="100%" fill="white"/>',
+        *_legend(),
+    ]
+    for number, (report, name, trace) in enumerate(panels):
+        lines += _panel(report, name, trace, TOP + number * (HEIGHT + GAP) + 20)
+    Path(path).write_text("\n".join([*lines, "</svg>"]) + "\n")
+
+
+def _legend() -> Iterator[str]:
+    for number, (kind, colour) in enumerate(COLOURS.items()):
+        x = LEFT + 140 * number
+        yield f'<rect x="{x}" y="10" width="14" height="14" fill="{colour}"/>'
+        yield f'<text x="{x + 20}" y="22">{kind}</text>'
+
+
+def _panel(report: PoolReport, name: str, trace: Trace, top: float) -> Iterator[str]:
+    plan = report.plan
+    assert plan is not None
+    scale = HEIGHT / max(plan.nbytes, 1)
+    step = WIDTH / max(len(trace.events) + 1, 1)
+    dtype = str(report.dtype).removeprefix("torch.")
+    title = f"{name}: {dtype} on {report.device}, {plan.nbytes:,} bytes ({plan.excess:+.1%})"
+    yield f'<text x="{LEFT}" y="{top - 6:.1f}">{escape(title)}</text>'
+    yield (
+        f'<rect x="{LEFT}" y="{top:.1f}" width="{WIDTH}" height="{HEIGHT}" fill="none" '
+        'stroke="#888"/>'
+    )
+    for life in _lives(trace):
+        offset = plan.offsets[life.key]
+        if offset is None:
+            continue
+        label = report.names[life.key]
+        colour = COLOURS.get(label.rsplit("/", 1)[-1], OTHER_COLOUR)
+        height = plan.sizes[life.key] * scale
+        y = top + HEIGHT - offset * scale - height
+        yield (
+            f'<rect x="{LEFT + life.first * step:.2f}" y="{y:.2f}" '
+            f'width="{(life.last - life.first) * step:.2f}" height="{height:.2f}" '
+            f'fill="{colour}" stroke="white" stroke-width="0.5">'
+            f"<title>{escape(label)}: {plan.sizes[life.key]:,} bytes at {offset:,}</title></rect>"
+        )
+    y = top + HEIGHT - plan.lower_bound * scale
+    yield (
+        f'<line x1="{LEFT}" x2="{LEFT + WIDTH}" y1="{y:.2f}" y2="{y:.2f}" stroke="black" '
+        'stroke-dasharray="6 4"/>'
+    )
+    yield f'<text x="4" y="{y + 12:.1f}">lower bound</text>'
+
+
+def _lives(trace: Trace) -> Iterator[_Life]:
+    """The stretches of a trace in which each buffer has memory, in steps of its events."""
+    since = dict.fromkeys(keys_of(trace.live_before), 0)
+    for moment, event in enumerate(trace.events, start=1):
+        if event >= 0:
+            since.setdefault(event, moment)
+        elif ~event in since:
+            yield _Life(~event, since.pop(~event), moment)
+    for key, first in since.items():
+        yield _Life(key, first, len(trace.events) + 1)

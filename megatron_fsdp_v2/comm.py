@@ -28,6 +28,10 @@ from megatron_fsdp_v2.comm_streams import Stream, StreamCommunicator
 __all__ = ["CpuCommunicator", "CudaStreams", "NcclCollectives", "communicator_for"]
 
 
+_CHUNK = 1 << 14
+"""Elements summed at a time where the sum is not made in place."""
+
+
 class _WorkTicket:
     """An asynchronous operation of a CPU process group, and what to do with its result."""
 
@@ -81,20 +85,24 @@ class CpuCommunicator:
         if axis.size == 1:
             store(into, full, scale, accumulate)
             return DONE
-        received = torch.empty_like(full)
-        work = dist.all_to_all_single(received, full, group=axis.group, async_op=True)
+        # One's own piece does not travel, so that what is received is less than the whole.
+        numels = [full.numel() // axis.size if r != axis.rank else 0 for r in range(axis.size)]
+        matrix = full.view(axis.size, -1)
+        end = _move_to_end(matrix, axis.rank)
+        received = full.new_empty(sum(numels))
+        sent = matrix[1:] if end == 0 else matrix[:-1]
+        work = dist.all_to_all_single(
+            received, sent.view(-1), numels, numels, group=axis.group, async_op=True
+        )
+        pieces = list(received.view(axis.size - 1, -1))
+        pieces.insert(axis.rank, matrix[end])
 
         def finish() -> None:
-            pieces = received.view(axis.size, -1)
-            total = pieces[0].to(into.dtype, copy=True) if accumulate else into.copy_(pieces[0])
-            for piece in pieces[1:]:
-                total.add_(piece)
-            if accumulate:
-                into.add_(total, alpha=scale)
-            elif scale != 1.0:
-                into.mul_(scale)
+            _sum_into(into, pieces, scale, accumulate)
+            # Gloo's own thread lets go of it only when it gets to run again.
+            received.untyped_storage().resize_(0)
 
-        return self._issued(work, finish, (full, received), async_op)
+        return self._issued(work, finish, (full,), async_op)
 
     def all_reduce(
         self,
@@ -151,6 +159,39 @@ class CpuCommunicator:
         if not async_op:
             ticket.wait()
         return ticket
+
+
+def _move_to_end(pieces: torch.Tensor, index: int) -> int:
+    """Bring one row to the nearer end of a matrix, the others keep their order; return where."""
+    end = 0 if index < len(pieces) / 2 else len(pieces) - 1
+    if index == end:
+        return end
+    own = pieces[index].clone()
+    towards = 1 if end > index else -1
+    for position in range(index, end, towards):
+        pieces[position].copy_(pieces[position + towards])
+    pieces[end].copy_(own)
+    return end
+
+
+def _sum_into(
+    into: torch.Tensor, pieces: list[torch.Tensor], scale: float, accumulate: bool
+) -> None:
+    """Store or add `scale` times the sum of pieces, made in their order in `into`'s dtype."""
+    if not accumulate:
+        into.copy_(pieces[0])
+        for piece in pieces[1:]:
+            into.add_(piece)
+        if scale != 1.0:
+            into.mul_(scale)
+        return
+    tensors = (torch.split(tensor, _CHUNK) for tensor in (into, *pieces))
+    for target, first, *others in zip(*tensors, strict=True):
+        # A sum in another dtype is a copy; of a chunk, it is a small one.
+        total = first.to(target.dtype)
+        for other in others:
+            total.add_(other)
+        target.add_(total, alpha=scale)
 
 
 class CudaStreams:

@@ -154,7 +154,9 @@ def store(into: torch.Tensor, value: torch.Tensor, scale: float, accumulate: boo
         if scale != 1.0:
             into.mul_(scale)
     elif accumulate:
-        into.add_(value.to(into.dtype), alpha=scale)
+        # A wider sum takes narrower terms as they are; a copy of them would be as large as it is.
+        is_wider = torch.promote_types(into.dtype, value.dtype) == into.dtype
+        into.add_(value if is_wider else value.to(into.dtype), alpha=scale)
     else:
         into.copy_(value)
         if scale != 1.0:

@@ -150,7 +150,8 @@ class StreamCommunicator:
             store(into, full, scale, accumulate)
             return DONE
         direct = into.dtype == full.dtype and not accumulate
-        shard = into if direct else torch.empty_like(full[: into.numel()])
+        # In place otherwise: NCCL takes this rank's slice of the input for the output.
+        shard = into if direct else full.view(axis.size, -1)[axis.rank]
         with self._lane(lane, async_op):
             left = self._scaled_before(full, scale)
             self._collectives.reduce_scatter(shard, full, axis, left)

@@ -348,10 +348,10 @@ class ReducesWithoutWait(Tampering):
 
 
 class DropsTickets(Tampering):
-    """Forgets the ticket at once, and with it the temporary that the reduction writes."""
+    """Hands over a copy, and forgets the ticket at once, and with it the copy."""
 
-    def reduce_scatter(self, *args: Any, **options: Any) -> Any:
-        self.inner.reduce_scatter(*args, **options)
+    def reduce_scatter(self, into: Any, full: Any, *args: Any, **options: Any) -> Any:
+        self.inner.reduce_scatter(into, full.clone(), *args, **options)
         return NoWait(None)
 
 
@@ -497,8 +497,8 @@ def test_a_place_in_the_trace_pool_used_again_too_early_is_found(
         (
             "ticket dropped",
             Fault.PREMATURE_FREE,
-            "of aten.empty_like.default",
-            ("aten.add_.Tensor on 'reduce' (reads it)", "free on 'compute'"),
+            "of aten.clone.default",
+            ("reduce_scatter on 'reduce' (reads it)", "free on 'compute'"),
         ),
         (
             "gradients freed early",

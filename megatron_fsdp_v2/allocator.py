@@ -2,11 +2,31 @@
 
 from __future__ import annotations
 
+import enum
 from typing import Protocol, runtime_checkable
 
 import torch
 
-__all__ = ["Allocator", "OwnMemory", "PlainAllocator", "TemporaryBuffer", "alias_of", "view_of"]
+__all__ = [
+    "Allocator",
+    "BufferUse",
+    "OwnMemory",
+    "PlainAllocator",
+    "TemporaryBuffer",
+    "alias_of",
+    "view_of",
+]
+
+
+class BufferUse(enum.Enum):
+    """What a temporary buffer holds."""
+
+    GATHERED = "gathered"
+    """Weights of a unit that computes."""
+    GRADIENT = "gradient buffer"
+    """Gradients before they are reduced, or between the two axes of a mesh."""
+    COMMUNICATION = "communication"
+    """A copy for the wire."""
 
 
 @runtime_checkable

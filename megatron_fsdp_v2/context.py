@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from megatron_fsdp_v2.reduction_queue import MAX_LIVE_UNITS, ReductionQueue, Turns, TurnTaker
+from megatron_fsdp_v2.reduction_queue import ReductionQueue, Turns, TurnTaker
 
 if TYPE_CHECKING:
     from megatron_fsdp_v2.allocator import Allocator
@@ -19,6 +19,11 @@ __all__ = ["Context", "ExecutionOrder"]
 
 class Reshardable(TurnTaker, Protocol):
     """What the context needs to know of a unit."""
+
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether its weights are gathered, or on their way."""
+        ...
 
     def prefetch(self) -> None:
         """Start gathering ahead of use, if there is room."""
@@ -48,30 +53,35 @@ class ExecutionOrder[UnitT: Reshardable]:
             self._current = []
         self._cursor = 0
 
-    def record(self, unit: UnitT) -> UnitT | None:
-        """Note that a unit runs now; return the one that ran after it in the last pass."""
+    def record(self, unit: UnitT, depth: int = 0) -> list[UnitT]:
+        """Note that a unit runs now; return the ones that ran after it in the last pass.
+
+        Args:
+            unit: The unit.
+            depth: How many of them.
+        """
         self._current.append(weakref.ref(unit))
         for position in range(self._cursor, len(self._last)):
             if self._last[position]() is unit:
                 self._cursor = position + 1
-                return self._at(self._last, position + 1)
-        return None
+                return self._live(self._last[position + 1 : position + 1 + depth])
+        return []
 
     def begin_reversed(self) -> None:
         """Start walking the current pass from its end."""
         self._cursor = len(self._current) - 1
 
-    def before(self, unit: UnitT) -> UnitT | None:
-        """The unit that ran before this one in the current pass."""
+    def before(self, unit: UnitT, depth: int) -> list[UnitT]:
+        """The units that ran before this one in the current pass, the latest first."""
         for position in range(min(self._cursor, len(self._current) - 1), -1, -1):
             if self._current[position]() is unit:
                 self._cursor = position - 1
-                return self._at(self._current, position - 1)
-        return None
+                return self._live(self._current[max(0, position - depth) : position][::-1])
+        return []
 
     @staticmethod
-    def _at(order: list[weakref.ref[UnitT]], position: int) -> UnitT | None:
-        return order[position]() if 0 <= position < len(order) else None
+    def _live(refs: list[weakref.ref[UnitT]]) -> list[UnitT]:
+        return [unit for ref in refs if (unit := ref()) is not None]
 
 
 class Context[UnitT: Reshardable]:
@@ -80,7 +90,7 @@ class Context[UnitT: Reshardable]:
     Attributes:
         communicator: Issues collectives.
         allocator: Makes temporary buffers.
-        enable_unshard_prefetch: Gather the next unit while this one computes.
+        unshard_prefetch_depth: Units gathered ahead while one computes; 0 for none.
         enable_async_reduce_grad: Reduce a unit's gradients while the next one computes.
         check_ranks: How often ranks compare what they do; see `fully_shard`.
         forward_order: Order of forwards in this pass and the last.
@@ -99,18 +109,19 @@ class Context[UnitT: Reshardable]:
         communicator: Communicator,
         allocator: Allocator,
         *,
-        enable_unshard_prefetch: bool,
+        unshard_prefetch_depth: int,
         enable_async_reduce_grad: bool,
+        max_live_grad_buffers: int,
         check_ranks: CheckRanks,
     ) -> None:
         self.communicator = communicator
         self.allocator = allocator
-        self.enable_unshard_prefetch = enable_unshard_prefetch
+        self.unshard_prefetch_depth = unshard_prefetch_depth
         self.enable_async_reduce_grad = enable_async_reduce_grad
         self.check_ranks = check_ranks
         self.forward_order: ExecutionOrder[UnitT] = ExecutionOrder()
         self.backward_order: ExecutionOrder[UnitT] = ExecutionOrder()
-        self.reductions = ReductionQueue()
+        self.reductions = ReductionQueue(max_live_grad_buffers)
         self.turns: Turns[UnitT] | None = None
         self.weights_epoch = 0
         self.finalizer_queued = False
@@ -118,7 +129,7 @@ class Context[UnitT: Reshardable]:
         self.pass_has_grad = False
         self.is_checked = False
         self._units: list[weakref.ref[UnitT]] = []
-        self._prefetched: weakref.ref[UnitT] | None = None
+        self._prefetched: deque[weakref.ref[UnitT]] = deque()
         self._requested: list[weakref.ref[UnitT]] = []
         self._recomputed: deque[weakref.ref[UnitT]] = deque()
 
@@ -167,16 +178,18 @@ class Context[UnitT: Reshardable]:
         if self.turns is not None:
             self.turns.begin()
 
-    def prefetch(self, unit: UnitT | None) -> None:
-        """Start gathering a unit ahead of its use, because it came next the last time."""
-        if unit is None or not self.enable_unshard_prefetch:
-            return
-        unit.prefetch()
-        self._prefetched = weakref.ref(unit)
+    def prefetch(self, units: Sequence[UnitT]) -> None:
+        """Start gathering units ahead of their use, because they came next the last time."""
+        for unit in units:
+            # One that is in use, or kept for its backward, is not this list's to drop.
+            if not unit.is_unsharded:
+                # Also one that had no room: it is expected all the same.
+                unit.prefetch()
+                self._prefetched.append(weakref.ref(unit))
 
     def prefetch_requested(self, units: list[weakref.ref[UnitT]]) -> None:
         """Start gathering the units a user asked for; they stay until they ran or the pass ends."""
-        if not self.enable_unshard_prefetch:
+        if not self.unshard_prefetch_depth:
             return
         for ref in units:
             unit = ref()
@@ -185,33 +198,42 @@ class Context[UnitT: Reshardable]:
                 self._requested.append(ref)
 
     def arrive(self, unit: UnitT) -> None:
-        """A unit is about to be used: drop a prefetched one that is not it."""
-        prefetched = None if self._prefetched is None else self._prefetched()
-        self._prefetched = None
-        if prefetched is not None and prefetched is not unit:
-            prefetched.reshard()
+        """A unit is about to be used: drop those that were expected before it.
+
+        If it was not expected at all, everything was guessed wrong, unless it was gathered anyway.
+        """
+        if not unit.is_unsharded or any(ref() is unit for ref in self._prefetched):
+            while self._prefetched:
+                prefetched = self._prefetched.popleft()()
+                if prefetched is unit:
+                    break
+                if prefetched is not None:
+                    prefetched.reshard()
         if self._requested:
             self._requested = [ref for ref in self._requested if ref() is not unit]
 
     def drop_prefetched(self) -> None:
         """The pass is over: nothing gathered in vain may outlive it."""
-        for ref in [self._prefetched, *self._requested]:
-            unit = None if ref is None else ref()
+        for ref in [*self._prefetched, *self._requested]:
+            unit = ref()
             if unit is not None:
                 unit.reshard()
-        self._prefetched = None
+        self._prefetched.clear()
         self._requested = []
 
-    def keep_recomputed(self, unit: UnitT) -> None:
-        """Leave a recomputed unit gathered for its backward, the latest few of them."""
-        self._recomputed = deque(
-            ref for ref in self._recomputed if ref() is not None and ref() is not unit
-        )
-        self._recomputed.append(weakref.ref(unit))
-        while len(self._recomputed) > MAX_LIVE_UNITS:
-            oldest = self._recomputed.popleft()()
+    def make_room_for_recomputed(self, unit: UnitT) -> None:
+        """Drop the oldest recomputed units that are in the way of one more."""
+        waiting = [ref for ref in self._recomputed if ref() is not unit]
+        for ref in waiting[: max(0, len(waiting) - self.unshard_prefetch_depth)]:
+            self._recomputed.remove(ref)
+            oldest = ref()
             if oldest is not None:
                 oldest.reshard()
+
+    def keep_recomputed(self, unit: UnitT) -> None:
+        """Leave a recomputed unit gathered for its backward."""
+        self.forget_recomputed(unit)
+        self._recomputed.append(weakref.ref(unit))
 
     def forget_recomputed(self, unit: UnitT | None = None) -> None:
         """A unit's own backward takes over from here, or (without one) the whole backward ends."""

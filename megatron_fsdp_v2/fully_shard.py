@@ -54,6 +54,8 @@ def fully_shard[ModuleT: nn.Module](
     on_missing_grad: str = "zero",
     enable_unshard_prefetch: bool = True,
     enable_async_reduce_grad: bool = True,
+    unshard_prefetch_depth: int = 1,
+    max_live_grad_buffers: int = 2,
     enable_trace_pool: bool = False,
     check_ranks: str = "once",
     tensor_shards: Mapping[nn.Parameter, TensorShard] | None = None,
@@ -88,6 +90,12 @@ def fully_shard[ModuleT: nn.Module](
             of its group have one.
         enable_unshard_prefetch: Gather the next unit while this one computes.
         enable_async_reduce_grad: Reduce gradients while the next unit computes.
+        unshard_prefetch_depth: Units gathered ahead of the one at work, at least 1. Each costs the
+            gathered weights of one more unit; more than one helps where a gather takes longer
+            than a unit computes. What the root says holds for all its units.
+        max_live_grad_buffers: Units that have full gradient buffers at a time, at least 1. With 1
+            every reduction is waited for before the next unit has a gradient; each further one
+            costs one more buffer. What the root says holds for all its units.
         enable_trace_pool: Put temporary buffers at planned addresses of one block of memory
             (`TracePoolAllocator`) instead of allocating them. The same for all units of a root.
         check_ranks: `once`: at the first use, ranks compare what they sharded and see that
@@ -111,6 +119,8 @@ def fully_shard[ModuleT: nn.Module](
     policy = mp_policy if mp_policy is not None else MixedPrecisionPolicy()
     _validate(module, mesh, on_missing_grad, enable_trace_pool, reshard_after_forward)
     _check_same_pool(module, enable_trace_pool)
+    _check_at_least_one("unshard_prefetch_depth", unshard_prefetch_depth)
+    _check_at_least_one("max_live_grad_buffers", max_live_grad_buffers)
     checks = CheckRanks.parse(check_ranks)
     sizes = [mesh.size(axis) for axis in range(mesh.ndim)]
     placements = resolve_placements(sharding_strategy, outer_dp_sharding_strategy, sizes)
@@ -144,8 +154,9 @@ def fully_shard[ModuleT: nn.Module](
     context: Context[Unit] = Context(
         communicator_for(device),
         TracePoolAllocator() if enable_trace_pool else PlainAllocator(),
-        enable_unshard_prefetch=enable_unshard_prefetch,
+        unshard_prefetch_depth=unshard_prefetch_depth if enable_unshard_prefetch else 0,
         enable_async_reduce_grad=enable_async_reduce_grad,
+        max_live_grad_buffers=max_live_grad_buffers,
         check_ranks=checks,
     )
     groups = [
@@ -244,6 +255,11 @@ def _check_same_pool(module: nn.Module, enable_trace_pool: bool) -> None:
                 f"{unit.name} inside; units of one root share their temporary memory, so use the "
                 "same for all"
             )
+
+
+def _check_at_least_one(name: str, value: int) -> None:
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
 
 
 def _has_forward(module: nn.Module) -> bool:

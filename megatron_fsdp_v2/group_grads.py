@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-from megatron_fsdp_v2.allocator import Allocator, TemporaryBuffer
+from megatron_fsdp_v2.allocator import Allocator, BufferUse, TemporaryBuffer
 from megatron_fsdp_v2.comm_interface import DONE, Axis, Communicator, Lane, Ticket, store
 from megatron_fsdp_v2.dp_buffer import DataParallelBuffer, ShardGrid, Span
 from megatron_fsdp_v2.layout import BufferLayout
@@ -117,6 +117,11 @@ class GroupGrads:
         return self._main
 
     @property
+    def has_main(self) -> bool:
+        """Whether the main gradient is allocated, from the first reduction on."""
+        return self._main is not None
+
+    @property
     def resting_nbytes(self) -> int:
         """Bytes of the main gradient, 0 before the first backward."""
         return 0 if self._main is None else self._main.nbytes
@@ -188,6 +193,8 @@ class GroupGrads:
         full = self._temporary.tensor
         if self._wire is not None:
             full = self._wire.acquire().copy_(full)
+            # Two units in flight would have two buffers each otherwise.
+            self._temporary.release()
         collective = self._comm.reduce_scatter if self._inner_is_cut else self._comm.all_reduce
         return collective(
             into,
@@ -234,6 +241,16 @@ class GroupGrads:
         """Drop the partial shard; its reduction has been waited for."""
         if self._partial is not None and not self._partial_is_valid:
             self._partial.release()
+
+    def replace_buffers(
+        self, replacement: Callable[[BufferUse, TemporaryBuffer], TemporaryBuffer]
+    ) -> None:
+        """Put something in the place of temporary buffers that does the same, and tells of it."""
+        self._temporary = replacement(BufferUse.GRADIENT, self._temporary)
+        if self._wire is not None:
+            self._wire = replacement(BufferUse.COMMUNICATION, self._wire)
+        if self._partial is not None:
+            self._partial = replacement(BufferUse.GRADIENT, self._partial)
 
     def abandon(self) -> None:
         """Forget gradients that are not reduced yet, after a failed backward."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-from megatron_fsdp_v2.allocator import Allocator, TemporaryBuffer
+from megatron_fsdp_v2.allocator import Allocator, BufferUse, TemporaryBuffer
 from megatron_fsdp_v2.comm_interface import DONE, Axis, Communicator, Lane, Ticket
 from megatron_fsdp_v2.dp_buffer import DataParallelBuffer, ShardGrid, Span
 from megatron_fsdp_v2.layout import BufferLayout
@@ -149,3 +149,10 @@ class GroupWeights:
         """Drop the gathered buffer's memory, if it is temporary."""
         if self._temporary is not None:
             self._temporary.release()
+
+    def replace_buffers(
+        self, replacement: Callable[[BufferUse, TemporaryBuffer], TemporaryBuffer]
+    ) -> None:
+        """Put something in the place of temporary buffers that does the same, and tells of it."""
+        if self._temporary is not None:
+            self._temporary = replacement(BufferUse.GATHERED, self._temporary)

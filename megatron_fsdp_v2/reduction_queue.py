@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from megatron_fsdp_v2.comm_interface import Ticket
     from megatron_fsdp_v2.param_group import ParameterGroup
 
-__all__ = ["MAX_LIVE_UNITS", "Reduction", "ReductionQueue", "TurnTaker", "Turns"]
-
-MAX_LIVE_UNITS = 2
-"""Units with gathered weights, and units with full gradient buffers, at any time."""
+__all__ = ["Reduction", "ReductionQueue", "TurnTaker", "Turns"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +35,29 @@ class Reduction:
 
 
 class ReductionQueue:
-    """Gradient reductions under way, and the sliding drain that bounds their buffers."""
+    """Gradient reductions under way, and the sliding drain that bounds their buffers.
 
-    def __init__(self) -> None:
+    Attributes:
+        max_live_grad_buffers: Units that may have full gradient buffers at a time, and units
+            that may be in an outer reduction.
+        ranges: Makes a profiler range of the name of a group that is waited for, or None.
+    """
+
+    ranges: Callable[[str], AbstractContextManager[Any]] | None = None
+
+    def __init__(self, max_live_grad_buffers: int) -> None:
+        self.max_live_grad_buffers = max_live_grad_buffers
         self._pending: deque[list[Reduction]] = deque()
-        self._outer: list[tuple[ParameterGroup, Ticket]] = []
+        self._outer: deque[list[tuple[ParameterGroup, Ticket]]] = deque()
 
     def __len__(self) -> int:
         return len(self._pending)
+
+    def make_room_to_reduce(self) -> None:
+        """Wait until one more unit's reductions may be under way."""
+        # Full buffers that collected several micro-batches are all there, and none had to wait.
+        while len(self._pending) >= self.max_live_grad_buffers:
+            self.drain_one()
 
     def push(self, issued: list[Reduction]) -> None:
         """Add one unit's reductions."""
@@ -53,49 +66,71 @@ class ReductionQueue:
 
     def push_outer(self, group: ParameterGroup) -> None:
         """Go on along the outer axis with a group whose inner reductions are all done."""
-        if any(r.group is group for issued in self._pending for r in issued):
-            return
-        self._outer.append((group, group.reduce_outer(async_op=True)))
+        if not self._has_inner(group):
+            self._issue_outer([(group, True)])
 
     def make_room(self, group: ParameterGroup) -> None:
         """Wait until another unit's full buffer fits, and until this group's own is free."""
-        while len(self._pending) >= MAX_LIVE_UNITS or any(
-            reduction.group is group for issued in self._pending for reduction in issued
-        ):
+        while len(self._pending) >= self.max_live_grad_buffers or self._has_inner(group):
             self.drain_one()
 
     def drain_one(self) -> None:
         """Wait for the oldest unit's reductions, free its buffers, go on along the outer axis."""
-        for reduction in self._pending.popleft():
-            reduction.ticket.wait()
-            grads = reduction.group.grads
-            assert grads is not None
-            grads.release()
-            if reduction.then_outer:
-                ticket = reduction.group.reduce_outer(async_op=reduction.async_op)
-                self._outer.append((reduction.group, ticket))
+        oldest, following = self._pending.popleft(), []
+        with self._range(oldest[0].group):
+            for reduction in oldest:
+                reduction.ticket.wait()
+                grads = reduction.group.grads
+                assert grads is not None
+                grads.release()
+                if reduction.then_outer:
+                    following.append((reduction.group, reduction.async_op))
+        self._issue_outer(following)
 
     def drain(self) -> None:
         """Wait for everything."""
         while self._pending:
             self.drain_one()
-        # All of them first: two reductions of one group in a backward share its partial shard.
-        for _, ticket in self._outer:
-            ticket.wait()
-        for group, _ in self._outer:
-            assert group.grads is not None
-            group.grads.release_partial()
-        self._outer.clear()
+        while self._outer:
+            self._drain_one_outer()
 
     def abandon(self) -> None:
         """Forget everything after a failed backward; waits, since buffers may be in use."""
         for issued in self._pending:
             for reduction in issued:
                 reduction.ticket.wait()
-        for _, ticket in self._outer:
-            ticket.wait()
+        for under_way in self._outer:
+            for _, ticket in under_way:
+                ticket.wait()
         self._pending.clear()
         self._outer.clear()
+
+    def _range(self, group: ParameterGroup) -> AbstractContextManager[Any]:
+        return nullcontext() if self.ranges is None else self.ranges(group.name)
+
+    def _has_inner(self, group: ParameterGroup) -> bool:
+        return any(r.group is group for issued in self._pending for r in issued)
+
+    def _issue_outer(self, groups: list[tuple[ParameterGroup, bool]]) -> None:
+        if not groups:
+            return
+        # Or partial shards of all units would be alive at the end of a backward.
+        while len(self._outer) >= self.max_live_grad_buffers:
+            self._drain_one_outer()
+        with self._range(groups[0][0]):
+            self._outer.append([(g, g.reduce_outer(async_op=is_async)) for g, is_async in groups])
+
+    def _drain_one_outer(self) -> None:
+        done = self._outer.popleft()
+        with self._range(done[0][0]):
+            for _, ticket in done:
+                ticket.wait()
+        # Two reductions of one group in a backward share its partial shard: the last one frees it.
+        still_used = {id(group) for under_way in self._outer for group, _ in under_way}
+        for group, _ in done:
+            assert group.grads is not None
+            if id(group) not in still_used:
+                group.grads.release_partial()
 
 
 class TurnTaker(Protocol):

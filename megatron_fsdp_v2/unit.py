@@ -208,10 +208,13 @@ class Unit:
             if self.phase is not Phase.BACKWARD:
                 self.move(Phase.FORWARD)
             self.context.arrive(self)
+            if recomputes:
+                self.context.make_room_for_recomputed(self)
             self.unshard(async_op=False)
             self.wait_for_unshard()
             if not recomputes:
-                following = self.context.forward_order.record(self)
+                depth = self.context.unshard_prefetch_depth
+                following = self.context.forward_order.record(self, depth)
                 self._prefetch(self.forward_prefetch, following)
         dtype = self.policy.param_dtype
         if dtype is not None and self.policy.cast_forward_inputs:
@@ -266,7 +269,8 @@ class Unit:
             for group in unit.groups:
                 if not group.weights.is_refreshed_locally and not group.is_held:
                     group.settle_changes()
-                    group.refresh(context.weights_epoch, async_op=context.enable_unshard_prefetch)
+                    ahead = context.unshard_prefetch_depth > 0
+                    group.refresh(context.weights_epoch, async_op=ahead)
 
     def _repair(self, units: Sequence[Unit]) -> None:
         context = self.context
@@ -282,7 +286,7 @@ class Unit:
                 if group.grads is not None:
                     group.grads.abandon()
 
-    def _prefetch(self, chosen: list[weakref.ref[Unit]], recorded: Unit | None) -> None:
+    def _prefetch(self, chosen: list[weakref.ref[Unit]], recorded: Sequence[Unit]) -> None:
         if chosen:
             self.context.prefetch_requested(chosen)
         else:
@@ -305,7 +309,8 @@ class Unit:
             context.arrive(self)
             self.unshard(async_op=False)
             self.wait_for_unshard()
-            self._prefetch(self.backward_prefetch, context.backward_order.before(self))
+            depth = context.unshard_prefetch_depth
+            self._prefetch(self.backward_prefetch, context.backward_order.before(self, depth))
 
     def post_backward(self) -> None:
         """After the module's backward: reduce what arrived, reshard."""
@@ -340,8 +345,10 @@ class Unit:
                     continue
                 if not grads.has_gradient and not (owes and group.is_trained):
                     continue
-                if self.context.check_ranks is CheckRanks.ALWAYS and not issued:
-                    self._compare_steps("reduce")
+                if not issued:
+                    self.context.reductions.make_room_to_reduce()
+                    if self.context.check_ranks is CheckRanks.ALWAYS:
+                        self._compare_steps("reduce")
                 has_outer = grads.has_outer_axis
                 ticket = group.reduce_inner(async_op=asynchronous, is_final=not has_outer)
                 issued.append(Reduction(group, ticket, has_outer and synchronise, asynchronous))

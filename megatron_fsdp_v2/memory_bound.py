@@ -116,11 +116,6 @@ class GroupBytes:
         """Bytes between steps."""
         return self.main_weight + self.model_weight + self.main_grad
 
-    @property
-    def in_flight(self) -> int:
-        """Bytes of the buffer that an inner reduction under way reads."""
-        return self.grad_comm or self.grad_buffer
-
 
 def _held(numel: int, sizes: Sequence[int], placements: Sequence[Placement]) -> int:
     cut = (placement is Placement.SHARD for placement in placements)
@@ -255,16 +250,16 @@ def peak_bytes(
     resting = best
     for index in range(len(units)):
         gathered = sum(units[i].gathered for i in tree.gathered_at(index, unshard_prefetch_depth))
-        kept, kept_comm = _under_way(tree, index, drain)
+        *outside, _ = tree.path(index)
+        kept = sum(units[i].sum("grad_buffer") for i in outside)
         if accumulates:
-            kept += sum(_unsynced(units[i]) for i in range(index) if i not in tree.path(index))
-        kept += sum(units[i].sum("grad_buffer") for i in tree.path(index)[:-1])
-        for buffers, comm in _reducing(units[index]):
+            kept += sum(_unsynced(units[i], is_filling=i in outside) for i in range(index))
+        for buffers, comm in tree.gradients_at(index, drain):
             moment = replace(
                 resting,
                 gathered=gathered,
                 grad_buffer=kept + buffers,
-                communication=kept_comm + comm,
+                communication=comm,
                 unit=index,
             )
             best = max(best, moment, key=lambda peak: peak.total)
@@ -308,34 +303,40 @@ class _Tree:
         kept = (i for i in following if self.units[i].keeps_gathered)
         return {*self.path(index), *following[:depth], *kept}
 
-    def reduced_before(self, index: int) -> list[int]:
-        """Trained units that are reduced before a unit, the latest first."""
-        return [i for i in range(index + 1, len(self.units)) if self.units[i].is_trained]
+    def gradients_at(self, index: int, drain: int) -> Iterator[tuple[int, int]]:
+        """Bytes of gradient buffers and of communication as a unit's gradients are made."""
+        unit = self.units[index]
+        is_outside = any(self.units[i].is_trained for i in self._children[index])
+        # A unit that others are inside of has its buffer before theirs are reduced.
+        num_inner = drain if is_outside or not unit.is_trained else max(drain - 1, 0)
+        buffers, comm = self._under_way(index, num_inner, drain)
+        yield buffers + unit.sum("grad_buffer"), comm
+        buffers, comm = self._under_way(index, max(drain - 1, 0), drain)
+        for more_buffers, more_comm in _reducing(unit):
+            yield buffers + more_buffers, comm + more_comm
 
-    def num_waiting(self, index: int, drain: int) -> int:
-        """How many of them may still be under way when a unit's own gradients are reduced."""
-        is_leaf = not any(self.units[i].is_trained for i in self._children[index])
-        return drain - 1 if is_leaf and self.units[index].is_trained else drain
+    def _under_way(self, index: int, num_inner: int, num_outer: int) -> tuple[int, int]:
+        """Bytes of gradient buffers and of communication of reductions issued earlier."""
+        # Units are reduced in the reverse of the order they are listed in.
+        earlier = (i for i in range(index + 1, len(self.units)) if self.units[i].is_trained)
+        units = [self.units[i] for i in itertools.islice(earlier, num_inner + num_outer)]
+        inner, outer = units[:num_inner], units[num_inner:]
+        buffers = sum(unit.sum("partial_grad") for unit in units)
+        buffers += sum(g.grad_buffer for u in inner for g in u.groups if not g.grad_comm)
+        comm = sum(u.sum("grad_comm") + u.sum("received") for u in inner)
+        comm += sum(u.sum("outer_comm") + u.sum("outer_received") for u in outer)
+        return buffers, comm
 
 
-def _under_way(tree: _Tree, index: int, drain: int) -> tuple[int, int]:
-    """Bytes of gradient buffers and of communication of reductions issued earlier."""
-    if not drain:
-        return 0, 0
-    earlier = tree.reduced_before(index)
-    num_inner = tree.num_waiting(index, drain)
-    inner = [tree.units[i] for i in earlier[:num_inner]]
-    outer = [tree.units[i] for i in earlier[num_inner : num_inner + drain]]
-    buffers = sum(u.sum("partial_grad") for u in (*inner, *outer))
-    buffers += sum(g.grad_buffer for u in inner for g in u.groups if not g.grad_comm)
-    comm = sum(u.sum("grad_comm") + u.sum("received") for u in inner)
-    comm += sum(u.sum("outer_comm") + u.sum("outer_received") for u in outer)
-    return buffers, comm
+def _unsynced(unit: UnitBytes, *, is_filling: bool) -> int:
+    """Bytes of gradients of earlier micro-batches that wait for the synchronised backward.
 
-
-def _unsynced(unit: UnitBytes) -> int:
-    """Bytes of gradients of earlier micro-batches that wait for the synchronised backward."""
-    return sum(g.grad_buffer if g.collects_unsynced else g.partial_grad for g in unit.groups)
+    Args:
+        unit: A unit whose own turn is still to come.
+        is_filling: Whether its full buffer is there in any case.
+    """
+    full = 0 if is_filling else sum(g.grad_buffer for g in unit.groups if g.collects_unsynced)
+    return full + sum(g.partial_grad for g in unit.groups if not g.collects_unsynced)
 
 
 def _reducing(unit: UnitBytes) -> Iterator[tuple[int, int]]:
@@ -344,7 +345,6 @@ def _reducing(unit: UnitBytes) -> Iterator[tuple[int, int]]:
     A copy for the wire takes the place of the buffer it was made from, group after group.
     """
     buffers, comm = unit.sum("grad_buffer"), 0
-    yield buffers, comm
     for group in unit.groups:
         buffers += group.partial_grad
         yield buffers, comm + group.grad_comm

@@ -1,6 +1,9 @@
 """Looking at a sharded model: norms, memory, overlaps, NaNs, profiler ranges."""
 
 from megatron_fsdp_v2.diagnostics.finite import Nonfinite, check_finite, find_nonfinite
+from megatron_fsdp_v2.diagnostics.memory import TrackedMemory, memory_tracker
+from megatron_fsdp_v2.diagnostics.memory_ledger import Account, Moment, Role
+from megatron_fsdp_v2.diagnostics.memory_units import unit_bytes
 from megatron_fsdp_v2.diagnostics.norms import ParameterNorm, parameter_norms
 from megatron_fsdp_v2.diagnostics.overlap import check_no_overlap
 from megatron_fsdp_v2.diagnostics.pool_picture import pool_picture
@@ -8,15 +11,21 @@ from megatron_fsdp_v2.diagnostics.ranges import profile_ranges
 from megatron_fsdp_v2.diagnostics.summary import GroupRow, GroupSummary, group_summary
 
 __all__ = [
+    "Account",
     "GroupRow",
     "GroupSummary",
+    "Moment",
     "Nonfinite",
     "ParameterNorm",
+    "Role",
+    "TrackedMemory",
     "check_finite",
     "check_no_overlap",
     "find_nonfinite",
     "group_summary",
+    "memory_tracker",
     "parameter_norms",
     "pool_picture",
     "profile_ranges",
+    "unit_bytes",
 ]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, override
 
-import torch
 from torch import nn
 
+from megatron_fsdp_v2.diagnostics.memory_units import group_bytes
 from megatron_fsdp_v2.diagnostics.summary_text import render
 from megatron_fsdp_v2.diagnostics.walk import parameters_below, units_below
 from megatron_fsdp_v2.mixed_precision import GroupDtypes
@@ -160,7 +160,7 @@ def group_summary(module: nn.Module) -> GroupSummary:
 
 
 def _row_of(unit: str, group: ParameterGroup) -> GroupRow:
-    layout, spec, weights = group.layout, group.spec, group.weights
+    layout, spec = group.layout, group.spec
     mesh = group.sharded_params[0].device_mesh  # type: ignore[attr-defined]
     placements = " ".join(
         f"{mesh.size(axis)}:"
@@ -169,8 +169,7 @@ def _row_of(unit: str, group: ParameterGroup) -> GroupRow:
         )
         for axis, at in enumerate(spec.placements)
     )
-    main = group.main_weight
-    shares = group.model_weight is main
+    held = group_bytes(group)
     return GroupRow(
         unit=unit,
         num_params=len(group.names),
@@ -178,36 +177,11 @@ def _row_of(unit: str, group: ParameterGroup) -> GroupRow:
         dtypes=spec.dtypes,
         placements=placements,
         is_trained=group.grads is not None,
-        shard_numel=main.tensor.numel(),
+        shard_numel=group.main_weight.tensor.numel(),
         padding_numel=layout.padding_numel,
-        main_weight_nbytes=main.nbytes,
-        model_weight_nbytes=0 if shares else group.model_weight.nbytes,
-        # Placed as the main weight is; the buffer itself is not made before the first backward.
-        main_grad_nbytes=0 if group.grads is None else _nbytes(main.tensor.numel(), _main(group)),
-        gathered_nbytes=weights.gathered.nbytes if weights.is_temporary else 0,
-        full_grad_nbytes=_full_grad_nbytes(group, mesh.size(mesh.ndim - 1)),
+        main_weight_nbytes=held.main_weight,
+        model_weight_nbytes=held.model_weight,
+        main_grad_nbytes=held.main_grad,
+        gathered_nbytes=held.gathered,
+        full_grad_nbytes=held.grad_buffer + held.grad_comm + held.partial_grad,
     )
-
-
-def _full_grad_nbytes(group: ParameterGroup, inner_size: int) -> int:
-    """Bytes of the temporary buffers between autograd and the main gradient."""
-    grads, wire, numel = group.grads, group.spec.dtypes.grad_comm, group.layout.numel
-    if grads is None:
-        return 0
-    # A buffer that collects several micro-batches has the dtype of the sum.
-    collecting = _main(group) if grads.collects_unsynced else wire
-    nbytes = _nbytes(numel, collecting)
-    if collecting != wire:
-        nbytes += _nbytes(numel, wire)
-    if grads.has_outer_axis:
-        is_cut = group.spec.placements[-1].main_grad is Placement.SHARD
-        nbytes += _nbytes(numel // inner_size if is_cut else numel, _main(group))
-    return nbytes
-
-
-def _main(group: ParameterGroup) -> torch.dtype:
-    return group.spec.dtypes.main_grad
-
-
-def _nbytes(numel: int, dtype: torch.dtype) -> int:
-    return numel * dtype.itemsize

@@ -1,0 +1,158 @@
+"""A memory tracker: what lives in a step, for which role and unit, and how far from the bound.
+
+Example:
+    with memory_tracker(model, optimizer) as memory:
+        train_step()
+    print(memory.report())
+    memory.plot("step.png")
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from megatron_fsdp_v2.diagnostics.memory_ledger import Ledger, Moment, Role
+from megatron_fsdp_v2.diagnostics.memory_plot import plot_moments
+from megatron_fsdp_v2.diagnostics.memory_text import MemoryText, render_memory
+from megatron_fsdp_v2.diagnostics.memory_units import unit_bytes
+from megatron_fsdp_v2.diagnostics.memory_watch import MemoryWatch
+from megatron_fsdp_v2.diagnostics.walk import units_below
+from megatron_fsdp_v2.memory_bound import PeakBytes, peak_bytes
+
+__all__ = ["TrackedMemory", "memory_tracker"]
+
+
+class TrackedMemory:
+    """What a memory tracker saw. All numbers are bytes on this rank.
+
+    Args:
+        ledger: What was booked.
+        bound: Computes the bound; called when the tracker is left.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._bound: PeakBytes | None = None
+        self._allocated: int | None = None
+
+    @property
+    def peak(self) -> Moment:
+        """The moment when most bytes lived."""
+        return self._ledger.peak
+
+    @property
+    def live(self) -> dict[Role, int]:
+        """Bytes that live now, or lived when tracking ended, by role."""
+        found = dict.fromkeys(Role, 0)
+        for account, nbytes in self._ledger.live.items():
+            found[account.role] += nbytes
+        return found
+
+    @property
+    def role_peaks(self) -> dict[Role, int]:
+        """The most bytes of each role, at whatever moment."""
+        return dict(self._ledger.role_peaks)
+
+    @property
+    def unit_peaks(self) -> dict[str, int]:
+        """The most bytes of each unit, at whatever moment; the root's name is empty."""
+        return dict(self._ledger.unit_peaks)
+
+    @property
+    def intervals(self) -> list[Moment]:
+        """The highest moment of each unit's forward and backward, in the order of time."""
+        return list(self._ledger.intervals())
+
+    @property
+    def bound(self) -> PeakBytes:
+        """What the peak never passes, by role. See `memory_bound.peak_bytes`.
+
+        Activations are taken as measured, at their own peak.
+
+        Raises:
+            RuntimeError: Tracking goes on.
+        """
+        if self._bound is None:
+            raise RuntimeError("the bound is known after the with block of memory_tracker")
+        return self._bound
+
+    @property
+    def max_memory_allocated(self) -> int | None:
+        """The peak by torch's own statistics of a CUDA device; None on a CPU."""
+        return self._allocated
+
+    def report(self) -> str:
+        """Tables of bytes by role and by unit, and how far the peak is from the bound.
+
+        Raises:
+            RuntimeError: Tracking goes on.
+        """
+        return render_memory(
+            MemoryText(
+                peak=self.peak,
+                role_peaks=self.role_peaks,
+                unit_peaks=self.unit_peaks,
+                live=self.live,
+                bound=self.bound,
+                allocated=self.max_memory_allocated,
+            )
+        )
+
+    def plot(self, path: str | Path) -> None:
+        """Draw a step: bytes by role, stacked, over forwards and backwards of the units.
+
+        Args:
+            path: File to write; its ending says the format, such as `.png` or `.svg`.
+
+        Raises:
+            RuntimeError: matplotlib is not installed.
+        """
+        plot_moments(self.intervals, self.bound, Path(path))
+
+
+@contextlib.contextmanager
+def memory_tracker(
+    module: nn.Module, optimizer: torch.optim.Optimizer | None = None
+) -> Iterator[TrackedMemory]:
+    """Track the memory of a sharded model on this rank, by role and unit. No communication.
+
+    Counts storages on the model's device: what rests, temporary buffers as they are given memory
+    and lose it, and whatever operations of torch make. What a library allocates by itself (gloo,
+    NCCL, cuBLAS) is not seen; on CUDA the report has torch's own peak beside it, whose statistics
+    start anew here. Results do not change; every operation takes longer.
+
+    Args:
+        module: The root.
+        optimizer: Tells its state, and what a step makes, from activations.
+
+    Raises:
+        ValueError: The module is not sharded, or is no root.
+    """
+    units = unit_bytes(module)
+    ledger = Ledger()
+    tracked = TrackedMemory(ledger)
+    watch = MemoryWatch(module, optimizer, ledger)
+    on_cuda = watch.device.type == "cuda"
+    if on_cuda:
+        torch.cuda.reset_peak_memory_stats(watch.device)
+    try:
+        with watch:
+            yield tracked
+    finally:
+        if on_cuda:
+            tracked._allocated = torch.cuda.max_memory_allocated(watch.device)
+        context = units_below(module)[0][1].context
+        tracked._bound = peak_bytes(
+            units,
+            optimizer_state=tracked.live[Role.OPTIMIZER],
+            activations=tracked.role_peaks[Role.ACTIVATIONS] + tracked.role_peaks[Role.OTHER],
+            unshard_prefetch_depth=context.unshard_prefetch_depth,
+            max_live_grad_buffers=context.reductions.max_live_grad_buffers,
+            is_reduction_async=context.enable_async_reduce_grad,
+            accumulates=watch.accumulates,
+        )

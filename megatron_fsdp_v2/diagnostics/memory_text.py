@@ -1,0 +1,117 @@
+"""The text of tracked memory: bytes by role and by unit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron_fsdp_v2.diagnostics.memory_ledger import Moment, Role
+from megatron_fsdp_v2.diagnostics.walk import ROOT
+from megatron_fsdp_v2.memory_bound import PeakBytes
+
+__all__ = ["MemoryText", "bytes_text", "place", "render_memory"]
+
+MAX_UNITS = 12
+_OF_UNIT = (Role.GATHERED, Role.GRAD_BUFFER, Role.COMMUNICATION, Role.ACTIVATIONS)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryText:
+    """What the text is made of.
+
+    Attributes:
+        peak: The moment with most bytes.
+        role_peaks: The most bytes of each role.
+        unit_peaks: The most bytes of each unit.
+        live: Bytes of each role in the end.
+        bound: What the peak never passes.
+        allocated: The peak by CUDA's statistics.
+    """
+
+    peak: Moment
+    role_peaks: Mapping[Role, int]
+    unit_peaks: Mapping[str, int]
+    live: Mapping[Role, int]
+    bound: PeakBytes
+    allocated: int | None
+
+
+def render_memory(memory: MemoryText) -> str:
+    """Both tables, and the lines around them."""
+    peak, bound = memory.peak, memory.bound
+    share = 100.0 * peak.total / bound.total if bound.total else 100.0
+    lines = [
+        f"Peak {bytes_text(peak.total)} on this rank, {place(peak)}; "
+        f"the bound is {bytes_text(bound.total)} ({share:.1f}% of it reached).",
+        "",
+        *_by_role(memory),
+        "",
+        *_by_unit(memory),
+    ]
+    if memory.allocated is not None:
+        lines += ["", f"Peak by torch.cuda.max_memory_allocated: {bytes_text(memory.allocated)}."]
+    return "\n".join(lines)
+
+
+def _by_role(memory: MemoryText) -> list[str]:
+    limits = {
+        Role.MAIN_WEIGHT: memory.bound.main_weight,
+        Role.MODEL_WEIGHT: memory.bound.model_weight,
+        Role.MAIN_GRAD: memory.bound.main_grad,
+        Role.OPTIMIZER: memory.bound.optimizer,
+        Role.GATHERED: memory.bound.gathered,
+        Role.GRAD_BUFFER: memory.bound.grad_buffer,
+        Role.COMMUNICATION: memory.bound.communication,
+    }
+    rows: list[Sequence[str]] = [("role", "at the peak", "bound", "own peak", "at the end")]
+    for role in Role:
+        numbers = (memory.peak.of_role(role), memory.role_peaks[role], memory.live[role])
+        if any(numbers):
+            limit = bytes_text(limits[role]) if role in limits else ""
+            rows.append((role.value, bytes_text(numbers[0]), limit, *map(bytes_text, numbers[1:])))
+    totals = (memory.peak.total, memory.bound.total)
+    ending = bytes_text(sum(memory.live.values()))
+    rows.append(("total", *map(bytes_text, totals), "", ending))
+    return _aligned(rows)
+
+
+def _by_unit(memory: MemoryText) -> list[str]:
+    """What temporary memory units have at the peak, the largest first."""
+    units = {account.unit for account in memory.peak.accounts}
+    at_peak = {unit: memory.peak.of_unit(unit) for unit in units}
+    temporary = {unit: sum(found.get(r, 0) for r in _OF_UNIT) for unit, found in at_peak.items()}
+    largest = sorted(units, key=lambda unit: (-temporary[unit], unit))
+    header = ("unit", "resting", *(role.value for role in _OF_UNIT), "own peak")
+    rows: list[Sequence[str]] = [header]
+    for unit in largest[:MAX_UNITS]:
+        found = at_peak[unit]
+        resting = sum(found.values()) - temporary[unit]
+        numbers = (resting, *(found.get(role, 0) for role in _OF_UNIT), memory.unit_peaks[unit])
+        rows.append((unit or ROOT, *(bytes_text(n) if n else "-" for n in numbers)))
+    left = len(units) - MAX_UNITS
+    return _aligned(rows) + ([f"and {left} units more"] if left > 0 else [])
+
+
+def place(moment: Moment) -> str:
+    """Where a moment was, in words."""
+    if moment.phase in ("forward", "backward"):
+        return f"in the {moment.phase} of {moment.unit or ROOT}"
+    return f"at: {moment.phase}"
+
+
+def bytes_text(number: float) -> str:
+    """A number of bytes with about four digits."""
+    suffixes = ["B", "KiB", "MiB", "GiB", "TiB"]
+    while abs(number) >= 1024 and len(suffixes) > 1:
+        number /= 1024
+        del suffixes[0]
+    return f"{number:.0f} B" if suffixes[0] == "B" else f"{number:.2f} {suffixes[0]}"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        numbers = (c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))
+        lines.append("  ".join((row[0].ljust(widths[0]), *numbers)).rstrip())
+    return [lines[0], "-" * max(map(len, lines)), *lines[1:]]

@@ -1,0 +1,61 @@
+"""What a sharded model is in terms of the bound of its memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from megatron_fsdp_v2.diagnostics.walk import units_below
+from megatron_fsdp_v2.memory_bound import GroupBytes, UnitBytes
+
+if TYPE_CHECKING:
+    from megatron_fsdp_v2.param_group import ParameterGroup
+
+__all__ = ["group_bytes", "unit_bytes"]
+
+
+def group_bytes(group: ParameterGroup) -> GroupBytes:
+    """Bytes of a group's tensors on this rank."""
+    return GroupBytes.of(
+        group.layout.numel,
+        [axis.size for axis in group.axes],
+        group.spec.placements,
+        group.spec.dtypes,
+        is_trained=group.grads is not None,
+        on_cpu=group.device.type == "cpu",
+        reduces=group.grads is None or group.grads.reduces,
+    )
+
+
+def unit_bytes(module: nn.Module) -> list[UnitBytes]:
+    """Units at and below a module, in the form that `peak_bytes` takes. No communication.
+
+    Raises:
+        ValueError: Nothing in the module is sharded, or it is no unit itself but contains some.
+    """
+    named = units_below(module)
+    if named[0][0]:
+        raise ValueError(
+            f"{type(module).__name__} is not sharded itself; pass the module that fully_shard was "
+            "called on last, the root"
+        )
+    names = [name for name, _ in named]
+    return [
+        UnitBytes(
+            tuple(group_bytes(group) for group in unit.groups),
+            parent=_parent(name, names),
+            borrowed_gathered=sum(group_bytes(group).gathered for group in unit.borrowed),
+            keeps_gathered=not unit.reshard_after_forward,
+        )
+        for name, unit in named
+    ]
+
+
+def _parent(name: str, names: list[str]) -> int | None:
+    """Index of the innermost unit that a unit is inside of."""
+    while name:
+        name = name.rpartition(".")[0]
+        if name in names:
+            return names.index(name)
+    return None

@@ -1,0 +1,340 @@
+"""Sees storages of a sharded model's step come and go, and books them in a ledger.
+
+Three sources: resting tensors are known from the parameter groups; temporary buffers tell when
+they are given memory and lose it; everything else is made by an operation of torch, whose outputs
+are looked at, and is free when nothing refers to its storage any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, override
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron_fsdp_v2.allocator import BufferUse, TemporaryBuffer
+from megatron_fsdp_v2.diagnostics.memory_ledger import Account, Ledger, Role
+from megatron_fsdp_v2.diagnostics.walk import parameters_below, units_below
+
+if TYPE_CHECKING:
+    from megatron_fsdp_v2.param_group import ParameterGroup
+    from megatron_fsdp_v2.unit import Unit
+
+__all__ = ["MemoryWatch"]
+
+_ROLES = {
+    BufferUse.GATHERED: Role.GATHERED,
+    BufferUse.GRADIENT: Role.GRAD_BUFFER,
+    BufferUse.COMMUNICATION: Role.COMMUNICATION,
+}
+
+
+@dataclass(slots=True)
+class _Known:
+    """A storage that is booked.
+
+    Attributes:
+        account: Where; None until something tells, with the next operation at the latest.
+        nbytes: Its size when it was first seen.
+        guess: Where it is booked unless it turns out to be something else.
+        ref: Tells when it is free.
+    """
+
+    account: Account | None
+    nbytes: int
+    guess: Account
+    ref: weakref.ref[torch.UntypedStorage]
+
+
+class _WatchedBuffer:
+    """A temporary buffer that books its memory."""
+
+    def __init__(self, inner: TemporaryBuffer, account: Account, ledger: Ledger) -> None:
+        self.inner = inner
+        self.tensor = inner.tensor
+        self._account = account
+        self._ledger = ledger
+        self._nbytes = inner.tensor.numel() * inner.tensor.element_size()
+        if inner.is_live:
+            ledger.add(account, self._nbytes)
+
+    @property
+    def is_live(self) -> bool:
+        return self.inner.is_live
+
+    def acquire(self) -> torch.Tensor:
+        if not self.inner.is_live:
+            self._ledger.add(self._account, self._nbytes)
+        return self.inner.acquire()
+
+    def release(self) -> None:
+        if self.inner.is_live:
+            self._ledger.remove(self._account, self._nbytes)
+        self.inner.release()
+
+    def __getattr__(self, name: str) -> Any:
+        # Allocators may give their buffers more than the protocol asks for.
+        return getattr(self.inner, name)
+
+
+class MemoryWatch(TorchDispatchMode):
+    """Books the memory of a sharded module on its device, while entered.
+
+    Args:
+        module: The root.
+        optimizer: What steps it, if its memory is to be told from that of activations.
+        ledger: Where to book.
+
+    Attributes:
+        device: Whose memory is looked at.
+        accumulates: Whether a forward began with gradients that were not synchronised.
+    """
+
+    def __init__(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer | None, ledger: Ledger
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._units = units_below(module)
+        self._module = module
+        self._optimizer = optimizer
+        self._ledger = ledger
+        devices = [group.device for _, unit in self._units for group in unit.groups]
+        if not devices:
+            raise ValueError(f"{type(module).__name__} has no parameters that are sharded")
+        self.device = devices[0]
+        self.accumulates = False
+        self._known: dict[int, _Known] = {}
+        self._fresh: list[int] = []
+        self._resizable: dict[int, _Known] = {}
+        self._without_grad: list[tuple[str, ParameterGroup]] = []
+        self._running: list[tuple[str, str]] = []
+        self._scopes: list[Account] = []
+        self._undo = contextlib.ExitStack()
+
+    # -- beginning and end ----------------------------------------------------------------------
+
+    @override
+    def __enter__(self) -> MemoryWatch:
+        for name, unit in self._units:
+            for group in unit.groups:
+                self._watch_group(name, group)
+            self._undo.callback(setattr, unit, "ranges", unit.ranges)
+            unit.ranges = functools.partial(self._phase, unit, name, unit.ranges)
+        reductions = self._units[0][1].context.reductions
+        self._undo.callback(setattr, reductions, "ranges", reductions.ranges)
+        of_group = {group.name: name for name, unit in self._units for group in unit.groups}
+        reductions.ranges = functools.partial(self._drain, of_group, reductions.ranges)
+        if self._optimizer is not None:
+            self._watch_optimizer(self._optimizer)
+        rest = [p.local for p in parameters_below(self._module) if not p.is_sharded]
+        for tensor in [*rest, *self._module.buffers()]:
+            self._book(tensor, Account(Role.OTHER, ""))
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    @override
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        self._settle()
+        self._undo.close()
+        self._known.clear()
+
+    def _watch_group(self, name: str, group: ParameterGroup) -> None:
+        self._book(group.main_weight.tensor, Account(Role.MAIN_WEIGHT, name))
+        self._book(group.model_weight.tensor, Account(Role.MODEL_WEIGHT, name))
+        watched = functools.partial(self._watched_buffer, name)
+        group.weights.replace_buffers(watched)
+        self._undo.callback(group.weights.replace_buffers, _unwatched_buffer)
+        if group.grads is None:
+            return
+        if group.grads.has_main:
+            self._book(group.grads.main.tensor, Account(Role.MAIN_GRAD, name))
+        else:
+            self._without_grad.append((name, group))
+        group.grads.replace_buffers(watched)
+        self._undo.callback(group.grads.replace_buffers, _unwatched_buffer)
+
+    def _watched_buffer(self, name: str, use: BufferUse, buffer: TemporaryBuffer) -> _WatchedBuffer:
+        # Operations put views of it out: its storage is known, and booked by the buffer itself.
+        self._note(buffer.tensor.untyped_storage(), Account(_ROLES[use], name), 0)
+        return _WatchedBuffer(buffer, Account(_ROLES[use], name), self._ledger)
+
+    def _watch_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        account = Account(Role.OPTIMIZER, "")
+        for state in optimizer.state.values():
+            for value in tree_leaves(state):
+                if isinstance(value, torch.Tensor):
+                    self._book(value, account)
+
+        def begin(*args: Any) -> None:
+            del args
+            self._scopes.append(account)
+            self._ledger.enter("optimizer step", "")
+
+        def end(*args: Any) -> None:
+            del args
+            self._settle()
+            self._scopes.remove(account)
+            self._ledger.enter("after the step", "")
+
+        self._undo.callback(optimizer.register_step_pre_hook(begin).remove)
+        self._undo.callback(optimizer.register_step_post_hook(end).remove)
+
+    # -- what is going on -----------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _phase(
+        self,
+        unit: Unit,
+        name: str,
+        others: Callable[[str], contextlib.AbstractContextManager[Any]] | None,
+        phase: str,
+    ) -> Iterator[None]:
+        """Around one phase of a unit: what is made inside belongs to communication."""
+        direction, begins, ends = _PHASES.get(phase, ("", False, False))
+        if begins:
+            if unit.is_root and direction == "forward":
+                self._running.clear()
+                self.accumulates |= unit.context.has_unsynced
+            self._running.append((direction, name))
+            self._ledger.enter(direction, name)
+        other = contextlib.nullcontext() if others is None else others(phase)
+        with other, self._scope(Account(Role.COMMUNICATION, name)):
+            yield
+        if ends and (direction, name) in self._running:
+            self._running.remove((direction, name))
+            self._ledger.enter(*(self._running[-1] if self._running else (direction, "")))
+
+    @contextlib.contextmanager
+    def _drain(
+        self,
+        of_group: dict[str, str],
+        others: Callable[[str], contextlib.AbstractContextManager[Any]] | None,
+        group: str,
+    ) -> Iterator[None]:
+        """Around the end of a reduction."""
+        other = contextlib.nullcontext() if others is None else others(group)
+        with other, self._scope(Account(Role.COMMUNICATION, of_group.get(group, ""))):
+            yield
+
+    @contextlib.contextmanager
+    def _scope(self, account: Account) -> Iterator[None]:
+        self._scopes.append(account)
+        try:
+            yield
+        finally:
+            self._settle()
+            self._scopes.pop()
+
+    # -- storages -------------------------------------------------------------------------------
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            # What they hold comes by in the operations they are made of.
+            return NotImplemented
+        self._settle()
+        result = func(*args, **(kwargs or {}))
+        for value in tree_leaves(result):
+            if isinstance(value, torch.Tensor) and value.device == self.device:
+                self._see(value)
+        return result
+
+    def _see(self, tensor: torch.Tensor) -> None:
+        if tensor.layout is not torch.strided:
+            return
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._known:
+            return
+        if self._scopes:
+            guess = self._scopes[-1]
+        else:
+            guess = Account(Role.ACTIVATIONS, self._running[-1][1] if self._running else "")
+        self._note(storage, guess, storage.nbytes(), is_settled=False)
+        self._fresh.append(storage._cdata)
+
+    def _book(self, tensor: torch.Tensor, account: Account) -> None:
+        """A tensor that is there already."""
+        local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        storage = local.untyped_storage()
+        if local.device == self.device and storage._cdata not in self._known:
+            self._note(storage, account, storage.nbytes())
+            self._ledger.add(account, storage.nbytes())
+
+    def _note(
+        self,
+        storage: torch.UntypedStorage,
+        account: Account,
+        nbytes: int,
+        *,
+        is_settled: bool = True,
+    ) -> None:
+        key = storage._cdata
+        # Weak, or what is freed after the watch would find it alive.
+        watch = weakref.ref(self)
+
+        def freed(ref: weakref.ref[torch.UntypedStorage]) -> None:
+            watching = watch()
+            if watching is not None:
+                watching._freed(key, ref)
+
+        self._known[key] = _Known(
+            account if is_settled else None, nbytes, account, weakref.ref(storage, freed)
+        )
+
+    def _freed(self, key: int, ref: weakref.ref[torch.UntypedStorage]) -> None:
+        known = self._known.get(key)
+        if known is None or known.ref is not ref:
+            return
+        self._settle()
+        del self._known[key]
+        self._resizable.pop(key, None)
+        if known.account is not None:
+            self._ledger.remove(known.account, known.nbytes)
+
+    def _settle(self) -> None:
+        """Book what the last operation made, now that it has got where it belongs."""
+        for held in list(self._resizable.values()):
+            storage = held.ref()
+            if storage is not None and storage.nbytes() < held.nbytes:
+                self._ledger.remove(held.guess, held.nbytes - storage.nbytes())
+                held.nbytes = storage.nbytes()
+        fresh, self._fresh = self._fresh, []
+        if not fresh:
+            return
+        mains = {}
+        for name, group in list(self._without_grad):
+            if group.grads is not None and group.grads.has_main:
+                storage = group.grads.main.tensor.untyped_storage()
+                mains[storage._cdata] = Account(Role.MAIN_GRAD, name)
+                self._without_grad.remove((name, group))
+        for key in fresh:
+            known = self._known.get(key)
+            if known is not None and known.account is None:
+                known.account = mains.get(key, known.guess)
+                self._ledger.add(known.account, known.nbytes)
+                if known.account.role is Role.COMMUNICATION:
+                    # Emptied by hand when it was received, and freed some time later.
+                    self._resizable[key] = known
+
+
+def _unwatched_buffer(use: BufferUse, buffer: TemporaryBuffer) -> TemporaryBuffer:
+    del use
+    return buffer.inner if isinstance(buffer, _WatchedBuffer) else buffer
+
+
+_PHASES = {
+    "pre_forward": ("forward", True, False),
+    "post_forward": ("forward", False, True),
+    "pre_backward": ("backward", True, False),
+    "post_backward": ("backward", False, True),
+}
+"""Direction, and whether the unit begins or ends with it."""

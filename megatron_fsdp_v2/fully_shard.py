@@ -11,11 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from megatron_fsdp_v2.allocator import PlainAllocator
 from megatron_fsdp_v2.comm import communicator_for
 from megatron_fsdp_v2.comm_interface import Axis
 from megatron_fsdp_v2.context import Context
+from megatron_fsdp_v2.dtensor_parts import tensor_shard_of
 from megatron_fsdp_v2.fsdp_module import FSDPModule, named_units, swap_class
 from megatron_fsdp_v2.hooks import install_hooks, watch_optimizers
 from megatron_fsdp_v2.layout import Granularity
@@ -103,7 +105,9 @@ def fully_shard[ModuleT: nn.Module](
             gather and reduction as well, which turns a hang into an error that names the unit.
             `never`: trust. What the root says holds for all its units.
         tensor_shards: How tensor parallelism cut parameters, for those it did: they become
-            DTensors over its axis as well, of the whole weight's shape.
+            DTensors over its axis as well, of the whole weight's shape. DTensors over a
+            tensor-parallel mesh say it themselves; `tensor_parallel.tensor_shards` makes it for
+            modules of plain tensors.
         separate_params: Parameters that get flat buffers of their own, so that how one is cut
             depends on its shape alone: what pipeline stages hold copies of, each stage beside
             other parameters, has to be cut alike.
@@ -141,9 +145,8 @@ def fully_shard[ModuleT: nn.Module](
 
     owned, tied = _owned_parameters(module, ignored_params or frozenset(), device)
     for parameter in owned:
-        parameter.tensor = (tensor_shards or {}).get(parameter.param)
         parameter.is_separate = parameter.param in (separate_params or frozenset())
-        _check_tensor_shard(parameter, mesh)
+        _describe_tensor_shard(parameter, mesh, tensor_shards or {})
     borrowed = _borrow(tied, spec_of, mesh)
     _check_at_rest(module)
     axes = [
@@ -347,10 +350,23 @@ def _check_parameter(name: str, param: nn.Parameter, device: torch.device) -> No
         )
 
 
-def _check_tensor_shard(parameter: OwnedParameter, mesh: DeviceMesh) -> None:
-    tensor = parameter.tensor
-    if tensor is None:
-        return
+def _describe_tensor_shard(
+    parameter: OwnedParameter, mesh: DeviceMesh, shards: Mapping[nn.Parameter, TensorShard]
+) -> None:
+    """Note how tensor parallelism cut a parameter: as a DTensor says it, or the caller."""
+    tensor = parameter.tensor = shards.get(parameter.param)
+    if isinstance(parameter.param, DTensor):
+        if tensor is not None:
+            raise ValueError(
+                f"parameter {parameter.name} is a DTensor, which says how it is cut; leave it out "
+                "of tensor_shards"
+            )
+        parameter.tensor, parameter.dtensor = tensor_shard_of(parameter.name, parameter.param, mesh)
+    elif tensor is not None:
+        _check_tensor_shard(parameter, tensor, mesh)
+
+
+def _check_tensor_shard(parameter: OwnedParameter, tensor: TensorShard, mesh: DeviceMesh) -> None:
     leading = [dist.get_process_group_ranks(mesh.get_group(axis)) for axis in range(mesh.ndim)]
     if tensor.mesh is not None and (
         tensor.mesh.ndim != mesh.ndim + 1
@@ -408,6 +424,6 @@ def _grouped(
     for (spec, _), members in groups.items():
         cut = [p.main_weight is Placement.SHARD for p in spec.placements]
         num_slices = math.prod(itertools.compress(sizes, cut))
-        shapes = [tuple(member.param.shape) for member in members]
+        shapes = [member.shape for member in members]
         for indices in split_for_padding(shapes, num_slices, spec.granularity):
             yield spec, [members[index] for index in indices]

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron_fsdp_v2.dtensor_parts import part_of
+
 if TYPE_CHECKING:
     from megatron_fsdp_v2.comm_interface import Axis
     from megatron_fsdp_v2.registration import OwnedParameter
@@ -63,7 +65,10 @@ def materialise(
                 f"buffer {name} is on the meta device and reset_parameters() of "
                 f"{type(module).__name__} does not set it; set it there"
             )
-    tensors = [parameter.param.detach() for parameter in fresh]
+    for parameter in fresh:
+        if parameter.dtensor is not None and parameter.dtensor.placement.is_replicate():
+            _share_along(part_of(parameter.param), parameter.dtensor.mesh.get_group())
+    tensors = [part_of(parameter.param) for parameter in fresh]
     tensors += [m._buffers[name.rpartition(".")[2]] for name, m in empty_buffers]  # type: ignore[misc]
     for tensor in tensors:
         _share(tensor, axes)
@@ -104,5 +109,8 @@ def _share(tensor: torch.Tensor, axes: Sequence[Axis]) -> None:
     """Give every rank of the mesh the first rank's values: along one axis, then the other."""
     for axis in axes:
         if axis.size > 1:
-            source = dist.get_global_rank(axis.group, 0)
-            dist.broadcast(tensor, src=source, group=axis.group)
+            _share_along(tensor, axis.group)
+
+
+def _share_along(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+    dist.broadcast(tensor, src=dist.get_global_rank(group, 0), group=group)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
-import types
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +11,9 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import nn
 
+from megatron_fsdp_v2.carried_attributes import carry_attributes
 from megatron_fsdp_v2.dp_buffer import DataParallelBuffer, ShardGrid
+from megatron_fsdp_v2.dtensor_parts import part_of
 from megatron_fsdp_v2.gathered_parameter import GatheredParameter
 from megatron_fsdp_v2.group_grads import GroupGrads
 from megatron_fsdp_v2.group_weights import GroupWeights
@@ -80,7 +80,8 @@ class ParameterGroup:
         grads: Gradient buffers; `None` for frozen parameters.
         param_grads: Their `param.grad`s; likewise.
         sharded_params: DTensor parameters, in the order of `names`.
-        unsharded_params: Plain parameters, likewise.
+        unsharded_params: What modules compute with, likewise: plain parameters, or DTensors over
+            the tensor-parallel mesh where they were DTensors before.
         registrations: Where the parameters are registered.
         make_room: Called before the full gradient buffer is given memory.
     """
@@ -102,7 +103,7 @@ class ParameterGroup:
         self.names = [p.name for p in owned]
         self.spec = spec
         grid = ShardGrid.of(axes, [p.main_weight for p in spec.placements])
-        shapes = [tuple(p.param.shape) for p in owned]
+        shapes = [p.shape for p in owned]
         self.layout = BufferLayout.plan(shapes, grid.num_slices, spec.granularity)
         common = (name, self.layout, grid, spec.placements, spec.dtypes, device)
         self.weights = GroupWeights(*common, communicator, allocator)
@@ -115,6 +116,7 @@ class ParameterGroup:
         self._row_shards = [
             grid.row_shards(self.layout, i, p.tensor, self.holders) for i, p in enumerate(owned)
         ]
+        self._dtensors = [p.dtensor for p in owned]
         self.empty_ranks = grid.coordinates_of(self.layout.empty_shards())
         self.registrations = Registrations(owned)
         self.sharded_params = [self._shard(index, p) for index, p in enumerate(owned)]
@@ -176,15 +178,15 @@ class ParameterGroup:
         local = self.weights.main.view(index)
         start, end = self.weights.main.rows(index)
         with torch.no_grad():
-            local.copy_(owned.param.detach()[start:end])
+            local.copy_(part_of(owned.param)[start:end])
         shards = self._row_shards[index]
         mesh = self.mesh if owned.tensor is None else owned.tensor.mesh or self.mesh
-        shape = shards.global_shape(tuple(owned.param.shape))
+        shape = shards.global_shape(owned.shape)
         dtensor = UnevenDTensor.from_rows(local, mesh, shards, shape)
         sharded = nn.Parameter(dtensor, requires_grad=self.spec.requires_grad)
         if self.spec.requires_grad:
             self._expect_gradient(sharded)
-        _carry_attributes(owned.param, sharded)
+        carry_attributes(owned.param, sharded)
         return sharded
 
     def _expect_gradient(self, sharded: nn.Parameter) -> None:
@@ -193,16 +195,20 @@ class ParameterGroup:
         if dtypes.main_grad != dtypes.main_weight:
             sharded.grad_dtype = dtypes.main_grad
 
-    def _unsharded(self, index: int) -> GatheredParameter:
-        view = self.weights.gathered.view(index)
-        param = GatheredParameter.of(view, self.spec.requires_grad, self, index)
-        self.weights.gathered.follow(param)
-        _carry_attributes(self.sharded_params[index], param)
+    def _unsharded(self, index: int) -> nn.Parameter:
+        view, dtensor = self.weights.gathered.view(index), self._dtensors[index]
+        if dtensor is None:
+            param: nn.Parameter = GatheredParameter.of(view, self.spec.requires_grad, self, index)
+        else:
+            param = nn.Parameter(dtensor.whole(view), requires_grad=self.spec.requires_grad)
+        # A DTensor has no memory but its part's.
+        self.weights.gathered.follow(param if dtensor is None else local_of(param))
+        carry_attributes(self.sharded_params[index], param)
         if self.grads is not None:
             self._collect_from(param, index)
         return param
 
-    def _collect_from(self, param: GatheredParameter, index: int) -> None:
+    def _collect_from(self, param: nn.Parameter, index: int) -> None:
         # Weak, or parameter -> hook -> group -> parameter would outlive the model.
         param.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
             _collector(weakref.ref(self), index)
@@ -364,7 +370,7 @@ class ParameterGroup:
         if other.row_shards != self._row_shards[index]:
             raise ValueError(f"{name} was replaced by a DTensor that is sharded differently")
         self._rebind(index, other)
-        _carry_attributes(own, other)
+        carry_attributes(own, other)
         self.sharded_params[index] = other
         retire(own, self, index, "before the parameter was replaced")
 
@@ -390,14 +396,17 @@ class ParameterGroup:
 
     # -- gradients ----------------------------------------------------------------------------
 
-    def collect(self, index: int, param: GatheredParameter) -> None:
+    def collect(self, index: int, param: nn.Parameter) -> None:
         """Move one parameter's fresh gradient into the flat buffer."""
         assert self.grads is not None
         grad = param.grad
         if grad is None:
             return
         param.grad = None
-        if param.grad_added_to_main_grad:
+        dtensor = self._dtensors[index]
+        if dtensor is not None:
+            grad = dtensor.part_of_gradient(grad)
+        elif isinstance(param, GatheredParameter) and param.grad_added_to_main_grad:
             # A kernel has written it already; what autograd brings is a placeholder, unless that
             # is zeros, added to what other uses of a tied parameter bring.
             param.grad_added_to_main_grad = False
@@ -479,31 +488,10 @@ class ParameterGroup:
 
 def _collector(
     group_ref: weakref.ref[ParameterGroup], index: int
-) -> Callable[[GatheredParameter], None]:
-    def collect(param: GatheredParameter) -> None:
+) -> Callable[[nn.Parameter], None]:
+    def collect(param: nn.Parameter) -> None:
         group = group_ref()
         if group is not None:
             group.collect(index, param)
 
     return collect
-
-
-def _carry_attributes(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Hand on what others wrote on a parameter: whatever is in its `__dict__`.
-
-    A rule and not a list: model code marks parameters (`sequence_parallel`, `allreduce`, ...) and
-    optimizers read the marks. What torch and this package keep there themselves stays behind. A
-    method of the parameter becomes one of the other, or it would keep the original's memory.
-    """
-    for name, value in vars(source).items():
-        if name in _OWN_ATTRIBUTES:
-            continue
-        if inspect.ismethod(value) and value.__self__ is source:
-            value = types.MethodType(value.__func__, target)  # noqa: PLW2901
-        setattr(target, name, value)
-
-
-_OWN_ATTRIBUTES = frozenset(
-    {"_is_param", "_row_shards", "_local_tensor", "_spec", "_home"}
-    | {"main_grad", "grad_added_to_main_grad", "overwrite_main_grad", "get_main_grad"}
-)

@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from megatron_fsdp_v2.dtensor_parts import part_of
+
 if TYPE_CHECKING:
     import torch
 
+    from megatron_fsdp_v2.dtensor_parts import DTensorPart
     from megatron_fsdp_v2.row_shards import TensorShard
 
 __all__ = [
@@ -35,6 +38,7 @@ class OwnedParameter:
         sites: `(module, attribute)` pairs; several for tied parameters.
         stood_in: A parameter without memory that stood in for this one, and may still elsewhere.
         tensor: How tensor parallelism cut it, if it was said.
+        dtensor: How its module computes with it, where it is a DTensor already.
         is_separate: Whether it has flat buffers of its own.
     """
 
@@ -43,7 +47,13 @@ class OwnedParameter:
     sites: list[tuple[nn.Module, str]] = field(default_factory=list)
     stood_in: nn.Parameter | None = None
     tensor: TensorShard | None = None
+    dtensor: DTensorPart | None = None
     is_separate: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of what data parallelism cuts: the parameter, or this rank's part of it."""
+        return tuple(part_of(self.param).shape)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,30 @@
+"""What others wrote on a parameter travels to what the parameter becomes."""
+
+from __future__ import annotations
+
+import inspect
+import types
+
+import torch
+
+__all__ = ["carry_attributes"]
+
+_OWN_ATTRIBUTES = frozenset(
+    {"_is_param", "_row_shards", "_local_tensor", "_spec", "_home"}
+    | {"main_grad", "grad_added_to_main_grad", "overwrite_main_grad", "get_main_grad"}
+)
+
+
+def carry_attributes(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Hand on what others wrote on a parameter: whatever is in its `__dict__`.
+
+    A rule and not a list: model code marks parameters (`sequence_parallel`, `allreduce`, ...) and
+    optimizers read the marks. What torch and this package keep there themselves stays behind. A
+    method of the parameter becomes one of the other, or it would keep the original's memory.
+    """
+    for name, value in vars(source).items():
+        if name in _OWN_ATTRIBUTES:
+            continue
+        if inspect.ismethod(value) and value.__self__ is source:
+            value = types.MethodType(value.__func__, target)  # noqa: PLW2901
+        setattr(target, name, value)

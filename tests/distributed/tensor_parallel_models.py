@@ -1,0 +1,128 @@
+"""A small language model, plain and cut by torch's `parallelize_module`, for tests here."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from megatron_fsdp_v2 import fully_shard
+
+VOCAB, HIDDEN, FFN, SEQUENCE, BATCH = 10, 6, 8, 4, 3
+
+
+class Layer(nn.Module):
+    """Norm, column-parallel and row-parallel layer, residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.up = nn.Linear(HIDDEN, FFN)
+        self.down = nn.Linear(FFN, HIDDEN)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Language(nn.Module):
+    """Embedding, two layers, norm, head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, HIDDEN)
+        self.blocks = nn.ModuleList(Layer() for _ in range(2))
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.head = nn.Linear(HIDDEN, VOCAB, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+@functools.cache
+def mesh_with_tp(*shape: int) -> DeviceMesh:
+    """`(dp, tp)` or `(dp_outer, dp, tp)`; once in a process, since its groups are never ended."""
+    return init_device_mesh("cpu", shape, mesh_dim_names=("dp_outer", "dp", "tp")[-len(shape) :])
+
+
+def data_axes(mesh: DeviceMesh) -> DeviceMesh:
+    """All axes of such a mesh but the last."""
+    return mesh[("dp_outer", "dp")[-(mesh.ndim - 1) :]]
+
+
+def plain(seed: int = 0) -> Any:
+    """The model on one rank."""
+    torch.manual_seed(seed)
+    return Language()
+
+
+def parallelized(mesh: DeviceMesh, model: Any = None) -> Any:
+    """The model with its sequence, vocabulary, columns and rows over the last axis."""
+    model = plain() if model is None else model
+    plan: dict[str, Any] = {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    for number in range(len(model.blocks)):
+        plan[f"blocks.{number}.norm"] = SequenceParallel()
+        plan[f"blocks.{number}.up"] = ColwiseParallel(input_layouts=Shard(1))
+        plan[f"blocks.{number}.down"] = RowwiseParallel(output_layouts=Shard(1))
+    return parallelize_module(model, mesh["tp"], plan)
+
+
+def sharded(*shape: int, model: Any = None, **options: Any) -> Any:
+    """The same, sharded over the other axes, block by block."""
+    mesh = mesh_with_tp(*shape)
+    model = parallelized(mesh, model)
+    for unit in (*model.blocks, model):
+        fully_shard(unit, mesh=data_axes(mesh), **options)
+    return model
+
+
+def tokens_of(data_rank: int, step: int) -> torch.Tensor:
+    """What one data-parallel rank sees in a step: `(BATCH, SEQUENCE)`."""
+    generator = torch.Generator().manual_seed(100 * step + data_rank)
+    return torch.randint(VOCAB, (BATCH, SEQUENCE), generator=generator)
+
+
+def loss_of(model: nn.Module, data_rank: int, step: int) -> torch.Tensor:
+    """Cross entropy of predicting the next token of a ring."""
+    tokens = tokens_of(data_rank, step)
+    logits = model(tokens)
+    return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.roll(-1, 1).flatten())
+
+
+def data_rank_of(mesh: DeviceMesh) -> int:
+    """Number of a rank among those that see different data."""
+    return dist.get_rank() // mesh.size(mesh.ndim - 1)
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    data_ranks: list[int],
+    steps: range,
+    before_step: Callable[[], Any] | None = None,
+) -> None:
+    """Train on the mean loss of some data-parallel ranks' data."""
+    for step in steps:
+        optimizer.zero_grad()
+        torch.stack([loss_of(model, rank, step) for rank in data_ranks]).mean().backward()
+        if before_step is not None:
+            before_step()
+        optimizer.step()

@@ -116,6 +116,7 @@ class ShardedNorm(torch.Tensor):
                 moved = func(args[0].as_subclass(torch.Tensor), *args[1:], **kwargs)
                 return args[0].like(moved)
             if func is torch.stack and _are_alike(args[0]):
+                _check_meshes(args[0])
                 axes = tuple(sorted(set().union(*(norm.axes for norm in args[0]))))
                 norms = [norm if norm.axes == axes else norm.over(axes) for norm in args[0]]
                 stacked = torch.stack([norm.as_subclass(torch.Tensor) for norm in norms])
@@ -129,11 +130,20 @@ class ShardedNorm(torch.Tensor):
 
 
 def _are_alike(norms: Any) -> bool:
-    first = norms[0]
-    return all(
-        type(norm) is ShardedNorm and norm.mesh == first.mesh and norm.order == first.order
-        for norm in norms
-    )
+    return all(type(norm) is ShardedNorm and norm.order == norms[0].order for norm in norms)
+
+
+def _check_meshes(norms: Sequence[ShardedNorm]) -> None:
+    """Refuse norms that have no common sum: along an axis that one lacks, nobody knows it."""
+    for norm in norms:
+        if norm.mesh != norms[0].mesh:
+            raise ValueError(
+                f"gradients over two meshes, {norms[0].mesh} and {norm.mesh}, have no common norm "
+                "here. Clip the parameters of each mesh apart; or, where some are plain tensors "
+                "beside DTensors of a tensor-parallel mesh, tell fully_shard that they are "
+                "replicated over it: tensor_shards=tensor_parallel.tensor_shards(module, "
+                "mesh=mesh, rules=[TensorParallelRule(torch.nn.Module, REPLICATED)])"
+            )
 
 
 def _all_reduced(value: Any) -> Any:
@@ -164,34 +174,31 @@ def _reduce_among(peers: list[int], total: torch.Tensor, combine: Callable[..., 
         dist.send(total, peer)
 
 
-def local_norms(
-    tensors: Sequence[Any], order: float, empty: frozenset[tuple[int, ...]]
-) -> list[ShardedNorm]:
+def local_norms(tensors: Sequence[Any], order: float) -> list[ShardedNorm]:
     """Norms of the local parts of sharded tensors.
 
-    All are reduced over the same axes, so that they can be put together: what is replicated along
-    one of them counts on its first rank only.
+    Those of one mesh are reduced over the same axes, so that they can be put together: what is
+    replicated along one of them counts on its first rank only.
 
     Args:
-        tensors: `UnevenDTensor`s of one mesh.
+        tensors: `UnevenDTensor`s.
         order: The p of the p-norm.
-        empty: Data-parallel coordinates of ranks that hold no gradient at all.
     """
-    mesh = tensors[0].device_mesh
-    cuts = [_cut_axes(tensor) for tensor in tensors]
-    axes = tuple(sorted(set().union(*cuts)))
-    norms = []
-    for tensor, cut in zip(tensors, cuts, strict=True):
-        local = tensor._local_tensor
-        counts = _is_first_along(mesh, set(axes) - cut)
-        # The largest of no elements is not defined; for a norm it is 0.
-        norm = (
-            torch.linalg.vector_norm(local, order)
-            if counts and local.numel()
-            else local.new_zeros(())
-        )
-        norms.append(ShardedNorm.of(norm, mesh, axes, order, empty))
-    return norms
+    axes: dict[DeviceMesh, set[int]] = {}
+    for tensor in tensors:
+        axes.setdefault(tensor.device_mesh, set()).update(_cut_axes(tensor))
+    return [_local_norm(tensor, order, axes[tensor.device_mesh]) for tensor in tensors]
+
+
+def _local_norm(tensor: Any, order: float, axes: set[int]) -> ShardedNorm:
+    mesh, local = tensor.device_mesh, tensor._local_tensor
+    counts = _is_first_along(mesh, axes - _cut_axes(tensor))
+    # The largest of no elements is not defined; for a norm it is 0.
+    norm = (
+        torch.linalg.vector_norm(local, order) if counts and local.numel() else local.new_zeros(())
+    )
+    empty = tensor.row_shards.holders.empty
+    return ShardedNorm.of(norm, mesh, tuple(sorted(axes)), order, empty)
 
 
 def _cut_axes(tensor: Any) -> set[int]:

@@ -265,14 +265,13 @@ def plain_attributes() -> AbstractContextManager[Any]:
 
 
 def _sharded_norms(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """Norms over all elements of tensors of one mesh; None for any other kind of norm."""
+    """Norms over all elements of tensors; None for any other kind of norm."""
     tensors = args[0] if isinstance(args[0], list | tuple) else [args[0]]
-    first = tensors[0]
     if len(args) > 2 or not kwargs.keys() <= {"ord"}:
         return None
-    if any(type(t) is not UnevenDTensor or t.device_mesh != first.device_mesh for t in tensors):
+    if any(type(tensor) is not UnevenDTensor for tensor in tensors):
         return None
-    norms = local_norms(tensors, order_of(args, kwargs), first._row_shards.holders.empty)
+    norms = local_norms(tensors, order_of(args, kwargs))
     return norms if func is torch._foreach_norm else norms[0]
 
 

@@ -7,6 +7,7 @@ do not make up the whole in the order of ranks. Their pieces are saved one by on
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from megatron.core.transformer.mlp import MLP
@@ -14,7 +15,9 @@ from megatron.core.transformer.moe.experts import TEGroupedMLP
 from torch import nn
 
 from megatron_fsdp_v2.row_shards import TensorShard
+from megatron_fsdp_v2.tensor_parallel import cut_of
 from megatron_fsdp_v2_mcore.meshes import Meshes
+from megatron_fsdp_v2_mcore.tensor_parallel_rules import MEGATRON_RULES
 
 __all__ = ["PIECES_ATTRIBUTE", "is_expert", "tensor_shards"]
 
@@ -47,21 +50,21 @@ def tensor_shards(
         expert: Meshes of expert parameters, where there are some.
     """
     pieces = _gated(module)
-    found = {}
-    for param in module.parameters():
-        sizes = getattr(param, "partition_sizes", None)
-        if sizes is not None:
-            pieces[param] = (tuple(sizes), STATE_SPACE[len(sizes)])
-        meshes = expert if expert is not None and is_expert(param) else dense
-        lengths, names = pieces.get(param, ((), ()))
-        if names:
-            setattr(param, PIECES_ATTRIBUTE, names)
-        if meshes.both is not None:
-            is_cut = getattr(param, "tensor_model_parallel", False)
-            dim = int(param.partition_dim) if is_cut else None  # type: ignore[attr-defined]
-            found[param] = TensorShard(meshes.both, dim, lengths)
-        elif lengths:
-            found[param] = TensorShard(None, 0, lengths)
+    found: dict[nn.Parameter, TensorShard] = {}
+    for layer in module.modules():
+        for attribute, param in layer.named_parameters(recurse=False):
+            sizes = getattr(param, "partition_sizes", None)
+            if sizes is not None:
+                pieces[param] = (tuple(sizes), STATE_SPACE[len(sizes)])
+            meshes = expert if expert is not None and is_expert(param) else dense
+            lengths, names = pieces.get(param, ((), ()))
+            if names:
+                setattr(param, PIECES_ATTRIBUTE, names)
+            if meshes.both is not None:
+                cut = cut_of(layer, attribute, param, MEGATRON_RULES, meshes.both)
+                found[param] = replace(cut, pieces=lengths)
+            elif lengths:
+                found[param] = TensorShard(None, 0, lengths)
     return found
 
 

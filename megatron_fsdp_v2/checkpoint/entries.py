@@ -7,6 +7,7 @@ Names are those of torch's own calls: `model.<parameter>`, `optimizer.state.<par
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -23,6 +24,7 @@ __all__ = [
     "OPTIMIZER_STATE",
     "apply_groups",
     "groups_entry",
+    "is_extra_state",
     "model_entries",
     "parameter_names",
     "state_entries",
@@ -44,16 +46,26 @@ def _plain_name(model: nn.Module, name: str) -> str:
 def model_entries(model: nn.Module) -> dict[str, Any]:
     """Parameters, buffers and other state of a model, sharing memory with it.
 
+    Not what quantised modules keep as `_extra_state` in tensors: a rank's own record of past
+    scales, of a length that depends on options and no weight of the model.
+
     Raises:
         ValueError: Two entries have one name without wrappers.
     """
     entries: dict[str, Any] = {}
     for name, value in model.state_dict().items():
         key = MODEL + _plain_name(model, name)
+        if is_extra_state(key) and isinstance(value, torch.Tensor | io.BytesIO):
+            continue
         if key in entries:
             raise ValueError(f"two entries of the model's state dict are called {key}")
         entries[key] = value
     return entries
+
+
+def is_extra_state(key: str) -> bool:
+    """Whether an entry is what a module's `get_extra_state` returned."""
+    return key.rpartition(".")[2] == "_extra_state"
 
 
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:

@@ -21,6 +21,7 @@ from megatron_fsdp_v2.checkpoint.entries import (
     OPTIMIZER_GROUPS,
     OPTIMIZER_STATE,
     apply_groups,
+    is_extra_state,
     model_entries,
     parameter_names,
 )
@@ -244,7 +245,13 @@ def _compare(
     mine = model_entries(model)
     saved = folder.metadata.state_dict_metadata
     missing = [key for key in mine if key not in saved]
-    unexpected = [key for key in saved if key.startswith(MODEL) and key not in mine]
+    unexpected = [
+        key
+        for key, entry in saved.items()
+        if key.startswith(MODEL)
+        and key not in mine
+        and not (is_extra_state(key) and isinstance(entry, TensorStorageMetadata))
+    ]
     mismatched = {}
     for key, value in mine.items():
         entry = saved.get(key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +12,27 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint as recompute
 
-from megatron_fsdp_v2 import checkpoint
-from tests.distributed.test_checkpoint import _digests
+from megatron_fsdp_v2 import checkpoint, fully_shard
+from megatron_fsdp_v2.row_shards import TensorShard
+from megatron_fsdp_v2.tensor_parallel import REPLICATED, TensorParallelRule, tensor_shards
+from megatron_fsdp_v2.uneven_dtensor import UnevenDTensor
 from tests.distributed.tensor_parallel_models import (
+    Language,
     data_rank_of,
+    loss_of,
     mesh_with_tp,
+    parallelized,
     plain,
     sharded,
     train,
 )
-from tests.distributed.wrapping import STRATEGIES
+from tests.distributed.test_checkpoint import _digests
+from tests.distributed.wrapping import STRATEGIES, said
 from tests.ranks import RankPools
 
 STEPS = 3
@@ -33,8 +44,13 @@ def _optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.05, eps=1e-3)
 
 
-def _clip(model: nn.Module) -> Any:
-    return nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+def _clip(model: nn.Module, norms: list[float]) -> None:
+    norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
+
+
+def _weight_error(model: nn.Module, reference: nn.Module) -> float:
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
+    return max(float((p.full_tensor() - q).abs().max()) for p, q in pairs)
 
 
 def _parity(shape: tuple[int, ...], kinds: list[tuple[str, str]]) -> dict[str, float]:
@@ -48,12 +64,10 @@ def _parity(shape: tuple[int, ...], kinds: list[tuple[str, str]]) -> dict[str, f
             (model, norms[0], [data_rank_of(mesh)]),
             (reference, norms[1], list(range(mesh.size() // shape[-1]))),
         ):
-            clip = lambda mine=mine, seen=seen: seen.append(_clip(mine).item())
+            clip = partial(_clip, mine, seen)
             train(mine, _optimizer(kind, mine), ranks, range(STEPS), clip)
-        pairs = zip(model.parameters(), reference.parameters(), strict=True)
-        errors = [float((p.full_tensor() - q).abs().max()) for p, q in pairs]
-        errors += [abs(a - b) for a, b in zip(*norms, strict=True)]
-        found[f"{strategy} {kind}"] = max(errors)
+        errors = [abs(a - b) for a, b in zip(*norms, strict=True)]
+        found[f"{strategy} {kind}"] = max(*errors, _weight_error(model, reference))
     return found
 
 
@@ -113,3 +127,191 @@ def test_a_checkpoint_loads_bit_equal_at_other_data_and_tensor_parallel_sizes(
         for ours, torchs in pools(shape[0] * shape[1]).run(_loaded, str(tmp_path), shape, strategy):
             assert ours == saved, shape
             assert torchs == saved, shape
+
+
+# -- other ways through a step -------------------------------------------------------------------
+
+
+class _Recomputed(Language):
+    use_reentrant = False
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = recompute(block, x, use_reentrant=self.use_reentrant)
+        return self.head(self.norm(x))
+
+
+def _recomputed(use_reentrant: bool) -> Any:
+    torch.manual_seed(0)
+    model = _Recomputed()
+    model.use_reentrant = use_reentrant
+    return model
+
+
+def _variants() -> dict[str, float]:
+    mesh, hybrid = mesh_with_tp(2, 2), mesh_with_tp(2, 1, 2)
+    frozen = plain()
+    frozen.blocks[0].up.requires_grad_(False)
+    models = {
+        "recomputed": sharded(2, 2, model=_recomputed(False)),
+        "recomputed, reentrant": sharded(2, 2, model=_recomputed(True)),
+        "outer axis": sharded(2, 1, 2),
+        "outer axis, sharded": sharded(2, 1, 2, outer_dp_sharding_strategy="optim"),
+        "frozen": sharded(2, 2, model=frozen),
+    }
+    assert hybrid.ndim == 3
+    found = {}
+    for name, model in models.items():
+        reference = plain()
+        reference.blocks[0].up.requires_grad_(name != "frozen")
+        train(model, _optimizer("sgd", model), [data_rank_of(mesh)], range(2))
+        train(reference, _optimizer("sgd", reference), [0, 1], range(2))
+        found[name] = _weight_error(model, reference)
+    return found
+
+
+def test_recomputation_outer_axes_and_frozen_layers_change_nothing(pools: RankPools) -> None:
+    for found in pools(4).run(_variants):
+        assert len(found) == 5
+        for name, error in found.items():
+            assert error < 1e-6, name
+
+
+def _gathered() -> dict[str, bool]:
+    model = sharded(1, 2)
+    model.blocks[0].down.weight.marked = True
+    loss_of(model, 0, 0).backward()
+    facts = {"sharded": all(type(p.data) is UnevenDTensor for p in model.parameters())}
+    block = model.blocks[0]
+    block.unshard()
+    facts |= {
+        "column": block.up.weight.placements == (Shard(0),),
+        "row": block.down.weight.placements == (Shard(1),),
+        "bias": block.down.bias.placements == (Replicate(),),
+        "mesh": block.up.weight.device_mesh.mesh_dim_names == ("tp",),
+        "leaf": block.up.weight.is_leaf and block.up.weight.requires_grad,
+        "same object": block.up.weight is block._fsdp_unit.groups[0].unsharded_params[2],
+    }
+    block.reshard()
+    return facts
+
+
+def test_gathered_parameters_are_dtensors_over_the_tensor_parallel_mesh(pools: RankPools) -> None:
+    for facts in pools(2).run(_gathered):
+        assert all(facts.values()), facts
+
+
+def _from_elsewhere() -> dict[str, float]:
+    mesh = mesh_with_tp(1, 2)
+    found = {}
+    with torch.device("meta"):
+        skeleton = Language()
+    model = sharded(1, 2, model=skeleton)
+    for assign in (False, True):
+        seed = 3 + assign
+        model.load_state_dict(parallelized(mesh, plain(seed)).state_dict(), assign=assign)
+        loss_of(model, 0, 0)
+        found[f"assign={assign}"] = _weight_error(model, plain(seed))
+    return found
+
+
+def test_a_state_dict_of_the_parallelized_model_loads_also_into_one_from_meta(
+    pools: RankPools,
+) -> None:
+    for found in pools(2).run(_from_elsewhere):
+        assert found == {"assign=False": 0.0, "assign=True": 0.0}
+
+
+def _meta_replicas() -> bool:
+    # Ranks are seeded differently, as in a training with dropout.
+    torch.manual_seed(dist.get_rank())
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4))
+    mesh = mesh_with_tp(1, 2)
+    parallelize_module(model, mesh["tp"], {"0": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+    bias = model[0].bias.to_local().detach()
+    both = [torch.empty_like(bias) for _ in range(2)]
+    dist.all_gather(both, bias)
+    return torch.equal(*both) and bool(bias.any())
+
+
+def test_replicated_parameters_from_meta_are_the_same_on_all_tensor_parallel_ranks(
+    pools: RankPools,
+) -> None:
+    assert pools(2).run(_meta_replicas) == [True, True]
+
+
+# -- what cannot be sharded ----------------------------------------------------------------------
+
+
+def _beside_plain_ones() -> list[Any]:
+    mesh = mesh_with_tp(2, 2)
+
+    def trained(*, described: bool | None) -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+        if described is not None:
+            plan = {"0": ColwiseParallel(output_layouts=Replicate())}
+            parallelize_module(model, mesh["tp"], plan)
+            rules = [TensorParallelRule(nn.Module, REPLICATED)]
+            shards = tensor_shards(model, mesh=mesh, rules=rules) if described else None
+            # Units of their own, so that every rank has rows of both.
+            for unit in (*model, model):
+                fully_shard(unit, mesh=mesh["dp"], tensor_shards=shards)
+        model(torch.arange(16.0).view(2, 8)).square().sum().backward()
+        return model.parameters()
+
+    def norm(*, described: bool | None) -> float:
+        return float(nn.utils.clip_grad_norm_(trained(described=described), 1.0).item())
+
+    return [
+        said(ValueError, lambda: norm(described=False)),
+        norm(described=True) / norm(described=None),
+    ]
+
+
+def test_norms_over_two_meshes_are_refused_and_the_advice_works(pools: RankPools) -> None:
+    for refused, ratio in pools(4).run(_beside_plain_ones):
+        assert "gradients over two meshes" in refused and "REPLICATED" in refused
+        assert ratio == pytest.approx(1.0, rel=1e-5)
+
+
+def _refused() -> list[str]:
+    mesh, other = mesh_with_tp(2, 2), init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+
+    def shard(param: Any, data: Any = None, **options: Any) -> str:
+        module = nn.Linear(4, 4, bias=False)
+        module.weight = nn.Parameter(param)
+        shards = {module.weight: TensorShard(mesh, 0)} if options else None
+        return said(
+            ValueError,
+            lambda: fully_shard(module, mesh=data or mesh["dp"], tensor_shards=shards),
+        )
+
+    def over(tensor: Any, *placements: Any, rows: int = 4) -> Any:
+        return DTensor.from_local(torch.ones(rows, 4), tensor, placements, run_check=False)
+
+    return [
+        shard(over(mesh["tp"], Partial())),
+        shard(over(mesh, Replicate(), Shard(0))),
+        shard(over(mesh["dp"], Shard(0))),
+        shard(over(other, Shard(0))),
+        shard(over(mesh["tp"], Shard(0)), data=init_device_mesh("cpu", (4,))),
+        shard(distribute_tensor(torch.ones(5, 4), mesh["tp"], [Shard(0)])),
+        shard(over(mesh["tp"], Shard(0)), described=True),
+    ]
+
+
+def test_dtensors_that_cannot_be_sharded_are_refused_by_name(pools: RankPools) -> None:
+    for unsummed, two_axes, same, other, nameless, uneven, twice in pools(4).run(_refused):
+        for text in (unsummed, two_axes, same, other, nameless, uneven, twice):
+            assert "parameter weight" in text
+        assert "still to be summed" in unsummed
+        assert "parallelize over a 1-D mesh" in two_axes
+        assert "shares the ranks" in same and "mesh['tp']" in same
+        assert "shares the ranks" in other or "not an axis of the same mesh" in other
+        assert "no names of axes" in nameless
+        assert "unequal parts" in uneven
+        assert "leave it out of tensor_shards" in twice

@@ -1,0 +1,64 @@
+"""How Megatron's and Transformer Engine's tensor-parallel modules cut their parameters.
+
+Tables for `megatron_fsdp_v2.tensor_parallel`. Neither package is imported here: a module of a
+class that nobody imported cannot be in a model.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+
+from megatron_fsdp_v2.tensor_parallel import COLUMN, ROW, Cuts, FusedShard, TensorParallelRule
+
+__all__ = ["MEGATRON_RULES", "TRANSFORMER_ENGINE_RULES"]
+
+
+def _marked(module: nn.Module) -> Cuts:
+    """What Megatron wrote on a module's parameters; what it did not mark is on every rank."""
+    cuts: dict[str, Replicate | Shard] = {}
+    for name, param in module.named_parameters(recurse=False):
+        cuts[name] = Replicate()
+        if getattr(param, "tensor_model_parallel", False):
+            # The mark counts dimensions of one expert's parameter, also where they are stacked.
+            kind = "weight" if name.startswith("weight") else "bias"
+            is_stacked = bool(getattr(module, f"single_grouped_{kind}", False))
+            cuts[name] = Shard(int(param.partition_dim) + is_stacked)  # type: ignore[attr-defined]
+    return cuts
+
+
+MEGATRON_RULES = (TensorParallelRule(nn.Module, _marked),)
+"""Every module of Megatron's. Its layers mark their parameters, and those of Transformer Engine
+they are made of; a mark knows of options that a class does not tell. Fused pieces are not marked:
+the adapter's own `tensor_shards` adds them."""
+
+
+def _linear(module: nn.Module) -> Cuts:
+    mode = getattr(module, "parallel_mode", None)
+    by_mode: Cuts = {"column": COLUMN, "row": ROW}.get(str(mode), {"*": Replicate()})
+    return {"layer_norm_*": Replicate(), **by_mode}
+
+
+def _mlp(module: nn.Module) -> Cuts:
+    both: Cuts = {"layer_norm_*": Replicate()}
+    if not getattr(module, "set_parallel_mode", False):
+        return {"*": Replicate()}
+    is_gated = str(getattr(module, "activation", "")).endswith("glu")
+    return {
+        **both,
+        "fc1_weight": FusedShard(-2, 2) if is_gated else Shard(-2),
+        "fc1_bias": FusedShard(-1, 2) if is_gated else Shard(-1),
+        "fc2_weight": Shard(-1),
+        "fc2_bias": Replicate(),
+    }
+
+
+TRANSFORMER_ENGINE_RULES = (
+    TensorParallelRule("transformer_engine.pytorch.Linear", _linear),
+    TensorParallelRule("transformer_engine.pytorch.LayerNormLinear", _linear),
+    TensorParallelRule("transformer_engine.pytorch.GroupedLinear", _linear),
+    TensorParallelRule("transformer_engine.pytorch.LayerNormMLP", _mlp),
+    TensorParallelRule("transformer_engine.pytorch.LayerNorm", {"*": Replicate()}),
+    TensorParallelRule("transformer_engine.pytorch.RMSNorm", {"*": Replicate()}),
+)
+"""Transformer Engine's modules outside of Megatron, for `tensor_parallel.tensor_shards`."""

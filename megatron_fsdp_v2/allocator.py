@@ -92,7 +92,13 @@ class Allocator(Protocol):
     """Makes temporary buffers."""
 
     def buffer(
-        self, name: str, numel: int, dtype: torch.dtype, device: torch.device
+        self,
+        name: str,
+        numel: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        is_weight: bool,
     ) -> TemporaryBuffer:
         """Make a buffer of `numel` elements that has no memory yet.
 
@@ -101,6 +107,7 @@ class Allocator(Protocol):
             numel: Elements.
             dtype: Element type.
             device: Where it lives.
+            is_weight: Whether it holds gathered weights, and not gradients.
         """
         ...
 
@@ -181,9 +188,16 @@ class PlainAllocator:
     """Gives every buffer memory of its own from torch's allocator for the device."""
 
     def buffer(
-        self, name: str, numel: int, dtype: torch.dtype, device: torch.device
+        self,
+        name: str,
+        numel: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        is_weight: bool,
     ) -> TemporaryBuffer:
         """Make a buffer of `numel` elements that has no memory yet."""
+        del is_weight
         return _ResizedBuffer(name, numel, dtype, device)
 
     def begin_pass(self, name: str, *, is_quiet: bool) -> None:

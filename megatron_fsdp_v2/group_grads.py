@@ -67,21 +67,27 @@ class GroupGrads:
         self._main_span = grid.span([p.main_grad for p in placements])
         whole = Span(0, grid.num_slices)
         buffer_dtype = dtypes.main_grad if self.collects_unsynced else dtypes.grad_comm
-        self._temporary = allocator.buffer(f"{name}/main_grad", layout.numel, buffer_dtype, device)
+        self._temporary = allocator.buffer(
+            f"{name}/main_grad", layout.numel, buffer_dtype, device, is_weight=False
+        )
         self._full = DataParallelBuffer.over(layout, whole, self._temporary)
         self.views = [self._full.view(index) for index in range(len(layout.slots))]
         self._gaps = layout.gaps()
         self._wire: TemporaryBuffer | None = None
         if buffer_dtype != dtypes.grad_comm:
             self._wire = allocator.buffer(
-                f"{name}/grad_comm", layout.numel, dtypes.grad_comm, device
+                f"{name}/grad_comm", layout.numel, dtypes.grad_comm, device, is_weight=False
             )
         self._partial: TemporaryBuffer | None = None
         if self._outer is not None:
             pieces = [*(Placement.REPLICATE for _ in placements[:-1]), placements[-1].main_grad]
             self._partial_numel = grid.span(pieces).count * layout.shard_numel
             self._partial = allocator.buffer(
-                f"{name}/partial_grad", self._partial_numel, dtypes.main_grad, device
+                f"{name}/partial_grad",
+                self._partial_numel,
+                dtypes.main_grad,
+                device,
+                is_weight=False,
             )
         self._partial_is_valid = False
         self._main: DataParallelBuffer | None = None

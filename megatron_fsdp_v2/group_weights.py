@@ -50,7 +50,7 @@ class GroupWeights:
             self.gathered = self.model
         else:
             self._temporary = allocator.buffer(
-                f"{name}/model_weight", layout.numel, dtypes.model_weight, device
+                f"{name}/model_weight", layout.numel, dtypes.model_weight, device, is_weight=True
             )
             self.gathered = DataParallelBuffer.over(layout, whole, self._temporary)
         self._gather_axis = self._innermost_sharded(placements) if self._temporary else None

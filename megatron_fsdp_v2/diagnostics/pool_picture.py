@@ -38,9 +38,10 @@ class _Life:
 def pool_picture(module: nn.Module, path: str | Path) -> None:
     """Draw the plans of a model's traced pool as an SVG.
 
-    One panel for every traced pattern and dtype: time goes to the right, one step for each time
-    that a buffer is given memory or loses it; addresses go up. A rectangle is one life of one
-    buffer; its name shows where the pointer rests on it. The dashed line is the lower bound.
+    One panel for every traced pattern and kind of buffer: time goes to the right, one step for
+    each time that a buffer is given memory or loses it; addresses go up. A rectangle is one life
+    of one buffer; its name shows where the pointer rests on it. The dashed line is the lower
+    bound.
 
     Args:
         module: A sharded model with `enable_trace_pool=True`, after its first steps.
@@ -87,8 +88,7 @@ def _panel(report: PoolReport, name: str, trace: Trace, top: float) -> Iterator[
     assert plan is not None
     scale = HEIGHT / max(plan.nbytes, 1)
     step = WIDTH / max(len(trace.events) + 1, 1)
-    dtype = str(report.dtype).removeprefix("torch.")
-    title = f"{name}: {dtype} on {report.device}, {plan.nbytes:,} bytes ({plan.excess:+.1%})"
+    title = f"{report.kind}, {name}: {plan.nbytes:,} bytes ({plan.excess:+.1%})"
     yield f'<text x="{LEFT}" y="{top - 6:.1f}">{escape(title)}</text>'
     yield (
         f'<rect x="{LEFT}" y="{top:.1f}" width="{WIDTH}" height="{HEIGHT}" fill="none" '

@@ -102,6 +102,14 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
 }
 
 
+BOUNDED = (
+    "training",
+    "training with evaluations between",
+    "recomputation",
+    "4 micro-batches",
+)
+
+
 def plans_of_case(name: str) -> dict[str, Any]:
     """What a plan is like, and what the steps after it allocate and where buffers lie."""
     build, options, steps = CASES[name]
@@ -114,13 +122,22 @@ def plans_of_case(name: str) -> dict[str, Any]:
     reports = pool.reports()
     return {
         "excess": [report.plan.excess for report in reports if report.plan is not None],
-        "unplanned": [report.dtype for report in reports if report.plan is None],
+        "unplanned": [str(report.kind) for report in reports if report.plan is None],
         "beside": [report.beside for report in reports],
         "allocations": pool.num_allocations - before,
         "places": places,
         "programs": [len(report.programs) for report in reports],
         "text": pool.report(),
+        "nbytes": sum(report.plan.nbytes for report in reports if report.plan is not None),
+        "peak": pool.peak_nbytes,
+        "two_units": _two_units(model),
     }
+
+
+def _two_units(model: Any) -> int:
+    """Bytes of the root's buffers, two gathered blocks and two of their gradient buffers."""
+    root, block = (unit_of(module).groups[0].layout.numel for module in (model, model.blocks[0]))
+    return 4 * 2 * (root + 2 * block)
 
 
 def _places(model: Any, steps: dict[str, Any]) -> dict[str, set[int]]:
@@ -151,6 +168,11 @@ def test_plans_are_within_5_percent_and_nothing_is_allocated_after_warm_up(
     for found in pools(world_size).run(plans_of_case, name):
         assert found["unplanned"] == []
         assert max(found["excess"]) <= 0.05, found["text"]
+        # Of everything at once: weights and gradients in one block could not be smaller either.
+        assert found["peak"] <= found["nbytes"] <= 1.05 * found["peak"]
+        if name in BOUNDED:
+            # The root's gradients come last, when no block is gathered any more.
+            assert 0.9 * found["two_units"] < found["peak"] <= found["two_units"]
         assert found["allocations"] == 0
         assert not any(found["beside"])
         first, second = found["places"]
@@ -333,7 +355,7 @@ def collision() -> tuple[str, list[bool]]:
     model = _sharded(Stack(5))
     for _ in range(4):
         _step(model)
-    (report,) = model.trace_pool().reports()
+    report = next(r for r in model.trace_pool().reports() if r.kind.is_weight)
     assert report.plan is not None
     weights = [report.names.index(f"blocks.{index}/0/model_weight") for index in range(5)]
     first, second = next(
@@ -385,13 +407,12 @@ def bytes_given_back() -> tuple[int, int, int, int]:
     for _ in range(4):
         _step(model)
     pool = model.trace_pool()
-    (report,) = pool.reports()
-    assert report.plan is not None
+    planned = sum(report.plan.nbytes for report in pool.reports() if report.plan is not None)
     at_rest, again = pool.release(), pool.release()
     loss = model(torch.randn(2, 5)).square().mean()
     awaited = pool.release()
     loss.backward()
-    return report.plan.nbytes, at_rest, again, awaited
+    return planned, at_rest, again, awaited
 
 
 def test_released_memory_goes_back_unless_a_backward_needs_it(pools: RankPools) -> None:
@@ -419,7 +440,10 @@ def pictures_and_reports(folder: str) -> dict[str, Any]:
 
 def test_a_plan_is_reported_as_text_and_as_a_picture(pools: RankPools, tmp_path: Path) -> None:
     for found in pools(2).run(pictures_and_reports, str(tmp_path)):
-        assert found["early"] == "float32 on cpu: no plan yet; traced: nothing"
+        assert found["early"] == (
+            "float32 weights on cpu: no plan yet; traced: nothing\n\n"
+            "float32 gradients on cpu: no plan yet; traced: nothing"
+        )
         assert "lower bound" in found["text"]
         assert "forward and synchronised backward (3x)" in found["text"]
         assert "blocks.0/0/model_weight, blocks.2/0/model_weight" in found["text"]

@@ -204,6 +204,10 @@ BAD: dict[str, tuple[list[str], str]] = {
         ["--log-per-param-norm"],
         "--log-per-param-norm needs --use-fsdp-fully-shard-api",
     ),
+    "pool-alone": (
+        ["--fsdp-trace-pool"],
+        "--fsdp-trace-pool needs --use-fsdp-fully-shard-api",
+    ),
     "experts": (
         fsdp("optim", "--num-experts", "3", "--expert-model-parallel-size", "2"),
         "--num-experts 3 cannot be divided by --expert-model-parallel-size 2",

@@ -45,6 +45,39 @@ def test_a_feature_trains_like_ddp(megatron: RankPools, flags: str, num_logged: 
     assert distance(ours.grad_norms, reference.grad_norms) < 1e-6
 
 
+OVERLAP = ["--overlap-grad-reduce", "--overlap-param-gather", "--global-batch-size", "16"]
+EVALUATED = ["--eval-interval", "2", "--eval-iters", "1"]
+
+
+def test_the_trace_pool_changes_no_bit_of_a_training(megatron: RankPools) -> None:
+    flags = [*MODEL_FLAGS, *SIX, *fsdp(), *OVERLAP, *EVALUATED]
+    plain = megatron(2).run(train, flags)[0]
+    pooled = megatron(2).run(train, [*flags, "--fsdp-trace-pool"])[0]
+    assert pooled.losses == plain.losses
+    assert pooled.grad_norms == plain.grad_norms
+
+
+@pytest.mark.functional
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--pipeline-model-parallel-size 2 --num-layers 4 --global-batch-size 16",
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        "--num-experts 4 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall "
+        "--disable-bias-linear",
+        "--bf16 --accumulate-allreduce-grads-in-fp32",
+    ],
+)
+def test_the_trace_pool_changes_no_bit_of_a_parallel_training(
+    megatron: RankPools, flags: str
+) -> None:
+    common = [*MODEL_FLAGS, *SIX, *fsdp(), *flags.split()]
+    plain = megatron(4).run(train, common)[0]
+    pooled = megatron(4).run(train, [*common, "--fsdp-trace-pool"])[0]
+    assert pooled.losses == plain.losses
+    assert pooled.grad_norms == plain.grad_norms
+
+
 def test_iterations_skipped_by_the_loss_scale_are_those_of_ddp(megatron: RankPools) -> None:
     # Megatron adds micro-batches up in fp16 otherwise, and overflows where ours do not yet.
     flags = ["--accumulate-allreduce-grads-in-fp32"]

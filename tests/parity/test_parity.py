@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import math
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,13 @@ def _mesh(shape: tuple[int, ...]) -> DeviceMesh:
     return init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner")[-len(shape) :])
 
 
-def _sharded(pattern: str, strategy: str, mesh_name: str, **switches: bool) -> Trace:
+def _sharded(
+    pattern: str,
+    strategy: str,
+    mesh_name: str,
+    see: Callable[[nn.Module], None] = lambda module: None,
+    **switches: bool,
+) -> Trace:
     mesh = _mesh(MESHES[mesh_name])
     outer = "optim" if mesh_name.startswith("HFSDP") else "no_shard"
 
@@ -51,6 +58,7 @@ def _sharded(pattern: str, strategy: str, mesh_name: str, **switches: bool) -> T
             **PATTERNS[pattern].options,
             **switches,  # type: ignore[arg-type]
         )
+        see(module)
 
     return train_sharded(PATTERNS[pattern], shard)
 
@@ -105,11 +113,14 @@ def bits_of_switches(pattern: str, strategy: str) -> bool:
     return True
 
 
-def bits_of_pool(pattern: str, strategy: str, mesh_name: str) -> bool:
-    """Whether a pattern gives the same bits with the traced pool and without."""
+def bits_of_pool(pattern: str, strategy: str, mesh_name: str) -> tuple[bool, bool]:
+    """Whether a pattern gives the same bits with the traced pool, and whether it was planned."""
+    roots: list[Any] = []
     off = _sharded(pattern, strategy, mesh_name)
-    on = _sharded(pattern, strategy, mesh_name, enable_trace_pool=True)
-    return off.losses == on.losses and off.evaluations == on.evaluations and _same_bits(off, on)
+    on = _sharded(pattern, strategy, mesh_name, roots.append, enable_trace_pool=True)
+    same = off.losses == on.losses and off.evaluations == on.evaluations and _same_bits(off, on)
+    reports = roots[-1].trace_pool().reports()
+    return same, all(report.plan is not None for report in reports if report.programs)
 
 
 def _same_bits(first: Trace, second: Trace) -> bool:
@@ -181,17 +192,24 @@ def test_switches_change_no_bit(pools: RankPools, pattern: str) -> None:
         assert all(pools(3).run(bits_of_switches, pattern, strategy)), strategy
 
 
-POOLED = [
-    ("2", "optim_grads_params"),
-    ("2", "optim"),
-    ("HSDP 2x2", "optim_grads_params"),
-]
-
-
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_the_trace_pool_changes_no_bit(pools: RankPools, pattern: str) -> None:
-    for mesh_name, strategy in POOLED:
-        if PATTERNS[pattern].skips and strategy == "optim_grads_params":
+    strategy = "optim_grads" if PATTERNS[pattern].skips else "optim_grads_params"
+    assert pools(2).run(bits_of_pool, pattern, strategy, "2") == [(True, True)] * 2
+
+
+@pytest.mark.functional
+@pytest.mark.parametrize("mesh_name", MESHES)
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_the_trace_pool_changes_no_bit_in_the_whole_matrix(
+    pools: RankPools, pattern: str, mesh_name: str
+) -> None:
+    ranks = pools(math.prod(MESHES[mesh_name]))
+    for strategy in STRATEGIES:
+        if mesh_name.startswith("HFSDP") and strategy == "no_shard":
             continue
-        same = pools(4 if "x" in mesh_name else 2).run(bits_of_pool, pattern, strategy, mesh_name)
-        assert all(same), (mesh_name, strategy)
+        if PATTERNS[pattern].skips and mesh_name != "1" and strategy == "optim_grads_params":
+            continue
+        results = ranks.run(bits_of_pool, pattern, strategy, mesh_name)
+        # One that is planned has a pattern of passes that came twice; all are, on these meshes.
+        assert results == [(True, True)] * ranks.world_size, strategy

@@ -8,7 +8,9 @@ from megatron_fsdp_v2.allocator import PlainAllocator, alias_of
 
 
 def test_a_view_of_a_released_buffer_gives_it_no_memory() -> None:
-    buffer = PlainAllocator().buffer("weights", 12, torch.float32, torch.device("cpu"))
+    buffer = PlainAllocator().buffer(
+        "weights", 12, torch.float32, torch.device("cpu"), is_weight=True
+    )
     view = alias_of(buffer.tensor, 4, (2, 3))
     assert buffer.tensor.untyped_storage().nbytes() == 0
     buffer.acquire().copy_(torch.arange(12.0))

@@ -27,6 +27,7 @@ __all__ = [
     "flag_errors",
     "is_torch_dist",
     "read_metadata",
+    "refuse_gpt_layers",
 ]
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -131,6 +132,23 @@ def read_metadata(path: Path) -> Metadata:
         )
     with flag_errors():
         return core.read_metadata(path)
+
+
+def refuse_gpt_layers(path: str | Path, layer_maps: object) -> None:
+    """Refuse to load the layers of a GPT model into a hybrid one.
+
+    Args:
+        path: The checkpoint.
+        layer_maps: What Megatron derived to rename them by; None where nothing is to be renamed.
+
+    Raises:
+        FlagError: There is something to rename.
+    """
+    if layer_maps is not None:
+        raise FlagError(
+            f"--load {path} holds a GPT model and --hybrid-layer-pattern builds a hybrid one; "
+            "convert the checkpoint first, it is not done while loading"
+        )
 
 
 @contextlib.contextmanager

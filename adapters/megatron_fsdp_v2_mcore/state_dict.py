@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp_v2.uneven_dtensor import UnevenDTensor
+from megatron_fsdp_v2_mcore.checkpoint_check import refuse_gpt_layers
 from megatron_fsdp_v2_mcore.checkpoint_fit import Verdict, compare_with_file
 from megatron_fsdp_v2_mcore.checkpoint_names import (
     CanonicalName,
@@ -23,7 +24,6 @@ from megatron_fsdp_v2_mcore.checkpoint_names import (
     parameter_names,
     unwrapped,
 )
-from megatron_fsdp_v2_mcore.errors import FlagError
 
 __all__ = ["load_by_model", "save_by_model", "with_chunks"]
 
@@ -79,11 +79,7 @@ def load_by_model(original: Callable[..., Any]) -> Callable[..., Any]:
         chunks = None if sharded_state_dict is None else sharded_state_dict.pop(CHUNKS, None)
         if sharded_state_dict is None or chunks is None:
             return original(load_dir, args, rank0, sharded_state_dict, **kwargs)
-        if kwargs.get("gpt_compat_layer_maps") is not None:
-            raise FlagError(
-                f"--load {load_dir} holds a GPT model and --hybrid-layer-pattern builds a hybrid "
-                "one; convert the checkpoint first, it is not done while loading"
-            )
+        refuse_gpt_layers(load_dir, kwargs.get("gpt_compat_layer_maps"))
         saved, path, _, _ = original(load_dir, args, rank0=True)
         if saved is None:
             return original(load_dir, args, rank0, sharded_state_dict, **kwargs)

@@ -27,6 +27,7 @@ from megatron_fsdp_v2.checkpoint.metadata import needed_bytes, read_metadata
 from megatron_fsdp_v2.checkpoint.stored_tensor import (
     FileView,
     StoredTensor,
+    checksum,
     find_tensor,
     read_block,
 )
@@ -200,7 +201,7 @@ class CheckpointFolder:
             source: Any = io.BytesIO(self._read(file, index.fqn, info))
         else:
             source = FileView(file, info.offset, info.length)
-            self._check(index.fqn, info, _crc32(source, self._room()))
+            self._check(index.fqn, info, checksum(source, self._room())[0])
         stored, whole = find_tensor(source), torch.empty(0)
         if stored is None:
             source.seek(0)
@@ -344,15 +345,6 @@ def _overlap(block: Wanted, chunk: ChunkStorageMetadata) -> _Piece | None:
         tuple(start),
         block.target[tuple(inside)],
     )
-
-
-def _crc32(file: Any, scratch: bytearray) -> int:
-    """Checksum of a file from its start."""
-    file.seek(0)
-    crc32 = 0
-    while count := file.readinto(scratch):
-        crc32 = zlib.crc32(memoryview(scratch)[:count], crc32)
-    return crc32
 
 
 class _SavedChunks:

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any, override
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
+from megatron_fsdp_v2.checkpoint.agreement import together
 from megatron_fsdp_v2.checkpoint.entries import (
     EXTRA,
     MODEL,
@@ -100,13 +100,7 @@ def load(
         CheckpointError: There is no complete checkpoint, it is damaged, or of another model; raised
             on every rank when one of them finds it.
     """
-    extra, error = None, None
-    try:
-        extra = _load(path, model, optimizer, strict)
-    except CheckpointError as found:
-        error = found
-    _raise_together(path, error)
-    return extra
+    return together(f"load {path}", lambda: _load(path, model, optimizer, strict))
 
 
 def _load(
@@ -121,7 +115,7 @@ def _load(
         hint = "" if difference.mismatched else "; strict=False loads what both have"
         raise CheckpointError(f"{folder.path} is of another model: {difference}{hint}")
     if not difference.fits:
-        warnings.warn(f"{folder.path} fits in part: {difference}", stacklevel=3)
+        _warn(f"{folder.path} fits in part: {difference}")
     wanted: list[Wanted] = []
     state_dict: dict[str, Any] = {}
     for key, value in model_entries(model).items():
@@ -151,10 +145,9 @@ def _open(path: str | os.PathLike[str]) -> CheckpointFolder:
     target = Path(path).absolute()
     previous = target.with_name(target.name + PREVIOUS)
     if not target.exists() and previous.exists():
-        warnings.warn(
+        _warn(
             f"{target} is not there because the save that was to replace it was interrupted; "
-            f"{previous} is what it was to replace, and is loaded",
-            stacklevel=4,
+            f"{previous} is what it was to replace, and is loaded"
         )
         target = previous
     if not target.is_dir():
@@ -268,23 +261,13 @@ def _compare(
     return Comparison(tuple(missing), tuple(unexpected), mismatched)
 
 
+def _warn(text: str) -> None:
+    """Warn whoever called this package."""
+    warnings.warn(text, skip_file_prefixes=(str(Path(__file__).parent),))
+
+
 def _list(what: str, names: tuple[str, ...]) -> str:
     if not names:
         return ""
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
     return f"{what}: {', '.join(names[:_MOST_NAMES])}{more}"
-
-
-def _raise_together(path: str | os.PathLike[str], error: CheckpointError | None) -> None:
-    """Let no rank go on where another one could not load."""
-    if not dist.is_initialized():
-        if error is not None:
-            raise error
-        return
-    errors: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, None if error is None else str(error))
-    if error is not None:
-        raise error
-    for rank, text in enumerate(errors):
-        if text is not None:
-            raise CheckpointError(f"rank {rank} could not load {path}: {text}")

@@ -7,9 +7,8 @@ import functools
 import os
 import shutil
 import threading
-import zlib
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, override
@@ -24,6 +23,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save as save_state_dict
 from torch.distributed.checkpoint.storage import WriteResult
 
+from megatron_fsdp_v2.checkpoint.agreement import together
 from megatron_fsdp_v2.checkpoint.entries import (
     EXTRA,
     OPTIMIZER_GROUPS,
@@ -34,7 +34,9 @@ from megatron_fsdp_v2.checkpoint.entries import (
 )
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError
 from megatron_fsdp_v2.checkpoint.manifest import MANIFEST, Manifest, StoredFile, StoredItem
+from megatron_fsdp_v2.checkpoint.metadata import METADATA
 from megatron_fsdp_v2.checkpoint.staging import Planner, stage
+from megatron_fsdp_v2.checkpoint.stored_tensor import FileView, checksum
 from megatron_fsdp_v2.uneven_dtensor import UnevenDTensor
 
 __all__ = ["INCOMPLETE", "PREVIOUS", "save"]
@@ -44,8 +46,13 @@ INCOMPLETE = ".incomplete"
 PREVIOUS = ".previous"
 """Suffix of the checkpoint that a new one takes the place of, while it does."""
 
+_READ_BYTES = 16 << 20
+
 _UNDER_WAY: set[Path] = set()
 _LOCK = threading.Lock()
+_BACKGROUND = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+"""One save after the other, on all ranks in the order they were asked for: they share a process
+group. A process that ends waits for its saves."""
 
 
 def save(
@@ -78,23 +85,35 @@ def save(
         RuntimeError: A save to the same path is under way.
         ValueError: At `path` is something that is no checkpoint.
     """
-    target = Path(path).absolute()
-    _begin(target)
-    try:
-        staged = stage(_entries(model, optimizer, extra), copies=async_save)
-        write = functools.partial(_write, target, staged, _units(model))
-        if async_save:
-            return _in_background(write, _background_group(), target)
-        write(None)
-    except BaseException:
-        _end(target)
-        raise
-    _end(target)
+    # Two spellings of one path are one path.
+    target = Path(os.path.abspath(path))
+    units, group = _units(model), _group_beside(_world()) if async_save else None
+    staged = together(
+        f"save to {target}",
+        lambda: _begun(target, lambda: _entries(model, optimizer, extra), copies=async_save),
+        undo=lambda: _end(target),
+    )
+    write = functools.partial(_write, target, staged, units, group)
+    if async_save:
+        return _in_background(write)
+    write()
     return None
 
 
+def _begun(
+    target: Path, entries: Callable[[], Mapping[str, Any]], *, copies: bool
+) -> dict[str, Any]:
+    """What is to be written to a path that nobody else writes to from now on."""
+    _begin(target)
+    try:
+        return stage(entries(), copies=copies)
+    except BaseException:
+        _end(target)
+        raise
+
+
 def _begin(target: Path) -> None:
-    if target.exists() and not ((target / MANIFEST).exists() or (target / ".metadata").exists()):
+    if target.exists() and not ((target / MANIFEST).exists() or (target / METADATA).exists()):
         raise ValueError(
             f"{target} exists and is no checkpoint; name a folder that is not there, or remove it"
         )
@@ -133,31 +152,41 @@ def _units(model: nn.Module) -> dict[str, str]:
     }
 
 
-@functools.cache
-def _background_group() -> Any:
-    """Ranks talk over this while a save runs beside training; made once, by all ranks."""
-    return dist.new_group(backend="gloo") if dist.is_initialized() else None
+def _world() -> Any:
+    return dist.group.WORLD if dist.is_initialized() else None
 
 
-def _in_background(write: Callable[[Any], None], group: Any, target: Path) -> Future[None]:
+@functools.lru_cache(maxsize=1)
+def _group_beside(world: Any) -> Any:
+    """Ranks talk over this while saves run beside training; made once, by all ranks."""
+    return None if world is None else dist.new_group(backend="gloo")
+
+
+def _in_background(write: Callable[[], None]) -> Future[None]:
     future: Future[None] = Future()
+    # From the start, so that no rank can cancel what the others wait for.
+    future.set_running_or_notify_cancel()
 
     def work() -> None:
         try:
-            write(group)
+            write()
         except BaseException as error:
-            _end(target)
             future.set_exception(error)
         else:
-            _end(target)
             future.set_result(None)
 
-    # Not a daemon: a process that ends waits for its checkpoint.
-    threading.Thread(target=work, name=f"save {target.name}").start()
+    _BACKGROUND.submit(work)
     return future
 
 
 def _write(target: Path, staged: dict[str, Any], units: dict[str, str], group: Any) -> None:
+    try:
+        _write_beside(target, staged, units, group)
+    finally:
+        _end(target)
+
+
+def _write_beside(target: Path, staged: dict[str, Any], units: dict[str, str], group: Any) -> None:
     is_alone = not dist.is_initialized()
     folder = target.with_name(target.name + INCOMPLETE)
     if is_alone or dist.get_rank(group) == 0:
@@ -208,6 +237,7 @@ class _Writer(FileSystemWriter):
 
     def _checked(self, results: list[WriteResult]) -> list[WriteResult]:
         found: list[WriteResult] = []
+        scratch = bytearray(_READ_BYTES)
         with contextlib.ExitStack() as stack:
             files: dict[str, Any] = {}
             for result in results:
@@ -215,7 +245,7 @@ class _Writer(FileSystemWriter):
                 name = info.relative_path
                 if name not in files:
                     files[name] = stack.enter_context((self._folder / name).open("rb"))
-                crc = _crc32(files[name], info.offset, info.length)
+                crc = _crc32(files[name], info.offset, info.length, scratch)
                 found.append(_CheckedResult(result.index, result.size_in_bytes, info, crc))
         return found
 
@@ -229,10 +259,11 @@ class _Writer(FileSystemWriter):
             info = result.storage_data
             item = StoredItem(info.offset, info.length, result.crc32)
             files.setdefault(info.relative_path, []).append(item)
-        metadata_file = self._folder / ".metadata"
+        metadata_file = self._folder / METADATA
         with metadata_file.open("rb") as file:
             length = metadata_file.stat().st_size
-            files[".metadata"] = [StoredItem(0, length, _crc32(file, 0, length))]
+            crc = _crc32(file, 0, length, bytearray(_READ_BYTES))
+            files[METADATA] = [StoredItem(0, length, crc)]
         stored = {
             name: StoredFile(
                 (self._folder / name).stat().st_size,
@@ -246,16 +277,11 @@ class _Writer(FileSystemWriter):
         _put_in_place(self._folder, self._target)
 
 
-def _crc32(file: Any, offset: int, length: int) -> int:
-    file.seek(offset)
-    crc = 0
-    while length:
-        piece = file.read(min(length, 1 << 24))
-        if not piece:
-            raise OSError(f"{file.name} is shorter than what was written to it")
-        crc = zlib.crc32(piece, crc)
-        length -= len(piece)
-    return crc
+def _crc32(file: Any, offset: int, length: int, scratch: bytearray) -> int:
+    crc32, count = checksum(FileView(file, offset, length), scratch)
+    if count != length:
+        raise OSError(f"{file.name} is shorter than what was written to it")
+    return crc32
 
 
 def _sync(path: Path) -> None:

@@ -12,14 +12,15 @@ import math
 import pickle
 import sys
 import zipfile
+import zlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO, override
 
 import torch
 
-__all__ = ["STORAGE_DTYPES", "FileView", "StoredTensor", "find_tensor", "read_block"]
+__all__ = ["STORAGE_DTYPES", "FileView", "StoredTensor", "checksum", "find_tensor", "read_block"]
 
 STORAGE_DTYPES = {
     "DoubleStorage": torch.float64,
@@ -97,6 +98,29 @@ class FileView(io.RawIOBase):
         read: int = self._file.readinto(view[:count])  # type: ignore[attr-defined]
         self._position += read
         return read
+
+
+def checksum(
+    view: FileView, scratch: bytearray, progress: Callable[[int], None] | None = None
+) -> tuple[int, int]:
+    """CRC-32 of a part of a file, from its start.
+
+    Args:
+        view: The part.
+        scratch: Room for what is read at a time.
+        progress: Told how many bytes were read, each time.
+
+    Returns:
+        The checksum, and how many bytes it is of: fewer than the part has where the file ends.
+    """
+    view.seek(0)
+    crc32, count = 0, 0
+    while read := view.readinto(scratch):
+        crc32 = zlib.crc32(memoryview(scratch)[:read], crc32)
+        count += read
+        if progress is not None:
+            progress(read)
+    return crc32, count
 
 
 def find_tensor(file: Any) -> StoredTensor | None:

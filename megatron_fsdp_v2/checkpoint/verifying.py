@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import zipfile
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +16,7 @@ from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder
 from megatron_fsdp_v2.checkpoint.manifest import MANIFEST, StoredFile
 from megatron_fsdp_v2.checkpoint.metadata import needed_bytes
 from megatron_fsdp_v2.checkpoint.plain_tensors import Progress
-from megatron_fsdp_v2.checkpoint.stored_tensor import FileView
+from megatron_fsdp_v2.checkpoint.stored_tensor import FileView, checksum
 
 __all__ = ["Report", "verify"]
 
@@ -161,8 +160,8 @@ class _Reading:
                     f"{name}: bytes {position} to {item.offset} have no checksum, or two"
                 )
             position = item.offset + item.length
-            file.seek(item.offset)
-            crc32, count = self._crc32(file, item.length)
+            view = FileView(file, item.offset, item.length)
+            crc32, count = checksum(view, self._buffer, self._advance)
             self._report.nbytes += count
             if count == item.length and crc32 != item.crc32:
                 self._report.problems.append(
@@ -171,18 +170,6 @@ class _Reading:
                 )
         if position != stored.nbytes:
             self._report.problems.append(f"{name}: bytes from {position} on have no checksum")
-
-    def _crc32(self, file: BinaryIO, length: int) -> tuple[int, int]:
-        crc32, count = 0, 0
-        view = memoryview(self._buffer)
-        while count < length:
-            read = file.readinto(view[: length - count])  # type: ignore[attr-defined]
-            if not read:
-                break
-            crc32 = zlib.crc32(view[:read], crc32)
-            count += read
-            self._advance(read)
-        return crc32, count
 
     def _compare_records(self, name: str, file: BinaryIO) -> int:
         """Compare what `torch.save` wrote with the checksums it keeps; count what has none."""

@@ -13,7 +13,12 @@ from megatron.core import parallel_state
 from torch import nn
 
 from megatron_fsdp_v2.uneven_dtensor import UnevenDTensor, local_of
-from megatron_fsdp_v2_mcore.checkpoint_check import RELEASE, find_checkpoint, is_torch_dist
+from megatron_fsdp_v2_mcore.checkpoint_check import (
+    RELEASE,
+    find_checkpoint,
+    is_torch_dist,
+    refuse_gpt_layers,
+)
 from megatron_fsdp_v2_mcore.checkpoint_names import parameter_names
 from megatron_fsdp_v2_mcore.errors import FlagError
 from megatron_fsdp_v2_mcore.torch_dist.common import (
@@ -58,11 +63,7 @@ def with_torch_dist(load_base: Callable[..., Any]) -> Callable[..., Any]:
         if found is None or not is_torch_dist(found[0]):
             return load_base(load_dir, args, rank0, sharded_state_dict, *rest, **kwargs)
         path, iteration = found
-        if kwargs.get("gpt_compat_layer_maps") is not None:
-            raise FlagError(
-                f"{path} holds a GPT model and this run builds a hybrid one; convert the "
-                "checkpoint first, it is not done while loading"
-            )
+        refuse_gpt_layers(path, kwargs.get("gpt_compat_layer_maps"))
         megatron = importlib.import_module("megatron.training.checkpointing")
         megatron.set_loaded_iteration(iteration)
         folder = CheckpointFolder(path)

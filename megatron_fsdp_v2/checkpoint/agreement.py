@@ -1,0 +1,47 @@
+"""What every rank does, or none: a failure on one is an error on all, not a hang of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from megatron_fsdp_v2.checkpoint.errors import CheckpointError
+
+__all__ = ["together"]
+
+
+def together[T](what: str, do: Callable[[], T], undo: Callable[[], None] | None = None) -> T:
+    """Do something on every rank and find out whether all could. Collective over all ranks.
+
+    Args:
+        what: What it is, for the sentence "rank 3 could not ...".
+        do: The thing itself; it may raise on some ranks only.
+        undo: Takes it back where it was done, when another rank could not.
+
+    Returns:
+        What `do` returned here.
+
+    Raises:
+        Exception: What `do` raised here.
+        CheckpointError: It was done here, and raised on another rank.
+    """
+    if not dist.is_initialized():
+        return do()
+    try:
+        result = do()
+    except Exception as error:
+        _everyones(f"{type(error).__name__}: {error}")
+        raise
+    for rank, text in enumerate(_everyones(None)):
+        if text is not None:
+            if undo is not None:
+                undo()
+            raise CheckpointError(f"rank {rank} could not {what}: {text}")
+    return result
+
+
+def _everyones(text: str | None) -> list[str | None]:
+    texts: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(texts, text)
+    return texts

@@ -1,0 +1,32 @@
+"""Plans a training before it runs: memory, communication and time, without GPUs or processes."""
+
+from megatron_fsdp_v2.plan.description import (
+    Alternative,
+    MeshDescription,
+    ParameterDescription,
+    TrainingDescription,
+    UnitDescription,
+    describe_module,
+)
+from megatron_fsdp_v2.plan.machine import PRESETS, Machine, find_machine
+from megatron_fsdp_v2.plan.planner import Plan, advice, best_plan, plan_all, plan_one, strategies
+from megatron_fsdp_v2.plan.sharding import Strategy
+
+__all__ = [
+    "PRESETS",
+    "Alternative",
+    "Machine",
+    "MeshDescription",
+    "ParameterDescription",
+    "Plan",
+    "Strategy",
+    "TrainingDescription",
+    "UnitDescription",
+    "advice",
+    "best_plan",
+    "describe_module",
+    "find_machine",
+    "plan_all",
+    "plan_one",
+    "strategies",
+]

@@ -1,0 +1,282 @@
+"""What is planned: units, their parameters, meshes, and what a step is made of. No tensors.
+
+A description is what `fully_shard` would be told, without a process group or memory: any source
+that can write one (a module built on the meta device, a framework's command line) can be planned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from megatron_fsdp_v2.mixed_precision import MixedPrecisionPolicy
+
+__all__ = [
+    "DATA",
+    "Alternative",
+    "MeshDescription",
+    "ParameterDescription",
+    "TrainingDescription",
+    "UnitDescription",
+    "describe_module",
+]
+
+DATA = "dp"
+"""Name of the mesh of everything that is not sharded over a mesh of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterDescription:
+    """One parameter of a unit, as data parallelism gets it.
+
+    Attributes:
+        name: Relative to its unit.
+        shape: Of this rank's tensor-parallel part.
+        dtype: As the model was built.
+        requires_grad: Whether it is trained.
+        is_separate: Whether it has flat buffers of its own.
+        is_matrix: Whether an optimizer of whole matrices steps it, where there is one.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    requires_grad: bool = True
+    is_separate: bool = False
+    is_matrix: bool = False
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return torch.Size(self.shape).numel()
+
+
+@dataclass(frozen=True, slots=True)
+class UnitDescription:
+    """A module that `fully_shard` is called on.
+
+    Attributes:
+        name: Name of the module; empty for the root. A unit lies inside another one where its
+            name says so.
+        params: Parameters it owns.
+        mesh: Name of the mesh they are sharded over.
+        borrows: `(unit, parameter)` of tied parameters that another unit owns.
+        flops_per_token: Operations of its forward for a token, without units inside it.
+        activation_nbytes: Bytes its forward keeps for a micro-batch's backward, likewise.
+    """
+
+    name: str
+    params: tuple[ParameterDescription, ...]
+    mesh: str = DATA
+    borrows: tuple[tuple[str, str], ...] = ()
+    flops_per_token: float = 0.0
+    activation_nbytes: int = 0
+
+    @property
+    def numel(self) -> int:
+        """Elements of its parameters."""
+        return sum(param.numel for param in self.params)
+
+
+@dataclass(frozen=True, slots=True)
+class MeshDescription:
+    """Data-parallel ranks of some parameters.
+
+    Attributes:
+        num_ranks: How many.
+        stride: Ranks of the job from one of them to the next: those between are on the same node
+            and hold other parts of the model.
+    """
+
+    num_ranks: int
+    stride: int = 1
+
+    def __post_init__(self) -> None:
+        if self.num_ranks < 1 or self.stride < 1:
+            raise ValueError(
+                f"a mesh needs at least 1 rank and a stride of at least 1, got {self.num_ranks} "
+                f"and {self.stride}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """Something that could be changed, and what it would leave of the activations.
+
+    Attributes:
+        text: What to change, such as `--micro-batch-size 1`.
+        activation_nbytes: Bytes of activations then.
+    """
+
+    text: str
+    activation_nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingDescription:
+    """One rank's part of a training, whatever the strategy.
+
+    Attributes:
+        units: Parents before children and siblings in the order they run; the root first.
+        meshes: Ranks, by name of the mesh.
+        policy: Dtypes.
+        granularity: See `fully_shard(shard_granularity=...)`.
+        optimizer: One of `optimizer_state.OPTIMIZERS`.
+        optimizer_dtype: Dtype of its state; that of the main weights when None.
+        matrix_dtype: Dtype in which an optimizer of whole matrices exchanges them.
+        num_microbatches: Forwards and backwards of a step.
+        defers_sync: Whether all but the last of them run in `no_sync()`.
+        syncs_afterwards: Whether gradients are synchronised after the last backward, all at once,
+            instead of in it.
+        tokens: Tokens of a micro-batch on a rank.
+        recompute_factor: Part of the forward that the backward repeats.
+        reshard_after_forward: See `fully_shard`.
+        enable_unshard_prefetch: Likewise.
+        enable_async_reduce_grad: Likewise.
+        plain_nbytes: Bytes of buffers and parameters that are not sharded.
+        num_in_flight: Micro-batches whose activations are alive at once.
+        stages: Pipeline stages that work one after the other, for the time nobody can work.
+        alternatives: What could be changed to save activations.
+        notes: What a reader of the plan should know.
+    """
+
+    units: tuple[UnitDescription, ...]
+    meshes: Mapping[str, MeshDescription]
+    policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
+    granularity: str = "row"
+    optimizer: str = "adam"
+    optimizer_dtype: torch.dtype | None = None
+    matrix_dtype: torch.dtype = torch.bfloat16
+    num_microbatches: int = 1
+    defers_sync: bool = True
+    syncs_afterwards: bool = False
+    tokens: int = 0
+    recompute_factor: float = 0.0
+    reshard_after_forward: bool = True
+    enable_unshard_prefetch: bool = True
+    enable_async_reduce_grad: bool = True
+    plain_nbytes: int = 0
+    num_in_flight: int = 1
+    stages: int = 1
+    alternatives: tuple[Alternative, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.units or not any(unit.params for unit in self.units):
+            raise ValueError("the model has no parameters, so there is nothing to plan")
+        if self.num_microbatches < 1:
+            raise ValueError(f"num_microbatches must be at least 1, got {self.num_microbatches}")
+        unknown = {unit.mesh for unit in self.units} - set(self.meshes)
+        if unknown:
+            raise ValueError(f"units are on meshes {sorted(unknown)} that meshes does not have")
+
+    @property
+    def numel(self) -> int:
+        """Elements of all parameters of this rank's part of the model."""
+        return sum(unit.numel for unit in self.units)
+
+    @property
+    def has_ties(self) -> bool:
+        """Whether a unit gathers a parameter that another one owns."""
+        return any(unit.borrows for unit in self.units)
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients of earlier backwards wait to be synchronised."""
+        several = self.num_microbatches > 1 and self.defers_sync
+        return several or self.syncs_afterwards
+
+    @property
+    def activation_nbytes(self) -> int:
+        """Bytes of activations at most, of all micro-batches in flight."""
+        return self.num_in_flight * sum(unit.activation_nbytes for unit in self.units)
+
+
+def describe_module(
+    module: nn.Module, units: Iterable[nn.Module] | None = None, *, mesh: str = DATA
+) -> tuple[tuple[UnitDescription, ...], int]:
+    """Describe a module and the units inside it; it may be built on the meta device.
+
+    Args:
+        module: The root.
+        units: Modules to become units, inner ones before outer ones where they are nested;
+            the members of the outermost `nn.ModuleList`s when None.
+        mesh: Mesh of all of them.
+
+    Returns:
+        Units, parents before children, and the bytes of buffers, which are not sharded.
+
+    Raises:
+        ValueError: A unit is not inside the module, or a parameter has no dimension.
+    """
+    chosen = list(_list_members(module) if units is None else units)
+    names = {id(below): name for name, below in module.named_modules()}
+    for unit in chosen:
+        if id(unit) not in names:
+            raise ValueError(f"a unit of class {type(unit).__name__} is not inside the model")
+    order = [unit for unit in chosen if unit is not module] + [module]
+    boundaries = {id(unit) for unit in order}
+    homes: dict[int, tuple[str, str]] = {}
+    described = {}
+    for unit in order:
+        described[id(unit)] = _describe_unit(unit, names[id(unit)], boundaries, homes, mesh)
+    buffers = {id(buffer): buffer for buffer in module.buffers()}
+    plain_nbytes = sum(b.numel() * b.element_size() for b in buffers.values())
+    in_order = [below for below in module.modules() if id(below) in boundaries]
+    return tuple(described[id(unit)] for unit in in_order), plain_nbytes
+
+
+def _describe_unit(
+    unit: nn.Module,
+    name: str,
+    boundaries: set[int],
+    homes: dict[int, tuple[str, str]],
+    mesh: str,
+) -> UnitDescription:
+    params, borrows = [], []
+    seen: set[int] = set()
+    for prefix, below in _own_modules(unit, boundaries):
+        for attribute, param in below._parameters.items():
+            if param is None or id(param) in seen:
+                continue
+            seen.add(id(param))
+            full = f"{prefix}.{attribute}" if prefix else attribute
+            if id(param) in homes:
+                borrows.append(homes[id(param)])
+                continue
+            if param.dim() == 0:
+                raise ValueError(
+                    f"parameter {full} of {name or 'the root'} is 0-dim and has no rows to shard; "
+                    "make it of shape (1,)"
+                )
+            homes[id(param)] = (name, full)
+            shape = tuple(param.shape)
+            # Embeddings and output layers, which the root has, are no matrices to an optimizer.
+            is_matrix = bool(name) and len(shape) in (2, 3)
+            params.append(
+                ParameterDescription(
+                    full, shape, param.dtype, param.requires_grad, is_matrix=is_matrix
+                )
+            )
+    flops = sum(2.0 * param.numel for param in params if len(param.shape) > 1)
+    return UnitDescription(name, tuple(params), mesh, tuple(borrows), flops)
+
+
+def _own_modules(module: nn.Module, boundaries: set[int]) -> Iterator[tuple[str, nn.Module]]:
+    """A module and what is below it up to the next unit, with names."""
+    yield "", module
+    for name, child in module.named_children():
+        if id(child) in boundaries:
+            continue
+        for suffix, below in _own_modules(child, boundaries):
+            yield f"{name}.{suffix}" if suffix else name, below
+
+
+def _list_members(module: nn.Module) -> Sequence[nn.Module]:
+    """Members of the outermost lists of modules, in the order they are registered."""
+    if isinstance(module, nn.ModuleList):
+        return list(module)
+    return [unit for child in module.children() for unit in _list_members(child)]

@@ -1,0 +1,180 @@
+"""Machines that a step is estimated for: links, arithmetic and memory of one GPU."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+__all__ = ["PRESETS", "Machine", "find_machine"]
+
+GB = 1e9
+GIB = 1024**3
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a step's time depends on. Bandwidths are of one GPU in one direction.
+
+    Attributes:
+        name: What to call it.
+        gpus_per_node: GPUs that the fast link joins.
+        node_bandwidth: Bytes per second between GPUs of a node.
+        network_bandwidth: Bytes per second of a GPU's share of the network between nodes.
+        node_latency: Seconds a step of a collective takes at least within a node.
+        network_latency: Likewise between nodes.
+        flops: Operations per second of dense 16-bit matrix products, as the maker states them.
+        efficiency: Part of `flops` that computation reaches, communication aside.
+        bandwidth_efficiency: Part of a link's bandwidth that a long collective reaches.
+        memory_nbytes: Memory of a GPU.
+        reserved_nbytes: What the driver, NCCL and fragments take of it.
+    """
+
+    name: str
+    gpus_per_node: int
+    node_bandwidth: float
+    network_bandwidth: float
+    node_latency: float
+    network_latency: float
+    flops: float
+    efficiency: float = 0.5
+    bandwidth_efficiency: float = 0.8
+    memory_nbytes: int = 80 * GIB
+    reserved_nbytes: int = 4 * GIB
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name == "name":
+                continue
+            least = 0.0 if field.name in _MAY_BE_ZERO else None
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if (
+                not is_number
+                or not math.isfinite(value)
+                or value < 0
+                or (least is None and value == 0)
+            ):
+                raise ValueError(
+                    f"{field.name} of machine {self.name!r} must be a positive number, got "
+                    f"{value!r}"
+                )
+        for part in ("efficiency", "bandwidth_efficiency"):
+            if getattr(self, part) > 1:
+                raise ValueError(
+                    f"{part} of machine {self.name!r} is a part of 1, got {getattr(self, part)}"
+                )
+
+    @property
+    def usable_nbytes(self) -> int:
+        """Memory that a training can use."""
+        return int(self.memory_nbytes - self.reserved_nbytes)
+
+    def crosses_nodes(self, size: int, stride: int) -> bool:
+        """Whether ranks that far apart are on several nodes."""
+        return (size - 1) * stride >= self.gpus_per_node
+
+    def collective_seconds(self, kind: str, nbytes: float, size: int, stride: int) -> float:
+        """Time of a collective that has its links to itself.
+
+        A ring moves `(size - 1) / size` of the full buffer over every link; an all-reduce does so
+        twice. Where ranks of a node take part together, each has its own network adapter, and the
+        ring uses all of them. Latency grows with the logarithm of the ranks, as with trees.
+
+        Args:
+            kind: `all_gather`, `reduce_scatter`, `all_reduce` or `all_to_all`.
+            nbytes: Of the full buffer, or, of an all-to-all, what the rank sends.
+            size: Ranks that take part.
+            stride: Ranks of the job from one to the next.
+        """
+        if size == 1:
+            return 0.0
+        moved = nbytes if kind == "all_to_all" else nbytes * (size - 1) / size
+        rounds = 2 if kind == "all_reduce" else 1
+        crosses = self.crosses_nodes(size, stride)
+        bandwidth = self.node_bandwidth
+        if crosses:
+            together = min(size, max(1, self.gpus_per_node // stride))
+            if kind == "all_to_all":
+                together = 1
+            bandwidth = min(bandwidth, together * self.network_bandwidth)
+        latency = (self.network_latency if crosses else self.node_latency) * math.ceil(
+            math.log2(size)
+        )
+        return rounds * (moved / (bandwidth * self.bandwidth_efficiency) + latency)
+
+    def compute_seconds(self, flops: float) -> float:
+        """Time of so many operations."""
+        return flops / (self.flops * self.efficiency)
+
+    def changed(self, **values: Any) -> Machine:
+        """The same machine with other values for those that are not None."""
+        return replace(self, **{k: v for k, v in values.items() if v is not None})
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON; a file of it can be read back."""
+        return asdict(self)
+
+
+_MAY_BE_ZERO = frozenset({"node_latency", "network_latency", "reserved_nbytes"})
+
+# Makers' data sheets: dense 16-bit tensor operations, NVLink in one direction (half of the stated
+# sum of both), memory. H100 SXM5 and H200: 989 TFLOP/s, NVLink 4 with 900 GB/s, 80 GB and 141 GB.
+# B200 (DGX B200): 2.25 PFLOP/s, NVLink 5 with 1.8 TB/s, 180 GB. Network of their DGX nodes: one
+# ConnectX-7 per GPU, 400 Gb/s InfiniBand. Latencies are of the order that nccl-tests shows for
+# the smallest messages, per step of a tree; measure and override them for a cluster of your own.
+PRESETS: dict[str, Machine] = {
+    "h100": Machine("h100", 8, 450 * GB, 50 * GB, 3e-6, 8e-6, 989e12, memory_nbytes=80 * GIB),
+    "h200": Machine("h200", 8, 450 * GB, 50 * GB, 3e-6, 8e-6, 989e12, memory_nbytes=int(141e9)),
+    "b200": Machine("b200", 8, 900 * GB, 50 * GB, 3e-6, 8e-6, 2250e12, memory_nbytes=int(180e9)),
+}
+
+
+def find_machine(text: str) -> Machine:
+    """A preset by name, or a machine from a JSON file.
+
+    A file has the attributes of `Machine`; with `"like": "<preset>"` it needs only those that
+    differ.
+
+    Args:
+        text: Name or path.
+
+    Raises:
+        ValueError: It is neither, or the file says something else; names the presets.
+    """
+    if text.lower() in PRESETS:
+        return PRESETS[text.lower()]
+    path = Path(text)
+    if path.suffix != ".json" or not path.is_file():
+        raise ValueError(
+            f"there is no machine {text!r}: choose {', '.join(PRESETS)}, or name a .json file"
+        )
+    try:
+        found = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} must hold an object with the attributes of a machine")
+    base: dict[str, Any] = {"name": path.stem}
+    like = found.pop("like", None)
+    if like is not None:
+        if like not in PRESETS:
+            raise ValueError(f"{path}: there is no preset {like!r}: choose {', '.join(PRESETS)}")
+        base = PRESETS[like].as_dict() | base
+    known = {field.name for field in fields(Machine)}
+    unknown = sorted(set(found) - known)
+    if unknown:
+        raise ValueError(f"{path} has unknown attributes {', '.join(unknown)}")
+    try:
+        return Machine(**(base | found))
+    except TypeError:
+        missing = [
+            f.name
+            for f in fields(Machine)
+            if f.name not in base | found and f.name in Machine.__annotations__
+        ]
+        raise ValueError(
+            f'{path} lacks attributes (of {", ".join(missing)}); add them, or "like": "h100"'
+        ) from None

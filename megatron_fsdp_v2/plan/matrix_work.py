@@ -1,0 +1,186 @@
+"""What an optimizer of whole matrices exchanges and computes in a step."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from megatron_fsdp_v2.optim.engine import BUCKET_NUMEL
+from megatron_fsdp_v2.optim.exchange import plan_buckets
+from megatron_fsdp_v2.optim.matrix_layout import Grid, MatrixLayout
+from megatron_fsdp_v2.optim.newton_schulz import newton_schulz_flops
+from megatron_fsdp_v2.optim.ownership import Matrix, Ownership
+from megatron_fsdp_v2.plan.optimizer_state import OPTIMIZERS
+from megatron_fsdp_v2.plan.schedule import Collective
+from megatron_fsdp_v2.row_shards import RowShards
+
+if TYPE_CHECKING:
+    from megatron_fsdp_v2.plan.description import TrainingDescription
+    from megatron_fsdp_v2.plan.sharding import PlannedGroup
+
+__all__ = ["MatrixWork", "matrix_work"]
+
+MOST_PAIRS = 200_000
+"""Matrices times pairs of ranks up to which owners are planned; means are taken beyond."""
+
+
+@dataclass(slots=True)
+class MatrixWork:
+    """The part of the rank that sends most, or the mean over ranks.
+
+    Attributes:
+        collectives: All-to-alls.
+        flops: Operations of the busiest rank.
+        temporary_nbytes: Bytes of updates and of buckets under way.
+        is_exact: Whether every all-to-all was planned, and none is a mean.
+    """
+
+    collectives: Counter[Collective] = field(default_factory=Counter)
+    flops: float = 0.0
+    temporary_nbytes: int = 0
+    is_exact: bool = True
+
+
+@dataclass(slots=True)
+class _Shared:
+    """Matrices that share a grid.
+
+    Attributes:
+        grid: The ranks.
+        axes: Axes of the mesh that are those of the grid.
+        sizes: Ranks along the axes of the mesh.
+        mesh: Name of the mesh.
+        layouts: Where the matrices are.
+    """
+
+    grid: Grid
+    axes: tuple[int, ...]
+    sizes: tuple[int, ...]
+    mesh: str
+    layouts: list[MatrixLayout] = field(default_factory=list)
+
+    def collective(self, training: TrainingDescription, axis: int, nbytes: int) -> Collective:
+        """An all-to-all along an axis of the grid."""
+        position = self.axes[axis]
+        is_inner = position == len(self.sizes) - 1
+        stride = training.meshes[self.mesh].stride * (1 if is_inner else self.sizes[-1])
+        return Collective(
+            "all_to_all",
+            "optimizer",
+            self.mesh,
+            "inner" if is_inner else "outer",
+            self.sizes[position],
+            stride,
+            nbytes,
+        )
+
+
+def matrix_work(
+    training: TrainingDescription, groups: Sequence[tuple[PlannedGroup, ...]]
+) -> MatrixWork:
+    """Plan what is exchanged and computed for matrices; each tensor-parallel part is one.
+
+    Args:
+        training: What is trained.
+        groups: Of every unit.
+    """
+    work = MatrixWork()
+    if not OPTIMIZERS[training.optimizer].is_of_matrices:
+        return work
+    itemsize = training.matrix_dtype.itemsize
+    for shared in _shared(training, groups):
+        shapes = [(layout.count, *layout.matrix_shape) for layout in shared.layouts]
+        ranks = shared.grid.num_ranks
+        numel = sum(math.prod(shape) for shape in shapes)
+        cut = math.prod(shared.grid.sizes[axis] for axis in shared.grid.cut_axes)
+        bucket = min(BUCKET_NUMEL, numel // ranks)
+        work.temporary_nbytes += (numel // cut + 3 * bucket) * itemsize
+        if sum(count for count, *_ in shapes) * ranks * ranks <= MOST_PAIRS:
+            flops, hops = _planned(shared)
+        else:
+            flops, hops = _mean(shared, shapes, numel)
+            work.is_exact = False
+        work.flops += flops
+        for axis, sent in hops:
+            work.collectives[shared.collective(training, axis, sent * itemsize)] += 1
+    return work
+
+
+type _Hops = list[tuple[int, int]]
+"""Axis and elements of every all-to-all."""
+
+
+def _planned(shared: _Shared) -> tuple[float, _Hops]:
+    """Operations of the busiest rank, and the all-to-alls of the one that sends most."""
+    matrices = [
+        matrix
+        for index, layout in enumerate(shared.layouts)
+        for matrix in Matrix.of(index, layout, newton_schulz_flops(*layout.matrix_shape))
+    ]
+    ownership = Ownership.plan(matrices, shared.grid.num_ranks, BUCKET_NUMEL)
+    plans = [
+        plan_buckets(shared.layouts, ownership, shared.grid, rank)
+        for rank in range(shared.grid.num_ranks)
+    ]
+    most = max(plans, key=lambda plan: sum(bucket.sent_numel for bucket in plan))
+    hops = [
+        (hop.axis, hop.sent_numel)
+        for bucket in most
+        for hop in (*bucket.gathers, *bucket.returns)
+        if hop.is_needed
+    ]
+    return max(ownership.flops), hops
+
+
+def _mean(
+    shared: _Shared, shapes: Sequence[tuple[int, int, int]], numel: int
+) -> tuple[float, _Hops]:
+    """The same by the formulas of docs/muon.md, whose bytes are means over ranks."""
+    grid = shared.grid
+    each = [newton_schulz_flops(m, n) for _, m, n in shapes]
+    total = sum(shape[0] * flops for shape, flops in zip(shapes, each, strict=True))
+    num_buckets = max(1, math.ceil(numel / grid.num_ranks / BUCKET_NUMEL))
+    replicas = math.prod(grid.sizes[axis] for axis in grid.copy_axes)
+    held = numel / math.prod(grid.sizes[axis] for axis in grid.cut_axes)
+    hops: _Hops = []
+    for axis, size in enumerate(grid.sizes):
+        leaving = held * (size - 1) / size / num_buckets
+        if grid.cuts[axis]:
+            hops += [(axis, int(leaving / replicas))] * (2 * num_buckets)
+        else:
+            hops += [(axis, int(leaving))] * num_buckets
+    # No rank does less than a whole matrix, where there are more ranks than matrices.
+    return max(total / grid.num_ranks, max(each)), hops
+
+
+def _shared(
+    training: TrainingDescription, groups: Sequence[tuple[PlannedGroup, ...]]
+) -> list[_Shared]:
+    """Trained matrices by the grid they are spread over, in the order of the model."""
+    found: dict[Any, _Shared] = {}
+    for unit, planned in zip(training.units, groups, strict=True):
+        order = {param.name: number for number, param in enumerate(unit.params)}
+        members = [
+            (order[param.name], group, index)
+            for group in planned
+            if group.requires_grad
+            for index, param in enumerate(group.params)
+            if param.is_matrix
+        ]
+        for _, group, index in sorted(members, key=lambda member: member[0]):
+            strides = group.grid.strides
+            used = tuple(axis for axis, size in enumerate(group.sizes) if size > 1)
+            grid = Grid(
+                tuple(group.sizes[axis] for axis in used),
+                tuple(bool(strides[axis]) for axis in used),
+            )
+            key = (unit.mesh, grid, group.dtypes.main_weight)
+            shared = found.setdefault(key, _Shared(grid, used, group.sizes, unit.mesh))
+            rows = RowShards(group.layout.row_ranges(index), strides)
+            shape = group.layout.slots[index].shape
+            used_strides = tuple(strides[axis] for axis in used)
+            shared.layouts.append(MatrixLayout(grid, rows, shape, used_strides))
+    return list(found.values())

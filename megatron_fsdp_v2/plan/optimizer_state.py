@@ -1,0 +1,93 @@
+"""Bytes of an optimizer's state, and what an optimizer of whole matrices exchanges."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from megatron_fsdp_v2.plan.description import ParameterDescription, TrainingDescription
+    from megatron_fsdp_v2.plan.sharding import PlannedGroup
+
+__all__ = ["OPTIMIZERS", "OptimizerKind", "state_nbytes", "step_counter_nbytes"]
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerKind:
+    """What an optimizer keeps.
+
+    Attributes:
+        per_matrix: Tensors of a matrix's size that it keeps of each matrix of a unit.
+        per_other: Those it keeps of every other parameter.
+        counts_matrix_steps: Whether it has a step counter of each matrix.
+        counts_other_steps: Likewise of every other parameter.
+        is_of_matrices: Whether it needs whole matrices.
+    """
+
+    per_matrix: int
+    per_other: int
+    counts_matrix_steps: bool = False
+    counts_other_steps: bool = False
+    is_of_matrices: bool = False
+
+
+OPTIMIZERS: dict[str, OptimizerKind] = {
+    "adam": OptimizerKind(2, 2, counts_matrix_steps=True, counts_other_steps=True),
+    "sgd": OptimizerKind(0, 0),
+    "sgd_momentum": OptimizerKind(1, 1),
+    "lion": OptimizerKind(1, 1),
+    "muon": OptimizerKind(1, 2, counts_other_steps=True, is_of_matrices=True),
+    "adaptive_muon": OptimizerKind(2, 2, counts_other_steps=True, is_of_matrices=True),
+    "none": OptimizerKind(0, 0),
+}
+"""By name; `muon` steps what is no matrix of a unit by AdamW."""
+
+_COUNTER_NBYTES = 4
+
+
+def state_nbytes(training: TrainingDescription, groups: Sequence[tuple[PlannedGroup, ...]]) -> int:
+    """Bytes of state on the rank that has most of it: padding has none, and ranks differ in it.
+
+    Args:
+        training: What is trained.
+        groups: Of every unit.
+    """
+    kind = OPTIMIZERS[training.optimizer]
+    by_mesh: dict[tuple[str, int], torch.Tensor] = {}
+    known: dict[int, torch.Tensor] = {}
+    for unit, planned in zip(training.units, groups, strict=True):
+        for group in planned:
+            if not group.requires_grad:
+                continue
+            if id(group) not in known:
+                known[id(group)] = _per_slice(training, group, kind)
+            per_slice = known[id(group)]
+            key = (unit.mesh, len(per_slice))
+            by_mesh[key] = by_mesh.get(key, 0) + per_slice
+    return sum(int(per_slice.max()) for per_slice in by_mesh.values())
+
+
+def _per_slice(
+    training: TrainingDescription, group: PlannedGroup, kind: OptimizerKind
+) -> torch.Tensor:
+    dtype = training.optimizer_dtype or group.dtypes.main_weight
+    matrices, others = group.state_numels
+    return (matrices * kind.per_matrix + others * kind.per_other) * dtype.itemsize
+
+
+def step_counter_nbytes(training: TrainingDescription) -> int:
+    """Bytes of step counters at most, which an optimizer may keep in host memory."""
+    kind = OPTIMIZERS[training.optimizer]
+    params = trained_parameters(training)
+    counted = sum(
+        kind.counts_matrix_steps if param.is_matrix else kind.counts_other_steps for param in params
+    )
+    return counted * _COUNTER_NBYTES
+
+
+def trained_parameters(training: TrainingDescription) -> list[ParameterDescription]:
+    """All parameters that an optimizer steps."""
+    return [p for unit in training.units for p in unit.params if p.requires_grad]

@@ -1,0 +1,394 @@
+"""Plans of a training under every strategy, the best of them, and what to change if none fits."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from megatron_fsdp_v2.memory_bound import PeakBytes, UnitBytes, peak_bytes
+from megatron_fsdp_v2.placement import OUTER_STRATEGIES, STRATEGIES, resolve_placements
+from megatron_fsdp_v2.plan.description import MeshDescription, TrainingDescription
+from megatron_fsdp_v2.plan.machine import Machine
+from megatron_fsdp_v2.plan.matrix_work import matrix_work
+from megatron_fsdp_v2.plan.optimizer_state import state_nbytes, step_counter_nbytes
+from megatron_fsdp_v2.plan.schedule import Collective, Step, parent_of, play
+from megatron_fsdp_v2.plan.sharding import PlannedGroup, Strategy, mesh_sizes, shard
+
+__all__ = [
+    "Plan",
+    "Traffic",
+    "UnitSize",
+    "advice",
+    "best_plan",
+    "plan_all",
+    "plan_one",
+    "strategies",
+]
+
+_MOST_TIMES_RANKS = 64
+"""How many times the ranks are tried, when the advice is to take more."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnitSize:
+    """A unit, or several that are alike.
+
+    Attributes:
+        name: Of the first one; empty for the root.
+        count: How many are alike.
+        num_groups: Flat buffers of each.
+        numel: Elements of its parameters.
+        padding_numel: Elements of its flat buffers that belong to none.
+        gathered_nbytes: Bytes of its weights when they are gathered.
+        grad_buffer_nbytes: Bytes of its full gradient buffers.
+    """
+
+    name: str
+    count: int
+    num_groups: int
+    numel: int
+    padding_numel: int
+    gathered_nbytes: int
+    grad_buffer_nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """All collectives of a kind along an axis in a step.
+
+    Attributes:
+        mesh: Name of the mesh.
+        axis: `inner` or `outer`.
+        kind: What they are.
+        purpose: What for.
+        size: Ranks that take part.
+        count: How many.
+        nbytes: Of all full buffers; of all-to-alls, what this rank sends.
+        largest_nbytes: Of the largest one.
+    """
+
+    mesh: str
+    axis: str
+    kind: str
+    purpose: str
+    size: int
+    count: int
+    nbytes: int
+    largest_nbytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A training under a strategy, as the rank with most to hold sees it.
+
+    Attributes:
+        strategy: Which.
+        step: Communication and time of a step.
+        peak: Bytes by role when most are alive.
+        units: What is gathered at a time.
+        traffic: Its collectives by kind.
+        numel: Elements of parameters of this rank's part of the model.
+        padding_numel: Elements of flat buffers that belong to none, of the whole buffers.
+        plain_nbytes: Bytes of buffers and parameters that are not sharded.
+        host_nbytes: Bytes of step counters, which an optimizer may keep in host memory.
+        optimizer_seconds: Time of what is exchanged and computed for whole matrices.
+        idle_seconds: Time in which other pipeline stages work and this one cannot.
+        machine: What it was estimated for.
+    """
+
+    strategy: Strategy
+    step: Step
+    peak: PeakBytes
+    units: tuple[UnitSize, ...]
+    traffic: tuple[Traffic, ...]
+    numel: int
+    padding_numel: int
+    plain_nbytes: int
+    host_nbytes: int
+    optimizer_seconds: float
+    idle_seconds: float
+    machine: Machine | None
+
+    @property
+    def seconds(self) -> float:
+        """Estimated time of a step."""
+        return self.step.seconds + self.optimizer_seconds + self.idle_seconds
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Estimated time in which computation waits for communication."""
+        return self.step.seconds - self.step.compute_seconds
+
+    @property
+    def largest_unit(self) -> UnitSize:
+        """The unit with most gathered bytes."""
+        return max(self.units, key=lambda unit: unit.gathered_nbytes)
+
+    @property
+    def sent_nbytes(self) -> int:
+        """Bytes of the full buffers of all collectives of a step."""
+        return sum(traffic.nbytes for traffic in self.traffic)
+
+    @property
+    def peak_nbytes(self) -> int:
+        """Bytes alive when most are."""
+        return self.peak.total + self.plain_nbytes
+
+    @property
+    def resting_nbytes(self) -> int:
+        """Bytes alive between steps."""
+        return self.peak.resting + self.plain_nbytes
+
+    def fits(self, memory_nbytes: int) -> bool:
+        """Whether the peak is within so much memory."""
+        return self.peak_nbytes <= memory_nbytes
+
+
+def strategies(
+    training: TrainingDescription, outer_sizes: Sequence[int] = ()
+) -> Iterator[Strategy]:
+    """Every strategy that the meshes allow.
+
+    Args:
+        training: What is trained.
+        outer_sizes: Sizes of an outer axis to try; 1-D meshes are always tried.
+
+    Raises:
+        ValueError: An outer size does not divide the ranks.
+    """
+    for inner in STRATEGIES:
+        yield Strategy(inner)
+    for outer_size in outer_sizes:
+        for outer in OUTER_STRATEGIES:
+            for inner in STRATEGIES:
+                strategy = Strategy(inner, outer, outer_size)
+                sizes = [mesh_sizes(mesh, strategy) for mesh in training.meshes.values()]
+                try:
+                    resolve_placements(inner, outer, sizes[0])
+                except ValueError:
+                    # Not every pair of names goes together.
+                    continue
+                yield strategy
+
+
+def plan_one(
+    training: TrainingDescription, strategy: Strategy, machine: Machine | None = None
+) -> Plan:
+    """Plan a training under one strategy. No communication, and no memory to speak of.
+
+    Raises:
+        ValueError: The strategy is unknown or does not fit the meshes.
+    """
+    groups = shard(training, strategy)
+    step = play(training, groups, machine)
+    work = matrix_work(training, groups)
+    step.collectives.update(work.collectives)
+    optimizer_seconds = 0.0
+    idle_seconds = 0.0
+    if machine is not None:
+        optimizer_seconds = machine.compute_seconds(work.flops) + sum(
+            count * machine.collective_seconds(c.kind, c.nbytes, c.size, c.stride)
+            for c, count in work.collectives.items()
+        )
+        per_microbatch = step.seconds / training.num_microbatches
+        idle_seconds = (training.stages - 1) * per_microbatch
+    planned = [group for unit in groups for group in unit]
+    return Plan(
+        strategy=strategy,
+        step=step,
+        peak=_peak(training, groups, work.temporary_nbytes),
+        units=tuple(_unit_sizes(training, groups)),
+        traffic=tuple(_traffic(step.collectives)),
+        numel=training.numel,
+        padding_numel=sum(group.layout.padding_numel for group in planned),
+        plain_nbytes=training.plain_nbytes,
+        host_nbytes=step_counter_nbytes(training),
+        optimizer_seconds=optimizer_seconds,
+        idle_seconds=idle_seconds,
+        machine=machine,
+    )
+
+
+def plan_all(
+    training: TrainingDescription,
+    chosen: Sequence[Strategy],
+    machine: Machine | None = None,
+) -> list[Plan]:
+    """Plan a training under several strategies."""
+    return [plan_one(training, strategy, machine) for strategy in chosen]
+
+
+def best_plan(plans: Sequence[Plan], memory_nbytes: int) -> Plan | None:
+    """The one of least time that fits; without times, of least communication; None if none does."""
+    fitting = [plan for plan in plans if plan.fits(memory_nbytes)]
+    if not fitting:
+        return None
+    return min(fitting, key=lambda p: (p.seconds, p.sent_nbytes, p.peak_nbytes))
+
+
+def advice(
+    training: TrainingDescription,
+    plans: Sequence[Plan],
+    memory_nbytes: int,
+) -> list[str]:
+    """What would make the plan of least memory fit, each sentence checked by planning it.
+
+    Args:
+        training: What was planned.
+        plans: Plans of which none fits.
+        memory_nbytes: What they would have to fit in.
+    """
+    least = min(plans, key=lambda plan: plan.peak_nbytes)
+    strategy, machine = least.strategy, least.machine
+    found = []
+    others = [s for s in strategies(training) if s.name not in {p.strategy.name for p in plans}]
+    for other in plan_all(training, others, machine):
+        if other.fits(memory_nbytes):
+            found.append(f"--strategy {other.strategy.name} fits")
+    for alternative in training.alternatives:
+        changed = _with_activations(training, alternative.activation_nbytes)
+        peak = plan_one(changed, strategy, machine).peak_nbytes
+        fits = "fits" if peak <= memory_nbytes else "is not enough alone"
+        found.append(f"{alternative.text} saves {_gib(least.peak_nbytes - peak)} and {fits}")
+    times = _enough_ranks(training, strategy, memory_nbytes)
+    if times:
+        ranks = {name: mesh.num_ranks * times for name, mesh in training.meshes.items()}
+        shown = ", ".join(f"{count} on {name}" for name, count in ranks.items())
+        found.append(f"{times} times the data-parallel ranks ({shown}) fit with {strategy.name}")
+    largest = max(least.units, key=lambda unit: unit.gathered_nbytes + unit.grad_buffer_nbytes)
+    temporary = least.peak.gathered + least.peak.grad_buffer
+    if temporary * 2 > least.peak_nbytes:
+        found.append(
+            f"gathered weights and gradient buffers take {_gib(temporary)}: make the largest unit "
+            f"({largest.name or 'the root'}) smaller, with units inside it or tensor parallelism"
+        )
+    if not found:
+        found.append(
+            "no change of the data-parallel ranks is enough: cut the model with tensor, pipeline "
+            "or expert parallelism, or train fewer tokens at a time"
+        )
+    return found
+
+
+def _enough_ranks(
+    training: TrainingDescription, strategy: Strategy, memory_nbytes: int
+) -> int | None:
+    times = 2
+    while times <= _MOST_TIMES_RANKS:
+        meshes = {
+            name: MeshDescription(mesh.num_ranks * times, mesh.stride)
+            for name, mesh in training.meshes.items()
+        }
+        if plan_one(replace(training, meshes=meshes), strategy).fits(memory_nbytes):
+            return times
+        times *= 2
+    return None
+
+
+def _with_activations(training: TrainingDescription, nbytes: int) -> TrainingDescription:
+    """The same training with fewer bytes of activations, spread over the units as they were."""
+    ratio = nbytes / max(training.activation_nbytes, 1)
+    units = tuple(
+        replace(unit, activation_nbytes=int(unit.activation_nbytes * ratio))
+        for unit in training.units
+    )
+    return replace(training, units=units)
+
+
+def _peak(
+    training: TrainingDescription,
+    groups: Sequence[tuple[PlannedGroup, ...]],
+    optimizer_temporary: int,
+) -> PeakBytes:
+    """The larger of two moments: one of the backward, and the optimizer's step."""
+    indices = {unit.name: index for index, unit in enumerate(training.units)}
+    owners = {
+        (unit.name, param.name): group
+        for unit, planned in zip(training.units, groups, strict=True)
+        for group in planned
+        for param in group.params
+        if training.has_ties
+    }
+    units = []
+    for index, (unit, planned) in enumerate(zip(training.units, groups, strict=True)):
+        borrowed = {id(owners[key]): owners[key] for key in unit.borrows}
+        units.append(
+            UnitBytes(
+                tuple(group.nbytes for group in planned),
+                indices[parent_of(unit.name, indices)] if index else None,
+                sum(group.nbytes.gathered for group in borrowed.values()),
+                not training.reshard_after_forward,
+            )
+        )
+    backward = peak_bytes(
+        units,
+        optimizer_state=state_nbytes(training, groups),
+        activations=training.activation_nbytes,
+        unshard_prefetch_depth=int(training.enable_unshard_prefetch),
+        is_reduction_async=training.enable_async_reduce_grad,
+        accumulates=training.accumulates,
+    )
+    at_step = replace(
+        backward,
+        optimizer=backward.optimizer + optimizer_temporary,
+        gathered=0,
+        grad_buffer=0,
+        communication=0,
+        activations=0,
+        unit=0,
+    )
+    return max(backward, at_step, key=lambda peak: peak.total)
+
+
+def _unit_sizes(
+    training: TrainingDescription, groups: Sequence[tuple[PlannedGroup, ...]]
+) -> Iterator[UnitSize]:
+    alike: dict[tuple[int, ...], UnitSize] = {}
+    for unit, planned in zip(training.units, groups, strict=True):
+        if not planned:
+            continue
+        key = tuple(id(group) for group in planned)
+        if key in alike:
+            alike[key] = replace(alike[key], count=alike[key].count + 1)
+            continue
+        alike[key] = UnitSize(
+            name=unit.name,
+            count=1,
+            num_groups=len(planned),
+            numel=unit.numel,
+            padding_numel=sum(group.layout.padding_numel for group in planned),
+            gathered_nbytes=sum(
+                group.layout.numel * group.dtypes.model_weight.itemsize for group in planned
+            ),
+            grad_buffer_nbytes=sum(group.nbytes.grad_buffer for group in planned),
+        )
+    yield from alike.values()
+
+
+def _traffic(collectives: Counter[Collective]) -> Iterator[Traffic]:
+    by_kind: dict[tuple[str, str, str, str, int], list[tuple[Collective, int]]] = {}
+    for collective, count in collectives.items():
+        key = (
+            collective.mesh,
+            collective.axis,
+            collective.kind,
+            collective.purpose,
+            collective.size,
+        )
+        by_kind.setdefault(key, []).append((collective, count))
+    for (mesh, axis, kind, purpose, size), members in sorted(by_kind.items()):
+        yield Traffic(
+            mesh,
+            axis,
+            kind,
+            purpose,
+            size,
+            count=sum(count for _, count in members),
+            nbytes=sum(count * collective.nbytes for collective, count in members),
+            largest_nbytes=max(collective.nbytes for collective, _ in members),
+        )
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 1024**3:.1f} GiB"

@@ -1,0 +1,362 @@
+"""A step, played through: what is communicated, and what waits for what.
+
+The rules are those of `unit.py`, `context.py` and `reduction_queue.py`: one unit is gathered
+ahead, reductions drain slidingly, an outer axis is reduced when the inner one is done. Time is
+counted where a machine says how long something takes. Micro-batches in the middle are alike:
+three stand for any number.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from megatron_fsdp_v2.plan.description import TrainingDescription
+from megatron_fsdp_v2.plan.machine import Machine
+from megatron_fsdp_v2.plan.sharding import PlannedGroup
+from megatron_fsdp_v2.reduction_queue import MAX_LIVE_UNITS
+
+__all__ = ["Collective", "Step", "parent_of", "play"]
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """A collective that a step issues, once or more often.
+
+    Attributes:
+        kind: `all_gather`, `reduce_scatter`, `all_reduce` or `all_to_all`.
+        purpose: `unshard`, `refresh`, `reduce` or `optimizer`.
+        mesh: Name of the mesh.
+        axis: `inner` or `outer`.
+        size: Ranks that take part, at least 2: among one rank nothing is issued.
+        stride: Ranks of the job from one of them to the next.
+        nbytes: Of the full buffer; of an all-to-all, what this rank sends.
+    """
+
+    kind: str
+    purpose: str
+    mesh: str
+    axis: str
+    size: int
+    stride: int
+    nbytes: int
+
+
+@dataclass(slots=True)
+class Step:
+    """What a step comes to.
+
+    Attributes:
+        collectives: How often each is issued.
+        compute_seconds: Time of computation alone.
+        seconds: Time of the step; both 0 without a machine.
+    """
+
+    collectives: Counter[Collective] = field(default_factory=Counter)
+    compute_seconds: float = 0.0
+    seconds: float = 0.0
+
+
+def play(
+    training: TrainingDescription,
+    groups: Sequence[tuple[PlannedGroup, ...]],
+    machine: Machine | None = None,
+) -> Step:
+    """Play a step in the steady state.
+
+    Args:
+        training: What is trained.
+        groups: Of every unit, as `sharding.shard` gives them.
+        machine: For times.
+    """
+    return _Player(training, groups, machine).play()
+
+
+@dataclass(slots=True, eq=False)
+class _Group:
+    """A group while it is played.
+
+    Attributes:
+        planned: What it is.
+        mesh: Name of its mesh.
+        holders: Units that have it gathered.
+        ready_at: When its weights are there.
+        has_buffer: Whether gradients are in its full buffer.
+        has_partial: Whether gradients wait for the outer reduction.
+    """
+
+    planned: PlannedGroup
+    mesh: str
+    holders: int = 0
+    ready_at: float = 0.0
+    has_buffer: bool = False
+    has_partial: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Unit:
+    own: list[_Group]
+    held: list[_Group]
+    forward_seconds: float
+    children: list[_Unit] = field(default_factory=list)
+    is_unsharded: bool = False
+
+
+class _Player:
+    def __init__(
+        self,
+        training: TrainingDescription,
+        groups: Sequence[tuple[PlannedGroup, ...]],
+        machine: Machine | None,
+    ) -> None:
+        self._training = training
+        self._machine = machine
+        self._step = Step()
+        self._clock = 0.0
+        self._link_free = {False: 0.0, True: 0.0}
+        self._pending: deque[tuple[list[_Group], float, bool]] = deque()
+        self._outer_done_at = 0.0
+        self._weight = 1
+        self._units = self._make_units(groups)
+        self._root = self._units[0]
+        self._next_forward = _following(list(_preorder(self._root)))
+        self._next_backward = _following(list(_postorder(self._root))[::-1])
+        self._gathers_at_start = all(
+            not group.planned.gathers_for_use for unit in self._units for group in unit.own
+        )
+        self._refreshes = False
+        self._synchronises = False
+
+    def _make_units(self, groups: Sequence[tuple[PlannedGroup, ...]]) -> list[_Unit]:
+        training, units = self._training, []
+        by_param: dict[tuple[str, str], _Group] = {}
+        for unit, planned in zip(training.units, groups, strict=True):
+            own = [_Group(group, unit.mesh) for group in planned]
+            for group in own:
+                by_param |= {(unit.name, param.name): group for param in group.planned.params}
+            seconds = 0.0
+            if self._machine is not None:
+                seconds = self._machine.compute_seconds(unit.flops_per_token * training.tokens)
+            units.append(_Unit(own, own, seconds))
+        for played, unit in zip(units, training.units, strict=True):
+            borrowed = {id(by_param[key]): by_param[key] for key in unit.borrows}
+            played.held = [*played.own, *borrowed.values()]
+        by_name = {unit.name: played for played, unit in zip(units, training.units, strict=True)}
+        for played, unit in list(zip(units, training.units, strict=True))[1:]:
+            by_name[parent_of(unit.name, by_name)].children.append(played)
+        return units
+
+    # -- the step -----------------------------------------------------------------------------
+
+    def play(self) -> Step:
+        """Play it."""
+        training, count = self._training, self._training.num_microbatches
+        every_one = not training.defers_sync and not training.syncs_afterwards
+        for position in sorted({0, 1, count - 1} & set(range(count))):
+            is_last = position == count - 1
+            self._weight = count - 2 if position == 1 and not is_last else 1
+            began = self._clock
+            self._microbatch(
+                refreshes=position == 0 or every_one,
+                synchronises=every_one or (is_last and not training.syncs_afterwards),
+            )
+            if is_last and training.syncs_afterwards:
+                self._synchronise()
+            skipped = (self._weight - 1) * (self._clock - began)
+            self._clock += skipped
+            self._link_free = {link: at + skipped for link, at in self._link_free.items()}
+        self._step.seconds = self._clock
+        return self._step
+
+    def _microbatch(self, *, refreshes: bool, synchronises: bool) -> None:
+        if self._gathers_at_start and refreshes:
+            for unit in self._units:
+                for group in unit.own:
+                    group.ready_at = self._refresh(group)
+        self._refreshes = refreshes and not self._gathers_at_start
+        self._run_forward(self._root)
+        self._synchronises = synchronises
+        self._run_backward(self._root)
+        self._drain()
+
+    def _run_forward(self, unit: _Unit) -> None:
+        self._arrive(unit, in_forward=True)
+        self._prefetch(self._next_forward[unit], in_forward=True)
+        # What the root has most of is the output layer, which comes last.
+        is_root = unit is self._root
+        self._compute(0.0 if is_root else unit.forward_seconds)
+        for child in unit.children:
+            self._run_forward(child)
+        self._compute(unit.forward_seconds if is_root else 0.0)
+        if not is_root and self._training.reshard_after_forward:
+            self._reshard(unit)
+
+    def _run_backward(self, unit: _Unit) -> None:
+        self._arrive(unit, in_forward=False)
+        self._prefetch(self._next_backward[unit], in_forward=False)
+        for group in unit.own:
+            self._take_gradients(group)
+        is_root = unit is self._root
+        seconds = unit.forward_seconds * 2
+        if not is_root:
+            seconds += unit.forward_seconds * self._training.recompute_factor
+        self._compute(seconds if is_root else 0.0)
+        for child in reversed(unit.children):
+            self._run_backward(child)
+        self._compute(0.0 if is_root else seconds)
+        self._reduce(unit)
+        self._reshard(unit)
+
+    def _compute(self, seconds: float) -> None:
+        self._clock += seconds
+        self._step.compute_seconds += self._weight * seconds
+
+    # -- weights ------------------------------------------------------------------------------
+
+    def _arrive(self, unit: _Unit, *, in_forward: bool) -> None:
+        self._unshard(unit, in_forward=in_forward)
+        self._clock = max([self._clock, *(group.ready_at for group in unit.held)])
+
+    def _prefetch(self, unit: _Unit | None, *, in_forward: bool) -> None:
+        if unit is not None and self._training.enable_unshard_prefetch:
+            self._unshard(unit, in_forward=in_forward)
+
+    def _unshard(self, unit: _Unit, *, in_forward: bool) -> None:
+        if unit.is_unsharded:
+            return
+        unit.is_unsharded = True
+        for group in unit.held:
+            group.holders += 1
+            if group.holders > 1:
+                continue
+            if in_forward and self._refreshes:
+                # Not asynchronous: the gather that follows reads what it writes.
+                self._clock = max(self._clock, self._refresh(group))
+            nbytes = group.planned.nbytes.gathered
+            if nbytes:
+                group.ready_at = self._issue("all_gather", "unshard", group, -1, nbytes)
+
+    def _reshard(self, unit: _Unit) -> None:
+        if not unit.is_unsharded:
+            return
+        unit.is_unsharded = False
+        for group in unit.held:
+            group.holders -= 1
+
+    def _refresh(self, group: _Group) -> float:
+        """Gather model weights out of main weights cut finer; return when that is done."""
+        planned, ready = group.planned, self._clock
+        numel = planned.main_numel
+        for axis, parts in enumerate(planned.grid.parts):
+            if parts > 1 and numel < planned.model_numel:
+                numel *= parts
+                nbytes = numel * planned.dtypes.model_weight.itemsize
+                ready = self._issue("all_gather", "refresh", group, axis, nbytes)
+        return ready
+
+    # -- gradients ----------------------------------------------------------------------------
+
+    def _take_gradients(self, group: _Group) -> None:
+        """Put gradients into the full buffer, once there is room."""
+        if not group.planned.requires_grad or group.has_buffer:
+            return
+        while len(self._pending) >= MAX_LIVE_UNITS:
+            self._drain_one()
+        group.has_buffer = True
+
+    def _reduce(self, unit: _Unit) -> None:
+        issued, done_at = [], self._clock
+        for group in unit.own:
+            planned = group.planned
+            if not group.has_buffer or (planned.collects_unsynced and not self._synchronises):
+                continue
+            group.has_partial = planned.has_outer_axis
+            kind = "reduce_scatter" if planned.grid.parts[-1] > 1 else "all_reduce"
+            nbytes = planned.layout.numel * planned.dtypes.grad_comm.itemsize
+            done_at = self._issue(kind, "reduce", group, -1, nbytes)
+            issued.append(group)
+        if issued:
+            self._pending.append((issued, done_at, self._synchronises))
+        if not self._training.enable_async_reduce_grad:
+            self._drain()
+
+    def _drain_one(self) -> None:
+        groups, done_at, synchronises = self._pending.popleft()
+        self._clock = max(self._clock, done_at)
+        for group in groups:
+            group.has_buffer = False
+            if group.has_partial and synchronises:
+                self._reduce_outer(group)
+
+    def _reduce_outer(self, group: _Group) -> None:
+        planned = group.planned
+        group.has_partial = False
+        nbytes = planned.partial_numel * planned.dtypes.grad_comm.itemsize
+        kind = "reduce_scatter" if planned.grid.parts[0] > 1 else "all_reduce"
+        done_at = self._issue(kind, "reduce", group, 0, nbytes)
+        self._outer_done_at = max(self._outer_done_at, done_at)
+
+    def _drain(self) -> None:
+        while self._pending:
+            self._drain_one()
+        self._clock = max(self._clock, self._outer_done_at)
+
+    def _synchronise(self) -> None:
+        """Bring what earlier backwards left unreduced into the main gradients."""
+        self._synchronises = True
+        for unit in reversed(self._units):
+            self._reduce(unit)
+            for group in unit.own:
+                if group.has_partial and not group.has_buffer:
+                    self._reduce_outer(group)
+        self._drain()
+
+    # -- counting -----------------------------------------------------------------------------
+
+    def _issue(self, kind: str, purpose: str, group: _Group, axis: int, nbytes: int) -> float:
+        """Count a collective; return when it is done."""
+        sizes = group.planned.sizes
+        size = sizes[axis]
+        if size == 1 or not nbytes:
+            return self._clock
+        mesh = self._training.meshes[group.mesh]
+        is_inner = axis in (-1, len(sizes) - 1)
+        stride = mesh.stride if is_inner else mesh.stride * sizes[-1]
+        name = "inner" if is_inner else "outer"
+        collective = Collective(kind, purpose, group.mesh, name, size, stride, nbytes)
+        self._step.collectives[collective] += self._weight
+        if self._machine is None:
+            return self._clock
+        # Collectives of all lanes share the links; those of a node and the network work side by
+        # side.
+        link = self._machine.crosses_nodes(size, stride)
+        seconds = self._machine.collective_seconds(kind, nbytes, size, stride)
+        self._link_free[link] = max(self._link_free[link], self._clock) + seconds
+        return self._link_free[link]
+
+
+def _following(order: Sequence[_Unit]) -> dict[_Unit, _Unit | None]:
+    """What comes after each unit."""
+    return dict(zip(order, [*order[1:], None], strict=True))
+
+
+def parent_of(name: str, known: Container[str]) -> str:
+    """The unit that a unit lies inside of, by their names."""
+    while name:
+        name = name.rpartition(".")[0]
+        if name in known:
+            return name
+    return ""
+
+
+def _preorder(unit: _Unit) -> Iterator[_Unit]:
+    yield unit
+    for child in unit.children:
+        yield from _preorder(child)
+
+
+def _postorder(unit: _Unit) -> Iterator[_Unit]:
+    for child in unit.children:
+        yield from _postorder(child)
+    yield unit

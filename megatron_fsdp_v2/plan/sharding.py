@@ -1,0 +1,208 @@
+"""The flat buffers of a description under a strategy: real layouts, and sizes that follow.
+
+Integers only; nothing here allocates or communicates.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from megatron_fsdp_v2.comm_interface import Axis
+from megatron_fsdp_v2.dp_buffer import ShardGrid
+from megatron_fsdp_v2.layout import BufferLayout, Granularity
+from megatron_fsdp_v2.layout_split import split_for_padding
+from megatron_fsdp_v2.memory_bound import GroupBytes
+from megatron_fsdp_v2.mixed_precision import GroupDtypes, MixedPrecisionPolicy
+from megatron_fsdp_v2.placement import AxisPlacements, Placement, resolve_placements
+
+if TYPE_CHECKING:
+    from megatron_fsdp_v2.plan.description import (
+        MeshDescription,
+        ParameterDescription,
+        TrainingDescription,
+    )
+
+__all__ = ["PlannedGroup", "Strategy", "mesh_sizes", "shard"]
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """How everything is sharded.
+
+    Attributes:
+        inner: Sharding strategy along the inner axis.
+        outer: That along the outer one.
+        outer_size: Ranks along the outer axis; None for a 1-D mesh.
+        others: Sharding strategies of meshes that have one of their own, by name.
+    """
+
+    inner: str = "optim_grads_params"
+    outer: str = "no_shard"
+    outer_size: int | None = None
+    others: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def name(self) -> str:
+        """What to call it in a table."""
+        if self.outer_size is None:
+            return self.inner
+        kind = "HSDP" if self.outer == "no_shard" else "HFSDP"
+        return f"{self.inner}, {kind} x{self.outer_size}"
+
+    def inner_of(self, mesh: str) -> str:
+        """Sharding strategy along the inner axis of a mesh."""
+        return dict(self.others).get(mesh, self.inner)
+
+
+@dataclass(frozen=True)
+class PlannedGroup:
+    """A parameter group as every rank would hold it.
+
+    Attributes:
+        params: Its parameters.
+        layout: Where they are in the flat buffer.
+        placements: Per mesh axis, outermost first.
+        sizes: Ranks along each axis.
+        dtypes: Of weights and gradients.
+        requires_grad: Whether it is trained.
+    """
+
+    params: tuple[ParameterDescription, ...]
+    layout: BufferLayout
+    placements: tuple[AxisPlacements, ...]
+    sizes: tuple[int, ...]
+    dtypes: GroupDtypes
+    requires_grad: bool
+
+    @functools.cached_property
+    def grid(self) -> ShardGrid:
+        """How slices map onto the axes, as the first rank sees it; all hold as much."""
+        return _grid(self.sizes, self.placements)
+
+    def _numel(self, placements: Sequence[Placement]) -> int:
+        return self.grid.span(placements).count * self.layout.shard_numel
+
+    @functools.cached_property
+    def main_numel(self) -> int:
+        """Elements of the main weight, and of the main gradient, on a rank."""
+        return self._numel([p.main_weight for p in self.placements])
+
+    @functools.cached_property
+    def model_numel(self) -> int:
+        """Elements of the model weight at rest."""
+        return self._numel([p.model_weight for p in self.placements])
+
+    @functools.cached_property
+    def partial_numel(self) -> int:
+        """Elements that wait for the outer reduction."""
+        pieces = [Placement.REPLICATE] * (len(self.sizes) - 1)
+        return self._numel([*pieces, self.placements[-1].main_grad])
+
+    @property
+    def gathers_for_use(self) -> bool:
+        """Whether every use needs a gather."""
+        return self.model_numel < self.layout.numel
+
+    @property
+    def collects_unsynced(self) -> bool:
+        """Whether the full gradient buffer collects until the synchronised backward."""
+        return self.placements[-1].unsynced_grad is Placement.PARTIAL
+
+    @property
+    def has_outer_axis(self) -> bool:
+        """Whether a second reduction follows."""
+        return len(self.sizes) == 2
+
+    @functools.cached_property
+    def nbytes(self) -> GroupBytes:
+        """Bytes of its tensors on a rank with a GPU."""
+        return GroupBytes.of(
+            self.layout.numel,
+            self.sizes,
+            self.placements,
+            self.dtypes,
+            is_trained=self.requires_grad,
+            on_cpu=False,
+        )
+
+    @functools.cached_property
+    def state_numels(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Per slice, elements of trained matrices, and of all other trained parameters."""
+        starts = torch.arange(self.layout.num_shards, dtype=torch.int64) * self.layout.shard_numel
+        matrices, others = torch.zeros_like(starts), torch.zeros_like(starts)
+        for slot, param in zip(self.layout.slots, self.params, strict=True):
+            first = (starts - slot.offset).clamp(0, slot.numel)
+            last = (starts + self.layout.shard_numel - slot.offset).clamp(0, slot.numel)
+            (matrices if param.is_matrix else others).add_(last - first)
+        return matrices, others
+
+
+def mesh_sizes(mesh: MeshDescription, strategy: Strategy) -> tuple[int, ...]:
+    """Sizes of the axes of a mesh, outermost first.
+
+    Raises:
+        ValueError: The outer axis does not divide the ranks.
+    """
+    if strategy.outer_size is None:
+        return (mesh.num_ranks,)
+    if strategy.outer_size < 1 or mesh.num_ranks % strategy.outer_size:
+        raise ValueError(
+            f"an outer axis of {strategy.outer_size} cannot divide {mesh.num_ranks} data-parallel "
+            "ranks; choose a divisor"
+        )
+    return strategy.outer_size, mesh.num_ranks // strategy.outer_size
+
+
+def shard(training: TrainingDescription, strategy: Strategy) -> list[tuple[PlannedGroup, ...]]:
+    """The groups of every unit; units that are alike share theirs.
+
+    Raises:
+        ValueError: A name is unknown, or the mesh does not fit the strategy.
+    """
+    granularity = Granularity.parse(training.granularity)
+    found = []
+    for unit in training.units:
+        sizes = mesh_sizes(training.meshes[unit.mesh], strategy)
+        inner = strategy.inner_of(unit.mesh)
+        placements = resolve_placements(inner, strategy.outer, sizes)
+        found.append(_groups(unit.params, sizes, placements, training.policy, granularity))
+    return found
+
+
+@functools.lru_cache(maxsize=4096)
+def _groups(
+    params: tuple[ParameterDescription, ...],
+    sizes: tuple[int, ...],
+    placements: tuple[AxisPlacements, ...],
+    policy: MixedPrecisionPolicy,
+    granularity: Granularity,
+) -> tuple[PlannedGroup, ...]:
+    """Groups of one unit, in the order `fully_shard` makes them.
+
+    Names play no part in a layout; they are in the key all the same, as units that are alike
+    name their parameters alike.
+    """
+    alike: dict[Any, list[ParameterDescription]] = {}
+    for index, param in enumerate(params):
+        key = (policy.resolve(param.dtype), param.requires_grad, index if param.is_separate else -1)
+        alike.setdefault(key, []).append(param)
+    num_slices = _grid(sizes, placements).num_slices
+    groups = []
+    for (dtypes, requires_grad, _), members in alike.items():
+        shapes = [member.shape for member in members]
+        for indices in split_for_padding(shapes, num_slices, granularity):
+            chosen = tuple(members[index] for index in indices)
+            layout = BufferLayout.plan([p.shape for p in chosen], num_slices, granularity)
+            groups.append(PlannedGroup(chosen, layout, placements, sizes, dtypes, requires_grad))
+    return tuple(groups)
+
+
+def _grid(sizes: Sequence[int], placements: Sequence[AxisPlacements]) -> ShardGrid:
+    # The grid counts slices; it never asks for the process groups of its axes.
+    axes = [Axis(cast("Any", None), size, 0) for size in sizes]
+    return ShardGrid.of(axes, [p.main_weight for p in placements])

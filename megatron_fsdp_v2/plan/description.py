@@ -140,6 +140,7 @@ class TrainingDescription:
         num_in_flight: Micro-batches whose activations are alive at once.
         stages: Pipeline stages that work one after the other, for the time nobody can work.
         alternatives: What could be changed to save activations.
+        label: Which part of the model it is, such as a pipeline stage.
         notes: What a reader of the plan should know.
     """
 
@@ -162,6 +163,7 @@ class TrainingDescription:
     num_in_flight: int = 1
     stages: int = 1
     alternatives: tuple[Alternative, ...] = ()
+    label: str = ""
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

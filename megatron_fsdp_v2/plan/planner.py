@@ -126,7 +126,7 @@ class Plan:
         return max(self.units, key=lambda unit: unit.gathered_nbytes)
 
     @property
-    def sent_nbytes(self) -> int:
+    def moved_nbytes(self) -> int:
         """Bytes of the full buffers of all collectives of a step."""
         return sum(traffic.nbytes for traffic in self.traffic)
 
@@ -224,7 +224,7 @@ def best_plan(plans: Sequence[Plan], memory_nbytes: int) -> Plan | None:
     fitting = [plan for plan in plans if plan.fits(memory_nbytes)]
     if not fitting:
         return None
-    return min(fitting, key=lambda p: (p.seconds, p.sent_nbytes, p.peak_nbytes))
+    return min(fitting, key=lambda p: (p.seconds, p.moved_nbytes, p.peak_nbytes))
 
 
 def advice(

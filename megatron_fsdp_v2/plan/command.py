@@ -1,0 +1,293 @@
+"""`megatron-fsdp-v2 plan`: memory, communication and time of a training before it runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_fsdp_v2.mixed_precision import MixedPrecisionPolicy
+from megatron_fsdp_v2.placement import STRATEGIES
+from megatron_fsdp_v2.plan.description import (
+    DATA,
+    MeshDescription,
+    TrainingDescription,
+    describe_module,
+)
+from megatron_fsdp_v2.plan.machine import PRESETS, Machine, find_machine
+from megatron_fsdp_v2.plan.optimizer_state import OPTIMIZERS
+from megatron_fsdp_v2.plan.planner import Plan, advice, best_plan, plan_one, strategies
+from megatron_fsdp_v2.plan.plot import draw
+from megatron_fsdp_v2.plan.report import Report, as_dict, lines
+from megatron_fsdp_v2.plan.sharding import Strategy
+from megatron_fsdp_v2.plan.sources import SourceResult, build_on_meta, find_source
+
+__all__ = ["command"]
+
+_DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp64": torch.float64,
+}
+_UNITS = {"GB": 10**9, "GiB": 2**30, "TB": 10**12, "TiB": 2**40, "MB": 10**6, "MiB": 2**20}
+_MODEL_OPTIONS = (
+    *("units", "param_dtype", "main_params_dtype", "main_grads_dtype", "grad_comm_dtype"),
+    *("granularity", "optimizer", "micro_batches", "tokens", "activations", "recompute"),
+)
+"""Options that training flags say themselves."""
+
+
+class _PlanCommand:
+    """`megatron-fsdp-v2 plan`."""
+
+    help = "memory, communication and time of a training before it runs"
+
+    def configure(self, parser: argparse.ArgumentParser) -> None:
+        """Add what is to be planned, for what, and where the plan goes."""
+        parser.usage = (
+            "megatron-fsdp-v2 plan --ranks N [options] --model module:function\n"
+            "       megatron-fsdp-v2 plan --ranks N [options] -- <training flags>"
+        )
+        parser.add_argument("flags", nargs="*", help="training flags, after --")
+        parser.add_argument("--ranks", type=_count, required=True, help="ranks of the job")
+        _add_model_options(parser.add_argument_group("a model of your own"))
+        _add_machine_options(parser.add_argument_group("what it runs on"))
+        group = parser.add_argument_group("what is compared and written")
+        group.add_argument(
+            "--strategy", choices=["all", *STRATEGIES], default="all", help="default: all"
+        )
+        group.add_argument(
+            "--outer",
+            type=_count,
+            action="append",
+            default=[],
+            metavar="N",
+            help="also try an outer data-parallel axis of N ranks: HSDP and HFSDP; may be repeated",
+        )
+        group.add_argument("--json", metavar="FILE", help="write data; - for standard output")
+        group.add_argument("--plot", metavar="FILE", type=Path, help="write a picture")
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Plan; return 2 with one sentence on standard error where that is not possible."""
+        try:
+            report = _report(args)
+            if args.plot is not None:
+                draw(report, args.plot)
+            if args.json not in (None, "-"):
+                Path(args.json).write_text(_json(report))
+        except (ValueError, OSError) as error:
+            sys.stderr.write(f"{error}\n")
+            return 2
+        if args.json == "-":
+            sys.stdout.write(_json(report))
+        else:
+            sys.stdout.writelines(f"{line}\n" for line in lines(report))
+        return 0
+
+
+def _add_model_options(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--model",
+        metavar="MODULE:FUNCTION",
+        help="function that builds the model; it runs on the meta device and returns the model, "
+        "or a pair of it and the list of modules that become units",
+    )
+    group.add_argument(
+        "--units",
+        metavar="PATTERNS",
+        help="names or classes of the modules that become units, such as 'layers.*' or Block; "
+        "default: members of the outermost module lists",
+    )
+    for flag, meaning in (
+        ("--param-dtype", "dtype weights are gathered and computed with"),
+        ("--main-params-dtype", "dtype the optimizer steps"),
+        ("--main-grads-dtype", "dtype of reduced gradients"),
+        ("--grad-comm-dtype", "dtype of gradients on the wire"),
+    ):
+        group.add_argument(
+            flag, choices=list(_DTYPES), help=f"{meaning}; default: as MixedPrecisionPolicy has it"
+        )
+    group.add_argument("--granularity", help="row, block:<rows> or tensor; default: row")
+    group.add_argument("--optimizer", choices=list(OPTIMIZERS), help="default: adam")
+    group.add_argument(
+        "--micro-batches", type=_count, metavar="N", help="of a step; all but the last in no_sync()"
+    )
+    group.add_argument(
+        "--tokens", type=_count, metavar="N", help="of a micro-batch on a rank, for the time"
+    )
+    group.add_argument(
+        "--activations", type=_size, metavar="SIZE", help="of a micro-batch, such as 12GiB"
+    )
+    group.add_argument(
+        "--recompute", action="store_const", const=True, help="units run their forward twice"
+    )
+
+
+def _add_machine_options(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--machine",
+        metavar="NAME",
+        help=f"{', '.join(PRESETS)}, or a .json file with the attributes of a machine",
+    )
+    group.add_argument(
+        "--memory", type=_size, metavar="SIZE", help="for the training on a rank, such as 76GiB"
+    )
+    for flag, meaning in (
+        ("--node-bandwidth", "GB/s of a GPU to others of its node"),
+        ("--network-bandwidth", "GB/s of a GPU to other nodes"),
+        ("--node-latency", "microseconds"),
+        ("--network-latency", "microseconds"),
+        ("--tflops", "TFLOP/s of dense 16-bit products of a GPU"),
+        ("--efficiency", "part of them that is reached"),
+    ):
+        group.add_argument(flag, type=float, metavar="X", help=meaning)
+    group.add_argument("--gpus-per-node", type=_count, metavar="N")
+
+
+# -- options ----------------------------------------------------------------------------------
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of at least 1")
+    return int(text)
+
+
+def _size(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([MGT]i?B)", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size, such as 76GiB or 80GB")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def _machine(args: argparse.Namespace) -> Machine | None:
+    changes = {
+        "node_bandwidth": _times(args.node_bandwidth, 1e9),
+        "network_bandwidth": _times(args.network_bandwidth, 1e9),
+        "node_latency": _times(args.node_latency, 1e-6),
+        "network_latency": _times(args.network_latency, 1e-6),
+        "flops": _times(args.tflops, 1e12),
+        "efficiency": args.efficiency,
+        "gpus_per_node": args.gpus_per_node,
+    }
+    if args.machine is None:
+        given = [name for name, value in changes.items() if value is not None]
+        if given:
+            raise ValueError(
+                f"{', '.join(given)}: these change a machine; name one with --machine "
+                f"({', '.join(PRESETS)})"
+            )
+        return None
+    return find_machine(args.machine).changed(**changes)
+
+
+def _times(value: float | None, factor: float) -> float | None:
+    return None if value is None else value * factor
+
+
+# -- the report -------------------------------------------------------------------------------
+
+
+def _report(args: argparse.Namespace) -> Report:
+    machine = _machine(args)
+    memory = args.memory
+    if memory is None and machine is not None:
+        memory = machine.usable_nbytes
+    source = _described(args)
+    first = source.stages[0]
+    chosen = list(strategies(first, _outer_sizes(args, source.strategy)))
+    if args.strategy != "all":
+        chosen = [strategy for strategy in chosen if strategy.inner == args.strategy]
+    chosen = [replace(strategy, others=source.strategy.others) for strategy in chosen]
+    planned = [_largest(source.stages, strategy, machine) for strategy in chosen]
+    plans = [plan for _, plan in planned]
+    best = None if memory is None else best_plan(plans, memory)
+    shown = best or next(
+        (plan for plan in plans if plan.strategy == source.strategy),
+        min(plans, key=lambda plan: plan.peak_nbytes),
+    )
+    training = next(stage for stage, plan in planned if plan is shown)
+    sentences: Sequence[str] = ()
+    if memory is not None and best is None:
+        sentences = advice(training, plans, memory)
+    return Report(training, tuple(plans), best, shown, memory, tuple(sentences), args.ranks)
+
+
+def _outer_sizes(args: argparse.Namespace, configured: Strategy) -> list[int]:
+    sizes = list(args.outer)
+    if configured.outer_size is not None and configured.outer_size not in sizes:
+        sizes.append(configured.outer_size)
+    return sizes
+
+
+def _largest(
+    stages: Sequence[TrainingDescription], strategy: Strategy, machine: Machine | None
+) -> tuple[TrainingDescription, Plan]:
+    """The stage with most to hold; the job runs where that one fits."""
+    planned = [(stage, plan_one(stage, strategy, machine)) for stage in stages]
+    return max(planned, key=lambda pair: pair[1].peak_nbytes)
+
+
+def _described(args: argparse.Namespace) -> SourceResult:
+    if args.flags and args.model is not None:
+        raise ValueError("both --model and training flags were given; plan one of them at a time")
+    if args.flags:
+        given = [name for name in _MODEL_OPTIONS if getattr(args, name) is not None]
+        if given:
+            shown = ", ".join("--" + name.replace("_", "-") for name in given)
+            raise ValueError(f"{shown}: training flags say this themselves; leave it out")
+        return find_source()(args.flags, args.ranks)
+    if args.model is None:
+        raise ValueError(
+            "nothing to plan: give --model module:function, or training flags after --"
+        )
+    return SourceResult((_own_model(args),), Strategy())
+
+
+def _own_model(args: argparse.Namespace) -> TrainingDescription:
+    patterns = [] if args.units is None else [p.strip() for p in args.units.split(",")]
+    model, chosen = build_on_meta(args.model, patterns)
+    units, plain_nbytes = describe_module(model, chosen)
+    if args.activations is not None:
+        each = args.activations // max(len(units) - 1, 1)
+        units = tuple(replace(unit, activation_nbytes=each if unit.name else 0) for unit in units)
+    policy = MixedPrecisionPolicy(
+        **{
+            name: _DTYPES[getattr(args, name)]
+            for name in _MODEL_OPTIONS
+            if name.endswith("_dtype") and getattr(args, name) is not None
+        }
+    )
+    notes = []
+    if args.machine is not None and args.tokens is None:
+        notes.append("without --tokens a step computes nothing, and all communication is exposed")
+    if args.activations is None:
+        notes.append("activations are not counted; --activations says how many bytes they take")
+    return TrainingDescription(
+        units,
+        {DATA: MeshDescription(args.ranks)},
+        policy,
+        granularity=args.granularity or "row",
+        optimizer=args.optimizer or "adam",
+        num_microbatches=args.micro_batches or 1,
+        tokens=args.tokens or 0,
+        recompute_factor=1.0 if args.recompute else 0.0,
+        plain_nbytes=plain_nbytes,
+        notes=tuple(notes),
+    )
+
+
+def _json(report: Report) -> str:
+    data: dict[str, Any] = as_dict(report)
+    return json.dumps(data, indent=2) + "\n"
+
+
+command = _PlanCommand()

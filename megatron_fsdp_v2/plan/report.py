@@ -1,0 +1,254 @@
+"""Plans as text and as plain data."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_fsdp_v2.checkpoint.inspecting import readable_size
+from megatron_fsdp_v2.plan.description import TrainingDescription
+from megatron_fsdp_v2.plan.machine import Machine
+from megatron_fsdp_v2.plan.planner import Plan
+
+__all__ = ["ROLES", "Report", "as_dict", "lines"]
+
+ROLES = (
+    "model_weight",
+    "main_weight",
+    "main_grad",
+    "optimizer",
+    "gathered",
+    "grad_buffer",
+    "communication",
+    "activations",
+)
+"""What bytes are for, as in `memory_bound.PeakBytes`; the first four rest between steps."""
+
+_HEAD = (
+    *("strategy", "model", "main", "grads", "optim", "gather", "reduce", "comm", "activ."),
+    *("peak", "padding", "calls", "moved"),
+)
+_TIME_HEAD = ("step", "exposed")
+_LEGEND = (
+    "Bytes on the rank with most. model, main: weights the forward computes with (0 where they are "
+    "the main weights) and",
+    "weights the optimizer steps; grads: main gradients; optim: its state. At the peak also "
+    "gathered weights, gradient",
+    "buffers being reduced, copies in the dtype of the wire, activations. calls, moved: "
+    "collectives of a step, bytes of",
+    "their full buffers.",
+)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What is shown.
+
+    Attributes:
+        training: What was planned; of a pipeline the stage with most to hold.
+        plans: Of every strategy.
+        best: The best one that fits; None where none does, or no memory is known.
+        shown: The one shown in detail.
+        memory_nbytes: What they have to fit in, if it is known.
+        advice: What to change, where none fits.
+        num_ranks: Ranks of the job.
+    """
+
+    training: TrainingDescription
+    plans: tuple[Plan, ...]
+    best: Plan | None
+    shown: Plan
+    memory_nbytes: int | None
+    advice: tuple[str, ...]
+    num_ranks: int
+
+    @property
+    def machine(self) -> Machine | None:
+        """What times were estimated for."""
+        return self.shown.machine
+
+
+def lines(report: Report) -> Iterator[str]:
+    """The report as text."""
+    yield from _header(report)
+    yield ""
+    yield from _strategies(report)
+    yield ""
+    yield from _LEGEND
+    yield ""
+    yield from _units(report.shown)
+    yield ""
+    yield from _traffic(report.shown)
+    yield ""
+    yield from _verdict(report)
+
+
+def _header(report: Report) -> Iterator[str]:
+    training, machine = report.training, report.machine
+    meshes = ", ".join(f"{mesh.num_ranks} on {name}" for name, mesh in training.meshes.items())
+    yield (
+        f"{report.num_ranks} ranks ({meshes}); {training.numel:,} parameters in "
+        f"{len(training.units)} units on each{training.label and ', ' + training.label}; "
+        f"{training.optimizer}; {training.num_microbatches} micro-batch"
+        f"{'es' * (training.num_microbatches > 1)} of {training.tokens} tokens a step"
+    )
+    if machine is not None:
+        yield (
+            f"machine {machine.name}: {machine.gpus_per_node} GPUs a node, "
+            f"{machine.node_bandwidth / 1e9:g} GB/s between them, "
+            f"{machine.network_bandwidth / 1e9:g} GB/s each to other nodes, "
+            f"{machine.flops / 1e12:g} TFLOP/s of which {machine.efficiency:.0%} are reached"
+        )
+    if report.memory_nbytes is not None:
+        yield f"memory for the training: {readable_size(report.memory_nbytes)} a rank"
+    for note in training.notes:
+        yield f"note: {note}"
+
+
+def _strategies(report: Report) -> Iterator[str]:
+    head = [*_HEAD]
+    if report.machine is not None:
+        head += _TIME_HEAD
+    if report.memory_nbytes is not None:
+        head.append("fits")
+    table = [head]
+    for plan in report.plans:
+        row = [plan.strategy.name]
+        row += [_size(getattr(plan.peak, role)) for role in ROLES]
+        row += [_size(plan.peak_nbytes), f"{plan.padding_numel / plan.numel:.2%}"]
+        row += [str(sum(t.count for t in plan.traffic)), _size(plan.moved_nbytes)]
+        if report.machine is not None:
+            row += [_seconds(plan.seconds), _seconds(plan.exposed_seconds)]
+        if report.memory_nbytes is not None:
+            row.append("yes" if plan.fits(report.memory_nbytes) else "no")
+        table.append(row)
+    yield from _aligned(table)
+
+
+def _units(plan: Plan) -> Iterator[str]:
+    table = [["units", "how many", "buffers", "parameters", "padding", "gathered", "gradients"]]
+    for unit in sorted(plan.units, key=lambda unit: -unit.gathered_nbytes):
+        table.append(
+            [
+                unit.name or "(root)",
+                str(unit.count),
+                str(unit.num_groups),
+                f"{unit.numel:,}",
+                f"{unit.padding_numel / max(unit.numel, 1):.2%}",
+                _size(unit.gathered_nbytes),
+                _size(unit.grad_buffer_nbytes),
+            ]
+        )
+    yield f"With {plan.strategy.name}, the largest unit first:"
+    yield from _aligned(table)
+
+
+def _traffic(plan: Plan) -> Iterator[str]:
+    if not plan.traffic:
+        yield "Nothing is communicated: along an axis of one rank no collective is issued."
+        return
+    table = [["collective", "for", "mesh", "axis", "ranks", "calls", "largest", "all of a step"]]
+    for traffic in plan.traffic:
+        table.append(
+            [
+                traffic.kind,
+                traffic.purpose,
+                traffic.mesh,
+                traffic.axis,
+                str(traffic.size),
+                str(traffic.count),
+                _size(traffic.largest_nbytes),
+                _size(traffic.nbytes),
+            ]
+        )
+    yield from _aligned(table)
+
+
+def _verdict(report: Report) -> Iterator[str]:
+    if report.memory_nbytes is None:
+        yield "No memory was given to fit in: add --machine or --memory for a verdict."
+        return
+    if report.best is not None:
+        best = report.best
+        time = f", {_seconds(best.seconds)} a step" if report.machine is not None else ""
+        yield (
+            f"Best that fits: {best.strategy.name} (peak {readable_size(best.peak_nbytes)}{time})."
+        )
+        return
+    least = min(report.plans, key=lambda plan: plan.peak_nbytes)
+    yield (
+        f"Nothing fits: {least.strategy.name} has the least, "
+        f"{readable_size(least.peak_nbytes)} of {readable_size(report.memory_nbytes)}. "
+        "What would change that:"
+    )
+    for sentence in report.advice:
+        yield f"  - {sentence}"
+
+
+def _aligned(table: Sequence[Sequence[str]]) -> Iterator[str]:
+    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
+    for number, row in enumerate(table):
+        first = row[0].ljust(widths[0])
+        rest = (cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))
+        yield "  ".join([first, *rest]).rstrip()
+        if number == 0:
+            yield "-" * (sum(widths) + 2 * (len(widths) - 1))
+
+
+def _size(nbytes: int) -> str:
+    return readable_size(nbytes).replace("iB", "").replace(" ", "") if nbytes else "-"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
+
+
+# -- data -------------------------------------------------------------------------------------
+
+
+def as_dict(report: Report) -> dict[str, Any]:
+    """The report as plain data, for JSON: bytes, elements and seconds."""
+    return {
+        "num_ranks": report.num_ranks,
+        "meshes": {name: mesh.num_ranks for name, mesh in report.training.meshes.items()},
+        "optimizer": report.training.optimizer,
+        "num_microbatches": report.training.num_microbatches,
+        "numel": report.training.numel,
+        "memory_nbytes": report.memory_nbytes,
+        "machine": None if report.machine is None else report.machine.as_dict(),
+        "best": None if report.best is None else report.best.strategy.name,
+        "advice": list(report.advice),
+        "notes": list(report.training.notes),
+        "plans": [_plan_as_dict(plan, report) for plan in report.plans],
+    }
+
+
+def _plan_as_dict(plan: Plan, report: Report) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "strategy": plan.strategy.name,
+        "sharding_strategy": plan.strategy.inner,
+        "outer_dp_sharding_strategy": plan.strategy.outer,
+        "outer_size": plan.strategy.outer_size,
+        "resting": {role: getattr(plan.peak, role) for role in ROLES[:4]},
+        "peak": {role: getattr(plan.peak, role) for role in ROLES},
+        "other_nbytes": plan.plain_nbytes,
+        "host_nbytes": plan.host_nbytes,
+        "resting_nbytes": plan.resting_nbytes,
+        "peak_nbytes": plan.peak_nbytes,
+        "padding_numel": plan.padding_numel,
+        "units": [dataclasses.asdict(unit) for unit in plan.units],
+        "collectives": [dataclasses.asdict(traffic) for traffic in plan.traffic],
+    }
+    if plan.machine is not None:
+        found["seconds"] = {
+            "step": plan.seconds,
+            "compute": plan.step.compute_seconds,
+            "exposed": plan.exposed_seconds,
+            "optimizer": plan.optimizer_seconds,
+            "idle": plan.idle_seconds,
+        }
+    if report.memory_nbytes is not None:
+        found["fits"] = plan.fits(report.memory_nbytes)
+    return found

@@ -1,0 +1,135 @@
+"""Where a training that is to be planned comes from: a function of the user's, or training flags.
+
+What the flags of a framework mean belongs to its adapter, which offers a function under the
+entry-point group `megatron_fsdp_v2.plan_sources`; the core knows none of them.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_fsdp_v2.plan.description import TrainingDescription
+from megatron_fsdp_v2.plan.sharding import Strategy
+
+__all__ = ["SOURCE_GROUP", "FlagsError", "Source", "SourceResult", "build_on_meta", "find_source"]
+
+SOURCE_GROUP = "megatron_fsdp_v2.plan_sources"
+
+
+class FlagsError(ValueError):
+    """Training flags that cannot be planned; says which and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceResult:
+    """What a source makes of training flags.
+
+    Attributes:
+        stages: One rank's part of the training; of every pipeline stage, if there are some.
+        strategy: What the flags ask for.
+    """
+
+    stages: tuple[TrainingDescription, ...]
+    strategy: Strategy
+
+
+Source = Callable[[Sequence[str], int], SourceResult]
+"""From training flags and a number of ranks to what is trained; raises `FlagsError`."""
+
+
+def find_source() -> Source:
+    """What an adapter offers, imported when it is asked for.
+
+    Raises:
+        ValueError: No adapter is installed, or it cannot be imported.
+    """
+    for point in sorted(entry_points(group=SOURCE_GROUP)):
+        try:
+            source: Source = point.load()
+        except ImportError as error:
+            raise ValueError(
+                f"training flags after -- need {error.name or error}, which cannot be imported: "
+                "install this package with its extra, megatron-fsdp-v2[megatron]"
+            ) from None
+        return source
+    raise ValueError(
+        "training flags after -- need an adapter, and none is installed; name a function that "
+        "builds the model with --model instead"
+    )
+
+
+def build_on_meta(target: str, patterns: Sequence[str]) -> tuple[nn.Module, list[nn.Module] | None]:
+    """Call a user's function with the meta device as default.
+
+    Args:
+        target: `module:function`. It returns the model, or the model and its units.
+        patterns: Patterns of names or classes of units, which count instead.
+
+    Returns:
+        The model and its units; None for the default ones.
+
+    Raises:
+        ValueError: There is no such function, it returns something else, or nothing matches.
+    """
+    function = _function(target)
+    with torch.device("meta"):
+        built = function()
+    units: list[nn.Module] | None = None
+    if isinstance(built, tuple) and len(built) == 2:
+        built, units = built[0], list(built[1])
+    if not isinstance(built, nn.Module):
+        raise ValueError(
+            f"{target} must return an nn.Module, or a pair of it and its units; got "
+            f"{type(built).__name__}"
+        )
+    if patterns:
+        units = list(_matching(built, patterns))
+    return built, units
+
+
+def _function(target: str) -> Callable[[], Any]:
+    module_name, _, name = target.partition(":")
+    if not module_name or not name:
+        raise ValueError(f"--model takes module:function, got {target!r}")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ValueError(f"--model {target}: {error}") from None
+    function: Any = getattr(module, name, None)
+    if not callable(function):
+        raise ValueError(f"--model {target}: {module_name} has no function {name}")
+    return function  # type: ignore[no-any-return]
+
+
+def _matching(model: nn.Module, patterns: Sequence[str]) -> Iterator[nn.Module]:
+    """Modules whose name or class matches, inner ones first."""
+    unused = set(patterns)
+    found = []
+    for name, module in model.named_modules():
+        matching = {
+            pattern
+            for pattern in patterns
+            if name and (fnmatch.fnmatch(name, pattern) or type(module).__name__ == pattern)
+        }
+        unused -= matching
+        if matching:
+            found.append(module)
+    if unused:
+        raise ValueError(
+            f"no module's name or class matches {', '.join(sorted(unused))}; names look like "
+            f"{', '.join(name for name, _ in list(model.named_modules())[1:4])}"
+        )
+    yield from reversed(found)

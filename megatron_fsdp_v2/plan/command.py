@@ -260,11 +260,10 @@ def _own_model(args: argparse.Namespace) -> TrainingDescription:
         each = args.activations // max(len(units) - 1, 1)
         units = tuple(replace(unit, activation_nbytes=each if unit.name else 0) for unit in units)
     policy = MixedPrecisionPolicy(
-        **{
-            name: _DTYPES[getattr(args, name)]
-            for name in _MODEL_OPTIONS
-            if name.endswith("_dtype") and getattr(args, name) is not None
-        }
+        param_dtype=_DTYPES.get(args.param_dtype),
+        main_params_dtype=_DTYPES.get(args.main_params_dtype),
+        main_grads_dtype=_DTYPES.get(args.main_grads_dtype),
+        grad_comm_dtype=_DTYPES.get(args.grad_comm_dtype),
     )
     notes = []
     if args.machine is not None and args.tokens is None:

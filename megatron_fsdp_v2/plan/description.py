@@ -6,7 +6,8 @@ that can write one (a module built on the meta device, a framework's command lin
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 import torch
@@ -19,6 +20,7 @@ __all__ = [
     "Alternative",
     "MeshDescription",
     "ParameterDescription",
+    "Rules",
     "TrainingDescription",
     "UnitDescription",
     "describe_module",
@@ -66,6 +68,7 @@ class UnitDescription:
         borrows: `(unit, parameter)` of tied parameters that another unit owns.
         flops_per_token: Operations of its forward for a token, without units inside it.
         activation_nbytes: Bytes its forward keeps for a micro-batch's backward, likewise.
+        keeps_gathered: Whether it stays gathered between forward and backward, as the root does.
     """
 
     name: str
@@ -74,6 +77,7 @@ class UnitDescription:
     borrows: tuple[tuple[str, str], ...] = ()
     flops_per_token: float = 0.0
     activation_nbytes: int = 0
+    keeps_gathered: bool = False
 
     @property
     def numel(self) -> int:
@@ -137,7 +141,8 @@ class TrainingDescription:
         enable_unshard_prefetch: Likewise.
         enable_async_reduce_grad: Likewise.
         plain_nbytes: Bytes of buffers and parameters that are not sharded.
-        num_in_flight: Micro-batches whose activations are alive at once.
+        num_in_flight: Micro-batches whose activations are alive at once: one more than forwards
+            run before the first backward.
         stages: Pipeline stages that work one after the other, for the time nobody can work.
         alternatives: What could be changed to save activations.
         label: Which part of the model it is, such as a pipeline stage.
@@ -197,8 +202,31 @@ class TrainingDescription:
         return self.num_in_flight * sum(unit.activation_nbytes for unit in self.units)
 
 
+@dataclass(frozen=True)
+class Rules:
+    """What the modules alone do not say.
+
+    Attributes:
+        mesh_of: Name of the mesh of a unit.
+        is_matrix: Whether an optimizer of whole matrices steps a parameter, from the name of its
+            unit and the parameter.
+        separate: Parameters that get flat buffers of their own.
+        flops_of: Operations of a unit's forward for a token, from its name and its parameters.
+    """
+
+    mesh_of: Callable[[nn.Module], str] = lambda unit: DATA
+    # Embeddings and output layers, which the root has, are no matrices to an optimizer.
+    is_matrix: Callable[[str, nn.Parameter], bool] = lambda unit, param: (
+        bool(unit) and param.dim() in (2, 3)
+    )
+    separate: AbstractSet[nn.Parameter] = frozenset()
+    flops_of: Callable[[str, Sequence[ParameterDescription]], float] = lambda unit, params: sum(
+        2.0 * param.numel for param in params if len(param.shape) > 1
+    )
+
+
 def describe_module(
-    module: nn.Module, units: Iterable[nn.Module] | None = None, *, mesh: str = DATA
+    module: nn.Module, units: Iterable[nn.Module] | None = None, rules: Rules | None = None
 ) -> tuple[tuple[UnitDescription, ...], int]:
     """Describe a module and the units inside it; it may be built on the meta device.
 
@@ -206,7 +234,7 @@ def describe_module(
         module: The root.
         units: Modules to become units, inner ones before outer ones where they are nested;
             the members of the outermost `nn.ModuleList`s when None.
-        mesh: Mesh of all of them.
+        rules: What the modules do not say.
 
     Returns:
         Units, parents before children, and the bytes of buffers, which are not sharded.
@@ -220,51 +248,51 @@ def describe_module(
         if id(unit) not in names:
             raise ValueError(f"a unit of class {type(unit).__name__} is not inside the model")
     order = [unit for unit in chosen if unit is not module] + [module]
-    boundaries = {id(unit) for unit in order}
-    homes: dict[int, tuple[str, str]] = {}
-    described = {}
-    for unit in order:
-        described[id(unit)] = _describe_unit(unit, names[id(unit)], boundaries, homes, mesh)
+    walk = _Walk({id(unit) for unit in order}, rules or Rules())
+    described = {id(unit): walk.describe(unit, names[id(unit)]) for unit in order}
     buffers = {id(buffer): buffer for buffer in module.buffers()}
     plain_nbytes = sum(b.numel() * b.element_size() for b in buffers.values())
-    in_order = [below for below in module.modules() if id(below) in boundaries]
+    in_order = [below for below in module.modules() if id(below) in described]
     return tuple(described[id(unit)] for unit in in_order), plain_nbytes
 
 
-def _describe_unit(
-    unit: nn.Module,
-    name: str,
-    boundaries: set[int],
-    homes: dict[int, tuple[str, str]],
-    mesh: str,
-) -> UnitDescription:
-    params, borrows = [], []
-    seen: set[int] = set()
-    for prefix, below in _own_modules(unit, boundaries):
-        for attribute, param in below._parameters.items():
-            if param is None or id(param) in seen:
-                continue
-            seen.add(id(param))
-            full = f"{prefix}.{attribute}" if prefix else attribute
-            if id(param) in homes:
-                borrows.append(homes[id(param)])
-                continue
-            if param.dim() == 0:
-                raise ValueError(
-                    f"parameter {full} of {name or 'the root'} is 0-dim and has no rows to shard; "
-                    "make it of shape (1,)"
-                )
-            homes[id(param)] = (name, full)
-            shape = tuple(param.shape)
-            # Embeddings and output layers, which the root has, are no matrices to an optimizer.
-            is_matrix = bool(name) and len(shape) in (2, 3)
-            params.append(
-                ParameterDescription(
-                    full, shape, param.dtype, param.requires_grad, is_matrix=is_matrix
-                )
+class _Walk:
+    """Describes units one after the other; the first one that has a parameter owns it."""
+
+    def __init__(self, boundaries: set[int], rules: Rules) -> None:
+        self._boundaries = boundaries
+        self._rules = rules
+        self._homes: dict[int, tuple[str, str]] = {}
+
+    def describe(self, unit: nn.Module, name: str) -> UnitDescription:
+        """Describe a unit, those inside it having been described."""
+        found: dict[int, tuple[str, nn.Parameter]] = {}
+        for prefix, below in _own_modules(unit, self._boundaries):
+            for attribute, param in below._parameters.items():
+                if param is not None:
+                    full = f"{prefix}.{attribute}" if prefix else attribute
+                    found.setdefault(id(param), (full, param))
+        borrows = tuple(self._homes[key] for key in found if key in self._homes)
+        owned = {key: item for key, item in found.items() if key not in self._homes}
+        self._homes |= {key: (name, full) for key, (full, _) in owned.items()}
+        params = tuple(self._describe_param(name, *item) for item in owned.values())
+        flops = self._rules.flops_of(name, params)
+        return UnitDescription(name, params, self._rules.mesh_of(unit), borrows, flops)
+
+    def _describe_param(self, unit: str, name: str, param: nn.Parameter) -> ParameterDescription:
+        if param.dim() == 0:
+            raise ValueError(
+                f"parameter {name} of {unit or 'the root'} is 0-dim and has no rows to shard; "
+                "make it of shape (1,)"
             )
-    flops = sum(2.0 * param.numel for param in params if len(param.shape) > 1)
-    return UnitDescription(name, tuple(params), mesh, tuple(borrows), flops)
+        return ParameterDescription(
+            name,
+            tuple(param.shape),
+            param.dtype,
+            param.requires_grad,
+            is_separate=param in self._rules.separate,
+            is_matrix=self._rules.is_matrix(unit, param),
+        )
 
 
 def _own_modules(module: nn.Module, boundaries: set[int]) -> Iterator[tuple[str, nn.Module]]:

@@ -258,7 +258,7 @@ def advice(
         found.append(f"{times} times the data-parallel ranks ({shown}) fit with {strategy.name}")
     largest = max(least.units, key=lambda unit: unit.gathered_nbytes + unit.grad_buffer_nbytes)
     temporary = least.peak.gathered + least.peak.grad_buffer
-    if temporary * 2 > least.peak_nbytes:
+    if temporary * 2 > memory_nbytes:
         found.append(
             f"gathered weights and gradient buffers take {_gib(temporary)}: make the largest unit "
             f"({largest.name or 'the root'}) smaller, with units inside it or tensor parallelism"
@@ -318,7 +318,7 @@ def _peak(
                 tuple(group.nbytes for group in planned),
                 indices[parent_of(unit.name, indices)] if index else None,
                 sum(group.nbytes.gathered for group in borrowed.values()),
-                not training.reshard_after_forward,
+                unit.keeps_gathered or not training.reshard_after_forward,
             )
         )
     backward = peak_bytes(

@@ -100,6 +100,7 @@ class _Unit:
     held: list[_Group]
     forward_seconds: float
     children: list[_Unit] = field(default_factory=list)
+    keeps_gathered: bool = False
     is_unsharded: bool = False
 
 
@@ -143,6 +144,9 @@ class _Player:
             borrowed = {id(by_param[key]): by_param[key] for key in unit.borrows}
             played.held = [*played.own, *borrowed.values()]
         by_name = {unit.name: played for played, unit in zip(units, training.units, strict=True)}
+        for played, unit in zip(units, training.units, strict=True):
+            played.keeps_gathered = unit.keeps_gathered or not training.reshard_after_forward
+        units[0].keeps_gathered = True
         for played, unit in list(zip(units, training.units, strict=True))[1:]:
             by_name[parent_of(unit.name, by_name)].children.append(played)
         return units
@@ -150,33 +154,45 @@ class _Player:
     # -- the step -----------------------------------------------------------------------------
 
     def play(self) -> Step:
-        """Play it."""
+        """Play it: some forwards, forwards and backwards in turn, the backwards that are left."""
         training, count = self._training, self._training.num_microbatches
-        every_one = not training.defers_sync and not training.syncs_afterwards
-        for position in sorted({0, 1, count - 1} & set(range(count))):
-            is_last = position == count - 1
-            self._weight = count - 2 if position == 1 and not is_last else 1
+        ahead = min(training.num_in_flight - 1, count - 1)
+        for number in range(ahead):
+            self._forward_pass(number)
+        pairs = count - ahead
+        for position in sorted({0, 1, pairs - 1} & set(range(pairs))):
+            is_repeated = position == 1 and pairs > 2
+            self._weight = pairs - 2 if is_repeated else 1
             began = self._clock
-            self._microbatch(
-                refreshes=position == 0 or every_one,
-                synchronises=every_one or (is_last and not training.syncs_afterwards),
-            )
-            if is_last and training.syncs_afterwards:
-                self._synchronise()
+            self._forward_pass(ahead + position)
+            self._backward_pass(is_last=position == count - 1)
             skipped = (self._weight - 1) * (self._clock - began)
             self._clock += skipped
             self._link_free = {link: at + skipped for link, at in self._link_free.items()}
+        self._weight = 1
+        for number in range(pairs, count):
+            self._backward_pass(is_last=number == count - 1)
+        if training.syncs_afterwards:
+            self._synchronise()
         self._step.seconds = self._clock
         return self._step
 
-    def _microbatch(self, *, refreshes: bool, synchronises: bool) -> None:
+    @property
+    def _syncs_every_one(self) -> bool:
+        return not self._training.defers_sync and not self._training.syncs_afterwards
+
+    def _forward_pass(self, number: int) -> None:
+        refreshes = number == 0 or self._syncs_every_one
         if self._gathers_at_start and refreshes:
             for unit in self._units:
                 for group in unit.own:
                     group.ready_at = self._refresh(group)
         self._refreshes = refreshes and not self._gathers_at_start
         self._run_forward(self._root)
-        self._synchronises = synchronises
+
+    def _backward_pass(self, *, is_last: bool) -> None:
+        is_final = is_last and not self._training.syncs_afterwards
+        self._synchronises = self._syncs_every_one or is_final
         self._run_backward(self._root)
         self._drain()
 
@@ -189,7 +205,7 @@ class _Player:
         for child in unit.children:
             self._run_forward(child)
         self._compute(unit.forward_seconds if is_root else 0.0)
-        if not is_root and self._training.reshard_after_forward:
+        if not unit.keeps_gathered:
             self._reshard(unit)
 
     def _run_backward(self, unit: _Unit) -> None:

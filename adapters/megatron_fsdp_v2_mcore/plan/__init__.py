@@ -1,0 +1,1 @@
+"""What a training with Megatron's flags would hold and send, for `megatron-fsdp-v2 plan`."""

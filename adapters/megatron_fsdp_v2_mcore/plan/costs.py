@@ -1,0 +1,162 @@
+"""Operations and activations of Megatron's layers, by formula: estimates, and said to be.
+
+Activations follow Korthikanti et al., Reducing Activation Recomputation in Large Transformer
+Models (2022), section 4: in 16 bits a layer keeps 34 bytes for a token and each of its hidden
+units, and `5 a s / h` more where attention keeps its matrix. Their terms are written out below for
+grouped queries, gated and expert layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_fsdp_v2.plan.description import Alternative, ParameterDescription
+
+__all__ = ["Costs"]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Costs of one rank's part of layers.
+
+    Attributes:
+        args: Megatron's arguments.
+        has_output: Whether the stage has the output layer.
+    """
+
+    args: Any
+    has_output: bool
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch on a rank; tensor-parallel ranks work on the same ones."""
+        args = self.args
+        return int(args.seq_length * args.micro_batch_size // args.context_parallel_size)
+
+    def flops(self, unit: str, params: Sequence[ParameterDescription]) -> float:
+        """Operations of a unit's forward for a token: two for an element of a matrix.
+
+        A token goes to some experts only. Half of the attention matrix is masked.
+
+        Args:
+            unit: Its name.
+            params: Its parameters.
+        """
+        args = self.args
+        total = 0.0
+        for param in params:
+            if len(param.shape) < 2:
+                continue
+            used = 1.0
+            full = f"{unit}.{param.name}"
+            if "experts" in full and "shared_experts" not in full:
+                local = args.num_experts // args.expert_model_parallel_size
+                used = args.moe_router_topk / local
+            elif "embedding" in full:
+                is_tied = not args.untie_embeddings_and_output_weights
+                used = float(self.has_output and is_tied and "word" in full)
+            total += 2.0 * used * param.numel
+        if any("self_attention" in param.name for param in params):
+            width = args.kv_channels * args.num_attention_heads / args.tensor_model_parallel_size
+            total += 2.0 * args.seq_length * width
+        return total
+
+    def layer_activations(self, *, recomputes: bool | None = None) -> int:
+        """Bytes that a layer keeps for the backward of a micro-batch.
+
+        Args:
+            recomputes: Whether it keeps its input only; as the flags say when None.
+        """
+        args = self.args
+        recomputes = self.recomputes_all if recomputes is None else recomputes
+        width, tensor = args.hidden_size, args.tensor_model_parallel_size
+        parts = tensor if args.sequence_parallel else 1
+        if recomputes:
+            return int(self.tokens * 2 * width * self._scale / parts)
+        heads, channels = args.num_attention_heads, args.kv_channels
+        groups = args.num_query_groups if args.group_query_attention else heads
+        hidden_mask = 1 if args.hidden_dropout else 0
+        # Inputs of two norms, of queries and of the first layer of the MLP; two masks of dropout.
+        whole = (4 + 2 + 2) * width + 2 * hidden_mask * width
+        # Queries, keys and values; what the output projection is applied to.
+        cut = 2 * (heads + 2 * groups) * channels + 2 * heads * channels
+        cut += self._mlp_activations()
+        if self._keeps_attention:
+            dropout = 3 if args.attention_dropout else 0
+            cut += (2 + dropout) * heads * args.seq_length
+        return int(self.tokens * self._scale * (whole / parts + cut / tensor))
+
+    def _mlp_activations(self) -> float:
+        """Bytes for a token of what the two layers of an MLP, or of its experts, are applied to."""
+        args = self.args
+        gate = 2 if args.swiglu else 1
+        if not args.num_experts:
+            return float(2 * (gate + 1) * args.ffn_hidden_size)
+        # Every copy of a token is kept as the input of its expert as well.
+        expert = args.moe_ffn_hidden_size or args.ffn_hidden_size
+        each = 2 * args.hidden_size + 2 * (gate + 1) * expert
+        shared = args.moe_shared_expert_intermediate_size or 0
+        return float(args.moe_router_topk * each + 2 * (gate + 1) * shared)
+
+    @property
+    def _scale(self) -> float:
+        """The formulas are of 16 bits."""
+        return float(self.args.params_dtype.itemsize / 2)
+
+    @property
+    def recomputes_all(self) -> bool:
+        """Whether layers are recomputed from their inputs."""
+        return bool(self.args.recompute_granularity == "full")
+
+    @property
+    def _keeps_attention(self) -> bool:
+        """Whether the attention matrix is kept, which fused attention never makes."""
+        args = self.args
+        backend = getattr(args.attention_backend, "name", str(args.attention_backend))
+        is_unfused = backend in ("unfused", "local") and not self.is_pretended
+        return is_unfused and args.recompute_granularity is None
+
+    is_pretended: bool = True
+    """Whether flags that choose kernels are those of a CPU and not the user's."""
+
+    def root_activations(self) -> int:
+        """Bytes outside of layers: logits in fp32 and in the model's dtype, and a layer at work."""
+        args, nbytes = self.args, 0.0
+        if self.has_output:
+            vocabulary = args.padded_vocab_size or args.vocab_size
+            per_token = (4 + 2 * self._scale) * vocabulary / args.tensor_model_parallel_size
+            nbytes += self.tokens * (per_token + 4 * self._scale * args.hidden_size)
+        if self.recomputes_all:
+            # The layer whose forward is being repeated keeps everything for a moment.
+            nbytes += self.layer_activations(recomputes=False)
+        return int(nbytes)
+
+    def alternatives(self, num_layers: int, num_in_flight: int) -> tuple[Alternative, ...]:
+        """What would save activations.
+
+        Args:
+            num_layers: Layers of the stage.
+            num_in_flight: Micro-batches whose activations are alive at once.
+        """
+        args = self.args
+        found = []
+        each = self.layer_activations()
+        now = num_in_flight * (num_layers * each + self.root_activations())
+        if not self.recomputes_all:
+            least = self.layer_activations(recomputes=True)
+            recomputed = num_in_flight * num_layers * least + each + self.root_activations()
+            found.append(
+                Alternative(
+                    "--recompute-granularity full --recompute-method uniform "
+                    "--recompute-num-layers 1",
+                    recomputed,
+                )
+            )
+        if args.micro_batch_size > 1:
+            half = args.micro_batch_size // 2
+            found.append(
+                Alternative(f"--micro-batch-size {half}", now * half // args.micro_batch_size)
+            )
+        return tuple(found)

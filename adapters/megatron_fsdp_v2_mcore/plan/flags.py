@@ -1,0 +1,97 @@
+"""Training flags, parsed and validated by Megatron for a number of ranks that are not there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from megatron_fsdp_v2.plan.sources import FlagsError
+from megatron_fsdp_v2_mcore.arguments import API_FLAG, check_before, is_enabled
+from megatron_fsdp_v2_mcore.errors import FlagError
+from megatron_fsdp_v2_mcore.rehearsal import FLAG, VERBOSE_FLAG
+from megatron_fsdp_v2_mcore.rehearsal.flags import CPU_FLAGS, GPU_FLAGS
+
+__all__ = ["parsed", "pretend_ranks", "without_gpu_flags"]
+
+
+@contextlib.contextmanager
+def pretend_ranks(num_ranks: int) -> Iterator[None]:
+    """Have the environment say that this is the first of so many ranks."""
+    wanted = {"WORLD_SIZE": str(num_ranks), "RANK": "0", "LOCAL_RANK": "0"}
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def without_gpu_flags(argv: Sequence[str]) -> list[str]:
+    """A command line without what only a GPU can honour and memory does not depend on.
+
+    Flags that choose kernels are left to the rehearsal, which chooses those of a CPU.
+
+    Args:
+        argv: The user's flags.
+    """
+    values = {flag.name: flag.values for flag in GPU_FLAGS}
+    values |= {flag.name: () for flag in CPU_FLAGS}
+    kept: list[str] = []
+    words = [word for word in argv if word not in (FLAG, VERBOSE_FLAG)]
+    position = 0
+    while position < len(words):
+        name, joined, value = words[position].partition("=")
+        end = position + 1
+        while not joined and end < len(words) and not words[end].startswith("--"):
+            end += 1
+        value = value if joined else " ".join(words[position + 1 : end])
+        if name not in values or (values[name] and value not in values[name]):
+            kept += words[position:end]
+        position = end
+    return kept
+
+
+def parsed(argv: Sequence[str], asked: Sequence[str]) -> Any:
+    """Megatron's arguments, validated; the package has to be installed into Megatron.
+
+    Args:
+        argv: Flags that a CPU can honour.
+        asked: The user's own flags, which are checked for what this package refuses.
+
+    Raises:
+        FlagsError: Megatron or this package refuses them, in their own words.
+        SystemExit: Megatron's parser does not know a flag; it has said so, with code 2.
+    """
+    from megatron.training import arguments
+
+    before = sys.argv
+    try:
+        sys.argv = ["plan", *(word for word in asked if word not in (FLAG, VERBOSE_FLAG))]
+        as_asked = arguments.parse_args()
+        if not (is_enabled(as_asked) and as_asked.use_megatron_fsdp):
+            raise FlagsError(
+                f"these flags train without this package; add --use-megatron-fsdp {API_FLAG}"
+            )
+        # Whether there is a checkpoint to load plays no part in a plan.
+        as_asked.load = None
+        check_before(as_asked)
+        sys.argv = ["plan", *argv]
+        args = arguments.parse_args()
+        args.load = None
+        arguments.validate_args(args, {"tokenizer_type": "GPT2BPETokenizer"})
+    except FlagError as error:
+        raise FlagsError(str(error)) from None
+    except (AssertionError, ValueError, RuntimeError) as error:
+        if isinstance(error, FlagsError):
+            raise
+        raise FlagsError(f"Megatron refuses these flags: {error}") from None
+    finally:
+        sys.argv = before
+    return args

@@ -1,0 +1,253 @@
+"""What a training with Megatron's flags would hold and send: the source of `plan -- <flags>`.
+
+Flags are parsed and validated by Megatron for the whole number of ranks, the model is built on the
+meta device as one rank of each pipeline stage would, and units, meshes and dtypes come from the
+code that shards it in a training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import torch.distributed as dist
+from torch import nn
+
+from megatron_fsdp_v2.plan.description import (
+    DATA,
+    MeshDescription,
+    Rules,
+    TrainingDescription,
+    UnitDescription,
+    describe_module,
+)
+from megatron_fsdp_v2.plan.sharding import Strategy
+from megatron_fsdp_v2.plan.sources import FlagsError, SourceResult
+from megatron_fsdp_v2_mcore.options import Options
+from megatron_fsdp_v2_mcore.plan.costs import Costs
+from megatron_fsdp_v2_mcore.plan.flags import parsed, pretend_ranks, without_gpu_flags
+from megatron_fsdp_v2_mcore.plan.model import build_stage
+from megatron_fsdp_v2_mcore.rehearsal import rehearse
+
+__all__ = ["describe"]
+
+EXPERT = "expert dp"
+"""Name of the mesh of experts."""
+
+
+def describe(flags: Sequence[str], num_ranks: int) -> SourceResult:
+    """Describe a training; in a process of its own, which has no process group.
+
+    Args:
+        flags: Training flags, as `pretrain_gpt` takes them.
+        num_ranks: Ranks of the job.
+
+    Raises:
+        FlagsError: Megatron or this package refuses the flags.
+        RuntimeError: This process has a process group.
+        SystemExit: Megatron does not know a flag; it has said so, with code 2.
+    """
+    if dist.is_initialized():
+        raise RuntimeError("a plan needs a process that has no process group; start another one")
+    with _quiet_megatron(flags, num_ranks) as argv:
+        args = _arguments(argv, flags)
+        try:
+            return _describe(args, num_ranks)
+        finally:
+            _forget_globals()
+
+
+@contextlib.contextmanager
+def _quiet_megatron(flags: Sequence[str], num_ranks: int) -> Iterator[list[str]]:
+    """Megatron on a CPU, with this package installed and nothing printed but errors."""
+    from megatron_fsdp_v2_mcore import install, uninstall
+
+    with (
+        pretend_ranks(num_ranks),
+        contextlib.redirect_stdout(io.StringIO()),
+        rehearse(without_gpu_flags(flags)) as argv,
+    ):
+        install()
+        try:
+            yield argv
+        finally:
+            uninstall()
+
+
+def _arguments(argv: Sequence[str], flags: Sequence[str]) -> Any:
+    from megatron.training import global_vars
+
+    args = parsed(argv, flags)
+    args.init_model_with_meta_device = True
+    if args.vocab_size is None and args.padded_vocab_size is None:
+        from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+
+        try:
+            build_tokenizer(args)
+        except Exception as error:
+            raise FlagsError(
+                f"the size of the vocabulary is not known: the tokenizer cannot be read here "
+                f"({error}); add --vocab-size"
+            ) from None
+    global_vars.set_args(args)
+    return args
+
+
+def _forget_globals() -> None:
+    from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
+    from megatron.training import global_vars
+
+    global_vars.destroy_global_vars()
+    destroy_num_microbatches_calculator()
+
+
+def _describe(args: Any, num_ranks: int) -> SourceResult:
+    from megatron.training.training import get_megatron_ddp_config
+
+    from megatron_fsdp_v2_mcore.settings import sharding_settings
+
+    settings = sharding_settings(get_megatron_ddp_config(args))
+    expert_strategy = Options.from_args(args).expert_strategy
+    instances = args.num_distributed_optimizer_instances
+    strategy = Strategy(
+        settings.sharding_strategy,
+        settings.outer_sharding_strategy,
+        instances if instances > 1 else None,
+        () if expert_strategy is None else ((EXPERT, expert_strategy),),
+    )
+    common: dict[str, Any] = dict(
+        meshes=_meshes(args, num_ranks),
+        policy=settings.policy,
+        optimizer=args.optimizer,
+        matrix_dtype=settings.policy.main_params_dtype or args.params_dtype,
+        num_microbatches=_num_microbatches(args, num_ranks),
+        syncs_afterwards=not settings.enable_async_reduce_grad,
+        enable_unshard_prefetch=settings.enable_unshard_prefetch,
+        enable_async_reduce_grad=settings.enable_async_reduce_grad,
+        stages=args.pipeline_model_parallel_size,
+        recompute_factor=1.0 if args.recompute_granularity == "full" else 0.0,
+    )
+    stages = range(args.pipeline_model_parallel_size)
+    described = [_stage(args, stage, strategy, common) for stage in stages]
+    return SourceResult(tuple(described), strategy)
+
+
+def _meshes(args: Any, num_ranks: int) -> dict[str, MeshDescription]:
+    tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    meshes = {DATA: MeshDescription(num_ranks // (tensor * pipeline), tensor)}
+    if args.num_experts:
+        expert_tensor = args.expert_tensor_parallel_size or tensor
+        stride = expert_tensor * args.expert_model_parallel_size
+        meshes[EXPERT] = MeshDescription(num_ranks // (stride * pipeline), stride)
+    return meshes
+
+
+def _num_microbatches(args: Any, num_ranks: int) -> int:
+    size = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
+    replicas = num_ranks // (size * args.context_parallel_size)
+    return int(args.global_batch_size // (args.micro_batch_size * replicas))
+
+
+def _stage(
+    args: Any, stage: int, strategy: Strategy, common: dict[str, Any]
+) -> TrainingDescription:
+    """Describe what the first rank of a pipeline stage holds."""
+    num_stages = common["stages"]
+    costs = Costs(args, has_output=stage == num_stages - 1)
+    chunks = build_stage(args, stage)
+    in_flight = min(num_stages - stage, common["num_microbatches"])
+    units: list[UnitDescription] = []
+    plain_nbytes = 0
+    for number, chunk in enumerate(chunks):
+        found, buffers = _chunk(chunk, strategy, args, costs)
+        units += _renamed(found, number) if len(chunks) > 1 else found
+        plain_nbytes += buffers
+    if len(chunks) > 1:
+        # Chunks have roots of their own; what joins them here holds nothing.
+        units.insert(0, UnitDescription("", ()))
+    num_layers = sum(unit.activation_nbytes > 0 and bool(unit.name) for unit in units)
+    notes = [
+        "activations and operations are estimates by formula (Korthikanti et al. 2022)",
+    ]
+    if args.tensor_model_parallel_size > 1 or num_stages > 1 or args.expert_model_parallel_size > 1:
+        notes.append("what tensor, pipeline and expert parallelism send is not in the time")
+    if len(chunks) > 1:
+        notes.append("virtual pipeline stages: counts of collectives and times are estimates")
+    return TrainingDescription(
+        units=tuple(units),
+        plain_nbytes=plain_nbytes,
+        tokens=costs.tokens,
+        num_in_flight=in_flight,
+        alternatives=costs.alternatives(num_layers, in_flight),
+        label=f"stage {stage} of {num_stages}" if num_stages > 1 else "",
+        notes=tuple(notes),
+        **common,
+    )
+
+
+def _chunk(
+    chunk: nn.Module, strategy: Strategy, args: Any, costs: Costs
+) -> tuple[list[UnitDescription], int]:
+    """The units of a model chunk, as `FullyShardedDataParallel` makes them."""
+    from megatron_fsdp_v2_mcore.mamba_parameters import follow_parameters
+    from megatron_fsdp_v2_mcore.meshes import Meshes
+    from megatron_fsdp_v2_mcore.tensor_shards import is_expert
+    from megatron_fsdp_v2_mcore.units import UNIT_CLASSES, plan_units, shared_by_stages
+
+    follow_parameters(chunk)
+    dense, expert = (Meshes(cast("Any", None), None) for _ in range(2))
+    has_experts = any(is_expert(param) for param in chunk.parameters())
+    planned = plan_units(
+        chunk,
+        UNIT_CLASSES,
+        dense,
+        expert if has_experts else None,
+        strategy.inner,
+        strategy.inner_of(EXPERT),
+    )
+    apart = {id(unit.module) for unit in planned if unit.meshes is expert}
+    if dict(strategy.others):
+        experts = {id(layer.experts) for layer in chunk.modules() if hasattr(layer, "experts")}
+        apart |= {id(unit.module) for unit in planned} & experts
+    rules = Rules(
+        mesh_of=lambda unit: EXPERT if id(unit) in apart else DATA,
+        is_matrix=lambda unit, param: _is_matrix(param),
+        separate=shared_by_stages(chunk),
+        flops_of=costs.flops,
+    )
+    units, plain_nbytes = describe_module(chunk, [unit.module for unit in planned], rules)
+    layers = {name for name, module in chunk.named_modules() if isinstance(module, UNIT_CLASSES)}
+    return [_with_activations(unit, layers, costs) for unit in units], plain_nbytes
+
+
+def _with_activations(unit: UnitDescription, layers: set[str], costs: Costs) -> UnitDescription:
+    if unit.name in layers:
+        return replace(unit, activation_nbytes=costs.layer_activations())
+    return replace(unit, activation_nbytes=0 if unit.name else costs.root_activations())
+
+
+def _renamed(units: Sequence[UnitDescription], chunk: int) -> list[UnitDescription]:
+    """Units under the number of their chunk."""
+    prefix = f"chunk{chunk}"
+
+    def under(name: str) -> str:
+        return f"{prefix}.{name}" if name else prefix
+
+    return [
+        replace(
+            unit,
+            name=under(unit.name),
+            borrows=tuple((under(owner), param) for owner, param in unit.borrows),
+            keeps_gathered=not unit.name,
+        )
+        for unit in units
+    ]
+
+
+def _is_matrix(param: nn.Parameter) -> bool:
+    """Whether Megatron's optimizers of matrices step a parameter, by Megatron's own rule."""
+    is_embedding = getattr(param, "is_embedding_or_output_parameter", False)
+    return param.dim() == 2 and not is_embedding

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,7 +15,26 @@ from megatron_fsdp_v2_mcore.errors import FlagError
 from megatron_fsdp_v2_mcore.rehearsal import FLAG, VERBOSE_FLAG
 from megatron_fsdp_v2_mcore.rehearsal.flags import CPU_FLAGS, GPU_FLAGS
 
-__all__ = ["parsed", "pretend_ranks", "without_gpu_flags"]
+__all__ = ["parsed", "pretend_ranks", "refusals_as_errors", "without_gpu_flags"]
+
+
+@contextlib.contextmanager
+def refusals_as_errors() -> Iterator[None]:
+    """Say that Megatron refuses the flags where it raises, in its own words.
+
+    Raises:
+        FlagsError: It did.
+    """
+    try:
+        yield
+    except FlagsError:
+        raise
+    except FlagError as error:
+        raise FlagsError(str(error)) from None
+    except (AssertionError, ValueError, RuntimeError) as error:
+        # Many of its assertions have no words; then the line that was asserted has to do.
+        frames = traceback.extract_tb(error.__traceback__)
+        raise FlagsError(f"Megatron refuses these flags: {str(error) or frames[-1].line}") from None
 
 
 @contextlib.contextmanager
@@ -73,25 +93,20 @@ def parsed(argv: Sequence[str], asked: Sequence[str]) -> Any:
 
     before = sys.argv
     try:
-        sys.argv = ["plan", *(word for word in asked if word not in (FLAG, VERBOSE_FLAG))]
-        as_asked = arguments.parse_args()
-        if not (is_enabled(as_asked) and as_asked.use_megatron_fsdp):
-            raise FlagsError(
-                f"these flags train without this package; add --use-megatron-fsdp {API_FLAG}"
-            )
-        # Whether there is a checkpoint to load plays no part in a plan.
-        as_asked.load = None
-        check_before(as_asked)
-        sys.argv = ["plan", *argv]
-        args = arguments.parse_args()
-        args.load = None
-        arguments.validate_args(args, {"tokenizer_type": "GPT2BPETokenizer"})
-    except FlagError as error:
-        raise FlagsError(str(error)) from None
-    except (AssertionError, ValueError, RuntimeError) as error:
-        if isinstance(error, FlagsError):
-            raise
-        raise FlagsError(f"Megatron refuses these flags: {error}") from None
+        with refusals_as_errors():
+            sys.argv = ["plan", *(word for word in asked if word not in (FLAG, VERBOSE_FLAG))]
+            as_asked = arguments.parse_args()
+            if not (is_enabled(as_asked) and as_asked.use_megatron_fsdp):
+                raise FlagsError(
+                    f"these flags train without this package; add --use-megatron-fsdp {API_FLAG}"
+                )
+            # Whether there is a checkpoint to load plays no part in a plan.
+            as_asked.load = None
+            check_before(as_asked)
+            sys.argv = ["plan", *argv]
+            args = arguments.parse_args()
+            args.load = None
+            arguments.validate_args(args, {"tokenizer_type": "GPT2BPETokenizer"})
     finally:
         sys.argv = before
     return args

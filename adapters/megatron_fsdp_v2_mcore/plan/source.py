@@ -28,7 +28,12 @@ from megatron_fsdp_v2.plan.sharding import Strategy
 from megatron_fsdp_v2.plan.sources import FlagsError, SourceResult
 from megatron_fsdp_v2_mcore.options import Options
 from megatron_fsdp_v2_mcore.plan.costs import Costs
-from megatron_fsdp_v2_mcore.plan.flags import parsed, pretend_ranks, without_gpu_flags
+from megatron_fsdp_v2_mcore.plan.flags import (
+    parsed,
+    pretend_ranks,
+    refusals_as_errors,
+    without_gpu_flags,
+)
 from megatron_fsdp_v2_mcore.plan.model import build_stage
 from megatron_fsdp_v2_mcore.rehearsal import rehearse
 
@@ -55,7 +60,8 @@ def describe(flags: Sequence[str], num_ranks: int) -> SourceResult:
     with _quiet_megatron(flags, num_ranks) as argv:
         args = _arguments(argv, flags)
         try:
-            return _describe(args, num_ranks)
+            with refusals_as_errors():
+                return _describe(args, num_ranks)
         finally:
             _forget_globals()
 

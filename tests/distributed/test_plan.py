@@ -1,0 +1,299 @@
+"""Plans against trainings that run: bytes by role, and every collective of a step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_fsdp_v2 import FSDPModule, MixedPrecisionPolicy
+from megatron_fsdp_v2.fsdp_module import unit_of
+from megatron_fsdp_v2.optim import Muon
+from megatron_fsdp_v2.plan import (
+    MeshDescription,
+    Plan,
+    Strategy,
+    TrainingDescription,
+    describe_module,
+    plan_one,
+)
+from megatron_fsdp_v2.uneven_dtensor import local_of
+from tests.distributed.wrapping import BF16, batch, mesh_of, wrap
+from tests.ranks import RankPools
+from tests.reference.models import Stack
+
+FP32_SUMS = MixedPrecisionPolicy(
+    param_dtype=torch.bfloat16,
+    main_params_dtype=torch.float32,
+    main_grads_dtype=torch.float32,
+    grad_comm_dtype=torch.float32,
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training.
+
+    Attributes:
+        strategy: Along the inner axis.
+        mesh: Ranks along each axis.
+        outer: Strategy along the outer axis.
+        policy: Dtypes.
+        optimizer: As a plan calls it.
+        num_microbatches: Of a step; all but the last in `no_sync()`.
+        options: Others of `fully_shard`.
+    """
+
+    strategy: str
+    mesh: tuple[int, ...] = (2,)
+    outer: str = "no_shard"
+    policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
+    optimizer: str = "adam"
+    num_microbatches: int = 1
+    options: tuple[tuple[str, Any], ...] = ()
+    model: str = "stack"
+
+    @property
+    def num_ranks(self) -> int:
+        """All ranks."""
+        return torch.Size(self.mesh).numel()
+
+
+CASES = {
+    "no_shard": Case("no_shard", policy=BF16),
+    "optim, 3 micro-batches": Case("optim", policy=BF16, num_microbatches=3),
+    "optim_grads, momentum": Case("optim_grads", policy=FP32_SUMS, optimizer="sgd_momentum"),
+    "optim_grads_params": Case("optim_grads_params"),
+    "optim_grads_params, blocks": Case(
+        "optim_grads_params",
+        policy=BF16,
+        num_microbatches=4,
+        options=(("shard_granularity", "block:2"),),
+    ),
+    "optim_grads_params, kept gathered": Case(
+        "optim_grads_params", options=(("reshard_after_forward", False),)
+    ),
+    "optim_grads_params, in turn": Case(
+        "optim_grads_params",
+        num_microbatches=2,
+        options=(("enable_unshard_prefetch", False), ("enable_async_reduce_grad", False)),
+    ),
+    "nested, tied and frozen": Case("optim_grads_params", model="special", policy=BF16),
+    "muon": Case("optim_grads_params", optimizer="muon"),
+    "muon, replicated": Case("optim", mesh=(4,), optimizer="muon"),
+    "HSDP": Case("optim_grads_params", (2, 2), policy=BF16, num_microbatches=2),
+    "HSDP, muon": Case("optim_grads", (2, 2), optimizer="muon"),
+    "HFSDP": Case("optim_grads_params", (2, 2), "optim", FP32_SUMS, num_microbatches=3),
+    "HFSDP, ZeRO-1": Case("optim", (2, 2), "optim", BF16),
+    "outer axis of one rank": Case("optim_grads_params", (1, 2), "optim"),
+}
+
+
+def build(case: Case) -> tuple[Any, list[nn.Module]]:
+    """The model and its units, inner ones first."""
+    if case.model == "special":
+        model: Any = Nested()
+        return model, [model.blocks[1].inner, *model.blocks]
+    torch.manual_seed(0)
+    model = Stack(5)
+    return model, list(model.blocks)
+
+
+class Nested(Stack):
+    """A unit inside a unit, weights tied across units, and frozen ones."""
+
+    def __init__(self) -> None:
+        super().__init__(3)
+        self.blocks[1] = Outer()
+        self.blocks[2].down.bias = self.blocks[0].down.bias
+        self.blocks[0].norm.weight.requires_grad_(False)
+        self.output.weight.requires_grad_(False)
+
+
+class Outer(nn.Module):
+    """A block with a unit inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(7, 7)
+        self.inner = nn.Sequential(nn.Linear(7, 19), nn.Tanh(), nn.Linear(19, 7))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = x + self.inner(self.first(x))
+        return y
+
+
+class Counting:
+    """A communicator that counts what a group sends, around the real one."""
+
+    def __init__(self, inner: Any, axes: Any, counts: Counter[Any]) -> None:
+        self._inner, self._axes, self._counts = inner, axes, counts
+
+    def __getattr__(self, name: str) -> Any:
+        inner = getattr(self._inner, name)
+        if name not in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
+            return inner
+
+        def counted(target: torch.Tensor, source: torch.Tensor, *args: Any, **kw: Any) -> Any:
+            axis = args[2] if name == "all_to_all" else args[0]
+            full = target if name == "all_gather" else source
+            where = "inner" if axis == self._axes[-1] else "outer"
+            # Among one rank nothing is sent.
+            if axis.size > 1:
+                self._counts[name, where, axis.size, full.numel() * full.element_size()] += 1
+            return inner(target, source, *args, **kw)
+
+        return counted
+
+
+def optimizer_of(case: Case, model: Any) -> torch.optim.Optimizer:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if case.optimizer == "adam":
+        return torch.optim.AdamW(trained)
+    if case.optimizer == "sgd_momentum":
+        return torch.optim.SGD(trained, lr=0.01, momentum=0.9)
+    matrices = [p for block in model.blocks for p in block.parameters() if p.ndim == 2]
+    known = {id(p) for p in matrices}
+    others = [p for p in trained if id(p) not in known]
+    return Muon([{"params": matrices}, {"params": others, "use_muon": False}], lr=0.01)
+
+
+def step(case: Case, model: Any, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    for number in range(case.num_microbatches):
+        inputs = batch(dist.get_rank(), number)
+        if number < case.num_microbatches - 1:
+            with model.no_sync():
+                model(inputs).float().square().mean().backward()
+        else:
+            model(inputs).float().square().mean().backward()
+    optimizer.step()
+
+
+def measure(case: Case) -> tuple[dict[str, int], Counter[Any]]:
+    """Bytes of this rank by role after some steps, and what one more step sends."""
+    model, units = build(case)
+    options: dict[str, Any] = dict(case.options)
+    if len(case.mesh) > 1:
+        options["outer_dp_sharding_strategy"] = case.outer
+    model = wrap(
+        model,
+        units,
+        mesh=mesh_of(*case.mesh),
+        sharding_strategy=case.strategy,
+        mp_policy=case.policy,
+        **options,
+    )
+    optimizer = optimizer_of(case, model)
+    for _ in range(2):
+        step(case, model, optimizer)
+    groups = [
+        group
+        for module in model.modules()
+        if isinstance(module, FSDPModule)
+        for group in unit_of(module).groups
+    ]
+    counts: Counter[Any] = Counter()
+    for group in groups:
+        group.weights._comm = Counting(group.weights._comm, group.axes, counts)
+        if group.grads is not None:
+            group.grads._comm = Counting(group.grads._comm, group.axes, counts)
+    if isinstance(optimizer, Muon):
+        assert optimizer._engine is not None
+        for work in optimizer._engine[1].works:
+            work.communicator = Counting(work.communicator, groups[0].axes, counts)
+    step(case, model, optimizer)
+    return bytes_by_role(groups, optimizer), counts
+
+
+def bytes_by_role(groups: list[Any], optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    def nbytes(tensor: torch.Tensor) -> int:
+        return tensor.numel() * tensor.element_size()
+
+    found: Counter[str] = Counter()
+    for group in groups:
+        found["main_weight"] += nbytes(group.main_weight.tensor)
+        if group.model_weight is not group.main_weight:
+            found["model_weight"] += nbytes(group.model_weight.tensor)
+        if group.weights.is_temporary:
+            found["gathered"] += nbytes(group.weights.gathered.tensor)
+        if group.grads is None:
+            continue
+        found["main_grad"] += nbytes(group.grads.main.tensor)
+        found["grad_buffer"] += nbytes(group.grads._temporary.tensor)
+        if group.grads._partial is not None:
+            found["partial_grad"] += nbytes(group.grads._partial.tensor)
+        if group.grads._wire is not None:
+            found["grad_comm"] += nbytes(group.grads._wire.tensor)
+    for state in optimizer.state.values():
+        for name, tensor in state.items():
+            if name == "step":
+                found["counters"] += nbytes(tensor)
+            else:
+                found["optimizer"] += nbytes(local_of(tensor))
+    return dict(found)
+
+
+def planned(case: Case) -> tuple[TrainingDescription, Plan]:
+    """The same training, described and planned."""
+    with torch.device("meta"):
+        model, units = build(case)
+    options = dict(case.options)
+    described, plain_nbytes = describe_module(model, units)
+    training = TrainingDescription(
+        described,
+        {"dp": MeshDescription(case.num_ranks)},
+        case.policy,
+        granularity=options.pop("shard_granularity", "row"),
+        optimizer=case.optimizer,
+        num_microbatches=case.num_microbatches,
+        plain_nbytes=plain_nbytes,
+        **options,
+    )
+    outer_size = case.mesh[0] if len(case.mesh) > 1 else None
+    return training, plan_one(training, Strategy(case.strategy, case.outer, outer_size))
+
+
+def planned_bytes(training: TrainingDescription, plan: Plan) -> dict[str, int]:
+    from megatron_fsdp_v2.plan.sharding import shard
+
+    groups = [group for unit in shard(training, plan.strategy) for group in unit]
+    found = {
+        role: sum(getattr(group.nbytes, role) for group in groups)
+        for role in (
+            *("main_weight", "model_weight", "main_grad", "gathered", "grad_buffer"),
+            *("partial_grad", "grad_comm"),
+        )
+    }
+    found["optimizer"] = plan.peak.optimizer
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_plan_has_the_bytes_and_collectives_of_the_training(name: str, pools: RankPools) -> None:
+    case = CASES[name]
+    results = pools(case.num_ranks).run(measure, case)
+    training, plan = planned(case)
+    for role, nbytes in planned_bytes(training, plan).items():
+        measured = max(found.get(role, 0) for found, _ in results)
+        assert nbytes == pytest.approx(measured, rel=0.01), role
+    # An optimizer may leave out the counters of empty shards.
+    counters = max(found.get("counters", 0) for found, _ in results)
+    assert counters <= plan.host_nbytes <= 4 * sum(len(unit.params) for unit in training.units)
+    counts: Counter[Any] = Counter()
+    for collective, count in plan.step.collectives.items():
+        key = (collective.kind, collective.axis, collective.size, collective.nbytes)
+        counts[key] += count
+    if case.optimizer == "muon":
+        # Ranks send other parts of matrices; the plan is of the one that sends most.
+        assert counts in [sent for _, sent in results]
+        most = max(sum(k[-1] * n for k, n in sent.items()) for _, sent in results)
+        assert sum(key[-1] * count for key, count in counts.items()) == most
+    else:
+        assert all(counts == sent for _, sent in results)
+    assert counts

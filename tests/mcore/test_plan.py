@@ -1,0 +1,190 @@
+"""Plans of Megatron's flags: what they refuse, and what they say against trainings that run."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import multiprocessing
+from collections import Counter
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+
+from tests.mcore.session import MODEL_FLAGS, fsdp, train
+from tests.ranks import RankPools
+
+STEPS = 2
+ONE_NODE = ["--train-iters", str(STEPS), "--overlap-grad-reduce", "--overlap-param-gather"]
+EXPERTS = (
+    *("--num-experts", "4", "--expert-model-parallel-size", "2", "--moe-router-topk", "2"),
+    *("--moe-token-dispatcher-type", "alltoall", "--disable-bias-linear"),
+)
+TRAININGS: dict[str, list[str]] = {
+    "ZeRO-3, bf16, 3 micro-batches": [*fsdp("optim_grads_params"), "--bf16"],
+    "experts, Muon": [*fsdp("optim_grads", *EXPERTS), "--optimizer", "muon"],
+    "tensor parallel, ZeRO-1": [*fsdp("optim"), "--tensor-model-parallel-size", "2"],
+    "pipeline of two": [*fsdp("optim_grads_params"), "--pipeline-model-parallel-size", "2"],
+}
+REFUSED: dict[str, tuple[list[str], str]] = {
+    "heads and ranks": (
+        ["--num-attention-heads", "3"],
+        "Megatron refuses these flags: ",
+    ),
+    "tensor parallelism": (
+        ["--tensor-model-parallel-size", "8"],
+        "Megatron refuses these flags: num_attention_heads (4) must be a multiple of "
+        "tensor_model_parallel_size (8)",
+    ),
+    "layers": (
+        ["--pipeline-model-parallel-size", "4"],
+        "Megatron refuses these flags: ",
+    ),
+    "ranks": (
+        ["--tensor-model-parallel-size", "3"],
+        "8 ranks cannot be divided by --tensor-model-parallel-size 3",
+    ),
+    "batch": (["--global-batch-size", "12"], "Megatron refuses these flags: "),
+    "ours": (["--optimizer", "sgd"], "--optimizer sgd cannot be used with"),
+    "unknown": (["--no-such-flag"], "unrecognized arguments: --no-such-flag"),
+}
+
+
+def _described(flags: Sequence[str], num_ranks: int) -> Any:
+    """What the source makes of flags, or what is said instead."""
+    from megatron_fsdp_v2.plan.sources import FlagsError
+    from megatron_fsdp_v2_mcore.plan.source import describe
+
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return describe(flags, num_ranks)
+    except FlagsError as error:
+        return str(error)
+    except SystemExit as leaving:
+        return f"{leaving.code} {said.getvalue()}"
+
+
+def _describe_each(calls: Sequence[tuple[list[str], int]], answers: Connection) -> None:
+    answers.send([_described(*call) for call in calls])
+
+
+@pytest.fixture(scope="module")
+def described() -> dict[str, Any]:
+    """Every command line here, described in one process that has no process group."""
+    calls = {name: ([*MODEL_FLAGS, *ONE_NODE, *flags], 2) for name, flags in TRAININGS.items()}
+    base = [*MODEL_FLAGS, *ONE_NODE, "--global-batch-size", "16", *fsdp()]
+    calls |= {name: ([*base, *flags], 8) for name, (flags, _) in REFUSED.items()}
+    calls["without us"] = ([*MODEL_FLAGS, *ONE_NODE], 2)
+    calls["for GPUs"] = ([*base, "--use-flash-attn", "--num-workers", "8", "--tp-comm-overlap"], 8)
+    calls["many"] = ([*base, "--global-batch-size", "8192"], 4096)
+    # As for the ranks of tests: what takes seconds to import is imported already.
+    context: Any = multiprocessing.get_context("forkserver")
+    mine, theirs = context.Pipe()
+    process = context.Process(target=_describe_each, args=(list(calls.values()), theirs))
+    process.start()
+    assert mine.poll(120), "no answer in time"
+    answers = mine.recv()
+    process.join()
+    return dict(zip(calls, answers, strict=True))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_flags_that_cannot_be_trained_with_are_refused_in_the_words_of_who_refuses(
+    name: str, described: dict[str, Any]
+) -> None:
+    said = described[name]
+    assert isinstance(said, str)
+    assert REFUSED[name][1] in said
+    assert said.rstrip() != REFUSED[name][1].rstrip()
+
+
+def test_an_unknown_flag_ends_with_code_2(described: dict[str, Any]) -> None:
+    assert described["unknown"].startswith("2 ")
+
+
+def test_flags_of_a_training_without_this_package_are_refused(described: dict[str, Any]) -> None:
+    assert "add --use-megatron-fsdp --use-fsdp-fully-shard-api" in described["without us"]
+
+
+def test_flags_that_only_a_gpu_honours_are_no_obstacle(described: dict[str, Any]) -> None:
+    found = described["for GPUs"]
+    assert not isinstance(found, str), found
+    assert found.stages[0].meshes["dp"].num_ranks == 8
+
+
+def test_the_number_of_ranks_changes_meshes_and_nothing_else(described: dict[str, Any]) -> None:
+    few, many = described["for GPUs"].stages[0], described["many"].stages[0]
+    assert many.meshes["dp"].num_ranks == 4096
+    assert many.units == few.units
+
+
+def _counted(flags: Sequence[str]) -> tuple[dict[str, int], Counter[Any]]:
+    """Bytes of this rank by role at the end of a training, and what one step of it sent."""
+    from megatron_fsdp_v2 import comm
+
+    counts: Counter[Any] = Counter()
+    originals = {}
+
+    def counting(name: str) -> Any:
+        original = originals[name]
+
+        def counted(self: Any, target: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
+            axis = args[2] if name == "all_to_all" else args[0]
+            full = target if name == "all_gather" else source
+            if axis.size > 1:
+                counts[name, axis.size, full.numel() * full.element_size()] += 1
+            return original(self, target, source, *args, **kwargs)
+
+        return counted
+
+    for name in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
+        originals[name] = getattr(comm.CpuCommunicator, name)
+        setattr(comm.CpuCommunicator, name, counting(name))
+    try:
+        result = train(flags, _bytes_by_role)
+    finally:
+        for name, original in originals.items():
+            setattr(comm.CpuCommunicator, name, original)
+    assert all(count % STEPS == 0 for count in counts.values()), counts
+    return result.extras, Counter({key: count // STEPS for key, count in counts.items()})
+
+
+def _bytes_by_role(chunks: Any, optimizer: Any) -> dict[str, int]:
+    from megatron_fsdp_v2 import FSDPModule
+    from megatron_fsdp_v2.fsdp_module import unit_of
+    from tests.distributed.test_plan import bytes_by_role
+
+    units = [m for chunk in chunks for m in chunk.modules() if isinstance(m, FSDPModule)]
+    groups = [group for unit in units for group in unit_of(unit).groups]
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    found: Counter[str] = Counter()
+    for number, part in enumerate(parts):
+        roles = bytes_by_role(groups if number == 0 else [], part.optimizer)
+        found.update(roles)
+    return dict(found)
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_a_plan_has_the_bytes_and_collectives_of_megatrons_training(
+    name: str, described: dict[str, Any], megatron: RankPools
+) -> None:
+    from megatron_fsdp_v2.plan import plan_one
+    from tests.distributed.test_plan import planned_bytes
+
+    source = described[name]
+    assert not isinstance(source, str), source
+    results = megatron(2).run(_counted, [*MODEL_FLAGS, *ONE_NODE, *TRAININGS[name]])
+    for number, stage in enumerate(source.stages):
+        plan = plan_one(stage, source.strategy)
+        # Ranks of one stage are neighbours.
+        per_stage = len(results) // len(source.stages)
+        ranks = results[number * per_stage : (number + 1) * per_stage]
+        for role, nbytes in planned_bytes(stage, plan).items():
+            measured = max(found.get(role, 0) for found, _ in ranks)
+            assert nbytes == pytest.approx(measured, rel=0.01), (number, role)
+        counts: Counter[Any] = Counter()
+        for collective, count in plan.step.collectives.items():
+            counts[collective.kind, collective.size, collective.nbytes] += count
+        assert counts in [sent for _, sent in ranks], number

@@ -1,0 +1,392 @@
+"""The command, machines, advice, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_fsdp_v2 import MixedPrecisionPolicy, cli
+from megatron_fsdp_v2.plan import (
+    PRESETS,
+    Alternative,
+    Machine,
+    MeshDescription,
+    ParameterDescription,
+    Strategy,
+    TrainingDescription,
+    UnitDescription,
+    advice,
+    best_plan,
+    describe_module,
+    find_machine,
+    plan_all,
+    plan_one,
+    sources,
+    strategies,
+)
+from megatron_fsdp_v2.plan.sharding import shard
+from tests.reference.models import Stack
+
+HERE = f"{__name__}:"
+
+
+def stack() -> nn.Module:
+    return Stack(3)
+
+
+def stack_and_units() -> tuple[nn.Module, list[nn.Module]]:
+    model = Stack(3)
+    return model, [model.blocks[0]]
+
+
+def no_model() -> str:
+    return "a model"
+
+
+@pytest.fixture(autouse=True)
+def offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    point = EntryPoint("plan", "megatron_fsdp_v2.plan.command:command", cli.COMMAND_GROUP)
+    monkeypatch.setattr(cli, "discover_commands", lambda: {"plan": point})
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    """Status, standard output and standard error of a command line."""
+    try:
+        status = cli.main(["plan", *words])
+    except SystemExit as leaving:
+        status = int(leaving.code or 0)
+    said = capsys.readouterr()
+    return status, said.out, said.err
+
+
+def training(num_ranks: int = 8, **options: Any) -> TrainingDescription:
+    """Four equal layers of a million elements, and a root."""
+    layer = (ParameterDescription("weight", (1000, 1000)), ParameterDescription("bias", (1000,)))
+    units = [UnitDescription("", (ParameterDescription("table", (4000, 1000)),))]
+    units += [
+        UnitDescription(f"layers.{i}", layer, flops_per_token=2e6, activation_nbytes=10**6)
+        for i in range(4)
+    ]
+    return TrainingDescription(tuple(units), {"dp": MeshDescription(num_ranks)}, **options)
+
+
+# -- the command ------------------------------------------------------------------------------
+
+
+def test_a_plan_of_a_model_compares_all_strategies(capsys: Any, tmp_path: Path) -> None:
+    words = ["--ranks", "8", "--model", HERE + "stack", "--outer", "2", "--json", "-"]
+    status, out, _ = run(capsys, *words)
+    assert status == 0
+    data = json.loads(out)
+    names = [plan["strategy"] for plan in data["plans"]]
+    # Four on a 1-D mesh, four as HSDP and three as HFSDP.
+    assert len(names) == 11
+    assert len(set(names)) == 11
+    assert data["numel"] == sum(p.numel() for p in Stack(3).parameters())
+    assert [unit["count"] for unit in data["plans"][0]["units"]] == [1, 3]
+
+
+def test_text_says_what_fits_and_what_is_sent(capsys: Any) -> None:
+    status, out, _ = run(
+        capsys, *["--ranks", "8", "--machine", "H100", "--tokens", "64", "--model"], HERE + "stack"
+    )
+    assert status == 0
+    assert "Best that fits:" in out
+    assert "optim_grads_params" in out
+    assert "reduce_scatter" in out or "all_reduce" in out
+    for line in out.splitlines():
+        assert len(line) <= 160
+
+
+def test_a_picture_is_written(capsys: Any, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "plan.png"
+    words = ["--ranks", "8", "--machine", "b200", "--tokens", "64", "--model", HERE + "stack"]
+    assert run(capsys, *words, "--plot", str(picture))[0] == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_json_goes_to_a_file_beside_the_text(capsys: Any, tmp_path: Path) -> None:
+    target = tmp_path / "plan.json"
+    words = ["--ranks", "2", "--model", HERE + "stack", "--json", str(target)]
+    status, out, _ = run(capsys, *words)
+    assert status == 0
+    assert "With " in out
+    assert json.loads(target.read_text())["num_ranks"] == 2
+
+
+def test_units_are_those_the_function_returns_or_the_patterns_name(capsys: Any) -> None:
+    def count(*words: str) -> int:
+        _, out, _ = run(capsys, "--ranks", "2", "--json", "-", *words)
+        plan = json.loads(out)["plans"][0]
+        return sum(unit["count"] for unit in plan["units"])
+
+    assert count("--model", HERE + "stack") == 4
+    assert count("--model", HERE + "stack_and_units") == 2
+    assert count("--model", HERE + "stack", "--units", "blocks.1,blocks.2") == 3
+    assert count("--model", HERE + "stack", "--units", "Block") == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("", "nothing to plan: give --model module:function, or training flags after --"),
+        ("--model {stack} -- --bf16", "both --model and training flags"),
+        ("--tokens 8 -- --bf16", "--tokens: training flags say this themselves"),
+        ("--model {stack} --machine h101", "there is no machine 'h101': choose h100, h200, b200"),
+        ("--model {stack} --efficiency 0.4", "name one with --machine (h100, h200, b200)"),
+        ("--model {stack} --machine h100 --efficiency 1.5", "efficiency of machine 'h100'"),
+        ("--model {stack} --outer 3", "an outer axis of 3 cannot divide 8 data-parallel ranks"),
+        ("--model {stack} --units nothing", "no module's name or class matches nothing"),
+        ("--model {stack} --granularity rows", "unknown shard_granularity 'rows'"),
+        ("--model {no_model}", "must return an nn.Module"),
+        ("--model {stack}s", "has no function stacks"),
+        ("--model no.such.module:f", "--model no.such.module:f: No module named 'no'"),
+        ("--model stack", "--model takes module:function, got 'stack'"),
+        ("--model {stack} --ranks 0", "'0' is no number of at least 1"),
+        ("--model {stack} --strategy zero3", "invalid choice: 'zero3'"),
+        ("--model {stack} --plot plan.nonsense", "--plot plan.nonsense"),
+    ],
+)
+def test_bad_input_is_refused_with_a_reason(words: str, reason: str, capsys: Any) -> None:
+    typed = words.format(stack=HERE + "stack", no_model=HERE + "no_model").split()
+    status, out, err = run(capsys, "--ranks", "8", *typed)
+    assert status == 2
+    assert out == ""
+    assert reason in err
+
+
+def test_training_flags_without_an_adapter_are_refused(
+    capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "entry_points", lambda group: [])
+    status, _, err = run(capsys, "--ranks", "8", "--", "--bf16")
+    assert status == 2
+    assert "need an adapter, and none is installed" in err
+    absent = EntryPoint("megatron", "no_such_package_here.plan:describe", sources.SOURCE_GROUP)
+    monkeypatch.setattr(sources, "entry_points", lambda group: [absent])
+    status, _, err = run(capsys, "--ranks", "8", "--", "--bf16")
+    assert status == 2
+    assert "no_such_package_here, which cannot be imported" in err
+
+
+# -- machines ---------------------------------------------------------------------------------
+
+
+def test_a_machine_comes_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "ours.json"
+    path.write_text(json.dumps({"like": "h100", "network_bandwidth": 25e9}))
+    assert find_machine(str(path)) == dataclasses.replace(PRESETS["h100"], network_bandwidth=25e9)
+    path.write_text(json.dumps(PRESETS["b200"].as_dict()))
+    assert find_machine(str(path)) == PRESETS["b200"]
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ('{"flops": 1', "is not JSON"),
+        ("[]", "must hold an object"),
+        ('{"like": "h100", "speed": 1}', "unknown attributes speed"),
+        ('{"like": "a100"}', "there is no preset 'a100': choose h100, h200, b200"),
+        ('{"flops": 1e12}', "lacks attributes (of gpus_per_node"),
+        ('{"like": "h100", "flops": "fast"}', "flops of machine 'ours' must be a positive number"),
+    ],
+)
+def test_a_bad_machine_file_is_refused(content: str, reason: str, tmp_path: Path) -> None:
+    path = tmp_path / "ours.json"
+    path.write_text(content)
+    with pytest.raises(ValueError) as refused:
+        find_machine(str(path))
+    assert reason in str(refused.value)
+
+
+MACHINE = Machine("plain", 8, 100e9, 10e9, 0.0, 0.0, 1e12, 1.0, 1.0)
+
+
+def test_time_of_a_collective_is_bytes_over_the_slowest_link() -> None:
+    seconds = MACHINE.collective_seconds
+    assert seconds("all_gather", 8e9, 8, 1) == pytest.approx(7e9 / 100e9)
+    # Each of the eight GPUs of a node has an adapter of its own.
+    assert seconds("all_gather", 16e9, 16, 1) == pytest.approx(15e9 / 80e9)
+    # Ranks eight apart have one adapter each, and none beside them.
+    assert seconds("reduce_scatter", 4e9, 4, 8) == pytest.approx(3e9 / 10e9)
+    assert seconds("all_reduce", 4e9, 4, 8) == pytest.approx(6e9 / 10e9)
+    assert seconds("all_gather", 8e9, 1, 1) == 0.0
+
+
+# -- time, memory, advice ---------------------------------------------------------------------
+
+
+def test_a_step_takes_its_computation_where_links_are_infinitely_fast() -> None:
+    machine = dataclasses.replace(MACHINE, node_bandwidth=1e30, network_bandwidth=1e30)
+    plan = plan_one(training(tokens=1000), Strategy("optim_grads_params"), machine)
+    # Forward once, backward twice.
+    assert plan.step.compute_seconds == pytest.approx(3 * 4 * 2e6 * 1000 / 1e12)
+    assert plan.exposed_seconds == pytest.approx(0.0, abs=1e-12)
+
+
+def test_prefetching_hides_gathers_behind_computation() -> None:
+    ahead = training(tokens=10**5)
+    in_turn = dataclasses.replace(
+        ahead, enable_unshard_prefetch=False, enable_async_reduce_grad=False
+    )
+    strategy = Strategy("optim_grads_params")
+    hidden, exposed = (plan_one(t, strategy, MACHINE).exposed_seconds for t in (ahead, in_turn))
+    assert 0 < hidden < exposed / 2
+
+
+def test_middle_micro_batches_count_as_often_as_there_are() -> None:
+    counts = {}
+    for count in (1, 2, 3, 4, 7):
+        plan = plan_one(
+            training(num_microbatches=count, tokens=10), Strategy("optim_grads_params"), MACHINE
+        )
+        counts[count] = sum(plan.step.collectives.values())
+        assert plan.step.compute_seconds == pytest.approx(
+            count * 24 * 10 / 1e6 * 1e-6 * 1e6 / 1e6, rel=1
+        )
+    assert [counts[n] for n in (2, 3, 4, 7)] == [n * counts[1] for n in (2, 3, 4, 7)]
+
+
+def test_a_pipeline_gathers_as_often_and_holds_more_activations() -> None:
+    first = training(num_microbatches=8, stages=4, num_in_flight=4, tokens=10)
+    alone = training(num_microbatches=8, tokens=10)
+    plans = [plan_one(t, Strategy("optim_grads_params"), MACHINE) for t in (first, alone)]
+    assert plans[0].peak.activations == 4 * plans[1].peak.activations
+    assert plans[0].step.collectives == plans[1].step.collectives
+    assert plans[0].idle_seconds > 0
+    assert plans[1].idle_seconds == 0
+
+
+def test_what_is_sharded_follows_from_the_number_of_ranks() -> None:
+    for strategy, divided in {
+        "no_shard": (),
+        "optim": ("main_weight", "main_grad", "optimizer"),
+        "optim_grads_params": ("main_weight", "main_grad", "optimizer"),
+    }.items():
+        few, many = (plan_one(training(ranks), Strategy(strategy)).peak for ranks in (1, 8))
+        for role in ("main_weight", "main_grad", "optimizer"):
+            ratio = getattr(few, role) / getattr(many, role)
+            assert ratio == pytest.approx(8.0 if role in divided else 1.0, rel=0.01), (
+                strategy,
+                role,
+            )
+
+
+def test_the_best_plan_is_the_fastest_that_fits() -> None:
+    described = training(tokens=1000)
+    plans = plan_all(described, list(strategies(described)), MACHINE)
+    everything = max(plan.peak_nbytes for plan in plans)
+    best = best_plan(plans, everything)
+    assert best is not None
+    assert best.seconds == min(plan.seconds for plan in plans)
+    least = min(plan.peak_nbytes for plan in plans)
+    tight = best_plan(plans, least)
+    assert tight is not None
+    assert tight.peak_nbytes == least
+    assert best_plan(plans, least - 1) is None
+
+
+def test_advice_names_changes_that_were_planned() -> None:
+    described = training(
+        tokens=1000,
+        num_microbatches=1,
+        alternatives=(Alternative("--recompute-granularity full", 10**5),),
+    )
+    plans = plan_all(described, [Strategy("no_shard")])
+    memory = 60 * 10**6
+    sentences = "\n".join(advice(described, plans, memory))
+    assert "--strategy optim_grads_params fits" in sentences
+    assert "--recompute-granularity full saves" in sentences
+    assert "is not enough alone" in sentences
+    assert "optim," not in sentences
+
+
+def test_advice_of_more_ranks_is_enough_ranks() -> None:
+    described = training(2)
+    strategy = Strategy("optim_grads_params")
+    plans = [plan_one(described, strategy)]
+    memory = plans[0].peak_nbytes * 7 // 10
+    found = [s for s in advice(described, plans, memory) if "times the data-parallel" in s]
+    assert len(found) == 1
+    times = int(found[0].split()[0])
+    assert plan_one(training(2 * times), strategy).fits(memory)
+    assert not plan_one(training(times), strategy).fits(memory)
+
+
+def test_a_parameter_without_a_dimension_cannot_be_planned() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(1.0))
+
+    with pytest.raises(ValueError, match="scale of the root is 0-dim"):
+        describe_module(Scaled())
+
+
+def test_a_model_without_parameters_cannot_be_planned() -> None:
+    units, _ = describe_module(nn.Sequential(nn.ReLU()))
+    with pytest.raises(ValueError, match="nothing to plan"):
+        TrainingDescription(units, {"dp": MeshDescription(2)})
+
+
+def test_groups_of_units_that_are_alike_are_planned_once() -> None:
+    groups = shard(training(64), Strategy("optim_grads_params"))
+    assert all(a is b for planned in groups[2:] for a, b in zip(groups[1], planned, strict=True))
+
+
+# -- a large model ----------------------------------------------------------------------------
+
+
+class Llama(nn.Module):
+    """Llama-3 405B in outline: layers of matrices, an embedding and an output layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        width, hidden, keys = 16384, 53248, 1024
+        self.embedding = nn.Embedding(128256, width)
+        self.layers = nn.ModuleList(
+            nn.ModuleDict(
+                {
+                    "q": nn.Linear(width, width, bias=False),
+                    "k": nn.Linear(width, keys, bias=False),
+                    "v": nn.Linear(width, keys, bias=False),
+                    "o": nn.Linear(width, width, bias=False),
+                    "gate": nn.Linear(width, hidden, bias=False),
+                    "up": nn.Linear(width, hidden, bias=False),
+                    "down": nn.Linear(hidden, width, bias=False),
+                    "norm1": nn.RMSNorm(width),
+                    "norm2": nn.RMSNorm(width),
+                }
+            )
+            for _ in range(126)
+        )
+        self.norm = nn.RMSNorm(width)
+        self.output = nn.Linear(width, 128256, bias=False)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "muon"])
+def test_llama_405b_on_16384_ranks_is_planned_in_seconds(optimizer: str) -> None:
+    start = time.process_time()
+    with torch.device("meta"):
+        units, _ = describe_module(Llama())
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    described = TrainingDescription(
+        units, {"dp": MeshDescription(16384)}, policy, optimizer=optimizer, tokens=8192
+    )
+    assert described.numel == 405_853_388_800
+    chosen = list(strategies(described, [2048]))
+    plans = plan_all(described, chosen, PRESETS["h100"])
+    assert len(plans) == 11
+    assert time.process_time() - start < 10
+    best = best_plan(plans, PRESETS["h100"].usable_nbytes)
+    assert best is not None
+    assert best.strategy.name == "optim_grads_params"

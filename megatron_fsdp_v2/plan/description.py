@@ -144,6 +144,7 @@ class TrainingDescription:
         num_in_flight: Micro-batches whose activations are alive at once: one more than forwards
             run before the first backward.
         stages: Pipeline stages that work one after the other, for the time nobody can work.
+        num_chunks: Parts a stage is cut into, between which it alternates.
         alternatives: What could be changed to save activations.
         label: Which part of the model it is, such as a pipeline stage.
         notes: What a reader of the plan should know.
@@ -167,6 +168,7 @@ class TrainingDescription:
     plain_nbytes: int = 0
     num_in_flight: int = 1
     stages: int = 1
+    num_chunks: int = 1
     alternatives: tuple[Alternative, ...] = ()
     label: str = ""
     notes: tuple[str, ...] = ()

@@ -26,6 +26,8 @@ __all__ = [
     "strategies",
 ]
 
+_SAME_TIME = 1.01
+
 _MOST_TIMES_RANKS = 64
 """How many times the ranks are tried, when the advice is to take more."""
 
@@ -192,7 +194,7 @@ def plan_one(
             for c, count in work.collectives.items()
         )
         per_microbatch = step.seconds / training.num_microbatches
-        idle_seconds = (training.stages - 1) * per_microbatch
+        idle_seconds = (training.stages - 1) * per_microbatch / training.num_chunks
     planned = [group for unit in groups for group in unit]
     return Plan(
         strategy=strategy,
@@ -220,11 +222,19 @@ def plan_all(
 
 
 def best_plan(plans: Sequence[Plan], memory_nbytes: int) -> Plan | None:
-    """The one of least time that fits; without times, of least communication; None if none does."""
+    """The best one that fits; None if none does.
+
+    That is the one of least time; of those within a hundredth of it, which an estimate cannot
+    tell apart, the one of least memory. Without times it is the one of least communication.
+    """
     fitting = [plan for plan in plans if plan.fits(memory_nbytes)]
     if not fitting:
         return None
-    return min(fitting, key=lambda p: (p.seconds, p.moved_nbytes, p.peak_nbytes))
+    fastest = min(plan.seconds for plan in fitting)
+    if not fastest:
+        return min(fitting, key=lambda plan: (plan.moved_nbytes, plan.peak_nbytes))
+    equal = [plan for plan in fitting if plan.seconds <= fastest * _SAME_TIME]
+    return min(equal, key=lambda plan: (plan.peak_nbytes, plan.seconds))
 
 
 def advice(

@@ -187,6 +187,7 @@ def _stage(
         plain_nbytes=plain_nbytes,
         tokens=costs.tokens,
         num_in_flight=in_flight,
+        num_chunks=len(chunks),
         alternatives=costs.alternatives(num_layers, in_flight),
         label=f"stage {stage} of {num_stages}" if num_stages > 1 else "",
         notes=tuple(notes),

@@ -341,10 +341,9 @@ def _peak(
     )
     at_step = replace(
         backward,
-        optimizer=backward.optimizer + optimizer_temporary,
         gathered=0,
         grad_buffer=0,
-        communication=0,
+        communication=optimizer_temporary,
         activations=0,
         unit=0,
     )

@@ -138,8 +138,9 @@ class TrainingDescription:
         tokens: Tokens of a micro-batch on a rank.
         recompute_factor: Part of the forward that the backward repeats.
         reshard_after_forward: See `fully_shard`.
-        enable_unshard_prefetch: Likewise.
+        unshard_prefetch_depth: Likewise; 0 without prefetching.
         enable_async_reduce_grad: Likewise.
+        max_live_grad_buffers: Likewise.
         plain_nbytes: Bytes of buffers and parameters that are not sharded.
         num_in_flight: Micro-batches whose activations are alive at once: one more than forwards
             run before the first backward.
@@ -163,8 +164,9 @@ class TrainingDescription:
     tokens: int = 0
     recompute_factor: float = 0.0
     reshard_after_forward: bool = True
-    enable_unshard_prefetch: bool = True
+    unshard_prefetch_depth: int = 1
     enable_async_reduce_grad: bool = True
+    max_live_grad_buffers: int = 2
     plain_nbytes: int = 0
     num_in_flight: int = 1
     stages: int = 1

@@ -335,7 +335,8 @@ def _peak(
         units,
         optimizer_state=state_nbytes(training, groups),
         activations=training.activation_nbytes,
-        unshard_prefetch_depth=int(training.enable_unshard_prefetch),
+        unshard_prefetch_depth=training.unshard_prefetch_depth,
+        max_live_grad_buffers=training.max_live_grad_buffers,
         is_reduction_async=training.enable_async_reduce_grad,
         accumulates=training.accumulates,
     )

@@ -1,6 +1,6 @@
 """A step, played through: what is communicated, and what waits for what.
 
-The rules are those of `unit.py`, `context.py` and `reduction_queue.py`: one unit is gathered
+The rules are those of `unit.py`, `context.py` and `reduction_queue.py`: some units are gathered
 ahead, reductions drain slidingly, an outer axis is reduced when the inner one is done. Time is
 counted where a machine says how long something takes. Micro-batches in the middle are alike:
 three stand for any number.
@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from megatron_fsdp_v2.plan.description import TrainingDescription
 from megatron_fsdp_v2.plan.machine import Machine
 from megatron_fsdp_v2.plan.sharding import PlannedGroup
-from megatron_fsdp_v2.reduction_queue import MAX_LIVE_UNITS
 
 __all__ = ["Collective", "Step", "parent_of", "play"]
 
@@ -117,12 +116,14 @@ class _Player:
         self._clock = 0.0
         self._link_free = {False: 0.0, True: 0.0}
         self._pending: deque[tuple[list[_Group], float, bool]] = deque()
-        self._outer_done_at = 0.0
+        self._outer_done_at: deque[float] = deque()
         self._weight = 1
         self._units = self._make_units(groups)
         self._root = self._units[0]
-        self._next_forward = _following(list(_preorder(self._root)))
-        self._next_backward = _following(list(_postorder(self._root))[::-1])
+        self._forward_order = list(_preorder(self._root))
+        self._backward_order = list(_postorder(self._root))[::-1]
+        self._forward_position = {unit: at for at, unit in enumerate(self._forward_order)}
+        self._backward_position = {unit: at for at, unit in enumerate(self._backward_order)}
         self._gathers_at_start = all(
             not group.planned.gathers_for_use for unit in self._units for group in unit.own
         )
@@ -198,7 +199,8 @@ class _Player:
 
     def _run_forward(self, unit: _Unit) -> None:
         self._arrive(unit, in_forward=True)
-        self._prefetch(self._next_forward[unit], in_forward=True)
+        after = self._forward_position[unit] + 1
+        self._prefetch(self._forward_order, after, in_forward=True)
         # What the root has most of is the output layer, which comes last.
         is_root = unit is self._root
         self._compute(0.0 if is_root else unit.forward_seconds)
@@ -210,7 +212,8 @@ class _Player:
 
     def _run_backward(self, unit: _Unit) -> None:
         self._arrive(unit, in_forward=False)
-        self._prefetch(self._next_backward[unit], in_forward=False)
+        after = self._backward_position[unit] + 1
+        self._prefetch(self._backward_order, after, in_forward=False)
         for group in unit.own:
             self._take_gradients(group)
         is_root = unit is self._root
@@ -234,8 +237,8 @@ class _Player:
         self._unshard(unit, in_forward=in_forward)
         self._clock = max([self._clock, *(group.ready_at for group in unit.held)])
 
-    def _prefetch(self, unit: _Unit | None, *, in_forward: bool) -> None:
-        if unit is not None and self._training.enable_unshard_prefetch:
+    def _prefetch(self, order: Sequence[_Unit], after: int, *, in_forward: bool) -> None:
+        for unit in order[after : after + self._training.unshard_prefetch_depth]:
             self._unshard(unit, in_forward=in_forward)
 
     def _unshard(self, unit: _Unit, *, in_forward: bool) -> None:
@@ -277,16 +280,23 @@ class _Player:
         """Put gradients into the full buffer, once there is room."""
         if not group.planned.requires_grad or group.has_buffer:
             return
-        while len(self._pending) >= MAX_LIVE_UNITS:
-            self._drain_one()
+        self._make_room()
         group.has_buffer = True
 
+    def _make_room(self) -> None:
+        """Wait until one more unit can have its gradients reduced."""
+        while len(self._pending) >= self._training.max_live_grad_buffers:
+            self._drain_one()
+
     def _reduce(self, unit: _Unit) -> None:
-        issued, done_at = [], self._clock
+        issued: list[_Group] = []
+        done_at = self._clock
         for group in unit.own:
             planned = group.planned
             if not group.has_buffer or (planned.collects_unsynced and not self._synchronises):
                 continue
+            if not issued:
+                self._make_room()
             group.has_partial = planned.has_outer_axis
             kind = "reduce_scatter" if planned.grid.parts[-1] > 1 else "all_reduce"
             nbytes = planned.layout.numel * planned.dtypes.grad_comm.itemsize
@@ -300,23 +310,32 @@ class _Player:
     def _drain_one(self) -> None:
         groups, done_at, synchronises = self._pending.popleft()
         self._clock = max(self._clock, done_at)
+        following = []
         for group in groups:
             group.has_buffer = False
             if group.has_partial and synchronises:
-                self._reduce_outer(group)
+                following.append(group)
+        self._reduce_outer(following)
 
-    def _reduce_outer(self, group: _Group) -> None:
-        planned = group.planned
-        group.has_partial = False
-        nbytes = planned.partial_numel * planned.dtypes.grad_comm.itemsize
-        kind = "reduce_scatter" if planned.grid.parts[0] > 1 else "all_reduce"
-        done_at = self._issue(kind, "reduce", group, 0, nbytes)
-        self._outer_done_at = max(self._outer_done_at, done_at)
+    def _reduce_outer(self, groups: Sequence[_Group]) -> None:
+        if not groups:
+            return
+        while len(self._outer_done_at) >= self._training.max_live_grad_buffers:
+            self._clock = max(self._clock, self._outer_done_at.popleft())
+        done_at = self._clock
+        for group in groups:
+            planned = group.planned
+            group.has_partial = False
+            nbytes = planned.partial_numel * planned.dtypes.grad_comm.itemsize
+            kind = "reduce_scatter" if planned.grid.parts[0] > 1 else "all_reduce"
+            done_at = self._issue(kind, "reduce", group, 0, nbytes)
+        self._outer_done_at.append(done_at)
 
     def _drain(self) -> None:
         while self._pending:
             self._drain_one()
-        self._clock = max(self._clock, self._outer_done_at)
+        self._clock = max([self._clock, *self._outer_done_at])
+        self._outer_done_at.clear()
 
     def _synchronise(self) -> None:
         """Bring what earlier backwards left unreduced into the main gradients."""
@@ -325,7 +344,7 @@ class _Player:
             self._reduce(unit)
             for group in unit.own:
                 if group.has_partial and not group.has_buffer:
-                    self._reduce_outer(group)
+                    self._reduce_outer([group])
         self._drain()
 
     # -- counting -----------------------------------------------------------------------------
@@ -350,11 +369,6 @@ class _Player:
         seconds = self._machine.collective_seconds(kind, nbytes, size, stride)
         self._link_free[link] = max(self._link_free[link], self._clock) + seconds
         return self._link_free[link]
-
-
-def _following(order: Sequence[_Unit]) -> dict[_Unit, _Unit | None]:
-    """What comes after each unit."""
-    return dict(zip(order, [*order[1:], None], strict=True))
 
 
 def parent_of(name: str, known: Container[str]) -> str:

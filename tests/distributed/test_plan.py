@@ -83,6 +83,10 @@ CASES = {
         num_microbatches=2,
         options=(("enable_unshard_prefetch", False), ("enable_async_reduce_grad", False)),
     ),
+    "optim_grads_params, deep": Case(
+        "optim_grads_params",
+        options=(("unshard_prefetch_depth", 3), ("max_live_grad_buffers", 1)),
+    ),
     "nested, tied and frozen": Case("optim_grads_params", model="special", policy=BF16),
     "muon": Case("optim_grads_params", optimizer="muon"),
     "muon, replicated": Case("optim", mesh=(4,), optimizer="muon"),
@@ -244,6 +248,8 @@ def planned(case: Case) -> tuple[TrainingDescription, Plan]:
     with torch.device("meta"):
         model, units = build(case)
     options = dict(case.options)
+    if not options.pop("enable_unshard_prefetch", True):
+        options["unshard_prefetch_depth"] = 0
     described, plain_nbytes = describe_module(model, units)
     training = TrainingDescription(
         described,

@@ -238,9 +238,7 @@ def test_a_step_takes_its_computation_where_links_are_infinitely_fast() -> None:
 
 def test_prefetching_hides_gathers_behind_computation() -> None:
     ahead = training(tokens=10**5)
-    in_turn = dataclasses.replace(
-        ahead, enable_unshard_prefetch=False, enable_async_reduce_grad=False
-    )
+    in_turn = dataclasses.replace(ahead, unshard_prefetch_depth=0, enable_async_reduce_grad=False)
     strategy = Strategy("optim_grads_params")
     hidden, exposed = (plan_one(t, strategy, MACHINE).exposed_seconds for t in (ahead, in_turn))
     # What is left is the root's: gathered before anything else, reduced after it.

@@ -131,7 +131,7 @@ def _describe(args: Any, num_ranks: int) -> SourceResult:
         matrix_dtype=settings.policy.main_params_dtype or args.params_dtype,
         num_microbatches=_num_microbatches(args, num_ranks),
         syncs_afterwards=not settings.enable_async_reduce_grad,
-        enable_unshard_prefetch=settings.enable_unshard_prefetch,
+        unshard_prefetch_depth=int(settings.enable_unshard_prefetch),
         enable_async_reduce_grad=settings.enable_async_reduce_grad,
         stages=args.pipeline_model_parallel_size,
         recompute_factor=1.0 if args.recompute_granularity == "full" else 0.0,

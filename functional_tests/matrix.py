@@ -168,6 +168,8 @@ ROWS: tuple[Row, ...] = (
     Row("selective recompute", 2, f"{SELECTIVE} {MODERN}", strategies=(ZERO3, NO_SHARD)),
     Row("per-token loss", 2, PER_TOKEN, strategies=STRATEGIES),
     Row("clipping, weight decay, cosine", 2, CLIPPED, strategies=STRATEGIES),
+    Row("trace pool, evaluation in between", 2, EVALUATION,
+        ours=f"{OVERLAP_GRADS} {OVERLAP_PARAMS} --fsdp-trace-pool", strategies=(ZERO3, ZERO1)),
     Row("evaluation in between", 2, EVALUATION, ours=f"{OVERLAP_GRADS} {OVERLAP_PARAMS}",
         strategies=(ZERO3, ZERO1)),
     Row("fp16, dynamic loss scale", 2, FP16, strategies=STRATEGIES),

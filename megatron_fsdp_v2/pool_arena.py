@@ -18,6 +18,9 @@ __all__ = ["Arena", "Kind", "Meter", "PoolReport", "PooledBuffer", "TracedProgra
 MAX_PROGRAMS = 64
 """Patterns kept apart, for recognising and reporting them; conflicts of all are kept."""
 
+MAX_EVENTS = 1 << 16
+"""Events after which a trace is cut: units that run without their root have no passes."""
+
 PATIENCE = 4
 """Passes after which a plan is made although no pattern was seen twice."""
 
@@ -333,6 +336,8 @@ class Arena:
         self._live &= ~(1 << buffer.key)
         self._meter.live -= buffer.nbytes
         self._events.append(~buffer.key)
+        if len(self._events) >= MAX_EVENTS:
+            self._close("a part of a pass", is_quiet=False)
 
     def refuses(self, buffer: PooledBuffer) -> bool:
         """Whether a buffer's planned place is taken, so that it should come when it is needed.
@@ -352,15 +357,16 @@ class Arena:
 
     def begin(self, name: str, *, is_quiet: bool) -> None:
         """Start a new trace."""
-        self._close(self._name or "between passes", is_quiet)
+        self._close(self._name or "between passes", is_quiet=is_quiet)
         self._name = name
 
     def end(self, name: str, *, is_quiet: bool) -> None:
         """End the trace."""
-        self._close(" and ".join(part for part in (self._name, name) if part), is_quiet)
+        name = " and ".join(part for part in (self._name, name) if part)
+        self._close(name, is_quiet=is_quiet)
         self._name = ""
 
-    def _close(self, name: str, is_quiet: bool) -> None:
+    def _close(self, name: str, *, is_quiet: bool) -> None:
         is_steady = False
         if self._events:
             trace = Trace(self._start, tuple(self._events))

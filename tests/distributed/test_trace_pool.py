@@ -92,13 +92,13 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "recomputation": (lambda: Deep(32, recomputes=True), {}, {}),
     "4 micro-batches": (lambda: Deep(32), {}, {"num_micro": 4}),
     "mixture of experts": (lambda: Mixture(12), {}, {}),
-    "HSDP 2x2": (lambda: Deep(32), {"shape": (2, 2)}, {"num_micro": 2}),
+    "HSDP 2x2": (lambda: Deep(12), {"shape": (2, 2)}, {"num_micro": 2}),
     "bf16 with fp32 gradients": (
-        lambda: Deep(32),
+        lambda: Deep(12),
         {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
         {},
     ),
-    "ZeRO-1": (lambda: Deep(32), {"sharding_strategy": "optim"}, {"num_micro": 2}),
+    "ZeRO-1": (lambda: Deep(12), {"sharding_strategy": "optim"}, {"num_micro": 2}),
 }
 
 
@@ -176,7 +176,7 @@ def test_plans_are_within_5_percent_and_nothing_is_allocated_after_warm_up(
         assert found["allocations"] == 0
         assert not any(found["beside"])
         first, second = found["places"]
-        assert len(first) >= 25
+        assert len(first) > 12
         assert first == second
         assert {name: len(at) for name, at in first.items() if len(at) > 1} == {}
 

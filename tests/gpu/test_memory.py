@@ -66,3 +66,23 @@ def test_at_rest_and_at_its_peak_a_step_holds_what_the_layout_says(
     unit = max(group.layout.numel * 4 for group in groups)
     # Two full gradient buffers, and the gradients of one unit as autograd hands them over.
     assert unit <= peak <= 3 * unit + SLACK
+
+
+def test_the_trace_pool_changes_no_bit_and_allocates_nothing(mesh: DeviceMesh) -> None:
+    results = []
+    for pooled in (False, True):
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(*(Block(WIDTH) for _ in range(NUM_UNITS))).cuda()
+        for module in [*model, model]:
+            fully_shard(module, mesh=mesh, enable_trace_pool=pooled)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for step in range(6):
+            allocated = model.trace_pool().num_allocations if pooled and step == 5 else 0
+            _step(model)
+            optimizer.step()
+            optimizer.zero_grad()
+        if pooled:
+            assert model.trace_pool().num_allocations == allocated > 0
+            assert all(report.plan is not None for report in model.trace_pool().reports())
+        results.append([param.to_local().clone() for param in model.parameters()])
+    assert all(map(torch.equal, *results))

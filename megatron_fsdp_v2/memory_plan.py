@@ -15,6 +15,9 @@ __all__ = ["ALIGNMENT", "MemoryPlan", "Slot", "Trace", "keys_of", "plan_memory",
 ALIGNMENT = 512
 """Bytes that offsets are a multiple of, as those of a GPU's caching allocator are."""
 
+CLOSE_ENOUGH = 0.002
+"""Fraction of the lower bound that a plan may be above it without a search for a better one."""
+
 MAX_ROUNDS = 40
 """How often an order of placement is improved."""
 
@@ -198,16 +201,16 @@ def plan_memory(
             raise ValueError(f"sizes must not be negative, got {size} for buffer {key}")
     aligned = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
     keys = list(keys_of(used))
-    floor = -(-lower_bound // ALIGNMENT) * ALIGNMENT
+    target = int(lower_bound * (1 + CLOSE_ENOUGH))
     best: dict[int, int] = {}
     least: int | None = None
     for order in _orders(keys, aligned, conflicts):
         for way in (_coloured, _first_fit):
-            offsets = _improved(way, order, aligned, conflicts, floor)
+            offsets = _improved(way, order, aligned, conflicts, target)
             nbytes = _end(offsets, aligned)
             if least is None or nbytes < least:
                 best, least = offsets, nbytes
-        if least is not None and least <= floor:
+        if least is not None and least <= target:
             break
     return MemoryPlan(
         sizes=tuple(sizes),
@@ -233,14 +236,14 @@ type _Way = Callable[[Sequence[int], Sequence[int], Sequence[int]], dict[int, in
 
 
 def _improved(
-    way: _Way, order: list[int], sizes: Sequence[int], conflicts: Sequence[int], floor: int
+    way: _Way, order: list[int], sizes: Sequence[int], conflicts: Sequence[int], target: int
 ) -> dict[int, int]:
     """The best of some rounds that each place first what was highest in the one before."""
     best = way(order, sizes, conflicts)
     least, offsets = _end(best, sizes), best
     for _ in range(MAX_ROUNDS):
         end = _end(offsets, sizes)
-        if end <= floor:
+        if end <= target:
             break
         highest = {key for key in order if offsets[key] + sizes[key] == end}
         if highest == set(order[: len(highest)]):

@@ -61,7 +61,7 @@ def test_the_trace_pool_changes_no_bit_of_a_training(megatron: RankPools) -> Non
 @pytest.mark.parametrize(
     "flags",
     [
-        "--pipeline-model-parallel-size 2 --num-layers 4 --global-batch-size 16",
+        "--pipeline-model-parallel-size 2 --num-layers 4",
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
         "--num-experts 4 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall "
         "--disable-bias-linear",
@@ -71,7 +71,7 @@ def test_the_trace_pool_changes_no_bit_of_a_training(megatron: RankPools) -> Non
 def test_the_trace_pool_changes_no_bit_of_a_parallel_training(
     megatron: RankPools, flags: str
 ) -> None:
-    common = [*MODEL_FLAGS, *SIX, *fsdp(), *flags.split()]
+    common = [*MODEL_FLAGS, *SIX, *fsdp(), *flags.split(), "--global-batch-size", "16"]
     plain = megatron(4).run(train, common)[0]
     pooled = megatron(4).run(train, [*common, "--fsdp-trace-pool"])[0]
     assert pooled.losses == plain.losses

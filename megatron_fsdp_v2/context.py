@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, Self
 
 from megatron_fsdp_v2.reduction_queue import ReductionQueue, Turns, TurnTaker
 
@@ -23,6 +23,10 @@ class Reshardable(TurnTaker, Protocol):
     @property
     def is_unsharded(self) -> bool:
         """Whether its weights are gathered, or on their way."""
+        ...
+
+    def is_inside(self, other: Self) -> bool:
+        """Whether its module is below another unit's."""
         ...
 
     def prefetch(self) -> None:
@@ -132,6 +136,7 @@ class Context[UnitT: Reshardable]:
         self._prefetched: deque[weakref.ref[UnitT]] = deque()
         self._requested: list[weakref.ref[UnitT]] = []
         self._recomputed: deque[weakref.ref[UnitT]] = deque()
+        self._in_backward: weakref.ref[UnitT] | None = None
 
     def set_units(self, units: Sequence[UnitT], *, takes_turns: bool) -> None:
         """Register the units, parents before children as `modules()` lists them.
@@ -224,7 +229,16 @@ class Context[UnitT: Reshardable]:
     def make_room_for_recomputed(self, unit: UnitT) -> None:
         """Drop the oldest recomputed units that are in the way of one more."""
         waiting = [ref for ref in self._recomputed if ref() is not unit]
-        for ref in waiting[: max(0, len(waiting) - self.unshard_prefetch_depth)]:
+        current = None if self._in_backward is None else self._in_backward()
+        # A region is recomputed for a unit whose backward has begun, and which is gathered too.
+        is_for_another = (
+            current is not None
+            and current is not unit
+            and current.is_unsharded
+            and not unit.is_inside(current)
+        )
+        room = max(0, self.unshard_prefetch_depth - is_for_another)
+        for ref in waiting[: max(0, len(waiting) - room)]:
             self._recomputed.remove(ref)
             oldest = ref()
             if oldest is not None:
@@ -232,12 +246,18 @@ class Context[UnitT: Reshardable]:
 
     def keep_recomputed(self, unit: UnitT) -> None:
         """Leave a recomputed unit gathered for its backward."""
-        self.forget_recomputed(unit)
+        self._drop_recomputed(unit)
         self._recomputed.append(weakref.ref(unit))
 
     def forget_recomputed(self, unit: UnitT | None = None) -> None:
         """A unit's own backward takes over from here, or (without one) the whole backward ends."""
         if unit is None:
             self._recomputed.clear()
-        elif self._recomputed:
+            self._in_backward = None
+        else:
+            self._drop_recomputed(unit)
+            self._in_backward = weakref.ref(unit)
+
+    def _drop_recomputed(self, unit: UnitT) -> None:
+        if self._recomputed:
             self._recomputed = deque(ref for ref in self._recomputed if ref() is not unit)

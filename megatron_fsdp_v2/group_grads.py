@@ -79,6 +79,7 @@ class GroupGrads:
                 f"{name}/grad_comm", layout.numel, dtypes.grad_comm, device, is_weight=False
             )
         self._partial: TemporaryBuffer | None = None
+        self._outer_wire: TemporaryBuffer | None = None
         if self._outer is not None:
             pieces = [*(Placement.REPLICATE for _ in placements[:-1]), placements[-1].main_grad]
             self._partial_numel = grid.span(pieces).count * layout.shard_numel
@@ -89,6 +90,10 @@ class GroupGrads:
                 device,
                 is_weight=False,
             )
+            if dtypes.main_grad != dtypes.grad_comm:
+                self._outer_wire = allocator.buffer(
+                    f"{name}/outer_grad_comm", self._partial_numel, dtypes.grad_comm, device
+                )
         self._partial_is_valid = False
         self._main: DataParallelBuffer | None = None
         self.filled = [False] * len(layout.slots)
@@ -232,10 +237,14 @@ class GroupGrads:
         if self._partial is None or self._outer is None or not self._partial_is_valid:
             return DONE
         self._partial_is_valid = False
+        partial = self._partial.tensor
+        if self._outer_wire is not None:
+            partial = self._outer_wire.acquire().copy_(partial)
+            self._partial.release()
         collective = self._comm.reduce_scatter if self._outer_is_cut else self._comm.all_reduce
         return collective(
             self.main.tensor,
-            self._partial.tensor.to(self._dtypes.grad_comm),
+            partial,
             self._outer,
             Lane.OUTER,
             scale=1.0,
@@ -247,6 +256,8 @@ class GroupGrads:
         """Drop the partial shard; its reduction has been waited for."""
         if self._partial is not None and not self._partial_is_valid:
             self._partial.release()
+        if self._outer_wire is not None:
+            self._outer_wire.release()
 
     def replace_buffers(
         self, replacement: Callable[[BufferUse, TemporaryBuffer], TemporaryBuffer]
@@ -257,6 +268,8 @@ class GroupGrads:
             self._wire = replacement(BufferUse.COMMUNICATION, self._wire)
         if self._partial is not None:
             self._partial = replacement(BufferUse.GRADIENT, self._partial)
+        if self._outer_wire is not None:
+            self._outer_wire = replacement(BufferUse.COMMUNICATION, self._outer_wire)
 
     def abandon(self) -> None:
         """Forget gradients that are not reduced yet, after a failed backward."""

@@ -321,7 +321,8 @@ class _Tree:
         earlier = (i for i in range(index + 1, len(self.units)) if self.units[i].is_trained)
         units = [self.units[i] for i in itertools.islice(earlier, num_inner + num_outer)]
         inner, outer = units[:num_inner], units[num_inner:]
-        buffers = sum(unit.sum("partial_grad") for unit in units)
+        buffers = sum(unit.sum("partial_grad") for unit in inner)
+        buffers += sum(g.partial_grad for u in outer for g in u.groups if not g.outer_comm)
         buffers += sum(g.grad_buffer for u in inner for g in u.groups if not g.grad_comm)
         comm = sum(u.sum("grad_comm") + u.sum("received") for u in inner)
         comm += sum(u.sum("outer_comm") + u.sum("outer_received") for u in outer)

@@ -132,6 +132,10 @@ class Unit:
         """Whether gradients are brought all the way into `param.grad` in this backward."""
         return self.requires_gradient_sync and self.is_last_backward
 
+    def is_inside(self, other: Unit) -> bool:
+        """Whether its module is below another unit's."""
+        return self is not other and f"{self.fqn}.".startswith(f"{other.fqn}." if other.fqn else "")
+
     def move(self, phase: Phase) -> None:
         """Change phase.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -11,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import set_model_state_dict
-from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from megatron_fsdp_v2 import MixedPrecisionPolicy
 from megatron_fsdp_v2.fsdp_module import unit_of
+from tests.distributed.allocations import peak_nbytes
 from tests.distributed.wrapping import STRATEGIES, batch, held_error, listen, mesh_of, wrap
 from tests.ranks import RankPools
 from tests.reference.models import INPUT, OUTPUT, Block, Nested, Stack, TiedInside
@@ -496,26 +495,6 @@ class Wide(nn.Module):
 UNIT_NBYTES = 4 * sum(param.numel() for param in Block(WIDE).parameters())
 
 
-def _peak_nbytes(call: Callable[[], None]) -> int:
-    """Most bytes that are allocated at a time during a call, above what was there before."""
-    # Garbage of earlier models, freed in the middle, would be taken for memory of this call.
-    gc.collect()
-    gc.disable()
-    try:
-        options: dict[str, Any] = {"activities": [ProfilerActivity.CPU], "profile_memory": True}
-        with profile(acc_events=True, **options) as record:
-            call()
-    finally:
-        gc.enable()
-    results = record.profiler.kineto_results  # type: ignore[union-attr]
-    events = [e for e in results.events() if e.name() == "[memory]"]
-    level = peak = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        level += event.nbytes()
-        peak = max(peak, level)
-    return peak
-
-
 def bytes_of_a_step(strategy: str, num_blocks: int) -> tuple[int, int]:
     """Peak bytes of a step above those at rest, and bytes at rest."""
     model = wrap(Wide(num_blocks), sharding_strategy=strategy)
@@ -535,7 +514,7 @@ def bytes_of_a_step(strategy: str, num_blocks: int) -> tuple[int, int]:
             resting += group.weights.resting_nbytes + group.grads.resting_nbytes
     # A thread of gloo may give memory back late, and unseen by the profiler.
     times = 1 if dist.get_world_size() == 1 else 2
-    return min(_peak_nbytes(step) for _ in range(times)), resting
+    return min(peak_nbytes(step) for _ in range(times)), resting
 
 
 def all_bytes(num_blocks: int) -> dict[str, tuple[int, int]]:
@@ -551,7 +530,7 @@ def test_r7_10_the_meter_of_peaks_counts_what_is_allocated_and_freed() -> None:
         torch.empty(2500)
 
     # A storage is resized by copying it into a new one.
-    assert _peak_nbytes(call) == 24_000
+    assert peak_nbytes(call) == 24_000
 
 
 def test_r7_10_zero_2_peaks_at_most_where_zero_1_does_and_buffers_do_not_grow(

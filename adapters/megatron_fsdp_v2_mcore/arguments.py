@@ -27,7 +27,13 @@ _OUR_OTHER_FLAGS = (
     "expert_data_parallel_sharding_strategy",
     "fsdp_trace_pool",
     "log_per_param_norm",
+    "fsdp_unshard_prefetch_depth",
+    "fsdp_max_live_grad_buffers",
 )
+_NEEDED_FOR = {
+    "fsdp_unshard_prefetch_depth": "overlap_param_gather",
+    "fsdp_max_live_grad_buffers": "overlap_grad_reduce",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -52,12 +58,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "memory, after the first iterations have shown when each of them lives.",
     )
     group.add_argument(
+        "--fsdp-unshard-prefetch-depth",
+        type=_at_least_one,
+        metavar="N",
+        default=None,
+        help="Units gathered ahead of the one at work; default 1. Each costs the gathered weights "
+        "of one more unit. Needs --overlap-param-gather.",
+    )
+    group.add_argument(
+        "--fsdp-max-live-grad-buffers",
+        type=_at_least_one,
+        metavar="N",
+        default=None,
+        help="Units that have full gradient buffers at a time; default 2. Each costs one more "
+        "buffer. Needs --overlap-grad-reduce.",
+    )
+    group.add_argument(
         "--log-per-param-norm",
         action="store_true",
         help="Log the norm of every weight and gradient (before clipping) at every --log-interval: "
         "to TensorBoard and Weights & Biases where they are on, and on rank 0.",
     )
     return parser
+
+
+def _at_least_one(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+    return int(text)
 
 
 def is_enabled(args: Any) -> bool:
@@ -124,6 +152,12 @@ def check_before(args: Any) -> None:
             f"--ckpt-format {args.ckpt_format} cannot be used with {API_FLAG}; "
             "use --ckpt-format fsdp_dtensor"
         )
+    for name, needed in _NEEDED_FOR.items():
+        if getattr(args, name, None) is not None and not getattr(args, needed):
+            raise FlagError(
+                f"--{name.replace('_', '-')} needs --{needed.replace('_', '-')}; add it, or leave "
+                "both out"
+            )
     refuse_fields(args)
     check_hybrid(args, args.expert_data_parallel_sharding_strategy)
     for refusal in REFUSALS:

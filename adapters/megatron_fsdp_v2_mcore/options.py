@@ -18,12 +18,16 @@ class Options:
             first rank's count.
         logs_parameter_norms: Whether norms of every parameter are logged.
         uses_trace_pool: Whether temporary buffers are at planned addresses.
+        unshard_prefetch_depth: See `fully_shard`.
+        max_live_grad_buffers: See `fully_shard`.
     """
 
     expert_strategy: str | None = None
     broadcasts_parameters: bool = False
     logs_parameter_norms: bool = False
     uses_trace_pool: bool = False
+    unshard_prefetch_depth: int = 1
+    max_live_grad_buffers: int = 2
 
     @classmethod
     def from_args(cls, args: Any) -> Options:
@@ -33,4 +37,6 @@ class Options:
             broadcasts_parameters=bool(getattr(args, "data_parallel_random_init", False)),
             logs_parameter_norms=bool(getattr(args, "log_per_param_norm", False)),
             uses_trace_pool=bool(getattr(args, "fsdp_trace_pool", False)),
+            unshard_prefetch_depth=getattr(args, "fsdp_unshard_prefetch_depth", None) or 1,
+            max_live_grad_buffers=getattr(args, "fsdp_max_live_grad_buffers", None) or 2,
         )

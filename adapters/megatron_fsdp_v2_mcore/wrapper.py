@@ -121,6 +121,8 @@ class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
                 enable_unshard_prefetch=settings.enable_unshard_prefetch,
                 enable_async_reduce_grad=settings.enable_async_reduce_grad,
                 enable_trace_pool=self.options.uses_trace_pool,
+                unshard_prefetch_depth=self.options.unshard_prefetch_depth,
+                max_live_grad_buffers=self.options.max_live_grad_buffers,
                 tensor_shards=shards,
                 separate_params=shared,
                 param_init_fn=initialise,

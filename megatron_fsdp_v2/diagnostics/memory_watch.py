@@ -12,7 +12,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, override
+from typing import TYPE_CHECKING, Any, cast, override
 
 import torch
 from torch import nn
@@ -57,11 +57,18 @@ class _Known:
 class _WatchedBuffer:
     """A temporary buffer that books its memory."""
 
-    def __init__(self, inner: TemporaryBuffer, account: Account, ledger: Ledger) -> None:
+    def __init__(
+        self,
+        inner: TemporaryBuffer,
+        account: Account,
+        ledger: Ledger,
+        claim: Callable[[torch.UntypedStorage, Account], None],
+    ) -> None:
         self.inner = inner
         self.tensor = inner.tensor
         self._account = account
         self._ledger = ledger
+        self._claim = claim
         self._nbytes = inner.tensor.numel() * inner.tensor.element_size()
         if inner.is_live:
             ledger.add(account, self._nbytes)
@@ -73,7 +80,10 @@ class _WatchedBuffer:
     def acquire(self) -> torch.Tensor:
         if not self.inner.is_live:
             self._ledger.add(self._account, self._nbytes)
-        return self.inner.acquire()
+        tensor = self.inner.acquire()
+        # An allocator may put it somewhere else every time.
+        self._claim(tensor.untyped_storage(), self._account)
+        return tensor
 
     def release(self) -> None:
         if self.inner.is_live:
@@ -162,10 +172,13 @@ class MemoryWatch(TorchDispatchMode):
         group.grads.replace_buffers(watched)
         self._undo.callback(group.grads.replace_buffers, _unwatched_buffer)
 
-    def _watched_buffer(self, name: str, use: BufferUse, buffer: TemporaryBuffer) -> _WatchedBuffer:
-        # Operations put views of it out: its storage is known, and booked by the buffer itself.
-        self._note(buffer.tensor.untyped_storage(), Account(_ROLES[use], name), 0)
-        return _WatchedBuffer(buffer, Account(_ROLES[use], name), self._ledger)
+    def _watched_buffer(
+        self, name: str, use: BufferUse, buffer: TemporaryBuffer
+    ) -> TemporaryBuffer:
+        account = Account(_ROLES[use], name)
+        self._claim(buffer.tensor.untyped_storage(), account)
+        watched = _WatchedBuffer(buffer, account, self._ledger, self._claim)
+        return cast("TemporaryBuffer", watched)
 
     def _watch_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         account = Account(Role.OPTIMIZER, "")
@@ -268,6 +281,14 @@ class MemoryWatch(TorchDispatchMode):
         if local.device == self.device and storage._cdata not in self._known:
             self._note(storage, account, storage.nbytes())
             self._ledger.add(account, storage.nbytes())
+
+    def _claim(self, storage: torch.UntypedStorage, account: Account) -> None:
+        """Operations put out views of a buffer's storage, which the buffer itself books."""
+        known = self._known.get(storage._cdata)
+        if known is not None and known.account is not None:
+            self._ledger.remove(known.account, known.nbytes)
+        if known is None or known.account is None or known.nbytes:
+            self._note(storage, account, 0)
 
     def _note(
         self,

@@ -208,6 +208,22 @@ BAD: dict[str, tuple[list[str], str]] = {
         ["--fsdp-trace-pool"],
         "--fsdp-trace-pool needs --use-fsdp-fully-shard-api",
     ),
+    "depth-alone": (
+        ["--fsdp-unshard-prefetch-depth", "2"],
+        "--fsdp-unshard-prefetch-depth needs --use-fsdp-fully-shard-api",
+    ),
+    "depth-without-prefetch": (
+        fsdp("optim", "--fsdp-unshard-prefetch-depth", "2"),
+        "--fsdp-unshard-prefetch-depth needs --overlap-param-gather",
+    ),
+    "buffers-without-overlap": (
+        fsdp("optim", "--fsdp-max-live-grad-buffers", "3"),
+        "--fsdp-max-live-grad-buffers needs --overlap-grad-reduce",
+    ),
+    "no-buffers": (
+        fsdp("optim", "--fsdp-max-live-grad-buffers", "0"),
+        "expected a whole number of at least 1, got '0'",
+    ),
     "experts": (
         fsdp("optim", "--num-experts", "3", "--expert-model-parallel-size", "2"),
         "--num-experts 3 cannot be divided by --expert-model-parallel-size 2",

@@ -1,0 +1,88 @@
+"""Bookkeeping of bytes: peaks in all, by role and by unit, and what lived at the peak."""
+
+from __future__ import annotations
+
+import builtins
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_fsdp_v2.diagnostics.memory_ledger import Account, Ledger, Role
+from megatron_fsdp_v2.diagnostics.memory_plot import plot_moments
+from megatron_fsdp_v2.diagnostics.memory_text import bytes_text
+from megatron_fsdp_v2.memory_bound import UnitBytes, peak_bytes
+
+FIRST = Account(Role.GATHERED, "first")
+SECOND = Account(Role.GATHERED, "second")
+BUFFER = Account(Role.GRAD_BUFFER, "first")
+
+
+def booked() -> Ledger:
+    ledger = Ledger()
+    ledger.add(FIRST, 10)
+    ledger.enter("forward", "first")
+    ledger.add(SECOND, 20)
+    ledger.remove(FIRST, 10)
+    ledger.enter("backward", "second")
+    ledger.add(BUFFER, 5)
+    ledger.add(FIRST, 3)
+    ledger.remove(SECOND, 20)
+    return ledger
+
+
+def test_the_peak_is_the_moment_with_most_bytes_and_what_lived_then() -> None:
+    peak = booked().peak
+    assert (peak.total, peak.phase, peak.unit) == (30, "forward", "first")
+    assert dict(peak.accounts) == {FIRST: 10, SECOND: 20}
+    assert peak.of_role(Role.GATHERED) == 30
+    assert peak.of_unit("second") == {Role.GATHERED: 20}
+
+
+def test_roles_and_units_have_peaks_of_their_own() -> None:
+    ledger = booked()
+    assert ledger.role_peaks[Role.GATHERED] == 30
+    assert ledger.role_peaks[Role.GRAD_BUFFER] == 5
+    assert dict(ledger.unit_peaks) == {"first": 10, "second": 20}
+    assert ledger.total == 8
+
+
+def test_each_interval_shows_its_own_highest_moment() -> None:
+    found = [(moment.phase, moment.unit, moment.total) for moment in booked().intervals()]
+    assert found == [("start", "", 10), ("forward", "first", 30), ("backward", "second", 28)]
+
+
+def test_a_peak_that_lasts_is_seen_while_it_lasts() -> None:
+    ledger = Ledger()
+    ledger.add(FIRST, 7)
+    assert ledger.peak.total == 7
+    ledger.add(SECOND, 1)
+    assert ledger.peak.total == 8
+
+
+def test_bytes_are_written_with_a_unit_that_fits() -> None:
+    numbers = (0, 1023, 1024, 1536 * 1024, 3 << 30, 5 << 40, 5000 << 40)
+    texts = ["0 B", "1023 B", "1.00 KiB", "1.50 MiB", "3.00 GiB", "5.00 TiB", "5000.00 TiB"]
+    assert [bytes_text(number) for number in numbers] == texts
+
+
+def test_a_picture_is_drawn_and_without_matplotlib_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    bound = peak_bytes([UnitBytes(())])
+    moments = list(booked().intervals())
+    plot_moments(moments, bound, tmp_path / "step.svg")
+    text = (tmp_path / "step.svg").read_text()
+    assert text.count("<path") > 10
+    real = importlib.import_module
+
+    def absent(name: str, *args: Any) -> Any:
+        if name.startswith("matplotlib"):
+            raise builtins.ImportError(name)
+        return real(name, *args)
+
+    monkeypatch.setattr(importlib, "import_module", absent)
+    with pytest.raises(RuntimeError, match="needs matplotlib"):
+        plot_moments(moments, bound, tmp_path / "none.png")

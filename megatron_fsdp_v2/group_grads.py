@@ -92,7 +92,11 @@ class GroupGrads:
             )
             if dtypes.main_grad != dtypes.grad_comm:
                 self._outer_wire = allocator.buffer(
-                    f"{name}/outer_grad_comm", self._partial_numel, dtypes.grad_comm, device
+                    f"{name}/outer_grad_comm",
+                    self._partial_numel,
+                    dtypes.grad_comm,
+                    device,
+                    is_weight=False,
                 )
         self._partial_is_valid = False
         self._main: DataParallelBuffer | None = None
@@ -143,6 +147,7 @@ class GroupGrads:
             "main_grad": self._temporary,
             "grad_comm": self._wire,
             "partial_grad": self._partial,
+            "outer_grad_comm": self._outer_wire,
         }
         return {kind: buffer for kind, buffer in held.items() if buffer is not None}
 

@@ -12,6 +12,7 @@ from torch.optim.optimizer import (
 )
 
 from megatron_fsdp_v2.fsdp_module import unit_of
+from megatron_fsdp_v2.optimizer_state import watch_state
 from megatron_fsdp_v2.registration import find_home, num_retired
 from megatron_fsdp_v2.uneven_dtensor import UnevenDTensor
 
@@ -84,6 +85,7 @@ class _OptimizerWatch:
         self._checked: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = (
             weakref.WeakKeyDictionary()
         )
+        self._with_sharded_state: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._is_registered = False
 
     def add(self, context: Context[Unit]) -> None:
@@ -103,7 +105,14 @@ class _OptimizerWatch:
                 _check_is_current(param)
                 if isinstance(param, UnevenDTensor):
                     _check_is_elementwise(optimizer)
+                    self._watch_state(optimizer)
         self._checked[optimizer] = state
+
+    def _watch_state(self, optimizer: Optimizer) -> None:
+        """Until its first step, what an optimizer has of state is the same on all ranks."""
+        if optimizer not in self._with_sharded_state:
+            watch_state(optimizer)
+            self._with_sharded_state.add(optimizer)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         del args, kwargs

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError
+from megatron_fsdp_v2.optimizer_state import is_kept_here
 
 __all__ = [
     "EXTRA",
@@ -78,6 +79,9 @@ def state_entries(
 ) -> dict[str, Any]:
     """State of an optimizer by parameter, sharing memory with it.
 
+    Of a parameter without rows here, what all ranks have (a count of steps) is left to those with
+    rows: only they move it on.
+
     Raises:
         ValueError: The optimizer steps a parameter that the model does not have.
     """
@@ -85,7 +89,8 @@ def state_entries(
     for group in optimizer.param_groups:
         for param in group["params"]:
             for state, value in optimizer.state.get(param, {}).items():
-                entries[f"{OPTIMIZER_STATE}{_name(names, param)}.{state}"] = value
+                if is_kept_here(param, value):
+                    entries[f"{OPTIMIZER_STATE}{_name(names, param)}.{state}"] = value
     return entries
 
 

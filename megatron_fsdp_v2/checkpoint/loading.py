@@ -136,8 +136,7 @@ def _load(
     if optimizer is not None:
         optimizer.state.clear()
         optimizer.state.update(states)
-        if folder.has(OPTIMIZER_GROUPS):
-            apply_groups(optimizer, parameter_names(model), folder.object(OPTIMIZER_GROUPS))
+        apply_groups(optimizer, parameter_names(model), _saved_groups(folder))
     return folder.object(EXTRA) if folder.has(EXTRA) else None
 
 
@@ -216,6 +215,21 @@ def _saved_states(folder: CheckpointFolder) -> dict[str, list[str]]:
     return found
 
 
+def _saved_groups(folder: CheckpointFolder) -> list[dict[str, Any]]:
+    """Options of an optimizer's groups: one object here, one per option where torch saved them."""
+    if folder.has(OPTIMIZER_GROUPS):
+        found: list[dict[str, Any]] = folder.object(OPTIMIZER_GROUPS)
+        return found
+    groups: dict[str, dict[str, Any]] = {}
+    for key in folder.metadata.state_dict_metadata:
+        if key.startswith(f"{OPTIMIZER_GROUPS}."):
+            number, _, option = key.removeprefix(f"{OPTIMIZER_GROUPS}.").partition(".")
+            is_object = folder.shape(key) is None
+            value = folder.object(key) if is_object else folder.read_tensor(key)
+            groups.setdefault(number, {"params": []})[option] = value
+    return list(groups.values())
+
+
 def _new_state(
     folder: CheckpointFolder, key: str, param: torch.Tensor, wanted: list[Wanted]
 ) -> Any:
@@ -256,7 +270,7 @@ def _compare(
         names = set(parameter_names(model).values())
         states = _saved_states(folder)
         unexpected += [key for name, keys in states.items() if name not in names for key in keys]
-        if OPTIMIZER_GROUPS not in saved:
+        if not any(key.startswith(OPTIMIZER_GROUPS) for key in saved):
             missing.append(OPTIMIZER_GROUPS)
     return Comparison(tuple(missing), tuple(unexpected), mismatched)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,145 +14,31 @@ from torch import nn
 from megatron_fsdp_v2 import checkpoint, fully_shard
 from megatron_fsdp_v2.checkpoint import CheckpointError
 from megatron_fsdp_v2.checkpoint.manifest import Manifest
-from megatron_fsdp_v2.optim import Muon
-from megatron_fsdp_v2.uneven_dtensor import UnevenDTensor
-from tests.distributed.test_tensor_shards import _sharded as tensor_parallel_model
+from tests.distributed.checkpoint_trainings import Net, Sharding, digests, net, train
 from tests.distributed.wrapping import STRATEGIES, mesh_of, said
 from tests.ranks import RankPools
 
-SIZES = [(1, 1), (2, 1), (4, 1), (2, 2), (3, 1)]
-OPTIMIZERS = ["adamw", "sgd", "muon"]
 
-
-def _optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
-    if kind == "adamw":
-        return torch.optim.AdamW(model.parameters(), lr=0.1)
-    if kind == "sgd":
-        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    matrices = [p for p in model.parameters() if p.ndim == 2]
-    others = [p for p in model.parameters() if p.ndim != 2]
-    return Muon([{"params": matrices}, {"params": others, "use_muon": False}], lr=0.1)
-
-
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    optimizer.zero_grad()
-    model(torch.ones(3)).backward()
-    optimizer.step()
-
-
-def _digest(tensor: Any) -> str:
-    whole = tensor.full_tensor() if isinstance(tensor, UnevenDTensor) else tensor
-    return hashlib.sha1(whole.detach().contiguous().numpy().tobytes()).hexdigest()
-
-
-def _digests(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """Of every parameter and state. Collective; before a load a rank without rows has no state."""
-    found = {}
-    for name, param in model.named_parameters():
-        found[name] = _digest(param)
-        states = optimizer.state.get(param, {})
-        # Who has no rows takes part with none in putting tensors together.
-        mine = {k: "" if isinstance(v, UnevenDTensor) else _digest(v) for k, v in states.items()}
-        everyone: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everyone, mine)
-        plain = {key: digest for of_rank in everyone for key, digest in of_rank.items()}
-        for key in sorted(plain):
-            whole = None if plain[key] else states.get(key, torch.zeros_like(param))
-            found[f"{name}.{key}"] = plain[key] or _digest(whole)
-    return found
-
-
-def _strategy(number: int) -> str:
-    return STRATEGIES[number % len(STRATEGIES)]
-
-
-def _saved(folder: str, dp: int, tp: int) -> dict[str, dict[str, str]]:
-    found = {}
-    for number, kind in enumerate(OPTIMIZERS):
-        model = tensor_parallel_model(dp, tp, _strategy(number + dp))
-        optimizer = _optimizer(kind, model)
-        for _ in range(2):
-            _step(model, optimizer)
-        checkpoint.save(f"{folder}/{kind}", model, optimizer, extra={"step": 2, "sizes": [dp, tp]})
-        found[kind] = _digests(model, optimizer)
-        _step(model, optimizer)
-        found[f"{kind}, one step on"] = _digests(model, optimizer)
-    return found
-
-
-def _loaded(folder: str, dp: int, tp: int, offset: int) -> dict[str, dict[str, str]]:
-    found = {}
-    for number, kind in enumerate(OPTIMIZERS):
-        model = tensor_parallel_model(dp, tp, _strategy(number + offset))
-        optimizer = _optimizer(kind, model)
-        for group in optimizer.param_groups:
-            group["lr"] = 7.0
-        extra = checkpoint.load(f"{folder}/{kind}", model, optimizer)
-        assert extra["step"] == 2
-        assert all(group["lr"] == 0.1 for group in optimizer.param_groups)
-        found[kind] = _digests(model, optimizer)
-    return found
-
-
-@pytest.mark.parametrize("saving", SIZES, ids=lambda s: f"from-{s[0]}x{s[1]}")
-def test_a_checkpoint_loads_bit_equal_at_every_other_size(
-    pools: RankPools, tmp_path: Path, saving: tuple[int, int]
-) -> None:
-    saved = pools(saving[0] * saving[1]).run(_saved, str(tmp_path), *saving)[0]
-    for offset, loading in enumerate(SIZES):
-        loaded = pools(loading[0] * loading[1]).run(_loaded, str(tmp_path), *loading, offset)
-        for of_rank in loaded:
-            for kind in OPTIMIZERS:
-                assert of_rank[kind] == saved[kind], (loading, kind)
-
-
-class _Net(nn.Module):
-    def __init__(self, width: int = 8) -> None:
-        super().__init__()
-        self.up = nn.Linear(5, width)
-        self.down = nn.Linear(width, 3)
-        self.register_buffer("scale", torch.ones(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(torch.relu(self.up(x))) * self.scale.mean()
-
-
-def _net(strategy: str = "optim_grads_params", width: int = 8, shape: Any = None) -> Any:
-    torch.manual_seed(0)
-    model = _Net(width)
-    mesh = mesh_of(*(shape or (dist.get_world_size(),)))
-    fully_shard(model.up, mesh=mesh, sharding_strategy=strategy)
-    return fully_shard(model, mesh=mesh, sharding_strategy=strategy)
-
-
-def _train(model: Any, optimizer: Any, steps: int, first: int = 0) -> list[float]:
-    losses = []
-    for number in range(first, first + steps):
-        generator = torch.Generator().manual_seed(number)
-        optimizer.zero_grad()
-        loss = model(torch.randn(4, 5, generator=generator)).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+def _over_all(strategy: str) -> Sharding:
+    return Sharding((dist.get_world_size(),), strategy)
 
 
 def _goes_on(folder: str, is_async: bool) -> tuple[list[float], list[float]]:
-    model = _net()
+    model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    _train(model, optimizer, 3)
+    train(model, optimizer, 3)
     future = checkpoint.save(folder, model, optimizer, async_save=is_async)
     # Training changes what was copied, and must not change what is written.
-    uninterrupted = _train(model, optimizer, 3, first=3)
+    uninterrupted = train(model, optimizer, 3, first=3)
     if future is not None:
         future.result()
-    again = _net("optim")
+    again = net(_over_all("optim"))
     with torch.no_grad():
         for param in again.parameters():
             param.zero_()
     other = torch.optim.AdamW(again.parameters(), lr=1.0)
     checkpoint.load(folder, again, other)
-    return uninterrupted, _train(again, other, 3, first=3)
+    return uninterrupted, train(again, other, 3, first=3)
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["blocking", "async"])
@@ -168,18 +53,18 @@ def test_training_goes_on_as_if_it_had_not_stopped(
 
 
 def _saves_hybrid(folder: str) -> dict[str, str]:
-    model = _net(shape=(2, 2))
+    model = net(Sharding((2, 2)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    _train(model, optimizer, 2)
+    train(model, optimizer, 2)
     checkpoint.save(folder, model, optimizer)
-    return _digests(model, optimizer)
+    return digests(model, optimizer)
 
 
 def _loads_plain(folder: str) -> dict[str, str]:
-    model = _Net()
+    model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     checkpoint.load(folder, model, optimizer)
-    return _digests(model, optimizer)
+    return digests(model, optimizer)
 
 
 def test_replicas_write_once_and_an_unsharded_model_loads_it(
@@ -194,7 +79,7 @@ def test_replicas_write_once_and_an_unsharded_model_loads_it(
 
 
 def _weights_are_active(folder: str, strategy: str) -> tuple[float, float]:
-    model = _net(strategy)
+    model = net(_over_all(strategy))
     x = torch.ones(2, 5)
     with torch.no_grad():
         expected = model(x).sum().item()
@@ -219,10 +104,10 @@ def test_loaded_weights_are_used_by_the_next_forward(
 
 
 def _loads_other_model(folder: str) -> list[str]:
-    checkpoint.save(folder, _net(), extra=1)
-    other = _net(width=9)
+    checkpoint.save(folder, net(), extra=1)
+    other = net(width=9)
     errors = [said(CheckpointError, lambda: checkpoint.load(folder, other))]
-    smaller = fully_shard(_Net().up, mesh=mesh_of(dist.get_world_size()))
+    smaller = fully_shard(Net().up, mesh=mesh_of(dist.get_world_size()))
     errors.append(said(CheckpointError, lambda: checkpoint.load(folder, smaller)))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -243,7 +128,7 @@ def test_another_model_is_refused_with_names_and_shapes(pools: RankPools, tmp_pa
 
 
 def _bad_saves(folder: str) -> list[str]:
-    model = _net()
+    model = net()
     Path(folder, "mine").mkdir(exist_ok=True)
     stranger = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1.0)
     return [
@@ -265,7 +150,7 @@ def test_what_cannot_be_saved_or_found_is_said(pools: RankPools, tmp_path: Path)
 
 
 def _two_saves(folder: str) -> list[Any]:
-    model = _net()
+    model = net()
     first = checkpoint.save(folder, model, extra=1, async_save=True)
     assert first is not None
     second = said(RuntimeError, lambda: checkpoint.save(folder, model, extra=2))
@@ -282,7 +167,7 @@ def test_two_saves_to_one_path_do_not_mix(pools: RankPools, tmp_path: Path) -> N
 
 
 def _damaged(folder: str) -> list[str]:
-    model = _net()
+    model = net()
     checkpoint.save(folder, model)
     dist.barrier()
     if dist.get_rank() == 0:

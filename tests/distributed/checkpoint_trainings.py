@@ -1,0 +1,111 @@
+"""A small model that is trained, saved and compared bit by bit; shared by tests of checkpoints."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_fsdp_v2 import fully_shard
+from megatron_fsdp_v2.optim import Muon
+from megatron_fsdp_v2.uneven_dtensor import UnevenDTensor
+from tests.distributed.wrapping import mesh_of
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How a model is sharded.
+
+    Attributes:
+        mesh: Shape of the data-parallel mesh.
+        strategy: Along its inner axis.
+        outer: Along its outer axis, where there is one.
+    """
+
+    mesh: tuple[int, ...]
+    strategy: str = "optim_grads_params"
+    outer: str = "no_shard"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """For `fully_shard`."""
+        return {
+            "mesh": mesh_of(*self.mesh),
+            "sharding_strategy": self.strategy,
+            "outer_dp_sharding_strategy": self.outer,
+        }
+
+
+class Net(nn.Module):
+    """Two linear layers and a buffer; the second layer's rows are too few for every rank."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.up = nn.Linear(5, width)
+        self.down = nn.Linear(width, 3)
+        self.register_buffer("scale", torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x))) * self.scale.mean()
+
+
+def net(sharding: Sharding | None = None, width: int = 8) -> Any:
+    """A sharded `Net`: ZeRO-3 over all ranks unless told otherwise."""
+    torch.manual_seed(0)
+    model = Net(width)
+    options = (sharding or Sharding((dist.get_world_size(),))).options
+    fully_shard(model.up, **options)
+    return fully_shard(model, **options)
+
+
+def muon(model: nn.Module, lr: float = 0.1) -> Muon:
+    """Muon for matrices, its AdamW for the rest."""
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    others = [p for p in model.parameters() if p.ndim != 2]
+    return Muon([{"params": matrices}, {"params": others, "use_muon": False}], lr=lr)
+
+
+def train(model: Any, optimizer: Any, steps: int, first: int = 0) -> list[float]:
+    """Losses of some steps on data that is the same on all ranks."""
+    losses = []
+    for number in range(first, first + steps):
+        generator = torch.Generator().manual_seed(number)
+        optimizer.zero_grad()
+        loss = model(torch.randn(4, 5, generator=generator)).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def digests(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """Of every parameter and state, from who has rows of it. Collective."""
+    found = {}
+    for name, param in model.named_parameters():
+        found[name] = _digest(param)
+        states = optimizer.state.get(param, {})
+        has_rows = not isinstance(param, UnevenDTensor) or param.to_local().numel() > 0
+        # Who has no rows may have no state, and takes part in putting the others' together.
+        mine = {
+            key: "" if isinstance(value, UnevenDTensor) else _digest(value)
+            for key, value in states.items()
+            if has_rows
+        }
+        everyone: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everyone, mine)
+        for key in sorted({key for of_rank in everyone for key in of_rank}):
+            said = {of_rank[key] for of_rank in everyone if key in of_rank}
+            assert len(said) == 1, f"ranks differ in {name}.{key}"
+            plain = said.pop()
+            found[f"{name}.{key}"] = plain or _digest(states.get(key, torch.zeros_like(param)))
+    return found
+
+
+def _digest(tensor: Any) -> str:
+    whole = tensor.full_tensor() if isinstance(tensor, UnevenDTensor) else torch.as_tensor(tensor)
+    assert type(whole.detach()) is torch.Tensor, type(tensor)
+    return hashlib.sha1(whole.detach().contiguous().numpy().tobytes()).hexdigest()

@@ -1,0 +1,234 @@
+"""Torch's own `torch.distributed.checkpoint` and state-dict calls on sharded models."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import optim
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+
+from megatron_fsdp_v2 import checkpoint
+from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder
+from tests.distributed.checkpoint_trainings import Sharding, digests, muon, net, train
+from tests.ranks import RankPools
+
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "SGD": lambda model: optim.SGD(model.parameters(), lr=0.1),
+    "SGD, momentum": lambda model: optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+    "Adam, amsgrad": lambda model: optim.Adam(model.parameters(), lr=0.1, amsgrad=True),
+    "AdamW": lambda model: optim.AdamW(model.parameters(), lr=0.1),
+    "AdamW, fused": lambda model: optim.AdamW(model.parameters(), lr=0.1, fused=True),
+    "NAdam": lambda model: optim.NAdam(model.parameters(), lr=0.1),
+    "RAdam": lambda model: optim.RAdam(model.parameters(), lr=0.1),
+    "Adagrad": lambda model: optim.Adagrad(model.parameters(), lr=0.1, lr_decay=0.1),
+    "RMSprop": lambda model: optim.RMSprop(model.parameters(), lr=0.1, momentum=0.9),
+    "Adamax": lambda model: optim.Adamax(model.parameters(), lr=0.1),
+    "Adadelta": lambda model: optim.Adadelta(model.parameters(), lr=0.1),
+    "ASGD": lambda model: optim.ASGD(model.parameters(), lr=0.1),
+    "Rprop": lambda model: optim.Rprop(model.parameters(), lr=0.1),
+    "Muon": muon,
+}
+SHARDINGS = {
+    "ZeRO-0, 1": Sharding((1,), "no_shard"),
+    "ZeRO-1, 2": Sharding((2,), "optim"),
+    "ZeRO-2, 3": Sharding((3,), "optim_grads"),
+    "ZeRO-3, 4": Sharding((4,)),
+    "HSDP, 2x2": Sharding((2, 2)),
+    "HFSDP, 2x2": Sharding((2, 2), outer="optim"),
+}
+SAVED_BY = Sharding((3,))
+
+Digests = dict[str, dict[str, str]]
+
+
+def ranks(sharding: Sharding) -> int:
+    return functools.reduce(int.__mul__, sharding.mesh)
+
+
+def torch_saves(path: str, model: Any, optimizer: Any) -> None:
+    weights, state = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=path)
+
+
+def torch_loads(path: str, model: Any, optimizer: Any) -> None:
+    weights, state = get_state_dict(model, optimizer)
+    loaded = {"model": weights, "optimizer": state}
+    dcp.load(loaded, checkpoint_id=path)
+    set_state_dict(
+        model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"]
+    )
+
+
+WAYS = {"torch": (torch_saves, torch_loads), "ours": (checkpoint.save, checkpoint.load)}
+
+
+def _saved(folder: str, way: str, names: list[str], sharding: Sharding) -> tuple[Digests, bool]:
+    """Digests by optimizer, and whether some parameter has no rows here."""
+    found, is_empty = {}, False
+    for name in names:
+        model = net(sharding)
+        optimizer = OPTIMIZERS[name](model)
+        train(model, optimizer, 2)
+        WAYS[way][0](f"{folder}/{name}", model, optimizer)
+        found[name] = digests(model, optimizer)
+        is_empty |= any(param.to_local().numel() == 0 for param in model.parameters())
+    return found, is_empty
+
+
+def _loaded(folder: str, way: str, names: list[str], sharding: Sharding) -> Digests:
+    found = {}
+    for name in names:
+        model = net(sharding)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.fill_(0.5)
+        optimizer = OPTIMIZERS[name](model)
+        for group in optimizer.param_groups:
+            group["lr"] = 7.0
+        WAYS[way][1](f"{folder}/{name}", model, optimizer)
+        assert all(group["lr"] == 0.1 for group in optimizer.param_groups)
+        found[name] = digests(model, optimizer)
+    return found
+
+
+def _check_loads(
+    pools: RankPools, folder: Path, saved: Digests, way: str, names: list[str]
+) -> None:
+    for label, sharding in SHARDINGS.items():
+        for found in pools(ranks(sharding)).run(_loaded, str(folder), way, names, sharding):
+            for name in names:
+                assert found[name] == saved[name], (label, name)
+
+
+def test_every_optimizer_loads_bit_equal_at_every_size_and_strategy(
+    pools: RankPools, tmp_path: Path
+) -> None:
+    results = pools(3).run(_saved, str(tmp_path), "torch", list(OPTIMIZERS), SAVED_BY)
+    assert any(is_empty for _, is_empty in results)
+    _check_loads(pools, tmp_path, results[0][0], "torch", list(OPTIMIZERS))
+
+
+@pytest.mark.parametrize("saving", ["HSDP, 2x2", "HFSDP, 2x2", "ZeRO-0, 1"])
+def test_what_any_strategy_saved_every_other_loads(
+    pools: RankPools, tmp_path: Path, saving: str
+) -> None:
+    names, sharding = ["AdamW", "Muon"], SHARDINGS[saving]
+    saved = pools(ranks(sharding)).run(_saved, str(tmp_path), "torch", names, sharding)[0][0]
+    _check_loads(pools, tmp_path, saved, "torch", names)
+
+
+@pytest.mark.parametrize(("saves", "loads"), [("ours", "torch"), ("torch", "ours")])
+def test_folders_of_torch_and_of_this_package_are_the_same(
+    pools: RankPools, tmp_path: Path, saves: str, loads: str
+) -> None:
+    names = ["AdamW", "SGD, momentum", "Adagrad", "Muon"]
+    saved = pools(3).run(_saved, str(tmp_path), saves, names, SAVED_BY)[0][0]
+    for found in pools(2).run(_loaded, str(tmp_path), loads, names, Sharding((2,), "optim_grads")):
+        assert found == saved
+
+
+# -- ranks without rows --------------------------------------------------------------------------
+
+
+def _steps_of_second_saves(folder: str) -> dict[str, set[float]]:
+    """Counts in a checkpoint of a training that had itself gone on from one."""
+    found = {}
+    for name in ("AdamW", "Adagrad", "NAdam", "Muon"):
+        for way, (save, load) in WAYS.items():
+            path = f"{folder}/{name}-{way}"
+            model = net()
+            optimizer = OPTIMIZERS[name](model)
+            train(model, optimizer, 2)
+            save(f"{path}-first", model, optimizer)
+            model = net()
+            optimizer = OPTIMIZERS[name](model)
+            load(f"{path}-first", model, optimizer)
+            train(model, optimizer, 3)
+            save(f"{path}-second", model, optimizer)
+            saved = CheckpointFolder(f"{path}-second")
+            keys = [key for key, _ in saved.tensors() if key.endswith(".step")]
+            found[f"{name}, {way}"] = {float(saved.read_tensor(key)) for key in keys}
+    return found
+
+
+def test_a_run_that_went_on_saves_the_count_of_all_its_steps(
+    pools: RankPools, tmp_path: Path
+) -> None:
+    for found in pools(3).run(_steps_of_second_saves, str(tmp_path)):
+        assert len(found) == 8
+        assert set(map(frozenset, found.values())) == {frozenset({5.0})}, found
+
+
+def _rolled_back(folder: str) -> dict[str, bool]:
+    found = {}
+    for name in OPTIMIZERS:
+        model = net()
+        optimizer = OPTIMIZERS[name](model)
+        train(model, optimizer, 2)
+        torch_saves(f"{folder}/{name}", model, optimizer)
+        saved = digests(model, optimizer)
+        train(model, optimizer, 2, first=2)
+        moved = digests(model, optimizer) != saved
+        optimizer.zero_grad()
+        torch_loads(f"{folder}/{name}", model, optimizer)
+        found[name] = moved and digests(model, optimizer) == saved
+    return found
+
+
+def test_a_training_in_progress_goes_back_to_a_checkpoint(pools: RankPools, tmp_path: Path) -> None:
+    for found in pools(3).run(_rolled_back, str(tmp_path)):
+        assert found == dict.fromkeys(OPTIMIZERS, True)
+
+
+def _full_state(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Whole tensors from `get_model_state_dict` and `get_optimizer_state_dict`."""
+    model = net()
+    optimizer = OPTIMIZERS[name](model)
+    train(model, optimizer, 3)
+    options = StateDictOptions(full_state_dict=True)
+    weights = get_model_state_dict(model, options=options)
+    state = get_optimizer_state_dict(model, optimizer, options=options)
+    # Torch puts sharded tensors into what it is given to load.
+    numbers = {key: value.tolist() for key, value in weights.items()}
+    state_numbers = {
+        param: {key: value.tolist() for key, value in entry.items()}
+        for param, entry in state["state"].items()
+    }
+    again = net(Sharding((3,), "optim"))
+    other = OPTIMIZERS[name](again)
+    set_model_state_dict(again, weights, options=options)
+    set_optimizer_state_dict(again, other, state, options=options)
+    assert digests(again, other) == digests(model, optimizer)
+    return numbers, state_numbers
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD, momentum", "Muon"])
+def test_full_state_dicts_are_whole_and_alike_on_all_ranks_and_load(
+    pools: RankPools, name: str
+) -> None:
+    first, *others = pools(3).run(_full_state, name)
+    assert all(other == first for other in others)
+    weights, state = first
+    assert state.keys() == weights.keys() - {"scale"}
+    for param, entry in state.items():
+        assert entry
+        for key, value in entry.items():
+            assert value == 3.0 if key == "step" else _size(value) == _size(weights[param]), key
+
+
+def _size(nested: Any) -> int:
+    return sum(map(_size, nested)) if isinstance(nested, list) else 1

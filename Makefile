@@ -57,3 +57,4 @@ bench: setup ## benchmark against peers on this machine
 	@$(PY) -m benchmarks.host_time
 	@$(PY) -m benchmarks.muon --ranks 2
 	@$(PY) -m benchmarks.muon --ranks 4
+	@$(PY) -m benchmarks.checkpoint

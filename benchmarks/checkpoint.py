@@ -1,10 +1,11 @@
-"""What a save costs beside a step: how long training stands still, and what is written."""
+"""What a save costs beside a step, what is written, and how much memory an export takes."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
+import shutil
 import statistics
 import sys
 import tempfile
@@ -22,13 +23,18 @@ from benchmarks.step import Block, free_port
 from megatron_fsdp_v2 import checkpoint, fully_shard
 from megatron_fsdp_v2.uneven_dtensor import UnevenDTensor
 
+MEASURED = "measured.json"
+
 
 def _state_nbytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of all parameters and of all their states, each counted once."""
+    """Bytes of all parameters and of all their states, each counted once. Collective."""
     tensors: list[Any] = [*model.parameters()]
     for state in optimizer.state.values():
         tensors += [value for value in state.values() if isinstance(value, UnevenDTensor)]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    # A rank has no state of parameters without rows here, so each rank counts what it holds.
+    nbytes = torch.tensor(sum(tensor.to_local().nbytes for tensor in tensors))
+    dist.all_reduce(nbytes)
+    return int(nbytes)
 
 
 def _timed(function: Any) -> float:
@@ -68,28 +74,55 @@ def _work(rank: int, args: argparse.Namespace, port: int, folder: str) -> None:
         assert future is not None
         future.result()
         times["in_all"].append(time.perf_counter() - start)
+        dist.barrier()
+        if rank == 0 and number:
+            shutil.rmtree(path)
     nbytes = _state_nbytes(model, optimizer)
     if rank == 0:
         written = sum(file.stat().st_size for file in Path(folder, "0", "a").iterdir())
-        _report({k: statistics.median(v) for k, v in times.items()}, nbytes, written, args)
+        medians = {k: statistics.median(v) for k, v in times.items()}
+        Path(folder, MEASURED).write_text(json.dumps([medians, nbytes, written]))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _report(times: dict[str, float], nbytes: int, written: int, args: argparse.Namespace) -> None:
+def _export_peak(source: Path, target: Path) -> int | None:
+    """Bytes of memory an export takes above what the process has; None where nobody counts."""
+    clear = Path("/proc/self/clear_refs")
+    if not clear.exists():
+        return None
+    before = _status("VmRSS")
+    clear.write_text("5")
+    checkpoint.export(source, target)
+    return _status("VmHWM") - before
+
+
+def _status(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name)) * 1024
+
+
+def _report(folder: Path, args: argparse.Namespace) -> None:
+    times, nbytes, written = json.loads((folder / MEASURED).read_text())
+    peak = _export_peak(folder / "0" / "a", folder / "model.safetensors")
+    over = {name: value / times["step"] for name, value in times.items()}
     record = {
         "settings": vars(args),
         "times_s": times,
-        "over_step": {name: value / times["step"] for name, value in times.items()},
+        "over_step": over,
         "state_bytes": nbytes,
         "written_over_state": written / nbytes,
+        "export_peak_bytes": peak,
+        "largest_tensor_bytes": 4 * args.width * args.width * 4,
     }
-    over = record["over_step"]
     sys.stdout.write(
         f"{args.layers} blocks of width {args.width}, batch {args.batch}, {args.ranks} ranks; "
         f"state of {nbytes / 2**20:.1f} MiB, written {written / nbytes:.4f} of it\n"
-        f"over a step: a blocking save {over['save']:.2f}, the stall of an asynchronous one "
-        f"{over['stall']:.2f} (done after {over['in_all']:.2f})\n"
+        f"over a step of {times['step'] * 1e3:.0f} ms: a blocking save {over['save']:.2f}, the "
+        f"stall of an asynchronous one {over['stall']:.2f} (done after {over['in_all']:.2f})\n"
+        "peak memory of an export above the process: "
+        f"{'unknown' if peak is None else f'{peak / 2**20:.1f} MiB'}, largest tensor "
+        f"{record['largest_tensor_bytes'] / 2**20:.1f} MiB\n"
     )
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
@@ -110,6 +143,7 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_work, (args, free_port(), folder), args.ranks)
+        _report(Path(folder), args)
 
 
 if __name__ == "__main__":

@@ -129,21 +129,16 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    return _report(
-        export(
-            args.path,
-            args.out_file,
-            dtype=args.dtype,
-            max_shard_bytes=args.max_shard_size,
-            prefix=args.prefix,
-            progress=_progress("written"),
-        )
-    )
+    return _written_by(export, args)
 
 
 def _convert(args: argparse.Namespace) -> int:
+    return _written_by(convert, args)
+
+
+def _written_by(write: Callable[..., Exported], args: argparse.Namespace) -> int:
     return _report(
-        convert(
+        write(
             args.path,
             args.out_file,
             dtype=args.dtype,

@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
 
 from megatron_fsdp_v2 import checkpoint, fully_shard
-from megatron_fsdp_v2.checkpoint import CheckpointError
+from megatron_fsdp_v2.checkpoint import CheckpointError, saving
+from megatron_fsdp_v2.checkpoint.exporting import export
 from megatron_fsdp_v2.checkpoint.manifest import Manifest
+from megatron_fsdp_v2.checkpoint.verifying import verify
 from tests.distributed.checkpoint_trainings import Net, Sharding, digests, net, train
 from tests.distributed.wrapping import STRATEGIES, mesh_of, said
 from tests.ranks import RankPools
@@ -76,6 +79,26 @@ def test_replicas_write_once_and_an_unsharded_model_loads_it(
     assert manifest is not None
     assert manifest.world_size == 4
     assert "up.weight" in manifest.units
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
+def test_an_export_of_a_sharded_run_is_the_plain_models_state_dict(
+    pools: RankPools, tmp_path: Path, suffix: str
+) -> None:
+    weights = pools(3).run(_saves_weights, str(tmp_path / "saved"))[0]
+    (file,) = export(tmp_path / "saved", tmp_path / f"model{suffix}").files
+    loaded = load_file(file) if suffix == ".safetensors" else torch.load(file, weights_only=True)
+    plain = Net()
+    plain.load_state_dict(loaded)
+    assert {name: p.tolist() for name, p in plain.named_parameters()} == weights
+
+
+def _saves_weights(folder: str) -> dict[str, Any]:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    train(model, optimizer, 2)
+    checkpoint.save(folder, model, optimizer)
+    return {name: param.full_tensor().tolist() for name, param in model.named_parameters()}
 
 
 def _weights_are_active(folder: str, strategy: str) -> tuple[float, float]:
@@ -166,6 +189,33 @@ def test_two_saves_to_one_path_do_not_mix(pools: RankPools, tmp_path: Path) -> N
     assert sorted(path.name for path in tmp_path.iterdir()) == ["saved"]
 
 
+def _refused_on_one_rank(folder: str) -> list[str]:
+    """Errors where only the last rank cannot save, and what is there afterwards."""
+    model, last = net(), dist.get_rank() == dist.get_world_size() - 1
+    kind: Any = CheckpointError
+    unkept = object() if last else 1
+    errors = [said(kind, lambda: checkpoint.save(folder, model, extra=unkept))]
+    busy = Path(folder)
+    if last:
+        saving._UNDER_WAY.add(busy)
+    kind = RuntimeError if last else CheckpointError
+    errors.append(said(kind, lambda: checkpoint.save(folder, model, async_save=True)))
+    saving._UNDER_WAY.discard(busy)
+    checkpoint.save(f"{folder}/../{busy.name}", model, extra=2)
+    return [*errors, checkpoint.load(folder, model)]
+
+
+def test_what_one_rank_cannot_save_is_an_error_on_all(pools: RankPools, tmp_path: Path) -> None:
+    first, second, last = pools(3).run(_refused_on_one_rank, str(tmp_path / "saved"))
+    for unkept, busy, extra in (first, second):
+        assert "rank 2 could not save to" in unkept and "does not keep" in unkept
+        assert "rank 2 could not save to" in busy and "is under way" in busy
+        assert extra == 2
+    assert "extra holds something" in last[0]
+    assert last[1].startswith("a save to")
+    assert last[2] == 2
+
+
 def _damaged(folder: str) -> list[str]:
     model = net()
     checkpoint.save(folder, model)
@@ -182,8 +232,10 @@ def _damaged(folder: str) -> list[str]:
     return [said(CheckpointError, lambda: checkpoint.load(folder, model))]
 
 
-def test_a_flipped_byte_is_found_on_load_and_said_on_every_rank(
+def test_a_flipped_byte_is_found_on_load_on_every_rank_and_by_verify(
     pools: RankPools, tmp_path: Path
 ) -> None:
     for (error,) in pools(2).run(_damaged, str(tmp_path / "saved")):
         assert "__1_0.distcp" in error
+    (problem,) = verify(tmp_path / "saved").problems
+    assert "__1_0.distcp" in problem

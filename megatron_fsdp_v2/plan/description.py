@@ -141,6 +141,7 @@ class TrainingDescription:
         unshard_prefetch_depth: Likewise; 0 without prefetching.
         enable_async_reduce_grad: Likewise.
         max_live_grad_buffers: Likewise.
+        on_cpu: Whether reductions run on a CPU, where they receive into buffers of their own.
         plain_nbytes: Bytes of buffers and parameters that are not sharded.
         num_in_flight: Micro-batches whose activations are alive at once: one more than forwards
             run before the first backward.
@@ -167,6 +168,7 @@ class TrainingDescription:
     unshard_prefetch_depth: int = 1
     enable_async_reduce_grad: bool = True
     max_live_grad_buffers: int = 2
+    on_cpu: bool = False
     plain_nbytes: int = 0
     num_in_flight: int = 1
     stages: int = 1

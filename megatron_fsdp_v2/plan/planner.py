@@ -24,6 +24,7 @@ __all__ = [
     "plan_all",
     "plan_one",
     "strategies",
+    "unit_bytes",
 ]
 
 _SAME_TIME = 1.01
@@ -306,12 +307,15 @@ def _with_activations(training: TrainingDescription, nbytes: int) -> TrainingDes
     return replace(training, units=units)
 
 
-def _peak(
-    training: TrainingDescription,
-    groups: Sequence[tuple[PlannedGroup, ...]],
-    optimizer_temporary: int,
-) -> PeakBytes:
-    """The larger of two moments: one of the backward, and the optimizer's step."""
+def unit_bytes(
+    training: TrainingDescription, groups: Sequence[tuple[PlannedGroup, ...]]
+) -> list[UnitBytes]:
+    """Units in the form that `peak_bytes` takes.
+
+    Args:
+        training: What is trained.
+        groups: Of every unit.
+    """
     indices = {unit.name: index for index, unit in enumerate(training.units)}
     owners = {
         (unit.name, param.name): group
@@ -331,8 +335,17 @@ def _peak(
                 unit.keeps_gathered or not training.reshard_after_forward,
             )
         )
+    return units
+
+
+def _peak(
+    training: TrainingDescription,
+    groups: Sequence[tuple[PlannedGroup, ...]],
+    optimizer_temporary: int,
+) -> PeakBytes:
+    """The larger of two moments: one of the backward, and the optimizer's step."""
     backward = peak_bytes(
-        units,
+        unit_bytes(training, groups),
         optimizer_state=state_nbytes(training, groups),
         activations=training.activation_nbytes,
         unshard_prefetch_depth=training.unshard_prefetch_depth,

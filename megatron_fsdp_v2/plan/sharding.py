@@ -70,6 +70,7 @@ class PlannedGroup:
         sizes: Ranks along each axis.
         dtypes: Of weights and gradients.
         requires_grad: Whether it is trained.
+        on_cpu: Whether reductions run on a CPU.
     """
 
     params: tuple[ParameterDescription, ...]
@@ -78,6 +79,7 @@ class PlannedGroup:
     sizes: tuple[int, ...]
     dtypes: GroupDtypes
     requires_grad: bool
+    on_cpu: bool = False
 
     @functools.cached_property
     def grid(self) -> ShardGrid:
@@ -120,14 +122,14 @@ class PlannedGroup:
 
     @functools.cached_property
     def nbytes(self) -> GroupBytes:
-        """Bytes of its tensors on a rank with a GPU."""
+        """Bytes of its tensors on a rank."""
         return GroupBytes.of(
             self.layout.numel,
             self.sizes,
             self.placements,
             self.dtypes,
             is_trained=self.requires_grad,
-            on_cpu=False,
+            on_cpu=self.on_cpu,
         )
 
     @functools.cached_property
@@ -170,7 +172,9 @@ def shard(training: TrainingDescription, strategy: Strategy) -> list[tuple[Plann
         sizes = mesh_sizes(training.meshes[unit.mesh], strategy)
         inner = strategy.inner_of(unit.mesh)
         placements = resolve_placements(inner, strategy.outer, sizes)
-        found.append(_groups(unit.params, sizes, placements, training.policy, granularity))
+        found.append(
+            _groups(unit.params, sizes, placements, training.policy, granularity, training.on_cpu)
+        )
     return found
 
 
@@ -181,6 +185,7 @@ def _groups(
     placements: tuple[AxisPlacements, ...],
     policy: MixedPrecisionPolicy,
     granularity: Granularity,
+    on_cpu: bool,
 ) -> tuple[PlannedGroup, ...]:
     """Groups of one unit, in the order `fully_shard` makes them.
 
@@ -198,7 +203,9 @@ def _groups(
         for indices in split_for_padding(shapes, num_slices, granularity):
             chosen = tuple(members[index] for index in indices)
             layout = BufferLayout.plan([p.shape for p in chosen], num_slices, granularity)
-            groups.append(PlannedGroup(chosen, layout, placements, sizes, dtypes, requires_grad))
+            groups.append(
+                PlannedGroup(chosen, layout, placements, sizes, dtypes, requires_grad, on_cpu)
+            )
     return tuple(groups)
 
 

@@ -12,7 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp_v2 import FSDPModule, MixedPrecisionPolicy
+from megatron_fsdp_v2.diagnostics.memory_units import unit_bytes
 from megatron_fsdp_v2.fsdp_module import unit_of
+from megatron_fsdp_v2.memory_bound import UnitBytes
 from megatron_fsdp_v2.optim import Muon
 from megatron_fsdp_v2.plan import (
     MeshDescription,
@@ -21,7 +23,9 @@ from megatron_fsdp_v2.plan import (
     TrainingDescription,
     describe_module,
     plan_one,
+    planner,
 )
+from megatron_fsdp_v2.plan.sharding import shard
 from megatron_fsdp_v2.uneven_dtensor import local_of
 from tests.distributed.wrapping import BF16, batch, mesh_of, wrap
 from tests.ranks import RankPools
@@ -179,8 +183,8 @@ def step(case: Case, model: Any, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
-def measure(case: Case) -> tuple[dict[str, int], Counter[Any]]:
-    """Bytes of this rank by role after some steps, and what one more step sends."""
+def measure(case: Case) -> tuple[dict[str, int], Counter[Any], list[UnitBytes]]:
+    """Bytes of this rank by role after some steps, what one more step sends, and the units."""
     model, units = build(case)
     options: dict[str, Any] = dict(case.options)
     if len(case.mesh) > 1:
@@ -212,7 +216,7 @@ def measure(case: Case) -> tuple[dict[str, int], Counter[Any]]:
         for work in optimizer._engine[1].works:
             work.communicator = Counting(work.communicator, groups[0].axes, counts)
     step(case, model, optimizer)
-    return bytes_by_role(groups, optimizer), counts
+    return bytes_by_role(groups, optimizer), counts, unit_bytes(model)
 
 
 def bytes_by_role(groups: list[Any], optimizer: torch.optim.Optimizer) -> dict[str, int]:
@@ -259,6 +263,7 @@ def planned(case: Case) -> tuple[TrainingDescription, Plan]:
         optimizer=case.optimizer,
         num_microbatches=case.num_microbatches,
         plain_nbytes=plain_nbytes,
+        on_cpu=True,
         **options,
     )
     outer_size = case.mesh[0] if len(case.mesh) > 1 else None
@@ -266,8 +271,6 @@ def planned(case: Case) -> tuple[TrainingDescription, Plan]:
 
 
 def planned_bytes(training: TrainingDescription, plan: Plan) -> dict[str, int]:
-    from megatron_fsdp_v2.plan.sharding import shard
-
     groups = [group for unit in shard(training, plan.strategy) for group in unit]
     found = {
         role: sum(getattr(group.nbytes, role) for group in groups)
@@ -286,10 +289,10 @@ def test_a_plan_has_the_bytes_and_collectives_of_the_training(name: str, pools: 
     results = pools(case.num_ranks).run(measure, case)
     training, plan = planned(case)
     for role, nbytes in planned_bytes(training, plan).items():
-        measured = max(found.get(role, 0) for found, _ in results)
+        measured = max(found.get(role, 0) for found, *_ in results)
         assert nbytes == pytest.approx(measured, rel=0.01), role
     # An optimizer may leave out the counters of empty shards.
-    counters = max(found.get("counters", 0) for found, _ in results)
+    counters = max(found.get("counters", 0) for found, *_ in results)
     assert counters <= plan.host_nbytes <= 4 * sum(len(unit.params) for unit in training.units)
     counts: Counter[Any] = Counter()
     for collective, count in plan.step.collectives.items():
@@ -297,9 +300,12 @@ def test_a_plan_has_the_bytes_and_collectives_of_the_training(name: str, pools: 
         counts[key] += count
     if case.optimizer == "muon":
         # Ranks send other parts of matrices; the plan is of the one that sends most.
-        assert counts in [sent for _, sent in results]
-        most = max(sum(k[-1] * n for k, n in sent.items()) for _, sent in results)
+        assert counts in [sent for _, sent, _ in results]
+        most = max(sum(k[-1] * n for k, n in sent.items()) for _, sent, _ in results)
         assert sum(key[-1] * count for key, count in counts.items()) == most
     else:
-        assert all(counts == sent for _, sent in results)
+        assert all(counts == sent for _, sent, _ in results)
     assert counts
+    # The peak follows from these, and tests of the bound compare that with what is measured.
+    units = planner.unit_bytes(training, shard(training, plan.strategy))
+    assert all(units == found for *_, found in results)

@@ -17,6 +17,7 @@ from megatron_fsdp_v2.mixed_precision import MixedPrecisionPolicy
 from megatron_fsdp_v2.placement import STRATEGIES
 from megatron_fsdp_v2.plan.description import (
     DATA,
+    Alternative,
     MeshDescription,
     TrainingDescription,
     describe_module,
@@ -256,9 +257,13 @@ def _own_model(args: argparse.Namespace) -> TrainingDescription:
     patterns = [] if args.units is None else [p.strip() for p in args.units.split(",")]
     model, chosen = build_on_meta(args.model, patterns)
     units, plain_nbytes = describe_module(model, chosen)
+    alternatives: tuple[Alternative, ...] = ()
     if args.activations is not None:
         each = args.activations // max(len(units) - 1, 1)
         units = tuple(replace(unit, activation_nbytes=each if unit.name else 0) for unit in units)
+        alternatives = (
+            Alternative("half the tokens in twice the micro-batches", args.activations // 2),
+        )
     policy = MixedPrecisionPolicy(
         param_dtype=_DTYPES.get(args.param_dtype),
         main_params_dtype=_DTYPES.get(args.main_params_dtype),
@@ -280,6 +285,7 @@ def _own_model(args: argparse.Namespace) -> TrainingDescription:
         tokens=args.tokens or 0,
         recompute_factor=1.0 if args.recompute else 0.0,
         plain_nbytes=plain_nbytes,
+        alternatives=alternatives,
         notes=tuple(notes),
     )
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from megatron_fsdp_v2.checkpoint.inspecting import readable_size
 from megatron_fsdp_v2.memory_bound import PeakBytes, UnitBytes, peak_bytes
 from megatron_fsdp_v2.placement import OUTER_STRATEGIES, STRATEGIES, resolve_placements
 from megatron_fsdp_v2.plan.description import MeshDescription, TrainingDescription
@@ -243,58 +244,76 @@ def advice(
     plans: Sequence[Plan],
     memory_nbytes: int,
 ) -> list[str]:
-    """What would make the plan of least memory fit, each sentence checked by planning it.
+    """What would make the strategy of least memory fit, each sentence checked by planning it.
 
     Args:
         training: What was planned.
         plans: Plans of which none fits.
         memory_nbytes: What they would have to fit in.
     """
-    least = min(plans, key=lambda plan: plan.peak_nbytes)
-    strategy, machine = least.strategy, least.machine
-    found = []
-    others = [s for s in strategies(training) if s.name not in {p.strategy.name for p in plans}]
-    for other in plan_all(training, others, machine):
-        if other.fits(memory_nbytes):
-            found.append(f"--strategy {other.strategy.name} fits")
+    machine = plans[0].machine
+    known = {plan.strategy.name for plan in plans}
+    others = [s for s in strategies(training) if s.name not in known]
+    further = plan_all(training, others, machine)
+    found = [
+        f"--strategy {plan.strategy.inner} fits" for plan in further if plan.fits(memory_nbytes)
+    ]
+    least = min([*plans, *further], key=lambda plan: plan.peak_nbytes)
+    strategy, peak = least.strategy, least.peak_nbytes
+    lighter, lightest = [], peak
     for alternative in training.alternatives:
         changed = _with_activations(training, alternative.activation_nbytes)
-        peak = plan_one(changed, strategy, machine).peak_nbytes
-        fits = "fits" if peak <= memory_nbytes else "is not enough alone"
-        found.append(f"{alternative.text} saves {_gib(least.peak_nbytes - peak)} and {fits}")
-    times = _enough_ranks(training, strategy, memory_nbytes)
-    if times:
-        ranks = {name: mesh.num_ranks * times for name, mesh in training.meshes.items()}
-        shown = ", ".join(f"{count} on {name}" for name, count in ranks.items())
-        found.append(f"{times} times the data-parallel ranks ({shown}) fit with {strategy.name}")
-    largest = max(least.units, key=lambda unit: unit.gathered_nbytes + unit.grad_buffer_nbytes)
+        then = plan_one(changed, strategy).peak_nbytes
+        fits = "fits" if then <= memory_nbytes else "is not enough alone"
+        found.append(
+            f"{alternative.text} saves {readable_size(peak - then)} with {strategy.name}: {fits}"
+        )
+        if then < lightest:
+            lighter, lightest = [(alternative.text, changed)], then
+    found += _with_more_ranks([("", training), *lighter], strategy, memory_nbytes)
     temporary = least.peak.gathered + least.peak.grad_buffer
     if temporary * 2 > memory_nbytes:
+        largest = max(least.units, key=lambda unit: unit.gathered_nbytes + unit.grad_buffer_nbytes)
         found.append(
-            f"gathered weights and gradient buffers take {_gib(temporary)}: make the largest unit "
-            f"({largest.name or 'the root'}) smaller, with units inside it or tensor parallelism"
+            f"gathered weights and gradient buffers take {readable_size(temporary)}: make the "
+            f"largest unit ({largest.name or 'the root'}) smaller, with units inside it or tensor "
+            "parallelism"
         )
-    if not found:
+    if not any("fit" in sentence for sentence in found):
         found.append(
-            "no change of the data-parallel ranks is enough: cut the model with tensor, pipeline "
-            "or expert parallelism, or train fewer tokens at a time"
+            f"no number of data-parallel ranks up to {_MOST_TIMES_RANKS} times these is enough: "
+            "cut the model with tensor, pipeline or expert parallelism, or train fewer tokens at "
+            "a time"
         )
     return found
 
 
-def _enough_ranks(
-    training: TrainingDescription, strategy: Strategy, memory_nbytes: int
-) -> int | None:
-    times = 2
-    while times <= _MOST_TIMES_RANKS:
-        meshes = {
-            name: MeshDescription(mesh.num_ranks * times, mesh.stride)
-            for name, mesh in training.meshes.items()
-        }
-        if plan_one(replace(training, meshes=meshes), strategy).fits(memory_nbytes):
-            return times
-        times *= 2
-    return None
+def _with_more_ranks(
+    changes: Sequence[tuple[str, TrainingDescription]], strategy: Strategy, memory_nbytes: int
+) -> Iterator[str]:
+    """How many ranks are enough, as things are and with what saves most beside it."""
+    fewest = _MOST_TIMES_RANKS + 1
+    for text, training in changes:
+        times = 2
+        while times < fewest and not _multiplied(training, strategy, times).fits(memory_nbytes):
+            times *= 2
+        if times >= fewest or plan_one(training, strategy).fits(memory_nbytes):
+            continue
+        fewest = times
+        counts = [f"{mesh.num_ranks * times} on {n}" for n, mesh in training.meshes.items()]
+        together = f", together with {text}" if text else ""
+        yield (
+            f"{times} times the data-parallel ranks ({', '.join(counts)}) fit with "
+            f"{strategy.name}{together}"
+        )
+
+
+def _multiplied(training: TrainingDescription, strategy: Strategy, times: int) -> Plan:
+    meshes = {
+        name: MeshDescription(mesh.num_ranks * times, mesh.stride)
+        for name, mesh in training.meshes.items()
+    }
+    return plan_one(replace(training, meshes=meshes), strategy)
 
 
 def _with_activations(training: TrainingDescription, nbytes: int) -> TrainingDescription:
@@ -411,7 +430,3 @@ def _traffic(collectives: Counter[Collective]) -> Iterator[Traffic]:
             nbytes=sum(count * collective.nbytes for collective, count in members),
             largest_nbytes=max(collective.nbytes for collective, _ in members),
         )
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / 1024**3:.1f} GiB"

@@ -307,7 +307,6 @@ def test_advice_names_changes_that_were_planned() -> None:
     assert "--strategy optim_grads_params fits" in sentences
     assert "--recompute-granularity full saves" in sentences
     assert "is not enough alone" in sentences
-    assert "optim," not in sentences
 
 
 def test_advice_of_more_ranks_is_enough_ranks() -> None:
@@ -316,7 +315,7 @@ def test_advice_of_more_ranks_is_enough_ranks() -> None:
     plans = [plan_one(described, strategy)]
     memory = plans[0].peak_nbytes * 7 // 10
     found = [s for s in advice(described, plans, memory) if "times the data-parallel" in s]
-    assert len(found) == 1
+    assert len(found) == 1, found
     times = int(found[0].split()[0])
     assert plan_one(training(2 * times), strategy).fits(memory)
     assert not plan_one(training(times), strategy).fits(memory)

@@ -253,12 +253,15 @@ def advice(
     """
     machine = plans[0].machine
     known = {plan.strategy.name for plan in plans}
-    others = [s for s in strategies(training) if s.name not in known]
+    apart = plans[0].strategy.others
+    others = [replace(s, others=apart) for s in strategies(training) if s.name not in known]
     further = plan_all(training, others, machine)
     found = [
         f"--strategy {plan.strategy.inner} fits" for plan in further if plan.fits(memory_nbytes)
     ]
-    least = min([*plans, *further], key=lambda plan: plan.peak_nbytes)
+    # Where another strategy is the answer, the rest is for whoever wants to keep this one.
+    candidates = plans if found else [*plans, *further]
+    least = min(candidates, key=lambda plan: plan.peak_nbytes)
     strategy, peak = least.strategy, least.peak_nbytes
     lighter, lightest = [], peak
     for alternative in training.alternatives:

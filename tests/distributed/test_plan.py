@@ -29,7 +29,7 @@ from megatron_fsdp_v2.plan.sharding import shard
 from megatron_fsdp_v2.uneven_dtensor import local_of
 from tests.distributed.wrapping import BF16, batch, mesh_of, wrap
 from tests.ranks import RankPools
-from tests.reference.models import Stack
+from tests.reference.models import Checkpointed, Stack
 
 FP32_SUMS = MixedPrecisionPolicy(
     param_dtype=torch.bfloat16,
@@ -92,6 +92,7 @@ CASES = {
         options=(("unshard_prefetch_depth", 3), ("max_live_grad_buffers", 1)),
     ),
     "nested, tied and frozen": Case("optim_grads_params", model="special", policy=BF16),
+    "recomputed": Case("optim_grads_params", model="recomputed", num_microbatches=2),
     "muon": Case("optim_grads_params", optimizer="muon"),
     "muon, replicated": Case("optim", mesh=(4,), optimizer="muon"),
     "HSDP": Case("optim_grads_params", (2, 2), policy=BF16, num_microbatches=2),
@@ -108,7 +109,7 @@ def build(case: Case) -> tuple[Any, list[nn.Module]]:
         model: Any = Nested()
         return model, [model.blocks[1].inner, *model.blocks]
     torch.manual_seed(0)
-    model = Stack(5)
+    model = Checkpointed(use_reentrant=True) if case.model == "recomputed" else Stack(5)
     return model, list(model.blocks)
 
 

@@ -162,42 +162,47 @@ def _stage(
 ) -> TrainingDescription:
     """Describe what the first rank of a pipeline stage holds."""
     num_stages = common["stages"]
-    costs = Costs(args, has_output=stage == num_stages - 1)
     chunks = build_stage(args, stage)
+    is_last = stage == num_stages - 1
+    costs = [
+        Costs(args, has_output=is_last and number == len(chunks) - 1)
+        for number in range(len(chunks))
+    ]
     in_flight = min(num_stages - stage, common["num_microbatches"])
     units: list[UnitDescription] = []
     plain_nbytes = 0
     for number, chunk in enumerate(chunks):
-        found, buffers = _chunk(chunk, strategy, args, costs)
+        found, buffers = _chunk(chunk, strategy, costs[number])
         units += _renamed(found, number) if len(chunks) > 1 else found
         plain_nbytes += buffers
     if len(chunks) > 1:
         # Chunks have roots of their own; what joins them here holds nothing.
         units.insert(0, UnitDescription("", ()))
-    num_layers = sum(unit.activation_nbytes > 0 and bool(unit.name) for unit in units)
+    each = costs[-1].layer_activations()
+    num_layers = sum(unit.activation_nbytes == each for unit in units)
     notes = [
         "activations and operations are estimates by formula (Korthikanti et al. 2022)",
     ]
     if args.tensor_model_parallel_size > 1 or num_stages > 1 or args.expert_model_parallel_size > 1:
         notes.append("what tensor, pipeline and expert parallelism send is not in the time")
+    if args.recompute_granularity == "full" and (args.recompute_num_layers or 1) > 2:
+        notes.append("layers recomputed together are gathered more often than is counted")
     if len(chunks) > 1:
         notes.append("virtual pipeline stages: counts of collectives and times are estimates")
     return TrainingDescription(
         units=tuple(units),
         plain_nbytes=plain_nbytes,
-        tokens=costs.tokens,
+        tokens=costs[-1].tokens,
         num_in_flight=in_flight,
         num_chunks=len(chunks),
-        alternatives=costs.alternatives(num_layers, in_flight),
+        alternatives=costs[-1].alternatives(num_layers, in_flight),
         label=f"stage {stage} of {num_stages}" if num_stages > 1 else "",
         notes=tuple(notes),
         **common,
     )
 
 
-def _chunk(
-    chunk: nn.Module, strategy: Strategy, args: Any, costs: Costs
-) -> tuple[list[UnitDescription], int]:
+def _chunk(chunk: nn.Module, strategy: Strategy, costs: Costs) -> tuple[list[UnitDescription], int]:
     """The units of a model chunk, as `FullyShardedDataParallel` makes them."""
     from megatron_fsdp_v2_mcore.mamba_parameters import follow_parameters
     from megatron_fsdp_v2_mcore.meshes import Meshes

@@ -179,6 +179,34 @@ def test_training_flags_without_an_adapter_are_refused(
     assert "no_such_package_here, which cannot be imported" in err
 
 
+def flags_of_a_framework(flags: list[str], num_ranks: int) -> sources.SourceResult:
+    if "--impossible" in flags:
+        raise sources.FlagsError("--impossible cannot be planned: nobody can do it")
+    stages = tuple(
+        dataclasses.replace(training(num_ranks // 2, num_microbatches=4, stages=2), **changes)
+        for changes in (
+            {"label": "stage 0 of 2", "num_in_flight": 2},
+            {"label": "stage 1 of 2", "plain_nbytes": 10**3},
+        )
+    )
+    return sources.SourceResult(stages, Strategy("optim", "optim", 2))
+
+
+def test_training_flags_are_planned_by_what_an_adapter_offers(
+    capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    point = EntryPoint("one", HERE + "flags_of_a_framework", sources.SOURCE_GROUP)
+    monkeypatch.setattr(sources, "entry_points", lambda group: [point])
+    status, out, _ = run(capsys, "--ranks", "16", "--", "--bf16", "--strategy", "none of ours")
+    assert status == 0
+    # The stage with more activations, and the outer axis that the flags have.
+    assert "stage 0 of 2" in out
+    assert "optim, HFSDP x2" in out
+    status, out, err = run(capsys, "--ranks", "16", "--", "--impossible")
+    assert status == 2
+    assert (out, err) == ("", "--impossible cannot be planned: nobody can do it\n")
+
+
 # -- machines ---------------------------------------------------------------------------------
 
 

@@ -23,11 +23,13 @@ class Costs:
 
     Attributes:
         args: Megatron's arguments.
-        has_output: Whether the stage has the output layer.
+        has_output: Whether the chunk has the output layer.
+        keeps_attention: Whether attention keeps its matrix, which fused attention never makes.
     """
 
     args: Any
     has_output: bool
+    keeps_attention: bool = False
 
     @property
     def tokens(self) -> int:
@@ -83,7 +85,7 @@ class Costs:
         # Queries, keys and values; what the output projection is applied to.
         cut = 2 * (heads + 2 * groups) * channels + 2 * heads * channels
         cut += self._mlp_activations()
-        if self._keeps_attention:
+        if self.keeps_attention and args.recompute_granularity is None:
             dropout = 3 if args.attention_dropout else 0
             cut += (2 + dropout) * heads * args.seq_length
         return int(self.tokens * self._scale * (whole / parts + cut / tensor))
@@ -109,17 +111,6 @@ class Costs:
     def recomputes_all(self) -> bool:
         """Whether layers are recomputed from their inputs."""
         return bool(self.args.recompute_granularity == "full")
-
-    @property
-    def _keeps_attention(self) -> bool:
-        """Whether the attention matrix is kept, which fused attention never makes."""
-        args = self.args
-        backend = getattr(args.attention_backend, "name", str(args.attention_backend))
-        is_unfused = backend in ("unfused", "local") and not self.is_pretended
-        return is_unfused and args.recompute_granularity is None
-
-    is_pretended: bool = True
-    """Whether flags that choose kernels are those of a CPU and not the user's."""
 
     def root_activations(self) -> int:
         """Bytes outside of layers: logits in fp32 and in the model's dtype, and a layer at work."""

@@ -78,8 +78,10 @@ def without_gpu_flags(argv: Sequence[str]) -> list[str]:
     return kept
 
 
-def parsed(argv: Sequence[str], asked: Sequence[str]) -> Any:
-    """Megatron's arguments, validated; the package has to be installed into Megatron.
+def parsed(argv: Sequence[str], asked: Sequence[str]) -> tuple[Any, Any]:
+    """Megatron's arguments for a CPU, validated, and as the user asked for them, only parsed.
+
+    The package has to be installed into Megatron.
 
     Args:
         argv: Flags that a CPU can honour.
@@ -109,4 +111,4 @@ def parsed(argv: Sequence[str], asked: Sequence[str]) -> Any:
             arguments.validate_args(args, {"tokenizer_type": "GPT2BPETokenizer"})
     finally:
         sys.argv = before
-    return args
+    return args, as_asked

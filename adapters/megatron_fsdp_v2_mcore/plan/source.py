@@ -58,10 +58,10 @@ def describe(flags: Sequence[str], num_ranks: int) -> SourceResult:
     if dist.is_initialized():
         raise RuntimeError("a plan needs a process that has no process group; start another one")
     with _quiet_megatron(flags, num_ranks) as argv:
-        args = _arguments(argv, flags)
+        args, keeps_attention = _arguments(argv, flags)
         try:
             with refusals_as_errors():
-                return _describe(args, num_ranks)
+                return _describe(args, num_ranks, keeps_attention=keeps_attention)
         finally:
             _forget_globals()
 
@@ -83,10 +83,11 @@ def _quiet_megatron(flags: Sequence[str], num_ranks: int) -> Iterator[list[str]]
             uninstall()
 
 
-def _arguments(argv: Sequence[str], flags: Sequence[str]) -> Any:
+def _arguments(argv: Sequence[str], flags: Sequence[str]) -> tuple[Any, bool]:
+    """Megatron's arguments, and whether the user's flags have attention keep its matrix."""
     from megatron.training import global_vars
 
-    args = parsed(argv, flags)
+    args, asked = parsed(argv, flags)
     args.init_model_with_meta_device = True
     if args.vocab_size is None and args.padded_vocab_size is None:
         from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
@@ -99,7 +100,7 @@ def _arguments(argv: Sequence[str], flags: Sequence[str]) -> Any:
                 f"({error}); add --vocab-size"
             ) from None
     global_vars.set_args(args)
-    return args
+    return args, getattr(asked.attention_backend, "name", "") in ("unfused", "local")
 
 
 def _forget_globals() -> None:
@@ -110,7 +111,7 @@ def _forget_globals() -> None:
     destroy_num_microbatches_calculator()
 
 
-def _describe(args: Any, num_ranks: int) -> SourceResult:
+def _describe(args: Any, num_ranks: int, *, keeps_attention: bool) -> SourceResult:
     from megatron.training.training import get_megatron_ddp_config
 
     from megatron_fsdp_v2_mcore.settings import sharding_settings
@@ -137,7 +138,9 @@ def _describe(args: Any, num_ranks: int) -> SourceResult:
         recompute_factor=1.0 if args.recompute_granularity == "full" else 0.0,
     )
     stages = range(args.pipeline_model_parallel_size)
-    described = [_stage(args, stage, strategy, common) for stage in stages]
+    described = [
+        _stage(args, stage, strategy, common, keeps_attention=keeps_attention) for stage in stages
+    ]
     return SourceResult(tuple(described), strategy)
 
 
@@ -158,14 +161,14 @@ def _num_microbatches(args: Any, num_ranks: int) -> int:
 
 
 def _stage(
-    args: Any, stage: int, strategy: Strategy, common: dict[str, Any]
+    args: Any, stage: int, strategy: Strategy, common: dict[str, Any], *, keeps_attention: bool
 ) -> TrainingDescription:
     """Describe what the first rank of a pipeline stage holds."""
     num_stages = common["stages"]
     chunks = build_stage(args, stage)
     is_last = stage == num_stages - 1
     costs = [
-        Costs(args, has_output=is_last and number == len(chunks) - 1)
+        Costs(args, is_last and number == len(chunks) - 1, keeps_attention)
         for number in range(len(chunks))
     ]
     in_flight = min(num_stages - stage, common["num_microbatches"])
@@ -180,15 +183,6 @@ def _stage(
         units.insert(0, UnitDescription("", ()))
     each = costs[-1].layer_activations()
     num_layers = sum(unit.activation_nbytes == each for unit in units)
-    notes = [
-        "activations and operations are estimates by formula (Korthikanti et al. 2022)",
-    ]
-    if args.tensor_model_parallel_size > 1 or num_stages > 1 or args.expert_model_parallel_size > 1:
-        notes.append("what tensor, pipeline and expert parallelism send is not in the time")
-    if args.recompute_granularity == "full" and (args.recompute_num_layers or 1) > 2:
-        notes.append("layers recomputed together are gathered more often than is counted")
-    if len(chunks) > 1:
-        notes.append("virtual pipeline stages: counts of collectives and times are estimates")
     return TrainingDescription(
         units=tuple(units),
         plain_nbytes=plain_nbytes,
@@ -197,9 +191,23 @@ def _stage(
         num_chunks=len(chunks),
         alternatives=costs[-1].alternatives(num_layers, in_flight),
         label=f"stage {stage} of {num_stages}" if num_stages > 1 else "",
-        notes=tuple(notes),
+        notes=tuple(_notes(args, len(chunks))),
         **common,
     )
+
+
+def _notes(args: Any, num_chunks: int) -> Iterator[str]:
+    """What a reader should know of how well things are counted."""
+    tensor = args.tensor_model_parallel_size
+    yield "activations and operations are estimates by formula (Korthikanti et al. 2022)"
+    if max(tensor, args.pipeline_model_parallel_size, args.expert_model_parallel_size) > 1:
+        yield "what tensor, pipeline and expert parallelism send is not in the time"
+    if tensor > 1 and "muon" in args.optimizer and args.muon_tp_mode != "blockwise":
+        yield "matrices that are put together from tensor-parallel parts are counted part by part"
+    if args.recompute_granularity == "full" and (args.recompute_num_layers or 1) > 2:
+        yield "layers recomputed together are gathered more often than is counted"
+    if num_chunks > 1:
+        yield "virtual pipeline stages: counts of collectives and times are estimates"
 
 
 def _chunk(chunk: nn.Module, strategy: Strategy, costs: Costs) -> tuple[list[UnitDescription], int]:

@@ -177,7 +177,10 @@ def _move_to_end(pieces: torch.Tensor, index: int) -> int:
 def _sum_into(
     into: torch.Tensor, pieces: list[torch.Tensor], scale: float, accumulate: bool
 ) -> None:
-    """Store or add `scale` times the sum of pieces, made in their order in `into`'s dtype."""
+    """Store or add `scale` times the sum of pieces, made in their order in `into`'s dtype.
+
+    What the pieces hold may be used up.
+    """
     if not accumulate:
         into.copy_(pieces[0])
         for piece in pieces[1:]:

@@ -32,7 +32,6 @@ class TrackedMemory:
 
     Args:
         ledger: What was booked.
-        bound: Computes the bound; called when the tracker is left.
     """
 
     def __init__(self, ledger: Ledger) -> None:

@@ -197,21 +197,34 @@ def test_each_unit_of_prefetch_depth_and_each_gradient_buffer_costs_one_buffer(
         assert buffers[:4] == buffers[6:7] * 4
 
 
-def temporary_by_number_of_blocks(num_blocks: int) -> dict[str, tuple[int, ...]]:
+def temporary_by_number_of_blocks(
+    num_blocks: int, num_microbatches: int
+) -> dict[str, tuple[int, ...]]:
     """What comes and goes, by strategy and role."""
     found = {}
     for strategy in STRATEGIES:
-        memory = tracked(wrap(Deep(num_blocks), sharding_strategy=strategy))
+        memory = tracked(wrap(Deep(num_blocks), sharding_strategy=strategy), num_microbatches)
         found[strategy] = tuple(memory.role_peaks[role] for role in TEMPORARY)
     return found
 
 
 def test_temporary_memory_is_the_same_for_four_and_for_twelve_blocks(pools: RankPools) -> None:
-    four, twelve = (pools(2).run(temporary_by_number_of_blocks, number)[0] for number in (4, 12))
+    four, twelve = (pools(2).run(temporary_by_number_of_blocks, number, 1)[0] for number in (4, 12))
     assert four == twelve
     # ZeRO-2 and ZeRO-1 differ in nothing with one micro-batch; DDP's all-reduce is in place.
     assert four["optim_grads"] == four["optim"]
     assert four["no_shard"][2] == 0 < four["optim"][2]
+
+
+def test_reductions_take_the_same_after_accumulation_for_four_and_for_twelve_blocks(
+    pools: RankPools,
+) -> None:
+    four, twelve = (pools(2).run(temporary_by_number_of_blocks, number, 2)[0] for number in (4, 12))
+    for strategy in STRATEGIES:
+        # Full gradients of all units wait where they are not sharded; what reduces them does not.
+        assert four[strategy][2] == twelve[strategy][2], strategy
+    assert four["optim_grads"] == twelve["optim_grads"]
+    assert four["optim_grads_params"] == twelve["optim_grads_params"]
 
 
 def peak_totals(num_microbatches: int) -> dict[str, int]:

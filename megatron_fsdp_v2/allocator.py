@@ -10,6 +10,7 @@ import torch
 __all__ = [
     "Allocator",
     "BufferUse",
+    "ObservedBuffer",
     "OwnMemory",
     "PlainAllocator",
     "TemporaryBuffer",
@@ -38,10 +39,12 @@ class TemporaryBuffer(Protocol):
 
     Attributes:
         name: What it holds, for reports, such as `layers.3/0/model_weight`.
+        use: What it is for.
         tensor: The flat tensor.
     """
 
     name: str
+    use: BufferUse
     tensor: torch.Tensor
 
     @property
@@ -94,20 +97,19 @@ class Allocator(Protocol):
     def buffer(
         self,
         name: str,
+        use: BufferUse,
         numel: int,
         dtype: torch.dtype,
         device: torch.device,
-        *,
-        is_weight: bool,
     ) -> TemporaryBuffer:
         """Make a buffer of `numel` elements that has no memory yet.
 
         Args:
             name: What it holds, for reports.
+            use: What it is for.
             numel: Elements.
             dtype: Element type.
             device: Where it lives.
-            is_weight: Whether it holds gathered weights, and not gradients.
         """
         ...
 
@@ -153,8 +155,11 @@ class _ResizedBuffer:
 
     pool_memory = None
 
-    def __init__(self, name: str, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, name: str, use: BufferUse, numel: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self.name = name
+        self.use = use
         self._memory = OwnMemory(numel, dtype, device)
         self.tensor = view_of(self._memory.storage, dtype, 0, (numel,))
         self._live = False
@@ -184,21 +189,77 @@ class _ResizedBuffer:
         del tensor
 
 
+class ObservedBuffer:
+    """A temporary buffer around another one, for those who watch it gain and lose memory.
+
+    Args:
+        inner: The buffer that it does everything with.
+
+    Attributes:
+        inner: Likewise.
+    """
+
+    def __init__(self, inner: TemporaryBuffer) -> None:
+        self.inner = inner
+        self.name = inner.name
+        self.use = inner.use
+        self.tensor = inner.tensor
+
+    def gained(self) -> None:
+        """Called after the buffer was given memory."""
+
+    def losing(self) -> None:
+        """Called before the buffer's memory is taken away."""
+
+    @property
+    def is_live(self) -> bool:
+        """See `TemporaryBuffer`."""
+        return self.inner.is_live
+
+    @property
+    def pool_memory(self) -> torch.Tensor | None:
+        """See `TemporaryBuffer`."""
+        return self.inner.pool_memory
+
+    def acquire(self) -> torch.Tensor:
+        """See `TemporaryBuffer`."""
+        if not self.inner.is_live:
+            self.inner.acquire()
+            self.gained()
+        return self.tensor
+
+    def release(self) -> None:
+        """See `TemporaryBuffer`."""
+        if self.inner.is_live:
+            self.losing()
+            self.inner.release()
+
+    def has_room(self) -> bool:
+        """See `TemporaryBuffer`."""
+        return self.inner.has_room()
+
+    def alias(self, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
+        """See `TemporaryBuffer`."""
+        return self.inner.alias(offset, shape)
+
+    def follow(self, tensor: torch.Tensor) -> None:
+        """See `TemporaryBuffer`."""
+        self.inner.follow(tensor)
+
+
 class PlainAllocator:
     """Gives every buffer memory of its own from torch's allocator for the device."""
 
     def buffer(
         self,
         name: str,
+        use: BufferUse,
         numel: int,
         dtype: torch.dtype,
         device: torch.device,
-        *,
-        is_weight: bool,
     ) -> TemporaryBuffer:
         """Make a buffer of `numel` elements that has no memory yet."""
-        del is_weight
-        return _ResizedBuffer(name, numel, dtype, device)
+        return _ResizedBuffer(name, use, numel, dtype, device)
 
     def begin_pass(self, name: str, *, is_quiet: bool) -> None:
         """Nothing to do."""

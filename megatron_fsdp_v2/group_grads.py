@@ -67,37 +67,26 @@ class GroupGrads:
         self._main_span = grid.span([p.main_grad for p in placements])
         whole = Span(0, grid.num_slices)
         buffer_dtype = dtypes.main_grad if self.collects_unsynced else dtypes.grad_comm
-        self._temporary = allocator.buffer(
-            f"{name}/main_grad", layout.numel, buffer_dtype, device, is_weight=False
-        )
+
+        def temporary(kind: str, use: BufferUse, numel: int, dtype: torch.dtype) -> TemporaryBuffer:
+            return allocator.buffer(f"{name}/{kind}", use, numel, dtype, device)
+
+        gradient, wire = BufferUse.GRADIENT, BufferUse.COMMUNICATION
+        self._temporary = temporary("main_grad", gradient, layout.numel, buffer_dtype)
         self._full = DataParallelBuffer.over(layout, whole, self._temporary)
         self.views = [self._full.view(index) for index in range(len(layout.slots))]
         self._gaps = layout.gaps()
         self._wire: TemporaryBuffer | None = None
         if buffer_dtype != dtypes.grad_comm:
-            self._wire = allocator.buffer(
-                f"{name}/grad_comm", layout.numel, dtypes.grad_comm, device, is_weight=False
-            )
+            self._wire = temporary("grad_comm", wire, layout.numel, dtypes.grad_comm)
         self._partial: TemporaryBuffer | None = None
         self._outer_wire: TemporaryBuffer | None = None
         if self._outer is not None:
             pieces = [*(Placement.REPLICATE for _ in placements[:-1]), placements[-1].main_grad]
-            self._partial_numel = grid.span(pieces).count * layout.shard_numel
-            self._partial = allocator.buffer(
-                f"{name}/partial_grad",
-                self._partial_numel,
-                dtypes.main_grad,
-                device,
-                is_weight=False,
-            )
+            numel = grid.span(pieces).count * layout.shard_numel
+            self._partial = temporary("partial_grad", gradient, numel, dtypes.main_grad)
             if dtypes.main_grad != dtypes.grad_comm:
-                self._outer_wire = allocator.buffer(
-                    f"{name}/outer_grad_comm",
-                    self._partial_numel,
-                    dtypes.grad_comm,
-                    device,
-                    is_weight=False,
-                )
+                self._outer_wire = temporary("outer_grad_comm", wire, numel, dtypes.grad_comm)
         self._partial_is_valid = False
         self._main: DataParallelBuffer | None = None
         self.filled = [False] * len(layout.slots)
@@ -264,17 +253,15 @@ class GroupGrads:
         if self._outer_wire is not None:
             self._outer_wire.release()
 
-    def replace_buffers(
-        self, replacement: Callable[[BufferUse, TemporaryBuffer], TemporaryBuffer]
-    ) -> None:
+    def replace_buffers(self, replacement: Callable[[TemporaryBuffer], TemporaryBuffer]) -> None:
         """Put something in the place of temporary buffers that does the same, and tells of it."""
-        self._temporary = replacement(BufferUse.GRADIENT, self._temporary)
+        self._temporary = replacement(self._temporary)
         if self._wire is not None:
-            self._wire = replacement(BufferUse.COMMUNICATION, self._wire)
+            self._wire = replacement(self._wire)
         if self._partial is not None:
-            self._partial = replacement(BufferUse.GRADIENT, self._partial)
+            self._partial = replacement(self._partial)
         if self._outer_wire is not None:
-            self._outer_wire = replacement(BufferUse.COMMUNICATION, self._outer_wire)
+            self._outer_wire = replacement(self._outer_wire)
 
     def abandon(self) -> None:
         """Forget gradients that are not reduced yet, after a failed backward."""

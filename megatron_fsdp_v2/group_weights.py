@@ -50,7 +50,11 @@ class GroupWeights:
             self.gathered = self.model
         else:
             self._temporary = allocator.buffer(
-                f"{name}/model_weight", layout.numel, dtypes.model_weight, device, is_weight=True
+                f"{name}/model_weight",
+                BufferUse.GATHERED,
+                layout.numel,
+                dtypes.model_weight,
+                device,
             )
             self.gathered = DataParallelBuffer.over(layout, whole, self._temporary)
         self._gather_axis = self._innermost_sharded(placements) if self._temporary else None
@@ -150,9 +154,7 @@ class GroupWeights:
         if self._temporary is not None:
             self._temporary.release()
 
-    def replace_buffers(
-        self, replacement: Callable[[BufferUse, TemporaryBuffer], TemporaryBuffer]
-    ) -> None:
+    def replace_buffers(self, replacement: Callable[[TemporaryBuffer], TemporaryBuffer]) -> None:
         """Put something in the place of temporary buffers that does the same, and tells of it."""
         if self._temporary is not None:
-            self._temporary = replacement(BufferUse.GATHERED, self._temporary)
+            self._temporary = replacement(self._temporary)

@@ -10,7 +10,7 @@ from typing import override
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from megatron_fsdp_v2.allocator import OwnMemory, view_of
+from megatron_fsdp_v2.allocator import BufferUse, OwnMemory, view_of
 from megatron_fsdp_v2.memory_plan import MemoryPlan, Trace, keys_of, plan_memory
 
 __all__ = ["Arena", "Kind", "Meter", "PoolReport", "PooledBuffer", "TracedProgram"]
@@ -153,8 +153,9 @@ class PooledBuffer:
     between a forward and its backward, the buffer stays.
     """
 
-    def __init__(self, arena: Arena, name: str, numel: int) -> None:
+    def __init__(self, arena: Arena, name: str, use: BufferUse, numel: int) -> None:
         self.name = name
+        self.use = use
         dtype, device = arena.kind.dtype, arena.kind.device
         self.own = OwnMemory(numel, dtype, device)
         self.home: OwnMemory | _PooledMemory = self.own

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_fsdp_v2.allocator import TemporaryBuffer
+from megatron_fsdp_v2.allocator import BufferUse, TemporaryBuffer
 from megatron_fsdp_v2.pool_arena import Arena, Kind, Meter, PooledBuffer, PoolReport, TracedProgram
 
 __all__ = ["PoolReport", "TracePoolAllocator", "TracedProgram"]
@@ -36,24 +36,24 @@ class TracePoolAllocator:
     def buffer(
         self,
         name: str,
+        use: BufferUse,
         numel: int,
         dtype: torch.dtype,
         device: torch.device,
-        *,
-        is_weight: bool,
     ) -> TemporaryBuffer:
         """Make a buffer of `numel` elements that has no memory yet.
 
         Args:
             name: What it holds, for reports.
+            use: What it is for.
             numel: Elements.
             dtype: Element type.
             device: Where it lives.
-            is_weight: Whether it holds gathered weights.
         """
         if self._successor is not None:
-            return self._successor.buffer(name, numel, dtype, device, is_weight=is_weight)
-        return PooledBuffer(self._arena(Kind(dtype, device, is_weight)), name, numel)
+            return self._successor.buffer(name, use, numel, dtype, device)
+        kind = Kind(dtype, device, use is BufferUse.GATHERED)
+        return PooledBuffer(self._arena(kind), name, use, numel)
 
     def _arena(self, kind: Kind) -> Arena:
         return self._arenas.setdefault(kind, Arena(kind, self._meter))

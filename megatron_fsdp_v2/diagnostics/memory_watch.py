@@ -12,7 +12,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast, override
+from typing import TYPE_CHECKING, Any, override
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_fsdp_v2.allocator import BufferUse, TemporaryBuffer
+from megatron_fsdp_v2.allocator import BufferUse, ObservedBuffer, TemporaryBuffer
 from megatron_fsdp_v2.diagnostics.memory_ledger import Account, Ledger, Role
 from megatron_fsdp_v2.diagnostics.walk import parameters_below, units_below
 
@@ -54,7 +54,7 @@ class _Known:
     ref: weakref.ref[torch.UntypedStorage]
 
 
-class _WatchedBuffer:
+class _WatchedBuffer(ObservedBuffer):
     """A temporary buffer that books its memory."""
 
     def __init__(
@@ -64,8 +64,7 @@ class _WatchedBuffer:
         ledger: Ledger,
         claim: Callable[[torch.UntypedStorage, Account], None],
     ) -> None:
-        self.inner = inner
-        self.tensor = inner.tensor
+        super().__init__(inner)
         self._account = account
         self._ledger = ledger
         self._claim = claim
@@ -73,26 +72,15 @@ class _WatchedBuffer:
         if inner.is_live:
             ledger.add(account, self._nbytes)
 
-    @property
-    def is_live(self) -> bool:
-        return self.inner.is_live
-
-    def acquire(self) -> torch.Tensor:
-        if not self.inner.is_live:
-            self._ledger.add(self._account, self._nbytes)
-        tensor = self.inner.acquire()
+    @override
+    def gained(self) -> None:
+        self._ledger.add(self._account, self._nbytes)
         # An allocator may put it somewhere else every time.
-        self._claim(tensor.untyped_storage(), self._account)
-        return tensor
+        self._claim(self.tensor.untyped_storage(), self._account)
 
-    def release(self) -> None:
-        if self.inner.is_live:
-            self._ledger.remove(self._account, self._nbytes)
-        self.inner.release()
-
-    def __getattr__(self, name: str) -> Any:
-        # Allocators may give their buffers more than the protocol asks for.
-        return getattr(self.inner, name)
+    @override
+    def losing(self) -> None:
+        self._ledger.remove(self._account, self._nbytes)
 
 
 class MemoryWatch(TorchDispatchMode):
@@ -172,13 +160,10 @@ class MemoryWatch(TorchDispatchMode):
         group.grads.replace_buffers(watched)
         self._undo.callback(group.grads.replace_buffers, _unwatched_buffer)
 
-    def _watched_buffer(
-        self, name: str, use: BufferUse, buffer: TemporaryBuffer
-    ) -> TemporaryBuffer:
-        account = Account(_ROLES[use], name)
+    def _watched_buffer(self, name: str, buffer: TemporaryBuffer) -> TemporaryBuffer:
+        account = Account(_ROLES[buffer.use], name)
         self._claim(buffer.tensor.untyped_storage(), account)
-        watched = _WatchedBuffer(buffer, account, self._ledger, self._claim)
-        return cast("TemporaryBuffer", watched)
+        return _WatchedBuffer(buffer, account, self._ledger, self._claim)
 
     def _watch_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         account = Account(Role.OPTIMIZER, "")
@@ -347,8 +332,7 @@ class MemoryWatch(TorchDispatchMode):
                     self._resizable[key] = known
 
 
-def _unwatched_buffer(use: BufferUse, buffer: TemporaryBuffer) -> TemporaryBuffer:
-    del use
+def _unwatched_buffer(buffer: TemporaryBuffer) -> TemporaryBuffer:
     return buffer.inner if isinstance(buffer, _WatchedBuffer) else buffer
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from megatron_fsdp_v2.allocator import PlainAllocator, alias_of
+from megatron_fsdp_v2.allocator import BufferUse, PlainAllocator, alias_of
 
 
 def test_a_view_of_a_released_buffer_gives_it_no_memory() -> None:
     buffer = PlainAllocator().buffer(
-        "weights", 12, torch.float32, torch.device("cpu"), is_weight=True
+        "weights", BufferUse.GATHERED, 12, torch.float32, torch.device("cpu")
     )
     view = alias_of(buffer.tensor, 4, (2, 3))
     assert buffer.tensor.untyped_storage().nbytes() == 0

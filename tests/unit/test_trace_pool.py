@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from megatron_fsdp_v2 import TracePoolAllocator
-from megatron_fsdp_v2.allocator import TemporaryBuffer
+from megatron_fsdp_v2.allocator import BufferUse, TemporaryBuffer
 
 CPU = torch.device("cpu")
 
 
 def _buffer(pool: TracePoolAllocator, name: str, numel: int = 256) -> TemporaryBuffer:
-    return pool.buffer(name, numel, torch.float32, CPU, is_weight=True)
+    return pool.buffer(name, BufferUse.GATHERED, numel, torch.float32, CPU)
 
 
 def _pass(pool: TracePoolAllocator, *buffers: TemporaryBuffer) -> list[int]:

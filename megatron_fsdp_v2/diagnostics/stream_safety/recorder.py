@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_fsdp_v2.allocator import TemporaryBuffer
+from megatron_fsdp_v2.allocator import ObservedBuffer, TemporaryBuffer
 from megatron_fsdp_v2.comm import NcclCollectives
 from megatron_fsdp_v2.comm_interface import Axis
 from megatron_fsdp_v2.comm_streams import Stream
@@ -240,8 +240,8 @@ class StreamRecorder:
         storage.has_memory = False
 
 
-class WatchedBuffer:
-    """A temporary buffer whose memory is followed. See `allocator.TemporaryBuffer`.
+class WatchedBuffer(ObservedBuffer):
+    """A temporary buffer whose memory is followed.
 
     Args:
         inner: The buffer.
@@ -249,48 +249,22 @@ class WatchedBuffer:
     """
 
     def __init__(self, inner: TemporaryBuffer, recorder: StreamRecorder) -> None:
-        self.inner = inner
-        self.name = inner.name
-        self.tensor = inner.tensor
+        super().__init__(inner)
         self._recorder = recorder
 
-    @property
-    def is_live(self) -> bool:
-        """Whether the buffer has memory now."""
-        return self.inner.is_live
+    @override
+    def gained(self) -> None:
+        """Write down that it has memory, of its own or of a pool."""
+        if self.pool_memory is None:
+            self._recorder.gains_memory(self.tensor)
+        else:
+            self._recorder.is_part(self.tensor, self.pool_memory)
 
-    @property
-    def pool_memory(self) -> torch.Tensor | None:
-        """The larger block that its memory is a part of."""
-        return self.inner.pool_memory
-
-    def acquire(self) -> torch.Tensor:
-        """Give the buffer memory."""
-        if not self.inner.is_live:
-            self.inner.acquire()
-            if self.pool_memory is None:
-                self._recorder.gains_memory(self.tensor)
-            else:
-                self._recorder.is_part(self.tensor, self.pool_memory)
-        return self.tensor
-
-    def release(self) -> None:
-        """Take the memory away."""
-        if self.inner.is_live and self.pool_memory is None:
+    @override
+    def losing(self) -> None:
+        """Write down that its own memory goes; a pool keeps its own."""
+        if self.pool_memory is None:
             self._recorder.loses_memory(self.tensor)
-        self.inner.release()
-
-    def has_room(self) -> bool:
-        """Whether `acquire` now keeps to the plan for memory."""
-        return self.inner.has_room()
-
-    def alias(self, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
-        """A view that moves with the buffer."""
-        return self.inner.alias(offset, shape)
-
-    def follow(self, tensor: torch.Tensor) -> None:
-        """Have a view move with the buffer."""
-        self.inner.follow(tensor)
 
 
 class RecordedCollectives:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 from megatron_fsdp_v2 import fully_shard
+from tests.distributed.wrapping import STRATEGIES
+from tests.ranks import RankPools
 
 VOCAB, HIDDEN, FFN, SEQUENCE, BATCH = 10, 6, 8, 4, 3
 
@@ -126,3 +129,22 @@ def train(
         if before_step is not None:
             before_step()
         optimizer.step()
+
+
+def assert_loads_everywhere(
+    pools: RankPools, loaded: Callable[..., Any], folder: Path, saved: dict[str, str]
+) -> None:
+    """See that what was saved at (2, 2) loads as it was at other sizes, by every way of loading.
+
+    Args:
+        pools: To run in.
+        loaded: Digests by way of loading, of a folder, sizes and a strategy.
+        folder: Where it was saved.
+        saved: Digests of what was saved.
+    """
+    for number, shape in enumerate([(2, 1), (1, 2), (4, 1), (1, 1), (2, 2)]):
+        strategy = STRATEGIES[number % len(STRATEGIES)]
+        for of_rank in pools(shape[0] * shape[1]).run(loaded, str(folder), shape, strategy):
+            assert len(of_rank) == 2
+            for digests in of_rank:
+                assert digests == saved, shape

@@ -23,7 +23,12 @@ from megatron_fsdp_v2.tensor_parallel import (
     tensor_shards,
 )
 from tests.distributed.plain_parallel_model import CUT, RULES, WORDS, Column, parts, whole
-from tests.distributed.tensor_parallel_models import data_axes, data_rank_of, mesh_with_tp
+from tests.distributed.tensor_parallel_models import (
+    assert_loads_everywhere,
+    data_axes,
+    data_rank_of,
+    mesh_with_tp,
+)
 from tests.distributed.test_checkpoint import _digests
 from tests.distributed.wrapping import STRATEGIES, said
 from tests.ranks import RankPools
@@ -143,11 +148,7 @@ def test_a_checkpoint_loads_bit_equal_at_other_data_and_tensor_parallel_sizes(
     saved = pools(4).run(_saved, str(tmp_path), (2, 2))[0]
     stored = CheckpointFolder(tmp_path / "ours").metadata.state_dict_metadata
     assert not any("_extra_state" in key for key in stored)
-    for number, shape in enumerate([(2, 1), (1, 2), (4, 1), (1, 1), (2, 2)]):
-        strategy = STRATEGIES[number % len(STRATEGIES)]
-        for ours, torchs in pools(shape[0] * shape[1]).run(_loaded, str(tmp_path), shape, strategy):
-            assert ours == saved, shape
-            assert torchs == saved, shape
+    assert_loads_everywhere(pools, _loaded, tmp_path, saved)
 
 
 # -- tables that do not fit ----------------------------------------------------------------------

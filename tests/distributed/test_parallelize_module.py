@@ -333,3 +333,25 @@ def _documented(code: str) -> bool:
 def test_the_documented_example_runs(pools: RankPools) -> None:
     code = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[0]
     assert all(pools(4).run(_documented, code))
+
+
+def _pooled(shape: tuple[int, ...]) -> tuple[bool, int]:
+    """Whether the traced pool changes no bit, and its allocations once it is planned."""
+    ranks = [data_rank_of(mesh_with_tp(*shape))]
+    kept, allocations = [], 0
+    for enable_trace_pool in (False, True):
+        model = sharded(*shape, enable_trace_pool=enable_trace_pool)
+        optimizer = _optimizer("adamw", model)
+        train(model, optimizer, ranks, range(5))
+        before = model.trace_pool().num_allocations if enable_trace_pool else 0
+        train(model, optimizer, ranks, range(5, 7))
+        after = model.trace_pool().num_allocations if enable_trace_pool else 0
+        allocations += after - before
+        kept.append([p.to_local().clone() for p in model.parameters()])
+    return all(map(torch.equal, *kept)), allocations
+
+
+def test_gathered_dtensors_move_with_the_traced_pool(pools: RankPools) -> None:
+    for same, allocations in pools(4).run(_pooled, (2, 2)):
+        assert same
+        assert allocations == 0

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 
 def _run(module: str, *words: str) -> str:
     """Standard output of a benchmark."""
@@ -40,6 +42,7 @@ def test_muon_is_measured_beside_adamw_and_beside_repeating_the_work(tmp_path: P
     assert all(name in shown for name in record["step_s"])
 
 
+@pytest.mark.functional
 def test_saves_are_measured_beside_a_step(tmp_path: Path) -> None:
     sizes = ["--layers", "2", "--width", "32", "--rounds", "1", "--out", str(tmp_path)]
     shown = _run("benchmarks.checkpoint", *sizes)

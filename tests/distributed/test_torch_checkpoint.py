@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -213,6 +214,11 @@ def _full_state(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
     options = StateDictOptions(full_state_dict=True)
     weights = get_model_state_dict(model, options=options)
     state = get_optimizer_state_dict(model, optimizer, options=options)
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    plain = torch.load(file, weights_only=True)["state"]
+    assert all(type(v) is torch.Tensor for entry in plain.values() for v in entry.values())
     # Torch puts sharded tensors into what it is given to load.
     numbers = {key: value.tolist() for key, value in weights.items()}
     state_numbers = {

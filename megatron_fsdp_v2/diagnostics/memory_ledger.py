@@ -130,6 +130,8 @@ class Ledger:
 
     def enter(self, phase: str, unit: str) -> None:
         """Something else goes on from here."""
+        if self._now == (phase, unit):
+            return
         self._close_interval()
         self._now = (phase, unit)
         self._interval.rise(self.total)

@@ -42,6 +42,7 @@ _UNITS = {"GB": 10**9, "GiB": 2**30, "TB": 10**12, "TiB": 2**40, "MB": 10**6, "M
 _MODEL_OPTIONS = (
     *("units", "param_dtype", "main_params_dtype", "main_grads_dtype", "grad_comm_dtype"),
     *("granularity", "optimizer", "micro_batches", "tokens", "activations", "recompute"),
+    *("prefetch_depth", "grad_buffers"),
 )
 """Options that training flags say themselves."""
 
@@ -126,6 +127,12 @@ def _add_model_options(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--activations", type=_size, metavar="SIZE", help="of a micro-batch, such as 12GiB"
+    )
+    group.add_argument(
+        "--prefetch-depth", type=_count, metavar="N", help="units gathered ahead; default: 1"
+    )
+    group.add_argument(
+        "--grad-buffers", type=_count, metavar="N", help="live at a time; default: 2"
     )
     group.add_argument(
         "--recompute", action="store_const", const=True, help="units run their forward twice"
@@ -284,6 +291,8 @@ def _own_model(args: argparse.Namespace) -> TrainingDescription:
         num_microbatches=args.micro_batches or 1,
         tokens=args.tokens or 0,
         recompute_factor=1.0 if args.recompute else 0.0,
+        unshard_prefetch_depth=args.prefetch_depth or 1,
+        max_live_grad_buffers=args.grad_buffers or 2,
         plain_nbytes=plain_nbytes,
         alternatives=alternatives,
         notes=tuple(notes),

@@ -117,7 +117,9 @@ def _describe(args: Any, num_ranks: int, *, keeps_attention: bool) -> SourceResu
     from megatron_fsdp_v2_mcore.settings import sharding_settings
 
     settings = sharding_settings(get_megatron_ddp_config(args))
-    expert_strategy = Options.from_args(args).expert_strategy
+    options = Options.from_args(args)
+    expert_strategy = options.expert_strategy
+    depth = options.unshard_prefetch_depth if settings.enable_unshard_prefetch else 0
     instances = args.num_distributed_optimizer_instances
     strategy = Strategy(
         settings.sharding_strategy,
@@ -132,8 +134,9 @@ def _describe(args: Any, num_ranks: int, *, keeps_attention: bool) -> SourceResu
         matrix_dtype=settings.policy.main_params_dtype or args.params_dtype,
         num_microbatches=_num_microbatches(args, num_ranks),
         syncs_afterwards=not settings.enable_async_reduce_grad,
-        unshard_prefetch_depth=int(settings.enable_unshard_prefetch),
+        unshard_prefetch_depth=depth,
         enable_async_reduce_grad=settings.enable_async_reduce_grad,
+        max_live_grad_buffers=options.max_live_grad_buffers,
         stages=args.pipeline_model_parallel_size,
         recompute_factor=1.0 if args.recompute_granularity == "full" else 0.0,
     )

@@ -33,6 +33,7 @@ def test_the_benchmark_reports_a_ratio_for_every_contender(tmp_path: Path) -> No
     assert (tmp_path / "bench.png").stat().st_size > 1000
 
 
+@pytest.mark.functional
 def test_muon_is_measured_beside_adamw_and_beside_repeating_the_work(tmp_path: Path) -> None:
     sizes = ["--layers", "2", "--width", "16", "--rounds", "1", "--out", str(tmp_path)]
     shown = _run("benchmarks.muon", *sizes)

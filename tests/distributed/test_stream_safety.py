@@ -262,7 +262,7 @@ def violations_of_patterns(gathers: bool) -> dict[str, tuple[int, list[str]]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gathers", [True, False])
+@pytest.mark.parametrize("gathers", [True, pytest.param(False, marks=pytest.mark.functional)])
 def test_no_pattern_of_the_parity_matrix_has_a_race(pools: RankPools, gathers: bool) -> None:
     for found in pools(2).run(violations_of_patterns, gathers):
         assert found.keys() == _strategies_of_patterns(gathers).keys()

@@ -217,8 +217,14 @@ class UnevenDTensor(DTensor):
 
     @override
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        """What torch's distributed checkpoint writes for this rank: its blocks, or nothing."""
+        """What torch's distributed checkpoint writes for this rank: its blocks, or nothing.
+
+        A tensor without elements has no blocks and is written as one, or its name would be missing.
+        """
         del object
+        chunks = self.__create_chunk_list__()
+        if not self.numel():
+            chunks = [ChunkStorageMetadata(torch.Size([0] * self.ndim), self.shape)]
         return [
             WriteItem(
                 index=MetadataIndex(fqn, chunk.offsets),
@@ -229,7 +235,7 @@ class UnevenDTensor(DTensor):
                     size=self.shape,
                 ),
             )
-            for chunk in self.__create_chunk_list__()
+            for chunk in chunks
         ]
 
     @override
@@ -246,6 +252,8 @@ class UnevenDTensor(DTensor):
         for chunk in self.chunks():
             if index.offset is None or tuple(index.offset) == chunk.offsets:
                 return self._local_tensor[chunk.local]
+        if not self.numel():
+            return self._local_tensor.new_empty(self.shape)
         raise ValueError(f"this rank holds no block of {index.fqn} that starts at {index.offset}")
 
 

@@ -67,6 +67,9 @@ def stage(entries: Mapping[str, Any], *, copies: bool) -> dict[str, Any]:
 
 
 def _staged(name: str, value: Any, copies: bool) -> Any:
+    if isinstance(value, UnevenDTensor) and not value.numel():
+        # No rank holds a block of it, and a checkpoint names it all the same.
+        return local_of(value).detach().new_empty(value.shape)
     if isinstance(value, UnevenDTensor):
         local = _copied(local_of(value).detach(), copies)
         blocks = {torch.Size(chunk.offsets): local[chunk.local] for chunk in value.chunks()}

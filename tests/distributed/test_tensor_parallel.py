@@ -151,6 +151,49 @@ def test_a_checkpoint_loads_bit_equal_at_other_data_and_tensor_parallel_sizes(
     assert_loads_everywhere(pools, _loaded, tmp_path, saved)
 
 
+class _WithEmptyParameters(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.none = nn.Parameter(torch.empty(0))
+        self.no_rows = nn.Parameter(torch.empty(0, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.none.sum() + self.no_rows.sum()
+
+
+def _empty_parameters(folder: str) -> list[int]:
+    def sharded_pair() -> Any:
+        model = fully_shard(_WithEmptyParameters(), mesh=mesh_with_tp(2, 1)["dp"])
+        return model, _optimizer("adamw", model)
+
+    model, optimizer = sharded_pair()
+    model(torch.ones(2, 4)).sum().backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    found = [sum(p in optimizer.state for p in (model.none, model.no_rows))]
+    checkpoint.save(f"{folder}/ours", model, optimizer)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=f"{folder}/torch")
+    for kind in ("ours", "torch"):
+        fresh, other = sharded_pair()
+        if kind == "ours":
+            checkpoint.load(f"{folder}/{kind}", fresh, other)
+        else:
+            dcp.load({"model": fresh.state_dict()}, checkpoint_id=f"{folder}/{kind}")
+        found.append(int(torch.equal(fresh.weight.full_tensor(), model.weight.full_tensor())))
+    return found
+
+
+def test_parameters_without_elements_are_in_a_checkpoint_and_have_no_state(
+    pools: RankPools, tmp_path: Path
+) -> None:
+    for num_states, ours, torchs in pools(2).run(_empty_parameters, str(tmp_path)):
+        assert num_states == 0
+        assert ours and torchs
+    stored = CheckpointFolder(tmp_path / "ours").metadata.state_dict_metadata
+    assert stored["model.no_rows"].size == (0, 3)
+    assert not any(key.startswith("optimizer.state.no") for key in stored)
+
+
 # -- tables that do not fit ----------------------------------------------------------------------
 
 

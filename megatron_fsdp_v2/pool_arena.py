@@ -405,6 +405,11 @@ class Arena:
         self._wants_plan = self._is_urgent = False
         self._waited = 0
 
+    @property
+    def block(self) -> torch.Tensor | None:
+        """The memory of the plan, flat bytes; None before it is used."""
+        return None if self._pool is None else self._pool.memory
+
     def release(self) -> int:
         """Move everything out of the pool that can be moved; return the bytes given back."""
         pool, self._pool = self._pool, None

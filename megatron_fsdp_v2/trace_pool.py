@@ -105,6 +105,11 @@ class TracePoolAllocator:
         """Largest sum of bytes of buffers that were live together so far, wherever they were."""
         return self._meter.peak
 
+    def blocks(self) -> list[torch.Tensor]:
+        """The memory of the plans in use, flat bytes: one for each kind of buffer."""
+        found = (arena.block for arena in self._arenas.values())
+        return [block for block in found if block is not None]
+
     def release(self) -> int:
         """Give the memory of the pools back; the next use of a buffer takes it again.
 

@@ -29,6 +29,8 @@ class Role(enum.Enum):
     """Whole gradients on their way to be reduced, and shards between two axes of a mesh."""
     COMMUNICATION = "communication"
     """Copies for the wire, and what a reduction receives on a CPU."""
+    POOL = "idle in the pool"
+    """What the trace pool holds for buffers that do not live now."""
     ACTIVATIONS = "activations"
     """Everything that is made outside of sharding and optimizer."""
 

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from megatron_fsdp_v2.allocator import BufferUse, ObservedBuffer, TemporaryBuffer
 from megatron_fsdp_v2.diagnostics.memory_ledger import Account, Ledger, Role
 from megatron_fsdp_v2.diagnostics.walk import parameters_below, units_below
+from megatron_fsdp_v2.trace_pool import TracePoolAllocator
 
 if TYPE_CHECKING:
     from megatron_fsdp_v2.param_group import ParameterGroup
@@ -35,6 +36,9 @@ _ROLES = {
     BufferUse.GRADIENT: Role.GRAD_BUFFER,
     BufferUse.COMMUNICATION: Role.COMMUNICATION,
 }
+
+
+_IDLE = Account(Role.POOL, "")
 
 
 @dataclass(slots=True)
@@ -57,30 +61,28 @@ class _Known:
 class _WatchedBuffer(ObservedBuffer):
     """A temporary buffer that books its memory."""
 
-    def __init__(
-        self,
-        inner: TemporaryBuffer,
-        account: Account,
-        ledger: Ledger,
-        claim: Callable[[torch.UntypedStorage, Account], None],
-    ) -> None:
+    def __init__(self, inner: TemporaryBuffer, account: Account, watch: MemoryWatch) -> None:
         super().__init__(inner)
         self._account = account
-        self._ledger = ledger
-        self._claim = claim
+        self._watch = watch
         self._nbytes = inner.tensor.numel() * inner.tensor.element_size()
         if inner.is_live:
-            ledger.add(account, self._nbytes)
+            self.gained()
 
     @override
     def gained(self) -> None:
-        self._ledger.add(self._account, self._nbytes)
+        if self.pool_memory is not None:
+            self._watch.book_block(self.pool_memory)
+            self._watch.ledger.remove(_IDLE, self._nbytes)
+        self._watch.ledger.add(self._account, self._nbytes)
         # An allocator may put it somewhere else every time.
-        self._claim(self.tensor.untyped_storage(), self._account)
+        self._watch.claim(self.tensor.untyped_storage(), self._account)
 
     @override
     def losing(self) -> None:
-        self._ledger.remove(self._account, self._nbytes)
+        self._watch.ledger.remove(self._account, self._nbytes)
+        if self.pool_memory is not None:
+            self._watch.ledger.add(_IDLE, self._nbytes)
 
 
 class MemoryWatch(TorchDispatchMode):
@@ -92,6 +94,7 @@ class MemoryWatch(TorchDispatchMode):
         ledger: Where to book.
 
     Attributes:
+        ledger: Likewise.
         device: Whose memory is looked at.
         accumulates: Whether a forward began with gradients that were not synchronised.
     """
@@ -103,7 +106,7 @@ class MemoryWatch(TorchDispatchMode):
         self._units = units_below(module)
         self._module = module
         self._optimizer = optimizer
-        self._ledger = ledger
+        self.ledger = ledger
         devices = [group.device for _, unit in self._units for group in unit.groups]
         if not devices:
             raise ValueError(f"{type(module).__name__} has no parameters that are sharded")
@@ -121,12 +124,16 @@ class MemoryWatch(TorchDispatchMode):
 
     @override
     def __enter__(self) -> MemoryWatch:
+        context = self._units[0][1].context
+        if isinstance(context.allocator, TracePoolAllocator):
+            for block in context.allocator.blocks():
+                self.book_block(block)
         for name, unit in self._units:
             for group in unit.groups:
                 self._watch_group(name, group)
             self._undo.callback(setattr, unit, "ranges", unit.ranges)
             unit.ranges = functools.partial(self._phase, unit, name, unit.ranges)
-        reductions = self._units[0][1].context.reductions
+        reductions = context.reductions
         self._undo.callback(setattr, reductions, "ranges", reductions.ranges)
         of_group = {group.name: name for name, unit in self._units for group in unit.groups}
         reductions.ranges = functools.partial(self._drain, of_group, reductions.ranges)
@@ -162,8 +169,8 @@ class MemoryWatch(TorchDispatchMode):
 
     def _watched_buffer(self, name: str, buffer: TemporaryBuffer) -> TemporaryBuffer:
         account = Account(_ROLES[buffer.use], name)
-        self._claim(buffer.tensor.untyped_storage(), account)
-        return _WatchedBuffer(buffer, account, self._ledger, self._claim)
+        self.claim(buffer.tensor.untyped_storage(), account)
+        return _WatchedBuffer(buffer, account, self)
 
     def _watch_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         account = Account(Role.OPTIMIZER, "")
@@ -175,13 +182,13 @@ class MemoryWatch(TorchDispatchMode):
         def begin(*args: Any) -> None:
             del args
             self._scopes.append(account)
-            self._ledger.enter("optimizer step", "")
+            self.ledger.enter("optimizer step", "")
 
         def end(*args: Any) -> None:
             del args
             self._settle()
             self._scopes.remove(account)
-            self._ledger.enter("after the step", "")
+            self.ledger.enter("after the step", "")
 
         self._undo.callback(optimizer.register_step_pre_hook(begin).remove)
         self._undo.callback(optimizer.register_step_post_hook(end).remove)
@@ -203,13 +210,13 @@ class MemoryWatch(TorchDispatchMode):
                 self._running.clear()
                 self.accumulates |= unit.context.has_unsynced
             self._running.append((direction, name))
-            self._ledger.enter(direction, name)
+            self.ledger.enter(direction, name)
         other = contextlib.nullcontext() if others is None else others(phase)
         with other, self._scope(Account(Role.COMMUNICATION, name)):
             yield
         if ends and (direction, name) in self._running:
             self._running.remove((direction, name))
-            self._ledger.enter(*(self._running[-1] if self._running else (direction, "")))
+            self.ledger.enter(*(self._running[-1] if self._running else (direction, "")))
 
     @contextlib.contextmanager
     def _drain(
@@ -265,15 +272,25 @@ class MemoryWatch(TorchDispatchMode):
         storage = local.untyped_storage()
         if local.device == self.device and storage._cdata not in self._known:
             self._note(storage, account, storage.nbytes())
-            self._ledger.add(account, storage.nbytes())
+            self.ledger.add(account, storage.nbytes())
 
-    def _claim(self, storage: torch.UntypedStorage, account: Account) -> None:
+    def claim(self, storage: torch.UntypedStorage, account: Account) -> None:
         """Operations put out views of a buffer's storage, which the buffer itself books."""
         known = self._known.get(storage._cdata)
         if known is not None and known.account is not None:
-            self._ledger.remove(known.account, known.nbytes)
+            self.ledger.remove(known.account, known.nbytes)
         if known is None or known.account is None or known.nbytes:
             self._note(storage, account, 0)
+
+    def book_block(self, memory: torch.Tensor) -> None:
+        """Memory that buffers are parts of: what is of no buffer that lives is idle."""
+        storage = memory.untyped_storage()
+        known = self._known.get(storage._cdata)
+        if known is not None and known.account == _IDLE:
+            return
+        self.claim(storage, _IDLE)
+        self._known[storage._cdata].nbytes = storage.nbytes()
+        self.ledger.add(_IDLE, storage.nbytes())
 
     def _note(
         self,
@@ -304,14 +321,14 @@ class MemoryWatch(TorchDispatchMode):
         del self._known[key]
         self._resizable.pop(key, None)
         if known.account is not None:
-            self._ledger.remove(known.account, known.nbytes)
+            self.ledger.remove(known.account, known.nbytes)
 
     def _settle(self) -> None:
         """Book what the last operation made, now that it has got where it belongs."""
         for held in list(self._resizable.values()):
             storage = held.ref()
             if storage is not None and storage.nbytes() < held.nbytes:
-                self._ledger.remove(held.guess, held.nbytes - storage.nbytes())
+                self.ledger.remove(held.guess, held.nbytes - storage.nbytes())
                 held.nbytes = storage.nbytes()
         fresh, self._fresh = self._fresh, []
         if not fresh:
@@ -326,7 +343,7 @@ class MemoryWatch(TorchDispatchMode):
             known = self._known.get(key)
             if known is not None and known.account is None:
                 known.account = mains.get(key, known.guess)
-                self._ledger.add(known.account, known.nbytes)
+                self.ledger.add(known.account, known.nbytes)
                 if known.account.role is Role.COMMUNICATION:
                     # Emptied by hand when it was received, and freed some time later.
                     self._resizable[key] = known

@@ -232,3 +232,33 @@ def test_a_module_that_is_no_root_and_an_early_question_are_refused(pools: RankP
     assert "Stack contains no sharded module" in plain
     assert "Sequential is not sharded itself" in outside
     assert "after the with block" in early
+
+
+def moments_in_a_pool() -> list[Any]:
+    """Peaks without and with the pool, what the pool has, and what is left after releasing it."""
+    peaks: list[dict[Role, int]] = []
+    for enable_trace_pool in (False, True):
+        model = wrap(Stack(), enable_trace_pool=enable_trace_pool)
+        optimizer = _adamw(model)
+        # Not planned yet, planned while it is looked at, and planned before.
+        for _ in range(6):
+            with memory_tracker(model, optimizer) as memory:
+                _step(model, optimizer)
+        peaks.append({role: memory.peak.of_role(role) for role in Role})
+    pool = model.trace_pool()
+    block = sum(memory.nbytes for memory in pool.blocks())
+    left = memory.live[Role.POOL]
+    pool.release()
+    with memory_tracker(model, optimizer) as memory:
+        pass
+    return [*peaks, block, left, memory.live[Role.POOL]]
+
+
+def test_a_pool_is_booked_once_whoever_uses_it(pools: RankPools) -> None:
+    for plain, pooled, block, left, released in pools(2).run(moments_in_a_pool):
+        used = [pooled[role] for role in (Role.GATHERED, Role.GRAD_BUFFER, Role.POOL)]
+        assert sum(used) == block > 0
+        assert left == block
+        assert released == 0
+        for role in (Role.MAIN_WEIGHT, Role.MODEL_WEIGHT, Role.MAIN_GRAD, Role.OPTIMIZER):
+            assert pooled[role] == plain[role], role

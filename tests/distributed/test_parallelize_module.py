@@ -23,6 +23,7 @@ from megatron_fsdp_v2.optim import Muon
 from megatron_fsdp_v2.row_shards import TensorShard
 from megatron_fsdp_v2.tensor_parallel import REPLICATED, TensorParallelRule, tensor_shards
 from megatron_fsdp_v2.uneven_dtensor import UnevenDTensor
+from tests.distributed.checkpoint_trainings import digests
 from tests.distributed.tensor_parallel_models import (
     Language,
     assert_loads_everywhere,
@@ -34,7 +35,6 @@ from tests.distributed.tensor_parallel_models import (
     sharded,
     train,
 )
-from tests.distributed.test_checkpoint import _digests
 from tests.distributed.wrapping import STRATEGIES, said
 from tests.ranks import RankPools
 
@@ -107,7 +107,7 @@ def _saved(folder: str, shape: tuple[int, ...]) -> dict[str, str]:
     loaded = torch.load(f"{folder}/plain.pt", weights_only=True)
     for name, param in model.named_parameters():
         assert torch.equal(loaded[name], param.full_tensor()), name
-    return _digests(model, optimizer)
+    return digests(model, optimizer)
 
 
 def _loaded(folder: str, shape: tuple[int, ...], strategy: str) -> list[dict[str, str]]:
@@ -121,7 +121,7 @@ def _loaded(folder: str, shape: tuple[int, ...], strategy: str) -> list[dict[str
             weights, states = get_state_dict(model, optimizer)
             dcp.load({"model": weights, "optimizer": states}, checkpoint_id=f"{folder}/{kind}")
             set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
-        found.append(_digests(model, optimizer))
+        found.append(digests(model, optimizer))
     return found
 
 

@@ -22,6 +22,7 @@ from megatron_fsdp_v2.tensor_parallel import (
     TensorParallelRule,
     tensor_shards,
 )
+from tests.distributed.checkpoint_trainings import digests
 from tests.distributed.plain_parallel_model import CUT, RULES, WORDS, Column, parts, whole
 from tests.distributed.tensor_parallel_models import (
     assert_loads_everywhere,
@@ -29,7 +30,6 @@ from tests.distributed.tensor_parallel_models import (
     data_rank_of,
     mesh_with_tp,
 )
-from tests.distributed.test_checkpoint import _digests
 from tests.distributed.wrapping import STRATEGIES, said
 from tests.ranks import RankPools
 
@@ -122,7 +122,7 @@ def _saved(folder: str, shape: tuple[int, ...]) -> dict[str, str]:
     weights, states = get_state_dict(model, optimizer)
     weights = {name: value for name, value in weights.items() if "_extra_state" not in name}
     dcp.save({"model": weights, "optimizer": states}, checkpoint_id=f"{folder}/torch")
-    return _digests(model, optimizer)
+    return digests(model, optimizer)
 
 
 def _loaded(folder: str, shape: tuple[int, ...], strategy: str) -> list[dict[str, str]]:
@@ -138,7 +138,7 @@ def _loaded(folder: str, shape: tuple[int, ...], strategy: str) -> list[dict[str
             dcp.load({"model": weights, "optimizer": states}, checkpoint_id=f"{folder}/{kind}")
             weights |= extra
             set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
-        found.append(_digests(model, optimizer))
+        found.append(digests(model, optimizer))
     return found
 
 

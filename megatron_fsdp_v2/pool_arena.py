@@ -218,7 +218,13 @@ class PooledBuffer:
                 yield tensor
 
     def is_held(self) -> bool:
-        """Whether tensors other than those that move along refer to its memory."""
+        """Whether its content has to come back to where it is: autograd saved views of weights.
+
+        Nobody reads gradients after they were reduced, though a thread of gloo may still refer to
+        what it sent.
+        """
+        if not self.arena.kind.is_weight:
+            return False
         # One more reference is the storage object itself.
         known = 1 + sum(1 for _ in self.followers())
         return int(torch._C._storage_Use_Count(self.home.storage._cdata)) > known

@@ -23,6 +23,7 @@ def _run(module: str, *words: str) -> str:
     return done.stdout
 
 
+@pytest.mark.functional
 def test_the_benchmark_reports_a_ratio_for_every_contender(tmp_path: Path) -> None:
     sizes = ["--layers", "2", "--width", "8", "--rounds", "1", "--out", str(tmp_path)]
     shown = _run("benchmarks", *sizes)

@@ -161,6 +161,7 @@ def test_matrices_that_tensor_parallelism_cut_are_put_together(pools: RankPools)
 
 
 @pytest.mark.slow
+@pytest.mark.functional
 def test_eight_ranks_of_one_and_of_three_axes(pools: RankPools) -> None:
     _check(pools(8).run(update_errors, [Place((8,))], SPECS), EXACT)
     places = [

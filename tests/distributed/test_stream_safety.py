@@ -27,6 +27,7 @@ from tests.reference.training import train_sharded
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 MESHES = {"1-D": ((2,), "no_shard"), "HSDP": ((2, 2), "no_shard"), "HFSDP": ((2, 2), "optim")}
+SLOW = [pytest.mark.functional]
 POLICIES = {"fp32": MixedPrecisionPolicy(), "bf16": BF16}
 
 
@@ -107,7 +108,8 @@ def schedules_of(mesh_name: str, strategy: str, precision: str) -> list[dict[str
 @pytest.mark.parametrize(
     ("mesh_name", "strategy", "precision"),
     [
-        case
+        # Two axes are slow: the longer trainings have those that share most with one axis.
+        pytest.param(*case, marks=[] if case[0] == "1-D" or case[1] == STRATEGIES[-1] else SLOW)
         for case in itertools.product(MESHES, STRATEGIES, POLICIES)
         # An outer axis is sharded only where the inner one is; two axes are slow in one precision.
         if case[:2] != ("HFSDP", "no_shard") and not (case[0] != "1-D" and case[2] == "fp32")
@@ -262,7 +264,8 @@ def violations_of_patterns(gathers: bool) -> dict[str, tuple[int, list[str]]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gathers", [True, pytest.param(False, marks=pytest.mark.functional)])
+@pytest.mark.functional
+@pytest.mark.parametrize("gathers", [True, False])
 def test_no_pattern_of_the_parity_matrix_has_a_race(pools: RankPools, gathers: bool) -> None:
     for found in pools(2).run(violations_of_patterns, gathers):
         assert found.keys() == _strategies_of_patterns(gathers).keys()

@@ -14,7 +14,7 @@ TEXT_OPTION = --text "$(TEXT)"
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup pretrain test test-functional test-trainings lint test-gpu bench
+.PHONY: help setup pretrain test test-functional test-matrices test-trainings lint test-gpu bench
 
 help: ## list the targets and their variables
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -40,8 +40,11 @@ test: lint ## lint, then the tests and the quick rows of the functional matrix
 test-functional: setup ## the whole functional matrix against Megatron's own DDP
 	@$(PY) -m pytest functional_tests
 
-test-trainings: setup ## the longer trainings of the test suite: checkpoints, features, rehearsal
-	@$(PY) -m pytest -m functional tests
+test-matrices: setup ## every cell of the core's matrices: parity, trace pool, checkpoints, streams
+	@$(PY) -m pytest -m functional tests/parity tests/distributed tests/unit
+
+test-trainings: setup ## the longer trainings with Megatron: checkpoints, features, rehearsal
+	@$(PY) -m pytest -m functional tests/mcore
 
 lint: setup ## ruff, format check, type check, import layering
 	@$(PY) -m ruff check .

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,15 +15,16 @@ from megatron_fsdp_v2.allocator import PlainAllocator
 from megatron_fsdp_v2.comm import communicator_for
 from megatron_fsdp_v2.comm_interface import Axis
 from megatron_fsdp_v2.context import Context
+from megatron_fsdp_v2.dp_buffer import ShardGrid
 from megatron_fsdp_v2.dtensor_parts import tensor_shard_of
 from megatron_fsdp_v2.fsdp_module import FSDPModule, named_units, swap_class
 from megatron_fsdp_v2.hooks import install_hooks, watch_optimizers
 from megatron_fsdp_v2.layout import Granularity
-from megatron_fsdp_v2.layout_split import split_for_padding
+from megatron_fsdp_v2.layout_split import flat_buffers
 from megatron_fsdp_v2.materialise import materialise
 from megatron_fsdp_v2.mixed_precision import MixedPrecisionPolicy
 from megatron_fsdp_v2.param_group import GroupSpec, ParameterGroup
-from megatron_fsdp_v2.placement import Placement, resolve_placements
+from megatron_fsdp_v2.placement import resolve_placements
 from megatron_fsdp_v2.rank_checks import CheckRanks
 from megatron_fsdp_v2.registration import OwnedParameter, find_home
 from megatron_fsdp_v2.trace_pool import TracePoolAllocator
@@ -162,6 +161,13 @@ def fully_shard[ModuleT: nn.Module](
         max_live_grad_buffers=max_live_grad_buffers,
         check_ranks=checks,
     )
+    buffers = flat_buffers(
+        owned,
+        lambda parameter: (spec_of(parameter.param), parameter.is_separate and parameter.name),
+        lambda parameter: parameter.shape,
+        ShardGrid.of(axes, [p.main_weight for p in placements]).num_slices,
+        granularity,
+    )
     groups = [
         ParameterGroup(
             f"{type(module).__name__}/{number}",
@@ -174,7 +180,7 @@ def fully_shard[ModuleT: nn.Module](
             context.allocator,
             context.reductions.make_room,
         )
-        for number, (spec, members) in enumerate(_grouped(owned, spec_of, sizes))
+        for number, ((spec, _), members) in enumerate(buffers)
     ]
     for parameter, group, index in tied:
         for below, attribute in parameter.sites:
@@ -406,24 +412,3 @@ def _borrow(
         if group not in borrowed:
             borrowed.append(group)
     return borrowed
-
-
-def _grouped(
-    owned: Iterable[OwnedParameter],
-    spec_of: Callable[[nn.Parameter], GroupSpec],
-    sizes: Sequence[int],
-) -> Iterator[tuple[GroupSpec, list[OwnedParameter]]]:
-    """Parameters that share buffers, in order of first appearance.
-
-    Those that could are split where one buffer of all of them would be padded too much.
-    """
-    groups: dict[tuple[GroupSpec, int], list[OwnedParameter]] = {}
-    for parameter in owned:
-        apart = id(parameter) if parameter.is_separate else 0
-        groups.setdefault((spec_of(parameter.param), apart), []).append(parameter)
-    for (spec, _), members in groups.items():
-        cut = [p.main_weight is Placement.SHARD for p in spec.placements]
-        num_slices = math.prod(itertools.compress(sizes, cut))
-        shapes = [member.shape for member in members]
-        for indices in split_for_padding(shapes, num_slices, spec.granularity):
-            yield spec, [members[index] for index in indices]

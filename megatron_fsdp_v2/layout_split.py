@@ -16,13 +16,13 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
 from megatron_fsdp_v2.layout import BufferLayout, Granularity, admissible_slice, smallest_slice
 
-__all__ = ["split_for_padding"]
+__all__ = ["flat_buffers", "split_for_padding"]
 
 _Counts = tuple[int, ...]
 """A buffer: how many parameters of each kind it holds."""
@@ -43,6 +43,32 @@ _MAX_KINDS = 24
 
 _STEPS = 3
 """Slice sizes at which moving parameters to another buffer is considered."""
+
+
+def flat_buffers[ItemT, KeyT: Hashable](
+    items: Iterable[ItemT],
+    key_of: Callable[[ItemT], KeyT],
+    shape_of: Callable[[ItemT], Sequence[int]],
+    num_shards: int,
+    granularity: Granularity,
+) -> Iterator[tuple[KeyT, list[ItemT]]]:
+    """Which parameters of a unit share a flat buffer, in the order of their first appearance.
+
+    Those with one key could; they are split where one buffer of them would be padded too much.
+
+    Args:
+        items: The parameters, or whatever stands for them.
+        key_of: What parameters of one buffer have in common.
+        shape_of: Their shapes.
+        num_shards: Slices of each flat buffer.
+        granularity: What must not be cut.
+    """
+    alike: dict[KeyT, list[ItemT]] = {}
+    for item in items:
+        alike.setdefault(key_of(item), []).append(item)
+    for key, members in alike.items():
+        for indices in split_for_padding(map(shape_of, members), num_shards, granularity):
+            yield key, [members[index] for index in indices]
 
 
 def split_for_padding(

@@ -15,7 +15,7 @@ import torch
 from megatron_fsdp_v2.comm_interface import Axis
 from megatron_fsdp_v2.dp_buffer import ShardGrid
 from megatron_fsdp_v2.layout import BufferLayout, Granularity
-from megatron_fsdp_v2.layout_split import split_for_padding
+from megatron_fsdp_v2.layout_split import flat_buffers
 from megatron_fsdp_v2.memory_bound import GroupBytes
 from megatron_fsdp_v2.mixed_precision import GroupDtypes, MixedPrecisionPolicy
 from megatron_fsdp_v2.placement import AxisPlacements, Placement, resolve_placements
@@ -192,20 +192,25 @@ def _groups(
     Names play no part in a layout; they are in the key all the same, as units that are alike
     name their parameters alike.
     """
-    alike: dict[Any, list[ParameterDescription]] = {}
-    for index, param in enumerate(params):
-        key = (policy.resolve(param.dtype), param.requires_grad, index if param.is_separate else -1)
-        alike.setdefault(key, []).append(param)
     num_slices = _grid(sizes, placements).num_slices
+    found = flat_buffers(
+        params,
+        lambda param: (
+            policy.resolve(param.dtype),
+            param.requires_grad,
+            param.is_separate and param.name,
+        ),
+        lambda param: param.shape,
+        num_slices,
+        granularity,
+    )
     groups = []
-    for (dtypes, requires_grad, _), members in alike.items():
-        shapes = [member.shape for member in members]
-        for indices in split_for_padding(shapes, num_slices, granularity):
-            chosen = tuple(members[index] for index in indices)
-            layout = BufferLayout.plan([p.shape for p in chosen], num_slices, granularity)
-            groups.append(
-                PlannedGroup(chosen, layout, placements, sizes, dtypes, requires_grad, on_cpu)
-            )
+    for (dtypes, requires_grad, _), members in found:
+        layout = BufferLayout.plan([p.shape for p in members], num_slices, granularity)
+        chosen = tuple(members)
+        groups.append(
+            PlannedGroup(chosen, layout, placements, sizes, dtypes, requires_grad, on_cpu)
+        )
     return tuple(groups)
 
 

@@ -148,10 +148,7 @@ def fully_shard[ModuleT: nn.Module](
         _describe_tensor_shard(parameter, mesh, tensor_shards or {})
     borrowed = _borrow(tied, spec_of, mesh)
     _check_at_rest(module)
-    axes = [
-        Axis(mesh.get_group(axis), mesh.size(axis), mesh.get_local_rank(axis))
-        for axis in range(mesh.ndim)
-    ]
+    axes = _axes_of(mesh)
     materialise(owned, list(_own_modules(module)), device, axes, param_init_fn)
     context: Context[Unit] = Context(
         communicator_for(device),
@@ -161,27 +158,7 @@ def fully_shard[ModuleT: nn.Module](
         max_live_grad_buffers=max_live_grad_buffers,
         check_ranks=checks,
     )
-    buffers = flat_buffers(
-        owned,
-        lambda parameter: (spec_of(parameter.param), parameter.is_separate and parameter.name),
-        lambda parameter: parameter.shape,
-        ShardGrid.of(axes, [p.main_weight for p in placements]).num_slices,
-        granularity,
-    )
-    groups = [
-        ParameterGroup(
-            f"{type(module).__name__}/{number}",
-            members,
-            spec,
-            mesh,
-            axes,
-            device,
-            context.communicator,
-            context.allocator,
-            context.reductions.make_room,
-        )
-        for number, ((spec, _), members) in enumerate(buffers)
-    ]
+    groups = _make_groups(type(module).__name__, owned, spec_of, mesh, axes, device, context)
     for parameter, group, index in tied:
         for below, attribute in parameter.sites:
             group.registrations.add(index, below, attribute)
@@ -195,6 +172,43 @@ def fully_shard[ModuleT: nn.Module](
     _join(module, context)
     watch_optimizers(context)
     return module
+
+
+def _make_groups(
+    name: str,
+    owned: Sequence[OwnedParameter],
+    spec_of: Callable[[nn.Parameter], GroupSpec],
+    mesh: DeviceMesh,
+    axes: Sequence[Axis],
+    device: torch.device,
+    context: Context[Unit],
+) -> list[ParameterGroup]:
+    """The parameter groups of a unit: those that are alike, in flat buffers of little padding."""
+    if not owned:
+        return []
+    # Placements and granularity are those of the whole unit.
+    unit = spec_of(owned[0].param)
+    buffers = flat_buffers(
+        owned,
+        lambda parameter: (spec_of(parameter.param), parameter.is_separate and parameter.name),
+        lambda parameter: parameter.shape,
+        ShardGrid.of(axes, [p.main_weight for p in unit.placements]).num_slices,
+        unit.granularity,
+    )
+    return [
+        ParameterGroup(
+            f"{name}/{number}",
+            members,
+            spec,
+            mesh,
+            axes,
+            device,
+            context.communicator,
+            context.allocator,
+            context.reductions.make_room,
+        )
+        for number, ((spec, _), members) in enumerate(buffers)
+    ]
 
 
 def _join(root: nn.Module, context: Context[Unit]) -> None:
@@ -273,6 +287,13 @@ def _check_at_least_one(name: str, value: int) -> None:
 
 def _has_forward(module: nn.Module) -> bool:
     return type(module).forward not in (nn.ModuleList.forward, nn.ModuleDict.forward)
+
+
+def _axes_of(mesh: DeviceMesh) -> list[Axis]:
+    return [
+        Axis(mesh.get_group(axis), mesh.size(axis), mesh.get_local_rank(axis))
+        for axis in range(mesh.ndim)
+    ]
 
 
 def _device_of(mesh: DeviceMesh) -> torch.device:

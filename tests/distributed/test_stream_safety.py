@@ -28,6 +28,7 @@ from tests.reference.training import train_sharded
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 MESHES = {"1-D": ((2,), "no_shard"), "HSDP": ((2, 2), "no_shard"), "HFSDP": ((2, 2), "optim")}
 SLOW = [pytest.mark.functional]
+QUICK = ("1-D", "bf16")
 POLICIES = {"fp32": MixedPrecisionPolicy(), "bf16": BF16}
 
 
@@ -108,8 +109,8 @@ def schedules_of(mesh_name: str, strategy: str, precision: str) -> list[dict[str
 @pytest.mark.parametrize(
     ("mesh_name", "strategy", "precision"),
     [
-        # Two axes are slow: the longer trainings have those that share most with one axis.
-        pytest.param(*case, marks=[] if case[0] == "1-D" or case[1] == STRATEGIES[-1] else SLOW)
+        # What shares most with another case is for longer runs.
+        pytest.param(*case, marks=SLOW if case[1] != STRATEGIES[-1] and case[::2] != QUICK else [])
         for case in itertools.product(MESHES, STRATEGIES, POLICIES)
         # An outer axis is sharded only where the inner one is; two axes are slow in one precision.
         if case[:2] != ("HFSDP", "no_shard") and not (case[0] != "1-D" and case[2] == "fp32")

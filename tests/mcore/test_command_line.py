@@ -77,7 +77,7 @@ def test_without_our_flags_the_command_trains_megatrons_ddp(
 @pytest.mark.parametrize(
     "own_flags",
     [
-        pytest.param([], id="by-config"),
+        pytest.param([], id="by-config", marks=pytest.mark.functional),
         pytest.param(["--by-provider"], id="by-provider", marks=pytest.mark.functional),
     ],
 )

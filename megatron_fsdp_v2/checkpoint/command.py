@@ -13,9 +13,10 @@ import torch
 
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError
 from megatron_fsdp_v2.checkpoint.exporting import MAX_SHARD_BYTES, Exported, convert, export
-from megatron_fsdp_v2.checkpoint.inspecting import inspect, readable_size, tree
+from megatron_fsdp_v2.checkpoint.inspecting import inspect, tree
 from megatron_fsdp_v2.checkpoint.plain_tensors import DTYPES, Progress
 from megatron_fsdp_v2.checkpoint.verifying import verify
+from megatron_fsdp_v2.readable import readable_size
 
 __all__ = ["command"]
 

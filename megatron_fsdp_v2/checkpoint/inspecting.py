@@ -14,8 +14,9 @@ from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder
 from megatron_fsdp_v2.checkpoint.manifest import FORMAT_VERSION
 from megatron_fsdp_v2.checkpoint.model_tensors import natural_order
 from megatron_fsdp_v2.checkpoint.plain_tensors import PlainTensor
+from megatron_fsdp_v2.readable import readable_size
 
-__all__ = ["Contents", "inspect", "readable_size", "tree"]
+__all__ = ["Contents", "inspect", "tree"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,16 +106,6 @@ def inspect(path: str | Path) -> Contents:
             "files": len(folder.manifest.files),
         }
     return Contents(path, tensors, chunks, objects, manifest)
-
-
-def readable_size(nbytes: int) -> str:
-    """A number of bytes with its unit."""
-    size, unit = float(nbytes), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if size < 1024:
-            break
-        size, unit = size / 1024, larger
-    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
 
 
 @dataclass(slots=True)

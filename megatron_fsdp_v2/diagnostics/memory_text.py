@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from megatron_fsdp_v2.diagnostics.memory_ledger import Moment, Role
 from megatron_fsdp_v2.diagnostics.walk import ROOT
 from megatron_fsdp_v2.memory_bound import PeakBytes
+from megatron_fsdp_v2.readable import readable_size
 
-__all__ = ["MemoryText", "bytes_text", "place", "render_memory"]
+__all__ = ["MemoryText", "place", "render_memory"]
 
 MAX_UNITS = 12
 _OF_UNIT = (Role.GATHERED, Role.GRAD_BUFFER, Role.COMMUNICATION, Role.ACTIVATIONS)
@@ -41,15 +42,15 @@ def render_memory(memory: MemoryText) -> str:
     peak, bound = memory.peak, memory.bound
     share = 100.0 * peak.total / bound.total if bound.total else 100.0
     lines = [
-        f"Peak {bytes_text(peak.total)} on this rank, {place(peak)}; "
-        f"the bound is {bytes_text(bound.total)} ({share:.1f}% of it reached).",
+        f"Peak {_size(peak.total)} on this rank, {place(peak)}; "
+        f"the bound is {_size(bound.total)} ({share:.1f}% of it reached).",
         "",
         *_by_role(memory),
         "",
         *_by_unit(memory),
     ]
     if memory.allocated is not None:
-        lines += ["", f"Peak by torch.cuda.max_memory_allocated: {bytes_text(memory.allocated)}."]
+        lines += ["", f"Peak by torch.cuda.max_memory_allocated: {_size(memory.allocated)}."]
     return "\n".join(lines)
 
 
@@ -67,11 +68,11 @@ def _by_role(memory: MemoryText) -> list[str]:
     for role in Role:
         numbers = (memory.peak.of_role(role), memory.role_peaks[role], memory.live[role])
         if any(numbers):
-            limit = bytes_text(limits[role]) if role in limits else ""
-            rows.append((role.value, bytes_text(numbers[0]), limit, *map(bytes_text, numbers[1:])))
+            limit = _size(limits[role]) if role in limits else ""
+            rows.append((role.value, _size(numbers[0]), limit, *map(_size, numbers[1:])))
     totals = (memory.peak.total, memory.bound.total)
-    ending = bytes_text(sum(memory.live.values()))
-    rows.append(("total", *map(bytes_text, totals), "", ending))
+    ending = _size(sum(memory.live.values()))
+    rows.append(("total", *map(_size, totals), "", ending))
     return _aligned(rows)
 
 
@@ -87,7 +88,7 @@ def _by_unit(memory: MemoryText) -> list[str]:
         found = at_peak[unit]
         resting = sum(found.values()) - temporary[unit]
         numbers = (resting, *(found.get(role, 0) for role in _OF_UNIT), memory.unit_peaks[unit])
-        rows.append((unit or ROOT, *(bytes_text(n) if n else "-" for n in numbers)))
+        rows.append((unit or ROOT, *(_size(n) if n else "-" for n in numbers)))
     left = len(units) - MAX_UNITS
     return _aligned(rows) + ([f"and {left} units more"] if left > 0 else [])
 
@@ -99,13 +100,8 @@ def place(moment: Moment) -> str:
     return f"at: {moment.phase}"
 
 
-def bytes_text(number: float) -> str:
-    """A number of bytes with about four digits."""
-    suffixes = ["B", "KiB", "MiB", "GiB", "TiB"]
-    while abs(number) >= 1024 and len(suffixes) > 1:
-        number /= 1024
-        del suffixes[0]
-    return f"{number:.0f} B" if suffixes[0] == "B" else f"{number:.2f} {suffixes[0]}"
+def _size(nbytes: float) -> str:
+    return readable_size(nbytes, digits=2)
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:

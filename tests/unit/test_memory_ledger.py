@@ -11,8 +11,8 @@ import pytest
 
 from megatron_fsdp_v2.diagnostics.memory_ledger import Account, Ledger, Role
 from megatron_fsdp_v2.diagnostics.memory_plot import plot_moments
-from megatron_fsdp_v2.diagnostics.memory_text import bytes_text
 from megatron_fsdp_v2.memory_bound import UnitBytes, peak_bytes
+from megatron_fsdp_v2.readable import readable_size
 
 FIRST = Account(Role.GATHERED, "first")
 SECOND = Account(Role.GATHERED, "second")
@@ -64,7 +64,7 @@ def test_a_peak_that_lasts_is_seen_while_it_lasts() -> None:
 def test_bytes_are_written_with_a_unit_that_fits() -> None:
     numbers = (0, 1023, 1024, 1536 * 1024, 3 << 30, 5 << 40, 5000 << 40)
     texts = ["0 B", "1023 B", "1.00 KiB", "1.50 MiB", "3.00 GiB", "5.00 TiB", "5000.00 TiB"]
-    assert [bytes_text(number) for number in numbers] == texts
+    assert [readable_size(number, digits=2) for number in numbers] == texts
 
 
 def test_a_picture_is_drawn_and_without_matplotlib_refused(

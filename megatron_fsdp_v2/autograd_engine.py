@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, Protocol, override
 
 import torch
@@ -126,15 +127,78 @@ def watch_inputs(watcher: _Watcher, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 
 def watch_outputs(watcher: _Watcher, output: Any) -> None:
-    """Have `pre_backward` called when the first gradient reaches one of the outputs."""
+    """Have `pre_backward` called when the first gradient reaches one of the outputs.
 
+    Outputs are searched more widely than inputs: nothing is rebuilt here, and a tensor that is
+    missed would be computed with after the weights are gone.
+    """
+    for tensor in _tensors_within(output):
+        if not tensor.requires_grad:
+            continue
+        # What a unit hands on from one inside it is watched for both, and torch calls hooks in the
+        # order they were made: then whose backward comes first would depend on what a rank ran.
+        known: tuple[int, list[_Watcher]] | None = getattr(tensor, _WATCHERS, None)
+        if known is not None and known[0] == tensor._version:
+            known[1].append(watcher)
+            continue
+        watchers = [watcher]
+        setattr(tensor, _WATCHERS, (tensor._version, watchers))
+        tensor.register_hook(_outermost_first(watchers))  # type: ignore[no-untyped-call]
+
+
+_WATCHERS = "_watchers_of_backward"
+
+
+def _outermost_first(watchers: list[_Watcher]) -> Callable[[torch.Tensor], None]:
     def hook(grad: torch.Tensor) -> None:
         del grad
-        watcher.pre_backward()
+        for watcher in reversed(watchers):
+            watcher.pre_backward()
 
-    def watch(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.requires_grad:
-            tensor.register_hook(hook)  # type: ignore[no-untyped-call]
-        return tensor
+    return hook
 
-    map_tensors(watch, output)
+
+def _tensors_within(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in containers, dataclasses and attributes of plain objects, each once."""
+    seen: set[int] = set()
+    left = [value]
+    while left:
+        item = left.pop()
+        if item is None or id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, torch.Tensor):
+            yield item
+            continue
+        if isinstance(item, _LEAVES):
+            continue
+        if isinstance(item, Mapping):
+            left += item.values()
+        elif isinstance(item, Sequence | Set):
+            left += item
+        # A container may have attributes as well, such as the output classes of model libraries.
+        left += getattr(item, "__dict__", {}).values()
+        for cls in type(item).__mro__:
+            slots = cls.__dict__.get("__slots__", ())
+            names = (slots,) if isinstance(slots, str) else slots
+            left += [getattr(item, name) for name in names if hasattr(item, name)]
+
+
+# What holds no outputs, and would lead into everything else.
+_LEAVES = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type,
+    torch.nn.Module,
+    torch.dtype,
+    torch.device,
+    torch.Size,
+    types.ModuleType,
+    types.FunctionType,
+    types.MethodType,
+    types.BuiltinFunctionType,
+)

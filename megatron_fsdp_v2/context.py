@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol, Self
 
-from megatron_fsdp_v2.reduction_queue import ReductionQueue, Turns, TurnTaker
+from megatron_fsdp_v2.reduction_queue import ReductionQueue, RootPass, Turns
 
 if TYPE_CHECKING:
     from megatron_fsdp_v2.allocator import Allocator
@@ -17,8 +17,13 @@ if TYPE_CHECKING:
 __all__ = ["Context", "ExecutionOrder"]
 
 
-class Reshardable(TurnTaker, Protocol):
+class Reshardable(Protocol):
     """What the context needs to know of a unit."""
+
+    @property
+    def is_expected_back(self) -> bool:
+        """Whether its backward is under way or still to come, after a forward of this rank."""
+        ...
 
     @property
     def is_unsharded(self) -> bool:
@@ -100,9 +105,10 @@ class Context[UnitT: Reshardable]:
         forward_order: Order of forwards in this pass and the last.
         backward_order: Order of forwards in this pass, which the backward reverses.
         reductions: Gradient reductions under way.
-        turns: Order of reductions where ranks may run different units; None where they may not.
+        turns: When units are reduced in a backward; None where nothing is communicated.
         weights_epoch: Counts events after which main weights may have changed.
-        finalizer_queued: Whether the end of the running backward is taken care of.
+        root_pass: The root's latest forward that is no recomputation.
+        backward_pass: The forward whose backward is under way, or was the last.
         has_unsynced: Whether a backward left gradients to be synchronised.
         pass_has_grad: Whether the latest forward of the root was made for a backward.
         is_checked: Whether ranks have compared what they sharded.
@@ -128,7 +134,8 @@ class Context[UnitT: Reshardable]:
         self.reductions = ReductionQueue(max_live_grad_buffers)
         self.turns: Turns[UnitT] | None = None
         self.weights_epoch = 0
-        self.finalizer_queued = False
+        self.root_pass: RootPass[UnitT] = RootPass()
+        self.backward_pass = self.root_pass
         self.has_unsynced = False
         self.pass_has_grad = False
         self.is_checked = False
@@ -137,18 +144,25 @@ class Context[UnitT: Reshardable]:
         self._requested: list[weakref.ref[UnitT]] = []
         self._recomputed: deque[weakref.ref[UnitT]] = deque()
         self._in_backward: weakref.ref[UnitT] | None = None
+        self._end_of_backward: weakref.ref[object] | None = None
 
-    def set_units(self, units: Sequence[UnitT], *, takes_turns: bool) -> None:
+    def set_units(self, units: Sequence[UnitT], *, spread: bool, may_differ: bool) -> None:
         """Register the units, parents before children as `modules()` lists them.
 
         Units hold the context; the context holds units weakly.
 
         Args:
             units: All units under the root, the root's own first.
-            takes_turns: Whether ranks may run different units.
+            spread: Whether there is more than one rank.
+            may_differ: Whether ranks may run different units.
         """
         self._units = [weakref.ref(unit) for unit in units]
-        self.turns = Turns(list(reversed(units))) if takes_turns else None
+        self.turns = Turns(list(reversed(units)), in_order=may_differ) if spread else None
+
+    @property
+    def ranks_may_differ(self) -> bool:
+        """Whether another rank may run other units than this one."""
+        return self.turns is not None and self.turns.in_order
 
     def units(self) -> list[UnitT]:
         """Live units, parents before children."""
@@ -157,6 +171,7 @@ class Context[UnitT: Reshardable]:
     def begin_forward(self, *, has_grad: bool) -> None:
         """Note that the root's forward starts (not a recomputation)."""
         self.pass_has_grad = has_grad
+        self.root_pass = RootPass()
         self.allocator.begin_pass(
             "forward" if has_grad else "evaluation", is_quiet=self._is_quiet()
         )
@@ -176,12 +191,39 @@ class Context[UnitT: Reshardable]:
         root = self._units[0]() if self._units else None
         return root is None or not root.is_expected_back
 
-    def begin_backward(self) -> None:
-        """Note that a backward starts."""
-        self.finalizer_queued = True
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether a backward is under way, as far as known: one that failed may look like it."""
+        return self._end_of_backward is not None
+
+    @property
+    def backward_failed(self) -> bool:
+        """Whether the latest backward ended in an exception.
+
+        The engine drops the callback that was to finish it together with the failed graph task.
+        """
+        return self._end_of_backward is not None and self._end_of_backward() is None
+
+    def begin_backward(self, passed: RootPass[UnitT], end_of_backward: object) -> None:
+        """Note that a backward starts.
+
+        Args:
+            passed: The forward that it is of.
+            end_of_backward: The callback that the engine runs at its end, and nobody else holds.
+        """
+        self._end_of_backward = weakref.ref(end_of_backward)
         self.backward_order.begin_reversed()
+        self.begin_turns(passed)
+
+    def begin_turns(self, passed: RootPass[UnitT]) -> None:
+        """Start a new round of reductions, of the units of one forward."""
+        self.backward_pass = passed
         if self.turns is not None:
-            self.turns.begin()
+            self.turns.begin(passed)
+
+    def forget_backward(self) -> None:
+        """No backward is under way any more."""
+        self._end_of_backward = None
 
     def prefetch(self, units: Sequence[UnitT]) -> None:
         """Start gathering units ahead of their use, because they came next the last time."""
@@ -226,9 +268,9 @@ class Context[UnitT: Reshardable]:
         self._prefetched.clear()
         self._requested = []
 
-    def make_room_for_recomputed(self, unit: UnitT) -> None:
+    def _make_room_for_recomputed(self, unit: UnitT) -> None:
         """Drop the oldest recomputed units that are in the way of one more."""
-        waiting = [ref for ref in self._recomputed if ref() is not unit]
+        waiting = list(self._recomputed)
         current = None if self._in_backward is None else self._in_backward()
         # A region is recomputed for a unit whose backward has begun, and which is gathered too.
         is_for_another = (
@@ -243,6 +285,11 @@ class Context[UnitT: Reshardable]:
             oldest = ref()
             if oldest is not None:
                 oldest.reshard()
+
+    def recompute(self, unit: UnitT) -> None:
+        """A unit is about to be recomputed: make room, and see that nobody drops it meanwhile."""
+        self._drop_recomputed(unit)
+        self._make_room_for_recomputed(unit)
 
     def keep_recomputed(self, unit: UnitT) -> None:
         """Leave a recomputed unit gathered for its backward."""

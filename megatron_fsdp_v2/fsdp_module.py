@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast, override
 from torch import nn
 
 from megatron_fsdp_v2.trace_pool import TracePoolAllocator
-from megatron_fsdp_v2.unit import synchronise_gradients
+from megatron_fsdp_v2.unit import bring_to_rest, synchronise_gradients
 
 if TYPE_CHECKING:
     from megatron_fsdp_v2.unit import Unit
 
-__all__ = ["FSDPModule", "named_units", "swap_class", "unit_of"]
+__all__ = ["FSDPModule", "named_units", "rest", "swap_class", "unit_of"]
 
 
 class FSDPModule:
@@ -185,6 +185,17 @@ def named_units(root: object) -> list[tuple[str, Unit]]:
         for name, module in cast(nn.Module, root).named_modules()
         if isinstance(module, FSDPModule)
     ]
+
+
+def rest(root: nn.Module) -> None:
+    """Have every module below hold its sharded parameters, whatever ran or failed before.
+
+    No communication but waiting for what is under way. Nothing happens to modules without units.
+
+    Raises:
+        RuntimeError: A backward is under way.
+    """
+    bring_to_rest([unit for _, unit in named_units(root)])
 
 
 def _units(module: FSDPModule, *, recurse: bool = True) -> list[Unit]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -205,7 +207,6 @@ def _make_groups(
             device,
             context.communicator,
             context.allocator,
-            context.reductions.make_room,
         )
         for number, ((spec, _), members) in enumerate(buffers)
     ]
@@ -219,11 +220,12 @@ def _join(root: nn.Module, context: Context[Unit]) -> None:
         _share_pool(context.allocator, unit.context.allocator)
         unit.context, unit.is_root, unit.fqn = context, not name, name
         for number, group in enumerate(unit.groups):
-            group.make_room = context.reductions.make_room
+            group.watcher = weakref.ref(unit)
             group.rename(f"{name or unit.class_name}/{number}")
     _note_empty_ranks([group for unit in units for group in unit.groups if group.grads])
     spread = any(axis.size > 1 for u in units for group in u.groups for axis in group.axes)
-    context.set_units(units, takes_turns=spread and all(unit.skips_safely for unit in units))
+    may_differ = all(unit.skips_safely for unit in units)
+    context.set_units(units, spread=spread, may_differ=may_differ)
 
 
 def _share_pool(allocator: Allocator, other: Allocator) -> None:
@@ -347,12 +349,29 @@ def _owned_parameters(
     owned, tied = [], []
     for parameter in found.values():
         home = find_home(parameter.param)
+        shared = _owner_of(parameter.param, module)
         if home is not None:
             tied.append((parameter, home[0], home[1].index))
+        elif shared is not None:
+            tied.append((parameter, *shared))
         else:
             _check_parameter(parameter.name, parameter.param, device)
             owned.append(parameter)
     return owned, tied
+
+
+def _owner_of(param: nn.Parameter, module: nn.Module) -> tuple[ParameterGroup, int] | None:
+    """Who sharded a parameter that a module shares with a unit beside it, and its index there.
+
+    None for one that is not sharded, or by a unit that contains the module: that is a mistake.
+    """
+    if not isinstance(param, UnevenDTensor):
+        return None
+    group = param.row_shards.holders.group()
+    owner = None if group is None else group.watcher().module()
+    if owner is None or any(below is module for below in owner.modules()):
+        return None
+    return group, next(i for i, known in enumerate(group.sharded_params) if known is param)
 
 
 def _check_parameter(name: str, param: nn.Parameter, device: torch.device) -> None:
@@ -360,6 +379,11 @@ def _check_parameter(name: str, param: nn.Parameter, device: torch.device) -> No
         raise ValueError(
             f"parameter {name} is sharded already, by a unit that contains it; wrap inner units "
             "before outer ones"
+        )
+    if param.numel() == 0 and param.shape[:1] != (0,):
+        raise ValueError(
+            f"parameter {name} of shape {tuple(param.shape)} has rows without elements, which "
+            "cannot be sharded; leave it out with ignored_params, or make it of shape (0,)"
         )
     if param.dim() == 0:
         raise ValueError(
@@ -423,7 +447,11 @@ def _borrow(
     borrowed: list[ParameterGroup] = []
     for parameter, group, index in tied:
         where = f"parameter {parameter.name} is tied to {group.names[index]} of {group.name}"
-        if group.mesh != mesh or group.spec != spec_of(parameter.param):
+        # The dtype of a parameter that is sharded already is that of its main weights.
+        spec = dataclasses.replace(spec_of(parameter.param), dtypes=group.spec.dtypes)
+        if not isinstance(parameter.param, UnevenDTensor):
+            spec = spec_of(parameter.param)
+        if group.mesh != mesh or group.spec != spec:
             raise ValueError(
                 f"{where}, which was sharded with another mesh, strategy, granularity, scaling or "
                 "precision; use the same for both"

@@ -11,7 +11,7 @@ from torch import nn
 
 from megatron_fsdp_v2.autograd_engine import in_backward
 
-__all__ = ["GatheredParameter"]
+__all__ = ["GatheredParameter", "gathered_name", "mark_gathered"]
 
 
 class _GradientHome(Protocol):
@@ -24,6 +24,27 @@ class _GradientHome(Protocol):
     def has_grad(self, index: int) -> bool:
         """Whether something is in that view already."""
         ...
+
+    def label(self, index: int) -> str:
+        """What to call that parameter in a message."""
+        ...
+
+
+def mark_gathered(param: torch.Tensor, home: _GradientHome, index: int) -> None:
+    """Note on what a module computes with which group it belongs to, and where in it."""
+    # Weak, or parameter -> group -> parameter would outlive the model.
+    param._home = (weakref.ref(home), index)  # type: ignore[attr-defined]
+
+
+def gathered_name(param: torch.Tensor) -> str | None:
+    """The name of what a parameter is the gathered weights of; None for any other tensor."""
+    group, index = getattr(param, "_home", (_nothing, 0))
+    home: _GradientHome | None = group()
+    return None if home is None else home.label(index)
+
+
+def _nothing() -> None:
+    """The home of a tensor that has none."""
 
 
 class GatheredParameter(nn.Parameter):
@@ -47,8 +68,7 @@ class GatheredParameter(nn.Parameter):
     ) -> GatheredParameter:
         """Make the parameter for a view of the gathered buffer."""
         param = GatheredParameter(view, requires_grad=requires_grad)
-        # Weak, or parameter -> group -> parameter would outlive the model.
-        param._home = (weakref.ref(home), index)
+        mark_gathered(param, home, index)
         return param
 
     def get_main_grad(self) -> torch.Tensor:

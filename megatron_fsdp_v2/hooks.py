@@ -12,6 +12,7 @@ from torch.optim.optimizer import (
 )
 
 from megatron_fsdp_v2.fsdp_module import unit_of
+from megatron_fsdp_v2.gathered_parameter import gathered_name
 from megatron_fsdp_v2.optimizer_state import watch_state
 from megatron_fsdp_v2.registration import find_home, num_retired
 from megatron_fsdp_v2.uneven_dtensor import UnevenDTensor
@@ -124,6 +125,13 @@ class _OptimizerWatch:
 
 def _check_is_current(param: Any) -> None:
     """Refuse to step a tensor that a model no longer computes with."""
+    name = gathered_name(param)
+    if name is not None:
+        raise RuntimeError(
+            f"the optimizer holds the gathered weights of {name}, which no gradient reaches; it "
+            "was built while they stood in place of the sharded ones, such as between a forward "
+            "and its backward. Call reshard() on the model, then build it from model.parameters()"
+        )
     found = find_home(param)
     if found is None:
         return

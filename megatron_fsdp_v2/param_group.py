@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 from torch import nn
@@ -14,12 +14,18 @@ from torch import nn
 from megatron_fsdp_v2.carried_attributes import carry_attributes
 from megatron_fsdp_v2.dp_buffer import DataParallelBuffer, ShardGrid
 from megatron_fsdp_v2.dtensor_parts import part_of
-from megatron_fsdp_v2.gathered_parameter import GatheredParameter
+from megatron_fsdp_v2.gathered_parameter import GatheredParameter, mark_gathered
 from megatron_fsdp_v2.group_grads import GroupGrads
 from megatron_fsdp_v2.group_weights import GroupWeights
 from megatron_fsdp_v2.layout import BufferLayout, Granularity
 from megatron_fsdp_v2.mixed_precision import GroupDtypes
-from megatron_fsdp_v2.registration import OwnedParameter, Registrations, find_home, retire
+from megatron_fsdp_v2.registration import (
+    OwnedParameter,
+    Registrations,
+    find_home,
+    in_functional_call,
+    retire,
+)
 from megatron_fsdp_v2.row_shards import Holders
 from megatron_fsdp_v2.sharded_grads import ShardedGrads
 from megatron_fsdp_v2.uneven_dtensor import UnevenDTensor, local_of, plain_attributes
@@ -57,6 +63,18 @@ class GroupSpec:
     reduces: bool = True
 
 
+class GradientWatcher(Protocol):
+    """The unit that owns a group, as far as the group's gradients concern it."""
+
+    def before_gradient(self, group: ParameterGroup) -> None:
+        """Called for every gradient that arrives, before it is collected."""
+        ...
+
+    def make_room(self, group: ParameterGroup) -> None:
+        """Called before the full gradient buffer is given memory."""
+        ...
+
+
 class ParameterGroup:
     """Parameters of one unit that share dtypes, `requires_grad` and mesh.
 
@@ -83,7 +101,7 @@ class ParameterGroup:
         unsharded_params: What modules compute with, likewise: plain parameters, or DTensors over
             the tensor-parallel mesh where they were DTensors before.
         registrations: Where the parameters are registered.
-        make_room: Called before the full gradient buffer is given memory.
+        watcher: The unit that owns the group, weakly; set when it is made.
     """
 
     def __init__(
@@ -96,10 +114,9 @@ class ParameterGroup:
         device: torch.device,
         communicator: Communicator,
         allocator: Allocator,
-        make_room: Callable[[ParameterGroup], None],
     ) -> None:
         self.name = name
-        self.make_room = make_room
+        self.watcher: Callable[[], GradientWatcher | None] = _nobody
         self.names = [p.name for p in owned]
         self.spec = spec
         grid = ShardGrid.of(axes, [p.main_weight for p in spec.placements])
@@ -133,6 +150,7 @@ class ParameterGroup:
         if spec.requires_grad:
             self.grads, self.param_grads = make_grads()
         self.unsharded_params = [self._unsharded(index) for index in range(len(owned))]
+        self._trained = [param.requires_grad for param in self.unsharded_params]
         self._num_holders = 0
         self._gathering: Ticket | None = None
         self._refreshing: Ticket | None = None
@@ -153,10 +171,14 @@ class ParameterGroup:
 
     def name_of(self, param: nn.Parameter) -> str:
         """What to call a parameter in a message: its name, and the group's."""
-        for name, known in zip(self.names, self.sharded_params, strict=True):
+        for index, known in enumerate(self.sharded_params):
             if known is param:
-                return f"{name} of {self.name}"
+                return self.label(index)
         return f"a parameter of {self.name}"
+
+    def label(self, index: int) -> str:
+        """What to call one of the parameters in a message."""
+        return f"{self.names[index]} of {self.name}"
 
     @property
     def main_weight(self) -> DataParallelBuffer:
@@ -201,6 +223,7 @@ class ParameterGroup:
             param: nn.Parameter = GatheredParameter.of(view, self.spec.requires_grad, self, index)
         else:
             param = nn.Parameter(dtensor.whole(view), requires_grad=self.spec.requires_grad)
+            mark_gathered(param, self, index)
         # A DTensor has no memory but its part's.
         self.weights.gathered.follow(param if dtensor is None else local_of(param))
         carry_attributes(self.sharded_params[index], param)
@@ -230,6 +253,11 @@ class ParameterGroup:
         """Whether a unit has gathered weights installed, or on their way."""
         return self._num_holders > 0
 
+    @property
+    def is_gathered(self) -> bool:
+        """Whether there are weights to compute with, here and now."""
+        return not self.weights.is_temporary or (self.is_held and self._gathering is None)
+
     def unshard(self, epoch: int, *, in_forward: bool, async_op: bool) -> None:
         """Start gathering for one more holder. Collective for the first one.
 
@@ -256,9 +284,10 @@ class ParameterGroup:
         with plain_attributes():
             if self.grads is None and any(param.requires_grad for param in self.sharded_params):
                 self._thaw()
-            for sharded, unsharded in zip(self.sharded_params, self.unsharded_params, strict=True):
-                if unsharded.requires_grad != sharded.requires_grad:
-                    unsharded.requires_grad_(sharded.requires_grad)
+            self._trained = [param.requires_grad for param in self.sharded_params]
+            for trained, unsharded in zip(self._trained, self.unsharded_params, strict=True):
+                if unsharded.requires_grad != trained:
+                    unsharded.requires_grad_(trained)
         self.registrations.install(self.unsharded_params)
 
     def reshard(self) -> None:
@@ -270,8 +299,18 @@ class ParameterGroup:
         if self._gathering is not None:
             self._gathering.wait()
             self._gathering = None
+        elif self.is_refrozen():
+            for sharded, unsharded in zip(self.sharded_params, self.unsharded_params, strict=True):
+                sharded.requires_grad_(unsharded.requires_grad)
         self.registrations.install(self.sharded_params)
         self.weights.release()
+
+    def is_refrozen(self) -> bool:
+        """Whether gathered parameters were frozen or unfrozen where they stand in for the others.
+
+        Between a forward and its backward `module.requires_grad_()` finds these.
+        """
+        return self._trained != [param.requires_grad for param in self.unsharded_params]
 
     def is_stale(self, epoch: int) -> bool:
         """Whether main weights may have changed since the model weights were made from them.
@@ -321,11 +360,20 @@ class ParameterGroup:
         for index, param in enumerate(self.sharded_params):
             if local_of(param) is not self._locals[index]:
                 self._rebind(index, param)
-        found = list(self.registrations.strangers(self.sharded_params))
+        found = list(self._replaced())
         for index, module, attribute, other in found:
             self._adopt(index, f"{attribute} of {type(module).__name__}", other)
         if found:
             self.registrations.install(self.sharded_params)
+
+    def is_replaced(self) -> bool:
+        """Whether something else stands where one of the parameters belongs."""
+        return next(self._replaced(), None) is not None
+
+    def _replaced(self) -> Iterator[tuple[int, nn.Module, str, torch.Tensor | None]]:
+        for index, module, attribute, other in self.registrations.strangers(self.sharded_params):
+            if other is not self.unsharded_params[index]:
+                yield index, module, attribute, other
 
     def _rebind(self, index: int, param: nn.Parameter) -> None:
         """Have a DTensor whose local tensor was replaced use the flat buffer again."""
@@ -343,14 +391,18 @@ class ParameterGroup:
         cast("UnevenDTensor", param)._local_tensor = view
         self._locals[index] = view
 
-    def _adopt(self, index: int, place: str, other: nn.Parameter | None) -> None:
+    def _adopt(self, index: int, place: str, other: torch.Tensor | None) -> None:
         """Take the values, and if possible the object, that stand where a parameter belongs."""
         own = self.sharded_params[index]
-        if other is own or other is self.unsharded_params[index]:
-            return
         name = f"parameter {self.names[index]} of {self.name} (registered as {place})"
         if other is None:
             raise ValueError(f"{name} was removed after fully_shard; remove it before")
+        if not isinstance(other, nn.Parameter) or in_functional_call():
+            raise ValueError(
+                f"{name} was replaced for one call (torch.func.functional_call), and a sharded "
+                "module computes with its own parameters; to run it with other values, load them "
+                "with load_state_dict, run it, and load its own back"
+            )
         if self._belongs_elsewhere(other, index):
             raise ValueError(f"{name} was tied to another one after fully_shard; tie them before")
         if other.shape != own.shape:
@@ -412,24 +464,33 @@ class ParameterGroup:
             param.grad_added_to_main_grad = False
             if not getattr(param, "zero_out_wgrad", False):
                 return
-        self.before_first_grad()
-        self.grads.add(index, grad)
+        self._watch_gradient()
+        # Of a backward that is differentiated again it has a history of its own.
+        self.grads.add(index, grad.detach())
 
     def kernel_grad(self, index: int) -> torch.Tensor:
         """The gradient buffer's view of one parameter, for a kernel that adds to it by itself."""
         assert self.grads is not None
-        self.before_first_grad()
+        self._watch_gradient()
         return self.grads.kernel_view(index)
 
     def has_grad(self, index: int) -> bool:
         """Whether a gradient of this parameter is in the full buffer."""
         return self.grads is not None and self.grads.filled[index]
 
+    def _watch_gradient(self) -> None:
+        watcher = self.watcher()
+        if watcher is not None:
+            watcher.before_gradient(self)
+        self.before_first_grad()
+
     def before_first_grad(self) -> None:
         """Give the full gradient buffer memory, once an earlier reduction is done with it."""
         assert self.grads is not None
         if self.grads.is_being_reduced or not self.grads.is_live:
-            self.make_room(self)
+            watcher = self.watcher()
+            if watcher is not None:
+                watcher.make_room(self)
             self.grads.acquire()
 
     def reduce_inner(self, *, async_op: bool, is_final: bool) -> Ticket:
@@ -484,6 +545,10 @@ class ParameterGroup:
             )
             if not filled and param.requires_grad
         ]
+
+
+def _nobody() -> None:
+    """Who watches a group that no unit owns yet."""
 
 
 def _collector(

@@ -6,7 +6,7 @@ import weakref
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from megatron_fsdp_v2.comm_interface import Ticket
     from megatron_fsdp_v2.param_group import ParameterGroup
 
-__all__ = ["Reduction", "ReductionQueue", "TurnTaker", "Turns"]
+__all__ = ["Reduction", "ReductionQueue", "RootPass", "Turns"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,16 +94,19 @@ class ReductionQueue:
         while self._outer:
             self._drain_one_outer()
 
-    def abandon(self) -> None:
-        """Forget everything after a failed backward; waits, since buffers may be in use."""
-        for issued in self._pending:
-            for reduction in issued:
-                reduction.ticket.wait()
-        for under_way in self._outer:
-            for _, ticket in under_way:
-                ticket.wait()
+    def abandon(self) -> list[ParameterGroup]:
+        """Forget everything after a failed backward; waits, since buffers may be in use.
+
+        Returns:
+            The groups whose main gradients may have been written since, by these reductions.
+        """
+        inner = [(r.group, r.ticket) for issued in self._pending for r in issued]
+        outer = [item for under_way in self._outer for item in under_way]
+        for _, ticket in (*inner, *outer):
+            ticket.wait()
         self._pending.clear()
         self._outer.clear()
+        return [group for group, _ in (*inner, *outer)]
 
     def _range(self, group: ParameterGroup) -> AbstractContextManager[Any]:
         return nullcontext() if self.ranges is None else self.ranges(group.name)
@@ -133,55 +136,80 @@ class ReductionQueue:
                 group.grads.release_partial()
 
 
-class TurnTaker(Protocol):
-    """What `Turns` needs to know of a unit."""
+class RootPass[UnitT]:
+    """One forward of the root: how often it ran each unit.
 
-    @property
-    def is_expected_back(self) -> bool:
-        """Whether its backward is under way or still to come, after a forward of this rank."""
-        ...
-
-
-class Turns[UnitT: TurnTaker]:
-    """One fixed order of reductions for ranks that may not run the same units.
-
-    Where no use of a unit needs a gather (ZeRO-0, 1, 2), a rank may skip a unit that others run.
-    Its reduction must pair with theirs all the same, and collectives pair by order alone. So every
-    backward reduces every unit once, last registered first, which is the order backwards take
-    anyhow: a unit that this rank skipped takes part without a gradient in its turn; one that is
-    done before its turn waits for those that are expected back. Reductions after a unit's turn (a
-    module used twice) go out as they come.
+    What a backward has to wait for before a unit's gradients are complete. The graph of the
+    forward holds it, so it goes when no backward can come any more.
     """
 
-    def __init__(self, units: Sequence[UnitT]) -> None:
+    def __init__(self) -> None:
+        self._uses: weakref.WeakKeyDictionary[UnitT, int] = weakref.WeakKeyDictionary()
+
+    def add_use(self, unit: UnitT) -> None:
+        """Note that a unit, or one that computes with its parameters, ran once more."""
+        self._uses[unit] = self._uses.get(unit, 0) + 1
+
+    def num_uses(self, unit: UnitT) -> int:
+        """How often it ran."""
+        return self._uses.get(unit, 0)
+
+
+class Turns[UnitT]:
+    """When each unit is reduced in a backward, so that ranks do the same.
+
+    Once, after the last of its uses: a rank may use the unit's parameters more often than another,
+    and then gradients arrive in other places.
+
+    Where no use of a unit needs a gather (ZeRO-0, 1, 2), a rank may skip a unit that others run,
+    or run it more often, and so there is one fixed order as well. Its reduction must pair with
+    theirs all the same, and collectives pair by order alone. So the backward of one pass through
+    the root reduces every unit exactly once, last registered first, which is the order backwards
+    take anyhow: a unit that this rank skipped takes part without a gradient in its turn; one that
+    is done before its turn waits for those that are still to come. What is uncertain (a use that
+    no gradient reaches) is reduced at the end.
+
+    Args:
+        units: All units, in the order of their turns.
+        in_order: Whether they are reduced in that order, and all of them.
+    """
+
+    def __init__(self, units: Sequence[UnitT], *, in_order: bool = True) -> None:
+        self.in_order = in_order
         self._order = [weakref.ref(unit) for unit in units]
         self._positions = weakref.WeakKeyDictionary((u, i) for i, u in enumerate(units))
         self._next = 0
-        self._done: set[int] = set()
+        self._left = [0] * len(units)
 
-    def begin(self) -> None:
-        """A backward starts."""
+    def begin(self, passed: RootPass[UnitT]) -> None:
+        """The backward of a pass starts."""
         self._next = 0
-        self._done.clear()
+        units = (ref() for ref in self._order)
+        self._left = [0 if unit is None else passed.num_uses(unit) for unit in units]
 
     def done(self, unit: UnitT) -> list[UnitT]:
-        """A unit's backward is done on this rank; return the units to reduce now, in order."""
+        """The backward of one use is done on this rank; return the units to reduce now, in order.
+
+        Empty where an earlier turn is still to come, or more uses of this unit.
+        """
         position = self._positions[unit]
-        if position < self._next:
-            return [unit]
-        self._done.add(position)
+        self._left[position] -= 1
+        if not self.in_order:
+            return [unit] if self._left[position] <= 0 else []
         ready = []
         while self._next < len(self._order):
             following = self._order[self._next]()
             if following is not None:
-                if self._next not in self._done and following.is_expected_back:
+                if self._left[self._next] > 0:
                     break
                 ready.append(following)
             self._next += 1
         return ready
 
     def rest(self) -> list[UnitT]:
-        """The backward is over; return the units that had no turn yet, in order."""
+        """The backward is over; return the units that have to have had a turn, and had none."""
+        if not self.in_order:
+            return []
         left = [unit for ref in self._order[self._next :] if (unit := ref()) is not None]
         self._next = len(self._order)
         return left

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from torch.nn.utils import stateless
 from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron_fsdp_v2.dtensor_parts import part_of
@@ -23,6 +25,7 @@ __all__ = [
     "OwnedParameter",
     "Registrations",
     "find_home",
+    "in_functional_call",
     "num_retired",
     "retire",
 ]
@@ -123,6 +126,20 @@ def find_home(param: torch.Tensor) -> tuple[Any, Home] | None:
     return None if group is None or home is None else (group, home)
 
 
+def in_functional_call() -> bool:
+    """Whether this runs inside `torch.func.functional_call`, which puts other tensors in place.
+
+    It writes to a module's table of parameters and tells nobody, so what it put there looks as if
+    it were assigned; the difference is who is calling. To be asked only where something was found.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is stateless._functional_call.__code__:
+            return True
+        frame = frame.f_back
+    return False
+
+
 class Registrations:
     """The places a group's parameters are registered at.
 
@@ -133,8 +150,10 @@ class Registrations:
         self._sites = [[(weakref.ref(m), attribute) for m, attribute in p.sites] for p in owned]
 
     def add(self, index: int, module: nn.Module, attribute: str) -> None:
-        """Add one more place for a parameter."""
-        self._sites[index].append((weakref.ref(module), attribute))
+        """Add one more place for a parameter, unless it is known."""
+        site = (weakref.ref(module), attribute)
+        if site not in self._sites[index]:
+            self._sites[index].append(site)
 
     def install(self, params: Sequence[nn.Parameter]) -> None:
         """Register these parameters at every place."""
@@ -146,7 +165,7 @@ class Registrations:
 
     def strangers(
         self, expected: Sequence[nn.Parameter]
-    ) -> Iterator[tuple[int, nn.Module, str, nn.Parameter | None]]:
+    ) -> Iterator[tuple[int, nn.Module, str, torch.Tensor | None]]:
         """Places where something else is registered than expected: index, module, name, what."""
         for index, (param, sites) in enumerate(zip(expected, self._sites, strict=True)):
             for module_ref, attribute in sites:

@@ -74,7 +74,9 @@ class ShardedGrads:
         Args:
             accumulated: Whether the reduction added to what was there.
         """
-        self._may_be_unused = not accumulated and not self._grads.contributed
+        # One backward may reduce in several rounds, and none of them bring anything.
+        was_unused = not accumulated or self._may_be_unused
+        self._may_be_unused = was_unused and not self._grads.contributed
         self._grads.contributed = False
         if self._dtensors is None:
             self._dtensors = [self._dtensor(index) for index in range(len(self._params))]
@@ -82,6 +84,17 @@ class ShardedGrads:
             for param, dtensor in zip(self._params, self._dtensors, strict=True):
                 if dtensor is not None and param.requires_grad:
                     param.grad = dtensor
+
+    def forget(self) -> None:
+        """Take back gradients that a failed backward may still have changed after `zero_grad`.
+
+        Zeros written before its reductions were done are none any more. Tensors that others put
+        there are left.
+        """
+        self._may_be_unused = False
+        for param, own in zip(self._params, self._dtensors or (), strict=False):
+            if own is not None and param.grad is own:
+                param.grad = None
 
     def drop_unused(self) -> None:
         """Take gradients back that turned out to come from no rank. Reductions are done."""

@@ -6,7 +6,7 @@ import enum
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -20,14 +20,14 @@ from megatron_fsdp_v2.rank_checks import (
     compare_steps,
     compare_units,
 )
-from megatron_fsdp_v2.reduction_queue import Reduction
+from megatron_fsdp_v2.reduction_queue import Reduction, RootPass
 
 if TYPE_CHECKING:
     from megatron_fsdp_v2.context import Context
     from megatron_fsdp_v2.mixed_precision import MixedPrecisionPolicy
     from megatron_fsdp_v2.param_group import ParameterGroup
 
-__all__ = ["Phase", "Unit", "synchronise_gradients"]
+__all__ = ["Phase", "Unit", "bring_to_rest", "synchronise_gradients"]
 
 
 class Phase(enum.Enum):
@@ -57,6 +57,7 @@ class Unit:
     Attributes:
         fqn: Name of its module under the root; empty for the root.
         class_name: Class of its module, as it was before it was sharded.
+        module: Its module, weakly.
         groups: Its parameter groups, which it reduces.
         borrowed: Groups of other units that hold a parameter tied to one of its own; gathered
             with it, reduced by their owner.
@@ -85,6 +86,7 @@ class Unit:
     ) -> None:
         self.fqn = ""
         self.class_name = type(module).__name__
+        self.module = weakref.ref(module)
         self.groups = list(groups)
         self.borrowed = list(borrowed)
         self.held_groups = [*self.groups, *self.borrowed]
@@ -158,7 +160,7 @@ class Unit:
         with self._range("unshard"):
             if not self.context.is_checked:
                 self._check_ranks()
-            if self.context.check_ranks is CheckRanks.ALWAYS:
+            if self.context.check_ranks is CheckRanks.ALWAYS and not self.skips_safely:
                 self._compare_steps("gather")
             epoch, in_forward = self.context.weights_epoch, not in_backward()
             for index, group in enumerate(self.held_groups):
@@ -194,11 +196,18 @@ class Unit:
                 group.reshard()
 
     def reshard_if_stale(self) -> None:
-        """Drop weights left gathered that an optimizer may have stepped since."""
+        """Drop weights left gathered that were stepped, frozen or unfrozen since."""
         if not self._is_unsharded:
             return
         epoch = self.context.weights_epoch
-        if any(group.is_stale(epoch) for group in self.held_groups):
+        if any(group.is_stale(epoch) or group.is_refrozen() for group in self.held_groups):
+            self.reshard()
+
+    def _reshard_if_replaced(self) -> None:
+        """Take in parameters that were assigned while weights were gathered."""
+        if any([group.is_replaced() for group in self.held_groups]):
+            for group in self.held_groups:
+                group.settle_changes()
             self.reshard()
 
     # -- forward ------------------------------------------------------------------------------
@@ -213,7 +222,9 @@ class Unit:
                 self.move(Phase.FORWARD)
             self.context.arrive(self)
             if recomputes:
-                self.context.make_room_for_recomputed(self)
+                self.context.recompute(self)
+            elif self._is_unsharded:
+                self._reshard_if_replaced()
             self.unshard(async_op=False)
             self.wait_for_unshard()
             if not recomputes:
@@ -224,7 +235,7 @@ class Unit:
         if dtype is not None and self.policy.cast_forward_inputs:
             args, kwargs = cast_floats((args, kwargs), dtype)
         if torch.is_grad_enabled():
-            args, kwargs = watch_inputs(self, args, kwargs)
+            args, kwargs = watch_inputs(self._use(), args, kwargs)
         return args, kwargs
 
     def post_forward(self, output: Any) -> Any:
@@ -243,7 +254,9 @@ class Unit:
                     # An optimizer may write the weights next.
                     context.drop_prefetched()
                 # A unit recomputed in the backward runs without grad now, inside a pass with it.
-                self._num_awaited += has_grad or context.pass_has_grad
+                if has_grad or context.pass_has_grad:
+                    self._num_awaited += 1
+                    self._note_use()
                 # The root's backward comes right after its forward; others have to wait.
                 if not (has_grad and (self.is_root or not self.reshard_after_forward)):
                     self.reshard()
@@ -252,19 +265,34 @@ class Unit:
         if self.policy.output_dtype is not None:
             output = cast_floats(output, self.policy.output_dtype)
         if has_grad:
-            watch_outputs(self, output)
+            watch_outputs(self._use(), output)
         return output
+
+    def _use(self) -> _Use:
+        """What the graph of a forward that runs now tells about its backward."""
+        context = self.context
+        return _Use(self, context.backward_pass if in_backward() else context.root_pass)
+
+    def _note_use(self) -> None:
+        """Have reductions of what this forward computed with wait for its backward."""
+        if self.context.turns is None:
+            return
+        self.context.root_pass.add_use(self)
+        for group in self.borrowed:
+            owner = group.watcher()
+            if owner is not None:
+                self.context.root_pass.add_use(cast("Unit", owner))
 
     def _begin_pass(self) -> None:
         """At the root's forward: repair what an exception left behind, start a new order."""
         context = self.context
         units = context.units()
-        if context.finalizer_queued or any(u.phase is not Phase.RESTING for u in units):
-            self._repair(units)
+        if context.is_in_backward or any(u.phase is not Phase.RESTING for u in units):
+            _repair(context)
         for unit in units:
             unit.reshard_if_stale()
         context.begin_forward(has_grad=torch.is_grad_enabled())
-        if context.turns is None:
+        if not context.ranks_may_differ:
             return
         if not context.is_checked:
             self._check_ranks()
@@ -276,20 +304,6 @@ class Unit:
                     ahead = context.unshard_prefetch_depth > 0
                     group.refresh(context.weights_epoch, async_op=ahead)
 
-    def _repair(self, units: Sequence[Unit]) -> None:
-        context = self.context
-        context.reductions.abandon()
-        context.finalizer_queued = False
-        context.forget_recomputed()
-        for unit in units:
-            unit.phase = Phase.RESTING
-            unit._num_awaited = 0
-            unit._owes_reduction = False
-            unit.reshard()
-            for group in unit.groups:
-                if group.grads is not None:
-                    group.grads.abandon()
-
     def _prefetch(self, chosen: list[weakref.ref[Unit]], recorded: Sequence[Unit]) -> None:
         if chosen:
             self.context.prefetch_requested(chosen)
@@ -298,15 +312,28 @@ class Unit:
 
     # -- backward -----------------------------------------------------------------------------
 
-    def pre_backward(self) -> None:
-        """Before the module's backward: gather, and see to it that the backward is finished."""
+    def pre_backward(self, passed: RootPass[Unit]) -> None:
+        """Before the module's backward: gather, and see to it that the backward is finished.
+
+        Args:
+            passed: The forward of the root that the use was part of.
+
+        Raises:
+            RuntimeError: The backward is to be differentiated again (`create_graph=True`), where
+                weights are dropped before that could happen.
+        """
+        context = self.context
+        if context.backward_failed:
+            _repair(context)
         if self.phase is Phase.BACKWARD:
             return
+        if torch.is_grad_enabled() and not self.skips_safely:
+            raise RuntimeError(
+                f"{self.name} is in a backward with create_graph=True, and its weights are dropped "
+                "after it (ZeRO-3); use sharding_strategy='optim_grads' to differentiate twice"
+            )
         with self._range("pre_backward"):
-            context = self.context
-            if not context.finalizer_queued:
-                context.begin_backward()
-                torch.autograd.Variable._execution_engine.queue_callback(_finalizer(context))
+            self._join_backward(passed)
             self.move(Phase.BACKWARD)
             self._owes_reduction = True
             context.forget_recomputed(self)
@@ -316,18 +343,72 @@ class Unit:
             depth = context.unshard_prefetch_depth
             self._prefetch(self.backward_prefetch, context.backward_order.before(self, depth))
 
-    def post_backward(self) -> None:
-        """After the module's backward: reduce what arrived, reshard."""
+    def _join_backward(self, passed: RootPass[Unit]) -> None:
+        """Have the end of the running backward taken care of, and reductions in turn."""
+        context = self.context
+        if context.backward_failed:
+            _repair(context)
+        if not context.is_in_backward:
+            finalizer = _Finalizer(context)
+            context.begin_backward(passed, finalizer)
+            torch.autograd.Variable._execution_engine.queue_callback(finalizer)
+        elif passed is not context.backward_pass:
+            # One backward of several forwards of the root: each has a round of its own.
+            _finish_turns(context)
+            context.begin_turns(passed)
+
+    def post_backward(self, passed: RootPass[Unit]) -> None:
+        """After the module's backward: reduce what arrived, reshard.
+
+        Args:
+            passed: The forward of the root that the use was part of.
+
+        Raises:
+            RuntimeError: Its backward ran without its weights being gathered.
+        """
         if self.phase is not Phase.BACKWARD:
-            return
+            self._check_is_gathered(self.held_groups)
+            self.pre_backward(passed)
         with self._range("post_backward"):
             self._num_awaited = max(0, self._num_awaited - 1)
             turns = self.context.turns
-            for unit in [self] if turns is None else turns.done(self):
-                unit._owes_reduction = True
-                unit.reduce_grad(synchronise=unit.syncs_gradients)
+            if turns is None:
+                self._owes_reduction = True
+                self.reduce_grad(synchronise=self.syncs_gradients)
+            else:
+                owners = (cast("Unit | None", group.watcher()) for group in self.borrowed)
+                for finished in (self, *(owner for owner in owners if owner is not None)):
+                    _reduce_in_turn(turns.done(finished))
             self.reshard()
             self.move(Phase.RESTING)
+
+    def before_gradient(self, group: ParameterGroup) -> None:
+        """A gradient arrives: its backward has to be one that is finished, with weights in place.
+
+        Raises:
+            RuntimeError: The weights it was computed with were not gathered.
+        """
+        context = self.context
+        if context.is_in_backward and not context.backward_failed and group.is_gathered:
+            return
+        self._check_is_gathered([group])
+        self._join_backward(context.root_pass)
+
+    def _check_is_gathered(self, groups: Sequence[ParameterGroup]) -> None:
+        """See that what was just computed in a backward had weights to compute with."""
+        if all(group.is_gathered for group in groups):
+            return
+        raise RuntimeError(
+            f"the backward of {self.name} ran before a gradient reached one of its outputs, so its "
+            "weights were not gathered and what was computed is wrong: it returns tensors inside "
+            "something that is not searched (containers, dataclasses and attributes of objects "
+            "are), or leaves some behind that are used outside of it. Return them, or use "
+            "sharding_strategy='optim_grads'"
+        )
+
+    def make_room(self, group: ParameterGroup) -> None:
+        """Before one of its full gradient buffers is given memory: see to older reductions."""
+        self.context.reductions.make_room(group)
 
     def reduce_grad(self, *, synchronise: bool) -> None:
         """Reduce gradients that arrived, as far as asked for. Collective.
@@ -446,15 +527,38 @@ class Unit:
 _NO_RANGE: AbstractContextManager[Any] = nullcontext()
 
 
-def _finalizer(context: Context[Unit]) -> Callable[[], None]:
-    """The callback that the autograd engine runs at the end of a backward."""
+class _Use:
+    """One run of a unit, as the graph it left knows it."""
 
-    def finalize() -> None:
+    __slots__ = ("_passed", "_unit")
+
+    def __init__(self, unit: Unit, passed: RootPass[Unit]) -> None:
+        self._unit = unit
+        self._passed = passed
+
+    def pre_backward(self) -> None:
+        """The first gradient reached an output."""
+        self._unit.pre_backward(self._passed)
+
+    def post_backward(self) -> None:
+        """The last gradient left for an input."""
+        self._unit.post_backward(self._passed)
+
+
+class _Finalizer:
+    """The callback that the autograd engine runs at the end of a backward.
+
+    Nobody but the engine holds it, so it is gone exactly when its backward is, finished or not.
+    """
+
+    def __init__(self, context: Context[Unit]) -> None:
+        self._context = context
+
+    def __call__(self) -> None:
+        context = self._context
         units = context.units()
         synchronise = any(unit.syncs_gradients for unit in units)
-        for unit in [] if context.turns is None else context.turns.rest():
-            unit._owes_reduction = True
-            unit.reduce_grad(synchronise=unit.syncs_gradients)
+        _finish_turns(context)
         for unit in reversed(units):
             unit.finish_backward()
         context.drop_prefetched()
@@ -463,10 +567,68 @@ def _finalizer(context: Context[Unit]) -> Callable[[], None]:
         # An optimizer that torch's hooks do not see may step now.
         context.weights_epoch += synchronise
         context.has_unsynced = not synchronise
-        context.finalizer_queued = False
+        context.forget_backward()
         context.end_pass("synchronised backward" if synchronise else "backward")
 
-    return finalize
+
+def _finish_turns(context: Context[Unit]) -> None:
+    """Reduce the units that had no turn yet. Collective."""
+    if context.turns is not None:
+        _reduce_in_turn(context.turns.rest())
+
+
+def _reduce_in_turn(units: Sequence[Unit]) -> None:
+    for unit in units:
+        unit._owes_reduction = True
+        unit.reduce_grad(synchronise=unit.syncs_gradients)
+
+
+def _repair(context: Context[Unit]) -> None:
+    """Clear away what a failed forward or backward left behind.
+
+    A failed backward's gradients that were collected and not reduced yet are dropped, and so are
+    those that were being reduced: whatever `zero_grad` made of them, the reduction may have written
+    them since. A failed forward costs no gradient.
+    """
+    if context.is_in_backward:
+        _drop_gradients(context)
+    context.forget_backward()
+    context.forget_recomputed()
+    for unit in context.units():
+        unit.phase = Phase.RESTING
+        unit._num_awaited = 0
+        unit._owes_reduction = False
+        unit.reshard()
+
+
+def _drop_gradients(context: Context[Unit]) -> None:
+    for group in context.reductions.abandon():
+        if group.param_grads is not None:
+            group.param_grads.forget()
+    for unit in context.units():
+        for group in unit.groups:
+            if group.grads is not None:
+                group.grads.abandon()
+
+
+def bring_to_rest(units: Sequence[Unit]) -> None:
+    """Have every module hold its sharded parameters, as before the first step.
+
+    To be called between passes, by whoever reads or writes sharded parameters. Backwards that are
+    still to come gather again.
+
+    Raises:
+        RuntimeError: A forward or backward is under way.
+    """
+    for context in {unit.context for unit in units}:
+        if in_backward():
+            raise RuntimeError("a backward is under way; do this between two steps")
+        members = context.units()
+        if context.is_in_backward or any(u.phase is not Phase.RESTING for u in members):
+            _repair(context)
+        context.drop_prefetched()
+        for unit in members:
+            unit.reshard()
 
 
 def synchronise_gradients(units: Sequence[Unit]) -> None:
@@ -477,7 +639,7 @@ def synchronise_gradients(units: Sequence[Unit]) -> None:
     """
     context = units[0].context
     for unit in reversed(units):
-        unit._owes_reduction |= context.turns is not None and context.has_unsynced
+        unit._owes_reduction |= context.ranks_may_differ and context.has_unsynced
         unit.finish_gradients(synchronise=True)
     _settle(context)
     # As after a synchronised backward: an optimizer may step next.

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError
+from megatron_fsdp_v2.fsdp_module import rest
 from megatron_fsdp_v2.optimizer_state import is_kept_here
 
 __all__ = [
@@ -53,6 +54,8 @@ def model_entries(model: nn.Module) -> dict[str, Any]:
     Raises:
         ValueError: Two entries have one name without wrappers.
     """
+    # After a forward whose backward failed or never came, modules hold gathered parameters.
+    rest(model)
     entries: dict[str, Any] = {}
     for name, value in model.state_dict().items():
         key = MODEL + _plain_name(model, name)

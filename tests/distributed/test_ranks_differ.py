@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 
-from tests.distributed.wrapping import said, wrap
+from tests.distributed.wrapping import batch, held_error, said, weight_error, wrap
 from tests.ranks import RankPools
 from tests.reference.models import Skipping, Stack
 
@@ -155,3 +156,149 @@ def test_unequal_numbers_of_evaluations_need_no_partner_below_zero_3(
     first, second = pools(2).run(evaluations_of_one_rank, strategy)
     assert first == second
     assert first[0] > first[2]
+
+
+class Uneven(Stack):
+    """Every block runs as often as `times` says, on this rank."""
+
+    times: tuple[int, ...] = (1, 1, 1)
+
+    def run_blocks(self, x: torch.Tensor) -> torch.Tensor:
+        for block, times in zip(self.blocks, self.times, strict=True):
+            for _ in range(times):
+                x = block(x)
+        return x
+
+
+# How often each rank runs each of three blocks; more ranks begin again.
+TIMES = ((0, 2, 1), (1, 1, 3), (2, 0, 0))
+
+
+def _backward(model: Any, backwards: str, rank: int, factor: float) -> None:
+    """One step's backwards: of a loss, of a kept graph once more, or of two forwards at once."""
+    model.times = TIMES[rank % len(TIMES)]
+    losses = [model(batch(rank, step)).square().mean() * factor for step in range(2)]
+    if backwards == "together":
+        torch.stack(losses).sum().backward()
+    elif backwards == "in turn":
+        losses[0].backward()
+        losses[1].backward()
+    else:
+        losses[0].backward(retain_graph=True)
+        losses[0].backward()
+
+
+def error_of_uneven_use(strategy: str, backwards: str, check_ranks: str) -> float:
+    """Largest difference of weights to an unsharded model after two steps."""
+    size = dist.get_world_size()
+    torch.manual_seed(0)
+    plain = Uneven()
+    torch.manual_seed(0)
+    model = Uneven()
+    model = wrap(model, list(model.blocks), sharding_strategy=strategy, check_ranks=check_ranks)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (plain, model)]
+    for _ in range(2):
+        for rank in range(size):
+            _backward(plain, backwards, rank, 1 / size)
+        _backward(model, backwards, dist.get_rank(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return weight_error(model, plain)
+
+
+@pytest.mark.parametrize("backwards", ["kept", "in turn", "together"])
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
+def test_units_that_ranks_run_a_different_number_of_times_train_like_one_process(
+    pools: RankPools, strategy: str, backwards: str
+) -> None:
+    checks = "always" if backwards == "kept" else "once"
+    assert max(pools(3).run(error_of_uneven_use, strategy, backwards, checks)) < 1e-6
+
+
+class TiedOnSomeRanks(Stack):
+    """The root computes with a block's weight too, where `uses` says so."""
+
+    uses = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tied = torch.nn.Linear(7, 15)
+        self.tied.weight = self.blocks[1].up.weight
+
+    def run_blocks(self, x: torch.Tensor) -> torch.Tensor:
+        if self.uses:
+            x = x + self.tied(x)[:, :7]
+        return super().run_blocks(x)
+
+
+def error_of_a_tie_used_here() -> float:
+    """At ZeRO-3, rank 0 alone computes with a weight in a second place."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    torch.manual_seed(0)
+    plain = TiedOnSomeRanks()
+    torch.manual_seed(0)
+    model = TiedOnSomeRanks()
+    model = wrap(model, list(model.blocks))
+    for other in range(size):
+        plain.uses = other == 0
+        (plain(batch(other)).square().mean() / size).backward()
+    model.uses = rank == 0
+    model(batch(rank)).square().mean().backward()
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    return max(held_error(a.grad, b.grad) for a, b in pairs if a.grad is not None)
+
+
+def test_a_tied_weight_that_one_rank_uses_twice_is_reduced_once_at_zero_3(
+    pools: RankPools,
+) -> None:
+    assert max(pools(2).run(error_of_a_tie_used_here)) < 1e-6
+
+
+class BranchingRegion(Stack):
+    """A unit that is one recomputed region; it ends with its inner unit, or on one rank not."""
+
+    def __init__(self) -> None:
+        super().__init__(num_blocks=1)
+        self.blocks[0] = RegionWithBranch()
+
+
+class RegionWithBranch(torch.nn.Module):
+    """See `BranchingRegion`."""
+
+    branches = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(7, 7)
+        self.own = torch.nn.Linear(7, 7)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return torch.utils.checkpoint.checkpoint(self.region, x, use_reentrant=False)
+
+    def region(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inner(torch.tanh(x))
+        return self.own(torch.tanh(x)) if self.branches else x
+
+
+def error_of_a_branch_in_a_region() -> float:
+    """At ZeRO-3, rank 1 alone has one more layer at the end of a recomputed region."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    torch.manual_seed(0)
+    plain = BranchingRegion()
+    torch.manual_seed(0)
+    model = BranchingRegion()
+    model = wrap(model, [model.blocks[0].inner, model.blocks[0]])
+    for other in range(size):
+        plain.blocks[0].branches = other == 1
+        (plain(batch(other)).square().mean() / size).backward()
+    model.blocks[0].branches = rank == 1
+    model(batch(rank)).square().mean().backward()
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    return max(held_error(a.grad, b.grad) for a, b in pairs if a.grad is not None)
+
+
+def test_an_output_handed_on_from_an_inner_unit_starts_the_outer_backward_first(
+    pools: RankPools,
+) -> None:
+    assert max(pools(2).run(error_of_a_branch_in_a_region)) < 1e-6

@@ -19,9 +19,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_state_dict,
 )
+from torch.utils.checkpoint import checkpoint
 
 from tests.distributed.wrapping import (
     STRATEGIES,
+    batch,
     fp64_pair,
     held_error,
     train_both,
@@ -29,7 +31,7 @@ from tests.distributed.wrapping import (
     wrap,
 )
 from tests.ranks import RankPool, RankPools
-from tests.reference.models import Stack
+from tests.reference.models import Block, Stack
 
 RANKS = 3
 EXACT = 1e-12
@@ -195,3 +197,68 @@ def small_weights_of_rank_0() -> float:
 
 def test_weights_spread_from_rank_0_are_not_wrong_in_silence(pools: RankPools) -> None:
     assert pools(2).run(small_weights_of_rank_0) == [0.0, 0.0]
+
+
+class SharedInRegion(Stack):
+    """A recomputed region that runs a unit with a unit inside three times."""
+
+    reentrant = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1] = nn.Sequential(nn.Linear(7, 7), nn.Tanh(), Block())
+
+    def _region(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            x = self.blocks[1](torch.tanh(self.blocks[0](x)))
+        return self.blocks[2](x)
+
+    def run_blocks(self, x: torch.Tensor) -> Any:
+        return checkpoint(self._region, x, use_reentrant=self.reentrant)
+
+
+class SharedByUnits(Stack):
+    """One module object inside two units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[2].up = self.blocks[0].up
+
+
+def _error_of_a_step(build: Any, units: Any, reentrant: bool = False) -> float:
+    torch.manual_seed(0)
+    plain = build()
+    torch.manual_seed(0)
+    model = build()
+    wrap(model, units(model))
+    plain.reentrant = model.reentrant = reentrant
+    size, rank = dist.get_world_size(), dist.get_rank()
+    for _ in range(2):
+        for other in range(size):
+            (plain(batch(other)).square().mean() / size).backward()
+        model(batch(rank)).square().mean().backward()
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    return max(held_error(a.grad, b.grad) for a, b in pairs if a.grad is not None)
+
+
+def error_of_shared_in_region(reentrant: bool) -> float:
+    """Of gradients at ZeRO-3."""
+
+    def units(model: Any) -> list[Any]:
+        return [model.blocks[1][2], *model.blocks]
+
+    return _error_of_a_step(SharedInRegion, units, reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_no_unit_is_dropped_while_it_is_recomputed_again(pools: RankPools, reentrant: bool) -> None:
+    assert max(pools(2).run(error_of_shared_in_region, reentrant)) < 1e-6
+
+
+def error_of_shared_by_units() -> float:
+    """Of gradients at ZeRO-3."""
+    return _error_of_a_step(SharedByUnits, lambda model: list(model.blocks))
+
+
+def test_a_module_inside_two_units_is_tied_between_them(pools: RankPools) -> None:
+    assert max(pools(2).run(error_of_shared_by_units)) < 1e-6

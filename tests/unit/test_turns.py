@@ -1,68 +1,87 @@
-"""Turns: whatever a rank runs and in whatever order, reductions go out in one order."""
+"""Turns: whatever a rank runs, how often and in whatever order, reductions go out in one order."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fsdp_v2.reduction_queue import Turns
+from megatron_fsdp_v2.reduction_queue import RootPass, Turns
 
 
 class FakeUnit:
-    """A unit that is expected back from its forward until its backward is done."""
+    """A unit with a name."""
 
     def __init__(self, name: int) -> None:
         self.name = name
-        self.is_expected_back = False
 
 
-def _backward(units: Sequence[FakeUnit], turns: Turns[FakeUnit], ran: Sequence[int]) -> list[int]:
-    """Order of reductions of a backward in which these units ran, in this order of ends."""
-    turns.begin()
+def _turns(count: int) -> tuple[list[FakeUnit], Turns[FakeUnit]]:
+    units = [FakeUnit(name) for name in range(count)]
+    return units, Turns(units)
+
+
+def _forward(units: Sequence[FakeUnit], ran: Sequence[int]) -> RootPass[FakeUnit]:
+    passed: RootPass[FakeUnit] = RootPass()
     for name in ran:
-        units[name].is_expected_back = True
-    reduced = []
-    for name in ran:
-        units[name].is_expected_back = False
-        reduced += [unit.name for unit in turns.done(units[name])]
-    return reduced + [unit.name for unit in turns.rest()]
+        passed.add_use(units[name])
+    return passed
+
+
+def _backward(
+    units: Sequence[FakeUnit],
+    turns: Turns[FakeUnit],
+    passed: RootPass[FakeUnit],
+    ended: Sequence[int],
+) -> list[list[int]]:
+    """What is reduced at the end of every use, and last at the end of the backward."""
+    turns.begin(passed)
+    reduced = [[unit.name for unit in turns.done(units[name])] for name in ended]
+    return [*reduced, [unit.name for unit in turns.rest()]]
 
 
 @given(st.data())
 def test_every_unit_has_one_turn_in_the_same_order_whatever_ran(data: st.DataObject) -> None:
-    units = [FakeUnit(name) for name in range(6)]
-    turns = Turns(units)
+    units, turns = _turns(6)
     for _ in range(2):
-        ran = data.draw(st.permutations(range(6)))[: data.draw(st.integers(1, 6))]
-        assert _backward(units, turns, ran) == list(range(6))
+        ran = data.draw(st.lists(st.integers(0, 5), max_size=12))
+        passed = _forward(units, ran)
+        # The same graph may go backward several times, and not all of it every time.
+        for _ in range(2):
+            ended = data.draw(st.permutations(ran))[: data.draw(st.integers(0, len(ran)))]
+            reduced = _backward(units, turns, passed, ended)
+            assert list(itertools.chain.from_iterable(reduced)) == list(range(6))
 
 
 def test_in_the_usual_order_nothing_waits() -> None:
-    units = [FakeUnit(name) for name in range(3)]
-    turns = Turns(units)
-    turns.begin()
-    for unit in units:
-        unit.is_expected_back = True
-    for unit in units:
-        unit.is_expected_back = False
-        assert turns.done(unit) == [unit]
-    assert turns.rest() == []
+    units, turns = _turns(3)
+    passed = _forward(units, [2, 1, 0])
+    assert _backward(units, turns, passed, [0, 1, 2]) == [[0], [1], [2], []]
 
 
-def test_what_comes_after_a_units_turn_goes_out_at_once() -> None:
-    units = [FakeUnit(name) for name in range(2)]
-    turns = Turns(units)
-    turns.begin()
-    assert turns.done(units[0]) == [units[0], units[1]]
-    assert turns.done(units[0]) == [units[0]]
-    assert turns.rest() == []
+def test_a_unit_that_ran_twice_is_reduced_after_the_second_backward() -> None:
+    units, turns = _turns(3)
+    passed = _forward(units, [2, 1, 1, 0])
+    assert _backward(units, turns, passed, [0, 1, 1, 2]) == [[0], [], [1], [2], []]
+
+
+def test_a_use_that_no_gradient_reaches_leaves_the_rest_to_the_end() -> None:
+    units, turns = _turns(3)
+    passed = _forward(units, [2, 1, 1, 0])
+    assert _backward(units, turns, passed, [0, 1, 2]) == [[0], [], [], [1, 2]]
 
 
 def test_a_deleted_unit_has_no_turn() -> None:
-    units = [FakeUnit(name) for name in range(3)]
-    turns = Turns(units)
+    units, turns = _turns(3)
     del units[1]
-    turns.begin()
+    turns.begin(RootPass())
     assert [unit.name for unit in turns.rest()] == [0, 2]
+
+
+def test_without_an_order_each_unit_is_reduced_after_its_last_use_and_no_other() -> None:
+    units = [FakeUnit(name) for name in range(3)]
+    turns = Turns(units, in_order=False)
+    passed = _forward(units, [0, 1, 1, 2])
+    assert _backward(units, turns, passed, [1, 2, 1]) == [[], [2], [1], []]

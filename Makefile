@@ -44,7 +44,7 @@ test-matrices: setup ## every cell of the core's matrices: parity, trace pool, c
 	@$(PY) -m pytest -m functional tests/parity tests/distributed tests/unit
 
 test-trainings: setup ## the longer trainings with Megatron: checkpoints, features, rehearsal
-	@$(PY) -m pytest -m functional tests/mcore
+	@$(PY) -m pytest -m functional tests/mcore tests/docs
 
 lint: setup ## ruff, format check, type check, import layering
 	@$(PY) -m ruff check .

@@ -1,0 +1,197 @@
+"""Names that short examples use without making them: a model, its optimizer, a training step."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from megatron_fsdp_v2 import fully_shard
+
+__all__ = ["free_names", "matrix_parameters", "prepare", "tensor_parallel_modules"]
+
+WIDTH = 8
+
+
+class Layer(nn.Module):
+    """A layer of the model that examples speak of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    """The model that examples speak of: layers in `model.layers`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+        self.output = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        result: torch.Tensor = self.output(x)
+        return result
+
+
+def free_names(tree: ast.AST) -> set[str]:
+    """Names that code reads and never binds."""
+    bound = set(dir(builtins))
+    read: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            (read if isinstance(node.ctx, ast.Load) else bound).add(node.id)
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            bound.add(node.name)
+        elif isinstance(node, ast.arg):
+            bound.add(node.arg)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            bound |= {(name.asname or name.name).partition(".")[0] for name in node.names}
+        elif isinstance(node, ast.ExceptHandler) and node.name:
+            bound.add(node.name)
+    return read - bound
+
+
+def prepare(code: str, names: dict[str, Any]) -> None:
+    """Give code the names it reads and nobody has made.
+
+    A model is handed over sharded, unless the code shards one itself.
+
+    Args:
+        code: The example.
+        names: Its namespace, with what examples before it on the page have left.
+
+    Raises:
+        NameError: There is nothing to hand over under one of the names.
+    """
+    tree = ast.parse(code)
+    shards = any(
+        isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        for node in ast.walk(tree)
+        if getattr(getattr(node, "func", None), "id", "") == "fully_shard"
+    )
+    wanted = free_names(tree) - names.keys()
+    unknown = sorted(wanted - PROVIDERS.keys())
+    if unknown:
+        raise NameError(
+            f"nothing is called {unknown[0]!r}: import or make it in the example, on the page "
+            "before it, or add it to tests/docs/given.py"
+        )
+    # A step needs its model and its optimizer, whether the example names them or not.
+    for name in ("train_step", "optimizer", "model", "mesh"):
+        wanted |= NEEDS.get(name, set()) & (PROVIDERS.keys() - names) if name in wanted else set()
+    for name, provider in PROVIDERS.items():
+        if name in wanted and name not in names:
+            names[name] = provider(names, shards)
+
+
+def _mesh(names: dict[str, Any], shards: bool) -> Any:
+    del names, shards
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+
+
+def _model(names: dict[str, Any], shards: bool) -> Any:
+    model = Model()
+    if not shards:
+        for unit in (*model.layers, model):
+            fully_shard(unit, mesh=names["mesh"])
+    return model
+
+
+def _optimizer(names: dict[str, Any], shards: bool) -> Any:
+    del shards
+    return torch.optim.AdamW(names["model"].parameters(), lr=0.01)
+
+
+def _train_step(names: dict[str, Any], shards: bool) -> Any:
+    del shards
+
+    def train_step() -> None:
+        names["model"](torch.randn(4, WIDTH)).square().mean().backward()
+        if "optimizer" in names:
+            names["optimizer"].step()
+            names["optimizer"].zero_grad()
+
+    return train_step
+
+
+def _log(names: dict[str, Any], shards: bool) -> Any:
+    del shards
+    return lambda *values: names.setdefault("logged", []).append(values)
+
+
+# In the order they are made in.
+PROVIDERS: dict[str, Callable[[dict[str, Any], bool], Any]] = {
+    "mesh": _mesh,
+    "model": _model,
+    "optimizer": _optimizer,
+    "train_step": _train_step,
+    "build_model": lambda names, shards: Model,
+    "log": _log,
+}
+NEEDS: dict[str, set[str]] = {
+    "train_step": {"optimizer", "model", "mesh"},
+    "optimizer": {"model", "mesh"},
+    "model": {"mesh"},
+}
+
+
+def tensor_parallel_modules() -> dict[str, Any]:
+    """Modules that hold parts of weights as plain parameters, one rank being the whole."""
+
+    class MyColumnLinear(nn.Linear): ...
+
+    class MyRowLinear(nn.Linear): ...
+
+    class MyEmbedding(nn.Embedding): ...
+
+    class MyGatedLinear(nn.Linear): ...
+
+    model = nn.Module()
+    model.words = MyEmbedding(2 * WIDTH, WIDTH)
+    model.layers = nn.ModuleList(
+        nn.Sequential(
+            nn.LayerNorm(WIDTH), MyGatedLinear(WIDTH, 2 * WIDTH), MyRowLinear(WIDTH, WIDTH)
+        )
+        for _ in range(2)
+    )
+    model.head = MyColumnLinear(WIDTH, WIDTH)
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+    return {
+        "model": model,
+        "mesh": mesh,
+        **{kind.__name__: kind for kind in (MyColumnLinear, MyRowLinear)},
+        **{kind.__name__: kind for kind in (MyEmbedding, MyGatedLinear)},
+    }
+
+
+def matrix_parameters() -> dict[str, Any]:
+    """Sharded matrices, an update of each, and a function of matrices."""
+    names: dict[str, Any] = {}
+    prepare("model", names)
+    params = [param for param in names["model"].parameters() if param.ndim == 2]
+
+    def my_polar_factor(matrices: torch.Tensor) -> torch.Tensor:
+        left, _, right = torch.linalg.svd(matrices, full_matrices=False)
+        product: torch.Tensor = left @ right
+        return product
+
+    return {
+        **names,
+        "params": params,
+        "updates": [torch.randn_like(param.to_local()) for param in params],
+        "my_polar_factor": my_polar_factor,
+    }

@@ -1,0 +1,54 @@
+"""What pages show as output, made anew."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_fsdp_v2.diagnostics import check_finite
+from tests.distributed.test_stream_safety import faults_found
+from tests.distributed.test_trace_pool import Deep, _sharded, _step
+from tests.reference.models import Stack
+
+__all__ = ["not_finite", "pool_report", "violation"]
+
+
+def not_finite() -> str:
+    """The error of a gradient with NaNs."""
+    model: Any = _sharded(Stack(), enable_trace_pool=False)
+    _step(model)
+    weight = model.blocks[1].up.weight
+    if weight.grad is not None:
+        # One element on whichever rank holds it.
+        weight.grad.to_local().view(-1)[:1] = float("nan")
+    with pytest.raises(RuntimeError) as raised:
+        check_finite(model)
+    return _wrapped(f"RuntimeError: {raised.value}")
+
+
+def pool_report() -> str:
+    """Of a model with six equal layers, after training and evaluations."""
+    model: Any = _sharded(_six_layers())
+    for _ in range(4):
+        _step(model, evaluates=True)
+    report: str = model.trace_pool().report()
+    return report
+
+
+def violation() -> str:
+    """What the checker says of gradients that are freed while they are reduced."""
+    found = faults_found("gradients freed early")
+    return _wrapped(next(text for _, buffer, text in found if buffer.startswith("blocks.1/")))
+
+
+def _six_layers() -> nn.Module:
+    torch.manual_seed(0)
+    return Deep(6)
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False)

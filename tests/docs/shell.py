@@ -1,0 +1,248 @@
+"""Checking shell blocks: bash runs them, with programs that write down how they are called.
+
+What the shell makes of a block, variables, comments and continued lines included, is what is
+checked: flags by the parsers that read them, targets by make, files by looking for them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import io
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_fsdp_v2.cli import build_parser, discover_commands
+from tests.docs.blocks import ROOT
+
+__all__ = ["Command", "check", "check_flags", "commands_of", "typed_lines"]
+
+_ELLIPSIS = "..."
+_PLACEHOLDER = re.compile(r"<[a-z][a-z _-]*>")
+_RECORDER = """#!{bash}
+printf '%s\\0' "{name}" "$@" >>"$RECORD"
+printf '\\n' >>"$RECORD"
+{then}
+"""
+# Of these only the ones that other commands depend on do anything.
+_PROGRAMS = {
+    **dict.fromkeys(("torchrun", "megatron-fsdp-v2", "make", "git", "pip", "pytest"), ""),
+    **dict.fromkeys(("python", "python3", ".venv/bin/python", ".venv/bin/pytest"), ""),
+    "srun": '"$@"',
+    "sbatch": "",
+    "scontrol": "echo node-1; echo node-2",
+    "head": 'exec {head} "$@"',
+}
+# Set by Slurm, or by who types the command.
+_VARIABLES = {
+    "CHECKPOINTS": "/shared/checkpoints",
+    "SLURM_JOB_NODELIST": "node-[1-2]",
+    "SLURM_NNODES": "2",
+    "SLURM_JOB_ID": "7",
+}
+_MODEL_FLAGS = """
+--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32
+--max-position-embeddings 32 --micro-batch-size 2 --lr 1e-3 --mock-data
+--tokenizer-type NullTokenizer --vocab-size 256 --train-iters 2
+"""
+
+Command = list[str]
+"""A program and its arguments, as the shell passed them."""
+
+
+def typed_lines(language: str, code: str) -> str:
+    """What is typed: all of a script, and what follows the prompts of a console."""
+    if language != "console":
+        return code
+    typed = []
+    continues = False
+    for line in code.splitlines():
+        if line.startswith("$ ") or continues:
+            typed.append(line.removeprefix("$ "))
+            continues = line.endswith("\\")
+    return "".join(f"{line}\n" for line in typed)
+
+
+def commands_of(script: str, folder: Path) -> list[Command]:
+    """Run a script with programs that only note their arguments; return what they noted.
+
+    Args:
+        script: Shell code. `<your flags>` stands for anything and becomes `...`.
+        folder: An empty one, where it runs.
+
+    Raises:
+        AssertionError: The shell fails, or a program is called that is not known here.
+    """
+    bash, head = shutil.which("bash"), shutil.which("head")
+    assert bash is not None
+    for name, then in _PROGRAMS.items():
+        # The script runs beside `.venv`, as a user does; all others are found by PATH.
+        file = folder / name if name.startswith(".") else folder / "programs" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(_RECORDER.format(bash=bash, name=name, then=then.format(head=head)))
+        file.chmod(0o755)
+    record = folder / "record"
+    record.touch()
+    done = subprocess.run(
+        [bash, "-euo", "pipefail", "-c", _PLACEHOLDER.sub(_ELLIPSIS, script)],
+        cwd=folder,
+        env={"PATH": str(folder / "programs"), "RECORD": str(record), **_VARIABLES},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise AssertionError(f"the shell says: {done.stderr.strip() or done.returncode}")
+    calls = record.read_text().split("\0\n")
+    return [call.split("\0") for call in calls if call]
+
+
+def check(command: Command) -> None:
+    """Check one call of a program as far as that goes without doing what it does.
+
+    Raises:
+        AssertionError: The program would refuse its arguments, or a file is not there.
+    """
+    name, arguments = Path(command[0]).name, [a for a in command[1:] if a != _ELLIPSIS]
+    checks = {
+        "make": _check_make,
+        "torchrun": _check_torchrun,
+        "megatron-fsdp-v2": _check_our_command,
+        "python": _check_python,
+        "python3": _check_python,
+        "pytest": _check_pytest,
+        "pip": _check_pip,
+        # These start the program after them, which is noted by itself.
+        "srun": lambda _: None,
+        "scontrol": lambda _: None,
+        "head": lambda _: None,
+    }
+    if name not in checks:
+        raise AssertionError(f"nobody knows how to check a call of {name!r}: see {__name__}")
+    checks[name](arguments)
+
+
+def check_flags(flags: Sequence[str]) -> None:
+    """Have Megatron's parser, with our flags, read what is added to a small model's flags.
+
+    Raises:
+        AssertionError: It does not know a flag or its value, or this package refuses it.
+    """
+    from megatron.training.arguments import add_megatron_arguments
+
+    from megatron_fsdp_v2_mcore import FlagError
+    from megatron_fsdp_v2_mcore.arguments import add_arguments, check_before, is_enabled
+
+    parser = add_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
+    # Of the rehearsal and of resuming, the program takes its own before Megatron parses.
+    words = [word for word in flags if word not in (_ELLIPSIS, "--cpu-rehearsal")]
+    args = _parsed(parser, [*_MODEL_FLAGS.split(), *words])
+    args.world_size, args.load = 4, None
+    if is_enabled(args):
+        try:
+            check_before(args)
+        except FlagError as error:
+            raise AssertionError(str(error)) from None
+
+
+def _parsed(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+        try:
+            return parser.parse_args(list(words))
+        except SystemExit as leaving:
+            # --help and --version leave as well.
+            if leaving.code in (0, None):
+                return argparse.Namespace()
+    raise AssertionError(said.getvalue().strip().splitlines()[-1])
+
+
+def _check_make(arguments: Sequence[str]) -> None:
+    make = shutil.which("make")
+    assert make is not None
+    # An option in the environment belongs to a make that this test may run under.
+    environment = {key: value for key, value in os.environ.items() if "MAKE" not in key}
+    done = subprocess.run(
+        [make, "--dry-run", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+    )
+    if done.returncode != 0:
+        raise AssertionError(done.stderr.strip())
+    for variable in (word.partition("=")[0] for word in arguments if "=" in word):
+        if not re.search(rf"\b{variable}\b", (ROOT / "Makefile").read_text()):
+            raise AssertionError(f"the Makefile does not read {variable}")
+
+
+def _check_torchrun(arguments: Sequence[str]) -> None:
+    from torch.distributed.run import get_args_parser
+
+    args = _parsed(get_args_parser(), arguments)
+    _check_started(args.module, args.training_script, args.training_script_args)
+
+
+def _check_python(arguments: Sequence[str]) -> None:
+    words = list(arguments)
+    if not words:
+        return
+    if words[0] == "-c":
+        compile(words[1], "-c", "exec")
+    elif words[0] == "-m" and words[1] == "pip":
+        _check_pip(words[2:])
+    elif words[0] == "-m" and words[1] == "pytest":
+        _check_pytest(words[2:])
+    elif words[0] == "-m":
+        _check_started(True, words[1], words[2:])
+    else:
+        _check_started(False, words[0], words[1:])
+
+
+def _check_started(is_module: bool, program: str, arguments: Sequence[str]) -> None:
+    if not is_module:
+        # A path below this tree has to be there; other names are the reader's own scripts.
+        first = Path(program).parts[0]
+        if (ROOT / first).is_dir() and not (ROOT / program).is_file():
+            raise AssertionError(f"there is no {program}")
+        return
+    if importlib.util.find_spec(program) is None:
+        raise AssertionError(f"there is no module {program}")
+    if program == "megatron_fsdp_v2_mcore.pretrain_gpt":
+        check_flags(arguments)
+    elif program == "megatron_fsdp_v2_mcore.run":
+        _check_started(False, arguments[0], arguments[1:])
+        check_flags(arguments[1:])
+
+
+def _check_our_command(arguments: Sequence[str]) -> None:
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in discover_commands():
+        raise AssertionError(f"megatron-fsdp-v2 has no command {arguments[0]}")
+    _parsed(build_parser(discover_commands(), list(arguments)), arguments)
+
+
+def _check_pytest(arguments: Sequence[str]) -> None:
+    for path in (word.partition("::")[0] for word in arguments if "/" in word):
+        if not (ROOT / path).exists():
+            raise AssertionError(f"there is no {path}")
+
+
+def _check_pip(arguments: Sequence[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", *arguments[:1], "--help"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    extras = re.findall(r"^\.\[(.*)\]$", "\n".join(arguments), re.MULTILINE)
+    offered = (ROOT / "pyproject.toml").read_text()
+    missing = [e for listed in extras for e in listed.split(",") if f"\n{e} = [" not in offered]
+    if done.returncode != 0 or missing:
+        raise AssertionError(f"pip {arguments[:1]} fails, or has no extra {missing}")

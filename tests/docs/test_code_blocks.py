@@ -1,0 +1,123 @@
+"""Every code block of the README, of design.md and of docs/ runs, or says why it does not."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from megatron_fsdp_v2.cli import main
+from tests.docs.blocks import ROOT, Block, documented, use_of
+from tests.docs.running import load, program, run_page
+from tests.docs.shell import check, check_flags, commands_of, typed_lines
+from tests.ranks import RankPools
+
+BLOCKS = documented()
+
+
+def _used(*how: str) -> list[Block]:
+    return [block for block in BLOCKS if use_of(block).how in how]
+
+
+def _with_output() -> list[Block]:
+    """Consoles that show more than what is typed."""
+    consoles = [block for block in _used("shell") if block.language == "console"]
+    return [
+        block
+        for block in consoles
+        if len(typed_lines("console", block.code).splitlines()) < len(block.code.splitlines())
+    ]
+
+
+def _named(blocks: list[Block]) -> dict[str, list[Block]]:
+    """Blocks by page."""
+    pages: dict[str, list[Block]] = {}
+    for block in blocks:
+        pages.setdefault(block.page, []).append(block)
+    return pages
+
+
+def show_console(block: Block, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Run the command of a console and compare what it writes with what the console shows."""
+    typed = typed_lines(block.language, block.code)
+    assert block.code.startswith(f"$ {typed}"), "show one command and what it writes in a block"
+    (command,) = commands_of(typed, folder)
+    assert command[0] == "megatron-fsdp-v2", "only commands of this package are run here"
+    assert main(command[1:]) == 0
+    assert capsys.readouterr().out.rstrip() == block.code.removeprefix(f"$ {typed}").rstrip()
+
+
+def test_there_is_a_way_to_run_or_check_every_block() -> None:
+    unknown = [f"{block.name}: {use_of(block).detail}" for block in _used("unknown")]
+    assert not unknown, "\n".join(unknown)
+    assert len(BLOCKS) > 30
+
+
+PYTHON = _named(_used("python"))
+
+
+@pytest.mark.parametrize("page", PYTHON)
+def test_python_blocks_of_a_page_run_one_after_the_other(
+    page: str, pools: RankPools, tmp_path: Path
+) -> None:
+    blocks = [(b.page, b.line, b.code, b.markers.get("given", "")) for b in PYTHON[page]]
+    pools(2).run(run_page, blocks, str(tmp_path))
+
+
+@pytest.mark.parametrize("block", _used("program"), ids=lambda block: block.name)
+@pytest.mark.parametrize("num_ranks", [2, 0], ids=["torchrun", "alone"])
+def test_a_program_runs_as_printed(block: Block, num_ranks: int, tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(block.code)
+    assert program(path, num_ranks)[0]
+
+
+@pytest.mark.parametrize("block", _used("shell"), ids=lambda block: block.name)
+def test_commands_are_ones_that_their_programs_accept(block: Block, tmp_path: Path) -> None:
+    typed = typed_lines(block.language, block.code)
+    commands = commands_of(typed, tmp_path)
+    assert commands, "nothing is called"
+    for command in commands:
+        check(command)
+
+
+def test_consoles_show_what_their_commands_write(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for block in _with_output():
+        folder = tmp_path / str(block.line)
+        folder.mkdir()
+        show_console(block, folder, capsys)
+
+
+@pytest.mark.parametrize("block", _used("flags"), ids=lambda block: block.name)
+def test_flags_alone_are_known_to_megatron(block: Block, tmp_path: Path) -> None:
+    (command,) = commands_of(f"torchrun {block.code}", tmp_path)
+    check_flags(command[1:])
+
+
+@pytest.mark.parametrize("block", _used("output"), ids=lambda block: block.name)
+def test_output_shown_is_what_is_written(block: Block, pools: RankPools) -> None:
+    written = pools(2).run(load(use_of(block).detail))[0]
+    assert block.code.strip("\n") == written.strip("\n")
+
+
+@pytest.mark.parametrize("block", _used("data", "read"), ids=lambda block: block.name)
+def test_a_file_shown_can_be_read(block: Block, tmp_path: Path) -> None:
+    path = tmp_path / f"shown.{block.language}"
+    path.write_text(block.code)
+    if "read by" in block.markers:
+        load(block.markers["read by"])(str(path))
+    else:
+        {"json": json.loads, "toml": tomllib.loads}[block.language](block.code)
+
+
+@pytest.mark.parametrize("block", _used("checked"), ids=lambda block: block.name)
+def test_the_test_that_a_block_names_is_there_and_reads_its_page(block: Block) -> None:
+    file, _, test = use_of(block).detail.partition("::")
+    code = (ROOT / file).read_text()
+    assert re.search(rf"^def {re.escape(test)}\(", code, re.MULTILINE)
+    assert Path(block.page).name in code

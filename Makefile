@@ -1,6 +1,10 @@
 # Everything a user of the project types. `make help` lists it.
 
-VENV     ?= .venv
+# The newest version of torch that is supported; the oldest one is in constraints.txt.
+NEWEST_TORCH = 2.14.1
+
+TORCH    ?=
+VENV     ?= .venv$(if $(TORCH),-torch-$(TORCH))
 STRATEGY ?= optim_grads_params
 RANKS    ?= 2
 ITERS    ?= 300
@@ -8,19 +12,28 @@ OUT      ?= out/pretrain
 
 PY := $(VENV)/bin/python
 
+# What torch changes from version to version: collectives, DTensor, the autograd engine, FSDP2's own
+# classes, distributed checkpoint, streams and storages; and a training with Megatron.
+TORCH_SAMPLE = $(addprefix tests/distributed/test_, beside_fsdp2.py checkpoint.py cpu_reduction.py \
+  drop_in.py known_failures.py meta_device.py parallelize_module.py precision.py \
+  stream_safety.py torch_checkpoint.py torch_versions.py training_state.py uneven_dtensor.py) \
+  tests/unit/test_checkpoint_export.py tests/unit/test_row_shards.py \
+  tests/mcore/test_parity_with_ddp.py
+
 # TEXT is passed on whenever it is given, also when it is given empty: that is an error to report.
 ifneq ($(origin TEXT),undefined)
 TEXT_OPTION = --text "$(TEXT)"
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup pretrain test test-functional test-matrices test-trainings lint test-gpu bench
+.PHONY: help setup pretrain test test-functional test-matrices test-trainings test-torch lint test-gpu bench
 
 help: ## list the targets and their variables
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@printf '%s\n' '' 'Variables:' \
 	  '  VENV=path      where the environment lives (.venv)' \
 	  '  PYTHON=path    the Python >= 3.12 that set-up uses (found by itself)' \
+  '  TORCH=version  another torch, in an environment of its own (.venv-torch-<version>)' \
 	  '  STRATEGY=name  pretrain: sharding strategy (optim_grads_params)' \
 	  '  RANKS=n        pretrain: number of ranks (2)' \
 	  '  ITERS=n        pretrain: iterations of the first run (300)' \
@@ -28,13 +41,14 @@ help: ## list the targets and their variables
 	  '  OUT=path       pretrain: where data, logs, checkpoints and the plot go (out/pretrain)'
 
 setup: ## create the environment with pinned dependencies
-	@VENV="$(VENV)" PYTHON="$(PYTHON)" tools/setup.sh
+	@VENV="$(VENV)" PYTHON="$(PYTHON)" TORCH="$(TORCH)" tools/setup.sh
 
 pretrain: setup ## pretrain a small GPT on real text, save, resume, show the result
 	@$(PY) -m examples.pretrain_text --strategy "$(STRATEGY)" --ranks "$(RANKS)" \
 	  --iters "$(ITERS)" --out "$(OUT)" $(TEXT_OPTION)
 
-test: lint ## lint, then the tests and the quick rows of the functional matrix
+# Style, types and the layering do not depend on torch: they are checked with the pinned one alone.
+test: $(if $(TORCH),setup,lint) ## lint, then the tests and the quick rows of the functional matrix
 	@$(PY) -m pytest -m "not gpu and not functional"
 
 test-functional: setup ## the whole functional matrix against Megatron's own DDP
@@ -45,6 +59,14 @@ test-matrices: setup ## every cell of the core's matrices: parity, trace pool, c
 
 test-trainings: setup ## the longer trainings with Megatron: checkpoints, features, rehearsal
 	@$(PY) -m pytest -m functional tests/mcore tests/docs
+
+test-torch: ## a sample of the tests with the newest torch that is supported
+	@$(MAKE) --no-print-directory setup TORCH=$(NEWEST_TORCH)
+	@$(MAKE) --no-print-directory sample TORCH=$(NEWEST_TORCH)
+
+.PHONY: sample
+sample: # of the tests, in the environment as it is
+	@$(PY) -m pytest -m "not gpu and not functional" $(TORCH_SAMPLE)
 
 lint: setup ## ruff, format check, type check, import layering
 	@$(PY) -m ruff check .

@@ -1,6 +1,7 @@
 """How devices differ: processes with gloo on a CPU, streams with NCCL on CUDA.
 
-This is the only file that knows. The interface is in `comm_interface.py`; which stream waits for
+This is the only file that knows, versions of torch aside: those are in `comm_calls.py`. The
+interface is in `comm_interface.py`; which stream waits for
 which is in `comm_streams.py`.
 """
 
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_fsdp_v2.comm_calls import all_gather_single, reduce_scatter_single
 from megatron_fsdp_v2.comm_interface import (
     DONE,
     Axis,
@@ -62,7 +64,7 @@ class CpuCommunicator:
         if axis.size == 1:
             gather_alone(output, shard)
             return DONE
-        work = dist.all_gather_into_tensor(output, shard, group=axis.group, async_op=True)
+        work = all_gather_single(output, shard, group=axis.group, async_op=True)
         return self._issued(work, None, (output, shard), async_op)
 
     def reduce_scatter(
@@ -231,13 +233,13 @@ class NcclCollectives:
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor, axis: Axis) -> None:
         """Fill `output` with the shards of all ranks."""
-        dist.all_gather_into_tensor(output, shard, group=axis.group)
+        all_gather_single(output, shard, group=axis.group)
 
     def reduce_scatter(
         self, output: torch.Tensor, full: torch.Tensor, axis: Axis, scale: float
     ) -> None:
         """Fill `output` with `scale` times the sum over ranks of this rank's slice of `full`."""
-        dist.reduce_scatter_tensor(output, full, op=_scaled_sum(scale), group=axis.group)
+        reduce_scatter_single(output, full, op=_scaled_sum(scale), group=axis.group)
 
     def all_reduce(self, full: torch.Tensor, axis: Axis, scale: float) -> None:
         """Replace `full` by `scale` times its sum over ranks."""

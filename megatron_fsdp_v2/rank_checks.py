@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_fsdp_v2.comm_calls import all_gather_single
 from megatron_fsdp_v2.comm_interface import Axis
 
 __all__ = ["CheckRanks", "UnitRecord", "checksum", "compare_steps", "compare_units"]
@@ -122,7 +123,7 @@ def _gather(mine: torch.Tensor, axes: Sequence[Axis]) -> torch.Tensor:
     piece = mine
     for axis in reversed(axes):
         gathered = piece.new_empty(axis.size * piece.numel())
-        dist.all_gather_into_tensor(gathered, piece.flatten(), group=axis.group)
+        all_gather_single(gathered, piece.flatten(), group=axis.group)
         piece = gathered
     return piece.view(*(axis.size for axis in axes), mine.numel())
 

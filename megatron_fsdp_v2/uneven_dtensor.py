@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager
 from typing import Any, cast, override
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -23,6 +22,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
+from megatron_fsdp_v2.comm_calls import all_gather_single
 from megatron_fsdp_v2.row_shards import Chunk, RowShards, TensorShard, placements_with_rows
 from megatron_fsdp_v2.sharded_norm import NORMS, local_norms, order_of
 
@@ -418,7 +418,7 @@ def _gather_rows(tensor: UnevenDTensor) -> torch.Tensor:
 
 def _all_gather(piece: torch.Tensor, mesh: DeviceMesh, axis: int) -> torch.Tensor:
     gathered = piece.new_empty((mesh.size(axis) * piece.shape[0], *piece.shape[1:]))
-    dist.all_gather_into_tensor(gathered, piece.contiguous(), group=mesh.get_group(axis))
+    all_gather_single(gathered, piece.contiguous(), group=mesh.get_group(axis))
     return gathered
 
 

@@ -3,6 +3,7 @@
 #
 #   VENV     where the environment lives (default .venv)
 #   PYTHON   the interpreter to build it with (default: the first one >= 3.12 that is found)
+#   TORCH    a version of torch other than the one in constraints.txt
 #
 # A stamp in the environment remembers what it was made from, so that a second call only compares.
 set -euo pipefail
@@ -10,7 +11,8 @@ set -euo pipefail
 readonly NEEDED="3.12"
 # The directory matters twice: version managers read .python-version from it, and the stamp names it.
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-readonly VENV="${VENV:-.venv}"
+readonly TORCH="${TORCH:-}"
+readonly VENV="${VENV:-.venv${TORCH:+-torch-$TORCH}}"
 readonly STAMP="$VENV/.setup-stamp"
 readonly LOG="$VENV/setup.log"
 
@@ -53,9 +55,24 @@ find_interpreter() {
     die "no Python >= $NEEDED was found (${found:-there is no python3 on PATH}): install Python $NEEDED, or name one with 'make setup PYTHON=/path/to/python$NEEDED'."
 }
 
-# What the environment depends on: the two files, the way they are installed, and where the tree is.
+# The versions that everything is held to. torch brings packages of the same release, so another
+# torch takes all of them from a file of its own, or, without such a file, as pip finds them.
+constraints() {
+    if [ -z "$TORCH" ]; then
+        cat constraints.txt
+        return
+    fi
+    sed -E '/^(torch|triton|nvidia-.*|cuda-.*)==/d' constraints.txt
+    if [ -f "constraints-torch-$TORCH.txt" ]; then
+        cat "constraints-torch-$TORCH.txt"
+    else
+        printf 'torch==%s\n' "$TORCH"
+    fi
+}
+
+# What the environment depends on: these files, the way they are installed, and where the tree is.
 fingerprint() {
-    { pwd -P && cat pyproject.toml constraints.txt tools/setup.sh; } | cksum
+    { pwd -P && cat pyproject.toml tools/setup.sh && constraints; } | cksum
 }
 
 # Runs a command into the log; shows the end of the log and stops if the command fails.
@@ -102,10 +119,12 @@ show_progress() {
 
 install_project() {
     local pip=("$VENV/bin/python" -m pip install --disable-pip-version-check --no-input --progress-bar off)
+    local pinned="$VENV/constraints.txt"
+    constraints >"$pinned"
     # With the build backend in the environment the editable build needs no download of its own.
-    logged "installing setuptools" "${pip[@]}" --constraint constraints.txt setuptools
+    logged "installing setuptools" "${pip[@]}" --constraint "$pinned" setuptools
     say "installing the project and its pinned dependencies (minutes the first time)"
-    if ! "${pip[@]}" --constraint constraints.txt --no-build-isolation --editable '.[megatron,test,docs]' \
+    if ! "${pip[@]}" --constraint "$pinned" --no-build-isolation --editable '.[megatron,test,docs]' \
         2>&1 | tee -a "$LOG" | show_progress; then
         tail -n 20 "$LOG" >&2
         die "pip could not install the project: the lines above are the end of $LOG."

@@ -103,7 +103,7 @@ def program(path: Path, num_ranks: int) -> list[str]:
         port = probe.getsockname()[1]
     processes, outputs = [], []
     for rank in range(max(num_ranks, 1)):
-        environment = {"GLOO_SOCKET_IFNAME": "lo"}
+        environment = {"GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
         if num_ranks:
             environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             environment |= {"WORLD_SIZE": str(num_ranks)}

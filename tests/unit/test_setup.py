@@ -5,11 +5,14 @@ import shutil
 import stat
 import subprocess
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
+(NEWEST,) = ROOT.glob("constraints-torch-*.txt")
+NEWEST_TORCH = NEWEST.stem.removeprefix("constraints-torch-")
 TOOLS = ("awk", "bash", "cat", "cksum", "cp", "dirname", "mkdir", "rm", "sed", "tail", "tee")
 
 # Answers what the script asks of an interpreter, and notes what it was asked to install.
@@ -38,7 +41,7 @@ class Tree:
         self.calls = home / "calls"
         (home / "tools").mkdir(parents=True)
         self.bin.mkdir()
-        for name in ("pyproject.toml", "constraints.txt", "tools/setup.sh"):
+        for name in ("pyproject.toml", "constraints.txt", NEWEST.name, "tools/setup.sh"):
             shutil.copy(ROOT / name, home / name)
         for tool in TOOLS:
             found = shutil.which(tool)
@@ -155,8 +158,51 @@ def test_everything_is_installed_under_the_constraints_with_all_extras(tree):
     tree.add_python("python3.12", "3.12.1")
     tree.setup()
     call = next(line for line in tree.calls.read_text().splitlines() if "--editable" in line)
-    assert "--constraint constraints.txt" in call
+    assert "--constraint .venv/constraints.txt" in call
+    assert (tree.home / ".venv/constraints.txt").read_text() == (
+        tree.home / "constraints.txt"
+    ).read_text()
     assert ".[megatron,test,docs]" in call
+
+
+def _pinned(file: Path) -> dict[str, str]:
+    pairs = (line.split("==") for line in file.read_text().splitlines() if "==" in line)
+    return {name: version for name, version in pairs if not name.startswith("#")}
+
+
+def test_another_torch_has_an_environment_and_pinned_packages_of_its_own(tree):
+    tree.add_python("python3.12", "3.12.1")
+    assert tree.setup().returncode == 0
+    assert tree.setup(TORCH=NEWEST_TORCH).returncode == 0
+    default = _pinned(tree.home / ".venv/constraints.txt")
+    other = _pinned(tree.home / f".venv-torch-{NEWEST_TORCH}/constraints.txt")
+    assert default["torch"] != other["torch"] == NEWEST_TORCH
+    assert default.keys() == other.keys()
+    differs = {name for name in default if default[name] != other[name]}
+    assert differs <= {name for name in default if name in _pinned(NEWEST)}
+    # Neither is made anew for the other.
+    assert "up to date" in tree.setup().stdout
+    assert "up to date" in tree.setup(TORCH=NEWEST_TORCH).stdout
+    assert tree.num_installs == 2
+
+
+def test_a_torch_without_a_list_takes_what_pip_finds_for_it(tree):
+    tree.add_python("python3.12", "3.12.1")
+    assert tree.setup(TORCH="2.12.1", VENV="other").returncode == 0
+    pinned = _pinned(tree.home / "other/constraints.txt")
+    assert pinned["torch"] == "2.12.1"
+    assert pinned["pytest"] == _pinned(ROOT / "constraints.txt")["pytest"]
+    assert not [name for name in pinned if name.startswith(("nvidia-", "cuda-", "triton"))]
+
+
+def test_the_versions_of_torch_that_are_tested_are_the_ends_of_what_is_supported():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (torch,) = [name for name in project["dependencies"] if name.startswith("torch")]
+    oldest = _pinned(ROOT / "constraints.txt")["torch"].split(".")
+    newest = NEWEST_TORCH.split(".")
+    assert torch == f"torch>=2.{oldest[1]},<2.{int(newest[1]) + 1}"
+    assert f"| PyTorch | 2.{oldest[1]} to 2.{newest[1]}" in (ROOT / "README.md").read_text()
+    assert f"NEWEST_TORCH = {NEWEST_TORCH}\n" in (ROOT / "Makefile").read_text()
 
 
 def test_progress_names_large_files_and_never_where_they_come_from(tree):

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_fsdp_v2.allocator import ObservedBuffer, TemporaryBuffer
 from megatron_fsdp_v2.comm import NcclCollectives
+from megatron_fsdp_v2.comm_calls import all_gather_single
 from megatron_fsdp_v2.comm_interface import Axis
 from megatron_fsdp_v2.comm_streams import Stream
 from megatron_fsdp_v2.diagnostics.stream_safety.accesses import accesses_of
@@ -282,7 +283,7 @@ class RecordedCollectives:
         """Fill `output` with the shards of all ranks."""
         self._recorder.operation("all_gather", reads=[shard], writes=[output])
         with self._recorder.paused():
-            dist.all_gather_into_tensor(output, shard, group=axis.group)
+            all_gather_single(output, shard, group=axis.group)
 
     def reduce_scatter(
         self, output: torch.Tensor, full: torch.Tensor, axis: Axis, scale: float

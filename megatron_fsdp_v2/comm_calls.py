@@ -1,0 +1,51 @@
+"""Collectives of one tensor, under the names that the version of torch at hand has for them.
+
+torch 2.14 renamed `all_gather_into_tensor` and `reduce_scatter_tensor` and warns of the old names,
+which are the only ones before it. This is the only file that knows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["all_gather_single", "reduce_scatter_single"]
+
+_HAS_NEW_NAMES = hasattr(dist, "all_gather_single")
+_ALL_GATHER = "all_gather_single" if _HAS_NEW_NAMES else "all_gather_into_tensor"
+_REDUCE_SCATTER = "reduce_scatter_single" if _HAS_NEW_NAMES else "reduce_scatter_tensor"
+
+
+def all_gather_single(
+    output: torch.Tensor,
+    shard: torch.Tensor,
+    *,
+    group: dist.ProcessGroup,
+    async_op: bool = False,
+) -> Any:
+    """Fill `output` with the shards of all ranks of a group, in rank order.
+
+    Args:
+        output: `world size * shard.numel()` elements, contiguous.
+        shard: This rank's part.
+        group: Ranks that take part.
+        async_op: Return a handle to wait for, instead of waiting.
+    """
+    # Looked up when it is called: who counts collectives replaces torch's function.
+    return getattr(dist, _ALL_GATHER)(output, shard, group=group, async_op=async_op)
+
+
+def reduce_scatter_single(
+    output: torch.Tensor, full: torch.Tensor, *, op: Any, group: dist.ProcessGroup
+) -> None:
+    """Fill `output` with the reduction over a group of this rank's slice of `full`.
+
+    Args:
+        output: `full.numel() / world size` elements.
+        full: Slices for all ranks, in rank order.
+        op: How elements are reduced.
+        group: Ranks that take part.
+    """
+    getattr(dist, _REDUCE_SCATTER)(output, full, op=op, group=group)

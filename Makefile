@@ -15,7 +15,7 @@ PY := $(VENV)/bin/python
 # What torch changes from version to version: collectives, DTensor, the autograd engine, FSDP2's own
 # classes, distributed checkpoint, streams and storages; and a training with Megatron.
 TORCH_SAMPLE = $(addprefix tests/distributed/test_, beside_fsdp2.py checkpoint.py cpu_reduction.py \
-  drop_in.py known_failures.py meta_device.py parallelize_module.py precision.py \
+  drop_in.py fsdp2_instance.py known_failures.py meta_device.py parallelize_module.py precision.py \
   stream_safety.py torch_checkpoint.py torch_versions.py training_state.py uneven_dtensor.py) \
   tests/unit/test_checkpoint_export.py tests/unit/test_row_shards.py \
   tests/mcore/test_parity_with_ddp.py

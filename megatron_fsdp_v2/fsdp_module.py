@@ -8,7 +8,9 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, cast, override
 
 from torch import nn
+from torch.distributed import fsdp
 
+from megatron_fsdp_v2.torch_fsdp import TorchFSDPModule, show_state
 from megatron_fsdp_v2.trace_pool import TracePoolAllocator
 from megatron_fsdp_v2.unit import bring_to_rest, synchronise_gradients
 
@@ -18,15 +20,17 @@ if TYPE_CHECKING:
 __all__ = ["FSDPModule", "named_units", "rest", "swap_class", "unit_of"]
 
 
-class FSDPModule:
+class FSDPModule(TorchFSDPModule):
     """Methods of a module that `fully_shard` was called on.
 
     A plain mixin, not an `nn.Module`: the module's class becomes a subclass of this and of the
-    class it had. Names and meaning follow PyTorch's FSDP2 where it has them.
+    class it had. Names and meaning follow PyTorch's FSDP2 where it has them, and the module is an
+    instance of `torch.distributed.fsdp.FSDPModule`; what that has and this has not is refused.
     """
 
     _fsdp_unit: Unit
 
+    @override
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather the unit's own parameters and install them. Collective.
 
@@ -41,6 +45,7 @@ class FSDPModule:
         handle.wait()
         return None
 
+    @override
     def reshard(self) -> None:
         """Drop the unit's gathered parameters and install the sharded ones."""
         unit_of(self).reshard()
@@ -70,6 +75,7 @@ class FSDPModule:
             for unit, flag in zip(units, before, strict=True):
                 unit.requires_gradient_sync = flag
 
+    @override
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
@@ -77,6 +83,7 @@ class FSDPModule:
         for unit in _units(self, recurse=recurse):
             unit.requires_gradient_sync = requires_gradient_sync
 
+    @override
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Say whether the next backward is the last one before the optimizer steps.
 
@@ -99,19 +106,60 @@ class FSDPModule:
         for unit in _units(self, recurse=recurse):
             unit.set_reduces(requires_gradient_reduction)
 
+    @override
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Say whether gathered parameters are dropped between forward and backward."""
         for unit in _units(self, recurse=recurse):
             unit.reshard_after_forward = reshard_after_forward
 
-    def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
+    @override
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
+        """Say whether gathered parameters are dropped after a backward.
+
+        Kept ones serve the forward that follows, unless an optimizer has stepped in between.
+        Until then the module's parameters are those it computes with, not the sharded ones.
+        """
+        for unit in _units(self, recurse=recurse):
+            unit.reshard_after_backward = reshard_after_backward
+
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """Accept what is so here always: a parameter without gradient is reduced with its unit.
+
+        Raises:
+            RuntimeError: Asked to leave such parameters out.
+        """
+        del recurse
+        if not reduce_scatter_unused_params:
+            raise RuntimeError(
+                f"a unit of {type(self).__name__} reduces the gradients of all its parameters; "
+                "set_reduce_scatter_unused_params(False) cannot be honored"
+            )
+
+    def reset_iter_state(self) -> None:
+        """Forget a forward or backward that an exception ended, and gradients not yet reduced.
+
+        The root's next forward does so by itself; before anything else happens, such as saving a
+        checkpoint, it can be asked for.
+
+        Raises:
+            RuntimeError: The module is not the root.
+        """
+        unit_of(self).abandon_step()
+
+    @override
+    def set_modules_to_forward_prefetch(self, modules: Sequence[fsdp.FSDPModule]) -> None:
         """Gather these units when this unit's forward starts, instead of the recorded next one.
 
         Memory grows with their number. An empty list brings the recorded order back.
         """
         unit_of(self).forward_prefetch = [weakref.ref(unit_of(m)) for m in modules]
 
-    def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
+    @override
+    def set_modules_to_backward_prefetch(self, modules: Sequence[fsdp.FSDPModule]) -> None:
         """Gather these units when this unit's backward starts. See the forward's twin."""
         unit_of(self).backward_prefetch = [weakref.ref(unit_of(m)) for m in modules]
 
@@ -153,12 +201,13 @@ class FSDPModule:
         )
 
 
-class UnshardHandle:
+class UnshardHandle(fsdp.UnshardHandle):
     """A gather under way."""
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
 
+    @override
     def wait(self) -> None:
         """Have the parameters in place and installed."""
         self._unit.wait_for_unshard()
@@ -213,3 +262,4 @@ def swap_class(module: nn.Module) -> None:
         sharded = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
         _CLASSES[cls] = sharded
     module.__class__ = sharded
+    show_state(module)

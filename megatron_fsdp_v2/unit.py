@@ -67,6 +67,7 @@ class Unit:
         phase: What it is doing.
         is_root: Whether its module is the outermost one.
         reshard_after_forward: Whether gathered weights are dropped between forward and backward.
+        reshard_after_backward: Whether they are dropped after a backward.
         requires_gradient_sync: Whether its backward is the one that synchronises.
         is_last_backward: Whether the next backward is the last before the optimizer steps.
         forward_prefetch: Units to gather when its forward starts, instead of the recorded next.
@@ -95,6 +96,7 @@ class Unit:
         self.phase = Phase.RESTING
         self.is_root = True
         self.reshard_after_forward = reshard_after_forward
+        self.reshard_after_backward = True
         self.requires_gradient_sync = True
         self.is_last_backward = True
         self.forward_prefetch: list[weakref.ref[Unit]] = []
@@ -304,6 +306,16 @@ class Unit:
                     ahead = context.unshard_prefetch_depth > 0
                     group.refresh(context.weights_epoch, async_op=ahead)
 
+    def abandon_step(self) -> None:
+        """Forget what an exception left behind in any unit of this root.
+
+        Raises:
+            RuntimeError: It is not the root.
+        """
+        if not self.is_root:
+            raise RuntimeError(f"{self.name} is not the root; call reset_iter_state on the root")
+        _repair(self.context)
+
     def _prefetch(self, chosen: list[weakref.ref[Unit]], recorded: Sequence[Unit]) -> None:
         if chosen:
             self.context.prefetch_requested(chosen)
@@ -379,7 +391,8 @@ class Unit:
                 owners = (cast("Unit | None", group.watcher()) for group in self.borrowed)
                 for finished in (self, *(owner for owner in owners if owner is not None)):
                     _reduce_in_turn(turns.done(finished))
-            self.reshard()
+            if self.reshard_after_backward:
+                self.reshard()
             self.move(Phase.RESTING)
 
     def before_gradient(self, group: ParameterGroup) -> None:
@@ -452,7 +465,8 @@ class Unit:
     def finish_backward(self) -> None:
         """At the end of a backward: reduce what is left, rest."""
         self.finish_gradients(synchronise=self.syncs_gradients)
-        self.reshard()
+        if self.reshard_after_backward:
+            self.reshard()
         if self.phase is Phase.BACKWARD:
             # Its inputs need no gradients, so nothing told the end of its backward.
             self._num_awaited = max(0, self._num_awaited - 1)

@@ -254,5 +254,4 @@ def test_the_page_has_every_public_method_of_fsdp2_and_of_ours() -> None:
     for cls in (TheirModule, FSDPModule):
         names = [name for name in vars(cls) if not name.startswith("_")]
         assert len(names) > 5
-        # An older name of set_gradient_divide_factor.
-        assert [n for n in names if n not in page] in ([], ["set_reduce_scatter_divide_factor"])
+        assert [n for n in names if n not in page] == []

@@ -1,0 +1,134 @@
+"""What PyTorch's FSDP2 expects of a module that is an instance of its `FSDPModule`.
+
+Libraries ask `isinstance(module, torch.distributed.fsdp.FSDPModule)` before they treat a module as
+sharded, and so does torch in pipelining and in `register_fsdp_forward_method`. Deriving from that
+class brings its methods along; those that reach into FSDP2's own state are replaced here, where
+`fsdp_module.py` has nothing of the same meaning, by an error that says what to use.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Self, cast, override
+
+from torch import nn
+from torch.distributed import fsdp
+from torch.distributed._composable.contract import STATE_KEY
+
+__all__ = ["REFUSED_METHODS", "TorchFSDPModule", "UnitState", "show_state"]
+
+REFUSED_METHODS = {
+    "set_all_reduce_hook": "a DTensor's gradient may be changed between backward and step",
+    "set_allocate_memory_from_process_group_for_comm": "buffers come from torch's allocator, or "
+    "with fully_shard(enable_trace_pool=True) from one block of memory",
+    "set_custom_all_gather": "collectives are those of the mesh's process groups",
+    "set_custom_reduce_scatter": "collectives are those of the mesh's process groups",
+    "set_force_sum_reduction_for_comms": "fully_shard(gradient_scaling_factor=1.0) sums, and the "
+    "loss may be scaled instead",
+    "set_gradient_divide_factor": "give fully_shard(gradient_scaling_factor=1 / factor)",
+    "set_post_optim_event": "weights are gathered after what the current stream has queued",
+    "set_reduce_scatter_divide_factor": "give fully_shard(gradient_scaling_factor=1 / factor)",
+    "set_reduce_scatter_max_input_buffers": "give fully_shard(max_live_grad_buffers=...)",
+    "set_requires_all_reduce": "set_requires_gradient_sync defers the outer axis of HSDP, and "
+    "that alone where gradients are sharded",
+    "set_separate_reduce_scatter_group": "collectives are those of the mesh's process groups",
+    "set_symm_mem_for_comm": "buffers come from torch's allocator",
+    "set_unshard_in_backward": "every unit is gathered in its backward",
+    "_set_unshard_async_op": "set_modules_to_forward_prefetch says what is gathered ahead",
+}
+"""Methods of FSDP2, of any version, that a sharded module here does not have, and what it has."""
+
+
+class TorchFSDPModule(fsdp.FSDPModule):
+    """The base that makes a sharded module an instance of torch's `FSDPModule`."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Build a module of the class that was sharded, not a sharded one.
+
+        Containers make others of their own class, such as a slice of an `nn.Sequential`.
+        """
+        classes = cls.__mro__
+        original = classes[classes.index(fsdp.FSDPModule) + 1]
+        # Python calls __init__ of what it gets only where that is of the class it asked for.
+        return cast(Self, original(*args, **kwargs))
+
+    @override
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        # Changed parameters are noticed where the unit is gathered next.
+        return super(fsdp.FSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
+
+    @override
+    def _get_fsdp_state(self) -> Any:
+        return UnitState(self)
+
+
+def _refused(name: str, instead: str) -> Callable[..., Any]:
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
+        del args, kwargs
+        raise RuntimeError(
+            f"{type(self).__name__} was sharded by megatron_fsdp_v2, which has no {name}: {instead}"
+        )
+
+    refuse.__name__ = name
+    refuse.__doc__ = f"Refuse: {instead}.\n\n        Raises:\n            RuntimeError: Always."
+    return refuse
+
+
+for _name, _instead in REFUSED_METHODS.items():
+    setattr(TorchFSDPModule, _name, _refused(_name, _instead))
+
+
+class _NoStates:
+    """States of units that torch's pipelining would run the end of a backward for, one by one."""
+
+    all_states: Sequence[Any] = ()
+
+
+class UnitState:
+    """A sharded module as the parts of torch see it that ask for FSDP2's own state of it.
+
+    Those are `register_fsdp_forward_method` and `torch.distributed.pipelining`.
+    """
+
+    def __init__(self, module: Any) -> None:
+        # It is kept in the module.
+        self._module: Callable[[], Any] = weakref.ref(module)
+        self._state_ctx = _NoStates()
+
+    def __getattr__(self, name: str) -> Any:
+        """Refuse whatever else FSDP2 keeps.
+
+        Raises:
+            AttributeError: Always.
+        """
+        raise AttributeError(
+            f"a module that megatron_fsdp_v2 sharded has no {name!r} of FSDP2's internals; what "
+            "asks for it works on torch's fully_shard alone"
+        )
+
+    def _pre_forward(self, module: Any, args: Any, kwargs: Any) -> Any:
+        return module._fsdp_unit.pre_forward(args, kwargs)
+
+    def _post_forward(self, module: Any, args: Any, output: Any) -> Any:
+        del args
+        return module._fsdp_unit.post_forward(output)
+
+    def _root_post_backward_final_callback(self) -> None:
+        """After the last backward of a pipeline's stage: bring gradients into `param.grad`."""
+        module = self._module()
+        if module is None:
+            return
+        module.reduce_grad()
+        for part in module.modules():
+            if isinstance(part, TorchFSDPModule):
+                part.reshard()
+
+
+def show_state(module: nn.Module) -> None:
+    """Have `torch.distributed.fsdp.fully_shard.state(module)` find something.
+
+    Torch's `fully_shard` refuses a module that has a state, so nothing is sharded twice.
+    """
+    states = module.__dict__.setdefault(STATE_KEY, {})
+    states[fsdp.fully_shard.__wrapped__] = UnitState(module)  # type: ignore[attr-defined]

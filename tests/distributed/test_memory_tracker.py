@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import re
 import weakref
 from pathlib import Path
 from typing import Any
@@ -201,10 +202,15 @@ def printed_report(path: str) -> str:
     return memory.report()
 
 
+def _without_temporaries(report: str) -> str:
+    """A report without what torch's optimizer takes for a moment, which differs by version."""
+    return re.sub(r"(?m)^(optimizer(?: +\S+ MiB){2}) +\S+ MiB", r"\1", report)
+
+
 def test_the_printed_report_in_the_docs_is_real(pools: RankPools, tmp_path: Path) -> None:
     text = (ROOT / "docs" / "memory_bound.md").read_text()
     report = pools(2).run(printed_report, str(tmp_path / "step.png"))[0]
-    assert report in text
+    assert _without_temporaries(report) in _without_temporaries(text)
     assert (tmp_path / "step.png").stat().st_size > 10_000
 
 

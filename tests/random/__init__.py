@@ -1,0 +1,1 @@
+"""Random differential test: generated models and programs, sharded beside the unsharded loop."""

@@ -1,0 +1,284 @@
+"""Makes a case of a seed. What is not allowed is not made; `rules.py` says what that is."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+from tests.random.cases import STRATEGIES, ZERO_3, Case, Event, Node, Options
+from tests.random.rules import SWITCHES, broken_rule
+
+MESHES: dict[int, list[tuple[int, ...]]] = {
+    1: [(1,), (1, 1)],
+    2: [(2,), (2,), (1, 2), (2, 1)],
+    3: [(3,), (3,), (3, 1)],
+    4: [(4,), (2, 2), (2, 2)],
+}
+SHAPES = ["0x3", "1", "1x5", "7", "3x2x5", "13x1", "11x3", "5x1x1x2"]
+OPTIMIZERS = ["sgd", "momentum", "momentum", "decay", "adamw", "adamw foreach", "adamw fused"]
+PACKS = [
+    "tuple",
+    "list",
+    "dict",
+    "dataclass",
+    "namedtuple",
+    "none",
+    "views",
+    "chunks",
+    "transposed",
+    "nondifferentiable",
+    "twice",
+    "one unused",
+    "object",
+]
+OUTPUTS = ["tensor", "tensor", "tuple", "dict", "dataclass", "nondifferentiable", "one unused"]
+
+def _on(feature: str) -> bool:
+    return SWITCHES.get(feature, True)
+
+
+class Generator:
+    """Makes one case."""
+
+    def __init__(self, seed: int, world_size: int | None) -> None:
+        self.seed = seed
+        self.random = random.Random(seed)
+        self.world_size = world_size or self.random.choice([1, 2, 2, 3, 3, 4, 4])
+        self.num_nodes = 0
+        self.nodes: list[Node] = []
+
+    def chance(self, probability: float) -> bool:
+        """Whether something happens."""
+        return self.random.random() < probability
+
+    # -- the tree ------------------------------------------------------------------------------
+
+    def node(self, kind: str, children: tuple[Node, ...] = (), **fields: object) -> Node:
+        """A node with the next id."""
+        self.num_nodes += 1
+        made = Node(self.num_nodes, kind, children=children, **fields)  # type: ignore[arg-type]
+        self.nodes.append(made)
+        return made
+
+    def leaf(self) -> Node:
+        """A module with parameters, or without."""
+        kind = self.random.choice(
+            ["linear", "linear", "linear", "mlp", "mlp", "embed", "odd", "odd", "spare", "act"]
+        )
+        how, size = "", 0
+        if kind == "linear":
+            how = "no bias" if self.chance(0.3) else ""
+        elif kind == "mlp":
+            size = self.random.choice([1, 3, 7, 11])
+        elif kind == "embed":
+            size = self.random.choice([1, 2, 11, 11, 13])
+        elif kind == "odd":
+            how = self.random.choice(SHAPES)
+        return self.node(
+            kind,
+            how=how,
+            size=size,
+            unit=self.chance(0.5),
+            frozen=self.chance(0.1),
+            double=self.chance(0.06),
+        )
+
+    def children(self, depth: int, most: int) -> tuple[Node, ...]:
+        """Some modules."""
+        return tuple(self.any(depth) for _ in range(self.random.randint(1, most)))
+
+    def any(self, depth: int) -> Node:
+        """A module of any kind."""
+        if depth <= 0 or self.chance(0.4):
+            known = [node for node in self.nodes if node.kind not in ("again", "pack", "own input")]
+            if known and self.chance(0.1) and _on("again"):
+                return self.node("again", size=self.random.choice(known).id)
+            return self.leaf()
+        kind = self.random.choice(
+            ["seq", "seq", "repeat", "checkpoint", "checkpoint", "detached", "dead"]
+            + ["no grad", "branch", "branch", "in place", "own input", "pack", "pack"]
+        )
+        if not _on(kind):
+            kind = "seq"
+        children = self.children(depth - 1, 3 if kind == "seq" else 2)
+        unit = self.chance(0.45)
+        if kind == "own input":
+            inner = self.node("own input", children, unit=unit)
+            return self.node("fresh", (inner,))
+        if kind == "pack":
+            inner = self.node("pack", children, how=self.random.choice(PACKS), unit=unit)
+            how = "keywords" if self.chance(0.3) else ""
+            return self.node("unpack", (inner,), how=how, unit=self.chance(0.2))
+        how, size = "", 0
+        if kind == "repeat":
+            size = self.random.choice([2, 2, 3])
+            how = "uneven" if self.chance(0.3) else ""
+        elif kind == "checkpoint":
+            how = self.random.choice(["reentrant", ""])
+        elif kind == "branch":
+            how = self.random.choice(["step", "rank", "rank"])
+        elif kind == "in place":
+            how = self.random.choice(["input", "output", "view"] if _on("own input") else ["input"])
+        return self.node(kind, children, how=how, size=size, unit=unit)
+
+    def tree(self) -> Node:
+        """The whole tree."""
+        children = tuple(self.any(self.random.randint(1, 3)) for _ in range(self.random.randint(1, 4)))
+        return self.node("seq", children)
+
+    def ties(self) -> tuple[tuple[int, int], ...]:
+        """Pairs of layers that share a weight."""
+        found = []
+        for kind in ("linear", "embed"):
+            alike = [node.id for node in self.nodes if node.kind == kind]
+            while len(alike) > 1 and self.chance(0.3):
+                first, second = sorted(self.random.sample(alike, 2))
+                found.append((first, second))
+        return tuple(found)
+
+    # -- sharding ------------------------------------------------------------------------------
+
+    def options(self) -> Options:
+        """How the model is sharded."""
+        mesh = self.random.choice(MESHES[self.world_size])
+        strategy = self.random.choice([*STRATEGIES, ZERO_3])
+        outer = "no_shard"
+        if len(mesh) == 2 and strategy != "no_shard" and self.chance(0.5):
+            outer = "optim"
+        return Options(
+            strategy=strategy,
+            outer=outer,
+            mesh=mesh,
+            reshard=self.chance(0.75),
+            granularity=self.random.choice(["row", "row", "row", "block:2", "block:4", "tensor"]),
+            scale=self.random.choice([None, None, None, 1.0, 0.37]),
+            prefetch=self.random.choice([0, 1, 1, 1, 2]),
+            asynchronous=self.chance(0.8),
+            live=self.random.choice([1, 2, 2, 3]),
+            pool=self.chance(0.35),
+            check=self.random.choice(["once", "once", "once", "never", "always"]),
+            optimizer=self.random.choice(OPTIMIZERS),
+        )
+
+    # -- the program ---------------------------------------------------------------------------
+
+    def data(self) -> int:
+        """A seed of a batch."""
+        return self.random.randint(0, 50)
+
+    def some_node(self) -> int:
+        """Any node's id."""
+        return self.random.choice(self.nodes).id
+
+    def interlude(self) -> list[Event]:
+        """What may come at any time, most often nothing."""
+        found = []
+        while self.chance(0.25):
+            do = self.random.choice(
+                ["evaluate", "evaluate", "evaluate", "waste", "state", "full", "functional"]
+            )
+            how = "inference" if do == "evaluate" and self.chance(0.3) else ""
+            if _on(do):
+                found.append(Event(do, seed=self.data(), how=how))
+        return found
+
+    def micro(self, last: bool) -> list[Event]:
+        """Forwards and backwards of one micro-batch."""
+        kind = self.random.choice(
+            ["plain"] * 6 + ["two slots", "retain", "input gradient", "penalty"]
+        )
+        deferred = "" if last or self.chance(0.5) else self.random.choice(["no sync", "not last"])
+        flag = self.chance(0.2)
+        if kind == "input gradient" and _on(kind):
+            return [
+                Event("input gradient", seed=self.data()),
+                *self.simple(deferred, flag),
+            ]
+        if kind == "penalty" and _on(kind):
+            return [Event("penalty", seed=self.data()), *self.simple(deferred, flag)]
+        if kind == "retain" and _on(kind):
+            forward = Event("forward", seed=self.data(), flag=flag)
+            first = self.random.choice(["retain", "retain no sync"])
+            return [
+                forward,
+                *self.interlude(),
+                Event("backward", how=first),
+                Event("backward", how=deferred),
+            ]
+        if kind == "two slots" and _on(kind):
+            order = self.random.choice([(0, 1), (1, 0)])
+            return [
+                Event("forward", seed=self.data(), slot=0),
+                *self.interlude(),
+                Event("forward", seed=self.data(), slot=1),
+                Event("backward", slot=order[0], how=deferred),
+                *self.interlude(),
+                Event("backward", slot=order[1], how=deferred),
+            ]
+        return self.simple(deferred, flag)
+
+    def simple(self, deferred: str, flag: bool) -> list[Event]:
+        """One forward and its backward."""
+        return [
+            Event("forward", seed=self.data(), flag=flag),
+            *(self.interlude() if self.chance(0.3) else []),
+            Event("backward", how=deferred),
+        ]
+
+    def step(self) -> list[Event]:
+        """One training step."""
+        events = [Event("zero", flag=self.chance(0.7))]
+        if self.chance(0.15):
+            events.append(Event("freeze", node=self.some_node(), flag=self.chance(0.6)))
+        if self.chance(0.2):
+            how = self.random.choice(["forward", "backward", "recomputation"])
+            if _on("fail " + how):
+                flag = self.chance(0.7)
+                events.append(Event("fail", self.data(), node=self.some_node(), how=how, flag=flag))
+        num_micro = self.random.choice([1, 1, 1, 2, 3])
+        for micro in range(num_micro):
+            events += self.interlude()
+            events += self.micro(last=micro == num_micro - 1)
+        if self.chance(0.25):
+            events.append(Event("clip", seed=self.data()))
+        return [*events, *self.interlude(), Event("step"), *self.interlude()]
+
+    def program(self) -> tuple[Event, ...]:
+        """Steps with other things between."""
+        events = self.interlude()
+        saved = ""
+        for _ in range(self.random.randint(2, 4)):
+            events += self.step()
+            if self.chance(0.1):
+                events.append(Event("load", seed=self.data()))
+            if saved and self.chance(0.5):
+                options = self.options() if self.chance(0.5) else None
+                how = "torch" if saved == "torch" else ""
+                events.append(Event("restore", how=how, options=options))
+            elif self.chance(0.15):
+                saved = self.random.choice(["save", "save", "async", "torch"])
+                events.append(Event("save", how="" if saved == "save" else saved))
+        return tuple(events)
+
+    def case(self) -> Case:
+        """The case."""
+        return Case(
+            seed=self.seed,
+            width=self.random.choice([3, 4, 5, 8]),
+            dtype=self.random.choice(["float64", "float64", "float64", "float32"]),
+            tree=self.tree(),
+            ties=self.ties(),
+            ends=self.random.choice(["root", "root", "units"]),
+            output=self.random.choice(OUTPUTS),
+            options=self.options(),
+            program=self.program(),
+        )
+
+
+def generate(seed: int, world_size: int | None = None) -> Case:
+    """The case of a seed; its world size is drawn as well unless it is given."""
+    for attempt in range(1000):
+        case = Generator(seed + 1_000_003 * attempt, world_size).case()
+        if not broken_rule(case):
+            return replace(case, seed=seed)
+    raise RuntimeError(f"no allowed case for seed {seed}")

@@ -1,0 +1,419 @@
+"""Builds the modules that a case describes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.random.cases import Case, Node
+
+INPUT = 4
+OUTPUT = 3
+
+
+class PlannedFailure(Exception):
+    """Raised on purpose, inside a forward or a backward."""
+
+
+@dataclass
+class Call:
+    """What a forward is told besides its input.
+
+    Attributes:
+        tokens: For embeddings, `(rows,)`.
+        chosen: Nodes that are skipped, or that run twice, in this forward on this rank.
+        fail: Node whose forward or backward fails; -1 for none.
+        fails_in: `forward`, `backward` or `recomputation`.
+    """
+
+    tokens: torch.Tensor
+    chosen: frozenset[int] = frozenset()
+    fail: int = -1
+    fails_in: str = ""
+
+
+@dataclass
+class Parts:
+    """A structured value."""
+
+    first: torch.Tensor
+    rest: dict[str, Any]
+
+
+class Named(NamedTuple):
+    """A structured value of another kind."""
+
+    first: torch.Tensor
+    second: torch.Tensor | None
+
+
+PACKS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    # How a module returns a tensor, and how whoever called it gets the tensor back.
+    "tensor": (lambda y: y, lambda out: out),
+    "tuple": (lambda y: (y * 0.5, y.sin()), lambda out: out[0] + out[1]),
+    "list": (lambda y: [y * 0.5, [y.sin()]], lambda out: out[0] + out[1][0]),
+    "dict": (lambda y: {"a": y * 0.5, "b": {"c": y.cos()}}, lambda out: out["a"] + out["b"]["c"]),
+    "dataclass": (
+        lambda y: Parts(y * 0.5, {"more": [y.sin()], "text": "x"}),
+        lambda out: out.first + out.rest["more"][0],
+    ),
+    "namedtuple": (lambda y: Named(y * 0.5, y.sin()), lambda out: out.first + out.second),
+    "none": (lambda y: (None, y, None), lambda out: out[1]),
+    "views": (
+        lambda y: (y[:, :2], y[:, 2:]),
+        lambda out: torch.cat(out, dim=1),
+    ),
+    "chunks": (lambda y: y.chunk(2, dim=1), lambda out: torch.cat(out, dim=1)),
+    "transposed": (lambda y: y.t(), lambda out: out.t()),
+    "nondifferentiable": (
+        lambda y: (y, y.detach() * 0.3, y.argmax(1)),
+        lambda out: out[0] + out[1],
+    ),
+    "twice": (lambda y: (y, y), lambda out: out[0] + 0.5 * out[1]),
+    "one unused": (lambda y: (y, y * 2.0), lambda out: out[0]),
+    "object": (lambda y: SimpleNamespace(value=y), lambda out: out.value),
+}
+
+
+class Part(nn.Module):
+    """Base of all modules of the tree."""
+
+    def __init__(self, node: Node, children: list[nn.Module]) -> None:
+        super().__init__()
+        self.node = node
+        self.below = nn.ModuleList(children)
+
+    def forward(self, x: torch.Tensor, call: Call) -> Any:
+        fails = call.fail == self.node.id
+        if fails and call.fails_in == "forward":
+            raise PlannedFailure
+        if fails and call.fails_in == "recomputation" and torch._C._current_graph_task_id() != -1:
+            raise PlannedFailure
+        y = self.compute(x, call)
+        if fails and call.fails_in == "backward" and isinstance(y, torch.Tensor):
+            if y.requires_grad:
+                y.register_hook(_raise)
+        return y
+
+    def compute(self, x: torch.Tensor, call: Call) -> Any:
+        """What the kind is about; here children in sequence."""
+        for child in self.below:
+            x = child(x, call)
+        return x
+
+
+def _raise(grad: torch.Tensor) -> None:
+    del grad
+    raise PlannedFailure
+
+
+class LinearPart(Part):
+    """A linear layer, added to its input."""
+
+    def __init__(self, node: Node, children: list[nn.Module], width: int) -> None:
+        super().__init__(node, children)
+        self.linear = nn.Linear(width, width, bias=node.how != "no bias")
+
+    def compute(self, x: torch.Tensor, call: Call) -> torch.Tensor:
+        return x + 0.5 * torch.tanh(self.linear(x.to(self.linear.weight.dtype))).to(x.dtype)
+
+
+class MlpPart(Part):
+    """Norm and two linear layers, added to its input."""
+
+    def __init__(self, node: Node, children: list[nn.Module], width: int) -> None:
+        super().__init__(node, children)
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, node.size)
+        self.down = nn.Linear(node.size, width)
+
+    def compute(self, x: torch.Tensor, call: Call) -> torch.Tensor:
+        y = x.to(self.norm.weight.dtype)
+        return x + 0.5 * self.down(torch.tanh(self.up(self.norm(y)))).to(x.dtype)
+
+
+class EmbedPart(Part):
+    """An embedding of the tokens, added to its input."""
+
+    def __init__(self, node: Node, children: list[nn.Module], width: int) -> None:
+        super().__init__(node, children)
+        self.table = nn.Embedding(node.size, width)
+
+    def compute(self, x: torch.Tensor, call: Call) -> torch.Tensor:
+        return x + 0.3 * self.table(call.tokens % self.node.size).to(x.dtype)
+
+
+class OddPart(Part):
+    """Parameters of unusual shapes, and a buffer."""
+
+    def __init__(self, node: Node, children: list[nn.Module], width: int) -> None:
+        super().__init__(node, children)
+        shape = tuple(int(size) for size in node.how.split("x") if size)
+        self.values = nn.Parameter(torch.randn(shape) * 0.5)
+        numel = math.prod(shape)
+        self.register_buffer("factors", torch.linspace(-1.0, 2.0, numel).reshape(shape))
+
+    def compute(self, x: torch.Tensor, call: Call) -> torch.Tensor:
+        factor = torch.tanh((self.values * self.factors).sum()).to(x.dtype)
+        return x * (1.0 + 0.2 * factor)
+
+
+class SparePart(Part):
+    """A parameter that nothing uses, beside a layer."""
+
+    def __init__(self, node: Node, children: list[nn.Module], width: int) -> None:
+        super().__init__(node, children)
+        self.spare = nn.Parameter(torch.randn(3, 2))
+        self.scale = nn.Parameter(torch.ones(width))
+
+    def compute(self, x: torch.Tensor, call: Call) -> torch.Tensor:
+        return x * self.scale.to(x.dtype)
+
+
+class ActPart(Part):
+    """No parameters."""
+
+    def compute(self, x: torch.Tensor, call: Call) -> torch.Tensor:
+        return torch.tanh(x)
+
+
+class RepeatPart(Part):
+    """Runs its children several times; where it is chosen, once more."""
+
+    def compute(self, x: torch.Tensor, call: Call) -> torch.Tensor:
+        for _ in range(max(1, self.node.size) + (self.node.id in call.chosen)):
+            x = super().compute(x, call)
+        return x
+
+
+class CheckpointPart(Part):
+    """Its children are recomputed in the backward."""
+
+    def compute(self, x: torch.Tensor, call: Call) -> torch.Tensor:
+        result: torch.Tensor = checkpoint(
+            super().compute, x, call, use_reentrant=self.node.how == "reentrant"
+        )
+        return result
+
+
+class DetachedPart(Part):
+    """Its children see a detached input; what they make is added."""
+
+    def compute(self, x: torch.Tensor, call: Call) -> torch.Tensor:
+        return x + 0.5 * super().compute(x.detach(), call)
+
+
+class DeadPart(Part):
+    """Its children run and nothing comes of it."""
+
+    def compute(self, x: torch.Tensor, call: Call) -> torch.Tensor:
+        super().compute(x, call)
+        return x
+
+
+class NoGradPart(Part):
+    """Its children run without gradients."""
+
+    def compute(self, x: torch.Tensor, call: Call) -> torch.Tensor:
+        with torch.no_grad():
+            y = super().compute(x, call)
+        return x + 0.1 * y
+
+
+class BranchPart(Part):
+    """Its children are left out where it is chosen."""
+
+    def compute(self, x: torch.Tensor, call: Call) -> torch.Tensor:
+        return x if self.node.id in call.chosen else super().compute(x, call)
+
+
+class InPlacePart(Part):
+    """In-place operations on what goes into its children, or on what comes out."""
+
+    def compute(self, x: torch.Tensor, call: Call) -> torch.Tensor:
+        how = self.node.how
+        if how == "input":
+            x = x * 1.0
+            x.mul_(0.9)
+        y = super().compute(x, call)
+        if how == "output" and y is not x:
+            y.mul_(0.9)
+        elif how == "view" and y is not x:
+            y[:, :1].mul_(0.5)
+        return y
+
+
+class OwnInputPart(Part):
+    """Changes its own input in place, which its caller does not use again."""
+
+    def compute(self, x: torch.Tensor, call: Call) -> torch.Tensor:
+        x.mul_(0.9)
+        return super().compute(x, call)
+
+
+class PackPart(Part):
+    """Returns something structured."""
+
+    def compute(self, x: torch.Tensor, call: Call) -> Any:
+        return PACKS[self.node.how][0](super().compute(x, call))
+
+
+class UnpackPart(Part):
+    """Calls a child that may return something structured, by keyword if its variant says so."""
+
+    def compute(self, x: torch.Tensor, call: Call) -> torch.Tensor:
+        for child in self.below:
+            x = child(x=x, call=call) if self.node.how == "keywords" else child(x, call)
+            node = getattr(child, "node", None)
+            if node is not None and node.kind == "pack":
+                x = PACKS[node.how][1](x)
+        return x
+
+
+class FreshPart(Part):
+    """Gives its child an input that nothing else holds, and that may be changed."""
+
+    def compute(self, x: torch.Tensor, call: Call) -> torch.Tensor:
+        return super().compute(x * 1.0, call)
+
+
+LEAVES: dict[str, Callable[[Node, list[nn.Module], int], Part]] = {
+    "linear": LinearPart,
+    "mlp": MlpPart,
+    "embed": EmbedPart,
+    "odd": OddPart,
+    "spare": SparePart,
+}
+KINDS: dict[str, Callable[[Node, list[nn.Module]], Part]] = {
+    "act": ActPart,
+    "seq": Part,
+    "repeat": RepeatPart,
+    "checkpoint": CheckpointPart,
+    "detached": DetachedPart,
+    "dead": DeadPart,
+    "no grad": NoGradPart,
+    "branch": BranchPart,
+    "in place": InPlacePart,
+    "own input": OwnInputPart,
+    "fresh": FreshPart,
+    "pack": PackPart,
+    "unpack": UnpackPart,
+}
+
+
+class Tree(nn.Module):
+    """The root: an input layer, the tree, an output layer."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.output_kind = case.output
+        self.input = nn.Linear(INPUT, case.width)
+        self.known: dict[int, nn.Module] = {}
+        self.body = _built(case.tree, case, self.known)
+        self.output = nn.Linear(case.width, OUTPUT)
+
+    def forward(self, x: torch.Tensor, call: Call) -> Any:
+        y = self.output(self.body(self.input(x), call))
+        return PACKS[self.output_kind][0](y)
+
+
+def _built(node: Node, case: Case, known: dict[int, nn.Module]) -> nn.Module:
+    children = []
+    for child in node.children:
+        if child.kind != "again":
+            children.append(_built(child, case, known))
+        elif child.size in known:
+            # The same module at a second place; its first one is complete by now.
+            children.append(known[child.size])
+    if node.kind in LEAVES:
+        part = LEAVES[node.kind](node, children, case.width)
+    else:
+        part = KINDS[node.kind](node, children)
+    own = [p for name, p in part.named_parameters() if not name.startswith("below.")]
+    for param in own:
+        param.requires_grad_(not node.frozen)
+        param.data = param.data.double() if node.double else param.data
+    known[node.id] = part
+    return part
+
+
+def build(case: Case) -> Tree:
+    """The model of a case, the same at every call."""
+    torch.manual_seed(case.seed)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, case.dtype))
+    try:
+        model = Tree(case)
+    finally:
+        torch.set_default_dtype(before)
+    for first, second in case.ties:
+        _tie(model.known.get(first), model.known.get(second))
+    return model
+
+
+def _tie(first: Any, second: Any) -> None:
+    sites = []
+    for part in (first, second):
+        layer = getattr(part, "linear", None) or getattr(part, "table", None)
+        if layer is None:
+            return
+        sites.append(layer)
+    one, other = (layer.weight for layer in sites)
+    alike = one.shape == other.shape and one.dtype == other.dtype
+    if alike and one.requires_grad == other.requires_grad:
+        sites[1].weight = one
+
+
+def units(model: Tree, case: Case) -> Iterator[nn.Module]:
+    """Modules to shard, children first, the root last."""
+    if case.ends == "units":
+        yield model.input
+        yield model.output
+    # A module that is used again inside another unit has to be sharded before that one as well.
+    seen: set[nn.Module] = set()
+
+    def visit(module: nn.Module) -> Iterator[nn.Module]:
+        for child in module.children():
+            if child not in seen:
+                seen.add(child)
+                yield from visit(child)
+        if isinstance(module, Part) and module.node.unit:
+            yield module
+
+    # A list: sharding changes classes while it is walked.
+    yield from list(visit(model.body))
+    yield model
+
+
+def tensors_of(output: Any) -> list[torch.Tensor]:
+    """All floating-point tensors in what a root returned, in order."""
+    if isinstance(output, torch.Tensor):
+        return [output] if output.is_floating_point() else []
+    if isinstance(output, Parts):
+        output = [output.first, output.rest]
+    if isinstance(output, SimpleNamespace):
+        output = [output.value]
+    if isinstance(output, dict):
+        output = list(output.values())
+    if isinstance(output, tuple | list):
+        return [tensor for item in output for tensor in tensors_of(item)]
+    return []
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.05),
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.03, momentum=0.9),
+    "decay": lambda params: torch.optim.SGD(params, lr=0.03, momentum=0.9, weight_decay=0.1),
+    # A large eps: where a gradient is almost zero, Adam's quotient makes steps of its rounding.
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01, eps=1e-2, foreach=False),
+    "adamw foreach": lambda params: torch.optim.AdamW(params, lr=0.01, eps=1e-2, foreach=True),
+    "adamw fused": lambda params: torch.optim.AdamW(params, lr=0.01, eps=1e-2, fused=True),
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.01, eps=1e-2),
+}

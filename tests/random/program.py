@@ -1,0 +1,590 @@
+"""Runs a case: the sharded model on this rank, beside a plain loop over all ranks' data.
+
+Every rank builds the plain model as well and feeds it the data of all ranks, so that losses,
+gradients, parameters and optimizer states are known everywhere. After every event that has a
+result the two are compared.
+
+After an exception in a forward or a backward the program does what a training loop would: it drops
+the losses of that step, clears the gradients on all ranks, and goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from megatron_fsdp_v2 import checkpoint, fully_shard
+from tests.random.cases import Case, Event, Options
+from tests.random.models import (
+    INPUT,
+    OPTIMIZERS,
+    Call,
+    PlannedFailure,
+    Tree,
+    build,
+    tensors_of,
+    units,
+)
+
+TOLERANCES = {"float64": 1e-9, "float32": 3e-6}
+MOST_PROBLEMS = 5
+
+
+class InvalidCase(Exception):
+    """The plain model cannot do it, so there is nothing to compare with."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a case ended on a rank.
+
+    Attributes:
+        kind: `same`, `different`, `raised` or `invalid`.
+        event: Position of the first event that went wrong.
+        text: What went wrong.
+    """
+
+    kind: str
+    event: int = -1
+    text: str = ""
+
+
+@functools.cache
+def mesh_of(*shape: int) -> DeviceMesh:
+    """The mesh of a shape; once in a process, since its groups are never ended."""
+    names = ("outer", "inner")[-len(shape) :]
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+def batch(case: Case, seed: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs `(rows, INPUT)` and tokens `(rows,)` of one rank."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    rows = 1 + (seed + rank) % 3
+    x = torch.randn(rows, INPUT, generator=generator, dtype=torch.float64)
+    tokens = torch.randint(0, 97, (rows,), generator=generator)
+    return x.to(getattr(torch, case.dtype)), tokens
+
+
+def chosen(case: Case, seed: int, rank: int) -> frozenset[int]:
+    """Nodes that this forward skips, or runs once more."""
+    found = set()
+    for node in case.tree.walk():
+        if node.how == "step" and (seed * 7 + node.id) % 3 == 0:
+            found.add(node.id)
+        if node.how in ("rank", "uneven") and (seed * 7 + node.id + rank) % 2 == 0:
+            found.add(node.id)
+    return frozenset(found)
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """A loss of everything a root returned."""
+    parts = [tensor.double().square().mean() for tensor in tensors_of(output)]
+    return torch.stack(parts).sum()
+
+
+def shard(case: Case, options: Options) -> Any:
+    """The model of a case, sharded."""
+    model = build(case)
+    for unit in units(model, case):
+        fully_shard(
+            unit,
+            mesh=mesh_of(*options.mesh),
+            sharding_strategy=options.strategy,
+            outer_dp_sharding_strategy=options.outer,
+            reshard_after_forward=options.reshard,
+            shard_granularity=options.granularity,
+            gradient_scaling_factor=options.scale,
+            enable_unshard_prefetch=options.prefetch > 0,
+            unshard_prefetch_depth=max(1, options.prefetch),
+            enable_async_reduce_grad=options.asynchronous,
+            max_live_grad_buffers=options.live,
+            enable_trace_pool=options.pool,
+            check_ranks=options.check,
+        )
+    return model
+
+
+@contextlib.contextmanager
+def _plain() -> Iterator[None]:
+    """Whatever goes wrong inside is the case's own fault."""
+    try:
+        yield
+    except Exception as error:
+        raise InvalidCase(f"{type(error).__name__}: {error}") from error
+
+
+@dataclass
+class Snapshot:
+    """What the plain model and optimizer were at a save."""
+
+    model: dict[str, torch.Tensor]
+    optimizer: dict[str, Any]
+    future: Any = None
+
+    def wait(self) -> None:
+        """Have it on disk."""
+        if self.future is not None:
+            self.future.result()
+
+
+class Run:
+    """One case on one rank."""
+
+    def __init__(self, case: Case, folder: str) -> None:
+        self.case = case
+        self.folder = Path(folder)
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.tolerance = TOLERANCES[case.dtype]
+        self.problems: list[tuple[int, str]] = []
+        self.position = -1
+        self.options = case.options
+        with _plain():
+            self.plain: Tree = build(case)
+            make = OPTIMIZERS[case.options.optimizer]
+            self.plain_optimizer = make(self.plain.parameters())
+        self.model = shard(case, case.options)
+        # As an optimizer does: between a forward and its backward modules hold other ones.
+        self.params: dict[str, Any] = dict(self.model.named_parameters())
+        self.optimizer = make(self.model.parameters())
+        # By slot: this rank's loss, all ranks' losses of the plain model, and inputs of both.
+        self.slots: dict[int, tuple[Any, list[Any], Any, list[Any]]] = {}
+        self.snapshots: dict[int, Snapshot] = {}
+        self.unsynced = False
+        self.has_grads = False
+
+    # -- what is the same on both sides --------------------------------------------------------
+
+    @property
+    def factor(self) -> float:
+        """Of the sum of gradients over ranks."""
+        scale = self.options.scale
+        return 1.0 / self.world_size if scale is None else scale
+
+    def call(self, seed: int, rank: int) -> tuple[torch.Tensor, Call]:
+        """Input and call of one rank's forward."""
+        x, tokens = batch(self.case, seed, rank)
+        return x, Call(tokens, chosen(self.case, seed, rank))
+
+    def own(self, event: Event) -> tuple[torch.Tensor, Call]:
+        """Input and call of this rank's forward."""
+        return self.call(event.seed, self.rank)
+
+    # -- comparing -----------------------------------------------------------------------------
+
+    def differs(self, what: str, error: float) -> None:
+        """Note a difference that is too large; not a number is one."""
+        if not error <= self.tolerance:
+            self.problems.append((self.position, f"{what}: {error:.3g}"))
+
+    def compare_numbers(self, what: str, mine: Any, theirs: Any) -> None:
+        """Compare single numbers."""
+        mine, theirs = float(mine), float(theirs)
+        self.differs(what, abs(mine - theirs) / max(abs(theirs), 1e-3))
+
+    def compare_rows(self, what: str, pairs: dict[str, tuple[Any, Any]]) -> None:
+        """Compare the rows held here of tensors with those of full ones.
+
+        A tensor that is small by cancellation is measured against a third of the norm of all.
+        """
+        norms = {name: float(full.detach().double().norm()) for name, (_, full) in pairs.items()}
+        floor = 0.33 * sum(norm**2 for norm in norms.values()) ** 0.5
+        for name, (mine, full) in pairs.items():
+            start, end = mine.local_rows
+            held = mine.to_local().detach().double()
+            # A parameter without dimensions is one row.
+            rows = full.detach().double() if full.ndim == 0 else full.detach().double()[start:end]
+            if full.ndim == 0 and start == end:
+                continue
+            error = float((held.reshape(-1) - rows.reshape(-1)).norm())
+            self.differs(f"{what} of {name}", error / max(norms[name], floor, 1e-12))
+
+    def pairs(self) -> dict[str, tuple[Any, Any]]:
+        """Parameters by name, sharded and plain."""
+        plain = dict(self.plain.named_parameters())
+        return {name: (param, plain[name]) for name, param in self.params.items()}
+
+    def compare_params(self) -> None:
+        """Compare the values of all parameters, and whether they are trained."""
+        pairs = self.pairs()
+        self.compare_rows("value", pairs)
+        for name, (mine, full) in pairs.items():
+            if mine.requires_grad is not full.requires_grad or mine.shape != full.shape:
+                self.problems.append((self.position, f"{name}: shape or requires_grad"))
+
+    def compare_grads(self) -> None:
+        """Compare gradients; where a unit's other parameters have one, none means zero."""
+        pairs = self.pairs()
+        has, lacks = self._presence(pairs)
+        compared = {}
+        for (name, (mine, full)), some, missing in zip(pairs.items(), has, lacks, strict=True):
+            if full.numel() == 0:
+                continue
+            if some and missing:
+                self.problems.append((self.position, f"{name} has a gradient on some ranks only"))
+            if not some:
+                if full.grad is not None:
+                    self.problems.append((self.position, f"{name} has no gradient"))
+                continue
+            if full.grad is None:
+                full.grad = torch.zeros_like(full)
+            if mine.grad is not None:
+                compared[name] = (mine.grad, full.grad)
+        self.compare_rows("gradient", compared)
+
+    def _presence(self, pairs: dict[str, tuple[Any, Any]]) -> tuple[list[int], list[int]]:
+        """For every parameter: whether some rank has a gradient, whether one lacks it. Collective."""
+        flags = torch.zeros(2, len(pairs), dtype=torch.int64)
+        for index, (mine, _) in enumerate(pairs.values()):
+            if mine.to_local().numel():
+                flags[int(mine.grad is None), index] = 1
+        dist.all_reduce(flags, dist.ReduceOp.MAX)
+        return flags[0].tolist(), flags[1].tolist()
+
+    def compare_states(self) -> None:
+        """Compare the optimizer states of parameters that have rows here."""
+        pairs = self.pairs()
+        found: dict[str, dict[str, tuple[Any, Any]]] = {}
+        for name, (mine, full) in pairs.items():
+            if not mine.to_local().numel():
+                continue
+            ours = self.optimizer.state.get(mine, {})
+            theirs = self.plain_optimizer.state.get(full, {})
+            if ours.keys() != theirs.keys():
+                text = f"state of {name}: {sorted(ours)} and {sorted(theirs)}"
+                self.problems.append((self.position, text))
+                continue
+            for key, value in theirs.items():
+                if isinstance(ours[key], torch.Tensor) and hasattr(ours[key], "local_rows"):
+                    found.setdefault(key, {})[name] = (ours[key], value)
+                elif value is not None:
+                    self.compare_numbers(f"{key} of {name}", ours[key], value)
+        for key, states in found.items():
+            self.compare_rows(key, states)
+
+    # -- events --------------------------------------------------------------------------------
+
+    def run(self) -> Outcome:
+        """Do everything; stop at the first event that went wrong."""
+        for self.position, event in enumerate(self.case.program):
+            getattr(self, "do_" + event.do.replace(" ", "_"))(event)
+            if self._is_enough():
+                break
+        for snapshot in self.snapshots.values():
+            snapshot.wait()
+        if not self.problems:
+            return Outcome("same")
+        text = "\n".join(text for _, text in self.problems[:MOST_PROBLEMS])
+        return Outcome("different", self.problems[0][0], text)
+
+    def _is_enough(self) -> bool:
+        """Whether some rank saw a difference: all stop together. Collective."""
+        flag = torch.tensor([bool(self.problems)], dtype=torch.int32)
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        return bool(flag)
+
+    def do_forward(self, event: Event) -> None:
+        """Make a loss and keep it; `flag`: the input requires a gradient."""
+        with _plain():
+            inputs, losses = [], []
+            for rank in range(self.world_size):
+                x, call = self.call(event.seed, rank)
+                inputs.append(x.requires_grad_(event.flag))
+                losses.append(loss_of(self.plain(x, call)))
+        x, call = self.own(event)
+        x.requires_grad_(event.flag)
+        loss = loss_of(self.model(x, call))
+        self.compare_numbers("loss", loss.detach(), losses[self.rank].detach())
+        if all(loss.requires_grad for loss in losses):
+            self.slots[event.slot] = (loss, losses, x, inputs)
+
+    def do_backward(self, event: Event) -> None:
+        """Backward of a kept loss; `how`: `no sync`, `last` or `retain`; keeps it with retain."""
+        if event.slot not in self.slots:
+            return
+        loss, losses, x, inputs = self.slots.pop(event.slot)
+        retains = "retain" in event.how
+        if retains:
+            self.slots[event.slot] = (loss, losses, x, inputs)
+        before = [i.grad for i in inputs]
+        with _plain():
+            torch.stack(losses).sum().mul(self.factor).backward(retain_graph=retains)
+        if "no sync" in event.how:
+            with self.model.no_sync():
+                loss.backward(retain_graph=retains)
+        else:
+            self.model.set_is_last_backward("not last" not in event.how)
+            loss.backward(retain_graph=retains)
+            self.model.set_is_last_backward(True)
+        self.unsynced = "no sync" in event.how or "not last" in event.how
+        self.has_grads = True
+        if x.requires_grad and before[self.rank] is None and x.grad is not None:
+            expected = inputs[self.rank].grad / self.factor
+            error = float((x.grad - expected).norm() / expected.norm().clamp(min=1e-3))
+            self.differs("gradient of the input", error)
+        if not self.unsynced:
+            self.compare_grads()
+
+    def do_input_gradient(self, event: Event) -> None:
+        """A gradient with respect to the input alone, which leaves none on parameters."""
+        if self.unsynced:
+            return
+        with _plain():
+            x, call = self.own(event)
+            expected = torch.autograd.grad(loss_of(self.plain(x.requires_grad_(True), call)), x)[0]
+        x, call = self.own(event)
+        found = torch.autograd.grad(loss_of(self.model(x.requires_grad_(True), call)), x)[0]
+        error = float((found - expected).norm() / expected.norm().clamp(min=1e-3))
+        self.differs("gradient of the input alone", error)
+        self.compare_grads()
+
+    def do_penalty(self, event: Event) -> None:
+        """A backward through a gradient: the loss is the norm of the input's gradient."""
+        if self.unsynced:
+            return
+
+        def penalty(model: Any, rank: int) -> torch.Tensor:
+            x, call = self.call(event.seed, rank)
+            x.requires_grad_(True)
+            loss = loss_of(model(x, call))
+            (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+            return grad.square().sum() + loss
+
+        with _plain():
+            losses = [penalty(self.plain, rank) for rank in range(self.world_size)]
+            torch.stack(losses).sum().mul(self.factor).backward()
+        loss = penalty(self.model, self.rank)
+        self.compare_numbers("penalty", loss.detach(), losses[self.rank].detach())
+        loss.backward()
+        self.has_grads = True
+        self.compare_grads()
+
+    def do_evaluate(self, event: Event) -> None:
+        """A forward without gradients; `how`: `inference` for torch's inference mode."""
+        context = torch.inference_mode if event.how == "inference" else torch.no_grad
+        with _plain(), context():
+            x, call = self.own(event)
+            expected = loss_of(self.plain(x, call))
+        with context():
+            x, call = self.own(event)
+            found = loss_of(self.model(x, call))
+        self.compare_numbers("evaluation", found, expected)
+
+    def do_waste(self, event: Event) -> None:
+        """A forward with gradients whose backward never comes."""
+        with _plain():
+            x, call = self.own(event)
+            expected = loss_of(self.plain(x, call)).detach()
+        x, call = self.own(event)
+        self.compare_numbers("loss", loss_of(self.model(x, call)).detach(), expected)
+
+    def do_fail(self, event: Event) -> None:
+        """A step that fails at a node; then gradients are cleared, as the retry begins.
+
+        `how`: `forward`, `backward` or `recomputation`.
+        """
+        x, call = self.own(event)
+        call.fail, call.fails_in = event.node, event.how
+        with contextlib.suppress(PlannedFailure):
+            loss = loss_of(self.model(x, call))
+            if loss.requires_grad:
+                loss.backward()
+        self.slots.clear()
+        self._zero(event.flag)
+        # Zeros on one side and None on the other are brought in line.
+        self.compare_grads()
+
+    def do_zero(self, event: Event) -> None:
+        """Clear gradients; `flag`: to None."""
+        if not self.unsynced:
+            self._zero(event.flag)
+
+    def _zero(self, set_to_none: bool) -> None:
+        self.plain_optimizer.zero_grad(set_to_none=set_to_none)
+        self.optimizer.zero_grad(set_to_none=set_to_none)
+        # Frozen ones may hold some as well, and belong to no optimizer's business.
+        self.unsynced = self.has_grads = False
+
+    def do_clip(self, event: Event) -> None:
+        """Clip gradients to a norm."""
+        if self.unsynced or not self.has_grads or self._would_wait():
+            return
+        limit = 0.05 * (1 + event.seed % 5)
+        expected = nn.utils.clip_grad_norm_(self.plain.parameters(), limit)
+        found: Any = nn.utils.clip_grad_norm_(self.params.values(), limit)
+        if any(p.to_local().numel() for p in self.params.values()):
+            self.compare_numbers("norm", found.item(), expected)
+        self.compare_grads()
+
+    def _would_wait(self) -> bool:
+        """Whether a rank has rows but no gradient of any: the others would wait for it."""
+        held = [p for p in self.params.values() if p.to_local().numel()]
+        flag = torch.tensor([all(p.grad is None for p in held)], dtype=torch.int32)
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        return bool(flag)
+
+    def do_step(self, event: Event) -> None:
+        """Step both optimizers."""
+        del event
+        if self.unsynced:
+            return
+        self.slots.clear()
+        self.plain_optimizer.step()
+        self.optimizer.step()
+        self.compare_params()
+        self.compare_states()
+
+    def do_freeze(self, event: Event) -> None:
+        """Freeze or train everything in a node, between steps."""
+        if self.has_grads or self.unsynced:
+            return
+        self.slots.clear()
+        for model in (self.plain, self.model):
+            if event.node in model.known:
+                model.known[event.node].requires_grad_(not event.flag)
+
+    def do_state(self, event: Event) -> None:
+        """Look at the state dict."""
+        del event
+        theirs = self.plain.state_dict()
+        mine = self.model.state_dict()
+        if list(mine) != list(theirs):
+            self.problems.append((self.position, "names of the state dict"))
+            return
+        sharded = {n: (t, theirs[n]) for n, t in mine.items() if hasattr(t, "local_rows")}
+        self.compare_rows("state dict", sharded)
+        for name in mine.keys() - sharded.keys():
+            if not torch.equal(mine[name], theirs[name]):
+                self.problems.append((self.position, f"buffer {name}"))
+
+    def do_full(self, event: Event) -> None:
+        """Gather every parameter in full. Collective."""
+        del event
+        for name, (mine, full) in self.pairs().items():
+            full = full.detach()
+            error = float((mine.full_tensor().detach() - full).double().norm())
+            self.differs(f"full {name}", error / max(float(full.double().norm()), 1e-3))
+
+    def do_load(self, event: Event) -> None:
+        """Load other weights, given in full."""
+        self.slots.clear()
+        generator = torch.Generator().manual_seed(event.seed)
+        known: dict[int, torch.Tensor] = {}
+        state = {}
+        for name, value in self.plain.state_dict().items():
+            # Tied ones come under several names and have one value.
+            key = value.data_ptr() if value.numel() else id(value)
+            if key not in known:
+                noise = torch.randn(tuple(value.shape), generator=generator, dtype=torch.float64)
+                known[key] = (value.double() * 0.7 + 0.1 * noise).to(value.dtype)
+            state[name] = known[key]
+        self.plain.load_state_dict(state)
+        self.model.load_state_dict(state)
+        self.compare_params()
+
+    def do_functional(self, event: Event) -> None:
+        """A call with other weights, which counts for that call alone."""
+        x, call = self.own(event)
+        values = {n: p.detach() * 0.8 + 0.01 for n, p in self.plain.named_parameters()}
+        with _plain(), torch.no_grad():
+            expected = loss_of(torch.func.functional_call(self.plain, values, (x, call)))
+        try:
+            with torch.no_grad():
+                found = loss_of(torch.func.functional_call(self.model, values, (x, call)))
+        except (ValueError, RuntimeError) as error:
+            if "functional_call" not in str(error):
+                raise
+        else:
+            self.compare_numbers("functional call", found, expected)
+        self.compare_params()
+
+    # -- checkpoints ---------------------------------------------------------------------------
+
+    def do_save(self, event: Event) -> None:
+        """Save under a number; `how`: `async` or `torch`, whose own checkpoint it then is."""
+        if self.unsynced:
+            return
+        if event.how == "torch" and self._has_stateless():
+            return
+        path = str(self.folder / f"{event.slot}")
+        snapshot = Snapshot(
+            copy.deepcopy(self.plain.state_dict()), copy.deepcopy(self.plain_optimizer.state_dict())
+        )
+        if event.how == "torch":
+            model, optimizer = get_state_dict(self.model, self.optimizer)
+            dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=path)
+        else:
+            snapshot.future = checkpoint.save(
+                path, self.model, self.optimizer, async_save=event.how == "async"
+            )
+        self.snapshots[event.slot] = snapshot
+
+    def _has_stateless(self) -> bool:
+        """Whether a trained parameter has no state where others have: torch's calls refuse that."""
+        state = self.plain_optimizer.state
+        return bool(state) and any(
+            param.requires_grad and param not in state for param in self.plain.parameters()
+        )
+
+    def do_restore(self, event: Event) -> None:
+        """Load what was saved; with `options`, into a new model that is sharded in that way."""
+        snapshot = self.snapshots.get(event.slot)
+        if snapshot is None or self.unsynced:
+            return
+        snapshot.wait()
+        path = str(self.folder / f"{event.slot}")
+        trained = {name: param.requires_grad for name, param in self.plain.named_parameters()}
+        if event.options is not None:
+            self.options = replace(event.options, optimizer=self.options.optimizer)
+            self.model = shard(self.case, self.options)
+            self.params = dict(self.model.named_parameters())
+            self.optimizer = OPTIMIZERS[self.options.optimizer](self.model.parameters())
+            for name, param in self.params.items():
+                param.requires_grad_(trained[name])
+        self.slots.clear()
+        self.plain.load_state_dict(snapshot.model)
+        # Torch takes tensors as they are, and training would change the snapshot.
+        self.plain_optimizer.load_state_dict(copy.deepcopy(snapshot.optimizer))
+        self._zero(set_to_none=True)
+        if event.how == "torch":
+            self._load_with_torch(path)
+        else:
+            checkpoint.load(path, self.model, self.optimizer)
+        self.compare_params()
+        self.compare_states()
+
+    def _load_with_torch(self, path: str) -> None:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        state = {"model": model, "optimizer": optimizer}
+        dcp.load(state, checkpoint_id=path)
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+
+
+def run_case(case: Case, folder: str) -> Outcome:
+    """Run a case on this rank. Collective."""
+    run: Run | None = None
+    try:
+        run = Run(case, folder)
+        return run.run()
+    except InvalidCase as error:
+        return Outcome("invalid", -1 if run is None else run.position, str(error))
+    except Exception:
+        # A rank that stops leaves the others waiting; what it says must not wait for them.
+        return Outcome("raised", -1 if run is None else run.position, traceback.format_exc())

@@ -9,6 +9,8 @@ STRATEGY ?= optim_grads_params
 RANKS    ?= 2
 ITERS    ?= 300
 OUT      ?= out/pretrain
+CASES    ?= 1000
+SEED     ?= 0
 
 PY := $(VENV)/bin/python
 
@@ -26,7 +28,7 @@ TEXT_OPTION = --text "$(TEXT)"
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup pretrain test test-functional test-matrices test-trainings test-torch lint test-gpu bench
+.PHONY: help setup pretrain test test-random test-functional test-matrices test-trainings test-torch lint test-gpu bench
 
 help: ## list the targets and their variables
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -38,7 +40,9 @@ help: ## list the targets and their variables
 	  '  RANKS=n        pretrain: number of ranks (2)' \
 	  '  ITERS=n        pretrain: iterations of the first run (300)' \
 	  '  TEXT=path      pretrain: a file or folder of text (the sources of the Python library)' \
-	  '  OUT=path       pretrain: where data, logs, checkpoints and the plot go (out/pretrain)'
+	  '  OUT=path       pretrain: where data, logs, checkpoints and the plot go (out/pretrain)' \
+	  '  CASES=n        test-random: number of cases (1000)' \
+	  '  SEED=n         test-random: seed of the first one (0)'
 
 setup: ## create the environment with pinned dependencies
 	@VENV="$(VENV)" PYTHON="$(PYTHON)" TORCH="$(TORCH)" tools/setup.sh
@@ -50,6 +54,10 @@ pretrain: setup ## pretrain a small GPT on real text, save, resume, show the res
 # Style, types and the layering do not depend on torch: they are checked with the pinned one alone.
 test: $(if $(TORCH),setup,lint) ## lint, then the tests and the quick rows of the functional matrix
 	@$(PY) -m pytest -m "not gpu and not functional"
+
+test-random: setup ## random cases against a plain loop, then a training of 2,000 steps
+	@$(PY) -W ignore -m tests.random.campaign --cases "$(CASES)" --seed "$(SEED)"
+	@$(PY) -m pytest -m functional tests/random
 
 test-functional: setup ## the whole functional matrix against Megatron's own DDP
 	@$(PY) -m pytest functional_tests

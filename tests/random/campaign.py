@@ -1,54 +1,136 @@
-"""Runs many cases, one after the other, on rank pools."""
+"""Runs many cases, says what they covered, and makes a small script of each that fails.
+
+python -m tests.random.campaign --cases 1000 --seed 0
+"""
 
 from __future__ import annotations
 
+import argparse
 import collections
+import re
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from pathlib import Path
 
-from tests.random.cases import Case, to_json
+from tests.random.cases import Case
+from tests.random.features import features_of, generated_features
 from tests.random.generate import generate
 from tests.random.program import Outcome, run_case
+from tests.random.script import script_of
+from tests.random.shrink import shrink
 from tests.ranks import RankFailure, RankPools, rank_pools
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 30.0
+SHRINKING_TIMEOUT_S = 10.0
+PROGRESS_EVERY_S = 15.0
+MOST_FAILURES = 5
+FEW = 300
+"""Cases from which on every feature is expected to occur."""
+
+Runs = Callable[[Case, str], Outcome]
 
 
-def outcome_of(case: Case, pools: RankPools, timeout_s: float = TIMEOUT_S) -> Outcome:
-    """Run a case on ranks; the worst of what they say."""
+def outcome_of(
+    case: Case, pools: RankPools, timeout_s: float = TIMEOUT_S, run: Runs = run_case
+) -> Outcome:
+    """Run a case on its number of ranks; the worst of what they say."""
     pool = pools(case.world_size)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         try:
-            found: list[Outcome] = pool.run(run_case, case, folder, timeout_s=timeout_s)
+            found: list[Outcome] = pool.run(run, case, folder, timeout_s=timeout_s)
         except RankFailure as failure:
             return Outcome("hang", -1, str(failure))
-    worst = next((o for k in ("raised", "invalid", "different") for o in found if o.kind == k), None)
-    if worst is not None and worst.kind != "different":
-        # Collectives may be left half done.
-        pool.close()
-    return found[0] if worst is None else worst
+    for kind in ("raised", "invalid", "different"):
+        for outcome in found:
+            if outcome.kind == kind:
+                if kind != "different":
+                    # Collectives may be left half done.
+                    pool.close()
+                return outcome
+    return found[0]
 
 
-def main() -> None:
-    """For now: run seeds from a range and print what went wrong."""
-    start, end = int(sys.argv[1]), int(sys.argv[2])
-    began = time.monotonic()
-    counts: collections.Counter[str] = collections.Counter()
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def way_of(outcome: Outcome) -> str:
+    """In which way a case failed, so that a smaller one fails in the same way."""
+    if outcome.kind != "raised":
+        return outcome.kind
+    last = outcome.text.strip().splitlines()[-1]
+    return outcome.kind + re.sub(r"[^A-Za-z ]", "", last)[:25]
+
+
+def shrunk(case: Case, pools: RankPools, run: Runs = run_case, most_tries: int = 200) -> Case:
+    """The smallest case found that fails as a failing one does."""
+    way = way_of(outcome_of(case, pools, SHRINKING_TIMEOUT_S, run))
+
+    def fails(candidate: Case) -> bool:
+        return way_of(outcome_of(candidate, pools, SHRINKING_TIMEOUT_S, run)) == way
+
+    return shrink(case, fails, most_tries)
+
+
+def report(case: Case, outcome: Outcome, pools: RankPools, folder: Path) -> Path:
+    """Shrink a failing case and write it as a script."""
+    small = shrunk(case, pools)
+    # Something that fails now and then may not have failed again.
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"case_{case.seed}.py"
+    about = f"Seen: {outcome.kind} at event {outcome.event} of the case it was made from."
+    path.write_text(script_of(small, path.name, about))
+    return path
+
+
+def main() -> int:
+    """Run the cases; the status is 1 if one failed or a feature never occurred."""
+    parser = argparse.ArgumentParser(prog="tests.random.campaign", description=__doc__)
+    parser.add_argument("--cases", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("out/random"))
+    options = parser.parse_args()
     with rank_pools() as pools:
-        for seed in range(start, end):
-            case = generate(seed)
-            before = time.monotonic()
-            outcome = outcome_of(case, pools)
-            counts[outcome.kind] += 1
-            if outcome.kind != "same":
-                took = time.monotonic() - before
-                last = outcome.text.strip().splitlines()[-1] if outcome.text else ""
-                print(f"{seed} {outcome.kind} event {outcome.event} {took:.1f}s: {last[:300]}", flush=True)
-                with open(f"/tmp/random_cases/{seed}.txt", "w") as file:
-                    file.write(to_json(case) + "\n" + outcome.text)
-    print(dict(counts), f"{time.monotonic() - began:.0f} s")
+        return _campaign(options.cases, options.seed, options.out, pools)
+
+
+def _campaign(num_cases: int, first_seed: int, folder: Path, pools: RankPools) -> int:
+    began = said = time.monotonic()
+    covered: collections.Counter[str] = collections.Counter()
+    kinds: collections.Counter[str] = collections.Counter()
+    num_failures = 0
+    for number in range(num_cases):
+        case = generate(first_seed + number)
+        outcome = outcome_of(case, pools)
+        kinds[outcome.kind] += 1
+        covered.update(features_of(case) if outcome.kind == "same" else ())
+        now = time.monotonic()
+        if now - said > PROGRESS_EVERY_S:
+            said, spent = now, now - began
+            rest = spent / (number + 1) * (num_cases - number - 1)
+            _say(
+                f"{number + 1} of {num_cases} cases, {num_failures} failed, {spent:.0f} s, "
+                f"about {rest:.0f} s left",
+            )
+        if outcome.kind == "same":
+            continue
+        num_failures += 1
+        last = outcome.text.strip().splitlines()[-1][:300] if outcome.text else ""
+        _say(f"seed {case.seed}: {outcome.kind} at event {outcome.event}: {last}")
+        # One that the plain model cannot run is a mistake of the generator.
+        if num_failures <= MOST_FAILURES and outcome.kind != "invalid":
+            _say(f"  made smaller: {report(case, outcome, pools, folder)}")
+    _say(f"{num_cases} cases in {time.monotonic() - began:.0f} s: {dict(kinds)}")
+    for feature, count in sorted(covered.items()):
+        _say(f"  {count:5d}  {feature}")
+    missing = generated_features() - covered.keys() if num_cases >= FEW else set()
+    for feature in sorted(missing):
+        _say(f"no case had: {feature}")
+    return int(num_failures > 0 or bool(missing))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -33,6 +33,7 @@ PACKS = [
 ]
 OUTPUTS = ["tensor", "tensor", "tuple", "dict", "dataclass", "nondifferentiable", "one unused"]
 
+
 def _on(feature: str) -> bool:
     return SWITCHES.get(feature, True)
 
@@ -95,8 +96,22 @@ class Generator:
                 return self.node("again", size=self.random.choice(known).id)
             return self.leaf()
         kind = self.random.choice(
-            ["seq", "seq", "repeat", "checkpoint", "checkpoint", "detached", "dead"]
-            + ["no grad", "branch", "branch", "in place", "own input", "pack", "pack"]
+            [
+                "seq",
+                "seq",
+                "repeat",
+                "checkpoint",
+                "checkpoint",
+                "detached",
+                "dead",
+                "no grad",
+                "branch",
+                "branch",
+                "in place",
+                "own input",
+                "pack",
+                "pack",
+            ]
         )
         if not _on(kind):
             kind = "seq"
@@ -123,7 +138,9 @@ class Generator:
 
     def tree(self) -> Node:
         """The whole tree."""
-        children = tuple(self.any(self.random.randint(1, 3)) for _ in range(self.random.randint(1, 4)))
+        children = tuple(
+            self.any(self.random.randint(1, 3)) for _ in range(self.random.randint(1, 4))
+        )
         return self.node("seq", children)
 
     def ties(self) -> tuple[tuple[int, int], ...]:

@@ -97,9 +97,8 @@ class Part(nn.Module):
         if fails and call.fails_in == "recomputation" and torch._C._current_graph_task_id() != -1:
             raise PlannedFailure
         y = self.compute(x, call)
-        if fails and call.fails_in == "backward" and isinstance(y, torch.Tensor):
-            if y.requires_grad:
-                y.register_hook(_raise)
+        if fails and call.fails_in == "backward" and getattr(y, "requires_grad", False):
+            y.register_hook(_raise)
         return y
 
     def compute(self, x: torch.Tensor, call: Call) -> Any:

@@ -245,7 +245,7 @@ class Run:
         self.compare_rows("gradient", compared)
 
     def _presence(self, pairs: dict[str, tuple[Any, Any]]) -> tuple[list[int], list[int]]:
-        """For every parameter: whether some rank has a gradient, whether one lacks it. Collective."""
+        """For every parameter: is there a gradient on some rank, and none on some. Collective."""
         flags = torch.zeros(2, len(pairs), dtype=torch.int64)
         for index, (mine, _) in enumerate(pairs.values()):
             if mine.to_local().numel():
@@ -278,7 +278,8 @@ class Run:
 
     def run(self) -> Outcome:
         """Do everything; stop at the first event that went wrong."""
-        for self.position, event in enumerate(self.case.program):
+        for position, event in enumerate(self.case.program):
+            self.position = position
             getattr(self, "do_" + event.do.replace(" ", "_"))(event)
             if self._is_enough():
                 break
@@ -473,9 +474,9 @@ class Run:
         """Gather every parameter in full. Collective."""
         del event
         for name, (mine, full) in self.pairs().items():
-            full = full.detach()
-            error = float((mine.full_tensor().detach() - full).double().norm())
-            self.differs(f"full {name}", error / max(float(full.double().norm()), 1e-3))
+            expected = full.detach()
+            error = float((mine.full_tensor().detach() - expected).double().norm())
+            self.differs(f"full {name}", error / max(float(expected.double().norm()), 1e-3))
 
     def do_load(self, event: Event) -> None:
         """Load other weights, given in full."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from tests.random.cases import STRATEGIES, ZERO_3, Case, Node, Options
 
-
 SWITCHES: dict[str, bool] = {
     "functional": False,
     "penalty": False,
@@ -12,6 +11,10 @@ SWITCHES: dict[str, bool] = {
     "uneven calls": False,
     "gathered at rest": False,
     "zeroed after a failed backward": False,
+    "object": False,
+    "tied and uneven": False,
+    "recomputed inside": False,
+    "recomputed by rank": False,
 }
 """Features that are not generated for now, with `False`, and why."""
 
@@ -27,18 +30,37 @@ def broken_rule(case: Case) -> str:
     for options in all_options(case):
         if _size(options) != case.world_size:
             return "every sharding is over all ranks"
-        if options.outer == "optim" and (len(options.mesh) != 2 or options.strategy == STRATEGIES[0]):
+        if options.outer == "optim" and (
+            len(options.mesh) != 2 or options.strategy == STRATEGIES[0]
+        ):
             return "HFSDP needs two axes and a sharded optimizer"
         gathers = options.strategy == ZERO_3 and case.world_size > 1
         if gathers and any(_differs_by_rank(node) and runs_unit(node, nodes) for node in nodes):
             return "at ZeRO-3 every rank runs every unit"
+        if gathers and any(
+            _differs_by_rank(n) for d in nodes if d.kind == "detached" for n in d.walk()
+        ):
+            return "at ZeRO-3 every rank runs the backward of every unit"
+    if not SWITCHES["object"] and any(n.how == "object" and n.unit for n in nodes):
+        return "a unit returns an object that hides its tensors"
+    if not SWITCHES["tied and uneven"] and case.ties and any(_differs_by_rank(n) for n in nodes):
+        return "a tied parameter is used a different number of times"
+    if not SWITCHES["recomputed inside"] and _recomputes_nested_units(nodes):
+        return "a unit with units inside is recomputed several times in a region"
+    regions = [below for node in nodes if node.kind == "checkpoint" for below in node.walk()]
+    above = [n for n in nodes if n.kind == "checkpoint"]
+    if not SWITCHES["recomputed by rank"] and above and any(_differs_by_rank(n) for n in regions):
+        return "ranks recompute a different number of operations"
+    has_torch = any(event.do == "save" and event.how == "torch" for event in case.program)
+    if has_torch and any(event.do == "freeze" for event in case.program):
+        return "torch's own calls leave out the state of parameters that are frozen now"
     if not SWITCHES["uneven calls"] and _calls_are_uneven(case):
         return "ranks run a unit a different number of times"
     if not SWITCHES["gathered at rest"] and _is_gathered_at_rest(case):
         return "a forward without backward comes before a change of parameters"
-    if not SWITCHES["zeroed after a failed backward"]:
-        if any(e.do == "fail" and e.how != "forward" and not e.flag for e in case.program):
-            return "gradients are set to zero after a failed backward"
+    zeroed = any(e.do == "fail" and e.how != "forward" and not e.flag for e in case.program)
+    if zeroed and not SWITCHES["zeroed after a failed backward"]:
+        return "gradients are set to zero after a failed backward"
     if _shares_modules_between_units(case.tree):
         return "a module that is used in two units has to be a unit"
     parts = {below.id for node in nodes if _differs_by_rank(node) for below in node.walk()}
@@ -74,7 +96,7 @@ def runs_unit(node: Node, nodes: list[Node]) -> bool:
 def _calls_are_uneven(case: Case) -> bool:
     """Whether ranks may use a unit a different number of times in a backward."""
     nodes = case.tree.walk()
-    if not any(_differs_by_rank(node) and runs_unit(node, nodes) for node in nodes):
+    if not any(_differs_by_rank(node) for node in nodes):
         return False
     several = any(node.kind in ("again", "repeat") for node in nodes)
     kinds = ("input gradient", "penalty", "fail")
@@ -108,3 +130,9 @@ def _shares_modules_between_units(tree: Node) -> bool:
 
     visit(tree, -1)
     return any(owners.get(size, size) not in (owner, size) for size, owner in uses)
+
+
+def _recomputes_nested_units(nodes: list[Node]) -> bool:
+    regions = [below for node in nodes if node.kind == "checkpoint" for below in node.walk()]
+    nested = any(n.unit and any(below.unit for below in n.walk()[1:]) for n in regions)
+    return nested and any(n.kind in ("repeat", "again") for n in nodes)

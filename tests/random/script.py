@@ -37,7 +37,8 @@ def main() -> None:
     folder = [tempfile.mkdtemp()] if dist.get_rank() == 0 else [""]
     dist.broadcast_object_list(folder)
     outcome = run_case(from_json(CASE), folder[0])
-    print(f"rank {{dist.get_rank()}}: {{outcome.kind}} at event {{outcome.event}}\\n{{outcome.text}}", flush=True)
+    said = f"{{outcome.kind}} at event {{outcome.event}}\\n{{outcome.text}}"
+    print(f"rank {{dist.get_rank()}}: {{said}}", flush=True)
     # Not an orderly end: where ranks went different ways there is no such thing.
     os._exit(outcome.kind != "same")
 

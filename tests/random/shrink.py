@@ -108,8 +108,7 @@ def _with_mesh(case: Case, mesh: tuple[int, ...]) -> Case:
         return replace(options, mesh=mesh, outer=outer)
 
     program = tuple(
-        replace(e, options=changed(e.options)) if e.options is not None else e
-        for e in case.program
+        replace(e, options=changed(e.options)) if e.options is not None else e for e in case.program
     )
     return replace(case, options=changed(case.options), program=program)
 

@@ -1,0 +1,130 @@
+"""A sample of the random cases, and a test of what makes failing ones small.
+
+`make test-random` runs 1,000 cases.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_fsdp_v2 import fully_shard
+from tests.random import program
+from tests.random.campaign import outcome_of, shrunk
+from tests.random.cases import Case, Event, Node, Options, from_json, to_json
+from tests.random.generate import generate
+from tests.random.program import Outcome, run_case
+from tests.random.rules import broken_rule
+from tests.random.script import script_of
+from tests.ranks import RankPools
+
+QUICK = range(24)
+
+
+@pytest.mark.parametrize("seed", QUICK)
+def test_a_random_case_does_what_the_plain_loop_does(pools: RankPools, seed: int) -> None:
+    outcome = outcome_of(generate(seed), pools)
+    assert outcome.kind == "same", outcome.text
+
+
+def test_a_case_goes_through_json_unchanged() -> None:
+    for seed in range(100):
+        case = generate(seed)
+        assert from_json(to_json(case)) == case
+        assert not broken_rule(case)
+        assert generate(seed) == case
+
+
+# -- with a planted mistake ------------------------------------------------------------------------
+
+
+def _wrong(module: Any, **options: Any) -> Any:
+    """`fully_shard` with a wrong scale, in units with a tied or repeated module's parameters."""
+    if any(getattr(part, "spare", None) is not None for part in module.modules()):
+        options["gradient_scaling_factor"] = 0.9
+    return fully_shard(module, **options)
+
+
+def run_planted(case: Case, folder: str) -> Outcome:
+    """Run a case with the planted mistake."""
+    program.fully_shard = _wrong  # type: ignore[attr-defined]
+    try:
+        return run_case(case, folder)
+    finally:
+        program.fully_shard = fully_shard  # type: ignore[attr-defined]
+
+
+def run_script(path: str, folder: str, *, planted: bool) -> str:
+    """Run the case in a script, with its own code; how it ended."""
+    spec = importlib.util.spec_from_file_location("case_script", path)
+    assert spec is not None and spec.loader is not None
+    module: Any = importlib.util.module_from_spec(spec)
+    # Dataclasses look their module up.
+    sys.modules["case_script"] = module
+    spec.loader.exec_module(module)
+    if planted:
+        module.fully_shard = _wrong
+    outcome: Any = module.run_case(module.from_json(module.CASE), folder)
+    return str(outcome.kind)
+
+
+def _packages_of(source: str) -> set[str]:
+    """The packages that a script imports from."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom):
+            found.add((node.module or "").split(".")[0])
+        elif isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+    return found
+
+
+@functools.cache
+def _failing_case() -> Case:
+    """A case of many things of which one, a spare parameter, meets the planted mistake."""
+    inner = Node(3, "seq", unit=True, children=(Node(4, "spare"), Node(5, "mlp", size=3)))
+    tree = Node(1, "seq", children=(Node(2, "linear", unit=True), inner, Node(6, "act")))
+    program = (
+        Event("evaluate"),
+        Event("forward"),
+        Event("backward"),
+        Event("step"),
+        Event("zero", flag=True),
+        Event("state"),
+        Event("forward", seed=3),
+        Event("backward"),
+        Event("step"),
+    )
+    options = Options(strategy="optim", mesh=(2,), pool=True, optimizer="momentum")
+    return Case(3, tree=tree, output="dict", ends="units", options=options, program=program)
+
+
+def test_a_planted_mistake_is_found_and_made_small(pools: RankPools, tmp_path: Path) -> None:
+    case = _failing_case()
+    assert outcome_of(case, pools).kind == "same"
+    assert outcome_of(case, pools, run=run_planted).kind == "different"
+
+    small = shrunk(case, pools, run_planted)
+    assert [event.do for event in small.program] == ["forward", "backward"]
+    assert [node.kind for node in small.tree.walk()] == ["seq", "spare"]
+    assert (small.options, small.world_size) == (Options(), 1)
+
+    path = tmp_path / "case.py"
+    path.write_text(script_of(small))
+    assert _packages_of(path.read_text()) <= {
+        "torch",
+        "megatron_fsdp_v2",
+        "__future__",
+        *sys.stdlib_module_names,
+    }
+    kinds = [
+        pools(1).run(run_script, str(path), str(tmp_path), planted=planted)
+        for planted in (True, False)
+    ]
+    assert kinds == [["different"], ["same"]]

@@ -1,0 +1,113 @@
+"""A long training with everything in it: nothing grows, and no step gets slower."""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_fsdp_v2 import checkpoint, fully_shard
+from tests.random.program import mesh_of
+from tests.ranks import RankPools
+from tests.reference.models import INPUT, Stack
+
+STEPS = 2000
+SAVE_EVERY = 100
+EVALUATE_EVERY = 10
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Quarter:
+    """What a quarter of the steps looked like on a rank.
+
+    Attributes:
+        seconds: Median time of a step.
+        resident: Bytes of memory at its end.
+        live: Tensors at its end.
+        threads: Threads at its end.
+        files: Open file descriptors at its end.
+        loss: At its end.
+    """
+
+    seconds: float
+    resident: int
+    live: int
+    threads: int
+    files: int
+    loss: float
+
+
+def _resident() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def _seen(seconds: list[float], loss: float) -> Quarter:
+    gc.collect()
+    tensors = sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects())
+    threads, files = (len(os.listdir(f"/proc/self/{kind}")) for kind in ("task", "fd"))
+    return Quarter(statistics.median(seconds), _resident(), tensors, threads, files, loss)
+
+
+def soak(folder: str, steps: int) -> list[Quarter]:
+    """Train with accumulation, evaluation, asynchronous saves and the pool, on this rank."""
+    model: nn.Module = Stack(4)
+    for unit in [*model.blocks, model]:  # type: ignore[misc]
+        fully_shard(unit, mesh=mesh_of(dist.get_world_size()), enable_trace_pool=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    quarters: list[Quarter] = []
+    times: list[float] = []
+    pending = None
+    for step in range(1, steps + 1):
+        began = time.perf_counter()
+        optimizer.zero_grad()
+        for micro in range(2):
+            with model.no_sync() if micro == 0 else torch.enable_grad():  # type: ignore[operator]
+                x = torch.randn(8, INPUT, generator=generator)
+                loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+                loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        times.append(time.perf_counter() - began)
+        if step % EVALUATE_EVERY == 0:
+            with torch.no_grad():
+                model(torch.randn(3, INPUT, generator=generator))
+        if step % SAVE_EVERY == 0:
+            if pending is not None:
+                pending.result()
+            path = Path(folder) / f"step_{step}"
+            pending = checkpoint.save(path, model, optimizer, extra={"step": step}, async_save=True)
+            if dist.get_rank() == 0 and step > 2 * SAVE_EVERY:
+                shutil.rmtree(Path(folder) / f"step_{step - 2 * SAVE_EVERY}")
+        if step % (steps // 4) == 0:
+            if pending is not None:
+                pending.result()
+            quarters.append(_seen(times, float(loss.detach())))
+            times.clear()
+    return quarters
+
+
+@pytest.mark.functional
+def test_a_long_training_stays_as_it_is(pools: RankPools, tmp_path: Path) -> None:
+    for rank, quarters in enumerate(pools(2).run(soak, str(tmp_path), STEPS, timeout_s=170.0)):
+        early, late = quarters[1], quarters[3]
+        assert late.live <= early.live, (rank, quarters)
+        assert late.threads <= early.threads, (rank, quarters)
+        assert late.files <= early.files, (rank, quarters)
+        # An allocator's arenas breathe; one leaked buffer of a step would be 10 MiB by now.
+        assert late.resident <= early.resident + 4 * MIB, (rank, quarters)
+        # A machine that others use is not even; what grows with every step is.
+        assert late.seconds <= 1.5 * early.seconds, (rank, quarters)
+        assert late.loss < quarters[0].loss
+    assert len(list(tmp_path.glob("step_*"))) == 2

@@ -15,6 +15,19 @@ MESHES: dict[int, list[tuple[int, ...]]] = {
     4: [(4,), (2, 2), (2, 2)],
 }
 SHAPES = ["0x3", "1", "1x5", "7", "3x2x5", "13x1", "11x3", "5x1x1x2"]
+INNER = {
+    "seq": 2,
+    "repeat": 1,
+    "checkpoint": 2,
+    "detached": 1,
+    "dead": 1,
+    "no grad": 1,
+    "branch": 2,
+    "in place": 1,
+    "own input": 1,
+    "pack": 2,
+}
+"""Modules with others inside, and how often each is drawn."""
 OPTIMIZERS = ["sgd", "momentum", "momentum", "decay", "adamw", "adamw foreach", "adamw fused"]
 PACKS = [
     "tuple",
@@ -95,24 +108,7 @@ class Generator:
             if known and self.chance(0.1) and _on("again"):
                 return self.node("again", size=self.random.choice(known).id)
             return self.leaf()
-        kind = self.random.choice(
-            [
-                "seq",
-                "seq",
-                "repeat",
-                "checkpoint",
-                "checkpoint",
-                "detached",
-                "dead",
-                "no grad",
-                "branch",
-                "branch",
-                "in place",
-                "own input",
-                "pack",
-                "pack",
-            ]
-        )
+        kind = self.random.choices(list(INNER), list(INNER.values()))[0]
         if not _on(kind):
             kind = "seq"
         children = self.children(depth - 1, 3 if kind == "seq" else 2)

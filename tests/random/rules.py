@@ -5,18 +5,30 @@ from __future__ import annotations
 from tests.random.cases import STRATEGIES, ZERO_3, Case, Node, Options
 
 SWITCHES: dict[str, bool] = {
+    # `torch.func.functional_call` overwrites the weights for good.
     "functional": False,
+    # A double backward at ZeRO-3 reads weights that are gone.
     "penalty": False,
+    # A unit that changes its input in place raises: it is an output of a custom autograd function.
     "own input": False,
+    # Below ZeRO-3: ranks that run a unit a different number of times, or skip one and have several
+    # backwards of a graph, pair reductions of different units; `check_ranks="always"` refuses that.
     "uneven calls": False,
+    # A forward without backward leaves parameters gathered: `checkpoint` and `requires_grad_` then
+    # act on those.
     "gathered at rest": False,
+    # A reduction that was under way lands in the gradient after `zero_grad(set_to_none=False)`.
     "zeroed after a failed backward": False,
+    # Units that return a plain object read weights that are gone, at ZeRO-3.
     "object": False,
+    # At ZeRO-3, a tied weight that some ranks use outside of its owner is reduced twice there.
     "tied and uneven": False,
+    # A unit that is recomputed again is dropped while its forward runs, by a unit inside it.
     "recomputed inside": False,
+    # Gradients are wrong where the recomputed regions of ranks differ, every unit run by all.
     "recomputed by rank": False,
 }
-"""Features that are not generated for now, with `False`, and why."""
+"""Features that are not generated for now, with `False`, and what fails."""
 
 
 def all_options(case: Case) -> list[Options]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint as recomputed
 
 from tests.random.cases import Case, Node
 
@@ -196,7 +196,7 @@ class CheckpointPart(Part):
     """Its children are recomputed in the backward."""
 
     def compute(self, x: torch.Tensor, call: Call) -> torch.Tensor:
-        result: torch.Tensor = checkpoint(
+        result: torch.Tensor = recomputed(
             super().compute, x, call, use_reentrant=self.node.how == "reentrant"
         )
         return result

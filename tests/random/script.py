@@ -56,36 +56,43 @@ def script_of(case: Case, name: str = "case.py", about: str = "") -> str:
         name: What the file will be called, for its own instructions.
         about: What was seen when it failed.
     """
-    imports, bodies = ["import os", "import tempfile"], []
+    imports: dict[str, str] = {"os": "import os", "tempfile": "import tempfile"}
+    bodies = []
     for part in PARTS:
         path = Path(__file__).parent / part
         found, body = _split(path.read_text())
-        imports += found
+        for known, line in found.items():
+            if imports.setdefault(known, line) != line:
+                raise RuntimeError(f"{path.name} means something else by {known}: {line}")
         bodies.append(f"# -- {path.stem} " + "-" * (93 - len(path.stem)) + "\n\n" + body.strip())
-    plain = sorted({line for line in imports if line.startswith("import ")})
-    others = sorted({line for line in imports if line.startswith("from ")})
-    head = HEAD.format(world_size=case.world_size, name=name, about=about)
+    # Plain imports first, as they come out of a set in any order.
+    lines = sorted(set(imports.values()), key=lambda line: (line.startswith("from"), line))
     return (
-        head
-        + "\n".join([*plain, *others])
+        HEAD.format(world_size=case.world_size, name=name, about=about)
+        + "\n".join(lines)
         + "\n\n"
         + "\n\n\n".join(bodies)
         + TAIL.format(case=to_json(case))
     )
 
 
-def _split(source: str) -> tuple[list[str], str]:
-    """The imports of a module that are not of its neighbors, and the rest without its docstring."""
-    tree = ast.parse(source)
+def _split(source: str) -> tuple[dict[str, str], str]:
+    """What a module imports, its neighbors aside, by name; and the rest without its docstring."""
     lines = source.splitlines()
-    imports = []
-    for number, statement in enumerate(tree.body):
+    imports = {}
+    for number, statement in enumerate(ast.parse(source).body):
         is_import = isinstance(statement, ast.Import | ast.ImportFrom)
-        if is_import:
-            text = ast.unparse(statement)
-            if not text.startswith(("from __future__", f"from {__package__}")):
-                imports.append(text)
+        if is_import and not _is_neighbor(statement):
+            for alias in statement.names:  # type: ignore[attr-defined]
+                one = ast.parse(ast.unparse(statement)).body[0]
+                one.names = [alias]  # type: ignore[attr-defined]
+                imports[alias.asname or alias.name] = ast.unparse(one)
         if is_import or (number == 0 and isinstance(statement, ast.Expr)):
             for line in range(statement.lineno - 1, statement.end_lineno or statement.lineno):
                 lines[line] = ""
     return imports, "\n".join(lines)
+
+
+def _is_neighbor(statement: ast.stmt) -> bool:
+    module = statement.module if isinstance(statement, ast.ImportFrom) else ""
+    return module == "__future__" or (module or "").startswith(str(__package__))

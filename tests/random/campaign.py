@@ -65,20 +65,23 @@ def way_of(outcome: Outcome) -> str:
     return outcome.kind + re.sub(r"[^A-Za-z ]", "", last)[:25]
 
 
-def shrunk(case: Case, pools: RankPools, run: Runs = run_case, most_tries: int = 200) -> Case:
-    """The smallest case found that fails as a failing one does."""
-    way = way_of(outcome_of(case, pools, SHRINKING_TIMEOUT_S, run))
+def shrunk(case: Case, pools: RankPools, run: Runs = run_case) -> Case:
+    """The smallest case found that fails as a failing one does; itself if it fails no more."""
+    first = outcome_of(case, pools, SHRINKING_TIMEOUT_S, run)
+    if first.kind == "same":
+        return case
+    way = way_of(first)
 
     def fails(candidate: Case) -> bool:
         return way_of(outcome_of(candidate, pools, SHRINKING_TIMEOUT_S, run)) == way
 
-    return shrink(case, fails, most_tries)
+    # Each try that hangs takes as long as is waited for it.
+    return shrink(case, fails, most_tries=40 if first.kind == "hang" else 200)
 
 
 def report(case: Case, outcome: Outcome, pools: RankPools, folder: Path) -> Path:
     """Shrink a failing case and write it as a script."""
     small = shrunk(case, pools)
-    # Something that fails now and then may not have failed again.
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"case_{case.seed}.py"
     about = f"Seen: {outcome.kind} at event {outcome.event} of the case it was made from."

@@ -65,7 +65,6 @@ def script_of(case: Case, name: str = "case.py", about: str = "") -> str:
             if imports.setdefault(known, line) != line:
                 raise RuntimeError(f"{path.name} means something else by {known}: {line}")
         bodies.append(f"# -- {path.stem} " + "-" * (93 - len(path.stem)) + "\n\n" + body.strip())
-    # Plain imports first, as they come out of a set in any order.
     lines = sorted(set(imports.values()), key=lambda line: (line.startswith("from"), line))
     return (
         HEAD.format(world_size=case.world_size, name=name, about=about)

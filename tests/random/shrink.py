@@ -66,7 +66,7 @@ def smaller(case: Case) -> Iterator[Case]:
 def _fewer_events(case: Case) -> Iterator[Case]:
     program = case.program
     size = len(program)
-    # What follows the failure goes at once; then halves, quarters, single ones.
+    # All of it, then halves, quarters, single ones.
     while size >= 1:
         for start in range(0, len(program), size):
             rest = program[:start] + program[start + size :]

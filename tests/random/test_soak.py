@@ -54,7 +54,7 @@ def _resident() -> int:
 
 def _seen(seconds: list[float], loss: float) -> Quarter:
     gc.collect()
-    tensors = sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects())
+    tensors = sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
     threads, files = (len(os.listdir(f"/proc/self/{kind}")) for kind in ("task", "fd"))
     return Quarter(statistics.median(seconds), _resident(), tensors, threads, files, loss)
 
@@ -100,7 +100,7 @@ def soak(folder: str, steps: int) -> list[Quarter]:
 
 @pytest.mark.functional
 def test_a_long_training_stays_as_it_is(pools: RankPools, tmp_path: Path) -> None:
-    for rank, quarters in enumerate(pools(2).run(soak, str(tmp_path), STEPS, timeout_s=170.0)):
+    for rank, quarters in enumerate(pools(2).run(soak, str(tmp_path), STEPS, timeout_s=400.0)):
         early, late = quarters[1], quarters[3]
         assert late.live <= early.live, (rank, quarters)
         assert late.threads <= early.threads, (rank, quarters)

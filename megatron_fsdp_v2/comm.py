@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fsdp_v2.comm_calls import all_gather_single, reduce_scatter_single
+from megatron_fsdp_v2.comm_errors import Label
 from megatron_fsdp_v2.comm_interface import (
     DONE,
     Axis,
@@ -37,15 +38,31 @@ _CHUNK = 1 << 14
 class _WorkTicket:
     """An asynchronous operation of a CPU process group, and what to do with its result."""
 
-    def __init__(self, work: Any, finish: Callable[[], None] | None, keep: tuple[Any, ...]) -> None:
+    __slots__ = ("_axis", "_finish", "_keep", "_kind", "_label", "_work")
+
+    def __init__(
+        self,
+        work: Any,
+        finish: Callable[[], None] | None,
+        keep: tuple[Any, ...],
+        kind: str,
+        label: Label,
+        axis: Axis,
+    ) -> None:
         self._work = work
         self._finish = finish
         self._keep = keep
+        self._kind = kind
+        self._label = label
+        self._axis = axis
 
     def wait(self) -> None:
         if self._work is None:
             return
-        self._work.wait()
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise self._label.failure(self._kind, self._axis.group, error) from error
         self._work = None
         if self._finish is not None:
             self._finish()
@@ -54,7 +71,18 @@ class _WorkTicket:
 
 
 class CpuCommunicator:
-    """Collectives of a CPU process group (gloo)."""
+    """Collectives of a CPU process group (gloo).
+
+    Args:
+        label: What they are for, where they fail.
+    """
+
+    def __init__(self, label: Label | None = None) -> None:
+        self.label = label or Label()
+
+    def labelled(self, label: Label) -> CpuCommunicator:
+        """See `Communicator.labelled`."""
+        return CpuCommunicator(label)
 
     def all_gather(
         self, output: torch.Tensor, shard: torch.Tensor, axis: Axis, lane: Lane, *, async_op: bool
@@ -64,8 +92,16 @@ class CpuCommunicator:
         if axis.size == 1:
             gather_alone(output, shard)
             return DONE
-        work = all_gather_single(output, shard, group=axis.group, async_op=True)
-        return self._issued(work, None, (output, shard), async_op)
+        return self._issue(
+            "all-gather",
+            axis,
+            (output, shard),
+            async_op,
+            None,
+            all_gather_single,
+            output,
+            shard,
+        )
 
     def reduce_scatter(
         self,
@@ -93,9 +129,6 @@ class CpuCommunicator:
         end = _move_to_end(matrix, axis.rank)
         received = full.new_empty(sum(numels))
         sent = matrix[1:] if end == 0 else matrix[:-1]
-        work = dist.all_to_all_single(
-            received, sent.view(-1), numels, numels, group=axis.group, async_op=True
-        )
         pieces = list(received.view(axis.size - 1, -1))
         pieces.insert(axis.rank, matrix[end])
 
@@ -104,7 +137,18 @@ class CpuCommunicator:
             # Gloo's own thread lets go of it only when it gets to run again.
             received.untyped_storage().resize_(0)
 
-        return self._issued(work, finish, (full,), async_op)
+        return self._issue(
+            "reduce-scatter",
+            axis,
+            (full,),
+            async_op,
+            finish,
+            dist.all_to_all_single,
+            received,
+            sent.view(-1),
+            numels,
+            numels,
+        )
 
     def all_reduce(
         self,
@@ -122,9 +166,12 @@ class CpuCommunicator:
         if axis.size == 1:
             store(into, full, scale, accumulate)
             return DONE
-        work = dist.all_reduce(full, group=axis.group, async_op=True)
-        return self._issued(
-            work, lambda: store(into, full, scale, accumulate), (full, into), async_op
+
+        def finish() -> None:
+            store(into, full, scale, accumulate)
+
+        return self._issue(
+            "all-reduce", axis, (full, into), async_op, finish, dist.all_reduce, full
         )
 
     def all_to_all(
@@ -140,24 +187,38 @@ class CpuCommunicator:
     ) -> Ticket:
         """See `Communicator.all_to_all`."""
         del lane
-        work = dist.all_to_all_single(
+        return self._issue(
+            "all-to-all",
+            axis,
+            (received, sent),
+            async_op,
+            None,
+            dist.all_to_all_single,
             received,
             sent,
             list(received_numels),
             list(sent_numels),
-            group=axis.group,
-            async_op=True,
         )
-        return self._issued(work, None, (received, sent), async_op)
 
     def flush(self) -> None:
         """Nothing is queued anywhere but in tickets."""
 
-    @staticmethod
-    def _issued(
-        work: Any, finish: Callable[[], None] | None, keep: tuple[Any, ...], async_op: bool
+    def _issue(
+        self,
+        kind: str,
+        axis: Axis,
+        keep: tuple[Any, ...],
+        async_op: bool,
+        finish: Callable[[], None] | None,
+        operation: Callable[..., Any],
+        *operands: Any,
     ) -> Ticket:
-        ticket = _WorkTicket(work, finish, keep)
+        """Start an operation of torch's; `finish` makes the result of what arrived."""
+        try:
+            work = operation(*operands, group=axis.group, async_op=True)
+        except RuntimeError as error:
+            raise self.label.failure(kind, axis.group, error) from error
+        ticket = _WorkTicket(work, finish, keep, kind, self.label, axis)
         if not async_op:
             ticket.wait()
         return ticket

@@ -10,6 +10,8 @@ from typing import Protocol, runtime_checkable
 import torch
 import torch.distributed as dist
 
+from megatron_fsdp_v2.comm_errors import Label
+
 __all__ = ["DONE", "Axis", "Communicator", "Lane", "Ticket", "gather_alone", "store"]
 
 
@@ -50,7 +52,17 @@ class Communicator(Protocol):
 
     With `async_op=False` the result is in place when the call returns. Tensors passed in must
     stay allocated until the ticket has been waited for; the ticket holds references to them.
+
+    One that fails, on being issued or waited for, is a RuntimeError with its label's name.
     """
+
+    def labelled(self, label: Label) -> Communicator:
+        """The same, on the same lanes, for what a label names.
+
+        Args:
+            label: Read where a collective fails.
+        """
+        ...
 
     def all_gather(
         self, output: torch.Tensor, shard: torch.Tensor, axis: Axis, lane: Lane, *, async_op: bool

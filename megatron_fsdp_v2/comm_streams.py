@@ -7,11 +7,13 @@ recorded ones for the check of stream safety (`diagnostics/stream_safety`). Both
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 
+from megatron_fsdp_v2.comm_errors import Label
 from megatron_fsdp_v2.comm_interface import DONE, Axis, Lane, Ticket, gather_alone, store
 
 __all__ = ["Collectives", "Stream", "StreamCommunicator", "StreamDevice"]
@@ -122,6 +124,13 @@ class StreamCommunicator:
         self._device = device
         self._collectives = collectives
         self._streams = {lane: device.new_stream(lane.value) for lane in Lane}
+        self.label = Label()
+
+    def labelled(self, label: Label) -> StreamCommunicator:
+        """See `Communicator.labelled`."""
+        other = copy.copy(self)
+        other.label = label
+        return other
 
     def all_gather(
         self, output: torch.Tensor, shard: torch.Tensor, axis: Axis, lane: Lane, *, async_op: bool
@@ -131,7 +140,7 @@ class StreamCommunicator:
             gather_alone(output, shard)
             return DONE
         with self._lane(lane, async_op):
-            self._collectives.all_gather(output, shard, axis)
+            self._issue("all-gather", axis, self._collectives.all_gather, output, shard, axis)
             return self._ticket((output, shard), async_op)
 
     def reduce_scatter(
@@ -154,7 +163,8 @@ class StreamCommunicator:
         shard = into if direct else full.view(axis.size, -1)[axis.rank]
         with self._lane(lane, async_op):
             left = self._scaled_before(full, scale)
-            self._collectives.reduce_scatter(shard, full, axis, left)
+            reduce_scatter = self._collectives.reduce_scatter
+            self._issue("reduce-scatter", axis, reduce_scatter, shard, full, axis, left)
             if not direct:
                 store(into, shard, 1.0, accumulate)
             return self._ticket((into, full, shard), async_op)
@@ -175,7 +185,8 @@ class StreamCommunicator:
             store(into, full, scale, accumulate)
             return DONE
         with self._lane(lane, async_op):
-            self._collectives.all_reduce(full, axis, self._scaled_before(full, scale))
+            left = self._scaled_before(full, scale)
+            self._issue("all-reduce", axis, self._collectives.all_reduce, full, axis, left)
             store(into, full, 1.0, accumulate)
             return self._ticket((into, full), async_op)
 
@@ -192,13 +203,20 @@ class StreamCommunicator:
     ) -> Ticket:
         """See `Communicator.all_to_all`."""
         with self._lane(lane, async_op):
-            self._collectives.all_to_all(received, sent, received_numels, sent_numels, axis)
+            all_to_all, numels = self._collectives.all_to_all, (received_numels, sent_numels)
+            self._issue("all-to-all", axis, all_to_all, received, sent, *numels, axis)
             return self._ticket((received, sent), async_op)
 
     def flush(self) -> None:
         """Make the current stream wait for every lane."""
         for stream in self._streams.values():
             self._device.current_stream().wait_stream(stream)
+
+    def _issue(self, kind: str, axis: Axis, operation: Callable[..., None], *operands: Any) -> None:
+        try:
+            operation(*operands)
+        except RuntimeError as error:
+            raise self.label.failure(kind, axis.group, error) from error
 
     def _scaled_before(self, full: torch.Tensor, scale: float) -> float:
         """Scale `full` unless the collective can; return the factor left for the collective."""

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron_fsdp_v2.comm_errors import naming_failures
 from megatron_fsdp_v2.dtensor_parts import part_of
 
 if TYPE_CHECKING:
@@ -113,4 +114,5 @@ def _share(tensor: torch.Tensor, axes: Sequence[Axis]) -> None:
 
 
 def _share_along(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-    dist.broadcast(tensor, src=dist.get_global_rank(group, 0), group=group)
+    with naming_failures("broadcast of initial values", group):
+        dist.broadcast(tensor, src=dist.get_global_rank(group, 0), group=group)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from megatron_fsdp_v2.carried_attributes import carry_attributes
+from megatron_fsdp_v2.comm_errors import Label
 from megatron_fsdp_v2.dp_buffer import DataParallelBuffer, ShardGrid
 from megatron_fsdp_v2.dtensor_parts import part_of
 from megatron_fsdp_v2.gathered_parameter import GatheredParameter, mark_gathered
@@ -117,6 +118,8 @@ class ParameterGroup:
     ) -> None:
         self.name = name
         self.watcher: Callable[[], GradientWatcher | None] = _nobody
+        self._label = Label(name)
+        communicator = communicator.labelled(self._label)
         self.names = [p.name for p in owned]
         self.spec = spec
         grid = ShardGrid.of(axes, [p.main_weight for p in spec.placements])
@@ -163,8 +166,8 @@ class ParameterGroup:
         self.registrations.install(self.sharded_params)
 
     def rename(self, name: str) -> None:
-        """Take another name, also for the buffers."""
-        self.name = name
+        """Take another name, also for the buffers and where a collective fails."""
+        self.name = self._label.name = name
         grads = {} if self.grads is None else self.grads.temporaries()
         for kind, buffer in {**self.weights.temporaries(), **grads}.items():
             buffer.name = f"{name}/{kind}"

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fsdp_v2.comm_calls import all_gather_single
+from megatron_fsdp_v2.comm_errors import naming_failures
 from megatron_fsdp_v2.comm_interface import Axis
 
 __all__ = ["CheckRanks", "UnitRecord", "checksum", "compare_steps", "compare_units"]
@@ -74,7 +75,8 @@ def compare_units(
     digest = hashlib.sha256(text.encode()).digest()[:8]
     sums = [sum(r.copies[axis] for r in records) & (2**62 - 1) for axis in range(len(axes))]
     mine = [int.from_bytes(digest, signed=True), *sums]
-    everyone = _gather(torch.tensor(mine, dtype=torch.int64, device=device), axes)
+    what = "comparison of what ranks sharded, at the first use"
+    everyone = _gather(torch.tensor(mine, dtype=torch.int64, device=device), axes, what)
     flat = everyone.flatten(0, -2)
     if bool((flat[:, 0] != flat[0, 0]).any()):
         raise RuntimeError(_first_difference(records, axes, lambda r: (r.name, r.options)))
@@ -106,7 +108,8 @@ def compare_steps(
     """
     if axis.size == 1:
         return
-    codes = _gather(torch.tensor([code], dtype=torch.int64, device=device), [axis]).flatten()
+    mine = torch.tensor([code], dtype=torch.int64, device=device)
+    codes = _gather(mine, [axis], f"comparison of ranks before they {what} {name}").flatten()
     others = {rank: int(other) for rank, other in enumerate(codes.tolist()) if other != code}
     if others:
         rank, other = next(iter(others.items()))
@@ -118,12 +121,13 @@ def compare_steps(
         )
 
 
-def _gather(mine: torch.Tensor, axes: Sequence[Axis]) -> torch.Tensor:
+def _gather(mine: torch.Tensor, axes: Sequence[Axis], what: str) -> torch.Tensor:
     """The vectors of all ranks of a mesh, of shape `(*axis sizes, numel)`."""
     piece = mine
     for axis in reversed(axes):
         gathered = piece.new_empty(axis.size * piece.numel())
-        all_gather_single(gathered, piece.flatten(), group=axis.group)
+        with naming_failures(what, axis.group):
+            all_gather_single(gathered, piece.flatten(), group=axis.group)
         piece = gathered
     return piece.view(*(axis.size for axis in axes), mine.numel())
 

@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from megatron_fsdp_v2.comm_errors import naming_failures
+
 __all__ = ["NORMS", "ShardedNorm", "local_norms", "order_of"]
 
 NORMS = (torch._foreach_norm, torch.linalg.vector_norm)
@@ -78,7 +80,9 @@ class ShardedNorm(torch.Tensor):
             _reduce_among(self._peers(), total, torch.maximum if is_max else torch.add)
         else:
             for axis in self.axes:
-                dist.all_reduce(total, op=op, group=self.mesh.get_group(axis))
+                group = self.mesh.get_group(axis)
+                with naming_failures("all-reduce of the norm of sharded tensors", group):
+                    dist.all_reduce(total, op=op, group=group)
         total = (total if is_max else total ** (1.0 / self.order)).to(local.dtype)
         return DTensor.from_local(total, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
 

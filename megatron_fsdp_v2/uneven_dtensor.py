@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from megatron_fsdp_v2.comm_calls import all_gather_single
+from megatron_fsdp_v2.comm_errors import naming_failures
 from megatron_fsdp_v2.row_shards import Chunk, RowShards, TensorShard, placements_with_rows
 from megatron_fsdp_v2.sharded_norm import NORMS, local_norms, order_of
 
@@ -418,7 +419,9 @@ def _gather_rows(tensor: UnevenDTensor) -> torch.Tensor:
 
 def _all_gather(piece: torch.Tensor, mesh: DeviceMesh, axis: int) -> torch.Tensor:
     gathered = piece.new_empty((mesh.size(axis) * piece.shape[0], *piece.shape[1:]))
-    all_gather_single(gathered, piece.contiguous(), group=mesh.get_group(axis))
+    group = mesh.get_group(axis)
+    with naming_failures("all-gather of a whole tensor (full_tensor)", group):
+        all_gather_single(gathered, piece.contiguous(), group=group)
     return gathered
 
 

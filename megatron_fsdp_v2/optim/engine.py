@@ -16,6 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp_v2.comm import communicator_for
+from megatron_fsdp_v2.comm_errors import Label
 from megatron_fsdp_v2.comm_interface import Axis, Communicator
 from megatron_fsdp_v2.optim.exchange import BucketPlan, Key, Transfer, plan_buckets
 from megatron_fsdp_v2.optim.matrix_layout import Grid, MatrixLayout, Rect
@@ -339,6 +340,6 @@ class _Builder:
             grid,
             self._axes,
             self._device,
-            communicator_for(self._device),
+            communicator_for(self._device).labelled(Label("the optimizer's matrices")),
             plan_buckets(self._layouts, ownership, grid, rank),
         )

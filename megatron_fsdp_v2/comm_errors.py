@@ -1,0 +1,101 @@
+"""What a failed collective says: which one, of what, among whom, and where to look next."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch.distributed as dist
+
+__all__ = ["Label", "collective_failure", "naming_failures"]
+
+_LOST = ("connection", "closed by peer", "broken pipe", "socket", "reset by peer", "remote process")
+_LATE = ("timed out", "timeout")
+
+
+class Label:
+    """What collectives are for, to be said where one fails.
+
+    Attributes:
+        name: Of what they communicate; may change.
+    """
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str = "") -> None:
+        self.name = name
+
+    def failure(self, kind: str, group: dist.ProcessGroup, error: Exception) -> RuntimeError:
+        """The error to raise where a collective raised one.
+
+        Args:
+            kind: The collective, such as `all-gather`.
+            group: Who took part.
+            error: What the process group raised.
+        """
+        return collective_failure(f"{kind} of {self.name}" if self.name else kind, group, error)
+
+
+def collective_failure(
+    what: str, group: dist.ProcessGroup | None, error: Exception
+) -> RuntimeError:
+    """Make the error to raise from what a process group raised.
+
+    Args:
+        what: The collective and what it was for, such as `all-gather of layers.3/0`.
+        group: Who took part; None for all ranks.
+        error: What the process group raised.
+    """
+    ranks, timeout = _members(group)
+    own = dist.get_rank() if dist.is_initialized() else 0
+    others = f"ranks {_listed([rank for rank in ranks if rank != own])}" if ranks else "the others"
+    if len(ranks) == 2:
+        others = f"rank {next(rank for rank in ranks if rank != own)}"
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    lowered = reason.lower()
+    guess = ""
+    if any(word in lowered for word in _LATE):
+        within = f" within {timeout.total_seconds():g} s" if timeout else " in time"
+        guess = f"{others} did not take part{within}, the timeout of this process group. "
+    elif any(word in lowered for word in _LOST):
+        guess = f"the connection to {others} was lost: a process ended. "
+    return RuntimeError(
+        f"{what} failed on rank {own}: {guess}The first error in the logs of {others} is the cause "
+        f"({reason})"
+    )
+
+
+@contextlib.contextmanager
+def naming_failures(what: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Say which collective it was if one fails here. For what is not done in every step.
+
+    Args:
+        what: The collective and what it is for.
+        group: Who takes part; None for all ranks.
+
+    Raises:
+        RuntimeError: The process group raised; the original is its cause.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        raise collective_failure(what, group, error) from error
+
+
+def _members(group: dist.ProcessGroup | None) -> tuple[list[int], timedelta | None]:
+    """Global ranks of a group and its timeout, as far as it still answers."""
+    ranks: list[int] = []
+    timeout = None
+    # A failed group is asked while an error is being made, which must not hide the first one.
+    with contextlib.suppress(Exception):
+        group = group or dist.group.WORLD
+        assert group is not None
+        ranks = dist.get_process_group_ranks(group)
+        timeout = group._get_backend(group._device_types[0]).options._timeout
+    return ranks, timeout
+
+
+def _listed(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    return f"{shown} and {len(ranks) - 8} more" if len(ranks) > 8 else shown

@@ -1,0 +1,172 @@
+"""A rank that dies or stays away: the others say which collective of which unit waited for it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from megatron_fsdp_v2 import fully_shard
+from megatron_fsdp_v2.comm_errors import collective_failure
+from tests.ranks import RankFailure, RankPool, RankPools
+
+TIMEOUT_S = 1.5
+WIDTH = 8
+
+
+class Block(nn.Module):
+    """A layer that can do something before it computes, or before its backward is over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.before: Callable[[], None] | None = None
+        self.in_backward: Callable[[], None] | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.before is not None:
+            self.before()
+        x = x * 1
+        act = self.in_backward
+        if act is not None:
+            # Its gradient is one of the last of this block, right before the block is reduced.
+            x.register_hook(lambda grad: act())
+        return x @ self.weight
+
+
+def _model(timeout_s: float, strategy: str) -> tuple[nn.Module, list[Block]]:
+    """A model of three units over a process group of its own, after one whole step."""
+    group = dist.new_group(list(range(dist.get_world_size())), timeout=timedelta(seconds=timeout_s))
+    assert isinstance(group, dist.ProcessGroup)
+    mesh = DeviceMesh.from_group(group, "cpu")
+    model = nn.Sequential(Block(), Block(), Block())
+    blocks = [block for block in model if isinstance(block, Block)]
+    for unit in [*blocks, model]:
+        # One collective at a time, so that the first one that misses a rank is the one reported.
+        fully_shard(
+            unit,
+            mesh=mesh,
+            sharding_strategy=strategy,
+            enable_unshard_prefetch=False,
+            enable_async_reduce_grad=False,
+        )
+    _step(model)
+    return model, blocks
+
+
+def _step(model: nn.Module) -> torch.Tensor:
+    loss = model(torch.ones(2, WIDTH)).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+class _StayedAwayError(Exception):
+    pass
+
+
+def _stay_away() -> None:
+    raise _StayedAwayError
+
+
+def _misses_a_rank(strategy: str, *, in_backward: bool) -> str:
+    """Have rank 1 stop at the middle unit; return what the other one raises."""
+    model, blocks = _model(TIMEOUT_S, strategy)
+    if dist.get_rank() == 1:
+        setattr(blocks[1], "in_backward" if in_backward else "before", _stay_away)
+    try:
+        _step(model)
+    except _StayedAwayError:
+        # As a rank that hangs: it is there, and answers nothing.
+        time.sleep(TIMEOUT_S + 0.3)
+        return ""
+    except RuntimeError as error:
+        assert isinstance(error.__cause__, RuntimeError)
+        return str(error)
+    raise AssertionError("no rank was missed")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "in_backward", "collective"),
+    [
+        ("optim_grads_params", False, "all-gather of 2/0"),
+        ("optim_grads_params", True, "reduce-scatter of 1/0"),
+        ("no_shard", True, "all-reduce of 1/0"),
+    ],
+)
+def test_a_rank_that_stays_away_is_an_error_that_names_unit_and_collective(
+    pools: RankPools, strategy: str, in_backward: bool, collective: str
+) -> None:
+    message, _ = pools(2).run(_misses_a_rank, strategy, in_backward=in_backward)
+    assert message.startswith(f"{collective} failed on rank 0: rank 1 did not take part within 1.5")
+    assert "The first error in the logs of rank 1 is the cause" in message
+
+
+def _late(late_s: float) -> list[float]:
+    model, blocks = _model(60.0, "optim_grads_params")
+    if dist.get_rank() == 1:
+        blocks[1].before = lambda: time.sleep(late_s)
+    return [float(_step(model)) for _ in range(2)]
+
+
+def test_a_rank_that_is_late_within_the_timeout_fails_nothing(pools: RankPools) -> None:
+    started = time.monotonic()
+    late = pools(2).run(_late, 0.5)
+    assert time.monotonic() - started > 1.0
+    assert late == pools(2).run(_late, 0.0)
+
+
+def _first_use_misses_a_rank() -> str:
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=TIMEOUT_S))
+    assert isinstance(group, dist.ProcessGroup)
+    model = fully_shard(Block(), mesh=DeviceMesh.from_group(group, "cpu"))
+    if dist.get_rank() == 1:
+        time.sleep(TIMEOUT_S + 0.3)
+        return ""
+    with pytest.raises(RuntimeError) as raised:
+        model(torch.ones(2, WIDTH))
+    return str(raised.value)
+
+
+def test_the_comparison_at_the_first_use_says_that_it_missed_a_rank(pools: RankPools) -> None:
+    message, _ = pools(2).run(_first_use_misses_a_rank)
+    assert message.startswith("comparison of what ranks sharded, at the first use failed on rank 0")
+
+
+@pytest.fixture
+def own_pool() -> Iterator[RankPool]:
+    pool = RankPool(2)
+    yield pool
+    pool.close()
+
+
+def _die_in_the_middle() -> Any:
+    model, blocks = _model(30.0, "optim_grads_params")
+    if dist.get_rank() == 1:
+        blocks[1].before = lambda: os._exit(9)
+    _step(model)
+
+
+def test_a_rank_that_dies_is_an_error_that_names_unit_and_collective(own_pool: RankPool) -> None:
+    started = time.monotonic()
+    with pytest.raises(RankFailure) as raised:
+        own_pool.run(_die_in_the_middle)
+    message = str(raised.value)
+    assert "rank 1: the process died" in message
+    assert "all-gather of 2/0 failed on rank 0: the connection to rank 1 was lost" in message
+    # Long before the timeout: a closed connection is noticed at once.
+    assert time.monotonic() - started < 20.0
+
+
+def test_an_error_that_is_neither_late_nor_lost_is_quoted() -> None:
+    error = collective_failure("all-gather of x/0", None, RuntimeError("bad sizes\nand a trace"))
+    assert "all-gather of x/0 failed on rank 0" in str(error)
+    assert "(bad sizes)" in str(error)
+    assert "did not take part" not in str(error)

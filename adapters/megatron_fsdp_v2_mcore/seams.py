@@ -85,6 +85,10 @@ def _with_our_check_of_files(original: Callable[..., Any]) -> Callable[..., Any]
     return validate_yaml
 
 
+def _our_start(original: Callable[..., Any]) -> Callable[..., Any]:
+    return importlib.import_module("megatron_fsdp_v2_mcore.restarts").in_fresh_store(original)
+
+
 def _our_wrapper(original: Any) -> Any:
     del original
     return importlib.import_module("megatron_fsdp_v2_mcore.wrapper").with_options(_STATE.options)
@@ -160,6 +164,15 @@ SEAMS: tuple[Seam, ...] = (
         "--yaml-cfg goes past the validation of arguments; refused where this package is selected",
         ("args",),
         _with_our_check_of_files,
+    ),
+    Seam(
+        "start",
+        "megatron.training.initialize:_initialize_distributed",
+        "torchrun restarts workers beside the store of the last start, where gloo and NCCL would "
+        "find addresses of ranks that are gone; with --max-restarts every start has its own keys",
+        ("get_embedding_ranks", "get_position_embedding_ranks", "store"),
+        _our_start,
+        selected=True,
     ),
     Seam(
         "wrapper",

@@ -1,0 +1,134 @@
+"""A job that torchrun restarts meets in a store without the addresses of those that died.
+
+torchrun's agent keeps one store for all restarts of its workers, and torch puts what ranks tell
+each other about their connections under the same keys every time: a restarted rank may read where
+one of the last start listened (pytorch issues 135712 and 167288). The number of the restart cannot
+tell starts apart, since every node counts its own.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import time
+import uuid
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+__all__ = ["in_fresh_store", "meet", "store_of_this_start"]
+
+_PATIENCE = timedelta(seconds=2)
+"""How long a rank waits on one announcement before it looks for a newer one."""
+
+_PAUSE_S = 0.1
+
+
+def in_fresh_store(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Have Megatron make its process groups in a store of this start.
+
+    Args:
+        original: Megatron's `_initialize_distributed`.
+    """
+
+    def initialize_distributed(
+        get_embedding_ranks: Any, get_position_embedding_ranks: Any, store: Any, **kwargs: Any
+    ) -> Any:
+        args = importlib.import_module("megatron.training.global_vars").get_args()
+        if store is None and not dist.is_initialized() and not args.fake_process_group:
+            timeout = timedelta(minutes=args.distributed_timeout_minutes)
+            store = store_of_this_start(args.rank, args.world_size, timeout)
+        return original(get_embedding_ranks, get_position_embedding_ranks, store, **kwargs)
+
+    return initialize_distributed
+
+
+def store_of_this_start(rank: int, world_size: int, timeout: timedelta) -> dist.Store | None:
+    """A store that only the processes of this start share. Collective.
+
+    Args:
+        rank: Of this process.
+        world_size: Number of processes.
+        timeout: How long to wait for the others, and for keys in the store.
+
+    Returns:
+        The store; None where torchrun shares none with its workers, or never restarts them.
+
+    Raises:
+        RuntimeError: The others did not come in time.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
+        return None
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, world_size, is_master=False, timeout=timeout)
+    return dist.PrefixStore(meet(store, rank, world_size, timeout), store)
+
+
+def meet(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> str:
+    """Agree on a prefix that no earlier start used. Collective.
+
+    The first rank makes one up and announces it. The others answer it with a word of their own,
+    and go on when that word comes back: what an earlier start left in the store never does.
+
+    Args:
+        store: What earlier starts may have used as well.
+        rank: Of this process.
+        world_size: Number of processes.
+        timeout: How long to wait.
+
+    Raises:
+        RuntimeError: The others did not come in time.
+    """
+    if rank == 0:
+        return _announce(store, world_size, timeout)
+    word, answered = uuid.uuid4().hex, ""
+    deadline = time.monotonic() + timeout.total_seconds()
+    while time.monotonic() < deadline:
+        if not _comes(store, "start", _PATIENCE):
+            continue
+        prefix = store.get("start").decode()
+        echo = f"{prefix}/echo/{rank}"
+        if prefix != answered:
+            store.set(f"{prefix}/answer/{rank}", word)
+            answered = prefix
+        if _comes(store, echo, _PATIENCE):
+            if store.get(echo).decode() == word:
+                return prefix
+            # Of an earlier start. The first rank has not announced this one yet.
+            time.sleep(_PAUSE_S)
+    raise RuntimeError(
+        f"rank {rank} did not meet the other ranks of this start within "
+        f"{timeout.total_seconds():g} s; see the logs of rank 0"
+    )
+
+
+def _announce(store: dist.Store, world_size: int, timeout: timedelta) -> str:
+    prefix = f"start/{uuid.uuid4().hex}"
+    store.set("start", prefix)
+    others = range(1, world_size)
+    answers = [f"{prefix}/answer/{other}" for other in others]
+    try:
+        if answers:
+            store.wait(answers, timeout)
+    except dist.DistStoreError as error:
+        missing = [o for o, key in zip(others, answers, strict=True) if not store.check([key])]
+        shown = ", ".join(map(str, missing[:8]))
+        raise RuntimeError(
+            f"ranks {shown} did not come to this start within {timeout.total_seconds():g} s; see "
+            "their logs"
+        ) from error
+    for other, word in zip(others, store.multi_get(answers) if answers else (), strict=True):
+        store.set(f"{prefix}/echo/{other}", word.decode())
+    return prefix
+
+
+def _comes(store: dist.Store, key: str, within: timedelta) -> bool:
+    try:
+        store.wait([key], within)
+    except dist.DistStoreError:
+        return False
+    return True

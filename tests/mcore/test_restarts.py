@@ -1,0 +1,150 @@
+"""A job that torchrun restarts goes on from its newest checkpoint."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from megatron_fsdp_v2_mcore.restarts import meet, store_of_this_start
+from tests.mcore.command_line import ROOT
+from tests.mcore.session import MODEL_FLAGS, fsdp
+
+PATIENT = timedelta(seconds=20)
+
+
+def _start(store: dist.Store, world_size: int, last: int | None = None) -> list[str]:
+    """What the ranks of one start agree on, each in a thread; one of them may come last."""
+    found = [""] * world_size
+
+    def come(rank: int) -> None:
+        if rank == last:
+            time.sleep(0.3)
+        found[rank] = meet(store, rank, world_size, PATIENT)
+
+    threads = [threading.Thread(target=come, args=(rank,)) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_every_start_agrees_on_a_prefix_of_its_own_whoever_comes_last() -> None:
+    store = dist.HashStore()
+    # A rank that comes before the first one of its start finds what the start before left.
+    starts = [_start(store, 3, last) for last in (None, 0, 2, 0)]
+    assert all(len(set(found)) == 1 and found[0] for found in starts)
+    assert len({found[0] for found in starts}) == len(starts)
+
+
+def test_a_start_that_not_all_ranks_come_to_names_those_that_are_missing() -> None:
+    store = dist.HashStore()
+    _start(store, 3)
+    with pytest.raises(RuntimeError, match=r"ranks 1, 2 did not come to this start within 0\.2 s"):
+        meet(store, 0, 3, timedelta(seconds=0.2))
+    with pytest.raises(
+        RuntimeError, match=r"rank 3 did not meet the other ranks .* logs of rank 0"
+    ):
+        meet(dist.HashStore(), 3, 4, timedelta(seconds=0.2))
+
+
+def test_there_is_nothing_to_agree_on_without_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    assert store_of_this_start(0, 2, PATIENT) is None
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
+    assert store_of_this_start(0, 2, PATIENT) is None
+
+
+_LINE = re.compile(r"iteration\s+(\d+)/\s*\d+ .*?lm loss: ([0-9.E+-]+)")
+
+
+def _losses(log: Path) -> list[tuple[int, float]]:
+    return [(int(number), float(loss)) for number, loss in _LINE.findall(log.read_text())]
+
+
+def _worker(launcher: int, rank: int) -> int | None:
+    """The process of a rank below torchrun."""
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            status = (entry / "status").read_text()
+            environment = (entry / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if f"PPid:\t{launcher}\n" in status and f"RANK={rank}".encode() in environment:
+            return int(entry.name)
+    return None
+
+
+@pytest.mark.functional
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc")
+@pytest.mark.parametrize("killed", [[1], [0, 1]], ids=["once", "twice"])
+def test_a_job_with_a_killed_rank_goes_on_from_its_newest_checkpoint(
+    tmp_path: Path, killed: list[int]
+) -> None:
+    log, folder = tmp_path / "log", str(tmp_path / "checkpoints")
+    flags = [*MODEL_FLAGS, *fsdp(), "--train-iters", "60", "--cpu-rehearsal"]
+    flags += ["--save", folder, "--load", folder, "--save-interval", "10"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    path = os.pathsep.join([str(ROOT), str(ROOT / "adapters")])
+    with log.open("w") as output:
+        job = subprocess.Popen(
+            [*launcher, "--max-restarts=2", "-m", "megatron_fsdp_v2_mcore.pretrain_gpt", *flags],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"},
+        )
+    try:
+        for count, rank in enumerate(killed):
+            # In a start of its own each, some iterations after a checkpoint.
+            _wait_until(15 + 15 * count, count, log, job)
+            worker = _worker(job.pid, rank)
+            assert worker is not None
+            os.kill(worker, signal.SIGKILL)
+        assert job.wait(timeout=200) == 0, log.read_text()[-3000:]
+    finally:
+        job.kill()
+    seen = _losses(log)
+    # What was trained twice came out alike, and everything was trained.
+    losses = dict(seen)
+    assert list(losses) == sorted(losses) == list(range(1, 61))
+    # Megatron prints a mean in the second line of every start.
+    starts = _starts(seen)
+    assert len(starts) == 1 + len(killed)
+    for start in starts[1:]:
+        iteration = seen[start][0]
+        assert iteration > 1 and iteration % 10 == 1
+        # Where the rank was killed before it trained past the checkpoint, there is none.
+        assert seen[start][1] == dict(seen[:start]).get(iteration, seen[start][1])
+
+
+def _starts(seen: list[tuple[int, float]]) -> list[int]:
+    """Where in a log an iteration does not follow the one before."""
+    numbers = [0, *(iteration for iteration, _ in seen)]
+    return [i for i, (a, b) in enumerate(itertools.pairwise(numbers)) if b <= a or i == 0]
+
+
+def _wait_until(iteration: int, restarts: int, log: Path, job: subprocess.Popen[bytes]) -> None:
+    """Wait for an iteration of the start after so many restarts."""
+    deadline = time.monotonic() + 200
+    while time.monotonic() < deadline:
+        seen = _losses(log)
+        if len(_starts(seen)) == restarts + 1 and seen and seen[-1][0] >= iteration:
+            return
+        assert job.poll() is None, log.read_text()[-3000:]
+        time.sleep(0.1)
+    raise AssertionError(log.read_text()[-3000:])

@@ -30,8 +30,9 @@ def materialise(
 
     Collective where there are some; nothing happens where there are none.
 
-    Every module that holds some has its `reset_parameters()` called, parents after children, as
-    PyTorch's own modules define it. The values of the first rank go to all others, so that every
+    Every module that holds some has its `reset_parameters()` called, parents after children and
+    siblings in the order of their registration, as they were constructed, so that they draw
+    random numbers in that order. The values of the first rank go to all others, so that every
     rank cuts its rows from the same full parameters, however ranks are seeded. Memory: this one
     unit in full, until the caller has cut it.
 
@@ -56,7 +57,7 @@ def materialise(
                 holders.add(id(module))
     for parameter in fresh:
         _give_memory(parameter, device)
-    for name, module in reversed(modules):
+    for name, module in _children_first(modules):
         if id(module) in holders:
             _initialise(name, module, param_init_fn)
     for name, module in empty_buffers:
@@ -73,6 +74,17 @@ def materialise(
     tensors += [m._buffers[name.rpartition(".")[2]] for name, m in empty_buffers]  # type: ignore[misc]
     for tensor in tensors:
         _share(tensor, axes)
+
+
+def _children_first(modules: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    """The same modules with names, children before parents, siblings as they come."""
+    ordered: list[tuple[str, nn.Module]] = []
+    above: list[tuple[str, nn.Module]] = []
+    for name, module in modules:
+        while above and above[-1][0] and not name.startswith(f"{above[-1][0]}."):
+            ordered.append(above.pop())
+        above.append((name, module))
+    return ordered + above[::-1]
 
 
 def _unset(like: torch.Tensor, device: torch.device) -> torch.Tensor:

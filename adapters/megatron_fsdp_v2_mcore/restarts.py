@@ -87,15 +87,16 @@ def meet(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> s
         return _announce(store, world_size, timeout)
     word, answered = uuid.uuid4().hex, ""
     deadline = time.monotonic() + timeout.total_seconds()
-    while time.monotonic() < deadline:
-        if not _comes(store, "start", _PATIENCE):
+    while (left := deadline - time.monotonic()) > 0:
+        patience = min(_PATIENCE, timedelta(seconds=left))
+        if not _comes(store, "start", patience):
             continue
         prefix = store.get("start").decode()
         echo = f"{prefix}/echo/{rank}"
         if prefix != answered:
             store.set(f"{prefix}/answer/{rank}", word)
             answered = prefix
-        if _comes(store, echo, _PATIENCE):
+        if _comes(store, echo, patience):
             if store.get(echo).decode() == word:
                 return prefix
             # Of an earlier start. The first rank has not announced this one yet.

@@ -99,7 +99,7 @@ class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
         """Shard experts, then layers, then the rest, so that inner units come first."""
         settings, dense = self.settings, self._dense
         shards = tensor_shards(self.module, dense, self._expert)
-        shared, initialise = shared_by_stages(self.module), initialiser(self.config)
+        shared, initialise = shared_by_stages(self.module), initialiser(self.config, self.module)
         # Per-token loss divides by the number of tokens afterwards; otherwise the mean is taken
         # over the ranks that see different tokens, also where fewer of them share an expert.
         factor = 1.0 if self.config.calculate_per_token_loss else 1.0 / dense.data.size()

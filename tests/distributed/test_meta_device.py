@@ -122,3 +122,29 @@ def forgotten_buffer() -> str:
 def test_a_buffer_that_gets_no_values_is_named(pools: RankPools) -> None:
     (said,) = pools(1).run(forgotten_buffer)
     assert "buffer scale is on the meta device and reset_parameters() of Forgetful" in said
+
+
+def _drawn_alike() -> bool:
+    """Whether one unit, seeded alike, starts as when it is built with memory."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(7)
+        return nn.Sequential(
+            nn.Linear(5, 4),
+            nn.Sequential(nn.Linear(4, 3), nn.Bilinear(3, 3, 2)),
+            nn.Embedding(3, 2),
+        )
+
+    real = build()
+    with torch.device("meta"):
+        model = build()
+    torch.manual_seed(7)
+    fully_shard(model, mesh=mesh_of(dist.get_world_size()))
+    return all(
+        torch.equal(param.full_tensor(), expected)  # type: ignore[attr-defined]
+        for param, expected in zip(model.parameters(), real.parameters(), strict=True)
+    )
+
+
+def test_modules_of_a_unit_draw_in_the_order_they_were_constructed_in(pools: RankPools) -> None:
+    assert all(pools(2).run(_drawn_alike))

@@ -49,21 +49,27 @@ def collective_failure(
     """
     ranks, timeout = _members(group)
     own = dist.get_rank() if dist.is_initialized() else 0
-    others = f"ranks {_listed([rank for rank in ranks if rank != own])}" if ranks else "the others"
-    if len(ranks) == 2:
-        others = f"rank {next(rank for rank in ranks if rank != own)}"
-    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    lowered = reason.lower()
-    guess = ""
-    if any(word in lowered for word in _LATE):
-        within = f" within {timeout.total_seconds():g} s" if timeout else " in time"
-        guess = f"{others} did not take part{within}, the timeout of this process group. "
-    elif any(word in lowered for word in _LOST):
-        guess = f"the connection to {others} was lost: a process ended. "
+    lines = str(error).strip().splitlines() or [type(error).__name__]
     return RuntimeError(
-        f"{what} failed on rank {own}: {guess}The first error in the logs of {others} is the cause "
-        f"({reason})"
+        f"{what} failed on rank {own}: "
+        + _explained(lines[0], [rank for rank in ranks if rank != own], timeout)
     )
+
+
+def _explained(reason: str, others: list[int], timeout: timedelta | None) -> str:
+    """What a process group says, led by what it means for the other ranks."""
+    several = len(others) != 1
+    whose = f"rank{'s' if several else ''} {_listed(others)}" if others else "the others"
+    who = f"one of {whose}" if several else whose
+    lowered = reason.lower()
+    if any(word in lowered for word in _LATE):
+        within = f"within {timeout.total_seconds():g} s" if timeout else "in time"
+        meaning = f"{who} did not take part {within}, the timeout of this process group"
+    elif any(word in lowered for word in _LOST):
+        meaning = f"the connection to {who} was lost: a process ended"
+    else:
+        return reason
+    return f"{meaning}. The first error in the logs of {whose} is the cause ({reason})"
 
 
 @contextlib.contextmanager

@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron_fsdp_v2 import fully_shard
-from megatron_fsdp_v2.comm_errors import collective_failure
+from megatron_fsdp_v2 import comm_errors, fully_shard
 from tests.ranks import RankFailure, RankPool, RankPools
 
 TIMEOUT_S = 1.5
@@ -165,8 +164,31 @@ def test_a_rank_that_dies_is_an_error_that_names_unit_and_collective(own_pool: R
     assert time.monotonic() - started < 20.0
 
 
+@pytest.mark.parametrize(
+    ("others", "raised", "said"),
+    [
+        (
+            [1],
+            "Timed out",
+            "rank 1 did not take part within 5 s, the timeout of this process group",
+        ),
+        ([1, 2], "Timed out", "one of ranks 1, 2 did not take part within 5 s"),
+        ([1, 2], "Broken pipe", "the connection to one of ranks 1, 2 was lost: a process ended"),
+        ([1, 2], "Broken pipe", "The first error in the logs of ranks 1, 2 is the cause"),
+        (list(range(1, 20)), "Timed out", "one of ranks 1, 2, 3, 4, 5, 6, 7, 8 and 11 more did"),
+        ([], "Timed out", "one of the others did not take part within 5 s"),
+    ],
+)
+def test_what_a_failure_means_is_said_before_what_the_backend_says(
+    monkeypatch: pytest.MonkeyPatch, others: list[int], raised: str, said: str
+) -> None:
+    members = ([0, *others], timedelta(seconds=5))
+    monkeypatch.setattr(comm_errors, "_members", lambda group: members)
+    message = str(comm_errors.collective_failure("gather", None, RuntimeError(raised)))
+    assert message.startswith("gather failed on rank 0: ") and said in message
+    assert raised in message
+
+
 def test_an_error_that_is_neither_late_nor_lost_is_quoted() -> None:
-    error = collective_failure("all-gather of x/0", None, RuntimeError("bad sizes\nand a trace"))
-    assert "all-gather of x/0 failed on rank 0" in str(error)
-    assert "(bad sizes)" in str(error)
-    assert "did not take part" not in str(error)
+    error = comm_errors.collective_failure("gather", None, RuntimeError("bad sizes\nand a trace"))
+    assert str(error) == "gather failed on rank 0: bad sizes"

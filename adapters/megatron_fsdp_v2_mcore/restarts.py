@@ -23,6 +23,7 @@ __all__ = ["in_fresh_store", "meet", "store_of_this_start"]
 _PATIENCE = timedelta(seconds=2)
 """How long a rank waits on one announcement before it looks for a newer one."""
 
+_MOMENT = timedelta(milliseconds=10)
 _PAUSE_S = 0.1
 
 
@@ -88,7 +89,8 @@ def meet(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> s
     word, answered = uuid.uuid4().hex, ""
     deadline = time.monotonic() + timeout.total_seconds()
     while (left := deadline - time.monotonic()) > 0:
-        patience = min(_PATIENCE, timedelta(seconds=left))
+        # A store takes less than a millisecond for no limit at all.
+        patience = max(_MOMENT, min(_PATIENCE, timedelta(seconds=left)))
         if not _comes(store, "start", patience):
             continue
         prefix = store.get("start").decode()

@@ -17,6 +17,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 __all__ = ["in_fresh_store", "meet", "store_of_this_start"]
 
@@ -46,7 +47,7 @@ def in_fresh_store(original: Callable[..., Any]) -> Callable[..., Any]:
     return initialize_distributed
 
 
-def store_of_this_start(rank: int, world_size: int, timeout: timedelta) -> dist.Store | None:
+def store_of_this_start(rank: int, world_size: int, timeout: timedelta) -> Store | None:
     """A store that only the processes of this start share. Collective.
 
     Args:
@@ -65,11 +66,13 @@ def store_of_this_start(rank: int, world_size: int, timeout: timedelta) -> dist.
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
         return None
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(address, port, world_size, is_master=False, timeout=timeout)
-    return dist.PrefixStore(meet(store, rank, world_size, timeout), store)
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        address, port, world_size, is_master=False, timeout=timeout
+    )
+    return PrefixStore(meet(store, rank, world_size, timeout), store)
 
 
-def meet(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> str:
+def meet(store: Store, rank: int, world_size: int, timeout: timedelta) -> str:
     """Agree on a prefix that no earlier start used. Collective.
 
     The first rank makes one up and announces it. The others answer it with a word of their own,
@@ -93,7 +96,7 @@ def meet(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> s
         patience = max(_MOMENT, min(_PATIENCE, timedelta(seconds=left)))
         if not _comes(store, "start", patience):
             continue
-        prefix = store.get("start").decode()
+        prefix: str = store.get("start").decode()
         echo = f"{prefix}/echo/{rank}"
         if prefix != answered:
             store.set(f"{prefix}/answer/{rank}", word)
@@ -109,7 +112,7 @@ def meet(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> s
     )
 
 
-def _announce(store: dist.Store, world_size: int, timeout: timedelta) -> str:
+def _announce(store: Store, world_size: int, timeout: timedelta) -> str:
     prefix = f"start/{uuid.uuid4().hex}"
     store.set("start", prefix)
     others = range(1, world_size)
@@ -129,7 +132,7 @@ def _announce(store: dist.Store, world_size: int, timeout: timedelta) -> str:
     return prefix
 
 
-def _comes(store: dist.Store, key: str, within: timedelta) -> bool:
+def _comes(store: Store, key: str, within: timedelta) -> bool:
     try:
         store.wait([key], within)
     except dist.DistStoreError:

@@ -85,7 +85,7 @@ def _with_our_check_of_files(original: Callable[..., Any]) -> Callable[..., Any]
     return validate_yaml
 
 
-def _our_start(original: Callable[..., Any]) -> Callable[..., Any]:
+def _our_start(original: Any) -> Any:
     return importlib.import_module("megatron_fsdp_v2_mcore.restarts").in_fresh_store(original)
 
 

@@ -1,7 +1,8 @@
 """CPU rehearsal: Megatron's real training loop on a CPU, for any world size that fits.
 
-Explicit, apart from everything else, and undone when it ends. It changes where tensors live and
-leaves out what only a GPU has; it changes no arithmetic that Megatron would do on a CPU tensor.
+Explicit, apart from everything else, and undone when it ends. It changes where tensors live, leaves
+out what only a GPU has, and gives products of bf16 tensors one meaning on every CPU; it changes no
+other arithmetic that Megatron would do on a CPU tensor.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ def rehearse(argv: Sequence[str], *, verbose: bool = False) -> Iterator[list[str
     Raises:
         RehearsalError: A flag cannot be honoured on a CPU.
     """
+    from megatron_fsdp_v2_mcore.rehearsal.bf16_products import rounded_once
     from megatron_fsdp_v2_mcore.rehearsal.cuda_standins import stand_in
     from megatron_fsdp_v2_mcore.rehearsal.devices import CpuDevices
     from megatron_fsdp_v2_mcore.rehearsal.mends import mend
@@ -74,6 +76,7 @@ def rehearse(argv: Sequence[str], *, verbose: bool = False) -> Iterator[list[str
         # Compiled helpers of Megatron run as written: compiling for a CPU takes longer than a run,
         # and may round differently.
         stack.enter_context(torch._dynamo.config.patch(disable=True))
+        stack.enter_context(rounded_once())
         stack.enter_context(CpuDevices())
         stand_in(patches)
         if not verbose:

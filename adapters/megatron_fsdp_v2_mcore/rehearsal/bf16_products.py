@@ -1,0 +1,166 @@
+"""Products of bf16 tensors, with one meaning on every CPU: the product in fp32, rounded once.
+
+A CPU with instructions for bf16 sums in one way, one without them in another and many times more
+slowly, and where a library has several kernels it depends on shapes as well how often a result is
+rounded. Here torch's own fp32 kernel multiplies operands turned into fp32, and what it gives is
+rounded to bf16.
+
+This is done beneath autograd, where torch keeps the CPU's kernels: so it holds for whatever leads to
+a product (modules, `einsum`, functions with a backward of their own, recomputation), forward and
+backward. Kernels for other dtypes are those that torch had there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+__all__ = ["PRODUCTS", "rounded_once"]
+
+BF16 = torch.bfloat16
+
+_Kernel = Callable[..., Any]
+
+_NEW = (
+    "_addmm_activation",
+    "addbmm",
+    "addmm",
+    "addmv",
+    "baddbmm",
+    "bmm",
+    "convolution",
+    "convolution_backward",
+    "dot",
+    "mm",
+    "vdot",
+)
+_OVERWRITTEN = {"addbmm_": "addbmm", "addmm_": "addmm", "addmv_": "addmv", "baddbmm_": "baddbmm"}
+_INTO_OUT = {
+    "_addmm_activation.out": "_addmm_activation",
+    "addbmm.out": "addbmm",
+    "addmm.out": "addmm",
+    "addmv.out": "addmv",
+    "baddbmm.out": "baddbmm",
+    "bmm.out": "bmm",
+    "mm.out": "mm",
+}
+_ATTENTION = (
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_flash_attention_for_cpu_backward",
+)
+PRODUCTS = (*_NEW, *_OVERWRITTEN, *_INTO_OUT, *_ATTENTION)
+"""Operators of torch that multiply matrices on a CPU; others are made of these."""
+
+_libraries: list[torch.library.Library] = []
+
+
+@contextlib.contextmanager
+def rounded_once() -> Iterator[None]:
+    """Compute products of bf16 tensors in fp32 and round them once, for as long as it lasts.
+
+    It holds for all threads. Within another one it changes nothing.
+    """
+    if _libraries:
+        yield
+        return
+    _libraries.append(torch.library.Library("aten", "IMPL", "CPU"))
+    try:
+        _register(_libraries[0])
+        yield
+    finally:
+        # Torch takes the kernels back with the library that brought them.
+        _libraries.clear()
+
+
+def _register(library: torch.library.Library) -> None:
+    # All are looked up before any is replaced.
+    kernels = {
+        name: torch.library.get_kernel(f"aten::{name}", "CPU").call_boxed for name in PRODUCTS
+    }
+    replacements = {name: _new(kernels[name]) for name in _NEW}
+    replacements |= {name: _attention(kernels[name]) for name in _ATTENTION}
+    for name, new in _OVERWRITTEN.items():
+        replacements[name] = _overwriting(kernels[name], kernels[new])
+    for name, new in _INTO_OUT.items():
+        replacements[name] = _into_out(kernels[name], kernels[new])
+    with warnings.catch_warnings():
+        # Torch warns of kernels that are replaced, which is what this is for.
+        warnings.simplefilter("ignore")
+        for name, replacement in replacements.items():
+            library.impl(name, replacement, with_keyset=True)
+
+
+def _new(kernel: _Kernel) -> _Kernel:
+    """Make the operator that returns new tensors."""
+
+    def product(keys: Any, first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        # Mixed dtypes are left to torch, which refuses most of them.
+        if first.dtype is not BF16 or not _are_bf16(args):
+            return kernel(keys, first, *args, **kwargs)
+        return _rounded(kernel(keys, *_in_fp32(first, *args), **kwargs))
+
+    return product
+
+
+def _overwriting(kernel: _Kernel, new: _Kernel) -> _Kernel:
+    """Make the operator that writes to its first argument."""
+
+    def product(keys: Any, first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if first.dtype is not BF16 or not _are_bf16(args):
+            return kernel(keys, first, *args, **kwargs)
+        return first.copy_(new(keys, *_in_fp32(first, *args), **kwargs))
+
+    return product
+
+
+def _into_out(kernel: _Kernel, new: _Kernel) -> _Kernel:
+    """Make the operator that writes to `out`."""
+
+    def product(
+        keys: Any, first: torch.Tensor, *args: Any, out: torch.Tensor, **kwargs: Any
+    ) -> Any:
+        if first.dtype is not BF16 or not _are_bf16((*args, out)):
+            return kernel(keys, first, *args, out=out, **kwargs)
+        result = new(keys, *_in_fp32(first, *args), **kwargs)
+        if out.shape != result.shape:
+            out.resize_(result.shape)
+        return out.copy_(result)
+
+    return product
+
+
+def _attention(kernel: _Kernel) -> _Kernel:
+    """Make fused attention: what lies between its products is fp32 too, as it is anyhow in part."""
+
+    def attend(keys: Any, first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if first.dtype is not BF16:
+            return kernel(keys, first, *args, **kwargs)
+        mask = kwargs.get("attn_mask")
+        if mask is not None:
+            kwargs["attn_mask"] = _in_fp32(mask)[0]
+        results = kernel(keys, *_in_fp32(first, *args), **kwargs)
+        # The forward also returns a logarithm for the backward, which is fp32 for every dtype.
+        with_logarithm = len(results) == 2
+        return (_rounded(results[0]), results[1]) if with_logarithm else _rounded(results)
+
+    return attend
+
+
+def _are_bf16(args: tuple[Any, ...]) -> bool:
+    return all(arg.dtype is BF16 for arg in args if isinstance(arg, torch.Tensor))
+
+
+def _in_fp32(*args: Any) -> list[Any]:
+    return [
+        arg.float() if isinstance(arg, torch.Tensor) and arg.dtype is BF16 else arg for arg in args
+    ]
+
+
+def _rounded(result: Any) -> Any:
+    if isinstance(result, tuple | list):
+        return tuple(_rounded(part) for part in result)
+    return result if result is None else result.to(BF16)

@@ -1,0 +1,87 @@
+"""In a rehearsal, products of bf16 tensors are fp32 products, rounded once, on every CPU."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from megatron_fsdp_v2_mcore.rehearsal.bf16_products import BF16, rounded_once
+from tests.mcore import bf16_products
+from tests.mcore.bf16_products import WITHOUT_BF16
+from tests.mcore.command_line import run_module, torchrun
+from tests.mcore.session import MODEL_FLAGS, enter_rehearsal, fsdp
+from tests.ranks import RankPools
+
+
+def _matrices(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return tuple(torch.randn(64, 64, generator=generator).to(dtype) for _ in range(2))  # type: ignore[return-value]
+
+
+def test_every_form_of_a_product_is_the_one_in_fp32_rounded_once() -> None:
+    with rounded_once():
+        assert bf16_products.differing() == []
+
+
+def test_it_is_so_on_a_cpu_without_bf16() -> None:
+    done = run_module("tests.mcore.bf16_products", [], **WITHOUT_BF16)
+    assert done.code == 0, done.output[-3000:]
+    assert json.loads(done.output.splitlines()[-1]) == {"differ": [], "is_native": False}
+
+
+def test_torchs_own_kernels_are_back_afterwards() -> None:
+    before = bf16_products.differing()
+    with rounded_once(), rounded_once():
+        pass
+    assert bf16_products.differing() == before
+    assert before, "torch's own products are rounded once as well: nothing was tested"
+    with rounded_once():
+        with rounded_once():
+            pass
+        assert bf16_products.differing() == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.int64])
+def test_products_of_other_dtypes_are_torchs_own(dtype: torch.dtype) -> None:
+    a, b = _matrices(dtype)
+    expected = [a @ b, torch.addmm(a, a, b), torch.addmm(a, a, b, out=torch.empty_like(a))]
+    with rounded_once():
+        found = [a @ b, torch.addmm(a, a, b), torch.addmm(a, a, b, out=torch.empty_like(a))]
+    assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
+
+
+def test_products_of_mixed_dtypes_are_refused_as_ever() -> None:
+    a, b = _matrices(BF16)
+    with rounded_once():
+        for mixed in (
+            lambda: torch.mm(a, b.float()),
+            lambda: torch.mm(a.float(), b),
+            lambda: torch.mm(a, b, out=torch.empty(64, 64)),
+        ):
+            with pytest.raises(RuntimeError, match="dtype"):
+                mixed()
+
+
+def _differing_in_a_rehearsal() -> list[str]:
+    enter_rehearsal()
+    return bf16_products.differing()
+
+
+def test_a_rehearsal_computes_products_so(megatron: RankPools) -> None:
+    assert megatron(1).run(_differing_in_a_rehearsal) == [[]]
+
+
+# Logits in bf16 differ by a last bit now and then, which is 4e-3 of one; a loss is a mean of many.
+CURVES_APART = 1e-3
+
+
+@pytest.mark.functional
+def test_a_bf16_training_is_the_same_with_and_without_bf16_in_the_cpu() -> None:
+    words = [*MODEL_FLAGS, "--bf16", "--train-iters", "10", *fsdp(), "--cpu-rehearsal"]
+    module = "megatron_fsdp_v2_mcore.pretrain_gpt"
+    native, without = (torchrun(2, module, words, **variables) for variables in ({}, WITHOUT_BF16))
+    assert native.code == without.code == 0, without.output[-3000:]
+    assert list(native.losses) == list(range(1, 11))
+    assert without.losses == pytest.approx(native.losses, rel=CURVES_APART)

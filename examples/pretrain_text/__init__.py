@@ -6,5 +6,5 @@ one.
 
 The modules: `text` collects documents, `dataset` writes them for Megatron, `settings` holds what
 the run is made of and spells it as Megatron's flags, `training_log` reads what Megatron prints,
-`launch` runs it and shows progress, `report` draws and sums up.
+`progress` shows how far it is, `launch` runs it, `report` draws and sums up.
 """

@@ -6,28 +6,19 @@ import signal
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    TextColumn,
-    TimeRemainingColumn,
-)
 
-from examples.pretrain_text.training_log import Iteration, TrainingLog
+from examples.pretrain_text.progress import progress
+from examples.pretrain_text.training_log import TrainingLog
 
 _NUM_LINES_SHOWN = 40
 # Where the launcher starts to report that a rank failed: forty lines of its own, none of which says
 # why. What the ranks said stands above.
 _LAUNCHER_REPORT = re.compile(r"torch/distributed/elastic/multiprocessing/api\.py.* failed \(exit")
-# Without a terminal there is no bar to move: this many lines tell the progress of a run.
-_NUM_PROGRESS_LINES = 10
 # The launcher kills ranks that ignore its signal after 30 seconds. It needs that time, because
 # the ranks are in sessions of their own, which no signal from here reaches.
 _STOP_SECONDS = 40.0
@@ -100,7 +91,7 @@ def run(
     with (
         log_file.open("w", encoding="utf-8") as file,
         _child(command, ranks) as child,
-        _progress(console, title, iterations) as show,
+        progress(console, title, iterations) as show,
     ):
         file.write(" ".join(command) + "\n")
         assert child.stdout is not None
@@ -143,46 +134,3 @@ def _child(command: Sequence[str], ranks: int) -> Iterator[subprocess.Popen[str]
             except subprocess.TimeoutExpired:
                 os.killpg(child.pid, signal.SIGKILL)
                 child.wait()
-
-
-@contextmanager
-def _progress(
-    console: Console, title: str, iterations: range
-) -> Iterator[Callable[[Iteration], None]]:
-    """Shows a bar on a terminal, and a few lines anywhere else."""
-    if not console.is_terminal:
-        console.print(f"{title}: starting Megatron on iterations {_words(iterations)}")
-        every = max(1, len(iterations) // _NUM_PROGRESS_LINES)
-
-        def print_line(iteration: Iteration) -> None:
-            done = iteration.number - iterations.start + 1
-            if done == 1 or done % every == 0:
-                console.print(f"  iteration {iteration.number}: {_measured(iteration)}")
-
-        yield print_line
-        return
-
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[measured]}"),
-    )
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task(title, total=len(iterations), measured="starting Megatron")
-
-        def move_bar(iteration: Iteration) -> None:
-            done = iteration.number - iterations.start + 1
-            progress.update(task, completed=done, measured=_measured(iteration))
-
-        yield move_bar
-
-
-def _measured(iteration: Iteration) -> str:
-    return f"loss {float(iteration.loss):.3f}, {iteration.elapsed_ms:.0f} ms"
-
-
-def _words(iterations: range) -> str:
-    return f"{iterations.start} to {iterations.stop - 1}"

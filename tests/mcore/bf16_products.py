@@ -19,8 +19,9 @@ from torch.utils.checkpoint import checkpoint
 from megatron_fsdp_v2_mcore.rehearsal.bf16_products import rounded_once
 
 BF16 = torch.bfloat16
-# What the CPU is allowed to use: no instructions for bf16, and of vectors only AVX2.
-WITHOUT_BF16 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
+# The library that uses instructions for bf16 is kept from it; then torch's own vectors, too.
+BF16_MASKED = {"ONEDNN_MAX_CPU_ISA": "AVX2"}
+WITHOUT_BF16 = {**BF16_MASKED, "ATEN_CPU_CAPABILITY": "avx2"}
 
 _Multiply = Callable[..., torch.Tensor]
 

@@ -14,6 +14,7 @@ from examples.pretrain_text import __main__ as program
 from examples.pretrain_text import dataset as datasets
 from examples.pretrain_text import text as texts
 from examples.pretrain_text.launch import RunFailedError, run
+from examples.pretrain_text.progress import progress
 from examples.pretrain_text.report import Results, describe, draw, folder_nbytes, show_summary
 from examples.pretrain_text.settings import (
     DDP,
@@ -23,6 +24,7 @@ from examples.pretrain_text.settings import (
 )
 from examples.pretrain_text.text import Corpus, TextError, collect
 from examples.pretrain_text.training_log import (
+    Iteration,
     TrainingLog,
     compare_resumed,
     parse_iteration,
@@ -317,6 +319,33 @@ def test_a_run_is_logged_whole_and_its_progress_shown(tmp_path):
     assert len(log.iterations) == 12
     assert SAMPLE_LOG.read_text() in (tmp_path / "first.log").read_text()
     assert "iteration 12: loss" in shown.getvalue()
+
+
+def test_lines_tell_the_time_elapsed_and_an_estimate_of_the_rest():
+    console, shown = capture()
+    seconds = iter([0.0, 10.0, *(10.0 + 6 * n for n in range(1, 20))])
+    with progress(console, "run", range(1, 101), lambda: next(seconds)) as show:
+        for number in range(1, 11):
+            show(Iteration(number, 100, "2.5", 9000.0))
+    lines = shown.getvalue().splitlines()
+    # The first iteration is slow, the others take 6 seconds each: ten of a hundred per line, and
+    # one after half a minute of silence.
+    assert lines[1:] == [
+        "  iteration 1: loss 2.500, 9000 ms, 0:10 elapsed, about 14:51 left",
+        "  iteration 6: loss 2.500, 9000 ms, 0:40 elapsed, about 9:24 left",
+        "  iteration 10: loss 2.500, 9000 ms, 1:04 elapsed, about 9:00 left",
+    ]
+
+
+def test_lines_of_a_resumed_run_count_from_where_it_goes_on():
+    console, shown = capture()
+    seconds = iter([0.0, 5.0, 7.0])
+    with progress(console, "run", range(151, 154), lambda: next(seconds)) as show:
+        show(Iteration(151, 300, "2.5", 2000.0))
+        show(Iteration(152, 300, "2.5", 2000.0))
+    first, second = shown.getvalue().splitlines()[1:]
+    assert first.endswith("iteration 151: loss 2.500, 2000 ms, 0:05 elapsed, about 0:04 left")
+    assert second.endswith("0:07 elapsed, about 0:02 left")
 
 
 def test_a_failing_run_gives_its_last_forty_lines_and_status(tmp_path):

@@ -93,9 +93,7 @@ FORMS = (
     Form("mm out", _into(torch.mm, *_M), (_A, _B)),
     Form("addmm", torch.addmm, (_M, _A, _B), (1, 2)),
     Form("addmm of a row", torch.addmm, (_BIAS, _A, _B), (1, 2)),
-    Form(
-        "addmm scaled", lambda m, a, b: torch.addmm(m, a, b, beta=0.3, alpha=1.7), (_M, _A, _B)
-    ),
+    Form("addmm scaled", lambda m, a, b: torch.addmm(m, a, b, beta=0.3, alpha=1.7), (_M, _A, _B)),
     Form("addmm in place", lambda m, a, b: m.clone().addmm_(a, b, beta=0.5), (_M, _A, _B), (1, 2)),
     Form("addmm out", _into(torch.addmm, *_M), (_M, _A, _B)),
     Form("bmm", torch.bmm, (_AS, _BS), (0, 1)),

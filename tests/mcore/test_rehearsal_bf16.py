@@ -14,7 +14,6 @@ from tests.mcore.command_line import run_module, torchrun
 from tests.mcore.session import MODEL_FLAGS, enter_rehearsal, fsdp
 from tests.ranks import RankPools
 
-
 PRETRAIN = "megatron_fsdp_v2_mcore.pretrain_gpt"
 
 

@@ -5,8 +5,8 @@ slowly, and where a library has several kernels it depends on shapes as well how
 rounded. Here torch's own fp32 kernel multiplies operands turned into fp32, and what it gives is
 rounded to bf16.
 
-This is done beneath autograd, where torch keeps the CPU's kernels: so it holds for whatever leads to
-a product (modules, `einsum`, functions with a backward of their own, recomputation), forward and
+This is done beneath autograd, where torch keeps the CPU's kernels: it holds for whatever leads to a
+product (modules, `einsum`, functions with a backward of their own, recomputation), forward and
 backward. Kernels for other dtypes are those that torch had there.
 """
 
@@ -55,7 +55,10 @@ _ATTENTION = (
 PRODUCTS = (*_NEW, *_OVERWRITTEN, *_INTO_OUT, *_ATTENTION)
 """Operators of torch that multiply matrices on a CPU; others are made of these."""
 
-_libraries: list[torch.library.Library] = []
+# Untyped in torch.
+_Library: Any = torch.library.Library
+
+_libraries: list[Any] = []
 
 
 @contextlib.contextmanager
@@ -67,7 +70,7 @@ def rounded_once() -> Iterator[None]:
     if _libraries:
         yield
         return
-    _libraries.append(torch.library.Library("aten", "IMPL", "CPU"))
+    _libraries.append(_Library("aten", "IMPL", "CPU"))
     try:
         _register(_libraries[0])
         yield
@@ -76,7 +79,7 @@ def rounded_once() -> Iterator[None]:
         _libraries.clear()
 
 
-def _register(library: torch.library.Library) -> None:
+def _register(library: Any) -> None:
     # All are looked up before any is replaced.
     kernels = {
         name: torch.library.get_kernel(f"aten::{name}", "CPU").call_boxed for name in PRODUCTS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any, override
 
 from megatron.core.optimizer.optimizer import ChainedOptimizer
@@ -17,9 +18,15 @@ class ShardedEmergingOptimizer(ShardedOptimizer):
     """A `ShardedOptimizer` of an optimizer that can make its state without a step."""
 
     @override
-    def _init_optimizer_states_with_dummy_values(self) -> None:
-        # Megatron makes a step with gradients of zeros for this, with all collectives of one.
-        self.init_state_fn(self.optimizer, self.config)
+    def _state_to_load_into(self) -> tuple[dict[Any, Any], list[dict[str, Any]]]:
+        own = self.optimizer.state
+        self.optimizer.state = defaultdict(dict)
+        try:
+            # A step would take all its collectives.
+            self.init_state_fn(self.optimizer, self.config)
+            return dict(self.optimizer.state), self.optimizer.param_groups
+        finally:
+            self.optimizer.state = own
 
 
 class FSDPMuonChainedOptimizer(ChainedOptimizer):
@@ -56,7 +63,7 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
 
         Args:
             model_sharded_state_dict: As Megatron has it; not used.
-            is_loading: Whether it is to be filled from a file, for which state is made.
+            is_loading: Whether it is to be filled from a file, for which state is made apart.
             **kwargs: `metadata`, which names the format.
         """
         merged: dict[str, Any] = {STATE: {}, META: {}}

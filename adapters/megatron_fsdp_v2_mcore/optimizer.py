@@ -8,7 +8,9 @@ what it holds as the first of its replicas, and one sum goes over all ranks.
 
 from __future__ import annotations
 
+import copy
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, override
 
@@ -68,13 +70,51 @@ class ShardedOptimizer(DistributedOptimizer):
         """State under the names of `checkpoint_names`, with that of the loss scale.
 
         Args:
-            is_loading: Whether it is to be filled from a file, for which state is made.
+            is_loading: Whether it is to be filled from a file. State is made for that, apart from
+                the optimizer's own, which stays as it is until something is loaded.
         """
         self._checkpoint_names = None
-        state_dict: dict[str, Any] = super().sharded_param_state_fsdp_dtensor(is_loading)
+        state, groups = self.optimizer.state, self.optimizer.param_groups
+        if is_loading:
+            state, groups = self._state_to_load_into()
+        state_dict: dict[str, Any] = {
+            "state": {
+                self._param_name(key) if isinstance(key, torch.Tensor) else key: entry
+                for key, entry in state.items()
+            },
+            "param_to_group_meta": self._param_groups_to_param2group_meta(groups),
+        }
         if self.grad_scaler is not None:
             state_dict["grad_scaler"] = self.grad_scaler.state_dict()
         return state_dict
+
+    def _state_to_load_into(self) -> tuple[dict[Any, Any], list[dict[str, Any]]]:
+        """State as this optimizer's steps make it, and its groups with the options steps add.
+
+        Megatron makes a step with gradients of zeros for this. It counts, and decays weights, also
+        where no file is found afterwards.
+        """
+        probe = _probe(self.optimizer)
+        state: dict[Any, Any] = {}
+        groups = []
+        for group in self.optimizer.param_groups:
+            options = {key: value for key, value in group.items() if key != "params"}
+            stepped = options
+            # One by one, so that this takes no more memory than one parameter.
+            for param in group["params"]:
+                mold = torch.zeros_like(param, requires_grad=False)
+                if local_of(param).numel():
+                    # Fused optimizers fail on empty tensors.
+                    mold.grad = torch.zeros_like(mold)
+                stepped = copy.deepcopy(options)
+                probe.state = defaultdict(dict)
+                probe.param_groups = [{**stepped, "params": [mold]}]
+                probe.step()
+                stepped = {k: v for k, v in probe.param_groups[0].items() if k != "params"}
+                if mold in probe.state:
+                    state[param] = probe.state[mold]
+            groups.append({**stepped, "params": group["params"]})
+        return state, groups
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -137,6 +177,20 @@ class ShardedOptimizer(DistributedOptimizer):
             for param in group["params"]
             if param.grad is not None
         ]
+
+
+def _probe(optimizer: torch.optim.Optimizer) -> Any:
+    """An optimizer of the same class and options, to be given other parameters and state."""
+    probe = object.__new__(type(optimizer))
+    # Its hooks are copied: what watches the one must not be told of the other.
+    probe.__dict__.update(
+        {
+            key: copy.copy(value) if isinstance(value, dict) else value
+            for key, value in vars(optimizer).items()
+            if key != "state"
+        }
+    )
+    return probe
 
 
 def counted_here(

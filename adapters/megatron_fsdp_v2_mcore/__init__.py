@@ -1,7 +1,8 @@
 """The Megatron-Core adapter: sharded data parallelism for Megatron's own training loop.
 
 Importing it changes nothing. `install()` hooks it into Megatron at the points that
-`megatron-fsdp-v2 seams` lists.
+`megatron-fsdp-v2 seams` lists. A script that has a loop of its own on `megatron.core` calls
+`enable()` instead, and wraps its model itself.
 """
 
 from __future__ import annotations
@@ -10,13 +11,16 @@ import importlib
 from typing import Any
 
 from megatron_fsdp_v2_mcore.errors import FlagError
-from megatron_fsdp_v2_mcore.seams import install, uninstall
+from megatron_fsdp_v2_mcore.options import Options
+from megatron_fsdp_v2_mcore.seams import enable, install, uninstall
 
 __all__ = [
     "FSDPMuonChainedOptimizer",
     "FSDPZeROTensorParallelMuon",
     "FlagError",
     "FullyShardedDataParallel",
+    "Options",
+    "enable",
     "install",
     "uninstall",
 ]

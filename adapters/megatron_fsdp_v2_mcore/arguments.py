@@ -20,6 +20,7 @@ __all__ = [
     "check_before",
     "check_no_yaml",
     "is_enabled",
+    "refuse_model_options",
 ]
 
 API_FLAG = "--use-fsdp-fully-shard-api"
@@ -184,6 +185,26 @@ def check_before(args: Any) -> None:
             may_be_empty=args.load == args.save,
             iteration=args.ckpt_step,
         )
+
+
+def refuse_model_options(config: Any) -> None:
+    """Refuse options of a model by name, where no command line was checked before.
+
+    Args:
+        config: Megatron's `TransformerConfig`.
+
+    Raises:
+        FlagError: A field has a value that cannot be honoured.
+    """
+    for refusal in REFUSALS:
+        if not hasattr(config, refusal.name):
+            continue
+        value = getattr(config, refusal.name)
+        if refusal.refuses(value):
+            raise FlagError(
+                f"{type(config).__name__}.{refusal.name} = {value!r} ({refusal.flag}) cannot be "
+                f"used with sharded parameters: {refusal.reason}"
+            )
 
 
 @contextlib.contextmanager

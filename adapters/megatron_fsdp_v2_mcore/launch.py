@@ -17,11 +17,13 @@ _PATIENCE_S = 10.0
 
 
 @contextlib.contextmanager
-def launch(argv: Sequence[str]) -> Iterator[list[str]]:
+def launch(argv: Sequence[str], *, own_parser: bool = False) -> Iterator[list[str]]:
     """Set Megatron up for a training and clean up after it.
 
     Args:
         argv: The user's flags.
+        own_parser: Whether they may be those of a parser other than Megatron's, so that none can
+            be added to them.
 
     Yields:
         The flags to give to Megatron.
@@ -35,7 +37,9 @@ def launch(argv: Sequence[str]) -> Iterator[list[str]]:
         with contextlib.ExitStack() as stack:
             flags = list(argv)
             if is_requested(argv):
-                flags = stack.enter_context(rehearse(argv, verbose=VERBOSE_FLAG in argv))
+                flags = stack.enter_context(
+                    rehearse(argv, verbose=VERBOSE_FLAG in argv, into_parser=own_parser)
+                )
             install()
             stack.enter_context(_leaving_no_process_group())
             yield flags

@@ -37,22 +37,39 @@ def dense_meshes(groups: Any, device_type: str, *, is_hybrid: bool) -> Meshes:
         groups: A `ProcessGroupCollection`.
         device_type: Where parameters are.
         is_hybrid: Whether data parallelism has an outer axis, between optimizer instances.
+
+    Raises:
+        ValueError: A group is missing.
     """
-    if is_hybrid:
-        return _meshes([groups.inter_dist_opt, groups.intra_dp_cp], groups.tp, device_type)
-    return _meshes([groups.dp_cp], groups.tp, device_type)
+    names = ("inter_dist_opt", "intra_dp_cp") if is_hybrid else ("dp_cp",)
+    return _meshes(_needed(groups, names), groups.tp, device_type)
 
 
 def expert_meshes(groups: Any, device_type: str, *, is_hybrid: bool) -> Meshes:
-    """Meshes of the parameters of experts that other expert-parallel ranks do not hold."""
-    if is_hybrid:
-        return _meshes([groups.inter_dist_opt, groups.intra_expt_dp], groups.expt_tp, device_type)
-    return _meshes([groups.expt_dp], groups.expt_tp, device_type)
+    """Meshes of the parameters of experts that other expert-parallel ranks do not hold.
+
+    Raises:
+        ValueError: A group is missing.
+    """
+    names = ("inter_dist_opt", "intra_expt_dp") if is_hybrid else ("expt_dp",)
+    return _meshes(_needed(groups, names), groups.expt_tp, device_type)
+
+
+def _needed(groups: Any, names: Sequence[str]) -> list[Any]:
+    found = [getattr(groups, name, None) for name in names]
+    missing = [name for name, group in zip(names, found, strict=True) if group is None]
+    if missing:
+        raise ValueError(
+            f"pg_collection has no group {' and no group '.join(missing)}, over which parameters "
+            "are to be sharded; set it, or leave pg_collection out to use Megatron's own groups"
+        )
+    return found
 
 
 def _meshes(data: Sequence[Any], tensor: Any, device_type: str) -> Meshes:
     names = ("dp_outer", "dp")[-len(data) :]
-    if dist.get_world_size(tensor) == 1:
+    # To torch no group is the group of all ranks; here it is no tensor parallelism.
+    if tensor is None or dist.get_world_size(tensor) == 1:
         return Meshes(_mesh(data, names, device_type), None)
     both = _mesh([*data, tensor], (*names, "tp"), device_type)
     return Meshes(both[names], both)

@@ -24,7 +24,7 @@ from megatron.core.transformer.module import param_is_not_shared
 from megatron_fsdp_v2.uneven_dtensor import UnevenDTensor, local_of
 from megatron_fsdp_v2_mcore.checkpoint_names import parameter_names
 
-__all__ = ["ShardedOptimizer", "params_l2_norm"]
+__all__ = ["ShardedOptimizer", "params_l2_norm", "with_checks"]
 
 _OF_THIS_RUN = ("is_expert_parallel",)
 """What a group of parameters says of how this run is spread, which no checkpoint changes."""
@@ -39,6 +39,9 @@ class ShardedOptimizer(DistributedOptimizer):
     def get_grad_stats_parallel_group(self) -> Any:
         """The group whose ranks hold the whole model between them: everyone."""
         if self.ddp_config.num_distributed_optimizer_instances > 1:
+            return dist.group.WORLD
+        if not parallel_state.model_parallel_is_initialized():
+            # Megatron was given groups of the script's own.
             return dist.group.WORLD
         return parallel_state.get_intra_distributed_optimizer_instance_group()
 
@@ -177,6 +180,46 @@ class ShardedOptimizer(DistributedOptimizer):
             for param in group["params"]
             if param.grad is not None
         ]
+
+
+_UNFIT: tuple[tuple[str, Any, str], ...] = (
+    ("use_distributed_optimizer", True, "ranks step shards of the main weights"),
+    ("use_precision_aware_optimizer", False, "the optimizer reads param.grad"),
+    ("optimizer_cpu_offload", False, "optimizer offload is not built yet"),
+    (
+        "overlap_param_gather_with_optimizer_step",
+        False,
+        "gathers are issued by the units, during the forward",
+    ),
+)
+"""Fields of `OptimizerConfig`, what they have to be, and why."""
+
+
+def with_checks(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Have Megatron's factory refuse options that cannot step sharded parameters.
+
+    A command line is checked before; a script on `megatron.core` alone makes its configuration
+    itself, and Megatron's other optimizers would take shards for whole tensors.
+    """
+
+    def build(config: Any, model_chunks: Any, param_groups: Any, *args: Any, **kwargs: Any) -> Any:
+        params = (param for group in param_groups for param in group["params"])
+        if any(isinstance(param, UnevenDTensor) for param in params):
+            for name, needed, reason in _UNFIT:
+                if bool(getattr(config, name)) is not needed:
+                    raise ValueError(
+                        f"OptimizerConfig.{name} = {getattr(config, name)} cannot be used with "
+                        f"sharded parameters: {reason}; set it to {needed}"
+                    )
+            if config.optimizer not in ("adam", "lion"):
+                raise ValueError(
+                    f"OptimizerConfig.optimizer = {config.optimizer!r} cannot step sharded "
+                    "parameters: Megatron's distributed optimizer keeps no state of it; use "
+                    "'adam', 'muon', 'adaptive_muon' or 'lion'"
+                )
+        return original(config, model_chunks, param_groups, *args, **kwargs)
+
+    return build
 
 
 def _probe(optimizer: torch.optim.Optimizer) -> Any:

@@ -8,9 +8,14 @@ from typing import Any
 __all__ = ["Options"]
 
 
+_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
     """What our own flags, and Megatron's that it keeps to itself, say about sharding.
+
+    A script on `megatron.core` alone gives it to `FullyShardedDataParallel`.
 
     Attributes:
         expert_strategy: Sharding strategy of expert parameters; None: that of dense ones.
@@ -20,6 +25,9 @@ class Options:
         uses_trace_pool: Whether temporary buffers are at planned addresses.
         unshard_prefetch_depth: See `fully_shard`.
         max_live_grad_buffers: See `fully_shard`.
+
+    Raises:
+        ValueError: A strategy is not known, or a number is not at least 1.
     """
 
     expert_strategy: str | None = None
@@ -28,6 +36,15 @@ class Options:
     uses_trace_pool: bool = False
     unshard_prefetch_depth: int = 1
     max_live_grad_buffers: int = 2
+
+    def __post_init__(self) -> None:
+        if self.expert_strategy not in (None, *_STRATEGIES):
+            raise ValueError(
+                f"expert_strategy is one of {', '.join(_STRATEGIES)}, got {self.expert_strategy!r}"
+            )
+        for name in ("unshard_prefetch_depth", "max_live_grad_buffers"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is at least 1, got {getattr(self, name)}")
 
     @classmethod
     def from_args(cls, args: Any) -> Options:

@@ -23,7 +23,7 @@ def main() -> None:
     script = Path(sys.argv[1])
     if not script.is_file():
         raise SystemExit(f"There is no script {script}; name your pretraining script first.")
-    with launch(sys.argv[2:]) as argv:
+    with launch(sys.argv[2:], own_parser=True) as argv:
         sys.argv = [str(script), *argv]
         sys.path.insert(0, str(script.resolve().parent))
         runpy.run_path(str(script), run_name="__main__")

@@ -2,7 +2,8 @@
 
 Nothing of Megatron is replaced anywhere else. `install()` checks every seam against the
 installed version before it touches one. Seams marked `selected` take effect only when the
-command line selects this package; until then Megatron behaves as it does alone.
+command line selects this package; until then Megatron behaves as it does alone. `enable()` is for
+scripts without Megatron's command line: those of `megatron.core` take effect at once.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ import importlib.metadata
 import inspect
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_fsdp_v2_mcore.activation import is_active, set_active
 from megatron_fsdp_v2_mcore.arguments import (
     accepted_by_megatron,
     add_arguments,
@@ -27,7 +29,7 @@ from megatron_fsdp_v2_mcore.arguments import (
 )
 from megatron_fsdp_v2_mcore.options import Options
 
-__all__ = ["SEAMS", "Seam", "command", "install", "uninstall"]
+__all__ = ["SEAMS", "Seam", "command", "enable", "install", "uninstall"]
 
 SUPPORTED = "0.19"
 
@@ -97,6 +99,10 @@ def _our_wrapper(original: Any) -> Any:
 def _our_optimizer(original: Any) -> Any:
     del original
     return importlib.import_module("megatron_fsdp_v2_mcore.optimizer").ShardedOptimizer
+
+
+def _our_optimizer_checks(original: Any) -> Any:
+    return importlib.import_module("megatron_fsdp_v2_mcore.optimizer").with_checks(original)
 
 
 def _our_emerging_optimizer(original: Any) -> Any:
@@ -201,6 +207,15 @@ SEAMS: tuple[Seam, ...] = (
         optional=False,
     ),
     Seam(
+        "optimizer-options",
+        "megatron.core.optimizer:_get_megatron_optimizer_based_on_param_groups",
+        "options of OptimizerConfig that cannot step sharded parameters are refused by name",
+        ("config", "model_chunks", "param_groups"),
+        _our_optimizer_checks,
+        selected=True,
+        optional=False,
+    ),
+    Seam(
         "emerging-optimizer",
         "megatron.core.optimizer:_get_megatron_emerging_optimizer",
         "the factory of --optimizer muon and its like: Megatron's classes take a rank's rows for "
@@ -285,12 +300,14 @@ class _Installation:
         self.options = Options()
         self._originals: list[tuple[Any, str, Any]] = []
 
-    def apply(self, *, selected: bool) -> None:
+    def apply(self, *, selected: bool, seams: Iterable[Seam] = SEAMS) -> None:
         """Replace the seams of one kind; all of them or, if one does not fit, none."""
         done = {(id(owner), attribute) for owner, attribute, _ in self._originals}
-        for seam in SEAMS:
+        for seam in seams:
+            if seam.selected is not selected:
+                continue
             found = find_target(seam)
-            if seam.selected is not selected or found is None:
+            if found is None:
                 continue
             owner, attribute = found
             if (id(owner), attribute) in done:
@@ -298,6 +315,8 @@ class _Installation:
             original = getattr(owner, attribute)
             setattr(owner, attribute, seam.replace(original))
             self._originals.append((owner, attribute, original))
+        if selected:
+            set_active(active=True)
 
     def undo(self) -> None:
         """Put everything back, last replacement first."""
@@ -305,6 +324,7 @@ class _Installation:
             owner, attribute, original = self._originals.pop()
             setattr(owner, attribute, original)
         self.is_installed = False
+        set_active(active=False)
 
 
 _STATE = _Installation()
@@ -388,11 +408,7 @@ def install() -> None:
     """
     if _STATE.is_installed:
         return
-    version = megatron_version()
-    if not (version == SUPPORTED or version.startswith(f"{SUPPORTED}.")):
-        raise RuntimeError(
-            f"megatron-core {version} is installed; megatron_fsdp_v2_mcore supports {SUPPORTED}.x"
-        )
+    _check_version()
     global_vars = sys.modules.get("megatron.training.global_vars")
     if global_vars is not None and getattr(global_vars, "_GLOBAL_ARGS", None) is not None:
         raise RuntimeError(
@@ -402,6 +418,34 @@ def install() -> None:
         check_seam(seam)
     _STATE.apply(selected=False)
     _STATE.is_installed = True
+
+
+def enable() -> None:
+    """Hook this package into `megatron.core`, for a script that does not use `megatron.training`.
+
+    To be called once, before a model is wrapped in `FullyShardedDataParallel`. From then on
+    `get_megatron_optimizer` and `finalize_model_grads` of `megatron.core` know sharded models;
+    what they do with any other model is as before. Nothing of `megatron.training` is imported or
+    replaced. Calling it again is harmless; `uninstall()` undoes it.
+
+    Raises:
+        RuntimeError: The installed Megatron is of another version, or a seam does not fit. Nothing
+            is changed then.
+    """
+    _check_version()
+    seams = [seam for seam in SEAMS if seam.selected and seam.target.startswith("megatron.core.")]
+    if not is_active():
+        for seam in seams:
+            check_seam(seam)
+    _STATE.apply(selected=True, seams=seams)
+
+
+def _check_version() -> None:
+    version = megatron_version()
+    if not (version == SUPPORTED or version.startswith(f"{SUPPORTED}.")):
+        raise RuntimeError(
+            f"megatron-core {version} is installed; megatron_fsdp_v2_mcore supports {SUPPORTED}.x"
+        )
 
 
 def uninstall() -> None:
@@ -448,10 +492,18 @@ def _describe(seam: Seam) -> dict[str, str]:
         "name": seam.name,
         "target": seam.target,
         "reason": seam.reason,
-        "when": "selected by the command line" if seam.selected else "installed",
+        "when": _when(seam),
         "check": result,
         "undo": "uninstall() puts the original back",
     }
+
+
+def _when(seam: Seam) -> str:
+    if not seam.selected:
+        return "installed"
+    if seam.target.startswith("megatron.core."):
+        return "selected by the command line, or enabled"
+    return "selected by the command line"
 
 
 command = _SeamsCommand()

@@ -120,8 +120,15 @@ def share_late_embeddings(chunk: nn.Module, groups: Any) -> None:
     Args:
         chunk: A sharded chunk, built on the meta device.
         groups: A `ProcessGroupCollection`.
+
+    Raises:
+        ValueError: It has no group of the stages that hold the embedding.
     """
     for param in shared_by_stages(chunk):
+        if groups.embd is None:
+            raise ValueError(
+                "pg_collection has no group embd, whose pipeline stages share an embedding; set it"
+            )
         local = local_of(param).detach()
         if getattr(param, "shared", False):
             local.zero_()

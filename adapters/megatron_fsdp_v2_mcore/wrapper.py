@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any, ClassVar, override
+from typing import Any, override
 
 import torch
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
@@ -16,6 +16,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import nn
 
 from megatron_fsdp_v2 import FSDPModule, fully_shard
+from megatron_fsdp_v2_mcore.activation import require_active
+from megatron_fsdp_v2_mcore.arguments import refuse_model_options
+from megatron_fsdp_v2_mcore.errors import FlagError
 from megatron_fsdp_v2_mcore.initialise import initialiser
 from megatron_fsdp_v2_mcore.mamba_parameters import follow_parameters
 from megatron_fsdp_v2_mcore.meshes import Meshes, dense_meshes, expert_meshes
@@ -50,17 +53,22 @@ class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
         fsdp_unit_modules: Classes of the units; transformer and Mamba layers when None.
         disable_bucketing: Not used; there are no buckets.
         device: Not used; parameters are where the module is.
-        pg_collection: Process groups; Megatron's global ones when None.
+        pg_collection: Process groups; Megatron's global ones when None. A group that it does not
+            have, other than those of data-parallel ranks, is one of this rank alone.
+        options: What Megatron's configuration has no field for; what the command line said, or
+            the defaults, when None.
 
     Attributes:
         options: What Megatron's configuration has no field for; see `with_options`.
 
     Raises:
+        RuntimeError: Neither `enable()` was called nor was this package selected by Megatron's
+            command line.
         FlagError: The configuration asks for something that cannot be honoured.
-        ValueError: The chunk has no parameters.
+        ValueError: The chunk has no parameters, or `pg_collection` lacks a group that it needs.
     """
 
-    options: ClassVar[Options] = Options()
+    options: Options = Options()
 
     def __init__(
         self,
@@ -71,13 +79,25 @@ class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
         disable_bucketing: bool = False,
         device: torch.device | None = None,
         pg_collection: Any = None,
+        options: Options | None = None,
     ) -> None:
         del disable_bucketing, device
+        require_active()
+        if not ddp_config.use_megatron_fsdp:
+            raise FlagError(
+                "DistributedDataParallelConfig(use_megatron_fsdp=False) builds Megatron's DDP; "
+                "FullyShardedDataParallel needs use_megatron_fsdp=True"
+            )
+        refuse_model_options(config)
         _BaseDataParallel.__init__(self, config=config, module=module)
+        if options is not None:
+            # What Megatron builds has those of its class.
+            self.options = options
         self.ddp_config = ddp_config
         self.settings: ShardingSettings = sharding_settings(ddp_config)
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         device_type = _device_type(module)
+        _check_tensor_groups(groups, config)
         hybrid = ddp_config.num_distributed_optimizer_instances > 1
         self._dense = dense_meshes(groups, device_type, is_hybrid=hybrid)
         self._expert: Meshes | None = None
@@ -241,6 +261,23 @@ def with_options(options: Options) -> type[FullyShardedDataParallel]:
     """
     name = FullyShardedDataParallel.__name__
     return type(name, (FullyShardedDataParallel,), {"options": options})
+
+
+def _check_tensor_groups(groups: Any, config: Any) -> None:
+    """See that parts of weights are not taken for whole ones.
+
+    Raises:
+        ValueError: Tensor-parallel ranks hold parts, and their group is missing.
+    """
+    for name, size in (
+        ("tp", config.tensor_model_parallel_size),
+        ("expt_tp", config.expert_tensor_parallel_size),
+    ):
+        if getattr(groups, name, None) is None and (size or 1) > 1:
+            raise ValueError(
+                f"pg_collection has no group {name}, and the model is cut over {size} "
+                "tensor-parallel ranks; set it, or leave pg_collection out to use Megatron's groups"
+            )
 
 
 def _device_type(module: nn.Module) -> str:

@@ -18,6 +18,7 @@ from megatron_fsdp_v2_mcore.rehearsal.flags import (
     RehearsalError,
     cpu_environment,
     is_requested,
+    with_cpu_defaults,
     with_cpu_flags,
 )
 
@@ -43,17 +44,21 @@ def check_device(argv: Sequence[str]) -> None:
 
 
 @contextlib.contextmanager
-def rehearse(argv: Sequence[str], *, verbose: bool = False) -> Iterator[list[str]]:
+def rehearse(
+    argv: Sequence[str], *, verbose: bool = False, into_parser: bool = False
+) -> Iterator[list[str]]:
     """Make Megatron run on the CPU for as long as the context lasts.
 
-    Enter it before anything imports Megatron.
+    Enter it before anything imports Megatron. `megatron.training` need not be installed.
 
     Args:
         argv: The user's flags.
         verbose: Print everything Megatron prints.
+        into_parser: Whether what a CPU needs becomes defaults of Megatron's parser, which then
+            checks the flags as well, instead of flags. A script's own parser would not know them.
 
     Yields:
-        The flags to give to Megatron.
+        The flags to give to Megatron, or to the script.
 
     Raises:
         RehearsalError: A flag cannot be honoured on a CPU.
@@ -61,11 +66,13 @@ def rehearse(argv: Sequence[str], *, verbose: bool = False) -> Iterator[list[str
     from megatron_fsdp_v2_mcore.rehearsal.bf16_products import rounded_once
     from megatron_fsdp_v2_mcore.rehearsal.cuda_standins import stand_in
     from megatron_fsdp_v2_mcore.rehearsal.devices import CpuDevices
-    from megatron_fsdp_v2_mcore.rehearsal.mends import mend
+    from megatron_fsdp_v2_mcore.rehearsal.mends import PARSER, mend, replace
     from megatron_fsdp_v2_mcore.rehearsal.output import quiet
     from megatron_fsdp_v2_mcore.rehearsal.patches import Patches
 
-    flags = with_cpu_flags([word for word in argv if word not in (FLAG, VERBOSE_FLAG)])
+    flags = [word for word in argv if word not in (FLAG, VERBOSE_FLAG)]
+    if not into_parser:
+        flags = with_cpu_flags(flags)
     patches = Patches()
     num_threads = torch.get_num_threads()
     with contextlib.ExitStack() as stack:
@@ -82,4 +89,6 @@ def rehearse(argv: Sequence[str], *, verbose: bool = False) -> Iterator[list[str
         if not verbose:
             stack.enter_context(quiet(patches))
         mend(patches)
+        if into_parser:
+            replace(patches, PARSER, with_cpu_defaults(flags))
         yield flags

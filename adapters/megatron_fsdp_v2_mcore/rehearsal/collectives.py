@@ -89,3 +89,16 @@ def lists_for_splits(all_to_all: Callable[..., Any]) -> Callable[..., Any]:
 
 def _as_list(sizes: Any) -> Any:
     return sizes.tolist() if hasattr(sizes, "tolist") else sizes
+
+
+def over_gloo(init_process_group: Callable[..., Any]) -> Callable[..., Any]:
+    """Make `init_process_group` that takes gloo where GPUs are named, or nothing is."""
+
+    def init(backend: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        if backend is None or "nccl" in backend:
+            backend = "gloo"
+        # It would bind the group to a GPU.
+        kwargs.pop("device_id", None)
+        return init_process_group(backend, *args, **kwargs)
+
+    return init

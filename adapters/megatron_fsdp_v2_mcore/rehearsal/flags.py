@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import argparse
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_fsdp_v2_mcore.errors import FlagError
 
@@ -13,6 +15,7 @@ __all__ = [
     "RehearsalError",
     "cpu_environment",
     "is_requested",
+    "with_cpu_defaults",
     "with_cpu_flags",
 ]
 
@@ -139,6 +142,37 @@ def with_cpu_flags(argv: Sequence[str]) -> list[str]:
                     f"out ({default.value} is set by itself)"
                 )
     return [*argv, *added]
+
+
+def with_cpu_defaults(argv: Sequence[str]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Have Megatron's parser take what a CPU needs as defaults, where a script makes one.
+
+    A script may have a parser of its own instead, which would not know these flags.
+
+    Args:
+        argv: The user's flags.
+
+    Returns:
+        What makes a replacement for Megatron's `add_megatron_arguments`. It raises
+        `RehearsalError` where the flags ask for what a CPU cannot do.
+    """
+
+    def replace(add_arguments: Callable[..., Any]) -> Callable[..., Any]:
+        def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+            parser = add_arguments(parser)
+            names = set(with_cpu_flags(argv)[len(argv) :])
+            actions = {name: a for a in parser._actions for name in a.option_strings}
+            for flag in CPU_FLAGS:
+                if flag.name in names:
+                    action = actions[flag.name]
+                    value = action.const if flag.value is None else flag.value
+                    # A string is converted as one on the command line.
+                    parser.set_defaults(**{action.dest: value})
+            return parser
+
+        return add_megatron_arguments
+
+    return replace
 
 
 _ONE_CONNECTION_FLAGS = ("--tensor-model-parallel-size", "--context-parallel-size")

@@ -13,6 +13,7 @@ import torch
 from megatron_fsdp_v2_mcore.rehearsal.collectives import (
     gather_unequal,
     lists_for_splits,
+    over_gloo,
     scatter_unequal,
 )
 from megatron_fsdp_v2_mcore.rehearsal.context_parallel import (
@@ -190,6 +191,11 @@ MENDS: tuple[Mend, ...] = (
         _with_cpu_devices,
     ),
     Mend(
+        "torch.distributed:init_process_group",
+        "a script that makes the process group itself names nccl, which needs GPUs",
+        over_gloo,
+    ),
+    Mend(
         "torch.distributed:all_to_all_single",
         "the MoE token dispatcher passes split sizes as arrays; gloo wants lists",
         lists_for_splits,
@@ -269,12 +275,32 @@ MENDS: tuple[Mend, ...] = (
 )
 
 
+PARSER = "megatron.training.arguments:add_megatron_arguments"
+"""Where Megatron makes its parser."""
+
+
 def mend(patches: Patches) -> None:
     """Apply every mend."""
     for item in MENDS:
-        module_name, _, path = item.target.partition(":")
+        replace(patches, item.target, item.replace)
+
+
+def replace(patches: Patches, target: str, make: Callable[[Any], Any]) -> None:
+    """Replace one attribute; nothing happens where `megatron.training` is not installed.
+
+    Args:
+        patches: What is to be undone.
+        target: `module:attribute`, or `module:Class.attribute`.
+        make: Makes the replacement from the original.
+    """
+    module_name, _, path = target.partition(":")
+    try:
         owner: Any = importlib.import_module(module_name)
-        *parents, attribute = path.split(".")
-        for parent in parents:
-            owner = getattr(owner, parent)
-        patches.set(owner, attribute, item.replace(getattr(owner, attribute)))
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("megatron.training"):
+            return
+        raise
+    *parents, attribute = path.split(".")
+    for parent in parents:
+        owner = getattr(owner, parent)
+    patches.set(owner, attribute, make(getattr(owner, attribute)))

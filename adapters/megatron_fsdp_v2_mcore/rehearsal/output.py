@@ -29,18 +29,26 @@ def quiet(patches: Patches) -> Iterator[None]:
         warnings.simplefilter("ignore")
         for logger in loggers:
             logger.setLevel(logging.ERROR)
-        # Importing it is what most warnings come from.
-        from megatron.training import arguments, training
-
-        patches.set(arguments, "_print_args", _nothing)
-        patches.set(training, "report_theoretical_memory", _nothing)
-        patches.set(training, "report_memory", _nothing)
-        patches.set(training, "print_datetime", _meet)
+        _quiet_training(patches)
         try:
             yield
         finally:
             for logger, level in zip(loggers, levels, strict=True):
                 logger.setLevel(level)
+
+
+def _quiet_training(patches: Patches) -> None:
+    try:
+        # Importing it is what most warnings come from.
+        from megatron.training import arguments, training
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("megatron.training"):
+            raise
+        return
+    patches.set(arguments, "_print_args", _nothing)
+    patches.set(training, "report_theoretical_memory", _nothing)
+    patches.set(training, "report_memory", _nothing)
+    patches.set(training, "print_datetime", _meet)
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

@@ -1,0 +1,229 @@
+"""What runs on the ranks of a pool in which `megatron.training` cannot be imported."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import multiprocessing
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_STACK = contextlib.ExitStack()
+
+
+def enter() -> Any:
+    """Make this rank rehearse without `megatron.training`, for good; return the example."""
+    if "examples.megatron_core_loop" not in sys.modules:
+        assert not [name for name in sys.modules if name.startswith("megatron")]
+        # To Python a module that is None cannot be imported.
+        sys.modules["megatron.training"] = None  # type: ignore[assignment]
+        multiprocessing.current_process().daemon = False
+        from megatron_fsdp_v2_mcore.rehearsal import rehearse
+
+        _STACK.enter_context(rehearse([], into_parser=True))
+    torch.manual_seed(1)
+    from examples import megatron_core_loop
+
+    return megatron_core_loop
+
+
+@contextlib.contextmanager
+def _clean() -> Iterator[None]:
+    """Leave no trace in Megatron's globals, whatever happens."""
+    from megatron.core import parallel_state
+
+    import megatron_fsdp_v2_mcore
+
+    try:
+        yield
+    finally:
+        megatron_fsdp_v2_mcore.uninstall()
+        dist.barrier()
+        parallel_state.destroy_model_parallel()
+        for group in list(dist.distributed_c10d._world.pg_map):
+            if group is not dist.group.WORLD:
+                dist.destroy_process_group(group)
+        gc.collect()
+    blocked = [name for name in sys.modules if name.startswith("megatron.training")]
+    assert blocked == ["megatron.training"], blocked
+    assert sys.modules["megatron.training"] is None
+
+
+def train(options: dict[str, Any]) -> list[tuple[float | None, float]]:
+    """Run the example on this rank; every rank of the pool has to."""
+    example = enter()
+    with _clean():
+        history: list[tuple[float | None, float]] = example.train(example.Settings(**options))
+        return history
+
+
+def train_quickstart(options: dict[str, Any]) -> list[float]:
+    """A loop as simple as can be: torch's Adam over the wrapped model's parameters.
+
+    Args:
+        options: `groups`: names of the process groups given to the wrapper, or None; and those
+            of the example.
+    """
+    example = enter()
+    names = options.pop("groups", None)
+    with _clean():
+        from megatron.core import parallel_state
+        from megatron.core.distributed import finalize_model_grads
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+        from megatron.core.process_groups_config import ProcessGroupCollection
+        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+        import megatron_fsdp_v2_mcore
+
+        settings = example.Settings(**options)
+        parallel_state.initialize_model_parallel(settings.tensor_parallel)
+        model_parallel_cuda_manual_seed(1)
+        if settings.ddp:
+            model = example.build(settings)
+        else:
+            wrap, groups = megatron_fsdp_v2_mcore.FullyShardedDataParallel, None
+            if names is not None:
+                every = ProcessGroupCollection.use_mpu_process_groups()
+                groups = ProcessGroupCollection(**{name: getattr(every, name) for name in names})
+            with _wrapping(groups):
+                model = example.build(settings)
+            assert isinstance(model, wrap)
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+        data, losses = example.batches(), []
+        model.config.finalize_model_grads_func = None
+        for _ in range(4):
+            optimizer.zero_grad()
+            model.zero_grad_buffer()
+            reduced = get_forward_backward_func()(
+                forward_step_func=example.forward_step,
+                data_iterator=data,
+                model=model,
+                num_microbatches=1,
+                seq_length=example.SEQUENCE,
+                micro_batch_size=example.MICRO_BATCH,
+                decoder_seq_length=example.SEQUENCE,
+                forward_only=False,
+            )
+            finalize_model_grads([model])
+            if settings.ddp:
+                for param in model.parameters():
+                    param.grad = param.main_grad
+            optimizer.step()
+            losses.append(float(reduced[0]["lm loss"]))
+        return losses
+
+
+@contextlib.contextmanager
+def _wrapping(groups: Any) -> Iterator[None]:
+    """Have the example's wrapper given process groups."""
+    import megatron_fsdp_v2_mcore
+
+    original = megatron_fsdp_v2_mcore.FullyShardedDataParallel
+    if groups is None:
+        yield
+        return
+
+    def wrap(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, pg_collection=groups, **kwargs)
+
+    megatron_fsdp_v2_mcore.FullyShardedDataParallel = wrap  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        del megatron_fsdp_v2_mcore.FullyShardedDataParallel
+
+
+def errors() -> dict[str, str]:
+    """What a script is told that does it wrongly, by what is wrong."""
+    example = enter()
+    found: dict[str, str] = {}
+
+    def note(what: str, settings: Any, change: dict[str, Any], call: bool = True) -> None:
+        import megatron_fsdp_v2_mcore
+        from megatron_fsdp_v2_mcore import seams
+
+        with _clean():
+            from megatron.core import parallel_state
+            from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+            parallel_state.initialize_model_parallel()
+            model_parallel_cuda_manual_seed(1)
+            patched = [(example, name, value) for name, value in change.items()]
+            if not call:
+                patched.append((megatron_fsdp_v2_mcore, "enable", lambda: None))
+            before = [getattr(owner, name) for owner, name, _ in patched]
+            for owner, name, value in patched:
+                setattr(owner, name, value)
+            try:
+                example.build_optimizer(settings, example.build(settings))
+            except Exception as error:
+                found[what] = f"{type(error).__name__}: {error}"
+            finally:
+                for (owner, name, _), original in zip(patched, before, strict=True):
+                    setattr(owner, name, original)
+            assert seams is not None
+
+    settings = example.Settings()
+    note("nothing wrong", settings, {})
+    note("no call", settings, {}, call=False)
+
+    def ddp_config(**kwargs: Any) -> Any:
+        from megatron.core.distributed import DistributedDataParallelConfig
+
+        return DistributedDataParallelConfig(**{**kwargs, "use_megatron_fsdp": False})
+
+    note("another wrapper", settings, {"DistributedDataParallelConfig": ddp_config})
+
+    def with_option(**options: Any) -> Any:
+        def make(**kwargs: Any) -> Any:
+            from megatron.core.optimizer import OptimizerConfig
+
+            return OptimizerConfig(**{**kwargs, **options})
+
+        return {"OptimizerConfig": make}
+
+    note("plain optimizer", settings, with_option(use_distributed_optimizer=False))
+    note("sgd", settings, with_option(optimizer="sgd"))
+
+    def transformer_config(**kwargs: Any) -> Any:
+        from megatron.core.transformer.transformer_config import TransformerConfig
+
+        config = TransformerConfig(**kwargs)
+        config.fp8 = "hybrid"
+        return config
+
+    note("fp8", settings, {"TransformerConfig": transformer_config})
+    return found
+
+
+def missing_groups() -> dict[str, str]:
+    """What is said of process groups that a model needs and is not given, by the model."""
+    example = enter()
+    found = {}
+    for what, options, names in (
+        ("tensor", {"tensor_parallel": 2}, ("dp", "dp_cp")),
+        ("data", {}, ("tp",)),
+        ("experts", {"expert_parallel": 2}, ("dp", "dp_cp", "tp")),
+    ):
+        with _clean():
+            from megatron.core import parallel_state
+            from megatron.core.process_groups_config import ProcessGroupCollection
+            from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+            settings = example.Settings(**options)
+            parallel_state.initialize_model_parallel(
+                settings.tensor_parallel, expert_model_parallel_size=settings.expert_parallel
+            )
+            model_parallel_cuda_manual_seed(1)
+            every = ProcessGroupCollection.use_mpu_process_groups()
+            groups = ProcessGroupCollection(**{name: getattr(every, name) for name in names})
+            try:
+                with _wrapping(groups):
+                    example.build(settings)
+            except ValueError as error:
+                found[what] = str(error)
+    return found

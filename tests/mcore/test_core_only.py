@@ -1,0 +1,158 @@
+"""A script with a loop of its own on `megatron.core`, where `megatron.training` does not exist."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.mcore import core_only
+from tests.mcore.command_line import ROOT, torchrun
+from tests.mcore.session import distance
+from tests.ranks import RankPools, rank_pools
+
+RUN = "megatron_fsdp_v2_mcore.run"
+EXAMPLE = "examples/megatron_core_loop.py"
+
+
+@pytest.fixture(scope="module")
+def core() -> Iterator[RankPools]:
+    """Process groups in which `megatron.training` cannot be imported."""
+    with rank_pools() as pools:
+        yield pools
+
+
+def _curves(core: RankPools, ranks: int, options: dict[str, Any]) -> tuple[list[float], list]:
+    histories = core(ranks).run(core_only.train, {"iterations": 5, **options})
+    losses = [[loss for loss, _ in history] for history in histories]
+    norms = [[norm for _, norm in history] for history in histories]
+    known = [mine for mine in losses if None not in mine]
+    assert known
+    assert all(mine == known[0] for mine in known)
+    assert all(mine == norms[0] for mine in norms)
+    return known[0], norms[0]
+
+
+def _case(
+    name: str, ranks: int, options: dict[str, Any], strategy: str, *, is_quick: bool = False
+) -> Any:
+    marks = [] if is_quick else [pytest.mark.functional]
+    return pytest.param(ranks, options, strategy, id=f"{name}-{strategy}", marks=marks)
+
+
+ALL = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+TIED = {"pipeline_parallel": 2, "tied": True}
+MUON = {"optimizer": "muon"}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options", "strategy"),
+    [
+        *(_case("data", 2, {}, s, is_quick=s == ALL[3]) for s in ALL),
+        *(_case("tensor", 2, {"tensor_parallel": 2}, s) for s in ALL),
+        *(_case("tensor-data", 4, {"tensor_parallel": 2}, s) for s in (ALL[0], ALL[3])),
+        *(_case("pipeline-tied", 2, TIED, s, is_quick=s == ALL[3]) for s in ALL),
+        *(_case("pipeline-tied-data", 4, TIED, s) for s in (ALL[0], ALL[3])),
+        *(_case("experts", 2, {"expert_parallel": 2}, s, is_quick=s == ALL[0]) for s in ALL),
+        *(_case("experts-data", 4, {"expert_parallel": 2}, s) for s in (ALL[0], ALL[3])),
+        *(_case("hybrid", 4, {"instances": 2}, s) for s in ALL),
+        *(_case("muon", 2, MUON, s, is_quick=s == ALL[3]) for s in ALL),
+        *(_case("muon-hybrid", 4, {**MUON, "instances": 2}, s) for s in (ALL[1], ALL[3])),
+        *(_case("muon-tensor", 4, {**MUON, "tensor_parallel": 2}, s) for s in (ALL[0], ALL[3])),
+        *(_case("muon-pipeline-tied", 2, {**MUON, **TIED}, s) for s in (ALL[0], ALL[3])),
+    ],
+)
+def test_the_example_trains_as_under_megatrons_own_ddp(
+    core: RankPools, ranks: int, options: dict[str, Any], strategy: str
+) -> None:
+    losses, norms = _curves(core, ranks, {**options, "strategy": strategy})
+    # Megatron's DDP has no instances without its distributed optimizer.
+    theirs = {**options, "ddp": True, "instances": 1}
+    their_losses, their_norms = _curves(core, ranks, theirs)
+    assert losses[-1] < losses[0]
+    assert distance(losses, their_losses) < 1e-6
+    assert distance(norms, their_norms) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        pytest.param(None, id="megatrons-groups"),
+        pytest.param(("dp", "dp_cp"), id="data-parallel-groups-alone"),
+    ],
+)
+def test_a_loop_with_an_optimizer_of_torch_trains_as_under_megatrons_own_ddp(
+    core: RankPools, groups: tuple[str, ...] | None
+) -> None:
+    ours = core(2).run(core_only.train_quickstart, {"groups": groups})
+    theirs = core(2).run(core_only.train_quickstart, {"ddp": True})
+    for mine, other in zip(ours, theirs, strict=True):
+        assert distance(mine, other) < 1e-6
+
+
+def test_what_cannot_step_sharded_parameters_is_refused_by_name(core: RankPools) -> None:
+    told = core(1).run(core_only.errors)[0]
+    assert "nothing wrong" not in told
+    assert told["no call"].startswith("RuntimeError: FullyShardedDataParallel needs")
+    assert "megatron_fsdp_v2_mcore.enable()" in told["no call"]
+    assert "needs use_megatron_fsdp=True" in told["another wrapper"]
+    assert told["plain optimizer"].startswith(
+        "ValueError: OptimizerConfig.use_distributed_optimizer = False"
+    )
+    assert "'sgd' cannot step sharded parameters" in told["sgd"]
+    assert "TransformerConfig.fp8 = 'hybrid'" in told["fp8"]
+
+
+def test_a_process_group_that_a_model_needs_is_missed_by_name(core: RankPools) -> None:
+    told = core(2).run(core_only.missing_groups)
+    assert told[0] == told[1]
+    assert "pg_collection has no group tp" in told[0]["tensor"]
+    assert "pg_collection has no group dp_cp" in told[0]["data"]
+    assert "pg_collection has no group expt_dp" in told[0]["experts"]
+
+
+ALONE = """
+import json, sys
+import megatron_fsdp_v2_mcore
+argv = list(sys.argv)
+megatron_fsdp_v2_mcore.enable()
+megatron_fsdp_v2_mcore.enable()
+import megatron.core.optimizer as optimizers
+ours = optimizers.DistributedOptimizer.__module__
+megatron_fsdp_v2_mcore.uninstall()
+training = sorted(name for name in sys.modules if name.startswith("megatron.training"))
+theirs = optimizers.DistributedOptimizer.__module__
+print(json.dumps([ours, theirs, training, argv == sys.argv]))
+"""
+
+
+def test_enabling_imports_nothing_of_megatron_training_and_can_be_undone() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE],
+        check=True,
+        text=True,
+        capture_output=True,
+        cwd=ROOT,
+        env={"PYTHONPATH": f"{ROOT}:{ROOT / 'adapters'}", "PATH": "/usr/bin:/bin"},
+    )
+    ours, theirs, training, is_same = json.loads(done.stdout.splitlines()[-1])
+    assert ours == "megatron_fsdp_v2_mcore.optimizer"
+    assert theirs == "megatron.core.optimizer.distrib_optimizer"
+    assert training == []
+    assert is_same
+
+
+@pytest.mark.functional
+def test_the_example_with_its_own_parser_rehearses_under_run(core: RankPools) -> None:
+    flags = ["--pipeline-parallel", "2", "--tied", "--iterations", "5"]
+    run = torchrun(2, RUN, [EXAMPLE, *flags, "--cpu-rehearsal"])
+    assert run.code == 0, run.output[-3000:]
+    losses, norms = _curves(core, 2, TIED)
+    for number, (loss, norm) in enumerate(zip(losses, norms, strict=True), start=1):
+        assert f"iteration {number}: loss {loss:.6f}, gradient norm {norm:.6f}" in run.output
+    unknown = torchrun(1, RUN, [EXAMPLE, "--no-such-flag", "--cpu-rehearsal"])
+    assert "error: unrecognized arguments: --no-such-flag\n" in unknown.output

@@ -181,6 +181,13 @@ def train(settings: Settings) -> list[tuple[float | None, float]]:
     Returns:
         Loss and gradient norm of every iteration. Only the last pipeline stage has a loss.
     """
+    start(settings)
+    model = build(settings)
+    return run(settings, model, build_optimizer(settings, model), batches())
+
+
+def start(settings: Settings) -> None:
+    """Make Megatron's process groups and seed its generators."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=settings.tensor_parallel,
         pipeline_model_parallel_size=settings.pipeline_parallel,
@@ -188,9 +195,16 @@ def train(settings: Settings) -> list[tuple[float | None, float]]:
         num_distributed_optimizer_instances=settings.instances,
     )
     model_parallel_cuda_manual_seed(1)
-    model = build(settings)
-    optimizer = build_optimizer(settings, model)
-    forward_backward, data = get_forward_backward_func(), batches()
+
+
+def run(
+    settings: Settings,
+    model: torch.nn.Module,
+    optimizer: Any,
+    data: Iterator[dict[str, torch.Tensor]],
+) -> list[tuple[float | None, float]]:
+    """The loop: some iterations of a model that is there."""
+    forward_backward = get_forward_backward_func()
     history: list[tuple[float | None, float]] = []
     for _ in range(settings.iterations):
         model.zero_grad_buffer()  # type: ignore[operator]

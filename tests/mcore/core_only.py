@@ -61,6 +61,29 @@ def train(options: dict[str, Any]) -> list[tuple[float | None, float]]:
         return history
 
 
+def save_and_go_on(options: dict[str, Any], folder: str) -> tuple[list[Any], list[Any]]:
+    """Save in the middle of a training; what it saw after, and what one saw that loaded that."""
+    example = enter()
+    from megatron_fsdp_v2 import checkpoint
+
+    settings = example.Settings(iterations=2, **options)
+    with _clean():
+        example.start(settings)
+        model, data = example.build(settings), example.batches()
+        optimizer = example.build_optimizer(settings, model)
+        example.run(settings, model, optimizer, data)
+        checkpoint.save(folder, model.module, optimizer.optimizer)
+        uninterrupted = example.run(settings, model, optimizer, data)
+    with _clean():
+        example.start(settings)
+        model, data = example.build(settings), example.batches()
+        optimizer = example.build_optimizer(settings, model)
+        for _ in range(2 * settings.micro_batches):
+            next(data)
+        checkpoint.load(folder, model.module, optimizer.optimizer)
+        return uninterrupted, example.run(settings, model, optimizer, data)
+
+
 def train_quickstart(options: dict[str, Any]) -> list[float]:
     """A loop as simple as can be: torch's Adam over the wrapped model's parameters.
 

@@ -128,9 +128,8 @@ def test_a_script_finds_itself_and_its_flags_and_its_exit_code_is_that_of_run(
     assert run.code == 7, run.output[-3000:]
     seen = json.loads(run.output.strip().splitlines()[-1])
     assert (seen["file"], seen["beside"]) == (script, "beside")
-    # --cpu-rehearsal is not Megatron's; what it stands for comes after the user's own flags.
-    mine = ["--lr", "1e-3", "--some-flag", "a b"]
-    assert seen["argv"][: len(mine) + 1] == [script, *mine]
+    # --cpu-rehearsal is not the script's; what it stands for would be unknown to a strict parser.
+    assert seen["argv"] == [script, "--lr", "1e-3", "--some-flag", "a b"]
 
 
 @pytest.mark.functional

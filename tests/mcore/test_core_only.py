@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -92,6 +93,22 @@ def test_a_loop_with_an_optimizer_of_torch_trains_as_under_megatrons_own_ddp(
     theirs = core(2).run(core_only.train_quickstart, {"ddp": True})
     for mine, other in zip(ours, theirs, strict=True):
         assert distance(mine, other) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="data"),
+        pytest.param({"tensor_parallel": 2}, id="tensor", marks=pytest.mark.functional),
+    ],
+)
+def test_the_packages_own_checkpoint_resumes_bit_by_bit(
+    core: RankPools, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    results = core(2).run(core_only.save_and_go_on, options, str(tmp_path / "saved"))
+    for uninterrupted, resumed in results:
+        assert len(resumed) == 2
+        assert resumed == uninterrupted
 
 
 def test_what_cannot_step_sharded_parameters_is_refused_by_name(core: RankPools) -> None:

@@ -6,6 +6,7 @@ import argparse
 import logging
 import os
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from megatron_fsdp_v2_mcore.rehearsal.flags import (
     GPU_FLAGS,
     RehearsalError,
     cpu_environment,
+    with_cpu_defaults,
     with_cpu_flags,
 )
 from megatron_fsdp_v2_mcore.rehearsal.patches import Patches
@@ -66,6 +68,34 @@ def _options() -> set[str]:
 def test_every_flag_that_is_set_or_refused_is_one_of_megatrons(megatron: RankPools) -> None:
     options = megatron(1).run(_options)[0]
     assert {flag.name for flag in (*CPU_FLAGS, *GPU_FLAGS)} <= options
+
+
+def _parsed_with_defaults(flags: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What Megatron's parser makes of flags: with what a CPU needs as flags, and as defaults."""
+    enter_rehearsal()
+    from megatron.training import arguments
+
+    plain = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    other = with_cpu_defaults(flags)(arguments.add_megatron_arguments)
+    parser = other(argparse.ArgumentParser(allow_abbrev=False))
+    as_flags, as_defaults = plain.parse_args(with_cpu_flags(flags)), parser.parse_args(flags)
+    return _comparable(as_flags), _comparable(as_defaults)
+
+
+def _comparable(args: argparse.Namespace) -> dict[str, Any]:
+    return {name: repr(value) for name, value in vars(args).items()}
+
+
+def test_what_a_cpu_needs_is_the_same_as_flags_and_as_defaults_of_the_parser(
+    megatron: RankPools,
+) -> None:
+    flags = ["--bf16", "--num-workers", "2", "--attention-backend=unfused"]
+    as_flags, as_defaults = megatron(1).run(_parsed_with_defaults, flags)[0]
+    assert as_defaults == as_flags
+    assert as_defaults["num_workers"] == "2"
+    assert as_defaults["distributed_backend"] == "'gloo'"
+    with pytest.raises(AssertionError, match="--profile cannot be used on a CPU"):
+        megatron(1).run(_parsed_with_defaults, ["--profile"])
 
 
 @pytest.mark.parametrize(

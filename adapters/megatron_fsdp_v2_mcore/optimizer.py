@@ -31,9 +31,20 @@ _OF_THIS_RUN = ("is_expert_parallel",)
 
 
 class ShardedOptimizer(DistributedOptimizer):
-    """Steps sharded main weights; counts every element of the model once."""
+    """Steps sharded main weights; counts every element of the model once.
+
+    Megatron makes it under the name of its own class, also of models that are not sharded here;
+    those get Megatron's.
+    """
 
     _checkpoint_names: dict[torch.nn.Parameter, str] | None = None
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """An optimizer of this class, or Megatron's own."""
+        params = (p for chunk in kwargs.get("model_chunks", ()) for p in chunk.parameters())
+        if cls is ShardedOptimizer and not any(isinstance(p, UnevenDTensor) for p in params):
+            return DistributedOptimizer(*args, **kwargs)
+        return super().__new__(cls)
 
     @override
     def get_grad_stats_parallel_group(self) -> Any:

@@ -61,6 +61,32 @@ def train(options: dict[str, Any]) -> list[tuple[float | None, float]]:
         return history
 
 
+def train_ddp_with_distributed_optimizer(*, is_enabled: bool) -> list[tuple[float | None, float]]:
+    """Megatron's own wrapper and optimizer, with this package enabled or not."""
+    example = enter()
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig
+
+    import megatron_fsdp_v2_mcore
+
+    def distributed(make: Any) -> Any:
+        return lambda **options: make(**{**options, "use_distributed_optimizer": True})
+
+    example.DistributedDataParallelConfig = distributed(DistributedDataParallelConfig)
+    example.OptimizerConfig = distributed(OptimizerConfig)
+    try:
+        with _clean():
+            if is_enabled:
+                megatron_fsdp_v2_mcore.enable()
+            history: list[tuple[float | None, float]] = example.train(
+                example.Settings(iterations=3, ddp=True)
+            )
+            return history
+    finally:
+        example.DistributedDataParallelConfig = DistributedDataParallelConfig
+        example.OptimizerConfig = OptimizerConfig
+
+
 def save_and_go_on(options: dict[str, Any], folder: str) -> tuple[list[Any], list[Any]]:
     """Save in the middle of a training; what it saw after, and what one saw that loaded that."""
     example = enter()
@@ -94,17 +120,14 @@ def train_quickstart(options: dict[str, Any]) -> list[float]:
     example = enter()
     names = options.pop("groups", None)
     with _clean():
-        from megatron.core import parallel_state
         from megatron.core.distributed import finalize_model_grads
         from megatron.core.pipeline_parallel import get_forward_backward_func
         from megatron.core.process_groups_config import ProcessGroupCollection
-        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
         import megatron_fsdp_v2_mcore
 
         settings = example.Settings(**options)
-        parallel_state.initialize_model_parallel(settings.tensor_parallel)
-        model_parallel_cuda_manual_seed(1)
+        example.start(settings)
         if settings.ddp:
             model = example.build(settings)
         else:
@@ -163,63 +186,43 @@ def _wrapping(groups: Any) -> Iterator[None]:
 def errors() -> dict[str, str]:
     """What a script is told that does it wrongly, by what is wrong."""
     example = enter()
-    found: dict[str, str] = {}
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
-    def note(what: str, settings: Any, change: dict[str, Any], call: bool = True) -> None:
-        import megatron_fsdp_v2_mcore
-        from megatron_fsdp_v2_mcore import seams
+    import megatron_fsdp_v2_mcore
 
-        with _clean():
-            from megatron.core import parallel_state
-            from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-            parallel_state.initialize_model_parallel()
-            model_parallel_cuda_manual_seed(1)
-            patched = [(example, name, value) for name, value in change.items()]
-            if not call:
-                patched.append((megatron_fsdp_v2_mcore, "enable", lambda: None))
-            before = [getattr(owner, name) for owner, name, _ in patched]
-            for owner, name, value in patched:
-                setattr(owner, name, value)
-            try:
-                example.build_optimizer(settings, example.build(settings))
-            except Exception as error:
-                found[what] = f"{type(error).__name__}: {error}"
-            finally:
-                for (owner, name, _), original in zip(patched, before, strict=True):
-                    setattr(owner, name, original)
-            assert seams is not None
-
-    settings = example.Settings()
-    note("nothing wrong", settings, {})
-    note("no call", settings, {}, call=False)
-
-    def ddp_config(**kwargs: Any) -> Any:
-        from megatron.core.distributed import DistributedDataParallelConfig
-
-        return DistributedDataParallelConfig(**{**kwargs, "use_megatron_fsdp": False})
-
-    note("another wrapper", settings, {"DistributedDataParallelConfig": ddp_config})
-
-    def with_option(**options: Any) -> Any:
-        def make(**kwargs: Any) -> Any:
-            from megatron.core.optimizer import OptimizerConfig
-
-            return OptimizerConfig(**{**kwargs, **options})
-
-        return {"OptimizerConfig": make}
-
-    note("plain optimizer", settings, with_option(use_distributed_optimizer=False))
-    note("sgd", settings, with_option(optimizer="sgd"))
-
-    def transformer_config(**kwargs: Any) -> Any:
-        from megatron.core.transformer.transformer_config import TransformerConfig
-
-        config = TransformerConfig(**kwargs)
+    def quantized(**options: Any) -> Any:
+        config = TransformerConfig(**options)
         config.fp8 = "hybrid"
         return config
 
-    note("fp8", settings, {"TransformerConfig": transformer_config})
+    def changed(make: Any, **other: Any) -> Any:
+        return lambda **options: make(**{**options, **other})
+
+    wrapper = changed(DistributedDataParallelConfig, use_megatron_fsdp=False)
+    plain = changed(OptimizerConfig, use_distributed_optimizer=False)
+    sgd = changed(OptimizerConfig, optimizer="sgd")
+    cases = {
+        "nothing wrong": (example, "VOCABULARY", example.VOCABULARY),
+        "no call": (megatron_fsdp_v2_mcore, "enable", lambda: None),
+        "another wrapper": (example, "DistributedDataParallelConfig", wrapper),
+        "fp8": (example, "TransformerConfig", quantized),
+        "plain optimizer": (example, "OptimizerConfig", plain),
+        "sgd": (example, "OptimizerConfig", sgd),
+    }
+    found: dict[str, str] = {}
+    for what, (owner, name, value) in cases.items():
+        original = getattr(owner, name)
+        setattr(owner, name, value)
+        try:
+            with _clean():
+                example.start(example.Settings())
+                example.build_optimizer(example.Settings(), example.build(example.Settings()))
+        except (RuntimeError, ValueError) as error:
+            found[what] = f"{type(error).__name__}: {error}"
+        finally:
+            setattr(owner, name, original)
     return found
 
 
@@ -233,15 +236,10 @@ def missing_groups() -> dict[str, str]:
         ("experts", {"expert_parallel": 2}, ("dp", "dp_cp", "tp")),
     ):
         with _clean():
-            from megatron.core import parallel_state
             from megatron.core.process_groups_config import ProcessGroupCollection
-            from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
             settings = example.Settings(**options)
-            parallel_state.initialize_model_parallel(
-                settings.tensor_parallel, expert_model_parallel_size=settings.expert_parallel
-            )
-            model_parallel_cuda_manual_seed(1)
+            example.start(settings)
             every = ProcessGroupCollection.use_mpu_process_groups()
             groups = ProcessGroupCollection(**{name: getattr(every, name) for name in names})
             try:

@@ -95,6 +95,12 @@ def test_a_loop_with_an_optimizer_of_torch_trains_as_under_megatrons_own_ddp(
         assert distance(mine, other) < 1e-6
 
 
+def test_what_is_not_sharded_trains_as_without_the_call(core: RankPools) -> None:
+    function = core_only.train_ddp_with_distributed_optimizer
+    enabled = core(2).run(function, is_enabled=True)
+    assert enabled == core(2).run(function, is_enabled=False)
+
+
 @pytest.mark.parametrize(
     "options",
     [

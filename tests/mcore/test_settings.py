@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from megatron.core.distributed import DistributedDataParallelConfig
 
-from megatron_fsdp_v2_mcore import FlagError
+from megatron_fsdp_v2_mcore import FlagError, Options
 from megatron_fsdp_v2_mcore.checkpoint_check import check_checkpoint_folder
 from megatron_fsdp_v2_mcore.settings import FIELDS, Handling, sharding_settings
 
@@ -121,3 +121,18 @@ def test_metadata_that_would_run_code_is_refused(checkpoint: Path) -> None:
 def test_an_iteration_that_was_not_saved_is_named(checkpoint: Path) -> None:
     with pytest.raises(FlagError, match="no checkpoint of iteration 3"):
         check_checkpoint_folder(checkpoint, may_be_empty=False, iteration=3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"expert_strategy": "zero3"}, "expert_strategy is one of no_shard, .* got 'zero3'"),
+        ({"unshard_prefetch_depth": 0}, "unshard_prefetch_depth is at least 1, got 0"),
+        ({"max_live_grad_buffers": -1}, "max_live_grad_buffers is at least 1, got -1"),
+    ],
+)
+def test_an_option_that_means_nothing_is_refused_by_name(
+    options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        Options(**options)

@@ -229,7 +229,8 @@ def _mean(losses: list[dict[str, torch.Tensor]]) -> float | None:
         return None
     mean = torch.stack([loss["lm loss"] for loss in losses]).mean()
     dist.all_reduce(mean, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
-    return float(mean) / parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+    num_ranks: int = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+    return float(mean) / num_ranks
 
 
 def main() -> None:

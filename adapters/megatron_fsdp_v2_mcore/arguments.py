@@ -187,6 +187,10 @@ def check_before(args: Any) -> None:
         )
 
 
+_FILLED_IN = ("tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards")
+"""Options of a model that Megatron gives a value where they were left out."""
+
+
 def refuse_model_options(config: Any) -> None:
     """Refuse options of a model by name, where no command line was checked before.
 
@@ -197,7 +201,7 @@ def refuse_model_options(config: Any) -> None:
         FlagError: A field has a value that cannot be honoured.
     """
     for refusal in REFUSALS:
-        if not hasattr(config, refusal.name):
+        if refusal.name in _FILLED_IN or not hasattr(config, refusal.name):
             continue
         value = getattr(config, refusal.name)
         if refusal.refuses(value):

@@ -88,12 +88,13 @@ class ShardedOptimizer(DistributedOptimizer):
                 the optimizer's own, which stays as it is until something is loaded.
         """
         self._checkpoint_names = None
-        state, groups = self.optimizer.state, self.optimizer.param_groups
+        state: dict[Any, Any] = self.optimizer.state
+        groups: list[dict[str, Any]] = self.optimizer.param_groups
         if is_loading:
             state, groups = self._state_to_load_into()
         state_dict: dict[str, Any] = {
             "state": {
-                self._param_name(key) if isinstance(key, torch.Tensor) else key: entry
+                key if isinstance(key, str) else self._param_name(key): entry
                 for key, entry in state.items()
             },
             "param_to_group_meta": self._param_groups_to_param2group_meta(groups),

@@ -9,10 +9,12 @@ STRATEGY ?= optim_grads_params
 RANKS    ?= 2
 ITERS    ?= 300
 OUT      ?= out/pretrain
+ONE_IN   ?= 1
 CASES    ?= 1000
 SEED     ?= 0
 
 PY := $(VENV)/bin/python
+LONGER := $(PY) -m pytest --one-in "$(ONE_IN)"
 
 # What torch changes from version to version: collectives, DTensor, the autograd engine, FSDP2's own
 # classes, distributed checkpoint, streams and storages; and a training with Megatron.
@@ -28,19 +30,20 @@ TEXT_OPTION = --text "$(TEXT)"
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup pretrain test test-random test-functional test-matrices test-trainings test-torch lint test-gpu bench
+.PHONY: help setup pretrain test test-random test-functional test-matrices test-trainings test-share test-torch lint test-gpu bench
 
 help: ## list the targets and their variables
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@printf '%s\n' '' 'Variables:' \
 	  '  VENV=path      where the environment lives (.venv)' \
 	  '  PYTHON=path    the Python >= 3.12 that set-up uses (found by itself)' \
-  '  TORCH=version  another torch, in an environment of its own (.venv-torch-<version>)' \
+	  '  TORCH=version  another torch, in an environment of its own (.venv-torch-<version>)' \
 	  '  STRATEGY=name  pretrain: sharding strategy (optim_grads_params)' \
 	  '  RANKS=n        pretrain: number of ranks (2)' \
 	  '  ITERS=n        pretrain: iterations of the first run (300)' \
 	  '  TEXT=path      pretrain: a file or folder of text (the sources of the Python library)' \
 	  '  OUT=path       pretrain: where data, logs, checkpoints and the plot go (out/pretrain)' \
+	  '  ONE_IN=n       longer tests: run one in so many, chosen by the commit (1)' \
 	  '  CASES=n        test-random: number of cases (1000)' \
 	  '  SEED=n         test-random: seed of the first one (0)'
 
@@ -60,13 +63,16 @@ test-random: setup ## random cases against a plain loop, then a training of 2,00
 	@$(PY) -m pytest -m functional tests/random
 
 test-functional: setup ## the whole functional matrix against Megatron's own DDP
-	@$(PY) -m pytest functional_tests
+	@$(LONGER) functional_tests
 
 test-matrices: setup ## every cell of the core's matrices: parity, trace pool, checkpoints, streams
-	@$(PY) -m pytest -m functional tests/parity tests/distributed tests/unit
+	@$(LONGER) -m functional tests/parity tests/distributed tests/unit
 
 test-trainings: setup ## the longer trainings with Megatron: checkpoints, features, rehearsal
-	@$(PY) -m pytest -m functional tests/mcore tests/docs
+	@$(LONGER) -m functional tests/mcore tests/docs
+
+test-share: setup ## a share of the three above: one in ONE_IN
+	@$(LONGER) -m functional --ignore tests/random
 
 test-torch: ## a sample of the tests with the newest torch that is supported
 	@$(MAKE) --no-print-directory setup TORCH=$(NEWEST_TORCH)

@@ -7,7 +7,6 @@ cut short. A run that was told to resume should say so in its first second.
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from megatron_fsdp_v2.checkpoint import metadata as core
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError
 from megatron_fsdp_v2.checkpoint.metadata import METADATA
+from megatron_fsdp_v2.checkpoint.trust import read_json
 from megatron_fsdp_v2_mcore.errors import FlagError
 
 __all__ = [
@@ -33,6 +33,8 @@ __all__ = [
 TRACKER = "latest_checkpointed_iteration.txt"
 CONFIG = "metadata.json"
 """Where Megatron says in which format a checkpoint was saved."""
+
+_MAX_DIGITS = 18
 
 RELEASE = "release"
 """What that file says, and the folder is called, where weights are of no iteration."""
@@ -75,7 +77,7 @@ def _tracked_iteration(tracker: Path) -> int | None:
     text = tracker.read_text().strip()
     if text == RELEASE:
         return None
-    if not text.isdecimal():
+    if not text.isdecimal() or len(text) > _MAX_DIGITS:
         raise FlagError(f"{tracker} should hold an iteration number, it holds {text[:40]!r}")
     return int(text)
 
@@ -104,10 +106,10 @@ def find_checkpoint(folder: str | Path, iteration: int | None = None) -> tuple[P
 def is_torch_dist(path: Path) -> bool:
     """Whether a checkpoint was saved with `--ckpt-format torch_dist`."""
     try:
-        config = json.loads((path / CONFIG).read_text())
+        config = read_json((path / CONFIG).read_bytes())
     except (OSError, ValueError):
         return False
-    return isinstance(config, dict) and config.get("sharded_backend") == "torch_dist"
+    return config.get("sharded_backend") == "torch_dist"
 
 
 def iteration_folder(root: Path, iteration: int) -> Path:

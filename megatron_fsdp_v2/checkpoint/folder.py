@@ -8,6 +8,7 @@ what is wanted is read, and only metadata, tensors and plain data are made from 
 from __future__ import annotations
 
 import io
+import math
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,9 +22,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from megatron_fsdp_v2.checkpoint.coverage import coverage_problems
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError
 from megatron_fsdp_v2.checkpoint.manifest import Manifest, StoredItem
 from megatron_fsdp_v2.checkpoint.metadata import needed_bytes, read_metadata
+from megatron_fsdp_v2.checkpoint.plain_data import check_plain_data
 from megatron_fsdp_v2.checkpoint.stored_tensor import (
     FileView,
     StoredTensor,
@@ -31,8 +34,12 @@ from megatron_fsdp_v2.checkpoint.stored_tensor import (
     find_tensor,
     read_block,
 )
+from megatron_fsdp_v2.checkpoint.trust import file_inside
 
 __all__ = ["CheckpointFolder", "Wanted", "load_plain"]
+
+HARMLESS_BYTES = 1 << 30
+"""A tensor that is not there may be said to be this long: asking for the memory does no harm."""
 
 SCRATCH_BYTES = 16 << 20
 """Of a stored item, this much is in memory at a time."""
@@ -70,8 +77,8 @@ class CheckpointFolder:
         manifest: What this package knows about it; None where another program saved it.
 
     Raises:
-        CheckpointError: There is none, its save was cut short, or its metadata cannot be read or
-            is made of other things than metadata.
+        CheckpointError: There is none, its save was cut short, or its metadata cannot be read, is
+            made of other things than metadata, or tells of far more than there is.
     """
 
     def __init__(self, path: str | Path, safe_globals: Sequence[Any] = ()) -> None:
@@ -83,6 +90,7 @@ class CheckpointFolder:
         self._items: dict[str, dict[int, StoredItem]] = {}
         self._needed: dict[str, int] = {}
         self._scratch = bytearray()
+        self._check_sizes()
 
     def shape(self, key: str) -> tuple[int, ...] | None:
         """Shape of a tensor; None where there is none of that name."""
@@ -178,7 +186,7 @@ class CheckpointFolder:
         Raises:
             CheckpointError: It is missing, or not as long as it should be.
         """
-        file = self.path / name
+        file = file_inside(self.path, name)
         size = file.stat().st_size if file.is_file() else None
         if size is None:
             raise CheckpointError(f"{self.path} is incomplete: {name} is missing")
@@ -191,6 +199,26 @@ class CheckpointFolder:
         if stored is not None and size != needed:
             raise CheckpointError(
                 f"{self.path} is damaged: {name} has {size} bytes and should have {needed}"
+            )
+
+    def _check_sizes(self) -> None:
+        """Refuse tensors that are far longer than everything in the folder, before memory is taken.
+
+        Raises:
+            CheckpointError: There is one.
+        """
+        longest = max(((_nbytes(entry), key) for key, entry in self.tensors()), default=(0, ""))
+        if longest[0] <= HARMLESS_BYTES:
+            return
+        there = 0
+        for name in needed_bytes(self.metadata):
+            file = self.path / name
+            there += file.stat().st_size if file.is_file() else 0
+        infos = (self.metadata.storage_data or {}).values()
+        if longest[0] > there and not any(info.transform_descriptors for info in infos):
+            raise CheckpointError(
+                f"{self.path} is damaged: {longest[1]} is said to have {longest[0]} bytes, and all "
+                f"its files together have {there}"
             )
 
     def _fill_from(self, file: BinaryIO, pieces: Sequence[_Piece]) -> None:
@@ -233,7 +261,7 @@ class CheckpointFolder:
         if info is None:
             where = f" at {tuple(index.offset)}" if index.offset is not None else ""
             raise CheckpointError(f"{self.path} is incomplete: it does not hold {index.fqn}{where}")
-        if getattr(info, "transform_descriptors", None):
+        if info.transform_descriptors:
             raise CheckpointError(
                 f"{self.path}: {index.fqn} was written through {info.transform_descriptors}, which "
                 "is not read here; load it with torch and save it without"
@@ -282,6 +310,11 @@ class CheckpointFolder:
             entry = self.metadata.state_dict_metadata.get(key)
             if not isinstance(entry, TensorStorageMetadata):
                 raise CheckpointError(f"{self.path} holds no tensor {key}")
+            # Chunks that do not add up are noticed when what was wanted is not all there.
+            covered = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
+            if covered >= math.prod(entry.size):
+                for problem in coverage_problems(key, entry):
+                    raise CheckpointError(f"{self.path} is damaged: {problem}")
             self._chunks[key] = _SavedChunks(entry)
         return self._chunks[key]
 
@@ -300,8 +333,11 @@ def load_plain(
     Raises:
         CheckpointError: It holds something else.
     """
+    known = torch.serialization.get_safe_globals()
     try:
-        with torch.serialization.safe_globals(list(safe_globals)):
+        check_plain_data(file, safe_globals)
+        # Torch forgets in the end whatever it is told here, also where a program had said so before.
+        with torch.serialization.safe_globals([g for g in safe_globals if g not in known]):
             return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
     # Damaged archives and pickles raise nearly anything.
     except Exception as error:
@@ -345,6 +381,10 @@ def _overlap(block: Wanted, chunk: ChunkStorageMetadata) -> _Piece | None:
         tuple(start),
         block.target[tuple(inside)],
     )
+
+
+def _nbytes(entry: TensorStorageMetadata) -> int:
+    return math.prod(entry.size) * entry.properties.dtype.itemsize
 
 
 class _SavedChunks:

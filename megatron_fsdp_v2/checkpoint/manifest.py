@@ -8,18 +8,28 @@ checkpoint of torch's own calls or of Megatron's.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError
+from megatron_fsdp_v2.checkpoint.trust import (
+    check_file_name,
+    check_name,
+    file_inside,
+    integer,
+    read_json,
+    shown,
+)
 
 __all__ = ["FORMAT_VERSION", "MANIFEST", "Manifest", "StoredFile", "StoredItem"]
 
 MANIFEST = "manifest.json"
 FORMAT = "megatron_fsdp_v2.checkpoint"
 FORMAT_VERSION = 1
+
+_MAX_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,19 +100,24 @@ class Manifest:
         Raises:
             CheckpointError: It is damaged, or of a format that is not known here.
         """
-        path = folder / MANIFEST
+        path = file_inside(folder, MANIFEST)
         if not path.is_file():
             return None
+        if path.stat().st_size > _MAX_BYTES:
+            raise CheckpointError(f"{path} is longer than any manifest: over {_MAX_BYTES} bytes")
         try:
-            content = json.loads(path.read_text())
+            content = read_json(path.read_bytes())
             is_ours = content["format"] == FORMAT
-            version = int(content["version"])
+            version = integer(content["version"])
             if is_ours and version == FORMAT_VERSION:
                 return cls._parse(content)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except KeyError as error:
+            raise CheckpointError(f"{path} cannot be read (no {error}); it is damaged") from error
+        except ValueError as error:
             raise CheckpointError(f"{path} cannot be read ({error}); it is damaged") from error
         if not is_ours:
-            raise CheckpointError(f"{path} is of the format {content['format']!r}, not {FORMAT!r}")
+            format_ = shown(content["format"])
+            raise CheckpointError(f"{path} is of the format {format_}, not {FORMAT!r}")
         raise CheckpointError(
             f"{path} is of version {version} of the format, and this package reads version "
             f"{FORMAT_VERSION}; use the package that wrote it"
@@ -111,13 +126,31 @@ class Manifest:
     @classmethod
     def _parse(cls, content: dict[str, Any]) -> Manifest:
         return cls(
-            int(content["world_size"]),
-            str(content["torch"]),
-            {str(name): str(text) for name, text in content["units"].items()},
-            {name: _parse_file(file) for name, file in content["files"].items()},
+            integer(content["world_size"]),
+            check_name(content["torch"]),
+            {check_name(k): check_name(v) for k, v in _object(content["units"]).items()},
+            {
+                check_file_name(name, "a part of it"): _parse_file(file)
+                for name, file in _object(content["files"]).items()
+            },
         )
 
 
-def _parse_file(content: dict[str, Any]) -> StoredFile:
-    items: Sequence[Sequence[int]] = content["items"]
-    return StoredFile(int(content["nbytes"]), tuple(StoredItem(*map(int, item)) for item in items))
+def _object(value: Any) -> dict[str, Any]:
+    if type(value) is not dict:
+        raise ValueError(f"{shown(value)} is in the place of an object")
+    return value
+
+
+def _parse_file(content: Any) -> StoredFile:
+    items = _object(content)["items"]
+    if type(items) is not list:
+        raise ValueError(f"{shown(items)} is in the place of a list")
+    return StoredFile(integer(content["nbytes"]), tuple(_parse_item(item) for item in items))
+
+
+def _parse_item(content: Any) -> StoredItem:
+    if type(content) is not list or len(content) != 3:
+        raise ValueError(f"{shown(content)} is in the place of offset, length and checksum")
+    offset, length, crc32 = content
+    return StoredItem(integer(offset), integer(length), integer(crc32, 0xFFFFFFFF))

@@ -1,27 +1,39 @@
 """Metadata of a folder of torch's distributed checkpoint, read without running what is in it.
 
-Torch unpickles `.metadata`, and a pickle can run anything. Here it may refer to what metadata is
-made of, by exact names, and to nothing else.
+Torch unpickles `.metadata`, and a pickle can run anything. Here it is taken apart, compared with
+what metadata is made of, and built anew from numbers and names that are in range.
 """
 
 from __future__ import annotations
 
-import io
-import pickle
 import zlib
 from pathlib import Path
-from typing import Any, override
+from typing import Any
 
 import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
+    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
+    TensorProperties,
     TensorStorageMetadata,
 )
 
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError
 from megatron_fsdp_v2.checkpoint.manifest import Manifest
+from megatron_fsdp_v2.checkpoint.pickles import Call, Mapping, Name, PickleError, read_pickle
+from megatron_fsdp_v2.checkpoint.trust import (
+    DTYPES,
+    MAX_DIMS,
+    MAX_INT,
+    check_file_name,
+    check_name,
+    check_shape,
+    file_inside,
+    shown,
+)
 
 __all__ = ["INCOMPLETE", "METADATA", "needed_bytes", "read_metadata"]
 
@@ -30,19 +42,25 @@ INCOMPLETE = ".incomplete"
 """What the name of a folder ends in until its save is complete."""
 
 _DCP = "torch.distributed.checkpoint"
+_MAX_BYTES = 1 << 30
 
-# Exact names, never prefixes: a pickle may ask a module for a dotted name such as `os.system`, and
-# nearly every module has imported something that runs code.
+_METADATA_CLASSES = frozenset(
+    {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    }
+)
+
+# What is stored under these names is never made, only looked at.
 _ALLOWED = frozenset(
     {
-        (f"{_DCP}.metadata", "BytesStorageMetadata"),
-        (f"{_DCP}.metadata", "ChunkStorageMetadata"),
-        (f"{_DCP}.metadata", "Metadata"),
-        (f"{_DCP}.metadata", "MetadataIndex"),
-        (f"{_DCP}.metadata", "StorageMeta"),
-        (f"{_DCP}.metadata", "TensorProperties"),
-        (f"{_DCP}.metadata", "TensorStorageMetadata"),
-        (f"{_DCP}.metadata", "_MEM_FORMAT_ENCODING"),
+        *((f"{_DCP}.metadata", name) for name in _METADATA_CLASSES),
         (f"{_DCP}.filesystem", "_StorageInfo"),
         ("collections", "OrderedDict"),
         ("pathlib", "PosixPath"),
@@ -51,26 +69,21 @@ _ALLOWED = frozenset(
         ("pathlib._local", "PurePosixPath"),
         ("torch", "Size"),
         ("torch", "device"),
-        # Looks a layout up by its name.
         ("torch.serialization", "_get_layout"),
+        *(("torch", name) for name in DTYPES),
     }
 )
 
 _SHOWN = 4
+_MAX_PATH = 256
 
 
 class _ForeignNameError(Exception):
     """The metadata refers to something that torch's checkpoint metadata is not made of."""
 
 
-class _MetadataUnpickler(pickle.Unpickler):
-    """Loads what torch's checkpoint metadata is made of, and nothing that could run code."""
-
-    @override
-    def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if is_dtype or (module, name) in _ALLOWED:
-            return super().find_class(module, name)
+def _check_allowed(module: str, name: str) -> None:
+    if (module, name) not in _ALLOWED:
         raise _ForeignNameError(f"{module}.{name}")
 
 
@@ -82,7 +95,8 @@ def read_metadata(path: str | Path, manifest: Manifest | None = None) -> Metadat
         manifest: Its manifest, against which the bytes are checked first.
 
     Raises:
-        CheckpointError: There is none, it cannot be read, or it refers to anything but metadata.
+        CheckpointError: There is none, it cannot be read, it refers to anything but metadata, or a
+            number or name in it is out of range.
     """
     folder = Path(path)
     file = folder / METADATA
@@ -97,17 +111,19 @@ def read_metadata(path: str | Path, manifest: Manifest | None = None) -> Metadat
             if zlib.crc32(content[item.offset : item.offset + item.length]) != item.crc32:
                 raise CheckpointError(f"{file} is damaged: its checksum is not that of the save")
     try:
-        metadata: Metadata = _MetadataUnpickler(io.BytesIO(content)).load()
-        _check(metadata)
+        pickled, _ = read_pickle(content, _check_allowed)
+        return _metadata(pickled)
     except _ForeignNameError as error:
         raise CheckpointError(
             f"{file} refers to {error}, which is not allowed: torch's checkpoint metadata has no "
             "such thing in it, and loading it could run code; do not use this checkpoint"
         ) from error
-    # A pickle of random bytes can raise nearly anything.
-    except Exception as error:
+    except PickleError as error:
         raise CheckpointError(f"{file} cannot be read ({error}); the save was cut short") from error
-    return metadata
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{file} cannot be read ({error}); it is damaged or made to do damage"
+        ) from error
 
 
 def needed_bytes(metadata: Metadata) -> dict[str, int]:
@@ -132,6 +148,10 @@ def _content(folder: Path) -> bytes:
         raise CheckpointError(f"{folder} {kind}{more if unfinished.is_dir() else ''}")
     file = folder / METADATA
     if file.is_file():
+        file_inside(folder, METADATA)
+        size = file.stat().st_size
+        if size > _MAX_BYTES:
+            raise CheckpointError(f"{file} has {size} bytes; metadata has at most {_MAX_BYTES}")
         return file.read_bytes()
     inside = sorted(p.parent.name for p in folder.glob(f"*/{METADATA}"))
     if inside:
@@ -150,20 +170,144 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
-def _check(metadata: Metadata) -> None:
-    """Raise what comes along where metadata is not of the form the rest relies on."""
-    if not isinstance(metadata, Metadata):
-        raise TypeError(f"it is a {type(metadata).__name__}")
-    for key, entry in metadata.state_dict_metadata.items():
-        if not isinstance(key, str) or not isinstance(
-            entry, BytesStorageMetadata | TensorStorageMetadata
-        ):
-            raise TypeError(f"{key!r} is neither a tensor nor an object")
-    for index, info in (metadata.storage_data or {}).items():
-        if not isinstance(index, MetadataIndex):
-            raise TypeError(f"{index!r} is no place of a tensor")
-        # A file elsewhere is none of this checkpoint's.
-        if Path(info.relative_path).name != info.relative_path:
-            raise ValueError(f"{index.fqn} is said to lie in {info.relative_path!r}")
-        if not (int(info.offset) >= 0 and int(info.length) >= 0):
-            raise ValueError(f"{index.fqn} is said to lie at a negative offset")
+def _metadata(pickled: Any) -> Metadata:
+    """Metadata made of numbers and names that are in range.
+
+    Raises:
+        ValueError: Something is not what metadata consists of.
+    """
+    fields = _fields(pickled, f"{_DCP}.metadata.Metadata")
+    entries: dict[str, Any] = {}
+    for key, value in _pairs(fields.get("state_dict_metadata")):
+        if check_name(key) in entries:
+            raise ValueError(f"{key} is there twice")
+        entries[key] = _entry(key, value)
+    storage: dict[MetadataIndex, _StorageInfo] | None = None
+    if fields.get("storage_data") is not None:
+        storage = {}
+        for index, value in _pairs(fields["storage_data"]):
+            place = _index(index)
+            if place in storage:
+                raise ValueError(f"{place.fqn} at {place.offset} is there twice")
+            storage[place] = _storage_info(place.fqn, value)
+    version = fields.get("version")
+    return Metadata(
+        state_dict_metadata=entries,
+        planner_data=_paths(fields.get("planner_data")),
+        storage_data=storage,
+        version=version if isinstance(version, str) else None,
+    )
+
+
+def _entry(key: str, value: Any) -> TensorStorageMetadata | BytesStorageMetadata:
+    if isinstance(value, Call) and value.of.full == f"{_DCP}.metadata.BytesStorageMetadata":
+        return BytesStorageMetadata()
+    fields = _fields(value, f"{_DCP}.metadata.TensorStorageMetadata", key)
+    size = _size(fields.get("size"), key)
+    properties = _properties(fields.get("properties"), key)
+    check_shape(size, properties.dtype, key)
+    chunks = fields.get("chunks")
+    if type(chunks) is not list:
+        raise ValueError(f"the chunks of {key} are not a list")
+    return TensorStorageMetadata(properties, size, [_chunk(c, len(size), key) for c in chunks])
+
+
+def _chunk(value: Any, dims: int, key: str) -> ChunkStorageMetadata:
+    fields = _fields(value, f"{_DCP}.metadata.ChunkStorageMetadata", key)
+    offsets, sizes = _size(fields.get("offsets"), key), _size(fields.get("sizes"), key)
+    if len(offsets) != dims or len(sizes) != dims:
+        raise ValueError(f"{key} has {dims} dimensions, and a chunk of it has others")
+    return ChunkStorageMetadata(offsets, sizes)
+
+
+def _properties(value: Any, key: str) -> TensorProperties:
+    state = _made(value, f"{_DCP}.metadata.TensorProperties", key).state
+    if type(state) is not tuple or not state or type(state[0]) is not Name:
+        raise ValueError(f"the properties of {key} are not those of a tensor")
+    name = state[0]
+    if name.module != "torch" or name.name not in DTYPES:
+        raise ValueError(f"{key} is said to be of {name.full}, which is not a dtype")
+    # The rest is deprecated, and nothing here depends on it.
+    return TensorProperties(dtype=DTYPES[name.name])
+
+
+def _index(value: Any) -> MetadataIndex:
+    fields = _fields(value, f"{_DCP}.metadata.MetadataIndex")
+    fqn, offset, index = check_name(fields.get("fqn")), fields.get("offset"), fields.get("index")
+    place = None if offset is None else _size(offset, fqn)
+    return MetadataIndex(fqn, place, None if index is None else _integer(index, fqn))
+
+
+def _storage_info(key: str, value: Any) -> _StorageInfo:
+    fields = _fields(value, f"{_DCP}.filesystem._StorageInfo", key)
+    name, transforms = fields.get("relative_path"), fields.get("transform_descriptors")
+    check_file_name(name, key)
+    offset, length = (_integer(fields.get(which), key) for which in ("offset", "length"))
+    if offset + length > MAX_INT:
+        raise ValueError(f"{key} is said to end at byte {offset + length} of a file")
+    if transforms is not None:
+        if type(transforms) not in (list, tuple):
+            raise ValueError(f"how {key} was transformed is not a list of names")
+        transforms = [check_name(transform) for transform in transforms]
+    return _StorageInfo(name, offset, length, transforms)
+
+
+def _paths(value: Any) -> dict[str, tuple[str | int, ...]] | None:
+    """Where entries lie in a nested state dict; None where a planner keeps something else."""
+    if not isinstance(value, Mapping):
+        return None
+    found: dict[str, tuple[str | int, ...]] = {}
+    for key, path in value.pairs:
+        is_path = type(path) in (list, tuple) and len(path) <= _MAX_PATH
+        if not is_path or any(type(part) not in (str, int) for part in path):
+            return None
+        found[check_name(key)] = tuple(path)
+    return found
+
+
+def _made(value: Any, full_name: str, where: str = "it") -> Call:
+    if type(value) is not Call or value.of.full != full_name:
+        kind = value.of.full if type(value) is Call else type(value).__name__
+        raise ValueError(f"{where} has a {kind} in the place of a {full_name.rpartition('.')[2]}")
+    return value
+
+
+def _fields(value: Any, full_name: str, where: str = "it") -> dict[str, Any]:
+    """Attributes of an instance of a dataclass."""
+    state = _made(value, full_name, where).state
+    if type(state) is not Mapping:
+        raise ValueError(f"{where} has a {full_name.rpartition('.')[2]} without attributes")
+    found: dict[str, Any] = {}
+    for key, entry in state.pairs:
+        if type(key) is not str or key in found:
+            raise ValueError(f"{where} has an attribute {key!r} twice, or not called by a string")
+        found[key] = entry
+    return found
+
+
+def _pairs(value: Any) -> list[tuple[Any, Any]]:
+    if type(value) is Mapping:
+        return value.pairs
+    if type(value) is Call and value.of.full == "collections.OrderedDict":
+        return value.pairs
+    raise ValueError(f"it has a {type(value).__name__} in the place of a dictionary")
+
+
+def _size(value: Any, key: str) -> torch.Size:
+    if type(value) is Call and value.of.full == "torch.Size" and len(value.args) == 1:
+        (value,) = value.args
+    if type(value) not in (tuple, list):
+        raise ValueError(f"{key} has a {type(value).__name__} in the place of a shape or an offset")
+    if len(value) > MAX_DIMS:
+        raise ValueError(f"{key} has {len(value)} dimensions; tensors have at most {MAX_DIMS}")
+    for length in value:
+        # A bool is an int as well.
+        if type(length) is not int or not 0 <= length <= MAX_INT:
+            raise ValueError(f"{key} has {shown(length)} in the place of a length or an offset")
+    return torch.Size(value)
+
+
+def _integer(value: Any, key: str) -> int:
+    if type(value) is not int or not 0 <= value <= MAX_INT:
+        raise ValueError(f"{key} is said to lie at {shown(value)}, which is not a place in a file")
+    return value

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import io
 import math
-import pickle
 import sys
-import zipfile
 import zlib
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO, override
 
 import torch
+
+from megatron_fsdp_v2.checkpoint.archives import ARCHIVE_ERRORS, DESCRIPTION, open_archive, record_of
+from megatron_fsdp_v2.checkpoint.pickles import Call, Name, PersistentId, PickleError, read_pickle
+from megatron_fsdp_v2.checkpoint.trust import DTYPES, MAX_DIMS, integer
 
 __all__ = ["STORAGE_DTYPES", "FileView", "StoredTensor", "checksum", "find_tensor", "read_block"]
 
@@ -39,6 +40,7 @@ STORAGE_DTYPES = {
 """What a pickled tensor of these types names instead of its dtype."""
 
 _LOCAL_HEADER = 30
+_MAX_DESCRIPTION = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,20 +136,21 @@ def find_tensor(file: Any) -> StoredTensor | None:
         was saved: `torch.load` has to make sense of it.
     """
     try:
-        with zipfile.ZipFile(file) as archive:
-            records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
-            order = records.get("byteorder")
+        with open_archive(file) as archive:
+            order, described = (record_of(archive, name) for name in ("byteorder", DESCRIPTION))
             if order is not None and archive.read(order).decode() != sys.byteorder:
                 return None
-            found = _TensorUnpickler(io.BytesIO(archive.read(records["data.pkl"]))).load()
-    except Exception:
+            if described is None or described.file_size > _MAX_DESCRIPTION:
+                return None
+            found = _described(read_pickle(archive.read(described), _check_name)[0])
+            data = None if found is None else record_of(archive, f"data/{found.record}")
+    except ARCHIVE_ERRORS:
         return None
-    if not isinstance(found, _Described) or not found.is_contiguous:
+    if found is None or data is None or not found.is_contiguous:
         return None
-    data = records.get(f"data/{found.record}")
     size = math.prod(found.shape) * found.dtype.itemsize
     first = found.first * found.dtype.itemsize
-    if data is None or data.compress_type != zipfile.ZIP_STORED or first + size > data.file_size:
+    if first + size > data.file_size:
         return None
     # Names and extra fields in front of the record may differ from those of the directory.
     file.seek(data.header_offset)
@@ -233,33 +236,40 @@ class _Described:
         return True
 
 
-def _describe(storage: Any, first: int, size: Any, stride: Any, *rest: Any) -> _Described:
-    dtype, record = storage
+_REBUILD = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3")
+_NAMES = frozenset({*_REBUILD, "collections.OrderedDict", "torch.storage.UntypedStorage"})
+
+
+def _check_name(module: str, name: str) -> None:
+    if f"{module}.{name}" not in _NAMES and (
+        module != "torch" or name not in STORAGE_DTYPES.keys() | DTYPES.keys()
+    ):
+        raise PickleError(f"{module}.{name} does not describe a tensor")
+
+
+def _described(found: Any) -> _Described | None:
+    """What a pickle says about a dense tensor; None where it is of something else.
+
+    Raises:
+        ValueError: A number is out of range.
+    """
+    if type(found) is not Call or found.of.full not in _REBUILD or found.has_state:
+        return None
+    if len(found.args) < 4 or type(found.args[0]) is not PersistentId:
+        return None
+    place, first, shape, stride = found.args[0].pid, *found.args[1:4]
+    if type(place) is not tuple or len(place) < 3 or type(place[1]) is not Name:
+        return None
     # What has no storage type of its own says its dtype after two entries for autograd.
-    return _Described(dtype or rest[2], record, int(first), tuple(size), tuple(stride))
-
-
-class _TensorUnpickler(pickle.Unpickler):
-    """Makes a description of a dense tensor, and nothing else."""
-
-    @override
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in {
-            ("torch._utils", "_rebuild_tensor_v2"),
-            ("torch._utils", "_rebuild_tensor_v3"),
-        }:
-            return _describe
-        if (module, name) == ("collections", "OrderedDict"):
-            return OrderedDict
-        if (module, name) == ("torch.storage", "UntypedStorage"):
-            return None
-        if module == "torch":
-            dtype = STORAGE_DTYPES.get(name, getattr(torch, name, None))
-            if isinstance(dtype, torch.dtype):
-                return dtype
-        raise pickle.UnpicklingError(f"{module}.{name}")
-
-    @override
-    def persistent_load(self, pid: Any) -> tuple[torch.dtype | None, str]:
-        _, dtype, record, *_ = pid
-        return dtype, str(record)
+    named = place[1].name if place[1].module == "torch" else ""
+    dtype = STORAGE_DTYPES.get(named)
+    if dtype is None and len(found.args) > 6 and type(found.args[6]) is Name:
+        dtype = DTYPES.get(found.args[6].name)
+    if dtype is None or type(place[2]) is not str:
+        return None
+    if type(shape) is not tuple or type(stride) is not tuple or len(shape) != len(stride):
+        return None
+    if len(shape) > MAX_DIMS:
+        return None
+    lengths, steps = (tuple(integer(number) for number in numbers) for numbers in (shape, stride))
+    return _Described(dtype, place[2], integer(first), lengths, steps)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -11,6 +10,8 @@ from typing import BinaryIO
 
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
+from megatron_fsdp_v2.checkpoint.archives import ARCHIVE_ERRORS, open_archive
+from megatron_fsdp_v2.checkpoint.coverage import coverage_problems
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError
 from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder
 from megatron_fsdp_v2.checkpoint.manifest import MANIFEST, StoredFile
@@ -99,18 +100,10 @@ def _structure_problems(folder: CheckpointFolder) -> Iterator[str]:
             if MetadataIndex(key) not in storage:
                 yield f"{key} is in no file"
             continue
-        covered = 0
+        yield from coverage_problems(key, entry)
         for chunk in entry.chunks:
-            ends = zip(chunk.offsets, chunk.sizes, entry.size, strict=True)
-            if any(first < 0 or first + size > length for first, size, length in ends):
-                yield f"{key} has a chunk at {tuple(chunk.offsets)} that reaches out of it"
-            covered += math.prod(chunk.sizes)
             if MetadataIndex(key, chunk.offsets) not in storage:
                 yield f"{key} has a chunk at {tuple(chunk.offsets)} that is in no file"
-        if covered != math.prod(entry.size):
-            yield f"{key} has {math.prod(entry.size)} elements, and its chunks {covered}"
-        if len({tuple(chunk.offsets) for chunk in entry.chunks}) != len(entry.chunks):
-            yield f"{key} has several chunks at the same place"
 
 
 class _Reading:

@@ -8,6 +8,8 @@ from typing import Any
 
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
+from megatron_fsdp_v2.checkpoint.trust import file_inside
+from megatron_fsdp_v2_mcore.checkpoint_check import flag_errors
 from megatron_fsdp_v2_mcore.errors import FlagError
 from megatron_fsdp_v2_mcore.torch_dist.folder import CheckpointFolder, load_plain
 
@@ -35,11 +37,13 @@ def common_state(folder: CheckpointFolder) -> dict[str, Any]:
     Raises:
         FlagError: There is nothing of this kind, or it is not plain data.
     """
-    legacy = folder.path / LEGACY_COMMON
+    with flag_errors():
+        legacy = file_inside(folder.path, LEGACY_COMMON)
     if legacy.is_file():
         found = load_plain(legacy, str(legacy))
     elif folder.has(COMMON):
-        found = folder.object(COMMON)[0]
+        shards = folder.object(COMMON)
+        found = shards[0] if isinstance(shards, list | tuple) and shards else None
     else:
         raise FlagError(f"{folder.path} is not a whole torch_dist checkpoint: it has no {COMMON}")
     if not isinstance(found, dict) or "args" not in found:

@@ -1,0 +1,160 @@
+"""Numbers, names and JSON of files that anybody may have written."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_fsdp_v2.checkpoint.errors import CheckpointError
+
+__all__ = [
+    "DTYPES",
+    "MAX_DIMS",
+    "MAX_INT",
+    "check_file_name",
+    "check_name",
+    "check_shape",
+    "file_inside",
+    "integer",
+    "read_json",
+    "shown",
+]
+
+MAX_INT = (1 << 63) - 1
+"""Offsets, lengths and sizes of tensors in bytes are at most this."""
+
+MAX_DIMS = 64
+"""Dimensions a tensor of torch may have."""
+
+DTYPES = {
+    name: getattr(torch, name)
+    for name in (
+        *("float64", "float32", "float16", "bfloat16", "complex32", "complex64", "complex128"),
+        *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool"),
+        *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
+        "float4_e2m1fn_x2",
+    )
+    if hasattr(torch, name)
+}
+"""Of elements of tensors, by the name that a pickle has for it."""
+
+_MAX_NAME = 1 << 16
+_MAX_FILE_NAME = 255
+_SHOWN = 60
+
+
+def shown(value: Any) -> str:
+    """A value in an error: never long, whatever it is."""
+    if type(value) is int and value.bit_length() > _SHOWN * 3:
+        return f"a number of {value.bit_length()} bits"
+    if type(value) not in (int, float, str, bytes, bool, type(None)):
+        return f"a {type(value).__name__}"
+    if type(value) in (str, bytes) and len(value) > _SHOWN:
+        return f"{value[:_SHOWN]!r}..."
+    return repr(value)
+
+
+def check_name(name: Any) -> str:
+    """Check that something can be the name of an entry, and be shown on a terminal.
+
+    Raises:
+        ValueError: It cannot.
+    """
+    if type(name) is not str:
+        raise ValueError(f"{shown(name)} is in the place of a name")
+    if len(name) > _MAX_NAME:
+        raise ValueError(f"a name has {len(name)} characters, more than {_MAX_NAME}")
+    if not name.isprintable():
+        raise ValueError(f"the name {shown(name)} has characters that cannot be shown")
+    return name
+
+
+def check_file_name(name: Any, what: str) -> str:
+    """Check that something names a file directly in a folder.
+
+    Args:
+        name: The name.
+        what: What is said to lie there.
+
+    Raises:
+        ValueError: It names something else, or something elsewhere.
+    """
+    is_name = type(name) is str and 0 < len(name) <= _MAX_FILE_NAME and name.isprintable()
+    if not is_name or name in (".", "..") or "/" in name or "\\" in name:
+        raise ValueError(f"{what} is said to lie in {shown(name)}, which is not a file beside it")
+    checked: str = name
+    return checked
+
+
+def file_inside(folder: Path, name: str) -> Path:
+    """A file of a folder.
+
+    Raises:
+        CheckpointError: It is a link to a file that is elsewhere.
+    """
+    file = folder / name
+    # Path.resolve() raises where links go in a circle.
+    if file.is_symlink() and Path(os.path.realpath(file)).parent != Path(os.path.realpath(folder)):
+        raise CheckpointError(
+            f"{file} is a link to a file outside of its folder; copy the file there if you trust it"
+        )
+    return file
+
+
+def check_shape(shape: Sequence[int], dtype: torch.dtype, what: str) -> None:
+    """Check that a tensor of a shape can be addressed.
+
+    Raises:
+        ValueError: It cannot.
+    """
+    # A length of zero elsewhere does not make a dimension addressable.
+    if math.prod(max(length, 1) for length in shape) * dtype.itemsize > MAX_INT:
+        raise ValueError(f"{what} is said to be {tuple(shape)}, which no memory can hold")
+
+
+def integer(value: Any, most: int = MAX_INT) -> int:
+    """A count or an offset.
+
+    Raises:
+        ValueError: It is not an integer from 0 to the largest one.
+    """
+    if type(value) is not int or not 0 <= value <= most:
+        raise ValueError(f"{shown(value)} is in the place of a number from 0 to {most}")
+    return value
+
+
+def read_json(content: bytes) -> dict[str, Any]:
+    """Read a JSON object as strictly as the format is meant.
+
+    Raises:
+        ValueError: It is not valid, a key is there twice, a number is not finite, it is nested too
+            deeply, or it is not an object.
+    """
+    try:
+        found = json.loads(
+            content.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse_constant
+        )
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    if type(found) is not dict:
+        raise ValueError("it is not an object")
+    return found
+
+
+def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"{shown(key)} is there twice")
+        found[key] = value
+    return found
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a number of JSON")

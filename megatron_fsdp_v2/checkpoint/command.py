@@ -42,7 +42,7 @@ class _CheckpointCommand:
         looks.add_argument("--json", action="store_true", help="for programs")
         looks.add_argument("--depth", type=int, help="parts of names to show; default: all")
         checks = add("verify", "read every byte and compare checksums; 1 if damaged", _verify)
-        checks.add_argument("path", help="the checkpoint's folder")
+        checks.add_argument("path", help=_KINDS)
         exports = add("export", "write the model as plain tensors in one file", _export)
         exports.add_argument("path", help="the checkpoint's folder")
         exports.add_argument("out_file", help="what to write: .safetensors or .pt")
@@ -121,7 +121,10 @@ def _verify(args: argparse.Namespace) -> int:
     for line in (*report.problems, *report.notes):
         sys.stdout.write(f"{line}\n")
     count = len(report.problems)
-    verdict = "undamaged" if not count else f"DAMAGED ({count} problem{'s' * (count > 1)})"
+    # Undamaged is what has been compared; where nothing could be, nothing was found.
+    verdict = "undamaged" if report.nbytes else "nothing wrong was found"
+    if count:
+        verdict = f"DAMAGED ({count} problem{'s' * (count > 1)})"
     sys.stdout.write(
         f"{report.path}: {verdict}; {report.num_files} files, {readable_size(report.nbytes)} "
         "compared with checksums\n"

@@ -30,6 +30,7 @@ __all__ = [
     "model_entries",
     "parameter_names",
     "state_entries",
+    "tied_entries",
 ]
 
 MODEL = "model."
@@ -65,6 +66,23 @@ def model_entries(model: nn.Module) -> dict[str, Any]:
             raise ValueError(f"two entries of the model's state dict are called {key}")
         entries[key] = value
     return entries
+
+
+def tied_entries(model: nn.Module) -> dict[str, str]:
+    """Entries of a model that have another name as well, each with the first of its names.
+
+    Raises:
+        ValueError: As `model_entries`.
+    """
+    entries = model_entries(model)
+    first: dict[torch.Tensor, str] = {}
+    found: dict[str, str] = {}
+    for named in (model.named_parameters, model.named_buffers):
+        for name, tensor in named(remove_duplicate=False):
+            key = MODEL + _plain_name(model, name)
+            if key in entries and first.setdefault(tensor, key) != key:
+                found[key] = first[tensor]
+    return found
 
 
 def is_extra_state(key: str) -> bool:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from megatron_fsdp_v2.checkpoint.kinds import Kind, find_kind
 from megatron_fsdp_v2.checkpoint.metadata import INCOMPLETE
 from megatron_fsdp_v2.checkpoint.model_tensors import MODEL, FolderSource, Layout
 from megatron_fsdp_v2.checkpoint.plain_tensors import (
@@ -24,7 +25,6 @@ from megatron_fsdp_v2.checkpoint.plain_tensors import (
 from megatron_fsdp_v2.checkpoint.pt_files import SUFFIXES as PT_SUFFIXES
 from megatron_fsdp_v2.checkpoint.pt_files import PtSource, write_pt
 from megatron_fsdp_v2.checkpoint.safetensors_files import (
-    INDEX,
     SafetensorsSource,
     index_of,
     write_safetensors,
@@ -43,8 +43,8 @@ class Exported:
 
     Attributes:
         files: The files or the folder; of several safetensors files the index is the last.
-        num_tensors: Tensors of the model.
-        nbytes: Bytes of their elements.
+        num_tensors: Tensors of the model, by all their names.
+        nbytes: Bytes of their elements, counted once where names share a tensor.
         largest: Bytes of the largest one, the more of what it was stored as and was written as.
         left_out: Names of what the source holds besides the model: optimizer state, objects.
     """
@@ -147,11 +147,10 @@ def open_source(
     Raises:
         CheckpointError: There is none, or it cannot be read.
     """
-    path = Path(path)
-    has_index = path.is_dir() and any(path.glob(f"*{SAFETENSORS_SUFFIX}{INDEX}"))
-    if has_index or path.name.endswith((SAFETENSORS_SUFFIX, INDEX)):
+    kind, path = find_kind(path)
+    if kind is Kind.SAFETENSORS:
         return SafetensorsSource(path)
-    if path.suffix in PT_SUFFIXES and not path.is_dir():
+    if kind is Kind.PT:
         return PtSource(path)
     return FolderSource(path, layouts, prefix)
 
@@ -186,10 +185,10 @@ def _write(
         files = write_pt(source, target, dtype, progress)
     else:
         files = _write_folder(source, target, dtype, progress)
-    written = [converted(tensor, dtype) for tensor in source.tensors]
+    written = [converted(t, dtype) for t in source.tensors if t.name not in source.tied]
     return Exported(
         tuple(files),
-        len(written),
+        len(source.tensors),
         sum(tensor.nbytes for tensor in written),
         max((tensor.nbytes for tensor in (*written, *source.tensors)), default=0),
         tuple(source.left_out),
@@ -206,9 +205,10 @@ def _write_folder(
     """Write a folder of torch's distributed checkpoint with one chunk for each tensor."""
     unfinished = _unfinished(target)
     writer = FolderWriter(unfinished)
-    total = sum(converted(tensor, dtype).nbytes for tensor in source.tensors)
+    once = [tensor for tensor in source.tensors if tensor.name not in source.tied]
+    total = sum(converted(tensor, dtype).nbytes for tensor in once)
     done = 0
-    for stored in source.tensors:
+    for stored in once:
         tensor = converted(stored, dtype)
         data = convert_elements(source.read(stored), tensor)
         path = (MODEL.removesuffix("."), tensor.name)
@@ -216,6 +216,9 @@ def _write_folder(
         done += tensor.nbytes
         progress(done, total)
         del data
+    for name, kept in source.tied.items():
+        path = (MODEL.removesuffix("."), name)
+        writer.add_name(MODEL + name, MODEL + kept, path)
     writer.finish()
     unfinished.rename(target)
     return [target]

@@ -41,6 +41,9 @@ __all__ = ["CheckpointFolder", "Wanted", "load_plain"]
 HARMLESS_BYTES = 1 << 30
 """A tensor that is not there may be said to be this long: asking for the memory does no harm."""
 
+MOST_NAMES = 16
+"""So many names may share a tensor, if all of them do."""
+
 SCRATCH_BYTES = 16 << 20
 """Of a stored item, this much is in memory at a time."""
 
@@ -202,23 +205,32 @@ class CheckpointFolder:
             )
 
     def _check_sizes(self) -> None:
-        """Refuse tensors that are far longer than everything in the folder, before memory is taken.
+        """Refuse tensors that are far longer than the files of the folder, before memory is taken.
 
         Raises:
             CheckpointError: There is one.
         """
-        longest = max(((_nbytes(entry), key) for key, entry in self.tensors()), default=(0, ""))
-        if longest[0] <= HARMLESS_BYTES:
+        sizes = {key: _nbytes(entry) for key, entry in self.tensors()}
+        total = sum(sizes.values())
+        if total <= HARMLESS_BYTES:
             return
         there = 0
         for name in needed_bytes(self.metadata):
             file = self.path / name
             there += file.stat().st_size if file.is_file() else 0
         infos = (self.metadata.storage_data or {}).values()
-        if longest[0] > there and not any(info.transform_descriptors for info in infos):
+        if any(info.transform_descriptors for info in infos):
+            return
+        for key, size in sizes.items():
+            if size > max(there, HARMLESS_BYTES):
+                raise CheckpointError(
+                    f"{self.path} is damaged: {key} is said to have {size} bytes, and all its "
+                    f"files together have {there}"
+                )
+        if total > max(MOST_NAMES * there, HARMLESS_BYTES):
             raise CheckpointError(
-                f"{self.path} is damaged: {longest[1]} is said to have {longest[0]} bytes, and all "
-                f"its files together have {there}"
+                f"{self.path} is damaged: its tensors are said to have {total} bytes, and all its "
+                f"files together have {there}"
             )
 
     def _fill_from(self, file: BinaryIO, pieces: Sequence[_Piece]) -> None:

@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_fsdp_v2.checkpoint.exporting import open_source
 from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder
+from megatron_fsdp_v2.checkpoint.kinds import Kind, find_kind
 from megatron_fsdp_v2.checkpoint.manifest import FORMAT_VERSION
 from megatron_fsdp_v2.checkpoint.model_tensors import natural_order
 from megatron_fsdp_v2.checkpoint.plain_tensors import PlainTensor
@@ -78,12 +79,13 @@ class Contents:
 def inspect(path: str | Path) -> Contents:
     """Look into a checkpoint: a folder, a `.safetensors` file or index, or a `.pt` file.
 
+    See `find_kind` for what a folder may hold.
+
     Raises:
         CheckpointError: There is none, or it cannot be read.
     """
     path = Path(path)
-    is_folder = path.is_dir() and not any(path.glob("*.index.json"))
-    if not is_folder and path.suffix:
+    if find_kind(path)[0] is not Kind.FOLDER:
         return Contents(path, open_source(path).tensors)
     folder = CheckpointFolder(path)
     tensors, objects, chunks = [], [], {}

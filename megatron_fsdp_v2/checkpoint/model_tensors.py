@@ -8,7 +8,7 @@ again belongs to its adapter, which offers a function under the entry-point grou
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any
@@ -109,6 +109,7 @@ class FolderSource:
         found = sorted(found, key=lambda t: natural_order(t.tensor.name))
         self._by_name = {model_tensor.tensor.name: model_tensor for model_tensor in found}
         self.tensors: Sequence[PlainTensor] = [t.tensor for t in found]
+        self.tied: Mapping[str, str] = _tied(self._folder, found)
         used = {piece.key for t in found for piece in t.pieces}
         self.left_out: Sequence[str] = [
             key for key in self._folder.metadata.state_dict_metadata if key not in used
@@ -120,8 +121,8 @@ class FolderSource:
         Raises:
             CheckpointError: It is not all there, or damaged.
         """
-        data = torch.empty(tensor.shape, dtype=tensor.dtype)
         model_tensor, first = self._by_name[tensor.name], 0
+        data = torch.empty(tensor.shape, dtype=tensor.dtype)
         wanted = []
         for piece in model_tensor.pieces:
             target = data
@@ -166,6 +167,27 @@ def _whole(name: str, key: str, entry: TensorStorageMetadata) -> ModelTensor:
     shape = tuple(entry.size)
     piece = Piece(key, (0,) * len(shape), shape)
     return ModelTensor(PlainTensor(name, shape, entry.properties.dtype), (piece,))
+
+
+def _tied(folder: CheckpointFolder, found: Sequence[ModelTensor]) -> dict[str, str]:
+    """Names of tensors whose bytes are those of another one."""
+    order = {key: i for i, key in enumerate(folder.metadata.state_dict_metadata)}
+    places: dict[str, list[tuple[Any, ...]]] = {}
+    for index, info in (folder.metadata.storage_data or {}).items():
+        place = (tuple(index.offset or ()), info.relative_path, info.offset, info.length)
+        places.setdefault(index.fqn, []).append(place)
+    stored = {key: tuple(sorted(of_key)) for key, of_key in places.items()}
+    first: dict[tuple[Any, ...], str] = {}
+    tied: dict[str, str] = {}
+    # What a model calls a tensor first is saved first.
+    for model_tensor in sorted(found, key=lambda t: order[t.pieces[0].key]):
+        tensor = model_tensor.tensor
+        pieces = tuple((stored.get(p.key, p.key), p.start, p.size) for p in model_tensor.pieces)
+        what = (tensor.shape, tensor.dtype, model_tensor.dim, pieces)
+        kept = first.setdefault(what, tensor.name)
+        if kept != tensor.name and tensor.numel:
+            tied[tensor.name] = kept
+    return tied
 
 
 def _is_nested(folder: CheckpointFolder) -> bool:

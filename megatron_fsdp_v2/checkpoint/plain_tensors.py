@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -68,10 +68,12 @@ class TensorSource(Protocol):
     Attributes:
         tensors: Those of the model, in the order they are best read in.
         left_out: Names of what is no tensor of the model.
+        tied: Of tensors that are there under several names, every other name with the one to keep.
     """
 
     tensors: Sequence[PlainTensor]
     left_out: Sequence[str]
+    tied: Mapping[str, str]
 
     def read(self, tensor: PlainTensor) -> torch.Tensor:
         """One of them, on the CPU."""

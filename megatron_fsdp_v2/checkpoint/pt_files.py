@@ -12,7 +12,7 @@ import pickle
 import sys
 import zipfile
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, override
 
@@ -50,6 +50,8 @@ def write_pt(
 ) -> list[Path]:
     """Write a model as a dictionary of tensors by name, one tensor in memory at a time.
 
+    A tensor that is there under several names is written once: what is loaded shares memory again.
+
     Args:
         source: Where tensors come from.
         file: What to call it.
@@ -62,13 +64,16 @@ def write_pt(
     Raises:
         CheckpointError: A tensor cannot be read.
     """
-    pairs = [(tensor, converted(tensor, dtype)) for tensor in source.tensors]
+    every = [converted(tensor, dtype) for tensor in source.tensors]
+    pairs = [(t, converted(t, dtype)) for t in source.tensors if t.name not in source.tied]
     total, done = sum(tensor.nbytes for _, tensor in pairs), 0
     with (
         written_whole([file]) as (unfinished,),
         zipfile.ZipFile(unfinished, "w", zipfile.ZIP_STORED) as archive,
     ):
-        pickled = _pickled([tensor for _, tensor in pairs])
+        numbers = {tensor.name: number for number, (_, tensor) in enumerate(pairs)}
+        numbers |= {name: numbers[kept] for name, kept in source.tied.items()}
+        pickled = _pickled(every, numbers)
         archive.writestr(zipfile.ZipInfo(f"{_ROOT}/data.pkl"), pickled)
         archive.writestr(zipfile.ZipInfo(f"{_ROOT}/byteorder"), sys.byteorder)
         for number, (stored, tensor) in enumerate(pairs):
@@ -126,9 +131,9 @@ class _Pickler(pickle.Pickler):
         return obj.pid if isinstance(obj, _Storage) else None
 
 
-def _pickled(tensors: Sequence[PlainTensor]) -> bytes:
+def _pickled(tensors: Sequence[PlainTensor], numbers: Mapping[str, int]) -> bytes:
     content = io.BytesIO()
-    described = {tensor.name: _Tensor(i, tensor) for i, tensor in enumerate(tensors)}
+    described = {tensor.name: _Tensor(numbers[tensor.name], tensor) for tensor in tensors}
     _Pickler(content, protocol=2).dump(described)
     return content.getvalue()
 
@@ -161,6 +166,13 @@ class PtSource:
                     f"{path} holds {name!r}, which is a {type(value).__name__} and no tensor: save "
                     "the model's state dict alone"
                 )
+            # Copied row by row, a few bytes would become as many as their strides say.
+            if value.layout != torch.strided or value.nbytes > value.untyped_storage().nbytes():
+                raise CheckpointError(
+                    f"{path} holds {name}, which is not a dense tensor or repeats its elements; "
+                    "save it as contiguous()"
+                )
+        self.tied: Mapping[str, str] = _tied(loaded)
         self._loaded: dict[str, torch.Tensor] = loaded
         self.tensors: Sequence[PlainTensor] = [
             PlainTensor(name, tuple(value.shape), value.dtype) for name, value in loaded.items()
@@ -169,3 +181,17 @@ class PtSource:
     def read(self, tensor: PlainTensor) -> torch.Tensor:
         """One of the tensors."""
         return self._loaded[tensor.name].detach()
+
+
+def _tied(loaded: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Names of what has another name already: the same elements of the same memory."""
+    first: dict[tuple[Any, ...], str] = {}
+    found: dict[str, str] = {}
+    for name, value in loaded.items():
+        if value.numel() == 0:
+            continue
+        place = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride())
+        kept = first.setdefault(place, name)
+        if kept != name:
+            found[name] = kept
+    return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,15 @@ from megatron_fsdp_v2.checkpoint.plain_tensors import (
     written_whole,
 )
 from megatron_fsdp_v2.checkpoint.stored_tensor import StoredTensor, read_block
+from megatron_fsdp_v2.checkpoint.trust import (
+    MAX_DIMS,
+    check_file_name,
+    check_name,
+    check_shape,
+    integer,
+    read_json,
+    shown,
+)
 
 __all__ = ["INDEX", "SUFFIX", "SafetensorsSource", "index_of", "write_safetensors"]
 
@@ -40,6 +49,7 @@ _DTYPES = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "C64": torch.complex64,
     "I64": torch.int64,
     "I32": torch.int32,
@@ -54,6 +64,7 @@ _DTYPES = {
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 _METADATA = "__metadata__"
+_FORMAT = "format"
 _MAX_HEADER = 100_000_000
 _SCRATCH_BYTES = 16 << 20
 
@@ -72,6 +83,9 @@ def write_safetensors(
 ) -> list[Path]:
     """Write a model, one tensor in memory at a time.
 
+    A tensor that is there under several names is written under one, and the header says which the
+    others are, in the way of the safetensors library's `save_model` and `load_model`.
+
     Args:
         source: Where tensors come from.
         file: What to call it, if it is one file.
@@ -85,7 +99,8 @@ def write_safetensors(
     Raises:
         CheckpointError: The format has no name for the dtype of a tensor, or one cannot be read.
     """
-    pairs = [(tensor, converted(tensor, dtype)) for tensor in source.tensors]
+    tied = {name: kept for name, kept in source.tied.items() if name != _FORMAT}
+    pairs = [(t, converted(t, dtype)) for t in source.tensors if t.name not in tied]
     for _, tensor in pairs:
         if tensor.dtype not in _NAMES:
             raise CheckpointError(f"{tensor.name} is of {tensor.dtype}, which {SUFFIX} cannot hold")
@@ -103,7 +118,7 @@ def write_safetensors(
     with written_whole(paths) as unfinished:
         for path, name, shard in zip(unfinished, names, shards, strict=False):
             with path.open("wb") as out:
-                out.write(_header([tensor for _, tensor in shard]))
+                out.write(_header([tensor for _, tensor in shard], tied))
                 for stored, tensor in shard:
                     write_elements(out.write, source.read(stored), tensor)
                     weight_map[tensor.name] = name
@@ -136,8 +151,10 @@ def _aligned(shard: list[_Pair]) -> list[_Pair]:
     return sorted(shard, key=lambda pair: -pair[1].dtype.itemsize)
 
 
-def _header(tensors: Sequence[PlainTensor]) -> bytes:
-    header: dict[str, Any] = {_METADATA: {"format": "pt"}}
+def _header(tensors: Sequence[PlainTensor], tied: Mapping[str, str]) -> bytes:
+    here = {tensor.name for tensor in tensors}
+    others = {name: kept for name, kept in tied.items() if kept in here}
+    header: dict[str, Any] = {_METADATA: {_FORMAT: "pt", **others}}
     offset = 0
     for tensor in tensors:
         header[tensor.name] = {
@@ -163,24 +180,44 @@ class SafetensorsSource:
     Args:
         path: The file; or what one file would be called; or the index; or the folder of an index.
 
+    Attributes:
+        files: Those it is read from, besides an index.
+        notes: What is unusual about them, a sentence each.
+
     Raises:
         CheckpointError: There is none, or it is not whole.
     """
 
     def __init__(self, path: Path) -> None:
         self.left_out: Sequence[str] = ()
+        self.files: list[Path] = []
+        self.notes: list[str] = []
         self._places: dict[str, _Place] = {}
         self._scratch = bytearray(_SCRATCH_BYTES)
         found: list[PlainTensor] = []
+        tied: dict[str, str] = {}
         for file, expected in _files(path):
-            there = dict(_read_header(file))
-            for name in sorted(expected - there.keys()):
+            self.files.append(file)
+            there, described = _read_header(file)
+            for name in sorted(expected - there.keys() - described.keys()):
                 raise CheckpointError(f"{file} does not hold {name}, which its index says it does")
             for name, stored in there.items():
                 if expected and name not in expected:
+                    self.notes.append(f"{file.name} holds {name}, which the index does not name")
                     continue
                 self._places[name] = _Place(file, stored)
                 found.append(PlainTensor(name, stored.shape, stored.dtype))
+            tied |= {name: kept for name, kept in described.items() if kept in there}
+        # Whatever else a header says about itself names no tensor, or the tensor is there.
+        self.tied: Mapping[str, str] = {
+            name: kept
+            for name, kept in tied.items()
+            if kept in self._places and name not in self._places
+        }
+        for name, kept in self.tied.items():
+            stored = self._places[kept].stored
+            self._places[name] = self._places[kept]
+            found.append(PlainTensor(name, stored.shape, stored.dtype))
         self.tensors: Sequence[PlainTensor] = found
 
     def read(self, tensor: PlainTensor) -> torch.Tensor:
@@ -209,41 +246,77 @@ def _files(path: Path) -> Iterator[tuple[Path, set[str]]]:
     index = path if path.name.endswith(INDEX) else index_of(path)
     if not index.is_file():
         raise CheckpointError(f"{path} does not exist")
+    by_file: dict[str, set[str]] = {}
     try:
-        weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        names = sorted(set(weight_map.values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if index.stat().st_size > _MAX_HEADER:
+            raise ValueError(f"it is longer than {_MAX_HEADER} bytes")
+        weight_map = read_json(index.read_bytes()).get("weight_map")
+        if type(weight_map) is not dict:
+            raise ValueError("it has no weight_map")
+        for key, name in weight_map.items():
+            by_file.setdefault(check_file_name(name, check_name(key)), set()).add(key)
+    except ValueError as error:
         raise CheckpointError(f"{index} cannot be read ({error}); it is damaged") from error
-    for name in names:
-        file = index.with_name(Path(name).name)
+    for name in sorted(by_file):
+        file = index.with_name(name)
         if not file.is_file():
             raise CheckpointError(f"{index} is incomplete: {name} is missing")
-        yield file, {key for key, of in weight_map.items() if of == name}
+        yield file, by_file[name]
 
 
-def _read_header(file: Path) -> Iterator[tuple[str, StoredTensor]]:
+def _read_header(file: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """Where the tensors of a file are, and what else its header says."""
     size = file.stat().st_size
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         if size < 8 or length > min(size - 8, _MAX_HEADER):
-            raise CheckpointError(f"{file} is no {SUFFIX} file, or it is truncated")
+            raise CheckpointError(f"{file} is not a {SUFFIX} file, or it is truncated")
         content = opened.read(length)
     try:
-        header = json.loads(content)
-        header.pop(_METADATA, None)
-        found = {name: _stored(entry, 8 + length) for name, entry in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        header = read_json(content)
+        described = header.pop(_METADATA, {})
+        if type(described) is not dict or any(type(v) is not str for v in described.values()):
+            raise ValueError(f"{_METADATA} is not strings by name")
+        found = {check_name(name): _stored(entry, 8 + length) for name, entry in header.items()}
+    except ValueError as error:
         raise CheckpointError(f"{file} cannot be read ({error}); it is damaged") from error
-    for name, stored in found.items():
-        end = stored.offset + math.prod(stored.shape) * stored.dtype.itemsize
+    end = 8 + length
+    for name, stored in sorted(found.items(), key=lambda item: (item[1].offset, _length(item[1]))):
+        if stored.offset != end:
+            raise CheckpointError(
+                f"{file} is damaged: {name} starts at byte {stored.offset}, and what is in front "
+                f"of it ends at {end}"
+            )
+        end += _length(stored)
         if end > size:
             raise CheckpointError(f"{file} is truncated: {name} ends at {end} of {size} bytes")
-    yield from found.items()
+    if end != size:
+        raise CheckpointError(f"{file} is damaged: it has {size} bytes, and its tensors end at {end}")
+    return found, described
 
 
-def _stored(entry: dict[str, Any], base: int) -> StoredTensor:
-    begin, end = map(int, entry["data_offsets"])
-    dtype, shape = _DTYPES[entry["dtype"]], tuple(map(int, entry["shape"]))
-    if begin < 0 or min(shape, default=0) < 0 or end - begin != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"{entry} is no tensor")
-    return StoredTensor(dtype, shape, base + begin)
+def _length(stored: StoredTensor) -> int:
+    return math.prod(stored.shape) * stored.dtype.itemsize
+
+
+def _stored(entry: Any, base: int) -> StoredTensor:
+    """Where a tensor is, from what the header says of it.
+
+    Raises:
+        ValueError: It is not a tensor.
+    """
+    if type(entry) is not dict or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"{shown(entry)} has to be a dtype, a shape and offsets")
+    name, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if type(name) is not str or name not in _DTYPES:
+        raise ValueError(f"dtype {shown(name)} is not one of {', '.join(_DTYPES)}")
+    if type(shape) is not list or type(offsets) is not list or len(offsets) != 2:
+        raise ValueError("a shape and two offsets have to be lists")
+    if len(shape) > MAX_DIMS:
+        raise ValueError(f"a tensor has {len(shape)} dimensions, more than {MAX_DIMS}")
+    begin, end = map(integer, offsets)
+    stored = StoredTensor(_DTYPES[name], tuple(map(integer, shape)), base + begin)
+    check_shape(stored.shape, stored.dtype, "a tensor")
+    if end - begin != _length(stored):
+        raise ValueError(f"{stored.shape} of {name} does not take {end - begin} bytes")
+    return stored

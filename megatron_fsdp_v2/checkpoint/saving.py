@@ -9,7 +9,7 @@ import shutil
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, override
 
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save as save_state_dict
 from torch.distributed.checkpoint.storage import WriteResult
@@ -31,6 +31,7 @@ from megatron_fsdp_v2.checkpoint.entries import (
     model_entries,
     parameter_names,
     state_entries,
+    tied_entries,
 )
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError
 from megatron_fsdp_v2.checkpoint.manifest import MANIFEST, Manifest, StoredFile, StoredItem
@@ -67,7 +68,7 @@ def save(
 
     Everything is written into `<path>.incomplete`, which is renamed when it is complete and on
     disk: whatever happens before leaves a checkpoint that was at `path` as it is. Replicated values
-    are written once. It can be loaded at any world size and with any strategy.
+    and tied parameters are written once. It can be loaded at any world size and with any strategy.
 
     Args:
         path: The folder to make. A checkpoint that is there is replaced in the end.
@@ -88,12 +89,13 @@ def save(
     # Two spellings of one path are one path.
     target = Path(os.path.abspath(path))
     units, group = _units(model), _group_beside(_world()) if async_save else None
+    tied = tied_entries(model)
     staged = together(
         f"save to {target}",
         lambda: _begun(target, lambda: _entries(model, optimizer, extra), copies=async_save),
         undo=lambda: _end(target),
     )
-    write = functools.partial(_write, target, staged, units, group)
+    write = functools.partial(_write, target, staged, units, tied, group)
     if async_save:
         return _in_background(write)
     write()
@@ -134,6 +136,9 @@ def _entries(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any
 ) -> dict[str, Any]:
     entries = model_entries(model)
+    for key in tied_entries(model):
+        # Written under its first name.
+        del entries[key]
     if optimizer is not None:
         names = parameter_names(model)
         entries |= state_entries(optimizer, names)
@@ -179,14 +184,18 @@ def _in_background(write: Callable[[], None]) -> Future[None]:
     return future
 
 
-def _write(target: Path, staged: dict[str, Any], units: dict[str, str], group: Any) -> None:
+def _write(
+    target: Path, staged: dict[str, Any], units: dict[str, str], tied: dict[str, str], group: Any
+) -> None:
     try:
-        _write_beside(target, staged, units, group)
+        _write_beside(target, staged, units, tied, group)
     finally:
         _end(target)
 
 
-def _write_beside(target: Path, staged: dict[str, Any], units: dict[str, str], group: Any) -> None:
+def _write_beside(
+    target: Path, staged: dict[str, Any], units: dict[str, str], tied: dict[str, str], group: Any
+) -> None:
     is_alone = not dist.is_initialized()
     folder = target.with_name(target.name + INCOMPLETE)
     if is_alone or dist.get_rank(group) == 0:
@@ -194,7 +203,7 @@ def _write_beside(target: Path, staged: dict[str, Any], units: dict[str, str], g
     if not is_alone:
         # Nobody writes into what the first rank is about to remove.
         dist.barrier(group)
-    writer = _Writer(folder, target, units)
+    writer = _Writer(folder, target, units, tied)
     try:
         save_state_dict(
             staged, storage_writer=writer, planner=Planner(), process_group=group, no_dist=is_alone
@@ -223,9 +232,12 @@ class _CheckedResult(WriteResult):
 class _Writer(FileSystemWriter):
     """Torch's writer of files; what it wrote is read once more and summed up, then renamed."""
 
-    def __init__(self, folder: Path, target: Path, units: dict[str, str]) -> None:
+    def __init__(
+        self, folder: Path, target: Path, units: dict[str, str], tied: dict[str, str]
+    ) -> None:
         super().__init__(folder, single_file_per_rank=True, sync_files=True)
         self._folder, self._target, self._units = folder, target, units
+        self._tied = tied
 
     @override
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
@@ -252,7 +264,7 @@ class _Writer(FileSystemWriter):
     @override
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Complete the checkpoint and put it where it belongs. On the first rank only."""
-        super().finish(metadata, results)
+        super().finish(metadata, [*results, self._named_again(metadata, results)])
         files: dict[str, list[StoredItem]] = {}
         for result in (result for of_rank in results for result in of_rank):
             assert isinstance(result, _CheckedResult)
@@ -275,6 +287,20 @@ class _Writer(FileSystemWriter):
         _sync(self._folder / MANIFEST)
         _sync(self._folder)
         _put_in_place(self._folder, self._target)
+
+
+    def _named_again(
+        self, metadata: Metadata, results: list[list[WriteResult]]
+    ) -> list[WriteResult]:
+        """Where tensors lie that were written under another of their names."""
+        found: list[WriteResult] = []
+        entries = metadata.state_dict_metadata
+        for key, written in self._tied.items():
+            entries[key] = entries[written]
+            for result in (result for of_rank in results for result in of_rank):
+                if result.index.fqn == written:
+                    found.append(replace(result, index=MetadataIndex(key, result.index.offset, result.index.index)))
+        return found
 
 
 def _crc32(file: Any, offset: int, length: int, scratch: bytearray) -> int:

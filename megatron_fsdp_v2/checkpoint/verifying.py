@@ -6,17 +6,19 @@ import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from megatron_fsdp_v2.checkpoint.archives import ARCHIVE_ERRORS, open_archive
 from megatron_fsdp_v2.checkpoint.coverage import coverage_problems
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError
-from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder
+from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder, load_plain
+from megatron_fsdp_v2.checkpoint.kinds import Kind, find_kind
 from megatron_fsdp_v2.checkpoint.manifest import MANIFEST, StoredFile
 from megatron_fsdp_v2.checkpoint.metadata import needed_bytes
 from megatron_fsdp_v2.checkpoint.plain_tensors import Progress
+from megatron_fsdp_v2.checkpoint.safetensors_files import SafetensorsSource
 from megatron_fsdp_v2.checkpoint.stored_tensor import FileView, checksum
 
 __all__ = ["Report", "verify"]
@@ -29,7 +31,8 @@ class Report:
     """What was found out about a checkpoint.
 
     Attributes:
-        path: Its folder.
+        path: Its folder, file or index.
+        kind: What kind it is.
         problems: What is wrong, a sentence each.
         notes: What could not be found out, a sentence each.
         num_files: Files that were looked at.
@@ -37,6 +40,7 @@ class Report:
     """
 
     path: Path
+    kind: Kind = Kind.FOLDER
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     num_files: int = 0
@@ -49,47 +53,84 @@ class Report:
 
 
 def verify(path: str | Path, progress: Progress | None = None) -> Report:
-    """Compare a checkpoint with its manifest, and its metadata with itself.
+    """Compare a checkpoint with what it says about itself, and every byte with its checksum.
 
     One process, no process group. Where there is no manifest, the checksums that `torch.save`
-    keeps of its records are used, which leave out a few bytes around each of them.
+    keeps of its records are used, which leave out a few bytes around each of them. Safetensors
+    files have none: names, shapes, offsets and lengths are compared.
 
     Args:
-        path: The folder.
+        path: A folder, a `.safetensors` file, index or folder, or a `.pt` file; see `find_kind`.
         progress: Told how many bytes of how many were read.
 
     Returns:
         What was found; a checkpoint that cannot even be opened has one problem.
     """
     report = Report(Path(path))
+    told = progress or (lambda done, total: None)
     try:
-        folder = CheckpointFolder(path)
+        report.kind, found = find_kind(path)
+        if report.kind is Kind.SAFETENSORS:
+            _verify_safetensors(found, report)
+        elif report.kind is Kind.PT:
+            _verify_pt(found, report, told)
+        else:
+            _verify_folder(CheckpointFolder(found), report, told)
     except CheckpointError as error:
         report.problems.append(str(error))
-        return report
+    return report
+
+
+def _verify_safetensors(path: Path, report: Report) -> None:
+    source = SafetensorsSource(path)
+    report.num_files = len(source.files)
+    report.notes.extend(source.notes)
+    report.notes.append(
+        "safetensors files have no checksums: names, shapes, offsets and lengths were compared, "
+        "and no element"
+    )
+
+
+def _verify_pt(path: Path, report: Report, progress: Progress) -> None:
+    # Whatever was saved, not a model alone.
+    load_plain(path, str(path), mmap=zipfile.is_zipfile(path))
+    report.num_files = 1
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        if zipfile.is_zipfile(file):
+            found, has_checksums = _record_problems(file)
+            report.problems.extend(f"{path.name}: {problem}" for problem in found)
+        else:
+            has_checksums = False
+    if has_checksums:
+        report.nbytes = size
+    else:
+        report.notes.append("the file has no checksums: it was loaded, and no element compared")
+    progress(size, size)
+
+
+def _verify_folder(folder: CheckpointFolder, report: Report, progress: Progress) -> None:
     report.problems.extend(_structure_problems(folder))
     files = dict(folder.manifest.files) if folder.manifest is not None else {}
     names = sorted(files.keys() | needed_bytes(folder.metadata).keys())
     sizes: dict[str, int] = {}
     for name in names:
+        file = folder.path / name
         try:
             folder.check_file(name)
-            sizes[name] = (folder.path / name).stat().st_size
+            sizes[name] = file.stat().st_size
         except CheckpointError as error:
             report.problems.append(str(error))
             # What is there of it is still looked at.
-            if folder.manifest is not None and (folder.path / name).is_file():
+            if name in files and file.is_file() and not file.is_symlink():
                 sizes[name] = files[name].nbytes
-    _Reading(folder, report, progress or (lambda done, total: None), sum(sizes.values())).read(
-        sizes, files
-    )
+    _Reading(folder, report, progress, sum(sizes.values())).read(sizes, files)
     report.num_files = len(names)
     if folder.manifest is not None:
         known = {*names, MANIFEST}
         others = sorted(p.name for p in folder.path.iterdir() if p.name not in known)
         if others:
             report.notes.append(f"not in the manifest, and not looked at: {', '.join(others)}")
-    return report
 
 
 def _structure_problems(folder: CheckpointFolder) -> Iterator[str]:
@@ -118,10 +159,11 @@ class _Reading:
         self._total = total
         self._done = 0
         self._buffer = bytearray(_READ_BYTES)
-        self._keys: dict[tuple[str, int], tuple[str, int]] = {
-            (info.relative_path, info.offset): (index.fqn, info.length)
-            for index, info in (folder.metadata.storage_data or {}).items()
-        }
+        self._keys: dict[tuple[str, int], tuple[str, int]] = {}
+        for index, info in (folder.metadata.storage_data or {}).items():
+            # Of several names for one item the first is the one it was saved as.
+            place = (info.relative_path, info.offset)
+            self._keys.setdefault(place, (index.fqn, info.length))
 
     def read(self, sizes: dict[str, int], files: dict[str, StoredFile]) -> None:
         """Read files, by the items a manifest knows, or those the metadata knows."""
@@ -170,15 +212,9 @@ class _Reading:
         items = sorted((at, *what) for (of, at), what in self._keys.items() if of == name)
         for offset, key, length in items:
             source = FileView(file, offset, length)
-            try:
-                with zipfile.ZipFile(source) as archive:
-                    results = [self._record_problem(archive, r) for r in archive.infolist()]
-            except (zipfile.BadZipFile, OSError, ValueError) as error:
-                results = [str(error), ""]
+            found, has_checksums = _record_problems(source)
             self._advance(length)
-            found = [problem for problem in results if problem]
-            # Torch can be told to leave checksums out, and then none of them is right.
-            if len(found) == len(results):
+            if not has_checksums:
                 has_none += 1
                 continue
             self._report.nbytes += length
@@ -188,15 +224,32 @@ class _Reading:
                 )
         return has_none
 
-    def _record_problem(self, archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> str:
-        try:
-            with archive.open(record) as opened:
-                while opened.read(_READ_BYTES):
-                    pass
-        except (zipfile.BadZipFile, OSError, ValueError, EOFError) as error:
-            return str(error)
-        return ""
-
     def _advance(self, count: int) -> None:
         self._done += count
         self._progress(self._done, self._total)
+
+
+def _record_problems(file: Any) -> tuple[list[str], bool]:
+    """What is wrong with records that `torch.save` wrote, and whether they have checksums at all."""
+    try:
+        with open_archive(file) as archive:
+            results = [_record_problem(archive, record) for record in archive.infolist()]
+    except ARCHIVE_ERRORS as error:
+        return [_reason(error)], True
+    found = [problem for problem in results if problem]
+    # Torch can be told to leave checksums out, and then none of them is right.
+    return found, not results or len(found) < len(results)
+
+
+def _record_problem(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> str:
+    try:
+        with archive.open(record) as opened:
+            while opened.read(_READ_BYTES):
+                pass
+    except ARCHIVE_ERRORS as error:
+        return _reason(error)
+    return ""
+
+
+def _reason(error: BaseException) -> str:
+    return str(error) or type(error).__name__

@@ -124,6 +124,21 @@ class FolderWriter:
             block = block.clone()
         self._write(index, lambda file: torch.save(block, file))
 
+    def add_name(self, key: str, of: str, path: tuple[str, ...] = ()) -> None:
+        """Give a tensor that is written another name; its blocks are there once.
+
+        Args:
+            key: The other name.
+            of: What it was written as.
+            path: As in `add_block`.
+        """
+        entry = self._entries[key] = self._entries[of]
+        if path:
+            self._paths[key] = path
+        for number, chunk in enumerate(entry.chunks):
+            place = self._storage[MetadataIndex(of, chunk.offsets)]
+            self._storage[MetadataIndex(key, chunk.offsets, number)] = place
+
     def add_object(self, key: str, value: Any) -> None:
         """Write something that is no tensor."""
         self._entries[key] = BytesStorageMetadata()

@@ -1,0 +1,200 @@
+"""What `verify`, `inspect` and `convert` say of every kind of checkpoint, and of shared tensors.
+
+Files are written by torch, safetensors and transformers, not by this package alone.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch as safetensors
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from torch import nn
+
+from megatron_fsdp_v2 import checkpoint
+from megatron_fsdp_v2.checkpoint.errors import CheckpointError
+from megatron_fsdp_v2.checkpoint.exporting import convert, export
+from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder
+from megatron_fsdp_v2.checkpoint.inspecting import inspect
+from megatron_fsdp_v2.checkpoint.verifying import verify
+from megatron_fsdp_v2.checkpoint.writing import FolderWriter
+from megatron_fsdp_v2.cli import main
+
+
+class Tied(nn.Module):
+    """An embedding that the head shares, and a buffer with two names."""
+
+    def __init__(self, is_tied: bool = True) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(512, 16)
+        self.inner = nn.Linear(16, 16)
+        self.head = nn.Linear(16, 512, bias=False)
+        self.register_buffer("scale", torch.rand(16))
+        self.inner.register_buffer("scale", self.scale if is_tied else torch.rand(16))
+        if is_tied:
+            self.head.weight = self.embed.weight
+
+
+@pytest.fixture(scope="module")
+def language_model(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        tie_word_embeddings=True,
+    )
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def bytes_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("*.distcp"))
+
+
+@pytest.mark.parametrize("max_shard_size", ["1GB", "20KB"], ids=["one-file", "index"])
+def test_verify_finds_nothing_wrong_with_what_transformers_wrote_and_finds_damage(
+    language_model: Any, tmp_path: Path, max_shard_size: str
+) -> None:
+    language_model.save_pretrained(tmp_path, max_shard_size=max_shard_size)
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert (len(files) > 1) == (max_shard_size == "20KB")
+    report = verify(tmp_path)
+    assert report.problems == []
+    assert report.num_files == len(files)
+    assert any("no checksums" in note for note in report.notes)
+    assert main(["ckpt", "verify", str(tmp_path)]) == 0
+    assert main(["ckpt", "verify", str(files[0])]) == 0
+    assert len(inspect(tmp_path).tensors) == len(language_model.state_dict()) - 1
+    content = files[-1].read_bytes()
+    for damaged in (content[:-4], content + b"0000", content[:8] + b"[" + content[9:]):
+        files[-1].write_bytes(damaged)
+        assert not verify(tmp_path).is_good
+        assert main(["ckpt", "verify", str(tmp_path)]) == 1
+    files[-1].unlink()
+    assert main(["ckpt", "verify", str(tmp_path)]) == 1
+
+
+def test_an_index_and_its_files_have_to_agree(language_model: Any, tmp_path: Path) -> None:
+    language_model.save_pretrained(tmp_path, max_shard_size="20KB")
+    index = tmp_path / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    name, file = next(iter(content["weight_map"].items()))
+    index.write_text(json.dumps({"weight_map": content["weight_map"] | {"other.weight": file}}))
+    assert "does not hold other.weight" in verify(tmp_path).problems[0]
+    del content["weight_map"][name]
+    index.write_text(json.dumps(content))
+    assert any(f"holds {name}, which the index" in note for note in verify(tmp_path).notes)
+
+
+def test_every_kind_is_verified_for_what_it_is(tmp_path: Path) -> None:
+    tensors = {"a": torch.rand(300, 3), "b": torch.arange(5)}
+    safetensors.save_file(tensors, tmp_path / "x.safetensors")
+    torch.save(tensors, tmp_path / "x.pt")
+    torch.save(tensors, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    dcp.save(dict(tensors), checkpoint_id=tmp_path / "dcp", no_dist=True)
+    checkpoint.save(tmp_path / "ours", nn.Linear(3, 3))
+    for name in ("x.safetensors", "x.pt", "old.pt", "dcp", "ours"):
+        report = verify(tmp_path / name)
+        assert report.problems == [], name
+        assert main(["ckpt", "verify", str(tmp_path / name)]) == 0
+        assert len(inspect(tmp_path / name).tensors) == 2
+    for name in ("x.pt", "dcp/__0_0.distcp"):
+        file = tmp_path / name
+        content = bytearray(file.read_bytes())
+        content[content.find(tensors["a"].numpy().tobytes()) + 40] ^= 1
+        file.write_bytes(content)
+    assert not verify(tmp_path / "x.pt").is_good
+    assert not verify(tmp_path / "dcp").is_good
+    assert not verify(tmp_path / "nothing").is_good
+
+
+def test_overlapping_chunks_that_leave_a_gap_are_found(tmp_path: Path) -> None:
+    for name, starts, is_good in (("good", (0, 10, 20), True), ("bad", (0, 5, 20), False)):
+        writer = FolderWriter(tmp_path / name)
+        for start in starts:
+            for column in (0, 3):
+                writer.add_block("model.x", (30, 6), (start, column), torch.ones(10, 3))
+        writer.finish()
+        assert verify(tmp_path / name).is_good == is_good
+    assert "overlap" in verify(tmp_path / "bad").problems[0]
+    assert bool((CheckpointFolder(tmp_path / "good").read_tensor("model.x") == 1).all())
+    with pytest.raises(CheckpointError, match="overlap"):
+        CheckpointFolder(tmp_path / "bad").read_tensor("model.x")
+
+
+def test_a_shared_tensor_is_saved_once_and_found_under_all_its_names(tmp_path: Path) -> None:
+    model, untied = Tied(), Tied(is_tied=False)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    checkpoint.save(tmp_path / "tied", model)
+    checkpoint.save(tmp_path / "untied", untied)
+    shared = model.head.weight.nbytes
+    saved = bytes_of(tmp_path / "untied") - bytes_of(tmp_path / "tied")
+    assert saved >= shared
+    assert verify(tmp_path / "tied").problems == []
+    state = model.state_dict()
+    # Into a model that shares it, into one that does not, and by torch alone.
+    for other in (Tied(), Tied(is_tied=False)):
+        checkpoint.load(tmp_path / "tied", other)
+        assert all(torch.equal(value, state[name]) for name, value in other.state_dict().items())
+    theirs = {"model": {name: torch.zeros_like(value) for name, value in state.items()}}
+    dcp.load(theirs, checkpoint_id=tmp_path / "tied", no_dist=True)
+    assert all(torch.equal(value, state[name]) for name, value in theirs["model"].items())
+    # What did not share it still loads into a model that does.
+    checkpoint.load(tmp_path / "untied", Tied())
+    checkpoint.save(tmp_path / "both", model, optimizer, async_save=True).result()
+    checkpoint.load(tmp_path / "both", Tied(), None)
+
+
+def test_exports_hold_a_shared_tensor_once_and_every_name_comes_back(tmp_path: Path) -> None:
+    model = Tied()
+    state = model.state_dict()
+    checkpoint.save(tmp_path / "saved", model)
+    one = export(tmp_path / "saved", tmp_path / "m.safetensors")
+    assert one.num_tensors == len(state)
+    once = sum(v.nbytes for k, v in state.items() if k not in ("head.weight", "inner.scale"))
+    assert one.nbytes == once
+    with safe_open(tmp_path / "m.safetensors", "pt") as opened:
+        assert opened.metadata()["head.weight"] == "embed.weight"
+        assert "head.weight" not in opened.keys()  # noqa: SIM118
+    other = Tied()
+    assert safetensors.load_model(other, tmp_path / "m.safetensors") == (set(), [])
+    assert all(torch.equal(v, state[k]) for k, v in other.state_dict().items())
+
+    export(tmp_path / "saved", tmp_path / "m.pt")
+    assert (tmp_path / "m.pt").stat().st_size < once + 10_000
+    loaded = torch.load(tmp_path / "m.pt", weights_only=True)
+    assert loaded["head.weight"].data_ptr() == loaded["embed.weight"].data_ptr()
+    convert(tmp_path / "saved", tmp_path / "sharded.safetensors", max_shard_bytes=2000)
+    sources = ["m.safetensors", "m.pt", "saved", "sharded.safetensors"]
+    for number, source in enumerate(sources):
+        for suffix in ("", ".pt", ".safetensors"):
+            target = tmp_path / f"t{number}{suffix}"
+            convert(tmp_path / source, target)
+            assert verify(target).problems == []
+            assert {t.name.removeprefix("model.") for t in inspect(target).tensors} == set(state)
+        folder = CheckpointFolder(tmp_path / f"t{number}")
+        assert bytes_of(folder.path) < once + 10_000
+        for name, value in state.items():
+            assert torch.equal(folder.read_tensor(f"model.{name}"), value)
+
+
+def test_transformers_loads_an_export_of_its_own_tied_model(
+    language_model: Any, tmp_path: Path
+) -> None:
+    checkpoint.save(tmp_path / "saved", language_model)
+    for limit in (10**9, 20_000):
+        out = tmp_path / f"hf{limit}"
+        export(tmp_path / "saved", out / "model.safetensors", max_shard_bytes=limit)
+        language_model.config.save_pretrained(out)
+        loaded, info = type(language_model).from_pretrained(out, output_loading_info=True)
+        assert not info["missing_keys"]
+        assert not info["unexpected_keys"]
+        for name, value in language_model.state_dict().items():
+            assert torch.equal(loaded.state_dict()[name], value)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import struct
 import zipfile
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 __all__ = ["ARCHIVE_ERRORS", "DESCRIPTION", "open_archive", "record_of"]
@@ -27,6 +29,9 @@ ARCHIVE_ERRORS = (
     NotImplementedError,
 )
 """What reading a damaged archive raises."""
+
+
+_END = 22
 
 
 @contextlib.contextmanager
@@ -55,9 +60,18 @@ def open_archive(file: Any) -> Iterator[zipfile.ZipFile]:
             total += record.file_size
         if total > archive.start_dir:
             raise ValueError("the records of the archive are longer than the archive")
-        if archive.comment or min((r.header_offset for r in archive.infolist()), default=0) != 0:
+        starts = [record.header_offset for record in archive.infolist()]
+        if archive.comment or min(starts, default=0) != 0 or not _ends(file):
             raise ValueError("there is something in front of the archive, or behind it")
         yield archive
+
+
+def _ends(file: Any) -> bool:
+    """Whether a file ends with the last record of an archive without a comment."""
+    with contextlib.ExitStack() as stack:
+        opened = file if hasattr(file, "read") else stack.enter_context(Path(file).open("rb"))
+        opened.seek(-_END, os.SEEK_END)
+        return bool(opened.read(4) == b"PK\x05\x06")
 
 
 def record_of(archive: zipfile.ZipFile, name: str) -> zipfile.ZipInfo | None:

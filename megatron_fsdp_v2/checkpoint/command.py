@@ -24,7 +24,7 @@ _UNITS = {"": 1, "B": 1}
 _UNITS |= {f"{u}B": 1000 ** (i + 1) for i, u in enumerate("KMGT")}
 _UNITS |= {f"{u}iB": 1024 ** (i + 1) for i, u in enumerate("KMGT")}
 
-_KINDS = "a folder of torch's distributed checkpoint, .safetensors (or its index) or .pt"
+_KINDS = "folder of torch's distributed checkpoint; .safetensors, its index or its folder; or .pt"
 _SHOWN = 8
 
 

@@ -24,12 +24,12 @@ from megatron_fsdp_v2.checkpoint.plain_tensors import (
 )
 from megatron_fsdp_v2.checkpoint.pt_files import SUFFIXES as PT_SUFFIXES
 from megatron_fsdp_v2.checkpoint.pt_files import PtSource, write_pt
+from megatron_fsdp_v2.checkpoint.safetensors_files import SUFFIX as SAFETENSORS_SUFFIX
 from megatron_fsdp_v2.checkpoint.safetensors_files import (
     SafetensorsSource,
     index_of,
     write_safetensors,
 )
-from megatron_fsdp_v2.checkpoint.safetensors_files import SUFFIX as SAFETENSORS_SUFFIX
 from megatron_fsdp_v2.checkpoint.writing import FolderWriter
 
 __all__ = ["MAX_SHARD_BYTES", "Exported", "convert", "export", "open_source"]

@@ -348,7 +348,7 @@ def load_plain(
     known = torch.serialization.get_safe_globals()
     try:
         check_plain_data(file, safe_globals)
-        # Torch forgets in the end whatever it is told here, also where a program had said so before.
+        # Torch forgets in the end what it is told here, also where a program had said so before.
         with torch.serialization.safe_globals([g for g in safe_globals if g not in known]):
             return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
     # Damaged archives and pickles raise nearly anything.

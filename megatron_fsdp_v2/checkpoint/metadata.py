@@ -240,8 +240,8 @@ def _index(value: Any) -> MetadataIndex:
 
 def _storage_info(key: str, value: Any) -> _StorageInfo:
     fields = _fields(value, f"{_DCP}.filesystem._StorageInfo", key)
-    name, transforms = fields.get("relative_path"), fields.get("transform_descriptors")
-    check_file_name(name, key)
+    name = check_file_name(fields.get("relative_path"), key)
+    transforms = fields.get("transform_descriptors")
     offset, length = (_integer(fields.get(which), key) for which in ("offset", "length"))
     if offset + length > MAX_INT:
         raise ValueError(f"{key} is said to end at byte {offset + length} of a file")

@@ -141,9 +141,15 @@ class FolderSource:
         return data
 
 
-def natural_order(name: str) -> list[tuple[int, str]]:
+def natural_order(name: str) -> list[tuple[int, str, str]]:
     """A key to sort names by, numbers in them as numbers."""
-    return [(int(part) if part.isdecimal() else -1, part) for part in re.split(r"([0-9]+)", name)]
+    parts = re.split(r"([0-9]+)", name)
+    # Every other one is a number, of any length: the longer one is larger.
+    numbers = [part.lstrip("0") if i % 2 else "" for i, part in enumerate(parts)]
+    return [
+        (len(number), number, part) if i % 2 else (-1, "", part)
+        for i, (number, part) in enumerate(zip(numbers, parts, strict=True))
+    ]
 
 
 def _by_prefix(folder: CheckpointFolder, prefix: str | None) -> list[ModelTensor]:

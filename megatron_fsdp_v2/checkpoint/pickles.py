@@ -8,6 +8,7 @@ hashed or compared, so that the bytes decide about nothing but the tree that is 
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -153,7 +154,15 @@ def read_pickle(
 _MARK = object()
 _SET = Name("builtins", "set")
 _FROZEN_SET = Name("builtins", "frozenset")
-_CONSTANTS: dict[int, Any] = {ord("N"): None, 0x88: True, 0x89: False, ord(")"): ()}
+_CONSTANTS: dict[int, Any] = {
+    ord("N"): None,
+    0x88: True,
+    0x89: False,
+    ord(")"): (),
+    ord("("): _MARK,
+}
+_MEMOIZE, _BINGET, _LONG_BINGET, _STOP = 0x94, ord("h"), ord("j"), ord(".")
+_UINT32 = struct.Struct("<I")
 _MAX_PROTOCOL = 5
 _MAX_LINE = 1024
 
@@ -171,10 +180,13 @@ _SIZED = {
 the bytes are."""
 
 _NUMBERS = {
-    ord("J"): "<i",
-    ord("K"): "<B",
-    ord("M"): "<H",
-    ord("G"): ">d",
+    ord(code): (form.unpack_from, form.size)
+    for code, form in {
+        "J": struct.Struct("<i"),
+        "K": struct.Struct("<B"),
+        "M": struct.Struct("<H"),
+        "G": struct.Struct(">d"),
+    }.items()
 }
 
 
@@ -190,11 +202,10 @@ class _Machine:
         self._others: dict[int, Callable[[], None]] = {
             0x80: self._protocol,
             0x95: self._frame,
-            ord("("): lambda: self._stack.append(_MARK),
             ord("t"): lambda: self._stack.append(tuple(self._marked())),
-            0x85: lambda: self._tuple(1),
-            0x86: lambda: self._tuple(2),
-            0x87: lambda: self._tuple(3),
+            0x85: functools.partial(self._tuple, 1),
+            0x86: functools.partial(self._tuple, 2),
+            0x87: functools.partial(self._tuple, 3),
             ord("]"): lambda: self._stack.append([]),
             ord("a"): lambda: self._append([self._pop()]),
             ord("e"): lambda: self._append(self._marked()),
@@ -205,11 +216,8 @@ class _Machine:
             0x90: self._add_items,
             0x91: lambda: self._stack.append(Call(_FROZEN_SET, (self._marked(),), False, [])),
             0x8A: self._long,
-            ord("h"): lambda: self._stack.append(self._memo[self._number("<B")]),
-            ord("j"): lambda: self._stack.append(self._memo[self._number("<I")]),
             ord("q"): lambda: self._remember(self._number("<B")),
             ord("r"): lambda: self._remember(self._number("<I")),
-            0x94: lambda: self._remember(len(self._memo)),
             ord("c"): lambda: self._name(self._line(), self._line()),
             0x93: self._stack_name,
             ord("R"): lambda: self._call(is_new=False),
@@ -220,30 +228,52 @@ class _Machine:
 
     def run(self) -> Any:
         """Work through the operations; what is left in the end is what was pickled."""
-        content, stack = self._content, self._stack
+        content, stack, memo, at = self._content, self._stack, self._memo, self.at
         while True:
-            code = content[self.at]
-            self.at += 1
-            if code in _NUMBERS:
-                stack.append(self._number(_NUMBERS[code]))
+            code = content[at]
+            at += 1
+            # Most operations of metadata are one of these; a call for each would take three times
+            # as long.
+            if code == _MEMOIZE:
+                memo[len(memo)] = stack[-1]
+            elif code == _BINGET:
+                stack.append(memo[content[at]])
+                at += 1
+            elif code in _NUMBERS:
+                unpack, size = _NUMBERS[code]
+                stack.append(unpack(content, at)[0])
+                at += size
+            elif code == _LONG_BINGET:
+                stack.append(memo[_UINT32.unpack_from(content, at)[0]])
+                at += 4
             elif code in _CONSTANTS:
                 stack.append(_CONSTANTS[code])
-            elif code in _SIZED:
-                length, kind = _SIZED[code]
-                found = self._bytes(self._number(length))
-                stack.append(str(found, "utf-8") if kind is str else found)
-            elif code in self._others:
-                self._others[code]()
-            elif code == ord("."):
-                found = self._pop()
-                if stack:
-                    raise PickleError(f"{len(stack)} values are left over")
-                return found
+            elif code == _STOP:
+                self.at = at
+                return self._result()
             else:
-                raise PickleError(
-                    f"the pickle has the operation {bytes([code])!r} at byte {self.at - 1}, which "
-                    "is not allowed"
-                )
+                self.at = at
+                self._work(code)
+                at = self.at
+
+    def _work(self, code: int) -> None:
+        if code in _SIZED:
+            length, kind = _SIZED[code]
+            found = self._bytes(self._number(length))
+            self._stack.append(str(found, "utf-8") if kind is str else found)
+        elif code in self._others:
+            self._others[code]()
+        else:
+            raise PickleError(
+                f"the pickle has the operation {bytes([code])!r} at byte {self.at - 1}, which is "
+                "not allowed"
+            )
+
+    def _result(self) -> Any:
+        found = self._pop()
+        if self._stack:
+            raise PickleError(f"{len(self._stack)} values are left over")
+        return found
 
     def _bytes(self, count: int) -> bytes:
         found = bytes(self._content[self.at : self.at + count])
@@ -286,8 +316,10 @@ class _Machine:
         return found
 
     def _tuple(self, count: int) -> None:
-        found = [self._pop() for _ in range(count)]
-        self._stack.append(tuple(reversed(found)))
+        found = tuple(self._stack[-count:])
+        if len(found) != count or _MARK in found:
+            raise PickleError("the pickle uses a mark as a value")
+        self._stack[-count:] = [found]
 
     def _append(self, values: list[Any]) -> None:
         target = self._top()
@@ -324,8 +356,6 @@ class _Machine:
         self._stack.append(int.from_bytes(found, "little", signed=True))
 
     def _remember(self, number: int) -> None:
-        if self._top() is _MARK:
-            raise PickleError("the pickle uses a mark as a value")
         self._memo[number] = self._top()
 
     def _name(self, module: str, name: str) -> None:

@@ -99,7 +99,10 @@ def _bytes_of(file: Any) -> Iterator[Any]:
         file.seek(0)
         yield file.read()
         return
-    with Path(file).open("rb") as opened, mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ) as map_:
+    with (
+        Path(file).open("rb") as opened,
+        mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ) as map_,
+    ):
         yield map_
 
 
@@ -406,7 +409,7 @@ def _is_numpy(full: str, call: Call) -> bool:
         return False
     length = len(content) if type(content) is bytes else len(content.args[0])
     itemsize = int(re.sub(r"\D", "", dtype.args[0]))
-    return length == math.prod(shape) * itemsize
+    return bool(length == math.prod(shape) * itemsize)
 
 
 def _is_numpy_dtype(call: Call) -> bool:

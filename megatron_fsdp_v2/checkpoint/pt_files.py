@@ -29,6 +29,7 @@ from megatron_fsdp_v2.checkpoint.plain_tensors import (
     written_whole,
 )
 from megatron_fsdp_v2.checkpoint.stored_tensor import STORAGE_DTYPES
+from megatron_fsdp_v2.checkpoint.trust import check_name
 
 __all__ = ["SUFFIXES", "PtSource", "write_pt"]
 
@@ -166,6 +167,10 @@ class PtSource:
                     f"{path} holds {name!r}, which is a {type(value).__name__} and no tensor: save "
                     "the model's state dict alone"
                 )
+            try:
+                check_name(name)
+            except ValueError as error:
+                raise CheckpointError(f"{path} cannot be read: {error}") from error
             # Copied row by row, a few bytes would become as many as their strides say.
             if value.layout != torch.strided or value.nbytes > value.untyped_storage().nbytes():
                 raise CheckpointError(

@@ -291,7 +291,9 @@ def _read_header(file: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
         if end > size:
             raise CheckpointError(f"{file} is truncated: {name} ends at {end} of {size} bytes")
     if end != size:
-        raise CheckpointError(f"{file} is damaged: it has {size} bytes, and its tensors end at {end}")
+        raise CheckpointError(
+            f"{file} is damaged: it has {size} bytes, and its tensors end at {end}"
+        )
     return found, described
 
 

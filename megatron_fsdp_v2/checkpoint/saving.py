@@ -288,7 +288,6 @@ class _Writer(FileSystemWriter):
         _sync(self._folder)
         _put_in_place(self._folder, self._target)
 
-
     def _named_again(
         self, metadata: Metadata, results: list[list[WriteResult]]
     ) -> list[WriteResult]:
@@ -299,7 +298,12 @@ class _Writer(FileSystemWriter):
             entries[key] = entries[written]
             for result in (result for of_rank in results for result in of_rank):
                 if result.index.fqn == written:
-                    found.append(replace(result, index=MetadataIndex(key, result.index.offset, result.index.index)))
+                    found.append(
+                        replace(
+                            result,
+                            index=MetadataIndex(key, result.index.offset, result.index.index),
+                        )
+                    )
         return found
 
 

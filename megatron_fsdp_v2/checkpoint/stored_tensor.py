@@ -17,7 +17,12 @@ from typing import Any, BinaryIO, override
 
 import torch
 
-from megatron_fsdp_v2.checkpoint.archives import ARCHIVE_ERRORS, DESCRIPTION, open_archive, record_of
+from megatron_fsdp_v2.checkpoint.archives import (
+    ARCHIVE_ERRORS,
+    DESCRIPTION,
+    open_archive,
+    record_of,
+)
 from megatron_fsdp_v2.checkpoint.pickles import Call, Name, PersistentId, PickleError, read_pickle
 from megatron_fsdp_v2.checkpoint.trust import DTYPES, MAX_DIMS, integer
 

@@ -45,6 +45,7 @@ DTYPES = {
 """Of elements of tensors, by the name that a pickle has for it."""
 
 _MAX_NAME = 1 << 16
+_MAX_PARTS = 256
 _MAX_FILE_NAME = 255
 _SHOWN = 60
 
@@ -70,6 +71,8 @@ def check_name(name: Any) -> str:
         raise ValueError(f"{shown(name)} is in the place of a name")
     if len(name) > _MAX_NAME:
         raise ValueError(f"a name has {len(name)} characters, more than {_MAX_NAME}")
+    if name.count(".") >= _MAX_PARTS:
+        raise ValueError(f"the name {shown(name)} has more than {_MAX_PARTS} parts")
     if not name.isprintable():
         raise ValueError(f"the name {shown(name)} has characters that cannot be shown")
     return name
@@ -96,13 +99,17 @@ def file_inside(folder: Path, name: str) -> Path:
     """A file of a folder.
 
     Raises:
-        CheckpointError: It is a link to a file that is elsewhere.
+        CheckpointError: It is a link to a file that is elsewhere, or to none.
     """
     file = folder / name
+    if not file.is_symlink():
+        return file
     # Path.resolve() raises where links go in a circle.
-    if file.is_symlink() and Path(os.path.realpath(file)).parent != Path(os.path.realpath(folder)):
+    parent, own = Path(os.path.realpath(file)).parent, Path(os.path.realpath(folder))
+    if parent != own or not file.exists():
         raise CheckpointError(
-            f"{file} is a link to a file outside of its folder; copy the file there if you trust it"
+            f"{file} is a link to nothing, or to a file outside of its folder; copy the file there "
+            "if you trust it"
         )
     return file
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -143,8 +144,15 @@ def _structure_problems(folder: CheckpointFolder) -> Iterator[str]:
             continue
         yield from coverage_problems(key, entry)
         for chunk in entry.chunks:
-            if MetadataIndex(key, chunk.offsets) not in storage:
+            info = storage.get(MetadataIndex(key, chunk.offsets))
+            nbytes = math.prod(chunk.sizes) * entry.properties.dtype.itemsize
+            if info is None:
                 yield f"{key} has a chunk at {tuple(chunk.offsets)} that is in no file"
+            elif nbytes > info.length and not info.transform_descriptors:
+                yield (
+                    f"{key} has a chunk of {nbytes} bytes at {tuple(chunk.offsets)}, and "
+                    f"{info.length} bytes are stored"
+                )
 
 
 class _Reading:
@@ -230,7 +238,7 @@ class _Reading:
 
 
 def _record_problems(file: Any) -> tuple[list[str], bool]:
-    """What is wrong with records that `torch.save` wrote, and whether they have checksums at all."""
+    """What is wrong with records of `torch.save`, and whether they have checksums at all."""
     try:
         with open_archive(file) as archive:
             results = [_record_problem(archive, record) for record in archive.infolist()]

@@ -1,0 +1,609 @@
+"""Files made to do damage: an error in one sentence, and nothing of the process changed."""
+
+from __future__ import annotations
+
+import argparse
+import builtins
+import collections
+import enum
+import io
+import json
+import os
+import pathlib
+import pickle
+import random
+import shutil
+import struct
+import types
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch as safetensors
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint import metadata as dcp_metadata
+from torch.distributed.checkpoint.metadata import Metadata
+
+from megatron_fsdp_v2 import checkpoint
+from megatron_fsdp_v2.checkpoint.errors import CheckpointError
+from megatron_fsdp_v2.checkpoint.exporting import export, open_source
+from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder, load_plain
+from megatron_fsdp_v2.checkpoint.inspecting import inspect
+from megatron_fsdp_v2.checkpoint.manifest import MANIFEST
+from megatron_fsdp_v2.checkpoint.metadata import METADATA
+from megatron_fsdp_v2.checkpoint.verifying import verify
+from megatron_fsdp_v2.cli import main
+
+
+class Color(enum.Enum):
+    """A class with members that everybody shares."""
+
+    RED = 1
+
+
+SHARED = (
+    *(pathlib.Path, pathlib.PosixPath, pathlib.PurePath, pathlib.PurePosixPath),
+    *(torch, torch.Size, torch.Tensor, torch.device, torch.dtype, torch.nn.Parameter),
+    *(collections.OrderedDict, torch.serialization, torch.serialization._get_layout, torch._utils),
+    *(vars(dcp_metadata)[name] for name in dcp_metadata.__all__),
+    *(dcp_metadata._MEM_FORMAT_ENCODING, filesystem._StorageInfo, builtins, os, pickle),
+    *(Color, Color.RED, argparse.Namespace),
+)
+
+
+def attributes(shared: Any) -> dict[str, Any]:
+    """Those of something shared, without what copyreg keeps on a class that it has pickled."""
+    return {name: value for name, value in vars(shared).items() if name != "__slotnames__"}
+
+
+@pytest.fixture(autouse=True)
+def _unchanged(tmp_path: Path) -> Iterator[None]:
+    """Nothing that the process shares is another, and no file beside the checkpoint is."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/keep").write_text("keep")
+    before = [attributes(shared) for shared in SHARED]
+    allowed = set(torch.serialization.get_safe_globals())
+    yield
+    for shared, old in zip(SHARED, before, strict=True):
+        now = attributes(shared)
+        # A module may have been asked for one of its own that is imported late.
+        assert now.keys() == old.keys() or isinstance(shared, types.ModuleType), shared
+        assert all(now[name] is old[name] for name in old), shared
+    assert set(torch.serialization.get_safe_globals()) == allowed
+    assert (tmp_path / "mine/keep").read_text() == "keep"
+    assert not (tmp_path / "made").exists()
+    assert isinstance(Path("x"), pathlib.PosixPath)
+
+
+def genuine(path: Path, *, has_manifest: bool = False) -> Path:
+    """A checkpoint of a linear layer, saved by torch or by this package."""
+    model = nn.Linear(4, 6)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_(torch.arange(param.numel()).view(param.shape))
+    if has_manifest:
+        checkpoint.save(path, model, extra={"step": 3, "name": "x"})
+    else:
+        state = {"model": model.state_dict(), "extra": {"step": 3, "name": "x"}}
+        dcp.save(state, checkpoint_id=path, no_dist=True)
+    return path
+
+
+def is_refused(path: Path, *, inspected: bool = True) -> None:
+    """Every way to read a folder says in its own error what is wrong."""
+    out = path.with_name("out.safetensors")
+    assert not verify(path).is_good
+    assert main(["ckpt", "verify", str(path)]) == 1
+    if inspected:
+        with pytest.raises(CheckpointError):
+            inspect(path)
+        assert main(["ckpt", "inspect", str(path)]) == 2
+    with pytest.raises(CheckpointError):
+        export(path, out)
+    assert main(["ckpt", "export", str(path), str(out)]) == 2
+    with pytest.raises(CheckpointError):
+        checkpoint.load(path, nn.Linear(4, 6))
+    assert not out.exists()
+
+
+def name(module: str, of: str) -> bytes:
+    return b"c" + module.encode() + b"\n" + of.encode() + b"\n"
+
+
+def text(value: str) -> bytes:
+    return b"X" + struct.pack("<I", len(value)) + value.encode()
+
+
+PATH, EVIL = name("pathlib", "PosixPath"), b"}" + text("exists") + b"Ns"
+TWICE = b"q\x00h\x00\x86"
+"""What is on the stack becomes a tuple of it and of itself once more."""
+
+APPENDED = {
+    "state of a class": PATH + EVIL + b"b0",
+    "slots of a class": PATH + b"N" + EVIL + b"\x86b0",
+    "slots of an enumeration": name("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING")
+    + b"N"
+    + EVIL
+    + b"\x86b0",
+    "slots of a function": name("torch.serialization", "_get_layout") + b"N" + EVIL + b"\x86b0",
+    "slots of a dtype's module": name("torch", "float32") + b"N" + EVIL + b"\x86b0",
+    "slots of metadata": name("torch.distributed.checkpoint.metadata", "Metadata")
+    + b"N"
+    + EVIL
+    + b"\x86b0",
+    "call": name("os", "system") + text("touch made") + b"\x85R0",
+    "call of a call": PATH + text("x") + b"\x85R" + text("y") + b"\x85R0",
+    "new": name("os", "system") + text("touch made") + b"\x85\x810",
+    "new with keywords": PATH + b")}\x920",
+    "instance": b"(" + text("touch made") + b"ios\nsystem\n0",
+    "object": b"(" + name("os", "system") + text("touch made") + b"o0",
+    "extension": b"\x82\x010",
+    "persistent id": b"Pabc\n0",
+    "persistent id of the stack": b"K\x01Q0",
+    "dotted name": text("pathlib") + text("Path.home") + b"\x930",
+    "a long of gigabytes": b"\x8b\xff\xff\xff\x7f",
+    "a string of exabytes": b"\x8d" + b"\xff" * 7 + b"\x7f",
+    "bytes of exabytes": b"\x8e" + b"\xff" * 7 + b"\x7f",
+    "bytearray of exabytes": b"\x96" + b"\xff" * 7 + b"\x7f",
+    "frame of exabytes": b"\x95" + b"\xff" * 7 + b"\x7f",
+    "a number of digits": b"I" + b"9" * 10_000 + b"\n0",
+    "memory of gigabytes": b"Nr\xff\xff\xff\xff0",
+    "out of the memory": b"j\xff\xff\xff\xff0",
+    "a mark too many": b"(",
+    "a value too many": b"N",
+    "nothing left": b"0",
+    "marks": b"(" * 20_000,
+    "string that is not text": b"X\x01\x00\x00\x00\xff0",
+}
+
+
+@pytest.mark.parametrize("what", APPENDED)
+def test_operations_that_metadata_does_not_have_are_refused(tmp_path: Path, what: str) -> None:
+    path = genuine(tmp_path / "c")
+    content = (path / METADATA).read_bytes()
+    (path / METADATA).write_bytes(content[:-1] + APPENDED[what] + b".")
+    is_refused(path)
+
+
+ALONE = {
+    "tuples in tuples": b")" + b"\x85" * 20_000,
+    "lists in lists": b"]" * 20_000 + b"a" * 19_999,
+    "a list in itself": b"]q\x00h\x00a",
+    "doubled": b")" + TWICE * 60,
+    "a doubled key": b"})" + TWICE * 60 + b"Ns",
+    "nothing": b"",
+    "a class": PATH,
+    "another thing": name("collections", "OrderedDict") + b")R",
+    "metadata without anything": name("torch.distributed.checkpoint.metadata", "Metadata")
+    + b")\x81",
+    "metadata of tuples": name("torch.distributed.checkpoint.metadata", "Metadata")
+    + b")\x81}"
+    + text("state_dict_metadata")
+    + b")"
+    + TWICE * 60
+    + b"sb",
+}
+
+
+@pytest.mark.parametrize("what", ALONE)
+def test_pickles_of_something_else_are_refused(tmp_path: Path, what: str) -> None:
+    path = genuine(tmp_path / "c")
+    (path / METADATA).write_bytes(b"\x80\x02" + ALONE[what] + b".")
+    is_refused(path)
+
+
+def weight(metadata: Metadata) -> Any:
+    return metadata.state_dict_metadata["model.weight"]
+
+
+def all_infos(metadata: Metadata, **changed: Any) -> None:
+    for info in metadata.storage_data.values():
+        vars(info).update(changed)
+
+
+def renamed(metadata: Metadata, new: Any) -> None:
+    metadata.state_dict_metadata[new] = metadata.state_dict_metadata.pop("model.weight")
+
+
+def resized(metadata: Metadata, *shape: int) -> None:
+    weight(metadata).size = torch.Size(shape)
+    weight(metadata).chunks[0].sizes = torch.Size(shape)
+
+
+CHANGED: dict[str, Callable[[Metadata], Any]] = {
+    "a shape beyond 63 bits": lambda m: resized(m, 2**62, 2**62),
+    "a shape beyond 63 bits and zero": lambda m: resized(m, 2**62, 2**62, 0),
+    "a negative shape": lambda m: resized(m, -4, 6),
+    "a shape of terabytes": lambda m: resized(m, 2**40, 6),
+    "a chunk of other dimensions": lambda m: setattr(
+        weight(m).chunks[0], "sizes", torch.Size((24,))
+    ),
+    "a negative offset": lambda m: setattr(weight(m).chunks[0], "offsets", torch.Size((-1, 0))),
+    "a shape of strings": lambda m: setattr(weight(m), "size", ("6", "4")),
+    "a shape of bools": lambda m: setattr(weight(m), "size", (True, 4)),
+    "65 dimensions": lambda m: setattr(weight(m), "size", (1,) * 65),
+    "no chunks": lambda m: setattr(weight(m), "chunks", None),
+    "not a dtype": lambda m: setattr(weight(m).properties, "dtype", "float32"),
+    "no properties": lambda m: setattr(weight(m), "properties", None),
+    "a name with an escape": lambda m: renamed(m, "model.\x1b[2Jweight"),
+    "a name with a surrogate": lambda m: renamed(m, "model.\udc80"),
+    "a name that is a number": lambda m: renamed(m, 3),
+    "a name of many parts": lambda m: renamed(m, "a." * 5000),
+    "a name of a megabyte": lambda m: renamed(m, "m" * 2**20),
+    "a path up": lambda m: all_infos(m, relative_path="../mine/keep"),
+    "an absolute path": lambda m: all_infos(m, relative_path="/etc/passwd"),
+    "a path down": lambda m: all_infos(m, relative_path="a/b"),
+    "a path of nothing": lambda m: all_infos(m, relative_path=""),
+    "the folder": lambda m: all_infos(m, relative_path="."),
+    "the folder above": lambda m: all_infos(m, relative_path=".."),
+    "a path with NUL": lambda m: all_infos(m, relative_path="a\0b"),
+    "a path that is bytes": lambda m: all_infos(m, relative_path=b"a"),
+    "a long path": lambda m: all_infos(m, relative_path="a" * 5000),
+    "a place before the file": lambda m: all_infos(m, offset=-1),
+    "a place beyond 63 bits": lambda m: all_infos(m, offset=2**63 - 1, length=2),
+    "a place that is not whole": lambda m: all_infos(m, offset=0.5),
+    "a place that is infinite": lambda m: all_infos(m, length=float("inf")),
+    "a transformation": lambda m: all_infos(m, transform_descriptors=[["x"]]),
+    "no index": lambda m: setattr(m, "storage_data", {"a": 1}),
+    "a list for a dictionary": lambda m: setattr(m, "state_dict_metadata", []),
+}
+
+LATER: dict[str, Callable[[Metadata], Any]] = {
+    "a place behind the file": lambda m: all_infos(m, offset=10**12),
+    "a length of terabytes": lambda m: all_infos(m, length=10**13),
+    "a length of nothing": lambda m: all_infos(m, length=0),
+    "a file that is not there": lambda m: all_infos(m, relative_path="nothing"),
+    "a gigabyte that is not there": lambda m: resized(m, 2**25, 6),
+    "nothing stored": lambda m: setattr(m, "storage_data", None),
+    "a chunk outside": lambda m: setattr(weight(m).chunks[0], "offsets", torch.Size((3, 0))),
+    "a chunk twice": lambda m: weight(m).chunks.append(weight(m).chunks[0]),
+}
+
+
+@pytest.mark.parametrize("what", [*CHANGED, *LATER])
+def test_numbers_and_names_out_of_range_are_refused(tmp_path: Path, what: str) -> None:
+    path = genuine(tmp_path / "c")
+    with (path / METADATA).open("rb") as file:
+        metadata: Metadata = pickle.load(file)
+    (CHANGED | LATER)[what](metadata)
+    (path / METADATA).write_bytes(pickle.dumps(metadata))
+    is_refused(path, inspected=what in CHANGED)
+
+
+def test_planner_data_of_another_program_is_left_alone(tmp_path: Path) -> None:
+    path = genuine(tmp_path / "c")
+    with (path / METADATA).open("rb") as file:
+        metadata: Metadata = pickle.load(file)
+    for planner_data in ({"a": {"b": [1]}}, [1, 2], {"model.weight": ("model", "weight")}):
+        metadata.planner_data = planner_data
+        (path / METADATA).write_bytes(pickle.dumps(metadata))
+        assert verify(path).is_good
+        assert CheckpointFolder(path).read_tensor("model.weight").shape == (6, 4)
+
+
+MANIFESTS = {
+    "infinite": lambda m: m | {"world_size": float("inf")},
+    "not a number": lambda m: m | {"version": float("nan")},
+    "negative": lambda m: m | {"world_size": -1},
+    "not whole": lambda m: m | {"world_size": 1.5},
+    "a bool": lambda m: m | {"version": True},
+    "beyond 63 bits": lambda m: m | {"world_size": 2**63},
+    "a list": lambda m: [m],
+    "files that are a list": lambda m: m | {"files": [1]},
+    "a path up": lambda m: m | {"files": {"../mine/keep": {"nbytes": 4, "items": []}}},
+    "an absolute path": lambda m: m | {"files": {"/dev/zero": {"nbytes": 4, "items": []}}},
+    "items of strings": lambda m: m | {"files": {"a": {"nbytes": 4, "items": ["abc"]}}},
+    "an item of two": lambda m: m | {"files": {"a": {"nbytes": 4, "items": [[1, 2]]}}},
+    "a negative item": lambda m: m | {"files": {"a": {"nbytes": 4, "items": [[-1, 2, 3]]}}},
+    "a long checksum": lambda m: m | {"files": {"a": {"nbytes": 4, "items": [[1, 2, 2**32]]}}},
+    "units of numbers": lambda m: m | {"units": {"a": 1}},
+}
+
+
+@pytest.mark.parametrize("what", [*MANIFESTS, "deep", "digits", "twice", "not text", "empty"])
+def test_manifests_are_read_strictly(tmp_path: Path, what: str) -> None:
+    path = genuine(tmp_path / "c", has_manifest=True)
+    file = path / MANIFEST
+    content = json.loads(file.read_text())
+    others = {
+        "deep": b'{"units":' + b"[" * 20_000 + b"]" * 20_000 + b"}",
+        "digits": b'{"version":' + b"9" * 5000 + b"}",
+        "twice": b'{"version":2,' + file.read_bytes()[1:],
+        "not text": b"\xff\xfe",
+        "empty": b"",
+    }
+    file.write_bytes(
+        json.dumps(MANIFESTS[what](content)).encode() if what in MANIFESTS else others[what]
+    )
+    is_refused(path)
+
+
+@pytest.mark.parametrize(
+    ("which", "has_manifest"),
+    [(METADATA, True), (METADATA, False), (MANIFEST, True), ("data", True), ("data", False)],
+)
+def test_links_out_of_the_folder_are_refused(
+    tmp_path: Path, which: str, has_manifest: bool
+) -> None:
+    path = genuine(tmp_path / "c", has_manifest=has_manifest)
+    file = next(path.glob("*.distcp")) if which == "data" else path / which
+    elsewhere = tmp_path / "elsewhere"
+    inside = path / "inside"
+    shutil.move(file, inside)
+    file.symlink_to(inside)
+    assert verify(path).problems == []
+    shutil.move(inside, elsewhere)
+    file.unlink()
+    file.symlink_to(elsewhere)
+    is_refused(path, inspected=which != "data")
+    file.unlink()
+    file.symlink_to(file.name)
+    is_refused(path, inspected=which != "data")
+
+
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
+    path = genuine(tmp_path / "c")
+    file = next(path.glob("*.distcp"))
+    file.unlink()
+    os.mkfifo(file)
+    is_refused(path, inspected=False)
+
+
+def header(changed: dict[str, Any] | str, more: int = 48) -> bytes:
+    content = changed if isinstance(changed, str) else json.dumps(changed)
+    return struct.pack("<Q", len(content)) + content.encode() + bytes(more)
+
+
+A = {"dtype": "F32", "shape": [3], "data_offsets": [0, 12]}
+B = {"dtype": "F32", "shape": [9], "data_offsets": [12, 48]}
+HEADERS: dict[str, dict[str, Any] | str] = {
+    "an overlap": {"a": A, "b": B | {"shape": [10], "data_offsets": [8, 48]}},
+    "a gap": {"a": A, "b": B | {"shape": [8], "data_offsets": [16, 48]}},
+    "a rest": {"a": A},
+    "an end behind the file": {"a": A, "b": B | {"shape": [90], "data_offsets": [12, 372]}},
+    "negative": {"a": A | {"shape": [-3], "data_offsets": [12, 0]}, "b": B},
+    "beyond 63 bits": {"a": A | {"shape": [2**62, 2**62]}, "b": B},
+    "beyond 63 bits and zero": {"a": A | {"shape": [2**62, 2**62, 0]}, "b": B},
+    "not whole": {"a": A | {"shape": [3.0]}, "b": B},
+    "infinite": {"a": A | {"shape": [float("inf")]}, "b": B},
+    "infinitely far": {"a": A | {"data_offsets": [0, float("inf")]}, "b": B},
+    "bools": {"a": A | {"shape": [True, 3]}, "b": B},
+    "a dtype that is a list": {"a": A | {"dtype": []}, "b": B},
+    "another dtype": {"a": A | {"dtype": "F31"}, "b": B},
+    "other keys": {"a": A | {"more": 1}, "b": B},
+    "a name with an escape": {"\x1b[2J": A, "b": B},
+    "metadata of numbers": {"a": A, "b": B, "__metadata__": {"x": 1}},
+    "a list": "[]",
+    "deep": '{"a":' + "[" * 20_000 + "]" * 20_000 + "}",
+    "twice": '{"a":' + json.dumps(A) + ',"a":' + json.dumps(A) + ',"b":' + json.dumps(B) + "}",
+}
+
+
+@pytest.mark.parametrize("what", [*HEADERS, "a long header", "an empty file"])
+def test_headers_of_safetensors_are_read_strictly(tmp_path: Path, what: str) -> None:
+    file, target = tmp_path / "x.safetensors", tmp_path / "out"
+    file.write_bytes(header({"a": A, "b": B}))
+    assert verify(file).is_good
+    others = {"a long header": b"\xff" * 8 + b"{}", "an empty file": b""}
+    file.write_bytes(header(HEADERS[what]) if what in HEADERS else others[what])
+    assert not verify(file).is_good
+    for action in ("verify", "inspect", "convert"):
+        assert main(["ckpt", action, str(file), *([str(target)] * (action == "convert"))]) != 0
+    with pytest.raises(CheckpointError):
+        inspect(file)
+
+
+@pytest.mark.parametrize("to", ["../mine/keep", "/etc/passwd", "", ".", "a\0b", 3, None, ["x"]])
+def test_an_index_names_files_beside_it(tmp_path: Path, to: Any) -> None:
+    index = tmp_path / "x.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": to}}))
+    assert not verify(index).is_good
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        inspect(index)
+
+
+ENCODE = name("_codecs", "encode")
+TENSOR = (
+    name("torch._utils", "_rebuild_tensor_v2")
+    + b"(("
+    + text("storage")
+    + name("torch", "FloatStorage")
+    + text("0")
+    + text("cpu")
+)
+OBJECTS = {
+    "a string that doubles": ENCODE + text("abcd") + text("hex") + b"\x86R",
+    "zeros": name("__builtin__", "bytearray") + b"\x8a\x06" + b"\xff" * 5 + b"\x00\x85R",
+    "a deep key": b"})" + b"\x85" * 20_000 + b"Ns",
+    "a doubled key": b"})" + TWICE * 60 + b"Ns",
+    "a key in a set": name("__builtin__", "set") + b"])" + b"\x85" * 20_000 + b"a\x85R",
+    "deep": b"]" * 10_000 + b"a" * 9_999,
+    "a list in itself": b"]q\x00h\x00a",
+    "state of a class": name("collections", "OrderedDict") + EVIL + b"b",
+    "state of a member": name(__name__, "Color") + b"K\x01\x85R}" + text("_value_") + b"K\x02sb",
+    "a new member": name(__name__, "Color") + b"K\x01\x85\x81",
+    "a call of a dtype": name("torch", "float32") + b")R",
+    "dunder attributes": name("argparse", "Namespace") + b")\x81}" + text("__class__") + b"Nsb",
+    "a function": name("os", "system") + text("touch made") + b"\x85R",
+    "a long storage": TENSOR + b"J\x00\x00\x10\x00tQK\x00K\x04\x85K\x01\x85\x89}tR",
+    "a tensor behind its storage": TENSOR + b"K\x04tQK\x00K\x04\x85K\x02\x85\x89}tR",
+    "a negative stride": TENSOR + b"K\x04tQK\x00K\x04\x85J\xff\xff\xff\xff\x85\x89}tR",
+    "a storage that is not there": TENSOR.replace(text("0"), text("9"))
+    + b"K\x04tQK\x00K\x04\x85K\x01\x85\x89}tR",
+}
+
+
+def archived(description: bytes, *more: tuple[str, bytes], kind: int = zipfile.ZIP_STORED) -> bytes:
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w", kind) as archive:
+        archive.writestr("archive/data.pkl", b"\x80\x02" + description + b".")
+        for record, of in (("byteorder", b"little"), ("data/0", bytes(16)), ("version", b"3\n")):
+            archive.writestr(f"archive/{record}", of)
+        for record, of in more:
+            archive.writestr(record, of)
+    return content.getvalue()
+
+
+@pytest.mark.parametrize("what", OBJECTS)
+def test_objects_that_are_not_plain_data_are_refused_before_torch_sees_them(
+    tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "x.pt"
+    file.write_bytes(archived(OBJECTS[what]))
+    monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("torch.load was called"))
+    for source in (file, io.BytesIO(file.read_bytes())):
+        with pytest.raises(CheckpointError, match="cannot be loaded as plain data"):
+            load_plain(source, "x", [Color, argparse.Namespace])
+    assert not verify(file).is_good
+    assert main(["ckpt", "verify", str(file)]) == 1
+    assert main(["ckpt", "inspect", str(file)]) == 2
+
+
+def test_archives_that_two_readers_could_read_differently_are_refused(tmp_path: Path) -> None:
+    harmless = b"}."[:1]
+    assert load_plain(io.BytesIO(archived(harmless)), "x") == {}
+    for content in (
+        archived(harmless, ("archive/DATA.pkl", b"")),
+        archived(harmless, ("other/data.pkl", b"")),
+        archived(harmless, kind=zipfile.ZIP_DEFLATED),
+        b"in front" + archived(harmless),
+        archived(harmless) + b"behind",
+    ):
+        with pytest.raises(CheckpointError):
+            load_plain(io.BytesIO(content), "x")
+
+
+def test_what_was_allowed_before_stays_allowed() -> None:
+    with torch.serialization.safe_globals([Color]):
+        load_plain(io.BytesIO(archived(b"}")), "x", [Color, argparse.Namespace])
+        assert Color in torch.serialization.get_safe_globals()
+
+
+def test_plain_data_of_every_sort_is_loaded() -> None:
+    whole = torch.arange(12.0).view(3, 4)
+    param = nn.Parameter(torch.ones(2))
+    param.tag = "x"  # type: ignore[attr-defined]
+    values = [
+        *(None, True, 2**70, -5, 1.5, "a", b"xyz", bytearray(b"abc"), bytearray(), set(), {1, 2}),
+        *([1, (2, [3])], {(1, (2, 3)): 3, None: 4, torch.float32: 1}, 1 + 2j, torch.Size([2])),
+        *(torch.bfloat16, torch.device("cuda:1"), collections.Counter("abca"), Color.RED),
+        *(
+            collections.OrderedDict(a=1),
+            argparse.Namespace(a=Color.RED),
+            nn.Linear(2, 2).state_dict(),
+        ),
+    ]
+    tensors = [
+        *(whole, whole.t(), whole[:, 1:], whole.expand(2, 3, 4), param, torch.ones(())),
+        torch.ones(0, 3),
+    ]
+    recent = [torch.ones(2).to(torch.float8_e4m3fn), torch.ones(2, dtype=torch.uint16)]
+    for is_zip in (True, False):
+        # Before 1.6 there were no such dtypes, and torch cannot read them in that form.
+        for value in (*values, *tensors, *(recent if is_zip else ())):
+            content = io.BytesIO()
+            torch.save([value, value], content, _use_new_zipfile_serialization=is_zip)
+            content.seek(0)
+            found, same = load_plain(content, "x", [Color, argparse.Namespace])
+            assert type(found) is type(value)
+            if isinstance(value, torch.Tensor):
+                assert torch.equal(found.double(), value.double())
+                assert found.data_ptr() == same.data_ptr()
+            elif type(value) is not collections.OrderedDict:
+                assert found == value
+
+
+def mutated(content: bytes, chance: random.Random) -> bytes:
+    """Bytes with one thing changed."""
+    at = chance.randrange(len(content))
+    many = min(len(content) - at, chance.choice((1, 2, 4, 8, 40)))
+    return (
+        content[:at]
+        + {
+            "flip": lambda: bytes([content[at] ^ (1 << chance.randrange(8))]) + content[at + 1 :],
+            "cut": lambda: content[at + many :],
+            "end": lambda: b"",
+            "again": lambda: content[at : at + many] + content[at:],
+            "noise": lambda: chance.randbytes(many) + content[at + many :],
+            "extreme": lambda: (
+                chance.choice((b"\0", b"\x7f", b"\xff")) * many + content[at + many :]
+            ),
+            "moved": lambda: (
+                content[chance.randrange(len(content)) :][:many] + content[at + many :]
+            ),
+        }[chance.choice(("flip", "flip", "cut", "end", "again", "noise", "extreme", "moved"))]()
+    )
+
+
+def written(folder: Path, kind: str) -> Path:
+    """A genuine checkpoint of one kind."""
+    tensors = {"weight": torch.rand(6, 4), "bias": torch.rand(6)}
+    if kind in ("ours", "torch"):
+        return genuine(folder / "c", has_manifest=kind == "ours")
+    path = folder / f"c.{kind}"
+    if kind == "safetensors":
+        safetensors.save_file(tensors, path, {"format": "pt"})
+    else:
+        torch.save(tensors, path)
+    return path
+
+
+def values_of(path: Path) -> dict[str, torch.Tensor]:
+    source = open_source(path, layouts=())
+    return {tensor.name: source.read(tensor) for tensor in source.tensors}
+
+
+def fuzz(folder: Path, kind: str, count: int) -> None:
+    """Every change is noticed, or changes nothing, or cannot be noticed for lack of a checksum."""
+    path = written(folder, kind)
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    before, good = values_of(path), {file: file.read_bytes() for file in files}
+    chance, refused = random.Random(kind), 0
+    for number in range(count):
+        file = chance.choice(files)
+        content = mutated(good[file], chance)
+        file.write_bytes(content)
+        try:
+            report = verify(path)
+            try:
+                inspect(path)
+                found = values_of(path)
+                if kind in ("ours", "torch"):
+                    checkpoint.load(path, nn.Linear(4, 6))
+            except CheckpointError:
+                refused += 1
+                # Without a manifest, what is not read whole is not compared.
+            else:
+                same = found.keys() == before.keys() and all(
+                    torch.equal(found[key], before[key]) for key in before
+                )
+                assert same or kind != "ours"
+                assert same or not report.is_good or file.name != "__0_0.distcp"
+        except Exception as error:
+            raise AssertionError(f"{kind}, {file.name}, change {number}: {error!r}") from error
+        finally:
+            file.write_bytes(good[file])
+    assert refused > count // 10
+    assert verify(path).is_good
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["ours", "torch", "safetensors", "pt"])
+def test_random_changes_load_the_same_or_are_an_error_of_a_checkpoint(
+    tmp_path: Path, kind: str
+) -> None:
+    fuzz(tmp_path, kind, 60)
+
+
+@pytest.mark.functional
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["ours", "torch", "safetensors", "pt"])
+def test_many_random_changes_load_the_same_or_are_an_error_of_a_checkpoint(
+    tmp_path: Path, kind: str
+) -> None:
+    fuzz(tmp_path, kind, 5000)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ARCHIVE_ERRORS", "DESCRIPTION", "open_archive", "record_of"]
+__all__ = ["ARCHIVE_ERRORS", "DESCRIPTION", "is_archive", "open_archive", "record_of"]
 
 DESCRIPTION = "data.pkl"
 """The record that says what the others are."""
@@ -31,7 +31,20 @@ ARCHIVE_ERRORS = (
 """What reading a damaged archive raises."""
 
 
-_END = 22
+_START, _END_START, _END = b"PK\x03\x04", b"PK\x05\x06", 22
+
+
+def is_archive(file: Any) -> bool:
+    """Whether a file begins as archives do, which is what torch goes by as well.
+
+    Args:
+        file: Its path, or a seekable binary file, which is left at its start.
+    """
+    with _opened(file) as opened:
+        opened.seek(0)
+        start = opened.read(len(_START))
+        opened.seek(0)
+    return bool(start == _START)
 
 
 @contextlib.contextmanager
@@ -68,10 +81,18 @@ def open_archive(file: Any) -> Iterator[zipfile.ZipFile]:
 
 def _ends(file: Any) -> bool:
     """Whether a file ends with the last record of an archive without a comment."""
-    with contextlib.ExitStack() as stack:
-        opened = file if hasattr(file, "read") else stack.enter_context(Path(file).open("rb"))
+    with _opened(file) as opened:
         opened.seek(-_END, os.SEEK_END)
-        return bool(opened.read(4) == b"PK\x05\x06")
+        return bool(opened.read(len(_END_START)) == _END_START)
+
+
+@contextlib.contextmanager
+def _opened(file: Any) -> Iterator[Any]:
+    if hasattr(file, "read"):
+        yield file
+        return
+    with Path(file).open("rb") as opened:
+        yield opened
 
 
 def record_of(archive: zipfile.ZipFile, name: str) -> zipfile.ZipInfo | None:

@@ -12,7 +12,6 @@ import enum
 import math
 import mmap
 import re
-import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any
 
 import torch
 
-from megatron_fsdp_v2.checkpoint.archives import DESCRIPTION, open_archive, record_of
+from megatron_fsdp_v2.checkpoint.archives import DESCRIPTION, is_archive, open_archive, record_of
 from megatron_fsdp_v2.checkpoint.pickles import Call, Mapping, Name, PersistentId, read_pickle
 from megatron_fsdp_v2.checkpoint.stored_tensor import STORAGE_DTYPES
 from megatron_fsdp_v2.checkpoint.trust import DTYPES, MAX_DIMS, integer
@@ -64,7 +63,7 @@ def check_plain_data(file: Any, safe_globals: Sequence[Any] = ()) -> None:
         zipfile.BadZipFile: It is damaged. See `ARCHIVE_ERRORS` for others.
     """
     checker = _Checker(_named(safe_globals))
-    if zipfile.is_zipfile(file):
+    if is_archive(file):
         with open_archive(file) as archive:
             described = record_of(archive, DESCRIPTION)
             if described is None or described.file_size > _MAX_DESCRIPTION:

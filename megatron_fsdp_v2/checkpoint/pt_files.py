@@ -18,6 +18,7 @@ from typing import Any, override
 
 import torch
 
+from megatron_fsdp_v2.checkpoint.archives import is_archive
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError
 from megatron_fsdp_v2.checkpoint.folder import load_plain
 from megatron_fsdp_v2.checkpoint.plain_tensors import (
@@ -156,7 +157,7 @@ class PtSource:
         self.left_out: Sequence[str] = ()
         if not path.is_file():
             raise CheckpointError(f"{path} does not exist")
-        loaded = load_plain(path, str(path), mmap=zipfile.is_zipfile(path))
+        loaded = load_plain(path, str(path), mmap=is_archive(path))
         if not isinstance(loaded, dict):
             raise CheckpointError(
                 f"{path} holds a {type(loaded).__name__}; save the model's state dict alone"

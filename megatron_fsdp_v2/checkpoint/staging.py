@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError
+from megatron_fsdp_v2.checkpoint.folder import load_plain
 from megatron_fsdp_v2.uneven_dtensor import UnevenDTensor, local_of
 
 __all__ = ["Planner", "stage"]
@@ -99,7 +100,8 @@ def check_plain(name: str, value: Any) -> None:
     try:
         torch.save(value, buffer)
         buffer.seek(0)
-        torch.load(buffer, weights_only=True)
+        # What loading refuses is refused here.
+        load_plain(buffer, name)
     except Exception as error:
         raise CheckpointError(
             f"{name} holds something that a checkpoint does not keep, because loading it would run "

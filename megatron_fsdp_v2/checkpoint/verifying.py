@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from megatron_fsdp_v2.checkpoint.archives import ARCHIVE_ERRORS, open_archive
+from megatron_fsdp_v2.checkpoint.archives import ARCHIVE_ERRORS, is_archive, open_archive
 from megatron_fsdp_v2.checkpoint.coverage import coverage_problems
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError
 from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder, load_plain
@@ -94,11 +94,11 @@ def _verify_safetensors(path: Path, report: Report) -> None:
 
 def _verify_pt(path: Path, report: Report, progress: Progress) -> None:
     # Whatever was saved, not a model alone.
-    load_plain(path, str(path), mmap=zipfile.is_zipfile(path))
+    load_plain(path, str(path), mmap=is_archive(path))
     report.num_files = 1
     size = path.stat().st_size
     with path.open("rb") as file:
-        if zipfile.is_zipfile(file):
+        if is_archive(file):
             found, has_checksums = _record_problems(file)
             report.problems.extend(f"{path.name}: {problem}" for problem in found)
         else:

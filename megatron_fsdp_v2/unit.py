@@ -207,7 +207,7 @@ class Unit:
 
     def _reshard_if_replaced(self) -> None:
         """Take in parameters that were assigned while weights were gathered."""
-        if any([group.is_replaced() for group in self.held_groups]):
+        if self._is_unsharded and any([group.is_replaced() for group in self.held_groups]):
             for group in self.held_groups:
                 group.settle_changes()
             self.reshard()
@@ -225,7 +225,7 @@ class Unit:
             self.context.arrive(self)
             if recomputes:
                 self.context.recompute(self)
-            elif self._is_unsharded:
+            else:
                 self._reshard_if_replaced()
             self.unshard(async_op=False)
             self.wait_for_unshard()
@@ -289,6 +289,9 @@ class Unit:
         """At the root's forward: repair what an exception left behind, start a new order."""
         context = self.context
         units = context.units()
+        for unit in units:
+            # Before anything puts sharded parameters in the place of what was assigned.
+            unit._reshard_if_replaced()
         if context.is_in_backward or any(u.phase is not Phase.RESTING for u in units):
             _repair(context)
         for unit in units:

@@ -178,14 +178,17 @@ def test_an_optimizer_of_gathered_weights_says_so_at_its_first_step(
 
 
 def passed_for_one_call(
-    strategy: str, gathered: bool, as_parameters: bool
+    strategy: str, before_it: str, as_parameters: bool
 ) -> tuple[str, bool, float]:
     """What evaluating other weights says, whether they are untouched, and the model's error."""
     plain, model = fp64_pair(strategy)
     optimizers = _sgd(plain, model)
     train_both(plain, model, optimizers, range(2))
-    if gathered:
+    if before_it == "gathered":
         model.unshard()
+    elif before_it:
+        INTERRUPTIONS[before_it](model)
+        model.zero_grad()
     other = {name: torch.zeros(param.shape).double() for name, param in model.named_parameters()}
     if as_parameters:
         other = {name: torch.nn.Parameter(value) for name, value in other.items()}
@@ -198,12 +201,12 @@ def passed_for_one_call(
 
 
 @pytest.mark.parametrize("as_parameters", [False, True], ids=["tensors", "parameters"])
-@pytest.mark.parametrize("gathered", [False, True], ids=["", "gathered"])
+@pytest.mark.parametrize("before_it", ["", "gathered", *INTERRUPTIONS])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_weights_for_one_call_are_rejected_and_replace_nothing(
-    pools: RankPools, strategy: str, gathered: bool, as_parameters: bool
+    pools: RankPools, strategy: str, before_it: str, as_parameters: bool
 ) -> None:
-    results = pools(2).run(passed_for_one_call, strategy, gathered, as_parameters)
+    results = pools(2).run(passed_for_one_call, strategy, before_it, as_parameters)
     for message, untouched, error in results:
         assert "functional_call" in message
         assert message.startswith("parameter ")

@@ -24,14 +24,18 @@ def names(model: list[Any], optimizer: Any) -> list[tuple[str, bool]]:
     return [(key, name.is_copy) for name in found for key in name.keys]
 
 
+def _longer(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.functional)
+
+
 @pytest.mark.parametrize(
     ("world_size", "spread", "model"),
     [
         (2, "--pipeline-model-parallel-size 2", "--num-layers 4"),
-        (2, _VIRTUAL, "--num-layers 4"),
-        (2, _VIRTUAL, "--num-layers 4 --untie-embeddings-and-output-weights --swiglu"),
-        (2, f"{_MOE} 2", "--num-experts 4 --disable-bias-linear --swiglu"),
-        (2, "--pipeline-model-parallel-size 2", _MTP),
+        _longer(2, _VIRTUAL, "--num-layers 4"),
+        _longer(2, _VIRTUAL, "--num-layers 4 --untie-embeddings-and-output-weights --swiglu"),
+        _longer(2, f"{_MOE} 2", "--num-experts 4 --disable-bias-linear --swiglu"),
+        _longer(2, "--pipeline-model-parallel-size 2", _MTP),
         (2, f"{_VIRTUAL} {_MOE} 1 --micro-batch-size 1", f"{_MOE} 1 --num-layers 4"),
     ],
     ids=["pipeline", "virtual", "virtual-untied", "experts", "mtp", "virtual-moe"],

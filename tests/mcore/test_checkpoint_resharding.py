@@ -108,18 +108,11 @@ def saved(
     return run
 
 
-# What `make test` runs; the others take minutes.
-QUICK = (("tensor-gated", 0),)
-
-
 @pytest.mark.parametrize(
     ("case", "number"),
-    [
-        pytest.param(c, n, marks=() if (c, n) in QUICK else pytest.mark.functional)
-        for c, (_, _, loads) in CASES.items()
-        for n in range(len(loads))
-    ],
+    [pytest.param(c, n) for c, (_, _, loads) in CASES.items() for n in range(len(loads))],
 )
+@pytest.mark.functional
 def test_values_are_bit_equal_and_losses_go_on_at_other_sizes(
     megatron: RankPools,
     saved: Callable[[str], tuple[Path, list[Training]]],

@@ -126,6 +126,7 @@ def test_a_checkpoint_loads_under_another_strategy(
     assert distance(resumed, uninterrupted[4:]) < 1e-6
 
 
+@pytest.mark.functional
 def test_another_optimizers_state_is_not_loaded(
     megatron: RankPools, saved: tuple[Path, list[float]]
 ) -> None:

@@ -68,13 +68,10 @@ def test_the_distributed_optimizer_trains_like_ddp(
     "flags",
     [
         pytest.param([], id="layernorm"),
-        pytest.param(
-            ["--normalization", "RMSNorm", "--qk-layernorm", "--swiglu"],
-            id="rmsnorm-qk",
-            marks=pytest.mark.functional,
-        ),
+        pytest.param(["--normalization", "RMSNorm", "--qk-layernorm", "--swiglu"], id="rmsnorm-qk"),
     ],
 )
+@pytest.mark.functional
 def test_tensor_and_sequence_parallel_train_like_one_rank(
     megatron: RankPools, flags: list[str]
 ) -> None:

@@ -22,7 +22,7 @@ def saved(megatron: RankPools, tmp_path_factory: pytest.TempPathFactory) -> tupl
     return folder, _losses(megatron, 2, fsdp("optim_grads_params", *flags))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.functional), 2, 3])
 def test_losses_after_loading_at_another_world_size_equal_the_uninterrupted(
     megatron: RankPools, saved: tuple[Path, list], world_size: int
 ) -> None:

@@ -167,6 +167,7 @@ def test_a_sharded_run_goes_on_and_a_rank_reads_the_rows_it_holds_and_no_others(
     assert max(counts) < 0.6 * 3 * resumed.extras
 
 
+@pytest.mark.functional
 def test_state_in_buckets_is_refused_and_weights_load_without_it(
     megatron: RankPools, saved: Curve
 ) -> None:

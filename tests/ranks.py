@@ -18,6 +18,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 DEFAULT_TIMEOUT_S = 60.0
+DIED = "the process died"
+STARTS = 3
+"""Times a pool is started before its failure counts."""
 MOST_THREADS = 100
 """Of a rank between two functions; a fresh one has about ten."""
 
@@ -78,15 +81,25 @@ class RankPool:
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
+        for attempt in range(STARTS):
+            try:
+                self._start(_free_port())
+                return
+            except RankFailure:
+                # Another program may take the port between its choice and its use.
+                if attempt == STARTS - 1:
+                    raise
+                self.close()
+
+    def _start(self, port: int) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
-        port = _free_port()
         self._connections: list[Connection] = []
         self._processes = []
-        for rank in range(world_size):
+        for rank in range(self.world_size):
             mine, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, world_size, port, theirs), daemon=True
+                target=_serve, args=(rank, self.world_size, port, theirs), daemon=True
             )
             process.start()
             theirs.close()
@@ -124,8 +137,7 @@ class RankPool:
                 try:
                     kind, value = self._connections[rank].recv()
                 except EOFError:
-                    failures[rank] = "the process died"
-                    continue
+                    kind, value = "failed", DIED
                 if kind == "failed":
                     failures[rank] = value
                     # Ranks of one group fail together or hang: give the others a moment.
@@ -135,7 +147,7 @@ class RankPool:
         for rank in waiting:
             failures.setdefault(rank, "no answer in time")
         if failures:
-            if waiting or any(text == "the process died" for text in failures.values()):
+            if waiting or DIED in failures.values():
                 self.close()
             text = "\n".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items()))
             raise RankFailure(text)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from megatron_fsdp_v2.comm_interface import Communicator
     from megatron_fsdp_v2.rank_checks import CheckRanks
 
-__all__ = ["Context", "ExecutionOrder"]
+__all__ = ["Context", "ExecutionOrder", "Reshardable"]
 
 
 class Reshardable(Protocol):

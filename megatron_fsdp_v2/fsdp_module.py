@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast, override
 from torch import nn
 from torch.distributed import fsdp
 
+from megatron_fsdp_v2.end_of_backward import bring_to_rest, synchronise_gradients
 from megatron_fsdp_v2.torch_fsdp import TorchFSDPModule, show_state
 from megatron_fsdp_v2.trace_pool import TracePoolAllocator
-from megatron_fsdp_v2.unit import bring_to_rest, synchronise_gradients
 
 if TYPE_CHECKING:
     from megatron_fsdp_v2.unit import Unit
@@ -56,7 +56,7 @@ class FSDPModule(TorchFSDPModule):
         A synchronised backward has done so already. Call it after backwards that were not
         synchronised (`no_sync`), or where autograd was bypassed.
         """
-        synchronise_gradients(_units(self))
+        synchronise_gradients(unit_of(self).context, _units(self))
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -244,7 +244,7 @@ def rest(root: nn.Module) -> None:
     Raises:
         RuntimeError: A backward is under way.
     """
-    bring_to_rest([unit for _, unit in named_units(root)])
+    bring_to_rest({unit.context for _, unit in named_units(root)})
 
 
 def _units(module: FSDPModule, *, recurse: bool = True) -> list[Unit]:

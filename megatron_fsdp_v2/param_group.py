@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn
@@ -15,18 +15,13 @@ from megatron_fsdp_v2.carried_attributes import carry_attributes
 from megatron_fsdp_v2.comm_errors import Label
 from megatron_fsdp_v2.dp_buffer import DataParallelBuffer, ShardGrid
 from megatron_fsdp_v2.dtensor_parts import part_of
+from megatron_fsdp_v2.external_changes import ExternalChanges
 from megatron_fsdp_v2.gathered_parameter import GatheredParameter, mark_gathered
 from megatron_fsdp_v2.group_grads import GroupGrads
 from megatron_fsdp_v2.group_weights import GroupWeights
 from megatron_fsdp_v2.layout import BufferLayout, Granularity
 from megatron_fsdp_v2.mixed_precision import GroupDtypes
-from megatron_fsdp_v2.registration import (
-    OwnedParameter,
-    Registrations,
-    find_home,
-    in_functional_call,
-    retire,
-)
+from megatron_fsdp_v2.registration import OwnedParameter, Registrations, retire
 from megatron_fsdp_v2.row_shards import Holders
 from megatron_fsdp_v2.sharded_grads import ShardedGrads
 from megatron_fsdp_v2.uneven_dtensor import UnevenDTensor, local_of, plain_attributes
@@ -140,7 +135,6 @@ class ParameterGroup:
         self.empty_ranks = grid.coordinates_of(self.layout.empty_shards())
         self.registrations = Registrations(owned)
         self.sharded_params = [self._shard(index, p) for index, p in enumerate(owned)]
-        self._locals = [local_of(param) for param in self.sharded_params]
 
         params, row_shards = self.sharded_params, self._row_shards
 
@@ -153,6 +147,14 @@ class ParameterGroup:
         if spec.requires_grad:
             self.grads, self.param_grads = make_grads()
         self.unsharded_params = [self._unsharded(index) for index in range(len(owned))]
+        self._changes = ExternalChanges(
+            self,
+            self.sharded_params,
+            self.unsharded_params,
+            [self.weights.main.view(index) for index in range(len(owned))],
+            self._row_shards,
+            self.registrations,
+        )
         self._trained = [param.requires_grad for param in self.unsharded_params]
         self._num_holders = 0
         self._gathering: Ticket | None = None
@@ -353,91 +355,14 @@ class ParameterGroup:
     def settle_changes(self) -> None:
         """Take in what was done to parameters since they were sharded.
 
-        Model code may replace a parameter (`load_state_dict(assign=True)`), a conversion may
-        give it other storage. Values move into the flat buffer; a replaced DTensor takes the
-        place of the one it came from, so that an optimizer built on it steps the right weights.
-
         Raises:
             ValueError: Shape, dtype or identity changed in a way that has no meaning here.
         """
-        for index, param in enumerate(self.sharded_params):
-            if local_of(param) is not self._locals[index]:
-                self._rebind(index, param)
-        found = list(self._replaced())
-        for index, module, attribute, other in found:
-            self._adopt(index, f"{attribute} of {type(module).__name__}", other)
-        if found:
-            self.registrations.install(self.sharded_params)
+        self._changes.settle()
 
     def is_replaced(self) -> bool:
         """Whether something else stands where one of the parameters belongs."""
-        return next(self._replaced(), None) is not None
-
-    def _replaced(self) -> Iterator[tuple[int, nn.Module, str, torch.Tensor | None]]:
-        for index, module, attribute, other in self.registrations.strangers(self.sharded_params):
-            if other is not self.unsharded_params[index]:
-                yield index, module, attribute, other
-
-    def _rebind(self, index: int, param: nn.Parameter) -> None:
-        """Have a DTensor whose local tensor was replaced use the flat buffer again."""
-        view, local = self.weights.main.view(index), local_of(param)
-        if local.dtype != view.dtype or local.shape != view.shape or local.device != view.device:
-            raise ValueError(
-                f"parameter {self.names[index]} of {self.name} was changed after fully_shard: "
-                f"from {tuple(view.shape)} {view.dtype} {view.device} here to "
-                f"{tuple(local.shape)} {local.dtype} {local.device}; convert a model before "
-                "sharding it, and set compute dtypes with a MixedPrecisionPolicy"
-            )
-        if local.data_ptr() != view.data_ptr():
-            with torch.no_grad():
-                view.copy_(local)
-        cast("UnevenDTensor", param)._local_tensor = view
-        self._locals[index] = view
-
-    def _adopt(self, index: int, place: str, other: torch.Tensor | None) -> None:
-        """Take the values, and if possible the object, that stand where a parameter belongs."""
-        own = self.sharded_params[index]
-        name = f"parameter {self.names[index]} of {self.name} (registered as {place})"
-        if other is None:
-            raise ValueError(f"{name} was removed after fully_shard; remove it before")
-        if not isinstance(other, nn.Parameter) or in_functional_call():
-            raise ValueError(
-                f"{name} was replaced for one call (torch.func.functional_call), and a sharded "
-                "module computes with its own parameters; to run it with other values, load them "
-                "with load_state_dict, run it, and load its own back"
-            )
-        if self._belongs_elsewhere(other, index):
-            raise ValueError(f"{name} was tied to another one after fully_shard; tie them before")
-        if other.shape != own.shape:
-            raise ValueError(
-                f"{name} was replaced after fully_shard: shape {tuple(own.shape)} before, "
-                f"{tuple(other.shape)} now; build the model as it should be before sharding it"
-            )
-        if not isinstance(other, UnevenDTensor):
-            if other.dtype != own.dtype:
-                raise ValueError(
-                    f"{name} changed from {own.dtype} to {other.dtype}; keep its dtype"
-                )
-            with torch.no_grad():
-                own.copy_(other)
-            retire(other, self, index, "before the parameter was sharded again")
-            return
-        if other.row_shards != self._row_shards[index]:
-            raise ValueError(f"{name} was replaced by a DTensor that is sharded differently")
-        self._rebind(index, other)
-        carry_attributes(own, other)
-        self.sharded_params[index] = other
-        retire(own, self, index, "before the parameter was replaced")
-
-    def _belongs_elsewhere(self, param: nn.Parameter, index: int) -> bool:
-        """Whether a parameter stands, or stood, for another slot than this one."""
-        home = find_home(param)
-        if home is not None:
-            return home[0] is not self or home[1].index != index
-        if not isinstance(param, UnevenDTensor):
-            return False
-        owner = param.row_shards.holders.group()
-        return owner is not None and any(param is known for known in owner.sharded_params)
+        return self._changes.is_replaced()
 
     def show_sharded(self) -> None:
         """Register the sharded parameters, also while weights are gathered."""

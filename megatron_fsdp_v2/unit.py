@@ -12,22 +12,17 @@ import torch
 from torch import nn
 
 from megatron_fsdp_v2.autograd_engine import cast_floats, in_backward, watch_inputs, watch_outputs
-from megatron_fsdp_v2.placement import Placement
-from megatron_fsdp_v2.rank_checks import (
-    CheckRanks,
-    UnitRecord,
-    checksum,
-    compare_steps,
-    compare_units,
-)
+from megatron_fsdp_v2.end_of_backward import EndOfBackward, finish_turns, reduce_in_turn, repair
+from megatron_fsdp_v2.rank_checks import CheckRanks
 from megatron_fsdp_v2.reduction_queue import Reduction, RootPass
+from megatron_fsdp_v2.unit_checks import check_units, compare_unit
 
 if TYPE_CHECKING:
     from megatron_fsdp_v2.context import Context
     from megatron_fsdp_v2.mixed_precision import MixedPrecisionPolicy
     from megatron_fsdp_v2.param_group import ParameterGroup
 
-__all__ = ["Phase", "Unit", "bring_to_rest", "synchronise_gradients"]
+__all__ = ["Phase", "Unit"]
 
 
 class Phase(enum.Enum):
@@ -127,6 +122,11 @@ class Unit:
         return self._num_awaited > 0 or self.phase is Phase.BACKWARD
 
     @property
+    def is_resting(self) -> bool:
+        """Whether neither its forward nor its backward is under way."""
+        return self.phase is Phase.RESTING
+
+    @property
     def skips_safely(self) -> bool:
         """Whether a rank may leave it out while others run it: no use of it is a collective."""
         return not any(group.weights.gathers_for_use for group in self.groups)
@@ -161,9 +161,9 @@ class Unit:
             return
         with self._range("unshard"):
             if not self.context.is_checked:
-                self._check_ranks()
+                check_units(self.context)
             if self.context.check_ranks is CheckRanks.ALWAYS and not self.skips_safely:
-                self._compare_steps("gather")
+                compare_unit(self.context, self, "gather")
             epoch, in_forward = self.context.weights_epoch, not in_backward()
             for index, group in enumerate(self.held_groups):
                 try:
@@ -292,15 +292,15 @@ class Unit:
         for unit in units:
             # Before anything puts sharded parameters in the place of what was assigned.
             unit._reshard_if_replaced()
-        if context.is_in_backward or any(u.phase is not Phase.RESTING for u in units):
-            _repair(context)
+        if context.is_in_backward or not all(unit.is_resting for unit in units):
+            repair(context)
         for unit in units:
             unit.reshard_if_stale()
         context.begin_forward(has_grad=torch.is_grad_enabled())
         if not context.ranks_may_differ:
             return
         if not context.is_checked:
-            self._check_ranks()
+            check_units(self.context)
         # Ranks may run different units, so bringing weights up to date belongs to no unit's use.
         for unit in units:
             for group in unit.groups:
@@ -317,7 +317,7 @@ class Unit:
         """
         if not self.is_root:
             raise RuntimeError(f"{self.name} is not the root; call reset_iter_state on the root")
-        _repair(self.context)
+        repair(self.context)
 
     def _prefetch(self, chosen: list[weakref.ref[Unit]], recorded: Sequence[Unit]) -> None:
         if chosen:
@@ -339,7 +339,7 @@ class Unit:
         """
         context = self.context
         if context.backward_failed:
-            _repair(context)
+            repair(context)
         if self.phase is Phase.BACKWARD:
             return
         if torch.is_grad_enabled() and not self.skips_safely:
@@ -362,14 +362,14 @@ class Unit:
         """Have the end of the running backward taken care of, and reductions in turn."""
         context = self.context
         if context.backward_failed:
-            _repair(context)
+            repair(context)
         if not context.is_in_backward:
-            finalizer = _Finalizer(context)
-            context.begin_backward(passed, finalizer)
-            torch.autograd.Variable._execution_engine.queue_callback(finalizer)
+            end = EndOfBackward(context)
+            context.begin_backward(passed, end)
+            torch.autograd.Variable._execution_engine.queue_callback(end)
         elif passed is not context.backward_pass:
             # One backward of several forwards of the root: each has a round of its own.
-            _finish_turns(context)
+            finish_turns(context)
             context.begin_turns(passed)
 
     def post_backward(self, passed: RootPass[Unit]) -> None:
@@ -393,7 +393,7 @@ class Unit:
             else:
                 owners = (cast("Unit | None", group.watcher()) for group in self.borrowed)
                 for finished in (self, *(owner for owner in owners if owner is not None)):
-                    _reduce_in_turn(turns.done(finished))
+                    reduce_in_turn(turns.done(finished))
             if self.reshard_after_backward:
                 self.reshard()
             self.move(Phase.RESTING)
@@ -449,7 +449,7 @@ class Unit:
                 if not issued:
                     self.context.reductions.make_room_to_reduce()
                     if self.context.check_ranks is CheckRanks.ALWAYS:
-                        self._compare_steps("reduce")
+                        compare_unit(self.context, self, "reduce")
                 has_outer = grads.has_outer_axis
                 ticket = group.reduce_inner(async_op=asynchronous, is_final=not has_outer)
                 issued.append(Reduction(group, ticket, has_outer and synchronise, asynchronous))
@@ -475,6 +475,16 @@ class Unit:
             self._num_awaited = max(0, self._num_awaited - 1)
         self.phase = Phase.RESTING
 
+    def owe_reduction(self) -> None:
+        """Have its next reduction take place also where no gradient arrived."""
+        self._owes_reduction = True
+
+    def forget_failure(self) -> None:
+        """Rest, whatever was under way."""
+        self.phase = Phase.RESTING
+        self._num_awaited = 0
+        self._owes_reduction = False
+
     def set_reduces(self, reduces: bool) -> None:
         """Say whether gradients are summed over ranks.
 
@@ -491,51 +501,6 @@ class Unit:
                     "set_requires_gradient_reduction between steps"
                 )
             grads.reduces = reduces
-
-    # -- whether ranks do the same -------------------------------------------------------------
-
-    def _check_ranks(self) -> None:
-        """At the first use: see that all ranks sharded the same. Collective."""
-        self.context.is_checked = True
-        units = self.context.units()
-        for unit in units:
-            for group in unit.borrowed:
-                if not any(group in other.groups for other in units):
-                    raise RuntimeError(
-                        f"{unit.name} shares a parameter with {group.name}, which belongs to "
-                        "another root; call fully_shard on a module that contains both"
-                    )
-        if self.context.check_ranks is CheckRanks.NEVER:
-            return
-        by_mesh: dict[Any, list[Unit]] = {}
-        for unit in units:
-            if unit.groups:
-                by_mesh.setdefault(unit.groups[0].mesh, []).append(unit)
-        for members in by_mesh.values():
-            group = members[0].groups[0]
-            compare_units([unit._record() for unit in members], group.axes, group.device)
-
-    def _record(self) -> UnitRecord:
-        options = [self.class_name]
-        copies = [0] * len(self.groups[0].axes)
-        for group in self.groups:
-            options += [",".join(group.names), group.layout.fingerprint, repr(group.spec)]
-            if group.grads is not None and not group.grads.reduces:
-                continue
-            for axis, placements in enumerate(group.spec.placements):
-                replicated = placements.main_weight is Placement.REPLICATE
-                if replicated and group.axes[axis].size > 1:
-                    copies[axis] += checksum(group.main_weight.tensor)
-        return UnitRecord(self.fqn, " ".join(options), tuple(copies))
-
-    def _compare_steps(self, action: str) -> None:
-        if not self.groups:
-            return
-        units, group = self.context.units(), self.groups[0]
-        actions = ("gather", "reduce")
-        names = [f"{known} {unit.name}" for unit in units for known in actions]
-        code = units.index(self) * len(actions) + actions.index(action)
-        compare_steps(action, self.name, code, group.axes[-1], group.device, names)
 
     def _range(self, name: str) -> AbstractContextManager[Any]:
         return _NO_RANGE if self.ranges is None else self.ranges(name)
@@ -560,114 +525,3 @@ class _Use:
     def post_backward(self) -> None:
         """The last gradient left for an input."""
         self._unit.post_backward(self._passed)
-
-
-class _Finalizer:
-    """The callback that the autograd engine runs at the end of a backward.
-
-    Nobody but the engine holds it, so it is gone exactly when its backward is, finished or not.
-    """
-
-    def __init__(self, context: Context[Unit]) -> None:
-        self._context = context
-
-    def __call__(self) -> None:
-        context = self._context
-        units = context.units()
-        synchronise = any(unit.syncs_gradients for unit in units)
-        _finish_turns(context)
-        for unit in reversed(units):
-            unit.finish_backward()
-        context.drop_prefetched()
-        _settle(context)
-        context.forget_recomputed()
-        # An optimizer that torch's hooks do not see may step now.
-        context.weights_epoch += synchronise
-        context.has_unsynced = not synchronise
-        context.forget_backward()
-        context.end_pass("synchronised backward" if synchronise else "backward")
-
-
-def _finish_turns(context: Context[Unit]) -> None:
-    """Reduce the units that had no turn yet. Collective."""
-    if context.turns is not None:
-        _reduce_in_turn(context.turns.rest())
-
-
-def _reduce_in_turn(units: Sequence[Unit]) -> None:
-    for unit in units:
-        unit._owes_reduction = True
-        unit.reduce_grad(synchronise=unit.syncs_gradients)
-
-
-def _repair(context: Context[Unit]) -> None:
-    """Clear away what a failed forward or backward left behind.
-
-    A failed backward's gradients that were collected and not reduced yet are dropped, and so are
-    those that were being reduced: whatever `zero_grad` made of them, the reduction may have written
-    them since. A failed forward costs no gradient.
-    """
-    if context.is_in_backward:
-        _drop_gradients(context)
-    context.forget_backward()
-    context.forget_recomputed()
-    for unit in context.units():
-        unit.phase = Phase.RESTING
-        unit._num_awaited = 0
-        unit._owes_reduction = False
-        unit.reshard()
-
-
-def _drop_gradients(context: Context[Unit]) -> None:
-    for group in context.reductions.abandon():
-        if group.param_grads is not None:
-            group.param_grads.forget()
-    for unit in context.units():
-        for group in unit.groups:
-            if group.grads is not None:
-                group.grads.abandon()
-
-
-def bring_to_rest(units: Sequence[Unit]) -> None:
-    """Have every module hold its sharded parameters, as before the first step.
-
-    To be called between passes, by whoever reads or writes sharded parameters. Backwards that are
-    still to come gather again.
-
-    Raises:
-        RuntimeError: A forward or backward is under way.
-    """
-    for context in {unit.context for unit in units}:
-        if in_backward():
-            raise RuntimeError("a backward is under way; do this between two steps")
-        members = context.units()
-        if context.is_in_backward or any(u.phase is not Phase.RESTING for u in members):
-            _repair(context)
-        context.drop_prefetched()
-        for unit in members:
-            unit.reshard()
-
-
-def synchronise_gradients(units: Sequence[Unit]) -> None:
-    """Bring all gradients of these units into `param.grad`. Collective.
-
-    Args:
-        units: Units of one context, parents before children.
-    """
-    context = units[0].context
-    for unit in reversed(units):
-        unit._owes_reduction |= context.ranks_may_differ and context.has_unsynced
-        unit.finish_gradients(synchronise=True)
-    _settle(context)
-    # As after a synchronised backward: an optimizer may step next.
-    context.weights_epoch += 1
-    context.has_unsynced = False
-
-
-def _settle(context: Context[Unit]) -> None:
-    """Wait for all reductions, and take back what turned out to be no gradient at all."""
-    context.reductions.drain()
-    for unit in context.units():
-        for group in unit.groups:
-            if group.param_grads is not None:
-                group.param_grads.drop_unused()

@@ -1,0 +1,173 @@
+"""How a backward ends: finished by the engine's callback, or repaired after an exception."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from megatron_fsdp_v2.autograd_engine import in_backward
+from megatron_fsdp_v2.context import Reshardable
+
+if TYPE_CHECKING:
+    from megatron_fsdp_v2.context import Context
+    from megatron_fsdp_v2.param_group import ParameterGroup
+
+__all__ = [
+    "EndOfBackward",
+    "Finishable",
+    "bring_to_rest",
+    "finish_turns",
+    "reduce_in_turn",
+    "repair",
+    "synchronise_gradients",
+]
+
+
+class Finishable(Reshardable, Protocol):
+    """What the end of a backward needs to know of a unit."""
+
+    groups: list[ParameterGroup]
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether neither its forward nor its backward is under way."""
+        ...
+
+    @property
+    def syncs_gradients(self) -> bool:
+        """Whether gradients are brought all the way into `param.grad` in this backward."""
+        ...
+
+    def owe_reduction(self) -> None:
+        """Have its next reduction take place also where no gradient arrived."""
+        ...
+
+    def reduce_grad(self, *, synchronise: bool) -> None:
+        """Reduce gradients that arrived. Collective."""
+        ...
+
+    def finish_gradients(self, *, synchronise: bool) -> None:
+        """Reduce what is left, along the outer axis too. Collective."""
+        ...
+
+    def finish_backward(self) -> None:
+        """Reduce what is left, rest. Collective."""
+        ...
+
+    def forget_failure(self) -> None:
+        """Rest, whatever was under way."""
+        ...
+
+
+class EndOfBackward[UnitT: Finishable]:
+    """The callback that the autograd engine runs at the end of a backward.
+
+    Nobody but the engine holds it, so it is gone exactly when its backward is, finished or not.
+    """
+
+    def __init__(self, context: Context[UnitT]) -> None:
+        self._context = context
+
+    def __call__(self) -> None:
+        """Reduce what is left and put every unit to rest. Collective."""
+        context = self._context
+        units = context.units()
+        synchronise = any(unit.syncs_gradients for unit in units)
+        finish_turns(context)
+        for unit in reversed(units):
+            unit.finish_backward()
+        context.drop_prefetched()
+        _settle(context)
+        context.forget_recomputed()
+        # An optimizer that torch's hooks do not see may step now.
+        context.weights_epoch += synchronise
+        context.has_unsynced = not synchronise
+        context.forget_backward()
+        context.end_pass("synchronised backward" if synchronise else "backward")
+
+
+def finish_turns[UnitT: Finishable](context: Context[UnitT]) -> None:
+    """Reduce the units that had no turn yet. Collective."""
+    if context.turns is not None:
+        reduce_in_turn(context.turns.rest())
+
+
+def reduce_in_turn[UnitT: Finishable](units: Sequence[UnitT]) -> None:
+    """Reduce units whose turn it is, with or without a gradient here. Collective."""
+    for unit in units:
+        unit.owe_reduction()
+        unit.reduce_grad(synchronise=unit.syncs_gradients)
+
+
+def repair[UnitT: Finishable](context: Context[UnitT]) -> None:
+    """Clear away what a failed forward or backward left behind.
+
+    A failed backward's gradients that were collected and not reduced yet are dropped, and so are
+    those that were being reduced: whatever `zero_grad` made of them, the reduction may have written
+    them since. A failed forward costs no gradient.
+    """
+    if context.is_in_backward:
+        _drop_gradients(context)
+    context.forget_backward()
+    context.forget_recomputed()
+    for unit in context.units():
+        unit.forget_failure()
+        unit.reshard()
+
+
+def _drop_gradients[UnitT: Finishable](context: Context[UnitT]) -> None:
+    for group in context.reductions.abandon():
+        if group.param_grads is not None:
+            group.param_grads.forget()
+    for unit in context.units():
+        for group in unit.groups:
+            if group.grads is not None:
+                group.grads.abandon()
+
+
+def bring_to_rest[UnitT: Finishable](contexts: set[Context[UnitT]]) -> None:
+    """Have every module hold its sharded parameters, as before the first step.
+
+    To be called between passes, by whoever reads or writes sharded parameters. Backwards that are
+    still to come gather again.
+
+    Raises:
+        RuntimeError: A backward is under way.
+    """
+    if contexts and in_backward():
+        raise RuntimeError("a backward is under way; do this between two steps")
+    for context in contexts:
+        units = context.units()
+        if context.is_in_backward or not all(unit.is_resting for unit in units):
+            repair(context)
+        context.drop_prefetched()
+        for unit in units:
+            unit.reshard()
+
+
+def synchronise_gradients[UnitT: Finishable](
+    context: Context[UnitT], units: Sequence[UnitT]
+) -> None:
+    """Bring all gradients of these units into `param.grad`. Collective.
+
+    Args:
+        context: Theirs.
+        units: Some of its units, parents before children.
+    """
+    for unit in reversed(units):
+        if context.ranks_may_differ and context.has_unsynced:
+            unit.owe_reduction()
+        unit.finish_gradients(synchronise=True)
+    _settle(context)
+    # As after a synchronised backward: an optimizer may step next.
+    context.weights_epoch += 1
+    context.has_unsynced = False
+
+
+def _settle[UnitT: Finishable](context: Context[UnitT]) -> None:
+    """Wait for all reductions, and take back what turned out to be no gradient at all."""
+    context.reductions.drain()
+    for unit in context.units():
+        for group in unit.groups:
+            if group.param_grads is not None:
+                group.param_grads.drop_unused()

@@ -86,8 +86,8 @@ def parse() -> Settings:
     return Settings(**vars(parser.parse_args()))
 
 
-def build(settings: Settings) -> torch.nn.Module:
-    """This rank's pipeline stage, wrapped."""
+def build_module(settings: Settings) -> GPTModel:
+    """This rank's pipeline stage."""
     has_experts = settings.expert_parallel > 1
     config = TransformerConfig(
         num_layers=2,
@@ -105,7 +105,7 @@ def build(settings: Settings) -> torch.nn.Module:
         pipeline_dtype=torch.float32,
         masked_softmax_fusion=False,
     )
-    module = GPTModel(
+    return GPTModel(
         config=config,
         transformer_layer_spec=get_gpt_layer_local_spec(config.num_moe_experts),
         vocab_size=VOCABULARY,
@@ -114,6 +114,12 @@ def build(settings: Settings) -> torch.nn.Module:
         post_process=parallel_state.is_pipeline_last_stage(),
         share_embeddings_and_output_weights=settings.tied,
     ).to(torch.device("cuda", torch.cuda.current_device()))
+
+
+def build(settings: Settings) -> torch.nn.Module:
+    """This rank's pipeline stage, wrapped."""
+    module = build_module(settings)
+    config = module.config
     if settings.ddp:
         ddp_config = DistributedDataParallelConfig(
             num_distributed_optimizer_instances=settings.instances

@@ -248,3 +248,26 @@ def missing_groups() -> dict[str, str]:
             except ValueError as error:
                 found[what] = str(error)
     return found
+
+
+def train_page(blocks: list[str]) -> list[tuple[float | None, float]]:
+    """Wrap as the python blocks of a page do, and train what the first one made.
+
+    Args:
+        blocks: Code that finds a `config` and a `module`.
+    """
+    example = enter()
+    with _clean():
+        settings = example.Settings(iterations=2)
+        example.start(settings)
+        spaces: list[dict[str, Any]] = []
+        for code in blocks:
+            module = example.build_module(settings)
+            known = spaces[0] if spaces else {}
+            spaces.append({**known, "config": module.config, "module": module})
+            exec(compile(code, "page", "exec"), spaces[-1])
+        first = spaces[0]
+        history: list[tuple[float | None, float]] = example.run(
+            settings, first["model"], first["optimizer"], example.batches()
+        )
+        return history

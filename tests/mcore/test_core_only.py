@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.docs.blocks import blocks_in
 from tests.mcore import core_only
 from tests.mcore.command_line import ROOT, torchrun
 from tests.mcore.session import distance
@@ -179,3 +181,29 @@ def test_the_example_with_its_own_parser_rehearses_under_run(core: RankPools) ->
         assert f"iteration {number}: loss {loss:.6f}, gradient norm {norm:.6f}" in run.output
     unknown = torchrun(1, RUN, [EXAMPLE, "--no-such-flag", "--cpu-rehearsal"])
     assert "error: unrecognized arguments: --no-such-flag\n" in unknown.output
+
+
+def test_the_page_wraps_and_trains_as_it_says(
+    core: RankPools,
+) -> None:
+    page = "docs/megatron_core.md"
+    blocks = blocks_in(page, (ROOT / page).read_text())
+    python = [block.code for block in blocks if block.language == "python"]
+    assert len(python) == 2
+    of_the_page = core(2).run(core_only.train_page, python)
+    assert of_the_page == core(2).run(core_only.train, {"iterations": 2})
+    (command,) = (block.code for block in blocks if block.language == "bash")
+    words = shlex.split(command.replace("\\\n", " "))
+    assert words[:6] == ["torchrun", "--nproc-per-node", "2", "-m", RUN, EXAMPLE]
+    assert words[6] == "--cpu-rehearsal"
+    # The script parses the rest; the longer test runs it.
+    code = "import sys, examples.megatron_core_loop as it; print(it.parse())"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words[7:]],
+        check=True,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert "pipeline_parallel=2" in done.stdout
+    assert "tied=True" in done.stdout

@@ -41,6 +41,7 @@ def test_overlap_flags_change_no_bit(megatron: RankPools) -> None:
     assert overlapped.grad_norms == plain.grad_norms
 
 
+@pytest.mark.functional
 def test_bf16_is_as_close_to_ddp_as_megatrons_distributed_optimizer(megatron: RankPools) -> None:
     """In bf16 a sum in another order moves some weight across a rounding boundary."""
     reference = _curves(megatron, 2, ["--bf16"])

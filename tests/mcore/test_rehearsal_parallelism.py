@@ -80,6 +80,7 @@ def test_tensor_and_sequence_parallel_train_like_one_rank(
     _same(_train(megatron, 2, *_tensor_parallel(2), "--sequence-parallel", *flags), alone)
 
 
+@pytest.mark.functional
 def test_both_token_dispatchers_compute_the_same(megatron: RankPools) -> None:
     flags = [*_MOE.split(), "--expert-model-parallel-size", "2", "--moe-token-dispatcher-type"]
     _same(_train(megatron, 2, *flags, "alltoall"), _train(megatron, 2, *flags, "allgather"))

@@ -153,6 +153,7 @@ def _num_elements(model: Any, optimizer: Any) -> int:
     return sum(param.numel() for chunk in model for param in chunk.parameters())
 
 
+@pytest.mark.functional
 def test_a_sharded_run_goes_on_and_a_rank_reads_the_rows_it_holds_and_no_others(
     megatron: RankPools, saved: Curve
 ) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch.distributed as dist
 
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError
 
-__all__ = ["together"]
+__all__ = ["everyones", "together"]
 
 
 def together[T](what: str, do: Callable[[], T], undo: Callable[[], None] | None = None) -> T:
@@ -31,9 +32,9 @@ def together[T](what: str, do: Callable[[], T], undo: Callable[[], None] | None 
     try:
         result = do()
     except Exception as error:
-        _everyones(f"{type(error).__name__}: {error}")
+        everyones(f"{type(error).__name__}: {error}")
         raise
-    for rank, text in enumerate(_everyones(None)):
+    for rank, text in enumerate(everyones(None)):
         if text is not None:
             if undo is not None:
                 undo()
@@ -41,7 +42,10 @@ def together[T](what: str, do: Callable[[], T], undo: Callable[[], None] | None 
     return result
 
 
-def _everyones(text: str | None) -> list[str | None]:
-    texts: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(texts, text)
-    return texts
+def everyones[T](value: T) -> list[T]:
+    """What every rank has, by rank. Collective over all ranks."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from megatron_fsdp_v2.checkpoint.errors import CheckpointError
 from megatron_fsdp_v2.fsdp_module import rest
 from megatron_fsdp_v2.optimizer_state import is_kept_here
 
@@ -23,10 +22,12 @@ __all__ = [
     "EXTRA",
     "MODEL",
     "OPTIMIZER_GROUPS",
+    "OPTIMIZER_KIND",
     "OPTIMIZER_STATE",
-    "apply_groups",
+    "extra_state_names",
     "groups_entry",
     "is_extra_state",
+    "kind_entry",
     "model_entries",
     "parameter_names",
     "state_entries",
@@ -36,6 +37,7 @@ __all__ = [
 MODEL = "model."
 OPTIMIZER_STATE = "optimizer.state."
 OPTIMIZER_GROUPS = "optimizer.param_groups"
+OPTIMIZER_KIND = "optimizer.kind"
 EXTRA = "extra"
 
 
@@ -90,8 +92,15 @@ def is_extra_state(key: str) -> bool:
     return key.rpartition(".")[2] == "_extra_state"
 
 
+def extra_state_names(model: nn.Module) -> dict[str, str]:
+    """What the model itself calls the entries that `get_extra_state` returned."""
+    found = {MODEL + _plain_name(model, name): name for name in model.state_dict()}
+    return {key: name for key, name in found.items() if is_extra_state(key)}
+
+
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
     """Every parameter's name without wrappers; of tied ones the first."""
+    rest(model)
     return {param: _plain_name(model, name) for name, param in model.named_parameters()}
 
 
@@ -132,36 +141,13 @@ def groups_entry(
     ]
 
 
-def apply_groups(
-    optimizer: torch.optim.Optimizer,
-    names: Mapping[nn.Parameter, str],
-    saved: Iterable[Mapping[str, Any]],
-) -> None:
-    """Give the groups of an optimizer the options they were saved with, parameter by parameter.
-
-    Raises:
-        CheckpointError: Parameters of one group were saved with different options.
-    """
-    options = {
-        name: {key: value for key, value in group.items() if key != "params"}
-        for group in saved
-        for name in group["params"]
+def kind_entry(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What an optimizer is: its class by name, and the options it is made with."""
+    kind = type(optimizer)
+    return {
+        "class": f"{kind.__module__}.{kind.__qualname__}",
+        "options": sorted(optimizer.defaults),
     }
-    for group in optimizer.param_groups:
-        known = [_name(names, p) for p in group["params"] if _name(names, p) in options]
-        for name in known[1:]:
-            if options[name] != options[known[0]]:
-                differing = sorted(
-                    key
-                    for key, value in options[name].items()
-                    if options[known[0]].get(key) != value
-                )
-                raise CheckpointError(
-                    f"{name} and {known[0]} are in one group of the optimizer and were saved with "
-                    f"different {', '.join(differing)}; make the groups as they were"
-                )
-        if known:
-            group.update(copy.deepcopy(options[known[0]]))
 
 
 def _name(names: Mapping[nn.Parameter, str], param: nn.Parameter) -> str:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-__all__ = ["CheckpointError"]
+__all__ = ["CheckpointError", "ReplacedError"]
 
 
 class CheckpointError(ValueError):
     """A checkpoint is missing, incomplete, damaged, of another model or not to be trusted."""
+
+
+class ReplacedError(CheckpointError):
+    """Another checkpoint took the place of the one that was being read."""

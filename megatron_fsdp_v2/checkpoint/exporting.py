@@ -6,6 +6,8 @@ that of the largest one and a constant.
 
 from __future__ import annotations
 
+import os
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +15,6 @@ from pathlib import Path
 import torch
 
 from megatron_fsdp_v2.checkpoint.kinds import Kind, find_kind
-from megatron_fsdp_v2.checkpoint.metadata import INCOMPLETE
 from megatron_fsdp_v2.checkpoint.model_tensors import MODEL, FolderSource, Layout
 from megatron_fsdp_v2.checkpoint.plain_tensors import (
     Progress,
@@ -24,6 +25,12 @@ from megatron_fsdp_v2.checkpoint.plain_tensors import (
 )
 from megatron_fsdp_v2.checkpoint.pt_files import SUFFIXES as PT_SUFFIXES
 from megatron_fsdp_v2.checkpoint.pt_files import PtSource, write_pt
+from megatron_fsdp_v2.checkpoint.replacing import (
+    make_temporary,
+    put_new,
+    remove_own,
+    temporary_name,
+)
 from megatron_fsdp_v2.checkpoint.safetensors_files import SUFFIX as SAFETENSORS_SUFFIX
 from megatron_fsdp_v2.checkpoint.safetensors_files import (
     SafetensorsSource,
@@ -160,14 +167,8 @@ def _check(target: Path, dtype: torch.dtype | None, max_shard_bytes: int) -> Non
     if max_shard_bytes <= 0:
         raise ValueError(f"max_shard_bytes is {max_shard_bytes}; it must be at least 1")
     for path in (target, index_of(target)):
-        if path.exists():
+        if os.path.lexists(path):
             raise ValueError(f"{path} is there already; remove it or name another")
-    unfinished = _unfinished(target)
-    if unfinished.is_dir():
-        raise ValueError(
-            f"{unfinished} is there: something else is writing {target.name}, or was cut short; "
-            "remove it or name another"
-        )
 
 
 def _write(
@@ -195,16 +196,24 @@ def _write(
     )
 
 
-def _unfinished(target: Path) -> Path:
-    return target.with_name(target.name + INCOMPLETE)
-
-
 def _write_folder(
     source: TensorSource, target: Path, dtype: torch.dtype | None, progress: Progress
 ) -> list[Path]:
     """Write a folder of torch's distributed checkpoint with one chunk for each tensor."""
-    unfinished = _unfinished(target)
-    writer = FolderWriter(unfinished)
+    unfinished = temporary_name(target, uuid.uuid4().hex)
+    make_temporary(unfinished)
+    try:
+        _write_tensors(FolderWriter(unfinished), source, dtype, progress)
+        put_new(unfinished, target)
+    except BaseException:
+        remove_own(unfinished)
+        raise
+    return [target]
+
+
+def _write_tensors(
+    writer: FolderWriter, source: TensorSource, dtype: torch.dtype | None, progress: Progress
+) -> None:
     once = [tensor for tensor in source.tensors if tensor.name not in source.tied]
     total = sum(converted(tensor, dtype).nbytes for tensor in once)
     done = 0
@@ -220,5 +229,3 @@ def _write_folder(
         path = (MODEL.removesuffix("."), name)
         writer.add_name(MODEL + name, MODEL + kept, path)
     writer.finish()
-    unfinished.rename(target)
-    return [target]

@@ -7,8 +7,14 @@ what is wanted is read, and only metadata, tensors and plain data are made from 
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import io
 import math
+import os
+import resource
+import stat
+import weakref
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,10 +29,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megatron_fsdp_v2.checkpoint.coverage import coverage_problems
-from megatron_fsdp_v2.checkpoint.errors import CheckpointError
-from megatron_fsdp_v2.checkpoint.manifest import Manifest, StoredItem
-from megatron_fsdp_v2.checkpoint.metadata import needed_bytes, read_metadata
+from megatron_fsdp_v2.checkpoint.errors import CheckpointError, ReplacedError
+from megatron_fsdp_v2.checkpoint.manifest import MANIFEST, Manifest, StoredItem
+from megatron_fsdp_v2.checkpoint.metadata import METADATA, needed_bytes, read_metadata
 from megatron_fsdp_v2.checkpoint.plain_data import check_plain_data
+from megatron_fsdp_v2.checkpoint.replacing import find_folder
 from megatron_fsdp_v2.checkpoint.stored_tensor import (
     FileView,
     StoredTensor,
@@ -46,6 +53,9 @@ MOST_NAMES = 16
 
 SCRATCH_BYTES = 16 << 20
 """Of a stored item, this much is in memory at a time."""
+
+_ATTEMPTS = 20
+"""A folder that is replaced so often while its metadata is read is not one to read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +79,10 @@ class CheckpointFolder:
 
     Where there is a manifest, every item that is read is compared with its checksum first.
 
+    A save may put another checkpoint at the path at any time. All that is read here is of the one
+    that was there at first: files are opened in that folder, whatever it is called by now, and stay
+    open.
+
     Args:
         path: The folder.
         safe_globals: Classes and functions that objects in it may be made of, besides plain data,
@@ -85,15 +99,30 @@ class CheckpointFolder:
     """
 
     def __init__(self, path: str | Path, safe_globals: Sequence[Any] = ()) -> None:
-        self.path = Path(path)
-        self.manifest = Manifest.read(self.path)
-        self.metadata = read_metadata(self.path, self.manifest)
+        self._files: dict[str, BinaryIO] = {}
+        self._most_open = max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2, 1)
+        for _ in range(_ATTEMPTS):
+            if self._opened(Path(path)):
+                break
+        else:
+            raise ReplacedError(f"{path} is replaced faster than its metadata can be read")
         self._safe_globals = list(safe_globals)
         self._chunks: dict[str, _SavedChunks] = {}
         self._items: dict[str, dict[int, StoredItem]] = {}
         self._needed: dict[str, int] = {}
         self._scratch = bytearray()
         self._check_sizes()
+
+    @property
+    def identity(self) -> str:
+        """Differs between any two saves: a digest of what describes them."""
+        digest = hashlib.sha256()
+        for name in (METADATA, MANIFEST):
+            # A pipe would be waited for.
+            if self._stat(name) is not None:
+                with contextlib.suppress(FileNotFoundError), self._raw(name) as file:
+                    digest.update(file.readall())
+        return digest.hexdigest()
 
     def shape(self, key: str) -> tuple[int, ...] | None:
         """Shape of a tensor; None where there is none of that name."""
@@ -131,8 +160,7 @@ class CheckpointFolder:
                 are not those that were saved.
         """
         info = self._info(index)
-        with self._open(info.relative_path) as file:
-            return self._read(file, index.fqn, info)
+        return self._read(self._open(info.relative_path), index.fqn, info)
 
     def read_tensor(self, key: str) -> torch.Tensor:
         """A whole tensor, in its own dtype on the CPU.
@@ -143,6 +171,7 @@ class CheckpointFolder:
         entry = self.metadata.state_dict_metadata.get(key)
         if not isinstance(entry, TensorStorageMetadata):
             raise CheckpointError(f"{self.path} holds no tensor {key}")
+        self.check_stored(key)
         data = torch.empty(entry.size, dtype=entry.properties.dtype)
         (count,) = self.fill([Wanted(key, (0,) * data.dim(), data)])
         if count != data.numel():
@@ -166,6 +195,25 @@ class CheckpointFolder:
             CheckpointError: A tensor, or a file with a part of it, is missing or damaged. Targets
                 read until then are filled.
         """
+        return self._go_through(wanted, is_filled=True)
+
+    def check(self, wanted: Sequence[Wanted]) -> list[int]:
+        """Read blocks as `fill` does, and leave the targets alone.
+
+        What this found to be right `fill` finds as well: files stay open, even if they are removed.
+
+        Args:
+            wanted: As in `fill`.
+
+        Returns:
+            How many elements of each are there.
+
+        Raises:
+            CheckpointError: As in `fill`.
+        """
+        return self._go_through(wanted, is_filled=False)
+
+    def _go_through(self, wanted: Sequence[Wanted], *, is_filled: bool) -> list[int]:
         counts = [0] * len(wanted)
         by_file: dict[str, dict[int, list[_Piece]]] = {}
         for number, block in enumerate(wanted):
@@ -178,9 +226,9 @@ class CheckpointFolder:
                 items = by_file.setdefault(info.relative_path, {})
                 items.setdefault(info.offset, []).append(piece)
         for name in sorted(by_file):
-            with self._open(name) as file:
-                for _, pieces in sorted(by_file[name].items()):
-                    self._fill_from(file, pieces)
+            file = self._open(name)
+            for _, pieces in sorted(by_file[name].items()):
+                self._read_chunk(file, pieces, is_filled=is_filled)
         return counts
 
     def check_file(self, name: str) -> None:
@@ -189,19 +237,45 @@ class CheckpointFolder:
         Raises:
             CheckpointError: It is missing, or not as long as it should be.
         """
-        file = file_inside(self.path, name)
-        size = file.stat().st_size if file.is_file() else None
-        if size is None:
+        found = self._stat(name)
+        if found is None:
+            self._check_replaced()
             raise CheckpointError(f"{self.path} is incomplete: {name} is missing")
+        size = found.st_size
         stored = self.manifest.files.get(name) if self.manifest is not None else None
         if not self._needed:
             self._needed = needed_bytes(self.metadata)
-        needed = stored.nbytes if stored is not None else self._needed.get(name, 0)
+        needed = max(self._needed.get(name, 0), stored.nbytes if stored is not None else 0)
         if size < needed:
             raise CheckpointError(f"{self.path} is truncated: {name} has {size} of {needed} bytes")
         if stored is not None and size != needed:
             raise CheckpointError(
                 f"{self.path} is damaged: {name} has {size} bytes and should have {needed}"
+            )
+
+    def check_stored(self, key: str) -> None:
+        """Find out whether a tensor can be as long as it is said to be, before memory is taken.
+
+        Raises:
+            CheckpointError: There is none of that name, or less is stored of it than it has.
+        """
+        entry = self.metadata.state_dict_metadata.get(key)
+        if not isinstance(entry, TensorStorageMetadata):
+            raise CheckpointError(f"{self.path} holds no tensor {key}")
+        for chunk in entry.chunks:
+            info = self._info(MetadataIndex(key, chunk.offsets))
+            self._open(info.relative_path)
+            nbytes = math.prod(chunk.sizes) * entry.properties.dtype.itemsize
+            if nbytes > info.length:
+                raise CheckpointError(
+                    f"{self.path} is damaged: {key} has a chunk of {nbytes} bytes at "
+                    f"{tuple(chunk.offsets)}, and {info.length} bytes are stored"
+                )
+        covered = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
+        if covered < math.prod(entry.size):
+            raise CheckpointError(
+                f"{self.path} is incomplete: {covered} of {math.prod(entry.size)} elements of "
+                f"{key} are there"
             )
 
     def _check_sizes(self) -> None:
@@ -216,8 +290,8 @@ class CheckpointFolder:
             return
         there = 0
         for name in needed_bytes(self.metadata):
-            file = self.path / name
-            there += file.stat().st_size if file.is_file() else 0
+            found = self._stat(name)
+            there += found.st_size if found is not None else 0
         infos = (self.metadata.storage_data or {}).values()
         if any(info.transform_descriptors for info in infos):
             return
@@ -233,8 +307,61 @@ class CheckpointFolder:
                 f"files together have {there}"
             )
 
-    def _fill_from(self, file: BinaryIO, pieces: Sequence[_Piece]) -> None:
-        """Read what is wanted of one stored chunk."""
+    def _stat(self, name: str) -> os.stat_result | None:
+        """What is known of a file of the folder; None where there is none.
+
+        Raises:
+            CheckpointError: It is a link out of the folder.
+        """
+        try:
+            found = os.stat(name, dir_fd=self._directory, follow_symlinks=False)
+            if stat.S_ISLNK(found.st_mode):
+                # A link says where it leads by path, so the path must still be that of the folder.
+                self._check_replaced()
+                file_inside(self.path, name)
+                found = os.stat(name, dir_fd=self._directory)
+        except FileNotFoundError:
+            return None
+        return found if stat.S_ISREG(found.st_mode) else None
+
+    def _opened(self, path: Path) -> bool:
+        """Open the folder and read what describes it; False where it was replaced meanwhile."""
+        self.path = find_folder(path)
+        try:
+            self._directory = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError as error:
+            is_gone = isinstance(error, FileNotFoundError)
+            if is_gone and find_folder(path).is_dir():
+                return False
+            # This finds words for what is wrong.
+            read_metadata(self.path, Manifest.read(self.path))
+            if is_gone:
+                return False
+            raise
+        close = weakref.finalize(self, _close, self._directory, self._files)
+        try:
+            self.manifest = Manifest.read(self.path)
+            self.metadata = read_metadata(self.path, self.manifest)
+        except CheckpointError:
+            if not self._is_replaced():
+                raise
+        if not self._is_replaced():
+            return True
+        close()
+        return False
+
+    def _is_replaced(self) -> bool:
+        try:
+            return not os.path.samestat(os.stat(self.path), os.fstat(self._directory))
+        except OSError:
+            return True
+
+    def _check_replaced(self) -> None:
+        if self._is_replaced():
+            raise ReplacedError(f"{self.path} was replaced by another save while it was read")
+
+    def _read_chunk(self, file: BinaryIO, pieces: Sequence[_Piece], *, is_filled: bool) -> None:
+        """Read one stored chunk, and put what is wanted of it into place if it is to be."""
         index, sizes = pieces[0].index, pieces[0].sizes
         info = self._info(index)
         if info.length <= SCRATCH_BYTES:
@@ -246,13 +373,15 @@ class CheckpointFolder:
         if stored is None:
             source.seek(0)
             whole = load_plain(source, f"{index.fqn} in {self.path}")
+        where = f"{self.path} is damaged: {index.fqn} in {info.relative_path} at {info.offset}"
         shape = getattr(whole, "shape", None) if stored is None else stored.shape
         if shape is None or tuple(shape) != sizes:
             raise CheckpointError(
-                f"{self.path} is damaged: {index.fqn} in {info.relative_path} at {info.offset} "
-                f"should be a tensor of shape {sizes}, not {shape and tuple(shape)}"
+                f"{where} should be a tensor of shape {sizes}, not {shape and tuple(shape)}"
             )
-        for piece in pieces:
+        if stored is not None and stored.offset + stored.nbytes > info.length:
+            raise CheckpointError(f"{where} is cut short")
+        for piece in pieces if is_filled else ():
             if stored is not None:
                 self._read_piece(source, stored, piece, info)
                 continue
@@ -281,9 +410,24 @@ class CheckpointFolder:
         return info
 
     def _open(self, name: str) -> BinaryIO:
-        self.check_file(name)
+        """A file of the folder, checked for its length when it is opened."""
+        if name not in self._files:
+            while len(self._files) >= self._most_open:
+                self._files.pop(next(iter(self._files))).close()
+            self.check_file(name)
+            try:
+                self._files[name] = self._raw(name)
+            except FileNotFoundError:
+                self._check_replaced()
+                raise
+        return self._files[name]
+
+    def _raw(self, name: str) -> Any:
         # Items are read in large pieces; a buffer in between would be another copy.
-        return (self.path / name).open("rb", buffering=0)
+        def opener(path: str, flags: int) -> int:
+            return os.open(path, flags, dir_fd=self._directory)
+
+        return open(name, "rb", buffering=0, opener=opener)
 
     def _read(self, file: BinaryIO, key: str, info: Any) -> bytearray:
         content = bytearray(info.length)
@@ -329,6 +473,12 @@ class CheckpointFolder:
                     raise CheckpointError(f"{self.path} is damaged: {problem}")
             self._chunks[key] = _SavedChunks(entry)
         return self._chunks[key]
+
+
+def _close(directory: int, files: dict[str, BinaryIO]) -> None:
+    for file in files.values():
+        file.close()
+    os.close(directory)
 
 
 def load_plain(

@@ -1,76 +1,43 @@
-"""Loading: at any world size, with any strategy, every rank reads what it holds and no more."""
+"""Loading: at any world size, with any strategy, every rank reads what it holds and no more.
+
+Twice: the first time everything is compared and every byte is checked, on all ranks, while model
+and optimizer are as they were. State of the optimizer is new, so it is filled at once. Only when no
+rank found anything is the model written, from files that stayed open in between.
+"""
 
 from __future__ import annotations
 
 import os
+import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, override
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp_v2.checkpoint.agreement import together
+from megatron_fsdp_v2.checkpoint.agreement import everyones, together
+from megatron_fsdp_v2.checkpoint.comparing import Comparison, compare, compare_with, open_folder
 from megatron_fsdp_v2.checkpoint.entries import (
     EXTRA,
-    MODEL,
-    OPTIMIZER_GROUPS,
     OPTIMIZER_STATE,
-    apply_groups,
-    is_extra_state,
+    extra_state_names,
     model_entries,
     parameter_names,
 )
-from megatron_fsdp_v2.checkpoint.errors import CheckpointError
+from megatron_fsdp_v2.checkpoint.errors import CheckpointError, ReplacedError
 from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder, Wanted
-from megatron_fsdp_v2.checkpoint.saving import INCOMPLETE, PREVIOUS
+from megatron_fsdp_v2.checkpoint.optimizer_fit import OptimizerFit, saved_states
 from megatron_fsdp_v2.uneven_dtensor import UnevenDTensor, local_of
 
 __all__ = ["Comparison", "compare", "load"]
 
-_MOST_NAMES = 5
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """How the names and shapes of a checkpoint fit a model and its optimizer.
-
-    Attributes:
-        missing: What the model has and the checkpoint does not.
-        unexpected: What the checkpoint has and the model does not.
-        mismatched: Names of other shapes, each with a sentence.
-    """
-
-    missing: tuple[str, ...] = ()
-    unexpected: tuple[str, ...] = ()
-    mismatched: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def fits(self) -> bool:
-        """Whether nothing differs."""
-        return not (self.missing or self.unexpected or self.mismatched)
-
-    @override
-    def __str__(self) -> str:
-        parts = [_list("missing in the checkpoint", self.missing)]
-        parts.append(_list("not in the model", self.unexpected))
-        parts.append(_list("of another shape", tuple(self.mismatched.values())))
-        return "; ".join(part for part in parts if part) or "everything fits"
-
-
-def compare(
-    path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None = None
-) -> Comparison:
-    """Compare a checkpoint with a model by name and shape. Reads metadata only; no communication.
-
-    Raises:
-        CheckpointError: There is no complete checkpoint.
-    """
-    return _compare(_open(path), model, optimizer)
+_ATTEMPTS = 20
+_PAUSE_S = 0.05
 
 
 def load(
@@ -82,84 +49,160 @@ def load(
 ) -> Any:
     """Load what `save` saved, in place. Collective over all ranks.
 
-    Names and shapes are compared before a value is read; every byte that is read is checked.
+    Names, shapes, dtypes, groups of the optimizer and every byte that any rank will read are
+    checked before anything is changed: after an error model and optimizer are on all ranks as they
+    were.
     Weights are active in the next forward, evaluation too.
 
     Args:
         path: The folder.
         model: Sharded in any way, at any world size; or not at all.
-        optimizer: Of its parameters; options of groups are loaded too. State of parameters that
-            had none is dropped.
-        strict: Whether a name that only one side has is an error; otherwise it is a warning, and
-            what both have is loaded. A shape that differs always is an error.
+        optimizer: Of its parameters and of the kind that was saved; options of groups are loaded
+            too. State of parameters that had none is dropped.
+        strict: Whether a name that only one side has, or groups of the optimizer that are made of
+            other parameters, is an error; otherwise it is a warning, and what both have is loaded.
+            A shape that differs, a dtype that does not convert and an optimizer of another kind
+            always are errors.
 
     Returns:
-        What was given to `save` as `extra`.
+        What was given to `save` as `extra`; tensors in it are on the CPU.
 
     Raises:
         CheckpointError: There is no complete checkpoint, it is damaged, or of another model; raised
             on every rank when one of them finds it.
     """
-    return together(f"load {path}", lambda: _load(path, model, optimizer, strict))
+    ready = _ready_everywhere(path, lambda: _checked(path, model, optimizer, strict))
+    if ready.extra_states:
+        before = {key: model_entries(model)[key] for key in ready.extra_states}
+        names = extra_state_names(model)
+
+        def set_extra_states(states: dict[str, Any]) -> None:
+            model.load_state_dict({names[key]: v for key, v in states.items()}, strict=False)
+
+        try:
+            together(f"set extra state from {path}", lambda: set_extra_states(ready.extra_states))
+        except Exception:
+            set_extra_states(before)
+            raise
+    together(f"load {path}", lambda: _write(ready, model, optimizer))
+    return ready.extra
 
 
-def _load(
+@dataclass(slots=True)
+class _Ready:
+    """All that a rank needs to load, checked.
+
+    Attributes:
+        folder: The checkpoint, open.
+        weights: Blocks of the model, yet to be filled.
+        extra_states: What modules' `set_extra_state` is to be given, by name in the checkpoint.
+        states: New state of the optimizer, filled.
+        options: What each of its groups is updated with.
+        extra: What `load` returns.
+    """
+
+    folder: CheckpointFolder
+    weights: list[Wanted] = field(default_factory=list)
+    extra_states: dict[str, Any] = field(default_factory=dict)
+    states: dict[Any, dict[str, Any]] = field(default_factory=dict)
+    options: list[dict[str, Any]] = field(default_factory=list)
+    extra: Any = None
+
+
+def _ready_everywhere(path: str | os.PathLike[str], check: Callable[[], _Ready]) -> _Ready:
+    """Have all ranks check the same checkpoint, again if it was replaced meanwhile."""
+    for _ in range(_ATTEMPTS):
+        ready: _Ready | None = None
+        error: Exception | None = None
+        identity = ""
+        try:
+            ready = check()
+            identity = ready.folder.identity
+        except ReplacedError as replaced:
+            error = replaced
+        except Exception as other:
+            # On this rank; whether it matters depends on whether all looked at one checkpoint.
+            error, identity = other, f"{type(other).__name__}: {other}"
+        kinds = everyones((_kind_of(error), identity))
+        if any(kind == "replaced" for kind, _ in kinds) or (
+            len({found for kind, found in kinds if kind == "ready"}) > 1
+        ):
+            time.sleep(_PAUSE_S)
+            continue
+        if error is not None:
+            raise error
+        for rank, (kind, text) in enumerate(kinds):
+            if kind == "failed":
+                raise CheckpointError(f"rank {rank} could not load {path}: {text}")
+        assert ready is not None
+        return ready
+    raise CheckpointError(f"{path} is replaced faster than all ranks can read it")
+
+
+def _kind_of(error: Exception | None) -> str:
+    if error is None:
+        return "ready"
+    return "replaced" if isinstance(error, ReplacedError) else "failed"
+
+
+def _checked(
     path: str | os.PathLike[str],
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     strict: bool,
-) -> Any:
-    folder = _open(path)
-    difference = _compare(folder, model, optimizer)
+) -> _Ready:
+    """Read everything once and change nothing."""
+    folder = open_folder(path)
+    fit = OptimizerFit(folder, model, optimizer) if optimizer is not None else None
+    difference = compare_with(folder, model, fit)
     if difference.mismatched or (strict and not difference.fits):
         hint = "" if difference.mismatched else "; strict=False loads what both have"
         raise CheckpointError(f"{folder.path} is of another model: {difference}{hint}")
-    if not difference.fits:
-        _warn(f"{folder.path} fits in part: {difference}")
-    wanted: list[Wanted] = []
-    state_dict: dict[str, Any] = {}
+    ready = _Ready(folder)
     for key, value in model_entries(model).items():
         if not folder.has(key):
             continue
         if isinstance(value, torch.Tensor):
-            wanted += _wanted(key, value)
+            ready.weights += _wanted(key, value)
         else:
-            state_dict[key.removeprefix(MODEL)] = folder.object(key)
-    states = {} if optimizer is None else _new_states(folder, model, optimizer, wanted)
-    with torch.no_grad():
-        _fill(folder, wanted)
-    if state_dict:
-        model.load_state_dict(state_dict, strict=False)
-    for tensor in _sharded(model):
-        # Values arrived below what counts versions.
-        torch.autograd.graph.increment_version(tensor)
+            ready.extra_states[key] = folder.object(key)
+    _check_counts(folder, ready.weights, folder.check(ready.weights))
+    if optimizer is not None and fit is not None:
+        ready.options = fit.options()
+        blocks: list[Wanted] = []
+        ready.states = _new_states(folder, model, optimizer, blocks)
+        with torch.no_grad():
+            _check_counts(folder, blocks, folder.fill(blocks))
+    if folder.has(EXTRA):
+        is_tensor = folder.shape(EXTRA) is not None
+        ready.extra = folder.read_tensor(EXTRA) if is_tensor else folder.object(EXTRA)
+    if not difference.fits:
+        warnings.warn(
+            f"{folder.path} fits in part: {difference}",
+            skip_file_prefixes=(str(Path(__file__).parent),),
+        )
+    return ready
+
+
+def _write(ready: _Ready, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    """Change model and optimizer. Nothing is left that could be wrong with the checkpoint."""
+    try:
+        with torch.no_grad():
+            ready.folder.fill(ready.weights)
+    except (OSError, CheckpointError) as error:
+        raise CheckpointError(
+            f"{ready.folder.path} was intact and could not be read again ({error}); the model is "
+            "partly overwritten on this rank, so load once more before you go on"
+        ) from error
+    for param in model.parameters():
+        if isinstance(param, UnevenDTensor):
+            # Values arrived below what counts versions.
+            torch.autograd.graph.increment_version(param)
     if optimizer is not None:
         optimizer.state.clear()
-        optimizer.state.update(states)
-        apply_groups(optimizer, parameter_names(model), _saved_groups(folder))
-    return folder.object(EXTRA) if folder.has(EXTRA) else None
-
-
-def _open(path: str | os.PathLike[str]) -> CheckpointFolder:
-    target = Path(path).absolute()
-    previous = target.with_name(target.name + PREVIOUS)
-    if not target.exists() and previous.exists():
-        _warn(
-            f"{target} is not there because the save that was to replace it was interrupted; "
-            f"{previous} is what it was to replace, and is loaded"
-        )
-        target = previous
-    if not target.is_dir():
-        incomplete = target.with_name(target.name + INCOMPLETE)
-        hint = (
-            f"; {incomplete.name} is what an interrupted save left" if incomplete.exists() else ""
-        )
-        raise CheckpointError(f"there is no checkpoint at {target}{hint}")
-    return CheckpointFolder(target)
-
-
-def _sharded(model: nn.Module) -> list[torch.Tensor]:
-    return [param for param in model.parameters() if isinstance(param, UnevenDTensor)]
+        optimizer.state.update(ready.states)
+        for group, options in zip(optimizer.param_groups, ready.options, strict=True):
+            group.update(options)
 
 
 def _wanted(key: str, tensor: torch.Tensor) -> list[Wanted]:
@@ -175,8 +218,8 @@ def _wanted(key: str, tensor: torch.Tensor) -> list[Wanted]:
     return [Wanted(key, (0,) * tensor.dim(), tensor.detach())]
 
 
-def _fill(folder: CheckpointFolder, wanted: list[Wanted]) -> None:
-    for block, count in zip(wanted, folder.fill(wanted), strict=True):
+def _check_counts(folder: CheckpointFolder, wanted: list[Wanted], counts: list[int]) -> None:
+    for block, count in zip(wanted, counts, strict=True):
         if count != block.target.numel():
             raise CheckpointError(
                 f"{folder.path} is incomplete: of {block.target.numel()} elements of {block.key} "
@@ -192,7 +235,7 @@ def _new_states(
 ) -> dict[Any, dict[str, Any]]:
     """State for every parameter that has some in the checkpoint; tensors are yet to be filled."""
     names = parameter_names(model)
-    by_name = _saved_states(folder)
+    by_name = saved_states(folder)
     found: dict[Any, dict[str, Any]] = {}
     for group in optimizer.param_groups:
         for param in group["params"]:
@@ -205,37 +248,13 @@ def _new_states(
     return found
 
 
-def _saved_states(folder: CheckpointFolder) -> dict[str, list[str]]:
-    """Keys of optimizer state by parameter."""
-    found: dict[str, list[str]] = {}
-    for key in folder.metadata.state_dict_metadata:
-        if key.startswith(OPTIMIZER_STATE):
-            name = key.removeprefix(OPTIMIZER_STATE).rpartition(".")[0]
-            found.setdefault(name, []).append(key)
-    return found
-
-
-def _saved_groups(folder: CheckpointFolder) -> list[dict[str, Any]]:
-    """Options of an optimizer's groups: one object here, one per option where torch saved them."""
-    if folder.has(OPTIMIZER_GROUPS):
-        found: list[dict[str, Any]] = folder.object(OPTIMIZER_GROUPS)
-        return found
-    groups: dict[str, dict[str, Any]] = {}
-    for key in folder.metadata.state_dict_metadata:
-        if key.startswith(f"{OPTIMIZER_GROUPS}."):
-            number, _, option = key.removeprefix(f"{OPTIMIZER_GROUPS}.").partition(".")
-            is_object = folder.shape(key) is None
-            value = folder.object(key) if is_object else folder.read_tensor(key)
-            groups.setdefault(number, {"params": []})[option] = value
-    return list(groups.values())
-
-
 def _new_state(
     folder: CheckpointFolder, key: str, param: torch.Tensor, wanted: list[Wanted]
 ) -> Any:
     entry = folder.metadata.state_dict_metadata[key]
     if not isinstance(entry, TensorStorageMetadata):
         return folder.object(key)
+    folder.check_stored(key)
     if entry.size == param.shape:
         tensor = torch.zeros_like(param, dtype=entry.properties.dtype, requires_grad=False)
     else:
@@ -244,44 +263,3 @@ def _new_state(
         tensor = torch.zeros(entry.size, dtype=entry.properties.dtype, device=device)
     wanted += _wanted(key, tensor)
     return tensor
-
-
-def _compare(
-    folder: CheckpointFolder, model: nn.Module, optimizer: torch.optim.Optimizer | None
-) -> Comparison:
-    mine = model_entries(model)
-    saved = folder.metadata.state_dict_metadata
-    missing = [key for key in mine if key not in saved]
-    unexpected = [
-        key
-        for key, entry in saved.items()
-        if key.startswith(MODEL)
-        and key not in mine
-        and not (is_extra_state(key) and isinstance(entry, TensorStorageMetadata))
-    ]
-    mismatched = {}
-    for key, value in mine.items():
-        entry = saved.get(key)
-        if not isinstance(value, torch.Tensor) or not isinstance(entry, TensorStorageMetadata):
-            continue
-        if tuple(entry.size) != tuple(value.shape):
-            mismatched[key] = f"{key} is {tuple(entry.size)} there and {tuple(value.shape)} here"
-    if optimizer is not None:
-        names = set(parameter_names(model).values())
-        states = _saved_states(folder)
-        unexpected += [key for name, keys in states.items() if name not in names for key in keys]
-        if not any(key.startswith(OPTIMIZER_GROUPS) for key in saved):
-            missing.append(OPTIMIZER_GROUPS)
-    return Comparison(tuple(missing), tuple(unexpected), mismatched)
-
-
-def _warn(text: str) -> None:
-    """Warn whoever called this package."""
-    warnings.warn(text, skip_file_prefixes=(str(Path(__file__).parent),))
-
-
-def _list(what: str, names: tuple[str, ...]) -> str:
-    if not names:
-        return ""
-    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return f"{what}: {', '.join(names[:_MOST_NAMES])}{more}"

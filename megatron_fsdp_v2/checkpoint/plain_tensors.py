@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError
 from megatron_fsdp_v2.checkpoint.metadata import INCOMPLETE
+from megatron_fsdp_v2.checkpoint.replacing import sync
 
 __all__ = [
     "CONVERTED_BYTES",
@@ -139,20 +141,58 @@ def write_elements(
 def written_whole(paths: Sequence[Path]) -> Iterator[list[Path]]:
     """Files that are there when all of them are complete, the last one last, or not at all.
 
+    What is there under any of their names stays, whether it was there before or came meanwhile.
+
     Args:
         paths: The files.
 
     Yields:
-        What to write each of them as.
+        What to write each of them as: names that nobody else uses.
+
+    Raises:
+        ValueError: One of them is there already.
     """
-    unfinished = [path.with_name(path.name + INCOMPLETE) for path in paths]
+    for path in paths:
+        # A link to nowhere is there as well.
+        if os.path.lexists(path):
+            raise ValueError(_is_there(path))
+    token = uuid.uuid4().hex
+    unfinished = [path.with_name(f"{path.name}.{token}{INCOMPLETE}") for path in paths]
+    placed: list[Path] = []
     try:
         yield unfinished
+        for written in unfinished:
+            sync(written)
         for written, path in zip(unfinished, paths, strict=True):
-            os.replace(written, path)
+            _place(written, path)
+            placed.append(path)
+    except BaseException:
+        for path in placed:
+            path.unlink(missing_ok=True)
+        raise
     finally:
         for written in unfinished:
             written.unlink(missing_ok=True)
+
+
+def _place(written: Path, path: Path) -> None:
+    """Give a file its name, unless there is one of that name."""
+    try:
+        # A second name, where renaming would take the place of what is there.
+        os.link(written, path)
+        return
+    except FileExistsError as error:
+        raise ValueError(_is_there(path)) from error
+    except OSError:
+        # Not every file system has second names.
+        pass
+    if os.path.lexists(path):
+        raise ValueError(_is_there(path))
+    os.replace(written, path)
+
+
+def _is_there(path: Path) -> str:
+    return f"{path} is there already; remove it or name another"
 
 
 def _parts(data: torch.Tensor, tensor: PlainTensor) -> Iterator[torch.Tensor]:

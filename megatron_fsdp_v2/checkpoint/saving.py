@@ -1,12 +1,11 @@
-"""Saving: written beside, then renamed, so that a checkpoint is complete or is not there."""
+"""Saving: to a temporary folder, then renamed, so that a checkpoint is complete or is not there."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
-import shutil
 import threading
+import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -27,7 +26,9 @@ from megatron_fsdp_v2.checkpoint.agreement import together
 from megatron_fsdp_v2.checkpoint.entries import (
     EXTRA,
     OPTIMIZER_GROUPS,
+    OPTIMIZER_KIND,
     groups_entry,
+    kind_entry,
     model_entries,
     parameter_names,
     state_entries,
@@ -36,20 +37,26 @@ from megatron_fsdp_v2.checkpoint.entries import (
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError
 from megatron_fsdp_v2.checkpoint.manifest import MANIFEST, Manifest, StoredFile, StoredItem
 from megatron_fsdp_v2.checkpoint.metadata import METADATA
-from megatron_fsdp_v2.checkpoint.staging import Planner, stage
+from megatron_fsdp_v2.checkpoint.replacing import (
+    check_replaceable,
+    make_temporary,
+    put_in_place,
+    remove_leftovers,
+    remove_own,
+    sync,
+    temporary_name,
+)
+from megatron_fsdp_v2.checkpoint.save_lock import SaveLock
+from megatron_fsdp_v2.checkpoint.staging import Planner, stage, stage_object
 from megatron_fsdp_v2.checkpoint.stored_tensor import FileView, checksum
 from megatron_fsdp_v2.uneven_dtensor import UnevenDTensor
 
-__all__ = ["INCOMPLETE", "PREVIOUS", "save"]
-
-INCOMPLETE = ".incomplete"
-"""Suffix of a folder that is being written."""
-PREVIOUS = ".previous"
-"""Suffix of the checkpoint that a new one takes the place of, while it does."""
+__all__ = ["save"]
 
 _READ_BYTES = 16 << 20
 
 _UNDER_WAY: set[Path] = set()
+_BESIDE: dict[str, Any] = {}
 _LOCK = threading.Lock()
 _BACKGROUND = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
 """One save after the other, on all ranks in the order they were asked for: they share a process
@@ -66,16 +73,18 @@ def save(
 ) -> Future[None] | None:
     """Save a model, its optimizer and plain data. Collective over all ranks.
 
-    Everything is written into `<path>.incomplete`, which is renamed when it is complete and on
-    disk: whatever happens before leaves a checkpoint that was at `path` as it is. Replicated values
+    Everything is written to a temporary folder beside, `<path>.<token>.incomplete`, which is
+    renamed when it is complete and on disk: whatever happens before leaves a checkpoint that was at
+    `path` as it is, and who loads it meanwhile gets the old one or the new one. Replicated values
     and tied parameters are written once. It can be loaded at any world size and with any strategy.
 
     Args:
-        path: The folder to make. A checkpoint that is there is replaced in the end.
+        path: The folder to make. A checkpoint that is there is replaced in the end. What a link
+            leads to is replaced, and the link stays.
         model: Sharded by `fully_shard`, or not at all.
         optimizer: Any `torch.optim` optimizer of its parameters.
-        extra: Numbers, strings, lists, dictionaries and tensors, the same on all ranks; the first
-            rank's is kept.
+        extra: Numbers, strings, tuples, lists, dictionaries and tensors, the same on all ranks; the
+            first rank's is kept.
         async_save: Return once everything is copied to host memory; training may go on.
 
     Returns:
@@ -83,67 +92,204 @@ def save(
 
     Raises:
         CheckpointError: Something cannot be saved, or writing failed on a rank.
-        RuntimeError: A save to the same path is under way.
+        RuntimeError: A save to the same path is under way, by this job or another one.
         ValueError: At `path` is something that is no checkpoint.
     """
     # Two spellings of one path are one path.
-    target = Path(os.path.abspath(path))
-    units, group = _units(model), _group_beside(_world()) if async_save else None
-    tied = tied_entries(model)
-    staged = together(
+    target = Path(os.path.realpath(path))
+    job = _Job(target, _Ranks.of_now(is_beside=async_save))
+    together(
         f"save to {target}",
-        lambda: _begun(target, lambda: _entries(model, optimizer, extra), copies=async_save),
-        undo=lambda: _end(target),
+        lambda: job.begin(model, optimizer, extra, copies=async_save),
+        undo=job.end,
     )
-    write = functools.partial(_write, target, staged, units, tied, group)
     if async_save:
-        return _in_background(write)
-    write()
+        return _in_background(job.write)
+    job.write()
     return None
 
 
-def _begun(
-    target: Path, entries: Callable[[], Mapping[str, Any]], *, copies: bool
-) -> dict[str, Any]:
-    """What is to be written to a path that nobody else writes to from now on."""
-    _begin(target)
-    try:
-        return stage(entries(), copies=copies)
-    except BaseException:
-        _end(target)
-        raise
+@dataclass
+class _Ranks:
+    """Who saves, from when a save was asked for: a process group may end while it is written.
+
+    Attributes:
+        group: The process group they talk over; None for the whole world, or one process.
+        rank: This one's.
+        is_alone: Whether there was no process group.
+    """
+
+    group: Any
+    rank: int
+    is_alone: bool
+
+    @classmethod
+    def of_now(cls, *, is_beside: bool) -> _Ranks:
+        """All ranks; over a group of their own where they talk beside training."""
+        if not dist.is_initialized():
+            return cls(None, 0, is_alone=True)
+        group = _group_beside(dist.group.WORLD) if is_beside else None
+        return cls(group, dist.get_rank(), is_alone=False)
+
+    def of_first[T](self, value: T) -> T:
+        """What the first rank has. Collective."""
+        if self.is_alone:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=self.group)
+        return values[0]
+
+    def leave(self) -> None:
+        """Let go of a process group that no longer works: ranks that wait for this one find out."""
+        if _BESIDE.get("group") is self.group:
+            _BESIDE.clear()
+        self.group = None
+
+    def check(self) -> None:
+        """Find out whether the process group is still there.
+
+        Raises:
+            RuntimeError: It was destroyed.
+        """
+        if not self.is_alone and (not dist.is_initialized() or dist.get_rank(self.group) < 0):
+            raise RuntimeError("the process group was destroyed while the checkpoint was written")
 
 
-def _begin(target: Path) -> None:
-    if target.exists() and not ((target / MANIFEST).exists() or (target / METADATA).exists()):
-        raise ValueError(
-            f"{target} exists and is no checkpoint; name a folder that is not there, or remove it"
-        )
-    with _LOCK:
-        if target in _UNDER_WAY:
-            raise RuntimeError(
-                f"a save to {target} is under way; wait for the result() of its future first"
+class _Job:
+    """One save: what is written where, and the right to do so.
+
+    Args:
+        target: Where the checkpoint is to be.
+        ranks: Who saves.
+    """
+
+    def __init__(self, target: Path, ranks: _Ranks) -> None:
+        self._target, self._ranks = target, ranks
+        self._folder = temporary_name(target, uuid.uuid4().hex)
+        self._staged: dict[str, Any] = {}
+        self._tied: dict[str, str] = {}
+        self._units: dict[str, str] = {}
+        self._lock: SaveLock | None = None
+        self._is_begun = False
+
+    def begin(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        extra: Any,
+        *,
+        copies: bool,
+    ) -> None:
+        """Keep others from saving to the path, and fix what is to be written."""
+        check_replaceable(self._target)
+        with _LOCK:
+            if self._target in _UNDER_WAY:
+                raise RuntimeError(
+                    f"a save to {self._target} is under way; wait for the result() of its future "
+                    "first"
+                )
+            _UNDER_WAY.add(self._target)
+        self._is_begun = True
+        is_first = self._ranks.rank == 0
+        try:
+            self._tied = tied_entries(model)
+            self._staged = stage(_entries(model, optimizer, self._tied), copies=copies)
+            self._units = _units(model)
+            self._staged[EXTRA] = stage_object(EXTRA, extra, is_written=is_first)
+            if is_first:
+                self._prepare()
+        except BaseException:
+            self.end()
+            raise
+
+    def _prepare(self) -> None:
+        try:
+            self._target.parent.mkdir(parents=True, exist_ok=True)
+            self._lock = SaveLock(self._target)
+            remove_leftovers(self._target)
+            make_temporary(self._folder)
+        except OSError as error:
+            raise CheckpointError(f"cannot save to {self._target}: {error}") from error
+
+    def write(self) -> None:
+        """Write it and put it in place. Collective over the ranks of the save."""
+        reason = None
+        try:
+            try:
+                folder = self._ranks.of_first(self._folder)
+                save_state_dict(
+                    self._staged,
+                    storage_writer=_Writer(folder, self._units, self._tied),
+                    planner=Planner(),
+                    process_group=self._ranks.group,
+                    no_dist=self._ranks.is_alone,
+                )
+                self._ranks.check()
+            except CheckpointException as error:
+                # All ranks know of it, by the process group.
+                reason = _reason(error)
+            except Exception as error:
+                reason = _reason(error)
+                self._ranks.leave()
+            if reason is None:
+                reason = self._published()
+        finally:
+            self.end()
+        # Nothing of what went wrong is kept: its frames hold on to a process group, and as long as
+        # that lives here, the others would wait for this rank.
+        if reason is not None:
+            raise CheckpointError(
+                f"saving to {self._target} failed, and nothing there has changed: {reason}"
             )
-        _UNDER_WAY.add(target)
 
+    def _published(self) -> str | None:
+        """Have the first rank put the checkpoint in place; what went wrong if it could not."""
+        reason = None
+        if self._ranks.rank == 0:
+            assert self._lock is not None
+            try:
+                self._lock.check()
+                put_in_place(self._folder, self._target)
+            except Exception as error:
+                reason = _reason(error)
+        try:
+            return self._ranks.of_first(reason)
+        except Exception as error:
+            self._ranks.leave()
+            if self._ranks.rank == 0:
+                return reason
+            lost = _reason(error)
+        raise CheckpointError(
+            f"the checkpoint is written, and the first rank was lost ({lost}) before it said "
+            f"whether it is at {self._target} now; what is there is whole in any case"
+        )
 
-def _end(target: Path) -> None:
-    with _LOCK:
-        _UNDER_WAY.discard(target)
+    def end(self) -> None:
+        """Let others save to the path. May be called twice."""
+        if not self._is_begun:
+            return
+        self._is_begun = False
+        self._staged = {}
+        with _LOCK:
+            _UNDER_WAY.discard(self._target)
+        if self._lock is not None:
+            # There is something only where it was not put in place.
+            with contextlib.suppress(OSError):
+                remove_own(self._folder)
+            self._lock.release()
+            self._lock = None
 
 
 def _entries(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, tied: Mapping[str, str]
 ) -> dict[str, Any]:
-    entries = model_entries(model)
-    for key in tied_entries(model):
-        # Written under its first name.
-        del entries[key]
+    # What is tied is written under its first name.
+    entries = {key: value for key, value in model_entries(model).items() if key not in tied}
     if optimizer is not None:
         names = parameter_names(model)
         entries |= state_entries(optimizer, names)
         entries[OPTIMIZER_GROUPS] = groups_entry(optimizer, names)
-    entries[EXTRA] = extra
+        entries[OPTIMIZER_KIND] = kind_entry(optimizer)
     return entries
 
 
@@ -157,14 +303,11 @@ def _units(model: nn.Module) -> dict[str, str]:
     }
 
 
-def _world() -> Any:
-    return dist.group.WORLD if dist.is_initialized() else None
-
-
-@functools.lru_cache(maxsize=1)
 def _group_beside(world: Any) -> Any:
-    """Ranks talk over this while saves run beside training; made once, by all ranks."""
-    return None if world is None else dist.new_group(backend="gloo")
+    """Ranks talk over this while saves run beside training; made once by all ranks of a world."""
+    if _BESIDE.get("world") is not world:
+        _BESIDE.update(world=world, group=dist.new_group(backend="gloo"))
+    return _BESIDE["group"]
 
 
 def _in_background(write: Callable[[], None]) -> Future[None]:
@@ -184,38 +327,8 @@ def _in_background(write: Callable[[], None]) -> Future[None]:
     return future
 
 
-def _write(
-    target: Path, staged: dict[str, Any], units: dict[str, str], tied: dict[str, str], group: Any
-) -> None:
-    try:
-        _write_beside(target, staged, units, tied, group)
-    finally:
-        _end(target)
-
-
-def _write_beside(
-    target: Path, staged: dict[str, Any], units: dict[str, str], tied: dict[str, str], group: Any
-) -> None:
-    is_alone = not dist.is_initialized()
-    folder = target.with_name(target.name + INCOMPLETE)
-    if is_alone or dist.get_rank(group) == 0:
-        shutil.rmtree(folder, ignore_errors=True)
-    if not is_alone:
-        # Nobody writes into what the first rank is about to remove.
-        dist.barrier(group)
-    writer = _Writer(folder, target, units, tied)
-    try:
-        save_state_dict(
-            staged, storage_writer=writer, planner=Planner(), process_group=group, no_dist=is_alone
-        )
-    except (CheckpointException, Exception) as error:
-        raise CheckpointError(
-            f"saving to {target} failed, and nothing there has changed: {_reason(error)}"
-        ) from error
-
-
 def _reason(error: BaseException) -> str:
-    """What went wrong, from torch's collection of what ranks raised."""
+    """What went wrong, where torch may have collected what ranks raised."""
     if not isinstance(error, CheckpointException) or not error.failures:
         return f"{type(error).__name__}: {error}"
     rank, (cause, _) = next(iter(error.failures.items()))
@@ -230,14 +343,11 @@ class _CheckedResult(WriteResult):
 
 
 class _Writer(FileSystemWriter):
-    """Torch's writer of files; what it wrote is read once more and summed up, then renamed."""
+    """Torch's writer of files; what it wrote is read once more and summed up."""
 
-    def __init__(
-        self, folder: Path, target: Path, units: dict[str, str], tied: dict[str, str]
-    ) -> None:
+    def __init__(self, folder: Path, units: dict[str, str], tied: Mapping[str, str]) -> None:
         super().__init__(folder, single_file_per_rank=True, sync_files=True)
-        self._folder, self._target, self._units = folder, target, units
-        self._tied = tied
+        self._folder, self._units, self._tied = folder, units, tied
 
     @override
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
@@ -263,7 +373,7 @@ class _Writer(FileSystemWriter):
 
     @override
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Complete the checkpoint and put it where it belongs. On the first rank only."""
+        """Complete the checkpoint. On the first rank only."""
         super().finish(metadata, [*results, self._named_again(metadata, results)])
         files: dict[str, list[StoredItem]] = {}
         for result in (result for of_rank in results for result in of_rank):
@@ -284,9 +394,8 @@ class _Writer(FileSystemWriter):
             for name, items in sorted(files.items())
         }
         Manifest(len(results), torch.__version__, self._units, stored).write(self._folder)
-        _sync(self._folder / MANIFEST)
-        _sync(self._folder)
-        _put_in_place(self._folder, self._target)
+        sync(self._folder / MANIFEST)
+        sync(self._folder)
 
     def _named_again(
         self, metadata: Metadata, results: list[list[WriteResult]]
@@ -312,22 +421,3 @@ def _crc32(file: Any, offset: int, length: int, scratch: bytearray) -> int:
     if count != length:
         raise OSError(f"{file.name} is shorter than what was written to it")
     return crc32
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _put_in_place(folder: Path, target: Path) -> None:
-    """Rename a complete checkpoint; an interruption between the renames leaves the old one."""
-    previous = target.with_name(target.name + PREVIOUS)
-    if target.exists():
-        shutil.rmtree(previous, ignore_errors=True)
-        target.rename(previous)
-    folder.rename(target)
-    _sync(target.parent)
-    shutil.rmtree(previous, ignore_errors=True)

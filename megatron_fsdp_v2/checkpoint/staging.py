@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,14 +10,14 @@ from typing import Any, override
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError
-from megatron_fsdp_v2.checkpoint.folder import load_plain
+from megatron_fsdp_v2.checkpoint.packing import pack
 from megatron_fsdp_v2.uneven_dtensor import UnevenDTensor, local_of
 
-__all__ = ["Planner", "stage"]
+__all__ = ["Planner", "stage", "stage_object"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +37,24 @@ class _Shard:
         return list(self.items)
 
 
+@dataclass(frozen=True, slots=True)
+class _Object:
+    """Something other than a tensor, as the bytes that are written.
+
+    Attributes:
+        content: The bytes.
+        is_written: Whether this rank offers it; of several ranks that do, any one writes it.
+    """
+
+    content: bytes
+    is_written: bool = True
+
+    def __create_write_items__(self, fqn: str, obj: Any) -> list[WriteItem]:
+        del obj
+        item = WriteItem(index=MetadataIndex(fqn), type=WriteItemType.BYTE_IO)
+        return [item] if self.is_written else []
+
+
 class Planner(DefaultSavePlanner):
     """Torch's own planner, for staged entries."""
 
@@ -52,6 +69,13 @@ class Planner(DefaultSavePlanner):
             assert index.offset is not None
             return entry.blocks[index.offset]
         return super().lookup_object(index)
+
+    @override
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        """The same, ready to be written."""
+        if isinstance(object, _Object):
+            return io.BytesIO(object.content)
+        return super().transform_object(write_item, object)
 
 
 def stage(entries: Mapping[str, Any], *, copies: bool) -> dict[str, Any]:
@@ -82,29 +106,22 @@ def _staged(name: str, value: Any, copies: bool) -> Any:
         )
     if isinstance(value, torch.Tensor):
         return _copied(value.detach(), copies)
-    check_plain(name, value)
-    return copy.deepcopy(value) if copies else value
+    return _Object(pack(name, value))
+
+
+def stage_object(name: str, value: Any, *, is_written: bool) -> Any:
+    """Fix something that is kept as one object even if it is a tensor.
+
+    Args:
+        name: Its name.
+        value: Plain data.
+        is_written: Whether this rank's is the one that is kept.
+
+    Raises:
+        CheckpointError: It could not be loaded again.
+    """
+    return _Object(pack(name, value), is_written)
 
 
 def _copied(tensor: torch.Tensor, copies: bool) -> torch.Tensor:
     return tensor.to("cpu", copy=True) if copies else tensor
-
-
-def check_plain(name: str, value: Any) -> None:
-    """Find out whether an object can be loaded again without running code from the file.
-
-    Raises:
-        CheckpointError: It cannot.
-    """
-    buffer = io.BytesIO()
-    try:
-        torch.save(value, buffer)
-        buffer.seek(0)
-        # What loading refuses is refused here.
-        load_plain(buffer, name)
-    except Exception as error:
-        raise CheckpointError(
-            f"{name} holds something that a checkpoint does not keep, because loading it would run "
-            f"code from the file ({str(error).splitlines()[0]}); keep to numbers, strings, lists, "
-            "dictionaries and tensors"
-        ) from error

@@ -62,6 +62,11 @@ class StoredTensor:
     shape: tuple[int, ...]
     offset: int
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
 
 class FileView(io.RawIOBase):
     """A part of a file as if it were a file.

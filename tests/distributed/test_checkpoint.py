@@ -167,7 +167,7 @@ def _bad_saves(folder: str) -> list[str]:
 def test_what_cannot_be_saved_or_found_is_said(pools: RankPools, tmp_path: Path) -> None:
     for folder, extra, optimizer, nowhere in pools(1).run(_bad_saves, str(tmp_path)):
         assert "exists and is no checkpoint" in folder
-        assert "extra holds something that a checkpoint does not keep" in extra
+        assert "extra['net'] is of the type object, which a checkpoint does not keep" in extra
         assert "is not one of the model" in optimizer
         assert "there is no checkpoint at" in nowhere
 
@@ -211,7 +211,7 @@ def test_what_one_rank_cannot_save_is_an_error_on_all(pools: RankPools, tmp_path
         assert "rank 2 could not save to" in unkept and "does not keep" in unkept
         assert "rank 2 could not save to" in busy and "is under way" in busy
         assert extra == 2
-    assert "extra holds something" in last[0]
+    assert last[0].startswith("extra is of the type object")
     assert last[1].startswith("a save to")
     assert last[2] == 2
 

@@ -54,7 +54,7 @@ def _held_back(folder: str) -> list[bool]:
     saving._BACKGROUND.submit(may_write.wait)
     future = checkpoint.save(folder, model, optimizer, async_save=True)
     assert future is not None
-    facts = [not future.done(), not list(Path(folder).parent.iterdir())]
+    facts = [not future.done(), not list(Path(folder).parent.rglob("*.distcp"))]
     train(model, optimizer, 2, first=2)
     facts.append(digests(model, optimizer) != saved)
     dist.barrier()

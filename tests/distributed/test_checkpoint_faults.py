@@ -8,7 +8,9 @@ import resource
 import signal
 import threading
 import time
+import uuid
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,12 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp_v2 import checkpoint
-from megatron_fsdp_v2.checkpoint import CheckpointError
+from megatron_fsdp_v2.checkpoint import CheckpointError, saving
+from megatron_fsdp_v2.uneven_dtensor import rows_of
 from tests.distributed.wrapping import mesh_of, said, wrap
 from tests.ranks import RankFailure, RankPool, RankPools
 
-POINTS = 10
+POINTS = 6
 
 
 def _model(value: float) -> Any:
@@ -60,6 +63,7 @@ def _refused(folder: str) -> str:
     return said(CheckpointError, lambda: checkpoint.load(folder, _model(0.0)))
 
 
+@pytest.mark.functional
 def test_a_rank_killed_anywhere_in_a_save_leaves_a_whole_checkpoint(
     pools: RankPools, tmp_path: Path
 ) -> None:
@@ -74,11 +78,14 @@ def test_a_rank_killed_anywhere_in_a_save_leaves_a_whole_checkpoint(
         ((extra, values),) = pools(1).run(_reads, str(folder))
         assert values == [float(extra)], f"point {number}"
         outcomes.append(extra)
-        incomplete = folder.with_name("saved.incomplete")
-        if incomplete.exists():
+        left = {path.name for path in folder.parent.iterdir()}
+        for incomplete in folder.parent.glob("saved.*.incomplete"):
             (error,) = pools(1).run(_refused, str(incomplete))
             assert "cut short" in error
             num_refused += 1
+        # The next job takes over the lock, and removes what is left.
+        pools(1).run(_saves_often, str(folder), 3, 1)
+        assert [path.name for path in folder.parent.iterdir()] == ["saved"], left
     # Some kills came while the new checkpoint was written.
     assert 1 in outcomes
     assert num_refused
@@ -116,7 +123,7 @@ def test_a_full_disk_is_said_on_every_rank_and_changes_nothing(
 
 def _interrupted_while_renaming(folder: str) -> list[str]:
     checkpoint.save(folder, _model(1.0), extra=1)
-    Path(folder).rename(f"{folder}.previous")
+    Path(folder).rename(f"{folder}.{uuid.uuid4().hex}.previous")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         extra = checkpoint.load(folder, _model(0.0))
@@ -130,6 +137,122 @@ def test_a_checkpoint_that_was_being_replaced_is_found(pools: RankPools, tmp_pat
     assert found[0] == "1"
     assert "was interrupted" in found[1]
     assert found[2] == "2"
+
+
+def _destroys_its_group(folder: str, destroyers: list[int]) -> list[str]:
+    """What becomes of a save whose process group ends while it is written."""
+    checkpoint.save(folder, _model(1.0), extra=1)
+    model, is_destroyed, write_data = _model(2.0), threading.Event(), saving._Writer.write_data
+
+    def wait_and_write(*args: Any) -> Any:
+        assert is_destroyed.wait(20.0)
+        return write_data(*args)
+
+    saving._Writer.write_data = wait_and_write  # type: ignore[method-assign]
+    future = checkpoint.save(folder, model, extra=2, async_save=True)
+    assert future is not None
+    if dist.get_rank() in destroyers:
+        dist.destroy_process_group()
+    is_destroyed.set()
+    error = future.exception(timeout=20.0)
+    return [type(error).__name__, str(error)]
+
+
+@pytest.mark.parametrize("destroyers", [[0, 1], [1], [0]], ids=["both", "second", "first"])
+def test_a_save_whose_process_group_ends_fails_and_leaves_what_was_there(
+    pools: RankPools, tmp_path: Path, destroyers: list[int]
+) -> None:
+    pool = RankPool(2)
+    try:
+        found = pool.run(_destroys_its_group, str(tmp_path / "saved"), destroyers)
+    finally:
+        pool.close()
+    for kind, error in found:
+        assert kind == "CheckpointError"
+        assert "failed, and nothing there has changed" in error
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+    ((extra, values),) = pools(1).run(_reads, str(tmp_path / "saved"))
+    assert (extra, values) == (1, [1.0])
+
+
+def _saves_often(folder: str, first: int, num_saves: int) -> tuple[int, int]:
+    """Saves that came to their end, and those that were refused."""
+    done, refused = 0, 0
+    for number in range(num_saves):
+        value = first + 2 * number
+        try:
+            checkpoint.save(folder, _model(float(value)), extra=value)
+            done += 1
+        except (RuntimeError, CheckpointError) as error:
+            assert "by another job is under way" in str(error), error
+            refused += 1
+    return done, refused
+
+
+def test_two_jobs_that_save_to_one_path_and_one_that_reads_never_mix(
+    pools: RankPools, tmp_path: Path
+) -> None:
+    folder, jobs = str(tmp_path / "saved"), (pools(2), pools(3))
+    jobs[0].run(_saves_often, folder, 1, 1)
+    with ThreadPoolExecutor(2) as threads:
+        running = [
+            threads.submit(job.run, _saves_often, folder, number, 15)
+            for number, job in enumerate(jobs)
+        ]
+        num_reads = 0
+        while not all(job.done() for job in running):
+            ((extra, values),) = pools(1).run(_reads, folder)
+            assert values == [float(extra)]
+            num_reads += 1
+    assert num_reads > 3
+    counts = [job.result() for job in running]
+    for of_job in counts:
+        assert len(set(of_job)) == 1
+    assert sum(done for ((done, _), *_) in counts) >= 15
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+
+
+def _fails_to_load(folder: str, name: str) -> list[Any]:
+    """A model and an optimizer before and after a load of a damaged checkpoint."""
+    model = _model(1.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(1, 256)).sum().backward()
+    optimizer.step()
+    checkpoint.save(folder, model, optimizer, extra=torch.get_rng_state())
+    optimizer.step()
+
+    def bits() -> list[Any]:
+        states = [state for held in optimizer.state.values() for state in held.values()]
+        tensors = [*model.parameters(), *states]
+        return [rows_of(tensor).clone() for tensor in tensors] + [optimizer.param_groups[0]["lr"]]
+
+    optimizer.param_groups[0]["lr"] = 0.7
+    before = bits()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        file = Path(folder) / name
+        content = bytearray(file.read_bytes())
+        content[len(content) * 7 // 8] ^= 1
+        file.write_bytes(content)
+    dist.barrier()
+    error = said(CheckpointError, lambda: checkpoint.load(folder, model, optimizer))
+    after = bits()
+    return [
+        error,
+        all(
+            torch.equal(torch.as_tensor(a), torch.as_tensor(b))
+            for a, b in zip(before, after, strict=True)
+        ),
+    ]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_damage_that_one_rank_reads_changes_nothing_on_any(
+    pools: RankPools, tmp_path: Path, rank: int
+) -> None:
+    found = pools(2).run(_fails_to_load, str(tmp_path / "saved"), f"__{rank}_0.distcp")
+    assert [f"__{rank}_0.distcp" in error for error, _ in found] == [True, True]
+    assert [is_as_before for _, is_as_before in found] == [True, True]
 
 
 def _loses_a_file(folder: str) -> str:

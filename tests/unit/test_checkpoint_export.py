@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -172,9 +173,55 @@ def test_nothing_is_overwritten(folder: Path, tmp_path: Path) -> None:
     export(folder, tmp_path / "m.safetensors", max_shard_bytes=1)
     with pytest.raises(ValueError, match=r"m\.safetensors\.index\.json is there already"):
         export(folder, tmp_path / "m.safetensors")
-    (tmp_path / "c.incomplete").mkdir()
-    with pytest.raises(ValueError, match=r"something else is writing c, or was cut short"):
+    convert(folder, tmp_path / "c")
+    with pytest.raises(ValueError, match=r"c is there already"):
         convert(folder, tmp_path / "c")
+
+
+def test_what_an_export_was_not_told_to_write_stays(folder: Path, tmp_path: Path) -> None:
+    """Another model's shards, and what others keep under names of unfinished files."""
+    out = tmp_path / "out"
+    out.mkdir()
+    mine = {}
+    for name in ("m.pt.incomplete", "m.safetensors.incomplete", "m-00001-of-00013.safetensors"):
+        (out / name).write_text(f"mine: {name}")
+        mine[name] = f"mine: {name}"
+    (out / "c.incomplete").mkdir()
+    (out / "c.incomplete" / "mine").write_text("mine")
+    (out / "gone.pt").symlink_to("nowhere")
+    export(folder, out / "m.pt")
+    with pytest.raises(ValueError, match=r"m-00001-of-00013\.safetensors is there already"):
+        export(folder, out / "m.safetensors", max_shard_bytes=1)
+    with pytest.raises(ValueError, match=r"gone\.pt is there already"):
+        export(folder, out / "gone.pt")
+    convert(folder, out / "c")
+    assert {name: (out / name).read_text() for name in mine} == mine
+    assert (out / "c.incomplete" / "mine").read_text() == "mine"
+    expected = ["c", "c.incomplete", "gone.pt", "m.pt", *mine]
+    assert sorted(path.name for path in out.iterdir()) == sorted(expected)
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_a_file_that_comes_while_an_export_is_written_stays(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_links: bool
+) -> None:
+    if not has_links:
+        monkeypatch.setattr(os, "link", _no_links)
+    out = tmp_path / "out"
+
+    def comes(done: int, total: int) -> None:
+        (out / "m-00002-of-00013.safetensors").write_text("mine")
+
+    with pytest.raises(ValueError, match=r"m-00002-of-00013\.safetensors is there already"):
+        export(folder, out / "m.safetensors", max_shard_bytes=1, progress=comes)
+    assert [path.name for path in out.iterdir()] == ["m-00002-of-00013.safetensors"]
+    assert (out / "m-00002-of-00013.safetensors").read_text() == "mine"
+    export(folder, out / "n.safetensors")
+    assert same(load_file(out / "n.safetensors"), model())
+
+
+def _no_links(source: Path, target: Path) -> None:
+    raise PermissionError("no links here")
 
 
 @pytest.mark.parametrize("name", ["m.safetensors", "m.pt"])

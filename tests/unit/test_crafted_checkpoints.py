@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 import safetensors.torch as safetensors
 import torch
+import torch._dynamo  # The first optimizer imports it, and it changes torch.
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import filesystem
@@ -352,6 +353,41 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None
     file.unlink()
     os.mkfifo(file)
     is_refused(path, inspected=False)
+
+
+def test_a_pipe_in_the_place_of_a_manifest_is_not_waited_for(tmp_path: Path) -> None:
+    path = genuine(tmp_path / "c")
+    os.mkfifo(path / MANIFEST)
+    model = nn.Linear(4, 6)
+    checkpoint.load(path, model)
+    assert model.bias.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+@pytest.mark.parametrize("transformed", [False, True])
+def test_no_memory_is_taken_for_state_of_an_optimizer_that_is_not_there(
+    tmp_path: Path, transformed: bool
+) -> None:
+    model = nn.Linear(4, 6)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    checkpoint.save(tmp_path / "c", model, optimizer)
+    (tmp_path / "c" / MANIFEST).unlink()
+    file = tmp_path / "c" / METADATA
+    metadata: Metadata = pickle.loads(file.read_bytes())
+    state = metadata.state_dict_metadata["optimizer.state.weight.momentum_buffer"]
+    assert isinstance(state, dcp_metadata.TensorStorageMetadata)
+    state.size = state.chunks[0].sizes = torch.Size((2**29, 2**29))
+    if transformed:
+        # Of what is transformed, lengths say little.
+        infos = metadata.storage_data or {}
+        for index, info in infos.items():
+            if index.fqn.startswith("optimizer.state"):
+                info.transform_descriptors = ["x"]
+    file.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError):
+        checkpoint.load(tmp_path / "c", model, optimizer)
+    assert optimizer.state[model.weight]["momentum_buffer"].shape == (6, 4)
 
 
 def header(changed: dict[str, Any] | str, more: int = 48) -> bytes:

@@ -1,0 +1,248 @@
+"""A load that fails has changed nothing, whatever is damaged and whatever does not fit."""
+
+from __future__ import annotations
+
+import copy
+import random
+from pathlib import Path
+from typing import Any, override
+
+import pytest
+import torch
+from torch import nn, optim
+
+from megatron_fsdp_v2 import checkpoint
+from megatron_fsdp_v2.checkpoint.entries import OPTIMIZER_GROUPS
+from megatron_fsdp_v2.checkpoint.errors import CheckpointError
+from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder
+from megatron_fsdp_v2.checkpoint.writing import FolderWriter
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+NUM_DAMAGED = 150
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+
+
+def trained(optimizer: Any = optim.AdamW, seed: int = 0, **options: Any) -> tuple[Any, Any]:
+    torch.manual_seed(seed)
+    model = net()
+    made = optimizer(model.parameters(), **options)
+    for _ in range(2):
+        made.zero_grad()
+        model(torch.randn(5, 4)).square().sum().backward()
+        made.step()
+    return model, made
+
+
+def bits(model: nn.Module, optimizer: optim.Optimizer) -> Any:
+    """Everything that a load may change, to be compared with `==`."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return (str(value.dtype), value.detach().reshape(-1).view(torch.uint8).tolist())
+        if isinstance(value, dict):
+            return {key: plain(item) for key, item in value.items()}
+        return [plain(item) for item in value] if isinstance(value, list) else value
+
+    return copy.deepcopy([plain(model.state_dict()), plain(optimizer.state_dict())])
+
+
+def test_after_damage_at_any_byte_everything_is_as_it_was_or_as_it_was_saved(
+    tmp_path: Path,
+) -> None:
+    saved_model, saved_optimizer = trained()
+    path = tmp_path / "k"
+    checkpoint.save(path, saved_model, saved_optimizer, extra={"rng": torch.get_rng_state()})
+    saved = bits(saved_model, saved_optimizer)
+    positions = random.Random(3)
+    files = [file for file in sorted(path.iterdir()) for _ in range(3)]
+    num_found = 0
+    for number in range(NUM_DAMAGED):
+        file = files[number % len(files)]
+        content = file.read_bytes()
+        position = positions.randrange(len(content))
+        damaged = bytearray(content)
+        damaged[position] ^= positions.randrange(1, 256)
+        kind = positions.randrange(4)
+        file.write_bytes(damaged if kind else content[:position])
+        model, optimizer = trained(seed=1)
+        before = bits(model, optimizer)
+        try:
+            checkpoint.load(path, model, optimizer)
+        except CheckpointError:
+            num_found += 1
+            assert bits(model, optimizer) == before, (file.name, position)
+        else:
+            assert bits(model, optimizer) == saved, (file.name, position)
+        file.write_bytes(content)
+    assert num_found > NUM_DAMAGED * 0.9
+    model, optimizer = trained(seed=1)
+    checkpoint.load(path, model, optimizer)
+    assert bits(model, optimizer) == saved
+
+
+KINDS: list[tuple[str, Any, Any, str]] = [
+    ("adamw-sgd", (optim.AdamW, {}), (optim.SGD, {"lr": 0.1}), "AdamW, .*SGD: .*betas.*momentum"),
+    ("sgd-adamw", (optim.SGD, {"momentum": 0.9}), (optim.AdamW, {}), "SGD, .*AdamW: .*dampening"),
+    ("adam-adamax", (optim.Adam, {}), (optim.Adamax, {}), "Adam, .*Adamax: it has no amsgrad"),
+    ("adam-adamw", (optim.Adam, {}), (optim.AdamW, {}), "decoupled_weight_decay is False there"),
+]
+
+
+@pytest.mark.parametrize("strict", [True, False], ids=["strict", "lenient"])
+@pytest.mark.parametrize(
+    ("there", "here", "problem"), [k[1:] for k in KINDS], ids=[k[0] for k in KINDS]
+)
+def test_another_kind_of_optimizer_is_refused(
+    tmp_path: Path, there: Any, here: Any, problem: str, strict: bool
+) -> None:
+    model, optimizer = trained(there[0], **there[1])
+    checkpoint.save(tmp_path / "k", model, optimizer)
+    other, other_optimizer = trained(here[0], seed=1, **here[1])
+    before = bits(other, other_optimizer)
+    with pytest.raises(CheckpointError, match=problem):
+        checkpoint.load(tmp_path / "k", other, other_optimizer, strict=strict)
+    assert bits(other, other_optimizer) == before
+    # Weights alone are the same for all.
+    checkpoint.load(tmp_path / "k", other)
+
+
+@pytest.mark.parametrize(
+    "kind", [optim.AdamW, optim.SGD, optim.Adafactor, optim.RMSprop, optim.NAdam]
+)
+def test_a_fresh_optimizer_of_the_same_kind_gets_state_and_options(
+    tmp_path: Path, kind: Any
+) -> None:
+    model, optimizer = trained(kind, lr=0.1)
+    optim.lr_scheduler.StepLR(optimizer, 1)
+    checkpoint.save(tmp_path / "k", model, optimizer)
+    other = net()
+    fresh = kind(other.parameters(), lr=0.5, weight_decay=0.3)
+    checkpoint.load(tmp_path / "k", other, fresh)
+    assert bits(other, fresh) == bits(model, optimizer)
+
+
+def two_groups(model: Any) -> Any:
+    return [{"params": model[0].parameters()}, {"params": [*model[1:].parameters()], "lr": 0.2}]
+
+
+def test_groups_of_other_parameters_are_refused_and_named(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    checkpoint.save(tmp_path / "k", model, optimizer)
+    other = net()
+    split = optim.AdamW(two_groups(other))
+    before = bits(other, split)
+    with pytest.raises(CheckpointError, match=r"0\.weight and 1\.weight are in two groups of the"):
+        checkpoint.load(tmp_path / "k", other, split)
+    assert bits(other, split) == before
+    with pytest.warns(UserWarning, match="of other groups"):
+        checkpoint.load(tmp_path / "k", other, split, strict=False)
+    assert [group["lr"] for group in split.param_groups] == [0.001, 0.001]
+
+    checkpoint.save(tmp_path / "split", other, optim.AdamW(two_groups(other)))
+    before = bits(model, optimizer)
+    for strict, problem in (
+        (True, "in one group of the optimizer and in two"),
+        (False, "with different lr"),
+    ):
+        with pytest.raises(CheckpointError, match=problem):
+            checkpoint.load(tmp_path / "split", model, optimizer, strict=strict)
+    assert bits(model, optimizer) == before
+
+
+def test_a_parameter_in_no_group_is_named(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    checkpoint.save(tmp_path / "k", model, optim.AdamW(model[0].parameters()))
+    with pytest.raises(CheckpointError, match=r"missing .*param_groups of 1\.weight"):
+        checkpoint.load(tmp_path / "k", model, optimizer)
+    checkpoint.save(tmp_path / "k", model, optimizer)
+    head = optim.AdamW(model[2].parameters())
+    with pytest.raises(CheckpointError, match=r"not in the model: optimizer\.state\.0\.bias"):
+        checkpoint.load(tmp_path / "k", model, head)
+
+
+def without(source: Path, target: Path, left_out: str) -> None:
+    """A whole checkpoint that lacks one entry."""
+    folder, writer = CheckpointFolder(source), FolderWriter(target)
+    for key in folder.metadata.state_dict_metadata:
+        shape = folder.shape(key)
+        if key == left_out:
+            continue
+        if shape is None:
+            writer.add_object(key, folder.object(key))
+        else:
+            writer.add_block(key, shape, (0,) * len(shape), folder.read_tensor(key))
+    writer.finish()
+
+
+def test_a_state_that_others_have_is_missed(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    checkpoint.save(tmp_path / "k", model, optimizer)
+    gone = "optimizer.state.2.weight.exp_avg_sq"
+    without(tmp_path / "k", tmp_path / "less", gone)
+    before = bits(model, optimizer)
+    with pytest.raises(CheckpointError, match=f"missing in the checkpoint: {gone}"):
+        checkpoint.load(tmp_path / "less", model, optimizer)
+    without(tmp_path / "k", tmp_path / "none", OPTIMIZER_GROUPS)
+    with pytest.raises(CheckpointError, match=f"missing in the checkpoint: {OPTIMIZER_GROUPS}"):
+        checkpoint.load(tmp_path / "none", model, optimizer)
+    assert bits(model, optimizer) == before
+
+
+@pytest.mark.parametrize("groups", [3, [{"params": [["a"]]}], [{"params": [], 3: 1}]])
+def test_groups_that_no_optimizer_has_are_an_error_of_the_checkpoint(
+    tmp_path: Path, groups: Any
+) -> None:
+    model, optimizer = trained()
+    writer = FolderWriter(tmp_path / "k")
+    writer.add_object(OPTIMIZER_GROUPS, groups)
+    writer.finish()
+    with pytest.raises(CheckpointError, match="is not a list of groups"):
+        checkpoint.load(tmp_path / "k", model, optimizer)
+
+
+def test_a_dtype_that_does_not_convert_is_refused(tmp_path: Path) -> None:
+    model = nn.Module()
+    model.register_buffer("table", torch.ones(3))
+    checkpoint.save(tmp_path / "k", model)
+    model.register_buffer("table", torch.zeros(3, dtype=torch.int64))
+    with pytest.raises(
+        CheckpointError, match=r"table is of torch\.float32 there and of torch\.int64"
+    ):
+        checkpoint.load(tmp_path / "k", model)
+    model.register_buffer("table", torch.zeros(3, dtype=torch.bfloat16))
+    checkpoint.load(tmp_path / "k", model)
+    assert model.table.tolist() == [1.0, 1.0, 1.0]
+
+
+class Counter(nn.Module):
+    """Keeps a count as extra state, and takes none above a limit."""
+
+    def __init__(self, count: int, limit: int = 99) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((2,), float(count)))
+        self.count, self.limit = count, limit
+
+    @override
+    def get_extra_state(self) -> int:
+        return self.count
+
+    @override
+    def set_extra_state(self, state: int) -> None:
+        if state > self.limit:
+            raise RuntimeError("too much")
+        self.count = state
+
+
+def test_extra_state_that_a_module_does_not_take_leaves_all_as_it_was(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "k", nn.Sequential(Counter(5), Counter(7)))
+    model = nn.Sequential(Counter(1), Counter(2, limit=6))
+    with pytest.raises(RuntimeError, match="too much"):
+        checkpoint.load(tmp_path / "k", model)
+    assert [(m.count, m.weight.tolist()) for m in model] == [(1, [1.0, 1.0]), (2, [2.0, 2.0])]
+    inner = nn.Sequential(Counter(1), Counter(2))
+    checkpoint.load(tmp_path / "k", torch.compile(inner, backend="eager"))
+    assert [m.count for m in inner] == [5, 7]

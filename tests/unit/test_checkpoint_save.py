@@ -1,0 +1,317 @@
+"""Who else is at a path: other jobs, other people's folders, links; and a kill at any moment."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_fsdp_v2 import checkpoint
+from megatron_fsdp_v2.checkpoint import replacing, save_lock
+from megatron_fsdp_v2.checkpoint.errors import CheckpointError
+from megatron_fsdp_v2.checkpoint.save_lock import STALE_S, SaveLock, lock_file_of
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+    pytest.mark.filterwarnings("ignore:This process"),
+]
+
+TOKEN = "0123456789abcdef" * 2
+
+
+def model(value: float) -> nn.Module:
+    made = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    with torch.no_grad():
+        for param in made.parameters():
+            param.fill_(value)
+    return made
+
+
+def save(path: Path, value: int) -> None:
+    checkpoint.save(path, model(value), extra=value)
+
+
+def load(path: Path) -> int:
+    """What is there; it must be of one save."""
+    found = model(-1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        extra = checkpoint.load(path, found)
+    values = {value for param in found.parameters() for value in param.unique().tolist()}
+    assert values == {float(extra)}
+    return int(extra)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.fixture(params=[True, False], ids=["exchange", "two-renames"])
+def exchanges(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the file system can exchange two folders."""
+    if not request.param:
+        monkeypatch.setattr(replacing, "_exchanged", lambda one, other: False)
+    return bool(request.param)
+
+
+# -- other people's things ------------------------------------------------------------------------
+
+
+def test_folders_that_others_made_are_never_touched(tmp_path: Path) -> None:
+    path = tmp_path / "k"
+    for name in ("k.previous", "k.incomplete", f"k.{TOKEN}.incomplete", f"k.{TOKEN}.previous"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine.txt").write_text("mine")
+    save(tmp_path / "k.previous.backup", 9)
+    (tmp_path / "k.lock").write_text("mine")
+    before = names(tmp_path)
+    for value in (1, 2, 3):
+        save(path, value)
+    assert names(tmp_path) == sorted([*before, "k"])
+    assert load(path) == 3
+
+
+def test_a_file_that_was_put_into_a_checkpoint_outlives_it(tmp_path: Path, exchanges: bool) -> None:
+    path = tmp_path / "k"
+    save(path, 1)
+    (path / "notes.txt").write_text("mine")
+    with pytest.warns(UserWarning, match=r"notes\.txt in it belong to no checkpoint"):
+        save(path, 2)
+    save(path, 3)
+    assert load(path) == 3
+    (kept,) = tmp_path.glob("k.*.previous/notes.txt")
+    assert kept.read_text() == "mine"
+
+
+def test_a_link_stays_and_what_it_leads_to_is_replaced(tmp_path: Path, exchanges: bool) -> None:
+    (tmp_path / "disk").mkdir()
+    link = tmp_path / "latest"
+    link.symlink_to(Path("disk") / "step_1")
+    for value in (1, 2, 3):
+        save(link, value)
+        assert link.is_symlink()
+        assert load(link) == load(tmp_path / "disk" / "step_1") == value
+    assert names(tmp_path / "disk") == ["step_1"]
+    assert names(tmp_path) == ["disk", "latest"]
+
+
+# -- locks ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def other() -> Iterator[subprocess.Popen[bytes]]:
+    """A process of another job."""
+    process = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
+    yield process
+    process.kill()
+    process.wait()
+
+
+def lock_of(path: Path, pid: int, **changed: Any) -> Path:
+    """A lock as a process would have made it."""
+    content = save_lock._self_description(uuid.uuid4().hex)
+    content |= {"pid": pid, "started": save_lock._start_of(pid), **changed}
+    file = lock_file_of(path)
+    file.write_text(json.dumps(content))
+    return file
+
+
+def test_a_path_that_a_living_job_saves_to_is_refused_until_that_job_ends(
+    tmp_path: Path, other: Any
+) -> None:
+    path = tmp_path / "k"
+    save(path, 1)
+    file = lock_of(path, other.pid)
+    with pytest.raises(
+        RuntimeError, match=f"process {other.pid} on .* has been saving to it since"
+    ):
+        save(path, 2)
+    assert load(path) == 1
+    assert names(tmp_path) == sorted(["k", file.name])
+    # Nobody waits for it yet, so that it is a zombie.
+    other.kill()
+    os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
+    save(path, 3)
+    assert load(path) == 3
+    assert names(tmp_path) == ["k"]
+
+
+def test_a_process_that_only_has_the_number_of_a_dead_one_holds_nothing(
+    tmp_path: Path, other: Any
+) -> None:
+    lock_of(tmp_path / "k", other.pid, started="1")
+    save(tmp_path / "k", 1)
+    lock_of(tmp_path / "k", os.getpid())
+    save(tmp_path / "k", 2)
+    assert names(tmp_path) == ["k"]
+
+
+def test_a_lock_from_another_machine_counts_until_nobody_touches_it(tmp_path: Path) -> None:
+    path = tmp_path / "k"
+    file = lock_of(path, 1, machine="another", host="node7")
+    with pytest.raises(RuntimeError, match=r"process 1 on node7 .* remove .*k\.save-lock if you"):
+        save(path, 1)
+    long_ago = time.time() - STALE_S - 10
+    os.utime(file, (long_ago, long_ago))
+    save(path, 1)
+    assert names(tmp_path) == ["k"]
+
+
+def test_a_lock_that_was_not_completed_counts_until_nobody_touches_it(tmp_path: Path) -> None:
+    file = lock_file_of(tmp_path / "k")
+    file.write_bytes(b"")
+    with pytest.raises(RuntimeError, match="another process is beginning to save"):
+        save(tmp_path / "k", 1)
+    os.utime(file, (1.0, 1.0))
+    save(tmp_path / "k", 1)
+
+
+def test_a_lock_is_touched_while_it_is_held_and_one_is_made_of_many_askers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(save_lock, "BEAT_S", 0.01)
+    stale = lock_of(tmp_path / "k", 1, machine="another")
+    os.utime(stale, (1.0, 1.0))
+    held: list[SaveLock] = []
+    refused: list[str] = []
+
+    def ask() -> None:
+        try:
+            held.append(SaveLock(tmp_path / "k"))
+        except RuntimeError as error:
+            refused.append(str(error))
+
+    askers = [threading.Thread(target=ask) for _ in range(8)]
+    for asker in askers:
+        asker.start()
+    for asker in askers:
+        asker.join()
+    assert (len(held), len(refused)) == (1, 7)
+    os.utime(stale, (1.0, 1.0))
+    deadline = time.monotonic() + 5.0
+    while stale.stat().st_mtime < 2.0:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    held[0].check()
+    stale.unlink()
+    with pytest.raises(CheckpointError, match="removed or taken over"):
+        held[0].check()
+    held[0].release()
+
+
+# -- readers, and kills ---------------------------------------------------------------------------
+
+
+def test_who_reads_while_it_is_replaced_sees_one_checkpoint_or_the_other(
+    tmp_path: Path, exchanges: bool
+) -> None:
+    path = tmp_path / "k"
+    save(path, 1)
+    is_over = threading.Event()
+
+    def replace() -> None:
+        value = 1
+        while not is_over.is_set():
+            value += 1
+            save(path, value)
+
+    writer = threading.Thread(target=replace)
+    writer.start()
+    seen = []
+    deadline = time.monotonic() + 20.0
+    try:
+        while len(set(seen)) < 10 and time.monotonic() < deadline:
+            seen.append(load(path))
+    finally:
+        is_over.set()
+        writer.join()
+    assert seen == sorted(seen)
+    assert len(set(seen)) > 5
+
+
+def test_a_folder_that_is_gone_for_a_moment_is_opened_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "k"
+    save(path, 1)
+    opened, left = os.open, [True]
+
+    def between_renames(name: Any, *args: Any, **kwargs: Any) -> int:
+        if name == path and left:
+            left.clear()
+            raise FileNotFoundError(name)
+        return opened(name, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", between_renames)
+    assert load(path) == 1
+    assert not left
+
+
+EVENTS = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.utime")
+
+
+def kill_at(folder: Path, number: int) -> None:
+    """End this process at the so-manieth time that it does something to a folder."""
+    left = [number]
+
+    def watch(event: str, args: tuple[Any, ...]) -> None:
+        # Files in the folder are opened by descriptor as well, and its neighbors by ctypes.
+        is_ours = event in EVENTS and str(folder) in str(args[0])
+        if is_ours or event == "ctypes.dlsym/handle":
+            left[0] -= 1
+            if left[0] == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(watch)
+
+
+def saved_in_a_child(path: Path, value: int, kill_number: int) -> bool:
+    """Save in a forked process that is killed on the way; whether it came to the end."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            kill_at(path.parent, kill_number)
+            save(path, value)
+            status = 0
+        finally:
+            os._exit(status)
+    _, status = os.waitpid(pid, 0)
+    assert status in (0, signal.SIGKILL), status
+    return status == 0
+
+
+def test_a_kill_at_any_touch_of_the_disk_leaves_a_whole_checkpoint_and_no_trace_later(
+    tmp_path: Path, exchanges: bool
+) -> None:
+    path = tmp_path / "run" / "k"
+    save(path, 1)
+    outcomes = []
+    for number in range(1, 200):
+        value = 2 * number
+        is_done = saved_in_a_child(path, value, number)
+        outcomes.append(load(path) == value)
+        assert outcomes[-1] or load(path) == value - 1
+        if is_done:
+            break
+        save(path, value + 1)
+        assert load(path) == value + 1
+        assert names(path.parent) == ["k"]
+    assert is_done
+    # Once it is there it stays, however much is left to be removed.
+    assert outcomes == sorted(outcomes)
+    assert outcomes.count(False) > 10
+    assert outcomes.count(True) > 5

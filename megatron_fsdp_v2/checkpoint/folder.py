@@ -17,17 +17,16 @@ import stat
 import weakref
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
     MetadataIndex,
     TensorStorageMetadata,
 )
 
+from megatron_fsdp_v2.checkpoint.chunks import Piece, SavedChunks, Wanted, nbytes_of, overlap
 from megatron_fsdp_v2.checkpoint.coverage import coverage_problems
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError, ReplacedError
 from megatron_fsdp_v2.checkpoint.manifest import MANIFEST, Manifest, StoredItem
@@ -56,22 +55,6 @@ SCRATCH_BYTES = 16 << 20
 
 _ATTEMPTS = 20
 """A folder that is replaced so often while its metadata is read is not one to read."""
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """A block of a checkpoint's tensor, and where to put it.
-
-    Attributes:
-        key: Name of the tensor in the checkpoint.
-        offset: Where the block starts in it.
-        target: What to fill, with as many dimensions as the tensor in the checkpoint, on any
-            device; elements are converted to its dtype.
-    """
-
-    key: str
-    offset: tuple[int, ...]
-    target: torch.Tensor
 
 
 class CheckpointFolder:
@@ -107,7 +90,7 @@ class CheckpointFolder:
         else:
             raise ReplacedError(f"{path} is replaced faster than its metadata can be read")
         self._safe_globals = list(safe_globals)
-        self._chunks: dict[str, _SavedChunks] = {}
+        self._chunks: dict[str, SavedChunks] = {}
         self._items: dict[str, dict[int, StoredItem]] = {}
         self._needed: dict[str, int] = {}
         self._scratch = bytearray()
@@ -215,10 +198,10 @@ class CheckpointFolder:
 
     def _go_through(self, wanted: Sequence[Wanted], *, is_filled: bool) -> list[int]:
         counts = [0] * len(wanted)
-        by_file: dict[str, dict[int, list[_Piece]]] = {}
+        by_file: dict[str, dict[int, list[Piece]]] = {}
         for number, block in enumerate(wanted):
             for chunk in self._saved(block.key).near(block):
-                piece = _overlap(block, chunk)
+                piece = overlap(block, chunk)
                 if piece is None:
                     continue
                 counts[number] += piece.target.numel()
@@ -284,7 +267,7 @@ class CheckpointFolder:
         Raises:
             CheckpointError: There is one.
         """
-        sizes = {key: _nbytes(entry) for key, entry in self.tensors()}
+        sizes = {key: nbytes_of(entry) for key, entry in self.tensors()}
         total = sum(sizes.values())
         if total <= HARMLESS_BYTES:
             return
@@ -360,7 +343,7 @@ class CheckpointFolder:
         if self._is_replaced():
             raise ReplacedError(f"{self.path} was replaced by another save while it was read")
 
-    def _read_chunk(self, file: BinaryIO, pieces: Sequence[_Piece], *, is_filled: bool) -> None:
+    def _read_chunk(self, file: BinaryIO, pieces: Sequence[Piece], *, is_filled: bool) -> None:
         """Read one stored chunk, and put what is wanted of it into place if it is to be."""
         index, sizes = pieces[0].index, pieces[0].sizes
         info = self._info(index)
@@ -388,7 +371,7 @@ class CheckpointFolder:
             ends = zip(piece.start, piece.target.shape, strict=True)
             piece.target.copy_(whole[tuple(slice(first, first + n) for first, n in ends)])
 
-    def _read_piece(self, source: Any, stored: StoredTensor, piece: _Piece, info: Any) -> None:
+    def _read_piece(self, source: Any, stored: StoredTensor, piece: Piece, info: Any) -> None:
         try:
             read_block(source, stored, piece.start, piece.target, self._room())
         except EOFError as error:
@@ -461,7 +444,7 @@ class CheckpointFolder:
             self._scratch = bytearray(SCRATCH_BYTES)
         return self._scratch
 
-    def _saved(self, key: str) -> _SavedChunks:
+    def _saved(self, key: str) -> SavedChunks:
         if key not in self._chunks:
             entry = self.metadata.state_dict_metadata.get(key)
             if not isinstance(entry, TensorStorageMetadata):
@@ -471,7 +454,7 @@ class CheckpointFolder:
             if covered >= math.prod(entry.size):
                 for problem in coverage_problems(key, entry):
                     raise CheckpointError(f"{self.path} is damaged: {problem}")
-            self._chunks[key] = _SavedChunks(entry)
+            self._chunks[key] = SavedChunks(entry)
         return self._chunks[key]
 
 
@@ -508,65 +491,3 @@ def load_plain(
             f"{what} cannot be loaded as plain data ({reason}); do not use this checkpoint unless "
             "you know where it is from"
         ) from error
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """What one stored chunk has of one wanted block.
-
-    Attributes:
-        index: The chunk.
-        sizes: Its shape.
-        start: Where the piece starts in the chunk.
-        target: Where to put it.
-    """
-
-    index: MetadataIndex
-    sizes: tuple[int, ...]
-    start: tuple[int, ...]
-    target: torch.Tensor
-
-
-def _overlap(block: Wanted, chunk: ChunkStorageMetadata) -> _Piece | None:
-    start, inside = [], []
-    for wanted, length, first, size in zip(
-        block.offset, block.target.shape, chunk.offsets, chunk.sizes, strict=True
-    ):
-        low, high = max(wanted, first), min(wanted + length, first + size)
-        if low >= high:
-            return None
-        start.append(low - first)
-        inside.append(slice(low - wanted, high - wanted))
-    return _Piece(
-        MetadataIndex(block.key, chunk.offsets),
-        tuple(chunk.sizes),
-        tuple(start),
-        block.target[tuple(inside)],
-    )
-
-
-def _nbytes(entry: TensorStorageMetadata) -> int:
-    return math.prod(entry.size) * entry.properties.dtype.itemsize
-
-
-class _SavedChunks:
-    """The chunks of a tensor, found by layer and expert instead of by trying all of them."""
-
-    def __init__(self, entry: TensorStorageMetadata) -> None:
-        self._all = entry.chunks
-        self._depth = 0
-        while self._depth < len(entry.size) and all(
-            c.sizes[self._depth] == 1 for c in entry.chunks
-        ):
-            self._depth += 1
-        self._by_front: dict[tuple[int, ...], list[ChunkStorageMetadata]] = {}
-        for chunk in entry.chunks:
-            front = tuple(chunk.offsets[: self._depth])
-            self._by_front.setdefault(front, []).append(chunk)
-
-    def near(self, block: Wanted) -> Sequence[ChunkStorageMetadata]:
-        """Those of the chunks that may overlap a block, and few others."""
-        depth = self._depth
-        if any(length != 1 for length in block.target.shape[:depth]):
-            return self._all
-        return self._by_front.get(tuple(block.offset[:depth]), [])

@@ -39,6 +39,8 @@ def broken_rule(case: Case) -> str:
     if has_torch and any(event.do == "freeze" for event in case.program):
         return "torch's own calls leave out the state of parameters that are frozen now"
     parts = {below.id for node in nodes if _differs_by_rank(node) for below in node.walk()}
+    if _saves_with_torch_while_gathered(case):
+        return "torch's own calls look for parameters where gathered ones stand"
     shares = any(node.kind == "again" for node in nodes)
     if shares and any(event.do == "functional" for event in case.program):
         return "torch leaves the values of a functional call in a module with two names"
@@ -73,3 +75,16 @@ def runs_unit(node: Node, nodes: list[Node]) -> bool:
 
 def _penalizes(case: Case) -> bool:
     return any(event.do == "penalty" for event in case.program)
+
+
+def _saves_with_torch_while_gathered(case: Case) -> bool:
+    """Whether torch's calls come after a forward whose backward never came, or failed."""
+    is_gathered = False
+    for event in case.program:
+        if event.do in ("waste", "fail", "forward"):
+            is_gathered = True
+        elif event.do in ("backward", "input gradient", "penalty", "evaluate"):
+            is_gathered = False
+        elif event.do in ("save", "restore") and event.how == "torch" and is_gathered:
+            return True
+    return False

@@ -26,6 +26,11 @@ class Reshardable(Protocol):
         ...
 
     @property
+    def syncs_gradients(self) -> bool:
+        """Whether gradients are brought all the way into `param.grad` in this backward."""
+        ...
+
+    @property
     def is_unsharded(self) -> bool:
         """Whether its weights are gathered, or on their way."""
         ...
@@ -109,6 +114,7 @@ class Context[UnitT: Reshardable]:
         weights_epoch: Counts events after which main weights may have changed.
         root_pass: The root's latest forward that is no recomputation.
         backward_pass: The forward whose backward is under way, or was the last.
+        synced_in_backward: The units that synchronised gradients in it when it began.
         has_unsynced: Whether a backward left gradients to be synchronised.
         pass_has_grad: Whether the latest forward of the root was made for a backward.
         is_checked: Whether ranks have compared what they sharded.
@@ -136,6 +142,7 @@ class Context[UnitT: Reshardable]:
         self.weights_epoch = 0
         self.root_pass: RootPass[UnitT] = RootPass()
         self.backward_pass = self.root_pass
+        self.synced_in_backward: weakref.WeakSet[UnitT] = weakref.WeakSet()
         self.has_unsynced = False
         self.pass_has_grad = False
         self.is_checked = False
@@ -212,6 +219,9 @@ class Context[UnitT: Reshardable]:
             end_of_backward: The callback that the engine runs at its end, and nobody else holds.
         """
         self._end_of_backward = weakref.ref(end_of_backward)
+        if self.ranks_may_differ:
+            syncing = (unit for unit in self.units() if unit.syncs_gradients)
+            self.synced_in_backward = weakref.WeakSet(syncing)
         self.backward_order.begin_reversed()
         self.begin_turns(passed)
 

@@ -33,11 +33,6 @@ class Finishable(Reshardable, Protocol):
         """Whether neither its forward nor its backward is under way."""
         ...
 
-    @property
-    def syncs_gradients(self) -> bool:
-        """Whether gradients are brought all the way into `param.grad` in this backward."""
-        ...
-
     def owe_reduction(self) -> None:
         """Have its next reduction take place also where no gradient arrived."""
         ...
@@ -116,13 +111,39 @@ def repair[UnitT: Finishable](context: Context[UnitT]) -> None:
 
 
 def _drop_gradients[UnitT: Finishable](context: Context[UnitT]) -> None:
-    for group in context.reductions.abandon():
+    dropped = context.reductions.groups()
+    dropped += _finish_failed_turns(context)
+    context.reductions.abandon()
+    for group in dropped:
         if group.param_grads is not None:
             group.param_grads.forget()
     for unit in context.units():
         for group in unit.groups:
             if group.grads is not None:
                 group.grads.abandon()
+
+
+def _finish_failed_turns[UnitT: Finishable](context: Context[UnitT]) -> list[ParameterGroup]:
+    """Take part in the reductions that a failed backward did not come to. Collective.
+
+    Where ranks run different units, another one may have had the turn of a unit that this one was
+    still to run: its reductions would pair with the next backward's.
+
+    Returns:
+        The groups that were reduced.
+    """
+    if not context.ranks_may_differ or context.turns is None:
+        return []
+    reduced: list[ParameterGroup] = []
+    for unit in context.turns.rest():
+        synchronise = unit in context.synced_in_backward
+        unit.owe_reduction()
+        unit.reduce_grad(synchronise=synchronise)
+        for group in unit.groups:
+            if group.grads is not None and (synchronise or not group.grads.collects_unsynced):
+                reduced.append(group)
+    context.reductions.drain()
+    return reduced
 
 
 def bring_to_rest[UnitT: Finishable](contexts: set[Context[UnitT]]) -> None:

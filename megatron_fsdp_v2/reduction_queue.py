@@ -94,19 +94,21 @@ class ReductionQueue:
         while self._outer:
             self._drain_one_outer()
 
-    def abandon(self) -> list[ParameterGroup]:
-        """Forget everything after a failed backward; waits, since buffers may be in use.
+    def groups(self) -> list[ParameterGroup]:
+        """The groups whose main gradients are being written."""
+        inner = [reduction.group for issued in self._pending for reduction in issued]
+        return inner + [group for under_way in self._outer for group, _ in under_way]
 
-        Returns:
-            The groups whose main gradients may have been written since, by these reductions.
-        """
-        inner = [(r.group, r.ticket) for issued in self._pending for r in issued]
-        outer = [item for under_way in self._outer for item in under_way]
-        for _, ticket in (*inner, *outer):
-            ticket.wait()
+    def abandon(self) -> None:
+        """Forget everything after a failed backward; waits, since buffers may be in use."""
+        for issued in self._pending:
+            for reduction in issued:
+                reduction.ticket.wait()
+        for under_way in self._outer:
+            for _, ticket in under_way:
+                ticket.wait()
         self._pending.clear()
         self._outer.clear()
-        return [group for group, _ in (*inner, *outer)]
 
     def _range(self, group: ParameterGroup) -> AbstractContextManager[Any]:
         return nullcontext() if self.ranges is None else self.ranges(group.name)

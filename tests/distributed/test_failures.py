@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_fsdp_v2 import checkpoint
 from tests.distributed.wrapping import (
     STRATEGIES,
+    batch,
     fp64_pair,
     held_error,
     own_loss,
@@ -19,8 +21,10 @@ from tests.distributed.wrapping import (
     said,
     train_both,
     weight_error,
+    wrap,
 )
 from tests.ranks import RankPools
+from tests.reference.models import Skipping
 
 EXACT = 1e-12
 
@@ -279,3 +283,34 @@ def frozen_while_gathered(strategy: str) -> tuple[bool, bool, bool]:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_freezing_counts_also_while_weights_are_gathered(pools: RankPools, strategy: str) -> None:
     assert set(pools(2).run(frozen_while_gathered, strategy)) == {(True, False, True)}
+
+
+def failed_where_ranks_differ(strategy: str) -> float:
+    """A backward fails on all ranks, of which one had left out a unit; then comes a step."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    plain = Skipping().double()
+    torch.manual_seed(0)
+    model = Skipping().double()
+    model = wrap(model, list(model.blocks), sharding_strategy=strategy, check_ranks="always")
+    model.skip = 1 if rank == 1 else None
+    handle = model.blocks[0].register_forward_hook(_fail_when_it_comes_back)
+    with contextlib.suppress(Planned):
+        own_loss(model, 7).backward()
+    handle.remove()
+    model.reset_iter_state()
+    dist.all_reduce(torch.ones(1))
+    model.zero_grad()
+    own_loss(model, 1).backward()
+    for other in range(size):
+        plain.skip = 1 if other == 1 else None
+        (plain(batch(other, 1, dtype=torch.float64)).square().mean() / size).backward()
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    return max(held_error_of_grad(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES[:-1])
+def test_a_failed_backward_leaves_no_rank_ahead_of_the_others(
+    pools: RankPools, strategy: str
+) -> None:
+    assert max(pools(2).run(failed_where_ranks_differ, strategy)) < EXACT

@@ -52,7 +52,8 @@ class Outcome:
     """How a case ended on a rank.
 
     Attributes:
-        kind: `same`, `different`, `raised` or `invalid`.
+        kind: `same`, `different`, `raised`, `invalid`, or `refused`: the traced pool's own error
+            of a pass that it has no plan for, which leaves nothing wrong behind.
         event: Position of the first event that went wrong.
         text: What went wrong.
     """
@@ -403,6 +404,9 @@ class Run:
             if loss.requires_grad:
                 loss.backward()
         self.slots.clear()
+        if event.how != "forward":
+            # Before collectives of one's own, where ranks run different units.
+            self.model.reset_iter_state()
         self._zero(event.flag)
         # Zeros on one side and None on the other are brought in line.
         self.compare_grads()
@@ -520,6 +524,9 @@ class Run:
         if event.how == "torch" and self._has_stateless():
             return
         path = str(self.folder / f"{event.slot}")
+        if event.slot in self.snapshots:
+            # A save to where another one is under way is refused.
+            self.snapshots[event.slot].wait()
         snapshot = Snapshot(
             copy.deepcopy(self.plain.state_dict()), copy.deepcopy(self.plain_optimizer.state_dict())
         )
@@ -586,6 +593,9 @@ def run_case(case: Case, folder: str) -> Outcome:
         return run.run()
     except InvalidCase as error:
         return Outcome("invalid", -1 if run is None else run.position, str(error))
-    except Exception:
+    except Exception as error:
         # A rank that stops leaves the others waiting; what it says must not wait for them.
-        return Outcome("raised", -1 if run is None else run.position, traceback.format_exc())
+        has_pool = run is not None and run.options.pool
+        is_refused = has_pool and "no traced pass uses them together" in str(error)
+        kind = "refused" if is_refused else "raised"
+        return Outcome(kind, -1 if run is None else run.position, traceback.format_exc())

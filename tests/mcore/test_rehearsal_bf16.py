@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from typing import get_args
 
 import pytest
 import torch
+from emerging_optimizers.utils import FP32MatmulPrecT, fp32_matmul_precision
 
 from megatron_fsdp_v2_mcore.rehearsal.bf16_products import BF16, rounded_once
 from tests.mcore import bf16_products
@@ -14,6 +16,7 @@ from tests.mcore.command_line import run_module, torchrun
 from tests.mcore.session import MODEL_FLAGS, enter_rehearsal, fsdp
 from tests.ranks import RankPools
 
+FP32_PRECISIONS = get_args(FP32MatmulPrecT)
 PRETRAIN = "megatron_fsdp_v2_mcore.pretrain_gpt"
 
 
@@ -43,6 +46,25 @@ def test_torchs_own_kernels_are_back_afterwards() -> None:
         with rounded_once():
             pass
         assert bf16_products.differing() == []
+
+
+def test_they_are_so_whatever_precision_fp32_products_are_set_to() -> None:
+    """As Muon sets it, for one: a CPU with bf16 would use it, and sum a stack in another order."""
+    generator = torch.Generator().manual_seed(0)
+    # Sums long enough, and enough of them, that another order shows in bf16.
+    a, b, m = (
+        torch.randn(shape, generator=generator).to(BF16)
+        for shape in ((4, 256, 1024), (4, 1024, 256), (4, 256, 256))
+    )
+    expected = torch.baddbmm(m.float(), a.float(), b.float(), beta=0.3).to(BF16)
+    with rounded_once():
+        for precision in FP32_PRECISIONS:
+            with fp32_matmul_precision(precision):
+                stack = torch.baddbmm(m, a, b, beta=0.3)
+                alone = [torch.addmm(*parts, beta=0.3) for parts in zip(m, a, b, strict=True)]
+                assert torch.get_float32_matmul_precision() == precision
+            assert torch.equal(stack, expected)
+            assert torch.equal(torch.stack(alone), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.int64])

@@ -3,7 +3,8 @@
 A CPU with instructions for bf16 sums in one way, one without them in another and many times more
 slowly, and where a library has several kernels it depends on shapes as well how often a result is
 rounded. Here torch's own fp32 kernel multiplies operands turned into fp32, and what it gives is
-rounded to bf16.
+rounded to bf16. That kernel works in full precision whatever precision fp32 products are set to:
+set lower, a CPU with instructions for bf16 would take those instead.
 
 This is done beneath autograd, where torch keeps the CPU's kernels: it holds for whatever leads to a
 product (modules, `einsum`, functions with a backward of their own, recomputation), forward and
@@ -100,35 +101,39 @@ def _register(library: Any) -> None:
 def _new(kernel: _Kernel) -> _Kernel:
     """Make the operator that returns new tensors."""
 
+    precise = _in_full_precision(kernel)
+
     def product(keys: Any, first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         # Mixed dtypes are left to torch, which refuses most of them.
         if first.dtype is not BF16 or not _are_bf16(args):
             return kernel(keys, first, *args, **kwargs)
-        return _rounded(kernel(keys, *_in_fp32(first, *args), **kwargs))
+        return _rounded(precise(keys, *_in_fp32(first, *args), **kwargs))
 
     return product
 
 
 def _overwriting(kernel: _Kernel, new: _Kernel) -> _Kernel:
     """Make the operator that writes to its first argument."""
+    precise = _in_full_precision(new)
 
     def product(keys: Any, first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if first.dtype is not BF16 or not _are_bf16(args):
             return kernel(keys, first, *args, **kwargs)
-        return first.copy_(new(keys, *_in_fp32(first, *args), **kwargs))
+        return first.copy_(precise(keys, *_in_fp32(first, *args), **kwargs))
 
     return product
 
 
 def _into_out(kernel: _Kernel, new: _Kernel) -> _Kernel:
     """Make the operator that writes to `out`."""
+    precise = _in_full_precision(new)
 
     def product(
         keys: Any, first: torch.Tensor, *args: Any, out: torch.Tensor, **kwargs: Any
     ) -> Any:
         if first.dtype is not BF16 or not _are_bf16((*args, out)):
             return kernel(keys, first, *args, out=out, **kwargs)
-        result = new(keys, *_in_fp32(first, *args), **kwargs)
+        result = precise(keys, *_in_fp32(first, *args), **kwargs)
         if out.shape != result.shape:
             out.resize_(result.shape)
         return out.copy_(result)
@@ -138,6 +143,7 @@ def _into_out(kernel: _Kernel, new: _Kernel) -> _Kernel:
 
 def _attention(kernel: _Kernel) -> _Kernel:
     """Make fused attention: what lies between its products is fp32 too, as it is anyhow in part."""
+    precise = _in_full_precision(kernel)
 
     def attend(keys: Any, first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if first.dtype is not BF16:
@@ -145,12 +151,29 @@ def _attention(kernel: _Kernel) -> _Kernel:
         mask = kwargs.get("attn_mask")
         if mask is not None:
             kwargs["attn_mask"] = _in_fp32(mask)[0]
-        results = kernel(keys, *_in_fp32(first, *args), **kwargs)
+        results = precise(keys, *_in_fp32(first, *args), **kwargs)
         # The forward also returns a logarithm for the backward, which is fp32 for every dtype.
         with_logarithm = len(results) == 2
         return (_rounded(results[0]), results[1]) if with_logarithm else _rounded(results)
 
     return attend
+
+
+def _in_full_precision(kernel: _Kernel) -> _Kernel:
+    """Have an fp32 kernel use fp32, also where `torch.set_float32_matmul_precision` allows less."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        setting = torch.backends.mkldnn.matmul
+        precision = setting.fp32_precision
+        if precision in ("none", "ieee"):
+            return kernel(*args, **kwargs)
+        setting.fp32_precision = "ieee"
+        try:
+            return kernel(*args, **kwargs)
+        finally:
+            setting.fp32_precision = precision
+
+    return call
 
 
 def _are_bf16(args: tuple[Any, ...]) -> bool:

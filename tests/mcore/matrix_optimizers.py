@@ -42,6 +42,19 @@ def train_with_whole_adaptive_muon(flags: Sequence[str]) -> Training:
         entry.optimizer_cls = original
 
 
+def whole_matrices(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
+    """The matrices of the layers, experts of this rank among them. Collective."""
+    del optimizer
+    return {
+        name.replace("module.", ""): param.full_tensor()
+        if isinstance(param, UnevenDTensor)
+        else param.detach().clone()
+        for chunk in model
+        for name, param in chunk.named_parameters()
+        if param.dim() == 2 and "layers" in name
+    }
+
+
 def work(model: Any, optimizer: Any) -> int:
     """Operations of this rank's Newton-Schulz in a step."""
     del model

@@ -51,6 +51,21 @@ def test_it_trains_like_megatrons_own_on_whole_parameters(
         assert abs(mine - theirs) <= ZEROS_BY_CHANCE
 
 
+@pytest.mark.parametrize("strategy", ["no_shard", ZERO3])
+def test_it_is_megatrons_own_to_the_bit_where_sums_are_in_one_order(
+    megatron: RankPools, strategy: str
+) -> None:
+    """At its default precision: gradients of one micro-batch, summed over two ranks, unclipped."""
+    flags = ["--optimizer", "muon", "--global-batch-size", "4", "--clip-grad", "0"]
+    ours = _train(megatron, *flags, *fsdp(strategy), probe=on_ranks.whole_matrices)
+    theirs = _train(megatron, *flags, probe=on_ranks.whole_matrices)
+    assert ours.losses == theirs.losses
+    assert len(theirs.extras[0]) == 8
+    for mine, other in zip(ours.extras, theirs.extras, strict=True):
+        assert mine.keys() == other.keys()
+        assert [name for name in other if not torch.equal(mine[name], other[name])] == []
+
+
 def test_options_reach_the_optimizer(megatron: RankPools, whole: Training) -> None:
     options = "--muon-nesterov --muon-momentum 0.8 --muon-scale-mode unit_rms_norm --lion-beta1 0.8"
     options += " --muon-num-ns-steps 3 --muon-extra-scale-factor 0.5 --muon-coefficient-type simple"

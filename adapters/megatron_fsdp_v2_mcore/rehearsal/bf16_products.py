@@ -100,7 +100,6 @@ def _register(library: Any) -> None:
 
 def _new(kernel: _Kernel) -> _Kernel:
     """Make the operator that returns new tensors."""
-
     precise = _in_full_precision(kernel)
 
     def product(keys: Any, first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -163,7 +162,7 @@ def _in_full_precision(kernel: _Kernel) -> _Kernel:
     """Have an fp32 kernel use fp32, also where `torch.set_float32_matmul_precision` allows less."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        setting = torch.backends.mkldnn.matmul
+        setting: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
         precision = setting.fp32_precision
         if precision in ("none", "ieee"):
             return kernel(*args, **kwargs)

@@ -210,7 +210,7 @@ ROWS: tuple[Row, ...] = (
     Row("TP2 x PP2", 4, f"{TP2_SP} {PP2}", strategies=(ZERO1,)),
     Row("CP2 x DP2", 4, f"{CP2} {NORMS}", strategies=STRATEGIES),
     Row("CP2 x DP2, per-token loss, clipping", 4, f"{CP2} {PER_TOKEN} {CLIPPED}"),
-    Row("HSDP 2x2", 4, NORMS, ours=HSDP, strategies=STRATEGIES, quick=True),
+    Row("HSDP 2x2", 4, NORMS, ours=HSDP, strategies=STRATEGIES),
     Row("HSDP 2x2, overlap flags, recompute", 4, f"{OVERLAP_GRADS} {FULL} --global-batch-size 16",
         ours=f"{HSDP} {OVERLAP_PARAMS}"),
     Row("HSDP 2x2, bf16", 4, "--bf16", ours=HSDP, strategies=(ZERO1,)),

@@ -204,11 +204,12 @@ def test_two_jobs_that_save_to_one_path_and_one_that_reads_never_mix(
             ((extra, values),) = pools(1).run(_reads, folder)
             assert values == [float(extra)]
             num_reads += 1
-    assert num_reads > 3
+    assert num_reads
     counts = [job.result() for job in running]
     for of_job in counts:
         assert len(set(of_job)) == 1
-    assert sum(done for ((done, _), *_) in counts) >= 15
+    assert all(done + refused == 15 for ((done, refused), *_) in counts)
+    assert sum(done for ((done, _), *_) in counts) >= 2
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
 
 

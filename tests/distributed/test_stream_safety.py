@@ -29,6 +29,7 @@ STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 MESHES = {"1-D": ((2,), "no_shard"), "HSDP": ((2, 2), "no_shard"), "HFSDP": ((2, 2), "optim")}
 SLOW = [pytest.mark.functional]
 QUICK = ("1-D", "bf16")
+FLAT = (STRATEGIES[-1], "fp32")
 POLICIES = {"fp32": MixedPrecisionPolicy(), "bf16": BF16}
 
 
@@ -110,7 +111,7 @@ def schedules_of(mesh_name: str, strategy: str, precision: str) -> list[dict[str
     ("mesh_name", "strategy", "precision"),
     [
         # What shares most with another case is for longer runs.
-        pytest.param(*case, marks=SLOW if case[1] != STRATEGIES[-1] and case[::2] != QUICK else [])
+        pytest.param(*case, marks=[] if case[::2] == QUICK or case[1:] == FLAT else SLOW)
         for case in itertools.product(MESHES, STRATEGIES, POLICIES)
         # An outer axis is sharded only where the inner one is; two axes are slow in one precision.
         if case[:2] != ("HFSDP", "no_shard") and not (case[0] != "1-D" and case[2] == "fp32")

@@ -62,16 +62,10 @@ BUILT: dict[str, str] = {
     "experts-fp32": f"{MOE} {EXPERT}",
     "virtual-stages": f"{MOE} {PIPELINE} --num-layers 4 --num-layers-per-virtual-pipeline-stage 1",
 }
-QUICK = "at-once"
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        pytest.param(flags, id=name, marks=[] if name == QUICK else pytest.mark.functional)
-        for name, flags in BUILT.items()
-    ],
-)
+@pytest.mark.functional
+@pytest.mark.parametrize("flags", BUILT.values(), ids=BUILT)
 def test_a_model_built_on_the_meta_device_starts_from_the_same_weights(
     megatron: RankPools, flags: str
 ) -> None:

@@ -14,6 +14,8 @@ ITERATIONS = ["--train-iters", "8", "--eval-interval", "4", "--eval-iters", "1"]
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 OVERLAP = ["--overlap-grad-reduce", "--overlap-param-gather"]
 
+_LONGER = pytest.mark.functional
+
 
 def _curves(pools: RankPools, world_size: int, flags: list[str]) -> Training:
     result: Training = pools(world_size).run(train, [*MODEL_FLAGS, *ITERATIONS, *flags])[0]
@@ -23,7 +25,9 @@ def _curves(pools: RankPools, world_size: int, flags: list[str]) -> Training:
     return result
 
 
-@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.functional)])
+@pytest.mark.parametrize(
+    "world_size", [pytest.param(1, marks=_LONGER), 2, pytest.param(3, marks=_LONGER)]
+)
 def test_every_strategy_trains_like_ddp_in_fp32(megatron: RankPools, world_size: int) -> None:
     reference = _curves(megatron, world_size, [])
     # Two ranks show every strategy, the others that the world size changes nothing.

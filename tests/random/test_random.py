@@ -24,7 +24,7 @@ from tests.random.rules import broken_rule
 from tests.random.script import script_of
 from tests.ranks import RankPools
 
-QUICK = range(24)
+QUICK = range(16)
 
 
 @pytest.mark.parametrize("seed", QUICK)

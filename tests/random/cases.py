@@ -127,6 +127,11 @@ class Case:
     program: tuple[Event, ...] = ()
 
     @property
+    def differs_by_rank(self) -> bool:
+        """Whether ranks may run different modules."""
+        return any(node.how in ("rank", "uneven") for node in self.tree.walk())
+
+    @property
     def world_size(self) -> int:
         """Ranks it runs on."""
         size = 1

@@ -404,9 +404,10 @@ class Run:
             if loss.requires_grad:
                 loss.backward()
         self.slots.clear()
-        if event.how != "forward":
-            # Before collectives of one's own, where ranks run different units.
+        if event.how != "forward" and self.case.differs_by_rank:
+            # Before collectives of one's own, since another rank may have come further.
             self.model.reset_iter_state()
+            self._zero(set_to_none=True)
         self._zero(event.flag)
         # Zeros on one side and None on the other are brought in line.
         self.compare_grads()

@@ -112,38 +112,36 @@ def repair[UnitT: Finishable](context: Context[UnitT]) -> None:
 
 def _drop_gradients[UnitT: Finishable](context: Context[UnitT]) -> None:
     dropped = context.reductions.groups()
-    dropped += _finish_failed_turns(context)
+    late = _late_units(context)
+    for unit in late:
+        reduced = unit in context.synced_in_backward
+        dropped += [
+            g for g in unit.groups if g.grads and (reduced or not g.grads.collects_unsynced)
+        ]
+    before = [(g.param_grads, g.param_grads.state()) for g in dropped if g.param_grads is not None]
+    for unit in late:
+        unit.owe_reduction()
+        unit.reduce_grad(synchronise=unit in context.synced_in_backward)
+    if late:
+        context.reductions.drain()
     context.reductions.abandon()
-    for group in dropped:
-        if group.param_grads is not None:
-            group.param_grads.forget()
+    for param_grads, state in before:
+        param_grads.forget(state)
     for unit in context.units():
         for group in unit.groups:
             if group.grads is not None:
                 group.grads.abandon()
 
 
-def _finish_failed_turns[UnitT: Finishable](context: Context[UnitT]) -> list[ParameterGroup]:
-    """Take part in the reductions that a failed backward did not come to. Collective.
+def _late_units[UnitT: Finishable](context: Context[UnitT]) -> list[UnitT]:
+    """The units whose reductions a failed backward did not come to, and has to take part in.
 
     Where ranks run different units, another one may have had the turn of a unit that this one was
     still to run: its reductions would pair with the next backward's.
-
-    Returns:
-        The groups that were reduced.
     """
     if not context.ranks_may_differ or context.turns is None:
         return []
-    reduced: list[ParameterGroup] = []
-    for unit in context.turns.rest():
-        synchronise = unit in context.synced_in_backward
-        unit.owe_reduction()
-        unit.reduce_grad(synchronise=synchronise)
-        for group in unit.groups:
-            if group.grads is not None and (synchronise or not group.grads.collects_unsynced):
-                reduced.append(group)
-    context.reductions.drain()
-    return reduced
+    return context.turns.rest()
 
 
 def bring_to_rest[UnitT: Finishable](contexts: set[Context[UnitT]]) -> None:

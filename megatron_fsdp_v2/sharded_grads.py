@@ -85,16 +85,27 @@ class ShardedGrads:
                 if dtensor is not None and param.requires_grad:
                     param.grad = dtensor
 
-    def forget(self) -> None:
-        """Take back gradients that a failed backward may still have changed after `zero_grad`.
+    def state(self) -> list[torch.Tensor | None]:
+        """Every `param.grad`, for `forget`."""
+        with plain_attributes():
+            return [param.grad for param in self._params]
 
-        Zeros written before its reductions were done are none any more. Tensors that others put
-        there are left.
+    def forget(self, before: Sequence[torch.Tensor | None]) -> None:
+        """Take back what a failed backward has written into gradients. Its reductions are done.
+
+        Zeros that `zero_grad` wrote before those were done are zeros again, and what was None is.
+        Tensors that others put there are left.
+
+        Args:
+            before: What `state()` was before the last of them.
         """
         self._may_be_unused = False
-        for param, own in zip(self._params, self._dtensors or (), strict=False):
-            if own is not None and param.grad is own:
+        own = self._dtensors or [None] * len(self._params)
+        for param, dtensor, grad in zip(self._params, own, before, strict=True):
+            if grad is None:
                 param.grad = None
+            elif dtensor is not None and grad is dtensor:
+                local_of(dtensor).zero_()
 
     def drop_unused(self) -> None:
         """Take gradients back that turned out to come from no rank. Reductions are done."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
+import torch
+
 from megatron_fsdp_v2.autograd_engine import in_backward
 from megatron_fsdp_v2.context import Reshardable
 
@@ -102,7 +104,9 @@ def repair[UnitT: Finishable](context: Context[UnitT]) -> None:
     them since. A failed forward costs no gradient.
     """
     if context.is_in_backward:
-        _drop_gradients(context)
+        # The forward that repairs may be an evaluation; gradients it makes outlive that.
+        with torch.inference_mode(False), torch.no_grad():
+            _drop_gradients(context)
     context.forget_backward()
     context.forget_recomputed()
     for unit in context.units():

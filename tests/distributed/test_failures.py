@@ -285,7 +285,7 @@ def test_freezing_counts_also_while_weights_are_gathered(pools: RankPools, strat
     assert set(pools(2).run(frozen_while_gathered, strategy)) == {(True, False, True)}
 
 
-def failed_where_ranks_differ(strategy: str) -> float:
+def failed_where_ranks_differ(strategy: str, evaluates: bool) -> float:
     """A backward fails on all ranks, of which one had left out a unit; then comes a step."""
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
@@ -298,7 +298,11 @@ def failed_where_ranks_differ(strategy: str) -> float:
     with contextlib.suppress(Planned):
         own_loss(model, 7).backward()
     handle.remove()
-    model.reset_iter_state()
+    if evaluates:
+        with torch.inference_mode():
+            own_loss(model, 3)
+    else:
+        model.reset_iter_state()
     dist.all_reduce(torch.ones(1))
     model.zero_grad()
     own_loss(model, 1).backward()
@@ -309,8 +313,9 @@ def failed_where_ranks_differ(strategy: str) -> float:
     return max(held_error_of_grad(a, b) for a, b in pairs)
 
 
+@pytest.mark.parametrize("evaluates", [False, True], ids=["reset", "evaluation"])
 @pytest.mark.parametrize("strategy", STRATEGIES[:-1])
 def test_a_failed_backward_leaves_no_rank_ahead_of_the_others(
-    pools: RankPools, strategy: str
+    pools: RankPools, strategy: str, evaluates: bool
 ) -> None:
-    assert max(pools(2).run(failed_where_ranks_differ, strategy)) < EXACT
+    assert max(pools(2).run(failed_where_ranks_differ, strategy, evaluates)) < EXACT

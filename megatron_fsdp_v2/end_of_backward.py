@@ -143,9 +143,7 @@ def _late_units[UnitT: Finishable](context: Context[UnitT]) -> list[UnitT]:
     Where ranks run different units, another one may have had the turn of a unit that this one was
     still to run: its reductions would pair with the next backward's.
     """
-    if not context.ranks_may_differ or context.turns is None:
-        return []
-    return context.turns.rest()
+    return [] if context.turns is None else context.turns.rest()
 
 
 def bring_to_rest[UnitT: Finishable](contexts: set[Context[UnitT]]) -> None:

@@ -368,7 +368,8 @@ def _owner_of(param: nn.Parameter, module: nn.Module) -> tuple[ParameterGroup, i
     if not isinstance(param, UnevenDTensor):
         return None
     group = param.row_shards.holders.group()
-    owner = None if group is None else group.watcher().module()
+    unit = None if group is None else group.watcher()
+    owner = None if unit is None else unit.module()
     if owner is None or any(below is module for below in owner.modules()):
         return None
     return group, next(i for i, known in enumerate(group.sharded_params) if known is param)
@@ -447,10 +448,10 @@ def _borrow(
     borrowed: list[ParameterGroup] = []
     for parameter, group, index in tied:
         where = f"parameter {parameter.name} is tied to {group.names[index]} of {group.name}"
-        # The dtype of a parameter that is sharded already is that of its main weights.
-        spec = dataclasses.replace(spec_of(parameter.param), dtypes=group.spec.dtypes)
-        if not isinstance(parameter.param, UnevenDTensor):
-            spec = spec_of(parameter.param)
+        spec = spec_of(parameter.param)
+        if isinstance(parameter.param, UnevenDTensor):
+            # Sharded already, it has the dtype of its main weights.
+            spec = dataclasses.replace(spec, dtypes=group.spec.dtypes)
         if group.mesh != mesh or group.spec != spec:
             raise ValueError(
                 f"{where}, which was sharded with another mesh, strategy, granularity, scaling or "

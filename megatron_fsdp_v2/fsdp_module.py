@@ -28,7 +28,8 @@ class FSDPModule(TorchFSDPModule):
     instance of `torch.distributed.fsdp.FSDPModule`; what that has and this has not is refused.
     """
 
-    _fsdp_unit: Unit
+    # Libraries resolve the annotations of their subclasses, so this one names nothing of ours.
+    _fsdp_unit: Any
 
     @override
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:

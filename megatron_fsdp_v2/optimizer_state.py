@@ -81,6 +81,11 @@ def has_no_rows(param: torch.Tensor) -> bool:
     return isinstance(param, UnevenDTensor) and not local_of(param).numel()
 
 
+def _is_held_elsewhere(param: torch.Tensor) -> bool:
+    """Whether other ranks answer for a parameter's state; all do where nobody has rows."""
+    return has_no_rows(param) and param.numel() > 0
+
+
 def is_kept_here(param: torch.Tensor, value: Any) -> bool:
     """Whether this rank answers for a state.
 
@@ -88,7 +93,7 @@ def is_kept_here(param: torch.Tensor, value: Any) -> bool:
         param: The parameter it is of.
         value: The state: a tensor sharded like the parameter, or something that all ranks have.
     """
-    return isinstance(value, UnevenDTensor) or not has_no_rows(param)
+    return isinstance(value, UnevenDTensor) or not _is_held_elsewhere(param)
 
 
 def _with_state_of_empty_shards(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -139,5 +144,7 @@ def _of_empty_shard(
             own = mine.get(name)
             state[name] = torch.zeros_like(param, dtype=value.dtype) if own is None else own
         elif isinstance(value, torch.Tensor):
-            state[name] = example.get(name, value).detach().clone().as_subclass(HeldElsewhere)
+            copied = example.get(name, value).detach().clone()
+            elsewhere = _is_held_elsewhere(param)
+            state[name] = copied.as_subclass(HeldElsewhere) if elsewhere else copied
     return state

@@ -242,13 +242,17 @@ class ParameterGroup:
             _collector(weakref.ref(self), index)
         )
 
-    def _thaw(self) -> None:
-        """Be ready for gradients, in a group whose parameters were frozen when it was made."""
+    def thaw_if_trained(self) -> None:
+        """Be ready for gradients, if parameters that were frozen at first are trained now."""
+        if self.grads is not None or not any(param.requires_grad for param in self.sharded_params):
+            return
         self.grads, self.param_grads = self._make_grads()
         self.rename(self.name)
         for index, param in enumerate(self.unsharded_params):
-            param.requires_grad_(True)
+            was_trained = param.requires_grad
+            param.requires_grad_(True)  # else torch takes no hook
             self._collect_from(param, index)
+            param.requires_grad_(was_trained)
             self._expect_gradient(self.sharded_params[index])
 
     # -- weights ------------------------------------------------------------------------------
@@ -287,8 +291,7 @@ class ParameterGroup:
         self._gathering.wait()
         self._gathering = None
         with plain_attributes():
-            if self.grads is None and any(param.requires_grad for param in self.sharded_params):
-                self._thaw()
+            self.thaw_if_trained()
             self._trained = [param.requires_grad for param in self.sharded_params]
             for trained, unsharded in zip(self._trained, self.unsharded_params, strict=True):
                 if unsharded.requires_grad != trained:

@@ -301,9 +301,11 @@ class Unit:
             return
         if not context.is_checked:
             check_units(self.context)
-        # Ranks may run different units, so bringing weights up to date belongs to no unit's use.
+        # Ranks may run different units, so bringing weights up to date belongs to no unit's use,
+        # nor does being ready for gradients: a rank without any still reduces with the others.
         for unit in units:
             for group in unit.groups:
+                group.thaw_if_trained()
                 if not group.weights.is_refreshed_locally and not group.is_held:
                     group.settle_changes()
                     ahead = context.unshard_prefetch_depth > 0

@@ -1,0 +1,27 @@
+"""What the class that a sharded module gets is to those who look at classes."""
+
+from __future__ import annotations
+
+import typing
+from typing import Any
+
+from torch import nn
+
+from megatron_fsdp_v2.fsdp_module import FSDPModule, swap_class
+
+
+class ReadsAnnotations(nn.Linear):
+    """Resolves the annotations of every subclass, as models of transformers do."""
+
+    seen: typing.ClassVar[dict[str, Any]] = {}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        ReadsAnnotations.seen = typing.get_type_hints(cls)
+
+
+def test_annotations_of_a_sharded_class_can_be_resolved() -> None:
+    module = ReadsAnnotations(2, 3)
+    swap_class(module)
+    assert isinstance(module, FSDPModule)
+    assert "weight" in ReadsAnnotations.seen

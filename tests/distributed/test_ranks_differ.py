@@ -216,6 +216,35 @@ def test_units_that_ranks_run_a_different_number_of_times_train_like_one_process
     assert max(pools(3).run(error_of_uneven_use, strategy, backwards, checks)) < 1e-6
 
 
+def error_of_unfreezing(strategy: str) -> float:
+    """A block that was frozen when it was sharded is trained, and rank 1 leaves it out at first."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    pair: list[Any] = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = Skipping()
+        model.blocks[1].requires_grad_(False)
+        pair.append(model)
+    plain, model = pair[0], wrap(pair[1], list(pair[1].blocks), sharding_strategy=strategy)
+    for both in (plain, model):
+        both.blocks[1].requires_grad_(True)
+    for step in range(2):
+        for other in range(size):
+            plain.skip = 1 if other == 1 and step == 0 else None
+            (plain(batch(other, step)).square().mean() / size).backward()
+        model.skip = 1 if rank == 1 and step == 0 else None
+        model(batch(rank, step)).square().mean().backward()
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    return max(held_error(a.grad, b.grad) for a, b in pairs if a.to_local().numel())
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
+def test_a_unit_that_is_trained_from_now_on_may_be_left_out_by_a_rank(
+    pools: RankPools, strategy: str
+) -> None:
+    assert max(pools(2).run(error_of_unfreezing, strategy)) < 1e-6
+
+
 class TiedOnSomeRanks(Stack):
     """The root computes with a block's weight too, where `uses` says so."""
 

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import optim
+from torch import nn, optim
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -22,9 +23,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from megatron_fsdp_v2 import checkpoint
+from megatron_fsdp_v2 import checkpoint, fully_shard
 from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder
 from tests.distributed.checkpoint_trainings import Sharding, digests, muon, net, train
+from tests.distributed.wrapping import mesh_of
 from tests.ranks import RankPools
 
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
@@ -129,6 +131,44 @@ def test_every_optimizer_loads_bit_equal_at_other_sizes_and_strategies(
     results = pools(3).run(_saved, str(tmp_path), "torch", names, SAVED_BY)
     assert any(is_empty for _, is_empty in results)
     _check_loads(pools, tmp_path, results[0][0], names, labels)
+
+
+class OfNoRows(nn.Module):
+    """A parameter that no rank holds a row of, beside one that all do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.none = nn.Parameter(torch.zeros(0, 3))
+        self.some = nn.Parameter(torch.ones(4, 3))
+
+    def forward(self) -> torch.Tensor:
+        return torch.cat([self.none, self.some]).square().sum()
+
+
+def state_of_no_rows(folder: str) -> list[float]:
+    """Counts of steps after two of them, saved and loaded by torch into a new optimizer."""
+    counts = []
+    for trains in (True, False):
+        model: Any = fully_shard(OfNoRows(), mesh=mesh_of(dist.get_world_size()))
+        optimizer = optim.AdamW(model.parameters(), lr=0.1)
+        for _ in range(2 if trains else 0):
+            model().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if trains:
+            torch_saves(folder, model, optimizer)
+        else:
+            torch_loads(folder, model, optimizer)
+            state = get_optimizer_state_dict(model, optimizer)["state"]
+            counts = [float(of_one["step"]) for of_one in state.values()]
+    return counts
+
+
+def test_state_of_a_parameter_of_no_rows_is_saved_and_loaded(
+    pools: RankPools, tmp_path: Path
+) -> None:
+    for counts in pools(2).run(state_of_no_rows, str(tmp_path)):
+        assert counts == [2.0, 2.0]
 
 
 @pytest.mark.parametrize("saving", ["HSDP, 2x2", "HFSDP, 2x2", "ZeRO-0, 1"])

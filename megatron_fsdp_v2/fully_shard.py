@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,12 @@ from megatron_fsdp_v2.comm_interface import Axis
 from megatron_fsdp_v2.context import Context
 from megatron_fsdp_v2.dp_buffer import ShardGrid
 from megatron_fsdp_v2.dtensor_parts import tensor_shard_of
+from megatron_fsdp_v2.fsdp2_arguments import (
+    check_offload_policy,
+    check_shard_placement,
+    default_mesh,
+    reshards_after_forward,
+)
 from megatron_fsdp_v2.fsdp_module import FSDPModule, named_units, swap_class
 from megatron_fsdp_v2.hooks import install_hooks, watch_optimizers
 from megatron_fsdp_v2.layout import Granularity
@@ -37,6 +43,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from collections.abc import Set as AbstractSet
 
+    from torch.distributed.fsdp import MixedPrecisionPolicy as TheirPolicy
+    from torch.distributed.fsdp import OffloadPolicy
+
     from megatron_fsdp_v2.allocator import Allocator
     from megatron_fsdp_v2.row_shards import TensorShard
 
@@ -46,11 +55,11 @@ __all__ = ["fully_shard"]
 def fully_shard[ModuleT: nn.Module](
     module: ModuleT,
     *,
-    mesh: DeviceMesh,
+    mesh: DeviceMesh | None = None,
     sharding_strategy: str = "optim_grads_params",
     outer_dp_sharding_strategy: str = "no_shard",
-    mp_policy: MixedPrecisionPolicy | None = None,
-    reshard_after_forward: bool = True,
+    mp_policy: MixedPrecisionPolicy | TheirPolicy | None = None,
+    reshard_after_forward: bool | int | None = True,
     ignored_params: AbstractSet[nn.Parameter] | None = None,
     shard_granularity: str = "row",
     gradient_scaling_factor: float | None = None,
@@ -64,6 +73,8 @@ def fully_shard[ModuleT: nn.Module](
     tensor_shards: Mapping[nn.Parameter, TensorShard] | None = None,
     separate_params: AbstractSet[nn.Parameter] | None = None,
     param_init_fn: Callable[[nn.Module], None] | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    offload_policy: OffloadPolicy | None = None,
 ) -> ModuleT:
     """Shard the parameters a module owns over a data-parallel mesh, in place.
 
@@ -78,14 +89,17 @@ def fully_shard[ModuleT: nn.Module](
 
     Args:
         module: The unit; its class becomes a subclass of both its own and `FSDPModule`.
-        mesh: 1-D (dp) or 2-D (outer dp, inner dp) device mesh that this rank is part of.
+        mesh: 1-D (dp) or 2-D (outer dp, inner dp) device mesh that this rank is part of. Default:
+            one axis over all ranks, on the accelerator if there is one.
         sharding_strategy: `no_shard` (DDP), `optim` (ZeRO-1), `optim_grads` (ZeRO-2) or
             `optim_grads_params` (ZeRO-3), along the inner axis.
         outer_dp_sharding_strategy: `no_shard` (HSDP) or `optim` (HFSDP), along the outer axis of
             a 2-D mesh.
-        mp_policy: Dtypes of weights, gradients, inputs and outputs; default: as they are.
+        mp_policy: Dtypes of weights, gradients, inputs and outputs; default: as they are. The
+            policy of torch's FSDP2 does as well, and means what it does there.
         reshard_after_forward: Drop gathered weights between forward and backward. The root keeps
-            its own, since its backward follows at once.
+            its own, since its backward follows at once. None is True; 1 is False and the number
+            of ranks of the (inner) axis True, as with FSDP2.
         ignored_params: Parameters to leave alone.
         shard_granularity: What a shard boundary never cuts: `row`, `block:<rows>` or `tensor`.
         gradient_scaling_factor: Factor of the gradient sum; default `1 / dp_world_size`.
@@ -114,6 +128,8 @@ def fully_shard[ModuleT: nn.Module](
             other parameters, has to be cut alike.
         param_init_fn: Gives values to a module's own parameters and buffers that were on the meta
             device, in place of its `reset_parameters()`.
+        shard_placement_fn: As with FSDP2, where it returns None or `Shard(0)`.
+        offload_policy: As with FSDP2, where it offloads nothing: `OffloadPolicy()`.
 
     Returns:
         The same module.
@@ -121,8 +137,11 @@ def fully_shard[ModuleT: nn.Module](
     Raises:
         ValueError: An argument is bad, the module is sharded already, or a parameter of it is.
     """
-    policy = mp_policy if mp_policy is not None else MixedPrecisionPolicy()
-    _validate(module, mesh, on_missing_grad, enable_trace_pool, reshard_after_forward)
+    policy = MixedPrecisionPolicy.of(mp_policy)
+    check_offload_policy(offload_policy)
+    mesh = default_mesh() if mesh is None else mesh
+    _validate(module, mesh, on_missing_grad, enable_trace_pool)
+    reshards = reshards_after_forward(reshard_after_forward, mesh)
     _check_same_pool(module, enable_trace_pool)
     _check_at_least_one("unshard_prefetch_depth", unshard_prefetch_depth)
     _check_at_least_one("max_live_grad_buffers", max_live_grad_buffers)
@@ -145,6 +164,7 @@ def fully_shard[ModuleT: nn.Module](
         )
 
     owned, tied = _owned_parameters(module, ignored_params or frozenset(), device)
+    check_shard_placement(shard_placement_fn, owned)
     for parameter in owned:
         parameter.is_separate = parameter.param in (separate_params or frozenset())
         _describe_tensor_shard(parameter, mesh, tensor_shards or {})
@@ -165,9 +185,7 @@ def fully_shard[ModuleT: nn.Module](
         for below, attribute in parameter.sites:
             group.registrations.add(index, below, attribute)
         group.registrations.install(group.sharded_params)
-    unit = Unit(
-        module, groups, borrowed, context, policy, reshard_after_forward=reshard_after_forward
-    )
+    unit = Unit(module, groups, borrowed, context, policy, reshard_after_forward=reshards)
     swap_class(module)
     module._fsdp_unit = unit  # type: ignore[assignment]
     install_hooks(module)
@@ -249,7 +267,6 @@ def _validate(
     mesh: DeviceMesh,
     on_missing_grad: str,
     enable_trace_pool: bool,
-    reshard_after_forward: bool,
 ) -> None:
     if not isinstance(module, nn.Module):
         raise ValueError(f"fully_shard needs an nn.Module, got {type(module).__name__}")
@@ -263,11 +280,6 @@ def _validate(
         raise ValueError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}")
     if on_missing_grad not in ("zero", "error"):
         raise ValueError(f"on_missing_grad must be 'zero' or 'error', got {on_missing_grad!r}")
-    if not isinstance(reshard_after_forward, bool):
-        raise ValueError(
-            f"reshard_after_forward must be True or False, got {reshard_after_forward!r}; "
-            "resharding to a smaller mesh is what a 2-D mesh is for"
-        )
     if not isinstance(enable_trace_pool, bool):
         raise ValueError(f"enable_trace_pool must be True or False, got {enable_trace_pool!r}")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -68,6 +70,39 @@ class MixedPrecisionPolicy:
                     f"got {dtype!r}"
                 )
 
+    @staticmethod
+    def of(policy: object) -> MixedPrecisionPolicy:
+        """This policy for one of another library, or for None.
+
+        It has to have `param_dtype`; whatever else it has counts under the names of this class.
+        What it calls `reduce_dtype` is the dtype on the wire, as with torch's FSDP2: where that is
+        None, gradients travel in `param_dtype`.
+
+        Raises:
+            ValueError: It is no policy, or asks for something that has no meaning here.
+        """
+        if policy is None:
+            return MixedPrecisionPolicy()
+        if isinstance(policy, MixedPrecisionPolicy):
+            return policy
+        name = f"{type(policy).__module__}.{type(policy).__name__}"
+        if isinstance(policy, type) or not hasattr(policy, "param_dtype"):
+            raise ValueError(
+                "mp_policy must be a MixedPrecisionPolicy of megatron_fsdp_v2 or of "
+                f"torch.distributed.fsdp, got {policy!r}"
+            )
+        known = [field.name for field in dataclasses.fields(MixedPrecisionPolicy)]
+        unknown = [n for n in _chosen(policy) if n not in (*known, "reduce_dtype", "resolve")]
+        if unknown:
+            raise ValueError(
+                f"mp_policy is a {name}, whose {', '.join(unknown)} cannot be honored; give a "
+                f"megatron_fsdp_v2.MixedPrecisionPolicy, which has {', '.join(known)}"
+            )
+        values = {name: getattr(policy, name) for name in known if hasattr(policy, name)}
+        if values.get("grad_comm_dtype") is None and hasattr(policy, "reduce_dtype"):
+            values["grad_comm_dtype"] = policy.reduce_dtype or policy.param_dtype
+        return MixedPrecisionPolicy(**values)
+
     def resolve(self, dtype: torch.dtype) -> GroupDtypes:
         """Decide every dtype for parameters that were given in `dtype`.
 
@@ -83,3 +118,15 @@ class MixedPrecisionPolicy:
             main_grad=main_grad,
             grad_comm=self.grad_comm_dtype or main_grad,
         )
+
+
+def _chosen(policy: object) -> Iterator[str]:
+    """Names of what somebody chose in a policy: it is set, and not to its default."""
+    if dataclasses.is_dataclass(policy):
+        for field in dataclasses.fields(policy):
+            if getattr(policy, field.name) not in (field.default, None, False):
+                yield field.name
+        return
+    for name, value in getattr(policy, "__dict__", {}).items():
+        if value not in (None, False):
+            yield name

@@ -1,0 +1,122 @@
+"""What is typed for FSDP2 works here, or says what to type."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import fsdp
+from torch.distributed.tensor import Shard
+
+from megatron_fsdp_v2 import MixedPrecisionPolicy, fully_shard
+from megatron_fsdp_v2.fsdp_module import unit_of
+from tests.distributed.wrapping import listen, mesh_of, said
+from tests.ranks import RankPools
+from tests.reference.models import INPUT, Stack
+
+
+@dataclasses.dataclass
+class _Elsewhere:
+    """A policy of some library, with more to say than there is here."""
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    buffer_dtype: torch.dtype | None = None
+
+
+def test_policies_of_other_libraries_mean_what_they_do_there() -> None:
+    bf16, fp32 = torch.bfloat16, torch.float32
+    theirs = fsdp.MixedPrecisionPolicy
+    assert MixedPrecisionPolicy.of(None) == MixedPrecisionPolicy()
+    assert MixedPrecisionPolicy.of(theirs()) == MixedPrecisionPolicy()
+    assert MixedPrecisionPolicy.of(theirs(param_dtype=bf16)).resolve(fp32).grad_comm == bf16
+    full = theirs(bf16, reduce_dtype=fp32, output_dtype=fp32, cast_forward_inputs=False)
+    assert MixedPrecisionPolicy.of(full) == MixedPrecisionPolicy(
+        param_dtype=bf16, grad_comm_dtype=fp32, output_dtype=fp32, cast_forward_inputs=False
+    )
+    assert MixedPrecisionPolicy.of(_Elsewhere(bf16)).param_dtype == bf16
+    assert MixedPrecisionPolicy.of(fsdp.MixedPrecision(bf16)).param_dtype == bf16
+
+
+def refused_arguments() -> dict[str, str]:
+    """What arguments without a meaning here are told."""
+
+    def shard(**options: Any) -> str:
+        return said(ValueError, lambda: fully_shard(nn.Linear(4, 4), **options))
+
+    return {
+        "dtype for a policy": shard(mp_policy=torch.bfloat16),
+        "policy with more": shard(mp_policy=_Elsewhere(buffer_dtype=torch.float32)),
+        "fewer ranks": shard(mesh=mesh_of(4), reshard_after_forward=2),
+        "resharding": shard(reshard_after_forward="yes"),
+        "offloading": shard(offload_policy=fsdp.CPUOffloadPolicy()),
+        "columns": shard(shard_placement_fn=lambda param: Shard(1) if param.ndim > 1 else None),
+    }
+
+
+EXPECTED = {
+    "dtype for a policy": "mp_policy must be a MixedPrecisionPolicy",
+    "policy with more": "whose buffer_dtype cannot be honored",
+    "fewer ranks": "reshard_after_forward must be True, False or None, got 2",
+    "resharding": "reshard_after_forward must be True, False or None, got 'yes'",
+    "offloading": "offload_policy=CPUOffloadPolicy(pin_memory=True) cannot be honored",
+    "columns": "shard_placement_fn returns S(1) for parameter weight; parameters are sharded by",
+}
+
+
+def test_arguments_without_a_meaning_here_say_so(pools: RankPools) -> None:
+    for found in pools(4).run(refused_arguments):
+        assert found.keys() == EXPECTED.keys()
+        for name, expected in EXPECTED.items():
+            assert expected in found[name], name
+
+
+def trained_as_typed_for_fsdp2() -> tuple[list[set[torch.dtype]], bool, list[bool], bool]:
+    """Dtypes on the wire, whether FSDP2 has the same weights, who reshards, and equal meshes."""
+    policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    options: dict[str, Any] = {
+        "mesh": None,
+        "mp_policy": policy,
+        "offload_policy": fsdp.OffloadPolicy(),
+        "shard_placement_fn": lambda param: Shard(0),
+        "ignored_params": None,
+    }
+    torch.manual_seed(0)
+    plain = Stack()
+    models = []
+    for shard in (fully_shard, fsdp.fully_shard):
+        model: Any = copy.deepcopy(plain)
+        shard(model.blocks[0], **options, reshard_after_forward=1)
+        shard(model.blocks[1], **options, reshard_after_forward=dist.get_world_size())
+        shard(model, **options, reshard_after_forward=None)
+        models.append(model)
+    wire = listen(models[0])
+    for model in models:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(2):
+            torch.manual_seed(10 * step + dist.get_rank())
+            model(torch.randn(4, INPUT)).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    pairs = zip(*(model.parameters() for model in models), strict=True)
+    same = all(torch.equal(a.full_tensor(), b.full_tensor()) for a, b in pairs)
+    mine = models[0]
+    units = [unit_of(module) for module in (mine, mine.blocks[0], mine.blocks[1])]
+    return (
+        [wire.dtypes(gathers=True), wire.dtypes(gathers=False)],
+        same,
+        [unit.reshard_after_forward for unit in units],
+        units[0].groups[0].mesh is units[1].groups[0].mesh,
+    )
+
+
+def test_a_call_typed_for_fsdp2_trains_as_it_does_there(pools: RankPools) -> None:
+    for dtypes, same, reshards, one_mesh in pools(2).run(trained_as_typed_for_fsdp2):
+        assert dtypes == [{torch.bfloat16}, {torch.float32}]
+        assert same
+        assert reshards == [True, False, True]
+        assert one_mesh

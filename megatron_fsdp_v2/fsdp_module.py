@@ -229,12 +229,12 @@ def unit_of(module: object) -> Unit:
 
 
 def named_units(root: object) -> list[tuple[str, Unit]]:
-    """Every unit at or below a module with its name, parents first."""
-    return [
-        (name, unit_of(module))
-        for name, module in cast(nn.Module, root).named_modules()
-        if isinstance(module, FSDPModule)
-    ]
+    """Every unit at or below a module with its (first) name, parents first."""
+    found: dict[Unit, str] = {}
+    for name, module in cast(nn.Module, root).named_modules():
+        if isinstance(module, FSDPModule):
+            found.setdefault(unit_of(module), name)
+    return [(name, unit) for unit, name in found.items()]
 
 
 def rest(root: nn.Module) -> None:

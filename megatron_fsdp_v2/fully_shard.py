@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,7 @@ from megatron_fsdp_v2.fsdp2_arguments import (
     default_mesh,
     reshards_after_forward,
 )
-from megatron_fsdp_v2.fsdp_module import FSDPModule, named_units, swap_class
+from megatron_fsdp_v2.fsdp_module import FSDPModule, named_units, swap_class, unit_of
 from megatron_fsdp_v2.hooks import install_hooks, watch_optimizers
 from megatron_fsdp_v2.layout import Granularity
 from megatron_fsdp_v2.layout_split import flat_buffers
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
 __all__ = ["fully_shard"]
 
 
-def fully_shard[ModuleT: nn.Module](
+def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
     module: ModuleT,
     *,
     mesh: DeviceMesh | None = None,
@@ -88,7 +89,9 @@ def fully_shard[ModuleT: nn.Module](
     Gradients are `gradient_scaling_factor` times the sum over data-parallel ranks.
 
     Args:
-        module: The unit; its class becomes a subclass of both its own and `FSDPModule`.
+        module: The unit; its class becomes a subclass of both its own and `FSDPModule`. Or
+            several modules that are one unit: gathered before the forward of the first of them
+            that runs, until the last one has run.
         mesh: 1-D (dp) or 2-D (outer dp, inner dp) device mesh that this rank is part of. Default:
             one axis over all ranks, on the accelerator if there is one.
         sharding_strategy: `no_shard` (DDP), `optim` (ZeRO-1), `optim_grads` (ZeRO-2) or
@@ -132,7 +135,7 @@ def fully_shard[ModuleT: nn.Module](
         offload_policy: As with FSDP2, where it offloads nothing: `OffloadPolicy()`.
 
     Returns:
-        The same module.
+        What was given as `module`.
 
     Raises:
         ValueError: An argument is bad, the module is sharded already, or a parameter of it is.
@@ -140,9 +143,10 @@ def fully_shard[ModuleT: nn.Module](
     policy = MixedPrecisionPolicy.of(mp_policy)
     check_offload_policy(offload_policy)
     mesh = default_mesh() if mesh is None else mesh
-    _validate(module, mesh, on_missing_grad, enable_trace_pool)
+    modules = _outermost(module)
+    _validate(modules, mesh, on_missing_grad, enable_trace_pool)
     reshards = reshards_after_forward(reshard_after_forward, mesh)
-    _check_same_pool(module, enable_trace_pool)
+    _check_same_pool(modules, enable_trace_pool)
     _check_at_least_one("unshard_prefetch_depth", unshard_prefetch_depth)
     _check_at_least_one("max_live_grad_buffers", max_live_grad_buffers)
     checks = CheckRanks.parse(check_ranks)
@@ -163,15 +167,15 @@ def fully_shard[ModuleT: nn.Module](
             reduces=getattr(param, "requires_gradient_reduction", True),
         )
 
-    owned, tied = _owned_parameters(module, ignored_params or frozenset(), device)
+    owned, tied = _owned_parameters(modules, ignored_params or frozenset(), device)
     check_shard_placement(shard_placement_fn, owned)
     for parameter in owned:
         parameter.is_separate = parameter.param in (separate_params or frozenset())
         _describe_tensor_shard(parameter, mesh, tensor_shards or {})
     borrowed = _borrow(tied, spec_of, mesh)
-    _check_at_rest(module)
+    _check_at_rest(modules)
     axes = _axes_of(mesh)
-    materialise(owned, list(_own_modules(module)), device, axes, param_init_fn)
+    materialise(owned, list(_own_modules(modules)), device, axes, param_init_fn)
     context: Context[Unit] = Context(
         communicator_for(device),
         TracePoolAllocator() if enable_trace_pool else PlainAllocator(),
@@ -180,16 +184,18 @@ def fully_shard[ModuleT: nn.Module](
         max_live_grad_buffers=max_live_grad_buffers,
         check_ranks=checks,
     )
-    groups = _make_groups(type(module).__name__, owned, spec_of, mesh, axes, device, context)
+    name = ", ".join(type(part).__name__ for part in modules)
+    groups = _make_groups(name, owned, spec_of, mesh, axes, device, context)
     for parameter, group, index in tied:
         for below, attribute in parameter.sites:
             group.registrations.add(index, below, attribute)
         group.registrations.install(group.sharded_params)
-    unit = Unit(module, groups, borrowed, context, policy, reshard_after_forward=reshards)
-    swap_class(module)
-    module._fsdp_unit = unit  # type: ignore[assignment]
-    install_hooks(module)
-    _join(module, context)
+    unit = Unit(modules, groups, borrowed, context, policy, reshard_after_forward=reshards)
+    for part in modules:
+        swap_class(part)
+        part._fsdp_unit = unit  # type: ignore[assignment]
+        install_hooks(part)
+    _join(modules, context)
     watch_optimizers(context)
     return module
 
@@ -230,20 +236,31 @@ def _make_groups(
     ]
 
 
-def _join(root: nn.Module, context: Context[Unit]) -> None:
+def _join(roots: Sequence[nn.Module], context: Context[Unit]) -> None:
     """Have all units below a new root share its context, and know their names under it."""
-    named = named_units(root)
-    units = [unit for _, unit in named]
-    for name, unit in named:
+    names: dict[Unit, list[str]] = {}
+    for prefix, root in _numbered(roots):
+        for name, module in root.named_modules(prefix=prefix):
+            if isinstance(module, FSDPModule):
+                names.setdefault(unit_of(module), []).append(name)
+    units = list(names)
+    for unit in units:
         _share_pool(context.allocator, unit.context.allocator)
-        unit.context, unit.is_root, unit.fqn = context, not name, name
+        unit.context, unit.is_root = context, unit is units[0]
+        unit.fqns = [""] if unit.is_root else names[unit]
+        unit.fqn = ", ".join(unit.fqns)
         for number, group in enumerate(unit.groups):
             group.watcher = weakref.ref(unit)
-            group.rename(f"{name or unit.class_name}/{number}")
+            group.rename(f"{unit.fqn or unit.class_name}/{number}")
     _note_empty_ranks([group for unit in units for group in unit.groups if group.grads])
     spread = any(axis.size > 1 for u in units for group in u.groups for axis in group.axes)
     may_differ = all(unit.skips_safely for unit in units)
     context.set_units(units, spread=spread, may_differ=may_differ)
+
+
+def _numbered(modules: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
+    """What comes before names in each of several modules: its number; nothing where it is one."""
+    return [("" if len(modules) == 1 else str(i), module) for i, module in enumerate(modules)]
 
 
 def _share_pool(allocator: Allocator, other: Allocator) -> None:
@@ -262,20 +279,33 @@ def _note_empty_ranks(trained: Sequence[ParameterGroup]) -> None:
             group.holders.empty = empty
 
 
+def _outermost(given: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
+    """The modules to shard, each once, without those that are inside another one of them."""
+    modules: list[nn.Module] = []
+    for module in given if isinstance(given, list | tuple) else [given]:
+        if not isinstance(module, nn.Module):
+            raise ValueError(f"fully_shard needs an nn.Module, got {type(module).__name__}")
+        modules.append(module)
+    if not modules:
+        raise ValueError("fully_shard needs an nn.Module or some of them, got an empty list")
+    inside = {id(m) for module in modules for m in module.modules() if m is not module}
+    return [m for m in dict.fromkeys(modules) if id(m) not in inside]
+
+
 def _validate(
-    module: nn.Module,
+    modules: Sequence[nn.Module],
     mesh: DeviceMesh,
     on_missing_grad: str,
     enable_trace_pool: bool,
 ) -> None:
-    if not isinstance(module, nn.Module):
-        raise ValueError(f"fully_shard needs an nn.Module, got {type(module).__name__}")
-    if isinstance(module, FSDPModule):
-        raise ValueError(f"fully_shard was already called on this {type(module).__name__}")
-    if isinstance(module, nn.ModuleList | nn.ModuleDict) and not _has_forward(module):
-        raise ValueError(
-            f"{type(module).__name__} has no forward to gather for; call fully_shard on its members"
-        )
+    for module in modules:
+        if isinstance(module, FSDPModule):
+            raise ValueError(f"fully_shard was already called on this {type(module).__name__}")
+        if isinstance(module, nn.ModuleList | nn.ModuleDict) and not _has_forward(module):
+            raise ValueError(
+                f"{type(module).__name__} has no forward to gather for; call fully_shard on its "
+                "members"
+            )
     if not isinstance(mesh, DeviceMesh):
         raise ValueError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}")
     if on_missing_grad not in ("zero", "error"):
@@ -284,8 +314,8 @@ def _validate(
         raise ValueError(f"enable_trace_pool must be True or False, got {enable_trace_pool!r}")
 
 
-def _check_same_pool(module: nn.Module, enable_trace_pool: bool) -> None:
-    for _, unit in named_units(module):
+def _check_same_pool(modules: Sequence[nn.Module], enable_trace_pool: bool) -> None:
+    for _, unit in itertools.chain.from_iterable(map(named_units, modules)):
         if isinstance(unit.context.allocator, TracePoolAllocator) is not enable_trace_pool:
             raise ValueError(
                 f"enable_trace_pool={enable_trace_pool} here and {not enable_trace_pool} for unit "
@@ -318,8 +348,8 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type)
 
 
-def _check_at_rest(module: nn.Module) -> None:
-    for _, unit in named_units(module):
+def _check_at_rest(modules: Sequence[nn.Module]) -> None:
+    for _, unit in itertools.chain.from_iterable(map(named_units, modules)):
         if unit.is_unsharded or len(unit.context.reductions):
             raise RuntimeError(
                 f"unit {unit.name} is gathered or has a reduction under way; call reshard() on "
@@ -327,30 +357,33 @@ def _check_at_rest(module: nn.Module) -> None:
             )
 
 
-def _own_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """A module and everything below it up to the next unit, with names."""
-    yield "", module
+def _own_modules(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Modules and everything below them up to the next unit, with names."""
+    for prefix, module in _numbered(modules):
+        yield from _modules_below(prefix, module)
+
+
+def _modules_below(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    yield prefix, module
     for name, child in module.named_children():
-        if isinstance(child, FSDPModule):
-            continue
-        for suffix, below in _own_modules(child):
-            yield f"{name}.{suffix}" if suffix else name, below
+        if not isinstance(child, FSDPModule):
+            yield from _modules_below(f"{prefix}.{name}" if prefix else name, child)
 
 
 type _Tied = tuple[OwnedParameter, ParameterGroup, int]
 
 
 def _owned_parameters(
-    module: nn.Module, ignored: AbstractSet[nn.Parameter], device: torch.device
+    modules: Sequence[nn.Module], ignored: AbstractSet[nn.Parameter], device: torch.device
 ) -> tuple[list[OwnedParameter], list[_Tied]]:
-    """The parameters below a module that no unit inside has, each once, with all its places.
+    """The parameters below some modules that no unit inside has, each once, with all its places.
 
     Returns:
         Those it owns, and those tied to one that another unit has sharded, with where.
     """
     ignored_ids = {id(param) for param in ignored}
     found: dict[int, OwnedParameter] = {}
-    for prefix, below in _own_modules(module):
+    for prefix, below in _own_modules(modules):
         for attribute, param in below._parameters.items():
             if param is None or id(param) in ignored_ids:
                 continue
@@ -361,7 +394,7 @@ def _owned_parameters(
     owned, tied = [], []
     for parameter in found.values():
         home = find_home(parameter.param)
-        shared = _owner_of(parameter.param, module)
+        shared = _owner_of(parameter.param, modules)
         if home is not None:
             tied.append((parameter, home[0], home[1].index))
         elif shared is not None:
@@ -372,17 +405,20 @@ def _owned_parameters(
     return owned, tied
 
 
-def _owner_of(param: nn.Parameter, module: nn.Module) -> tuple[ParameterGroup, int] | None:
-    """Who sharded a parameter that a module shares with a unit beside it, and its index there.
+def _owner_of(
+    param: nn.Parameter, modules: Sequence[nn.Module]
+) -> tuple[ParameterGroup, int] | None:
+    """Who sharded a parameter that modules share with a unit beside them, and its index there.
 
-    None for one that is not sharded, or by a unit that contains the module: that is a mistake.
+    None for one that is not sharded, or by a unit that contains a module: that is a mistake.
     """
     if not isinstance(param, UnevenDTensor):
         return None
     group = param.row_shards.holders.group()
     unit = None if group is None else group.watcher()
-    owner = None if unit is None else unit.module()
-    if owner is None or any(below is module for below in owner.modules()):
+    owners = [owner for ref in (() if unit is None else unit.modules) if (owner := ref())]
+    below = {id(part) for owner in owners for part in owner.modules()}
+    if not owners or any(id(module) in below for module in modules):
         return None
     return group, next(i for i, known in enumerate(group.sharded_params) if known is param)
 

@@ -11,6 +11,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from megatron_fsdp_v2.forward_of_modules import post_forward, pre_forward
 from megatron_fsdp_v2.fsdp_module import unit_of
 from megatron_fsdp_v2.gathered_parameter import gathered_name
 from megatron_fsdp_v2.optimizer_state import watch_state
@@ -42,12 +43,12 @@ def install_hooks(module: nn.Module) -> None:
 
 
 def _pre_forward(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    return unit_of(module).pre_forward(args, kwargs)
+    return pre_forward(unit_of(module), module, args, kwargs)
 
 
 def _post_forward(module: nn.Module, args: Any, output: Any) -> Any:
     del args
-    return unit_of(module).post_forward(output)
+    return post_forward(unit_of(module), module, output)
 
 
 def _show_sharded(module: nn.Module, *args: Any) -> None:

@@ -16,6 +16,8 @@ from torch import nn
 from torch.distributed import fsdp
 from torch.distributed._composable.contract import STATE_KEY
 
+from megatron_fsdp_v2.forward_of_modules import post_forward, pre_forward
+
 __all__ = ["REFUSED_METHODS", "TorchFSDPModule", "UnitState", "show_state"]
 
 REFUSED_METHODS = {
@@ -108,11 +110,11 @@ class UnitState:
         )
 
     def _pre_forward(self, module: Any, args: Any, kwargs: Any) -> Any:
-        return module._fsdp_unit.pre_forward(args, kwargs)
+        return pre_forward(module._fsdp_unit, module, args, kwargs)
 
     def _post_forward(self, module: Any, args: Any, output: Any) -> Any:
         del args
-        return module._fsdp_unit.post_forward(output)
+        return post_forward(module._fsdp_unit, module, output)
 
     def _root_post_backward_final_callback(self) -> None:
         """After the last backward of a pipeline's stage: bring gradients into `param.grad`."""

@@ -51,8 +51,10 @@ class Unit:
 
     Attributes:
         fqn: Name of its module under the root; empty for the root.
+        fqns: That, or the names of its modules where it has several.
         class_name: Class of its module, as it was before it was sharded.
-        module: Its module, weakly.
+        modules: Its module, weakly, or several that are gathered together.
+        left_to_run: Of several modules, those whose forward is still to come in this pass.
         groups: Its parameter groups, which it reduces.
         borrowed: Groups of other units that hold a parameter tied to one of its own; gathered
             with it, reduced by their owner.
@@ -72,7 +74,7 @@ class Unit:
 
     def __init__(
         self,
-        module: nn.Module,
+        modules: Sequence[nn.Module],
         groups: Sequence[ParameterGroup],
         borrowed: Sequence[ParameterGroup],
         context: Context[Unit],
@@ -81,8 +83,10 @@ class Unit:
         reshard_after_forward: bool,
     ) -> None:
         self.fqn = ""
-        self.class_name = type(module).__name__
-        self.module = weakref.ref(module)
+        self.fqns: Sequence[str] = ("",)
+        self.class_name = ", ".join(type(module).__name__ for module in modules)
+        self.modules = [weakref.ref(module) for module in modules]
+        self.left_to_run: set[int] = set()
         self.groups = list(groups)
         self.borrowed = list(borrowed)
         self.held_groups = [*self.groups, *self.borrowed]
@@ -138,7 +142,11 @@ class Unit:
 
     def is_inside(self, other: Unit) -> bool:
         """Whether its module is below another unit's."""
-        return self is not other and f"{self.fqn}.".startswith(f"{other.fqn}." if other.fqn else "")
+        return self is not other and any(
+            f"{mine}.".startswith(f"{theirs}." if theirs else "")
+            for mine in self.fqns
+            for theirs in other.fqns
+        )
 
     def move(self, phase: Phase) -> None:
         """Change phase.
@@ -233,15 +241,25 @@ class Unit:
                 depth = self.context.unshard_prefetch_depth
                 following = self.context.forward_order.record(self, depth)
                 self._prefetch(self.forward_prefetch, following)
-        dtype = self.policy.param_dtype
-        if dtype is not None and self.policy.cast_forward_inputs:
-            args, kwargs = cast_floats((args, kwargs), dtype)
+        args, kwargs = self.cast_inputs(args, kwargs)
         if torch.is_grad_enabled():
             args, kwargs = watch_inputs(self._use(), args, kwargs)
         return args, kwargs
 
+    def cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Forward inputs in the dtypes of the policy."""
+        dtype = self.policy.param_dtype
+        if dtype is not None and self.policy.cast_forward_inputs:
+            args, kwargs = cast_floats((args, kwargs), dtype)
+        return args, kwargs
+
     def post_forward(self, output: Any) -> Any:
         """After the module's forward: reshard, watch for the start of the backward."""
+        self.end_forward()
+        return self.hand_on(output)
+
+    def end_forward(self) -> None:
+        """Reshard, and expect a backward, after a forward."""
         with self._range("post_forward"):
             has_grad = torch.is_grad_enabled()
             if in_backward():
@@ -258,15 +276,18 @@ class Unit:
                 # A unit recomputed in the backward runs without grad now, inside a pass with it.
                 if has_grad or context.pass_has_grad:
                     self._num_awaited += 1
-                    self._note_use()
+                    self.note_use()
                 # The root's backward comes right after its forward; others have to wait.
                 if not (has_grad and (self.is_root or not self.reshard_after_forward)):
                     self.reshard()
                 if self.is_root and not has_grad:
                     context.end_pass("")
+
+    def hand_on(self, output: Any) -> Any:
+        """Forward outputs in the dtypes of the policy, watched for the start of the backward."""
         if self.policy.output_dtype is not None:
             output = cast_floats(output, self.policy.output_dtype)
-        if has_grad:
+        if torch.is_grad_enabled():
             watch_outputs(self._use(), output)
         return output
 
@@ -275,7 +296,7 @@ class Unit:
         context = self.context
         return _Use(self, context.backward_pass if in_backward() else context.root_pass)
 
-    def _note_use(self) -> None:
+    def note_use(self) -> None:
         """Have reductions of what this forward computed with wait for its backward."""
         if self.context.turns is None:
             return
@@ -476,6 +497,7 @@ class Unit:
             # Its inputs need no gradients, so nothing told the end of its backward.
             self._num_awaited = max(0, self._num_awaited - 1)
         self.phase = Phase.RESTING
+        self.left_to_run.clear()
 
     def owe_reduction(self) -> None:
         """Have its next reduction take place also where no gradient arrived."""
@@ -484,6 +506,7 @@ class Unit:
     def forget_failure(self) -> None:
         """Rest, whatever was under way."""
         self.phase = Phase.RESTING
+        self.left_to_run.clear()
         self._num_awaited = 0
         self._owes_reduction = False
 

@@ -11,10 +11,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.tensor import Shard
+from torch.utils.checkpoint import checkpoint
 
-from megatron_fsdp_v2 import MixedPrecisionPolicy, fully_shard
+from megatron_fsdp_v2 import FSDPModule, MixedPrecisionPolicy, fully_shard
 from megatron_fsdp_v2.fsdp_module import unit_of
-from tests.distributed.wrapping import listen, mesh_of, said
+from tests.distributed.wrapping import (
+    STRATEGIES,
+    batch,
+    listen,
+    mesh_of,
+    said,
+    weight_error,
+    wrap,
+)
 from tests.ranks import RankPools
 from tests.reference.models import INPUT, Stack
 
@@ -120,3 +129,109 @@ def test_a_call_typed_for_fsdp2_trains_as_it_does_there(pools: RankPools) -> Non
         assert same
         assert reshards == [True, False, True]
         assert one_mesh
+
+
+class Framed(Stack):
+    """Blocks between two layers that are one unit; one of them, or a block, may be recomputed."""
+
+    recomputed = ""
+    use_reentrant = False
+    uses_output = True
+
+    def _run(self, name: str, module: nn.Module, x: torch.Tensor) -> Any:
+        if name == self.recomputed:
+            return checkpoint(module, x, use_reentrant=self.use_reentrant)
+        return module(x)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = self._run("input", self.input, x)
+        for block in self.blocks:
+            x = self._run("block", block, x)
+        return self._run("output", self.output, x) if self.uses_output else x
+
+
+def _distance_of_steps(plain: Any, model: Any) -> float:
+    """Largest difference of weights to those of a plain model, after steps on all ranks' data."""
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, model)]
+    size = dist.get_world_size()
+    for step in range(2):
+        for rank in range(size):
+            x = batch(rank, step).requires_grad_()
+            (plain(x).square().mean() / size).backward()
+        with torch.no_grad():
+            model(batch(0))
+        x = batch(dist.get_rank(), step).requires_grad_()
+        model(x).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return weight_error(model, plain)
+
+
+LISTS = [
+    ("", False),
+    ("input", False),
+    ("output", False),
+    ("block", True),
+    ("output", True),
+]
+
+
+def several_as_one_unit() -> tuple[dict[str, float], int, int, list[str]]:
+    """Distances by case; gathers of an evaluation; of one that leaves a module out; names."""
+    distances = {}
+    torch.manual_seed(0)
+    plain = Framed()
+    for strategy in STRATEGIES:
+        for recomputed, reentrant in LISTS if strategy.startswith("optim_grads") else LISTS[:1]:
+            model = copy.deepcopy(plain)
+            outer = [model.input, model.output]
+            assert fully_shard(outer, sharding_strategy=strategy) is outer
+            wrap(model, model.blocks, sharding_strategy=strategy)
+            model.recomputed, model.use_reentrant = recomputed, reentrant
+            reference = copy.deepcopy(plain)
+            found = _distance_of_steps(reference, model)
+            distances[f"{strategy} {recomputed} {reentrant}"] = found
+    wire = listen(model)
+    with torch.no_grad():
+        model(batch(0))
+        whole = wire.count("all_gather")
+        model.uses_output = False
+        model(batch(0))
+    unit = unit_of(model.output)
+    assert unit is unit_of(model.input) and not unit.is_unsharded and unit.is_resting
+    return distances, whole, wire.count("all_gather") - whole, [unit.name, *unit.groups[0].names]
+
+
+def test_several_modules_are_one_unit_from_the_first_to_the_last(pools: RankPools) -> None:
+    for distances, whole, without_output, names in pools(2).run(several_as_one_unit):
+        assert len(distances) == 12
+        assert {name: d for name, d in distances.items() if d > 1e-6} == {}
+        assert whole == without_output == 4
+        assert names[0] == "input, output (Linear, Linear)"
+        assert set(names[1:]) == {"0.weight", "0.bias", "1.weight", "1.bias"}
+
+
+def several_without_a_root() -> tuple[float, str, str]:
+    """Distance where the modules have no module around them; what bad lists are told."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(INPUT, 4), nn.Tanh(), nn.Linear(4, 2))
+    model = copy.deepcopy(plain)
+    fully_shard([model[0], model[2]])
+    found = _distance_of_steps(plain, model)
+    inner = nn.Linear(2, 2)
+    around = nn.Sequential(inner)
+    fully_shard([around, inner, around])
+    assert not isinstance(inner, FSDPModule)
+    return (
+        found,
+        said(ValueError, lambda: fully_shard([])),
+        said(ValueError, lambda: fully_shard([nn.Linear(2, 2), "head"])),  # type: ignore[list-item]
+    )
+
+
+def test_several_modules_need_no_module_around_them(pools: RankPools) -> None:
+    for distance, empty, mixed in pools(2).run(several_without_a_root):
+        assert distance < 1e-6
+        assert "got an empty list" in empty
+        assert "needs an nn.Module, got str" in mixed

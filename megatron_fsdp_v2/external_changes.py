@@ -124,7 +124,7 @@ class ExternalChanges:
                 f"{name} was replaced after fully_shard: shape {tuple(own.shape)} before, "
                 f"{tuple(other.shape)} now; build the model as it should be before sharding it"
             )
-        if not isinstance(other, UnevenDTensor):
+        if not isinstance(other, UnevenDTensor) or other.row_shards.holders.stored:
             if other.dtype != own.dtype:
                 raise ValueError(
                     f"{name} changed from {own.dtype} to {other.dtype}; keep its dtype"

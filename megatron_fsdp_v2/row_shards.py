@@ -28,10 +28,13 @@ class Holders:
     Attributes:
         group: The `ParameterGroup`, weakly.
         empty: Mesh coordinates of ranks that hold no row of any trained parameter of the model.
+        stored: First row, one past the last and tensor-parallel rank of what was saved to the file
+            that they come from; None for tensors of this job.
     """
 
     group: Callable[[], Any] = _nobody
     empty: frozenset[tuple[int, ...]] = frozenset()
+    stored: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +119,54 @@ class RowShards:
     strides: tuple[int, ...]
     tensor: TensorShard | None = None
     holders: Holders = field(default_factory=Holders, compare=False, repr=False)
+
+    @override
+    def __eq__(self, other: object) -> bool:
+        """Whether every rank holds the same; an empty range is like any other."""
+        if not isinstance(other, RowShards):
+            return NotImplemented
+        if (self.strides, self.tensor) != (other.strides, other.tensor):
+            return False
+        mine, theirs = self.row_ranges, other.row_ranges
+        if len(mine) != len(theirs):
+            return False
+        pairs = zip(mine, theirs, strict=True)
+        return mine == theirs or all(
+            a == b or a[0] >= a[1] and b[0] >= b[1] for a, b in pairs
+        )
+
+    @override
+    def __hash__(self) -> int:
+        return hash((self.strides, self.tensor, len(self.row_ranges)))
+
+    def held(self, rows: tuple[int, int]) -> tuple[int, ...]:
+        """What a rank with these rows holds: those, and its tensor-parallel rank."""
+        return (*rows, 0 if self.tensor is None else self.tensor.rank)
+
+    def packed(self) -> tuple[Any, ...]:
+        """All of it but the mesh as plain tuples of integers, for `unpacked`."""
+        held = [(i, *rows) for i, rows in enumerate(self.row_ranges) if rows[0] < rows[1]]
+        tensor = self.tensor
+        cut = None if tensor is None else (tensor.mesh is not None, tensor.dim, tensor.pieces)
+        return len(self.row_ranges), tuple(held), self.strides, cut
+
+    @staticmethod
+    def unpacked(
+        packed: tuple[Any, ...], mesh: DeviceMesh, stored: tuple[int, ...]
+    ) -> RowShards:
+        """What `packed()` was made of, as it is in a file.
+
+        Args:
+            packed: The tuples.
+            mesh: The tensor's.
+            stored: What the rank held that saved it, of `held`.
+        """
+        length, held, strides, cut = packed
+        ranges = [(0, 0)] * length
+        for index, start, end in held:
+            ranges[index] = (start, end)
+        tensor = None if cut is None else TensorShard(mesh if cut[0] else None, cut[1], cut[2])
+        return RowShards(tuple(ranges), tuple(strides), tensor, Holders(stored=stored))
 
     def rows_at(self, coordinate: Sequence[int]) -> tuple[int, int]:
         """Row range of the rank at a mesh coordinate."""

@@ -152,6 +152,15 @@ class UnevenDTensor(DTensor):
             # In-place foreach and fused operations move no version counter by themselves.
             torch.autograd.graph.increment_version(_uneven_leaves(args[:1]))
             return args[0]
+        if func is torch.Tensor.storage:
+            # What safetensors asks for.
+            raise RuntimeError(
+                f"a sharded tensor of shape {tuple(args[0].shape)} has no storage of its own: this "
+                "rank holds some of its rows. Write a gathered state dict "
+                "(get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) of "
+                "torch.distributed.checkpoint.state_dict), or save with "
+                "megatron_fsdp_v2.checkpoint.save and export"
+            )
         if func is torch.Tensor.copy_ and type(args[0]) is cls:
             args = (args[0], _source_rows(args[0], args[1]), *args[2:])
         elif len(args) > 1:
@@ -180,10 +189,39 @@ class UnevenDTensor(DTensor):
         memo[id(self)] = result
         return result  # type: ignore[no-any-return]
 
+    def __copy__(self) -> UnevenDTensor:
+        """Another tensor over the same local rows."""
+        result: Any = UnevenDTensor.from_rows(
+            self._local_tensor.detach(), self.device_mesh, self._row_shards, tuple(self.shape)
+        )
+        if isinstance(self, torch.nn.Parameter):
+            result = torch.nn.Parameter(result, requires_grad=self.requires_grad)
+        return cast(UnevenDTensor, result)
+
+    @override
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle this rank's rows and which rows all ranks hold, and nothing of their groups."""
+        del protocol
+        is_param = isinstance(self, torch.nn.Parameter)
+        return stored_rows, (
+            self._local_tensor.detach(),
+            self.device_mesh,
+            self._row_shards.packed(),
+            self._row_shards.held(self.local_rows),
+            tuple(self.shape),
+            (is_param, self.requires_grad),
+        )
+
     @override
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """Gather the whole tensor on every rank. Collective over the mesh; not differentiable."""
         del grad_placements
+        if self._row_shards.holders.stored is not None:
+            raise RuntimeError(
+                f"a sharded tensor of shape {tuple(self.shape)} that was loaded from a file has "
+                "one rank's rows and no process groups; load it into a model that is sharded like "
+                "the one it was saved from, and take the parameter's full_tensor()"
+            )
         return _gather_rows(self)
 
     @override
@@ -256,6 +294,36 @@ class UnevenDTensor(DTensor):
         if not self.numel():
             return self._local_tensor.new_empty(self.shape)
         raise ValueError(f"this rank holds no block of {index.fqn} that starts at {index.offset}")
+
+
+def stored_rows(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    packed: tuple[Any, ...],
+    held: tuple[int, ...],
+    shape: tuple[int, ...],
+    parameter: tuple[bool, bool],
+) -> UnevenDTensor:
+    """A sharded tensor as it comes from a file.
+
+    Args:
+        local: Rows of the rank that saved it.
+        mesh: The mesh they were sharded over; it may have no process groups here.
+        packed: Which rows all ranks held, of `RowShards.packed`.
+        held: What the rank held that saved it, of `RowShards.held`.
+        shape: Global shape.
+        parameter: Whether it is a parameter, and whether it requires a gradient.
+    """
+    shards = RowShards.unpacked(packed, mesh, held)
+    result: Any = UnevenDTensor.from_rows(local, mesh, shards, shape)
+    is_param, requires_grad = parameter
+    if is_param:
+        return cast(UnevenDTensor, torch.nn.Parameter(result, requires_grad=requires_grad))
+    return cast(UnevenDTensor, result.requires_grad_(requires_grad))
+
+
+# So that torch.load(weights_only=True) takes sharded tensors.
+torch.serialization.add_safe_globals([stored_rows])
 
 
 def local_of(dtensor: torch.Tensor) -> torch.Tensor:
@@ -383,8 +451,23 @@ def _set_data(target: UnevenDTensor, value: torch.Tensor) -> None:
 
 def _source_rows(target: UnevenDTensor, source: Any) -> Any:
     """What to copy into a target's local rows from a source of any distribution."""
-    if type(source) is UnevenDTensor and source._row_shards == target._row_shards:
-        return source
+    if type(source) is UnevenDTensor:
+        stored = source._row_shards.holders.stored
+        if source._row_shards == target._row_shards:
+            if stored is None:
+                return source
+            if stored == target._row_shards.held(target.local_rows):
+                local = source._local_tensor
+                shards = target._row_shards
+                return UnevenDTensor.from_rows(local, target.device_mesh, shards, target.shape)
+        if stored is not None:
+            raise ValueError(
+                f"a tensor of shape {tuple(source.shape)} that one rank saved with torch.save "
+                f"holds other rows than this rank has of the parameter of shape "
+                f"{tuple(target.shape)}: load the file of this rank, with the same ranks, mesh and "
+                "sharding, or save with megatron_fsdp_v2.checkpoint or "
+                "torch.distributed.checkpoint, which load at any"
+            )
     if not isinstance(source, torch.Tensor) or source.shape != target.shape:
         return source
     full = source.full_tensor() if isinstance(source, DTensor) else source

@@ -32,6 +32,7 @@ from megatron_fsdp_v2.layout import Granularity
 from megatron_fsdp_v2.layout_split import flat_buffers
 from megatron_fsdp_v2.materialise import materialise
 from megatron_fsdp_v2.mixed_precision import MixedPrecisionPolicy
+from megatron_fsdp_v2.other_wrappers import check_modules_inside
 from megatron_fsdp_v2.param_group import GroupSpec, ParameterGroup
 from megatron_fsdp_v2.placement import resolve_placements
 from megatron_fsdp_v2.rank_checks import CheckRanks
@@ -306,6 +307,7 @@ def _validate(
                 f"{type(module).__name__} has no forward to gather for; call fully_shard on its "
                 "members"
             )
+    check_modules_inside(modules, FSDPModule)
     if not isinstance(mesh, DeviceMesh):
         raise ValueError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}")
     if on_missing_grad not in ("zero", "error"):

@@ -17,6 +17,7 @@ from torch.distributed import fsdp
 from torch.distributed._composable.contract import STATE_KEY
 
 from megatron_fsdp_v2.forward_of_modules import post_forward, pre_forward
+from megatron_fsdp_v2.other_wrappers import check_who_asks
 
 __all__ = ["REFUSED_METHODS", "TorchFSDPModule", "UnitState", "show_state"]
 
@@ -59,6 +60,25 @@ class TorchFSDPModule(fsdp.FSDPModule):
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         # Changed parameters are noticed where the unit is gathered next.
         return super(fsdp.FSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
+
+    # Other wrappers find parameters through these two.
+    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
+        """See `torch.nn.Module`; refuses wrappers that would communicate what is sharded here.
+
+        Raises:
+            RuntimeError: Such a wrapper asks.
+        """
+        check_who_asks(self)
+        return super().named_modules(*args, **kwargs)  # type: ignore[misc]
+
+    def named_children(self) -> Any:
+        """See `named_modules`.
+
+        Raises:
+            RuntimeError: Such a wrapper asks.
+        """
+        check_who_asks(self)
+        return super().named_children()  # type: ignore[misc]
 
     @override
     def _get_fsdp_state(self) -> Any:

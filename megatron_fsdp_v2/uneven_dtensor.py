@@ -164,13 +164,19 @@ class UnevenDTensor(DTensor):
         if func is torch.Tensor.copy_ and type(args[0]) is cls:
             args = (args[0], _source_rows(args[0], args[1]), *args[2:])
         elif len(args) > 1:
-            _check_same_rows(func, args)
+            _check_same_rows(func, args, kwargs)
         if func in NORMS:
             norms = _sharded_norms(func, args, kwargs or {})
             if norms is not None:
                 return norms
-        with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **(kwargs or {}))
+        try:
+            with torch._C.DisableTorchFunctionSubclass():
+                result = func(*args, **(kwargs or {}))
+        except Exception as error:
+            found = _used_at_rest(args, kwargs)
+            if found is None:
+                raise
+            raise _misuse_at_rest(func, found) from error
         return _carry(result, args)
 
     @override
@@ -395,7 +401,9 @@ def _match(result: DTensor, candidates: Iterator[UnevenDTensor]) -> None:
             return
 
 
-def _check_same_rows(func: Callable[..., Any], args: Sequence[Any]) -> None:
+def _check_same_rows(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] | None
+) -> None:
     first: UnevenDTensor | None = None
     for arg in args:
         if type(arg) is not UnevenDTensor:
@@ -403,11 +411,45 @@ def _check_same_rows(func: Callable[..., Any], args: Sequence[Any]) -> None:
         if first is None:
             first = arg
         elif arg._row_shards is not first._row_shards and arg._row_shards != first._row_shards:
+            found = _used_at_rest(args, kwargs)
+            if found is not None:
+                raise _misuse_at_rest(func, found)
             raise ValueError(
                 f"{getattr(func, '__name__', func)} mixes two tensors of shapes "
                 f"{tuple(first.shape)} and {tuple(arg.shape)} whose rows are sharded "
                 "differently; gather one with full_tensor() and copy_() it over first"
             )
+
+
+def _used_at_rest(args: Sequence[Any], kwargs: dict[str, Any] | None) -> str | None:
+    """The name of a sharded parameter that is computed with as if it were whole, if one is.
+
+    That is, together with a tensor that is not sharded, as a module's forward does.
+    """
+    leaves = [*args, *(kwargs or {}).values()]
+    if all(isinstance(leaf, DTensor) or not _is_data(leaf) for leaf in leaves):
+        return None
+    for leaf in leaves:
+        if type(leaf) is UnevenDTensor:
+            group = leaf._row_shards.holders.group()
+            if group is not None and any(leaf is param for param in group.sharded_params):
+                name: str = group.name_of(leaf)
+                return name
+    return None
+
+
+def _is_data(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim > 0
+
+
+def _misuse_at_rest(func: Callable[..., Any], name: str) -> RuntimeError:
+    return RuntimeError(
+        f"{getattr(func, '__name__', func)} computes with {name}, which is sharded: this rank "
+        "holds some of its rows. Its module was run, or its weight used, outside of the forward "
+        "of the unit that gathers it. Call unshard() on that unit before and reshard() after, "
+        "or register the method that runs it with register_fsdp_forward_method(unit, name), or "
+        "call fully_shard on the module itself, before its unit"
+    )
 
 
 def _runs_on_rows(name: str, args: Any) -> bool:

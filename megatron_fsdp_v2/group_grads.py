@@ -32,6 +32,8 @@ class GroupGrads:
         collects_unsynced: Whether the full buffer collects until the synchronised backward.
         reduces: Whether gradients are summed over ranks. Otherwise the main gradient is this
             rank's own, unscaled, of the rows it holds.
+        scale: Factor of the sum over data-parallel ranks.
+        scales_first: Apply it to what is sent, so that collectives do nothing but add.
         contributed: Whether this rank had a gradient in any reduction that led to the main
             gradient as it is.
         is_being_reduced: Whether the full buffer belongs to a reduction that is under way.
@@ -56,7 +58,8 @@ class GroupGrads:
         self.contributed = False
         self.is_being_reduced = False
         self._comm = communicator
-        self._scale = scale
+        self.scale = scale
+        self.scales_first = False
         self._device = device
         self._dtypes = dtypes
         self._inner: Axis = grid.axes[-1]
@@ -200,13 +203,17 @@ class GroupGrads:
             full = self._wire.acquire().copy_(full)
             # Two units in flight would have two buffers each otherwise.
             self._temporary.release()
+        scale = self.scale
+        if self.scales_first and scale != 1.0:
+            full.mul_(scale)
+            scale = 1.0
         collective = self._comm.reduce_scatter if self._inner_is_cut else self._comm.all_reduce
         return collective(
             into,
             full,
             self._inner,
             Lane.REDUCE,
-            scale=self._scale,
+            scale=scale,
             accumulate=accumulate,
             async_op=async_op,
         )

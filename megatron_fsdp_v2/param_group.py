@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
@@ -48,6 +49,7 @@ class GroupSpec:
         scale: Factor of a gradient's sum over data-parallel ranks.
         errors_on_missing_grad: Whether a parameter without gradient is an error or zero.
         reduces: Whether gradients are summed over data-parallel ranks.
+        scales_first: Whether the factor is applied to what is sent, and not in the collective.
     """
 
     dtypes: GroupDtypes
@@ -57,6 +59,7 @@ class GroupSpec:
     scale: float
     errors_on_missing_grad: bool
     reduces: bool = True
+    scales_first: bool = False
 
 
 class GradientWatcher(Protocol):
@@ -139,13 +142,14 @@ class ParameterGroup:
         params, row_shards = self.sharded_params, self._row_shards
 
         # Not a method: a bound one would be a reference cycle, and outlive the model.
-        def make_grads() -> tuple[GroupGrads, ShardedGrads]:
+        def make_grads(spec: GroupSpec) -> tuple[GroupGrads, ShardedGrads]:
             grads = GroupGrads(*common, spec.scale, communicator, allocator, reduces=spec.reduces)
+            grads.scales_first = spec.scales_first
             return grads, ShardedGrads(params, grads, row_shards)
 
         self._make_grads = make_grads
         if spec.requires_grad:
-            self.grads, self.param_grads = make_grads()
+            self.grads, self.param_grads = make_grads(spec)
         self.unsharded_params = [self._unsharded(index) for index in range(len(owned))]
         self._changes = ExternalChanges(
             self,
@@ -184,6 +188,17 @@ class ParameterGroup:
     def label(self, index: int) -> str:
         """What to call one of the parameters in a message."""
         return f"{self.names[index]} of {self.name}"
+
+    def set_scale(self, *, scale: float | None = None, scales_first: bool | None = None) -> None:
+        """Change the factor of the gradient sum, or where it is applied, from now on."""
+        before = self.spec
+        self.spec = dataclasses.replace(
+            before,
+            scale=before.scale if scale is None else scale,
+            scales_first=before.scales_first if scales_first is None else scales_first,
+        )
+        if self.grads is not None:
+            self.grads.scale, self.grads.scales_first = self.spec.scale, self.spec.scales_first
 
     @property
     def main_weight(self) -> DataParallelBuffer:
@@ -246,7 +261,7 @@ class ParameterGroup:
         """Be ready for gradients, if parameters that were frozen at first are trained now."""
         if self.grads is not None or not any(param.requires_grad for param in self.sharded_params):
             return
-        self.grads, self.param_grads = self._make_grads()
+        self.grads, self.param_grads = self._make_grads(self.spec)
         self.rename(self.name)
         for index, param in enumerate(self.unsharded_params):
             was_trained = param.requires_grad

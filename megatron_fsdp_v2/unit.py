@@ -66,6 +66,7 @@ class Unit:
         reshard_after_forward: Whether gathered weights are dropped between forward and backward.
         reshard_after_backward: Whether they are dropped after a backward.
         requires_gradient_sync: Whether its backward is the one that synchronises.
+        requires_all_reduce: Likewise, where there is an outer axis to synchronise along.
         is_last_backward: Whether the next backward is the last before the optimizer steps.
         forward_prefetch: Units to gather when its forward starts, instead of the recorded next.
         backward_prefetch: Likewise for its backward.
@@ -97,6 +98,7 @@ class Unit:
         self.reshard_after_forward = reshard_after_forward
         self.reshard_after_backward = True
         self.requires_gradient_sync = True
+        self.requires_all_reduce = True
         self.is_last_backward = True
         self.forward_prefetch: list[weakref.ref[Unit]] = []
         self.backward_prefetch: list[weakref.ref[Unit]] = []
@@ -138,7 +140,12 @@ class Unit:
     @property
     def syncs_gradients(self) -> bool:
         """Whether gradients are brought all the way into `param.grad` in this backward."""
-        return self.requires_gradient_sync and self.is_last_backward
+        asked = self.requires_gradient_sync and self.is_last_backward
+        return asked and (self.requires_all_reduce or not self._has_outer_axis)
+
+    @property
+    def _has_outer_axis(self) -> bool:
+        return any(len(group.axes) > 1 for group in self.groups)
 
     def is_inside(self, other: Unit) -> bool:
         """Whether its module is below another unit's."""
@@ -516,16 +523,35 @@ class Unit:
         Raises:
             RuntimeError: Gradients are waiting to be synchronised.
         """
+        self._check_is_between_steps("set_requires_gradient_reduction")
         for group in self.groups:
-            grads = group.grads
-            if grads is None:
-                continue
-            if grads.has_partial or grads.has_gradient:
+            if group.grads is not None:
+                group.grads.reduces = reduces
+
+    def set_scale(
+        self, method: str, *, scale: float | None = None, scales_first: bool | None = None
+    ) -> None:
+        """Change the factor of the gradient sum, or where it is applied.
+
+        Args:
+            method: What was called, for a message.
+            scale: The factor; None to keep it.
+            scales_first: Whether it is applied to what is sent; None to keep that.
+
+        Raises:
+            RuntimeError: Gradients are waiting to be synchronised.
+        """
+        self._check_is_between_steps(method)
+        for group in self.groups:
+            group.set_scale(scale=scale, scales_first=scales_first)
+
+    def _check_is_between_steps(self, method: str) -> None:
+        for group in self.groups:
+            if group.grads is not None and (group.grads.has_partial or group.grads.has_gradient):
                 raise RuntimeError(
-                    f"{self.name} has gradients that are not synchronised yet; call "
-                    "set_requires_gradient_reduction between steps"
+                    f"{self.name} has gradients that are not synchronised yet; call {method} "
+                    "between steps"
                 )
-            grads.reduces = reduces
 
     def _range(self, name: str) -> AbstractContextManager[Any]:
         return _NO_RANGE if self.ranges is None else self.ranges(name)

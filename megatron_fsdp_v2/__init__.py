@@ -1,7 +1,7 @@
 """Per-module, FSDP2-style sharding for every ZeRO level. Needs torch and nothing else."""
 
 from megatron_fsdp_v2.dp_buffer import DataParallelBuffer
-from megatron_fsdp_v2.fsdp_module import FSDPModule
+from megatron_fsdp_v2.fsdp_module import FSDPModule, register_fsdp_forward_method
 from megatron_fsdp_v2.fully_shard import fully_shard
 from megatron_fsdp_v2.mixed_precision import MixedPrecisionPolicy
 from megatron_fsdp_v2.param_group import ParameterGroup
@@ -14,4 +14,5 @@ __all__ = [
     "ParameterGroup",
     "TracePoolAllocator",
     "fully_shard",
+    "register_fsdp_forward_method",
 ]

@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, cast, override
 
+import torch
 from torch import nn
 from torch.distributed import fsdp
 
 from megatron_fsdp_v2.end_of_backward import bring_to_rest, synchronise_gradients
+from megatron_fsdp_v2.forward_of_modules import post_forward, pre_forward
 from megatron_fsdp_v2.torch_fsdp import TorchFSDPModule, show_state
 from megatron_fsdp_v2.trace_pool import TracePoolAllocator
 
 if TYPE_CHECKING:
     from megatron_fsdp_v2.unit import Unit
 
-__all__ = ["FSDPModule", "named_units", "rest", "swap_class", "unit_of"]
+__all__ = [
+    "FSDPModule",
+    "named_units",
+    "register_fsdp_forward_method",
+    "rest",
+    "swap_class",
+    "unit_of",
+]
 
 
 class FSDPModule(TorchFSDPModule):
@@ -69,7 +79,8 @@ class FSDPModule(TorchFSDPModule):
         """
         units = _units(self)
         before = [unit.requires_gradient_sync for unit in units]
-        self.set_requires_gradient_sync(False)
+        for unit in units:
+            unit.requires_gradient_sync = False
         try:
             yield
         finally:
@@ -83,6 +94,89 @@ class FSDPModule(TorchFSDPModule):
         """Say whether following backwards synchronise gradients. See `no_sync`."""
         for unit in _units(self, recurse=recurse):
             unit.requires_gradient_sync = requires_gradient_sync
+            unit.requires_all_reduce = requires_gradient_sync
+
+    @override
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Say whether following backwards reduce gradients along the outer axis of a 2-D mesh.
+
+        With False they leave that to the next one that does, and so does `no_sync` at ZeRO-2 and
+        ZeRO-3. Nothing changes on a 1-D mesh.
+        """
+        for unit in _units(self, recurse=recurse):
+            unit.requires_all_reduce = requires_all_reduce
+
+    @override
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Have this unit's gradients be the sum over data-parallel ranks, divided by this.
+
+        It takes the place of `gradient_scaling_factor`, and may change between steps. The same on
+        all ranks; units inside have factors of their own.
+
+        Raises:
+            ValueError: The factor is not a positive number.
+            RuntimeError: Gradients are waiting to be synchronised.
+        """
+        if not isinstance(factor, int | float) or not 0 < factor < float("inf"):
+            raise ValueError(f"a gradient divide factor must be a positive number, got {factor!r}")
+        unit_of(self).set_scale("set_gradient_divide_factor", scale=1.0 / factor)
+
+    @override
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """See `set_gradient_divide_factor`, its newer name."""
+        self.set_gradient_divide_factor(factor)
+
+    @override
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Have this unit's reductions do nothing but add: gradients are scaled before.
+
+        Raises:
+            RuntimeError: Gradients are waiting to be synchronised.
+        """
+        name = "set_force_sum_reduction_for_comms"
+        unit_of(self).set_scale(name, scales_first=bool(enable))
+
+    @override
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Accept what is so here always: a unit is gathered in its backward.
+
+        Raises:
+            RuntimeError: Asked to leave it out, which nothing could check to be safe.
+        """
+        if not unshard_in_backward:
+            raise RuntimeError(
+                f"a unit of {type(self).__name__} is gathered in its backward; "
+                "set_unshard_in_backward(False) cannot be honored. "
+                "set_reshard_after_forward(False) keeps its weights instead"
+            )
+
+    @override
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """Have what this thread's stream does next wait for an event, gathers included.
+
+        For an optimizer that steps on another stream. Nothing happens on a CPU, which has none.
+
+        Args:
+            event: Recorded after the optimizer's step.
+        """
+        devices = {group.device.type for group in unit_of(self).groups}
+        if devices - {"cpu"}:
+            event.wait()
+
+    def set_reduce_scatter_max_input_buffers(
+        self, max_input_buffers: int, *, recurse: bool = True
+    ) -> None:
+        """Set `max_live_grad_buffers` of `fully_shard`, which units of one root share.
+
+        Raises:
+            ValueError: It is not a whole number of at least 1.
+        """
+        del recurse
+        if type(max_input_buffers) is not int or max_input_buffers < 1:
+            raise ValueError(
+                f"max_input_buffers must be a whole number of at least 1, got {max_input_buffers!r}"
+            )
+        unit_of(self).context.reductions.max_live_grad_buffers = max_input_buffers
 
     @override
     def set_is_last_backward(self, is_last_backward: bool) -> None:
@@ -200,6 +294,41 @@ class FSDPModule(TorchFSDPModule):
             f"a sharded {type(self).__name__} cannot be pickled; save its state dict, with "
             "megatron_fsdp_v2.checkpoint.save or torch.distributed.checkpoint"
         )
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Have a method of a sharded module gather its unit, as its forward does.
+
+    Torch's function of this name does so as well. This one leaves no reference cycle behind. It
+    does nothing to a module that is not sharded.
+
+    Args:
+        module: The module.
+        method_name: Name of one of its methods.
+
+    Raises:
+        ValueError: It has no such method.
+    """
+    if not isinstance(module, FSDPModule):
+        fsdp.register_fsdp_forward_method(module, method_name)
+        return
+    method = getattr(module, method_name, None)
+    if not callable(method):
+        raise ValueError(f"{type(module).__name__} has no method {method_name!r} to register")
+    function = getattr(method, "__func__", method)
+    takes_self = function is not method
+    owner = weakref.ref(module)
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        current = owner()
+        assert current is not None
+        unit = unit_of(current)
+        args, kwargs = pre_forward(unit, current, args, kwargs)
+        output = function(current, *args, **kwargs) if takes_self else function(*args, **kwargs)
+        return post_forward(unit, current, output)
+
+    setattr(module, method_name, run)
 
 
 class UnshardHandle(fsdp.UnshardHandle):

@@ -131,9 +131,7 @@ class RowShards:
         if len(mine) != len(theirs):
             return False
         pairs = zip(mine, theirs, strict=True)
-        return mine == theirs or all(
-            a == b or a[0] >= a[1] and b[0] >= b[1] for a, b in pairs
-        )
+        return mine == theirs or all(a == b or (a[0] >= a[1] and b[0] >= b[1]) for a, b in pairs)
 
     @override
     def __hash__(self) -> int:
@@ -151,9 +149,7 @@ class RowShards:
         return len(self.row_ranges), tuple(held), self.strides, cut
 
     @staticmethod
-    def unpacked(
-        packed: tuple[Any, ...], mesh: DeviceMesh, stored: tuple[int, ...]
-    ) -> RowShards:
+    def unpacked(packed: tuple[Any, ...], mesh: DeviceMesh, stored: tuple[int, ...]) -> RowShards:
         """What `packed()` was made of, as it is in a file.
 
         Args:

@@ -22,22 +22,15 @@ from megatron_fsdp_v2.other_wrappers import check_who_asks
 __all__ = ["REFUSED_METHODS", "TorchFSDPModule", "UnitState", "show_state"]
 
 REFUSED_METHODS = {
-    "set_all_reduce_hook": "a DTensor's gradient may be changed between backward and step",
+    "set_all_reduce_hook": "give fully_shard a 2-D mesh, which all-reduces along its outer axis; a "
+    "DTensor's gradient may be changed between backward and step",
     "set_allocate_memory_from_process_group_for_comm": "buffers come from torch's allocator, or "
     "with fully_shard(enable_trace_pool=True) from one block of memory",
     "set_custom_all_gather": "collectives are those of the mesh's process groups",
     "set_custom_reduce_scatter": "collectives are those of the mesh's process groups",
-    "set_force_sum_reduction_for_comms": "fully_shard(gradient_scaling_factor=1.0) sums, and the "
-    "loss may be scaled instead",
-    "set_gradient_divide_factor": "give fully_shard(gradient_scaling_factor=1 / factor)",
-    "set_post_optim_event": "weights are gathered after what the current stream has queued",
-    "set_reduce_scatter_divide_factor": "give fully_shard(gradient_scaling_factor=1 / factor)",
-    "set_reduce_scatter_max_input_buffers": "give fully_shard(max_live_grad_buffers=...)",
-    "set_requires_all_reduce": "set_requires_gradient_sync defers the outer axis of HSDP, and "
-    "that alone where gradients are sharded",
-    "set_separate_reduce_scatter_group": "collectives are those of the mesh's process groups",
+    "set_separate_reduce_scatter_group": "collectives are those of the mesh's process groups, on "
+    "a stream for each kind",
     "set_symm_mem_for_comm": "buffers come from torch's allocator",
-    "set_unshard_in_backward": "every unit is gathered in its backward",
     "_set_unshard_async_op": "set_modules_to_forward_prefetch says what is gathered ahead",
 }
 """Methods of FSDP2, of any version, that a sharded module here does not have, and what it has."""
@@ -110,13 +103,18 @@ class _NoStates:
 class UnitState:
     """A sharded module as the parts of torch see it that ask for FSDP2's own state of it.
 
-    Those are `register_fsdp_forward_method` and `torch.distributed.pipelining`.
+    Those are `register_fsdp_forward_method`, `share_comm_ctx` (all models on a device share their
+    streams, so what it sets has no effect) and `torch.distributed.pipelining`.
     """
 
     def __init__(self, module: Any) -> None:
         # It is kept in the module.
         self._module: Callable[[], Any] = weakref.ref(module)
         self._state_ctx = _NoStates()
+        self._comm_ctx: Any = None
+        # It has none of FSDP2's groups, one in some versions and several in others.
+        self._fsdp_param_group = None
+        self._fsdp_param_groups: Sequence[Any] = ()
 
     def __getattr__(self, name: str) -> Any:
         """Refuse whatever else FSDP2 keeps.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import Any
 
 import pytest
@@ -12,11 +13,12 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule as TheirModule
-from torch.distributed.fsdp import UnshardHandle, register_fsdp_forward_method
+from torch.distributed.fsdp import UnshardHandle, share_comm_ctx
 from torch.distributed.fsdp import fully_shard as their_fully_shard
+from torch.distributed.fsdp import register_fsdp_forward_method as their_register
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-from megatron_fsdp_v2 import FSDPModule, fully_shard
+from megatron_fsdp_v2 import FSDPModule, fully_shard, register_fsdp_forward_method
 from megatron_fsdp_v2.torch_fsdp import REFUSED_METHODS
 from tests.ranks import RankPools
 from tests.reference.models import INPUT, WIDTH, Block, Stack
@@ -46,8 +48,9 @@ def kinds_and_refusals() -> tuple[list[bool], list[str], list[str]]:
         with pytest.raises(RuntimeError) as raised:
             getattr(model, name)(None)
         said.append(str(raised.value))
-    with pytest.raises(AttributeError, match="has no '_comm_ctx' of FSDP2's internals"):
-        model._get_fsdp_state()._comm_ctx  # noqa: B018
+    with pytest.raises(AttributeError, match="has no '_lazy_init' of FSDP2's internals"):
+        model._get_fsdp_state()._lazy_init()
+    share_comm_ctx([model, model[0]])
     with pytest.raises((AssertionError, ValueError, RuntimeError)):
         their_fully_shard(model)
     instances = [isinstance(part, TheirModule) for part in (model, *model, nn.Linear(1, 1))]
@@ -86,12 +89,15 @@ def _distance(model: nn.Module, plain: nn.Module) -> float:
     return max((a.full_tensor() - b).abs().max().item() for a, b in pairs)
 
 
-def trained_by_a_method(strategy: str) -> float:
-    """Largest difference from the unsharded model's, through a registered forward method."""
+def trained_by_a_method(strategy: str, register: Any) -> tuple[float, bool]:
+    """Largest difference from the unsharded model's, through a registered forward method.
+
+    And whether the model dies with its last name.
+    """
     torch.manual_seed(0)
     plain = Scorer()
     model = _sharded(copy.deepcopy(plain), strategy)
-    register_fsdp_forward_method(model, "score")
+    register(model, "score")
     x = torch.randn(2, 4, INPUT)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
     for _ in range(2):
@@ -99,14 +105,20 @@ def trained_by_a_method(strategy: str) -> float:
         for part in x:
             (plain.score(part, factor=3.0) / 2).backward()
         _step(optimizers)
-    return _distance(model, plain)
+    distance, reference = _distance(model, plain), weakref.ref(model)
+    register(plain, "score")  # not sharded: nothing happens
+    del model, optimizers, part
+    return distance, reference() is None
 
 
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+@pytest.mark.parametrize("register", [register_fsdp_forward_method, their_register])
 def test_a_registered_forward_method_trains_as_the_forward_does(
-    pools: RankPools, strategy: str
+    pools: RankPools, strategy: str, register: Any
 ) -> None:
-    assert max(pools(2).run(trained_by_a_method, strategy)) < 1e-6
+    for distance, is_gone in pools(2).run(trained_by_a_method, strategy, register):
+        assert distance < 1e-6
+        assert is_gone or register is their_register
 
 
 def pipelined(strategy: str, schedule: str) -> float:

@@ -1,4 +1,4 @@
-"""Other data parallelism around or inside a sharded model, and modules run outside of their unit."""
+"""Other data parallelism around or inside a sharded model; modules run outside of their unit."""
 
 from __future__ import annotations
 

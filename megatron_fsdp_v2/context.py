@@ -20,6 +20,8 @@ __all__ = ["Context", "ExecutionOrder", "Reshardable"]
 class Reshardable(Protocol):
     """What the context needs to know of a unit."""
 
+    fqn: str
+
     @property
     def is_expected_back(self) -> bool:
         """Whether its backward is under way or still to come, after a forward of this rank."""
@@ -55,6 +57,9 @@ class ExecutionOrder[UnitT: Reshardable]:
     as they run the same units, and what was gathered in vain is dropped.
     """
 
+    MOST = 1 << 14
+    """Runs of a pass that are kept: units that run outside of their root make one without end."""
+
     def __init__(self) -> None:
         self._last: list[weakref.ref[UnitT]] = []
         self._current: list[weakref.ref[UnitT]] = []
@@ -74,12 +79,18 @@ class ExecutionOrder[UnitT: Reshardable]:
             unit: The unit.
             depth: How many of them.
         """
-        self._current.append(weakref.ref(unit))
+        self.note(unit)
         for position in range(self._cursor, len(self._last)):
             if self._last[position]() is unit:
                 self._cursor = position + 1
                 return self._live(self._last[position + 1 : position + 1 + depth])
         return []
+
+    def note(self, unit: UnitT) -> None:
+        """Note that a unit runs now."""
+        if len(self._current) == self.MOST:
+            del self._current[: self.MOST // 2]
+        self._current.append(weakref.ref(unit))
 
     def begin_reversed(self) -> None:
         """Start walking the current pass from its end."""
@@ -107,16 +118,18 @@ class Context[UnitT: Reshardable]:
         unshard_prefetch_depth: Units gathered ahead while one computes; 0 for none.
         enable_async_reduce_grad: Reduce a unit's gradients while the next one computes.
         check_ranks: How often ranks compare what they do; see `fully_shard`.
-        forward_order: Order of forwards in this pass and the last.
-        backward_order: Order of forwards in this pass, which the backward reverses.
+        forward_order: Order of forwards in this pass and the last one that began with its unit.
+        backward_order: Order of forwards that a backward is still to come of, which it reverses.
         reductions: Gradient reductions under way.
         turns: When units are reduced in a backward; None where nothing is communicated.
         weights_epoch: Counts events after which main weights may have changed.
-        root_pass: The root's latest forward that is no recomputation.
+        root_pass: What forwards with gradients are counted in: the root's latest one that is no
+            recomputation, and units that ran outside of it.
         backward_pass: The forward whose backward is under way, or was the last.
         synced_in_backward: The units that synchronised gradients in it when it began.
         has_unsynced: Whether a backward left gradients to be synchronised.
-        pass_has_grad: Whether the latest forward of the root was made for a backward.
+        pass_has_grad: Whether the latest pass was made for a backward.
+        forward_failed: Whether a pass ended in an exception.
         is_checked: Whether ranks have compared what they sharded.
     """
 
@@ -145,7 +158,13 @@ class Context[UnitT: Reshardable]:
         self.synced_in_backward: weakref.WeakSet[UnitT] = weakref.WeakSet()
         self.has_unsynced = False
         self.pass_has_grad = False
+        self.forward_failed = False
         self.is_checked = False
+        self._pass_unit: weakref.ref[UnitT] | None = None
+        # By the unit that a pass begins with.
+        self._forward_orders: weakref.WeakKeyDictionary[UnitT, ExecutionOrder[UnitT]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._units: list[weakref.ref[UnitT]] = []
         self._prefetched: deque[weakref.ref[UnitT]] = deque()
         self._requested: list[weakref.ref[UnitT]] = []
@@ -175,15 +194,51 @@ class Context[UnitT: Reshardable]:
         """Live units, parents before children."""
         return [unit for ref in self._units if (unit := ref()) is not None]
 
-    def begin_forward(self, *, has_grad: bool) -> None:
-        """Note that the root's forward starts (not a recomputation)."""
+    @property
+    def is_in_forward(self) -> bool:
+        """Whether a pass is under way: the forward of the root, or of a unit outside of that."""
+        return self._pass_unit is not None and self._pass_unit() is not None
+
+    def is_pass_of(self, unit: UnitT) -> bool:
+        """Whether the pass under way began with this unit."""
+        return self._pass_unit is not None and self._pass_unit() is unit
+
+    def begin_forward(self, unit: UnitT, *, is_root: bool, has_grad: bool) -> None:
+        """Note that a pass starts (not a recomputation).
+
+        Where ranks may run different units, a backward reduces all of them once for every pass.
+        So units that run outside of the root's forward, before or after it, are in one pass with
+        it: another rank may leave them out. Elsewhere every forward of the root is another pass.
+
+        Args:
+            unit: The unit it starts with.
+            is_root: Whether that is the root.
+            has_grad: Whether it is made for a backward.
+        """
+        self._pass_unit = weakref.ref(unit)
         self.pass_has_grad = has_grad
-        self.root_pass = RootPass()
-        self.allocator.begin_pass(
-            "forward" if has_grad else "evaluation", is_quiet=self._is_quiet()
-        )
+        kind = "forward" if has_grad else "evaluation"
+        name = kind if is_root else f"{kind} of {unit.fqn}"
+        self.allocator.begin_pass(name, is_quiet=self._is_quiet())
+        self.forward_order = self._forward_orders.setdefault(unit, ExecutionOrder())
         self.forward_order.begin()
-        self.backward_order.begin()
+        # An evaluation between a forward and its backward is in nobody's way.
+        has_root = is_root and has_grad
+        is_another = has_root and (self.root_pass.has_root or not self.ranks_may_differ)
+        if is_another or self.root_pass.is_over:
+            self.root_pass = RootPass()
+            self.backward_order.begin()
+        self.root_pass.has_root |= has_root
+
+    def end_forward(self, *, failed: bool = False) -> None:
+        """Note that the forward is over that the pass began with.
+
+        Args:
+            failed: Whether it ended in an exception. What was under way is left for `repair`:
+                waiting for it may take other ranks, and the exception is to be seen at once.
+        """
+        self._pass_unit = None
+        self.forward_failed |= failed
 
     def end_pass(self, name: str) -> None:
         """Note that a backward, or a forward that has none, is over.
@@ -194,9 +249,8 @@ class Context[UnitT: Reshardable]:
         self.allocator.end_pass(name, is_quiet=self._is_quiet())
 
     def _is_quiet(self) -> bool:
-        """Whether no backward is still to come, as far as the root can tell."""
-        root = self._units[0]() if self._units else None
-        return root is None or not root.is_expected_back
+        """Whether no backward is still to come, as far as units tell that passes began with."""
+        return not any(unit.is_expected_back for unit in self._forward_orders)
 
     @property
     def is_in_backward(self) -> bool:
@@ -228,6 +282,7 @@ class Context[UnitT: Reshardable]:
     def begin_turns(self, passed: RootPass[UnitT]) -> None:
         """Start a new round of reductions, of the units of one forward."""
         self.backward_pass = passed
+        passed.is_over = True
         if self.turns is not None:
             self.turns.begin(passed)
 

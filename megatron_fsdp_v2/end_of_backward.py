@@ -19,6 +19,7 @@ __all__ = [
     "Finishable",
     "bring_to_rest",
     "finish_turns",
+    "needs_repair",
     "reduce_in_turn",
     "repair",
     "synchronise_gradients",
@@ -96,6 +97,13 @@ def reduce_in_turn[UnitT: Finishable](units: Sequence[UnitT]) -> None:
         unit.reduce_grad(synchronise=unit.syncs_gradients)
 
 
+def needs_repair[UnitT: Finishable](context: Context[UnitT]) -> bool:
+    """Whether an exception left something behind. To be asked between passes."""
+    if context.is_in_backward or context.forward_failed:
+        return True
+    return not all(unit.is_resting for unit in context.units())
+
+
 def repair[UnitT: Finishable](context: Context[UnitT]) -> None:
     """Clear away what a failed forward or backward left behind.
 
@@ -109,6 +117,8 @@ def repair[UnitT: Finishable](context: Context[UnitT]) -> None:
             _drop_gradients(context)
     context.forget_backward()
     context.forget_recomputed()
+    context.end_forward()
+    context.forward_failed = False
     for unit in context.units():
         unit.forget_failure()
         unit.reshard()
@@ -158,11 +168,10 @@ def bring_to_rest[UnitT: Finishable](contexts: set[Context[UnitT]]) -> None:
     if contexts and in_backward():
         raise RuntimeError("a backward is under way; do this between two steps")
     for context in contexts:
-        units = context.units()
-        if context.is_in_backward or not all(unit.is_resting for unit in units):
+        if needs_repair(context):
             repair(context)
         context.drop_prefetched()
-        for unit in units:
+        for unit in context.units():
             unit.reshard()
 
 

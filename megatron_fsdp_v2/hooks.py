@@ -35,6 +35,7 @@ def install_hooks(module: nn.Module) -> None:
     """
     module.register_forward_pre_hook(_pre_forward, prepend=True, with_kwargs=True)
     module.register_forward_hook(_post_forward)
+    module.register_forward_hook(_after_forward, always_call=True)
     # A state dict is of sharded parameters, also between a forward and its backward.
     module.register_state_dict_pre_hook(_show_sharded)  # type: ignore[no-untyped-call]
     module.register_state_dict_post_hook(_after_state_dict)  # type: ignore[no-untyped-call]
@@ -49,6 +50,12 @@ def _pre_forward(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
 def _post_forward(module: nn.Module, args: Any, output: Any) -> Any:
     del args
     return post_forward(unit_of(module), module, output)
+
+
+def _after_forward(module: nn.Module, args: Any, output: Any) -> None:
+    """Also called where the forward, or a hook before it, raised an exception."""
+    del args, output
+    unit_of(module).after_forward()
 
 
 def _show_sharded(module: nn.Module, *args: Any) -> None:

@@ -19,7 +19,7 @@ MAX_PROGRAMS = 64
 """Patterns kept apart, for recognising and reporting them; conflicts of all are kept."""
 
 MAX_EVENTS = 1 << 16
-"""Events after which a trace is cut: units that run without their root have no passes."""
+"""Events after which a trace is cut: what is gathered by `unshard()` alone has no passes."""
 
 PATIENCE = 4
 """Passes after which a plan is made although no pattern was seen twice."""

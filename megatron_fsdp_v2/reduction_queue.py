@@ -139,14 +139,20 @@ class ReductionQueue:
 
 
 class RootPass[UnitT]:
-    """One forward of the root: how often it ran each unit.
+    """One forward of the root, and runs of units outside of it: how often each unit ran.
 
     What a backward has to wait for before a unit's gradients are complete. The graph of the
     forward holds it, so it goes when no backward can come any more.
+
+    Attributes:
+        has_root: Whether the root ran in it.
+        is_over: Whether a backward of it has begun, so that later forwards are another pass.
     """
 
     def __init__(self) -> None:
         self._uses: weakref.WeakKeyDictionary[UnitT, int] = weakref.WeakKeyDictionary()
+        self.has_root = False
+        self.is_over = False
 
     def add_use(self, unit: UnitT) -> None:
         """Note that a unit, or one that computes with its parameters, ran once more."""

@@ -12,7 +12,13 @@ import torch
 from torch import nn
 
 from megatron_fsdp_v2.autograd_engine import cast_floats, in_backward, watch_inputs, watch_outputs
-from megatron_fsdp_v2.end_of_backward import EndOfBackward, finish_turns, reduce_in_turn, repair
+from megatron_fsdp_v2.end_of_backward import (
+    EndOfBackward,
+    finish_turns,
+    needs_repair,
+    reduce_in_turn,
+    repair,
+)
 from megatron_fsdp_v2.rank_checks import CheckRanks
 from megatron_fsdp_v2.reduction_queue import Reduction, RootPass
 from megatron_fsdp_v2.unit_checks import check_units, compare_unit
@@ -233,7 +239,7 @@ class Unit:
         """Before the module's forward: gather, cast inputs, watch for the end of the backward."""
         with self._range("pre_forward"):
             recomputes = in_backward()
-            if not recomputes and self.is_root:
+            if not recomputes and (self.is_root or not self.context.is_in_forward):
                 self._begin_pass()
             if self.phase is not Phase.BACKWARD:
                 self.move(Phase.FORWARD)
@@ -275,19 +281,21 @@ class Unit:
                     self.context.keep_recomputed(self)
             else:
                 context = self.context
-                context.backward_order.record(self)
                 self.move(Phase.RESTING)
-                if self.is_root:
+                ends_pass = context.is_pass_of(self)
+                if ends_pass:
                     # An optimizer may write the weights next.
                     context.drop_prefetched()
+                    context.end_forward()
                 # A unit recomputed in the backward runs without grad now, inside a pass with it.
                 if has_grad or context.pass_has_grad:
+                    context.backward_order.note(self)
                     self._num_awaited += 1
                     self.note_use()
                 # The root's backward comes right after its forward; others have to wait.
                 if not (has_grad and (self.is_root or not self.reshard_after_forward)):
                     self.reshard()
-                if self.is_root and not has_grad:
+                if ends_pass and not has_grad:
                     context.end_pass("")
 
     def hand_on(self, output: Any) -> Any:
@@ -297,6 +305,16 @@ class Unit:
         if torch.is_grad_enabled():
             watch_outputs(self._use(), output)
         return output
+
+    def after_forward(self) -> None:
+        """After the module's forward, also where it raised: then it is not under way any more."""
+        # A recomputation is left as it is: it may have stopped with all it needs.
+        if in_backward():
+            return
+        if self.phase is Phase.FORWARD:
+            self.move(Phase.RESTING)
+        if self.context.is_pass_of(self):
+            self.context.end_forward(failed=True)
 
     def _use(self) -> _Use:
         """What the graph of a forward that runs now tells about its backward."""
@@ -314,17 +332,20 @@ class Unit:
                 self.context.root_pass.add_use(cast("Unit", owner))
 
     def _begin_pass(self) -> None:
-        """At the root's forward: repair what an exception left behind, start a new order."""
+        """At a forward of the root, or of a unit outside of that: start a new pass.
+
+        What an exception left behind is repaired, and weights are brought up to date.
+        """
         context = self.context
         units = context.units()
         for unit in units:
             # Before anything puts sharded parameters in the place of what was assigned.
             unit._reshard_if_replaced()
-        if context.is_in_backward or not all(unit.is_resting for unit in units):
+        if needs_repair(context):
             repair(context)
         for unit in units:
             unit.reshard_if_stale()
-        context.begin_forward(has_grad=torch.is_grad_enabled())
+        context.begin_forward(self, is_root=self.is_root, has_grad=torch.is_grad_enabled())
         if not context.ranks_may_differ:
             return
         if not context.is_checked:

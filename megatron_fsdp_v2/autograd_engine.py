@@ -11,6 +11,8 @@ from typing import Any, Protocol, override
 import torch
 from torch.utils._pytree import tree_map
 
+from megatron_fsdp_v2.parameter_hooks import NotAUsersHook
+
 __all__ = ["cast_floats", "in_backward", "map_tensors", "watch_inputs", "watch_outputs"]
 
 
@@ -143,19 +145,23 @@ def watch_outputs(watcher: _Watcher, output: Any) -> None:
             continue
         watchers = [watcher]
         setattr(tensor, _WATCHERS, (tensor._version, watchers))
-        tensor.register_hook(_outermost_first(watchers))  # type: ignore[no-untyped-call]
+        tensor.register_hook(_OutermostFirst(watchers))  # type: ignore[no-untyped-call]
 
 
 _WATCHERS = "_watchers_of_backward"
 
 
-def _outermost_first(watchers: list[_Watcher]) -> Callable[[torch.Tensor], None]:
-    def hook(grad: torch.Tensor) -> None:
-        del grad
-        for watcher in reversed(watchers):
-            watcher.pre_backward()
+class _OutermostFirst(NotAUsersHook):
+    """A hook of an output that tells all who watch it."""
 
-    return hook
+    def __init__(self, watchers: list[_Watcher]) -> None:
+        self._watchers = watchers
+
+    def __call__(self, grad: torch.Tensor) -> None:
+        """The first gradient arrives."""
+        del grad
+        for watcher in reversed(self._watchers):
+            watcher.pre_backward()
 
 
 def _tensors_within(value: Any) -> Iterator[torch.Tensor]:

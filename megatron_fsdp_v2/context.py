@@ -127,6 +127,7 @@ class Context[UnitT: Reshardable]:
             recomputation, and units that ran outside of it.
         backward_pass: The forward whose backward is under way, or was the last.
         synced_in_backward: The units that synchronised gradients in it when it began.
+        has_gradient: Whether a gradient of a parameter arrived in it.
         has_unsynced: Whether a backward left gradients to be synchronised.
         pass_has_grad: Whether the latest pass was made for a backward.
         forward_failed: Whether a pass ended in an exception.
@@ -156,6 +157,7 @@ class Context[UnitT: Reshardable]:
         self.root_pass: RootPass[UnitT] = RootPass()
         self.backward_pass = self.root_pass
         self.synced_in_backward: weakref.WeakSet[UnitT] = weakref.WeakSet()
+        self.has_gradient = False
         self.has_unsynced = False
         self.pass_has_grad = False
         self.forward_failed = False
@@ -273,6 +275,7 @@ class Context[UnitT: Reshardable]:
             end_of_backward: The callback that the engine runs at its end, and nobody else holds.
         """
         self._end_of_backward = weakref.ref(end_of_backward)
+        self.has_gradient = False
         if self.ranks_may_differ:
             syncing = (unit for unit in self.units() if unit.syncs_gradients)
             self.synced_in_backward = weakref.WeakSet(syncing)

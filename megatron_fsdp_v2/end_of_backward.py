@@ -82,6 +82,10 @@ class EndOfBackward[UnitT: Finishable]:
         context.has_unsynced = not synchronise
         context.forget_backward()
         context.end_pass("synchronised backward" if synchronise else "backward")
+        # Last of all: they may step weights, and may raise.
+        synced = [unit for unit in reversed(units) if unit.syncs_gradients]
+        # Nothing at all arrived in a backward to inputs alone (`torch.autograd.grad`).
+        _run_hooks(synced, only_certain=not context.has_gradient)
 
 
 def finish_turns[UnitT: Finishable](context: Context[UnitT]) -> None:
@@ -192,6 +196,16 @@ def synchronise_gradients[UnitT: Finishable](
     # As after a synchronised backward: an optimizer may step next.
     context.weights_epoch += 1
     context.has_unsynced = False
+    _run_hooks(list(reversed(units)), only_certain=False)
+
+
+def _run_hooks[UnitT: Finishable](units: Sequence[UnitT], *, only_certain: bool) -> None:
+    """Call what users registered to be called when a parameter has its gradient."""
+    with torch.no_grad():
+        for unit in units:
+            for group in unit.groups:
+                if group.param_grads is not None:
+                    group.param_grads.run_hooks(only_certain=only_certain)
 
 
 def _settle[UnitT: Finishable](context: Context[UnitT]) -> None:

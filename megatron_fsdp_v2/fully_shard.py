@@ -34,6 +34,7 @@ from megatron_fsdp_v2.materialise import materialise
 from megatron_fsdp_v2.mixed_precision import MixedPrecisionPolicy
 from megatron_fsdp_v2.other_wrappers import check_modules_inside
 from megatron_fsdp_v2.param_group import GroupSpec, ParameterGroup
+from megatron_fsdp_v2.parameter_hooks import tensor_hook_refusal
 from megatron_fsdp_v2.placement import resolve_placements
 from megatron_fsdp_v2.rank_checks import CheckRanks
 from megatron_fsdp_v2.registration import OwnedParameter, find_home
@@ -440,6 +441,9 @@ def _check_parameter(name: str, param: nn.Parameter, device: torch.device) -> No
         raise ValueError(
             f"parameter {name} is 0-dim and has no rows to shard; make it of shape (1,)"
         )
+    refusal = tensor_hook_refusal(f"parameter {name}", param)
+    if refusal:
+        raise ValueError(refusal)
     if not param.is_leaf:
         raise ValueError(
             f"parameter {name} is not a leaf tensor: it was computed from others, and its gradient "

@@ -22,6 +22,7 @@ from megatron_fsdp_v2.group_grads import GroupGrads
 from megatron_fsdp_v2.group_weights import GroupWeights
 from megatron_fsdp_v2.layout import BufferLayout, Granularity
 from megatron_fsdp_v2.mixed_precision import GroupDtypes
+from megatron_fsdp_v2.parameter_hooks import move_hooks, tensor_hook_refusal
 from megatron_fsdp_v2.registration import OwnedParameter, Registrations, retire
 from megatron_fsdp_v2.row_shards import Holders
 from megatron_fsdp_v2.sharded_grads import ShardedGrads
@@ -229,6 +230,10 @@ class ParameterGroup:
         if self.spec.requires_grad:
             self._expect_gradient(sharded)
         carry_attributes(owned.param, sharded)
+        with plain_attributes():
+            for original in (owned.param, owned.stood_in):
+                if original is not None:
+                    move_hooks(original, sharded)
         return sharded
 
     def _expect_gradient(self, sharded: nn.Parameter) -> None:
@@ -391,6 +396,19 @@ class ParameterGroup:
         """Register the gathered parameters again, if weights are gathered."""
         if self.is_held and self._gathering is None:
             self.registrations.install(self.unsharded_params)
+
+    def check_hooks(self) -> None:
+        """See that no parameter has a hook that would never be called.
+
+        Raises:
+            RuntimeError: One has.
+        """
+        with plain_attributes():
+            for index, param in enumerate(self.sharded_params):
+                if param._backward_hooks:
+                    refusal = tensor_hook_refusal(self.label(index), param)
+                    if refusal:
+                        raise RuntimeError(refusal)
 
     # -- gradients ----------------------------------------------------------------------------
 

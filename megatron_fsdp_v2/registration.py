@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from torch.nn.utils import stateless
 from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron_fsdp_v2.dtensor_parts import part_of
+from megatron_fsdp_v2.parameter_hooks import NotAUsersHook
 
 if TYPE_CHECKING:
     import torch
@@ -99,19 +100,20 @@ def retire(param: torch.Tensor, group: Any, index: int, since: str) -> None:
     _RETIRED.count += 1
     if param.requires_grad and param.is_leaf:
         name = f"{group.names[index]} of {group.name} as it was {since}"
-        param.register_post_accumulate_grad_hook(_refusal(name))  # type: ignore[no-untyped-call]
+        param.register_post_accumulate_grad_hook(_Refusal(name))  # type: ignore[no-untyped-call]
 
 
-def _refusal(name: str) -> Callable[[torch.Tensor], None]:
-    def refuse(param: torch.Tensor) -> None:
+class _Refusal(NotAUsersHook):
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, param: torch.Tensor) -> None:
         param.grad = None
         raise RuntimeError(
-            f"a gradient arrived for {name}: some code keeps that tensor and computes with it "
-            "past the module it is registered on. Look the parameter up on its module in every "
+            f"a gradient arrived for {self._name}: some code keeps that tensor and computes with "
+            "it past the module it is registered on. Look the parameter up on its module in every "
             "forward, or leave it out with ignored_params"
         )
-
-    return refuse
 
 
 def num_retired() -> int:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
 
+from megatron_fsdp_v2.parameter_hooks import has_hooks, run_hooks
 from megatron_fsdp_v2.row_shards import RowShards
 from megatron_fsdp_v2.uneven_dtensor import UnevenDTensor, local_of, plain_attributes
 
@@ -36,6 +38,9 @@ class ShardedGrads:
         self._views: list[torch.Tensor] | None = None
         self._dtensors: list[UnevenDTensor | None] | None = None
         self._may_be_unused = False
+        # Whether reductions may have brought something since users' hooks were run.
+        self._is_new = False
+        self._is_certainly_new = False
 
     @property
     def views(self) -> list[torch.Tensor]:
@@ -77,9 +82,14 @@ class ShardedGrads:
         # One backward may reduce in several rounds, and none of them bring anything.
         was_unused = not accumulated or self._may_be_unused
         self._may_be_unused = was_unused and not self._grads.contributed
+        self._is_new = True
+        self._is_certainly_new |= self._grads.contributed or not accumulated
         self._grads.contributed = False
         if self._dtensors is None:
-            self._dtensors = [self._dtensor(index) for index in range(len(self._params))]
+            self._dtensors = [
+                self._dtensor(index) if view.numel() else None
+                for index, view in enumerate(self.views)
+            ]
         with plain_attributes():
             for param, dtensor in zip(self._params, self._dtensors, strict=True):
                 if dtensor is not None and param.requires_grad:
@@ -99,7 +109,7 @@ class ShardedGrads:
         Args:
             before: What `state()` was before the last of them.
         """
-        self._may_be_unused = False
+        self._may_be_unused = self._is_new = self._is_certainly_new = False
         own = self._dtensors or [None] * len(self._params)
         for param, dtensor, grad in zip(self._params, own, before, strict=True):
             if grad is None:
@@ -110,14 +120,39 @@ class ShardedGrads:
     def drop_unused(self) -> None:
         """Take gradients back that turned out to come from no rank. Reductions are done."""
         if self._may_be_unused and self._grads.is_unused():
+            self._is_new = self._is_certainly_new = False
             for param in self._params:
                 param.grad = None
         self._may_be_unused = False
 
-    def _dtensor(self, index: int) -> UnevenDTensor | None:
-        view = self.views[index]
-        if view.numel() == 0:
-            return None
+    def run_hooks(self, *, only_certain: bool) -> None:
+        """Call users' post-accumulate hooks of parameters that have a new gradient, which is final.
+
+        Also those of parameters without rows here, which then have an empty gradient for as long
+        as hooks run: what a hook communicates has to be asked for on all ranks.
+
+        Args:
+            only_certain: Whether a gradient that was there before, and to which this rank added
+                nothing, counts as an old one. Another rank may have added to it.
+        """
+        is_new = self._is_certainly_new if only_certain else self._is_new
+        self._is_new = self._is_certainly_new = False
+        if not is_new:
+            return
+        with plain_attributes():
+            hooked = [has_hooks(param) and param.requires_grad for param in self._params]
+        for index, param in itertools.compress(enumerate(self._params), hooked):
+            if self.views[index].numel():
+                if param.grad is not None:
+                    run_hooks(param)
+                continue
+            param.grad = self._dtensor(index)
+            try:
+                run_hooks(param)
+            finally:
+                param.grad = None
+
+    def _dtensor(self, index: int) -> UnevenDTensor:
         param = cast("UnevenDTensor", self._params[index])
-        shards = self._row_shards[index]
+        view, shards = self.views[index], self._row_shards[index]
         return UnevenDTensor.from_rows(view, param.device_mesh, shards, tuple(param.shape))

@@ -345,6 +345,9 @@ class Unit:
             repair(context)
         for unit in units:
             unit.reshard_if_stale()
+            if torch.is_grad_enabled():
+                for group in unit.groups:
+                    group.check_hooks()
         context.begin_forward(self, is_root=self.is_root, has_grad=torch.is_grad_enabled())
         if not context.ranks_may_differ:
             return
@@ -456,10 +459,10 @@ class Unit:
             RuntimeError: The weights it was computed with were not gathered.
         """
         context = self.context
-        if context.is_in_backward and not context.backward_failed and group.is_gathered:
-            return
-        self._check_is_gathered([group])
-        self._join_backward(context.root_pass)
+        if not (context.is_in_backward and not context.backward_failed and group.is_gathered):
+            self._check_is_gathered([group])
+            self._join_backward(context.root_pass)
+        context.has_gradient = True
 
     def _check_is_gathered(self, groups: Sequence[ParameterGroup]) -> None:
         """See that what was just computed in a backward had weights to compute with."""

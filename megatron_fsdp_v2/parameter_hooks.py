@@ -1,0 +1,58 @@
+"""Hooks that users register on parameters: which are run, which are carried over, which refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["NotAUsersHook", "has_hooks", "move_hooks", "run_hooks", "tensor_hook_refusal"]
+
+
+class NotAUsersHook:
+    """Base of hooks that this package registers on tensors that may be parameters."""
+
+
+def move_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Have `register_post_accumulate_grad_hook`'s hooks of one parameter be those of another.
+
+    The table itself moves, so that the handles that registering returned go on working.
+    """
+    hooks = _post_accumulate_hooks(source)
+    if hooks:
+        source._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+        target._post_accumulate_grad_hooks = hooks
+
+
+def run_hooks(param: torch.Tensor) -> None:
+    """Call the hooks that users registered with `register_post_accumulate_grad_hook`."""
+    for hook in list(_post_accumulate_hooks(param).values()):
+        if not isinstance(hook, NotAUsersHook):
+            hook(param)
+
+
+def has_hooks(param: torch.Tensor) -> bool:
+    """Whether there may be some."""
+    return bool(_post_accumulate_hooks(param))
+
+
+def _post_accumulate_hooks(param: torch.Tensor) -> dict[int, Callable[[torch.Tensor], None]]:
+    # Autograd never comes to a sharded parameter, and there is no public way to the hooks.
+    return getattr(param, "_post_accumulate_grad_hooks", None) or {}
+
+
+def tensor_hook_refusal(name: str, param: torch.Tensor) -> str:
+    """What to say of a parameter with a hook of `Tensor.register_hook`; empty if it has none.
+
+    It gets one backward's gradient before that is added, and may replace it. Here gradients of
+    several backwards may be added before they are reduced, so there is no such moment.
+    """
+    hooks: dict[int, Any] = param._backward_hooks or {}
+    if all(isinstance(hook, NotAUsersHook) for hook in hooks.values()):
+        return ""
+    return (
+        f"{name} has a hook of register_hook(), which no gradient of a sharded parameter would "
+        "reach; use register_post_accumulate_grad_hook(), which is called once param.grad is "
+        "reduced and may change it, or put the hook on a tensor in the forward"
+    )

@@ -21,10 +21,6 @@ class _GradientHome(Protocol):
         """The gradient buffer's view of one parameter, ready to be added to."""
         ...
 
-    def has_grad(self, index: int) -> bool:
-        """Whether something is in that view already."""
-        ...
-
     def label(self, index: int) -> str:
         """What to call that parameter in a message."""
         ...
@@ -55,8 +51,8 @@ class GatheredParameter(nn.Parameter):
     `grad_added_to_main_grad` and returns any gradient, which is then dropped; a parameter marked
     `zero_out_wgrad` (tied, with uses that no kernel fuses) is brought zeros instead, so that what
     arrives is the gradient of the other uses, and is added. `main_grad` is
-    zeroed on its first use in a reduction period, so a kernel may add; `overwrite_main_grad` says
-    whether it may as well overwrite. It is a parameter like any other for everything else.
+    zeroed on its first use in a reduction period, so a kernel has to add, always:
+    `overwrite_main_grad` is False. It is a parameter like any other for everything else.
     """
 
     grad_added_to_main_grad: bool = False
@@ -100,11 +96,14 @@ class GatheredParameter(nn.Parameter):
 
     @property
     def overwrite_main_grad(self) -> bool:
-        """Whether nothing has been written to `main_grad` yet, so that it may be overwritten."""
-        home = self._home[0]()
-        return home is not None and not home.has_grad(self._home[1])
+        """Whether a kernel may overwrite `main_grad` instead of adding to it: never.
+
+        Transformer Engine asks in the forward and overwrites in the backward, and in between other
+        micro-batches, or another use of the module, may have added to it.
+        """
+        return False
 
     @overwrite_main_grad.setter
     def overwrite_main_grad(self, value: bool) -> None:
-        # Model code asks for it where it knows of no earlier gradient; the buffer knows better.
+        # Model code asks for it where it knows of no earlier gradient; that is not known here.
         del value

@@ -438,10 +438,6 @@ class ParameterGroup:
         self._watch_gradient()
         return self.grads.kernel_view(index)
 
-    def has_grad(self, index: int) -> bool:
-        """Whether a gradient of this parameter is in the full buffer."""
-        return self.grads is not None and self.grads.filled[index]
-
     def _watch_gradient(self) -> None:
         watcher = self.watcher()
         if watcher is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from typing import Any
 
 import pytest
@@ -17,12 +18,17 @@ STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
 
 
 class _FusedLinear(torch.autograd.Function):
-    """What Megatron's and Transformer Engine's fused linear layers do in their backward."""
+    """What Megatron's and Transformer Engine's fused linear layers do.
+
+    The kind `add` is Megatron's; `overwrite` asks whether to overwrite in the forward and does so
+    in the backward, as Transformer Engine does from 2.15 on, and `late` in the backward, as before.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: Any, kind: str) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.weight, ctx.kind = weight, kind
+        ctx.overwrites = weight.overwrite_main_grad if kind == "overwrite" else None
         return x @ weight.t()
 
     @staticmethod
@@ -32,7 +38,9 @@ class _FusedLinear(torch.autograd.Function):
         if ctx.kind == "add":
             ctx.weight.get_main_grad().add_(product)
         else:
-            overwrites = ctx.weight.overwrite_main_grad
+            overwrites = ctx.overwrites
+            if overwrites is None:
+                overwrites = ctx.weight.overwrite_main_grad
             target = ctx.weight.main_grad
             target.copy_(product) if overwrites else target.add_(product)
         ctx.weight.grad_added_to_main_grad = True
@@ -67,8 +75,10 @@ class Linear(nn.Module):
         return x
 
 
-def gradients(kind: str, strategy: str, twice: bool, tied: bool = False) -> list[torch.Tensor]:
-    """Gradients after two micro-batches, over two steps."""
+def gradients(
+    kind: str, strategy: str, twice: bool, tied: bool = False, warm_up: int = 0
+) -> list[torch.Tensor]:
+    """Gradients after three micro-batches, over two steps; the first forwards run ahead."""
     torch.manual_seed(0)
     model = nn.Sequential(Linear(kind, twice, tied), Linear(kind, False))
     mesh = mesh_of(dist.get_world_size())
@@ -79,9 +89,14 @@ def gradients(kind: str, strategy: str, twice: bool, tied: bool = False) -> list
     found = []
     for step in range(2):
         optimizer.zero_grad()
-        for micro in range(2):
-            generator = torch.Generator().manual_seed(10 * step + 3 * micro + dist.get_rank())
-            model(torch.randn(5, 6, generator=generator)).square().mean().backward()
+        waiting: collections.deque[torch.Tensor] = collections.deque()
+        for micro in range(3 + warm_up):
+            if micro < 3:
+                generator = torch.Generator().manual_seed(10 * step + 3 * micro + dist.get_rank())
+                waiting.append(model(torch.randn(5, 6, generator=generator)).square().mean())
+            if micro >= warm_up:
+                model.set_requires_gradient_sync(len(waiting) == 1 and micro >= 2)
+                waiting.popleft().backward()
         found += [p.grad.to_local().clone() for p in model.parameters() if p.grad is not None]
         optimizer.step()
     return found
@@ -93,11 +108,22 @@ def test_fused_weight_gradients_are_neither_doubled_nor_lost(
 ) -> None:
     for twice in (False, True):
         expected = pools(2).run(gradients, "plain", strategy, twice)
-        for kind in ("add", "overwrite", "none"):
+        for kind in ("add", "overwrite", "late", "none"):
             found = pools(2).run(gradients, kind, strategy, twice)
             for mine, theirs in zip(found, expected, strict=True):
                 assert len(mine) > 2
                 torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("warm_up", [1, 2])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_kernel_that_asked_in_a_warm_up_forward_erases_no_earlier_micro_batch(
+    pools: RankPools, strategy: str, warm_up: int
+) -> None:
+    expected = pools(2).run(gradients, "plain", strategy, True, False, warm_up)
+    found = pools(2).run(gradients, "overwrite", strategy, True, False, warm_up)
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
 
 
 def test_a_tied_weight_keeps_the_gradient_of_the_use_that_is_not_fused(pools: RankPools) -> None:

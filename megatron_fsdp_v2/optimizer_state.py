@@ -8,7 +8,7 @@ any one rank's, so such a count would replace the right ones.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any, override
 
 import torch
@@ -16,9 +16,14 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from megatron_fsdp_v2.uneven_dtensor import UnevenDTensor, local_of, plain_attributes
+from megatron_fsdp_v2.uneven_dtensor import (
+    UnevenDTensor,
+    local_of,
+    plain_attributes,
+    with_rows_of,
+)
 
-__all__ = ["HeldElsewhere", "has_no_rows", "is_kept_here", "watch_state"]
+__all__ = ["HeldElsewhere", "adopt_state", "has_no_rows", "is_kept_here", "watch_state"]
 
 
 class HeldElsewhere(torch.Tensor):
@@ -43,6 +48,19 @@ class HeldElsewhere(torch.Tensor):
         return _plain(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
+def adopt_state(param: torch.Tensor, state: MutableMapping[str, Any]) -> None:
+    """Have state that an optimizer wrapped as plain DTensors know which rows it is of.
+
+    Args:
+        param: A parameter.
+        state: Its state, changed in place; memory stays the same.
+    """
+    for name, value in state.items():
+        known = with_rows_of(value, param)
+        if known is not None:
+            state[name] = known
+
+
 def watch_state(optimizer: Optimizer) -> None:
     """Have the state dicts of an optimizer of sharded parameters agree over all ranks."""
     optimizer.register_state_dict_post_hook(_with_state_of_empty_shards)
@@ -58,7 +76,10 @@ def _settle_loaded(optimizer: Optimizer) -> None:
     for param in (param for group in optimizer.param_groups for param in group["params"]):
         state = optimizer.state.get(param, {})
         for name, value in state.items():
-            if isinstance(value, HeldElsewhere) and not has_no_rows(param):
+            known = with_rows_of(value, param)
+            if known is not None:
+                state[name] = known
+            elif isinstance(value, HeldElsewhere) and not has_no_rows(param):
                 state[name] = _plain(value)
             elif _is_cut_otherwise(param, value):
                 state[name] = torch.zeros_like(param, dtype=value.dtype, requires_grad=False)
@@ -107,13 +128,15 @@ def _with_state_of_empty_shards(optimizer: Optimizer, state_dict: dict[str, Any]
         optimizer: Whose state dict it is.
         state_dict: What the optimizer made; not changed.
     """
-    saved: Mapping[Any, Mapping[str, Any]] = state_dict["state"]
+    saved: dict[Any, dict[str, Any]] = {key: dict(v) for key, v in state_dict["state"].items()}
     packed = [group["params"] for group in state_dict["param_groups"]]
     params = {
         key: param
         for group, keys in zip(optimizer.param_groups, packed, strict=True)
         for key, param in zip(keys, group["params"], strict=True)
     }
+    for key, param in params.items():
+        adopt_state(param, saved.get(key, {}))
     examples = [
         next((saved[key] for key in keys if key in saved and not has_no_rows(params[key])), {})
         for keys in packed

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from megatron_fsdp_v2.layout import RowRanges
 
-__all__ = ["Chunk", "Holders", "RowShards", "TensorShard", "placements_with_rows"]
+__all__ = ["Chunk", "Holders", "RowShards", "TensorShard", "knows_rows", "placements_with_rows"]
 
 
 def _nobody() -> None:
@@ -261,6 +261,11 @@ class _RowShard(Shard):
             return curr_local_size, 0
         start, end = self.block
         return end - start, start
+
+
+def knows_rows(placements: Sequence[Placement]) -> bool:
+    """Whether placements came from `placements_with_rows`, for a tensor that is cut."""
+    return any(isinstance(placement, _RowShard) for placement in placements)
 
 
 def placements_with_rows(

@@ -24,10 +24,16 @@ from torch.distributed.tensor import DTensor, Placement
 
 from megatron_fsdp_v2.comm_calls import all_gather_single
 from megatron_fsdp_v2.comm_errors import naming_failures
-from megatron_fsdp_v2.row_shards import Chunk, RowShards, TensorShard, placements_with_rows
+from megatron_fsdp_v2.row_shards import (
+    Chunk,
+    RowShards,
+    TensorShard,
+    knows_rows,
+    placements_with_rows,
+)
 from megatron_fsdp_v2.sharded_norm import NORMS, local_norms, order_of
 
-__all__ = ["UnevenDTensor", "local_of", "plain_attributes", "rows_of"]
+__all__ = ["UnevenDTensor", "local_of", "plain_attributes", "rows_of", "with_rows_of"]
 
 
 class UnevenDTensor(DTensor):
@@ -335,6 +341,34 @@ torch.serialization.add_safe_globals([stored_rows])
 def local_of(dtensor: torch.Tensor) -> torch.Tensor:
     """The local rows of a sharded tensor themselves, where `to_local()` makes a new view."""
     return cast("UnevenDTensor", dtensor)._local_tensor
+
+
+def with_rows_of(value: Any, like: Any) -> UnevenDTensor | None:
+    """A plain DTensor as what it is: rows of the same numbers as those of an uneven one.
+
+    Transformer Engine's optimizers wrap what they compute of local rows as a `DTensor` with the
+    placements of the parameter.
+
+    Args:
+        value: Anything.
+        like: The parameter.
+
+    Returns:
+        An `UnevenDTensor` that shares memory with the value; `None` for everything else.
+    """
+    if type(value) is not DTensor or not isinstance(like, UnevenDTensor):
+        return None
+    local = value._local_tensor
+    is_whole = not any(like._row_shards.strides)
+    placements = value._spec.placements
+    if (
+        value.shape != like.shape
+        or local.shape != like._local_tensor.shape
+        or value.device_mesh != like.device_mesh
+        or not (all(p.is_replicate() for p in placements) if is_whole else knows_rows(placements))
+    ):
+        return None
+    return UnevenDTensor.from_rows(local, like.device_mesh, like._row_shards, like.shape)
 
 
 def rows_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from megatron_fsdp_v2.checkpoint.coverage import coverage_problems
 from megatron_fsdp_v2_mcore.checkpoint_check import read_metadata
 from megatron_fsdp_v2_mcore.errors import FlagError
 
@@ -134,7 +135,9 @@ def judge(path: str, asked: dict[str, Shape], saved_args: Any, args: Any) -> Ver
         verdict.loads_grad_scaler = False
         verdict.notes.append(f"{path} holds no loss scale: it starts from its initial value")
     verdict.without_state = _without_state(asked, there)
-    verdict.problem = _problem(path, asked, there, verdict, saved_args, args)
+    verdict.problem = _gaps(path, asked, metadata) or _problem(
+        path, asked, there, verdict, saved_args, args
+    )
     return verdict
 
 
@@ -149,6 +152,17 @@ def _without_state(asked: Collection[str], there: Collection[str]) -> set[str]:
 def _parameter(key: str) -> str:
     """Of an entry of the optimizer's state, which ends in the name of the state."""
     return key.removeprefix(_STATE).rpartition(".")[0]
+
+
+def _gaps(path: str, asked: Collection[str], metadata: dict[str, Any]) -> str:
+    """Which tensors a file has parts of only; empty if none. Torch leaves the rest as it is."""
+    problems = [
+        problem
+        for key, entry in metadata.items()
+        if key in asked and isinstance(entry, TensorStorageMetadata)
+        for problem in coverage_problems(key, entry)
+    ]
+    return f"{path} is incomplete: {_some(problems)}" if problems else ""
 
 
 def _problem(

@@ -21,6 +21,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 
+from megatron_fsdp_v2.optimizer_state import adopt_state
 from megatron_fsdp_v2.uneven_dtensor import UnevenDTensor, local_of
 from megatron_fsdp_v2_mcore.checkpoint_names import parameter_names
 
@@ -92,6 +93,8 @@ class ShardedOptimizer(DistributedOptimizer):
         groups: list[dict[str, Any]] = self.optimizer.param_groups
         if is_loading:
             state, groups = self._state_to_load_into()
+        for param, entry in state.items():
+            adopt_state(param, entry)
         state_dict: dict[str, Any] = {
             "state": {
                 key if isinstance(key, str) else self._param_name(key): entry

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_fsdp_v2.fsdp_module import rest
-from megatron_fsdp_v2.optimizer_state import is_kept_here
+from megatron_fsdp_v2.optimizer_state import adopt_state, is_kept_here
 
 __all__ = [
     "EXTRA",
@@ -118,7 +118,9 @@ def state_entries(
     entries: dict[str, Any] = {}
     for group in optimizer.param_groups:
         for param in group["params"]:
-            for state, value in optimizer.state.get(param, {}).items():
+            of_param = optimizer.state.get(param, {})
+            adopt_state(param, of_param)
+            for state, value in of_param.items():
                 if is_kept_here(param, value):
                     entries[f"{OPTIMIZER_STATE}{_name(names, param)}.{state}"] = value
     return entries

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 from megatron_fsdp_v2_mcore.checkpoint_check import check_checkpoint_folder
@@ -50,6 +52,17 @@ def test_what_fits_has_no_problem_and_no_note(tmp_path: Path) -> None:
     verdict = judge(_saved(tmp_path), ASKED, _args(), _args())
     assert (verdict.problem, verdict.notes, verdict.without_state) == ("", [], set())
     assert verdict.loads_rng
+
+
+def test_a_file_with_rows_of_one_rank_only_is_incomplete(tmp_path: Path) -> None:
+    path = _saved(tmp_path)
+    reader = dcp.FileSystemReader(path)
+    metadata = reader.read_metadata()
+    entry = metadata.state_dict_metadata[STATE]
+    entry.chunks = [ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([4, 2]))]
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    problem = judge(path, ASKED, _args(), _args()).problem
+    assert f"is incomplete: {STATE} has 16 elements, and its chunks 8" in problem
 
 
 def test_missing_parameters_are_named_with_the_flag_that_differs(tmp_path: Path) -> None:

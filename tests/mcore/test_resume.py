@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
-from tests.mcore.session import MODEL_FLAGS, curves, distance, fsdp, train
+from tests.mcore.session import MODEL_FLAGS, Training, curves, distance, fsdp, train
 from tests.ranks import RankPools
+from tests.reference.wrapping_adam import WrappingAdam
 
 
 def _losses(pools: RankPools, world_size: int, flags: list[str]) -> list[float]:
@@ -80,3 +82,21 @@ def test_the_loss_scale_goes_on_where_it_was(megatron: RankPools, tmp_path: Path
     assert resumed.loss_scales == uninterrupted.loss_scales[4:]
     # It grew once before the checkpoint, and once after it.
     assert resumed.loss_scales[-1] == 2 * resumed.loss_scales[0] == 4096.0
+
+
+def train_with_wrapped_state(flags: list[str]) -> Training:
+    """A training whose Adam keeps its state as Transformer Engine's does."""
+    with mock.patch("torch.optim.AdamW", WrappingAdam):
+        return train(flags)
+
+
+def test_state_that_an_optimizer_wraps_by_itself_is_saved_by_every_rank(
+    megatron: RankPools, tmp_path: Path
+) -> None:
+    common = [*MODEL_FLAGS, *fsdp("optim_grads_params"), "--train-iters", "8"]
+    save = ["--save", str(tmp_path), "--save-interval", "4"]
+    load = ["--load", str(tmp_path), "--ckpt-step", "4"]
+    uninterrupted = curves(megatron(2).run(train_with_wrapped_state, [*common, *save])).losses
+    for size in (2, 3):
+        resumed = curves(megatron(size).run(train_with_wrapped_state, [*common, *load])).losses
+        assert distance(resumed, uninterrupted[4:]) < 1e-6

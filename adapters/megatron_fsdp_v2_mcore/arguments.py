@@ -127,7 +127,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "matrices; instead of dist_muon, Megatron's deprecated name, use muon",
         lambda value: value not in (None, "adam", *EMERGING),
     ),
-    Refusal("async_save", "--async-save", "asynchronous checkpoints are not built yet"),
     *MORE_REFUSALS,
 )
 """Flags that are refused, first those of features to come."""
@@ -213,6 +212,16 @@ def refuse_model_options(config: Any) -> None:
 
 @contextlib.contextmanager
 def accepted_by_megatron(args: Any) -> Iterator[None]:
+    """Have Megatron validate arguments that it would refuse, or turn off, without this package."""
+    if not is_enabled(args):
+        yield
+        return
+    with _as_adam(args), _with_worker(args):
+        yield
+
+
+@contextlib.contextmanager
+def _as_adam(args: Any) -> Iterator[None]:
     """Have Megatron validate arguments with `--optimizer adam` where ours is one it would refuse.
 
     Megatron refuses other optimizers together with --use-megatron-fsdp, because its own wrapper
@@ -220,7 +229,7 @@ def accepted_by_megatron(args: Any) -> Iterator[None]:
     derives has to be as it is for Adam. The name is put back afterwards.
     """
     name = getattr(args, "optimizer", None)
-    if not is_enabled(args) or name not in EMERGING:
+    if name not in EMERGING:
         yield
         return
     args.optimizer = "adam"
@@ -230,6 +239,24 @@ def accepted_by_megatron(args: Any) -> Iterator[None]:
         args.optimizer = name
     if args.rank == 0:
         sys.stdout.write(f"optimizer: {name}; Megatron's list of arguments shows adam for it\n")
+
+
+@contextlib.contextmanager
+def _with_worker(args: Any) -> Iterator[None]:
+    """Have Megatron validate `--async-save` with the worker process that it would ask for.
+
+    It turns asynchronous saves off without one. Here a thread writes, so that afterwards there is
+    neither a worker to start nor a strategy to choose one by.
+    """
+    if not args.async_save:
+        yield
+        return
+    args.use_persistent_ckpt_worker = True
+    try:
+        yield
+    finally:
+        args.use_persistent_ckpt_worker = False
+        args.async_strategy = "mcore"
 
 
 def check_after(args: Any) -> None:

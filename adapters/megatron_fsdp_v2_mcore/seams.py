@@ -149,6 +149,10 @@ def _our_loading(original: Any) -> Any:
     return torch_dist.with_torch_dist(state_dict.load_by_model(original))
 
 
+def _our_async_strategy(original: Any) -> Any:
+    return importlib.import_module("megatron_fsdp_v2_mcore.async_saving").by_threads(original)
+
+
 SEAMS: tuple[Seam, ...] = (
     Seam(
         "arguments",
@@ -287,6 +291,23 @@ SEAMS: tuple[Seam, ...] = (
         "of its own optimizer it cannot load into shards at all",
         ("load_dir", "args", "rank0", "sharded_state_dict"),
         _our_loading,
+        selected=True,
+    ),
+    Seam(
+        "async-save",
+        "megatron.training.checkpointing:get_async_strategy",
+        "Megatron's worker processes write into the folder of the checkpoint itself, and of "
+        "fsdp_dtensor checkpoints with NVIDIA's resiliency extension only",
+        ("async_strategy", "module"),
+        _our_async_strategy,
+        selected=True,
+    ),
+    Seam(
+        "async-save-queue",
+        "megatron.training.async_utils:get_async_strategy",
+        "where the queue of saves that are to be finalized comes from",
+        ("async_strategy", "module"),
+        _our_async_strategy,
         selected=True,
     ),
 )

@@ -61,16 +61,28 @@ def make_temporary(folder: Path) -> None:
     (folder / _MARK).write_text(_MARK_TEXT)
 
 
-def check_replaceable(target: Path) -> None:
+def check_replaceable(target: Path, *, or_unfinished: bool = False) -> None:
     """Refuse to put a checkpoint where something else is.
+
+    Args:
+        target: Where one is to be.
+        or_unfinished: Whether a folder with nothing in it, or nothing but what a save of torch's
+            leaves that was stopped, may be there.
 
     Raises:
         ValueError: There is something that is no checkpoint.
     """
-    if target.exists() and not ((target / MANIFEST).exists() or (target / METADATA).exists()):
-        raise ValueError(
-            f"{target} exists and is no checkpoint; name a folder that is not there, or remove it"
-        )
+    if not target.exists() or (target / MANIFEST).exists() or (target / METADATA).exists():
+        return
+    if or_unfinished and target.is_dir() and all(map(_is_unfinished, os.listdir(target))):
+        return
+    raise ValueError(
+        f"{target} exists and is no checkpoint; name a folder that is not there, or remove it"
+    )
+
+
+def _is_unfinished(name: str) -> bool:
+    return name == f"{METADATA}.tmp" or _DATA_FILE.fullmatch(name) is not None
 
 
 def remove_leftovers(target: Path) -> None:
@@ -114,18 +126,23 @@ def remove_own(folder: Path) -> None:
             folder.rmdir()
 
 
-def put_in_place(folder: Path, target: Path) -> None:
+def put_in_place(folder: Path, target: Path, *, or_unfinished: bool = False) -> None:
     """Put a complete checkpoint where it belongs; what was there is removed afterwards.
 
     Where the file system can exchange two folders (Linux, on most local ones), there is a whole
     checkpoint at the path at any moment. Elsewhere there is none between two renames, and
     `find_folder` finds the previous one.
 
+    Args:
+        folder: The checkpoint.
+        target: Where it belongs.
+        or_unfinished: See `check_replaceable`.
+
     Raises:
         ValueError: There is something that is no checkpoint.
         OSError: It could not be renamed; the path is as it was.
     """
-    check_replaceable(target)
+    check_replaceable(target, or_unfinished=or_unfinished)
     previous = folder.with_name(folder.name.removesuffix(INCOMPLETE) + PREVIOUS)
     (folder / _MARK).unlink(missing_ok=True)
     if not target.exists():

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import threading
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, override
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
@@ -25,6 +27,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from megatron_fsdp_v2.checkpoint.agreement import together
 from megatron_fsdp_v2.checkpoint.entries import (
     EXTRA,
+    MODEL,
     OPTIMIZER_GROUPS,
     OPTIMIZER_KIND,
     groups_entry,
@@ -51,7 +54,7 @@ from megatron_fsdp_v2.checkpoint.staging import Planner, stage, stage_object
 from megatron_fsdp_v2.checkpoint.stored_tensor import FileView, checksum
 from megatron_fsdp_v2.uneven_dtensor import UnevenDTensor
 
-__all__ = ["save"]
+__all__ = ["save", "save_nested"]
 
 _READ_BYTES = 16 << 20
 
@@ -95,18 +98,92 @@ def save(
         RuntimeError: A save to the same path is under way, by this job or another one.
         ValueError: At `path` is something that is no checkpoint.
     """
-    # Two spellings of one path are one path.
-    target = Path(os.path.realpath(path))
-    job = _Job(target, _Ranks.of_now(is_beside=async_save))
-    together(
-        f"save to {target}",
-        lambda: job.begin(model, optimizer, extra, copies=async_save),
-        undo=job.end,
+    job = _Job(path, _Ranks.of_now(is_beside=async_save))
+    is_first = job.ranks.rank == 0
+    return _run(
+        job, lambda: _model_content(model, optimizer, extra, async_save, is_first), async_save
     )
+
+
+def save_nested(
+    path: str | os.PathLike[str], state_dict: dict[str, Any], *, async_save: bool = False
+) -> Future[None] | None:
+    """Save a nested state dict as torch's own `save` of distributed checkpoints does. Collective.
+
+    As `save` does, it replaces what is at the path when everything is written, and writes a
+    manifest. What is no tensor is pickled as it is, and has to be trusted by whoever loads it.
+
+    Args:
+        path: The folder to make. A checkpoint that is there is replaced in the end, and so is a
+            folder that an interrupted save of torch's left, or an empty one.
+        state_dict: Dictionaries and lists of tensors and other values. Of sharded tensors every
+            rank gives its part; of entries that several ranks have, any one is written.
+        async_save: Return once everything is copied to host memory; it may change then.
+
+    Returns:
+        As `save`.
+
+    Raises:
+        CheckpointError: Something cannot be saved, or writing failed on a rank.
+        RuntimeError: A save to the same path is under way, by this job or another one.
+        ValueError: At `path` is something else.
+    """
+    job = _Job(path, _Ranks.of_now(is_beside=async_save), over_unfinished=True)
+
+    def content() -> _Content:
+        entries, paths = flatten_state_dict(state_dict)
+        staged = stage(entries, copies=async_save, to_bytes=_pickled)
+        weights = {k.removeprefix(MODEL): v for k, v in entries.items() if k.startswith(MODEL)}
+        return _Content(staged, units=_units(weights.items()), paths=paths)
+
+    return _run(job, content, async_save)
+
+
+def _run(job: _Job, content: Callable[[], _Content], async_save: bool) -> Future[None] | None:
+    together(f"save to {job.target}", lambda: job.begin(content), undo=job.end)
     if async_save:
         return _in_background(job.write)
     job.write()
     return None
+
+
+@dataclass(frozen=True)
+class _Content:
+    """What a save writes, fixed at one moment.
+
+    Attributes:
+        staged: Entries by name.
+        tied: Names of entries that are written under another one.
+        units: How parameters were sharded, for people who read the manifest.
+        paths: Where entries were in a nested state dict; None where there was none.
+    """
+
+    staged: dict[str, Any]
+    tied: Mapping[str, str] = field(default_factory=dict)
+    units: dict[str, str] = field(default_factory=dict)
+    paths: Mapping[str, Any] | None = None
+
+
+def _model_content(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    extra: Any,
+    copies: bool,
+    is_first: bool,
+) -> _Content:
+    tied = tied_entries(model)
+    staged = stage(_entries(model, optimizer, tied), copies=copies)
+    staged[EXTRA] = stage_object(EXTRA, extra, is_written=is_first)
+    return _Content(staged, tied, _units(model.named_parameters()))
+
+
+def _pickled(name: str, value: Any) -> bytes:
+    file = io.BytesIO()
+    try:
+        torch.save(value, file)
+    except Exception as error:
+        raise CheckpointError(f"{name} cannot be pickled ({error})") from error
+    return file.getvalue()
 
 
 @dataclass
@@ -159,44 +236,39 @@ class _Job:
     """One save: what is written where, and the right to do so.
 
     Args:
-        target: Where the checkpoint is to be.
+        path: Where the checkpoint is to be.
+        ranks: Who saves.
+        over_unfinished: Whether what an interrupted save of torch's left may be replaced.
+
+    Attributes:
+        target: Where the checkpoint is to be; two spellings of one path are one path.
         ranks: Who saves.
     """
 
-    def __init__(self, target: Path, ranks: _Ranks) -> None:
-        self._target, self._ranks = target, ranks
-        self._folder = temporary_name(target, uuid.uuid4().hex)
-        self._staged: dict[str, Any] = {}
-        self._tied: dict[str, str] = {}
-        self._units: dict[str, str] = {}
+    def __init__(
+        self, path: str | os.PathLike[str], ranks: _Ranks, *, over_unfinished: bool = False
+    ) -> None:
+        self.target, self.ranks = Path(os.path.realpath(path)), ranks
+        self._folder = temporary_name(self.target, uuid.uuid4().hex)
+        self._over_unfinished = over_unfinished
+        self._content = _Content({})
         self._lock: SaveLock | None = None
         self._is_begun = False
 
-    def begin(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        extra: Any,
-        *,
-        copies: bool,
-    ) -> None:
+    def begin(self, content: Callable[[], _Content]) -> None:
         """Keep others from saving to the path, and fix what is to be written."""
-        check_replaceable(self._target)
+        check_replaceable(self.target, or_unfinished=self._over_unfinished)
         with _LOCK:
-            if self._target in _UNDER_WAY:
+            if self.target in _UNDER_WAY:
                 raise RuntimeError(
-                    f"a save to {self._target} is under way; wait for the result() of its future "
+                    f"a save to {self.target} is under way; wait for the result() of its future "
                     "first"
                 )
-            _UNDER_WAY.add(self._target)
+            _UNDER_WAY.add(self.target)
         self._is_begun = True
-        is_first = self._ranks.rank == 0
         try:
-            self._tied = tied_entries(model)
-            self._staged = stage(_entries(model, optimizer, self._tied), copies=copies)
-            self._units = _units(model)
-            self._staged[EXTRA] = stage_object(EXTRA, extra, is_written=is_first)
-            if is_first:
+            self._content = content()
+            if self.ranks.rank == 0:
                 self._prepare()
         except BaseException:
             self.end()
@@ -204,33 +276,33 @@ class _Job:
 
     def _prepare(self) -> None:
         try:
-            self._target.parent.mkdir(parents=True, exist_ok=True)
-            self._lock = SaveLock(self._target)
-            remove_leftovers(self._target)
+            self.target.parent.mkdir(parents=True, exist_ok=True)
+            self._lock = SaveLock(self.target)
+            remove_leftovers(self.target)
             make_temporary(self._folder)
         except OSError as error:
-            raise CheckpointError(f"cannot save to {self._target}: {error}") from error
+            raise CheckpointError(f"cannot save to {self.target}: {error}") from error
 
     def write(self) -> None:
         """Write it and put it in place. Collective over the ranks of the save."""
         reason = None
         try:
             try:
-                folder = self._ranks.of_first(self._folder)
+                folder = self.ranks.of_first(self._folder)
                 save_state_dict(
-                    self._staged,
-                    storage_writer=_Writer(folder, self._units, self._tied),
-                    planner=Planner(),
-                    process_group=self._ranks.group,
-                    no_dist=self._ranks.is_alone,
+                    self._content.staged,
+                    storage_writer=_Writer(folder, self._content.units, self._content.tied),
+                    planner=Planner(self._content.paths),
+                    process_group=self.ranks.group,
+                    no_dist=self.ranks.is_alone,
                 )
-                self._ranks.check()
+                self.ranks.check()
             except CheckpointException as error:
                 # All ranks know of it, by the process group.
                 reason = _reason(error)
             except Exception as error:
                 reason = _reason(error)
-                self._ranks.leave()
+                self.ranks.leave()
             if reason is None:
                 reason = self._published()
         finally:
@@ -239,29 +311,29 @@ class _Job:
         # that lives here, the others would wait for this rank.
         if reason is not None:
             raise CheckpointError(
-                f"saving to {self._target} failed, and nothing there has changed: {reason}"
+                f"saving to {self.target} failed, and nothing there has changed: {reason}"
             )
 
     def _published(self) -> str | None:
         """Have the first rank put the checkpoint in place; what went wrong if it could not."""
         reason = None
-        if self._ranks.rank == 0:
+        if self.ranks.rank == 0:
             assert self._lock is not None
             try:
                 self._lock.check()
-                put_in_place(self._folder, self._target)
+                put_in_place(self._folder, self.target, or_unfinished=self._over_unfinished)
             except Exception as error:
                 reason = _reason(error)
         try:
-            return self._ranks.of_first(reason)
+            return self.ranks.of_first(reason)
         except Exception as error:
-            self._ranks.leave()
-            if self._ranks.rank == 0:
+            self.ranks.leave()
+            if self.ranks.rank == 0:
                 return reason
             lost = _reason(error)
         raise CheckpointError(
             f"the checkpoint is written, and the first rank was lost ({lost}) before it said "
-            f"whether it is at {self._target} now; what is there is whole in any case"
+            f"whether it is at {self.target} now; what is there is whole in any case"
         )
 
     def end(self) -> None:
@@ -269,9 +341,9 @@ class _Job:
         if not self._is_begun:
             return
         self._is_begun = False
-        self._staged = {}
+        self._content = _Content({})
         with _LOCK:
-            _UNDER_WAY.discard(self._target)
+            _UNDER_WAY.discard(self.target)
         if self._lock is not None:
             # There is something only where it was not put in place.
             with contextlib.suppress(OSError):
@@ -293,12 +365,12 @@ def _entries(
     return entries
 
 
-def _units(model: nn.Module) -> dict[str, str]:
+def _units(parameters: Iterable[tuple[str, Any]]) -> dict[str, str]:
     """How parameters were sharded, for people who read the manifest."""
     return {
         name: f"{tuple(param.shape)} {param.dtype} over {tuple(param.device_mesh.shape)}, "
         f"{', '.join(str(placement) for placement in param.row_shards.placements)}"
-        for name, param in model.named_parameters()
+        for name, param in parameters
         if isinstance(param, UnevenDTensor)
     }
 

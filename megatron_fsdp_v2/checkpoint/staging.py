@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, override
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
@@ -56,10 +56,27 @@ class _Object:
 
 
 class Planner(DefaultSavePlanner):
-    """Torch's own planner, for staged entries."""
+    """Torch's own planner, for staged entries.
 
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+    Args:
+        paths: Of what was flattened, where each entry was; written for those who want it back.
+    """
+
+    def __init__(self, paths: Mapping[str, Any] | None = None) -> None:
+        super().__init__(flatten_state_dict=paths is not None, flatten_sharded_tensors=False)
+        self._paths = paths
+
+    @override
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        storage_meta: StorageMeta | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Take the entries."""
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+        if self._paths is not None:
+            self.mappings = dict(self._paths)
 
     @override
     def lookup_object(self, index: MetadataIndex) -> Any:
@@ -78,20 +95,26 @@ class Planner(DefaultSavePlanner):
         return super().transform_object(write_item, object)
 
 
-def stage(entries: Mapping[str, Any], *, copies: bool) -> dict[str, Any]:
+def stage(
+    entries: Mapping[str, Any],
+    *,
+    copies: bool,
+    to_bytes: Callable[[str, Any], bytes] = pack,
+) -> dict[str, Any]:
     """Fix what is written.
 
     Args:
         entries: Tensors and objects by name.
         copies: Whether to copy values to host memory, so that they may change afterwards.
+        to_bytes: Makes of an object, given its name, the bytes that are written.
 
     Raises:
         CheckpointError: An entry is neither a tensor nor plain data.
     """
-    return {name: _staged(name, value, copies) for name, value in entries.items()}
+    return {name: _staged(name, value, copies, to_bytes) for name, value in entries.items()}
 
 
-def _staged(name: str, value: Any, copies: bool) -> Any:
+def _staged(name: str, value: Any, copies: bool, to_bytes: Callable[[str, Any], bytes]) -> Any:
     if isinstance(value, UnevenDTensor) and not value.numel():
         # No rank holds a block of it, and a checkpoint names it all the same.
         return local_of(value).detach().new_empty(value.shape)
@@ -106,7 +129,7 @@ def _staged(name: str, value: Any, copies: bool) -> Any:
         )
     if isinstance(value, torch.Tensor):
         return _copied(value.detach(), copies)
-    return _Object(pack(name, value))
+    return _Object(to_bytes(name, value))
 
 
 def stage_object(name: str, value: Any, *, is_written: bool) -> Any:

@@ -223,11 +223,15 @@ def _tear_down() -> None:
     from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
     from megatron.core.transformer.moe import moe_logging
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
-    from megatron.training import checkpointing, global_vars
+    from megatron.training import async_utils, checkpointing, global_vars
 
+    from megatron_fsdp_v2.checkpoint import saving
     from megatron_fsdp_v2_mcore import uninstall
 
     uninstall()
+    async_utils._async_calls_queue = None
+    # Asynchronous saves talk over a group that is ended below, with all the others.
+    saving._BESIDE.clear()
     global_vars.destroy_global_vars()
     global_vars._GLOBAL_TIMERS = None
     destroy_num_microbatches_calculator()

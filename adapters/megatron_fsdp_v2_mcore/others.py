@@ -1,0 +1,70 @@
+"""Flags of Megatron that do not configure sharding and mean something of their own with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["OTHERS", "OtherFlag"]
+
+
+@dataclass(frozen=True, slots=True)
+class OtherFlag:
+    """A flag outside of `DistributedDataParallelConfig` that is accepted.
+
+    Attributes:
+        name: Attribute of Megatron's arguments.
+        flag: What a user types.
+        changes: Whether it changes what this package does.
+        meaning: What it does here, or why it changes nothing.
+    """
+
+    name: str
+    flag: str
+    changes: bool
+    meaning: str
+
+
+_WORKER = "a thread of each rank writes; there is no worker process"
+
+OTHERS: tuple[OtherFlag, ...] = (
+    OtherFlag(
+        "async_save",
+        "--async-save",
+        True,
+        "checkpoints are written by a thread of each rank, beside where they are to be, and put "
+        "there when all ranks are done; training waits for a copy to host memory",
+    ),
+    OtherFlag(
+        "use_persistent_ckpt_worker",
+        "--use-persistent-ckpt-worker",
+        False,
+        f"{_WORKER}; without it, Megatron alone would turn --async-save off",
+    ),
+    OtherFlag("async_strategy", "--async-strategy", False, _WORKER),
+    OtherFlag(
+        "async_ckpt_cpu_priority",
+        "--async-ckpt-cpu-priority",
+        False,
+        f"{_WORKER}; it is the priority of removing old checkpoints (--save-retain-interval) only",
+    ),
+    OtherFlag(
+        "async_ckpt_io_priority",
+        "--async-ckpt-io-priority",
+        False,
+        f"{_WORKER}; it is the priority of removing old checkpoints (--save-retain-interval) only",
+    ),
+    OtherFlag(
+        "async_ckpt_use_cpu_shm",
+        "--async-ckpt-use-cpu-shm",
+        False,
+        "values are copied to host memory by the training process in any case",
+    ),
+    OtherFlag("dist_ckpt_workers", "--dist-ckpt-workers", False, "a rank writes one file"),
+    OtherFlag(
+        "ckpt_assume_constant_structure",
+        "--ckpt-assume-constant-structure",
+        False,
+        "every save is planned anew",
+    ),
+)
+"""Every one of them; they are listed in docs/megatron_flags.md."""

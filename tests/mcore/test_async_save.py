@@ -1,0 +1,159 @@
+"""`--async-save`: training goes on while a checkpoint is written, and nobody is told too early."""
+
+from __future__ import annotations
+
+import signal
+import textwrap
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_fsdp_v2.checkpoint import CheckpointError, saving
+from megatron_fsdp_v2.checkpoint.verifying import verify
+from tests.mcore.command_line import torchrun
+from tests.mcore.session import MODEL_FLAGS, curves, enter_rehearsal, fsdp, rank, train
+from tests.ranks import RankPools
+
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+def _flags(folder: Path, iterations: int, *more: str) -> list[str]:
+    saves = ["--save", str(folder), "--save-interval", "2", "--async-save"]
+    flags = fsdp("optim_grads_params", *saves, "--train-iters", str(iterations), *more)
+    return [*MODEL_FLAGS, *flags]
+
+
+def _tracked(folder: str) -> int | None:
+    tracker = Path(folder) / TRACKER
+    return int(tracker.read_text()) if tracker.exists() else None
+
+
+def _trained(flags: list[str], folder: str, held_until: int) -> tuple[Any, list[Any]]:
+    """A training whose saves may not be written before an iteration.
+
+    Returns:
+        The training, and what iteration a restart would have found before each iteration.
+    """
+    training, seen, may_write = enter_rehearsal()["training"], [], threading.Event()
+    finalize = training.maybe_finalize_async_save
+
+    def finalize_and_note(blocking: bool = False, **kwargs: Any) -> None:
+        if len(seen) == held_until:
+            may_write.set()
+            # Of the calls between iterations, this one finds the saves complete.
+            saving._BACKGROUND.submit(int).result()
+        finalize(blocking, **kwargs)
+        seen.append(_tracked(folder))
+
+    training.maybe_finalize_async_save = finalize_and_note
+    saving._BACKGROUND.submit(may_write.wait)
+    try:
+        return train(flags), seen
+    finally:
+        may_write.set()
+        training.maybe_finalize_async_save = finalize
+
+
+def test_training_goes_on_and_the_iteration_is_named_when_all_of_it_is_written(
+    megatron: RankPools, tmp_path: Path
+) -> None:
+    flags = _flags(tmp_path, 7, "--swiglu", "--bf16", "--hidden-dropout", "0.1")
+    found = megatron(2).run(_trained, flags, str(tmp_path), 5)
+    trainings = curves([training for training, _ in found])
+    assert len(trainings.losses) == 7
+    for _, tracked in found:
+        # Five iterations with two saves under way; then both are there, and the third one is
+        # waited for at the end, as is the one of the last iteration.
+        assert tracked[:5] == [None] * 5
+        assert tracked[5] == 4
+        assert tracked[-1] == 7
+    for iteration in (2, 4, 6, 7):
+        assert verify(tmp_path / f"iter_{iteration:07d}").is_good
+    assert not list(tmp_path.glob("*.incomplete"))
+
+    load = ["--load", str(tmp_path), "--ckpt-step", "4"]
+    flags = [flag for flag in flags if flag != "--async-save"]
+    resumed = curves(megatron(2).run(train, [*flags, *load]))
+    assert resumed.losses == trainings.losses[4:]
+
+
+def _fails(flags: list[str], folder: str) -> tuple[str, Any, int | None]:
+    """A training in which the last rank cannot write the second checkpoint."""
+    write, saves = saving._Writer.write_data, []
+
+    def write_once(writer: Any, *args: Any) -> Any:
+        saves.append(writer)
+        if len(saves) == 2 and rank() == 1:
+            raise OSError("no space left on device")
+        return write(writer, *args)
+
+    saving._Writer.write_data = write_once  # type: ignore[method-assign]
+    try:
+        train(flags)
+    except CheckpointError as error:
+        return str(error), saving._UNDER_WAY, _tracked(folder)
+    finally:
+        saving._Writer.write_data = write  # type: ignore[method-assign]
+    return "", None, None
+
+
+def test_a_save_that_fails_on_one_rank_ends_the_training_of_all_by_name(
+    megatron: RankPools, tmp_path: Path
+) -> None:
+    for message, under_way, tracked in megatron(2).run(_fails, _flags(tmp_path, 9), str(tmp_path)):
+        assert message.startswith(f"saving to {tmp_path}/iter_0000004 failed")
+        assert message.endswith("on rank 1, OSError: no space left on device")
+        assert (under_way, tracked) == (set(), 2)
+    assert verify(tmp_path / "iter_0000002").is_good
+
+
+@pytest.mark.functional
+def test_checkpoints_that_are_not_to_be_kept_are_removed(
+    megatron: RankPools, tmp_path: Path
+) -> None:
+    flags = _flags(tmp_path, 9, "--save-retain-interval", "4", "--dist-ckpt-workers", "2")
+    curves(megatron(2).run(train, [*flags, "--use-persistent-ckpt-worker"]))
+    kept = sorted(path.name for path in tmp_path.iterdir() if path.is_dir())
+    assert kept == ["iter_0000004", "iter_0000008", "iter_0000009"]
+
+
+KILLED = """
+import os, signal
+from megatron_fsdp_v2.checkpoint import saving
+from megatron_fsdp_v2_mcore.pretrain_gpt import gpt
+
+write, saves = saving._Writer.write_data, []
+
+def write_once(writer, *args):
+    saves.append(writer)
+    written = write(writer, *args)
+    if len(saves) == 2 and os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return written
+
+saving._Writer.write_data = write_once
+gpt.train()
+"""
+
+
+@pytest.mark.functional
+def test_a_job_that_is_killed_while_it_saves_goes_on_from_the_checkpoint_before(
+    megatron: RankPools, tmp_path: Path
+) -> None:
+    script, folder = tmp_path / "killed.py", tmp_path / "saved"
+    script.write_text(textwrap.dedent(KILLED))
+    flags = _flags(folder, 7)
+    uninterrupted = curves(megatron(2).run(train, _flags(tmp_path / "other", 7)))
+    run = torchrun(2, "megatron_fsdp_v2_mcore.run", [str(script), *flags, "--cpu-rehearsal"])
+    assert run.code != 0
+    assert signal.SIGKILL.name in run.output or "exitcode: -9" in run.output.replace(" ", "")
+    assert _tracked(str(folder)) == 2
+    assert verify(folder / "iter_0000002").is_good
+    assert not (folder / "iter_0000004" / ".metadata").exists()
+    resumed = curves(megatron(2).run(train, [*flags, "--load", str(folder)]))
+    assert resumed.losses == uninterrupted.losses[2:]
+    for iteration in (2, 4, 6, 7):
+        assert verify(folder / f"iter_{iteration:07d}").is_good
+    assert not list(folder.glob("*.incomplete"))

@@ -216,7 +216,7 @@ def accepted_by_megatron(args: Any) -> Iterator[None]:
     if not is_enabled(args):
         yield
         return
-    with _as_adam(args), _with_worker(args):
+    with _as_adam(args), _with_worker(args), _without_weight_check(args):
         yield
 
 
@@ -257,6 +257,21 @@ def _with_worker(args: Any) -> Iterator[None]:
     finally:
         args.use_persistent_ckpt_worker = False
         args.async_strategy = "mcore"
+
+
+@contextlib.contextmanager
+def _without_weight_check(args: Any) -> Iterator[None]:
+    """Have Megatron validate arguments without its check of weights, which it refuses with ZeRO-3.
+
+    Its own compares what ranks hold; the one in its place gathers what is sharded.
+    """
+    name = "check_weight_hash_across_dp_replicas_interval"
+    interval = getattr(args, name)
+    setattr(args, name, None)
+    try:
+        yield
+    finally:
+        setattr(args, name, interval)
 
 
 def check_after(args: Any) -> None:

@@ -66,5 +66,13 @@ OTHERS: tuple[OtherFlag, ...] = (
         False,
         "every save is planned anew",
     ),
+    OtherFlag(
+        "check_weight_hash_across_dp_replicas_interval",
+        "--check-weight-hash-across-dp-replicas-interval",
+        True,
+        "with any strategy: units are gathered one after the other, and what ranks compute with is "
+        "compared, as are copies of main weights (no_shard, optimizer instances); an error names "
+        "parameters and ranks",
+    ),
 )
 """Every one of them; they are listed in docs/megatron_flags.md."""

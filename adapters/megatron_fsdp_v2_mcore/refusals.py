@@ -69,13 +69,6 @@ MORE_REFUSALS: tuple[Refusal, ...] = (
         "ranks compare what they sharded, and a fake group gives no answers",
     ),
     # Weights and gradients in other places.
-    Refusal(
-        "check_weight_hash_across_dp_replicas_interval",
-        "--check-weight-hash-across-dp-replicas-interval",
-        "data-parallel ranks hold different rows; replicated weights are compared at the first "
-        "step without it",
-        _is_given,
-    ),
     Refusal("save_wgrads_interval", "--save-wgrads-interval", _ONE_RANK, _is_given),
     Refusal("save_params_interval", "--save-params-interval", _ONE_RANK, _is_given),
     Refusal(

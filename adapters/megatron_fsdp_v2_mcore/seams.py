@@ -28,6 +28,7 @@ from megatron_fsdp_v2_mcore.arguments import (
     is_enabled,
 )
 from megatron_fsdp_v2_mcore.options import Options
+from megatron_fsdp_v2_mcore.settings import notices
 
 __all__ = ["SEAMS", "Seam", "command", "enable", "install", "uninstall"]
 
@@ -68,12 +69,18 @@ def _with_our_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
 def _with_our_checks(original: Callable[..., Any]) -> Callable[..., Any]:
     def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
         check_before(args)
+        if not is_enabled(args):
+            return original(args, *rest, **kwargs)
+        options = Options.from_args(args)
+        # Megatron turns on by itself what some of them name.
+        said = notices(args, options)
         with accepted_by_megatron(args):
             result = original(args, *rest, **kwargs)
         check_after(args)
-        if is_enabled(args):
-            _STATE.options = Options.from_args(args)
-            _STATE.apply(selected=True)
+        if args.rank == 0:
+            sys.stdout.write("".join(f"{notice}\n" for notice in said))
+        _STATE.options = options
+        _STATE.apply(selected=True)
         return result
 
     return validate_args
@@ -147,6 +154,12 @@ def _our_loading(original: Any) -> Any:
     state_dict = importlib.import_module("megatron_fsdp_v2_mcore.state_dict")
     torch_dist = importlib.import_module("megatron_fsdp_v2_mcore.torch_dist.loading")
     return torch_dist.with_torch_dist(state_dict.load_by_model(original))
+
+
+def _our_weight_check(original: Any) -> Any:
+    return importlib.import_module("megatron_fsdp_v2_mcore.weight_hashes").compare_replicas(
+        original
+    )
 
 
 def _our_async_strategy(original: Any) -> Any:
@@ -291,6 +304,14 @@ SEAMS: tuple[Seam, ...] = (
         "of its own optimizer it cannot load into shards at all",
         ("load_dir", "args", "rank0", "sharded_state_dict"),
         _our_loading,
+        selected=True,
+    ),
+    Seam(
+        "weight-check",
+        "megatron.training.training:check_param_hashes_across_dp_replicas",
+        "Megatron compares what ranks hold of a parameter, and they hold other rows of it",
+        ("model", "cross_check"),
+        _our_weight_check,
         selected=True,
     ),
     Seam(

@@ -10,6 +10,7 @@ import torch
 
 from megatron_fsdp_v2 import MixedPrecisionPolicy
 from megatron_fsdp_v2_mcore.errors import FlagError
+from megatron_fsdp_v2_mcore.options import Options
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,6 +21,7 @@ __all__ = [
     "Handling",
     "ShardingSettings",
     "check_hybrid",
+    "notices",
     "refuse_fields",
     "sharding_settings",
 ]
@@ -167,7 +169,19 @@ FIELDS: tuple[FieldRule, ...] = (
     _implied(
         "fsdp_db_use_persist_buf_on_alloc_fail",
         "--fsdp-db-use-persist-buf-on-alloc-fail",
-        "only means something with --fsdp-double-buffer, which is refused",
+        "only means something with Megatron's own double buffers",
+    ),
+    _implied(
+        "fsdp_double_buffer",
+        "--fsdp-double-buffer",
+        "the number of units that are gathered or have full gradient buffers is bounded without "
+        "it, and --fsdp-trace-pool keeps their memory between steps at fixed addresses; a notice "
+        "says so",
+    ),
+    _implied(
+        "megatron_fsdp_max_pool_double_buffer",
+        "--megatron-fsdp-max-pool-double-buffer",
+        "as --fsdp-double-buffer; units may be of any sizes",
     ),
     _implied(
         "reuse_grad_buf_for_mxfp8_param_ag",
@@ -203,16 +217,6 @@ FIELDS: tuple[FieldRule, ...] = (
         "fsdp_manual_registration",
         "--fsdp-manual-registration",
         "registered user buffers are not built yet",
-    ),
-    _refused(
-        "fsdp_double_buffer",
-        "--fsdp-double-buffer",
-        "at most two gathered units are live at any time without it",
-    ),
-    _refused(
-        "megatron_fsdp_max_pool_double_buffer",
-        "--megatron-fsdp-max-pool-double-buffer",
-        "at most two gathered units are live at any time without it",
     ),
     _refused(
         "delay_wgrad_compute",
@@ -279,6 +283,32 @@ def refuse_fields(source: Any) -> None:
                 f"{rule.flag} (= {value}) cannot be used with --use-fsdp-fully-shard-api: "
                 f"{rule.meaning}"
             )
+
+
+def notices(source: Any, options: Options) -> list[str]:
+    """What to say of fields that ask for something that is done in another way here.
+
+    Args:
+        source: A `DistributedDataParallelConfig`, or Megatron's arguments.
+        options: What there is beside it.
+    """
+    asked = [
+        rule.flag
+        for rule in FIELDS
+        if rule.name in ("fsdp_double_buffer", "megatron_fsdp_max_pool_double_buffer")
+        and getattr(source, rule.name, False)
+    ]
+    if not asked:
+        return []
+    if options.uses_trace_pool:
+        how = "--fsdp-trace-pool keeps their memory between steps at fixed addresses"
+    else:
+        how = "add --fsdp-trace-pool to keep their memory between steps at fixed addresses"
+    return [
+        f"{' and '.join(asked)}: beside the root no more than {options.unshard_prefetch_depth + 1} "
+        f"units are gathered and {options.max_live_grad_buffers} have full gradient buffers at any "
+        f"time as it is; {how}"
+    ]
 
 
 def check_hybrid(source: Any, expert_strategy: str | None = None) -> None:

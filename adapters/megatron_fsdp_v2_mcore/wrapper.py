@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, override
@@ -23,7 +24,7 @@ from megatron_fsdp_v2_mcore.initialise import initialiser
 from megatron_fsdp_v2_mcore.mamba_parameters import follow_parameters
 from megatron_fsdp_v2_mcore.meshes import Meshes, dense_meshes, expert_meshes
 from megatron_fsdp_v2_mcore.options import Options
-from megatron_fsdp_v2_mcore.settings import ShardingSettings, sharding_settings
+from megatron_fsdp_v2_mcore.settings import ShardingSettings, notices, sharding_settings
 from megatron_fsdp_v2_mcore.tensor_shards import is_expert, tensor_shards
 from megatron_fsdp_v2_mcore.units import (
     UNIT_CLASSES,
@@ -95,6 +96,10 @@ class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
             self.options = options
         self.ddp_config = ddp_config
         self.settings: ShardingSettings = sharding_settings(ddp_config)
+        if type(self) is FullyShardedDataParallel:
+            # On Megatron's command line they were said before.
+            for notice in notices(ddp_config, self.options):
+                warnings.warn(notice, stacklevel=2)
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         device_type = _device_type(module)
         _check_tensor_groups(groups, config)

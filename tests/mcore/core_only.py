@@ -6,6 +6,7 @@ import contextlib
 import gc
 import multiprocessing
 import sys
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -224,6 +225,21 @@ def errors() -> dict[str, str]:
         finally:
             setattr(owner, name, original)
     return found
+
+
+def warnings_of(**fields: Any) -> list[str]:
+    """What a script is warned of that sets these fields of its configuration."""
+    example = enter()
+    original = example.DistributedDataParallelConfig
+    example.DistributedDataParallelConfig = lambda **options: original(**{**options, **fields})
+    try:
+        with _clean(), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            example.start(example.Settings())
+            example.build(example.Settings())
+    finally:
+        example.DistributedDataParallelConfig = original
+    return [str(warning.message) for warning in caught if warning.category is UserWarning]
 
 
 def missing_groups() -> dict[str, str]:

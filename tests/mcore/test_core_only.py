@@ -140,6 +140,11 @@ def test_a_process_group_that_a_model_needs_is_missed_by_name(core: RankPools) -
     assert "pg_collection has no group expt_dp" in told[0]["experts"]
 
 
+def test_a_script_is_warned_of_what_is_done_in_another_way(core: RankPools) -> None:
+    (told,) = core(1).run(core_only.warnings_of, fsdp_double_buffer=True)
+    assert any(text.startswith("--fsdp-double-buffer: beside the root") for text in told)
+
+
 ALONE = """
 import json, sys
 import megatron_fsdp_v2_mcore

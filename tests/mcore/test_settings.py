@@ -13,7 +13,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 
 from megatron_fsdp_v2_mcore import FlagError, Options
 from megatron_fsdp_v2_mcore.checkpoint_check import check_checkpoint_folder
-from megatron_fsdp_v2_mcore.settings import FIELDS, Handling, sharding_settings
+from megatron_fsdp_v2_mcore.settings import FIELDS, Handling, notices, sharding_settings
 
 
 def _config(**fields: Any) -> DistributedDataParallelConfig:
@@ -43,6 +43,24 @@ def test_dtypes_and_overlap_reach_fully_shard() -> None:
     assert settings.policy.main_params_dtype == torch.float32
     assert settings.policy.main_grads_dtype == torch.float32
     assert settings.policy.grad_comm_dtype == torch.bfloat16
+
+
+def test_double_buffers_are_accepted_and_a_notice_says_what_serves_them() -> None:
+    config = _config(fsdp_double_buffer=True)
+    sharding_settings(config)
+    assert notices(_config(), Options()) == []
+    (said,) = notices(config, Options(unshard_prefetch_depth=2))
+    assert said.startswith(
+        "--fsdp-double-buffer: beside the root no more than 3 units are gathered"
+    )
+    assert said.endswith(
+        "add --fsdp-trace-pool to keep their memory between steps at fixed addresses"
+    )
+    (said,) = notices(config, Options(uses_trace_pool=True))
+    assert "; --fsdp-trace-pool keeps their memory" in said
+    (said,) = notices(_config(megatron_fsdp_max_pool_double_buffer=True), Options())
+    # Megatron's configuration turns the one on for the other.
+    assert said.startswith("--fsdp-double-buffer and --megatron-fsdp-max-pool-double-buffer: ")
 
 
 REFUSED_VALUES: dict[str, Any] = {"param_name_patterns_for_fp32_local_accumulation": ("*",)}

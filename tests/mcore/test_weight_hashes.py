@@ -1,0 +1,79 @@
+"""`--check-weight-hash-across-dp-replicas-interval` finds weights that differ, and no others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_fsdp_v2.fsdp_module import named_units
+from megatron_fsdp_v2_mcore.weight_hashes import compare
+from tests.mcore.session import MODEL_FLAGS, curves, fsdp, rank, train
+from tests.ranks import RankPools
+
+INTERVAL = ["--check-weight-hash-across-dp-replicas-interval", "2", "--train-iters", "4"]
+INSTANCES = ["--num-distributed-optimizer-instances", "2"]
+
+
+def _probe(chunks: Any, optimizer: Any) -> list[str]:
+    """What is said of weights as they are, and of one that the last rank has changed."""
+    del optimizer
+    compare(chunks)
+    (unit,) = (unit for name, unit in named_units(chunks[0]) if name.endswith("decoder.layers.1"))
+    (group,) = unit.groups
+    weights, is_last = group.weights, rank() == torch.distributed.get_world_size() - 1
+    gather, config = weights.gather, chunks[0].ddp_config
+
+    def gather_wrongly(*, async_op: bool) -> Any:
+        ticket = gather(async_op=async_op)
+        ticket.wait()
+        weights.gathered.view(0).view(-1)[0] += 1.0
+        return ticket
+
+    if is_last and "no_shard" in (config.data_parallel_sharding_strategy, *_outer(config)):
+        index = next(i for i, _ in enumerate(group.names) if weights.main.view(i).numel())
+        weights.main.view(index).view(-1)[0] += 1.0
+    elif is_last:
+        # Nobody has a copy of main weights, so something goes wrong where they are gathered.
+        weights.gather = gather_wrongly
+    try:
+        compare(chunks)
+    except RuntimeError as error:
+        return [str(error)]
+    return []
+
+
+def _outer(config: Any) -> list[str]:
+    hybrid = config.num_distributed_optimizer_instances > 1
+    return [config.outer_dp_sharding_strategy] if hybrid else []
+
+
+@pytest.mark.parametrize(
+    ("strategy", "more", "ranks"),
+    [
+        ("optim_grads_params", [], 2),
+        ("no_shard", ["--bf16"], 2),
+        pytest.param("optim", [], 2, marks=pytest.mark.functional),
+        pytest.param("optim_grads", ["--bf16"], 2, marks=pytest.mark.functional),
+        pytest.param("optim_grads_params", INSTANCES, 4, marks=pytest.mark.functional),
+    ],
+)
+def test_weights_that_differ_are_found_with_every_strategy(
+    megatron: RankPools, strategy: str, more: list[str], ranks: int
+) -> None:
+    flags = [*MODEL_FLAGS, *INTERVAL, *fsdp(strategy, *more), "--global-batch-size", "8"]
+    result = curves(megatron(ranks).run(train, flags, _probe))
+    assert len(result.losses) == 4
+    for said in result.extras:
+        (message,) = said
+        assert "layers.1" in message or message.startswith("other ranks hold weights")
+    assert any("weights differ between data-parallel ranks:" in s[0] for s in result.extras)
+
+
+@pytest.mark.functional
+def test_experts_and_stages_are_compared_among_those_who_share_them(megatron: RankPools) -> None:
+    sizes = "--num-experts 4 --expert-model-parallel-size 2 --pipeline-model-parallel-size 2"
+    flags = [*MODEL_FLAGS, *INTERVAL, *fsdp("optim_grads_params", *sizes.split())]
+    flags += ["--global-batch-size", "8", "--moe-token-dispatcher-type", "alltoall"]
+    assert len(curves(megatron(4).run(train, flags)).losses) == 4

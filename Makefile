@@ -30,7 +30,7 @@ TEXT_OPTION = --text "$(TEXT)"
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup pretrain test test-random test-functional test-matrices test-trainings test-share test-torch lint test-gpu bench
+.PHONY: help setup pretrain test test-random test-functional test-matrices test-trainings test-share test-clients test-torch lint test-gpu bench
 
 help: ## list the targets and their variables
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -73,6 +73,10 @@ test-trainings: setup ## the longer trainings with Megatron: checkpoints, featur
 
 test-share: setup ## a share of the three above: one in ONE_IN
 	@$(LONGER) -m functional --ignore tests/random
+
+test-clients: setup ## programs of other libraries (transformers, peft, Lightning, ...), sharded
+	@VENV="$(VENV)" tools/setup_clients.sh
+	@$(VENV)-clients/bin/python -m pytest --one-in "$(ONE_IN)" tests/clients
 
 test-torch: ## a sample of the tests with the newest torch that is supported
 	@$(MAKE) --no-print-directory setup TORCH=$(NEWEST_TORCH)

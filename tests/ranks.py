@@ -13,7 +13,7 @@ import os
 import socket
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -79,8 +79,9 @@ def _serve(rank: int, world_size: int, port: int, connection: Connection) -> Non
 class RankPool:
     """Worker processes of one world size."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, preloaded: Sequence[str] = ()) -> None:
         self.world_size = world_size
+        self._preloaded = [*PRELOADED, *preloaded]
         for attempt in range(STARTS):
             try:
                 self._start(_free_port())
@@ -93,7 +94,7 @@ class RankPool:
 
     def _start(self, port: int) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
+        context.set_forkserver_preload(self._preloaded)
         self._connections: list[Connection] = []
         self._processes = []
         for rank in range(self.world_size):
@@ -181,15 +182,16 @@ class RankPool:
 class RankPools:
     """One pool per world size, started on first use and restarted after a hang."""
 
-    def __init__(self) -> None:
+    def __init__(self, preloaded: Sequence[str] = ()) -> None:
         self._pools: dict[int, RankPool] = {}
+        self._preloaded = preloaded
 
     def __call__(self, world_size: int) -> RankPool:
         pool = self._pools.get(world_size)
         if pool is not None and pool.is_worn:
             pool.close()
         if pool is None or not pool.is_alive:
-            pool = self._pools[world_size] = RankPool(world_size)
+            pool = self._pools[world_size] = RankPool(world_size, self._preloaded)
         return pool
 
     def close(self) -> None:
@@ -199,9 +201,13 @@ class RankPools:
 
 
 @contextlib.contextmanager
-def rank_pools() -> Iterator[RankPools]:
-    """Pools for as long as the context lasts."""
-    pools = RankPools()
+def rank_pools(preloaded: Sequence[str] = ()) -> Iterator[RankPools]:
+    """Pools for as long as the context lasts.
+
+    Args:
+        preloaded: Modules to import before processes are forked, if these are the first pools.
+    """
+    pools = RankPools(preloaded)
     try:
         yield pools
     finally:

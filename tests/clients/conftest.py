@@ -1,0 +1,74 @@
+"""Tests with other libraries: no network, processes that have imported them, a table."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.clients.table import PAGE, Claim, Table, are_all
+from tests.ranks import RankPools, rank_pools
+
+# Before any of the libraries is imported, here or in a rank: they look when they are.
+os.environ.update(
+    ACCELERATE_USE_CPU="true",
+    HF_DATASETS_OFFLINE="1",
+    HF_HUB_DISABLE_TELEMETRY="1",
+    HF_HUB_OFFLINE="1",
+    TOKENIZERS_PARALLELISM="false",
+    TRANSFORMERS_VERBOSITY="error",
+)
+
+_PRELOADED = ("tests.clients.preloaded",)
+_CLAIMS = pytest.StashKey[dict[str, Claim]]()
+type Record = Callable[..., None]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Note which lines the table has to have, before tests are chosen; a share is of all tests."""
+    here = os.path.dirname(__file__)
+    mine = [item for item in items if str(item.path).startswith(here)]
+    recording = [item for item in mine if "record" in getattr(item, "fixturenames", ())]
+    config.stash[_CLAIMS] = {item.nodeid: Claim.made_by(item) for item in recording}
+    for item in recording:
+        item.add_marker(pytest.mark.functional)
+
+
+@pytest.fixture(scope="session")
+def claims(request: pytest.FixtureRequest) -> dict[str, Claim]:
+    """Claims of the tests that were collected, by test."""
+    return request.config.stash[_CLAIMS]
+
+
+@pytest.fixture(scope="session")
+def table(request: pytest.FixtureRequest, claims: dict[str, Claim]) -> Table:
+    """The committed table; with `--write-docs` it takes in what this session measures."""
+    table = Table.read()
+    if request.config.getoption("--write-docs"):
+        table.page = PAGE
+        if are_all(claims):
+            table.forget_all_but(claims.values())
+    return table
+
+
+@pytest.fixture
+def record(request: pytest.FixtureRequest, table: Table) -> Record:
+    """Note what a test compared: `record("peft", "losses and adapters", difference, at_most)`.
+
+    It asserts that the difference is at most what is allowed, and is what the table is made of.
+    """
+
+    def note(client: str, compared: str, difference: float, at_most: float = 1e-6) -> None:
+        assert difference <= at_most, f"{compared}: {difference} is more than {at_most}"
+        table.add(client, Claim.made_by(request.node), compared, difference)
+
+    return note
+
+
+@pytest.fixture(scope="session")
+def clients() -> Iterator[RankPools]:
+    """Process groups by world size, in processes that have imported the libraries once."""
+    with rank_pools(_PRELOADED) as pools:
+        yield pools

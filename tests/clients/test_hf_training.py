@@ -1,0 +1,109 @@
+"""transformers' models in a loop of one's own, sharded, against the same loop unsharded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron_fsdp_v2.fsdp_module import named_units
+from tests.clients.conftest import Record
+from tests.clients.harness import Batch, Training, build, compare, mesh_of, shard
+from tests.clients.hf_models import MODELS, units
+from tests.ranks import RankPools
+
+MESHES = {"1 rank": (1,), "2 ranks": (2,), "3 ranks": (3,), "HSDP 2x2": (2, 2), "HFSDP 2x2": (2, 2)}
+STRATEGIES = {
+    "ZeRO-0": "no_shard",
+    "ZeRO-1": "optim",
+    "ZeRO-2": "optim_grads",
+    "ZeRO-3": "optim_grads_params",
+}
+COMPARED = "losses, gradients and parameters of 3 steps of 2 micro-batches"
+IN_DETAIL = ("Llama", "Mixtral")
+TWO_PARTS = ("T5", "Whisper")
+
+
+def training_of(name: str, **changes: Any) -> Training:
+    """A training of one of the models, in a process of its own."""
+    model = MODELS[name]
+
+    def batch(step: int, micro: int, rank: int) -> Batch:
+        return model.batch(100 * step + 10 * micro + rank)
+
+    return Training(**{"build": model.build, "units": units, "batch": batch, **changes})
+
+
+def options_of(strategy: str, mesh: str) -> dict[str, Any]:
+    """Arguments of `fully_shard`."""
+    outer = "optim" if mesh == "HFSDP 2x2" else "no_shard"
+    return {
+        "mesh": mesh_of(*MESHES[mesh]),
+        "sharding_strategy": STRATEGIES[strategy],
+        "outer_dp_sharding_strategy": outer,
+    }
+
+
+def _ranks(clients: RankPools, mesh: str) -> Any:
+    size = MESHES[mesh]
+    return clients(size[0] * size[-1] if len(size) == 2 else size[0])
+
+
+def difference_of_a_training(name: str, strategy: str, mesh: str) -> float:
+    return compare(training_of(name, options=options_of(strategy, mesh)))
+
+
+_MODELS = [(name, "ZeRO-3", "2 ranks") for name in MODELS]
+_CASES = [
+    *_MODELS,
+    *((name, strategy, "2 ranks") for name in IN_DETAIL for strategy in list(STRATEGIES)[:3]),
+    *((name, "ZeRO-3", mesh) for name in IN_DETAIL for mesh in list(MESHES)[2:]),
+]
+
+
+@pytest.mark.parametrize(("name", "strategy", "mesh"), _CASES)
+def test_a_model_trains_as_it_does_unsharded(
+    clients: RankPools, record: Record, name: str, strategy: str, mesh: str
+) -> None:
+    found = _ranks(clients, mesh).run(difference_of_a_training, name, strategy, mesh)
+    record("transformers", COMPARED, max(found))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_on_one_rank_a_model_trains_as_it_does_unsharded(
+    clients: RankPools, record: Record, name: str
+) -> None:
+    (found,) = clients(1).run(difference_of_a_training, name, "ZeRO-3", "1 rank")
+    # A decoder's layers all add to the gradient of the encoder's output. A unit adds up its own
+    # contributions first, and the sum of three or more numbers depends on the order.
+    record("transformers", COMPARED, found, at_most=1e-6 if name in TWO_PARTS else 0.0)
+
+
+def difference_with_recomputation(name: str, strategy: str, *, use_reentrant: bool) -> float:
+    def recompute(model: Any) -> None:
+        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+
+    options = options_of(strategy, "2 ranks")
+    return compare(training_of(name, prepare=recompute, options=options))
+
+
+@pytest.mark.parametrize("recomputation", ["reentrant", "non reentrant"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_with_gradient_checkpointing_trains_as_it_does_unsharded(
+    clients: RankPools, record: Record, name: str, recomputation: str
+) -> None:
+    found = clients(2).run(
+        difference_with_recomputation, name, "ZeRO-3", use_reentrant=recomputation == "reentrant"
+    )
+    record("transformers", COMPARED, max(found))
+
+
+def names_of_units(name: str) -> list[str]:
+    training = training_of(name)
+    return [unit for unit, _ in named_units(shard(training, build(training)))]
+
+
+def test_layers_and_experts_are_units(clients: RankPools) -> None:
+    (names,) = clients(1).run(names_of_units, "Mixtral")
+    layers = [f"model.layers.{i}{part}" for i in range(2) for part in ("", ".mlp.experts")]
+    assert names == ["", *layers]

@@ -389,7 +389,9 @@ def swap_class(module: nn.Module) -> None:
     cls = type(module)
     sharded = _CLASSES.get(cls)
     if sharded is None:
-        sharded = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
+        # Libraries keep what they know of a class by how it prints, which its full name decides.
+        names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+        sharded = type(f"FSDP{cls.__name__}", (FSDPModule, cls), names)
         _CLASSES[cls] = sharded
     module.__class__ = sharded
     show_state(module)

@@ -25,3 +25,10 @@ def test_annotations_of_a_sharded_class_can_be_resolved() -> None:
     swap_class(module)
     assert isinstance(module, FSDPModule)
     assert "weight" in ReadsAnnotations.seen
+
+
+def test_a_sharded_class_prints_as_the_class_it_was_and_its_module_as_sharded() -> None:
+    module = nn.Sequential(nn.Linear(2, 3))
+    swap_class(module[0])
+    assert str(type(module[0])) == str(nn.Linear)
+    assert "(0): FSDPLinear(" in str(module)

@@ -233,7 +233,7 @@ def difference_of_outputs(
     mine: Mapping[str, torch.Tensor], plain: Mapping[str, torch.Tensor]
 ) -> float:
     """The same for outputs by name; those of whole numbers have to be equal."""
-    assert mine.keys() == plain.keys()
+    assert mine.keys() == plain.keys(), sorted(mine.keys() ^ plain.keys())
     found = [0.0]
     for name, tensor in plain.items():
         assert mine[name].shape == tensor.shape, name

@@ -245,3 +245,9 @@ def units(model: Any) -> list[nn.Module]:
         if type(module).__name__ in layers or type(module).__name__.endswith("Experts")
     ]
     return chosen[::-1]
+
+
+def units_with_halves(model: Any) -> list[nn.Module]:
+    """The same and, of an encoder-decoder model, both halves: `generate()` calls each."""
+    halves = [model.get_encoder(), model.get_decoder()] if model.config.is_encoder_decoder else []
+    return [*units(model), *halves]

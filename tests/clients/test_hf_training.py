@@ -98,6 +98,29 @@ def test_a_model_with_gradient_checkpointing_trains_as_it_does_unsharded(
     record("transformers", COMPARED, max(found))
 
 
+def all_hidden_states(model: Any, batch: Batch) -> Any:
+    """A loss that every layer's output is a part of."""
+    states = model(input_ids=batch["input_ids"], output_hidden_states=True).hidden_states
+    assert len(states) == 3
+    return sum(state.square().mean() for state in states)
+
+
+def difference_without_a_head(strategy: str) -> float:
+    def backbone() -> Any:
+        return MODELS["Llama"].build().model
+
+    options = options_of(strategy, "2 ranks")
+    return compare(training_of("Llama", build=backbone, loss=all_hidden_states, options=options))
+
+
+@pytest.mark.parametrize("strategy", ["ZeRO-1", "ZeRO-3"])
+def test_a_model_without_a_head_trains_on_all_its_hidden_states_as_unsharded(
+    clients: RankPools, record: Record, strategy: str
+) -> None:
+    found = clients(2).run(difference_without_a_head, strategy)
+    record("transformers", COMPARED, max(found))
+
+
 def names_of_units(name: str) -> list[str]:
     training = training_of(name)
     return [unit for unit, _ in named_units(shard(training, build(training)))]

@@ -1,0 +1,170 @@
+"""transformers' models that are evaluated and generate text in the middle of a training."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.clients.conftest import Record
+from tests.clients.harness import Batch, compare
+from tests.clients.hf_models import MODELS, VOCABULARY, units_with_halves
+from tests.clients.test_hf_training import TWO_PARTS, options_of, training_of
+from tests.ranks import RankFailure, RankPools
+
+# Those whose `generate()` calls no part of the model alone.
+IN_ONE = [name for name in MODELS if name not in TWO_PARTS]
+
+
+def _tensors(prefix: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """What is in an output of the library, with names."""
+    if isinstance(value, torch.Tensor):
+        yield prefix, value
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _tensors(f"{prefix}.{name}", item)
+    elif isinstance(value, tuple | list):
+        for index, item in enumerate(value):
+            yield from _tensors(f"{prefix}.{index}", item)
+    elif value is not None and hasattr(value, "layers"):
+        for index, layer in enumerate(value.layers):
+            yield from _tensors(f"{prefix}.{index}", {n: getattr(layer, n, None) for n in _CACHED})
+    elif value is not None and hasattr(value, "self_attention_cache"):
+        yield from _tensors(prefix, [value.self_attention_cache, value.cross_attention_cache])
+
+
+_CACHED = ("keys", "values", "conv_states", "recurrent_states")
+
+
+def evaluate(name: str, new_tokens: Any, model: Any, step: int, rank: int) -> dict[str, Any]:
+    """Outputs of a forward, and of `generate()`: tokens, and scores from forwards with a cache."""
+    del step
+    model.eval()
+    found: dict[str, torch.Tensor] = {}
+    with torch.no_grad():
+        found.update(
+            _tensors("forward", model(**MODELS[name].batch(7000 + rank), output_hidden_states=True))
+        )
+        if MODELS[name].generates:
+            number, synced = new_tokens(rank)
+            if name == "Mixtral":
+                # The library cannot compute the loss of the router with a cache and a mask.
+                model.config.output_router_logits = False
+            output = model.generate(
+                **MODELS[name].prompt(8000 + rank),
+                do_sample=False,
+                min_new_tokens=number,
+                max_new_tokens=number,
+                return_dict_in_generate=True,
+                output_scores=True,
+                synced_gpus=synced and dist.get_world_size() > 1 and _is_sharded(model),
+            )
+            if name == "Mixtral":
+                model.config.output_router_logits = True
+            found.update(_tensors("generated", dict(output)))
+            assert any("keys" in key or "states" in key for key in found), "no cache was found"
+            if synced:
+                # Ranks that are done go on with forwards, and those fill their caches.
+                found = {key: found[key] for key in found if "past_key_values" not in key}
+    model.train()
+    # Scores of what must not be generated are infinite.
+    return {key: value.clone().nan_to_num() for key, value in found.items()}
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    return hasattr(model, "set_requires_gradient_sync")
+
+
+def _as_many(rank: int) -> tuple[int, bool]:
+    del rank
+    return 4, False
+
+
+def _more_on_some_ranks(rank: int) -> tuple[int, bool]:
+    return 2 + 3 * rank, False
+
+
+def _more_on_some_ranks_synced(rank: int) -> tuple[int, bool]:
+    return 2 + 3 * rank, True
+
+
+def difference_with_evaluations(name: str, strategy: str, new_tokens: Any) -> float:
+    observe = functools.partial(evaluate, name, new_tokens)
+    options = options_of(strategy, "2 ranks")
+    return compare(training_of(name, units=units_with_halves, options=options, observe=observe))
+
+
+COMPARED = "losses, gradients, parameters, hidden states, generated tokens, scores and caches"
+
+
+@pytest.mark.parametrize("strategy", ["ZeRO-1", "ZeRO-3"])
+@pytest.mark.parametrize("name", IN_ONE)
+def test_evaluating_and_generating_between_backwards_and_steps_is_as_unsharded(
+    clients: RankPools, record: Record, name: str, strategy: str
+) -> None:
+    found = clients(2).run(difference_with_evaluations, name, strategy, _as_many)
+    record("transformers", COMPARED, max(found))
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mixtral", "Mamba2"])
+def test_ranks_may_generate_different_lengths_where_weights_are_whole(
+    clients: RankPools, record: Record, name: str
+) -> None:
+    found = clients(2).run(difference_with_evaluations, name, "ZeRO-1", _more_on_some_ranks)
+    record("transformers", COMPARED, max(found))
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mixtral", "Mamba2"])
+def test_ranks_may_generate_different_lengths_with_synced_gpus(
+    clients: RankPools, record: Record, name: str
+) -> None:
+    found = clients(2).run(difference_with_evaluations, name, "ZeRO-3", _more_on_some_ranks_synced)
+    record("transformers", COMPARED, max(found))
+
+
+def generate_different_lengths_and_train() -> None:
+    options = {**options_of("ZeRO-3", "2 ranks"), "check_ranks": "always"}
+    observe = functools.partial(evaluate, "Llama", _more_on_some_ranks)
+    compare(training_of("Llama", options=options, observe=observe))
+
+
+def test_generating_different_lengths_without_synced_gpus_is_found_by_check_ranks(
+    clients: RankPools,
+) -> None:
+    with pytest.raises(RankFailure, match="is about to"):
+        clients(2).run(generate_different_lengths_and_train)
+
+
+def second_half_after_the_first(model: Any, batch: Batch) -> Any:
+    """The loss of the second half of a text, with the first in a cache that has gradients."""
+    tokens = batch["input_ids"]
+    half = tokens.shape[1] // 2
+    first = model(input_ids=tokens[:, :half], use_cache=True)
+    second = model(input_ids=tokens[:, half:], past_key_values=first.past_key_values)
+    labels = tokens[:, half + 1 :].reshape(-1)
+    return nn.functional.cross_entropy(second.logits[:, :-1].reshape(-1, VOCABULARY), labels)
+
+
+def difference_through_a_cache(strategy: str) -> float:
+    options = options_of(strategy, "2 ranks")
+    return compare(training_of("Llama", options=options, loss=second_half_after_the_first))
+
+
+@pytest.mark.parametrize("strategy", ["ZeRO-1", "ZeRO-2"])
+def test_gradients_flow_through_a_cache_as_unsharded(
+    clients: RankPools, record: Record, strategy: str
+) -> None:
+    found = clients(2).run(difference_through_a_cache, strategy)
+    record("transformers", "losses, gradients and parameters", max(found))
+
+
+def test_gradients_through_a_cache_are_an_error_where_weights_are_dropped(
+    clients: RankPools,
+) -> None:
+    with pytest.raises(RankFailure, match="out of bounds for storage of size 0"):
+        clients(2).run(difference_through_a_cache, "ZeRO-3")

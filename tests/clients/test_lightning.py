@@ -1,0 +1,318 @@
+"""Lightning's `ModelParallelStrategy` with modules sharded here, and Lightning without sharding."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from megatron_fsdp_v2 import fully_shard
+from tests.clients.differences import Shown, difference_of, whole, whole_parameters
+from tests.ranks import RankPools
+
+STRATEGIES = ["optim", "optim_grads", "optim_grads_params"]
+BATCH = 2
+STEPS = 4
+MICRO_BATCHES = 2
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 3 * width)
+        self.down = nn.Linear(3 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+def plain_model() -> nn.Sequential:
+    """The same one on every rank and in every run."""
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(5, 7), Layer(7), Layer(7), nn.Linear(7, 3))
+
+
+def samples(steps: int) -> TensorDataset:
+    """What `steps` steps of all ranks need, in order."""
+    torch.manual_seed(4)
+    number = steps * MICRO_BATCHES * BATCH * dist.get_world_size()
+    return TensorDataset(torch.randn(number, 5), torch.randn(number, 3))
+
+
+def shard(model: nn.Sequential, mesh: Any, strategy: str) -> nn.Sequential:
+    """What a user's `configure_model` or `parallelize_fn` does."""
+    for layer in model:
+        fully_shard(layer, mesh=mesh, sharding_strategy=strategy)
+    return fully_shard(model, mesh=mesh, sharding_strategy=strategy)
+
+
+def lightning_module(strategy: str | None) -> Any:
+    """A `LightningModule` that shards itself, or not; it notes losses and gradient norms."""
+    import lightning.pytorch as pl
+
+    class Regression(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model: nn.Sequential | None = None
+            self.losses: list[torch.Tensor] = []
+            self.norms: list[torch.Tensor] = []
+
+        def configure_model(self) -> None:
+            if self.model is not None:
+                return
+            self.model = plain_model()
+            if strategy is not None:
+                shard(self.model, self.device_mesh["data_parallel"], strategy)
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.parameters(), lr=0.02, eps=1e-3)
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.8)
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+            }
+
+        def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
+            x, y = batch
+            loss = (self.model(x) - y).square().mean()
+            self.log("loss", loss, sync_dist=True)
+            self.losses.append(loss.detach())
+            return loss
+
+        def validation_step(self, batch: list[torch.Tensor], index: int) -> None:
+            x, y = batch
+            self.log("validation", (self.model(x) - y).square().mean(), sync_dist=True)
+
+        def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+            norm = nn.utils.get_total_norm(
+                [p.grad for p in self.parameters() if p.grad is not None]
+            )
+            self.norms.append(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+    return Regression()
+
+
+def trainer_for(strategy: str | None, *, steps: int, sharded_files: bool = True) -> Any:
+    """A trainer of all ranks, or of this one alone with batches of all of them."""
+    import lightning.pytorch as pl
+    from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module="lightning")
+    where: dict[str, Any] = {"devices": 1}
+    if strategy is not None:
+        where = {
+            "devices": dist.get_world_size(),
+            "plugins": [TorchElasticEnvironment()],
+            "strategy": ModelParallelStrategy(
+                data_parallel_size=dist.get_world_size(),
+                tensor_parallel_size=1,
+                save_distributed_checkpoint=sharded_files,
+            ),
+        }
+    return pl.Trainer(
+        accelerator="cpu",
+        max_steps=steps,
+        accumulate_grad_batches=MICRO_BATCHES,
+        gradient_clip_val=0.3,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        use_distributed_sampler=False,
+        val_check_interval=MICRO_BATCHES,
+        **where,
+    )
+
+
+def loaders(strategy: str | None, steps: int) -> tuple[DataLoader[Any], DataLoader[Any]]:
+    """For training and for validation; ranks share the samples of each batch."""
+
+    def loader(data: TensorDataset) -> DataLoader[Any]:
+        if strategy is None:
+            return DataLoader(data, batch_size=BATCH * dist.get_world_size())
+        return DataLoader(data, BATCH, sampler=DistributedSampler(data, shuffle=False))
+
+    return loader(samples(steps)), loader(samples(1))
+
+
+def fitted(strategy: str | None, *, resumed: Path | None = None, **options: Any) -> Shown:
+    """Losses, gradient norms, validation and parameters of a training of two epochs.
+
+    Args:
+        strategy: How to shard, if at all.
+        resumed: Stop after the first epoch, save a checkpoint here, and go on with all made anew.
+        options: For the trainer.
+    """
+    steps = [STEPS] if resumed is None else [STEPS // 2, STEPS]
+    losses, norms = [], []
+    for number, last in enumerate(steps):
+        module, trainer = lightning_module(strategy), trainer_for(strategy, steps=last, **options)
+        trainer.fit(module, *loaders(strategy, STEPS // 2), ckpt_path=resumed if number else None)
+        assert trainer.global_step == last
+        losses += module.losses
+        norms += module.norms
+        if last < STEPS:
+            trainer.save_checkpoint(resumed)
+    return {
+        "losses": mean_over_ranks(torch.stack(losses), strategy),
+        "norms": torch.stack(norms),
+        "validation": trainer.callback_metrics["validation"],
+        "parameters": whole_parameters(module),
+    }
+
+
+def mean_over_ranks(values: torch.Tensor, strategy: str | None) -> torch.Tensor:
+    """Values of one rank that had all samples, or the mean of those of all ranks."""
+    if strategy is not None:
+        dist.all_reduce(values)
+        values /= dist.get_world_size()
+    return values
+
+
+def trainer_difference(strategy: str) -> float:
+    """Between Lightning with and without sharding."""
+    return difference_of(fitted(strategy), fitted(None))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_trainer_with_clipping_accumulation_and_validation(
+    clients: RankPools, record: Callable[..., None], strategy: str, ranks: int
+) -> None:
+    difference = max(clients(ranks).run(trainer_difference, strategy))
+    record("lightning", "losses, norms, validation, parameters", difference)
+
+
+def resumed_difference(strategy: str, folder: str, sharded_files: bool) -> float:
+    """Between a training that went on from a checkpoint and one that was not interrupted."""
+    path = Path(folder) / "checkpoint"
+    resumed = fitted(strategy, resumed=path, sharded_files=sharded_files)
+    assert path.is_dir() is sharded_files
+    return difference_of(resumed, fitted(None))
+
+
+@pytest.mark.parametrize("files", ["sharded", "full"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_trainer_that_goes_on_from_a_checkpoint(
+    clients: RankPools, record: Callable[..., None], tmp_path: Path, strategy: str, files: str
+) -> None:
+    arguments = (strategy, str(tmp_path), files == "sharded")
+    difference = max(clients(2).run(resumed_difference, *arguments))
+    record("lightning", "losses, norms, validation, parameters", difference)
+
+
+def fabric_of(strategy: str, sharded_files: bool) -> Any:
+    """A Fabric that shards what it sets up."""
+    from lightning.fabric import Fabric
+    from lightning.fabric.plugins.environments import TorchElasticEnvironment
+    from lightning.fabric.strategies import ModelParallelStrategy
+
+    fabric = Fabric(
+        accelerator="cpu",
+        devices=dist.get_world_size(),
+        plugins=[TorchElasticEnvironment()],
+        strategy=ModelParallelStrategy(
+            lambda module, mesh: shard(module, mesh["data_parallel"], strategy),
+            data_parallel_size=dist.get_world_size(),
+            tensor_parallel_size=1,
+            save_distributed_checkpoint=sharded_files,
+        ),
+    )
+    fabric.launch()
+    return fabric
+
+
+def fabric_training(strategy: str, folder: Path, sharded_files: bool) -> Shown:
+    """Losses, norms and parameters of a Fabric's loop that is built anew in the middle.
+
+    The model is built on the meta device, and its first weights are loaded from a file.
+    """
+    fabric = fabric_of(strategy, sharded_files)
+    losses, norms = [], []
+    batches = list(DataLoader(samples(STEPS), BATCH * dist.get_world_size()))
+    for first in (0, STEPS // 2):
+        with fabric.init_module(empty_init=True):
+            model = plain_model()
+        assert all(param.is_meta for param in model.parameters())
+        model = fabric.setup_module(model)
+        optimizer = fabric.setup_optimizers(
+            torch.optim.AdamW(model.parameters(), lr=0.02, eps=1e-3)
+        )
+        if first == 0:
+            fabric.load_raw(folder / "weights.pt", model)
+        else:
+            state = {"model": model, "optimizer": optimizer, "step": 0}
+            fabric.load(folder / "checkpoint", state)
+            assert state["step"] == first
+        for step in range(first, first + STEPS // 2):
+            for micro in range(MICRO_BATCHES):
+                x, y = batches[step * MICRO_BATCHES + micro]
+                own = slice(fabric.global_rank, None, fabric.world_size)
+                with fabric.no_backward_sync(model, enabled=micro + 1 < MICRO_BATCHES):
+                    loss = (model(x[own]) - y[own]).square().mean()
+                    fabric.backward(loss / MICRO_BATCHES)
+                losses.append(fabric.all_reduce(loss.detach()))
+            norm = fabric.clip_gradients(model, optimizer, max_norm=0.3)
+            norms.append(whole(norm))
+            optimizer.step()
+            optimizer.zero_grad()
+        if first == 0:
+            state = {"model": model, "optimizer": optimizer, "step": STEPS // 2}
+            fabric.save(folder / "checkpoint", state)
+    return {
+        "losses": torch.stack(losses),
+        "norms": torch.stack(norms),
+        "parameters": whole_parameters(model.module),
+    }
+
+
+def plain_training() -> Shown:
+    """The same in a loop of torch alone."""
+    model = plain_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, eps=1e-3)
+    losses, norms = [], []
+    batches = list(DataLoader(samples(STEPS), BATCH * dist.get_world_size()))
+    for number, (x, y) in enumerate(batches):
+        loss = (model(x) - y).square().mean()
+        (loss / MICRO_BATCHES).backward()
+        losses.append(loss.detach())
+        if (number + 1) % MICRO_BATCHES == 0:
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.3))
+            optimizer.step()
+            optimizer.zero_grad()
+    return {
+        "losses": torch.stack(losses),
+        "norms": torch.stack(norms),
+        "parameters": whole_parameters(model),
+    }
+
+
+def fabric_difference(strategy: str, folder: str, sharded_files: bool) -> float:
+    """Between a Fabric's loop and one of torch alone."""
+    if dist.get_rank() == 0:
+        torch.save(plain_model().state_dict(), Path(folder) / "weights.pt")
+    dist.barrier()
+    ours = fabric_training(strategy, Path(folder), sharded_files)
+    return difference_of(ours, plain_training())
+
+
+@pytest.mark.parametrize("files", ["sharded", "full"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_loop_with_fabric_from_the_meta_device_on_and_from_a_checkpoint_on(
+    clients: RankPools, record: Callable[..., None], tmp_path: Path, strategy: str, files: str
+) -> None:
+    arguments = (strategy, str(tmp_path), files == "sharded")
+    difference = max(clients(2).run(fabric_difference, *arguments))
+    record("lightning", "losses, norms, parameters", difference)

@@ -19,6 +19,10 @@ from torch.distributed._composable.contract import STATE_KEY
 from megatron_fsdp_v2.forward_of_modules import post_forward, pre_forward
 from megatron_fsdp_v2.other_wrappers import check_who_asks
 
+# Looked up once: programs put ours in the place of theirs, for libraries that import it when they
+# shard a model.
+_THEIR_FUNCTION = fsdp.fully_shard.__wrapped__  # type: ignore[attr-defined]
+
 __all__ = ["REFUSED_METHODS", "TorchFSDPModule", "UnitState", "show_state"]
 
 REFUSED_METHODS = {
@@ -151,4 +155,4 @@ def show_state(module: nn.Module) -> None:
     Torch's `fully_shard` refuses a module that has a state, so nothing is sharded twice.
     """
     states = module.__dict__.setdefault(STATE_KEY, {})
-    states[fsdp.fully_shard.__wrapped__] = UnitState(module)  # type: ignore[attr-defined]
+    states[_THEIR_FUNCTION] = UnitState(module)

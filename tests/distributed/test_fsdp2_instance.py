@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import weakref
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -68,6 +70,24 @@ def test_units_are_instances_and_refuse_by_name_what_they_do_not_have(pools: Ran
         for name, sentence in zip(REFUSED_METHODS, said, strict=True):
             assert f"has no {name}: " in sentence
         assert classes == ["Sequential", "FSDPBlock", "FSDPSequential"]
+
+
+def put_in_their_place() -> tuple[bool, bool]:
+    """Whether ours shards where a library imports theirs, with a default of one's own or not."""
+    found = []
+    for ours in (fully_shard, functools.partial(fully_shard, sharding_strategy="optim")):
+        with mock.patch("torch.distributed.fsdp.fully_shard", ours):
+            from torch.distributed import fsdp
+
+            model = fsdp.fully_shard(Block())
+        found.append(isinstance(model, FSDPModule))
+        with pytest.raises((AssertionError, ValueError, RuntimeError)):
+            their_fully_shard(model)
+    return found[0], found[1]
+
+
+def test_ours_can_be_put_in_the_place_of_theirs(pools: RankPools) -> None:
+    assert pools(2).run(put_in_their_place) == [(True, True)] * 2
 
 
 class Scorer(Stack):

@@ -154,6 +154,11 @@ MORE_REFUSALS: tuple[Refusal, ...] = (
         _is_given,
     ),
     Refusal(
+        "verify_integrity",
+        "--verify-integrity",
+        "Megatron hashes the files of torch_dist checkpoints only; leave it out",
+    ),
+    Refusal(
         "ckpt_convert_format",
         "--ckpt-convert-format",
         "Megatron would write sharded parameters in a format of whole ones",

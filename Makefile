@@ -30,7 +30,7 @@ TEXT_OPTION = --text "$(TEXT)"
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup pretrain test test-random test-functional test-matrices test-trainings test-share test-clients test-torch lint test-gpu bench
+.PHONY: help setup pretrain test test-random test-functional test-upstream test-matrices test-trainings test-share test-clients test-torch lint test-gpu bench
 
 help: ## list the targets and their variables
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -63,7 +63,10 @@ test-random: setup ## random cases against a plain loop, then a training of 2,00
 	@$(PY) -m pytest -m functional tests/random
 
 test-functional: setup ## the whole functional matrix against Megatron's own DDP
-	@$(LONGER) functional_tests
+	@$(LONGER) functional_tests --ignore functional_tests/upstream
+
+test-upstream: setup ## Megatron-LM's own configurations, shrunk, against Megatron's own DDP
+	@$(LONGER) functional_tests/upstream
 
 test-matrices: setup ## every cell of the core's matrices: parity, trace pool, checkpoints, streams
 	@$(LONGER) -m functional tests/parity tests/distributed tests/unit
@@ -71,7 +74,7 @@ test-matrices: setup ## every cell of the core's matrices: parity, trace pool, c
 test-trainings: setup ## the longer trainings with Megatron: checkpoints, features, rehearsal
 	@$(LONGER) -m functional tests/mcore tests/docs
 
-test-share: setup ## a share of the three above: one in ONE_IN
+test-share: setup ## a share of the four above: one in ONE_IN
 	@$(LONGER) -m functional --ignore tests/random
 
 test-clients: setup ## programs of other libraries (transformers, peft, Lightning, ...), sharded

@@ -49,14 +49,27 @@ class Difference:
     norm: float
 
     @classmethod
-    def between(cls, mine: Training, theirs: Training) -> Difference:
-        """Compare number by number; what is counted has to be equal."""
-        assert len(mine.losses) == len(theirs.losses) == ITERATIONS
+    def between(
+        cls,
+        mine: Training,
+        theirs: Training,
+        iterations: int = ITERATIONS,
+        zeros_by_chance: int = ZEROS_BY_CHANCE,
+    ) -> Difference:
+        """Compare number by number; what is counted has to be equal.
+
+        Args:
+            mine: One training.
+            theirs: The other one.
+            iterations: How many both made.
+            zeros_by_chance: Gradients that may be zero in one of them alone.
+        """
+        assert len(mine.losses) == len(theirs.losses) == iterations
         assert mine.loss_scales == theirs.loss_scales
         # A step that overflows, where there is a loss scale, is skipped and reports no norm.
-        assert len(mine.grad_norms) > ITERATIONS // 2, "too few steps were taken"
+        assert len(mine.grad_norms) > iterations // 2, "too few steps were taken"
         for a, b in zip(mine.num_zeros, theirs.num_zeros, strict=True):
-            assert abs(a - b) <= max(ZEROS_BY_CHANCE, 1e-3 * b), f"{a} zeros against {b}"
+            assert abs(a - b) <= max(zeros_by_chance, 1e-3 * b), f"{a} zeros against {b}"
         return cls(
             loss=max(
                 largest(mine.losses, theirs.losses),

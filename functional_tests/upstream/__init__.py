@@ -1,0 +1,1 @@
+"""Megatron-LM's own functional configurations, shrunk and trained beside Megatron's DDP."""

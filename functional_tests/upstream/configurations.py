@@ -1,0 +1,72 @@
+"""Megatron-LM's functional configurations, as `take_over` left them."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["PATH", "Configuration", "examples", "other_programs", "read"]
+
+FILE = Path(__file__).with_name("configurations.txt")
+EXAMPLES = Path(__file__).with_name("examples.txt")
+_OTHERS = "other programs:"
+
+PATH = "PATH"
+"""Stands for the name of a file."""
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """What one or several of Megatron-LM's functional tests train.
+
+    Attributes:
+        names: Folder and name of each.
+        flags: Words after each flag; none: a switch.
+    """
+
+    names: tuple[str, ...]
+    flags: Mapping[str, tuple[str, ...]]
+
+
+def _blocks(file: Path) -> list[tuple[list[str], list[str]]]:
+    """Lines that are not indented and those that are, block by block."""
+    blocks: list[tuple[list[str], list[str]]] = []
+    for block in file.read_text().split("\n\n"):
+        lines = [line for line in block.splitlines() if not line.startswith("#")]
+        indented = [line.strip() for line in lines if line.startswith(" ")]
+        blocks.append(([line for line in lines if not line.startswith(" ")], indented))
+    return [block for block in blocks if block[0]]
+
+
+def read() -> list[Configuration]:
+    """Distinct configurations, in the order of the file."""
+    return [
+        Configuration(tuple(names), _flags(" ".join(lines)))
+        for names, lines in _blocks(FILE)
+        if names != [_OTHERS]
+    ]
+
+
+def examples() -> dict[str, Configuration]:
+    """Megatron-LM's examples of its own FSDP, by name."""
+    return {
+        names[0]: Configuration(tuple(names), _flags(" ".join(lines)))
+        for names, lines in _blocks(EXAMPLES)
+    }
+
+
+def other_programs() -> list[str]:
+    """Names of configurations that neither `pretrain_gpt.py` nor `pretrain_hybrid.py` trains."""
+    return next(lines for names, lines in _blocks(FILE) if names == [_OTHERS])
+
+
+def _flags(text: str) -> dict[str, tuple[str, ...]]:
+    flags: dict[str, tuple[str, ...]] = {}
+    for word in shlex.split(text):
+        if word.startswith("--"):
+            name, flags[word] = word, ()
+        else:
+            flags[name] = (*flags[name], word)
+    return flags

@@ -1,0 +1,255 @@
+"""Making a configuration of hundreds of GPUs small enough for a few processes on a CPU.
+
+Sizes shrink; which axes of parallelism there are, and every flag that says what is computed, stay.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from functional_tests.upstream.configurations import Configuration
+
+__all__ = ["ITERATIONS", "Shrunk", "shrunk"]
+
+ITERATIONS = 4
+MOST_RANKS = 8
+NUM_MICROBATCHES = 2
+
+Flags = dict[str, tuple[str, ...]]
+
+AXES = (
+    "--tensor-model-parallel-size",
+    "--pipeline-model-parallel-size",
+    "--context-parallel-size",
+    "--expert-model-parallel-size",
+    "--expert-tensor-parallel-size",
+    "--num-distributed-optimizer-instances",
+    "--num-virtual-stages-per-pipeline-rank",
+)
+"""Two where there was more than one."""
+
+SIZES: Mapping[str, int] = {
+    "--hidden-size": 64,
+    "--ffn-hidden-size": 128,
+    "--num-attention-heads": 4,
+    "--num-query-groups": 2,
+    "--kv-channels": 16,
+    "--seq-length": 32,
+    "--max-position-embeddings": 32,
+    "--micro-batch-size": 2,
+    "--make-vocab-size-divisible-by": 64,
+    "--num-experts": 8,
+    "--moe-router-topk": 2,
+    "--moe-router-num-groups": 4,
+    "--moe-router-group-topk": 2,
+    "--moe-ffn-hidden-size": 32,
+    "--moe-shared-expert-intermediate-size": 32,
+    "--moe-latent-size": 32,
+    "--mamba-num-heads": 8,
+    "--mamba-head-dim": 16,
+    "--q-lora-rank": 32,
+    "--kv-lora-rank": 32,
+    "--qk-head-dim": 16,
+    "--qk-pos-emb-head-dim": 8,
+    "--v-head-dim": 16,
+    "--linear-key-head-dim": 16,
+    "--linear-value-head-dim": 16,
+    "--linear-num-key-heads": 2,
+    "--linear-num-value-heads": 4,
+    "--dsa-indexer-n-heads": 4,
+    "--dsa-indexer-head-dim": 16,
+    "--dsa-indexer-topk": 8,
+    "--num-layers-per-virtual-pipeline-stage": 1,
+    "--microbatch-group-size-per-virtual-pipeline-stage": 3,
+    "--wgrad-deferral-limit": 1,
+    "--manual-gc-interval": 2,
+    "--eval-iters": 1,
+    "--check-weight-hash-across-dp-replicas-interval": 2,
+    "--mup-base-hidden-size": 32,
+    "--num-layers-at-end-in-bf16": 1,
+}
+"""The largest value that is kept."""
+
+WITHIN_FEW_STEPS: Mapping[str, str] = {
+    "--lr": "0.001",
+    "--min-lr": "0.0001",
+    "--decoupled-lr": "0.002",
+    "--decoupled-min-lr": "0.0002",
+    "--lr-decay-iters": str(2 * ITERATIONS),
+    "--lr-warmup-iters": "1",
+    "--eval-interval": "1000",
+    "--error-injection-rate": "1000000",
+}
+"""What would not show in a few iterations (weights have to move), or would end them early."""
+
+MAMBA = {"--mamba-state-dim": ("16",), "--mamba-head-dim": ("16",), "--mamba-num-groups": ("2",)}
+"""Megatron's defaults are for larger models."""
+
+PATTERNS = {"--hybrid-layer-pattern", "--hybrid-override-pattern"}
+
+DATA = {
+    "--mock-data": (),
+    "--tokenizer-type": ("NullTokenizer",),
+    "--vocab-size": ("256",),
+    "--seed": ("1",),
+    "--log-interval": ("1",),
+}
+
+
+@dataclass(frozen=True)
+class Shrunk:
+    """A configuration that a few ranks train in seconds.
+
+    Attributes:
+        name: Of the first configuration that becomes this one.
+        names: Of all that do.
+        world_size: Number of ranks.
+        flags: The command line, without anything that selects this package.
+    """
+
+    name: str
+    names: tuple[str, ...]
+    world_size: int
+    flags: tuple[str, ...]
+
+
+def shrunk(configurations: list[Configuration]) -> list[Shrunk]:
+    """Shrink all, those that become equal together."""
+    found: dict[tuple[int, tuple[str, ...]], list[str]] = {}
+    for configuration in configurations:
+        flags = dict(configuration.flags)
+        _shrink_axes(flags)
+        _shrink_sizes(flags)
+        world_size = _world_size(flags)
+        _shrink_steps(flags, world_size)
+        flags |= DATA
+        words = tuple(word for flag in sorted(flags) for word in (flag, *flags[flag]))
+        found.setdefault((world_size, words), []).extend(configuration.names)
+    return [
+        Shrunk(names[0], tuple(names), world_size, words)
+        for (world_size, words), names in found.items()
+    ]
+
+
+def _number(flags: Flags, name: str, default: int = 1) -> int:
+    return int(flags[name][0]) if name in flags else default
+
+
+def _shrink_axes(flags: Flags) -> None:
+    pipeline = _number(flags, "--pipeline-model-parallel-size")
+    for name in AXES:
+        if _number(flags, name) > 1:
+            flags[name] = ("2",)
+    if "--hierarchical-context-parallel-sizes" in flags:
+        flags["--hierarchical-context-parallel-sizes"] = ("1", "2")
+    if "--pipeline-model-parallel-layout" in flags:
+        _shrink_layout(flags, pipeline)
+    elif PATTERNS & flags.keys():
+        _shrink_pattern(flags, *(PATTERNS & flags.keys()), pipeline)
+    else:
+        _shrink_layers(flags)
+
+
+def _shrink_layers(flags: Flags) -> None:
+    """Two layers to a stage, one to a virtual stage."""
+    pipeline = _number(flags, "--pipeline-model-parallel-size")
+    layers = 2 * pipeline
+    if "--account-for-embedding-in-pipeline-split" in flags:
+        # Embedding and loss count as layers: two to each of two virtual stages, without those.
+        layers = 4 * pipeline - 2
+    if "--decoder-first-pipeline-num-layers" in flags:
+        flags["--decoder-first-pipeline-num-layers"] = ("1",)
+        flags["--decoder-last-pipeline-num-layers"] = ("2",)
+        layers = 3
+    flags["--num-layers"] = (str(layers),)
+    _shrink_frequency(flags, layers)
+
+
+def _shrink_frequency(flags: Flags, layers: int) -> None:
+    if "--moe-layer-freq" in flags:
+        flags["--moe-layer-freq"] = (f"([0]*1+[1]*{layers - 1})",)
+
+
+def _num_stages(flags: Flags, before: int, pipeline: int) -> int:
+    """Stages that are left of those before, when there were so many pipeline ranks."""
+    now = _number(flags, "--pipeline-model-parallel-size")
+    return now if before <= pipeline else 2 * now
+
+
+def _shrink_layout(flags: Flags, pipeline: int) -> None:
+    """The first stage, the last, and what is needed from between, of one layer each."""
+    text = flags["--pipeline-model-parallel-layout"][0]
+    for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
+        text = re.sub(pattern, lambda found: found[1] * int(found[2]), text)
+    stages = [re.sub("t+", "t", stage) for stage in text.split("|")]
+    between = _num_stages(flags, len(stages), pipeline) - 2
+    kept = [stages[0], *stages[1:-1][:between], stages[-1]]
+    flags["--pipeline-model-parallel-layout"] = ("|".join(kept),)
+    layers = sum(stage.count("t") for stage in kept)
+    flags["--num-layers"] = (str(layers),)
+    _shrink_frequency(flags, layers)
+
+
+def _shrink_pattern(flags: Flags, name: str, pipeline: int) -> None:
+    """Each segment to the first of every kind of layer in it."""
+    main, *predicted = flags[name][0].split("/")
+    segments = ["".join(dict.fromkeys(segment)) for segment in main.split("|")]
+    if len(segments) > 1:
+        segments = segments[: _num_stages(flags, len(segments), pipeline)]
+    flags[name] = ("/".join(["|".join(segments), *predicted]),)
+    flags.pop("--num-layers", None)
+    flags |= MAMBA
+
+
+def _shrink_sizes(flags: Flags) -> None:
+    for name, largest in SIZES.items():
+        if name in flags:
+            flags[name] = (str(min(_number(flags, name), largest)),)
+    for name, value in WITHIN_FEW_STEPS.items():
+        if name in flags:
+            flags[name] = (value,)
+
+
+def _world_size(flags: Flags) -> int:
+    """The fewest ranks at which all axes fit and weights, also those of experts, are sharded."""
+    tensor = _number(flags, "--tensor-model-parallel-size")
+    pipeline = _number(flags, "--pipeline-model-parallel-size")
+    context = _number(flags, "--context-parallel-size")
+    expert = _number(flags, "--expert-model-parallel-size")
+    expert_tensor = _number(flags, "--expert-tensor-parallel-size", tensor)
+    instances = _number(flags, "--num-distributed-optimizer-instances")
+    world_size = tensor * pipeline * max(context, 2 * instances)
+    if "--num-experts" in flags:
+        world_size = max(world_size, pipeline * expert * expert_tensor)
+        if 2 * expert * expert_tensor * pipeline <= MOST_RANKS:
+            world_size = max(world_size, 2 * expert * expert_tensor * pipeline)
+    return world_size
+
+
+def _shrink_steps(flags: Flags, world_size: int) -> None:
+    """A few iterations of a few micro-batches."""
+    tensor = _number(flags, "--tensor-model-parallel-size")
+    pipeline = _number(flags, "--pipeline-model-parallel-size")
+    context = _number(flags, "--context-parallel-size")
+    replicas = world_size // (tensor * pipeline * context)
+    micro = _number(flags, "--micro-batch-size") * replicas
+    group = _number(flags, "--microbatch-group-size-per-virtual-pipeline-stage", 0)
+    batch = micro * (group or max(NUM_MICROBATCHES, pipeline))
+    if "--step-batch-size-schedule" in flags:
+        grows_after = 2 * batch * _number(flags, "--seq-length", 32)
+        flags["--step-batch-size-schedule"] = (f"0:{batch} {grows_after}:{2 * batch}",)
+    else:
+        flags["--global-batch-size"] = (str(batch),)
+    if "--eval-global-batch-size" in flags:
+        flags["--eval-global-batch-size"] = (str(batch),)
+    for name in ("--lr-decay-samples", "--lr-wsd-decay-samples"):
+        if name in flags:
+            flags[name] = (str(2 * ITERATIONS * batch),)
+    if _number(flags, "--lr-warmup-samples", 0) > 0:
+        flags["--lr-warmup-samples"] = (str(batch),)
+    if "--train-samples" in flags:
+        flags["--train-samples"] = (str(ITERATIONS * batch),)
+    else:
+        flags["--train-iters"] = (str(ITERATIONS),)

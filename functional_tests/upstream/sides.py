@@ -1,0 +1,108 @@
+"""The two trainings of a configuration: sharded by this package, and Megatron's DDP."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from functional_tests.matrix import Run
+from functional_tests.upstream.shrink import Shrunk
+from megatron_fsdp_v2_mcore.plan.flags import without_gpu_flags
+from tests.mcore.session import fsdp
+
+__all__ = ["asked", "in_fp32", "is_low_precision", "left_out", "reference", "sharded", "yardsticks"]
+
+WRAPPERS = {
+    "--use-megatron-fsdp",
+    "--use-torch-fsdp2",
+    "--data-parallel-sharding-strategy",
+}
+"""Which wrapper is used, and how it shards: what the comparison is about."""
+
+CHECKPOINT_FORMAT = "--ckpt-format"
+"""Megatron's own `--use-megatron-fsdp` takes no other one than `fsdp_dtensor`."""
+
+OF_ANOTHER_FORMAT = "--verify-integrity"
+"""Megatron takes it with `torch_dist` alone."""
+
+DISTRIBUTED = "--use-distributed-optimizer"
+
+NOT_OF_DDP = {
+    "--init-model-with-meta-device",
+    "--megatron-fsdp-grad-comm-dtype",
+    "--megatron-fsdp-main-grads-dtype",
+    "--megatron-fsdp-main-params-dtype",
+    "--no-use-layer-wise-param-layout",
+    "--num-distributed-optimizer-instances",
+    "--outer-dp-sharding-strategy",
+    "--overlap-param-gather",
+    "--overlap-param-gather-with-optimizer-step",
+    DISTRIBUTED,
+}
+"""What only sharded weights or optimizer state have."""
+
+PRECISION = {"--bf16", "--fp16", "--grad-reduce-in-bf16"}
+
+
+def _without(words: Sequence[str], names: set[str]) -> list[str]:
+    """A command line without some flags and their values."""
+    kept: list[str] = []
+    keeps = True
+    for word in words:
+        if word.startswith("--"):
+            keeps = word not in names
+        if keeps:
+            kept.append(word)
+    return kept
+
+
+def asked(shrunk: Shrunk) -> list[str]:
+    """What a user of this package would type, on GPUs."""
+    names = {*WRAPPERS, CHECKPOINT_FORMAT, OF_ANOTHER_FORMAT}
+    return [*_without(shrunk.flags, names), *fsdp()]
+
+
+def _on_cpu(words: Sequence[str]) -> tuple[str, ...]:
+    kept = without_gpu_flags(words)
+    if "--moe-flex-dispatcher-backend" in kept:
+        # The flexible dispatcher exchanges tokens as this one does.
+        kept = [*_without(kept, {"--moe-flex-dispatcher-backend"})]
+        kept += ["--moe-token-dispatcher-type", "alltoall"]
+    return tuple(kept)
+
+
+def left_out(shrunk: Shrunk) -> list[str]:
+    """Flags that a CPU cannot honour, and that change nothing in what is computed."""
+    words = asked(shrunk)
+    kept = set(_on_cpu(words))
+    return [word for word in words if word.startswith("--") and word not in kept]
+
+
+def sharded(shrunk: Shrunk) -> Run:
+    """The run of this package, on a CPU."""
+    return Run(shrunk.world_size, _on_cpu(asked(shrunk)))
+
+
+def reference(shrunk: Shrunk) -> Run:
+    """The run of Megatron's own DDP, which every rank steps all weights of."""
+    names = {*WRAPPERS, *NOT_OF_DDP}
+    if "fsdp_dtensor" in shrunk.flags:
+        names.add(CHECKPOINT_FORMAT)
+    return Run(shrunk.world_size, _on_cpu(_without(shrunk.flags, names)))
+
+
+def yardsticks(shrunk: Shrunk) -> tuple[Run, Run]:
+    """Runs of Megatron's own distributed optimizer, sharded in two ways."""
+    run = reference(shrunk)
+    plain = (*run.flags, DISTRIBUTED)
+    cut_small = (*plain, "--overlap-grad-reduce", "--ddp-bucket-size", "20000")
+    return Run(run.world_size, plain), Run(run.world_size, cut_small)
+
+
+def is_low_precision(shrunk: Shrunk) -> bool:
+    """Whether weights are rounded, which decides how close two orders of a sum come."""
+    return not PRECISION.isdisjoint(shrunk.flags)
+
+
+def in_fp32(run: Run) -> Run:
+    """The same in fp32."""
+    return Run(run.world_size, tuple(_without(run.flags, PRECISION)))

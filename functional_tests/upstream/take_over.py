@@ -1,0 +1,153 @@
+"""Take the flags of Megatron-LM's functional configurations over, as data.
+
+`python -m functional_tests.upstream.take_over path/to/Megatron-LM` writes `configurations.txt` anew
+from a checkout or a bare mirror. Names and values of flags are taken and nothing else; those that
+name places, or say only what is logged, timed, loaded or saved when, are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import subprocess
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from functional_tests.upstream.configurations import PATH, Configuration
+
+TAG = "core_v0.19.0"
+FOLDER = "tests/functional_tests/test_cases"
+
+FAMILIES = ("gpt", "hybrid", "mixtral", "moe", "nemotron")
+"""Folders whose configurations train with `pretrain_gpt.py` or `pretrain_hybrid.py`."""
+
+OTHER_PROGRAMS = "grpo"
+"""In the names of those of them that are for `train_rl.py`."""
+
+PLACES = """
+--data-cache-path --data-path --load --merge-file --save --split --tensorboard-dir
+--tiktoken-pattern --tokenizer-model --tokenizer-type --vocab-file --wandb-entity --wandb-exp-name
+--wandb-project --wandb-save-dir
+"""
+
+LOADING_AND_SAVING = """
+--auto-detect-ckpt-format --finetune --no-load-optim --no-use-tokenizer-model-from-checkpoint-args
+--override-opt_param-scheduler --save-interval --save-retain-interval --use-checkpoint-args
+--use-checkpoint-opt_param-scheduler
+"""
+
+LOGGING_AND_TIMING = """
+--distributed-timeout-minutes --exit-duration-in-mins --exit-interval --inference-max-seq-length
+--log-energy --log-interval --log-memory-interval --log-memory-to-tensorboard --log-progress
+--log-throughput --log-timers-to-tensorboard --log-validation-ppl-to-tensorboard --logging-level
+--num-workers --seed --straggler-minmax-count --tensorboard-log-interval --timing-log-level
+--timing-log-option
+"""
+
+LEFT_OUT = frozenset(f"{PLACES} {LOADING_AND_SAVING} {LOGGING_AND_TIMING}".split())
+
+_HEAD = """
+# Flags of the functional tests of Megatron-LM, as data: names and values only.
+# Source: https://github.com/NVIDIA/Megatron-LM, {folder}/*/*/model_config.yaml
+# at tag {tag} (commit {commit}). Megatron-LM is published under
+# the licenses in its LICENSE file; no text or code of it is here.
+# Written by python -m functional_tests.upstream.take_over; not to be edited.
+#
+# Names of configurations that differ in nothing but places, logging and timing, then their flags.
+"""
+
+
+def _git(repository: Path, *words: str) -> str:
+    done = subprocess.run(
+        ["git", "-C", str(repository), *words], check=True, capture_output=True, text=True
+    )
+    return done.stdout
+
+
+def _words(value: Any) -> tuple[str, ...]:
+    """What Megatron-LM's test runner puts on the command line after a flag's name."""
+    if value is True:
+        return ()
+    text = str(value).strip()
+    if "$" in text or text.endswith((".yaml", ".yml")):
+        return (PATH,)
+    if listed := re.fullmatch(r"\[([^\]]+)\]", text):
+        return tuple(shlex.split(listed[1]))
+    return (text,)
+
+
+def _trains(arguments: dict[str, Any]) -> bool:
+    return "--train-iters" in arguments or "--train-samples" in arguments
+
+
+def read(repository: Path, commit: str) -> tuple[list[Configuration], list[str]]:
+    """Read what a commit has.
+
+    Args:
+        repository: A checkout or a mirror.
+        commit: Any name of one.
+
+    Returns:
+        Distinct configurations, and the names of those that other programs train.
+    """
+    found: dict[tuple[tuple[str, ...], ...], list[str]] = {}
+    others: list[str] = []
+    for path in _git(repository, "ls-tree", "-r", "--name-only", commit, FOLDER).splitlines():
+        if not path.endswith("/model_config.yaml"):
+            continue
+        family, name = path.split("/")[-3:-1]
+        arguments = yaml.safe_load(_git(repository, "show", f"{commit}:{path}")).get("MODEL_ARGS")
+        if not arguments or not _trains(arguments):
+            continue
+        if family not in FAMILIES or OTHER_PROGRAMS in name:
+            others.append(f"{family}/{name}")
+            continue
+        flags = {
+            flag: _words(value)
+            for flag, value in arguments.items()
+            if flag not in LEFT_OUT and value is not False and value is not None
+        }
+        key = tuple((flag, *words) for flag, words in sorted(flags.items()))
+        found.setdefault(key, []).append(f"{family}/{name}")
+    configurations = [
+        Configuration(tuple(sorted(names)), {flag: words for flag, *words in key})
+        for key, names in found.items()
+    ]
+    return sorted(configurations, key=lambda each: each.names), sorted(others)
+
+
+def as_text(configurations: list[Configuration], others: list[str], commit: str) -> str:
+    """The file."""
+    lines = _HEAD.format(folder=FOLDER, tag=TAG, commit=commit).strip().splitlines()
+    lines += ["", "other programs:", *(f"  {name}" for name in others)]
+    for configuration in configurations:
+        words = [shlex.join([flag, *given]) for flag, given in configuration.flags.items()]
+        lines += ["", *configuration.names]
+        lines += textwrap.wrap(
+            " ".join(words),
+            100,
+            initial_indent="  ",
+            subsequent_indent="  ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Write the file."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("repository", type=Path, help="a checkout or mirror of Megatron-LM")
+    parser.add_argument("--commit", default=TAG, help="what to read (default: %(default)s)")
+    asked = parser.parse_args()
+    commit = _git(asked.repository, "rev-parse", f"{asked.commit}^{{commit}}").strip()
+    text = as_text(*read(asked.repository, commit), commit)
+    Path(__file__).with_name("configurations.txt").write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""Megatron-LM's own configurations train as with DDP, or are rejected with the reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from functional_tests.test_matrix import AS_CLOSE
+from functional_tests.trainings import Difference, Trainings, first_difference
+from functional_tests.upstream.configurations import read
+from functional_tests.upstream.conftest import PAGE
+from functional_tests.upstream.page import Page
+from functional_tests.upstream.shrink import (
+    AXES,
+    DATA,
+    ITERATIONS,
+    MAMBA,
+    MOST_RANKS,
+    PATTERNS,
+    Shrunk,
+    shrunk,
+)
+from functional_tests.upstream.sides import (
+    in_fp32,
+    is_low_precision,
+    reference,
+    sharded,
+    yardsticks,
+)
+
+TOLERANCE = 1e-6
+
+# The gradient of a key's bias is zero but for rounding, which is zero exactly here and there: one
+# for each channel and layer.
+ZEROS_BY_CHANCE = 128
+
+
+def _accepted() -> list[Shrunk]:
+    """Those that the page does not say are rejected."""
+    configurations = shrunk(read())
+    page = Page((), configurations, ())
+    page.read(Path(__file__).parents[2] / PAGE)
+    return [each for each in configurations if each.name not in page.rejections]
+
+
+def _name(each: Shrunk) -> str:
+    return each.name.replace("/", "-")
+
+
+def test_configurations_are_rejected_as_the_page_says(page: Page, reasons: dict[str, str]) -> None:
+    assert reasons == page.rejections, "run pytest functional_tests/upstream --write-docs"
+
+
+def test_the_page_is_up_to_date(page: Page, pytestconfig: pytest.Config) -> None:
+    text = (pytestconfig.rootpath / PAGE).read_text()
+    assert text == page.text(), "run pytest functional_tests/upstream --write-docs"
+
+
+def test_shrinking_keeps_every_axis_and_every_flag() -> None:
+    by_name = {name: each for each in shrunk(read()) for name in each.names}
+    for configuration in read():
+        small = by_name[configuration.names[0]]
+        kept = {flag: word for flag, word in zip(small.flags, (*small.flags[1:], ""), strict=True)}
+        for flag, words in configuration.flags.items():
+            if flag == "--num-layers" and not PATTERNS.isdisjoint(kept):
+                continue  # The pattern says how many.
+            assert flag in kept, (configuration.names, flag)
+            if flag in AXES:
+                assert (int(words[0]) > 1) == (int(kept[flag]) > 1), (configuration.names, flag)
+        added = {"--global-batch-size", "--train-iters", "--num-layers", *DATA, *MAMBA}
+        new = {word for word in small.flags if word.startswith("--")} - configuration.flags.keys()
+        assert new <= added, (configuration.names, new)
+        assert small.world_size <= MOST_RANKS
+
+
+@pytest.mark.functional
+@pytest.mark.parametrize("each", _accepted(), ids=_name)
+def test_it_trains_like_megatrons_ddp_in_fp32(
+    trainings: Trainings, page: Page, each: Shrunk
+) -> None:
+    theirs = trainings(in_fp32(reference(each)))
+    mine = trainings(in_fp32(sharded(each)))
+    difference = Difference.between(mine, theirs, ITERATIONS, ZEROS_BY_CHANCE)
+    bound = Difference(TOLERANCE, TOLERANCE)
+    where = first_difference(mine, theirs, bound)
+    assert difference.within(bound), f"{difference}; {where}"
+    page.add(each, difference)
+
+
+@pytest.mark.functional
+@pytest.mark.parametrize("each", [e for e in _accepted() if is_low_precision(e)], ids=_name)
+def test_it_trains_like_megatrons_ddp_in_its_own_precision(
+    trainings: Trainings, page: Page, each: Shrunk
+) -> None:
+    ddp = trainings(reference(each))
+    mine = trainings(sharded(each))
+    difference = Difference.between(mine, ddp, ITERATIONS, ZEROS_BY_CHANCE)
+    theirs = Difference.largest_of(
+        [
+            Difference.between(trainings(run), ddp, ITERATIONS, ZEROS_BY_CHANCE)
+            for run in yardsticks(each)
+        ]
+    )
+    bound = Difference.largest_of([Difference(TOLERANCE, TOLERANCE), theirs.times(AS_CLOSE)])
+    where = first_difference(mine, ddp, bound)
+    assert difference.within(bound), f"{difference}; {where}"
+    page.add(each, difference, theirs)

@@ -1,0 +1,82 @@
+"""What becomes of every configuration's flags, without training any."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import multiprocessing
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+from functional_tests.upstream.shrink import Shrunk
+from functional_tests.upstream.sides import asked, sharded
+
+TIMEOUT_S = 120.0
+
+
+def rejections(configurations: Sequence[Shrunk]) -> list[str]:
+    """Have Megatron and this package parse and validate each, in one process of its own.
+
+    Returns:
+        Why each is rejected; empty: it is not.
+    """
+    calls = [(asked(each), sharded(each).flags, each.world_size) for each in configurations]
+    # As for the ranks of tests: what takes seconds to import is imported already.
+    context: Any = multiprocessing.get_context("forkserver")
+    mine, theirs = context.Pipe()
+    process = context.Process(target=_validate_each, args=(calls, theirs))
+    process.start()
+    assert mine.poll(TIMEOUT_S), "no answer in time"
+    answers: list[str] = mine.recv()
+    process.join()
+    return answers
+
+
+def _validate_each(calls: Sequence[Any], answers: Connection) -> None:
+    from megatron_fsdp_v2_mcore import install
+    from megatron_fsdp_v2_mcore.rehearsal import rehearse
+
+    with contextlib.redirect_stdout(io.StringIO()), rehearse([]):
+        install()
+        _keep_one_parser()
+        answers.send([_rejection(*call) for call in calls])
+
+
+def _keep_one_parser() -> None:
+    """Have Megatron make its parser, which takes longer than reading flags with it, once."""
+    from megatron.training import arguments
+
+    make: Any = arguments.add_megatron_arguments
+    made: list[Any] = []
+
+    def kept(parser: Any) -> Any:
+        if not made:
+            made.append(make(parser))
+        return made[0]
+
+    arguments.add_megatron_arguments = kept
+
+
+def _rejection(typed: Sequence[str], on_cpu: Sequence[str], world_size: int) -> str:
+    from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
+    from megatron.training.argument_utils import pretrain_cfg_container_from_args
+
+    from megatron_fsdp_v2.plan.sources import FlagsError
+    from megatron_fsdp_v2_mcore.plan.flags import parsed, pretend_ranks, refusals_as_errors
+    from megatron_fsdp_v2_mcore.rehearsal.flags import with_cpu_flags
+
+    said = io.StringIO()
+    try:
+        with pretend_ranks(world_size), contextlib.redirect_stderr(said):
+            args, _ = parsed(with_cpu_flags(on_cpu), typed)
+            with refusals_as_errors():
+                pretrain_cfg_container_from_args(args)
+    except FlagsError as error:
+        return str(error)
+    except SystemExit:
+        # The parser names its program before what it says.
+        return said.getvalue().strip().splitlines()[-1].partition("error: ")[2]
+    finally:
+        destroy_num_microbatches_calculator()
+    return ""

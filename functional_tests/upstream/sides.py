@@ -40,6 +40,9 @@ NOT_OF_DDP = {
 }
 """What only sharded weights or optimizer state have."""
 
+NOT_INSTALLED = {"--async-save"}
+"""Megatron's own needs NVIDIA's resiliency extension; nothing is saved here."""
+
 PRECISION = {"--bf16", "--fp16", "--grad-reduce-in-bf16"}
 
 
@@ -84,7 +87,7 @@ def sharded(shrunk: Shrunk) -> Run:
 
 def reference(shrunk: Shrunk) -> Run:
     """The run of Megatron's own DDP, which every rank steps all weights of."""
-    names = {*WRAPPERS, *NOT_OF_DDP}
+    names = {*WRAPPERS, *NOT_OF_DDP, *NOT_INSTALLED}
     if "fsdp_dtensor" in shrunk.flags:
         names.add(CHECKPOINT_FORMAT)
     return Run(shrunk.world_size, _on_cpu(_without(shrunk.flags, names)))

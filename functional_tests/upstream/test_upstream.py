@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -61,7 +64,7 @@ def test_shrinking_keeps_every_axis_and_every_flag() -> None:
     by_name = {name: each for each in shrunk(read()) for name in each.names}
     for configuration in read():
         small = by_name[configuration.names[0]]
-        kept = {flag: word for flag, word in zip(small.flags, (*small.flags[1:], ""), strict=True)}
+        kept = dict(itertools.pairwise((*small.flags, "")))
         for flag, words in configuration.flags.items():
             if flag == "--num-layers" and not PATTERNS.isdisjoint(kept):
                 continue  # The pattern says how many.
@@ -72,6 +75,31 @@ def test_shrinking_keeps_every_axis_and_every_flag() -> None:
         new = {word for word in small.flags if word.startswith("--")} - configuration.flags.keys()
         assert new <= added, (configuration.names, new)
         assert small.world_size <= MOST_RANKS
+
+
+def _has_virtual_stages(flags: Mapping[str, tuple[str, ...]]) -> bool:
+    pipeline = int(flags.get("--pipeline-model-parallel-size", "1")[0])
+    if layout := flags.get("--pipeline-model-parallel-layout"):
+        text = layout[0]
+        for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
+            text = re.sub(pattern, lambda found: found[1] * int(found[2]), text)
+        return text.count("|") + 1 > pipeline
+    if pattern := flags.get("--hybrid-layer-pattern"):
+        return pattern[0].count("|") + 1 > pipeline
+    if per_stage := flags.get("--num-layers-per-virtual-pipeline-stage"):
+        return int(flags["--num-layers"][0]) > pipeline * int(per_stage[0])
+    return int(flags.get("--num-virtual-stages-per-pipeline-rank", "1")[0]) > 1
+
+
+def test_shrinking_keeps_virtual_stages() -> None:
+    seen = set()
+    for configuration in read():
+        (small,) = shrunk([configuration])
+        kept = {flag: (word,) for flag, word in itertools.pairwise((*small.flags, ""))}
+        before = _has_virtual_stages(configuration.flags)
+        assert _has_virtual_stages(kept) == before, configuration.names
+        seen.add(before)
+    assert seen == {False, True}
 
 
 @pytest.mark.functional

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 from functional_tests.trainings import Difference
 from functional_tests.upstream.configurations import Configuration
 from functional_tests.upstream.shrink import ITERATIONS, Shrunk
+from functional_tests.upstream.sides import left_out
 from functional_tests.upstream.take_over import FOLDER, TAG
 
 _ABOUT = f"""
@@ -39,6 +41,10 @@ before clipping, of parameters). In fp32 both are asserted to be below 1e-06, wi
 `--fp16` left out where given. In the configuration's own precision rounding decides: the last two
 columns show how far Megatron's own distributed optimizer is from its DDP, and asserted is 1.5
 times that. An empty cell has not been measured.
+"""
+_LEFT_OUT = """
+What a rehearsal refuses, since it is part of a GPU's libraries, and sets itself where a CPU needs
+another value. The token dispatcher `flex` becomes `alltoall`, which exchanges the same.
 """
 _OTHERS = """
 Trained by programs other than `pretrain_gpt.py` and `pretrain_hybrid.py`, with models or data that
@@ -129,6 +135,8 @@ class Page:
         lines += _markdown(_REJECTED_HEAD, self._rejected())
         lines += ["", "## Trained beside DDP", "", *_wrapped(_TRAINED), ""]
         lines += _markdown(_HEAD, self._trained())
+        lines += ["", "## Left out on a CPU", "", *_wrapped(_LEFT_OUT), ""]
+        lines += _markdown(("flag", "accepted configurations"), self._left_out())
         lines += ["", "## Other programs", "", *_wrapped(_OTHERS), ""]
         lines += [f"* `{name}`" for name in self.others]
         return "\n".join(lines) + "\n"
@@ -161,6 +169,12 @@ class Page:
             upstream = sum(len(each.names) for each in found)
             names = ", ".join(f"`{each.name}`" for each in found)
             yield reason, str(len(found)), str(upstream), names
+
+    def _left_out(self) -> Iterable[tuple[str, ...]]:
+        accepted = [each for each in self.shrunk if each.name not in self.rejections]
+        counts = Counter(flag for each in accepted for flag in left_out(each))
+        for flag, number in sorted(counts.items(), key=lambda item: (-item[1], item[0])):
+            yield f"`{flag}`", str(number)
 
     def _trained(self) -> Iterable[tuple[str, ...]]:
         for each in self.shrunk:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functional_tests.matrix import Run
 from functional_tests.upstream.shrink import Shrunk
 from megatron_fsdp_v2_mcore.plan.flags import without_gpu_flags
+from megatron_fsdp_v2_mcore.rehearsal.flags import with_cpu_flags
 from tests.mcore.session import fsdp
 
 __all__ = ["asked", "in_fp32", "is_low_precision", "left_out", "reference", "sharded", "yardsticks"]
@@ -68,16 +69,22 @@ def _on_cpu(words: Sequence[str]) -> tuple[str, ...]:
     kept = without_gpu_flags(words)
     if "--moe-flex-dispatcher-backend" in kept:
         # The flexible dispatcher exchanges tokens as this one does.
-        kept = [*_without(kept, {"--moe-flex-dispatcher-backend"})]
+        kept = _without(kept, {"--moe-flex-dispatcher-backend"})
         kept += ["--moe-token-dispatcher-type", "alltoall"]
     return tuple(kept)
 
 
 def left_out(shrunk: Shrunk) -> list[str]:
-    """Flags that a CPU cannot honour, and that change nothing in what is computed."""
+    """Flags that are left out, or have another value, on a CPU."""
     words = asked(shrunk)
-    kept = set(_on_cpu(words))
-    return [word for word in words if word.startswith("--") and word not in kept]
+    kept = with_cpu_flags(_on_cpu(words))
+    same = set(_flags(words)) & set(_flags(kept))
+    return [flag.partition(" ")[0] for flag in _flags(words) if flag not in same]
+
+
+def _flags(words: Sequence[str]) -> list[str]:
+    """Every flag with its value."""
+    return [f"--{text}".strip() for text in " ".join(words).split("--")[1:]]
 
 
 def sharded(shrunk: Shrunk) -> Run:

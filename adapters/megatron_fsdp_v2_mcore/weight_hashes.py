@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp_v2.comm_interface import Axis
-from megatron_fsdp_v2.fsdp_module import FSDPModule, named_units, rest
+from megatron_fsdp_v2.fsdp_module import named_units, rest
 from megatron_fsdp_v2.param_group import ParameterGroup
 from megatron_fsdp_v2.placement import Placement
 
@@ -72,14 +72,13 @@ def compare(chunks: Iterable[nn.Module]) -> None:
     for chunk in chunks:
         rest(chunk)
         for _, unit in named_units(chunk):
-            module = unit.module()
-            assert isinstance(module, FSDPModule)
             was_gathered = unit.is_unsharded
-            module.unshard()
+            unit.unshard(async_op=False)
+            unit.wait_for_unshard()
             for group in unit.groups:
                 _hash_group(group, columns)
             if not was_gathered:
-                module.reshard()
+                unit.reshard()
     found = [text for column in columns.values() for text in _differences(column)]
     device = next((column.device for column in columns.values()), torch.device("cpu"))
     number = torch.tensor([len(found)], device=device)

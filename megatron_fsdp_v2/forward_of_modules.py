@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from megatron_fsdp_v2.unit import Unit
 
-__all__ = ["post_forward", "pre_forward"]
+__all__ = ["after_forward", "post_forward", "pre_forward"]
 
 
 def pre_forward(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -53,6 +53,16 @@ def post_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
             if other.left_to_run:
                 _end_early(other)
     return unit.post_forward(output)
+
+
+def after_forward(unit: Unit, module: nn.Module) -> None:
+    """After the forward of one of a unit's modules, also where it raised."""
+    if unit.left_to_run and not in_backward():
+        if id(module) not in unit.left_to_run:
+            # The others are still to come.
+            return
+        unit.left_to_run.clear()
+    unit.after_forward()
 
 
 def _end_early(unit: Unit) -> None:

@@ -11,7 +11,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from megatron_fsdp_v2.forward_of_modules import post_forward, pre_forward
+from megatron_fsdp_v2.forward_of_modules import after_forward, post_forward, pre_forward
 from megatron_fsdp_v2.fsdp_module import unit_of
 from megatron_fsdp_v2.gathered_parameter import gathered_name
 from megatron_fsdp_v2.optimizer_state import watch_state
@@ -55,7 +55,7 @@ def _post_forward(module: nn.Module, args: Any, output: Any) -> Any:
 def _after_forward(module: nn.Module, args: Any, output: Any) -> None:
     """Also called where the forward, or a hook before it, raised an exception."""
     del args, output
-    unit_of(module).after_forward()
+    after_forward(unit_of(module), module)
 
 
 def _show_sharded(module: nn.Module, *args: Any) -> None:

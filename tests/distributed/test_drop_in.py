@@ -373,5 +373,5 @@ def said_about_an_integer() -> str:
 
 
 def test_a_partial_reshard_after_forward_is_refused(pools: RankPools) -> None:
-    for said in pools(2).run(said_about_an_integer):
+    for said in pools(4).run(said_about_an_integer):
         assert "reshard_after_forward" in said

@@ -8,7 +8,8 @@ buffer becomes padding. Buffers of their own avoid that, each at the price of a 
 The search treats equal parameters as a kind with a count, and all kinds of one row size as a class.
 It goes through the partitions of classes, fewest buffers first, then moves single parameters into
 the room that the slices of another buffer leave. It compares splits by a lower bound of their slice
-sizes and lays out only the most promising ones. All numbers are elements.
+sizes and lays out only the most promising ones. Of a few parameters every split is laid out. All
+numbers are elements.
 """
 
 from __future__ import annotations
@@ -37,6 +38,9 @@ MAX_CLASSES = 6
 
 _PROMISING = 6
 """Partitions into so many buffers that are laid out and improved."""
+
+_FEW = 5
+"""Parameters up to which every way to split them is tried."""
 
 _MAX_KINDS = 24
 """Kinds up to which partitions are improved by moving parameters; it takes long with more."""
@@ -139,6 +143,8 @@ def _split(
     )
     counts = tuple(len(kinds[key]) for key in keys)
     best = _best_split(search, counts, whole.shard_numel, enough, min_gain * params)
+    if len(shapes) <= _FEW:
+        best = _best_of_all(search, counts, best, enough, min_gain * params)
     # Hand out the parameters of a kind in order, so that neighbours stay together.
     left = {key: iter(kinds[key]) for key in keys}
     buffers = [
@@ -295,6 +301,36 @@ def _best_split(
         if cost < best_cost:
             best, best_cost = split, cost
     return best
+
+
+def _best_of_all(
+    search: _Search, counts: _Counts, known: _Split, enough: float, min_gain: float
+) -> _Split:
+    """The best of all splits; the known one where none is better. See `_best_split`."""
+    params = search.total(counts)
+
+    def cost(split: _Split) -> tuple[bool, float]:
+        numel = search.num_shards * search.planned(split)
+        is_enough = numel - params <= enough
+        return not is_enough, len(split) if is_enough else numel + min_gain * len(split)
+
+    return min([known, *sorted(_every_split(counts))], key=cost)
+
+
+def _every_split(counts: _Counts) -> set[_Split]:
+    """Every way to put counted parameters into any number of buffers."""
+    splits: set[_Split] = {()}
+    for kind, count in enumerate(counts):
+        one = tuple(int(other == kind) for other in range(len(counts)))
+        for _ in range(count):
+            grown = [(*split, one) for split in splits]
+            grown += [
+                (*split[:i], _sum((split[i], one)), *split[i + 1 :])
+                for split in splits
+                for i in range(len(split))
+            ]
+            splits = {tuple(sorted(split)) for split in grown}
+    return splits
 
 
 def _best_partition(

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_fsdp_v2.layout import BufferLayout, Granularity
@@ -68,6 +68,8 @@ def _set_partitions(items: list[int]) -> Iterator[list[list[int]]]:
 
 
 @settings(max_examples=60, deadline=None)
+@example([(3,), (5,), (6,), (6,), (6,)], 3, Granularity(2), 0.0)
+@example([(1,), (3,), (5,), (6,), (6,)], 3, Granularity(2), 0.0)
 @given(
     shapes=TINY_SHAPES,
     num_shards=st.integers(1, 16),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_fsdp_v2.autograd_engine import in_backward
+from megatron_fsdp_v2.unset_values import check_has_values
 
 if TYPE_CHECKING:
     from torch import nn
@@ -22,6 +23,8 @@ def pre_forward(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> tuple[
     Returns:
         The arguments to run it with.
     """
+    if unit.unset:
+        check_has_values(unit)
     # A recomputation runs one of them, for the backward of that one.
     if len(unit.modules) == 1 or in_backward():
         return unit.pre_forward(args, kwargs)

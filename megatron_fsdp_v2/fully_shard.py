@@ -41,6 +41,7 @@ from megatron_fsdp_v2.registration import OwnedParameter, find_home
 from megatron_fsdp_v2.trace_pool import TracePoolAllocator
 from megatron_fsdp_v2.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2.unit import Unit
+from megatron_fsdp_v2.unset_values import buffer_of, parameter_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -86,7 +87,8 @@ def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
     their names and global shapes; build the optimizer from `module.parameters()` afterwards.
     A parameter tied to one of another unit stays tied: it belongs to the unit wrapped first and is
     gathered for both. Parameters on the meta device are given values by `reset_parameters()` of
-    their modules, the same on every rank; that is a collective, nothing else here is.
+    their modules, the same on every rank; that is a collective, nothing else here is. Where a
+    module has none, they have memory and no values, until a state dict is loaded.
 
     Gradients are `gradient_scaling_factor` times the sum over data-parallel ranks.
 
@@ -177,7 +179,7 @@ def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
     borrowed = _borrow(tied, spec_of, mesh)
     _check_at_rest(modules)
     axes = _axes_of(mesh)
-    materialise(owned, list(_own_modules(modules)), device, axes, param_init_fn)
+    unset = materialise(owned, list(_own_modules(modules)), device, axes, param_init_fn)
     context: Context[Unit] = Context(
         communicator_for(device),
         TracePoolAllocator() if enable_trace_pool else PlainAllocator(),
@@ -193,6 +195,7 @@ def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
             group.registrations.add(index, below, attribute)
         group.registrations.install(group.sharded_params)
     unit = Unit(modules, groups, borrowed, context, policy, reshard_after_forward=reshards)
+    unit.unset = _without_values(groups, *unset)
     for part in modules:
         swap_class(part)
         part._fsdp_unit = unit  # type: ignore[assignment]
@@ -236,6 +239,20 @@ def _make_groups(
         )
         for number, ((spec, _), members) in enumerate(buffers)
     ]
+
+
+def _without_values(
+    groups: Sequence[ParameterGroup],
+    params: AbstractSet[str],
+    buffers: Sequence[tuple[str, nn.Module, str]],
+) -> list[tuple[str, Callable[[], torch.Tensor | None]]]:
+    """What has no values yet: names, and how to look each one up."""
+    found = [(name, buffer_of(module, attribute)) for name, module, attribute in buffers]
+    for group in groups:
+        for index, name in enumerate(group.names):
+            if name in params:
+                found.append((name, parameter_of(group, index)))
+    return found
 
 
 def _join(roots: Sequence[nn.Module], context: Context[Unit]) -> None:

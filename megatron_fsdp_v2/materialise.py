@@ -11,6 +11,7 @@ from torch import nn
 
 from megatron_fsdp_v2.comm_errors import naming_failures
 from megatron_fsdp_v2.dtensor_parts import part_of
+from megatron_fsdp_v2.unset_values import is_unset, mark_unset, unset_like
 
 if TYPE_CHECKING:
     from megatron_fsdp_v2.comm_interface import Axis
@@ -25,7 +26,7 @@ def materialise(
     device: torch.device,
     axes: Sequence[Axis],
     param_init_fn: Callable[[nn.Module], None] | None = None,
-) -> None:
+) -> tuple[set[str], list[tuple[str, nn.Module, str]]]:
     """Give a unit's meta parameters and buffers memory and values, in place.
 
     Collective where there are some; nothing happens where there are none.
@@ -43,37 +44,35 @@ def materialise(
         axes: Axes of the data-parallel mesh.
         param_init_fn: What to call in place of `reset_parameters()`, with the module.
 
-    Raises:
-        ValueError: A module cannot initialise itself, or left a buffer out.
+    Returns:
+        What still has no values, because a module has no `reset_parameters()` or that leaves it
+        out: names of parameters; and buffers as name, module and attribute.
     """
     fresh = [parameter for parameter in owned if parameter.param.is_meta]
     holders = {id(module) for parameter in fresh for module, _ in parameter.sites}
-    empty_buffers = []
+    empty_buffers: list[tuple[str, nn.Module, str]] = []
     for name, module in modules:
         for attribute, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
-                module._buffers[attribute] = _unset(buffer, device)
-                empty_buffers.append((f"{name}.{attribute}" if name else attribute, module))
+                module._buffers[attribute] = unset_like(buffer, device)
+                label = f"{name}.{attribute}" if name else attribute
+                empty_buffers.append((label, module, attribute))
                 holders.add(id(module))
     for parameter in fresh:
         _give_memory(parameter, device)
     for name, module in _children_first(modules):
         if id(module) in holders:
-            _initialise(name, module, param_init_fn)
-    for name, module in empty_buffers:
-        value = module._buffers[name.rpartition(".")[2]]
-        if value is not None and value.is_floating_point() and bool(value.isnan().all()):
-            raise ValueError(
-                f"buffer {name} is on the meta device and reset_parameters() of "
-                f"{type(module).__name__} does not set it; set it there"
-            )
+            _initialise(module, param_init_fn)
+    unset = {p.name for p in fresh if is_unset(part_of(p.param))}
+    buffers = [(one[1]._buffers[one[2]], one) for one in empty_buffers]
     for parameter in fresh:
         if parameter.dtensor is not None and parameter.dtensor.placement.is_replicate():
             _share_along(part_of(parameter.param), parameter.dtensor.mesh.get_group())
     tensors = [part_of(parameter.param) for parameter in fresh]
-    tensors += [m._buffers[name.rpartition(".")[2]] for name, m in empty_buffers]  # type: ignore[misc]
+    tensors += [buffer for buffer, _ in buffers if buffer is not None]
     for tensor in tensors:
         _share(tensor, axes)
+    return unset, [one for buffer, one in buffers if buffer is not None and is_unset(buffer)]
 
 
 def _children_first(modules: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
@@ -87,14 +86,11 @@ def _children_first(modules: Sequence[tuple[str, nn.Module]]) -> list[tuple[str,
     return ordered + above[::-1]
 
 
-def _unset(like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    made = torch.empty_like(like, device=device)
-    return made.fill_(float("nan")) if made.is_floating_point() else made
-
-
 def _give_memory(parameter: OwnedParameter, device: torch.device) -> None:
     old = parameter.param
     made = nn.Parameter(torch.empty_like(old, device=device), requires_grad=old.requires_grad)
+    with torch.no_grad():
+        mark_unset(part_of(made))
     for key, value in vars(old).items():
         setattr(made, key, value)
     parameter.param, parameter.stood_in = made, old
@@ -102,20 +98,13 @@ def _give_memory(parameter: OwnedParameter, device: torch.device) -> None:
         module._parameters[attribute] = made
 
 
-def _initialise(name: str, module: Any, param_init_fn: Callable[[nn.Module], None] | None) -> None:
-    if param_init_fn is not None:
-        with torch.no_grad():
-            param_init_fn(module)
-        return
+def _initialise(module: Any, param_init_fn: Callable[[nn.Module], None] | None) -> None:
     reset = getattr(module, "reset_parameters", None)
-    if reset is None:
-        raise ValueError(
-            f"{name or 'the module'} ({type(module).__name__}) has parameters or buffers on the "
-            "meta device and no reset_parameters() to give them values; define it, or build the "
-            "module on a real device"
-        )
     with torch.no_grad():
-        reset()
+        if param_init_fn is not None:
+            param_init_fn(module)
+        elif reset is not None:
+            reset()
 
 
 def _share(tensor: torch.Tensor, axes: Sequence[Axis]) -> None:

@@ -10,14 +10,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Self, cast, override
+from typing import TYPE_CHECKING, Any, Self, cast, override
 
+import torch
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed._composable.contract import STATE_KEY
 
 from megatron_fsdp_v2.forward_of_modules import post_forward, pre_forward
 from megatron_fsdp_v2.other_wrappers import check_who_asks
+
+if TYPE_CHECKING:
+    from megatron_fsdp_v2.unit import Unit
 
 # Looked up once: programs put ours in the place of theirs, for libraries that import it when they
 # shard a model.
@@ -54,9 +58,12 @@ class TorchFSDPModule(fsdp.FSDPModule):
         return cast(Self, original(*args, **kwargs))
 
     @override
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        unit = self._fsdp_unit  # type: ignore[attr-defined]
+        unit.reshard()
+        _check_conversion(unit, fn)
         # Changed parameters are noticed where the unit is gathered next.
-        return super(fsdp.FSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
+        return super(fsdp.FSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]
 
     # Other wrappers find parameters through these two.
     def named_modules(self, *args: Any, **kwargs: Any) -> Any:
@@ -80,6 +87,30 @@ class TorchFSDPModule(fsdp.FSDPModule):
     @override
     def _get_fsdp_state(self) -> Any:
         return UnitState(self)
+
+
+def _check_conversion(unit: Unit, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Before a module is converted (`half()`, `to()`): see that its parameters stay what they are.
+
+    Raises:
+        ValueError: They would get another dtype or device.
+    """
+    for group in unit.groups:
+        main = group.main_weight.tensor
+        with torch.no_grad():
+            becomes = convert(torch.empty(0, dtype=main.dtype, device=main.device))
+        if becomes.dtype != main.dtype:
+            raise ValueError(
+                f"the parameters of unit {unit.name} are {main.dtype} and cannot become "
+                f"{becomes.dtype} once they are sharded: convert the model before fully_shard, or "
+                "set the dtype to compute with by mp_policy=MixedPrecisionPolicy(param_dtype=...)"
+            )
+        if becomes.device != main.device:
+            raise ValueError(
+                f"the parameters of unit {unit.name} stay on {main.device}, where their mesh is, "
+                f"and cannot move to {becomes.device}: save a state dict and load it into a model "
+                "that is sharded there"
+            )
 
 
 def _refused(name: str, instead: str) -> Callable[..., Any]:

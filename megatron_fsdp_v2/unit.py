@@ -76,6 +76,8 @@ class Unit:
         is_last_backward: Whether the next backward is the last before the optimizer steps.
         forward_prefetch: Units to gather when its forward starts, instead of the recorded next.
         backward_prefetch: Likewise for its backward.
+        unset: Names of parameters and buffers that had no values when it was made, and how to
+            look each one up.
         ranges: Makes a profiler range of a name, or None for no ranges.
     """
 
@@ -108,6 +110,7 @@ class Unit:
         self.is_last_backward = True
         self.forward_prefetch: list[weakref.ref[Unit]] = []
         self.backward_prefetch: list[weakref.ref[Unit]] = []
+        self.unset: Sequence[tuple[str, Callable[[], torch.Tensor | None]]] = ()
         self.ranges: Callable[[str], AbstractContextManager[Any]] | None = None
         self._is_unsharded = False
         # Forwards whose backward is still to come; some may never come.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from typing import Any
 
@@ -9,9 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from megatron_fsdp_v2 import fully_shard
-from tests.distributed.wrapping import mesh_of
+from tests.distributed.wrapping import mesh_of, said, weight_error, wrap
 from tests.ranks import RankPools
 
 LIVE: list[weakref.ref[torch.Tensor]] = []
@@ -108,20 +110,85 @@ class Forgetful(Layer):
         nn.init.ones_(self.weight)
 
 
-def forgotten_buffer() -> str:
-    """What a buffer without values leads to."""
+def forgotten_buffer() -> tuple[str, list[float]]:
+    """What a buffer without values leads to, and what the module gives once it has some."""
     with torch.device("meta"):
-        module = Forgetful()
-    try:
-        fully_shard(module, mesh=mesh_of(1))
-    except ValueError as error:
-        return str(error)
-    return "no error"
+        module: Any = Forgetful()
+    fully_shard(module, mesh=mesh_of(1))
+    x = torch.ones(1, *module.weight.shape[1:])
+    found = said(RuntimeError, lambda: module(x))
+    module.scale.fill_(2.0)
+    return found, module(x).flatten().tolist()
 
 
 def test_a_buffer_that_gets_no_values_is_named(pools: RankPools) -> None:
-    (said,) = pools(1).run(forgotten_buffer)
-    assert "buffer scale is on the meta device and reset_parameters() of Forgetful" in said
+    ((found, output),) = pools(1).run(forgotten_buffer)
+    assert "scale of unit the root (Forgetful) had no values on the meta device" in found
+    assert output and not any(value != value for value in output)
+
+
+class Bare(nn.Module):
+    """A module that cannot initialize itself, as most of model libraries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 3))
+        self.register_buffer("table", torch.arange(5))
+        self.linear = nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x[:, self.table] @ self.weight)
+
+
+def loaded_into_bare_modules(strategy: str) -> tuple[list[str], dict[str, float], bool]:
+    """Errors before values; distances of trained weights by how they got some; a new init."""
+    mesh = mesh_of(dist.get_world_size())
+    torch.manual_seed(0)
+    real = nn.Sequential(Bare(), nn.Linear(1, 2))
+    errors, distances = [], {}
+    for how in ("full", "assigned", "distributed", "sharded"):
+        with torch.device("meta"):
+            model: Any = nn.Sequential(Bare(), nn.Linear(1, 2))
+            wrap(model, [model[0]], sharding_strategy=strategy)
+        errors.append(said(RuntimeError, lambda model=model: model(torch.ones(2, 5))))
+        model.to_empty(device="cpu")
+        state: Any = real.state_dict()
+        if how == "distributed":
+            split = {k: distribute_tensor(v, mesh, [Shard(0)]) for k, v in real.named_parameters()}
+            state = {**state, **split}
+        if how == "sharded":
+            other: Any = copy.deepcopy(real)
+            wrap(other, [other[0]], sharding_strategy=strategy)
+            state = other.state_dict()
+        model.load_state_dict(state, assign=how != "full")
+        plain = copy.deepcopy(real)
+        # With parameters that were assigned, the sharded ones are there after the first use.
+        x = torch.randn(2, 4, 5)
+        model(x[0])
+        model.reshard()
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, model)]
+        for part in x:
+            (plain(part).square().mean() / 2).backward()
+        model(x[dist.get_rank()]).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        distances[how] = weight_error(model, plain)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for param in model.parameters():
+            nn.init.constant_(param, 0.5)
+    full = torch.cat([p.full_tensor().flatten() for p in model.parameters()])
+    return errors, distances, bool((full == 0.5).all())
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+def test_modules_that_cannot_initialize_themselves_take_a_state_dict(
+    pools: RankPools, strategy: str
+) -> None:
+    for errors, distances, filled in pools(2).run(loaded_into_bare_modules, strategy):
+        assert all("table, weight of unit 0 (Bare) had no values" in error for error in errors)
+        assert max(distances.values()) < 1e-6, distances
+        assert filled
 
 
 def _drawn_alike() -> bool:

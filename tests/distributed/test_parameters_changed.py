@@ -141,7 +141,9 @@ def messages() -> dict[str, str]:
     return {
         "optimizer": said(runtime, _stale_optimizer),
         "rebuilt": said(runtime, _optimizer_before_rebuilding),
-        "dtype": said(value, _changed(lambda model: model.bfloat16())),
+        "dtype": said(value, lambda: _sharded().bfloat16()),
+        "half": said(value, lambda: nn.Sequential(_sharded()).half()),
+        "device": said(value, lambda: _sharded().to("meta")),
         "tied": said(value, _changed(_tie)),
         "size": said(value, _changed(_resize)),
         "removed": said(value, _changed(_remove)),
@@ -153,7 +155,9 @@ def messages() -> dict[str, str]:
 EXPECTED = {
     "optimizer": "holds input.weight of Stack/0 as it was before fully_shard",
     "rebuilt": "holds input.weight of Stack/0 as it was before the parameter was replaced",
-    "dtype": "torch.float32 cpu here to",
+    "dtype": "the root (Stack) are torch.float32 and cannot become torch.bfloat16 once they are",
+    "half": "set the dtype to compute with by mp_policy=MixedPrecisionPolicy(param_dtype=...)",
+    "device": "stay on cpu, where their mesh is, and cannot move to meta",
     "tied": "parameter up.weight of blocks.1/0 (registered as weight of Linear) was tied to",
     "size": "shape (3, 7) before, (4, 7) now",
     "removed": "was removed after fully_shard",

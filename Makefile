@@ -19,9 +19,10 @@ LONGER := $(PY) -m pytest --one-in "$(ONE_IN)"
 # What torch changes from version to version: collectives, DTensor, the autograd engine, FSDP2's own
 # classes, distributed checkpoint, streams and storages; and a training with Megatron.
 TORCH_SAMPLE = $(addprefix tests/distributed/test_, beside_fsdp2.py checkpoint.py cpu_reduction.py \
-  drop_in.py fsdp2_instance.py known_failures.py meta_device.py parallelize_module.py precision.py \
+  drop_in.py fsdp2_calls.py fsdp2_instance.py fsdp2_methods.py known_failures.py meta_device.py \
+  other_wrappers.py parallelize_module.py parameters_changed.py pickled_state.py precision.py \
   stream_safety.py torch_checkpoint.py torch_versions.py training_state.py uneven_dtensor.py) \
-  tests/unit/test_checkpoint_export.py tests/unit/test_row_shards.py \
+  $(addprefix tests/unit/test_, checkpoint_export.py fsdp2_surface.py row_shards.py) \
   tests/mcore/test_parity_with_ddp.py
 
 # TEXT is passed on whenever it is given, also when it is given empty: that is an error to report.

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from megatron_fsdp_v2.registration import OwnedParameter
 
 __all__ = [
+    "check_mesh_dims",
     "check_offload_policy",
     "check_shard_placement",
     "default_mesh",
@@ -80,6 +81,19 @@ def check_offload_policy(policy: object) -> None:
         f"offload_policy={policy!r} cannot be honored: parameters, gradients and optimizer state "
         "stay on the device of the mesh; leave it out, or shard over more ranks"
     )
+
+
+def check_mesh_dims(dims: object) -> None:
+    """Refuse to look for the data-parallel axes in a mesh that has others as well.
+
+    Raises:
+        ValueError: It is not None.
+    """
+    if dims is not None:
+        raise ValueError(
+            f"dp_mesh_dims={dims!r} cannot be honored: give the data-parallel axes as the mesh, "
+            "such as mesh=mesh['dp'] or mesh['outer', 'dp'] of a mesh with more axes"
+        )
 
 
 def check_shard_placement(

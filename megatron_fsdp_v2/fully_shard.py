@@ -21,6 +21,7 @@ from megatron_fsdp_v2.context import Context
 from megatron_fsdp_v2.dp_buffer import ShardGrid
 from megatron_fsdp_v2.dtensor_parts import tensor_shard_of
 from megatron_fsdp_v2.fsdp2_arguments import (
+    check_mesh_dims,
     check_offload_policy,
     check_shard_placement,
     default_mesh,
@@ -79,6 +80,7 @@ def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
     param_init_fn: Callable[[nn.Module], None] | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
     offload_policy: OffloadPolicy | None = None,
+    dp_mesh_dims: object = None,
 ) -> ModuleT:
     """Shard the parameters a module owns over a data-parallel mesh, in place.
 
@@ -137,6 +139,7 @@ def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
             device, in place of its `reset_parameters()`.
         shard_placement_fn: As with FSDP2, where it returns None or `Shard(0)`.
         offload_policy: As with FSDP2, where it offloads nothing: `OffloadPolicy()`.
+        dp_mesh_dims: None; `mesh` has the data-parallel axes and no others.
 
     Returns:
         What was given as `module`.
@@ -146,6 +149,7 @@ def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
     """
     policy = MixedPrecisionPolicy.of(mp_policy)
     check_offload_policy(offload_policy)
+    check_mesh_dims(dp_mesh_dims)
     mesh = default_mesh() if mesh is None else mesh
     modules = _outermost(module)
     _validate(modules, mesh, on_missing_grad, enable_trace_pool)

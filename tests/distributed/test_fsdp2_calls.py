@@ -63,6 +63,7 @@ def refused_arguments() -> dict[str, str]:
         "fewer ranks": shard(mesh=mesh_of(4), reshard_after_forward=2),
         "resharding": shard(reshard_after_forward="yes"),
         "offloading": shard(offload_policy=fsdp.CPUOffloadPolicy()),
+        "axes": shard(dp_mesh_dims="dp"),
         "columns": shard(shard_placement_fn=lambda param: Shard(1) if param.ndim > 1 else None),
     }
 
@@ -73,6 +74,7 @@ EXPECTED = {
     "fewer ranks": "reshard_after_forward must be True, False or None, got 2",
     "resharding": "reshard_after_forward must be True, False or None, got 'yes'",
     "offloading": "offload_policy=CPUOffloadPolicy(pin_memory=True) cannot be honored",
+    "axes": "dp_mesh_dims='dp' cannot be honored: give the data-parallel axes as the mesh",
     "columns": "shard_placement_fn returns S(1) for parameter weight; parameters are sharded by",
 }
 

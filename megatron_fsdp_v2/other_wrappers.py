@@ -8,6 +8,7 @@ modules, and can be known by who is asking.
 from __future__ import annotations
 
 import inspect
+import types
 from collections.abc import Sequence
 
 from torch import nn
@@ -43,13 +44,22 @@ def check_who_asks(module: object) -> None:
             break
         frame = frame.f_back
     name = None if frame is None else _ASKING.get(frame.f_globals.get("__name__", ""))
-    if name is not None:
+    if name is not None and frame is not None and not _ignores_some(frame):
         raise RuntimeError(
             f"{name} was called on a module that is, or contains, a {type(module).__name__} that "
             "megatron_fsdp_v2.fully_shard sharded, which shards its parameters and reduces its "
             "gradients by itself. Leave the wrapper out: sharding_strategy='no_shard' is "
-            "DDP, a 2-D mesh is HSDP, and fully_shard on the module around shards what is left"
+            "DDP, a 2-D mesh is HSDP, and fully_shard on the module around shards what is left. "
+            "(DDP around it may have what is left where it is told to ignore what is sharded.)"
         )
+
+
+def _ignores_some(frame: types.FrameType) -> bool:
+    """Whether DDP was told to leave parameters to others, as it is where it meets FSDP2."""
+    wrapped = frame.f_locals.get("module")
+    if wrapped is None:
+        wrapped = getattr(frame.f_locals.get("self"), "module", None)
+    return bool(getattr(wrapped, "_ddp_params_and_buffers_to_ignore", ()))
 
 
 def check_modules_inside(modules: Sequence[nn.Module], own: type) -> None:

@@ -366,7 +366,7 @@ def test_prefetch_lists_of_several_units_gather_nothing_twice(pools: RankPools) 
 def said_about_an_integer() -> str:
     """What a `reshard_after_forward` that is a number of ranks, as FSDP2 takes one, leads to."""
     try:
-        wrap(Stack(1), reshard_after_forward=2)
+        wrap(Stack(1), reshard_after_forward=3)
     except ValueError as error:
         return str(error)
     return "nothing"

@@ -1,0 +1,260 @@
+"""Programs like those FSDP2's own tests are made of, against an unsharded model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._composable import checkpoint
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+from megatron_fsdp_v2 import FSDPModule, fully_shard
+from tests.ranks import RankPools
+
+WIDTH = 5
+
+type Loss = Callable[[Any, torch.Tensor], torch.Tensor]
+
+
+def _mean(model: Any, x: torch.Tensor) -> torch.Tensor:
+    output: torch.Tensor = model(x)
+    return output.square().mean()
+
+
+def _error(plain: Any, model: Any, loss: Loss = _mean, before: Any = None, steps: int = 3) -> float:
+    """Largest difference of any weight after Adam steps, the plain model on all ranks' data."""
+    optimizers = [torch.optim.Adam(m.parameters(), lr=0.02, eps=1e-3) for m in (plain, model)]
+    size = dist.get_world_size()
+    for step in range(steps):
+        torch.manual_seed(step)
+        data = torch.randn(size, 4, WIDTH)
+        for m, parts in ((plain, data), (model, data[dist.get_rank()][None])):
+            if before is not None:
+                before(m, step)
+            for part in parts:
+                (loss(m, part) / len(parts)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+    full = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
+    pairs = zip(full, plain.parameters(), strict=True)
+    return max(float((a - b).abs().max()) for a, b in pairs)
+
+
+class Layers(nn.Module):
+    """A trained and a frozen layer that run several times, with and without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.trained = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for _ in range(3):
+            x = self.frozen(functional.relu(self.trained(x)))
+            with torch.no_grad():
+                x += functional.relu(self.trained(x))
+        return x
+
+
+def repeated_layers() -> dict[str, float]:
+    """Error by what is said of resharding."""
+    found = {}
+    for reshard in (True, False, None):
+        torch.manual_seed(0)
+        plain = Layers()
+        model: Any = copy.deepcopy(plain)
+        for layer in (model.first, model.frozen, model.trained, model):
+            fully_shard(layer, reshard_after_forward=reshard)
+        found[str(reshard)] = _error(plain, model)
+    return found
+
+
+def test_layers_run_again_with_and_without_gradients(pools: RankPools) -> None:
+    for found in pools(2).run(repeated_layers):
+        assert max(found.values()) < 1e-5, found
+
+
+def _mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 8), nn.ReLU(), nn.Linear(8, WIDTH))
+
+
+def biases_alone() -> dict[str, float]:
+    """Error where biases are trained, frozen before or after sharding, unfrozen in between."""
+    found = {}
+    for when in ("before", "after", "unfrozen"):
+        for recomputes in (False, True):
+            torch.manual_seed(0)
+            plain = nn.Sequential(*(_mlp() for _ in range(3)))
+            model: Any = copy.deepcopy(plain)
+
+            def freeze(m: nn.Module, flag: bool = False) -> None:
+                for name, param in m.named_parameters():
+                    if "bias" not in name:
+                        param.requires_grad_(flag)
+
+            if when == "before":
+                freeze(plain), freeze(model)
+            for mlp in model:
+                if recomputes:
+                    checkpoint(mlp)
+                fully_shard(mlp)
+            fully_shard(model)
+            if when != "before":
+                freeze(plain), freeze(model)
+
+            def unfreeze(m: nn.Module, step: int, when: str = when, freeze: Any = freeze) -> None:
+                if when == "unfrozen" and step == 2:
+                    freeze(m, True)
+
+            found[f"{when} {recomputes}"] = _error(plain, model, before=unfreeze)
+    return found
+
+
+def test_biases_train_alone_frozen_before_or_after(pools: RankPools) -> None:
+    for found in pools(2).run(biases_alone):
+        assert max(found.values()) < 1e-5, found
+
+
+class Weight(nn.Module):
+    """A module whose forward takes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self) -> torch.Tensor:
+        return self.weight @ self.weight
+
+
+class NoParameters(nn.Module):
+    def forward(self, x: torch.Tensor, more: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return x + more[0] + more[1]
+
+
+def odd_modules() -> tuple[float, bool]:
+    """Error of a module without inputs; whether one without parameters runs."""
+    torch.manual_seed(0)
+    plain = Weight()
+    model = fully_shard(copy.deepcopy(plain))
+    error = _error(plain, model, lambda m, x: m().square().mean())
+    x = torch.ones(3)
+    empty = fully_shard(NoParameters())
+    return error, bool((empty(x, (x, x)) == 3).all())
+
+
+def test_modules_without_inputs_or_parameters_run(pools: RankPools) -> None:
+    for error, runs in pools(2).run(odd_modules):
+        assert error < 1e-5
+        assert runs
+
+
+class Chunked(nn.Module):
+    """A language model whose norm and head may be run apart from the rest, by chunks."""
+
+    def __init__(self, ties: bool) -> None:
+        super().__init__()
+        self.body = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
+        if ties:
+            self.head.weight = self.body.weight
+
+    def forward(self, x: torch.Tensor, skip_head: bool = False) -> torch.Tensor:
+        x = self.norm(self.body(x))
+        return x if skip_head else self.head(x)
+
+
+def _chunked_loss(model: Any, x: torch.Tensor) -> torch.Tensor:
+    """A loss whose head ran backward already, chunk by chunk."""
+    hidden = model(x, skip_head=True)
+    cut = hidden.detach().requires_grad_()
+    for part in cut.chunk(2):
+        # The sum of both is that of a mean over all.
+        model.head(part).square().mean().div(2 * _chunked_loss.parts).backward()  # type: ignore[attr-defined]
+    assert cut.grad is not None
+    return (hidden * cut.grad).sum() * _chunked_loss.parts  # type: ignore[attr-defined]
+
+
+def chunked_heads() -> dict[str, float]:
+    """Error with norm and head as one unit that is used in part."""
+    found = {}
+    for ties in (False, True):
+        torch.manual_seed(0)
+        plain = Chunked(ties)
+        model = copy.deepcopy(plain)
+        fully_shard([model.norm, model.head])
+        fully_shard(model)
+
+        def loss(m: Any, x: torch.Tensor) -> torch.Tensor:
+            _chunked_loss.parts = 1 if isinstance(m, FSDPModule) else dist.get_world_size()  # type: ignore[attr-defined]
+            return _chunked_loss(m, x)
+
+        found[f"chunked {ties}"] = _error(plain, model, loss)
+    return found
+
+
+def test_a_head_of_a_unit_of_several_modules_runs_by_chunks(pools: RankPools) -> None:
+    for found in pools(2).run(chunked_heads):
+        assert max(found.values()) < 1e-5, found
+
+
+class Outer(nn.Module):
+    """Parameters that DDP replicates around a sharded unit, with more of those inside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sharded = _mlp()
+        self.addend = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.sharded(x) + self.addend
+        return output
+
+
+def inside_ddp() -> float:
+    """Error of a model in which DDP has what `fully_shard` was told to ignore, or never saw."""
+    torch.manual_seed(0)
+    plain = Outer()
+    model: Any = copy.deepcopy(plain)
+    ignored = set(model.sharded[2].parameters())
+    fully_shard(model.sharded, ignored_params=ignored)
+    names = [n for n, p in model.named_parameters() if p not in ignored and n != "addend"]
+    assert names == ["sharded.0.weight", "sharded.0.bias"]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+    return _error(plain, DistributedDataParallel(model))
+
+
+def test_ddp_has_what_it_was_not_told_to_ignore(pools: RankPools) -> None:
+    assert max(pools(2).run(inside_ddp)) < 1e-5
+
+
+def prefetched_by_hand() -> float:
+    """Error where units are gathered by `unshard(async_op=True)` and by lists of modules."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(_mlp() for _ in range(4)))
+    model: Any = copy.deepcopy(plain)
+    for mlp in model:
+        fully_shard(mlp)
+    fully_shard(model)
+    for index, mlp in enumerate(model):
+        mlp.set_modules_to_forward_prefetch(list(model[index + 1 : index + 3]))
+        mlp.set_modules_to_backward_prefetch(list(model[max(0, index - 2) : index]))
+
+    def gather(m: Any, step: int) -> None:
+        del step
+        for part in (m, *m) if isinstance(m, FSDPModule) else ():
+            part.unshard(async_op=True)
+
+    return _error(plain, model, before=gather)
+
+
+def test_gathering_by_hand_changes_nothing(pools: RankPools) -> None:
+    assert max(pools(2).run(prefetched_by_hand)) < 1e-5

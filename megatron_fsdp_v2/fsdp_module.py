@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, cast, override
@@ -138,16 +139,16 @@ class FSDPModule(TorchFSDPModule):
 
     @override
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Accept what is so here always: a unit is gathered in its backward.
+        """Accept whatever is said: a unit is gathered in its backward always.
 
-        Raises:
-            RuntimeError: Asked to leave it out, which nothing could check to be safe.
+        `False` allows to leave that out. It is not made use of, with a warning, since nothing could
+        check that it is safe; no result depends on it.
         """
         if not unshard_in_backward:
-            raise RuntimeError(
-                f"a unit of {type(self).__name__} is gathered in its backward; "
-                "set_unshard_in_backward(False) cannot be honored. "
-                "set_reshard_after_forward(False) keeps its weights instead"
+            warnings.warn(
+                f"{unit_of(self).name} is gathered in its backward all the same, after "
+                "set_unshard_in_backward(False); no result depends on it",
+                stacklevel=2,
             )
 
     @override

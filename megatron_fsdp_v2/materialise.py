@@ -60,7 +60,7 @@ def materialise(
                 holders.add(id(module))
     for parameter in fresh:
         _give_memory(parameter, device)
-    for name, module in _children_first(modules):
+    for _, module in _children_first(modules):
         if id(module) in holders:
             _initialise(module, param_init_fn)
     unset = {p.name for p in fresh if is_unset(part_of(p.param))}

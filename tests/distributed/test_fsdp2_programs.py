@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -14,6 +15,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_fsdp_v2 import FSDPModule, fully_shard
+from tests.distributed.wrapping import weight_error
 from tests.ranks import RankPools
 
 WIDTH = 5
@@ -172,38 +174,71 @@ class Chunked(nn.Module):
         return x if skip_head else self.head(x)
 
 
-def _chunked_loss(model: Any, x: torch.Tensor) -> torch.Tensor:
-    """A loss whose head ran backward already, chunk by chunk."""
+def _run_chunked(model: Any, x: torch.Tensor, share: float) -> None:
+    """A forward and backward whose head runs both by itself, chunk by chunk.
+
+    Args:
+        model: A `Chunked`.
+        x: Inputs.
+        share: Of the whole batch's loss.
+    """
     hidden = model(x, skip_head=True)
     cut = hidden.detach().requires_grad_()
     for part in cut.chunk(2):
-        # The sum of both is that of a mean over all.
-        model.head(part).square().mean().div(2 * _chunked_loss.parts).backward()  # type: ignore[attr-defined]
+        (model.head(part).square().mean() / 2 * share).backward()
     assert cut.grad is not None
-    return (hidden * cut.grad).sum() * _chunked_loss.parts  # type: ignore[attr-defined]
+    hidden.backward(cut.grad)
 
 
-def chunked_heads() -> dict[str, float]:
-    """Error with norm and head as one unit that is used in part."""
-    found = {}
-    for ties in (False, True):
-        torch.manual_seed(0)
-        plain = Chunked(ties)
-        model = copy.deepcopy(plain)
-        fully_shard([model.norm, model.head])
-        fully_shard(model)
-
-        def loss(m: Any, x: torch.Tensor) -> torch.Tensor:
-            _chunked_loss.parts = 1 if isinstance(m, FSDPModule) else dist.get_world_size()  # type: ignore[attr-defined]
-            return _chunked_loss(m, x)
-
-        found[f"chunked {ties}"] = _error(plain, model, loss)
-    return found
+def _set_kept(head: Any, flag: bool) -> None:
+    """Keep the head gathered from chunk to chunk, or not, as training loops do."""
+    head.set_reshard_after_forward(not flag)
+    head.set_reshard_after_backward(not flag)
 
 
-def test_a_head_of_a_unit_of_several_modules_runs_by_chunks(pools: RankPools) -> None:
-    for found in pools(2).run(chunked_heads):
-        assert max(found.values()) < 1e-5, found
+def chunked_heads(mode: str) -> float:
+    """Error with norm and head as one unit of which a forward runs a part."""
+    torch.manual_seed(0)
+    plain = Chunked(ties=mode == "tied")
+    model: Any = copy.deepcopy(plain)
+    fully_shard([model.norm, model.head])
+    fully_shard(model)
+    optimizers = [torch.optim.Adam(m.parameters(), lr=0.02, eps=1e-3) for m in (plain, model)]
+    size = dist.get_world_size()
+    for step in range(3):
+        for micro in range(2):
+            torch.manual_seed(2 * step + micro)
+            data = torch.randn(size, 4, WIDTH)
+            for part in data:
+                _run_chunked(plain, part, 1 / size)
+            x = data[dist.get_rank()]
+            if mode == "failed":
+                hook = model.head.register_forward_pre_hook(_fail)
+                with pytest.raises(KeyError):
+                    model(x)
+                hook.remove()
+            if mode == "kept":
+                _set_kept(model.head, True)
+            if mode == "accumulated":
+                model.set_requires_gradient_sync(micro == 1)
+                model.set_is_last_backward(micro == 1)
+            _run_chunked(model, x, 1.0)
+            if mode == "kept":
+                _set_kept(model.head, False)
+                model.head.reshard()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return weight_error(model, plain)
+
+
+def _fail(module: nn.Module, args: Any) -> None:
+    raise KeyError("in the middle of a forward")
+
+
+@pytest.mark.parametrize("mode", ["chunks", "tied", "kept", "accumulated", "failed"])
+def test_a_head_of_a_unit_of_several_modules_runs_by_chunks(pools: RankPools, mode: str) -> None:
+    assert max(pools(2).run(chunked_heads, mode)) < 1e-5
 
 
 class Outer(nn.Module):

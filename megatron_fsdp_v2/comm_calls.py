@@ -15,6 +15,10 @@ __all__ = ["all_gather_single", "reduce_scatter_single"]
 
 _HAS_NEW_NAMES = hasattr(dist, "all_gather_single")
 _ALL_GATHER = "all_gather_single" if _HAS_NEW_NAMES else "all_gather_into_tensor"
+_FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+_KNOWN_DTYPES = frozenset((*_FLOATS, torch.int8, torch.uint8, torch.int32, torch.int64))
+"""What every backend communicates; anything else is moved as bytes where it is only moved."""
+
 _REDUCE_SCATTER = "reduce_scatter_single" if _HAS_NEW_NAMES else "reduce_scatter_tensor"
 
 
@@ -33,6 +37,8 @@ def all_gather_single(
         group: Ranks that take part.
         async_op: Return a handle to wait for, instead of waiting.
     """
+    if output.dtype not in _KNOWN_DTYPES:
+        output, shard = output.view(torch.uint8), shard.view(torch.uint8)
     # Looked up when it is called: who counts collectives replaces torch's function.
     return getattr(dist, _ALL_GATHER)(output, shard, group=group, async_op=async_op)
 

@@ -462,6 +462,13 @@ def _check_parameter(name: str, param: nn.Parameter, device: torch.device) -> No
         raise ValueError(
             f"parameter {name} is 0-dim and has no rows to shard; make it of shape (1,)"
         )
+    if param.requires_grad and (param.is_complex() or param.dtype.itemsize == 1):
+        kind = "complex" if param.is_complex() else "of 8 bits"
+        raise ValueError(
+            f"parameter {name} is {kind} ({param.dtype}) and trained, which cannot be reduced over "
+            "ranks and stepped; train a real one and convert it in the forward (torch.view_as_"
+            "complex for complex numbers), freeze it, or leave it out with ignored_params"
+        )
     refusal = tensor_hook_refusal(f"parameter {name}", param)
     if refusal:
         raise ValueError(refusal)

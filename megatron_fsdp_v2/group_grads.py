@@ -148,8 +148,13 @@ class GroupGrads:
         self._temporary.acquire()
 
     def add(self, index: int, grad: torch.Tensor) -> None:
-        """Take one parameter's gradient: written the first time, added after that."""
-        if self.filled[index]:
+        """Take one parameter's gradient: written the first time, added after that.
+
+        A sparse one, such as that of `nn.Embedding(sparse=True)`, becomes dense.
+        """
+        if grad.layout is not torch.strided:
+            self.kernel_view(index).add_(grad)
+        elif self.filled[index]:
             self.views[index].add_(grad)
         else:
             self.views[index].copy_(grad)

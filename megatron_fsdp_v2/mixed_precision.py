@@ -106,9 +106,10 @@ class MixedPrecisionPolicy:
     def resolve(self, dtype: torch.dtype) -> GroupDtypes:
         """Decide every dtype for parameters that were given in `dtype`.
 
-        Parameters that are not floating point (frozen index tables, say) keep their dtype.
+        Parameters that are not floating point (frozen index tables, say) keep their dtype, and so
+        do quantized ones of 8 bits: their values mean nothing without a scale that the module has.
         """
-        if not dtype.is_floating_point:
+        if not dtype.is_floating_point or dtype.itemsize == 1:
             return GroupDtypes(dtype, dtype, dtype, dtype)
         main_weight = self.main_params_dtype or dtype
         main_grad = self.main_grads_dtype or main_weight

@@ -58,7 +58,9 @@ class UnitRecord:
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """A sum over the bits of a floating-point tensor, which no order of summation changes."""
+    """A sum over the bits of a tensor, which no order of summation changes."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return int(tensor.detach().view(integers[tensor.element_size()]).sum(dtype=torch.int64))
 

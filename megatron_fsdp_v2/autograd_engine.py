@@ -6,14 +6,22 @@ import copy
 import dataclasses
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from typing import Any, Protocol, override
+from typing import Any, Protocol
 
 import torch
 from torch.utils._pytree import tree_map
 
 from megatron_fsdp_v2.parameter_hooks import NotAUsersHook
 
-__all__ = ["cast_floats", "in_backward", "map_tensors", "watch_inputs", "watch_outputs"]
+__all__ = [
+    "Inputs",
+    "cast_floats",
+    "in_backward",
+    "map_tensors",
+    "next_node_number",
+    "watch_inputs",
+    "watch_outputs",
+]
 
 
 def in_backward() -> bool:
@@ -29,6 +37,15 @@ class _Watcher(Protocol):
     def post_backward(self) -> None:
         """The last gradient left for an input."""
         ...
+
+    def nearly_over(self) -> None:
+        """A gradient left for an input, and it may be the last one."""
+        ...
+
+
+def next_node_number() -> int:
+    """The number that the next node of the graph gets that this thread makes."""
+    return int(torch.autograd._get_sequence_nr())
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
@@ -83,58 +100,95 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, value)
 
 
-class _PostBackward(torch.autograd.Function):
-    """Identity on a unit's inputs; its backward runs after the rest of the unit's backward.
+class Inputs:
+    """The inputs of a unit's forward as they were when it began."""
 
-    The engine runs ready nodes latest-made first and gradient accumulation before all others, so
-    when this earliest node of the unit runs, the unit's own gradients have arrived.
-    """
+    def __init__(self) -> None:
+        self._views: list[torch.Tensor] = []
+        self._versions: list[int] = []
+        self._has_others = False
 
-    @staticmethod
-    @override
-    def forward(ctx: Any, watcher: _Watcher, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.watcher = watcher
-        return inputs
+    def add(self, view: torch.Tensor) -> None:
+        """Take in one whose gradient tells something."""
+        self._views.append(view)
+        self._versions.append(view._version)
 
-    @staticmethod
-    @override
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
-        ctx.watcher.post_backward()
-        return (None, *grads)
+    def add_other(self) -> None:
+        """Note one that requires a gradient that tells nothing."""
+        self._has_others = True
+
+    @property
+    def tell_nothing(self) -> bool:
+        """Whether the gradient of none of them may tell that the unit's backward is over.
+
+        An operation in place gives what it changes another history, around what would have told.
+        """
+        if not self._views:
+            return self._has_others
+        return any(v._version != old for v, old in zip(self._views, self._versions, strict=True))
 
 
-def watch_inputs(watcher: _Watcher, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def watch_inputs(watcher: _Watcher, args: Any, kwargs: Any) -> tuple[Any, Any, Inputs]:
     """Route the inputs that require gradients so that `post_backward` is called.
 
+    What the unit gets is a view of each, so that all rules of views hold: also for operations in
+    place. The engine runs ready nodes latest-made first and gradient accumulation before all
+    others. So when the node of the first view runs, which is the unit's earliest, the rest of the
+    unit's backward is over, and its own gradients have arrived.
+
     Returns:
-        The arguments to run the forward with.
+        The arguments to run the forward with, and what they were then.
     """
-    found: list[torch.Tensor] = []
+    inputs = Inputs()
+    views: dict[int, torch.Tensor] = {}
 
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.requires_grad:
-            found.append(tensor)
-        return tensor
+    def route(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.requires_grad:
+            return tensor
+        if tensor.layout is not torch.strided:
+            inputs.add_other()
+            return tensor
+        view = views.get(id(tensor))
+        if view is None:
+            is_first = not views
+            view = views[id(tensor)] = tensor.view_as(tensor)
+            inputs.add(view)
+            node = view.grad_fn
+            assert node is not None
+            # Which of several get a gradient is known only in the end.
+            node.register_hook(_Told(watcher.post_backward if is_first else watcher.nearly_over))
+        return view
 
-    for value in (args, kwargs):
-        map_tensors(note, value)
-    if not found:
-        return args, kwargs
-    routed = iter(_PostBackward.apply(watcher, *found))  # type: ignore[no-untyped-call]
-
-    def route(tensor: torch.Tensor) -> Any:
-        return next(routed) if tensor.requires_grad else tensor
-
-    return map_tensors(route, args), map_tensors(route, kwargs)
+    args, kwargs = map_tensors(route, args), map_tensors(route, kwargs)
+    return args, kwargs, inputs
 
 
-def watch_outputs(watcher: _Watcher, output: Any) -> None:
+class _Told:
+    """A hook of a node that says so and nothing else."""
+
+    __slots__ = ("_tell",)
+
+    def __init__(self, tell: Callable[[], None]) -> None:
+        self._tell = tell
+
+    def __call__(self, grad_inputs: Any, grad_outputs: Any) -> None:
+        """The node has run."""
+        del grad_inputs, grad_outputs
+        self._tell()
+
+
+def watch_outputs(watcher: _Watcher, output: Any, since: int) -> None:
     """Have `pre_backward` called when the first gradient reaches one of the outputs.
 
     Outputs are searched more widely than inputs: nothing is rebuilt here, and a tensor that is
     missed would be computed with after the weights are gone.
+
+    Args:
+        watcher: Whom to tell.
+        output: What the forward returned.
+        since: `next_node_number()` when the forward began.
     """
-    for tensor in _tensors_within(output):
+    for tensor in _with_bases(_tensors_within(output), since):
         if not tensor.requires_grad:
             continue
         # What a unit hands on from one inside it is watched for both, and torch calls hooks in the
@@ -146,6 +200,19 @@ def watch_outputs(watcher: _Watcher, output: Any) -> None:
         watchers = [watcher]
         setattr(tensor, _WATCHERS, (tensor._version, watchers))
         tensor.register_hook(_OutermostFirst(watchers))  # type: ignore[no-untyped-call]
+
+
+def _with_bases(tensors: Iterator[torch.Tensor], since: int) -> Iterator[torch.Tensor]:
+    """The tensors, and what those are views of that a forward made.
+
+    Whoever changes a view in place gives it another history, which begins at its base.
+    """
+    for tensor in tensors:
+        yield tensor
+        base = tensor._base
+        made_by = None if base is None else base.grad_fn
+        if base is not None and made_by is not None and made_by._sequence_nr() >= since:  # type: ignore[attr-defined]
+            yield base
 
 
 _WATCHERS = "_watchers_of_backward"

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from megatron_fsdp_v2.comm_interface import Communicator
     from megatron_fsdp_v2.rank_checks import CheckRanks
 
-__all__ = ["Context", "ExecutionOrder", "Reshardable"]
+__all__ = ["Context", "ExecutionOrder", "Reshardable", "Use"]
 
 
 class Reshardable(Protocol):
@@ -47,6 +47,16 @@ class Reshardable(Protocol):
 
     def reshard(self) -> None:
         """Drop gathered weights."""
+        ...
+
+
+class Use(Protocol):
+    """One run of a unit whose backward is under way."""
+
+    number: int
+
+    def finish(self) -> None:
+        """Nothing of it is left to do."""
         ...
 
 
@@ -172,6 +182,8 @@ class Context[UnitT: Reshardable]:
         self._requested: list[weakref.ref[UnitT]] = []
         self._recomputed: deque[weakref.ref[UnitT]] = deque()
         self._in_backward: weakref.ref[UnitT] | None = None
+        self._num_uses = 0
+        self._nearly_over: list[Use] = []
         self._end_of_backward: weakref.ref[object] | None = None
 
     def set_units(self, units: Sequence[UnitT], *, spread: bool, may_differ: bool) -> None:
@@ -282,6 +294,31 @@ class Context[UnitT: Reshardable]:
         self.backward_order.begin_reversed()
         self.begin_turns(passed)
 
+    def next_use(self) -> int:
+        """A number for one more run of a unit, larger than all before it."""
+        self._num_uses += 1
+        return self._num_uses
+
+    def note_nearly_over(self, use: Use) -> None:
+        """Finish a backward that does not tell its end when that of an earlier run begins."""
+        if use not in self._nearly_over:
+            self._nearly_over.append(use)
+
+    def finish_later_than(self, number: int) -> None:
+        """The backward of a run begins: those of runs that began after it are over.
+
+        The engine runs what was made last first.
+        """
+        over = [use for use in self._nearly_over if use.number > number]
+        for use in sorted(over, key=lambda use: use.number, reverse=True):
+            self._nearly_over.remove(use)
+            use.finish()
+
+    def forget_nearly_over(self, use: Use) -> None:
+        """A backward has told its end all the same."""
+        if use in self._nearly_over:
+            self._nearly_over.remove(use)
+
     def begin_turns(self, passed: RootPass[UnitT]) -> None:
         """Start a new round of reductions, of the units of one forward."""
         self.backward_pass = passed
@@ -292,6 +329,7 @@ class Context[UnitT: Reshardable]:
     def forget_backward(self) -> None:
         """No backward is under way any more."""
         self._end_of_backward = None
+        self._nearly_over.clear()
 
     def prefetch(self, units: Sequence[UnitT]) -> None:
         """Start gathering units ahead of their use, because they came next the last time."""

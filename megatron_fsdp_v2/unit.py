@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from megatron_fsdp_v2.autograd_engine import cast_floats, in_backward, watch_inputs, watch_outputs
+from megatron_fsdp_v2.autograd_engine import (
+    Inputs,
+    cast_floats,
+    in_backward,
+    next_node_number,
+    watch_inputs,
+    watch_outputs,
+)
 from megatron_fsdp_v2.end_of_backward import (
     EndOfBackward,
     finish_turns,
@@ -116,6 +123,8 @@ class Unit:
         # Forwards whose backward is still to come; some may never come.
         self._num_awaited = 0
         self._owes_reduction = False
+        # Of the forward that runs now.
+        self._running: tuple[_Use, Inputs, int] | None = None
 
     @property
     def name(self) -> str:
@@ -258,8 +267,11 @@ class Unit:
                 following = self.context.forward_order.record(self, depth)
                 self._prefetch(self.forward_prefetch, following)
         args, kwargs = self.cast_inputs(args, kwargs)
+        self._running = None
         if torch.is_grad_enabled():
-            args, kwargs = watch_inputs(self._use(), args, kwargs)
+            use, since = self._use(), next_node_number()
+            args, kwargs, inputs = watch_inputs(use, args, kwargs)
+            self._running = use, inputs, since
         return args, kwargs
 
     def cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -306,11 +318,15 @@ class Unit:
         if self.policy.output_dtype is not None:
             output = cast_floats(output, self.policy.output_dtype)
         if torch.is_grad_enabled():
-            watch_outputs(self._use(), output)
+            # A forward may switch gradients on, for whoever called it as well.
+            use, inputs, since = self._running or (self._use(), Inputs(), next_node_number())
+            use.tells_its_end = not inputs.tell_nothing
+            watch_outputs(use, output, since)
         return output
 
     def after_forward(self) -> None:
         """After the module's forward, also where it raised: then it is not under way any more."""
+        self._running = None
         # A recomputation is left as it is: it may have stopped with all it needs.
         if in_backward():
             return
@@ -384,11 +400,11 @@ class Unit:
 
     # -- backward -----------------------------------------------------------------------------
 
-    def pre_backward(self, passed: RootPass[Unit]) -> None:
+    def pre_backward(self, use: _Use) -> None:
         """Before the module's backward: gather, and see to it that the backward is finished.
 
         Args:
-            passed: The forward of the root that the use was part of.
+            use: The run of the module that it is of.
 
         Raises:
             RuntimeError: The backward is to be differentiated again (`create_graph=True`), where
@@ -397,6 +413,7 @@ class Unit:
         context = self.context
         if context.backward_failed:
             repair(context)
+        context.finish_later_than(use.number)
         if self.phase is Phase.BACKWARD:
             return
         if torch.is_grad_enabled() and not self.skips_safely:
@@ -405,8 +422,10 @@ class Unit:
                 "after it (ZeRO-3); use sharding_strategy='optim_grads' to differentiate twice"
             )
         with self._range("pre_backward"):
-            self._join_backward(passed)
+            self._join_backward(use.passed)
             self.move(Phase.BACKWARD)
+            if not use.tells_its_end:
+                context.note_nearly_over(use)
             self._owes_reduction = True
             context.forget_recomputed(self)
             context.arrive(self)
@@ -429,18 +448,19 @@ class Unit:
             finish_turns(context)
             context.begin_turns(passed)
 
-    def post_backward(self, passed: RootPass[Unit]) -> None:
+    def post_backward(self, use: _Use) -> None:
         """After the module's backward: reduce what arrived, reshard.
 
         Args:
-            passed: The forward of the root that the use was part of.
+            use: The run of the module that it is of.
 
         Raises:
             RuntimeError: Its backward ran without its weights being gathered.
         """
         if self.phase is not Phase.BACKWARD:
             self._check_is_gathered(self.held_groups)
-            self.pre_backward(passed)
+            self.pre_backward(use)
+        self.context.forget_nearly_over(use)
         with self._range("post_backward"):
             self._num_awaited = max(0, self._num_awaited - 1)
             turns = self.context.turns
@@ -588,18 +608,35 @@ _NO_RANGE: AbstractContextManager[Any] = nullcontext()
 
 
 class _Use:
-    """One run of a unit, as the graph it left knows it."""
+    """One run of a unit, as the graph it left knows it.
 
-    __slots__ = ("_passed", "_unit")
+    Attributes:
+        passed: The forward of the root that it was part of.
+        number: Larger than that of every run that began before it.
+        tells_its_end: Whether the graph tells when its backward is over.
+    """
+
+    __slots__ = ("_unit", "number", "passed", "tells_its_end")
 
     def __init__(self, unit: Unit, passed: RootPass[Unit]) -> None:
         self._unit = unit
-        self._passed = passed
+        self.passed = passed
+        self.number = unit.context.next_use()
+        self.tells_its_end = True
 
     def pre_backward(self) -> None:
         """The first gradient reached an output."""
-        self._unit.pre_backward(self._passed)
+        self._unit.pre_backward(self)
 
     def post_backward(self) -> None:
         """The last gradient left for an input."""
-        self._unit.post_backward(self._passed)
+        self._unit.post_backward(self)
+
+    def nearly_over(self) -> None:
+        """A gradient left for an input, and it may be the last one."""
+        self._unit.context.note_nearly_over(self)
+
+    def finish(self) -> None:
+        """What comes next in the backward is not part of it."""
+        if self._unit.phase is Phase.BACKWARD:
+            self._unit.post_backward(self)

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from tests.random.cases import STRATEGIES, ZERO_3, Case, Node, Options
 
-SWITCHES: dict[str, bool] = {
-    # Torch says that what a unit changes is a view; in-place changes of a unit's input are refused.
-    "own input": False,
-}
+SWITCHES: dict[str, bool] = {}
 """Features that are not generated, with `False`, and why."""
 
 

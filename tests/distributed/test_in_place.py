@@ -1,0 +1,190 @@
+"""Units whose inputs and outputs are changed in place, by themselves or by who called them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, override
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_fsdp_v2.fsdp_module import unit_of
+from tests.distributed.wrapping import STRATEGIES, held_error, said, wrap
+from tests.ranks import RankPools
+
+WIDTH = 4
+
+
+class Unit(nn.Module):
+    """Does something with its input, and has weights."""
+
+    def __init__(self, what: Callable[[Any, Any, Any], Any]) -> None:
+        super().__init__()
+        self.what = what
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.full((WIDTH,), 0.8))
+
+    @override
+    def forward(self, x: torch.Tensor, other: torch.Tensor | None = None) -> Any:
+        return self.what(self, x, other)
+
+
+class Model(nn.Module):
+    """Units in a row; `call` runs one of them."""
+
+    def __init__(self, what: Callable[..., Any], call: Callable[..., Any]) -> None:
+        super().__init__()
+        self.call = call
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.units = nn.ModuleList(Unit(what) for _ in range(5))
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    @override
+    def forward(self, x: torch.Tensor) -> Any:
+        x = self.first(x)
+        for unit in self.units:
+            x = torch.tanh(self.call(unit, x.sin()))
+        return self.last(x)
+
+
+def _relu_first(self: Any, x: torch.Tensor, other: Any) -> torch.Tensor:
+    before = x * 0.5
+    return self.layer(x.relu_()) + before
+
+
+def _in_pieces(self: Any, x: torch.Tensor, other: Any) -> torch.Tensor:
+    x[:, 1:].mul_(0.7)
+    x += self.scale * self.layer(x.clone())
+    return x
+
+
+def _scaled(self: Any, x: torch.Tensor, other: Any) -> torch.Tensor:
+    return self.layer(x).mul_(self.scale)
+
+
+def _view(self: Any, x: torch.Tensor, other: Any) -> torch.Tensor:
+    return self.layer(x).view(-1, 2)
+
+
+def _skipped(self: Any, x: torch.Tensor, other: Any) -> torch.Tensor:
+    return x
+
+
+def _second_only(self: Any, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return self.layer(other.mul_(self.scale))
+
+
+def _both(self: Any, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    other.mul_(2)
+    return self.layer(x) + other * self.scale
+
+
+def _plainly(unit: Any, x: torch.Tensor) -> torch.Tensor:
+    return unit(x)
+
+
+def _residual(unit: Any, x: torch.Tensor) -> torch.Tensor:
+    y = unit(x)
+    return x + y
+
+
+def _changed_after(unit: Any, x: torch.Tensor) -> torch.Tensor:
+    y = unit(x)
+    y.mul_(0.5)
+    y += 1
+    return x * y.reshape(x.shape)
+
+
+def _part_changed_after(unit: Any, x: torch.Tensor) -> torch.Tensor:
+    y = unit(x)
+    y[:, :1].mul_(0.5)
+    return y + 0.1 * x.reshape(y.shape)
+
+
+def _two_inputs(unit: Any, x: torch.Tensor) -> torch.Tensor:
+    other = x.cos()
+    return unit(x, other) + other
+
+
+def _one_input_twice(unit: Any, x: torch.Tensor) -> torch.Tensor:
+    return unit(x, x)
+
+
+CASES = {
+    "relu": (_relu_first, _plainly),
+    "relu of a residual": (_relu_first, _residual),
+    "pieces": (_in_pieces, _plainly),
+    "pieces of a residual, and then by the caller": (_in_pieces, _changed_after),
+    "its output": (_scaled, _part_changed_after),
+    "a view it returns": (_view, _changed_after),
+    "the input it returns": (_skipped, _changed_after),
+    "the second input alone": (_second_only, _two_inputs),
+    "one of two inputs": (_both, _two_inputs),
+    "one input given twice": (_both, _one_input_twice),
+}
+
+
+def _gathered(model: Any) -> list[int]:
+    """How many units are gathered, whenever one is about to be used."""
+    units = [unit_of(unit) for unit in model.units]
+    counts = [0]
+
+    def counting(ready: Callable[[], None]) -> Callable[[], None]:
+        def noted() -> None:
+            ready()
+            counts.append(sum(unit.is_unsharded for unit in units))
+
+        return noted
+
+    for unit in units:
+        unit.wait_for_unshard = counting(unit.wait_for_unshard)  # type: ignore[method-assign]
+    return counts
+
+
+def trained_in_place(what: Any, call: Any) -> dict[str, list[float]]:
+    """By strategy, errors of gradients; at ZeRO-3 last the most units that were gathered."""
+    found = {}
+    for strategy in STRATEGIES:
+        torch.manual_seed(0)
+        plain = Model(what, call).double()
+        torch.manual_seed(0)
+        model = Model(what, call).double()
+        wrap(model, [model.first, *model.units, model.last], sharding_strategy=strategy)
+        gathered, errors = _gathered(model), []
+        for step in range(2):
+            for rank in range(dist.get_world_size()):
+                generator = torch.Generator().manual_seed(10 * step + rank)
+                x = torch.randn(3, WIDTH, generator=generator, dtype=torch.float64)
+                (plain(x).square().mean() / dist.get_world_size()).backward()
+                if rank == dist.get_rank():
+                    model(x.clone()).square().mean().backward()
+            for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+                if mine.grad is not None and theirs.grad is not None:
+                    errors.append(held_error(mine.grad, theirs.grad))
+        found[strategy] = [max(errors), max(gathered)]
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_in_place_operations_around_units_train_as_in_a_plain_model(
+    pools: RankPools, case: str
+) -> None:
+    for found in pools(2).run(trained_in_place, *CASES[case]):
+        for strategy, (error, gathered) in found.items():
+            assert error < 1e-12, strategy
+            # One at work, one ahead; none waits for the end of the backward.
+            assert strategy != "optim_grads_params" or gathered <= 3, gathered
+
+
+def input_that_is_a_leaf() -> str:
+    """What torch says of an operation in place on a leaf, as without sharding."""
+    model = wrap(Unit(_relu_first), [])
+    leaf = torch.ones(2, WIDTH, requires_grad=True)
+    return said(RuntimeError, lambda: model(leaf))
+
+
+def test_a_leaf_that_requires_a_gradient_is_still_not_changed(pools: RankPools) -> None:
+    for text in pools(2).run(input_that_is_a_leaf):
+        assert "a leaf Variable that requires grad" in text

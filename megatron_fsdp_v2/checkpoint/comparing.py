@@ -12,7 +12,12 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from megatron_fsdp_v2.checkpoint.entries import MODEL, is_extra_state, model_entries
+from megatron_fsdp_v2.checkpoint.entries import (
+    MODEL,
+    is_extra_state,
+    model_entries,
+    tied_entries,
+)
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError
 from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder
 from megatron_fsdp_v2.checkpoint.optimizer_fit import OptimizerFit
@@ -96,7 +101,10 @@ def compare_with(
     """
     mine = model_entries(model)
     saved = folder.metadata.state_dict_metadata
-    missing = [key for key in mine if key not in saved]
+    tied = tied_entries(model)
+    # Other libraries write a tensor with several names under one of them and do not say which.
+    there = {tied.get(key, key) for key in mine if key in saved}
+    missing = [key for key in mine if key not in saved and tied.get(key, key) not in there]
     unexpected = [
         key
         for key, entry in saved.items()

@@ -152,6 +152,22 @@ def test_a_shared_tensor_is_saved_once_and_found_under_all_its_names(tmp_path: P
     checkpoint.load(tmp_path / "both", Tied(), None)
 
 
+@pytest.mark.parametrize("dropped", [("head.weight", "scale"), ("embed.weight", "inner.scale")])
+def test_one_name_of_a_shared_tensor_is_enough_for_a_model_that_shares_it(
+    tmp_path: Path, dropped: tuple[str, str]
+) -> None:
+    state = Tied().state_dict()
+    one_name = {name: value.clone() for name, value in state.items() if name not in dropped}
+    safetensors.save_file(one_name, tmp_path / "model.safetensors")
+    convert(tmp_path / "model.safetensors", tmp_path / "folder")
+    model = Tied()
+    assert checkpoint.compare(tmp_path / "folder", model).fits
+    checkpoint.load(tmp_path / "folder", model)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    with pytest.raises(CheckpointError, match=rf"missing in the checkpoint: .*model\.{dropped[0]}"):
+        checkpoint.load(tmp_path / "folder", Tied(is_tied=False))
+
+
 def test_exports_hold_a_shared_tensor_once_and_every_name_comes_back(tmp_path: Path) -> None:
     model = Tied()
     state = model.state_dict()

@@ -1,0 +1,201 @@
+"""Checkpoints of transformers' models: resumed, exported, and made of what the library saves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import transformers
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from megatron_fsdp_v2 import checkpoint, fully_shard
+from megatron_fsdp_v2.checkpoint.exporting import convert
+from tests.clients.conftest import Record
+from tests.clients.harness import (
+    Part,
+    Training,
+    build,
+    difference_of_parts,
+    mesh_of,
+    parameters_held,
+    run,
+    shard,
+    train_plain,
+)
+from tests.clients.hf_models import MODELS, units
+from tests.clients.test_hf_training import training_of
+from tests.ranks import RankPools
+
+SAVED_AFTER = 2
+CHECKPOINTED = ("Llama", "Gemma3", "Mixtral", "T5", "Mamba2")
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    # A large eps: where a gradient is almost zero, Adam's quotient makes steps of its rounding.
+    return torch.optim.AdamW(params, lr=0.003, eps=1e-3)
+
+
+type Carry = Callable[[Path, nn.Module, torch.optim.Optimizer], None]
+
+
+def save_ours(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    checkpoint.save(path, model, optimizer)
+
+
+def load_ours(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    checkpoint.load(path, model, optimizer)
+
+
+def save_torch(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    of_model, of_optimizer = get_state_dict(model, optimizer)
+    dcp.save({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=path)
+
+
+def load_torch(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    of_model, of_optimizer = get_state_dict(model, optimizer)
+    state = {"model": of_model, "optimizer": of_optimizer}
+    dcp.load(state, checkpoint_id=path)
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+    )
+
+
+WAYS: dict[str, tuple[Carry, Carry]] = {
+    "ours": (save_ours, load_ours),
+    "torch": (save_torch, load_torch),
+    "ours to torch": (save_ours, load_torch),
+    "torch to ours": (save_torch, load_ours),
+}
+
+
+def other_values(training: Training) -> nn.Module:
+    """The model with values that a checkpoint has to replace."""
+    torch.manual_seed(99)
+    return shard(training, training.build())
+
+
+def difference_when_resumed(name: str, way: str, folder: Path) -> tuple[float, float]:
+    """How far a resumed training is from one that went on, and that from an unsharded one."""
+    training = training_of(name, num_steps=4, optimizer=adamw)
+    save, load = WAYS[way]
+    ranks, later = [dist.get_rank()], range(SAVED_AFTER, training.num_steps)
+    model = shard(training, build(training))
+    optimizer = training.optimizer(model.parameters())
+    run(training, model, optimizer, ranks, range(SAVED_AFTER))
+    save(folder / "saved", model, optimizer)
+    went_on = run(training, model, optimizer, ranks, later)
+    resumed = other_values(training)
+    optimizer = training.optimizer(resumed.parameters())
+    load(folder / "saved", resumed, optimizer)
+    again = run(training, resumed, optimizer, ranks, later)
+    assert again.losses == went_on.losses
+    from_plain = difference_of_parts(again.params, train_plain(training).params)
+    return _same(again.params, went_on.params), from_plain
+
+
+def _same(mine: dict[str, Part], theirs: dict[str, Part]) -> float:
+    """Zero where all parts are the same bits, else the largest difference."""
+    largest = 0.0
+    assert mine.keys() == theirs.keys()
+    for name, part in mine.items():
+        other = theirs[name].tensor
+        assert part.tensor is not None
+        assert other is not None
+        if not torch.equal(part.tensor, other):
+            largest = max(largest, float((part.tensor - other).abs().max()))
+    return largest
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", CHECKPOINTED)
+def test_a_resumed_training_goes_on_bit_by_bit(
+    clients: RankPools, record: Record, tmp_path: Path, name: str, way: str
+) -> None:
+    found = clients(2).run(difference_when_resumed, name, way, tmp_path)
+    assert max(from_plain for _, from_plain in found) < 1e-6
+    record("transformers", "resumed training", max(same for same, _ in found), at_most=0.0)
+
+
+def difference_when_loaded_from_pretrained(name: str, folder: Path) -> float:
+    training = training_of(name)
+    model: Any = shard(training, build(training))
+    optimizer = training.optimizer(model.parameters())
+    run(training, model, optimizer, [dist.get_rank()], range(1))
+    checkpoint.save(folder / "saved", model, optimizer)
+    whole = {name: param.full_tensor() for name, param in model.state_dict().items()}
+    if dist.get_rank() == 0:
+        checkpoint.export(folder / "saved", folder / "exported" / "model.safetensors")
+        model.config.save_pretrained(folder / "exported")
+    dist.barrier()
+    loaded = getattr(transformers, MODELS[name].cls).from_pretrained(folder / "exported")
+    found = loaded.state_dict()
+    assert found.keys() == whole.keys()
+    return max(float((found[key] - whole[key]).abs().max()) for key in whole)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_an_export_is_loaded_with_from_pretrained(
+    clients: RankPools, record: Record, tmp_path: Path, name: str
+) -> None:
+    (tmp_path / "exported").mkdir()
+    found = clients(2).run(difference_when_loaded_from_pretrained, name, tmp_path)
+    record("transformers", "every tensor of the state dict", max(found), at_most=0.0)
+
+
+def shard_on_meta(model: Any) -> Any:
+    """Shard a model without memory; the library gives values, also to buffers it never saves."""
+    options = {"mesh": mesh_of(dist.get_world_size()), "param_init_fn": model._init_weights}
+    for unit in units(model):
+        fully_shard(unit, **options)
+    return fully_shard(model, **options)
+
+
+def difference_when_made_on_meta(name: str, source: str, folder: Path) -> float:
+    """Of a training that starts from a model on the meta device, filled from a folder."""
+    training = training_of(name)
+    plain: Any = build(training)
+    if dist.get_rank() == 0 and source != "state dict":
+        plain.save_pretrained(folder / "pretrained")
+        convert(folder / "pretrained", folder / "ours")
+    dist.barrier()
+    with torch.device("meta"):
+        model = training.build()
+    model = shard_on_meta(model)
+    if source == "state dict":
+        model.load_state_dict(plain.state_dict())
+    else:
+        checkpoint.load(folder / "ours", model)
+    assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    buffers = dict(plain.named_buffers())
+    for key, buffer in model.named_buffers():
+        assert torch.equal(buffer, buffers[key]), key
+    held = parameters_held(model)
+    for key, param in plain.named_parameters():
+        part = held[key]
+        assert part.tensor is not None
+        assert torch.equal(part.tensor, param[part.start : part.end]), key
+    optimizer = training.optimizer(model.parameters())
+    trace = run(training, model, optimizer, [dist.get_rank()], range(training.num_steps))
+    return difference_of_parts(trace.params, train_plain(training).params)
+
+
+_SOURCES = [(name, "state dict") for name in MODELS]
+# The library saves experts one by one, under other names than its own modules have.
+_SOURCES += [(name, "safetensors folder") for name in CHECKPOINTED if name != "Mixtral"]
+
+
+@pytest.mark.parametrize(("name", "source"), _SOURCES)
+def test_a_model_made_on_the_meta_device_is_filled_and_trains_as_unsharded(
+    clients: RankPools, record: Record, tmp_path: Path, name: str, source: str
+) -> None:
+    found = clients(2).run(difference_when_made_on_meta, name, source, tmp_path)
+    record("transformers", "parameters after 3 steps", max(found))

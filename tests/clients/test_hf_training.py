@@ -5,10 +5,24 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from megatron_fsdp_v2 import MixedPrecisionPolicy
 from megatron_fsdp_v2.fsdp_module import named_units
 from tests.clients.conftest import Record
-from tests.clients.harness import Batch, Training, build, compare, mesh_of, shard
+from tests.clients.harness import (
+    Batch,
+    Part,
+    Training,
+    build,
+    compare,
+    difference_of_parts,
+    mesh_of,
+    parameters_held,
+    shard,
+    train_sharded,
+)
 from tests.clients.hf_models import MODELS, units
 from tests.ranks import RankPools
 
@@ -119,6 +133,48 @@ def test_a_model_without_a_head_trains_on_all_its_hidden_states_as_unsharded(
 ) -> None:
     found = clients(2).run(difference_without_a_head, strategy)
     record("transformers", COMPARED, max(found))
+
+
+def train_by_hand_in_bf16(training: Training) -> dict[str, Part]:
+    """Unsharded: computed with bf16 copies of the parameters, summed and stepped in fp32."""
+    main, copy = build(training), build(training)
+    optimizer = training.optimizer(main.parameters())
+    ranks = dist.get_world_size()
+    for param in copy.parameters():
+        param.data = param.data.bfloat16()
+    for step in range(training.num_steps):
+        with torch.no_grad():
+            for mine, theirs in zip(main.parameters(), copy.parameters(), strict=True):
+                theirs.copy_(mine)
+                mine.grad = torch.zeros_like(mine)
+        for micro in range(training.num_micro):
+            sums = [torch.zeros_like(param) for param in main.parameters()]
+            for rank in range(ranks):
+                training.loss(copy, training.batch(step, micro, rank)).backward()
+                for total, theirs in zip(sums, copy.parameters(), strict=True):
+                    assert theirs.grad is not None
+                    total.add_(theirs.grad.float())
+                    theirs.grad = None
+            for mine, total in zip(main.parameters(), sums, strict=True):
+                assert mine.grad is not None
+                mine.grad += total / ranks
+        optimizer.step()
+    return parameters_held(main)
+
+
+def difference_in_bf16(name: str) -> float:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    options = {**options_of("ZeRO-3", "2 ranks"), "mp_policy": policy}
+    training = training_of(name, options=options)
+    return difference_of_parts(train_sharded(training).params, train_by_hand_in_bf16(training))
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen3"])
+def test_a_model_trains_in_bf16_as_by_hand_with_copies_of_fp32_weights(
+    clients: RankPools, record: Record, name: str
+) -> None:
+    found = clients(2).run(difference_in_bf16, name)
+    record("transformers", "parameters after 3 steps of 2 micro-batches", max(found))
 
 
 def names_of_units(name: str) -> list[str]:

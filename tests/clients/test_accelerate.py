@@ -1,0 +1,255 @@
+"""accelerate's FSDP2 path with `fully_shard` of this package, and the same loop unsharded."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader
+
+from megatron_fsdp_v2 import fully_shard
+from megatron_fsdp_v2.fsdp_module import named_units
+from tests.clients.conftest import Record
+from tests.clients.differences import Shown, difference_of, whole, whole_parameters
+from tests.ranks import RankPools
+
+COMPARED = "losses, norms, parameters of 4 steps of 2 micro-batches"
+STRATEGIES = {
+    "ZeRO-0": "no_shard",
+    "ZeRO-1": "optim",
+    "ZeRO-2": "optim_grads",
+    "ZeRO-3": "optim_grads_params",
+}
+BATCH = 2
+STEPS = 4
+MICRO_BATCHES = 2
+MAX_NORM = 0.5
+GAMMA = 0.95
+_WRAPPED = "._checkpoint_wrapped_module"
+
+
+def llama(*, tied: bool = False) -> Any:
+    """A model with the same weights in every process."""
+    import transformers
+
+    torch.manual_seed(1)
+    config = transformers.LlamaConfig(
+        vocab_size=61,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=16,
+        tie_word_embeddings=tied,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def texts() -> torch.Tensor:
+    """What all ranks need for half of the steps."""
+    torch.manual_seed(2)
+    number = STEPS // 2 * MICRO_BATCHES * BATCH * dist.get_world_size()
+    return torch.randint(0, 61, (number, 7))
+
+
+def optimizer_of(model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
+    """An optimizer of a model and its schedule."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
+    return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=GAMMA)
+
+
+def accelerator_with(files: str = "sharded", **options: Any) -> Any:
+    """An accelerator that shards as FSDP2 does, on a CPU.
+
+    accelerate takes to FSDP on devices other than CPUs alone, so its state is told.
+    """
+    from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        state_dict_type=f"{files.upper()}_STATE_DICT",
+        **options,
+    )
+    PartialState(cpu=True).distributed_type = DistributedType.FSDP
+    accelerator = Accelerator(
+        cpu=True, fsdp_plugin=plugin, gradient_accumulation_steps=MICRO_BATCHES
+    )
+    accelerator.state.fsdp_plugin = plugin
+    assert accelerator.is_fsdp2
+    return accelerator
+
+
+def prepared(accelerator: Any, strategy: str, *, tied: bool = False) -> tuple[Any, ...]:
+    """A model, its optimizer, data and schedule, prepared with our function for FSDP2's."""
+    model = llama(tied=tied)
+    optimizer, schedule = optimizer_of(model)
+    loader = DataLoader(texts(), batch_size=BATCH)  # type: ignore[arg-type]
+    options: dict[str, Any] = {"sharding_strategy": STRATEGIES[strategy]}
+    if accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:
+        options["param_init_fn"] = lambda m: m.to_empty(device=accelerator.device, recurse=False)
+    ours = functools.partial(fully_shard, **options)
+    with mock.patch("torch.distributed.fsdp.fully_shard", ours):
+        found: tuple[Any, ...] = accelerator.prepare(model, optimizer, loader, schedule)
+    return found
+
+
+def epoch(accelerator: Any, model: Any, optimizer: Any, loader: Any, schedule: Any) -> Any:
+    """Train on the data once; losses of all ranks and gradient norms."""
+    losses, norms = [], []
+    for tokens in loader:
+        with accelerator.accumulate(model):
+            loss = model(input_ids=tokens, labels=tokens).loss
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                norms.append(whole(accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)))
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        losses.append(accelerator.reduce(loss.detach(), "mean"))
+    return losses, norms
+
+
+def accelerated(
+    strategy: str, folder: Path | None = None, *, tied: bool = False, **options: Any
+) -> Shown:
+    """A training of two epochs; with a folder, all is made anew and loaded between them."""
+    accelerator = accelerator_with(**options)
+    parts = prepared(accelerator, strategy, tied=tied)
+    losses, norms = epoch(accelerator, *parts)
+    if folder is not None:
+        accelerator.save_state(folder)
+        accelerator = accelerator_with(**options)
+        parts = prepared(accelerator, strategy, tied=tied)
+        accelerator.load_state(folder)
+    more_losses, more_norms = epoch(accelerator, *parts)
+    model = parts[0]
+    # Two layers, and what accelerate carves out: embeddings, and the norm with the head.
+    units = [unit for _, unit in named_units(model) if unit.groups]
+    assert len(units) == (3 if tied else 4)
+    assert {unit.groups[0].mesh.size() for unit in units} == {dist.get_world_size()}
+    parameters = whole_parameters(model)
+    saved = accelerator.get_state_dict(model)
+    if accelerator.is_main_process:
+        for name, param in model.named_parameters():
+            assert torch.equal(saved[name.replace(_WRAPPED, "")], parameters[name]), param
+    return {
+        "losses": torch.stack(losses + more_losses),
+        "norms": torch.stack(norms + more_norms),
+        "parameters": {k.replace(_WRAPPED, ""): v for k, v in parameters.items()},
+    }
+
+
+def plain(*, tied: bool = False) -> Shown:
+    """The same training without accelerate and without sharding, on this rank alone."""
+    model = llama(tied=tied)
+    optimizer, schedule = optimizer_of(model)
+    size = dist.get_world_size()
+    losses, norms = [], []
+    for _ in range(2):
+        for number, tokens in enumerate(texts().split(BATCH * size)):
+            parts = [model(input_ids=t, labels=t).loss for t in tokens.split(BATCH)]
+            loss = torch.stack(parts).mean()
+            (loss / MICRO_BATCHES).backward()
+            losses.append(loss.detach())
+            if (number + 1) % MICRO_BATCHES == 0:
+                norms.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM))
+                optimizer.step()
+                # A prepared schedule counts batches of all ranks.
+                for _ in range(size):
+                    schedule.step()
+                optimizer.zero_grad()
+    return {
+        "losses": torch.stack(losses),
+        "norms": torch.stack(norms),
+        "parameters": whole_parameters(model),
+    }
+
+
+def difference(strategy: str, folder: str | None = None, **options: Any) -> float:
+    """Between the two trainings."""
+    tied = options.get("tied", False)
+    path = None if folder is None else Path(folder)
+    return difference_of(accelerated(strategy, path, **options), plain(tied=tied))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks"),
+    [(name, 2) for name in STRATEGIES] + [("ZeRO-3", 1), ("ZeRO-3", 4)],
+)
+def test_a_prepared_model_trains_as_it_does_unsharded(
+    clients: RankPools, record: Record, strategy: str, ranks: int
+) -> None:
+    record("accelerate", COMPARED, max(clients(ranks).run(difference, strategy)))
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "tied embeddings": {"tied": True},
+    "activation_checkpointing": {"activation_checkpointing": True},
+    "weights kept after the forward": {"reshard_after_forward": False},
+    "cpu_ram_efficient_loading": {"cpu_ram_efficient_loading": True},
+    "cpu_ram_efficient_loading of tied embeddings": {
+        "cpu_ram_efficient_loading": True,
+        "tied": True,
+    },
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_a_model_prepared_with_an_option_trains_as_it_does_unsharded(
+    clients: RankPools, record: Record, option: str
+) -> None:
+    found = clients(2).run(difference, "ZeRO-3", **OPTIONS[option])
+    record("accelerate", COMPARED, max(found))
+
+
+@pytest.mark.parametrize("files", ["sharded", "full"])
+@pytest.mark.parametrize("strategy", list(STRATEGIES)[1:])
+def test_a_training_goes_on_from_a_saved_state(
+    clients: RankPools, record: Record, tmp_path: Path, strategy: str, files: str
+) -> None:
+    found = clients(2).run(difference, strategy, str(tmp_path), files=files)
+    record("accelerate", COMPARED, max(found))
+
+
+def saved_for_others(folder: str) -> bool:
+    """Whether a file that accelerate saves for other programs has the trained weights."""
+    from safetensors.torch import load_file
+
+    accelerator = accelerator_with()
+    parts = prepared(accelerator, "ZeRO-3")
+    epoch(accelerator, *parts)
+    accelerator.save_model(parts[0], folder)
+    parameters = whole_parameters(parts[0])
+    accelerator.wait_for_everyone()
+    saved = load_file(Path(folder) / "model.safetensors")
+    return all(torch.equal(saved[name], tensor) for name, tensor in parameters.items())
+
+
+def test_a_saved_model_is_one_of_plain_tensors(clients: RankPools, tmp_path: Path) -> None:
+    assert clients(2).run(saved_for_others, str(tmp_path)) == [True, True]
+
+
+def sharded_too_early() -> str:
+    """What accelerate says to an optimizer of parameters that are sharded already."""
+    accelerator = accelerator_with()
+    accelerator.state.fsdp_plugin.auto_wrap_policy = None
+    model = fully_shard(llama())
+    with pytest.raises(KeyError) as raised:
+        accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return str(raised.value)
+
+
+def test_accelerate_refuses_optimizers_of_what_was_sharded_before(clients: RankPools) -> None:
+    for said in clients(2).run(sharded_too_early):
+        assert "couldn't be switched to its sharded version" in said

@@ -1,0 +1,184 @@
+"""peft's LoRA: frozen weights and adapters in one unit, and the same training unsharded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+
+from megatron_fsdp_v2 import checkpoint, fully_shard
+from megatron_fsdp_v2.fsdp_module import unit_of
+from tests.clients.conftest import Record
+from tests.clients.differences import Shown, difference_of, whole, whole_parameters
+from tests.clients.test_accelerate import STRATEGIES, llama
+from tests.ranks import RankPools
+
+BATCH = 2
+STEPS = 4
+MICRO_BATCHES = 2
+
+
+def with_adapters() -> Any:
+    """A Llama with frozen weights and LoRA adapters, the same ones in every process."""
+    import peft
+
+    config = peft.LoraConfig(
+        r=3,
+        lora_alpha=4,
+        target_modules=["q_proj", "v_proj", "down_proj"],
+        # Trained as a whole, beside adapters.
+        modules_to_save=["lm_head"],
+        init_lora_weights=False,
+    )
+    model = llama()
+    torch.manual_seed(5)
+    return peft.get_peft_model(model, config)
+
+
+def shard(model: Any, strategy: str) -> Any:
+    """Make every layer a unit, and the rest of the model."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model.base_model.model.model.layers:
+        fully_shard(layer, mesh=mesh, sharding_strategy=STRATEGIES[strategy])
+    return fully_shard(model, mesh=mesh, sharding_strategy=STRATEGIES[strategy])
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    """An optimizer of what is trained."""
+    trained = [param for param in model.parameters() if param.requires_grad]
+    return torch.optim.AdamW(trained, lr=0.02, eps=1e-3)
+
+
+def tokens(step: int, micro: int, rank: int) -> torch.Tensor:
+    """A batch of one rank."""
+    generator = torch.Generator().manual_seed(100 * step + 10 * micro + rank)
+    return torch.randint(0, 61, (BATCH, 7), generator=generator)
+
+
+def train(model: Any, optimizer: Any, ranks: list[int], steps: range) -> tuple[Any, Any]:
+    """Losses, mean over all ranks, and gradient norms of some steps with data of some ranks."""
+    losses, norms = [], []
+    for step in steps:
+        for micro in range(MICRO_BATCHES):
+            batches = [tokens(step, micro, rank) for rank in ranks]
+            loss = torch.stack([model(input_ids=t, labels=t).loss for t in batches]).mean()
+            (loss / MICRO_BATCHES).backward()
+            loss = loss.detach()
+            if len(ranks) < dist.get_world_size():
+                dist.all_reduce(loss)
+                loss /= dist.get_world_size()
+            losses.append(loss)
+        trained = [param for param in model.parameters() if param.requires_grad]
+        norms.append(whole(nn.utils.clip_grad_norm_(trained, 0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, norms
+
+
+def trained_unsharded() -> tuple[Any, Shown]:
+    """The model after a training on this rank alone, and what that showed."""
+    model = with_adapters()
+    ranks = list(range(dist.get_world_size()))
+    losses, norms = train(model, optimizer_of(model), ranks, range(STEPS))
+    return model, _shown(model, losses, norms)
+
+
+def _shown(model: nn.Module, losses: list[Any], norms: list[Any]) -> Shown:
+    return {
+        "losses": torch.stack(losses),
+        "norms": torch.stack(norms),
+        "parameters": whole_parameters(model),
+    }
+
+
+def sharded() -> Any:
+    """The model sharded at ZeRO-3, and its optimizer."""
+    model = shard(with_adapters(), "ZeRO-3")
+    return model, optimizer_of(model)
+
+
+def difference(strategy: str) -> float:
+    """Between a training sharded and unsharded; frozen weights have to keep their bits."""
+    before = whole_parameters(with_adapters())
+    model = shard(with_adapters(), strategy)
+    layer = model.base_model.model.model.layers[0]
+    kinds = {group.spec.requires_grad for group in unit_of(layer).groups}
+    assert kinds == {True, False}
+    losses, norms = train(model, optimizer_of(model), [dist.get_rank()], range(STEPS))
+    shown = _shown(model, losses, norms)
+    for name, param in model.named_parameters():
+        same = torch.equal(whole(param), before[name])
+        assert same is not param.requires_grad, name
+    return difference_of(shown, trained_unsharded()[1])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks"), [(name, 2) for name in STRATEGIES] + [("ZeRO-3", 1), ("ZeRO-3", 4)]
+)
+def test_adapters_beside_frozen_weights_train_as_they_do_unsharded(
+    clients: RankPools, record: Record, strategy: str, ranks: int
+) -> None:
+    found = clients(ranks).run(difference, strategy)
+    record("peft", "losses, norms, parameters of 4 steps of 2 micro-batches", max(found))
+
+
+def difference_after_resuming(folder: str) -> float:
+    """The same where all is made anew in the middle and loaded from a checkpoint."""
+    model, optimizer = sharded()
+    ranks = [dist.get_rank()]
+    losses, norms = train(model, optimizer, ranks, range(STEPS // 2))
+    checkpoint.save(folder, model, optimizer)
+    model, optimizer = sharded()
+    checkpoint.load(folder, model, optimizer)
+    more = train(model, optimizer, ranks, range(STEPS // 2, STEPS))
+    shown = _shown(model, losses + more[0], norms + more[1])
+    return difference_of(shown, trained_unsharded()[1])
+
+
+def test_training_of_adapters_goes_on_from_a_checkpoint(
+    clients: RankPools, record: Record, tmp_path: Path
+) -> None:
+    found = clients(2).run(difference_after_resuming, str(tmp_path / "checkpoint"))
+    record("peft", "losses, norms, parameters of 4 steps of 2 micro-batches", max(found))
+
+
+def difference_of_saved_adapters(folder: str) -> tuple[float, float]:
+    """Of adapters that peft saves and loads, and of a model they are merged into.
+
+    From the trained ones; and of its outputs from those of the sharded model.
+    """
+    import peft
+
+    model, optimizer = sharded()
+    train(model, optimizer, [dist.get_rank()], range(STEPS))
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state = get_model_state_dict(model, options=options)
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder, state_dict=state)
+    dist.barrier()
+    loaded = peft.PeftModel.from_pretrained(llama(), folder)
+    mine, theirs = whole_parameters(model), whole_parameters(loaded)
+    saved = peft.get_peft_model_state_dict(loaded)
+    assert len(saved) == 2 * 3 * 2 + 1, saved.keys()
+    apart = difference_of({"parameters": theirs}, {"parameters": mine})
+    merged = loaded.merge_and_unload()
+    assert not any("lora" in name for name, _ in merged.named_parameters())
+    batch = tokens(9, 0, 0)
+    with torch.no_grad():
+        ours = model.eval()(input_ids=batch).logits
+        logits = merged.eval()(input_ids=batch).logits
+    return apart, difference_of({"logits": ours}, {"logits": logits})
+
+
+def test_saved_adapters_are_what_was_trained_and_can_be_merged(
+    clients: RankPools, record: Record, tmp_path: Path
+) -> None:
+    found = clients(2).run(difference_of_saved_adapters, str(tmp_path))
+    assert [apart for apart, _ in found] == [0.0, 0.0]
+    record("peft", "outputs of the merged model", max(outputs for _, outputs in found))

@@ -28,7 +28,12 @@ from megatron_fsdp_v2.plan.planner import Plan, advice, best_plan, plan_one, str
 from megatron_fsdp_v2.plan.plot import draw
 from megatron_fsdp_v2.plan.report import Report, as_dict, lines
 from megatron_fsdp_v2.plan.sharding import Strategy
-from megatron_fsdp_v2.plan.sources import SourceResult, build_on_meta, find_source
+from megatron_fsdp_v2.plan.sources import (
+    SourceResult,
+    build_on_meta,
+    find_source,
+    model_arguments,
+)
 
 __all__ = ["command"]
 
@@ -101,6 +106,13 @@ def _add_model_options(group: argparse._ArgumentGroup) -> None:
         metavar="MODULE:FUNCTION",
         help="function that builds the model; it runs on the meta device and returns the model, "
         "or a pair of it and the list of modules that become units",
+    )
+    group.add_argument(
+        "--model-arg",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="argument of that function; a Python literal or text; may be repeated",
     )
     group.add_argument(
         "--units",
@@ -245,6 +257,8 @@ def _largest(
 
 
 def _described(args: argparse.Namespace) -> SourceResult:
+    if args.model_arg and args.model is None:
+        raise ValueError("--model-arg is an argument of a function; name it with --model")
     if args.flags and args.model is not None:
         raise ValueError("both --model and training flags were given; plan one of them at a time")
     if args.flags:
@@ -262,7 +276,7 @@ def _described(args: argparse.Namespace) -> SourceResult:
 
 def _own_model(args: argparse.Namespace) -> TrainingDescription:
     patterns = [] if args.units is None else [p.strip() for p in args.units.split(",")]
-    model, chosen = build_on_meta(args.model, patterns)
+    model, chosen = build_on_meta(args.model, patterns, model_arguments(args.model_arg))
     units, plain_nbytes = describe_module(model, chosen)
     alternatives: tuple[Alternative, ...] = ()
     if args.activations is not None:

@@ -6,10 +6,12 @@ entry-point group `megatron_fsdp_v2.plan_sources`; the core knows none of them.
 
 from __future__ import annotations
 
+import ast
 import fnmatch
 import importlib
+import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -21,7 +23,15 @@ from torch import nn
 from megatron_fsdp_v2.plan.description import TrainingDescription
 from megatron_fsdp_v2.plan.sharding import Strategy
 
-__all__ = ["SOURCE_GROUP", "FlagsError", "Source", "SourceResult", "build_on_meta", "find_source"]
+__all__ = [
+    "SOURCE_GROUP",
+    "FlagsError",
+    "Source",
+    "SourceResult",
+    "build_on_meta",
+    "find_source",
+    "model_arguments",
+]
 
 SOURCE_GROUP = "megatron_fsdp_v2.plan_sources"
 
@@ -68,22 +78,55 @@ def find_source() -> Source:
     )
 
 
-def build_on_meta(target: str, patterns: Sequence[str]) -> tuple[nn.Module, list[nn.Module] | None]:
+def model_arguments(given: Sequence[str]) -> dict[str, Any]:
+    """Arguments of a function from a command line.
+
+    Args:
+        given: `name=value`, each. A value that Python reads as a literal (`12`, `1e-5`, `True`,
+            `None`, `[4, 8]`, `"8"`) is that; any other is text.
+
+    Returns:
+        Values by name.
+
+    Raises:
+        ValueError: One has another form, or a name comes twice.
+    """
+    found: dict[str, Any] = {}
+    for word in given:
+        name, joined, text = word.partition("=")
+        name = name.strip()
+        if not joined or not name.isidentifier():
+            raise ValueError(f"--model-arg takes name=value, got {word!r}")
+        if name in found:
+            raise ValueError(f"--model-arg {name} was given twice")
+        try:
+            found[name] = ast.literal_eval(text.strip())
+        except (ValueError, SyntaxError):
+            found[name] = text
+    return found
+
+
+def build_on_meta(
+    target: str, patterns: Sequence[str], arguments: Mapping[str, Any] | None = None
+) -> tuple[nn.Module, list[nn.Module] | None]:
     """Call a user's function with the meta device as default.
 
     Args:
         target: `module:function`. It returns the model, or the model and its units.
         patterns: Patterns of names or classes of units, which count instead.
+        arguments: What the function is called with, by name.
 
     Returns:
         The model and its units; None for the default ones.
 
     Raises:
-        ValueError: There is no such function, it returns something else, or nothing matches.
+        ValueError: There is no such function, it takes other arguments, it returns something else,
+            or nothing matches.
     """
-    function = _function(target)
+    function, arguments = _function(target), dict(arguments or {})
+    _check_arguments(target, function, arguments)
     with torch.device("meta"):
-        built = function()
+        built = function(**arguments)
     units: list[nn.Module] | None = None
     if isinstance(built, tuple) and len(built) == 2:
         built, units = built[0], list(built[1])
@@ -97,7 +140,37 @@ def build_on_meta(target: str, patterns: Sequence[str]) -> tuple[nn.Module, list
     return built, units
 
 
-def _function(target: str) -> Callable[[], Any]:
+def _check_arguments(
+    target: str, function: Callable[..., Any], arguments: Mapping[str, Any]
+) -> None:
+    """See that a function can be called with these arguments."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return  # written in C; the call itself will tell
+    by_name = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    nameless = [p.name for p in parameters if p.kind == p.POSITIONAL_ONLY and p.default is p.empty]
+    if nameless:
+        raise ValueError(
+            f"--model {target} takes {', '.join(nameless)} by position only; name a function that "
+            "gives it"
+        )
+    if not any(p.kind == p.VAR_KEYWORD for p in parameters):
+        unknown = sorted(set(arguments) - set(by_name))
+        if unknown:
+            raise ValueError(
+                f"--model {target} has no argument {', '.join(unknown)}; it has "
+                f"{', '.join(by_name) or 'none'}"
+            )
+    missing = [
+        name for name, p in by_name.items() if p.default is p.empty and name not in arguments
+    ]
+    if missing:
+        options = " ".join(f"--model-arg {name}=..." for name in missing)
+        raise ValueError(f"--model {target} needs {', '.join(missing)}; add {options}")
+
+
+def _function(target: str) -> Callable[..., Any]:
     module_name, _, name = target.partition(":")
     if not module_name or not name:
         raise ValueError(f"--model takes module:function, got {target!r}")

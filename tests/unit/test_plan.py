@@ -136,6 +136,20 @@ def test_units_are_those_the_function_returns_or_the_patterns_name(capsys: Any) 
     assert count("--model", HERE + "stack", "--units", "Block") == 4
 
 
+def sized(width: int, *, depth: int, kind: str = "plain") -> nn.Module:
+    assert kind in ("plain", "8")
+    return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(depth)))
+
+
+def test_a_function_gets_the_arguments_that_are_given(capsys: Any) -> None:
+    words = ["--ranks", "2", "--json", "-", "--model", HERE + "sized", "--model-arg", "width=16"]
+    # A literal in quotes is text.
+    words += ["--model-arg", "depth=3", "--model-arg", "kind='8'"]
+    status, out, _ = run(capsys, *words)
+    assert status == 0
+    assert json.loads(out)["numel"] == 3 * 16 * 16
+
+
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
@@ -152,13 +166,22 @@ def test_units_are_those_the_function_returns_or_the_patterns_name(capsys: Any) 
         ("--model {stack}s", "has no function stacks"),
         ("--model no.such.module:f", "--model no.such.module:f: No module named 'no'"),
         ("--model stack", "--model takes module:function, got 'stack'"),
+        ("--model {sized}", "needs width, depth; add --model-arg width=... --model-arg depth=..."),
+        ("--model {sized} --model-arg width=8", "needs depth; add --model-arg depth=..."),
+        ("--model {stack} --model-arg width=8", "has no argument width; it has none"),
+        ("--model {sized} --model-arg wide=8", "has no argument wide; it has width, depth, kind"),
+        ("--model {sized} --model-arg width", "--model-arg takes name=value, got 'width'"),
+        ("--model {sized} --model-arg width=8 --model-arg width=9", "width was given twice"),
+        ("--model-arg width=8 -- --bf16", "--model-arg is an argument of a function"),
         ("--model {stack} --ranks 0", "'0' is no number of at least 1"),
         ("--model {stack} --strategy zero3", "invalid choice: 'zero3'"),
         ("--model {stack} --plot plan.nonsense", "--plot plan.nonsense"),
     ],
 )
 def test_bad_input_is_refused_with_a_reason(words: str, reason: str, capsys: Any) -> None:
-    typed = words.format(stack=HERE + "stack", no_model=HERE + "no_model").split()
+    typed = words.format(
+        stack=HERE + "stack", no_model=HERE + "no_model", sized=HERE + "sized"
+    ).split()
     status, out, err = run(capsys, "--ranks", "8", *typed)
     assert status == 2
     assert out == ""

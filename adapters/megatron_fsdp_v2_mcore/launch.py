@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 
 import torch.distributed as dist
@@ -48,6 +49,8 @@ def launch(argv: Sequence[str], *, own_parser: bool = False) -> Iterator[list[st
             # All ranks come here and one sentence is enough. torchrun ends the others when the
             # first one ends, so that has to be the one that has spoken.
             time.sleep(_PATIENCE_S)
+        if VERBOSE_FLAG in argv:
+            traceback.print_exception(error)
         sys.stderr.write(f"{error}\n")
         raise SystemExit(2) from None
 

@@ -223,6 +223,11 @@ BAD: dict[str, tuple[list[str], str]] = {
         fsdp("optim", "--fsdp-max-live-grad-buffers", "0"),
         "expected a whole number of at least 1, got '0'",
     ),
+    "other-data": (["--fim-data"], "--fim-data asks for data that this pretrain_gpt does not"),
+    "megatrons-own": (
+        ["--mtp-num-layers", "1"],
+        "Megatron refuses these flags: Multi-Token Prediction (MTP) is not supported with",
+    ),
     "experts": (
         fsdp("optim", "--num-experts", "3", "--expert-model-parallel-size", "2"),
         "--num-experts 3 cannot be divided by --expert-model-parallel-size 2",

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatron_fsdp_v2.plan.sources import FlagsError
 from megatron_fsdp_v2_mcore.arguments import API_FLAG, check_before, is_enabled
-from megatron_fsdp_v2_mcore.errors import FlagError
+from megatron_fsdp_v2_mcore.errors import FlagError, refusals_as_flag_errors
 from megatron_fsdp_v2_mcore.rehearsal import FLAG, VERBOSE_FLAG
 from megatron_fsdp_v2_mcore.rehearsal.flags import CPU_FLAGS, GPU_FLAGS
 
@@ -26,15 +25,10 @@ def refusals_as_errors() -> Iterator[None]:
         FlagsError: It did.
     """
     try:
-        yield
-    except FlagsError:
-        raise
+        with refusals_as_flag_errors("Megatron refuses these flags"):
+            yield
     except FlagError as error:
         raise FlagsError(str(error)) from None
-    except (AssertionError, ValueError, RuntimeError) as error:
-        # Many of its assertions have no words; then the line that was asserted has to do.
-        frames = traceback.extract_tb(error.__traceback__)
-        raise FlagsError(f"Megatron refuses these flags: {str(error) or frames[-1].line}") from None
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from megatron.training.utils import get_blend_and_blend_per_split
 
 from megatron_fsdp_v2_mcore.errors import FlagError
 
-__all__ = ["check_data", "dataset_config"]
+__all__ = ["check_data", "check_data_flags", "dataset_config"]
 
 
 def dataset_config(args: Any) -> GPTDatasetConfig:
@@ -77,9 +78,28 @@ def check_data(args: Any) -> None:
     Raises:
         FlagError: It is not; names the flag.
     """
-    for name, (flag, meaning) in OTHER_DATA.items():
+    for name in OTHER_DATA:
         if getattr(args, name, None):
-            raise FlagError(
-                f"{flag} asks for data that this pretrain_gpt does not build ({meaning}); run a "
-                "script of your own that does with -m megatron_fsdp_v2_mcore.run"
-            )
+            raise _other_data(name)
+
+
+def check_data_flags(argv: Sequence[str]) -> None:
+    """The same before Megatron reads the command line, against which it may have other reasons.
+
+    Args:
+        argv: The command line.
+
+    Raises:
+        FlagError: It asks for other data; names the flag.
+    """
+    for name, (flag, _) in OTHER_DATA.items():
+        if flag in argv:
+            raise _other_data(name)
+
+
+def _other_data(name: str) -> FlagError:
+    flag, meaning = OTHER_DATA[name]
+    return FlagError(
+        f"{flag} asks for data that this pretrain_gpt does not build ({meaning}); run a "
+        "script of your own that does with -m megatron_fsdp_v2_mcore.run"
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -26,7 +27,12 @@ from megatron.training.models.gpt import GPTModelBuilder
 from megatron.training.models.hybrid import HybridModelBuilder
 from megatron.training.utils import is_first_or_last_pipeline_stage
 
-from megatron_fsdp_v2_mcore.pretrain_gpt.data import check_data, dataset_config
+from megatron_fsdp_v2_mcore.errors import refusals_as_flag_errors
+from megatron_fsdp_v2_mcore.pretrain_gpt.data import (
+    check_data,
+    check_data_flags,
+    dataset_config,
+)
 
 __all__ = ["train"]
 
@@ -63,6 +69,9 @@ def build_model(
         vp_stage: Its virtual pipeline stage.
         config: A transformer configuration; from the flags when None.
         pg_collection: Process groups.
+
+    Raises:
+        FlagError: Megatron's layers refuse what the flags ask for.
     """
     args = get_args()
     transformer = core_transformer_config_from_args(args) if config is None else config
@@ -71,9 +80,10 @@ def build_model(
         builder = HybridModelBuilder(hybrid_config_from_args(args, transformer))
     else:
         builder = GPTModelBuilder(gpt_config_from_args(args, transformer))
-    model: torch.nn.Module = builder.build_model(
-        pg_collection, pre_process=pre_process, post_process=post_process, vp_stage=vp_stage
-    )
+    with refusals_as_flag_errors("Megatron cannot build the model that these flags describe"):
+        model: torch.nn.Module = builder.build_model(
+            pg_collection, pre_process=pre_process, post_process=post_process, vp_stage=vp_stage
+        )
     return model
 
 
@@ -242,11 +252,18 @@ def _vp_stage(model: torch.nn.Module) -> int | None:
 
 
 def train() -> None:
-    """Parse Megatron's flags and train."""
-    args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
-    check_data(args)
+    """Parse Megatron's flags and train.
+
+    Raises:
+        FlagError: Megatron or this package refuses a flag.
+    """
+    check_data_flags(sys.argv)
+    with refusals_as_flag_errors("Megatron refuses these flags"):
+        args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
+        check_data(args)
+        configuration = pretrain_cfg_container_from_args(args)
     pretrain(
-        pretrain_cfg_container_from_args(args),
+        configuration,
         build_datasets,
         ModelType.encoder_or_decoder,
         forward_step,

@@ -65,6 +65,37 @@ FP16 = (
 )
 MTP = "--mtp-num-layers 1 --position-embedding-type rope"
 MAMBA = "--hybrid-layer-pattern M*-M --mamba-state-dim 16 --mamba-head-dim 16 --mamba-num-groups 2"
+LATENT_SIZES = "--kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 12"
+LATENT = (
+    f"--multi-latent-attention {LATENT_SIZES} --qk-layernorm --normalization RMSNorm --swiglu "
+    "--disable-bias-linear --untie-embeddings-and-output-weights --position-embedding-type rope"
+)
+LOW_RANK_QUERIES = f"{LATENT} --q-lora-rank 24"
+DEEPSEEK = (
+    f"{LOW_RANK_QUERIES} --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 "
+    "--moe-shared-expert-intermediate-size 64 --moe-layer-freq [0,1] --moe-grouped-gemm "
+    "--moe-token-dispatcher-type alltoall --moe-router-score-function sigmoid "
+    "--moe-router-enable-expert-bias --moe-router-load-balancing-type seq_aux_loss "
+    "--moe-aux-loss-coeff 0.001"
+)
+INDEXER = (
+    "--dsa-indexer-n-heads 2 --dsa-indexer-head-dim 16 --dsa-indexer-topk 8 "
+    "--dsa-indexer-loss-coeff 0.01"
+)
+SPARSE = f"{LOW_RANK_QUERIES} --experimental-attention-variant dsa {INDEXER}"
+DELTA_SIZES = (
+    "--linear-conv-kernel-dim 4 --linear-key-head-dim 16 --linear-value-head-dim 16 "
+    "--linear-num-key-heads 2 --linear-num-value-heads 4"
+)
+DELTA_NET = (
+    f"--experimental-attention-variant gated_delta_net --linear-attention-freq 2 {DELTA_SIZES} "
+    "--swiglu --normalization RMSNorm --disable-bias-linear"
+)
+EVERY_KIND = (
+    "--hybrid-layer-pattern MG+-E --mamba-state-dim 16 --mamba-head-dim 16 --mamba-num-groups 2 "
+    f"--num-experts 2 --moe-router-topk 2 {LATENT_SIZES} {DELTA_SIZES} --q-lora-rank 24 "
+    "--swiglu --normalization RMSNorm --disable-bias-linear"
+)
 META = "--init-model-with-meta-device"
 BATCH1 = "--micro-batch-size 1"
 # Newton-Schulz in fp32, which the command line calls high.
@@ -185,6 +216,22 @@ ROWS: tuple[Row, ...] = (
     Row("experts, sigmoid router with bias", 2,
         f"{ALLTOALL} --moe-router-score-function sigmoid --moe-router-enable-expert-bias",
         strategies=(ZERO3, ZERO1)),
+    Row("latent attention", 2, f"{LOW_RANK_QUERIES} {NORMS}", strategies=STRATEGIES, quick=True),
+    Row("latent attention, full-rank queries, plain rope", 2, f"{LATENT} --rope-type rope",
+        strategies=(ZERO3, ZERO1)),
+    Row("latent attention, experts, multi-token prediction", 2, f"{DEEPSEEK} --mtp-num-layers 1",
+        strategies=STRATEGIES),
+    Row("latent attention, experts, recompute of projections", 2,
+        f"{DEEPSEEK} --recompute-granularity selective --recompute-modules mla_up_proj moe_act",
+        strategies=(ZERO3, ZERO2)),
+    Row("experts in a latent space", 2, f"{ALLTOALL} --moe-latent-size 32 "
+        "--moe-shared-expert-intermediate-size 64", strategies=(ZERO3, ZERO1)),
+    Row("norms around one", 2, f"--apply-layernorm-1p {NORMS}", strategies=STRATEGIES),
+    Row("norms around one, latent attention", 2, f"--apply-layernorm-1p {LATENT} {CLIPPED}",
+        strategies=(ZERO3, ZERO2)),
+    Row("sparse attention", 2, f"{SPARSE} {NORMS}", strategies=(ZERO3, ZERO1)),
+    Row("gated delta net", 2, f"{DELTA_NET} --apply-layernorm-1p", strategies=(ZERO3, ZERO2)),
+    Row("hybrid of every kind of layer", 2, EVERY_KIND, strategies=(ZERO3,)),
     Row("hybrid Mamba", 2, MAMBA, strategies=(ZERO3, ZERO2)),
     Row("Muon", 2, f"{MODERN} {MUON} {NORMS}", strategies=STRATEGIES),
     Row("TP2", 2, f"{TP2} {NORMS}", strategies=(ZERO3, NO_SHARD)),
@@ -239,6 +286,18 @@ ROWS: tuple[Row, ...] = (
     Row("EP2 x TP2, expert TP1", 4, f"{ALLTOALL} {EP2} {TP2_SP} {ETP1} {NORMS}"),
     Row("TP2 x DP2, expert TP2", 4, f"{ALLTOALL} {TP2_SP}", strategies=(ZERO1,)),
     Row("EP2 x PP2", 4, f"{ALLTOALL} {EP2} {PP2} {UNTIED}", strategies=(ZERO2,)),
+    Row("latent attention, TP2 x DP2", 4, f"{LOW_RANK_QUERIES} {TP2_SP} {NORMS}",
+        strategies=(ZERO3, NO_SHARD)),
+    Row("sparse attention, TP2 x DP2", 4, f"{SPARSE} {TP2_SP}", strategies=(ZERO2,)),
+    Row("gated delta net, experts, EP2 x PP2", 4, f"{DELTA_NET} {ALLTOALL} {EP2} {PP2}"),
+    Row("latent attention, CP2 x DP2", 4, f"{LATENT} {CP2}", strategies=(ZERO2,)),
+    Row("latent attention, experts, EP2 x TP2", 4, f"{DEEPSEEK} {EP2} {TP2_SP} {ETP1} {NORMS}"),
+    Row("latent attention, experts, EP2 x PP2, multi-token prediction", 4,
+        f"{DEEPSEEK} {EP2} {PP2} --mtp-num-layers 1", strategies=(ZERO3, ZERO1)),
+    Row("experts in a latent space, EP2 x TP2", 4,
+        f"{ALLTOALL} --moe-latent-size 32 {EP2} {TP2_SP} {ETP1} {NORMS}"),
+    Row("norms around one, TP2 x DP2", 4, f"--apply-layernorm-1p {MODERN} {TP2_SP}",
+        strategies=(ZERO1,)),
     Row("hybrid Mamba, TP2 x DP2", 4, f"{MAMBA} {TP2_SP}"),
     Row("Muon, TP2 x DP2, whole matrices", 4, f"{MODERN} {TP2_SP} {MUON} --muon-tp-mode duplicated",
         strategies=(ZERO3, ZERO1)),
@@ -330,6 +389,8 @@ RESUMES: tuple[Resume, ...] = (
         Setup(2, ZERO3, WHOLE_VOCABULARY), Setup(4, ZERO3, f"{TP2_SP} {META}")),
     Resume("hybrid Mamba, ZeRO-3 at 2 ranks, HSDP 2x2", MAMBA,
         Setup(2, ZERO3), Setup(4, ZERO3, HSDP)),
+    Resume("latent attention, EP2 x TP2, ZeRO-1 at 2 ranks", DEEPSEEK,
+        Setup(4, ZERO3, f"{EP2} {TP2_SP} {ETP1}"), Setup(2, ZERO1, WHOLE_VOCABULARY)),
     Resume("EP2 x TP2, EP2 x PP2", ALLTOALL,
         Setup(4, ZERO3, f"{EP2} {TP2_SP} {ETP1}"),
         Setup(4, ZERO3, f"{EP2} {PP2} {WHOLE_VOCABULARY}")),

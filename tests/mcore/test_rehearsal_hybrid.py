@@ -10,9 +10,8 @@ import torch
 from torch.nn import functional
 
 from megatron_fsdp_v2_mcore.rehearsal.mamba_kernels import GroupedRMSNorm, split_conv1d_scan
-from tests.mcore.session import MODEL_FLAGS, train
 from tests.mcore.test_rehearsal_parallelism import _same, _train
-from tests.ranks import RankFailure, RankPools
+from tests.ranks import RankPools
 
 _MAMBA = ["--mamba-state-dim", "16", "--mamba-head-dim", "16", "--mamba-num-groups", "2"]
 PATTERN = "--hybrid-layer-pattern"
@@ -98,8 +97,3 @@ def test_a_tensor_parallel_hybrid_model_goes_on_from_its_checkpoint(
     assert whole.losses[-1] < whole.losses[0]
     rest = _train(megatron, 2, *flags, "--load", str(tmp_path), "--ckpt-step", "3", iterations=2)
     assert (rest.losses, rest.grad_norms) == (whole.losses[3:], whole.grad_norms[3:])
-
-
-def test_layers_without_a_stand_in_are_refused(megatron: RankPools) -> None:
-    with pytest.raises(RankFailure, match="may hold M, \\*, - and E on a CPU"):
-        megatron(1).run(train, [*MODEL_FLAGS, *_MAMBA, PATTERN, "MG", "--train-iters", "1"])

@@ -11,6 +11,7 @@ from typing import Any
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
@@ -18,7 +19,22 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.experimental_attention_variant.absorbed_mla import (
+    AbsorbedMLASelfAttention,
+    AbsorbedMLASelfAttentionSubmodules,
+)
+from megatron.core.transformer.experimental_attention_variant.dsa import (
+    DSAIndexer,
+    DSAIndexerSubmodules,
+    DSAttention,
+    DSAttentionSubmodules,
+)
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.multi_latent_attention import (
+    MLASelfAttention,
+    MLASelfAttentionSubmodules,
+)
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlock,
     MultiTokenPredictionBlockSubmodules,
@@ -34,8 +50,11 @@ from megatron.core.transformer.transformer_layer import (
 )
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-from megatron_fsdp_v2_mcore.rehearsal.flags import RehearsalError
 from megatron_fsdp_v2_mcore.rehearsal.mamba_kernels import GroupedRMSNorm
+from megatron_fsdp_v2_mcore.rehearsal.replicated_linear import (
+    NormedColumnParallelLinear,
+    ReplicatedLinear,
+)
 
 __all__ = ["ShardedGroupedRMSNorm", "local_stack_spec"]
 
@@ -65,17 +84,6 @@ class ShardedGroupedRMSNorm(GroupedRMSNorm):
         )
 
 
-class _NeedsGpu:
-    """A kind of layer without a stand-in."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        del args, kwargs
-        raise RehearsalError(
-            "--hybrid-layer-pattern may hold M, *, - and E on a CPU: the other kinds of layers "
-            "need kernels of a GPU"
-        )
-
-
 def local_stack_spec() -> ModuleSpec:
     """Megatron's stack of hybrid layers, with norms and linear layers of its own.
 
@@ -99,7 +107,7 @@ def local_stack_spec() -> ModuleSpec:
                     mamba_bda=get_bias_dropout_add,
                 ),
             ),
-            attention_layer=_attention_layer(),
+            attention_layer=_layer(_attention()),
             mlp_layer=ModuleSpec(
                 module=MLPLayer,
                 submodules=TransformerLayerSubmodules(
@@ -117,30 +125,84 @@ def local_stack_spec() -> ModuleSpec:
                     mlp_bda=get_bias_dropout_add,
                 ),
             ),
-            gdn_layer=_NeedsGpu,
-            dsa_layer=_NeedsGpu,
-            mla_layer=_NeedsGpu,
+            gdn_layer=_layer(
+                ModuleSpec(
+                    module=GatedDeltaNet,
+                    submodules=GatedDeltaNetSubmodules(
+                        in_proj=NormedColumnParallelLinear,
+                        out_norm=norm,
+                        out_proj=RowParallelLinear,
+                    ),
+                ),
+                IdentityOp,
+            ),
+            dsa_layer=_layer(_sparse_attention()),
+            mla_layer=_layer(_latent_attention()),
             mtp_block_spec=_mtp_block(),
         ),
     )
 
 
-def _attention_layer() -> ModuleSpec:
+def _layer(attention: ModuleSpec, norm: Any = WrappedTorchNorm) -> ModuleSpec:
+    """A layer of attention alone."""
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=WrappedTorchNorm,
-            self_attention=ModuleSpec(
-                module=SelfAttention,
-                params={"attn_mask_type": AttnMaskType.causal},
-                submodules=SelfAttentionSubmodules(
-                    linear_qkv=ColumnParallelLinear,
-                    core_attention=DotProductAttention,
-                    linear_proj=RowParallelLinear,
-                ),
-            ),
+            input_layernorm=norm,
+            self_attention=attention,
             self_attn_bda=get_bias_dropout_add,
         ),
+    )
+
+
+def _attention() -> ModuleSpec:
+    return ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=ColumnParallelLinear,
+            core_attention=DotProductAttention,
+            linear_proj=RowParallelLinear,
+        ),
+    )
+
+
+_LATENT: dict[str, Any] = {
+    "linear_q_proj": ColumnParallelLinear,
+    "linear_q_down_proj": ReplicatedLinear,
+    "linear_q_up_proj": ColumnParallelLinear,
+    "linear_kv_down_proj": ReplicatedLinear,
+    "linear_kv_up_proj": ColumnParallelLinear,
+    "linear_proj": RowParallelLinear,
+    "q_layernorm": IdentityOp,
+    "kv_layernorm": IdentityOp,
+}
+"""With --qk-layernorm, Megatron takes layers with a norm inside where these name none."""
+
+
+def _latent_attention() -> ModuleSpec:
+    return ModuleSpec(
+        module=MLASelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=MLASelfAttentionSubmodules(core_attention=DotProductAttention, **_LATENT),
+    )
+
+
+def _sparse_attention() -> ModuleSpec:
+    indexer = ModuleSpec(
+        module=DSAIndexer,
+        submodules=DSAIndexerSubmodules(
+            linear_wq_b=ReplicatedLinear,
+            linear_wk=ReplicatedLinear,
+            k_norm=WrappedTorchNorm,
+            linear_weights_proj=ReplicatedLinear,
+        ),
+    )
+    core = ModuleSpec(module=DSAttention, submodules=DSAttentionSubmodules(indexer=indexer))
+    return ModuleSpec(
+        module=AbsorbedMLASelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=AbsorbedMLASelfAttentionSubmodules(core_attention=core, **_LATENT),
     )
 
 

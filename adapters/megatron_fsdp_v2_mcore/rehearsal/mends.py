@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +20,24 @@ from megatron_fsdp_v2_mcore.rehearsal.context_parallel import (
     without_refusal,
 )
 from megatron_fsdp_v2_mcore.rehearsal.devices import CpuDevices
+from megatron_fsdp_v2_mcore.rehearsal.experimental_attention import (
+    causal_conv1d,
+    hadamard_rotation,
+    l2norm,
+    layer_with_l2_norms,
+    local_attention_spec,
+    local_backend,
+    torch_delta_rule,
+)
+from megatron_fsdp_v2_mcore.rehearsal.latent_attention import (
+    choice_of_normed_linear,
+    normed_linear,
+    replicated_linear,
+    with_head_widths,
+    with_latents_on_every_rank,
+)
 from megatron_fsdp_v2_mcore.rehearsal.mamba_kernels import split_conv1d_scan
+from megatron_fsdp_v2_mcore.rehearsal.norms import with_every_option
 from megatron_fsdp_v2_mcore.rehearsal.patches import Patches
 
 
@@ -57,22 +73,6 @@ def _skip(function: Callable[..., None]) -> Callable[..., None]:
         del args, kwargs
 
     return skipped
-
-
-def _with_sequence_parallel(make_norm: Callable[..., Any]) -> Callable[..., Any]:
-    def make_marked_norm(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
-        if not config.sequence_parallel:
-            return make_norm(cls, config, *args, **kwargs)
-        # A norm works token by token: of a part of the sequence it computes what it would as part
-        # of the whole. Only its weights' gradients are partial, and the mark has Megatron sum them.
-        unsplit = copy.copy(config)
-        unsplit.sequence_parallel = False
-        norm = make_norm(cls, unsplit, *args, **kwargs)
-        for param in norm.parameters():
-            param.sequence_parallel = True
-        return norm
-
-    return make_marked_norm
 
 
 def _without_random_numbers(make_iterator: Callable[..., None]) -> Callable[..., None]:
@@ -135,6 +135,10 @@ def _gated_norm(norm: Any) -> Any:
 
 
 _MAMBA = "mamba_ssm's kernels need a GPU"
+_NORMED = "a linear layer with the norm of its input inside is part of Transformer Engine"
+_LATENT_EXPERTS = "the projections around experts in a latent space are Transformer Engine's"
+_FLA = "flash-linear-attention's kernels need a GPU"
+_VARIANT_SPEC = "experimental attention is specified with Transformer Engine's layers alone"
 _HYBRID_SPEC = "hybrid layers are specified with Transformer Engine's alone"
 
 
@@ -212,8 +216,9 @@ MENDS: tuple[Mend, ...] = (
     ),
     Mend(
         "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
-        "torch's norm, the only one on a CPU, is not offered with --sequence-parallel",
-        _with_sequence_parallel,
+        "torch's norm, the only one on a CPU, is offered neither with --sequence-parallel nor with "
+        "--apply-layernorm-1p",
+        with_every_option,
     ),
     Mend(
         "megatron.core.transformer.dot_product_attention:DotProductAttention.__init__",
@@ -226,6 +231,40 @@ MENDS: tuple[Mend, ...] = (
         over_the_whole_sequence,
     ),
     Mend(
+        "megatron.core.transformer.dot_product_attention:DotProductAttention.__init__",
+        "attention of keys and values of different widths is part of Transformer Engine",
+        with_head_widths,
+    ),
+    Mend(
+        "megatron.core.transformer.multi_latent_attention:MLASelfAttention.__init__",
+        "the local specification of multi-latent attention cuts its projections to the latents "
+        "over tensor-parallel ranks and drops gradients of the keys they share; Transformer "
+        "Engine's, which runs on a GPU, has them on every rank",
+        with_latents_on_every_rank,
+    ),
+    Mend(
+        "megatron.core.transformer.multi_latent_attention:TELinear",
+        "a linear layer that every tensor-parallel rank holds is part of Transformer Engine",
+        replicated_linear,
+    ),
+    Mend(
+        "megatron.core.transformer.multi_latent_attention:TELayerNormColumnParallelLinear",
+        _NORMED,
+        normed_linear,
+    ),
+    Mend(
+        "megatron.core.models.hybrid.hybrid_block:TELayerNormColumnParallelLinear",
+        _NORMED,
+        normed_linear,
+    ),
+    Mend("megatron.core.transformer.moe.moe_layer:TELinear", _LATENT_EXPERTS, replicated_linear),
+    Mend("megatron.core.transformer.moe.moe_layer:HAVE_TE", _LATENT_EXPERTS, lambda have: True),
+    Mend(
+        "megatron.core.models.backends:LocalSpecProvider.column_parallel_layer_norm_linear",
+        _NORMED,
+        choice_of_normed_linear,
+    ),
+    Mend(
         "megatron.core.tensor_parallel.random:CheckpointWithoutOutput.__init__",
         "it takes the absence of an argument for FP8 and asks Transformer Engine about it, which "
         "recompute of --recompute-modules moe_act runs into",
@@ -236,6 +275,37 @@ MENDS: tuple[Mend, ...] = (
         "without Transformer Engine's grouped linear layer --moe-grouped-gemm quietly builds "
         "sequential experts, which have other modules and parameters",
         _with_grouped_experts,
+    ),
+    Mend(
+        "megatron.core.models.gpt.experimental_attention_variant_module_specs:"
+        "_get_backend_spec_provider",
+        _VARIANT_SPEC,
+        local_backend,
+    ),
+    Mend(
+        "megatron.core.models.gpt.experimental_attention_variant_module_specs:"
+        "_get_self_attention_module_spec",
+        _VARIANT_SPEC,
+        local_attention_spec,
+    ),
+    Mend(
+        "megatron.core.transformer.experimental_attention_variant.absorbed_mla:TELinear",
+        _VARIANT_SPEC,
+        replicated_linear,
+    ),
+    Mend(
+        "megatron.core.transformer.experimental_attention_variant.dsa:rotate_activation",
+        "fast_hadamard_transform's kernel needs a GPU, and bf16",
+        lambda rotate: hadamard_rotation,
+    ),
+    Mend("megatron.core.ssm.gated_delta_net.common:HAVE_FLA", _FLA, lambda have: True),
+    Mend("megatron.core.ssm.gated_delta_net.common:l2norm", _FLA, lambda kernel: l2norm),
+    Mend("megatron.core.ssm.gated_delta_net.gdn:causal_conv1d", _FLA, lambda kernel: causal_conv1d),
+    Mend("megatron.core.ssm.gated_delta_net.gdn:chunk_gated_delta_rule", _FLA, torch_delta_rule),
+    Mend(
+        "megatron.training.models.gpt:_te_or_local_layer_spec",
+        "the local specification of a layer without experts forgets --qk-l2-norm",
+        layer_with_l2_norms,
     ),
     Mend(
         "megatron.core.ssm.mamba_mixer:mamba_split_conv1d_scan_combined",

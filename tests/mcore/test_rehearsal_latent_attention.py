@@ -1,0 +1,161 @@
+"""A rehearsal runs multi-latent attention, sparse too, latent experts, and norms around one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from functional_tests.matrix import DEEPSEEK, LATENT, LOW_RANK_QUERIES, SPARSE
+from megatron_fsdp_v2_mcore.rehearsal.experimental_attention import (
+    causal_conv1d,
+    hadamard_rotation,
+    l2norm,
+)
+from megatron_fsdp_v2_mcore.rehearsal.norms import ZeroCenteredLayerNorm, ZeroCenteredRMSNorm
+from tests.mcore.test_rehearsal_parallelism import _same, _tensor_parallel, _train
+from tests.ranks import RankPools
+
+SEQUENCE_PARALLEL = "--sequence-parallel"
+
+
+class _Options:
+    """What a norm reads of Megatron's configuration."""
+
+    layernorm_zero_centered_gamma = True
+
+    def __init__(self, normalization: str) -> None:
+        self.normalization = normalization
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_norms_around_one_multiply_by_their_weight_plus_one(dtype: torch.dtype) -> None:
+    x, weight, bias = torch.randn(5, 8), torch.randn(8) / 8, torch.randn(8)
+    centered = ZeroCenteredLayerNorm(_Options("LayerNorm"), 8, 1e-5).to(dtype)
+    rms = ZeroCenteredRMSNorm(_Options("RMSNorm"), 8, 1e-5).to(dtype)
+    for norm in (centered, rms):
+        assert not any(param.any() for param in norm.parameters())
+    x, weight, bias = (tensor.to(dtype) for tensor in (x, weight, bias))
+    with torch.no_grad():
+        centered.weight.copy_(weight)
+        centered.bias.copy_(bias)
+        rms.weight.copy_(weight)
+    x64, factor = x.double(), weight.double() + 1
+    spread = x64 - x64.mean(-1, keepdim=True)
+    expected = spread / (spread.square().mean(-1, keepdim=True) + 1e-5).sqrt() * factor + bias
+    root = (x64.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    # Only the result is rounded to bf16.
+    rounding = 4e-3 if dtype == torch.bfloat16 else 1e-5
+    for norm, wanted in ((centered, expected), (rms, x64 / root * factor)):
+        result = norm(x)
+        assert result.dtype == dtype
+        torch.testing.assert_close(result.double(), wanted, rtol=rounding, atol=rounding / 8)
+
+
+def test_stand_ins_of_experimental_attention_are_what_they_stand_for() -> None:
+    x, weight, bias = torch.randn(2, 7, 4), torch.randn(4, 3), torch.randn(4)
+    result, state = causal_conv1d(x, weight, bias, "silu")
+    assert state is None
+    for t in range(7):
+        past = sum(x[:, t - lag] * weight[:, 2 - lag] for lag in range(min(3, t + 1)))
+        torch.testing.assert_close(result[:, t], functional.silu(past + bias))
+    torch.testing.assert_close(l2norm(x), functional.normalize(x, dim=-1), rtol=1e-4, atol=1e-5)
+    size = 8
+    signs = [
+        [(-1) ** bin(row & column).count("1") for column in range(size)] for row in range(size)
+    ]
+    matrix = torch.tensor(signs) / size**0.5
+    rows = torch.randn(5, size)
+    torch.testing.assert_close(hadamard_rotation(rows), rows @ matrix)
+    with pytest.raises(ValueError, match="--dsa-indexer-head-dim 6 is not a power of two"):
+        hadamard_rotation(torch.randn(2, 6))
+
+
+@pytest.mark.functional
+@pytest.mark.parametrize("model", [LOW_RANK_QUERIES, SPARSE], ids=["dense", "sparse"])
+def test_latent_attention_under_tensor_parallelism_trains_as_without(
+    megatron: RankPools, model: str
+) -> None:
+    one, two = (
+        [*_tensor_parallel(size), *model.split(), *more]
+        for size, more in ((1, []), (2, [SEQUENCE_PARALLEL]))
+    )
+    _same(_train(megatron, 2, *two), _train(megatron, 1, *one))
+
+
+@pytest.mark.functional
+def test_queries_of_full_rank_with_a_norm_train_alike_under_tensor_parallelism(
+    megatron: RankPools,
+) -> None:
+    one, two = (
+        [*_tensor_parallel(size), *LATENT.split(), *more]
+        for size, more in ((1, []), (2, [SEQUENCE_PARALLEL, "--apply-layernorm-1p"]))
+    )
+    # A factor of one is a zero there: decay would tell them apart.
+    decay = ["--weight-decay", "0"]
+    _same(_train(megatron, 2, *two, *decay), _train(megatron, 1, *one, *decay))
+
+
+@pytest.mark.functional
+def test_experts_in_a_latent_space_train_alike_under_tensor_parallelism(
+    megatron: RankPools,
+) -> None:
+    experts = "--num-experts 2 --moe-router-topk 2 --moe-latent-size 32 --disable-bias-linear"
+    one, two = (
+        [*_tensor_parallel(size), *experts.split(), *more]
+        for size, more in ((1, []), (2, [SEQUENCE_PARALLEL]))
+    )
+    _same(_train(megatron, 2, *two), _train(megatron, 1, *one))
+
+
+_MARKS = ("tensor_model_parallel", "sequence_parallel", "allreduce")
+
+
+def _latent_layers(model: list[Any], optimizer: Any) -> dict[str, Any]:
+    """Parameters of the layer with experts, with their marks; and how far attention is off."""
+    del optimizer
+    layer = model[0].module.decoder.layers[1]
+    attention = layer.self_attention
+    marks = {
+        name: (tuple(param.shape), *(bool(getattr(param, mark, None)) for mark in _MARKS))
+        for name, param in layer.named_parameters()
+    }
+    sequence, heads = 6, attention.num_attention_heads_per_partition
+    query, key = (torch.randn(sequence, 2, heads, 24) for _ in range(2))
+    value = torch.randn(sequence, 2, heads, 12)
+    mask = torch.ones(sequence, sequence).triu(1).bool()
+    result = attention.core_attention(query, key, value, mask.view(1, 1, sequence, sequence))
+    parts = [part.permute(1, 2, 0, 3) for part in (query, key, value)]
+    expected = functional.scaled_dot_product_attention(
+        *parts, is_causal=True, scale=attention.softmax_scale
+    )
+    expected = expected.permute(2, 0, 1, 3).flatten(2)
+    return {"marks": marks, "error": float((result - expected).abs().max())}
+
+
+def test_latent_attention_has_transformer_engines_parameters_and_widths(
+    megatron: RankPools,
+) -> None:
+    flags = [*DEEPSEEK.split(), "--tensor-model-parallel-size", "2", SEQUENCE_PARALLEL]
+    flags += ["--expert-tensor-parallel-size", "1", "--expert-model-parallel-size", "2"]
+    found = _train(megatron, 2, *flags, probe=_latent_layers).extras[0]
+    assert found["error"] < 1e-6
+    whole, part, expert = (False, True, True), (True, False, True), (True, False, False)
+    attention, mlp = "self_attention", "mlp.experts"
+    assert {name: found["marks"][name] for name in found["marks"] if "router" not in name} == {
+        "input_layernorm.weight": ((64,), False, True, False),
+        "pre_mlp_layernorm.weight": ((64,), False, True, False),
+        f"{attention}.q_layernorm.weight": ((24,), False, True, False),
+        f"{attention}.kv_layernorm.weight": ((16,), False, True, False),
+        f"{attention}.linear_q_down_proj.weight": ((24, 64), *whole),
+        f"{attention}.linear_q_up_proj.weight": ((48, 24), *part),
+        f"{attention}.linear_kv_down_proj.weight": ((24, 64), *whole),
+        f"{attention}.linear_kv_up_proj.weight": ((56, 16), *part),
+        f"{attention}.linear_proj.weight": ((64, 24), *part),
+        **{f"{mlp}.linear_fc1.weight{n}": ((128, 64), *expert) for n in range(2)},
+        **{f"{mlp}.linear_fc2.weight{n}": ((64, 64), *expert) for n in range(2)},
+        "mlp.shared_experts.linear_fc1.weight": ((64, 64), *part),
+        "mlp.shared_experts.linear_fc2.weight": ((64, 32), *part),
+    }

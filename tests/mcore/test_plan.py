@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from functional_tests.matrix import DEEPSEEK
 from tests.mcore.session import MODEL_FLAGS, fsdp, train
 from tests.ranks import RankPools
 
@@ -25,6 +26,10 @@ TRAININGS: dict[str, list[str]] = {
     "ZeRO-3, bf16, 3 micro-batches": [*fsdp("optim_grads_params"), "--bf16"],
     "experts, Muon": [*fsdp("optim_grads", *EXPERTS), "--optimizer", "muon"],
     "tensor parallel, ZeRO-1": [*fsdp("optim"), "--tensor-model-parallel-size", "2"],
+    "latent attention, experts but in the first layer": [
+        *fsdp("optim_grads_params", *DEEPSEEK.split(), "--moe-latent-size", "32"),
+        *("--apply-layernorm-1p", "--mtp-num-layers", "1"),
+    ],
     "pipeline of two": [*fsdp("optim_grads_params"), "--pipeline-model-parallel-size", "2"],
 }
 REFUSED: dict[str, tuple[list[str], str]] = {
@@ -112,6 +117,19 @@ def test_flags_that_only_a_gpu_honours_are_no_obstacle(described: dict[str, Any]
     found = described["for GPUs"]
     assert not isinstance(found, str), found
     assert found.stages[0].meshes["dp"].num_ranks == 8
+
+
+def test_layers_keep_what_their_kind_keeps(described: dict[str, Any]) -> None:
+    (stage,) = described["latent attention, experts but in the first layer"].stages
+    kept = {unit.name: unit.activation_nbytes for unit in stage.units}
+    dense, expert = (kept[f"decoder.layers.{number}"] for number in (0, 1))
+    # Elements for a token: inputs of two norms, of projections and of the MLP; latents before and
+    # after their norms, and rotary keys; four heads' queries, keys, values twice. Gate, up
+    # projection and their product; for an expert also its input in the latent space.
+    attention = 4 * 64 + 2 * (24 + 16) + 8 + 4 * (24 + 24 + 12 + 12)
+    tokens, nbytes = 32 * 2, 4
+    assert dense == tokens * nbytes * (attention + 3 * 128)
+    assert expert == tokens * nbytes * (attention + 2 * (32 + 3 * 64) + 3 * 64)
 
 
 def test_the_number_of_ranks_changes_meshes_and_nothing_else(described: dict[str, Any]) -> None:

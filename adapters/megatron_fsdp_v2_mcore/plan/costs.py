@@ -61,14 +61,24 @@ class Costs:
                 used = float(self.has_output and is_tied and "word" in full)
             total += 2.0 * used * param.numel
         if any("self_attention" in param.name for param in params):
-            width = args.kv_channels * args.num_attention_heads / args.tensor_model_parallel_size
-            total += 2.0 * args.seq_length * width
+            keys, values = self._head_widths
+            heads = args.num_attention_heads / args.tensor_model_parallel_size
+            total += args.seq_length * heads * (keys + values)
         return total
 
-    def layer_activations(self, *, recomputes: bool | None = None) -> int:
+    @property
+    def _head_widths(self) -> tuple[int, int]:
+        """Channels of a head's keys, and of its values."""
+        args = self.args
+        if args.multi_latent_attention:
+            return args.qk_head_dim + args.qk_pos_emb_head_dim, args.v_head_dim
+        return args.kv_channels, args.kv_channels
+
+    def layer_activations(self, *, has_experts: bool = True, recomputes: bool | None = None) -> int:
         """Bytes that a layer keeps for the backward of a micro-batch.
 
         Args:
+            has_experts: Whether it is one of those that have experts, if some do.
             recomputes: Whether it keeps its input only; as the flags say when None.
         """
         args = self.args
@@ -77,28 +87,32 @@ class Costs:
         parts = tensor if args.sequence_parallel else 1
         if recomputes:
             return int(self.tokens * 2 * width * self._scale / parts)
-        heads, channels = args.num_attention_heads, args.kv_channels
+        heads, (keys, values) = args.num_attention_heads, self._head_widths
         groups = args.num_query_groups if args.group_query_attention else heads
         hidden_mask = 1 if args.hidden_dropout else 0
         # Inputs of two norms, of queries and of the first layer of the MLP; two masks of dropout.
         whole = (4 + 2 + 2) * width + 2 * hidden_mask * width
+        if args.multi_latent_attention:
+            # Latents before and after their norms, and the part of the keys that heads share.
+            latents = (args.q_lora_rank or 0) + args.kv_lora_rank
+            whole += 2 * (2 * latents + args.qk_pos_emb_head_dim)
         # Queries, keys and values; what the output projection is applied to.
-        cut = 2 * (heads + 2 * groups) * channels + 2 * heads * channels
-        cut += self._mlp_activations()
+        cut = 2 * (heads * keys + groups * (keys + values)) + 2 * heads * values
+        cut += self._mlp_activations(has_experts=has_experts)
         if self.keeps_attention and args.recompute_granularity is None:
             dropout = 3 if args.attention_dropout else 0
             cut += (2 + dropout) * heads * args.seq_length
         return int(self.tokens * self._scale * (whole / parts + cut / tensor))
 
-    def _mlp_activations(self) -> float:
+    def _mlp_activations(self, *, has_experts: bool) -> float:
         """Bytes for a token of what the two layers of an MLP, or of its experts, are applied to."""
         args = self.args
         gate = 2 if args.swiglu else 1
-        if not args.num_experts:
+        if not (args.num_experts and has_experts):
             return float(2 * (gate + 1) * args.ffn_hidden_size)
         # Every copy of a token is kept as the input of its expert as well.
         expert = args.moe_ffn_hidden_size or args.ffn_hidden_size
-        each = 2 * args.hidden_size + 2 * (gate + 1) * expert
+        each = 2 * (args.moe_latent_size or args.hidden_size) + 2 * (gate + 1) * expert
         shared = args.moe_shared_expert_intermediate_size or 0
         return float(args.moe_router_topk * each + 2 * (gate + 1) * shared)
 
@@ -121,23 +135,26 @@ class Costs:
             nbytes += self.tokens * (per_token + 4 * self._scale * args.hidden_size)
         if self.recomputes_all:
             # The layer whose forward is being repeated keeps everything for a moment.
-            nbytes += self.layer_activations(recomputes=False)
+            nbytes += max(
+                self.layer_activations(has_experts=kind, recomputes=False) for kind in (False, True)
+            )
         return int(nbytes)
 
-    def alternatives(self, num_layers: int, num_in_flight: int) -> tuple[Alternative, ...]:
+    def alternatives(self, layers: Sequence[bool], num_in_flight: int) -> tuple[Alternative, ...]:
         """What would save activations.
 
         Args:
-            num_layers: Layers of the stage.
+            layers: Of each layer of the stage, whether it has experts.
             num_in_flight: Micro-batches whose activations are alive at once.
         """
         args = self.args
         found = []
-        each = self.layer_activations()
-        now = num_in_flight * (num_layers * each + self.root_activations())
+        each = [self.layer_activations(has_experts=kind) for kind in layers]
+        now = num_in_flight * (sum(each) + self.root_activations())
         if not self.recomputes_all:
             least = self.layer_activations(recomputes=True)
-            recomputed = num_in_flight * num_layers * least + each + self.root_activations()
+            kept = num_in_flight * len(layers) * least
+            recomputed = kept + max(each, default=0) + self.root_activations()
             found.append(
                 Alternative(
                     "--recompute-granularity full --recompute-method uniform "

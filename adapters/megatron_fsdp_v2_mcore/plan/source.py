@@ -177,22 +177,23 @@ def _stage(
     in_flight = min(num_stages - stage, common["num_microbatches"])
     units: list[UnitDescription] = []
     plain_nbytes = 0
+    layers: list[bool] = []
     for number, chunk in enumerate(chunks):
-        found, buffers = _chunk(chunk, strategy, costs[number])
+        kinds = _layers(chunk)
+        found, buffers = _chunk(chunk, strategy, costs[number], kinds)
+        layers += kinds.values()
         units += _renamed(found, number) if len(chunks) > 1 else found
         plain_nbytes += buffers
     if len(chunks) > 1:
         # Chunks have roots of their own; what joins them here holds nothing.
         units.insert(0, UnitDescription("", ()))
-    each = costs[-1].layer_activations()
-    num_layers = sum(unit.activation_nbytes == each for unit in units)
     return TrainingDescription(
         units=tuple(units),
         plain_nbytes=plain_nbytes,
         tokens=costs[-1].tokens,
         num_in_flight=in_flight,
         num_chunks=len(chunks),
-        alternatives=costs[-1].alternatives(num_layers, in_flight),
+        alternatives=costs[-1].alternatives(layers, in_flight),
         label=f"stage {stage} of {num_stages}" if num_stages > 1 else "",
         notes=tuple(_notes(args, len(chunks))),
         **common,
@@ -213,7 +214,22 @@ def _notes(args: Any, num_chunks: int) -> Iterator[str]:
         yield "virtual pipeline stages: counts of collectives and times are estimates"
 
 
-def _chunk(chunk: nn.Module, strategy: Strategy, costs: Costs) -> tuple[list[UnitDescription], int]:
+def _layers(chunk: nn.Module) -> dict[str, bool]:
+    """Layers of a chunk, each with whether it has experts."""
+    from megatron.core.transformer.moe.moe_layer import BaseMoELayer
+
+    from megatron_fsdp_v2_mcore.units import UNIT_CLASSES
+
+    return {
+        name: any(isinstance(part, BaseMoELayer) for part in module.modules())
+        for name, module in chunk.named_modules()
+        if isinstance(module, UNIT_CLASSES)
+    }
+
+
+def _chunk(
+    chunk: nn.Module, strategy: Strategy, costs: Costs, layers: dict[str, bool]
+) -> tuple[list[UnitDescription], int]:
     """The units of a model chunk, as `FullyShardedDataParallel` makes them."""
     from megatron_fsdp_v2_mcore.mamba_parameters import follow_parameters
     from megatron_fsdp_v2_mcore.meshes import Meshes
@@ -242,13 +258,15 @@ def _chunk(chunk: nn.Module, strategy: Strategy, costs: Costs) -> tuple[list[Uni
         flops_of=costs.flops,
     )
     units, plain_nbytes = describe_module(chunk, [unit.module for unit in planned], rules)
-    layers = {name for name, module in chunk.named_modules() if isinstance(module, UNIT_CLASSES)}
     return [_with_activations(unit, layers, costs) for unit in units], plain_nbytes
 
 
-def _with_activations(unit: UnitDescription, layers: set[str], costs: Costs) -> UnitDescription:
+def _with_activations(
+    unit: UnitDescription, layers: dict[str, bool], costs: Costs
+) -> UnitDescription:
     if unit.name in layers:
-        return replace(unit, activation_nbytes=costs.layer_activations())
+        has_experts = layers[unit.name]
+        return replace(unit, activation_nbytes=costs.layer_activations(has_experts=has_experts))
     return replace(unit, activation_nbytes=0 if unit.name else costs.root_activations())
 
 

@@ -33,6 +33,7 @@ from megatron_fsdp_v2_mcore.pretrain_gpt.data import (
     check_data_flags,
     dataset_config,
 )
+from megatron_fsdp_v2_mcore.rehearsal.combinations import check_combinations
 
 __all__ = ["train"]
 
@@ -261,6 +262,9 @@ def train() -> None:
     with refusals_as_flag_errors("Megatron refuses these flags"):
         args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
         check_data(args)
+        check_combinations(args)
+        # Megatron makes it anew when it builds a model; made here, it checks itself at the start.
+        core_transformer_config_from_args(args)
         configuration = pretrain_cfg_container_from_args(args)
     pretrain(
         configuration,

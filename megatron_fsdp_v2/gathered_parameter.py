@@ -11,7 +11,7 @@ from torch import nn
 
 from megatron_fsdp_v2.autograd_engine import in_backward
 
-__all__ = ["GatheredParameter", "gathered_name", "mark_gathered"]
+__all__ = ["GatheredParameter", "gathered_name", "is_gathered_weight", "mark_gathered"]
 
 
 class _GradientHome(Protocol):
@@ -37,6 +37,18 @@ def gathered_name(param: torch.Tensor) -> str | None:
     group, index = getattr(param, "_home", (_nothing, 0))
     home: _GradientHome | None = group()
     return None if home is None else home.label(index)
+
+
+def is_gathered_weight(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a gathered weight or a view of one, such as a transposed one.
+
+    For hooks on what autograd saves: such a tensor has no memory between forward and backward, in
+    which it is filled again, so that there is nothing to move or to copy.
+    """
+    if hasattr(tensor, "_home"):
+        return True
+    base = tensor._base if tensor._is_view() else None
+    return base is not None and hasattr(base, "_home")
 
 
 def _nothing() -> None:

@@ -106,6 +106,9 @@ class _OptimizerWatch:
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         del args, kwargs
+        for context in list(self._contexts):
+            for unit in context.units():
+                unit.check_no_late_gradient()
         state = (num_retired(), sum(len(group["params"]) for group in optimizer.param_groups))
         if self._checked.get(optimizer) == state:
             return

@@ -432,6 +432,21 @@ class ParameterGroup:
         # Of a backward that is differentiated again it has a history of its own.
         self.grads.add(index, grad.detach())
 
+    def check_no_late_gradient(self) -> None:
+        """See that no gradient came by another way than autograd, which nothing would reduce.
+
+        Raises:
+            RuntimeError: One was assigned to a gathered weight.
+        """
+        for index, param in enumerate(self.unsharded_params):
+            if param.grad is not None:
+                raise RuntimeError(
+                    f"a gradient was assigned to the gathered weight of {self.label(index)} "
+                    "outside of autograd, where it is neither reduced nor stepped; modules that "
+                    "make weight gradients later (Transformer Engine's delay_wgrad_compute) cannot "
+                    "be sharded, so turn that off"
+                )
+
     def kernel_grad(self, index: int) -> torch.Tensor:
         """The gradient buffer's view of one parameter, for a kernel that adds to it by itself."""
         assert self.grads is not None

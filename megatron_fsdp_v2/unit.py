@@ -245,6 +245,11 @@ class Unit:
                 group.settle_changes()
             self.reshard()
 
+    def check_no_late_gradient(self) -> None:
+        """See that no gradient came by another way than autograd. See `ParameterGroup`."""
+        for group in self.groups:
+            group.check_no_late_gradient()
+
     # -- forward ------------------------------------------------------------------------------
 
     def pre_forward(self, args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -10,7 +10,12 @@ from typing import Any
 
 from megatron_fsdp_v2_mcore.checkpoint_check import check_checkpoint_folder
 from megatron_fsdp_v2_mcore.errors import FlagError
-from megatron_fsdp_v2_mcore.refusals import MORE_REFUSALS, Refusal, check_parallel_sizes
+from megatron_fsdp_v2_mcore.refusals import (
+    MODEL_REFUSALS,
+    MORE_REFUSALS,
+    Refusal,
+    check_parallel_sizes,
+)
 from megatron_fsdp_v2_mcore.settings import check_hybrid, refuse_fields
 
 __all__ = [
@@ -111,7 +116,9 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "overlap_moe_expert_parallel_comm",
         "--overlap-moe-expert-parallel-comm",
-        "its schedule bypasses the hooks of the units",
+        "its schedule runs parts of layers one by one, the forward of one micro-batch between "
+        "those of another one's backward, and never a layer itself, around which weights are "
+        "gathered and gradients reduced",
     ),
     Refusal(
         "cuda_graph_impl",
@@ -199,7 +206,7 @@ def refuse_model_options(config: Any) -> None:
     Raises:
         FlagError: A field has a value that cannot be honoured.
     """
-    for refusal in REFUSALS:
+    for refusal in (*REFUSALS, *MODEL_REFUSALS):
         if refusal.name in _FILLED_IN or not hasattr(config, refusal.name):
             continue
         value = getattr(config, refusal.name)

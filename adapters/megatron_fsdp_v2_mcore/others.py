@@ -26,6 +26,11 @@ class OtherFlag:
 
 _WORKER = "a thread of each rank writes; there is no worker process"
 
+_ACTIVATIONS = (
+    "activations go to host memory as without it; gathered weights are parameters, which neither "
+    "Megatron nor Transformer Engine moves there. cpu_offloading_weights is refused"
+)
+
 OTHERS: tuple[OtherFlag, ...] = (
     OtherFlag(
         "async_save",
@@ -73,6 +78,18 @@ OTHERS: tuple[OtherFlag, ...] = (
         "with any strategy: units are gathered one after the other, and what ranks compute with is "
         "compared, as are copies of main weights (no_shard, optimizer instances); an error names "
         "parameters and ranks",
+    ),
+    OtherFlag(
+        "cpu_offloading_num_layers",
+        "--cpu-offloading-num-layers",
+        False,
+        _ACTIVATIONS,
+    ),
+    OtherFlag(
+        "fine_grained_activation_offloading",
+        "--fine-grained-activation-offloading",
+        False,
+        _ACTIVATIONS,
     ),
 )
 """Every one of them; they are listed in docs/megatron_flags.md."""

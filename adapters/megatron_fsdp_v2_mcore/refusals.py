@@ -12,7 +12,13 @@ from typing import Any
 
 from megatron_fsdp_v2_mcore.errors import FlagError
 
-__all__ = ["MORE_REFUSALS", "Refusal", "check_parallel_sizes"]
+__all__ = [
+    "LATE_GRADS",
+    "MODEL_REFUSALS",
+    "MORE_REFUSALS",
+    "Refusal",
+    "check_parallel_sizes",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +44,10 @@ def _is_given(value: Any) -> bool:
 
 _ONE_RANK = "it saves what one rank holds, which is some rows of each parameter"
 _GRAPHS = "gathers are issued from the host"
-_LATE_GRADS = "a unit's gradients must be complete when its backward ends"
+LATE_GRADS = (
+    "it makes gradients of weights after the backward of their layer, which reduces what there is "
+    "when it ends"
+)
 _QUANTISED = "quantised parameters are not built yet"
 _READ_BACK = "Megatron cannot read such a checkpoint back in the fsdp_dtensor format"
 _GTP = "weights are sharded over data-parallel ranks already; leave it out"
@@ -93,11 +102,11 @@ MORE_REFUSALS: tuple[Refusal, ...] = (
         "its fused experts ask for gradient buffers in the forward, where there are none",
     ),
     # Gradients that come after the backward of their unit.
-    Refusal("defer_embedding_wgrad_compute", "--defer-embedding-wgrad-compute", _LATE_GRADS),
+    Refusal("defer_embedding_wgrad_compute", "--defer-embedding-wgrad-compute", LATE_GRADS),
     Refusal(
         "overlap_dispatch_backward_with_experts_wgrad",
         "--overlap-dispatch-backward-with-experts-wgrad",
-        _LATE_GRADS,
+        LATE_GRADS,
     ),
     # Communication that units decide on.
     Refusal(
@@ -166,6 +175,18 @@ MORE_REFUSALS: tuple[Refusal, ...] = (
     ),
 )
 """What else is refused, beside the features that `arguments.REFUSALS` begins with."""
+
+
+MODEL_REFUSALS: tuple[Refusal, ...] = (
+    Refusal("delay_wgrad_compute", "--delay-wgrad-compute", LATE_GRADS),
+    Refusal(
+        "cpu_offloading_weights",
+        "no flag of its own",
+        "gathered weights have no memory between forward and backward, so that there is nothing to "
+        "offload; cpu_offloading of activations alone is fine",
+    ),
+)
+"""What is refused in a `TransformerConfig` alone: it is no flag, or another table has it."""
 
 
 def check_parallel_sizes(args: Any) -> None:

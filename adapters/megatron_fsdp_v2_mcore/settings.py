@@ -11,6 +11,7 @@ import torch
 from megatron_fsdp_v2 import MixedPrecisionPolicy
 from megatron_fsdp_v2_mcore.errors import FlagError
 from megatron_fsdp_v2_mcore.options import Options
+from megatron_fsdp_v2_mcore.refusals import LATE_GRADS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -221,7 +222,7 @@ FIELDS: tuple[FieldRule, ...] = (
     _refused(
         "delay_wgrad_compute",
         "--delay-wgrad-compute",
-        "a unit's gradients must be complete when its backward ends",
+        LATE_GRADS,
     ),
     _refused(
         "megatron_fsdp_use_decoupled_grad",

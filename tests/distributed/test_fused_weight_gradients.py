@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp_v2 import MixedPrecisionPolicy, fully_shard
-from tests.distributed.wrapping import mesh_of
+from tests.distributed.wrapping import mesh_of, said
 from tests.ranks import RankPools
 
 STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
@@ -190,3 +190,50 @@ def test_parameters_and_modules_opt_out_of_gradient_reduction(
     world_size = 4 if len(sizes) == 2 else sizes[0]
     for strategy in STRATEGIES:
         assert all(pools(world_size).run(own_gradients, strategy, sizes)), strategy
+
+
+class _LateLinear(torch.autograd.Function):
+    """A linear layer whose weight's gradient is made by a call of its own, after the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, later: list[Any]) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.weight, ctx.later = weight, later
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        ctx.later.append((ctx.weight, grad.t() @ x))
+        return grad @ weight, None, None
+
+
+def _late(strategy: str) -> str:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(6, 6))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = _LateLinear.apply(x, self.weight, later)
+            return result
+
+    later: list[Any] = []
+    layers = [Layer(), Layer()]
+    for layer in layers:
+        fully_shard(layer, mesh=mesh_of(2), sharding_strategy=strategy)
+    model: Any = fully_shard(nn.Sequential(*layers), mesh=mesh_of(2), sharding_strategy=strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.randn(3, 6, requires_grad=True)).sum().backward()
+    for weight, grad in later:
+        weight.grad = grad
+    return said(RuntimeError, optimizer.step)
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+def test_a_weight_gradient_that_is_made_after_the_backward_is_an_error(
+    pools: RankPools, strategy: str
+) -> None:
+    for message in pools(2).run(_late, strategy):
+        assert message.startswith("a gradient was assigned to the gathered weight of weight of 0/0")
+        assert "delay_wgrad_compute" in message

@@ -193,10 +193,13 @@ def errors() -> dict[str, str]:
 
     import megatron_fsdp_v2_mcore
 
-    def quantized(**options: Any) -> Any:
-        config = TransformerConfig(**options)
-        config.fp8 = "hybrid"
-        return config
+    def with_field(name: str, value: Any) -> Any:
+        def make(**options: Any) -> Any:
+            config = TransformerConfig(**options)
+            setattr(config, name, value)
+            return config
+
+        return make
 
     def changed(make: Any, **other: Any) -> Any:
         return lambda **options: make(**{**options, **other})
@@ -208,7 +211,9 @@ def errors() -> dict[str, str]:
         "nothing wrong": (example, "VOCABULARY", example.VOCABULARY),
         "no call": (megatron_fsdp_v2_mcore, "enable", lambda: None),
         "another wrapper": (example, "DistributedDataParallelConfig", wrapper),
-        "fp8": (example, "TransformerConfig", quantized),
+        "fp8": (example, "TransformerConfig", with_field("fp8", "hybrid")),
+        "late": (example, "TransformerConfig", with_field("delay_wgrad_compute", True)),
+        "offload": (example, "TransformerConfig", with_field("cpu_offloading_weights", True)),
         "plain optimizer": (example, "OptimizerConfig", plain),
         "sgd": (example, "OptimizerConfig", sgd),
     }

@@ -130,6 +130,8 @@ def test_what_cannot_step_sharded_parameters_is_refused_by_name(core: RankPools)
     )
     assert "'sgd' cannot step sharded parameters" in told["sgd"]
     assert "TransformerConfig.fp8 = 'hybrid'" in told["fp8"]
+    assert "TransformerConfig.delay_wgrad_compute = True (--delay-wgrad-compute)" in told["late"]
+    assert "TransformerConfig.cpu_offloading_weights = True" in told["offload"]
 
 
 def test_a_process_group_that_a_model_needs_is_missed_by_name(core: RankPools) -> None:

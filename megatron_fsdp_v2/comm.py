@@ -27,8 +27,16 @@ from megatron_fsdp_v2.comm_interface import (
     store,
 )
 from megatron_fsdp_v2.comm_streams import Stream, StreamCommunicator
+from megatron_fsdp_v2.registered_memory import Registrar
 
-__all__ = ["CpuCommunicator", "CudaStreams", "NcclCollectives", "communicator_for"]
+__all__ = [
+    "CpuCommunicator",
+    "CudaStreams",
+    "NcclCollectives",
+    "NcclRegistrar",
+    "communicator_for",
+    "registrar_for",
+]
 
 
 _CHUNK = 1 << 14
@@ -324,6 +332,40 @@ def _scaled_sum(scale: float) -> Any:
     if scale == 1.0:
         return dist.ReduceOp.SUM
     return dist._make_nccl_premul_sum(scale)  # type: ignore[attr-defined]
+
+
+class NcclRegistrar:
+    """Memory of NCCL's own allocator, registered rank by rank. See `Registrar`.
+
+    Windows (symmetric registration) are left out: all ranks would have to make them at one moment,
+    and a rank may plan its gradients at another one than the others.
+    """
+
+    def new_pool(self, group: dist.ProcessGroup, device: torch.device) -> Any:
+        """A pool of NCCL's allocator."""
+        return torch.cuda.MemPool(_nccl(group, device).mem_allocator)
+
+    def allocate(self, pool: Any, nbytes: int, device: torch.device) -> torch.Tensor:
+        """A flat block of bytes from a pool."""
+        with torch.cuda.use_mem_pool(pool, device):
+            return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    def register(self, pool: Any, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Tell a communicator of all memory of a pool."""
+        _nccl(group, device).register_mem_pool(pool)
+
+    def deregister(self, pool: Any, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Take that back."""
+        _nccl(group, device).deregister_mem_pool(pool)
+
+
+def _nccl(group: dist.ProcessGroup, device: torch.device) -> Any:
+    return group._get_backend(device)
+
+
+def registrar_for(device: torch.device) -> Registrar | None:
+    """What registers memory of a device; None where nothing has to be registered."""
+    return NcclRegistrar() if device.type == "cuda" else None
 
 
 @functools.cache

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import override
+from typing import Protocol, override
 
 import torch
 from torch.utils.dlpack import from_dlpack
@@ -13,7 +13,15 @@ from torch.utils.dlpack import from_dlpack
 from megatron_fsdp_v2.allocator import BufferUse, OwnMemory, view_of
 from megatron_fsdp_v2.memory_plan import MemoryPlan, Trace, keys_of, plan_memory
 
-__all__ = ["Arena", "Kind", "Meter", "PoolReport", "PooledBuffer", "TracedProgram"]
+__all__ = [
+    "Arena",
+    "Kind",
+    "Meter",
+    "PoolMemory",
+    "PoolReport",
+    "PooledBuffer",
+    "TracedProgram",
+]
 
 MAX_PROGRAMS = 64
 """Patterns kept apart, for recognising and reporting them; conflicts of all are kept."""
@@ -111,12 +119,24 @@ class PoolReport:
         return f"{self.kind}: {self.plan.text(self.names)}\ntraced: {runs}{beside}"
 
 
+class PoolMemory(Protocol):
+    """Where blocks of memory come from, if not from torch's allocator."""
+
+    def provide(self, nbytes: int, device: torch.device) -> tuple[torch.Tensor, Callable[[], None]]:
+        """A flat block of bytes, and what to call when no buffer is in it any longer."""
+        ...
+
+
 class _Pool:
     """The memory of one plan. It lives for as long as any buffer or view is in it."""
 
-    def __init__(self, plan: MemoryPlan, device: torch.device) -> None:
+    def __init__(self, plan: MemoryPlan, device: torch.device, memory: PoolMemory | None) -> None:
         self.plan = plan
-        self.memory = torch.empty(plan.nbytes, dtype=torch.uint8, device=device)
+        if memory is None:
+            self.memory = torch.empty(plan.nbytes, dtype=torch.uint8, device=device)
+        else:
+            self.memory, retire = memory.provide(plan.nbytes, device)
+            weakref.finalize(self, retire)
         self.live = 0
 
 
@@ -245,11 +265,13 @@ class Arena:
 
     Attributes:
         kind: What they have in common.
+        memory: Where the block comes from; torch's allocator when None.
         num_allocations: How often memory was asked for, for a buffer or for the pool.
     """
 
-    def __init__(self, kind: Kind, meter: Meter) -> None:
+    def __init__(self, kind: Kind, meter: Meter, memory: PoolMemory | None = None) -> None:
         self.kind = kind
+        self.memory = memory
         self._meter = meter
         self.num_allocations = 0
         self._buffers: list[weakref.ref[PooledBuffer]] = []
@@ -319,7 +341,7 @@ class Arena:
             return None
         if self._pool is None:
             with torch.inference_mode(False):
-                self._pool = _Pool(plan, self.kind.device)
+                self._pool = _Pool(plan, self.kind.device, self.memory)
             self.num_allocations += 1
         if buffer.pooled is None or buffer.pooled.pool is not self._pool:
             with torch.inference_mode(False):

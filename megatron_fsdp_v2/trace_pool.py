@@ -10,7 +10,15 @@ from __future__ import annotations
 import torch
 
 from megatron_fsdp_v2.allocator import BufferUse, TemporaryBuffer
-from megatron_fsdp_v2.pool_arena import Arena, Kind, Meter, PooledBuffer, PoolReport, TracedProgram
+from megatron_fsdp_v2.pool_arena import (
+    Arena,
+    Kind,
+    Meter,
+    PooledBuffer,
+    PoolMemory,
+    PoolReport,
+    TracedProgram,
+)
 
 __all__ = ["PoolReport", "TracePoolAllocator", "TracedProgram"]
 
@@ -31,6 +39,7 @@ class TracePoolAllocator:
     def __init__(self) -> None:
         self._arenas: dict[Kind, Arena] = {}
         self._meter = Meter()
+        self._memory: PoolMemory | None = None
         self._successor: TracePoolAllocator | None = None
 
     def buffer(
@@ -56,7 +65,22 @@ class TracePoolAllocator:
         return PooledBuffer(self._arena(kind), name, use, numel)
 
     def _arena(self, kind: Kind) -> Arena:
-        return self._arenas.setdefault(kind, Arena(kind, self._meter))
+        if kind not in self._arenas:
+            self._arenas[kind] = Arena(kind, self._meter, self._memory)
+        return self._arenas[kind]
+
+    def place_in(self, memory: PoolMemory) -> None:
+        """Have blocks of memory come from somewhere else than torch's allocator.
+
+        Plans that have theirs already move at the next use of a buffer.
+
+        Args:
+            memory: Where they come from.
+        """
+        self._memory = memory
+        for arena in self._arenas.values():
+            arena.release()
+            arena.memory = memory
 
     def begin_pass(self, name: str, *, is_quiet: bool) -> None:
         """Note that a pass through the model begins: a new trace.

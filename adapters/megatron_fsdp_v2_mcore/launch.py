@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import torch.distributed as dist
 
+from megatron_fsdp_v2.registered_memory import deregister_all
 from megatron_fsdp_v2_mcore import FlagError, install
 from megatron_fsdp_v2_mcore.rehearsal import VERBOSE_FLAG, check_device, is_requested, rehearse
 
@@ -71,4 +72,5 @@ def _leaving_no_process_group() -> Iterator[None]:
 def _destroy_process_groups() -> None:
     if dist.is_initialized():
         dist.barrier()
+        deregister_all()
         dist.destroy_process_group()

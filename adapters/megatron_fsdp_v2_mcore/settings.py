@@ -162,10 +162,23 @@ FIELDS: tuple[FieldRule, ...] = (
         "(set for CUDA graphs)",
         "the first gather is issued by the forward",
     ),
+    _honoured(
+        "nccl_ub",
+        "--use-nccl-ub",
+        "with --fsdp-trace-pool, its memory is NCCL's and registered with the data-parallel "
+        "process groups, block by block when it is planned; without, addresses change, and a "
+        "notice says that nothing is registered",
+    ),
+    _implied(
+        "fsdp_manual_registration",
+        "--fsdp-manual-registration",
+        "memory is registered when it is planned, once",
+    ),
     _implied(
         "disable_symmetric_registration",
         "--disable-symmetric-registration",
-        "nothing is registered",
+        "ranks register for themselves: windows would have to be made by all at one moment, and "
+        "gradients may be planned at different ones",
     ),
     _implied(
         "fsdp_db_use_persist_buf_on_alloc_fail",
@@ -212,12 +225,6 @@ FIELDS: tuple[FieldRule, ...] = (
         "keep_fp8_transpose_cache",
         "--keep-fp8-transpose-cache",
         "quantised parameters are not built yet",
-    ),
-    _refused("nccl_ub", "--use-nccl-ub", "registered user buffers are not built yet"),
-    _refused(
-        "fsdp_manual_registration",
-        "--fsdp-manual-registration",
-        "registered user buffers are not built yet",
     ),
     _refused(
         "delay_wgrad_compute",
@@ -293,6 +300,10 @@ def notices(source: Any, options: Options) -> list[str]:
         source: A `DistributedDataParallelConfig`, or Megatron's arguments.
         options: What there is beside it.
     """
+    return [*_about_double_buffers(source, options), *_about_registration(source, options)]
+
+
+def _about_double_buffers(source: Any, options: Options) -> list[str]:
     asked = [
         rule.flag
         for rule in FIELDS
@@ -309,6 +320,15 @@ def notices(source: Any, options: Options) -> list[str]:
         f"{' and '.join(asked)}: beside the root no more than {options.unshard_prefetch_depth + 1} "
         f"units are gathered and {options.max_live_grad_buffers} have full gradient buffers at any "
         f"time as it is; {how}"
+    ]
+
+
+def _about_registration(source: Any, options: Options) -> list[str]:
+    if not getattr(source, "nccl_ub", False) or options.uses_trace_pool:
+        return []
+    return [
+        "--use-nccl-ub: nothing is registered, since gathered weights and gradients are at "
+        "changing addresses; add --fsdp-trace-pool to have them at fixed ones"
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import warnings
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import nn
 
 from megatron_fsdp_v2 import FSDPModule, fully_shard
+from megatron_fsdp_v2.registered_pool import register_pool
 from megatron_fsdp_v2_mcore.activation import require_active
 from megatron_fsdp_v2_mcore.arguments import refuse_model_options
 from megatron_fsdp_v2_mcore.errors import FlagError
@@ -96,10 +98,10 @@ class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
             self.options = options
         self.ddp_config = ddp_config
         self.settings: ShardingSettings = sharding_settings(ddp_config)
-        if type(self) is FullyShardedDataParallel:
-            # On Megatron's command line they were said before.
+        if not self._has_command_line:
+            # There, they were said when it was validated.
             for notice in notices(ddp_config, self.options):
-                warnings.warn(notice, stacklevel=2)
+                self._say(notice)
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         device_type = _device_type(module)
         _check_tensor_groups(groups, config)
@@ -116,6 +118,11 @@ class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
         if config.init_model_with_meta_device:
             share_late_embeddings(module, groups)
         self.param_and_grad_buffer = _ParamAndGradBuffer()
+        if ddp_config.nccl_ub and self.options.uses_trace_pool and not register_pool(module):
+            self._say(
+                "--use-nccl-ub: nothing is registered, since gradients and weights do not travel "
+                "over NCCL here"
+            )
         if not ddp_config.overlap_grad_reduce:
             # Megatron gives no sign of the last micro-batch; `finish_grad_sync` is that sign.
             self._root.set_requires_gradient_sync(False)
@@ -152,6 +159,16 @@ class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
                 separate_params=shared,
                 param_init_fn=initialise,
             )
+
+    @property
+    def _has_command_line(self) -> bool:
+        return type(self) is not FullyShardedDataParallel
+
+    def _say(self, notice: str) -> None:
+        if not self._has_command_line:
+            warnings.warn(notice, stacklevel=3)
+        elif torch.distributed.get_rank() == 0:
+            sys.stdout.write(f"{notice}\n")
 
     @property
     def _root(self) -> FSDPModule:
@@ -253,6 +270,9 @@ class _ParamAndGradBuffer:
 
     def __init__(self) -> None:
         self.parameter_groups: list[SimpleNamespace] = []
+
+    def manual_buffer_registration(self) -> None:
+        """Memory is registered where it is given to the trace pool, whenever that is."""
 
     def copy_main_weights_to_model_weights(self) -> None:
         """Units bring model weights up to date themselves, in the next forward."""

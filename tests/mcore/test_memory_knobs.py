@@ -11,6 +11,7 @@ from tests.ranks import RankPools
 FLAGS = [*MODEL_FLAGS, "--global-batch-size", "8", "--train-iters", "3"]
 OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather")
 DOUBLE = ("--fsdp-double-buffer", "--fsdp-db-use-persist-buf-on-alloc-fail")
+REGISTERED = ("--use-nccl-ub", "--disable-symmetric-registration")
 KNOBS = ("--fsdp-unshard-prefetch-depth", "2", "--fsdp-max-live-grad-buffers", "3")
 
 
@@ -23,9 +24,9 @@ def _knobs(chunks: Any, optimizer: Any) -> tuple[int, int]:
 
 def test_the_knobs_reach_the_units_and_change_no_loss(megatron: RankPools) -> None:
     found = []
-    for knobs in ((), KNOBS, DOUBLE):
+    for knobs in ((), KNOBS, DOUBLE, REGISTERED, (*REGISTERED, "--fsdp-trace-pool")):
         words = [*FLAGS, *fsdp("optim_grads_params", *OVERLAP, *knobs)]
         first, *_ = megatron(2).run(train, words, _knobs)
         found.append((first.losses, first.grad_norms, first.extras))
-    assert [losses_and_norms for *losses_and_norms, _ in found] == [list(found[0][:2])] * 3
-    assert [knobs for *_, knobs in found] == [(1, 2), (2, 3), (1, 2)]
+    assert [losses_and_norms for *losses_and_norms, _ in found] == [list(found[0][:2])] * 5
+    assert [knobs for *_, knobs in found] == [(1, 2), (2, 3), *[(1, 2)] * 3]

@@ -63,6 +63,15 @@ def test_double_buffers_are_accepted_and_a_notice_says_what_serves_them() -> Non
     assert said.startswith("--fsdp-double-buffer and --megatron-fsdp-max-pool-double-buffer: ")
 
 
+def test_registration_without_fixed_addresses_is_said_to_be_none() -> None:
+    config = _config(nccl_ub=True, fsdp_manual_registration=True)
+    sharding_settings(config)
+    (said,) = notices(config, Options())
+    assert said.startswith("--use-nccl-ub: nothing is registered")
+    assert said.endswith("add --fsdp-trace-pool to have them at fixed ones")
+    assert notices(config, Options(uses_trace_pool=True)) == []
+
+
 REFUSED_VALUES: dict[str, Any] = {"param_name_patterns_for_fp32_local_accumulation": ("*",)}
 
 

@@ -114,6 +114,11 @@ GPU_FLAGS: tuple[GpuFlag, ...] = (
 )
 
 
+_API_FLAG = "--use-fsdp-fully-shard-api"
+_FINE_WHEN_SHARDED = ("--use-nccl-ub",)
+"""What our wrapper does without where there is no GPU, and Megatron's cannot."""
+
+
 def is_requested(argv: Sequence[str]) -> bool:
     """Whether a command line asks for a rehearsal."""
     return FLAG in argv
@@ -127,6 +132,8 @@ def with_cpu_flags(argv: Sequence[str]) -> list[str]:
     """
     given = _values(argv)
     for flag in GPU_FLAGS:
+        if flag.name in _FINE_WHEN_SHARDED and _API_FLAG in given:
+            continue
         if flag.name in given and (not flag.values or given[flag.name] in flag.values):
             shown = f"{flag.name} {given[flag.name]}" if flag.values else flag.name
             raise RehearsalError(f"{shown} cannot be used on a CPU: {flag.reason}; leave it out")

@@ -119,6 +119,21 @@ def test_checkpoints_that_are_not_to_be_kept_are_removed(
     assert kept == ["iter_0000004", "iter_0000008", "iter_0000009"]
 
 
+MIXED = """--num-experts 4 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall
+--pipeline-model-parallel-size 2 --optimizer muon --swiglu"""
+
+
+@pytest.mark.functional
+def test_experts_stages_and_muon_resume_from_an_asynchronous_save(
+    megatron: RankPools, tmp_path: Path
+) -> None:
+    flags = [*_flags(tmp_path, 5, *MIXED.split()), "--global-batch-size", "8"]
+    uninterrupted = curves(megatron(4).run(train, flags))
+    load = ["--load", str(tmp_path), "--ckpt-step", "2"]
+    resumed = curves(megatron(4).run(train, [*flags, *load]))
+    assert resumed.losses == uninterrupted.losses[2:]
+
+
 KILLED = """
 import os, signal
 from megatron_fsdp_v2.checkpoint import saving

@@ -32,8 +32,8 @@ What is not upstream's, beside sizes: data are mock data; learning rates are hig
 `--verify-integrity`, which it has for `torch_dist` alone, is left out; another wrapper
 (`--use-torch-fsdp2`) gives way to this one. DDP trains without the distributed optimizer, hence
 without `--overlap-param-gather`, `--num-distributed-optimizer-instances` and what else only
-sharded state has. Flags that choose kernels of a GPU, which change nothing in what is computed,
-are left out on both sides.
+sharded state has, and without what says how checkpoints are written, since none are. Flags that
+choose kernels of a GPU, which change nothing in what is computed, are left out on both sides.
 """
 _TRAINED = """
 Shown is the largest relative difference from DDP of the losses and of the norms (of gradients

@@ -41,8 +41,21 @@ NOT_OF_DDP = {
 }
 """What only sharded weights or optimizer state have."""
 
-NOT_INSTALLED = {"--async-save"}
-"""Megatron's own needs NVIDIA's resiliency extension; nothing is saved here."""
+SAVING = {
+    "--async-ckpt-use-cpu-shm",
+    "--async-save",
+    "--async-strategy",
+    "--ckpt-assume-constant-structure",
+    "--ckpt-format",
+    "--ckpt-fully-parallel-load",
+    "--ckpt-fully-parallel-save",
+    "--dist-ckpt-optim-fully-reshardable",
+    "--dist-ckpt-strictness",
+    "--no-ckpt-fully-parallel-save",
+    "--use-persistent-ckpt-worker",
+    "--verify-integrity",
+}
+"""How checkpoints are written, of which there are none: many configurations have one reference."""
 
 PRECISION = {"--bf16", "--fp16", "--grad-reduce-in-bf16"}
 
@@ -94,9 +107,7 @@ def sharded(shrunk: Shrunk) -> Run:
 
 def reference(shrunk: Shrunk) -> Run:
     """The run of Megatron's own DDP, which every rank steps all weights of."""
-    names = {*WRAPPERS, *NOT_OF_DDP, *NOT_INSTALLED}
-    if "fsdp_dtensor" in shrunk.flags:
-        names.add(CHECKPOINT_FORMAT)
+    names = {*WRAPPERS, *NOT_OF_DDP, *SAVING}
     return Run(shrunk.world_size, _on_cpu(_without(shrunk.flags, names)))
 
 

@@ -237,19 +237,22 @@ def _shrink_steps(flags: Flags, world_size: int) -> None:
     micro = _number(flags, "--micro-batch-size") * replicas
     group = _number(flags, "--microbatch-group-size-per-virtual-pipeline-stage", 0)
     batch = micro * (group or max(NUM_MICROBATCHES, pipeline))
+    samples = ITERATIONS * batch
     if "--step-batch-size-schedule" in flags:
-        grows_after = 2 * batch * _number(flags, "--seq-length", 32)
-        flags["--step-batch-size-schedule"] = (f"0:{batch} {grows_after}:{2 * batch}",)
+        # Thresholds are tokens: half of the iterations have twice the samples.
+        threshold = samples // 2 * _number(flags, "--seq-length")
+        flags["--step-batch-size-schedule"] = (f"0:{batch} {threshold}:{2 * batch}",)
+        samples += samples // 2
     else:
         flags["--global-batch-size"] = (str(batch),)
     if "--eval-global-batch-size" in flags:
         flags["--eval-global-batch-size"] = (str(batch),)
     for name in ("--lr-decay-samples", "--lr-wsd-decay-samples"):
         if name in flags:
-            flags[name] = (str(2 * ITERATIONS * batch),)
+            flags[name] = (str(2 * samples),)
     if _number(flags, "--lr-warmup-samples", 0) > 0:
         flags["--lr-warmup-samples"] = (str(batch),)
     if "--train-samples" in flags:
-        flags["--train-samples"] = (str(ITERATIONS * batch),)
+        flags["--train-samples"] = (str(samples),)
     else:
         flags["--train-iters"] = (str(ITERATIONS),)

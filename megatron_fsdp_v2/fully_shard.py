@@ -129,7 +129,8 @@ def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
             gather and reduction as well, which turns a hang into an error that names the unit.
             `never`: trust. What the root says holds for all its units.
         tensor_shards: How tensor parallelism cut parameters, for those it did: they become
-            DTensors over its axis as well, of the whole weight's shape. DTensors over a
+            DTensors over its axis as well, of the whole weight's shape. Looked up once they
+            have values, by what was given, also where that was on the meta device. DTensors over a
             tensor-parallel mesh say it themselves; `tensor_parallel.tensor_shards` makes it for
             modules of plain tensors.
         separate_params: Parameters that get flat buffers of their own, so that how one is cut
@@ -179,11 +180,16 @@ def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
     check_shard_placement(shard_placement_fn, owned)
     for parameter in owned:
         parameter.is_separate = parameter.param in (separate_params or frozenset())
-        _describe_tensor_shard(parameter, mesh, tensor_shards or {})
+        if not parameter.param.is_meta or isinstance(parameter.param, DTensor):
+            _describe_tensor_shard(parameter, mesh, tensor_shards or {})
     borrowed = _borrow(tied, spec_of, mesh)
     _check_at_rest(modules)
     axes = _axes_of(mesh)
     unset = materialise(owned, list(_own_modules(modules)), device, axes, param_init_fn)
+    for parameter in owned:
+        # Modules may say how theirs are cut when they initialise them.
+        if parameter.stood_in is not None and parameter.dtensor is None:
+            _describe_tensor_shard(parameter, mesh, tensor_shards or {})
     context: Context[Unit] = Context(
         communicator_for(device),
         TracePoolAllocator() if enable_trace_pool else PlainAllocator(),
@@ -488,7 +494,8 @@ def _describe_tensor_shard(
     parameter: OwnedParameter, mesh: DeviceMesh, shards: Mapping[nn.Parameter, TensorShard]
 ) -> None:
     """Note how tensor parallelism cut a parameter: as a DTensor says it, or the caller."""
-    tensor = parameter.tensor = shards.get(parameter.param)
+    given = parameter.param if parameter.stood_in is None else parameter.stood_in
+    tensor = parameter.tensor = shards.get(given)
     if isinstance(parameter.param, DTensor):
         if tensor is not None:
             raise ValueError(

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron_fsdp_v2.carried_attributes import carry_attributes
 from megatron_fsdp_v2.comm_errors import naming_failures
 from megatron_fsdp_v2.dtensor_parts import part_of
 from megatron_fsdp_v2.unset_values import is_unset, mark_unset, unset_like
@@ -47,6 +48,9 @@ def materialise(
     Returns:
         What still has no values, because a module has no `reset_parameters()` or that leaves it
         out: names of parameters; and buffers as name, module and attribute.
+
+    Raises:
+        ValueError: A module registered something else in the place of a parameter.
     """
     fresh = [parameter for parameter in owned if parameter.param.is_meta]
     holders = {id(module) for parameter in fresh for module, _ in parameter.sites}
@@ -63,6 +67,8 @@ def materialise(
     for _, module in _children_first(modules):
         if id(module) in holders:
             _initialise(module, param_init_fn)
+    for parameter in fresh:
+        _take_over(parameter)
     unset = {p.name for p in fresh if is_unset(part_of(p.param))}
     buffers = [(one[1]._buffers[one[2]], one) for one in empty_buffers]
     for parameter in fresh:
@@ -105,6 +111,29 @@ def _initialise(module: Any, param_init_fn: Callable[[nn.Module], None] | None) 
             param_init_fn(module)
         elif reset is not None:
             reset()
+
+
+def _take_over(parameter: OwnedParameter) -> None:
+    """Take values and marks from what an initialisation registered in a parameter's place.
+
+    Transformer Engine's registers a parameter of its own over the same memory, and marks that one.
+    """
+    made = parameter.param
+    for module, attribute in parameter.sites:
+        found = module._parameters[attribute]
+        if found is None or found is made:
+            continue
+        if found.shape != made.shape or found.is_meta:
+            raise ValueError(
+                f"the initialization of {type(module).__name__} left {attribute} of shape "
+                f"{tuple(found.shape)} on {found.device}, where it was of {tuple(made.shape)}; "
+                "write the values into the parameter that is there"
+            )
+        if found.data_ptr() != made.data_ptr():
+            with torch.no_grad():
+                made.copy_(found)
+        carry_attributes(found, made)
+        module._parameters[attribute] = made
 
 
 def _share(tensor: torch.Tensor, axes: Sequence[Axis]) -> None:

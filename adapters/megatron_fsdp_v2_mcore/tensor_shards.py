@@ -7,8 +7,9 @@ do not make up the whole in the order of ranks. Their pieces are saved one by on
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, override
 
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.experts import TEGroupedMLP
@@ -36,9 +37,51 @@ def is_expert(param: nn.Parameter) -> bool:
     return not getattr(param, "allreduce", True)
 
 
+class _Shards(Mapping[nn.Parameter, TensorShard]):
+    """How parameters were cut, by the marks their modules have written when it is asked.
+
+    Layers of Transformer Engine mark what they initialise: with a build on the meta device, when
+    their unit gets memory.
+    """
+
+    def __init__(self, module: nn.Module, dense: Meshes, expert: Meshes | None) -> None:
+        self._dense, self._expert = dense, expert
+        self._pieces = _gated(module)
+        self._sites: dict[nn.Parameter, tuple[nn.Module, str]] = {}
+        for layer in module.modules():
+            for attribute, param in layer.named_parameters(recurse=False):
+                self._sites[param] = (layer, attribute)
+                sizes = getattr(param, "partition_sizes", None)
+                if sizes is not None:
+                    self._pieces[param] = (tuple(sizes), STATE_SPACE[len(sizes)])
+                if param in self._pieces:
+                    setattr(param, PIECES_ATTRIBUTE, self._pieces[param][1])
+
+    @override
+    def __getitem__(self, param: nn.Parameter) -> TensorShard:
+        layer, attribute = self._sites[param]
+        is_expert_part = self._expert is not None and is_expert(param)
+        meshes = self._expert if is_expert_part and self._expert is not None else self._dense
+        lengths, _ = self._pieces.get(param, ((), ()))
+        if meshes.both is not None:
+            cut = cut_of(layer, attribute, param, MEGATRON_RULES, meshes.both)
+            return replace(cut, pieces=lengths)
+        if lengths:
+            return TensorShard(None, 0, lengths)
+        raise KeyError(attribute)
+
+    @override
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        return (param for param in self._sites if self.get(param) is not None)
+
+    @override
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
 def tensor_shards(
     module: nn.Module, dense: Meshes, expert: Meshes | None
-) -> dict[nn.Parameter, TensorShard]:
+) -> Mapping[nn.Parameter, TensorShard]:
     """Describe the parameters of a module that were cut, or that have pieces.
 
     Parameters of several pieces are marked with the names of the pieces, a mark that travels to
@@ -49,23 +92,7 @@ def tensor_shards(
         dense: Meshes of dense parameters.
         expert: Meshes of expert parameters, where there are some.
     """
-    pieces = _gated(module)
-    found: dict[nn.Parameter, TensorShard] = {}
-    for layer in module.modules():
-        for attribute, param in layer.named_parameters(recurse=False):
-            sizes = getattr(param, "partition_sizes", None)
-            if sizes is not None:
-                pieces[param] = (tuple(sizes), STATE_SPACE[len(sizes)])
-            meshes = expert if expert is not None and is_expert(param) else dense
-            lengths, names = pieces.get(param, ((), ()))
-            if names:
-                setattr(param, PIECES_ATTRIBUTE, names)
-            if meshes.both is not None:
-                cut = cut_of(layer, attribute, param, MEGATRON_RULES, meshes.both)
-                found[param] = replace(cut, pieces=lengths)
-            elif lengths:
-                found[param] = TensorShard(None, 0, lengths)
-    return found
+    return _Shards(module, dense, expert)
 
 
 def _gated(module: nn.Module) -> dict[nn.Parameter, tuple[tuple[int, ...], tuple[str, ...]]]:

@@ -216,3 +216,69 @@ def _drawn_alike() -> bool:
 
 def test_modules_of_a_unit_draw_in_the_order_they_were_constructed_in(pools: RankPools) -> None:
     assert all(pools(2).run(_drawn_alike))
+
+
+class Rewrapping(nn.Module):
+    """Registers parameters of its own and marks those, as Transformer Engine's modules do."""
+
+    def __init__(self, *, copies: bool = False) -> None:
+        super().__init__()
+        self.copies = copies
+        self.weight = nn.Parameter(torch.empty(6, 4))
+        self.weight.from_the_constructor = 1  # type: ignore[attr-defined]
+
+    def reset_parameters(self) -> None:
+        values = torch.arange(24.0).view(6, 4)
+        if not self.copies:
+            values = self.weight.detach().copy_(values)
+        self.weight = nn.Parameter(values)
+        self.weight.sequence_parallel = True  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight
+
+
+def rewrapped() -> list[tuple[bool, int, bool]]:
+    """Marks and values of a parameter that its initialisation replaced."""
+    found = []
+    for copies in (False, True):
+        with torch.device("meta"):
+            module: Any = Rewrapping(copies=copies)
+        fully_shard(module, mesh=mesh_of(dist.get_world_size()))
+        weight = module.weight
+        is_right = torch.equal(weight.full_tensor(), torch.arange(24.0).view(6, 4))
+        module.unshard()
+        marks = (module.weight.sequence_parallel, module.weight.from_the_constructor)
+        assert marks == (weight.sequence_parallel, weight.from_the_constructor)
+        found.append((*marks, is_right))
+    return found
+
+
+def test_what_an_initialization_registered_anew_keeps_its_marks_and_values(
+    pools: RankPools,
+) -> None:
+    for found in pools(2).run(rewrapped):
+        assert found == [(True, 1, True)] * 2
+
+
+class Reshaping(Layer):
+    """Registers something of another shape."""
+
+    def reset_parameters(self) -> None:
+        self.weight = nn.Parameter(torch.zeros(3, 11))
+
+
+def reshaped() -> str:
+    """What an initialisation that changes a shape leads to."""
+    with torch.device("meta"):
+        module = Reshaping()
+    try:
+        fully_shard(module, mesh=mesh_of(1))
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_an_initialization_that_changes_a_shape_is_named(pools: RankPools) -> None:
+    (said,) = pools(1).run(reshaped)
+    assert "initialization of Reshaping left weight of shape (3, 11)" in said

@@ -12,7 +12,5 @@ SEEDS = range(12)
 
 @pytest.mark.functional
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_combination_trains_as_ddp_or_is_refused_by_name(
-    megatron: RankPools, seed: int
-) -> None:
+def test_a_combination_trains_as_ddp_or_is_refused_by_name(megatron: RankPools, seed: int) -> None:
     outcome(megatron, combination(seed))

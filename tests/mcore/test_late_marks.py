@@ -1,0 +1,54 @@
+"""Modules that say how tensor parallelism cuts them only when they are initialised."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from megatron_fsdp_v2 import fully_shard
+from megatron_fsdp_v2_mcore.meshes import Meshes
+from tests.ranks import RankPools
+
+
+class ColumnLinear(nn.Module):
+    """Marks its weight in `reset_parameters`, as Transformer Engine's `Linear` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4, 3))
+        self.bias = nn.Parameter(torch.empty(3))
+
+    def reset_parameters(self) -> None:
+        self.weight = nn.Parameter(self.weight.detach().fill_(2.0))
+        self.weight.tensor_model_parallel = True  # type: ignore[attr-defined]
+        self.weight.partition_dim = 0  # type: ignore[attr-defined]
+        self.bias = nn.Parameter(self.bias.detach().fill_(1.0))
+        self.bias.sequence_parallel = True  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight) + self.bias.sum()
+
+
+def shapes_and_marks() -> tuple[tuple[int, ...], tuple[int, ...], bool, bool]:
+    """Whole shapes of a cut weight and a bias, and the marks Megatron reads."""
+    # Imported where ranks rehearse: Megatron wants a GPU otherwise.
+    from megatron_fsdp_v2_mcore.tensor_shards import tensor_shards
+
+    both = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    with torch.device("meta"):
+        module: Any = ColumnLinear()
+    shards = tensor_shards(module, Meshes(both["dp"], both), None)
+    fully_shard(module, mesh=both["dp"], tensor_shards=shards)
+    weight, bias = module.weight, module.bias
+    marks = (weight.tensor_model_parallel, bias.sequence_parallel)
+    return tuple(weight.full_tensor().shape), tuple(bias.full_tensor().shape), *marks
+
+
+def test_a_weight_that_is_marked_when_it_gets_memory_is_a_part_of_a_whole(
+    megatron: RankPools,
+) -> None:
+    for found in megatron(2).run(shapes_and_marks):
+        assert found == ((8, 3), (3,), True, True)

@@ -45,7 +45,7 @@ class _Watcher(Protocol):
 
 def next_node_number() -> int:
     """The number that the next node of the graph gets that this thread makes."""
-    return int(torch.autograd._get_sequence_nr())
+    return int(torch._C._autograd._get_sequence_nr())
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
@@ -211,7 +211,7 @@ def _with_bases(tensors: Iterator[torch.Tensor], since: int) -> Iterator[torch.T
         yield tensor
         base = tensor._base
         made_by = None if base is None else base.grad_fn
-        if base is not None and made_by is not None and made_by._sequence_nr() >= since:  # type: ignore[attr-defined]
+        if base is not None and made_by is not None and made_by._sequence_nr() >= since:
             yield base
 
 

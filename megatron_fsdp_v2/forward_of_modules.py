@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_fsdp_v2.autograd_engine import in_backward
-from megatron_fsdp_v2.unset_values import check_has_values
+from megatron_fsdp_v2.unit_checks import check_has_values
 
 if TYPE_CHECKING:
     from torch import nn

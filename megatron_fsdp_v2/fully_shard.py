@@ -42,7 +42,7 @@ from megatron_fsdp_v2.registration import OwnedParameter, find_home
 from megatron_fsdp_v2.trace_pool import TracePoolAllocator
 from megatron_fsdp_v2.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2.unit import Unit
-from megatron_fsdp_v2.unset_values import buffer_of, parameter_of
+from megatron_fsdp_v2.unit_checks import buffer_of, parameter_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

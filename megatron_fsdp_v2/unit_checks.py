@@ -1,8 +1,13 @@
-"""Whether all ranks sharded the same units, and are about to use the same one."""
+"""Whether units have values, all ranks sharded the same ones, and are about to use the same one."""
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.distributed as dist
 
 from megatron_fsdp_v2.context import Reshardable
 from megatron_fsdp_v2.placement import Placement
@@ -13,12 +18,22 @@ from megatron_fsdp_v2.rank_checks import (
     compare_steps,
     compare_units,
 )
+from megatron_fsdp_v2.unset_values import is_unset
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from megatron_fsdp_v2.context import Context
     from megatron_fsdp_v2.param_group import ParameterGroup
 
-__all__ = ["Checkable", "check_units", "compare_unit"]
+__all__ = [
+    "Checkable",
+    "buffer_of",
+    "check_has_values",
+    "check_units",
+    "compare_unit",
+    "parameter_of",
+]
 
 
 class Checkable(Reshardable, Protocol):
@@ -28,6 +43,7 @@ class Checkable(Reshardable, Protocol):
     class_name: str
     groups: list[ParameterGroup]
     borrowed: list[ParameterGroup]
+    unset: Sequence[tuple[str, Callable[[], torch.Tensor | None]]]
 
     @property
     def name(self) -> str:
@@ -93,3 +109,52 @@ def compare_unit[UnitT: Checkable](context: Context[UnitT], unit: UnitT, action:
     names = [f"{known} {other.name}" for other in units for known in actions]
     code = units.index(unit) * len(actions) + actions.index(action)
     compare_steps(action, unit.name, code, group.axes[-1], group.device, names)
+
+
+def buffer_of(module: nn.Module, attribute: str) -> Callable[[], torch.Tensor | None]:
+    """Looks up a buffer of a module, which is held weakly."""
+    ref = weakref.ref(module)
+
+    def current() -> torch.Tensor | None:
+        owner = ref()
+        return None if owner is None else owner._buffers.get(attribute)
+
+    return current
+
+
+def parameter_of(group: ParameterGroup, index: int) -> Callable[[], torch.Tensor | None]:
+    """Looks up this rank's rows of a parameter in its group, which is held weakly."""
+    ref = weakref.ref(group)
+
+    def current() -> torch.Tensor | None:
+        owner = ref()
+        return None if owner is None else owner.main_weight.view(index)
+
+    return current
+
+
+def check_has_values(unit: Checkable) -> None:
+    """Before a unit's first forward: see that what had no values has some. Collective.
+
+    Raises:
+        RuntimeError: Something has none, on some rank.
+    """
+    waiting = unit.unset
+    for group in unit.groups:
+        group.settle_changes()
+    found = [tensor is not None and is_unset(tensor) for tensor in (get() for _, get in waiting)]
+    # A rank that holds no row of a parameter hears of it from those that do.
+    for group in unit.groups[:1]:
+        table = torch.tensor(found, dtype=torch.int32, device=group.device)
+        for axis in group.axes:
+            if axis.size > 1:
+                dist.all_reduce(table, op=dist.ReduceOp.MAX, group=axis.group)
+        found = [bool(one) for one in table.tolist()]
+    names = [name for (name, _), is_missing in zip(waiting, found, strict=True) if is_missing]
+    if names:
+        raise RuntimeError(
+            f"{', '.join(names)} of unit {unit.name} had no values on the meta device and got none "
+            "since: load a state dict, define reset_parameters() on the module that has it, or "
+            "give fully_shard a param_init_fn"
+        )
+    unit.unset = []

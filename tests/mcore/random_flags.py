@@ -1,7 +1,7 @@
 """Random combinations of Megatron's flags: each trains as DDP does, or is refused by name.
 
-`python -m tests.mcore.random_flags --cases 200 --seed 7` runs more of them than the tests do. A seed
-gives the same combination anywhere.
+`python -m tests.mcore.random_flags --cases 200 --seed 7` runs more of them than the tests do. A
+seed gives the same combination anywhere.
 """
 
 from __future__ import annotations

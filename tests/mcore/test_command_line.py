@@ -237,8 +237,17 @@ BAD: dict[str, tuple[list[str], str]] = {
         "--recompute-modules mlp without --disable-bias-linear cannot be used",
     ),
     "model-options": (
-        "--num-experts 2 --moe-router-topk 2 --disable-bias-linear --recompute-granularity "
-        "selective --recompute-modules moe_act".split(),
+        [
+            "--num-experts",
+            "2",
+            "--moe-router-topk",
+            "2",
+            "--disable-bias-linear",
+            "--recompute-granularity",
+            "selective",
+            "--recompute-modules",
+            "moe_act",
+        ],
         "moe_act in recompute_modules is only supported with moe_grouped_gemm",
     ),
     "experts": (

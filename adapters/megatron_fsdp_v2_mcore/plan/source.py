@@ -223,7 +223,7 @@ def _layers(chunk: nn.Module) -> dict[str, bool]:
     return {
         name: any(isinstance(part, BaseMoELayer) for part in module.modules())
         for name, module in chunk.named_modules()
-        if isinstance(module, UNIT_CLASSES)
+        if issubclass(type(module), UNIT_CLASSES)
     }
 
 

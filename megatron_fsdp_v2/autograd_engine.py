@@ -45,7 +45,7 @@ class _Watcher(Protocol):
 
 def next_node_number() -> int:
     """The number that the next node of the graph gets that this thread makes."""
-    return int(torch._C._autograd._get_sequence_nr())
+    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:

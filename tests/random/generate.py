@@ -130,7 +130,16 @@ class Generator:
             how = self.random.choice(["step", "rank", "rank"])
         elif kind == "in place":
             how = self.random.choice(["input", "output", "view"] if _on("own input") else ["input"])
+            # An activation saves what it returns, and torch says so.
+            how = "input" if self._last_kind(children) == "act" else how
         return self.node(kind, children, how=how, size=size, unit=unit)
+
+    def _last_kind(self, children: tuple[Node, ...]) -> str:
+        """The kind of the module that makes the output of others around it."""
+        last = children[-1]
+        if last.kind == "again":
+            last = next(node for node in self.nodes if node.id == last.size)
+        return self._last_kind(last.children) if last.children else last.kind
 
     def tree(self) -> Node:
         """The whole tree."""

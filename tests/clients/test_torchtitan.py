@@ -1,0 +1,211 @@
+"""torchtitan's llama3, parallelized by its own code with `fully_shard` of this package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_fsdp_v2 import fully_shard
+from megatron_fsdp_v2.fsdp_module import named_units
+from tests.clients.conftest import Record
+from tests.clients.differences import Shown, difference_of, whole_parameters
+from tests.ranks import RankPools
+
+COMPARED = "losses, norms, parameters of 4 steps"
+BATCH = 2
+LENGTH = 8
+STEPS = 4
+MAX_NORM = 0.5
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+
+
+def llama3() -> Any:
+    """A small model of torchtitan's, with the same weights in every process."""
+    from torchtitan.models.llama3 import Transformer, TransformerModelArgs
+
+    args = TransformerModelArgs(
+        dim=16,
+        n_layers=3,
+        n_heads=4,
+        n_kv_heads=2,
+        vocab_size=61,
+        multiple_of=8,
+        max_seq_len=LENGTH,
+    )
+    torch.manual_seed(1)
+    model = Transformer(args)
+    with torch.no_grad():
+        model.init_weights(buffer_device=torch.device("cpu"))
+    return model
+
+
+def job_config(folder: str = "", **sections: dict[str, Any]) -> Any:
+    """A job's configuration for a CPU, with some settings changed, by section."""
+    from torchtitan.config import JobConfig
+
+    config = JobConfig()
+    settings: dict[str, dict[str, Any]] = {
+        "job": {"dump_folder": folder},
+        "training": {"seq_len": LENGTH, "mixed_precision_param": "float32"},
+        "activation_checkpoint": {"mode": "none"},
+        # Its default, fused, has no kernel for some CPUs.
+        "optimizer": {"lr": 0.01, "eps": 1e-3, "implementation": "foreach"},
+        "lr_scheduler": {"warmup_steps": 2},
+        "checkpoint": {"enable": bool(folder), "interval": 1},
+    }
+    for name, changes in [*settings.items(), *sections.items()]:
+        for key, value in changes.items():
+            assert hasattr(getattr(config, name), key), f"{name}.{key}"
+            setattr(getattr(config, name), key, value)
+    return config
+
+
+class Job:
+    """What torchtitan's trainer makes of a configuration: model, optimizer, schedule, checkpoints.
+
+    Attributes:
+        ranks: Whose data it trains on.
+    """
+
+    def __init__(self, config: Any, *, replicas: int = 1, is_sharded: bool = True) -> None:
+        from torchtitan.components.checkpoint import CheckpointManager
+        from torchtitan.components.lr_scheduler import build_lr_schedulers
+        from torchtitan.components.optimizer import build_optimizers
+        from torchtitan.distributed import ParallelDims
+        from torchtitan.models.llama3.infra import parallelize
+
+        size = dist.get_world_size()
+        self.ranks = [dist.get_rank()] if is_sharded else list(range(size))
+        dims = ParallelDims(replicas, size // replicas, 1, 1, 1, 1, 1, size)
+        self.model = llama3()
+        if is_sharded:
+            # Without an accelerator it asks for CUDA.
+            with mock.patch("torchtitan.distributed.parallel_dims.device_type", "cpu"):
+                dims.build_mesh()
+            with mock.patch.object(parallelize, "fully_shard", fully_shard):
+                parallelize.parallelize_llama(self.model, dims, config)
+        self.optimizers = build_optimizers([self.model], config.optimizer, dims)
+        self.schedules = build_lr_schedulers(self.optimizers, config.lr_scheduler, STEPS)
+        self.checkpoints = CheckpointManager(
+            dataloader=None,
+            model_parts=[self.model],
+            optimizers=self.optimizers,
+            lr_schedulers=self.schedules,
+            states={},
+            checkpoint_config=config.checkpoint,
+            sd_adapter=None,
+            base_folder=config.job.dump_folder,
+        )
+
+    def train(self, steps: range) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Losses, summed over ranks, and gradient norms of some steps.
+
+        Losses are divided by the number of all tokens; FSDP only sums, as torchtitan has it.
+        """
+        from torchtitan.distributed.utils import clip_grad_norm_
+
+        losses, norms = [], []
+        for step in steps:
+            loss = sum(self._loss(step, rank) for rank in self.ranks)
+            assert isinstance(loss, torch.Tensor)
+            loss.backward()
+            loss = loss.detach()
+            if len(self.ranks) < dist.get_world_size():
+                dist.all_reduce(loss)
+            losses.append(loss)
+            norms.append(clip_grad_norm_(self.model.parameters(), MAX_NORM, foreach=True))
+            self.optimizers.step()
+            self.schedules.step()
+            self.optimizers.zero_grad()
+        return losses, norms
+
+    def _loss(self, step: int, rank: int) -> torch.Tensor:
+        numbers = torch.Generator().manual_seed(100 * step + rank)
+        tokens = torch.randint(0, 61, (BATCH, LENGTH + 1), generator=numbers)
+        logits = self.model(tokens[:, :-1]).flatten(0, 1)
+        loss = nn.functional.cross_entropy(logits, tokens[:, 1:].flatten(), reduction="sum")
+        return loss / (BATCH * LENGTH * dist.get_world_size())
+
+    def shown(self, losses: list[torch.Tensor], norms: list[torch.Tensor]) -> Shown:
+        """What to compare."""
+        parameters = whole_parameters(self.model)
+        for wrapper in _WRAPPERS:
+            parameters = {name.replace(wrapper, ""): p for name, p in parameters.items()}
+        return {
+            "losses": torch.stack(losses),
+            "norms": torch.stack(norms),
+            "parameters": parameters,
+        }
+
+
+def plain() -> Shown:
+    """The training unsharded, with the data of all ranks."""
+    job = Job(job_config(), is_sharded=False)
+    return job.shown(*job.train(range(STEPS)))
+
+
+def difference(replicas: int, sections: dict[str, Any], num_units: int) -> float:
+    """Between the training sharded and unsharded."""
+    job = Job(job_config(**sections), replicas=replicas)
+    assert len([unit for _, unit in named_units(job.model) if unit.groups]) == num_units
+    return difference_of(job.shown(*job.train(range(STEPS))), plain())
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "reshard_after_forward never": {"parallelism": {"fsdp_reshard_after_forward": "never"}},
+    "full activation checkpointing": {"activation_checkpoint": {"mode": "full"}},
+    "selective activation checkpointing": {
+        "activation_checkpoint": {"mode": "selective", "selective_ac_option": "2"}
+    },
+    "activation checkpointing by operator": {
+        "activation_checkpoint": {"mode": "selective", "selective_ac_option": "op"}
+    },
+    "compiled blocks": {
+        "compile": {"enable": True, "components": ["model"], "backend": "aot_eager"}
+    },
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_llama3_trains_as_it_does_unsharded(
+    clients: RankPools, record: Record, option: str
+) -> None:
+    # Embeddings, three blocks, the norm with the output.
+    found = clients(2).run(difference, 1, OPTIONS[option], 5)
+    record("torchtitan", COMPARED, max(found))
+
+
+def test_llama3_with_replicas_of_shards_trains_as_it_does_unsharded(
+    clients: RankPools, record: Record
+) -> None:
+    found = clients(4).run(difference, 2, {}, 5)
+    record("torchtitan", COMPARED, max(found))
+
+
+def difference_after_resuming(folder: str) -> float:
+    """The same where all is made anew in the middle and loaded by torchtitan's checkpointer."""
+    losses, norms = [], []
+    for first in (0, STEPS // 2):
+        job = Job(job_config(folder))
+        assert job.checkpoints.load() is bool(first)
+        more = job.train(range(first, first + STEPS // 2))
+        losses += more[0]
+        norms += more[1]
+        job.checkpoints.save(first + STEPS // 2)
+        job.checkpoints.close()
+    return difference_of(job.shown(losses, norms), plain())
+
+
+def test_a_job_goes_on_from_its_checkpoint(
+    clients: RankPools, record: Record, tmp_path: Path
+) -> None:
+    found = clients(2).run(difference_after_resuming, str(tmp_path))
+    record("torchtitan", COMPARED, max(found))
+    assert (tmp_path / "checkpoint" / "step-4" / ".metadata").is_file()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import textwrap
 import threading
@@ -107,6 +108,44 @@ def test_a_save_that_fails_on_one_rank_ends_the_training_of_all_by_name(
         assert message.endswith("on rank 1, OSError: no space left on device")
         assert (under_way, tracked) == (set(), 2)
     assert verify(tmp_path / "iter_0000002").is_good
+
+
+def _leaves(flags: list[str], folder: str, signals: bool) -> tuple[Any, int | None]:
+    """A training that ends early; its exit code, and what a restart would find."""
+    training, calls = enter_rehearsal()["training"], []
+    finalize, handler = training.maybe_finalize_async_save, signal.getsignal(signal.SIGTERM)
+
+    def finalize_or_signal(*args: Any, **kwargs: Any) -> None:
+        calls.append(args)
+        if signals and len(calls) == 3 and rank() == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        finalize(*args, **kwargs)
+
+    training.maybe_finalize_async_save = finalize_or_signal
+    try:
+        train(flags)
+    except SystemExit as leaving:
+        return leaving.code, _tracked(folder)
+    finally:
+        training.maybe_finalize_async_save = finalize
+        signal.signal(signal.SIGTERM, handler)
+    return "went on", None
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(["--exit-interval", "3"], id="interval"),
+        pytest.param(["--exit-signal-handler"], id="signal", marks=pytest.mark.functional),
+    ],
+)
+def test_a_run_that_leaves_waits_for_what_it_saves(
+    megatron: RankPools, tmp_path: Path, words: list[str]
+) -> None:
+    flags = _flags(tmp_path, 9, *words)
+    left = megatron(2).run(_leaves, flags, str(tmp_path), words == ["--exit-signal-handler"])
+    assert left == [(0, 3)] * 2
+    assert verify(tmp_path / "iter_0000003").is_good
 
 
 @pytest.mark.functional

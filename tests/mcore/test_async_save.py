@@ -211,3 +211,46 @@ def test_a_job_that_is_killed_while_it_saves_goes_on_from_the_checkpoint_before(
     for iteration in (2, 4, 6, 7):
         assert verify(folder / f"iter_{iteration:07d}").is_good
     assert not list(folder.glob("*.incomplete"))
+
+
+def _queued() -> list[Any]:
+    """What is done, in order, of requests that are no checkpoints, of which the last one fails."""
+    enter_rehearsal()
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+
+    from megatron_fsdp_v2_mcore.async_saving import SavesQueue
+
+    done: list[Any] = []
+    may_run = threading.Event()
+
+    def write(*words: Any) -> None:
+        may_run.wait()
+        done.append(words)
+
+    def fail() -> None:
+        raise OSError("no space left on device")
+
+    queue = SavesQueue()
+    staged = AsyncRequest(write, ("a", "b", "c"), [lambda: done.append(1)], preload_fn=lambda: "B")
+    queue.schedule_async_request(staged)
+    queue.schedule_async_request(AsyncRequest(write, ("d",), [lambda: done.append(2)]))
+    done.append(queue.maybe_finalize_async_calls())
+    may_run.set()
+    done.append(queue.maybe_finalize_async_calls(blocking=True))
+    queue.schedule_async_request(AsyncRequest(fail, (), [lambda: done.append(3)]))
+    try:
+        queue.close()
+    except OSError as error:
+        done.append(str(error))
+    return done
+
+
+def test_other_requests_of_the_queue_are_done_in_order_and_fail_by_name(
+    megatron: RankPools,
+) -> None:
+    for done in megatron(2).run(_queued):
+        assert done[0] == []
+        assert done.index(("a", "B", "c")) < done.index(("d",)) < done.index([0, 1])
+        assert done.index(1) < done.index(2)
+        assert done[-1] == "no space left on device"
+        assert 3 not in done

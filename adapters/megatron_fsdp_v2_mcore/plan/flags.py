@@ -57,6 +57,8 @@ def without_gpu_flags(argv: Sequence[str]) -> list[str]:
     """
     values = {flag.name: flag.values for flag in GPU_FLAGS}
     values |= {flag.name: () for flag in CPU_FLAGS}
+    # Megatron refuses it without --use-nccl-ub, which only a GPU can honour.
+    values["--fsdp-manual-registration"] = ()
     kept: list[str] = []
     words = [word for word in argv if word not in (FLAG, VERBOSE_FLAG)]
     position = 0

@@ -1,0 +1,89 @@
+"""The flags of Megatron-LM's examples of its own FSDP are planned, or rejected by name."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Collection, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+
+from functional_tests.upstream.configurations import examples
+
+# Building models of this size takes seconds, on the meta device too.
+pytestmark = pytest.mark.functional
+
+API = "--use-fsdp-fully-shard-api"
+FP8 = ("--fp8-format", "--fp8-amax-history-len", "--fp8-amax-compute-algo", "--fp8-param-gather")
+# The tokenizer is not at hand to be asked.
+VOCABULARY = ("--vocab-size", "129280")
+LLAMA_RANKS, DEEPSEEK_RANKS = 8, 256
+LLAMA_PARAMETERS = 8_030_261_248
+# 671.0e9 and the layer that predicts one more token, whose embedding is shared.
+DEEPSEEK_PARAMETERS = 682.5e9
+
+
+def _words(name: str, without: Collection[str] = ()) -> list[str]:
+    flags = examples()[name].flags
+    return [API, *(word for flag in flags if flag not in without for word in (flag, *flags[flag]))]
+
+
+def _described(flags: Sequence[str], num_ranks: int) -> Any:
+    from megatron_fsdp_v2.plan.sources import FlagsError
+    from megatron_fsdp_v2_mcore.plan.source import describe
+
+    try:
+        return describe(flags, num_ranks)
+    except FlagsError as error:
+        return str(error)
+
+
+def _describe_each(calls: Sequence[tuple[list[str], int]], answers: Connection) -> None:
+    answers.send([_described(*call) for call in calls])
+
+
+@pytest.fixture(scope="module")
+def described() -> dict[str, Any]:
+    """What the plan's source makes of each, in one process that has no process group."""
+    calls = {
+        "llama3_8b": (_words("llama3_8b"), LLAMA_RANKS),
+        "llama3_8b in bf16": (_words("llama3_8b", FP8), LLAMA_RANKS),
+        "deepseek_v3": ([*_words("deepseek_v3"), *VOCABULARY], DEEPSEEK_RANKS),
+    }
+    context: Any = multiprocessing.get_context("forkserver")
+    mine, theirs = context.Pipe()
+    process = context.Process(target=_describe_each, args=(list(calls.values()), theirs))
+    process.start()
+    assert mine.poll(240), "no answer in time"
+    answers = mine.recv()
+    process.join()
+    return dict(zip(calls, answers, strict=True))
+
+
+def _parameters(found: Any) -> int:
+    """Of the whole model, from what one rank's replica has."""
+    assert not isinstance(found, str), found
+    stage = found.stages[0]
+    ranks = max(mesh.num_ranks * mesh.stride for mesh in stage.meshes.values())
+    copies = {name: ranks // mesh.num_ranks for name, mesh in stage.meshes.items()}
+    return sum(unit.numel * copies[unit.mesh] for unit in stage.units)
+
+
+def test_llama_in_fp8_is_rejected_by_the_name_of_what_is_not_built(
+    described: dict[str, Any],
+) -> None:
+    said = described["llama3_8b"]
+    assert isinstance(said, str)
+    assert said.startswith("--fp8")
+    assert "not built yet" in said
+
+
+def test_llama_in_bf16_is_planned_with_all_its_parameters(described: dict[str, Any]) -> None:
+    assert _parameters(described["llama3_8b in bf16"]) == LLAMA_PARAMETERS
+
+
+def test_deepseek_is_planned_with_all_its_parameters(described: dict[str, Any]) -> None:
+    found = described["deepseek_v3"]
+    assert _parameters(found) == pytest.approx(DEEPSEEK_PARAMETERS, rel=2e-3)
+    assert found.stages[0].meshes["expert dp"].num_ranks == DEEPSEEK_RANKS // 8

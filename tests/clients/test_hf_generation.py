@@ -14,11 +14,8 @@ from torch import nn
 from tests.clients.conftest import Record
 from tests.clients.harness import Batch, compare
 from tests.clients.hf_models import MODELS, VOCABULARY, units_with_halves
-from tests.clients.test_hf_training import TWO_PARTS, options_of, training_of
+from tests.clients.test_hf_training import options_of, training_of
 from tests.ranks import RankFailure, RankPools
-
-# Those whose `generate()` calls no part of the model alone.
-IN_ONE = [name for name in MODELS if name not in TWO_PARTS]
 
 
 def _tensors(prefix: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -103,7 +100,7 @@ COMPARED = "losses, gradients, parameters, hidden states, generated tokens, scor
 
 
 @pytest.mark.parametrize("strategy", ["ZeRO-1", "ZeRO-3"])
-@pytest.mark.parametrize("name", IN_ONE)
+@pytest.mark.parametrize("name", MODELS)
 def test_evaluating_and_generating_between_backwards_and_steps_is_as_unsharded(
     clients: RankPools, record: Record, name: str, strategy: str
 ) -> None:
@@ -111,7 +108,7 @@ def test_evaluating_and_generating_between_backwards_and_steps_is_as_unsharded(
     record("transformers", COMPARED, max(found))
 
 
-@pytest.mark.parametrize("name", ["Llama", "Mixtral", "Mamba2"])
+@pytest.mark.parametrize("name", ["Llama", "Mixtral", "T5", "Mamba2"])
 def test_ranks_may_generate_different_lengths_where_weights_are_whole(
     clients: RankPools, record: Record, name: str
 ) -> None:
@@ -119,7 +116,7 @@ def test_ranks_may_generate_different_lengths_where_weights_are_whole(
     record("transformers", COMPARED, max(found))
 
 
-@pytest.mark.parametrize("name", ["Llama", "Mixtral", "Mamba2"])
+@pytest.mark.parametrize("name", ["Llama", "Mixtral", "T5", "Mamba2"])
 def test_ranks_may_generate_different_lengths_with_synced_gpus(
     clients: RankPools, record: Record, name: str
 ) -> None:

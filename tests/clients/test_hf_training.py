@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp_v2 import MixedPrecisionPolicy
+from megatron_fsdp_v2 import MixedPrecisionPolicy, fully_shard
 from megatron_fsdp_v2.fsdp_module import named_units
 from tests.clients.conftest import Record
 from tests.clients.harness import (
@@ -20,10 +20,10 @@ from tests.clients.harness import (
     difference_of_parts,
     mesh_of,
     parameters_held,
-    shard,
     train_sharded,
 )
 from tests.clients.hf_models import MODELS, units
+from tests.clients.table import PAGE
 from tests.ranks import RankPools
 
 MESHES = {"1 rank": (1,), "2 ranks": (2,), "3 ranks": (3,), "HSDP 2x2": (2, 2), "HFSDP 2x2": (2, 2)}
@@ -177,12 +177,14 @@ def test_a_model_trains_in_bf16_as_by_hand_with_copies_of_fp32_weights(
     record("transformers", "parameters after 3 steps of 2 micro-batches", max(found))
 
 
-def names_of_units(name: str) -> list[str]:
-    training = training_of(name)
-    return [unit for unit, _ in named_units(shard(training, build(training)))]
+def names_of_units(name: str, code: str) -> list[str]:
+    model = build(training_of(name))
+    exec(code, {"model": model, "mesh": mesh_of(1), "fully_shard": fully_shard})
+    return [unit for unit, _ in named_units(model)]
 
 
-def test_layers_and_experts_are_units(clients: RankPools) -> None:
-    (names,) = clients(1).run(names_of_units, "Mixtral")
+def test_layers_and_experts_are_units_where_the_page_is_followed(clients: RankPools) -> None:
+    code = PAGE.read_text().partition("```python\n")[2].partition("```")[0]
+    (names,) = clients(1).run(names_of_units, "Mixtral", code)
     layers = [f"model.layers.{i}{part}" for i in range(2) for part in ("", ".mlp.experts")]
     assert names == ["", *layers]

@@ -88,7 +88,8 @@ OTHERS = (
     "--disable-bias-linear",
     "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     "--recompute-granularity selective --recompute-modules core_attn layernorm",
-    "--recompute-granularity selective --recompute-modules mla_up_proj moe_act",
+    "--recompute-granularity selective --recompute-modules mla_up_proj",
+    "--recompute-granularity selective --recompute-modules moe_act",
     "--recompute-granularity selective --recompute-modules mlp",
     "--mtp-num-layers 1",
     "--calculate-per-token-loss",
@@ -126,7 +127,12 @@ def combination(seed: int) -> Combination:
         if draw.random() < 0.25 and not (recomputes and granularities):
             chosen.append(flag)
             granularities += recomputes
-    return Combination(tuple(" ".join(chosen).split()), draw.choice(STRATEGIES))
+    words = " ".join(chosen).split()
+    # Without these nearly all of them would be refused, for one and the same reason.
+    if draw.random() < 0.8:
+        words += ["--disable-bias-linear"] if "--num-experts" in words else []
+        words += ["--position-embedding-type", "rope"] if "--mtp-num-layers" in words else []
+    return Combination(tuple(words), draw.choice(STRATEGIES))
 
 
 def outcome(pools: RankPools, case: Combination) -> str:

@@ -228,28 +228,6 @@ BAD: dict[str, tuple[list[str], str]] = {
         ["--mtp-num-layers", "1"],
         "Megatron refuses these flags: Multi-Token Prediction (MTP) is not supported with",
     ),
-    "experts-with-biases": (
-        ["--num-experts", "2", "--moe-router-topk", "2"],
-        "--num-experts 2 without --disable-bias-linear cannot be used on a CPU",
-    ),
-    "recomputed-bias": (
-        ["--recompute-granularity", "selective", "--recompute-modules", "mlp"],
-        "--recompute-modules mlp without --disable-bias-linear cannot be used",
-    ),
-    "model-options": (
-        [
-            "--num-experts",
-            "2",
-            "--moe-router-topk",
-            "2",
-            "--disable-bias-linear",
-            "--recompute-granularity",
-            "selective",
-            "--recompute-modules",
-            "moe_act",
-        ],
-        "moe_act in recompute_modules is only supported with moe_grouped_gemm",
-    ),
     "experts": (
         fsdp("optim", "--num-experts", "3", "--expert-model-parallel-size", "2"),
         "--num-experts 3 cannot be divided by --expert-model-parallel-size 2",

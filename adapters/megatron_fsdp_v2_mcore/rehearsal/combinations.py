@@ -1,9 +1,10 @@
-"""Combinations of flags that Megatron accepts and its local layers cannot train with."""
+"""Combinations of flags that Megatron accepts and cannot train with, most in local layers."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from megatron_fsdp_v2_mcore.errors import FlagError
 from megatron_fsdp_v2_mcore.rehearsal.flags import RehearsalError
 
 __all__ = ["check_combinations"]
@@ -16,8 +17,14 @@ def check_combinations(args: Any) -> None:
         args: Megatron's arguments, validated.
 
     Raises:
-        RehearsalError: They ask for local layers that do not work together; names the flags.
+        FlagError: They ask for layers that do not work together; names the flags.
     """
+    if args.num_experts and args.tensor_model_parallel_size > 1 and not args.sequence_parallel:
+        raise FlagError(
+            f"--num-experts {args.num_experts} with --tensor-model-parallel-size "
+            f"{args.tensor_model_parallel_size} needs --sequence-parallel: without it Megatron's "
+            "layers of experts do not train"
+        )
     if args.transformer_impl != "local":
         return
     has_sequential = bool(args.num_experts) and not args.moe_grouped_gemm

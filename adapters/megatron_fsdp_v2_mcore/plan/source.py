@@ -220,11 +220,11 @@ def _layers(chunk: nn.Module) -> dict[str, bool]:
 
     from megatron_fsdp_v2_mcore.units import UNIT_CLASSES
 
-    return {
-        name: any(isinstance(part, BaseMoELayer) for part in module.modules())
-        for name, module in chunk.named_modules()
-        if issubclass(type(module), UNIT_CLASSES)
-    }
+    def has_experts(layer: nn.Module) -> bool:
+        return any(isinstance(part, BaseMoELayer) for part in layer.modules())
+
+    layers = [pair for pair in chunk.named_modules() if isinstance(pair[1], UNIT_CLASSES)]
+    return {name: has_experts(layer) for name, layer in layers}
 
 
 def _chunk(

@@ -207,6 +207,14 @@ def check_parallel_sizes(args: Any) -> None:
             f"{ranks} ranks cannot be divided by --tensor-model-parallel-size {tensor} x "
             f"--pipeline-model-parallel-size {pipeline} x --context-parallel-size {context}"
         )
+    apart = tensor * context != expert * expert_tensor
+    if args.use_tp_pp_dp_mapping and pipeline > 1 and apart:
+        raise FlagError(
+            f"--use-tp-pp-dp-mapping cannot be used with --pipeline-model-parallel-size {pipeline} "
+            f"and --tensor-model-parallel-size {tensor} x --context-parallel-size {context} beside "
+            f"--expert-model-parallel-size {expert} x --expert-tensor-parallel-size "
+            f"{expert_tensor}: Megatron wants the two products to be equal; leave it out"
+        )
     variant = getattr(args, "experimental_attention_variant", None)
     if variant == "gated_delta_net" and tensor > 1:
         raise FlagError(

@@ -28,7 +28,7 @@ AXES = (
     "--num-distributed-optimizer-instances",
     "--num-virtual-stages-per-pipeline-rank",
 )
-"""Two where there was more than one."""
+"""Two where there was more than one, four where two do not go together with the others."""
 
 SIZES: Mapping[str, int] = {
     "--hidden-size": 64,
@@ -138,10 +138,20 @@ def _number(flags: Flags, name: str, default: int = 1) -> int:
 
 
 def _shrink_axes(flags: Flags) -> None:
-    pipeline = _number(flags, "--pipeline-model-parallel-size")
+    tensor, pipeline, context, expert = (_number(flags, name) for name in AXES[:4])
+    expert_tensor = _number(flags, "--expert-tensor-parallel-size", tensor)
+    fits = tensor * context == expert * expert_tensor
     for name in AXES:
         if _number(flags, name) > 1:
             flags[name] = ("2",)
+    if "--use-tp-pp-dp-mapping" in flags and fits:
+        # This order of ranks wants as many replicas of experts as of everything else.
+        tensor, _, context, expert = (_number(flags, name) for name in AXES[:4])
+        expert_tensor = _number(flags, "--expert-tensor-parallel-size", tensor)
+        if tensor * context < expert * expert_tensor:
+            flags["--tensor-model-parallel-size"] = (str(expert * expert_tensor // context),)
+        elif "--expert-tensor-parallel-size" in flags:
+            flags["--expert-tensor-parallel-size"] = (str(tensor * context // expert),)
     if "--hierarchical-context-parallel-sizes" in flags:
         flags["--hierarchical-context-parallel-sizes"] = ("1", "2")
     if "--pipeline-model-parallel-layout" in flags:
@@ -221,6 +231,8 @@ def _world_size(flags: Flags) -> int:
     expert_tensor = _number(flags, "--expert-tensor-parallel-size", tensor)
     instances = _number(flags, "--num-distributed-optimizer-instances")
     world_size = tensor * pipeline * max(context, 2 * instances)
+    if world_size > MOST_RANKS:
+        world_size = tensor * pipeline * context
     if "--num-experts" in flags:
         world_size = max(world_size, pipeline * expert * expert_tensor)
         if 2 * expert * expert_tensor * pipeline <= MOST_RANKS:

@@ -103,6 +103,11 @@ def test_a_refused_flag_ends_the_start_with_its_name(
             "gated_delta_net cannot be used with --tensor-model-parallel-size 2",
         ),
         (
+            "--use-tp-pp-dp-mapping --pipeline-model-parallel-size 2 --num-experts 4 "
+            "--expert-model-parallel-size 2",
+            "--use-tp-pp-dp-mapping cannot be used with --pipeline-model-parallel-size 2",
+        ),
+        (
             "--outer-dp-sharding-strategy optim",
             "optim shards between optimizer instances, and there is one; "
             "add --num-distributed-optimizer-instances",

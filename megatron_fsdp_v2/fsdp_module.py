@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
@@ -14,7 +15,7 @@ from torch import nn
 from torch.distributed import fsdp
 
 from megatron_fsdp_v2.end_of_backward import bring_to_rest, synchronise_gradients
-from megatron_fsdp_v2.forward_of_modules import post_forward, pre_forward
+from megatron_fsdp_v2.forward_of_modules import begin_method, end_method, fail_method
 from megatron_fsdp_v2.torch_fsdp import TorchFSDPModule, show_state
 from megatron_fsdp_v2.trace_pool import TracePoolAllocator
 
@@ -300,6 +301,7 @@ class FSDPModule(TorchFSDPModule):
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Have a method of a sharded module gather its unit, as its forward does.
 
+    The weights stay gathered until it returns, also where it runs the module's forward inside.
     Torch's function of this name does so as well. This one leaves no reference cycle behind. It
     does nothing to a module that is not sharded.
 
@@ -325,9 +327,14 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         current = owner()
         assert current is not None
         unit = unit_of(current)
-        args, kwargs = pre_forward(unit, current, args, kwargs)
-        output = function(current, *args, **kwargs) if takes_self else function(*args, **kwargs)
-        return post_forward(unit, current, output)
+        # A frame in a local variable of its own would be a reference cycle.
+        try:
+            args, kwargs = begin_method(unit, current, sys._getframe(), args, kwargs)
+            output = function(current, *args, **kwargs) if takes_self else function(*args, **kwargs)
+        except BaseException:
+            fail_method(unit, current, sys._getframe())
+            raise
+        return end_method(unit, current, sys._getframe(), output)
 
     setattr(module, method_name, run)
 

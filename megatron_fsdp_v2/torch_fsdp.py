@@ -8,6 +8,7 @@ class brings its methods along; those that reach into FSDP2's own state are repl
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Self, cast, override
@@ -17,7 +18,7 @@ from torch import nn
 from torch.distributed import fsdp
 from torch.distributed._composable.contract import STATE_KEY
 
-from megatron_fsdp_v2.forward_of_modules import post_forward, pre_forward
+from megatron_fsdp_v2.forward_of_modules import begin_method, end_method
 from megatron_fsdp_v2.other_wrappers import check_who_asks
 
 if TYPE_CHECKING:
@@ -163,11 +164,11 @@ class UnitState:
         )
 
     def _pre_forward(self, module: Any, args: Any, kwargs: Any) -> Any:
-        return pre_forward(module._fsdp_unit, module, args, kwargs)
+        return begin_method(module._fsdp_unit, module, sys._getframe(1), args, kwargs)
 
     def _post_forward(self, module: Any, args: Any, output: Any) -> Any:
         del args
-        return post_forward(module._fsdp_unit, module, output)
+        return end_method(module._fsdp_unit, module, sys._getframe(1), output)
 
     def _root_post_backward_final_callback(self) -> None:
         """After the last backward of a pipeline's stage: bring gradients into `param.grad`."""

@@ -31,6 +31,8 @@ from megatron_fsdp_v2.reduction_queue import Reduction, RootPass
 from megatron_fsdp_v2.unit_checks import check_units, compare_unit
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from megatron_fsdp_v2.context import Context
     from megatron_fsdp_v2.mixed_precision import MixedPrecisionPolicy
     from megatron_fsdp_v2.param_group import ParameterGroup
@@ -68,6 +70,7 @@ class Unit:
         class_name: Class of its module, as it was before it was sharded.
         modules: Its module, weakly, or several that are gathered together.
         left_to_run: Of several modules, those whose forward is still to come in this pass.
+        method_frame: Of whoever calls a method that runs as its forward, while that runs.
         groups: Its parameter groups, which it reduces.
         borrowed: Groups of other units that hold a parameter tied to one of its own; gathered
             with it, reduced by their owner.
@@ -103,6 +106,7 @@ class Unit:
         self.class_name = ", ".join(type(module).__name__ for module in modules)
         self.modules = [weakref.ref(module) for module in modules]
         self.left_to_run: set[int] = set()
+        self.method_frame: FrameType | None = None
         self.groups = list(groups)
         self.borrowed = list(borrowed)
         self.held_groups = [*self.groups, *self.borrowed]

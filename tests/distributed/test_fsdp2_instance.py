@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import weakref
@@ -22,6 +23,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from megatron_fsdp_v2 import FSDPModule, fully_shard, register_fsdp_forward_method
 from megatron_fsdp_v2.torch_fsdp import REFUSED_METHODS
+from tests.distributed.wrapping import mesh_of
 from tests.ranks import RankPools
 from tests.reference.models import INPUT, WIDTH, Block, Stack
 
@@ -139,6 +141,57 @@ def test_a_registered_forward_method_trains_as_the_forward_does(
     for distance, is_gone in pools(2).run(trained_by_a_method, strategy, register):
         assert distance < 1e-6
         assert is_gone or register is their_register
+
+
+class Generator(nn.Module):
+    """A method that runs the forward, and computes with the module's own weight around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, WIDTH)
+        self.block = Block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.block(x) @ self.embedding.weight.t()) @ self.embedding.weight
+
+    def generate(self, tokens: torch.Tensor, *, fails: bool = False) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for _ in range(2):
+            x = self(x)
+        if fails:
+            raise KeyboardInterrupt
+        return self.embedding(tokens) + x
+
+
+def trained_around_its_forward(strategy: str, register: Any) -> float:
+    """Largest difference from the unsharded model's, with steps of the method and the forward."""
+    torch.manual_seed(0)
+    plain = Generator()
+    model = copy.deepcopy(plain)
+    for unit in (model.block, model):
+        fully_shard(unit, mesh=mesh_of(dist.get_world_size()), sharding_strategy=strategy)
+    register(model, "generate")
+    tokens, x = torch.tensor([1, 3, 3]), torch.randn(4, WIDTH)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
+    differences = []
+    for fails in (False, True, False):
+        if fails:
+            with contextlib.suppress(KeyboardInterrupt):
+                model.generate(tokens, fails=True)
+        with torch.no_grad():
+            differences.append(float((model.generate(tokens) - plain.generate(tokens)).abs().max()))
+        for either in (model, plain):
+            (either.generate(tokens).square().mean() + either(x).square().mean()).backward()
+        _step(optimizers)
+    return max(*differences, _distance(model, plain))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("register", [register_fsdp_forward_method, their_register])
+def test_a_registered_method_may_run_the_forward_inside(
+    pools: RankPools, strategy: str, register: Any
+) -> None:
+    assert max(pools(2).run(trained_around_its_forward, strategy, register)) < 1e-6
 
 
 def pipelined(strategy: str, schedule: str) -> float:

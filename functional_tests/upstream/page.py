@@ -40,7 +40,7 @@ Shown is the largest relative difference from DDP of the losses and of the norms
 before clipping, of parameters). In fp32 both are asserted to be below 1e-06, with `--bf16` or
 `--fp16` left out where given. In the configuration's own precision rounding decides: the last two
 columns show how far Megatron's own distributed optimizer is from its DDP, and asserted is 1.5
-times that. An empty cell has not been measured.
+times that; they are empty where this package is as close as in fp32. Any other empty cell has not been measured.
 """
 _LEFT_OUT = """
 What a rehearsal refuses, since it is part of a GPU's libraries, and sets itself where a CPU needs
@@ -105,20 +105,23 @@ class Page:
                 rejections |= dict.fromkeys(names, cells[0])
         self.rejections = rejections
 
-    def add(self, shrunk: Shrunk, difference: Difference, theirs: Difference | None = None) -> None:
-        """Take in a measured difference from DDP.
+    def add(self, shrunk: Shrunk, difference: Difference) -> None:
+        """Take in a measured difference from DDP in fp32."""
+        known = self.measured.get(shrunk.name, Measured())
+        self.measured[shrunk.name] = dataclasses.replace(known, fp32=_cells(difference))
+        self.write()
+
+    def add_own(self, shrunk: Shrunk, difference: Difference, theirs: Difference | None) -> None:
+        """Take in a measured difference from DDP in a configuration's own precision.
 
         Args:
             shrunk: Of what.
             difference: This package's.
-            theirs: That of Megatron's distributed optimizer; None: it was fp32.
+            theirs: That of Megatron's distributed optimizer, where it was asked.
         """
         known = self.measured.get(shrunk.name, Measured())
-        if theirs is None:
-            known = dataclasses.replace(known, fp32=_cells(difference))
-        else:
-            known = dataclasses.replace(known, own=(*_cells(difference), *_cells(theirs)))
-        self.measured[shrunk.name] = known
+        own = (*_cells(difference), *(_cells(theirs) if theirs else ("", "")))
+        self.measured[shrunk.name] = dataclasses.replace(known, own=own)
         self.write()
 
     def write(self) -> None:

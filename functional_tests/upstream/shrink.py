@@ -98,6 +98,9 @@ DATA = {
 }
 
 
+LOSS_SCALE = "--initial-loss-scale"
+
+
 @dataclass(frozen=True)
 class Shrunk:
     """A configuration that a few ranks train in seconds.
@@ -125,6 +128,9 @@ def shrunk(configurations: list[Configuration]) -> list[Shrunk]:
         world_size = _world_size(flags)
         _shrink_steps(flags, world_size)
         flags |= DATA
+        if "--fp16" in flags:
+            # From Megatron's default every one of a few steps would overflow.
+            flags[LOSS_SCALE] = ("65536",)
         words = tuple(word for flag in sorted(flags) for word in (flag, *flags[flag]))
         found.setdefault((world_size, words), []).extend(configuration.names)
     return [

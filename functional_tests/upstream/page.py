@@ -40,7 +40,8 @@ Shown is the largest relative difference from DDP of the losses and of the norms
 before clipping, of parameters). In fp32 both are asserted to be below 1e-06, with `--bf16` or
 `--fp16` left out where given. In the configuration's own precision rounding decides: the last two
 columns show how far Megatron's own distributed optimizer is from its DDP, and asserted is 1.5
-times that; they are empty where this package is as close as in fp32. Any other empty cell has not been measured.
+times that; they are empty where this package is as close as in fp32. Any other empty cell has not
+been measured.
 """
 _LEFT_OUT = """
 What a rehearsal refuses, since it is part of a GPU's libraries, and sets itself where a CPU needs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +24,6 @@ from tests.clients.harness import (
     train_sharded,
 )
 from tests.clients.hf_models import MODELS, units
-from tests.clients.table import PAGE
 from tests.ranks import RankPools
 
 MESHES = {"1 rank": (1,), "2 ranks": (2,), "3 ranks": (3,), "HSDP 2x2": (2, 2), "HFSDP 2x2": (2, 2)}
@@ -184,7 +184,8 @@ def names_of_units(name: str, code: str) -> list[str]:
 
 
 def test_layers_and_experts_are_units_where_the_page_is_followed(clients: RankPools) -> None:
-    code = PAGE.read_text().partition("```python\n")[2].partition("```")[0]
+    page = Path(__file__).parents[2] / "docs/clients.md"
+    code = page.read_text().partition("```python\n")[2].partition("```")[0]
     (names,) = clients(1).run(names_of_units, "Mixtral", code)
     layers = [f"model.layers.{i}{part}" for i in range(2) for part in ("", ".mlp.experts")]
     assert names == ["", *layers]

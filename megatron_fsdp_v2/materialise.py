@@ -69,7 +69,6 @@ def materialise(
             _initialise(module, param_init_fn)
     for parameter in fresh:
         _take_over(parameter)
-    unset = {p.name for p in fresh if is_unset(part_of(p.param))}
     buffers = [(one[1]._buffers[one[2]], one) for one in empty_buffers]
     for parameter in fresh:
         if parameter.dtensor is not None and parameter.dtensor.placement.is_replicate():
@@ -78,6 +77,8 @@ def materialise(
     tensors += [buffer for buffer, _ in buffers if buffer is not None]
     for tensor in tensors:
         _share(tensor, axes)
+    # Asked of what ranks share: memory that a module left as it got it may look so on some ranks.
+    unset = {p.name for p in fresh if is_unset(part_of(p.param))}
     return unset, [one for buffer, one in buffers if buffer is not None and is_unset(buffer)]
 
 

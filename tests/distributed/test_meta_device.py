@@ -282,3 +282,32 @@ def reshaped() -> str:
 def test_an_initialization_that_changes_a_shape_is_named(pools: RankPools) -> None:
     (said,) = pools(1).run(reshaped)
     assert "initialization of Reshaping left weight of shape (3, 11)" in said
+
+
+class LeftAsItIs(nn.Module):
+    """A module that its initialisation gives other memory, which is full of NaN on one rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(5, 3))
+
+    def reset_parameters(self) -> None:
+        self.weight.data = torch.full((5, 3), float("nan") if dist.get_rank() else 0.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight
+
+
+def left_as_it_is() -> float:
+    """Output once weights were loaded, where ranks disagree on whether there had been some."""
+    with torch.device("meta"):
+        module: Any = LeftAsItIs()
+    fully_shard(module, mesh=mesh_of(dist.get_world_size()))
+    with torch.no_grad():
+        for param in module.parameters():
+            param.fill_(2.0)
+    return float(module(torch.ones(1, 5)).sum())
+
+
+def test_ranks_agree_on_whether_weights_have_values(pools: RankPools) -> None:
+    assert pools(2).run(left_as_it_is) == [30.0, 30.0]

@@ -10,7 +10,16 @@ from megatron_fsdp_v2_mcore.plan.flags import without_gpu_flags
 from megatron_fsdp_v2_mcore.rehearsal.flags import with_cpu_flags
 from tests.mcore.session import fsdp
 
-__all__ = ["asked", "in_fp32", "is_low_precision", "left_out", "reference", "sharded", "yardsticks"]
+__all__ = [
+    "asked",
+    "in_fp32",
+    "in_own_precision",
+    "is_low_precision",
+    "left_out",
+    "reference",
+    "sharded",
+    "yardsticks",
+]
 
 WRAPPERS = {
     "--use-megatron-fsdp",
@@ -127,3 +136,12 @@ def is_low_precision(shrunk: Shrunk) -> bool:
 def in_fp32(run: Run) -> Run:
     """The same in fp32."""
     return Run(run.world_size, tuple(_without(run.flags, PRECISION)))
+
+
+def in_own_precision(run: Run) -> Run:
+    """The same, without a number that Megatron itself rounds.
+
+    The norm of fp16 weights is added up in fp16 there; here it is that of the fp32 weights.
+    """
+    names = {"--log-params-norm"} if "--fp16" in run.flags else set()
+    return Run(run.world_size, tuple(_without(run.flags, names)))

@@ -27,6 +27,7 @@ from functional_tests.upstream.shrink import (
 )
 from functional_tests.upstream.sides import (
     in_fp32,
+    in_own_precision,
     is_low_precision,
     reference,
     sharded,
@@ -122,13 +123,13 @@ def test_it_trains_like_megatrons_ddp_in_fp32(
 def test_it_trains_like_megatrons_ddp_in_its_own_precision(
     trainings: Trainings, page: Page, each: Shrunk
 ) -> None:
-    ddp = trainings(reference(each))
-    mine = trainings(sharded(each))
+    ddp = trainings(in_own_precision(reference(each)))
+    mine = trainings(in_own_precision(sharded(each)))
     difference = Difference.between(mine, ddp, ITERATIONS, ZEROS_BY_CHANCE)
     bound, theirs = Difference(TOLERANCE, TOLERANCE), None
     if not difference.within(bound):
         spread = [
-            Difference.between(trainings(run), ddp, ITERATIONS, ZEROS_BY_CHANCE)
+            Difference.between(trainings(in_own_precision(run)), ddp, ITERATIONS, ZEROS_BY_CHANCE)
             for run in yardsticks(each)
         ]
         theirs = Difference.largest_of(spread)

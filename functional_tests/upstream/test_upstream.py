@@ -123,6 +123,8 @@ def test_it_trains_like_megatrons_ddp_in_fp32(
 def test_it_trains_like_megatrons_ddp_in_its_own_precision(
     trainings: Trainings, page: Page, each: Shrunk
 ) -> None:
+    if page.path is None and not any(page.measured[each.name].own):
+        pytest.skip("rounding decides, and the page has no measure of it; --write-docs makes one")
     ddp = trainings(in_own_precision(reference(each)))
     mine = trainings(in_own_precision(sharded(each)))
     difference = Difference.between(mine, ddp, ITERATIONS, ZEROS_BY_CHANCE)

@@ -411,7 +411,7 @@ for number, kind in enumerate(kinds):
     options = {"dtype": getattr(torch, dtype)} if dtype else {}
     convert(small, f"{out}/warm{number}{suffix}", **options)
     gc.collect()
-    # What the conversion before has freed, and the C library still keeps, is not there to begin with.
+    # What the conversion before freed, and the C library kept, is not in use.
     getattr(ctypes.CDLL(None), "malloc_trim", int)(0)
     before = status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")

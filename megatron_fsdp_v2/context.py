@@ -14,7 +14,17 @@ if TYPE_CHECKING:
     from megatron_fsdp_v2.comm_interface import Communicator
     from megatron_fsdp_v2.rank_checks import CheckRanks
 
-__all__ = ["Context", "ExecutionOrder", "Reshardable", "Use"]
+__all__ = ["Context", "ExecutionOrder", "Reshardable", "Use", "check_at_least_one"]
+
+
+def check_at_least_one(name: str, value: object) -> None:
+    """See that a bound of what is live at a time is one.
+
+    Raises:
+        ValueError: It is not a whole number of at least 1.
+    """
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
 
 
 class Reshardable(Protocol):

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed import fsdp
 
+from megatron_fsdp_v2.context import check_at_least_one
 from megatron_fsdp_v2.end_of_backward import bring_to_rest, synchronise_gradients
 from megatron_fsdp_v2.forward_of_modules import begin_method, end_method, fail_method
 from megatron_fsdp_v2.torch_fsdp import TorchFSDPModule, show_state
@@ -174,10 +175,7 @@ class FSDPModule(TorchFSDPModule):
             ValueError: It is not a whole number of at least 1.
         """
         del recurse
-        if type(max_input_buffers) is not int or max_input_buffers < 1:
-            raise ValueError(
-                f"max_input_buffers must be a whole number of at least 1, got {max_input_buffers!r}"
-            )
+        check_at_least_one("max_input_buffers", max_input_buffers)
         unit_of(self).context.reductions.max_live_grad_buffers = max_input_buffers
 
     @override

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from megatron_fsdp_v2.allocator import PlainAllocator
 from megatron_fsdp_v2.comm import communicator_for
 from megatron_fsdp_v2.comm_interface import Axis
-from megatron_fsdp_v2.context import Context
+from megatron_fsdp_v2.context import Context, check_at_least_one
 from megatron_fsdp_v2.dp_buffer import ShardGrid
 from megatron_fsdp_v2.dtensor_parts import tensor_shard_of
 from megatron_fsdp_v2.fsdp2_arguments import (
@@ -156,8 +156,8 @@ def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
     _validate(modules, mesh, on_missing_grad, enable_trace_pool)
     reshards = reshards_after_forward(reshard_after_forward, mesh)
     _check_same_pool(modules, enable_trace_pool)
-    _check_at_least_one("unshard_prefetch_depth", unshard_prefetch_depth)
-    _check_at_least_one("max_live_grad_buffers", max_live_grad_buffers)
+    check_at_least_one("unshard_prefetch_depth", unshard_prefetch_depth)
+    check_at_least_one("max_live_grad_buffers", max_live_grad_buffers)
     checks = CheckRanks.parse(check_ranks)
     sizes = [mesh.size(axis) for axis in range(mesh.ndim)]
     placements = resolve_placements(sharding_strategy, outer_dp_sharding_strategy, sizes)
@@ -178,10 +178,12 @@ def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
 
     owned, tied = _owned_parameters(modules, ignored_params or frozenset(), device)
     check_shard_placement(shard_placement_fn, owned)
+    # Not `or`: a mapping that looks things up may take long to tell whether it is empty.
+    shards = {} if tensor_shards is None else tensor_shards
     for parameter in owned:
         parameter.is_separate = parameter.param in (separate_params or frozenset())
         if not parameter.param.is_meta or isinstance(parameter.param, DTensor):
-            _describe_tensor_shard(parameter, mesh, tensor_shards or {})
+            _describe_tensor_shard(parameter, mesh, shards)
     borrowed = _borrow(tied, spec_of, mesh)
     _check_at_rest(modules)
     axes = _axes_of(mesh)
@@ -189,7 +191,7 @@ def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
     for parameter in owned:
         # Modules may say how theirs are cut when they initialise them.
         if parameter.stood_in is not None and parameter.dtensor is None:
-            _describe_tensor_shard(parameter, mesh, tensor_shards or {})
+            _describe_tensor_shard(parameter, mesh, shards)
     context: Context[Unit] = Context(
         communicator_for(device),
         TracePoolAllocator() if enable_trace_pool else PlainAllocator(),
@@ -352,11 +354,6 @@ def _check_same_pool(modules: Sequence[nn.Module], enable_trace_pool: bool) -> N
                 f"{unit.name} inside; units of one root share their temporary memory, so use the "
                 "same for all"
             )
-
-
-def _check_at_least_one(name: str, value: int) -> None:
-    if type(value) is not int or value < 1:
-        raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
 
 
 def _has_forward(module: nn.Module) -> bool:

@@ -60,8 +60,7 @@ class _Shards(Mapping[nn.Parameter, TensorShard]):
     @override
     def __getitem__(self, param: nn.Parameter) -> TensorShard:
         layer, attribute = self._sites[param]
-        is_expert_part = self._expert is not None and is_expert(param)
-        meshes = self._expert if is_expert_part and self._expert is not None else self._dense
+        meshes = self._dense if self._expert is None or not is_expert(param) else self._expert
         lengths, _ = self._pieces.get(param, ((), ()))
         if meshes.both is not None:
             cut = cut_of(layer, attribute, param, MEGATRON_RULES, meshes.both)

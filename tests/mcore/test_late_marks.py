@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -52,3 +53,21 @@ def test_a_weight_that_is_marked_when_it_gets_memory_is_a_part_of_a_whole(
 ) -> None:
     for found in megatron(2).run(shapes_and_marks):
         assert found == ((8, 3), (3,), True, True)
+
+
+def lookups_per_parameter() -> list[int]:
+    """How often the cut of a parameter is worked out while a model is sharded, unit by unit."""
+    from megatron_fsdp_v2_mcore import tensor_shards as described
+
+    both = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.ModuleList(nn.Linear(2, 2) for _ in range(6))
+    with mock.patch.object(described, "cut_of", wraps=described.cut_of) as cut_of:
+        shards = described.tensor_shards(model, Meshes(both["dp"], both), None)
+        for layer in model:
+            fully_shard(layer, mesh=both["dp"], tensor_shards=shards)
+    return [cut_of.call_count, len(list(model.parameters()))]
+
+
+def test_how_a_parameter_is_cut_is_worked_out_once(megatron: RankPools) -> None:
+    for calls, parameters in megatron(2).run(lookups_per_parameter):
+        assert calls == parameters

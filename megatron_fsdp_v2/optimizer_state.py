@@ -75,11 +75,9 @@ def _settle_loaded(optimizer: Optimizer) -> None:
     """
     for param in (param for group in optimizer.param_groups for param in group["params"]):
         state = optimizer.state.get(param, {})
+        adopt_state(param, state)
         for name, value in state.items():
-            known = with_rows_of(value, param)
-            if known is not None:
-                state[name] = known
-            elif isinstance(value, HeldElsewhere) and not has_no_rows(param):
+            if isinstance(value, HeldElsewhere) and not has_no_rows(param):
                 state[name] = _plain(value)
             elif _is_cut_otherwise(param, value):
                 state[name] = torch.zeros_like(param, dtype=value.dtype, requires_grad=False)

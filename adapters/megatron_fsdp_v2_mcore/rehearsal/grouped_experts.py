@@ -23,6 +23,8 @@ from megatron.core.tensor_parallel.random import (
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
+from megatron_fsdp_v2_mcore.rehearsal.te_module import ModuleOfTransformerEngine
+
 __all__ = ["ColumnParallelGroupedLinear", "RowParallelGroupedLinear", "grouped_mlp"]
 
 
@@ -33,10 +35,9 @@ def _drop_states_of_experts(
     del others
     for expert in range(1, layer.num_gemms):
         state_dict.pop(f"{prefix}_extra_state{expert}", None)
-    state_dict.setdefault(f"{prefix}_extra_state", None)
 
 
-class _GroupedLinear(torch.nn.Module):
+class _GroupedLinear(ModuleOfTransformerEngine):
     """One linear layer for each local expert, applied to the tokens sorted by expert.
 
     Args:
@@ -147,17 +148,6 @@ class _GroupedLinear(torch.nn.Module):
             for part, weight, bias in zip(parts, weights, added, strict=True)
         ]
         return torch.cat(outputs), biases if self.returns_bias else None
-
-    def backward_dw(self) -> None:
-        """Nothing is left: gradients of weights are computed with those of tokens."""
-
-    @override
-    def get_extra_state(self) -> None:
-        """Nothing: scales of FP8 are what Transformer Engine keeps here."""
-
-    @override
-    def set_extra_state(self, state: Any) -> None:
-        """Take no state."""
 
     def sharded_state_dict(
         self,

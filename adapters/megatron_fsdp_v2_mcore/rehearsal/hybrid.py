@@ -48,13 +48,13 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayer,
     TransformerLayerSubmodules,
 )
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from megatron_fsdp_v2_mcore.rehearsal.mamba_kernels import GroupedRMSNorm
 from megatron_fsdp_v2_mcore.rehearsal.replicated_linear import (
     NormedColumnParallelLinear,
     ReplicatedLinear,
 )
+from megatron_fsdp_v2_mcore.rehearsal.te_module import parts_of_checkpoint
 
 __all__ = ["ShardedGroupedRMSNorm", "local_stack_spec"]
 
@@ -74,14 +74,7 @@ class ShardedGroupedRMSNorm(GroupedRMSNorm):
             sharded_offsets: Where this layer lies in what is stacked already.
             metadata: Of the checkpoint.
         """
-        return make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True),
-            prefix,
-            {"weight": 0},
-            sharded_offsets,
-            tp_group=self.tp_group,
-            dp_cp_group=metadata["dp_cp_group"],
-        )
+        return parts_of_checkpoint(self, {"weight": 0}, prefix, sharded_offsets, metadata)
 
 
 def local_stack_spec() -> ModuleSpec:

@@ -21,24 +21,20 @@ from megatron.core.tensor_parallel.random import (
     get_data_parallel_rng_tracker_name,
 )
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from megatron.core.utils import get_tensor_model_parallel_group_if_none
 from torch import nn
 from torch.nn import functional
 
 from megatron_fsdp_v2_mcore.rehearsal.norms import normalize
+from megatron_fsdp_v2_mcore.rehearsal.te_module import (
+    ModuleOfTransformerEngine,
+    parts_of_checkpoint,
+)
 
 __all__ = ["NormedColumnParallelLinear", "ReplicatedLinear"]
 
 
-def _state_may_be_absent(
-    layer: nn.Module, state_dict: dict[str, Any], prefix: str, *others: Any
-) -> None:
-    del layer, others
-    state_dict.setdefault(f"{prefix}_extra_state", None)
-
-
-class ReplicatedLinear(nn.Module):
+class ReplicatedLinear(ModuleOfTransformerEngine):
     """`TELinear` of mode `duplicated`: every tensor-parallel rank holds the same whole weight.
 
     Args:
@@ -80,8 +76,6 @@ class ReplicatedLinear(nn.Module):
             marks.sequence_parallel = config.sequence_parallel
             marks.tensor_model_parallel = False
             marks.allreduce = True
-        hooks: Any = self
-        hooks.register_load_state_dict_pre_hook(_state_may_be_absent)
 
     def _draw(self, init_method: Callable[[torch.Tensor], Any]) -> None:
         """Fill the weight, alike on every rank."""
@@ -113,17 +107,6 @@ class ReplicatedLinear(nn.Module):
             return functional.linear(x, self.weight), self.bias
         return functional.linear(x, self.weight, self.bias), None
 
-    def backward_dw(self) -> None:
-        """Nothing is left: the weight's gradient is computed with that of the input."""
-
-    @override
-    def get_extra_state(self) -> None:
-        """Nothing: scales of FP8 are what Transformer Engine keeps here."""
-
-    @override
-    def set_extra_state(self, state: Any) -> None:
-        """Take no state."""
-
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
     ) -> Any:
@@ -134,14 +117,7 @@ class ReplicatedLinear(nn.Module):
             sharded_offsets: Where this layer lies in what is stacked already.
             metadata: Of the checkpoint.
         """
-        return make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True),
-            prefix,
-            None,
-            sharded_offsets,
-            tp_group=self.tp_group,
-            dp_cp_group=metadata["dp_cp_group"],
-        )
+        return parts_of_checkpoint(self, None, prefix, sharded_offsets, metadata)
 
 
 class NormedColumnParallelLinear(ColumnParallelLinear):

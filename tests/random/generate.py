@@ -131,15 +131,24 @@ class Generator:
         elif kind == "in place":
             how = self.random.choice(["input", "output", "view"] if _on("own input") else ["input"])
             # An activation saves what it returns, and torch says so.
-            how = "input" if self._last_kind(children) == "act" else how
+            how = "input" if self._ends_in_activation(children) else how
         return self.node(kind, children, how=how, size=size, unit=unit)
 
-    def _last_kind(self, children: tuple[Node, ...]) -> str:
-        """The kind of the module that makes the output of others around it."""
-        last = children[-1]
-        if last.kind == "again":
-            last = next(node for node in self.nodes if node.id == last.size)
-        return self._last_kind(last.children) if last.children else last.kind
+    def _ends_in_activation(self, children: tuple[Node, ...]) -> bool:
+        """Whether an activation may have made what modules return, one after the other."""
+        for child in reversed(children):
+            node = child
+            if node.kind == "again":
+                node = next(known for known in self.nodes if known.id == child.size)
+            if not node.children:
+                return node.kind == "act"
+            hands_on = node.kind == "dead"
+            if not hands_on and self._ends_in_activation(node.children):
+                return True
+            if not hands_on and node.kind != "branch":
+                return False
+            # It hands on its input, always or where it is left out.
+        return False
 
     def tree(self) -> Node:
         """The whole tree."""

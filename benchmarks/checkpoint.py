@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.step import Block, free_port
 from megatron_fsdp_v2 import checkpoint, fully_shard
-from megatron_fsdp_v2.uneven_dtensor import UnevenDTensor
+from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 
 MEASURED = "measured.json"
 

@@ -13,12 +13,12 @@ from pathlib import Path
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 
-from megatron_fsdp_v2.layout import BufferLayout
+from megatron_fsdp_v2.dtensor.row_shards import RowShards
+from megatron_fsdp_v2.layout.buffer_layout import BufferLayout
 from megatron_fsdp_v2.optim.exchange import plan_buckets
 from megatron_fsdp_v2.optim.matrix_layout import Grid, MatrixLayout
 from megatron_fsdp_v2.optim.newton_schulz import newton_schulz_flops
 from megatron_fsdp_v2.optim.ownership import Matrix, Ownership
-from megatron_fsdp_v2.row_shards import RowShards
 
 HIDDEN, FFN, KEYS = 4096, 14336, 1024
 LAYER = {

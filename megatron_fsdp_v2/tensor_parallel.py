@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from megatron_fsdp_v2.row_shards import TensorShard
+from megatron_fsdp_v2.dtensor.row_shards import TensorShard
 
 __all__ = [
     "COLUMN",

@@ -10,9 +10,9 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from megatron_fsdp_v2_mcore.errors import FlagError
-from megatron_fsdp_v2_mcore.options import Options
-from megatron_fsdp_v2_mcore.seams import enable, install, uninstall
+from megatron_fsdp_v2_mcore.flags.errors import FlagError
+from megatron_fsdp_v2_mcore.flags.options import Options
+from megatron_fsdp_v2_mcore.patches import enable, install, uninstall
 
 __all__ = [
     "FSDPMuonChainedOptimizer",
@@ -26,9 +26,9 @@ __all__ = [
 ]
 
 _LAZY = {
-    "FSDPMuonChainedOptimizer": "megatron_fsdp_v2_mcore.muon_chain",
-    "FSDPZeROTensorParallelMuon": "megatron_fsdp_v2_mcore.muon",
-    "FullyShardedDataParallel": "megatron_fsdp_v2_mcore.wrapper",
+    "FSDPMuonChainedOptimizer": "megatron_fsdp_v2_mcore.optim.muon_chain",
+    "FSDPZeROTensorParallelMuon": "megatron_fsdp_v2_mcore.optim.muon",
+    "FullyShardedDataParallel": "megatron_fsdp_v2_mcore.model.wrapper",
 }
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import torch.distributed as dist
 
-from megatron_fsdp_v2.registered_memory import deregister_all
+from megatron_fsdp_v2.memory.registered_memory import deregister_all
 from megatron_fsdp_v2_mcore import FlagError, install
 from megatron_fsdp_v2_mcore.rehearsal import VERBOSE_FLAG, check_device, is_requested, rehearse
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import torch
 
+from megatron_fsdp_v2._text import readable_size
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError
 from megatron_fsdp_v2.checkpoint.exporting import MAX_SHARD_BYTES, Exported, convert, export
 from megatron_fsdp_v2.checkpoint.inspecting import inspect, tree
 from megatron_fsdp_v2.checkpoint.plain_tensors import DTYPES, Progress
 from megatron_fsdp_v2.checkpoint.verifying import verify
-from megatron_fsdp_v2.readable import readable_size
 
 __all__ = ["command"]
 

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from megatron_fsdp_v2.fsdp_module import rest
-from megatron_fsdp_v2.optimizer_state import adopt_state, is_kept_here
+from megatron_fsdp_v2.dtensor.optimizer_state import adopt_state, is_kept_here
+from megatron_fsdp_v2.runtime.fsdp_module import rest
 
 __all__ = [
     "EXTRA",

@@ -9,13 +9,13 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from megatron_fsdp_v2._text import readable_size
 from megatron_fsdp_v2.checkpoint.exporting import open_source
 from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder
 from megatron_fsdp_v2.checkpoint.kinds import Kind, find_kind
 from megatron_fsdp_v2.checkpoint.manifest import FORMAT_VERSION
 from megatron_fsdp_v2.checkpoint.model_tensors import natural_order
 from megatron_fsdp_v2.checkpoint.plain_tensors import PlainTensor
-from megatron_fsdp_v2.readable import readable_size
 
 __all__ = ["Contents", "inspect", "tree"]
 

@@ -32,7 +32,7 @@ from megatron_fsdp_v2.checkpoint.entries import (
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError, ReplacedError
 from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder, Wanted
 from megatron_fsdp_v2.checkpoint.optimizer_fit import OptimizerFit, saved_states
-from megatron_fsdp_v2.uneven_dtensor import UnevenDTensor, local_of
+from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of
 
 __all__ = ["Comparison", "compare", "load"]
 

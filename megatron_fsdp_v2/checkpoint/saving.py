@@ -52,7 +52,7 @@ from megatron_fsdp_v2.checkpoint.replacing import (
 from megatron_fsdp_v2.checkpoint.save_lock import SaveLock
 from megatron_fsdp_v2.checkpoint.staging import Planner, stage, stage_object
 from megatron_fsdp_v2.checkpoint.stored_tensor import FileView, checksum
-from megatron_fsdp_v2.uneven_dtensor import UnevenDTensor
+from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 
 __all__ = ["save", "save_nested"]
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError
 from megatron_fsdp_v2.checkpoint.packing import pack
-from megatron_fsdp_v2.uneven_dtensor import UnevenDTensor, local_of
+from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of
 
 __all__ = ["Planner", "stage", "stage_object"]
 

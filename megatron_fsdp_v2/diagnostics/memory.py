@@ -22,7 +22,7 @@ from megatron_fsdp_v2.diagnostics.memory_text import MemoryText, render_memory
 from megatron_fsdp_v2.diagnostics.memory_units import unit_bytes
 from megatron_fsdp_v2.diagnostics.memory_watch import MemoryWatch
 from megatron_fsdp_v2.diagnostics.walk import units_below
-from megatron_fsdp_v2.memory_bound import PeakBytes, peak_bytes
+from megatron_fsdp_v2.plan.memory_bound import PeakBytes, peak_bytes
 
 __all__ = ["TrackedMemory", "memory_tracker"]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_fsdp_v2.diagnostics.memory_ledger import Moment, Role
 from megatron_fsdp_v2.diagnostics.walk import ROOT
-from megatron_fsdp_v2.memory_bound import PeakBytes
+from megatron_fsdp_v2.plan.memory_bound import PeakBytes
 
 __all__ = ["plot_moments"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from megatron_fsdp_v2._text import readable_size
 from megatron_fsdp_v2.diagnostics.memory_ledger import Moment, Role
 from megatron_fsdp_v2.diagnostics.walk import ROOT
-from megatron_fsdp_v2.memory_bound import PeakBytes
-from megatron_fsdp_v2.readable import readable_size
+from megatron_fsdp_v2.plan.memory_bound import PeakBytes
 
 __all__ = ["MemoryText", "place", "render_memory"]
 

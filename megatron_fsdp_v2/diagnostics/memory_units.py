@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from megatron_fsdp_v2.diagnostics.walk import units_below
-from megatron_fsdp_v2.memory_bound import GroupBytes, UnitBytes
+from megatron_fsdp_v2.plan.memory_bound import GroupBytes, UnitBytes
 
 if TYPE_CHECKING:
-    from megatron_fsdp_v2.param_group import ParameterGroup
+    from megatron_fsdp_v2.params.group import ParameterGroup
 
 __all__ = ["group_bytes", "unit_bytes"]
 

@@ -20,14 +20,14 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_fsdp_v2.allocator import BufferUse, ObservedBuffer, TemporaryBuffer
 from megatron_fsdp_v2.diagnostics.memory_ledger import Account, Ledger, Role
 from megatron_fsdp_v2.diagnostics.walk import parameters_below, units_below
-from megatron_fsdp_v2.trace_pool import TracePoolAllocator
+from megatron_fsdp_v2.memory.allocator import BufferUse, ObservedBuffer, TemporaryBuffer
+from megatron_fsdp_v2.memory.trace_pool import TracePoolAllocator
 
 if TYPE_CHECKING:
-    from megatron_fsdp_v2.param_group import ParameterGroup
-    from megatron_fsdp_v2.unit import Unit
+    from megatron_fsdp_v2.params.group import ParameterGroup
+    from megatron_fsdp_v2.runtime.unit import Unit
 
 __all__ = ["MemoryWatch"]
 

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from megatron_fsdp_v2.diagnostics.walk import joined, parameters_below, units_below
-from megatron_fsdp_v2.row_shards import RowShards
-from megatron_fsdp_v2.uneven_dtensor import UnevenDTensor
+from megatron_fsdp_v2.dtensor.row_shards import RowShards
+from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 
 if TYPE_CHECKING:
-    from megatron_fsdp_v2.layout import BufferLayout
-    from megatron_fsdp_v2.param_group import ParameterGroup
+    from megatron_fsdp_v2.layout.buffer_layout import BufferLayout
+    from megatron_fsdp_v2.params.group import ParameterGroup
 
 __all__ = ["check_no_overlap"]
 

@@ -10,8 +10,8 @@ from xml.sax.saxutils import escape
 from torch import nn
 
 from megatron_fsdp_v2.diagnostics.walk import units_below
-from megatron_fsdp_v2.memory_plan import Trace, keys_of
-from megatron_fsdp_v2.trace_pool import PoolReport, TracePoolAllocator
+from megatron_fsdp_v2.memory.address_plan import Trace, keys_of
+from megatron_fsdp_v2.memory.trace_pool import PoolReport, TracePoolAllocator
 
 __all__ = ["pool_picture"]
 

@@ -10,11 +10,11 @@ from torch import nn
 from megatron_fsdp_v2.diagnostics.memory_units import group_bytes
 from megatron_fsdp_v2.diagnostics.summary_text import render
 from megatron_fsdp_v2.diagnostics.walk import parameters_below, units_below
-from megatron_fsdp_v2.mixed_precision import GroupDtypes
-from megatron_fsdp_v2.placement import Placement
+from megatron_fsdp_v2.layout.mixed_precision import GroupDtypes
+from megatron_fsdp_v2.layout.placement import Placement
 
 if TYPE_CHECKING:
-    from megatron_fsdp_v2.param_group import ParameterGroup
+    from megatron_fsdp_v2.params.group import ParameterGroup
 
 __all__ = ["GroupRow", "GroupSummary", "group_summary"]
 

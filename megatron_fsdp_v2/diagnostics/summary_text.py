@@ -14,7 +14,7 @@ from megatron_fsdp_v2.diagnostics.walk import ROOT
 
 if TYPE_CHECKING:
     from megatron_fsdp_v2.diagnostics.summary import GroupRow, GroupSummary
-    from megatron_fsdp_v2.mixed_precision import GroupDtypes
+    from megatron_fsdp_v2.layout.mixed_precision import GroupDtypes
 
 __all__ = ["render"]
 

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp_v2.fsdp_module import named_units
+from megatron_fsdp_v2.runtime.fsdp_module import named_units
 
 if TYPE_CHECKING:
-    from megatron_fsdp_v2.unit import Unit
+    from megatron_fsdp_v2.runtime.unit import Unit
 
 __all__ = [
     "ROOT",

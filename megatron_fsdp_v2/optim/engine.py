@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp_v2.comm import communicator_for
-from megatron_fsdp_v2.comm_errors import Label
-from megatron_fsdp_v2.comm_interface import Axis, Communicator
+from megatron_fsdp_v2.comm.backends import communicator_for
+from megatron_fsdp_v2.comm.errors import Label
+from megatron_fsdp_v2.comm.interface import Axis, Communicator
+from megatron_fsdp_v2.comm.rank_checks import UnitRecord, compare_units
+from megatron_fsdp_v2.dtensor.row_shards import RowShards
+from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2.optim.exchange import BucketPlan, Key, Transfer, plan_buckets
 from megatron_fsdp_v2.optim.matrix_layout import Grid, MatrixLayout, Rect
 from megatron_fsdp_v2.optim.ownership import Matrix, Ownership
-from megatron_fsdp_v2.rank_checks import UnitRecord, compare_units
-from megatron_fsdp_v2.row_shards import RowShards
-from megatron_fsdp_v2.uneven_dtensor import UnevenDTensor
 
 __all__ = ["MatrixEngine", "MatrixFunction", "SharedWork"]
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_fsdp_v2.comm_interface import Axis, Communicator, Lane, Ticket
+from megatron_fsdp_v2.comm.interface import Axis, Communicator, Lane, Ticket
 from megatron_fsdp_v2.optim.matrix_layout import Grid, MatrixLayout, Rect
 from megatron_fsdp_v2.optim.ownership import Matrix, Ownership
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from megatron_fsdp_v2.layout import RowRanges
-from megatron_fsdp_v2.row_shards import Chunk, RowShards, TensorShard
+from megatron_fsdp_v2.dtensor.row_shards import Chunk, RowShards, TensorShard
+from megatron_fsdp_v2.layout.buffer_layout import RowRanges
 
 __all__ = ["Grid", "MatrixLayout", "Rect"]
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
+from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, plain_attributes, rows_of
 from megatron_fsdp_v2.optim.engine import MatrixEngine, MatrixFunction
 from megatron_fsdp_v2.optim.newton_schulz import (
     COEFFICIENTS,
@@ -22,7 +23,6 @@ from megatron_fsdp_v2.optim.newton_schulz import (
     newton_schulz,
     newton_schulz_flops,
 )
-from megatron_fsdp_v2.uneven_dtensor import UnevenDTensor, plain_attributes, rows_of
 
 __all__ = ["Muon", "check_gradients", "gradient_rows", "parameter_name"]
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from megatron_fsdp_v2.mixed_precision import MixedPrecisionPolicy
-from megatron_fsdp_v2.placement import STRATEGIES
+from megatron_fsdp_v2.layout.mixed_precision import MixedPrecisionPolicy
+from megatron_fsdp_v2.layout.placement import STRATEGIES
 from megatron_fsdp_v2.plan.description import (
     DATA,
     Alternative,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from megatron_fsdp_v2.mixed_precision import MixedPrecisionPolicy
+from megatron_fsdp_v2.layout.mixed_precision import MixedPrecisionPolicy
 
 __all__ = [
     "DATA",

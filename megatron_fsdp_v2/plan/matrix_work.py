@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from megatron_fsdp_v2.dtensor.row_shards import RowShards
 from megatron_fsdp_v2.optim.engine import BUCKET_NUMEL
 from megatron_fsdp_v2.optim.exchange import plan_buckets
 from megatron_fsdp_v2.optim.matrix_layout import Grid, MatrixLayout
@@ -15,7 +16,6 @@ from megatron_fsdp_v2.optim.newton_schulz import newton_schulz_flops
 from megatron_fsdp_v2.optim.ownership import Matrix, Ownership
 from megatron_fsdp_v2.plan.optimizer_state import OPTIMIZERS
 from megatron_fsdp_v2.plan.schedule import Collective
-from megatron_fsdp_v2.row_shards import RowShards
 
 if TYPE_CHECKING:
     from megatron_fsdp_v2.plan.description import TrainingDescription

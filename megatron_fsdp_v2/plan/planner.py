@@ -6,15 +6,15 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_fsdp_v2.memory_bound import PeakBytes, UnitBytes, peak_bytes
-from megatron_fsdp_v2.placement import OUTER_STRATEGIES, STRATEGIES, resolve_placements
+from megatron_fsdp_v2._text import readable_size
+from megatron_fsdp_v2.layout.placement import OUTER_STRATEGIES, STRATEGIES, resolve_placements
 from megatron_fsdp_v2.plan.description import MeshDescription, TrainingDescription
 from megatron_fsdp_v2.plan.machine import Machine
 from megatron_fsdp_v2.plan.matrix_work import matrix_work
+from megatron_fsdp_v2.plan.memory_bound import PeakBytes, UnitBytes, peak_bytes
 from megatron_fsdp_v2.plan.optimizer_state import state_nbytes, step_counter_nbytes
 from megatron_fsdp_v2.plan.schedule import Collective, Step, parent_of, play
 from megatron_fsdp_v2.plan.sharding import PlannedGroup, Strategy, mesh_sizes, shard
-from megatron_fsdp_v2.readable import readable_size
 
 __all__ = [
     "Plan",

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_fsdp_v2._text import readable_size
 from megatron_fsdp_v2.plan.description import TrainingDescription
 from megatron_fsdp_v2.plan.machine import Machine
 from megatron_fsdp_v2.plan.planner import Plan
-from megatron_fsdp_v2.readable import readable_size
 
 __all__ = ["ROLES", "Report", "as_dict", "lines"]
 

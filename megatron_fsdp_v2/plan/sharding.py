@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from megatron_fsdp_v2.comm_interface import Axis
-from megatron_fsdp_v2.dp_buffer import ShardGrid
-from megatron_fsdp_v2.layout import BufferLayout, Granularity
-from megatron_fsdp_v2.layout_split import flat_buffers
-from megatron_fsdp_v2.memory_bound import GroupBytes
-from megatron_fsdp_v2.mixed_precision import GroupDtypes, MixedPrecisionPolicy
-from megatron_fsdp_v2.placement import AxisPlacements, Placement, resolve_placements
+from megatron_fsdp_v2.comm.interface import Axis
+from megatron_fsdp_v2.layout.buffer_layout import BufferLayout, Granularity
+from megatron_fsdp_v2.layout.mixed_precision import GroupDtypes, MixedPrecisionPolicy
+from megatron_fsdp_v2.layout.placement import AxisPlacements, Placement, resolve_placements
+from megatron_fsdp_v2.layout.split import flat_buffers
+from megatron_fsdp_v2.params.buffer import ShardGrid
+from megatron_fsdp_v2.plan.memory_bound import GroupBytes
 
 if TYPE_CHECKING:
     from megatron_fsdp_v2.plan.description import (

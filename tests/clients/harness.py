@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megatron_fsdp_v2 import fully_shard
-from megatron_fsdp_v2.uneven_dtensor import UnevenDTensor
+from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from tests.reference.training import distances
 
 type Batch = dict[str, torch.Tensor]

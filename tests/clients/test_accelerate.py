@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from megatron_fsdp_v2 import fully_shard
-from megatron_fsdp_v2.fsdp_module import named_units
+from megatron_fsdp_v2.runtime.fsdp_module import named_units
 from tests.clients.conftest import Record
 from tests.clients.differences import Shown, difference_of, whole, whole_parameters
 from tests.ranks import RankPools

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fsdp_v2 import MixedPrecisionPolicy, fully_shard
-from megatron_fsdp_v2.fsdp_module import named_units
+from megatron_fsdp_v2.runtime.fsdp_module import named_units
 from tests.clients.conftest import Record
 from tests.clients.harness import (
     Batch,

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_fsdp_v2 import checkpoint, fully_shard
-from megatron_fsdp_v2.fsdp_module import unit_of
+from megatron_fsdp_v2.runtime.fsdp_module import unit_of
 from tests.clients.conftest import Record
 from tests.clients.differences import Shown, difference_of, whole, whole_parameters
 from tests.clients.test_accelerate import STRATEGIES, llama

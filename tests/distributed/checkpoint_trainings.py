@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp_v2 import fully_shard
+from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2.optim import Muon
-from megatron_fsdp_v2.uneven_dtensor import UnevenDTensor
 from tests.distributed.wrapping import mesh_of
 
 

@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megatron_fsdp_v2 import fully_shard
-from megatron_fsdp_v2.row_shards import TensorShard
-from megatron_fsdp_v2.uneven_dtensor import local_of
+from megatron_fsdp_v2.dtensor.row_shards import TensorShard
+from megatron_fsdp_v2.dtensor.uneven_dtensor import local_of
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import nn
 from megatron_fsdp_v2 import checkpoint
 from megatron_fsdp_v2.checkpoint import saving
 from megatron_fsdp_v2.checkpoint.verifying import verify
-from megatron_fsdp_v2.uneven_dtensor import UnevenDTensor
+from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from tests.distributed.checkpoint_trainings import digests, net, train
 from tests.distributed.wrapping import mesh_of, wrap
 from tests.ranks import RankPools

@@ -21,7 +21,7 @@ from torch import nn
 
 from megatron_fsdp_v2 import checkpoint
 from megatron_fsdp_v2.checkpoint import CheckpointError, saving
-from megatron_fsdp_v2.uneven_dtensor import rows_of
+from megatron_fsdp_v2.dtensor.uneven_dtensor import rows_of
 from tests.distributed.wrapping import mesh_of, said, wrap
 from tests.ranks import RankFailure, RankPool, RankPools
 

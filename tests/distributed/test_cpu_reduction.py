@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp_v2 import comm
-from megatron_fsdp_v2.comm_interface import Axis, Lane
+from megatron_fsdp_v2.comm import backends as comm
+from megatron_fsdp_v2.comm.interface import Axis, Lane
 from tests.distributed.allocations import peak_nbytes
 from tests.ranks import RankPools
 

@@ -27,10 +27,10 @@ from megatron_fsdp_v2.diagnostics import (
     parameter_norms,
     profile_ranges,
 )
-from megatron_fsdp_v2.fsdp_module import unit_of
-from megatron_fsdp_v2.mixed_precision import GroupDtypes
-from megatron_fsdp_v2.row_shards import RowShards
-from megatron_fsdp_v2.uneven_dtensor import UnevenDTensor
+from megatron_fsdp_v2.dtensor.row_shards import RowShards
+from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
+from megatron_fsdp_v2.layout.mixed_precision import GroupDtypes
+from megatron_fsdp_v2.runtime.fsdp_module import unit_of
 from tests.distributed.wrapping import BF16
 from tests.parity.patterns import batch
 from tests.ranks import RankPools

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 from megatron_fsdp_v2 import FSDPModule, MixedPrecisionPolicy, fully_shard
-from megatron_fsdp_v2.fsdp_module import unit_of
+from megatron_fsdp_v2.runtime.fsdp_module import unit_of
 from tests.distributed.wrapping import (
     STRATEGIES,
     batch,

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method as their_registe
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from megatron_fsdp_v2 import FSDPModule, fully_shard, register_fsdp_forward_method
-from megatron_fsdp_v2.torch_fsdp import REFUSED_METHODS
+from megatron_fsdp_v2.runtime.torch_fsdp import REFUSED_METHODS
 from tests.distributed.wrapping import mesh_of
 from tests.ranks import RankPools
 from tests.reference.models import INPUT, WIDTH, Block, Stack

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import set_model_state_dict
 from torch.utils.checkpoint import checkpoint
 
 from megatron_fsdp_v2 import MixedPrecisionPolicy
-from megatron_fsdp_v2.fsdp_module import unit_of
+from megatron_fsdp_v2.runtime.fsdp_module import unit_of
 from tests.distributed.allocations import peak_nbytes
 from tests.distributed.wrapping import STRATEGIES, batch, held_error, listen, mesh_of, wrap
 from tests.ranks import RankPools

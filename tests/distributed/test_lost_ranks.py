@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron_fsdp_v2 import comm_errors, fully_shard
+from megatron_fsdp_v2 import fully_shard
+from megatron_fsdp_v2.comm import errors as comm_errors
 from tests.ranks import RankFailure, RankPool, RankPools
 
 TIMEOUT_S = 1.5

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_fsdp_v2 import MixedPrecisionPolicy, fully_shard
-from megatron_fsdp_v2.fsdp_module import unit_of
+from megatron_fsdp_v2.runtime.fsdp_module import unit_of
 from tests.ranks import RankPools
 from tests.reference.models import Stack
 

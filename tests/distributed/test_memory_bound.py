@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_fsdp_v2 import fully_shard
 from megatron_fsdp_v2.diagnostics import Role, memory_tracker
-from megatron_fsdp_v2.fsdp_module import unit_of
+from megatron_fsdp_v2.runtime.fsdp_module import unit_of
 from tests.distributed.allocations import peak_nbytes
 from tests.distributed.wrapping import BF16, STRATEGIES, mesh_of, said, wrap
 from tests.parity.patterns import PATTERNS

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from megatron_fsdp_v2.diagnostics import Role, group_summary, memory_tracker, profile_ranges
-from megatron_fsdp_v2.fsdp_module import unit_of
+from megatron_fsdp_v2.runtime.fsdp_module import unit_of
 from tests.distributed.test_memory_bound import Deep
 from tests.distributed.wrapping import BF16, STRATEGIES, said, wrap
 from tests.ranks import RankPools

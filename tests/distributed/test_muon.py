@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from megatron_fsdp_v2 import fully_shard
+from megatron_fsdp_v2.dtensor.uneven_dtensor import local_of
 from megatron_fsdp_v2.optim import MatrixEngine, MatrixFunction, Muon
-from megatron_fsdp_v2.uneven_dtensor import local_of
 from tests.distributed.muon_cases import (
     Bag,
     Place,

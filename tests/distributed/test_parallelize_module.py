@@ -19,10 +19,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint as recompute
 
 from megatron_fsdp_v2 import checkpoint, fully_shard
+from megatron_fsdp_v2.dtensor.row_shards import TensorShard
+from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2.optim import Muon
-from megatron_fsdp_v2.row_shards import TensorShard
 from megatron_fsdp_v2.tensor_parallel import REPLICATED, TensorParallelRule, tensor_shards
-from megatron_fsdp_v2.uneven_dtensor import UnevenDTensor
 from tests.distributed.checkpoint_trainings import digests
 from tests.distributed.tensor_parallel_models import (
     Language,

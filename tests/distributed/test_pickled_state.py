@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from megatron_fsdp_v2 import fully_shard
-from megatron_fsdp_v2.fsdp_module import unit_of
+from megatron_fsdp_v2.runtime.fsdp_module import unit_of
 from tests.distributed.wrapping import batch, mesh_of, own_loss, said, wrap
 from tests.ranks import RankPools
 from tests.reference.models import Stack

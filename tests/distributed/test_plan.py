@@ -13,8 +13,7 @@ from torch import nn
 
 from megatron_fsdp_v2 import FSDPModule, MixedPrecisionPolicy
 from megatron_fsdp_v2.diagnostics.memory_units import unit_bytes
-from megatron_fsdp_v2.fsdp_module import unit_of
-from megatron_fsdp_v2.memory_bound import UnitBytes
+from megatron_fsdp_v2.dtensor.uneven_dtensor import local_of
 from megatron_fsdp_v2.optim import Muon
 from megatron_fsdp_v2.plan import (
     MeshDescription,
@@ -25,8 +24,9 @@ from megatron_fsdp_v2.plan import (
     plan_one,
     planner,
 )
+from megatron_fsdp_v2.plan.memory_bound import UnitBytes
 from megatron_fsdp_v2.plan.sharding import shard
-from megatron_fsdp_v2.uneven_dtensor import local_of
+from megatron_fsdp_v2.runtime.fsdp_module import unit_of
 from tests.distributed.wrapping import BF16, batch, mesh_of, wrap
 from tests.ranks import RankPools
 from tests.reference.models import Checkpointed, Stack

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp_v2 import MixedPrecisionPolicy
-from megatron_fsdp_v2.fsdp_module import unit_of
+from megatron_fsdp_v2.runtime.fsdp_module import unit_of
 from tests.distributed.wrapping import STRATEGIES, batch, held_error, listen, mesh_of, wrap
 from tests.ranks import RankPools
 from tests.reference.models import MixedDtypes, Stack

@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp_v2.comm import NcclRegistrar, registrar_for
-from megatron_fsdp_v2.registered_memory import Registrar, deregister_all
-from megatron_fsdp_v2.registered_pool import register_pool
+from megatron_fsdp_v2.comm.backends import NcclRegistrar, registrar_for
+from megatron_fsdp_v2.memory.registered_memory import Registrar, deregister_all
+from megatron_fsdp_v2.runtime.registered_pool import register_pool
 from tests.distributed.wrapping import batch, mesh_of, said, wrap
 from tests.ranks import RankPools
 from tests.reference.models import Stack

@@ -11,9 +11,9 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from megatron_fsdp_v2.fsdp_module import named_units
-from megatron_fsdp_v2.gathered_parameter import is_gathered_weight
-from megatron_fsdp_v2.saved_activations import save_activations_on_cpu
+from megatron_fsdp_v2.params.gathered_parameter import is_gathered_weight
+from megatron_fsdp_v2.params.saved_activations import save_activations_on_cpu
+from megatron_fsdp_v2.runtime.fsdp_module import named_units
 from tests.distributed.wrapping import batch, mesh_of, wrap
 from tests.ranks import RankPools
 from tests.reference.models import INPUT

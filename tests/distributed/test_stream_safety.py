@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megatron_fsdp_v2 import MixedPrecisionPolicy, fully_shard
-from megatron_fsdp_v2.comm_streams import StreamCommunicator
+from megatron_fsdp_v2.comm.streams import StreamCommunicator
 from megatron_fsdp_v2.diagnostics.stream_safety import Fault, Recording, record_streams
 from megatron_fsdp_v2.diagnostics.stream_safety.schedule import Free
-from megatron_fsdp_v2.fsdp_module import unit_of
+from megatron_fsdp_v2.runtime.fsdp_module import unit_of
 from tests.distributed.wrapping import BF16
 from tests.parity.patterns import PATTERNS, Pattern
 from tests.ranks import RankPools

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_fsdp_v2 import fully_shard
-from megatron_fsdp_v2.row_shards import TensorShard
+from megatron_fsdp_v2.dtensor.row_shards import TensorShard
 from tests.distributed.wrapping import STRATEGIES, mesh_of, said
 from tests.ranks import RankPools
 

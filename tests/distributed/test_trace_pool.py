@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_fsdp_v2 import MixedPrecisionPolicy, fully_shard
 from megatron_fsdp_v2.diagnostics import pool_picture
-from megatron_fsdp_v2.fsdp_module import unit_of
+from megatron_fsdp_v2.runtime.fsdp_module import unit_of
 from tests.ranks import RankPools
 from tests.reference.models import Block, Stack
 

@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_fsdp_v2 import fully_shard
-from megatron_fsdp_v2.row_shards import RowShards
-from megatron_fsdp_v2.uneven_dtensor import UnevenDTensor
+from megatron_fsdp_v2.dtensor.row_shards import RowShards
+from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from tests.ranks import RankPools
 from tests.reference.models import Stack
 

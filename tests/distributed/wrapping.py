@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megatron_fsdp_v2 import FSDPModule, MixedPrecisionPolicy, fully_shard
-from megatron_fsdp_v2.fsdp_module import unit_of
+from megatron_fsdp_v2.runtime.fsdp_module import unit_of
 from tests.reference.models import INPUT, Stack
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")

@@ -137,7 +137,7 @@ def check_flags(flags: Sequence[str]) -> None:
     from megatron.training.arguments import add_megatron_arguments
 
     from megatron_fsdp_v2_mcore import FlagError
-    from megatron_fsdp_v2_mcore.arguments import add_arguments, check_before, is_enabled
+    from megatron_fsdp_v2_mcore.flags.arguments import add_arguments, check_before, is_enabled
 
     parser = add_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
     # Of the rehearsal and of resuming, the program takes its own before Megatron parses.

@@ -21,9 +21,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_fsdp_v2 import fully_shard
-from megatron_fsdp_v2.comm import CudaStreams, NcclCollectives, communicator_for
-from megatron_fsdp_v2.comm_interface import Axis, Lane
-from megatron_fsdp_v2.comm_streams import StreamCommunicator
+from megatron_fsdp_v2.comm.backends import CudaStreams, NcclCollectives, communicator_for
+from megatron_fsdp_v2.comm.interface import Axis, Lane
+from megatron_fsdp_v2.comm.streams import StreamCommunicator
 from tests.gpu.marks import NEEDS_GPU
 from tests.reference.models import Block
 

@@ -16,7 +16,7 @@ def digests(model: list[Any], optimizer: Any) -> dict[str, str]:
 
     A probe for `train`. Collective.
     """
-    from megatron_fsdp_v2_mcore.checkpoint_names import canonical_names, parameter_names
+    from megatron_fsdp_v2_mcore.checkpoint.names import canonical_names, parameter_names
 
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     state = {p: entry for part in parts for p, entry in part.optimizer.state.items()}

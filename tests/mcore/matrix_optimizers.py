@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_fsdp_v2 import fully_shard
-from megatron_fsdp_v2.uneven_dtensor import UnevenDTensor
+from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from tests.mcore.session import Training, enter_rehearsal, train
 
 SHAPES = ((7, 5), (4, 12), (1, 3), (6, 6))
@@ -131,7 +131,7 @@ def differences_from_originals() -> dict[str, float]:
     )
     from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
 
-    from megatron_fsdp_v2_mcore import muon
+    from megatron_fsdp_v2_mcore.optim import muon
 
     exact = {"fp32_matmul_prec": "highest"}
     cases = [

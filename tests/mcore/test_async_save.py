@@ -218,7 +218,7 @@ def _queued() -> list[Any]:
     enter_rehearsal()
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 
-    from megatron_fsdp_v2_mcore.async_saving import SavesQueue
+    from megatron_fsdp_v2_mcore.checkpoint.async_saving import SavesQueue
 
     done: list[Any] = []
     may_run = threading.Event()

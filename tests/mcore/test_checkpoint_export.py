@@ -16,8 +16,8 @@ from megatron_fsdp_v2.checkpoint.exporting import convert, export
 from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder
 from megatron_fsdp_v2.checkpoint.verifying import verify
 from megatron_fsdp_v2.checkpoint.writing import FolderWriter
-from megatron_fsdp_v2_mcore.checkpoint_layout import ORDERS, model_tensors
-from megatron_fsdp_v2_mcore.tensor_shards import GATED, STATE_SPACE
+from megatron_fsdp_v2_mcore.checkpoint.layout import ORDERS, model_tensors
+from megatron_fsdp_v2_mcore.model.tensor_shards import GATED, STATE_SPACE
 from tests.mcore.checkpoint_values import _digest, digests, together
 from tests.mcore.session import MODEL_FLAGS, fsdp, train
 from tests.ranks import RankPools
@@ -66,7 +66,7 @@ def test_an_export_is_the_whole_model_under_megatrons_own_names(
 
 
 def test_what_was_taken_from_torch_dist_is_the_same_model(saved: Saved, tmp_path: Path) -> None:
-    from megatron_fsdp_v2_mcore.torch_dist.export import export as to_torch_dist
+    from megatron_fsdp_v2_mcore.checkpoint.torch_dist.export import export as to_torch_dist
 
     path, expected = saved
     stacked = to_torch_dist(path.parent, tmp_path / "stacked").path
@@ -148,7 +148,7 @@ def test_megatron_is_not_needed_to_export_what_a_sharded_run_saved(tmp_path: Pat
     script = (
         "import sys; sys.modules['megatron'] = None\n"
         "from megatron_fsdp_v2.checkpoint.exporting import export\n"
-        "from megatron_fsdp_v2_mcore.checkpoint_layout import model_tensors\n"
+        "from megatron_fsdp_v2_mcore.checkpoint.layout import model_tensors\n"
         "export(sys.argv[1], sys.argv[2], layouts=[model_tensors])\n"
     )
     words = [sys.executable, "-c", script, str(path), str(tmp_path / "m.pt")]
@@ -183,8 +183,8 @@ def test_megatron_is_not_needed_to_export_what_a_sharded_run_saved(tmp_path: Pat
     ],
 )
 def test_stacked_layers_and_experts_are_taken_apart(key: str, is_grouped: bool, last: str) -> None:
-    from megatron_fsdp_v2_mcore.torch_dist.names import StoredNames
-    from megatron_fsdp_v2_mcore.torch_dist.plain_names import _names
+    from megatron_fsdp_v2_mcore.checkpoint.torch_dist.names import StoredNames
+    from megatron_fsdp_v2_mcore.checkpoint.torch_dist.plain_names import _names
 
     rules = StoredNames(num_layers=2, num_experts=4, has_fused_norms=True)
     stored = f"decoder.layers.{key}"

@@ -13,8 +13,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
-from megatron_fsdp_v2_mcore.checkpoint_check import check_checkpoint_folder
-from megatron_fsdp_v2_mcore.checkpoint_fit import judge
+from megatron_fsdp_v2_mcore.checkpoint.fit import judge
+from megatron_fsdp_v2_mcore.flags.checkpoint_check import check_checkpoint_folder
 from tests.mcore.session import MODEL_FLAGS, fsdp, train
 from tests.ranks import RankFailure, RankPools
 

@@ -86,7 +86,7 @@ def test_a_model_built_on_the_meta_device_starts_from_the_same_weights(
 def _lines_at_start(device: str) -> list[str]:
     """What is logged for a layer that calls itself one of Transformer Engine's."""
     enter_rehearsal()
-    from megatron_fsdp_v2_mcore import initialise
+    from megatron_fsdp_v2_mcore.model import initialize as initialise
 
     kind = type("Linear", (torch.nn.Linear,), {"__module__": "transformer_engine.pytorch"})
     with torch.device(device):

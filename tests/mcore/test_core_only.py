@@ -172,7 +172,7 @@ def test_enabling_imports_nothing_of_megatron_training_and_can_be_undone() -> No
         env={"PYTHONPATH": f"{ROOT}:{ROOT / 'adapters'}", "PATH": "/usr/bin:/bin"},
     )
     ours, theirs, training, is_same = json.loads(done.stdout.splitlines()[-1])
-    assert ours == "megatron_fsdp_v2_mcore.optimizer"
+    assert ours == "megatron_fsdp_v2_mcore.optim.optimizer"
     assert theirs == "megatron.core.optimizer.distrib_optimizer"
     assert training == []
     assert is_same

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fsdp_v2.uneven_dtensor import UnevenDTensor, local_of
+from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of
 from tests.mcore.command_line import PRINTED, torchrun
 from tests.mcore.session import MODEL_FLAGS, Training, curves, distance, fsdp, train
 from tests.ranks import RankPools

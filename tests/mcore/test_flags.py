@@ -10,10 +10,15 @@ from typing import Any
 import pytest
 
 from megatron_fsdp_v2_mcore import FlagError
-from megatron_fsdp_v2_mcore.arguments import REFUSALS, add_arguments, check_before, check_no_yaml
-from megatron_fsdp_v2_mcore.others import OTHERS
-from megatron_fsdp_v2_mcore.refusals import Refusal
-from megatron_fsdp_v2_mcore.settings import FIELDS, FieldRule, Handling
+from megatron_fsdp_v2_mcore.flags.arguments import (
+    REFUSALS,
+    add_arguments,
+    check_before,
+    check_no_yaml,
+)
+from megatron_fsdp_v2_mcore.flags.others import OTHERS
+from megatron_fsdp_v2_mcore.flags.refusals import Refusal
+from megatron_fsdp_v2_mcore.flags.settings import FIELDS, FieldRule, Handling
 from tests.mcore.session import MODEL_FLAGS, fsdp
 
 DOCUMENT = Path("docs") / "megatron_flags.md"

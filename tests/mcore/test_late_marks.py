@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_fsdp_v2 import fully_shard
-from megatron_fsdp_v2_mcore.meshes import Meshes
+from megatron_fsdp_v2_mcore.model.meshes import Meshes
 from tests.ranks import RankPools
 
 
@@ -36,7 +36,7 @@ class ColumnLinear(nn.Module):
 def shapes_and_marks() -> tuple[tuple[int, ...], tuple[int, ...], bool, bool]:
     """Whole shapes of a cut weight and a bias, and the marks Megatron reads."""
     # Imported where ranks rehearse: Megatron wants a GPU otherwise.
-    from megatron_fsdp_v2_mcore.tensor_shards import tensor_shards
+    from megatron_fsdp_v2_mcore.model.tensor_shards import tensor_shards
 
     both = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     with torch.device("meta"):
@@ -57,7 +57,7 @@ def test_a_weight_that_is_marked_when_it_gets_memory_is_a_part_of_a_whole(
 
 def lookups_per_parameter() -> list[int]:
     """How often the cut of a parameter is worked out while a model is sharded, unit by unit."""
-    from megatron_fsdp_v2_mcore import tensor_shards as described
+    from megatron_fsdp_v2_mcore.model import tensor_shards as described
 
     both = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     model = nn.ModuleList(nn.Linear(2, 2) for _ in range(6))

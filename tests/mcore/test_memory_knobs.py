@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_fsdp_v2.fsdp_module import named_units
+from megatron_fsdp_v2.runtime.fsdp_module import named_units
 from tests.mcore.session import MODEL_FLAGS, fsdp, train
 from tests.ranks import RankPools
 

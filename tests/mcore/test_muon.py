@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_fsdp_v2_mcore import FlagError
-from megatron_fsdp_v2_mcore.arguments import accepted_by_megatron, check_before
+from megatron_fsdp_v2_mcore.flags.arguments import accepted_by_megatron, check_before
 from tests.mcore import matrix_optimizers as on_ranks
 from tests.mcore.session import MODEL_FLAGS, Training, curves, distance, fsdp, train
 from tests.ranks import RankFailure, RankPools
@@ -167,7 +167,7 @@ def test_a_bf16_run_starts_from_weights_alone(
 def test_weights_are_exported_without_the_state(
     megatron: RankPools, saved: tuple[Path, list[float]], tmp_path: Path
 ) -> None:
-    from megatron_fsdp_v2_mcore.torch_dist.export import export
+    from megatron_fsdp_v2_mcore.checkpoint.torch_dist.export import export
 
     folder, uninterrupted = saved
     assert export(folder, tmp_path, 4).left_out == "muon"
@@ -198,7 +198,7 @@ def test_an_optimizer_that_touches_whole_weights_is_refused() -> None:
     from emerging_optimizers.soap import SOAP
     from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
 
-    from megatron_fsdp_v2_mcore.muon import sharded_class
+    from megatron_fsdp_v2_mcore.optim.muon import sharded_class
 
     class Own(TensorParallelMuon):
         pass
@@ -232,7 +232,7 @@ def test_options_out_of_range_are_refused(options: dict[str, Any], message: str)
 
 @pytest.mark.parametrize("method", ["normuon", "namo"])
 def test_second_moments_of_whole_matrices_are_refused(method: str) -> None:
-    from megatron_fsdp_v2_mcore.muon import FSDPZeROTensorParallelAdaptiveMuon
+    from megatron_fsdp_v2_mcore.optim.muon import FSDPZeROTensorParallelAdaptiveMuon
 
     with pytest.raises(ValueError, match=f"moment2_method '{method}' cannot be used"):
         FSDPZeROTensorParallelAdaptiveMuon(
@@ -274,7 +274,7 @@ def test_a_closure_is_refused() -> None:
 def _parsed(*flags: str) -> argparse.Namespace:
     from megatron.training.arguments import add_megatron_arguments
 
-    from megatron_fsdp_v2_mcore.arguments import add_arguments
+    from megatron_fsdp_v2_mcore.flags.arguments import add_arguments
 
     parser = add_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
     args = parser.parse_args([*MODEL_FLAGS, *fsdp(), *flags])

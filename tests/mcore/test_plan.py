@@ -140,7 +140,7 @@ def test_the_number_of_ranks_changes_meshes_and_nothing_else(described: dict[str
 
 def _counted(flags: Sequence[str]) -> tuple[dict[str, int], Counter[Any]]:
     """Bytes of this rank by role at the end of a training, and what one step of it sent."""
-    from megatron_fsdp_v2 import comm
+    from megatron_fsdp_v2.comm import backends as comm
 
     counts: Counter[Any] = Counter()
     originals = {}
@@ -171,7 +171,7 @@ def _counted(flags: Sequence[str]) -> tuple[dict[str, int], Counter[Any]]:
 
 def _bytes_by_role(chunks: Any, optimizer: Any) -> dict[str, int]:
     from megatron_fsdp_v2 import FSDPModule
-    from megatron_fsdp_v2.fsdp_module import unit_of
+    from megatron_fsdp_v2.runtime.fsdp_module import unit_of
     from tests.distributed.test_plan import bytes_by_role
 
     units = [m for chunk in chunks for m in chunk.modules() if isinstance(m, FSDPModule)]

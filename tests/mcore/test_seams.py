@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from megatron_fsdp_v2 import cli
-from megatron_fsdp_v2_mcore import install, seams, uninstall
+from megatron_fsdp_v2_mcore import install, uninstall
+from megatron_fsdp_v2_mcore import patches as seams
 from tests.mcore.command_line import run_module
 
 

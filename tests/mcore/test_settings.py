@@ -12,8 +12,8 @@ import torch.distributed.checkpoint as dcp
 from megatron.core.distributed import DistributedDataParallelConfig
 
 from megatron_fsdp_v2_mcore import FlagError, Options
-from megatron_fsdp_v2_mcore.checkpoint_check import check_checkpoint_folder
-from megatron_fsdp_v2_mcore.settings import FIELDS, Handling, notices, sharding_settings
+from megatron_fsdp_v2_mcore.flags.checkpoint_check import check_checkpoint_folder
+from megatron_fsdp_v2_mcore.flags.settings import FIELDS, Handling, notices, sharding_settings
 
 
 def _config(**fields: Any) -> DistributedDataParallelConfig:

@@ -132,7 +132,7 @@ def test_every_strategy_loads_it(megatron: RankPools, saved: Curve, strategy: st
 
 def _train_and_count(flags: list[str]) -> tuple[Training, int]:
     """Train; also return how many elements were read. The probe counts those of the model."""
-    from megatron_fsdp_v2_mcore.torch_dist.folder import CheckpointFolder
+    from megatron_fsdp_v2_mcore.checkpoint.torch_dist.folder import CheckpointFolder
 
     fill, wanted = CheckpointFolder.fill, []
 
@@ -207,8 +207,8 @@ class _RunsCode:
 def test_a_checkpoint_cannot_run_code(tmp_path: Path) -> None:
     from megatron_fsdp_v2.checkpoint.writing import FolderWriter
     from megatron_fsdp_v2_mcore import FlagError
-    from megatron_fsdp_v2_mcore.torch_dist.common import COMMON, common_state
-    from megatron_fsdp_v2_mcore.torch_dist.folder import CheckpointFolder
+    from megatron_fsdp_v2_mcore.checkpoint.torch_dist.common import COMMON, common_state
+    from megatron_fsdp_v2_mcore.checkpoint.torch_dist.folder import CheckpointFolder
 
     writer = FolderWriter(tmp_path)
     writer.add_object(COMMON, [{"args": _RunsCode()}])
@@ -267,7 +267,7 @@ def test_there_and_back_changes_no_bit(megatron: RankPools, saved: Curve, tmp_pa
 def _export(
     source: Path, target: Path, iteration: int | None = SAVED_AT, expert_parallel: int | None = None
 ) -> int:
-    from megatron_fsdp_v2_mcore.torch_dist.export import command
+    from megatron_fsdp_v2_mcore.checkpoint.torch_dist.export import command
 
     parser = argparse.ArgumentParser()
     command.configure(parser)
@@ -302,9 +302,9 @@ def _compare_names(model: Any, optimizer: Any) -> tuple[int, list[str]]:
     from megatron.core import parallel_state
     from megatron.training import get_args
 
-    from megatron_fsdp_v2_mcore.checkpoint_names import canonical_names
-    from megatron_fsdp_v2_mcore.torch_dist.names import StoredNames
-    from megatron_fsdp_v2_mcore.torch_dist.stored import stored_blocks
+    from megatron_fsdp_v2_mcore.checkpoint.names import canonical_names
+    from megatron_fsdp_v2_mcore.checkpoint.torch_dist.names import StoredNames
+    from megatron_fsdp_v2_mcore.checkpoint.torch_dist.stored import stored_blocks
 
     rules = StoredNames.of(get_args())
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)

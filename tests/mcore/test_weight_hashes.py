@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fsdp_v2.fsdp_module import named_units
-from megatron_fsdp_v2_mcore.weight_hashes import compare
+from megatron_fsdp_v2.runtime.fsdp_module import named_units
+from megatron_fsdp_v2_mcore.model.weight_hashes import compare
 from tests.mcore.session import MODEL_FLAGS, curves, fsdp, rank, train
 from tests.ranks import RankPools
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_fsdp_v2.allocator import BufferUse, PlainAllocator, alias_of
+from megatron_fsdp_v2.memory.allocator import BufferUse, PlainAllocator, alias_of
 
 
 def test_a_view_of_a_released_buffer_gives_it_no_memory() -> None:

@@ -206,6 +206,6 @@ def test_sizes_are_read_with_their_units(text: str, size: int) -> None:
 
 def test_adapters_are_found_by_their_declared_entry_points() -> None:
     (layout,) = model_tensors.find_layouts()
-    from megatron_fsdp_v2_mcore.checkpoint_layout import model_tensors as of_megatron
+    from megatron_fsdp_v2_mcore.checkpoint.layout import model_tensors as of_megatron
 
     assert layout is of_megatron

@@ -13,7 +13,7 @@ from pathlib import Path
 from torch.distributed import fsdp
 
 from megatron_fsdp_v2 import FSDPModule, fully_shard
-from megatron_fsdp_v2.torch_fsdp import REFUSED_METHODS
+from megatron_fsdp_v2.runtime.torch_fsdp import REFUSED_METHODS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "coming_from_fsdp2.md").read_text()
 STATUS = ("supported", "differs", "rejected")

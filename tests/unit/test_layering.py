@@ -48,9 +48,13 @@ def ruff_check(tree: Path) -> subprocess.CompletedProcess[str]:
 
 def test_a_tree_that_keeps_the_rules_passes(tree):
     core, adapter = tree / "megatron_fsdp_v2", tree / "adapters" / "megatron_fsdp_v2_mcore"
-    (core / "layout.py").write_text("import megatron_fsdp_v2.placement\n")
-    (core / "dp_buffer.py").write_text("import torch\n\nimport megatron_fsdp_v2.layout\n")
-    (adapter / "seams.py").write_text("import megatron.core\n\nimport megatron_fsdp_v2.comm\n")
+    (core / "layout.py").write_text("import megatron_fsdp_v2.layout.placement\n")
+    (core / "dp_buffer.py").write_text(
+        "import torch\n\nimport megatron_fsdp_v2.layout.buffer_layout\n"
+    )
+    (adapter / "seams.py").write_text(
+        "import megatron.core\n\nimport megatron_fsdp_v2.comm.backends\n"
+    )
     (adapter / "formats" / "fp8.py").write_text("import transformer_engine\n")
     (adapter / "pretrain_gpt").mkdir(exist_ok=True)
     (adapter / "pretrain_gpt" / "gpt.py").write_text("import megatron.training\n")
@@ -63,9 +67,13 @@ def test_a_tree_that_keeps_the_rules_passes(tree):
 @pytest.mark.parametrize(
     ("file", "imported", "complaint"),
     [
-        ("layout.py", "megatron_fsdp_v2.comm", "not allowed to import megatron_fsdp_v2.comm"),
-        ("memory_plan.py", "megatron_fsdp_v2.placement", "not allowed to import"),
-        ("layout.py", "megatron_fsdp_v2.mixed_precision", "not allowed to import"),
+        (
+            "layout.py",
+            "megatron_fsdp_v2.comm.backends",
+            "not allowed to import megatron_fsdp_v2.comm.backends",
+        ),
+        ("memory_plan.py", "megatron_fsdp_v2.layout.placement", "not allowed to import"),
+        ("layout.py", "megatron_fsdp_v2.layout.mixed_precision", "not allowed to import"),
         ("comm.py", "megatron.core", "not allowed to import megatron"),
         ("comm.py", "transformer_engine", "not allowed to import transformer_engine"),
         ("comm.py", "megatron_fsdp_v2_mcore", "not allowed to import megatron_fsdp_v2_mcore"),
@@ -101,12 +109,12 @@ def test_transformer_engine_outside_of_formats_is_reported(tree):
 @pytest.mark.parametrize(
     ("file", "line"),
     [
-        ("megatron_fsdp_v2/comm.py", "import megatron.core"),
-        ("megatron_fsdp_v2/comm.py", "from megatron_fsdp_v2_mcore import seams"),
-        ("megatron_fsdp_v2/comm.py", "def f():\n    import json"),
-        ("adapters/megatron_fsdp_v2_mcore/seams.py", "import megatron.training"),
-        ("adapters/megatron_fsdp_v2_mcore/seams.py", "from megatron.training import get_args"),
-        ("adapters/megatron_fsdp_v2_mcore/seams.py", "import apex"),
+        ("megatron_fsdp_v2/comm/backends.py", "import megatron.core"),
+        ("megatron_fsdp_v2/comm/backends.py", "from megatron_fsdp_v2_mcore import seams"),
+        ("megatron_fsdp_v2/comm/backends.py", "def f():\n    import json"),
+        ("adapters/megatron_fsdp_v2_mcore/patches.py", "import megatron.training"),
+        ("adapters/megatron_fsdp_v2_mcore/patches.py", "from megatron.training import get_args"),
+        ("adapters/megatron_fsdp_v2_mcore/patches.py", "import apex"),
     ],
 )
 def test_a_banned_import_is_reported_on_its_line(tree, file, line):

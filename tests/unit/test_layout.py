@@ -11,7 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_fsdp_v2.layout import BufferLayout, Granularity, ParamSlot, admissible_slice
+from megatron_fsdp_v2.layout.buffer_layout import (
+    BufferLayout,
+    Granularity,
+    ParamSlot,
+    admissible_slice,
+)
 
 SHAPES = st.lists(
     st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple), min_size=1, max_size=8

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megatron_fsdp_v2.layout import BufferLayout, Granularity
-from megatron_fsdp_v2.layout_split import split_for_padding
+from megatron_fsdp_v2.layout.buffer_layout import BufferLayout, Granularity
+from megatron_fsdp_v2.layout.split import split_for_padding
 from tests.reference.layout_bounds import (
     RANKS,
     UNITS,

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fsdp_v2.memory_bound import GroupBytes, UnitBytes, peak_bytes
-from megatron_fsdp_v2.mixed_precision import GroupDtypes, MixedPrecisionPolicy
-from megatron_fsdp_v2.placement import resolve_placements
+from megatron_fsdp_v2.layout.mixed_precision import GroupDtypes, MixedPrecisionPolicy
+from megatron_fsdp_v2.layout.placement import resolve_placements
+from megatron_fsdp_v2.plan.memory_bound import GroupBytes, UnitBytes, peak_bytes
 
 FP32 = MixedPrecisionPolicy().resolve(torch.float32)
 MIXED = GroupDtypes(torch.bfloat16, torch.float32, torch.float32, torch.bfloat16)

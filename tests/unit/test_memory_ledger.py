@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from megatron_fsdp_v2._text import readable_size
 from megatron_fsdp_v2.diagnostics.memory_ledger import Account, Ledger, Role
 from megatron_fsdp_v2.diagnostics.memory_plot import plot_moments
-from megatron_fsdp_v2.memory_bound import UnitBytes, peak_bytes
-from megatron_fsdp_v2.readable import readable_size
+from megatron_fsdp_v2.plan.memory_bound import UnitBytes, peak_bytes
 
 FIRST = Account(Role.GATHERED, "first")
 SECOND = Account(Role.GATHERED, "second")

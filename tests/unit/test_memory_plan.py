@@ -8,7 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_fsdp_v2.memory_plan import ALIGNMENT, MemoryPlan, Trace, plan_memory, plan_traces
+from megatron_fsdp_v2.memory.address_plan import (
+    ALIGNMENT,
+    MemoryPlan,
+    Trace,
+    plan_memory,
+    plan_traces,
+)
 
 traces = st.builds(
     Trace,

@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_fsdp_v2.layout import BufferLayout, Granularity
+from megatron_fsdp_v2.dtensor.row_shards import RowShards, TensorShard
+from megatron_fsdp_v2.layout.buffer_layout import BufferLayout, Granularity
 from megatron_fsdp_v2.optim.exchange import BucketPlan, Hop, Key, plan_buckets
 from megatron_fsdp_v2.optim.matrix_layout import Grid, MatrixLayout
 from megatron_fsdp_v2.optim.newton_schulz import newton_schulz_flops
 from megatron_fsdp_v2.optim.ownership import Matrix, Ownership
-from megatron_fsdp_v2.row_shards import RowShards, TensorShard
 
 ANY_BUCKET = 2**60
 

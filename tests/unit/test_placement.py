@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_fsdp_v2 import MixedPrecisionPolicy
-from megatron_fsdp_v2.placement import AxisPlacements, Placement, resolve_placements
+from megatron_fsdp_v2.layout.placement import AxisPlacements, Placement, resolve_placements
 
 R, S, P = Placement.REPLICATE, Placement.SHARD, Placement.PARTIAL
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fsdp_v2.row_shards import RowShards, TensorShard
+from megatron_fsdp_v2.dtensor.row_shards import RowShards, TensorShard
 
 
 class _Mesh:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from megatron_fsdp_v2.fsdp_module import FSDPModule, swap_class
+from megatron_fsdp_v2.runtime.fsdp_module import FSDPModule, swap_class
 
 
 class ReadsAnnotations(nn.Linear):

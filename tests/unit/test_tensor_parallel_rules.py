@@ -11,7 +11,10 @@ import torch
 from torch import nn
 
 from megatron_fsdp_v2.tensor_parallel import cut_of
-from megatron_fsdp_v2_mcore.tensor_parallel_rules import MEGATRON_RULES, TRANSFORMER_ENGINE_RULES
+from megatron_fsdp_v2_mcore.model.tensor_parallel_rules import (
+    MEGATRON_RULES,
+    TRANSFORMER_ENGINE_RULES,
+)
 
 
 def _layer(cls: type[nn.Module], shapes: dict[str, tuple[int, ...]], **options: Any) -> nn.Module:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_fsdp_v2 import TracePoolAllocator
-from megatron_fsdp_v2.allocator import BufferUse, TemporaryBuffer
+from megatron_fsdp_v2.memory.allocator import BufferUse, TemporaryBuffer
 
 CPU = torch.device("cpu")
 

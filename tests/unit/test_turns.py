@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fsdp_v2.reduction_queue import RootPass, Turns
+from megatron_fsdp_v2.runtime.reduction_queue import RootPass, Turns
 
 
 class FakeUnit:

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatron_fsdp_v2.plan.sources import FlagsError
-from megatron_fsdp_v2_mcore.arguments import API_FLAG, check_before, is_enabled
-from megatron_fsdp_v2_mcore.errors import FlagError, refusals_as_flag_errors
+from megatron_fsdp_v2_mcore.flags.arguments import API_FLAG, check_before, is_enabled
+from megatron_fsdp_v2_mcore.flags.errors import FlagError, refusals_as_flag_errors
 from megatron_fsdp_v2_mcore.rehearsal import FLAG, VERBOSE_FLAG
 from megatron_fsdp_v2_mcore.rehearsal.flags import CPU_FLAGS, GPU_FLAGS
 

@@ -26,7 +26,7 @@ from megatron_fsdp_v2.plan.description import (
 )
 from megatron_fsdp_v2.plan.sharding import Strategy
 from megatron_fsdp_v2.plan.sources import FlagsError, SourceResult
-from megatron_fsdp_v2_mcore.options import Options
+from megatron_fsdp_v2_mcore.flags.options import Options
 from megatron_fsdp_v2_mcore.plan.costs import Costs
 from megatron_fsdp_v2_mcore.plan.flags import (
     parsed,
@@ -114,7 +114,7 @@ def _forget_globals() -> None:
 def _describe(args: Any, num_ranks: int, *, keeps_attention: bool) -> SourceResult:
     from megatron.training.training import get_megatron_ddp_config
 
-    from megatron_fsdp_v2_mcore.settings import sharding_settings
+    from megatron_fsdp_v2_mcore.flags.settings import sharding_settings
 
     settings = sharding_settings(get_megatron_ddp_config(args))
     options = Options.from_args(args)
@@ -218,7 +218,7 @@ def _layers(chunk: nn.Module) -> dict[str, bool]:
     """Layers of a chunk, each with whether it has experts."""
     from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 
-    from megatron_fsdp_v2_mcore.units import UNIT_CLASSES
+    from megatron_fsdp_v2_mcore.model.units import UNIT_CLASSES
 
     def has_experts(layer: nn.Module) -> bool:
         return any(isinstance(part, BaseMoELayer) for part in layer.modules())
@@ -231,10 +231,10 @@ def _chunk(
     chunk: nn.Module, strategy: Strategy, costs: Costs, layers: dict[str, bool]
 ) -> tuple[list[UnitDescription], int]:
     """The units of a model chunk, as `FullyShardedDataParallel` makes them."""
-    from megatron_fsdp_v2_mcore.mamba_parameters import follow_parameters
-    from megatron_fsdp_v2_mcore.meshes import Meshes
-    from megatron_fsdp_v2_mcore.tensor_shards import is_expert
-    from megatron_fsdp_v2_mcore.units import UNIT_CLASSES, plan_units, shared_by_stages
+    from megatron_fsdp_v2_mcore.model.mamba_parameters import follow_parameters
+    from megatron_fsdp_v2_mcore.model.meshes import Meshes
+    from megatron_fsdp_v2_mcore.model.tensor_shards import is_expert
+    from megatron_fsdp_v2_mcore.model.units import UNIT_CLASSES, plan_units, shared_by_stages
 
     follow_parameters(chunk)
     dense, expert = (Meshes(cast("Any", None), None) for _ in range(2))

@@ -11,7 +11,7 @@ from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.training.utils import get_blend_and_blend_per_split
 
-from megatron_fsdp_v2_mcore.errors import FlagError
+from megatron_fsdp_v2_mcore.flags.errors import FlagError
 
 __all__ = ["check_data", "check_data_flags", "dataset_config"]
 

@@ -27,7 +27,7 @@ from megatron.training.models.gpt import GPTModelBuilder
 from megatron.training.models.hybrid import HybridModelBuilder
 from megatron.training.utils import is_first_or_last_pipeline_stage
 
-from megatron_fsdp_v2_mcore.errors import refusals_as_flag_errors
+from megatron_fsdp_v2_mcore.flags.errors import refusals_as_flag_errors
 from megatron_fsdp_v2_mcore.pretrain_gpt.data import (
     check_data,
     check_data_flags,

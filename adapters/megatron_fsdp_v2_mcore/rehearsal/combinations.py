@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_fsdp_v2_mcore.errors import FlagError
+from megatron_fsdp_v2_mcore.flags.errors import FlagError
 from megatron_fsdp_v2_mcore.rehearsal.flags import RehearsalError
 
 __all__ = ["check_combinations"]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_fsdp_v2_mcore.errors import FlagError
+from megatron_fsdp_v2_mcore.flags.errors import FlagError
 
 __all__ = [
     "FLAG",

@@ -13,13 +13,13 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_fsdp_v2.allocator import ObservedBuffer, TemporaryBuffer
-from megatron_fsdp_v2.comm import NcclCollectives
-from megatron_fsdp_v2.comm_calls import all_gather_single
-from megatron_fsdp_v2.comm_interface import Axis
-from megatron_fsdp_v2.comm_streams import Stream
+from megatron_fsdp_v2.comm.backends import NcclCollectives
+from megatron_fsdp_v2.comm.calls import all_gather_single
+from megatron_fsdp_v2.comm.interface import Axis
+from megatron_fsdp_v2.comm.streams import Stream
 from megatron_fsdp_v2.diagnostics.stream_safety.accesses import accesses_of
 from megatron_fsdp_v2.diagnostics.stream_safety.schedule import Buffer, Region, Schedule
+from megatron_fsdp_v2.memory.allocator import ObservedBuffer, TemporaryBuffer
 
 __all__ = ["COMPUTE", "OperationMode", "RecordedCollectives", "StreamRecorder", "WatchedBuffer"]
 
@@ -47,7 +47,7 @@ class _Storage:
 
 
 class RecordedStream:
-    """A stream by name. See `comm_streams.Stream`."""
+    """A stream by name. See `streams.Stream`."""
 
     def __init__(self, name: str, recorder: StreamRecorder) -> None:
         self.name = name
@@ -67,7 +67,7 @@ class RecordedStream:
 
 
 class StreamRecorder:
-    """A device whose streams write a schedule. See `comm_streams.StreamDevice`.
+    """A device whose streams write a schedule. See `streams.StreamDevice`.
 
     Memory is modelled as a caching allocator has it: a storage gets memory on the stream that is
     current when it is made, and when it dies that stream may use the memory again at once.
@@ -269,7 +269,7 @@ class WatchedBuffer(ObservedBuffer):
 
 
 class RecordedCollectives:
-    """Collectives of gloo, run at once and written down. See `comm_streams.Collectives`."""
+    """Collectives of gloo, run at once and written down. See `streams.Collectives`."""
 
     def __init__(self, recorder: StreamRecorder) -> None:
         self._recorder = recorder

@@ -8,9 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from megatron_fsdp_v2.allocator import TemporaryBuffer
-from megatron_fsdp_v2.comm_interface import Communicator
-from megatron_fsdp_v2.comm_streams import StreamCommunicator
+from megatron_fsdp_v2.comm.interface import Communicator
+from megatron_fsdp_v2.comm.streams import StreamCommunicator
 from megatron_fsdp_v2.diagnostics.stream_safety.checker import Violation, find_violations
 from megatron_fsdp_v2.diagnostics.stream_safety.recorder import (
     OperationMode,
@@ -19,8 +18,9 @@ from megatron_fsdp_v2.diagnostics.stream_safety.recorder import (
     WatchedBuffer,
 )
 from megatron_fsdp_v2.diagnostics.stream_safety.schedule import Schedule
-from megatron_fsdp_v2.dp_buffer import DataParallelBuffer
-from megatron_fsdp_v2.fsdp_module import named_units
+from megatron_fsdp_v2.memory.allocator import TemporaryBuffer
+from megatron_fsdp_v2.params.buffer import DataParallelBuffer
+from megatron_fsdp_v2.runtime.fsdp_module import named_units
 
 __all__ = ["Recording", "record_streams"]
 

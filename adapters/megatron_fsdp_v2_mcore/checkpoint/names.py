@@ -1,0 +1,176 @@
+"""Names of parameters and buffers in a checkpoint: those of the whole model, whoever holds what.
+
+A pipeline stage numbers its layers from 0, and an expert-parallel rank its experts. A checkpoint
+that kept such numbers would load at other sizes without complaint, into the wrong layers. Here a
+name is that of the plain model in one piece, so that every rank of every run agrees on it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
+from torch import Tensor, nn
+
+from megatron_fsdp_v2_mcore.model.tensor_shards import PIECES_ATTRIBUTE
+
+__all__ = ["CanonicalName", "canonical_names", "parameter_names", "unwrapped"]
+
+EMBEDDING = "embedding.word_embeddings.weight"
+OUTPUT = "output_layer.weight"
+
+_OF_ONE_EXPERT = re.compile(r"(weight|bias)(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class CanonicalName:
+    """What a checkpoint calls a parameter or buffer.
+
+    Attributes:
+        fqn: Its name in the plain model, with global numbers of layers and experts.
+        pieces: What is appended to that, piece by piece, where pieces are saved one by one.
+        is_copy: Whether an earlier pipeline stage holds, and saves, the same parameter.
+        is_unused: Whether Megatron made it and computes nothing with it: it is neither saved nor
+            loaded.
+    """
+
+    fqn: str
+    pieces: tuple[str, ...] = ()
+    is_copy: bool = False
+    is_unused: bool = False
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Names of what is saved, in the order of the pieces."""
+        return tuple(self.fqn + piece for piece in self.pieces) or (self.fqn,)
+
+
+def canonical_names(chunks: Sequence[nn.Module]) -> list[dict[str, CanonicalName]]:
+    """Name the parameters and buffers of model chunks.
+
+    Args:
+        chunks: All model chunks of this rank, sharded or not, wrapped or not.
+
+    Returns:
+        Per chunk, its own names (of `named_parameters`, `state_dict`) with what a checkpoint calls
+        each. A parameter registered twice has one name; buffers that are not saved have none.
+
+    Raises:
+        RuntimeError: Two parameters would have one name, or experts cannot be told apart.
+    """
+    owners: dict[str, int] = {}
+    found = []
+    for chunk in chunks:
+        named: dict[str, CanonicalName] = {}
+        seen: dict[int, CanonicalName] = {}
+        unused = _unused(chunk)
+        for local, fqn, tensor in _walk(chunk, "", ""):
+            name = seen.setdefault(id(tensor), _name(fqn, tensor, is_unused=id(tensor) in unused))
+            if owners.setdefault(name.fqn, id(tensor)) != id(tensor):
+                raise RuntimeError(
+                    f"{local} would be called {name.fqn} in a checkpoint, and so would another "
+                    "parameter of this rank; give every layer a layer_number of its own"
+                )
+            named[local] = name
+        found.append(named)
+    return found
+
+
+def parameter_names(chunks: Sequence[nn.Module]) -> dict[nn.Parameter, CanonicalName]:
+    """What a checkpoint calls every parameter of the model chunks of this rank.
+
+    Args:
+        chunks: As in `canonical_names`.
+    """
+    return {
+        param: named[local]
+        for chunk, named in zip(chunks, canonical_names(chunks), strict=True)
+        for local, param in chunk.named_parameters()
+    }
+
+
+def unwrapped(name: str) -> str:
+    """A name without the components that wrappers around the model add."""
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
+    return name
+
+
+def _unused(chunk: nn.Module) -> set[int]:
+    """Output layers of stages that compute logits with a copy of the embedding for all depths."""
+    return {
+        id(module.output_layer.weight)
+        for module in chunk.modules()
+        if isinstance(module, LanguageModule)
+        and module.share_embeddings_and_output_weights
+        and getattr(module, "mtp_process", False)
+        and module.post_process
+    }
+
+
+def _name(fqn: str, tensor: Tensor, *, is_unused: bool) -> CanonicalName:
+    pieces = tuple(getattr(tensor, PIECES_ATTRIBUTE, ()))
+    name = CanonicalName(fqn, pieces, is_unused=is_unused)
+    if not getattr(tensor, "shared", False):
+        return name
+    owner = fqn.removesuffix(OUTPUT).removesuffix(EMBEDDING)
+    return replace(name, fqn=owner + EMBEDDING, is_copy=True)
+
+
+def _walk(module: nn.Module, local: str, canonical: str) -> Iterator[tuple[str, str, Tensor]]:
+    """Own names, canonical names and tensors below a module, in the order of a state dict."""
+    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+        if tensor is not None and name not in module._non_persistent_buffers_set:
+            yield local + name, canonical + name, tensor
+    for name, child in module._modules.items():
+        if child is None:
+            continue
+        if not canonical and name == "module":
+            yield from _walk(child, f"{local}module.", "")
+            continue
+        below = _walk(child, f"{local}{name}.", "")
+        renamed = _renamed(module, name, child)
+        yield from ((mine, f"{canonical}{renamed(rest)}", tensor) for mine, rest, tensor in below)
+
+
+def _renamed(module: nn.Module, name: str, child: nn.Module) -> Any:
+    """How names below a child become names below its parent."""
+    if name == "layers" and isinstance(child, nn.ModuleList):
+        numbers = [getattr(layer, "layer_number", None) for layer in child]
+        return lambda rest: f"layers.{_renumbered(rest, numbers, first=1)}"
+    if isinstance(module, SequentialMLP) and name == "local_experts":
+        first = _first_expert(module)
+        experts: list[int | None] = [first + n for n in range(module.num_local_experts)]
+        return lambda rest: f"local_experts.{_renumbered(rest, experts, first=0)}"
+    if isinstance(module, TEGroupedMLP) and name in ("linear_fc1", "linear_fc2"):
+        first = _first_expert(module)
+        several = module.ep_group.size() > 1
+        return lambda rest: f"{name}.{_of_expert(rest, first, several=several)}"
+    return lambda rest: f"{name}.{rest}"
+
+
+def _renumbered(rest: str, numbers: Sequence[int | None], first: int) -> str:
+    index, _, below = rest.partition(".")
+    number = numbers[int(index)]
+    return rest if number is None else f"{number - first}.{below}"
+
+
+def _first_expert(experts: Any) -> int:
+    return int(experts.ep_group.rank() * experts.num_local_experts)
+
+
+def _of_expert(name: str, first: int, *, several: bool) -> str:
+    match = _OF_ONE_EXPERT.fullmatch(name)
+    if match is not None:
+        return f"{match[1]}{first + int(match[2])}"
+    if several and name in ("weight", "bias"):
+        raise RuntimeError(
+            "a checkpoint needs one parameter for each expert: experts in one stacked parameter "
+            "cannot be saved with expert parallelism; set moe_single_grouped_weight and "
+            "moe_single_grouped_bias to False"
+        )
+    return name

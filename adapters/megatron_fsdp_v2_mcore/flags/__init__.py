@@ -1,0 +1,1 @@
+"""Megatron's command line: what is understood, what is rejected, and why."""

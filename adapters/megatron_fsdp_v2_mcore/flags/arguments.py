@@ -1,0 +1,311 @@
+"""Our flags on Megatron's command line, and checks before and after Megatron's own."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from megatron_fsdp_v2_mcore.flags.checkpoint_check import check_checkpoint_folder
+from megatron_fsdp_v2_mcore.flags.errors import FlagError
+from megatron_fsdp_v2_mcore.flags.refusals import (
+    MODEL_REFUSALS,
+    MORE_REFUSALS,
+    Refusal,
+    check_parallel_sizes,
+)
+from megatron_fsdp_v2_mcore.flags.settings import check_hybrid, refuse_fields
+
+__all__ = [
+    "accepted_by_megatron",
+    "add_arguments",
+    "check_after",
+    "check_before",
+    "check_no_yaml",
+    "is_enabled",
+    "refuse_model_options",
+]
+
+API_FLAG = "--use-fsdp-fully-shard-api"
+_OUR_OTHER_FLAGS = (
+    "expert_data_parallel_sharding_strategy",
+    "fsdp_trace_pool",
+    "log_per_param_norm",
+    "fsdp_unshard_prefetch_depth",
+    "fsdp_max_live_grad_buffers",
+)
+_NEEDED_FOR = {
+    "fsdp_unshard_prefetch_depth": "overlap_param_gather",
+    "fsdp_max_live_grad_buffers": "overlap_grad_reduce",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add our flags to Megatron's parser."""
+    group = parser.add_argument_group(title="megatron_fsdp_v2")
+    group.add_argument(
+        API_FLAG,
+        action="store_true",
+        help="With --use-megatron-fsdp: shard with megatron_fsdp_v2's per-module fully_shard().",
+    )
+    group.add_argument(
+        "--expert-data-parallel-sharding-strategy",
+        choices=["no_shard", "optim", "optim_grads", "optim_grads_params"],
+        default=None,
+        help="Sharding strategy of the parameters of experts; default: that of all others, "
+        "--data-parallel-sharding-strategy.",
+    )
+    group.add_argument(
+        "--fsdp-trace-pool",
+        action="store_true",
+        help="Put gathered weights and gradient buffers at planned addresses of one block of "
+        "memory, after the first iterations have shown when each of them lives.",
+    )
+    group.add_argument(
+        "--fsdp-unshard-prefetch-depth",
+        type=_at_least_one,
+        metavar="N",
+        default=None,
+        help="Units gathered ahead of the one at work; default 1. Each costs the gathered weights "
+        "of one more unit. Needs --overlap-param-gather.",
+    )
+    group.add_argument(
+        "--fsdp-max-live-grad-buffers",
+        type=_at_least_one,
+        metavar="N",
+        default=None,
+        help="Units that have full gradient buffers at a time; default 2. Each costs one more "
+        "buffer. Needs --overlap-grad-reduce.",
+    )
+    group.add_argument(
+        "--log-per-param-norm",
+        action="store_true",
+        help="Log the norm of every weight and gradient (before clipping) at every --log-interval: "
+        "to TensorBoard and Weights & Biases where they are on, and on rank 0.",
+    )
+    return parser
+
+
+def _at_least_one(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
+def is_enabled(args: Any) -> bool:
+    """Whether the command line selects this package."""
+    return bool(getattr(args, "use_fsdp_fully_shard_api", False))
+
+
+EMERGING = ("muon", "adaptive_muon", "lion")
+"""Optimizers of Megatron's registry that step shards, beside Adam."""
+
+REFUSALS: tuple[Refusal, ...] = (
+    Refusal(
+        "use_precision_aware_optimizer",
+        "--use-precision-aware-optimizer",
+        "the optimizer reads param.grad, not a decoupled gradient",
+    ),
+    Refusal(
+        "optimizer_cpu_offload", "--optimizer-cpu-offload", "optimizer offload is not built yet"
+    ),
+    Refusal("fp8", "--fp8-format", "quantised parameters are not built yet"),
+    Refusal("fp4", "--fp4-format", "quantised parameters are not built yet"),
+    Refusal(
+        "overlap_moe_expert_parallel_comm",
+        "--overlap-moe-expert-parallel-comm",
+        "its schedule runs parts of layers one by one, the forward of one micro-batch between "
+        "those of another one's backward, and never a layer itself, around which weights are "
+        "gathered and gradients reduced",
+    ),
+    Refusal(
+        "cuda_graph_impl",
+        "--cuda-graph-impl",
+        "gathers are issued from the host",
+        lambda value: value not in (None, "none"),
+    ),
+    Refusal(
+        "optimizer",
+        "--optimizer",
+        "adam, muon, adaptive_muon and lion can step shards; sgd cannot, as Megatron's distributed "
+        "optimizer keeps no state of it; soap cannot, as its preconditioners are factors of whole "
+        "matrices; instead of dist_muon, Megatron's deprecated name, use muon",
+        lambda value: value not in (None, "adam", *EMERGING),
+    ),
+    *MORE_REFUSALS,
+)
+"""Flags that are refused, first those of features to come."""
+
+
+def check_before(args: Any) -> None:
+    """Check the command line before Megatron validates (and rewrites) it.
+
+    Raises:
+        FlagError: Flags are missing, or cannot be honoured together.
+    """
+    if not is_enabled(args):
+        for name in _OUR_OTHER_FLAGS:
+            if getattr(args, name, None):
+                raise FlagError(
+                    f"--{name.replace('_', '-')} needs {API_FLAG}; add it, or leave both out"
+                )
+        return
+    if not args.use_megatron_fsdp:
+        raise FlagError(f"{API_FLAG} needs --use-megatron-fsdp; add it, or leave both out")
+    if args.ckpt_format != "fsdp_dtensor":
+        raise FlagError(
+            f"--ckpt-format {args.ckpt_format} cannot be used with {API_FLAG}; "
+            "use --ckpt-format fsdp_dtensor"
+        )
+    for name, needed in _NEEDED_FOR.items():
+        if getattr(args, name, None) is not None and not getattr(args, needed):
+            raise FlagError(
+                f"--{name.replace('_', '-')} needs --{needed.replace('_', '-')}; add it, or leave "
+                "both out"
+            )
+    refuse_fields(args)
+    check_hybrid(args, args.expert_data_parallel_sharding_strategy)
+    for refusal in REFUSALS:
+        value = getattr(args, refusal.name, None)
+        if refusal.refuses(value):
+            shown = "" if value is True else f" {value}"
+            raise FlagError(
+                f"{refusal.flag}{shown} cannot be used with {API_FLAG}: {refusal.reason}"
+            )
+    if args.init_model_with_meta_device and args.data_parallel_sharding_strategy == "no_shard":
+        raise FlagError(
+            "--init-model-with-meta-device cannot be used with --data-parallel-sharding-strategy "
+            "no_shard: Megatron offers it for sharded weights or optimizer state only"
+        )
+    if args.fp16 and args.optimizer in EMERGING:
+        raise FlagError(
+            f"--fp16 cannot be used with --optimizer {args.optimizer}: Megatron offers it with "
+            "bf16 and fp32 only; use --bf16"
+        )
+    check_parallel_sizes(args)
+    if args.load is not None:
+        check_checkpoint_folder(
+            args.load,
+            may_be_empty=args.load == args.save,
+            iteration=args.ckpt_step,
+        )
+
+
+_FILLED_IN = ("tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards")
+"""Options of a model that Megatron gives a value where they were left out."""
+
+
+def refuse_model_options(config: Any) -> None:
+    """Refuse options of a model by name, where no command line was checked before.
+
+    Args:
+        config: Megatron's `TransformerConfig`.
+
+    Raises:
+        FlagError: A field has a value that cannot be honoured.
+    """
+    for refusal in (*REFUSALS, *MODEL_REFUSALS):
+        if refusal.name in _FILLED_IN or not hasattr(config, refusal.name):
+            continue
+        value = getattr(config, refusal.name)
+        if refusal.refuses(value):
+            raise FlagError(
+                f"{type(config).__name__}.{refusal.name} = {value!r} ({refusal.flag}) cannot be "
+                f"used with sharded parameters: {refusal.reason}"
+            )
+
+
+@contextlib.contextmanager
+def accepted_by_megatron(args: Any) -> Iterator[None]:
+    """Have Megatron validate arguments that it would refuse, or turn off, without this package."""
+    if not is_enabled(args):
+        yield
+        return
+    with _as_adam(args), _with_worker(args), _without_weight_check(args):
+        yield
+
+
+@contextlib.contextmanager
+def _as_adam(args: Any) -> Iterator[None]:
+    """Have Megatron validate arguments with `--optimizer adam` where ours is one it would refuse.
+
+    Megatron refuses other optimizers together with --use-megatron-fsdp, because its own wrapper
+    cannot step them, and turns its distributed optimizer off for them. For ours everything it
+    derives has to be as it is for Adam. The name is put back afterwards.
+    """
+    name = getattr(args, "optimizer", None)
+    if name not in EMERGING:
+        yield
+        return
+    args.optimizer = "adam"
+    try:
+        yield
+    finally:
+        args.optimizer = name
+    if args.rank == 0:
+        sys.stdout.write(f"optimizer: {name}; Megatron's list of arguments shows adam for it\n")
+
+
+@contextlib.contextmanager
+def _with_worker(args: Any) -> Iterator[None]:
+    """Have Megatron validate `--async-save` with the worker process that it would ask for.
+
+    It turns asynchronous saves off without one. Here a thread writes, so that afterwards there is
+    neither a worker to start nor a strategy to choose one by.
+    """
+    if not args.async_save:
+        yield
+        return
+    args.use_persistent_ckpt_worker = True
+    try:
+        yield
+    finally:
+        args.use_persistent_ckpt_worker = False
+        args.async_strategy = "mcore"
+
+
+@contextlib.contextmanager
+def _without_weight_check(args: Any) -> Iterator[None]:
+    """Have Megatron validate arguments without its check of weights, which it refuses with ZeRO-3.
+
+    Its own compares what ranks hold; the one in its place gathers what is sharded.
+    """
+    name = "check_weight_hash_across_dp_replicas_interval"
+    interval = getattr(args, name)
+    setattr(args, name, None)
+    try:
+        yield
+    finally:
+        setattr(args, name, interval)
+
+
+def check_after(args: Any) -> None:
+    """Check what Megatron made of the command line.
+
+    Raises:
+        FlagError: Megatron turned something on that cannot be honoured.
+    """
+    if is_enabled(args) and not args.use_distributed_optimizer:
+        raise FlagError(f"{API_FLAG} needs Megatron's distributed optimizer, which was turned off")
+
+
+def check_no_yaml(args: Any, argv: Sequence[str]) -> None:
+    """Check that a configuration file does not replace the command line that selects us.
+
+    With `--yaml-cfg` Megatron forgets every flag it does not know from the file, ours included,
+    and its own wrapper would be used without a word.
+
+    Args:
+        args: What Megatron read from the file.
+        argv: The command line.
+
+    Raises:
+        FlagError: One of the two selects this package.
+    """
+    if API_FLAG in argv or is_enabled(args):
+        raise FlagError(
+            f"--yaml-cfg cannot be used with {API_FLAG}: Megatron takes all arguments from the "
+            "file then and checks none of these; give them on the command line"
+        )

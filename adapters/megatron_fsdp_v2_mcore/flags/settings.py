@@ -1,0 +1,390 @@
+"""What Megatron's configuration means to `fully_shard`: one table, field by field."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron_fsdp_v2 import MixedPrecisionPolicy
+from megatron_fsdp_v2_mcore.flags.errors import FlagError
+from megatron_fsdp_v2_mcore.flags.options import Options
+from megatron_fsdp_v2_mcore.flags.refusals import LATE_GRADS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = [
+    "FIELDS",
+    "FieldRule",
+    "Handling",
+    "ShardingSettings",
+    "check_hybrid",
+    "notices",
+    "refuse_fields",
+    "sharding_settings",
+]
+
+
+class Handling(enum.Enum):
+    """What becomes of a configuration field."""
+
+    HONOURED = "honoured"
+    """It changes what this package does."""
+    IMPLIED = "implied"
+    """It asks for what this package does anyway, or tunes something it has no need of."""
+    REFUSED = "refused"
+    """A value other than the default ends the start with an error."""
+
+
+@dataclass(frozen=True, slots=True)
+class FieldRule:
+    """One field of `DistributedDataParallelConfig`.
+
+    Attributes:
+        name: The field.
+        flag: What a user types to set it.
+        handling: What becomes of it.
+        meaning: What it does here, or why it is refused.
+        refuses: Whether a value is refused; only with `Handling.REFUSED`.
+        argument: Attribute of Megatron's arguments the field is made of, if it has another name.
+    """
+
+    name: str
+    flag: str
+    handling: Handling
+    meaning: str
+    refuses: Callable[[Any], bool] | None = None
+    argument: str | None = None
+
+
+def _honoured(name: str, flag: str, meaning: str) -> FieldRule:
+    return FieldRule(name, flag, Handling.HONOURED, meaning)
+
+
+def _implied(name: str, flag: str, meaning: str) -> FieldRule:
+    return FieldRule(name, flag, Handling.IMPLIED, meaning)
+
+
+def _refused(
+    name: str,
+    flag: str,
+    meaning: str,
+    refuses: Callable[[Any], bool] = bool,
+    argument: str | None = None,
+) -> FieldRule:
+    return FieldRule(name, flag, Handling.REFUSED, meaning, refuses, argument)
+
+
+FIELDS: tuple[FieldRule, ...] = (
+    _honoured(
+        "data_parallel_sharding_strategy",
+        "--data-parallel-sharding-strategy",
+        "sharding_strategy of every unit",
+    ),
+    _honoured(
+        "num_distributed_optimizer_instances",
+        "--num-distributed-optimizer-instances",
+        "more than one: an outer data-parallel axis between them, so that parameters are sharded "
+        "within an instance",
+    ),
+    _honoured(
+        "outer_dp_sharding_strategy",
+        "--outer-dp-sharding-strategy",
+        "outer_dp_sharding_strategy: no_shard (HSDP) or optim (HFSDP)",
+    ),
+    _honoured("overlap_grad_reduce", "--overlap-grad-reduce", "enable_async_reduce_grad"),
+    _honoured("overlap_param_gather", "--overlap-param-gather", "enable_unshard_prefetch"),
+    _honoured(
+        "grad_reduce_in_fp32",
+        "--accumulate-allreduce-grads-in-fp32",
+        "grad_comm_dtype and main_grads_dtype, where the Megatron-FSDP dtype flags say 'auto': "
+        "fp32 if set, the model's dtype if not",
+    ),
+    _honoured(
+        "megatron_fsdp_main_params_dtype",
+        "--megatron-fsdp-main-params-dtype",
+        "main_params_dtype; 'auto': the model's dtype",
+    ),
+    _honoured(
+        "megatron_fsdp_main_grads_dtype",
+        "--megatron-fsdp-main-grads-dtype",
+        "main_grads_dtype; 'auto': the dtype of the main weights, which the optimizer reads",
+    ),
+    _honoured(
+        "megatron_fsdp_grad_comm_dtype",
+        "--megatron-fsdp-grad-comm-dtype",
+        "grad_comm_dtype; 'auto': see grad_reduce_in_fp32",
+    ),
+    _honoured(
+        "check_for_nan_in_grad",
+        "--no-check-for-nan-in-loss-and-grad",
+        "unless given, reduced gradients are checked before the optimizer steps",
+    ),
+    _implied("use_megatron_fsdp", "--use-megatron-fsdp", "selects this package, with its own flag"),
+    _implied("use_custom_fsdp", "--use-megatron-fsdp", "Megatron's older name of the same"),
+    _implied(
+        "use_distributed_optimizer",
+        "--use-distributed-optimizer",
+        "Megatron turns it on; the optimizer steps sharded main weights",
+    ),
+    _implied(
+        "average_in_collective",
+        "--ddp-average-in-collective",
+        "the mean is taken in the collective wherever the dtype allows it",
+    ),
+    _implied(
+        "gradient_reduce_div_fusion",
+        "--no-gradient-reduce-div-fusion",
+        "the factor is applied once, inside the reduction where the dtype allows it",
+    ),
+    _implied("bucket_size", "--ddp-bucket-size", "a unit's gradients are one bucket"),
+    _implied("num_buckets", "--ddp-num-buckets", "a unit's gradients are one bucket"),
+    _implied(
+        "pad_buckets_for_high_nccl_busbw",
+        "--ddp-pad-buckets-for-high-nccl-busbw",
+        "shards are of equal size; there are no buckets to pad",
+    ),
+    _implied(
+        "align_param_gather",
+        "--no-align-param-gather",
+        "gathers are issued by the units, the same in every pipeline stage",
+    ),
+    _implied(
+        "suggested_communication_unit_size",
+        "--suggested-communication-unit-size",
+        "units decide how much is gathered at a time",
+    ),
+    _implied(
+        "fsdp_all_gather_in_start_param_sync",
+        "(set for CUDA graphs)",
+        "the first gather is issued by the forward",
+    ),
+    _honoured(
+        "nccl_ub",
+        "--use-nccl-ub",
+        "with --fsdp-trace-pool, its memory is NCCL's and registered with the data-parallel "
+        "process groups, block by block when it is planned; without, addresses change, and a "
+        "notice says that nothing is registered",
+    ),
+    _implied(
+        "fsdp_manual_registration",
+        "--fsdp-manual-registration",
+        "memory is registered when it is planned, once",
+    ),
+    _implied(
+        "disable_symmetric_registration",
+        "--disable-symmetric-registration",
+        "ranks register for themselves: windows would have to be made by all at one moment, and "
+        "gradients may be planned at different ones",
+    ),
+    _implied(
+        "fsdp_db_use_persist_buf_on_alloc_fail",
+        "--fsdp-db-use-persist-buf-on-alloc-fail",
+        "only means something with Megatron's own double buffers",
+    ),
+    _implied(
+        "fsdp_double_buffer",
+        "--fsdp-double-buffer",
+        "the number of units that are gathered or have full gradient buffers is bounded without "
+        "it, and --fsdp-trace-pool keeps their memory between steps at fixed addresses; a notice "
+        "says so",
+    ),
+    _implied(
+        "megatron_fsdp_max_pool_double_buffer",
+        "--megatron-fsdp-max-pool-double-buffer",
+        "as --fsdp-double-buffer; units may be of any sizes",
+    ),
+    _implied(
+        "reuse_grad_buf_for_mxfp8_param_ag",
+        "--reuse-grad-buf-for-mxfp8-param-ag",
+        "Megatron turns it off together with --use-megatron-fsdp",
+    ),
+    _refused(
+        "check_for_large_grads",
+        "--check-for-large-grads",
+        "its check reads Megatron's gradient buckets",
+    ),
+    _refused(
+        "reduce_scatter_with_fp32_accumulation",
+        "--ddp-reduce-scatter-with-fp32-accumulation",
+        "use --megatron-fsdp-grad-comm-dtype fp32 instead",
+        argument="ddp_reduce_scatter_with_fp32_accumulation",
+    ),
+    _refused(
+        "param_name_patterns_for_fp32_local_accumulation",
+        "--ddp-param-name-patterns-for-fp32-local-accumulation",
+        "use --megatron-fsdp-main-grads-dtype fp32 for all parameters instead",
+        argument="ddp_param_name_patterns_for_fp32_local_accumulation",
+    ),
+    _refused("fp8_param_gather", "--fp8-param-gather", "quantised parameters are not built yet"),
+    _refused("fp4_param_gather", "--fp4-param-gather", "quantised parameters are not built yet"),
+    _refused(
+        "keep_fp8_transpose_cache",
+        "--keep-fp8-transpose-cache",
+        "quantised parameters are not built yet",
+    ),
+    _refused(
+        "delay_wgrad_compute",
+        "--delay-wgrad-compute",
+        LATE_GRADS,
+    ),
+    _refused(
+        "megatron_fsdp_use_decoupled_grad",
+        "--use-precision-aware-optimizer",
+        "the optimizer reads param.grad",
+    ),
+    _refused(
+        "megatron_fsdp_cuda_graph_mode",
+        "--cuda-graph-impl",
+        "gathers are issued from the host",
+    ),
+    _refused(
+        "megatron_fsdp_enable_fine_grained_param_gather",
+        "--megatron-fsdp-enable-fine-grained-param-gather",
+        "a unit is gathered as a whole",
+    ),
+)
+"""Every field of `DistributedDataParallelConfig`; a test fails when Megatron adds one."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardingSettings:
+    """`fully_shard` arguments that come from Megatron's configuration.
+
+    Attributes:
+        sharding_strategy: The inner axis' strategy.
+        outer_sharding_strategy: The outer axis' strategy.
+        policy: Dtypes.
+        enable_unshard_prefetch: See `fully_shard`.
+        enable_async_reduce_grad: See `fully_shard`.
+        checks_grads_for_nan: Whether reduced gradients are checked.
+    """
+
+    sharding_strategy: str
+    outer_sharding_strategy: str
+    policy: MixedPrecisionPolicy
+    enable_unshard_prefetch: bool
+    enable_async_reduce_grad: bool
+    checks_grads_for_nan: bool
+
+
+def refuse_fields(source: Any) -> None:
+    """Refuse by name what cannot be honoured.
+
+    Args:
+        source: A `DistributedDataParallelConfig`, or Megatron's arguments, whose attributes it is
+            made of; attributes that are missing are left to the configuration.
+
+    Raises:
+        FlagError: A field has a value that cannot be honoured; names its flag.
+    """
+    for rule in FIELDS:
+        names = [name for name in (rule.argument, rule.name) if name and hasattr(source, name)]
+        if rule.refuses is None or not names:
+            continue
+        value = getattr(source, names[0])
+        if rule.refuses(value):
+            raise FlagError(
+                f"{rule.flag} (= {value}) cannot be used with --use-fsdp-fully-shard-api: "
+                f"{rule.meaning}"
+            )
+
+
+def notices(source: Any, options: Options) -> list[str]:
+    """What to say of fields that ask for something that is done in another way here.
+
+    Args:
+        source: A `DistributedDataParallelConfig`, or Megatron's arguments.
+        options: What there is beside it.
+    """
+    return [*_about_double_buffers(source, options), *_about_registration(source, options)]
+
+
+def _about_double_buffers(source: Any, options: Options) -> list[str]:
+    asked = [
+        rule.flag
+        for rule in FIELDS
+        if rule.name in ("fsdp_double_buffer", "megatron_fsdp_max_pool_double_buffer")
+        and getattr(source, rule.name, False)
+    ]
+    if not asked:
+        return []
+    if options.uses_trace_pool:
+        how = "--fsdp-trace-pool keeps their memory between steps at fixed addresses"
+    else:
+        how = "add --fsdp-trace-pool to keep their memory between steps at fixed addresses"
+    return [
+        f"{' and '.join(asked)}: beside the root no more than {options.unshard_prefetch_depth + 1} "
+        f"units are gathered and {options.max_live_grad_buffers} have full gradient buffers at any "
+        f"time as it is; {how}"
+    ]
+
+
+def _about_registration(source: Any, options: Options) -> list[str]:
+    if not getattr(source, "nccl_ub", False) or options.uses_trace_pool:
+        return []
+    return [
+        "--use-nccl-ub: nothing is registered, since gathered weights and gradients are at "
+        "changing addresses; add --fsdp-trace-pool to have them at fixed ones"
+    ]
+
+
+def check_hybrid(source: Any, expert_strategy: str | None = None) -> None:
+    """See that there is something to shard between optimizer instances, if that is asked for.
+
+    Args:
+        source: A `DistributedDataParallelConfig`, or Megatron's arguments.
+        expert_strategy: Sharding strategy of experts, where it is another one.
+
+    Raises:
+        FlagError: There is not; names the flags.
+    """
+    outer = source.outer_dp_sharding_strategy
+    if outer == "no_shard":
+        return
+    if source.num_distributed_optimizer_instances == 1:
+        raise FlagError(
+            f"--outer-dp-sharding-strategy {outer} shards between optimizer instances, and there "
+            "is one; add --num-distributed-optimizer-instances"
+        )
+    strategies = {
+        "--data-parallel-sharding-strategy": source.data_parallel_sharding_strategy,
+        "--expert-data-parallel-sharding-strategy": expert_strategy,
+    }
+    for flag, strategy in strategies.items():
+        if strategy == "no_shard":
+            raise FlagError(
+                f"--outer-dp-sharding-strategy {outer} shards further what {flag} shards, and "
+                "no_shard shards nothing; use optim, optim_grads or optim_grads_params"
+            )
+
+
+def sharding_settings(ddp_config: Any) -> ShardingSettings:
+    """Map a `DistributedDataParallelConfig` onto `fully_shard` arguments.
+
+    Raises:
+        FlagError: A field has a value that cannot be honoured; names its flag.
+    """
+    refuse_fields(ddp_config)
+    check_hybrid(ddp_config)
+    wants_fp32 = ddp_config.grad_reduce_in_fp32
+    main_grads = ddp_config.megatron_fsdp_main_grads_dtype
+    if main_grads is None and wants_fp32:
+        main_grads = torch.float32
+    return ShardingSettings(
+        sharding_strategy=ddp_config.data_parallel_sharding_strategy,
+        outer_sharding_strategy=ddp_config.outer_dp_sharding_strategy,
+        policy=MixedPrecisionPolicy(
+            main_params_dtype=ddp_config.megatron_fsdp_main_params_dtype,
+            main_grads_dtype=main_grads,
+            grad_comm_dtype=ddp_config.megatron_fsdp_grad_comm_dtype,
+            # Megatron's own wrapper casts what needs casting, and leaves rotary tables in fp32.
+            cast_forward_inputs=False,
+        ),
+        enable_unshard_prefetch=ddp_config.overlap_param_gather,
+        enable_async_reduce_grad=ddp_config.overlap_grad_reduce,
+        checks_grads_for_nan=ddp_config.check_for_nan_in_grad,
+    )

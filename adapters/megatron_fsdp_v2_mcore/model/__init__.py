@@ -1,0 +1,1 @@
+"""From a Megatron model to sharded units."""

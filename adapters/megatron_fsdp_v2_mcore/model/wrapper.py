@@ -1,0 +1,316 @@
+"""The data-parallel wrapper that Megatron's training loop talks to."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import warnings
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, override
+
+import torch
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel
+from megatron.core.distributed.fsdp.mcore_fsdp_adapter import (
+    FullyShardedDataParallel as MegatronFullyShardedDataParallel,
+)
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import nn
+
+from megatron_fsdp_v2 import FSDPModule, fully_shard
+from megatron_fsdp_v2.runtime.registered_pool import register_pool
+from megatron_fsdp_v2_mcore.activation import require_active
+from megatron_fsdp_v2_mcore.flags.arguments import refuse_model_options
+from megatron_fsdp_v2_mcore.flags.errors import FlagError
+from megatron_fsdp_v2_mcore.flags.options import Options
+from megatron_fsdp_v2_mcore.flags.settings import ShardingSettings, notices, sharding_settings
+from megatron_fsdp_v2_mcore.model.initialize import initialiser
+from megatron_fsdp_v2_mcore.model.mamba_parameters import follow_parameters
+from megatron_fsdp_v2_mcore.model.meshes import Meshes, dense_meshes, expert_meshes
+from megatron_fsdp_v2_mcore.model.tensor_shards import is_expert, tensor_shards
+from megatron_fsdp_v2_mcore.model.units import (
+    UNIT_CLASSES,
+    broadcast_parameters,
+    plan_units,
+    share_late_embeddings,
+    shared_by_stages,
+)
+
+__all__ = ["FullyShardedDataParallel", "with_options"]
+
+
+class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
+    """A model chunk sharded by `fully_shard`, with the methods Megatron calls on it.
+
+    A subclass of Megatron's wrapper of the same name, so that every `isinstance` of Megatron's
+    holds; it shares none of its implementation.
+
+    Dense parameters are sharded over data- and context-parallel ranks, expert parameters over
+    expert-data-parallel ones, as units of their own inside their layer. What tensor parallelism
+    cut becomes DTensors over both axes.
+
+    Args:
+        config: The transformer configuration.
+        ddp_config: A `DistributedDataParallelConfig`; see `settings.FIELDS` for every field.
+        module: The chunk, on its device, in its compute dtype.
+        fsdp_unit_modules: Classes of the units; transformer and Mamba layers when None.
+        disable_bucketing: Not used; there are no buckets.
+        device: Not used; parameters are where the module is.
+        pg_collection: Process groups; Megatron's global ones when None. A group that it does not
+            have, other than those of data-parallel ranks, is one of this rank alone.
+        options: What Megatron's configuration has no field for; what the command line said, or
+            the defaults, when None.
+
+    Attributes:
+        options: What Megatron's configuration has no field for; see `with_options`.
+
+    Raises:
+        RuntimeError: Neither `enable()` was called nor was this package selected by Megatron's
+            command line.
+        FlagError: The configuration asks for something that cannot be honoured.
+        ValueError: The chunk has no parameters, or `pg_collection` lacks a group that it needs.
+    """
+
+    options: Options = Options()
+
+    def __init__(
+        self,
+        config: Any,
+        ddp_config: Any,
+        module: torch.nn.Module,
+        fsdp_unit_modules: list[type] | None = None,
+        disable_bucketing: bool = False,
+        device: torch.device | None = None,
+        pg_collection: Any = None,
+        options: Options | None = None,
+    ) -> None:
+        del disable_bucketing, device
+        require_active()
+        if not ddp_config.use_megatron_fsdp:
+            raise FlagError(
+                "DistributedDataParallelConfig(use_megatron_fsdp=False) builds Megatron's DDP; "
+                "FullyShardedDataParallel needs use_megatron_fsdp=True"
+            )
+        refuse_model_options(config)
+        _BaseDataParallel.__init__(self, config=config, module=module)
+        if options is not None:
+            # What Megatron builds has those of its class.
+            self.options = options
+        self.ddp_config = ddp_config
+        self.settings: ShardingSettings = sharding_settings(ddp_config)
+        if not self._has_command_line:
+            # There, they were said when it was validated.
+            for notice in notices(ddp_config, self.options):
+                self._say(notice)
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
+        device_type = _device_type(module)
+        _check_tensor_groups(groups, config)
+        hybrid = ddp_config.num_distributed_optimizer_instances > 1
+        self._dense = dense_meshes(groups, device_type, is_hybrid=hybrid)
+        self._expert: Meshes | None = None
+        if any(is_expert(param) for param in module.parameters()):
+            self._expert = expert_meshes(groups, device_type, is_hybrid=hybrid)
+        follow_parameters(module)
+        self._shard_units(tuple(fsdp_unit_modules or UNIT_CLASSES))
+        for param in module.parameters():
+            # Megatron's norms, clipping and checkpoints look for this mark to know a DTensor.
+            param.__fsdp_param__ = True  # type: ignore[attr-defined]
+        if config.init_model_with_meta_device:
+            share_late_embeddings(module, groups)
+        self.param_and_grad_buffer = _ParamAndGradBuffer()
+        if ddp_config.nccl_ub and self.options.uses_trace_pool and not register_pool(module):
+            self._say(
+                "--use-nccl-ub: nothing is registered, since gradients and weights do not travel "
+                "over NCCL here"
+            )
+        if not ddp_config.overlap_grad_reduce:
+            # Megatron gives no sign of the last micro-batch; `finish_grad_sync` is that sign.
+            self._root.set_requires_gradient_sync(False)
+
+    def _shard_units(self, unit_classes: tuple[type, ...]) -> None:
+        """Shard experts, then layers, then the rest, so that inner units come first."""
+        settings, dense = self.settings, self._dense
+        shards = tensor_shards(self.module, dense, self._expert)
+        shared, initialise = shared_by_stages(self.module), initialiser(self.config, self.module)
+        # Per-token loss divides by the number of tokens afterwards; otherwise the mean is taken
+        # over the ranks that see different tokens, also where fewer of them share an expert.
+        factor = 1.0 if self.config.calculate_per_token_loss else 1.0 / dense.data.size()
+        strategy = settings.sharding_strategy
+        expert_strategy = self.options.expert_strategy or strategy
+        for unit in plan_units(
+            self.module, unit_classes, dense, self._expert, strategy, expert_strategy
+        ):
+            data = unit.meshes.data
+            if self.options.broadcasts_parameters:
+                broadcast_parameters(unit.module, data.get_all_groups())
+            fully_shard(
+                unit.module,
+                mesh=data,
+                sharding_strategy=unit.strategy,
+                outer_dp_sharding_strategy=settings.outer_sharding_strategy,
+                mp_policy=settings.policy,
+                gradient_scaling_factor=factor,
+                enable_unshard_prefetch=settings.enable_unshard_prefetch,
+                enable_async_reduce_grad=settings.enable_async_reduce_grad,
+                enable_trace_pool=self.options.uses_trace_pool,
+                unshard_prefetch_depth=self.options.unshard_prefetch_depth,
+                max_live_grad_buffers=self.options.max_live_grad_buffers,
+                tensor_shards=shards,
+                separate_params=shared,
+                param_init_fn=initialise,
+            )
+
+    @property
+    def _has_command_line(self) -> bool:
+        return type(self) is not FullyShardedDataParallel
+
+    def _say(self, notice: str) -> None:
+        if not self._has_command_line:
+            warnings.warn(notice, stacklevel=3)
+        elif torch.distributed.get_rank() == 0:
+            sys.stdout.write(f"{notice}\n")
+
+    @property
+    def _root(self) -> FSDPModule:
+        assert isinstance(self.module, FSDPModule)
+        return self.module
+
+    # -- gradients ----------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    @override
+    def no_sync(self) -> Iterator[None]:
+        """Defer what can be deferred of gradient reduction to the first backward after."""
+        with self._root.no_sync():
+            yield
+
+    @override
+    def start_grad_sync(self, *unused: Any) -> None:
+        """Reductions are issued by the units, during the backward."""
+
+    @override
+    def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
+        """Have every gradient reduced and in `param.grad`. Collective.
+
+        Raises:
+            RuntimeError: A gradient is not finite, where Megatron was told to check.
+        """
+        if force_all_reduce:
+            raise RuntimeError(
+                "--save-wgrads-interval asks for unsharded gradients; with sharded gradients "
+                "there are none to save"
+            )
+        self._root.reduce_grad()
+        if self.settings.checks_grads_for_nan:
+            self._check_finite()
+
+    def _check_finite(self) -> None:
+        grads = {
+            name: param.grad.to_local()
+            for name, param in self.module.named_parameters()
+            if param.grad is not None
+        }
+        if not grads:
+            return
+        # The device is asked once for all of them: this runs in every step.
+        are_finite = torch.stack([torch.isfinite(grad).all() for grad in grads.values()])
+        if bool(are_finite.all()):
+            return
+        bad = [
+            name
+            for name, is_finite in zip(grads, are_finite.tolist(), strict=True)
+            if not is_finite
+        ]
+        more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
+        raise RuntimeError(
+            f"gradient of {', '.join(bad[:5])}{more} is not finite on rank "
+            f"{torch.distributed.get_rank()} (--no-check-for-nan-in-loss-and-grad turns this check "
+            "off)"
+        )
+
+    @override
+    def scale_gradients(self, scaling_factor: Any) -> None:
+        """Multiply every gradient, in place."""
+        for param in self.module.parameters():
+            if param.grad is not None:
+                param.grad.to_local().mul_(scaling_factor)
+
+    @override
+    def zero_grad_buffer(self) -> None:
+        """Drop every gradient; the next reduction overwrites."""
+        for param in self.module.parameters():
+            param.grad = None
+
+    # -- parameters ---------------------------------------------------------------------------
+
+    @override
+    def broadcast_params(self) -> None:
+        """Parameters are slices of what every rank built alike; nothing is left to broadcast."""
+
+    def start_param_sync(self, *unused: Any, **kwargs: Any) -> None:
+        """Gathers are issued by the units, during the forward."""
+
+    def synchronize_param_gather(self) -> None:
+        """Units wait for their own gathers."""
+
+    @override
+    def stop_communication(self) -> None:
+        """A backward leaves no communication under way."""
+
+    # -- state --------------------------------------------------------------------------------
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
+        """Copy parameters and buffers in; the next forward uses them."""
+        _BaseDataParallel.load_state_dict(self, state_dict, strict=strict)
+
+
+class _ParamAndGradBuffer:
+    """What Megatron's distributed optimizer asks the wrapper's buffer for."""
+
+    def __init__(self) -> None:
+        self.parameter_groups: list[SimpleNamespace] = []
+
+    def manual_buffer_registration(self) -> None:
+        """Memory is registered where it is given to the trace pool, whenever that is."""
+
+    def copy_main_weights_to_model_weights(self) -> None:
+        """Units bring model weights up to date themselves, in the next forward."""
+
+
+def with_options(options: Options) -> type[FullyShardedDataParallel]:
+    """The wrapper class for a command line: Megatron makes the objects, and knows its own options.
+
+    Args:
+        options: What every object of the class is to know.
+    """
+    name = FullyShardedDataParallel.__name__
+    return type(name, (FullyShardedDataParallel,), {"options": options})
+
+
+def _check_tensor_groups(groups: Any, config: Any) -> None:
+    """See that parts of weights are not taken for whole ones.
+
+    Raises:
+        ValueError: Tensor-parallel ranks hold parts, and their group is missing.
+    """
+    for name, size in (
+        ("tp", config.tensor_model_parallel_size),
+        ("expt_tp", config.expert_tensor_parallel_size),
+    ):
+        if getattr(groups, name, None) is None and (size or 1) > 1:
+            raise ValueError(
+                f"pg_collection has no group {name}, and the model is cut over {size} "
+                "tensor-parallel ranks; set it, or leave pg_collection out to use Megatron's groups"
+            )
+
+
+def _device_type(module: nn.Module) -> str:
+    first = next(module.parameters(), None)
+    if first is None:
+        raise ValueError(
+            "a model chunk without parameters cannot be sharded; give every pipeline stage "
+            "a layer, with a smaller --pipeline-model-parallel-size or another layout"
+        )
+    # Megatron's own calls say where a parameter comes to be that is nowhere yet.
+    return torch.empty(0, device="cuda").device.type if first.is_meta else first.device.type

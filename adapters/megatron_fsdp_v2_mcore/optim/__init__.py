@@ -1,0 +1,1 @@
+"""Megatron's optimizers over sharded parameters."""

@@ -1,0 +1,166 @@
+"""Builds the optimizers of `--optimizer muon` and its like for sharded model chunks.
+
+Megatron's own factory puts every one of them into a wrapper of its own for whole parameters. Here
+all are stepped by `ShardedOptimizer`, the matrices by classes that share the work between ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import megatron.core.optimizer as megatron_optimizers
+from emerging_optimizers.scalar_optimizers import Lion
+from megatron.core.optimizer import emerging_optimizers as registry
+from megatron.core.optimizer.grad_scaler import ConstantGradScaler
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import nn
+
+from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
+from megatron_fsdp_v2_mcore.optim.lion import ShardedLion
+from megatron_fsdp_v2_mcore.optim.muon import sharded_class
+from megatron_fsdp_v2_mcore.optim.muon_chain import (
+    FSDPMuonChainedOptimizer,
+    ShardedEmergingOptimizer,
+)
+
+__all__ = ["build_emerging_optimizer"]
+
+_QKV = "linear_qkv.weight"
+
+
+def build_emerging_optimizer(
+    original: Callable[..., Any],
+    config: Any,
+    model_chunks: Sequence[nn.Module],
+    config_overrides: dict[Any, Any] | None = None,
+    pg_collection: Any = None,
+) -> Any:
+    """Build the optimizer of a model: one for its matrices, another for all other parameters.
+
+    Args:
+        original: Megatron's factory, for models that are not sharded by this package.
+        config: Megatron's `OptimizerConfig`.
+        model_chunks: Wrapped model chunks of this rank.
+        config_overrides: Options of parameters, by what they match; Megatron's standard ones when
+            None.
+        pg_collection: Process groups; Megatron's when None.
+
+    Raises:
+        ValueError: The optimizer cannot step sharded parameters.
+    """
+    if not any(isinstance(p, UnevenDTensor) for chunk in model_chunks for p in chunk.parameters()):
+        return original(config, model_chunks, config_overrides, pg_collection)
+    name = config.optimizer
+    if name not in registry._EMERGING_OPTIMIZERS:
+        raise ValueError(f"optimizer {name!r} is none that Megatron registers; use 'muon'")
+    if config.fp16:
+        raise ValueError(f"optimizer {name!r} cannot be used with fp16; use bf16")
+    if config.use_layer_wise_distributed_optimizer:
+        raise ValueError(
+            "use_layer_wise_distributed_optimizer cannot be used with sharded parameters; leave it "
+            "out: matrices are spread over the ranks without it"
+        )
+    _tag_fused_projections(model_chunks)
+    if config_overrides is None:
+        config_overrides = megatron_optimizers.get_standard_config_overrides(config)
+    overrides = {**config_overrides, **_default_overrides(config)}
+    by_optimizer: dict[str, list[dict[str, Any]]] = {}
+    for group in megatron_optimizers._get_param_groups(list(model_chunks), config, overrides):
+        by_optimizer.setdefault(group.get("optimizer", name), []).append(group)
+    groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
+    return FSDPMuonChainedOptimizer(
+        [
+            _build_part(config, model_chunks, chosen, param_groups, groups)
+            for chosen, param_groups in by_optimizer.items()
+        ]
+    )
+
+
+def _tag_fused_projections(model_chunks: Sequence[nn.Module]) -> None:
+    """Mark weights of fused queries, keys and values, as Megatron does where it splits them.
+
+    It looks at a tensor-parallel rank's part, whose rows need not be whole groups of heads.
+    """
+    for chunk in model_chunks:
+        for name, param in chunk.named_parameters():
+            if _QKV not in name or param.ndim != 2 or not isinstance(param, UnevenDTensor):
+                continue
+            split = registry._get_qkv_split_shapes(chunk.config)
+            if param.part_shape[0] % sum(split) == 0:
+                param.is_qkv = True  # type: ignore[attr-defined]
+                param.qkv_split_shapes = split  # type: ignore[attr-defined]
+
+
+def _default_overrides(config: Any) -> dict[Any, Any]:
+    """Which parameters are left to another optimizer, and to which."""
+    entry = registry._EMERGING_OPTIMIZERS[config.optimizer]
+    overrides: dict[Any, Any] = copy.deepcopy(entry.default_param_overrides)
+    if config.optimizer in ("muon", "adaptive_muon"):
+        for override in overrides.values():
+            if override.get("optimizer") in ("adam", "lion"):
+                override["optimizer"] = config.muon_scalar_optimizer
+    return overrides
+
+
+def _build_part(
+    config: Any,
+    model_chunks: Sequence[nn.Module],
+    name: str,
+    param_groups: list[dict[str, Any]],
+    groups: Any,
+) -> Any:
+    """One optimizer of the chain, with its parameter groups."""
+    if name == config.optimizer:
+        optimizer = _primary(config, param_groups, model_chunks, groups)
+    elif name == "lion":
+        betas = (config.lion_beta1, config.lion_beta2)
+        optimizer = ShardedLion(param_groups, config.lr, betas, config.weight_decay)
+    else:
+        own = copy.copy(config)
+        own.optimizer, own.use_distributed_optimizer = name, True
+        # Megatron's function makes its class `DistributedOptimizer`, which is ours by then.
+        part = megatron_optimizers._get_megatron_optimizer_based_on_param_groups(
+            config=own,
+            model_chunks=list(model_chunks),
+            param_groups=param_groups,
+            pg_collection=groups,
+        )
+        # A chain wants one configuration for all its optimizers.
+        part.config = config
+        return part
+    part = ShardedEmergingOptimizer(
+        optimizer,
+        config,
+        ConstantGradScaler(config.loss_scale) if config.loss_scale else None,
+        registry._EMERGING_OPTIMIZERS[name].init_state_fn,
+        model_chunks=list(model_chunks),
+        per_model_buffers=None,
+        data_parallel_group=None,
+        data_parallel_group_gloo=None,
+        data_parallel_group_idx=0,
+        distributed_optimizer_instance_id=0,
+    )
+    part.tp_group = groups.tp
+    part.expert_tp_group = getattr(groups, "expt_tp", groups.tp)
+    return part
+
+
+def _primary(
+    config: Any, param_groups: list[dict[str, Any]], model_chunks: Sequence[nn.Module], groups: Any
+) -> Any:
+    """The optimizer that `config.optimizer` names."""
+    name = config.optimizer
+    entry = registry._EMERGING_OPTIMIZERS[name]
+    if entry.config_to_kwargs is not None:
+        options = entry.config_to_kwargs(config, model_chunks, groups)
+    else:
+        options = registry._kwargs_from_config(entry.optimizer_cls, name, config)
+        if "betas" in inspect.signature(entry.optimizer_cls).parameters:
+            options["betas"] = (config.adam_beta1, config.adam_beta2)
+    cls = (
+        ShardedLion if issubclass(entry.optimizer_cls, Lion) else sharded_class(entry.optimizer_cls)
+    )
+    return cls(param_groups, **options)

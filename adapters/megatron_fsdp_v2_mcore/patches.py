@@ -1,0 +1,561 @@
+"""Every point where Megatron is hooked: what, why, whether it fits, and how to undo it.
+
+Nothing of Megatron is replaced anywhere else. `install()` checks every seam against the
+installed version before it touches one. Seams marked `selected` take effect only when the
+command line selects this package; until then Megatron behaves as it does alone. `enable()` is for
+scripts without Megatron's command line: those of `megatron.core` take effect at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import inspect
+import json
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_fsdp_v2_mcore.activation import is_active, set_active
+from megatron_fsdp_v2_mcore.flags.arguments import (
+    accepted_by_megatron,
+    add_arguments,
+    check_after,
+    check_before,
+    check_no_yaml,
+    is_enabled,
+)
+from megatron_fsdp_v2_mcore.flags.options import Options
+from megatron_fsdp_v2_mcore.flags.settings import notices
+
+__all__ = ["SEAMS", "Seam", "command", "enable", "install", "uninstall"]
+
+SUPPORTED = "0.19"
+
+
+@dataclass(frozen=True, slots=True)
+class Seam:
+    """One attribute of Megatron that is replaced.
+
+    Attributes:
+        name: Short name.
+        target: `module:attribute`.
+        reason: Why it has to be replaced.
+        parameters: Leading parameter names that the original must have.
+        replace: Makes the replacement from the original.
+        selected: Whether it waits for the command line to select this package.
+        optional: Whether a Megatron without the module is fine: `megatron.training` is missing
+            from some installations of megatron-core.
+    """
+
+    name: str
+    target: str
+    reason: str
+    parameters: tuple[str, ...]
+    replace: Callable[[Any], Any]
+    selected: bool = False
+    optional: bool = True
+
+
+def _with_our_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
+    def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        return add_arguments(original(parser))
+
+    return add_megatron_arguments
+
+
+def _with_our_checks(original: Callable[..., Any]) -> Callable[..., Any]:
+    def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
+        check_before(args)
+        if not is_enabled(args):
+            return original(args, *rest, **kwargs)
+        options = Options.from_args(args)
+        # Megatron turns on by itself what some of them name.
+        said = notices(args, options)
+        with accepted_by_megatron(args):
+            result = original(args, *rest, **kwargs)
+        check_after(args)
+        if args.rank == 0:
+            sys.stdout.write("".join(f"{notice}\n" for notice in said))
+        _STATE.options = options
+        _STATE.apply(selected=True)
+        return result
+
+    return validate_args
+
+
+def _with_our_check_of_files(original: Callable[..., Any]) -> Callable[..., Any]:
+    def validate_yaml(args: Any, *rest: Any, **kwargs: Any) -> Any:
+        check_no_yaml(args, sys.argv)
+        return original(args, *rest, **kwargs)
+
+    return validate_yaml
+
+
+def _our_start(original: Any) -> Any:
+    return importlib.import_module("megatron_fsdp_v2_mcore.restarts").in_fresh_store(original)
+
+
+def _our_wrapper(original: Any) -> Any:
+    del original
+    return importlib.import_module("megatron_fsdp_v2_mcore.model.wrapper").with_options(
+        _STATE.options
+    )
+
+
+def _our_optimizer(original: Any) -> Any:
+    del original
+    return importlib.import_module("megatron_fsdp_v2_mcore.optim.optimizer").ShardedOptimizer
+
+
+def _our_optimizer_checks(original: Any) -> Any:
+    return importlib.import_module("megatron_fsdp_v2_mcore.optim.optimizer").with_checks(original)
+
+
+def _our_emerging_optimizer(original: Any) -> Any:
+    def build(config: Any, model_chunks: Any, *args: Any, **kwargs: Any) -> Any:
+        # Imported when it is asked for: other optimizers need no emerging_optimizers.
+        factory = importlib.import_module("megatron_fsdp_v2_mcore.optim.optimizer_factory")
+        return factory.build_emerging_optimizer(original, config, model_chunks, *args, **kwargs)
+
+    return build
+
+
+def _our_params_norm(original: Any) -> Any:
+    return importlib.import_module("megatron_fsdp_v2_mcore.optim.optimizer").params_l2_norm(
+        original
+    )
+
+
+def _our_embedding_grads(original: Any) -> Any:
+    module = importlib.import_module("megatron_fsdp_v2_mcore.model.embedding_grads")
+    return module.add_up_embedding_grads(original)
+
+
+def _our_end_of_backward(original: Any) -> Any:
+    if not _STATE.options.logs_parameter_norms:
+        return original
+    return importlib.import_module("megatron_fsdp_v2_mcore.optim.param_norms").log_grads(original)
+
+
+def _our_training_log(original: Any) -> Any:
+    if not _STATE.options.logs_parameter_norms:
+        return original
+    return importlib.import_module("megatron_fsdp_v2_mcore.optim.param_norms").log_norms(original)
+
+
+def _our_state_dict(original: Any) -> Any:
+    return importlib.import_module("megatron_fsdp_v2_mcore.checkpoint.state_dict").with_chunks(
+        original
+    )
+
+
+def _our_saving(original: Any) -> Any:
+    return importlib.import_module("megatron_fsdp_v2_mcore.checkpoint.state_dict").save_by_model(
+        original
+    )
+
+
+def _our_loading(original: Any) -> Any:
+    state_dict = importlib.import_module("megatron_fsdp_v2_mcore.checkpoint.state_dict")
+    torch_dist = importlib.import_module("megatron_fsdp_v2_mcore.checkpoint.torch_dist.loading")
+    return torch_dist.with_torch_dist(state_dict.load_by_model(original))
+
+
+def _our_weight_check(original: Any) -> Any:
+    return importlib.import_module("megatron_fsdp_v2_mcore.model.weight_hashes").compare_replicas(
+        original
+    )
+
+
+def _our_async_strategy(original: Any) -> Any:
+    return importlib.import_module("megatron_fsdp_v2_mcore.checkpoint.async_saving").by_threads(
+        original
+    )
+
+
+SEAMS: tuple[Seam, ...] = (
+    Seam(
+        "arguments",
+        "megatron.training.arguments:add_megatron_arguments",
+        "adds --use-fsdp-fully-shard-api to the command line",
+        ("parser",),
+        _with_our_arguments,
+    ),
+    Seam(
+        "validation",
+        "megatron.training.arguments:validate_args",
+        "refuses by name what cannot be honoured, and applies the seams below when selected",
+        ("args",),
+        _with_our_checks,
+    ),
+    Seam(
+        "validation-of-files",
+        "megatron.training.yaml_arguments:validate_yaml",
+        "--yaml-cfg goes past the validation of arguments; refused where this package is selected",
+        ("args",),
+        _with_our_check_of_files,
+    ),
+    Seam(
+        "start",
+        "megatron.training.initialize:_initialize_distributed",
+        "torchrun restarts workers beside the store of the last start, where gloo and NCCL would "
+        "find addresses of ranks that are gone; with --max-restarts every start has its own keys",
+        ("get_embedding_ranks", "get_position_embedding_ranks", "store"),
+        _our_start,
+        selected=True,
+    ),
+    Seam(
+        "wrapper",
+        "megatron.training.training:megatron_FSDP",
+        "the class get_model wraps model chunks in",
+        ("config", "ddp_config", "module"),
+        _our_wrapper,
+        selected=True,
+    ),
+    Seam(
+        "wrapper-of-builders",
+        "megatron.training.models.dist_utils:FullyShardedDataParallel",
+        "the class model builders wrap model chunks in",
+        ("config", "ddp_config", "module"),
+        _our_wrapper,
+        selected=True,
+    ),
+    Seam(
+        "optimizer",
+        "megatron.core.optimizer:DistributedOptimizer",
+        "the class that steps main weights: gradient statistics count replicated elements once, "
+        "whatever the strategy",
+        ("optimizer", "config", "grad_scaler"),
+        _our_optimizer,
+        selected=True,
+        optional=False,
+    ),
+    Seam(
+        "optimizer-options",
+        "megatron.core.optimizer:_get_megatron_optimizer_based_on_param_groups",
+        "options of OptimizerConfig that cannot step sharded parameters are refused by name",
+        ("config", "model_chunks", "param_groups"),
+        _our_optimizer_checks,
+        selected=True,
+        optional=False,
+    ),
+    Seam(
+        "emerging-optimizer",
+        "megatron.core.optimizer:_get_megatron_emerging_optimizer",
+        "the factory of --optimizer muon and its like: Megatron's classes take a rank's rows for "
+        "whole matrices",
+        ("config", "model_chunks", "config_overrides", "pg_collection"),
+        _our_emerging_optimizer,
+        selected=True,
+        optional=False,
+    ),
+    Seam(
+        "params-norm",
+        "megatron.training.training:calc_params_l2_norm",
+        "Megatron sums squares of DTensors over their meshes only: other pipeline stages and "
+        "experts are left out, tensor-parallel copies counted again",
+        ("model",),
+        _our_params_norm,
+        selected=True,
+    ),
+    Seam(
+        "embedding-grads",
+        "megatron.core.distributed.finalize_model_grads:_allreduce_embedding_grad",
+        "Megatron sums a tied embedding's gradient over pipeline stages and then assigns a plain "
+        "tensor to the gradient of a DTensor",
+        ("model", "embd_group", "pp_group", "weight_getter"),
+        _our_embedding_grads,
+        selected=True,
+        optional=False,
+    ),
+    Seam(
+        "end-of-backward",
+        "megatron.training.training:finalize_model_grads",
+        "--log-per-param-norm: where gradients are final and not clipped yet; else as it is",
+        ("model",),
+        _our_end_of_backward,
+        selected=True,
+    ),
+    Seam(
+        "training-log",
+        "megatron.training.training:training_log",
+        "--log-per-param-norm: where an iteration is logged; else as it is",
+        ("loss_dict", "total_loss_dict", "learning_rate", "iteration"),
+        _our_training_log,
+        selected=True,
+    ),
+    Seam(
+        "checkpoint-entries",
+        "megatron.training.checkpointing:preprocess_fsdp_dtensor_state_dict",
+        "Megatron names what it saves by a rank's own numbers of layers and stages, and splits "
+        "fused layers by attributes of its own buffers: other parallel sizes would load other "
+        "layers",
+        ("args", "raw_state_dict", "model"),
+        _our_saving,
+        selected=True,
+    ),
+    Seam(
+        "checkpoint-chunks",
+        "megatron.training.checkpointing:generate_state_dict",
+        "the function above is given the first of a rank's model chunks only, and all have to be "
+        "named",
+        ("args", "model"),
+        _our_state_dict,
+        selected=True,
+    ),
+    Seam(
+        "checkpoint-loading",
+        "megatron.training.checkpointing:_load_base_checkpoint",
+        "Megatron neither compares a checkpoint with the model nor knows where the values of "
+        "virtual stages are; a file of another model would load in part. A torch_dist checkpoint "
+        "of its own optimizer it cannot load into shards at all",
+        ("load_dir", "args", "rank0", "sharded_state_dict"),
+        _our_loading,
+        selected=True,
+    ),
+    Seam(
+        "weight-check",
+        "megatron.training.training:check_param_hashes_across_dp_replicas",
+        "Megatron compares what ranks hold of a parameter, and they hold other rows of it",
+        ("model", "cross_check"),
+        _our_weight_check,
+        selected=True,
+    ),
+    Seam(
+        "async-save",
+        "megatron.training.checkpointing:get_async_strategy",
+        "Megatron's worker processes write into the folder of the checkpoint itself, and of "
+        "fsdp_dtensor checkpoints with NVIDIA's resiliency extension only",
+        ("async_strategy", "module"),
+        _our_async_strategy,
+        selected=True,
+    ),
+    Seam(
+        "async-save-queue",
+        "megatron.training.async_utils:get_async_strategy",
+        "where the queue of saves that are to be finalized comes from",
+        ("async_strategy", "module"),
+        _our_async_strategy,
+        selected=True,
+    ),
+)
+
+
+class _Installation:
+    """Which seams are in place, with their originals."""
+
+    def __init__(self) -> None:
+        self.is_installed = False
+        self.options = Options()
+        self._originals: list[tuple[Any, str, Any]] = []
+
+    def apply(self, *, selected: bool, seams: Iterable[Seam] = SEAMS) -> None:
+        """Replace the seams of one kind; all of them or, if one does not fit, none."""
+        done = {(id(owner), attribute) for owner, attribute, _ in self._originals}
+        for seam in seams:
+            if seam.selected is not selected:
+                continue
+            found = find_target(seam)
+            if found is None:
+                continue
+            owner, attribute = found
+            if (id(owner), attribute) in done:
+                continue
+            original = getattr(owner, attribute)
+            setattr(owner, attribute, seam.replace(original))
+            self._originals.append((owner, attribute, original))
+        if selected:
+            set_active(active=True)
+
+    def undo(self) -> None:
+        """Put everything back, last replacement first."""
+        while self._originals:
+            owner, attribute, original = self._originals.pop()
+            setattr(owner, attribute, original)
+        self.is_installed = False
+        set_active(active=False)
+
+
+_STATE = _Installation()
+
+
+def megatron_version() -> str:
+    """The installed version of megatron-core.
+
+    Raises:
+        RuntimeError: It is not installed.
+    """
+    try:
+        return importlib.metadata.version("megatron-core")
+    except importlib.metadata.PackageNotFoundError:
+        pass
+    try:
+        return str(importlib.import_module("megatron.core").__version__)
+    except ImportError as error:
+        raise RuntimeError(
+            "megatron-core is not installed; install megatron-fsdp-v2[megatron]"
+        ) from error
+
+
+def find_target(seam: Seam) -> tuple[Any, str] | None:
+    """The object a seam's attribute belongs to, and the attribute; None without the module.
+
+    Raises:
+        RuntimeError: The module is there and the attribute is not.
+    """
+    module_name, _, path = seam.target.partition(":")
+    try:
+        owner: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if seam.optional and (error.name or "").startswith("megatron.training"):
+            return None
+        raise
+    *parents, attribute = path.split(".")
+    for parent in parents:
+        owner = getattr(owner, parent, None)
+    if not hasattr(owner, attribute):
+        raise RuntimeError(_misfit(seam, f"there is no {seam.target}"))
+    return owner, attribute
+
+
+def _misfit(seam: Seam, problem: str) -> str:
+    return (
+        f"seam {seam.name!r} does not fit: {problem}. Installed is megatron-core "
+        f"{megatron_version()}; supported is {SUPPORTED}.x"
+    )
+
+
+def check_seam(seam: Seam) -> None:
+    """Find out whether a seam fits the installed Megatron.
+
+    Raises:
+        RuntimeError: It does not.
+    """
+    found = find_target(seam)
+    if found is None:
+        return
+    # A class's signature is that of its constructor, without self.
+    names = list(inspect.signature(getattr(*found)).parameters)
+    if tuple(names[: len(seam.parameters)]) != seam.parameters:
+        raise RuntimeError(
+            _misfit(
+                seam,
+                f"{seam.target} takes ({', '.join(names)}), expected "
+                f"({', '.join(seam.parameters)}, ...)",
+            )
+        )
+
+
+def install() -> None:
+    """Hook this package into Megatron, before Megatron parses its arguments.
+
+    Calling it again is harmless.
+
+    Raises:
+        RuntimeError: The installed Megatron is of another version, a seam does not fit, or the
+            arguments were parsed already. Nothing is changed then.
+    """
+    if _STATE.is_installed:
+        return
+    _check_version()
+    global_vars = sys.modules.get("megatron.training.global_vars")
+    if global_vars is not None and getattr(global_vars, "_GLOBAL_ARGS", None) is not None:
+        raise RuntimeError(
+            "Megatron has parsed its arguments already; call megatron_fsdp_v2_mcore.install() first"
+        )
+    for seam in SEAMS:
+        check_seam(seam)
+    _STATE.apply(selected=False)
+    _STATE.is_installed = True
+
+
+def enable() -> None:
+    """Hook this package into `megatron.core`, for a script that does not use `megatron.training`.
+
+    To be called once, before a model is wrapped in `FullyShardedDataParallel`. From then on
+    `get_megatron_optimizer` and `finalize_model_grads` of `megatron.core` know sharded models;
+    what they do with any other model is as before. Nothing of `megatron.training` is imported or
+    replaced. Calling it again is harmless; `uninstall()` undoes it.
+
+    Raises:
+        RuntimeError: The installed Megatron is of another version, or a seam does not fit. Nothing
+            is changed then.
+    """
+    _check_version()
+    seams = [seam for seam in SEAMS if seam.selected and seam.target.startswith("megatron.core.")]
+    if not is_active():
+        for seam in seams:
+            check_seam(seam)
+    _STATE.apply(selected=True, seams=seams)
+
+
+def _check_version() -> None:
+    version = megatron_version()
+    if not (version == SUPPORTED or version.startswith(f"{SUPPORTED}.")):
+        raise RuntimeError(
+            f"megatron-core {version} is installed; megatron_fsdp_v2_mcore supports {SUPPORTED}.x"
+        )
+
+
+def uninstall() -> None:
+    """Put everything in Megatron back as it was."""
+    _STATE.undo()
+
+
+class _SeamsCommand:
+    """`megatron-fsdp-v2 seams`."""
+
+    help = "list where Megatron is hooked, why, and whether each point fits"
+
+    def configure(self, parser: argparse.ArgumentParser) -> None:
+        """Add the subcommand's arguments."""
+        parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Print the table; return 1 if some seam does not fit."""
+        rows = [_describe(seam) for seam in SEAMS]
+        if args.json:
+            versions = {"megatron_core": megatron_version(), "supported": f"{SUPPORTED}.x"}
+            text = json.dumps({**versions, "seams": rows}, indent=2)
+        else:
+            text = "\n".join(
+                [f"megatron-core {megatron_version()} (supported: {SUPPORTED}.x)", ""]
+                + [
+                    f"{row['name']}\n  target  {row['target']}\n  reason  {row['reason']}\n"
+                    f"  when    {row['when']}\n  check   {row['check']}\n"
+                    f"  undo    {row['undo']}\n"
+                    for row in rows
+                ]
+            )
+        sys.stdout.write(f"{text}\n")
+        return 0 if all(row["check"] in ("fits", "not there") for row in rows) else 1
+
+
+def _describe(seam: Seam) -> dict[str, str]:
+    try:
+        check_seam(seam)
+        result = "fits" if find_target(seam) is not None else "not there"
+    except RuntimeError as error:
+        result = str(error)
+    return {
+        "name": seam.name,
+        "target": seam.target,
+        "reason": seam.reason,
+        "when": _when(seam),
+        "check": result,
+        "undo": "uninstall() puts the original back",
+    }
+
+
+def _when(seam: Seam) -> str:
+    if not seam.selected:
+        return "installed"
+    if seam.target.startswith("megatron.core."):
+        return "selected by the command line, or enabled"
+    return "selected by the command line"
+
+
+command = _SeamsCommand()

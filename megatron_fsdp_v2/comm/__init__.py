@@ -1,0 +1,1 @@
+"""Collectives, and all that differs between devices."""

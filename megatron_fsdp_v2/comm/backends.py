@@ -1,0 +1,389 @@
+"""How devices differ: processes with gloo on a CPU, streams with NCCL on CUDA.
+
+This is the only file that knows, versions of torch aside: those are in `comm/calls.py`. The
+interface is in `comm/interface.py`; which stream waits for
+which is in `comm/streams.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_fsdp_v2.comm.calls import all_gather_single, reduce_scatter_single
+from megatron_fsdp_v2.comm.errors import Label
+from megatron_fsdp_v2.comm.interface import (
+    DONE,
+    Axis,
+    Communicator,
+    Lane,
+    Ticket,
+    gather_alone,
+    store,
+)
+from megatron_fsdp_v2.comm.streams import Stream, StreamCommunicator
+from megatron_fsdp_v2.memory.registered_memory import Registrar
+
+__all__ = [
+    "CpuCommunicator",
+    "CudaStreams",
+    "NcclCollectives",
+    "NcclRegistrar",
+    "communicator_for",
+    "registrar_for",
+]
+
+
+_CHUNK = 1 << 14
+"""Elements summed at a time where the sum is not made in place."""
+
+
+class _WorkTicket:
+    """An asynchronous operation of a CPU process group, and what to do with its result."""
+
+    __slots__ = ("_axis", "_finish", "_keep", "_kind", "_label", "_work")
+
+    def __init__(
+        self,
+        work: Any,
+        finish: Callable[[], None] | None,
+        keep: tuple[Any, ...],
+        kind: str,
+        label: Label,
+        axis: Axis,
+    ) -> None:
+        self._work = work
+        self._finish = finish
+        self._keep = keep
+        self._kind = kind
+        self._label = label
+        self._axis = axis
+
+    def wait(self) -> None:
+        if self._work is None:
+            return
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise self._label.failure(self._kind, self._axis.group, error) from error
+        self._work = None
+        if self._finish is not None:
+            self._finish()
+        self._finish = None
+        self._keep = ()
+
+
+class CpuCommunicator:
+    """Collectives of a CPU process group (gloo).
+
+    Args:
+        label: What they are for, where they fail.
+    """
+
+    def __init__(self, label: Label | None = None) -> None:
+        self.label = label or Label()
+
+    def labelled(self, label: Label) -> CpuCommunicator:
+        """See `Communicator.labelled`."""
+        return CpuCommunicator(label)
+
+    def all_gather(
+        self, output: torch.Tensor, shard: torch.Tensor, axis: Axis, lane: Lane, *, async_op: bool
+    ) -> Ticket:
+        """See `Communicator.all_gather`."""
+        del lane
+        if axis.size == 1:
+            gather_alone(output, shard)
+            return DONE
+        return self._issue(
+            "all-gather",
+            axis,
+            (output, shard),
+            async_op,
+            None,
+            all_gather_single,
+            output,
+            shard,
+        )
+
+    def reduce_scatter(
+        self,
+        into: torch.Tensor,
+        full: torch.Tensor,
+        axis: Axis,
+        lane: Lane,
+        *,
+        scale: float,
+        accumulate: bool,
+        async_op: bool,
+    ) -> Ticket:
+        """See `Communicator.reduce_scatter`.
+
+        Gloo's reduce-scatter is several times slower than an all-to-all of the same bytes. The
+        sum is made here, in rank order and in `into`'s dtype, whatever the dtype on the wire.
+        """
+        del lane
+        if axis.size == 1:
+            store(into, full, scale, accumulate)
+            return DONE
+        # One's own piece does not travel, so that what is received is less than the whole.
+        numels = [full.numel() // axis.size if r != axis.rank else 0 for r in range(axis.size)]
+        matrix = full.view(axis.size, -1)
+        end = _move_to_end(matrix, axis.rank)
+        received = full.new_empty(sum(numels))
+        sent = matrix[1:] if end == 0 else matrix[:-1]
+        pieces = list(received.view(axis.size - 1, -1))
+        pieces.insert(axis.rank, matrix[end])
+
+        def finish() -> None:
+            _sum_into(into, pieces, scale, accumulate)
+            # Gloo's own thread lets go of it only when it gets to run again.
+            received.untyped_storage().resize_(0)
+
+        return self._issue(
+            "reduce-scatter",
+            axis,
+            (full,),
+            async_op,
+            finish,
+            dist.all_to_all_single,
+            received,
+            sent.view(-1),
+            numels,
+            numels,
+        )
+
+    def all_reduce(
+        self,
+        into: torch.Tensor,
+        full: torch.Tensor,
+        axis: Axis,
+        lane: Lane,
+        *,
+        scale: float,
+        accumulate: bool,
+        async_op: bool,
+    ) -> Ticket:
+        """See `Communicator.all_reduce`."""
+        del lane
+        if axis.size == 1:
+            store(into, full, scale, accumulate)
+            return DONE
+
+        def finish() -> None:
+            store(into, full, scale, accumulate)
+
+        return self._issue(
+            "all-reduce", axis, (full, into), async_op, finish, dist.all_reduce, full
+        )
+
+    def all_to_all(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        received_numels: Sequence[int],
+        sent_numels: Sequence[int],
+        axis: Axis,
+        lane: Lane,
+        *,
+        async_op: bool,
+    ) -> Ticket:
+        """See `Communicator.all_to_all`."""
+        del lane
+        return self._issue(
+            "all-to-all",
+            axis,
+            (received, sent),
+            async_op,
+            None,
+            dist.all_to_all_single,
+            received,
+            sent,
+            list(received_numels),
+            list(sent_numels),
+        )
+
+    def flush(self) -> None:
+        """Nothing is queued anywhere but in tickets."""
+
+    def _issue(
+        self,
+        kind: str,
+        axis: Axis,
+        keep: tuple[Any, ...],
+        async_op: bool,
+        finish: Callable[[], None] | None,
+        operation: Callable[..., Any],
+        *operands: Any,
+    ) -> Ticket:
+        """Start an operation of torch's; `finish` makes the result of what arrived."""
+        try:
+            work = operation(*operands, group=axis.group, async_op=True)
+        except RuntimeError as error:
+            raise self.label.failure(kind, axis.group, error) from error
+        ticket = _WorkTicket(work, finish, keep, kind, self.label, axis)
+        if not async_op:
+            ticket.wait()
+        return ticket
+
+
+def _move_to_end(pieces: torch.Tensor, index: int) -> int:
+    """Bring one row to the nearer end of a matrix, the others keep their order; return where."""
+    end = 0 if index < len(pieces) / 2 else len(pieces) - 1
+    if index == end:
+        return end
+    own = pieces[index].clone()
+    towards = 1 if end > index else -1
+    for position in range(index, end, towards):
+        pieces[position].copy_(pieces[position + towards])
+    pieces[end].copy_(own)
+    return end
+
+
+def _sum_into(
+    into: torch.Tensor, pieces: list[torch.Tensor], scale: float, accumulate: bool
+) -> None:
+    """Store or add `scale` times the sum of pieces, made in their order in `into`'s dtype.
+
+    What the pieces hold may be used up.
+    """
+    if not accumulate:
+        into.copy_(pieces[0])
+        for piece in pieces[1:]:
+            into.add_(piece)
+        if scale != 1.0:
+            into.mul_(scale)
+        return
+    tensors = (torch.split(tensor, _CHUNK) for tensor in (into, *pieces))
+    for target, first, *others in zip(*tensors, strict=True):
+        # A sum in another dtype is a copy; of a chunk, it is a small one.
+        total = first.to(target.dtype)
+        for other in others:
+            total.add_(other)
+        target.add_(total, alpha=scale)
+
+
+class CudaStreams:
+    """Streams of the current CUDA device. See `streams.StreamDevice`."""
+
+    def new_stream(self, name: str) -> Stream:
+        """Make a stream whose work goes before computation where both are ready."""
+        del name
+        # Computation waits for communication, never the other way round for long.
+        stream: Stream = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
+        return stream
+
+    def current_stream(self) -> Stream:
+        """The stream that operations are queued on now."""
+        return torch.cuda.current_stream()
+
+    def use(self, stream: Stream) -> contextlib.AbstractContextManager[Any]:
+        """Queue operations on a stream while the context lasts."""
+        assert isinstance(stream, torch.cuda.Stream)
+        return torch.cuda.stream(stream)
+
+
+class NcclCollectives:
+    """Collectives of NCCL on the current stream. See `streams.Collectives`."""
+
+    @property
+    def scaled_dtypes(self) -> frozenset[torch.dtype]:
+        """NCCL multiplies these before it sums.
+
+        bf16 is multiplied before it is handed over, so that the sum stays in the range of its
+        terms whatever the algorithm NCCL picks.
+        """
+        return frozenset((torch.float32, torch.float16, torch.float64))
+
+    def all_gather(self, output: torch.Tensor, shard: torch.Tensor, axis: Axis) -> None:
+        """Fill `output` with the shards of all ranks."""
+        all_gather_single(output, shard, group=axis.group)
+
+    def reduce_scatter(
+        self, output: torch.Tensor, full: torch.Tensor, axis: Axis, scale: float
+    ) -> None:
+        """Fill `output` with `scale` times the sum over ranks of this rank's slice of `full`."""
+        reduce_scatter_single(output, full, op=_scaled_sum(scale), group=axis.group)
+
+    def all_reduce(self, full: torch.Tensor, axis: Axis, scale: float) -> None:
+        """Replace `full` by `scale` times its sum over ranks."""
+        dist.all_reduce(full, op=_scaled_sum(scale), group=axis.group)
+
+    def all_to_all(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        received_numels: Sequence[int],
+        sent_numels: Sequence[int],
+        axis: Axis,
+    ) -> None:
+        """Send every rank its part of `sent`, and receive what all have for this one."""
+        dist.all_to_all_single(
+            received, sent, list(received_numels), list(sent_numels), group=axis.group
+        )
+
+
+def _scaled_sum(scale: float) -> Any:
+    if scale == 1.0:
+        return dist.ReduceOp.SUM
+    return dist._make_nccl_premul_sum(scale)  # type: ignore[attr-defined]
+
+
+class NcclRegistrar:
+    """Memory of NCCL's own allocator, registered rank by rank. See `Registrar`.
+
+    Windows (symmetric registration) are left out: all ranks would have to make them at one moment,
+    and a rank may plan its gradients at another one than the others.
+    """
+
+    def new_pool(self, group: dist.ProcessGroup, device: torch.device) -> Any:
+        """A pool of NCCL's allocator."""
+        return torch.cuda.MemPool(_nccl(group, device).mem_allocator)
+
+    def allocate(self, pool: Any, nbytes: int, device: torch.device) -> torch.Tensor:
+        """A flat block of bytes from a pool."""
+        with torch.cuda.use_mem_pool(pool, device):
+            return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    def register(self, pool: Any, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Tell a communicator of all memory of a pool."""
+        _nccl(group, device).register_mem_pool(pool)
+
+    def deregister(self, pool: Any, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Take that back."""
+        _nccl(group, device).deregister_mem_pool(pool)
+
+
+def _nccl(group: dist.ProcessGroup, device: torch.device) -> Any:
+    return group._get_backend(device)
+
+
+def registrar_for(device: torch.device) -> Registrar | None:
+    """What registers memory of a device; None where nothing has to be registered."""
+    return NcclRegistrar() if device.type == "cuda" else None
+
+
+@functools.cache
+def _cuda_communicator(device: torch.device) -> StreamCommunicator:
+    # One for all units: streams come from a pool of 32, and with three for every unit a lane of
+    # one unit would share its stream with another lane of another unit.
+    with torch.cuda.device(device):
+        return StreamCommunicator(CudaStreams(), NcclCollectives())
+
+
+def communicator_for(device: torch.device) -> Communicator:
+    """The communicator for a device; on CUDA one for all that is sharded on that device.
+
+    Raises:
+        ValueError: The device type is neither `cpu` nor `cuda`.
+    """
+    if device.type == "cpu":
+        return CpuCommunicator()
+    if device.type == "cuda":
+        return _cuda_communicator(device)
+    raise ValueError(f"fully_shard runs on 'cuda' and 'cpu' meshes, got {device.type!r}")

@@ -1,0 +1,181 @@
+"""What collectives look like to the rest of the core: issue, get a ticket, wait."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+import torch.distributed as dist
+
+from megatron_fsdp_v2.comm.errors import Label
+
+__all__ = ["DONE", "Axis", "Communicator", "Lane", "Ticket", "gather_alone", "store"]
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One axis of the data-parallel mesh as this rank sees it.
+
+    Attributes:
+        group: Its process group.
+        size: Ranks along it.
+        rank: This rank's coordinate on it.
+    """
+
+    group: dist.ProcessGroup
+    size: int
+    rank: int
+
+
+class Lane(enum.Enum):
+    """Independent queues of communication; each is a stream of its own on a GPU."""
+
+    UNSHARD = "unshard"
+    REDUCE = "reduce"
+    OUTER = "outer"
+
+
+class Ticket(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> None:
+        """Order what the caller does next after the collective. Harmless when repeated."""
+        ...
+
+
+@runtime_checkable
+class Communicator(Protocol):
+    """The collectives data parallelism needs.
+
+    With `async_op=False` the result is in place when the call returns. Tensors passed in must
+    stay allocated until the ticket has been waited for; the ticket holds references to them.
+
+    One that fails, on being issued or waited for, is a RuntimeError with its label's name.
+    """
+
+    def labelled(self, label: Label) -> Communicator:
+        """The same, on the same lanes, for what a label names.
+
+        Args:
+            label: Read where a collective fails.
+        """
+        ...
+
+    def all_gather(
+        self, output: torch.Tensor, shard: torch.Tensor, axis: Axis, lane: Lane, *, async_op: bool
+    ) -> Ticket:
+        """Fill `output` with the shards of all ranks, in rank order.
+
+        Args:
+            output: Flat, `axis.size * shard.numel()` elements.
+            shard: Flat, this rank's part, of the same dtype; may be a view of `output`.
+            axis: Ranks that take part.
+            lane: Queue to run in.
+            async_op: Whether to return before it is done.
+        """
+        ...
+
+    def reduce_scatter(
+        self,
+        into: torch.Tensor,
+        full: torch.Tensor,
+        axis: Axis,
+        lane: Lane,
+        *,
+        scale: float,
+        accumulate: bool,
+        async_op: bool,
+    ) -> Ticket:
+        """Put (or add) `scale` times the sum over ranks of this rank's slice of `full`.
+
+        Args:
+            into: Flat, `full.numel() / axis.size` elements of any floating dtype.
+            full: Flat, in the dtype of the wire; its content is consumed.
+            axis: Ranks that take part.
+            lane: Queue to run in.
+            scale: Factor applied once to the sum.
+            accumulate: Add to `into` instead of overwriting it.
+            async_op: Whether to return before it is done.
+        """
+        ...
+
+    def all_reduce(
+        self,
+        into: torch.Tensor,
+        full: torch.Tensor,
+        axis: Axis,
+        lane: Lane,
+        *,
+        scale: float,
+        accumulate: bool,
+        async_op: bool,
+    ) -> Ticket:
+        """Put (or add) `scale` times the sum over ranks of `full`. See `reduce_scatter`."""
+        ...
+
+    def all_to_all(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        received_numels: Sequence[int],
+        sent_numels: Sequence[int],
+        axis: Axis,
+        lane: Lane,
+        *,
+        async_op: bool,
+    ) -> Ticket:
+        """Send every rank its part of `sent`, and receive what all have for this one.
+
+        Args:
+            received: Flat, parts from all ranks in rank order.
+            sent: Flat, parts for all ranks in rank order.
+            received_numels: Elements of each part of `received`.
+            sent_numels: Elements of each part of `sent`.
+            axis: Ranks that take part.
+            lane: Queue to run in.
+            async_op: Whether to return before it is done.
+        """
+        ...
+
+    def flush(self) -> None:
+        """Order everything issued so far before what the caller does next."""
+        ...
+
+
+class _DoneTicket:
+    def wait(self) -> None:
+        return None
+
+
+DONE: Ticket = _DoneTicket()
+
+
+def store(into: torch.Tensor, value: torch.Tensor, scale: float, accumulate: bool) -> None:
+    """`into = scale * value`, or `into += scale * value`, in the dtype of `into`.
+
+    Args:
+        into: Flat; may be `value` itself.
+        value: As many elements, of any floating dtype.
+        scale: Factor of `value`.
+        accumulate: Add instead of overwriting.
+    """
+    if into.data_ptr() == value.data_ptr() and into.dtype == value.dtype:
+        if scale != 1.0:
+            into.mul_(scale)
+    elif accumulate:
+        # A wider sum takes narrower terms as they are; a copy of them would be as large as it is.
+        is_wider = torch.promote_types(into.dtype, value.dtype) == into.dtype
+        into.add_(value if is_wider else value.to(into.dtype), alpha=scale)
+    else:
+        into.copy_(value)
+        if scale != 1.0:
+            into.mul_(scale)
+
+
+def gather_alone(output: torch.Tensor, shard: torch.Tensor) -> None:
+    """An all-gather among one rank: a copy, unless both are the same memory."""
+    if output.data_ptr() != shard.data_ptr():
+        output.copy_(shard)

@@ -1,0 +1,238 @@
+"""Collectives on lanes: which stream waits for which, for any device that has streams.
+
+The streams and the collectives are handed in: those of CUDA and NCCL for training (`comm/backends.py`),
+recorded ones for the check of stream safety (`diagnostics/stream_safety`). Both run this code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from megatron_fsdp_v2.comm.errors import Label
+from megatron_fsdp_v2.comm.interface import DONE, Axis, Lane, Ticket, gather_alone, store
+
+__all__ = ["Collectives", "Stream", "StreamCommunicator", "StreamDevice"]
+
+
+class Stream(Protocol):
+    """A queue of device work that runs in order. `torch.cuda.Stream` is one."""
+
+    def wait_stream(self, stream: Any, /) -> None:
+        """Run what is queued here from now on after what is queued on another stream by now."""
+        ...
+
+    def record_event(self) -> Any:
+        """An event that stands for everything queued here so far."""
+        ...
+
+    def wait_event(self, event: Any, /) -> None:
+        """Run what is queued here from now on after an event."""
+        ...
+
+
+class StreamDevice(Protocol):
+    """What the schedule of communication needs of a device."""
+
+    def new_stream(self, name: str) -> Stream:
+        """Make a stream.
+
+        Args:
+            name: What runs on it, for reports.
+        """
+        ...
+
+    def current_stream(self) -> Stream:
+        """The stream that operations are queued on now."""
+        ...
+
+    def use(self, stream: Stream) -> contextlib.AbstractContextManager[Any]:
+        """Queue operations on a stream while the context lasts."""
+        ...
+
+
+class Collectives(Protocol):
+    """Collectives among the ranks of an axis, queued on the current stream.
+
+    The host returns before they are done, as it does from any operation on a device.
+    """
+
+    @property
+    def scaled_dtypes(self) -> frozenset[torch.dtype]:
+        """Dtypes whose sums are scaled by the collective; others are scaled before it."""
+        ...
+
+    def all_gather(self, output: torch.Tensor, shard: torch.Tensor, axis: Axis) -> None:
+        """Fill `output` with the shards of all ranks; `shard` may be a view of it."""
+        ...
+
+    def reduce_scatter(
+        self, output: torch.Tensor, full: torch.Tensor, axis: Axis, scale: float
+    ) -> None:
+        """Fill `output` with `scale` times the sum over ranks of this rank's slice of `full`."""
+        ...
+
+    def all_reduce(self, full: torch.Tensor, axis: Axis, scale: float) -> None:
+        """Replace `full` by `scale` times its sum over ranks."""
+        ...
+
+    def all_to_all(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        received_numels: Sequence[int],
+        sent_numels: Sequence[int],
+        axis: Axis,
+    ) -> None:
+        """Send every rank its part of `sent`, and receive what all have for this one."""
+        ...
+
+
+class _EventTicket:
+    """Work on a lane; the waiting stream waits for an event, the host for nothing."""
+
+    def __init__(self, device: StreamDevice, event: Any, keep: tuple[Any, ...]) -> None:
+        self._device = device
+        self._event: Any | None = event
+        self._keep = keep
+
+    def wait(self) -> None:
+        if self._event is not None:
+            self._device.current_stream().wait_event(self._event)
+        self._event = None
+        # Only now: memory freed here may be handed out again on the stream that waited.
+        self._keep = ()
+
+
+class StreamCommunicator:
+    """Collectives on streams, each lane a stream of its own.
+
+    Every buffer is allocated on the compute stream. A lane first waits for the compute stream,
+    so that memory reused from earlier work is free and inputs are written; whoever waits for the
+    ticket orders the compute stream after the lane, so that memory it frees may be reused.
+
+    Args:
+        device: Makes and orders streams.
+        collectives: What is run on them.
+    """
+
+    def __init__(self, device: StreamDevice, collectives: Collectives) -> None:
+        self._device = device
+        self._collectives = collectives
+        self._streams = {lane: device.new_stream(lane.value) for lane in Lane}
+        self.label = Label()
+
+    def labelled(self, label: Label) -> StreamCommunicator:
+        """See `Communicator.labelled`."""
+        other = copy.copy(self)
+        other.label = label
+        return other
+
+    def all_gather(
+        self, output: torch.Tensor, shard: torch.Tensor, axis: Axis, lane: Lane, *, async_op: bool
+    ) -> Ticket:
+        """See `Communicator.all_gather`."""
+        if axis.size == 1:
+            gather_alone(output, shard)
+            return DONE
+        with self._lane(lane, async_op):
+            self._issue("all-gather", axis, self._collectives.all_gather, output, shard, axis)
+            return self._ticket((output, shard), async_op)
+
+    def reduce_scatter(
+        self,
+        into: torch.Tensor,
+        full: torch.Tensor,
+        axis: Axis,
+        lane: Lane,
+        *,
+        scale: float,
+        accumulate: bool,
+        async_op: bool,
+    ) -> Ticket:
+        """See `Communicator.reduce_scatter`."""
+        if axis.size == 1:
+            store(into, full, scale, accumulate)
+            return DONE
+        direct = into.dtype == full.dtype and not accumulate
+        # In place otherwise: NCCL takes this rank's slice of the input for the output.
+        shard = into if direct else full.view(axis.size, -1)[axis.rank]
+        with self._lane(lane, async_op):
+            left = self._scaled_before(full, scale)
+            reduce_scatter = self._collectives.reduce_scatter
+            self._issue("reduce-scatter", axis, reduce_scatter, shard, full, axis, left)
+            if not direct:
+                store(into, shard, 1.0, accumulate)
+            return self._ticket((into, full, shard), async_op)
+
+    def all_reduce(
+        self,
+        into: torch.Tensor,
+        full: torch.Tensor,
+        axis: Axis,
+        lane: Lane,
+        *,
+        scale: float,
+        accumulate: bool,
+        async_op: bool,
+    ) -> Ticket:
+        """See `Communicator.all_reduce`."""
+        if axis.size == 1:
+            store(into, full, scale, accumulate)
+            return DONE
+        with self._lane(lane, async_op):
+            left = self._scaled_before(full, scale)
+            self._issue("all-reduce", axis, self._collectives.all_reduce, full, axis, left)
+            store(into, full, 1.0, accumulate)
+            return self._ticket((into, full), async_op)
+
+    def all_to_all(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        received_numels: Sequence[int],
+        sent_numels: Sequence[int],
+        axis: Axis,
+        lane: Lane,
+        *,
+        async_op: bool,
+    ) -> Ticket:
+        """See `Communicator.all_to_all`."""
+        with self._lane(lane, async_op):
+            all_to_all, numels = self._collectives.all_to_all, (received_numels, sent_numels)
+            self._issue("all-to-all", axis, all_to_all, received, sent, *numels, axis)
+            return self._ticket((received, sent), async_op)
+
+    def flush(self) -> None:
+        """Make the current stream wait for every lane."""
+        for stream in self._streams.values():
+            self._device.current_stream().wait_stream(stream)
+
+    def _issue(self, kind: str, axis: Axis, operation: Callable[..., None], *operands: Any) -> None:
+        try:
+            operation(*operands)
+        except RuntimeError as error:
+            raise self.label.failure(kind, axis.group, error) from error
+
+    def _scaled_before(self, full: torch.Tensor, scale: float) -> float:
+        """Scale `full` unless the collective can; return the factor left for the collective."""
+        if scale == 1.0 or full.dtype in self._collectives.scaled_dtypes:
+            return scale
+        full.mul_(scale)
+        return 1.0
+
+    def _lane(self, lane: Lane, async_op: bool) -> contextlib.AbstractContextManager[Any]:
+        if not async_op:
+            return contextlib.nullcontext()
+        stream = self._streams[lane]
+        stream.wait_stream(self._device.current_stream())
+        return self._device.use(stream)
+
+    def _ticket(self, keep: tuple[Any, ...], async_op: bool) -> Ticket:
+        if not async_op:
+            return DONE
+        return _EventTicket(self._device, self._device.current_stream().record_event(), keep)

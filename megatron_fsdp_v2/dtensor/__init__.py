@@ -1,0 +1,1 @@
+"""Tensors of which each rank holds some rows."""

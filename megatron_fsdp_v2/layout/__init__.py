@@ -1,0 +1,1 @@
+"""Which elements live where: pure integers, dtypes and frozen dataclasses, no tensors."""

@@ -1,0 +1,414 @@
+"""How many flat buffers a group of parameters is laid out in, so that little of them is padding.
+
+Parameters of different row sizes in one flat buffer need slices that are a multiple of all their
+row sizes; with many ranks that multiple is longer than what a rank would hold, and most of the
+buffer becomes padding. Buffers of their own avoid that, each at the price of a collective.
+`docs/layout.md` derives the bounds.
+
+The search treats equal parameters as a kind with a count, and all kinds of one row size as a class.
+It goes through the partitions of classes, fewest buffers first, then moves single parameters into
+the room that the slices of another buffer leave. It compares splits by a lower bound of their slice
+sizes and lays out only the most promising ones. Of a few parameters every split is laid out. All
+numbers are elements.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from megatron_fsdp_v2.layout.buffer_layout import (
+    BufferLayout,
+    Granularity,
+    admissible_slice,
+    smallest_slice,
+)
+
+__all__ = ["flat_buffers", "split_for_padding"]
+
+_Counts = tuple[int, ...]
+"""A buffer: how many parameters of each kind it holds."""
+
+_Split = tuple[_Counts, ...]
+"""A split: buffers that together hold every parameter, in a canonical order."""
+
+_ROW = Granularity(1)
+
+MAX_CLASSES = 6
+"""Row sizes that are searched exhaustively; more are first merged, closest ones first."""
+
+_PROMISING = 6
+"""Partitions into so many buffers that are laid out and improved."""
+
+_FEW = 5
+"""Parameters up to which every way to split them is tried."""
+
+_MAX_KINDS = 24
+"""Kinds up to which partitions are improved by moving parameters; it takes long with more."""
+
+_STEPS = 3
+"""Slice sizes at which moving parameters to another buffer is considered."""
+
+
+def flat_buffers[ItemT, KeyT: Hashable](
+    items: Iterable[ItemT],
+    key_of: Callable[[ItemT], KeyT],
+    shape_of: Callable[[ItemT], Sequence[int]],
+    num_shards: int,
+    granularity: Granularity,
+) -> Iterator[tuple[KeyT, list[ItemT]]]:
+    """Which parameters of a unit share a flat buffer, in the order of their first appearance.
+
+    Those with one key could; they are split where one buffer of them would be padded too much.
+
+    Args:
+        items: The parameters, or whatever stands for them.
+        key_of: What parameters of one buffer have in common.
+        shape_of: Their shapes.
+        num_shards: Slices of each flat buffer.
+        granularity: What must not be cut.
+    """
+    alike: dict[KeyT, list[ItemT]] = {}
+    for item in items:
+        alike.setdefault(key_of(item), []).append(item)
+    for key, members in alike.items():
+        for indices in split_for_padding(map(shape_of, members), num_shards, granularity):
+            yield key, [members[index] for index in indices]
+
+
+def split_for_padding(
+    shapes: Iterable[Sequence[int]],
+    num_shards: int,
+    granularity: Granularity = _ROW,
+    *,
+    tolerance: float = 0.01,
+    min_gain: float = 0.001,
+    negligible: int = 4096,
+) -> list[list[int]]:
+    """Split parameters into as few flat buffers as keep their padding within a tolerance.
+
+    Where no split reaches the tolerance, the one with the least padding is taken, counting each
+    further buffer, which costs a collective, as `min_gain` of the parameters.
+
+    Args:
+        shapes: Global shapes, each with at least one dimension.
+        num_shards: Slices of each flat buffer, at least 1.
+        granularity: What must not be cut.
+        tolerance: Padding that needs no remedy, as a part of the parameters' elements.
+        min_gain: Padding that a further buffer must save where the tolerance is out of reach,
+            likewise.
+        negligible: Padding that needs no remedy in any case, in elements.
+
+    Returns:
+        Positions in `shapes` of the parameters of each buffer, rising; buffers in the order of
+        their first parameters. Depends on the arguments alone, so all ranks agree.
+
+    Raises:
+        ValueError: A shape has no dimension, or `num_shards`, `tolerance`, `min_gain` or
+            `negligible` is out of range.
+    """
+    if not (tolerance >= 0 and min_gain >= 0 and negligible >= 0):
+        raise ValueError(
+            "tolerance, min_gain and negligible must not be negative, "
+            f"got {tolerance}, {min_gain} and {negligible}"
+        )
+    sizes = tuple(tuple(int(n) for n in shape) for shape in shapes)
+    split = _split(sizes, num_shards, granularity, tolerance, min_gain, negligible)
+    return [list(buffer) for buffer in split]
+
+
+@lru_cache(maxsize=256)
+def _split(
+    shapes: tuple[tuple[int, ...], ...],
+    num_shards: int,
+    granularity: Granularity,
+    tolerance: float,
+    min_gain: float,
+    negligible: int,
+) -> tuple[tuple[int, ...], ...]:
+    """`split_for_padding`, remembered: the layers of a model have the same shapes."""
+    everything = tuple(range(len(shapes)))
+    whole = BufferLayout.plan(shapes, num_shards, granularity)
+    params = whole.param_numel
+    enough = max(tolerance * params, negligible)
+    if whole.padding_numel <= enough:
+        return (everything,) if shapes else ()
+    kinds: dict[tuple[int, int], list[int]] = {}
+    for index, slot in enumerate(whole.slots):
+        kinds.setdefault((slot.cell_numel, slot.numel), []).append(index)
+    keys = sorted(kinds, reverse=True)
+    search = _Search(
+        cells=tuple(cell for cell, _ in keys),
+        numels=tuple(numel for _, numel in keys),
+        num_shards=num_shards,
+    )
+    counts = tuple(len(kinds[key]) for key in keys)
+    best = _best_split(search, counts, whole.shard_numel, enough, min_gain * params)
+    if len(shapes) <= _FEW:
+        best = _best_of_all(search, counts, best, enough, min_gain * params)
+    # Hand out the parameters of a kind in order, so that neighbours stay together.
+    left = {key: iter(kinds[key]) for key in keys}
+    buffers = [
+        tuple(
+            sorted(
+                itertools.chain.from_iterable(
+                    itertools.islice(left[key], count)
+                    for key, count in zip(keys, counts, strict=True)
+                )
+            )
+        )
+        for counts in best
+    ]
+    return tuple(sorted(buffers))
+
+
+@dataclass(frozen=True)
+class _Search:
+    """Splits of counted kinds, compared by a lower bound of their padding.
+
+    Attributes:
+        cells: Cell of each kind, falling.
+        numels: Elements of one parameter of each kind.
+        num_shards: Slices of each buffer.
+        slices: Slice bounds found so far.
+        layouts: Layouts made so far.
+    """
+
+    cells: tuple[int, ...]
+    numels: tuple[int, ...]
+    num_shards: int
+    slices: dict[_Counts, int] = field(default_factory=dict)
+    layouts: dict[_Counts, int] = field(default_factory=dict)
+
+    def total(self, counts: _Counts) -> int:
+        """Elements of the parameters of a buffer."""
+        return sum(map(operator.mul, counts, self.numels))
+
+    def slice_bound(self, counts: _Counts) -> int:
+        """Slice size that no layout of these parameters can go below."""
+        bound = self.slices.get(counts)
+        if bound is None:
+            at_least = -(-self.total(counts) // self.num_shards)
+            bound = admissible_slice(self._kinds(counts), at_least)
+            self.slices[counts] = bound
+        return bound
+
+    def _kinds(self, counts: _Counts) -> list[tuple[int, int]]:
+        """`(numel, cell)` of the kinds that a buffer holds."""
+        return [
+            (numel, cell)
+            for count, numel, cell in zip(counts, self.numels, self.cells, strict=True)
+            if count
+        ]
+
+    def bound(self, split: _Split) -> int:
+        """Elements of a slice of all buffers together, at least."""
+        return sum(map(self.slice_bound, split))
+
+    def planned(self, split: _Split) -> int:
+        """Elements of a slice of all buffers together, as laid out."""
+        return sum(map(self._planned, split))
+
+    def _planned(self, counts: _Counts) -> int:
+        size = self.layouts.get(counts)
+        if size is None:
+            kinds = zip(counts, self.numels, self.cells, strict=True)
+            items = [(numel, cell) for count, numel, cell in kinds for _ in range(count)]
+            size, _ = smallest_slice(items, self.num_shards)
+            self.layouts[counts] = size
+        return size
+
+    def improved(self, split: _Split) -> _Split:
+        """Move parameters between buffers as long as that lowers the bound."""
+        best, bound = split, self.bound(split)
+        while True:
+            start = best
+            for source, target in itertools.permutations(range(len(start)), 2):
+                for moved in self._moves(start[source], start[target]):
+                    less = tuple(map(operator.sub, start[source], moved))
+                    more = tuple(map(operator.add, start[target], moved))
+                    if not any(less):
+                        continue
+                    others = (b for i, b in enumerate(start) if i not in (source, target))
+                    candidate = (*others, less, more)
+                    if (new_bound := self.bound(candidate)) < bound:
+                        best, bound = candidate, new_bound
+            if best is start:
+                return best
+
+    def _moves(self, source: _Counts, target: _Counts) -> Iterator[_Counts]:
+        """Parameters of one class worth moving from a buffer to another.
+
+        As many as fill what the other's slices leave, at its next few sizes; or as few as let the
+        one's slices be shorter by one or a few steps.
+        """
+        cells = {cell for _, cell in self._kinds(source)}
+        step = math.lcm(*cells)
+        excess = self.total(source) - self.num_shards * self.slice_bound(source)
+        used = self.total(target)
+        for cell in sorted(cells):
+            guests = tuple(n if c == cell else 0 for n, c in zip(source, self.cells, strict=True))
+            items = self._kinds(tuple(map(operator.add, target, guests)))
+            size = -(-used // self.num_shards) - 1
+            need = excess
+            for _ in range(_STEPS):
+                size = admissible_slice(items, size + 1)
+                yield self._fill(guests, self.num_shards * size - used)
+                need += self.num_shards * step
+                rest = self._fill(guests, self.total(guests) - need)
+                yield tuple(map(operator.sub, guests, rest))
+
+    def _fill(self, guests: _Counts, room: int) -> _Counts:
+        """Some of the guests that fill much of a room, larger ones first."""
+        best, best_total = (0,) * len(guests), 0
+        present = [kind for kind, count in enumerate(guests) if count and self.numels[kind]]
+        present.sort(key=lambda kind: -self.numels[kind])
+        for first in range(len(present)):
+            taken, left = [0] * len(guests), room
+            for kind in present[first:]:
+                taken[kind] = max(min(guests[kind], left // self.numels[kind]), 0)
+                left -= taken[kind] * self.numels[kind]
+            if room - left > best_total:
+                best, best_total = tuple(taken), room - left
+        return best
+
+
+def _best_split(
+    search: _Search, counts: _Counts, planned: int, enough: float, min_gain: float
+) -> _Split:
+    """Split counted kinds into the fewest buffers with little enough padding.
+
+    Args:
+        search: The kinds.
+        counts: How many of each there are.
+        planned: Slice of the one buffer that holds everything.
+        enough: Padding, in elements, that ends the search.
+        min_gain: Padding, in elements, that one more buffer must save.
+    """
+    params = search.total(counts)
+    best: _Split = (counts,)
+    best_cost = search.num_shards * planned + min_gain
+    merged = _merged_classes(search, counts)
+    for num_buffers in range(2, len(merged[0]) + 1):
+        if num_buffers > len(merged[-1]):
+            split: _Split = tuple(merged[len(merged[0]) - num_buffers])
+            slices = search.planned(split)
+        else:
+            split, slices = _best_partition(search, merged[-1], num_buffers, params + enough)
+        numel = search.num_shards * slices
+        if numel - params <= enough:
+            return split
+        cost = numel + min_gain * num_buffers
+        if cost < best_cost:
+            best, best_cost = split, cost
+    return best
+
+
+def _best_of_all(
+    search: _Search, counts: _Counts, known: _Split, enough: float, min_gain: float
+) -> _Split:
+    """The best of all splits; the known one where none is better. See `_best_split`."""
+    params = search.total(counts)
+
+    def cost(split: _Split) -> tuple[bool, float]:
+        numel = search.num_shards * search.planned(split)
+        is_enough = numel - params <= enough
+        return not is_enough, len(split) if is_enough else numel + min_gain * len(split)
+
+    return min([known, *sorted(_every_split(counts))], key=cost)
+
+
+def _every_split(counts: _Counts) -> set[_Split]:
+    """Every way to put counted parameters into any number of buffers."""
+    splits: set[_Split] = {()}
+    for kind, count in enumerate(counts):
+        one = tuple(int(other == kind) for other in range(len(counts)))
+        for _ in range(count):
+            grown = [(*split, one) for split in splits]
+            grown += [
+                (*split[:i], _sum((split[i], one)), *split[i + 1 :])
+                for split in splits
+                for i in range(len(split))
+            ]
+            splits = {tuple(sorted(split)) for split in grown}
+    return splits
+
+
+def _best_partition(
+    search: _Search, classes: Sequence[_Counts], num_buffers: int, enough: float
+) -> tuple[_Split, int]:
+    """The best split into so many buffers that was found, and its slices together.
+
+    Moves parameters out of their class only where the buffers together would otherwise have more
+    than `enough` elements.
+    """
+    partitions = (tuple(map(_sum, blocks)) for blocks in _partitions(classes, num_buffers))
+    promising = sorted(partitions, key=lambda split: (search.bound(split), split))[:_PROMISING]
+    split, slices = _least_padded(search, promising)
+    if search.num_shards * slices > enough and len(search.cells) <= _MAX_KINDS:
+        improved = {tuple(sorted(search.improved(split))) for split in promising}
+        split, slices = _least_padded(search, [*promising, *sorted(improved)])
+    return split, slices
+
+
+def _least_padded(search: _Search, splits: Sequence[_Split]) -> tuple[_Split, int]:
+    """The split with the shortest slices, all its buffers together, and these."""
+    best, least = splits[0], search.planned(splits[0])
+    for split in sorted(splits, key=search.bound):
+        if search.bound(split) >= least:
+            break
+        if (planned := search.planned(split)) < least:
+            best, least = split, planned
+    return best, least
+
+
+def _merged_classes(search: _Search, counts: _Counts) -> list[list[_Counts]]:
+    """Kinds of one cell together, then one class less each time, down to few enough to search.
+
+    The two classes are merged whose common buffer needs the least more than two buffers do.
+    """
+    zeros = (0,) * len(counts)
+    by_cell: dict[int, _Counts] = {}
+    for kind, (cell, count) in enumerate(zip(search.cells, counts, strict=True)):
+        own = (*zeros[:kind], count, *zeros[kind + 1 :])
+        by_cell[cell] = _sum((by_cell.get(cell, zeros), own))
+    names = itertools.count()
+    classes = {next(names): own for own in by_cell.values()}
+    merged = [list(classes.values())]
+    costs: dict[tuple[int, int], int] = {}
+    while len(classes) > MAX_CLASSES:
+        for pair in itertools.combinations(classes, 2):
+            if pair not in costs:
+                both = (classes[pair[0]], classes[pair[1]])
+                costs[pair] = search.slice_bound(_sum(both)) - search.bound(both)
+        first, second = min(costs, key=lambda pair: (costs[pair], pair))
+        classes[next(names)] = _sum((classes.pop(first), classes.pop(second)))
+        costs = {pair: cost for pair, cost in costs.items() if not {first, second} & {*pair}}
+        merged.append(list(classes.values()))
+    return merged
+
+
+def _sum(buffers: Iterable[_Counts]) -> _Counts:
+    return tuple(map(sum, zip(*buffers, strict=True)))
+
+
+def _partitions(
+    classes: Sequence[_Counts], num_blocks: int
+) -> Iterator[tuple[tuple[_Counts, ...], ...]]:
+    """Every way to put the classes into so many non-empty blocks."""
+    if num_blocks > len(classes):
+        return
+    if not classes:
+        yield ()
+        return
+    last, rest = classes[-1], classes[:-1]
+    for partition in _partitions(rest, num_blocks) if rest else ():
+        for index, block in enumerate(partition):
+            yield (*partition[:index], (*block, last), *partition[index + 1 :])
+    if num_blocks > 1 or not rest:
+        for partition in _partitions(rest, num_blocks - 1) if rest else ((),):
+            yield (*partition, (last,))

@@ -1,0 +1,1 @@
+"""Groups of parameters: their buffers, weights and gradients."""

@@ -1,0 +1,177 @@
+"""A flat buffer as one rank holds it: a layout, the span of it that is here, and storage."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron_fsdp_v2.comm.interface import Axis
+from megatron_fsdp_v2.dtensor.row_shards import Holders, RowShards, TensorShard
+from megatron_fsdp_v2.layout.buffer_layout import BufferLayout
+from megatron_fsdp_v2.layout.placement import Placement
+from megatron_fsdp_v2.memory.allocator import TemporaryBuffer, alias_of
+
+__all__ = ["DataParallelBuffer", "ShardGrid", "Span"]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Neighbouring slices of a flat buffer.
+
+    Attributes:
+        first: Index of the first slice.
+        count: Number of slices.
+    """
+
+    first: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShardGrid:
+    """How a flat buffer's slices map onto the axes of a data-parallel mesh.
+
+    The inner axis cuts the buffer into large pieces and the outer axis cuts each of them again,
+    so that an all-gather along the inner axis alone already yields the whole buffer.
+
+    Attributes:
+        axes: The mesh axes, outermost first.
+        parts: Pieces each axis cuts into; 1 for an axis that only replicates.
+    """
+
+    axes: tuple[Axis, ...]
+    parts: tuple[int, ...]
+
+    @classmethod
+    def of(cls, axes: Sequence[Axis], main_placements: Sequence[Placement]) -> ShardGrid:
+        """The grid for main weights placed so; no other tensor of a group is cut finer."""
+        parts = tuple(
+            axis.size if placement is Placement.SHARD else 1
+            for axis, placement in zip(axes, main_placements, strict=True)
+        )
+        return cls(tuple(axes), parts)
+
+    @property
+    def num_slices(self) -> int:
+        """Slices of the flat buffer."""
+        count = 1
+        for parts in self.parts:
+            count *= parts
+        return count
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Slices one step along each axis moves on; 0 along an axis that replicates."""
+        strides, stride = [], 1
+        for parts in self.parts:
+            strides.append(stride if parts > 1 else 0)
+            stride *= parts
+        return tuple(strides)
+
+    def span(self, placements: Sequence[Placement]) -> Span:
+        """The slices this rank holds of a tensor with these placements (one per axis)."""
+        first, count = 0, self.num_slices
+        for axis, parts, placement in reversed(
+            list(zip(self.axes, self.parts, placements, strict=True))
+        ):
+            if placement is Placement.SHARD and parts > 1:
+                count //= parts
+                first += axis.rank * count
+        return Span(first, count)
+
+    def row_shards(
+        self, layout: BufferLayout, index: int, tensor: TensorShard | None, holders: Holders
+    ) -> RowShards:
+        """Row ranges of one parameter's main weight over the mesh."""
+        return RowShards(layout.row_ranges(index), self.strides, tensor, holders)
+
+    def coordinates_of(self, slices: Collection[int]) -> set[tuple[int, ...]]:
+        """Mesh coordinates of the ranks whose main weight is one of these slices."""
+        if not slices:
+            return set()
+        return {
+            coordinate
+            for coordinate in itertools.product(*(range(axis.size) for axis in self.axes))
+            if sum(c * s for c, s in zip(coordinate, self.strides, strict=True)) in slices
+        }
+
+
+class DataParallelBuffer:
+    """This rank's span of a flat buffer, bound to storage that it may share with others.
+
+    Attributes:
+        layout: Where parameters are in the whole flat buffer.
+        span: Which slices are here.
+        tensor: Flat storage of the span, `span.count * layout.shard_numel` elements.
+    """
+
+    def __init__(
+        self,
+        layout: BufferLayout,
+        span: Span,
+        tensor: torch.Tensor,
+        temporary: TemporaryBuffer | None = None,
+    ) -> None:
+        expected = span.count * layout.shard_numel
+        if tensor.numel() != expected:
+            raise ValueError(f"a span of {expected} elements cannot use {tensor.numel()} of them")
+        self.layout = layout
+        self.span = span
+        self.tensor = tensor
+        self._temporary = temporary
+
+    @classmethod
+    def over(
+        cls, layout: BufferLayout, span: Span, temporary: TemporaryBuffer
+    ) -> DataParallelBuffer:
+        """A span whose memory comes and goes with a temporary buffer."""
+        return cls(layout, span, temporary.tensor, temporary)
+
+    @classmethod
+    def empty(
+        cls, layout: BufferLayout, span: Span, dtype: torch.dtype, device: torch.device
+    ) -> DataParallelBuffer:
+        """Allocate zeroed storage for a span; zeros keep padding out of every norm and check."""
+        numel = span.count * layout.shard_numel
+        return cls(layout, span, torch.zeros(numel, dtype=dtype, device=device))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the span."""
+        return self.tensor.numel() * self.tensor.element_size()
+
+    def rows(self, index: int) -> tuple[int, int]:
+        """Rows of a parameter inside this span."""
+        layout, slot = self.layout, self.layout.slots[index]
+        first = self.span.first * layout.shard_numel
+        last = first + self.span.count * layout.shard_numel
+        start = min(max(first - slot.offset, 0), slot.numel)
+        end = min(max(last - slot.offset, 0), slot.numel)
+        return start // slot.row_numel, end // slot.row_numel
+
+    def view(self, index: int) -> torch.Tensor:
+        """This span's rows of a parameter, as a view of the storage: `(rows, *shape[1:])`.
+
+        Where the span is the whole buffer, that is the whole parameter.
+        """
+        slot = self.layout.slots[index]
+        start, end = self.rows(index)
+        offset = slot.offset + start * slot.row_numel - self.span.first * self.layout.shard_numel
+        shape = (end - start, *slot.shape[1:])
+        offset = offset if end > start else 0
+        if self._temporary is not None:
+            return self._temporary.alias(offset, shape)
+        return alias_of(self.tensor, offset, shape)
+
+    def follow(self, tensor: torch.Tensor) -> None:
+        """Have a tensor made of one of the views stay one, wherever the memory moves."""
+        if self._temporary is not None:
+            self._temporary.follow(tensor)
+
+    def piece(self, span: Span) -> torch.Tensor:
+        """The flat part of this buffer that holds a narrower span."""
+        start = (span.first - self.span.first) * self.layout.shard_numel
+        return self.tensor.narrow(0, start, span.count * self.layout.shard_numel)

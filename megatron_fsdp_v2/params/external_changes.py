@@ -1,0 +1,156 @@
+"""Parameters that model code replaced, converted or tied after they were sharded."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Protocol, cast
+
+import torch
+from torch import nn
+
+from megatron_fsdp_v2.dtensor.row_shards import RowShards
+from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of
+from megatron_fsdp_v2.params.carried_attributes import carry_attributes
+from megatron_fsdp_v2.params.registration import (
+    Registrations,
+    find_home,
+    in_functional_call,
+    retire,
+)
+
+__all__ = ["ExternalChanges"]
+
+
+class _Owner(Protocol):
+    """The group whose parameters they are."""
+
+    def label(self, index: int) -> str:
+        """What to call one of the parameters in a message."""
+        ...
+
+
+class ExternalChanges:
+    """Finds what stands where a group's parameters belong, and takes it in.
+
+    Model code may replace a parameter (`load_state_dict(assign=True)`), a conversion may give it
+    other storage. Values move into the flat buffer; a replaced DTensor takes the place of the one
+    it came from, so that an optimizer built on it steps the right weights.
+    """
+
+    def __init__(
+        self,
+        owner: _Owner,
+        sharded: list[nn.Parameter],
+        unsharded: Sequence[nn.Parameter],
+        views: Sequence[torch.Tensor],
+        row_shards: Sequence[RowShards],
+        registrations: Registrations,
+    ) -> None:
+        """Watch the parameters of a group.
+
+        Args:
+            owner: The group; held weakly.
+            sharded: Its sharded parameters; a replaced one is put into this list.
+            unsharded: What stands in for them while weights are gathered.
+            views: Rows of the main weights that each has.
+            row_shards: Which rows those are.
+            registrations: Where the parameters are registered.
+        """
+        self._owner = weakref.ref(owner)
+        self._sharded = sharded
+        self._unsharded = unsharded
+        self._views = views
+        self._locals = [local_of(param) for param in sharded]
+        self._row_shards = row_shards
+        self._registrations = registrations
+
+    def settle(self) -> None:
+        """Take in what was done to parameters since they were sharded.
+
+        Raises:
+            ValueError: Shape, dtype or identity changed in a way that has no meaning here.
+        """
+        for index, param in enumerate(self._sharded):
+            if local_of(param) is not self._locals[index]:
+                self._rebind(index, param)
+        found = list(self._replaced())
+        for index, module, attribute, other in found:
+            self._adopt(index, f"{attribute} of {type(module).__name__}", other)
+        if found:
+            self._registrations.install(self._sharded)
+
+    def is_replaced(self) -> bool:
+        """Whether something else stands where one of the parameters belongs."""
+        return next(self._replaced(), None) is not None
+
+    def _replaced(self) -> Iterator[tuple[int, nn.Module, str, torch.Tensor | None]]:
+        for index, module, attribute, other in self._registrations.strangers(self._sharded):
+            if other is not self._unsharded[index]:
+                yield index, module, attribute, other
+
+    def _label(self, index: int) -> str:
+        owner = self._owner()
+        assert owner is not None
+        return f"parameter {owner.label(index)}"
+
+    def _rebind(self, index: int, param: nn.Parameter) -> None:
+        """Have a DTensor whose local tensor was replaced use the flat buffer again."""
+        view, local = self._views[index], local_of(param)
+        if local.dtype != view.dtype or local.shape != view.shape or local.device != view.device:
+            raise ValueError(
+                f"{self._label(index)} was changed after fully_shard: "
+                f"from {tuple(view.shape)} {view.dtype} {view.device} here to "
+                f"{tuple(local.shape)} {local.dtype} {local.device}; convert a model before "
+                "sharding it, and set compute dtypes with a MixedPrecisionPolicy"
+            )
+        if local.data_ptr() != view.data_ptr():
+            with torch.no_grad():
+                view.copy_(local)
+        cast("UnevenDTensor", param)._local_tensor = view
+        self._locals[index] = view
+
+    def _adopt(self, index: int, place: str, other: torch.Tensor | None) -> None:
+        """Take the values, and if possible the object, that stand where a parameter belongs."""
+        own = self._sharded[index]
+        name = f"{self._label(index)} (registered as {place})"
+        if other is None:
+            raise ValueError(f"{name} was removed after fully_shard; remove it before")
+        if not isinstance(other, nn.Parameter) or in_functional_call():
+            raise ValueError(
+                f"{name} was replaced for one call (torch.func.functional_call), and a sharded "
+                "module computes with its own parameters; to run it with other values, load them "
+                "with load_state_dict, run it, and load its own back"
+            )
+        if self._belongs_elsewhere(other, index):
+            raise ValueError(f"{name} was tied to another one after fully_shard; tie them before")
+        if other.shape != own.shape:
+            raise ValueError(
+                f"{name} was replaced after fully_shard: shape {tuple(own.shape)} before, "
+                f"{tuple(other.shape)} now; build the model as it should be before sharding it"
+            )
+        if not isinstance(other, UnevenDTensor) or other.row_shards.holders.stored:
+            if other.dtype != own.dtype:
+                raise ValueError(
+                    f"{name} changed from {own.dtype} to {other.dtype}; keep its dtype"
+                )
+            with torch.no_grad():
+                own.copy_(other)
+            retire(other, self._owner(), index, "before the parameter was sharded again")
+            return
+        if other.row_shards != self._row_shards[index]:
+            raise ValueError(f"{name} was replaced by a DTensor that is sharded differently")
+        self._rebind(index, other)
+        carry_attributes(own, other)
+        self._sharded[index] = other
+        retire(own, self._owner(), index, "before the parameter was replaced")
+
+    def _belongs_elsewhere(self, param: nn.Parameter, index: int) -> bool:
+        """Whether a parameter stands, or stood, for another slot than this one."""
+        home = find_home(param)
+        if home is not None:
+            return home[0] is not self._owner() or home[1].index != index
+        if not isinstance(param, UnevenDTensor):
+            return False
+        owner = param.row_shards.holders.group()
+        return owner is not None and any(param is known for known in owner.sharded_params)

@@ -1,0 +1,284 @@
+"""The gradients of a parameter group: from autograd into `param.grad`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import torch
+
+from megatron_fsdp_v2.comm.interface import DONE, Axis, Communicator, Lane, Ticket, store
+from megatron_fsdp_v2.layout.buffer_layout import BufferLayout
+from megatron_fsdp_v2.layout.mixed_precision import GroupDtypes
+from megatron_fsdp_v2.layout.placement import AxisPlacements, Placement
+from megatron_fsdp_v2.memory.allocator import Allocator, BufferUse, TemporaryBuffer
+from megatron_fsdp_v2.params.buffer import DataParallelBuffer, ShardGrid, Span
+
+__all__ = ["GroupGrads"]
+
+
+class GroupGrads:
+    """Full gradient buffer -> (outer-partial shard) -> main gradient.
+
+    Autograd's gradients land in views of one flat temporary buffer, in the dtype of the wire. The
+    inner reduction puts or adds this rank's slice of it, scaled, into the main gradient, or,
+    where an outer axis is still owed its reduction, into a partial shard that waits for the
+    synchronised backward. Where unsynchronised gradients are not sharded (DDP, ZeRO-1), the
+    buffer keeps collecting, in the main gradient's dtype, until then.
+
+    Attributes:
+        views: The full buffer's view of every parameter.
+        filled: Per parameter, whether a gradient arrived since the last reduction.
+        collects_unsynced: Whether the full buffer collects until the synchronised backward.
+        reduces: Whether gradients are summed over ranks. Otherwise the main gradient is this
+            rank's own, unscaled, of the rows it holds.
+        scale: Factor of the sum over data-parallel ranks.
+        scales_first: Apply it to what is sent, so that collectives do nothing but add.
+        contributed: Whether this rank had a gradient in any reduction that led to the main
+            gradient as it is.
+        is_being_reduced: Whether the full buffer belongs to a reduction that is under way.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        layout: BufferLayout,
+        grid: ShardGrid,
+        placements: Sequence[AxisPlacements],
+        dtypes: GroupDtypes,
+        device: torch.device,
+        scale: float,
+        communicator: Communicator,
+        allocator: Allocator,
+        *,
+        reduces: bool,
+    ) -> None:
+        self.layout = layout
+        self.reduces = reduces
+        self.contributed = False
+        self.is_being_reduced = False
+        self._comm = communicator
+        self.scale = scale
+        self.scales_first = False
+        self._device = device
+        self._dtypes = dtypes
+        self._inner: Axis = grid.axes[-1]
+        self._inner_is_cut = placements[-1].main_grad is Placement.SHARD
+        self._outer: Axis | None = grid.axes[0] if len(grid.axes) == 2 else None
+        self._outer_is_cut = placements[0].main_grad is Placement.SHARD
+        self.collects_unsynced = placements[-1].unsynced_grad is Placement.PARTIAL
+        self._main_span = grid.span([p.main_grad for p in placements])
+        whole = Span(0, grid.num_slices)
+        buffer_dtype = dtypes.main_grad if self.collects_unsynced else dtypes.grad_comm
+
+        def temporary(kind: str, use: BufferUse, numel: int, dtype: torch.dtype) -> TemporaryBuffer:
+            return allocator.buffer(f"{name}/{kind}", use, numel, dtype, device)
+
+        gradient, wire = BufferUse.GRADIENT, BufferUse.COMMUNICATION
+        self._temporary = temporary("main_grad", gradient, layout.numel, buffer_dtype)
+        self._full = DataParallelBuffer.over(layout, whole, self._temporary)
+        self.views = [self._full.view(index) for index in range(len(layout.slots))]
+        self._gaps = layout.gaps()
+        self._wire: TemporaryBuffer | None = None
+        if buffer_dtype != dtypes.grad_comm:
+            self._wire = temporary("grad_comm", wire, layout.numel, dtypes.grad_comm)
+        self._partial: TemporaryBuffer | None = None
+        self._outer_wire: TemporaryBuffer | None = None
+        if self._outer is not None:
+            pieces = [*(Placement.REPLICATE for _ in placements[:-1]), placements[-1].main_grad]
+            numel = grid.span(pieces).count * layout.shard_numel
+            self._partial = temporary("partial_grad", gradient, numel, dtypes.main_grad)
+            if dtypes.main_grad != dtypes.grad_comm:
+                self._outer_wire = temporary("outer_grad_comm", wire, numel, dtypes.grad_comm)
+        self._partial_is_valid = False
+        self._main: DataParallelBuffer | None = None
+        self.filled = [False] * len(layout.slots)
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the full buffer has memory."""
+        return self._temporary.is_live
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether any gradient arrived since the last reduction."""
+        return any(self.filled)
+
+    @property
+    def has_outer_axis(self) -> bool:
+        """Whether a second reduction follows, along an outer axis."""
+        return self._partial is not None and self.reduces
+
+    @property
+    def has_partial(self) -> bool:
+        """Whether a shard still waits for the outer reduction."""
+        return self._partial_is_valid
+
+    @property
+    def main(self) -> DataParallelBuffer:
+        """The main gradient, allocated on first use and kept."""
+        if self._main is None:
+            self._main = DataParallelBuffer.empty(
+                self.layout, self._main_span, self._dtypes.main_grad, self._device
+            )
+        return self._main
+
+    @property
+    def has_main(self) -> bool:
+        """Whether the main gradient is allocated, from the first reduction on."""
+        return self._main is not None
+
+    @property
+    def resting_nbytes(self) -> int:
+        """Bytes of the main gradient, 0 before the first backward."""
+        return 0 if self._main is None else self._main.nbytes
+
+    def temporaries(self) -> dict[str, TemporaryBuffer]:
+        """Its temporary buffers by what they hold."""
+        held = {
+            "main_grad": self._temporary,
+            "grad_comm": self._wire,
+            "partial_grad": self._partial,
+            "outer_grad_comm": self._outer_wire,
+        }
+        return {kind: buffer for kind, buffer in held.items() if buffer is not None}
+
+    def acquire(self) -> None:
+        """Give the full buffer memory."""
+        self._temporary.acquire()
+
+    def add(self, index: int, grad: torch.Tensor) -> None:
+        """Take one parameter's gradient: written the first time, added after that.
+
+        A sparse one, such as that of `nn.Embedding(sparse=True)`, becomes dense.
+        """
+        if grad.layout is not torch.strided:
+            self.kernel_view(index).add_(grad)
+        elif self.filled[index]:
+            self.views[index].add_(grad)
+        else:
+            self.views[index].copy_(grad)
+            self.filled[index] = True
+
+    def kernel_view(self, index: int) -> torch.Tensor:
+        """One parameter's view for a kernel that adds to it by itself; zeroed the first time."""
+        if not self.filled[index]:
+            self.views[index].zero_()
+            self.filled[index] = True
+        return self.views[index]
+
+    def fill_missing(self) -> None:
+        """Zero what no gradient arrived for, and the gaps between parameters.
+
+        With no gradient at all, the zeros are negative: -0.0 is what IEEE addition leaves
+        everything else as it is, so a sum is all -0.0 where every rank had none, and +0.0 or
+        something else where one rank had a gradient. No rank has to be asked.
+        """
+        if not self.has_gradient:
+            self._temporary.tensor.fill_(-0.0)
+            return
+        for view in itertools.compress(self.views, (not filled for filled in self.filled)):
+            view.zero_()
+        for start, end in self._gaps:
+            self._temporary.tensor[start:end].zero_()
+
+    def reduce_inner(self, *, accumulate: bool, async_op: bool) -> Ticket:
+        """Reduce the full buffer along the inner axis. Collective.
+
+        Args:
+            accumulate: Whether the main gradient holds something to add to. Where an outer axis
+                follows, the partial shard decides that for itself.
+            async_op: Whether to return before it is done.
+        """
+        self.contributed = self.contributed or self.has_gradient
+        self.is_being_reduced = True
+        self.filled = [False] * len(self.filled)
+        if not self.reduces:
+            own = self._full.piece(self._main_span)
+            store(self.main.tensor, own, 1.0, accumulate)
+            return DONE
+        if self._partial is not None:
+            accumulate = self._partial_is_valid
+            into = self._partial.acquire()
+            self._partial_is_valid = True
+        else:
+            into = self.main.tensor
+        full = self._temporary.tensor
+        if self._wire is not None:
+            full = self._wire.acquire().copy_(full)
+            # Two units in flight would have two buffers each otherwise.
+            self._temporary.release()
+        scale = self.scale
+        if self.scales_first and scale != 1.0:
+            full.mul_(scale)
+            scale = 1.0
+        collective = self._comm.reduce_scatter if self._inner_is_cut else self._comm.all_reduce
+        return collective(
+            into,
+            full,
+            self._inner,
+            Lane.REDUCE,
+            scale=scale,
+            accumulate=accumulate,
+            async_op=async_op,
+        )
+
+    def is_unused(self) -> bool:
+        """Whether the main gradient is the sum of no gradients (see `fill_missing`).
+
+        Waits for the device. To be asked only where this rank had no gradient.
+        """
+        main = self.main.tensor
+        return bool(((main == 0) & main.signbit()).all())
+
+    def release(self) -> None:
+        """Drop the full buffer; its reduction has been waited for."""
+        self.is_being_reduced = False
+        self._temporary.release()
+        if self._wire is not None:
+            self._wire.release()
+
+    def reduce_outer(self, *, accumulate: bool, async_op: bool) -> Ticket:
+        """Reduce the partial shard along the outer axis into the main gradient. Collective."""
+        if self._partial is None or self._outer is None or not self._partial_is_valid:
+            return DONE
+        self._partial_is_valid = False
+        partial = self._partial.tensor
+        if self._outer_wire is not None:
+            partial = self._outer_wire.acquire().copy_(partial)
+            self._partial.release()
+        collective = self._comm.reduce_scatter if self._outer_is_cut else self._comm.all_reduce
+        return collective(
+            self.main.tensor,
+            partial,
+            self._outer,
+            Lane.OUTER,
+            scale=1.0,
+            accumulate=accumulate,
+            async_op=async_op,
+        )
+
+    def release_partial(self) -> None:
+        """Drop the partial shard; its reduction has been waited for."""
+        if self._partial is not None and not self._partial_is_valid:
+            self._partial.release()
+        if self._outer_wire is not None:
+            self._outer_wire.release()
+
+    def replace_buffers(self, replacement: Callable[[TemporaryBuffer], TemporaryBuffer]) -> None:
+        """Put something in the place of temporary buffers that does the same, and tells of it."""
+        self._temporary = replacement(self._temporary)
+        if self._wire is not None:
+            self._wire = replacement(self._wire)
+        if self._partial is not None:
+            self._partial = replacement(self._partial)
+        if self._outer_wire is not None:
+            self._outer_wire = replacement(self._outer_wire)
+
+    def abandon(self) -> None:
+        """Forget gradients that are not reduced yet, after a failed backward."""
+        self.filled = [False] * len(self.filled)
+        self._partial_is_valid = False
+        self.contributed = False
+        self.release()
+        self.release_partial()

@@ -1,0 +1,179 @@
+"""Where parameters are registered in a module tree, and who owns them."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.nn.utils import stateless
+from torch.utils.weak import WeakIdKeyDictionary
+
+from megatron_fsdp_v2.dtensor.tp_params import part_of
+from megatron_fsdp_v2.params.parameter_hooks import NotAUsersHook
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron_fsdp_v2.dtensor.row_shards import TensorShard
+    from megatron_fsdp_v2.dtensor.tp_params import DTensorPart
+
+__all__ = [
+    "Home",
+    "OwnedParameter",
+    "Registrations",
+    "find_home",
+    "in_functional_call",
+    "num_retired",
+    "retire",
+]
+
+
+@dataclass(slots=True)
+class OwnedParameter:
+    """A parameter a unit owns, and every place in the unit it is registered at.
+
+    Attributes:
+        name: Its (first) name relative to the unit.
+        param: The original parameter; dropped once its data is in the buffers.
+        sites: `(module, attribute)` pairs; several for tied parameters.
+        stood_in: A parameter without memory that stood in for this one, and may still elsewhere.
+        tensor: How tensor parallelism cut it, if it was said.
+        dtensor: How its module computes with it, where it is a DTensor already.
+        is_separate: Whether it has flat buffers of its own.
+    """
+
+    name: str
+    param: nn.Parameter
+    sites: list[tuple[nn.Module, str]] = field(default_factory=list)
+    stood_in: nn.Parameter | None = None
+    tensor: TensorShard | None = None
+    dtensor: DTensorPart | None = None
+    is_separate: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of what data parallelism cuts: the parameter, or this rank's part of it."""
+        return tuple(part_of(self.param).shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """The slot of a parameter group that a parameter object stood for, and no longer does.
+
+    Attributes:
+        group: The `ParameterGroup`, weakly.
+        index: Position in it.
+        since: What happened to the object, such as `before fully_shard`.
+    """
+
+    group: weakref.ref[Any]
+    index: int
+    since: str
+
+
+class _Retired:
+    """Homes of retired parameters, beside them and not on them: copies have no home.
+
+    Only of retired ones: torch exchanges the content of parameters in use (`module.to()`), and
+    refuses to where a weak reference exists.
+    """
+
+    def __init__(self) -> None:
+        self.homes: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self.count = 0
+
+
+_RETIRED = _Retired()
+
+
+def retire(param: torch.Tensor, group: Any, index: int, since: str) -> None:
+    """Remember which slot of a group a parameter object stood for, and let no gradient reach it.
+
+    A module that keeps a parameter elsewhere than where it is registered would go on computing
+    with it: it is neither gathered nor stepped, and nothing else would ever say so.
+    """
+    _RETIRED.homes[param] = Home(weakref.ref(group), index, since)
+    _RETIRED.count += 1
+    if param.requires_grad and param.is_leaf:
+        name = f"{group.names[index]} of {group.name} as it was {since}"
+        param.register_post_accumulate_grad_hook(_Refusal(name))  # type: ignore[no-untyped-call]
+
+
+class _Refusal(NotAUsersHook):
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, param: torch.Tensor) -> None:
+        param.grad = None
+        raise RuntimeError(
+            f"a gradient arrived for {self._name}: some code keeps that tensor and computes with "
+            "it past the module it is registered on. Look the parameter up on its module in every "
+            "forward, or leave it out with ignored_params"
+        )
+
+
+def num_retired() -> int:
+    """How many parameters were retired so far; what was found out before may be out of date."""
+    return _RETIRED.count
+
+
+def find_home(param: torch.Tensor) -> tuple[Any, Home] | None:
+    """The living `ParameterGroup` that took a retired parameter's place, if any."""
+    home: Home | None = _RETIRED.homes.get(param)  # type: ignore[no-untyped-call]
+    group = None if home is None else home.group()
+    return None if group is None or home is None else (group, home)
+
+
+def in_functional_call() -> bool:
+    """Whether this runs inside `torch.func.functional_call`, which puts other tensors in place.
+
+    It writes to a module's table of parameters and tells nobody, so what it put there looks as if
+    it were assigned; the difference is who is calling. To be asked only where something was found.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is stateless._functional_call.__code__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+class Registrations:
+    """The places a group's parameters are registered at.
+
+    Installing goes around `nn.Module.__setattr__`, whose checks cost more than a small forward.
+    """
+
+    def __init__(self, owned: Sequence[OwnedParameter]) -> None:
+        self._sites = [[(weakref.ref(m), attribute) for m, attribute in p.sites] for p in owned]
+
+    def add(self, index: int, module: nn.Module, attribute: str) -> None:
+        """Add one more place for a parameter, unless it is known."""
+        site = (weakref.ref(module), attribute)
+        if site not in self._sites[index]:
+            self._sites[index].append(site)
+
+    def install(self, params: Sequence[nn.Parameter]) -> None:
+        """Register these parameters at every place."""
+        for param, sites in zip(params, self._sites, strict=True):
+            for module_ref, attribute in sites:
+                module = module_ref()
+                if module is not None:
+                    module._parameters[attribute] = param
+
+    def strangers(
+        self, expected: Sequence[nn.Parameter]
+    ) -> Iterator[tuple[int, nn.Module, str, torch.Tensor | None]]:
+        """Places where something else is registered than expected: index, module, name, what."""
+        for index, (param, sites) in enumerate(zip(expected, self._sites, strict=True)):
+            for module_ref, attribute in sites:
+                module = module_ref()
+                if module is None:
+                    continue
+                found = module._parameters.get(attribute)
+                if found is not param:
+                    yield index, module, attribute, found

@@ -1,0 +1,354 @@
+"""How many bytes a step holds at most, by role: integers only, no tensors and no ranks.
+
+    group = GroupBytes.of(numel, axis_sizes, placements, dtypes, on_cpu=False, is_trained=True)
+    units = [UnitBytes((root,)), UnitBytes((block,), parent=0), UnitBytes((block,), parent=0)]
+    peak = peak_bytes(units, optimizer_state=..., activations=...)
+    peak.total, peak.gathered, peak.grad_buffer, peak.communication, peak.main_weight, ...
+
+`numel` is that of the group's whole flat buffer, padding included (`BufferLayout.numel`). Units
+are listed as `named_units` lists them: the root first, parents before children, in the order they
+run. All numbers are bytes on one rank.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from megatron_fsdp_v2.layout.mixed_precision import GroupDtypes
+from megatron_fsdp_v2.layout.placement import AxisPlacements, Placement
+
+__all__ = ["GroupBytes", "PeakBytes", "UnitBytes", "peak_bytes"]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupBytes:
+    """Bytes of the tensors of one parameter group on one rank.
+
+    The first three rest between steps, the others come and go.
+
+    Attributes:
+        main_weight: What the optimizer steps.
+        model_weight: What the forward computes with; 0 where it shares the main weight's storage.
+        main_grad: What the optimizer reads, from the first backward on.
+        gathered: Gathered weights; 0 where the model weight is whole.
+        grad_buffer: The full gradient buffer.
+        grad_comm: A copy of it in the dtype of the wire; 0 where it has that dtype.
+        partial_grad: A gradient reduced along the inner axis that waits for the outer one.
+        outer_comm: A copy of that in the dtype of the wire; 0 where it has that dtype.
+        received: What arrives in an inner reduction, on a CPU. NCCL needs no such buffer.
+        outer_received: Likewise in an outer one.
+        collects_unsynced: Whether the full gradient buffer lives between micro-batches.
+    """
+
+    main_weight: int
+    model_weight: int
+    main_grad: int = 0
+    gathered: int = 0
+    grad_buffer: int = 0
+    grad_comm: int = 0
+    partial_grad: int = 0
+    outer_comm: int = 0
+    received: int = 0
+    outer_received: int = 0
+    collects_unsynced: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        numel: int,
+        axis_sizes: Sequence[int],
+        placements: Sequence[AxisPlacements],
+        dtypes: GroupDtypes,
+        *,
+        is_trained: bool,
+        on_cpu: bool,
+        reduces: bool = True,
+    ) -> GroupBytes:
+        """Derive the bytes of a group from its layout, placements and dtypes.
+
+        Args:
+            numel: Elements of the whole flat buffer.
+            axis_sizes: Ranks along the axes of its mesh, outermost first.
+            placements: Placements along them.
+            dtypes: Dtypes of weights and gradients.
+            is_trained: Whether it has gradients.
+            on_cpu: Whether reductions run on a CPU (gloo).
+            reduces: Whether gradients are summed over ranks.
+        """
+        main = _held(numel, axis_sizes, [p.main_weight for p in placements])
+        model = _held(numel, axis_sizes, [p.model_weight for p in placements])
+        shares = model == main and dtypes.model_weight == dtypes.main_weight
+        weights = cls(
+            main_weight=main * dtypes.main_weight.itemsize,
+            model_weight=0 if shares else model * dtypes.model_weight.itemsize,
+            gathered=numel * dtypes.model_weight.itemsize if model < numel else 0,
+        )
+        if not is_trained:
+            return weights
+        collects = placements[-1].unsynced_grad is Placement.PARTIAL
+        wire = dtypes.grad_comm
+        buffer = dtypes.main_grad if collects else wire
+        trained = replace(
+            weights,
+            main_grad=main * dtypes.main_grad.itemsize,
+            grad_buffer=numel * buffer.itemsize,
+            collects_unsynced=collects,
+        )
+        if not reduces:
+            return trained
+        inner = placements[-1].main_grad
+        partial = _held(numel, axis_sizes[-1:], [inner]) if len(axis_sizes) > 1 else 0
+        outer = placements[0].main_grad
+        return replace(
+            trained,
+            grad_comm=numel * wire.itemsize if buffer != wire else 0,
+            partial_grad=partial * dtypes.main_grad.itemsize,
+            outer_comm=partial * wire.itemsize if dtypes.main_grad != wire else 0,
+            received=_received(numel, axis_sizes[-1], inner, on_cpu) * wire.itemsize,
+            outer_received=_received(partial, axis_sizes[0], outer, on_cpu) * wire.itemsize,
+        )
+
+    @property
+    def resting(self) -> int:
+        """Bytes between steps."""
+        return self.main_weight + self.model_weight + self.main_grad
+
+
+def _held(numel: int, sizes: Sequence[int], placements: Sequence[Placement]) -> int:
+    cut = (placement is Placement.SHARD for placement in placements)
+    return numel // math.prod(itertools.compress(sizes, cut))
+
+
+def _received(numel: int, size: int, grad: Placement, on_cpu: bool) -> int:
+    """Elements that other ranks send for a reduce-scatter made of an all-to-all and a sum."""
+    return numel // size * (size - 1) if on_cpu and grad is Placement.SHARD else 0
+
+
+@dataclass(frozen=True, slots=True)
+class UnitBytes:
+    """One unit.
+
+    Attributes:
+        groups: Its parameter groups.
+        parent: Index of the unit it is inside of; None for the root.
+        borrowed_gathered: Gathered bytes of groups of other units that it gathers as well.
+        keeps_gathered: Whether its weights stay gathered between forward and backward.
+    """
+
+    groups: tuple[GroupBytes, ...]
+    parent: int | None = None
+    borrowed_gathered: int = 0
+    keeps_gathered: bool = False
+
+    @property
+    def gathered(self) -> int:
+        """Bytes it computes with."""
+        return sum(group.gathered for group in self.groups) + self.borrowed_gathered
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether it has gradients."""
+        return any(group.grad_buffer for group in self.groups)
+
+    def sum(self, name: str) -> int:
+        """Sum of an attribute of its groups."""
+        return sum(getattr(group, name) for group in self.groups)
+
+
+@dataclass(frozen=True, slots=True)
+class PeakBytes:
+    """Bytes by role at the moment of a step when most are alive.
+
+    Attributes:
+        model_weight: Model weights, all units.
+        main_weight: Main weights, all units.
+        main_grad: Main gradients, all units.
+        optimizer: State of the optimizer.
+        gathered: Gathered weights.
+        grad_buffer: Full gradient buffers, and shards that wait for the outer axis.
+        communication: Copies in the dtype of the wire, and what is received on a CPU.
+        activations: Everything else.
+        unit: Index of the unit whose gradients are being reduced at that moment.
+    """
+
+    model_weight: int
+    main_weight: int
+    main_grad: int
+    optimizer: int
+    gathered: int
+    grad_buffer: int
+    communication: int
+    activations: int
+    unit: int
+
+    @property
+    def resting(self) -> int:
+        """Bytes that are alive between steps."""
+        return self.model_weight + self.main_weight + self.main_grad + self.optimizer
+
+    @property
+    def temporary(self) -> int:
+        """Bytes that come and go with units."""
+        return self.gathered + self.grad_buffer + self.communication
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.resting + self.temporary + self.activations
+
+
+def peak_bytes(
+    units: Sequence[UnitBytes],
+    *,
+    optimizer_state: int = 0,
+    activations: int = 0,
+    unshard_prefetch_depth: int = 1,
+    max_live_grad_buffers: int = 2,
+    is_reduction_async: bool = True,
+    accumulates: bool = False,
+) -> PeakBytes:
+    """The most bytes that a step holds at once, for units that run in the order they are listed.
+
+    That is what rests, and the largest sum over the backward of: gathered weights of the unit at
+    work, of those it is inside of and of the next `unshard_prefetch_depth` ones; full gradient
+    buffers of `max_live_grad_buffers` units and of those they are inside of; and what reductions
+    under way take besides.
+
+    Args:
+        units: All units of one root, the root first, parents before children.
+        optimizer_state: Bytes of optimizer state on this rank.
+        activations: Bytes of everything else at its peak.
+        unshard_prefetch_depth: Units gathered ahead; 0 without prefetching.
+        max_live_grad_buffers: Units whose gradients are in full buffers.
+        is_reduction_async: Whether reductions overlap the next unit's backward.
+        accumulates: Whether gradients of earlier micro-batches wait to be synchronised.
+
+    Raises:
+        ValueError: There is no unit, or a parent is not listed before its child.
+    """
+    for index, unit in enumerate(units):
+        if (unit.parent is None) is not (index == 0) or (unit.parent or 0) > index:
+            raise ValueError(f"units: unit {index} has parent {unit.parent}; list parents first")
+    if not units:
+        raise ValueError("units is empty; list at least the root")
+    tree = _Tree(units)
+    drain = max_live_grad_buffers if is_reduction_async else 0
+    best = PeakBytes(
+        model_weight=sum(unit.sum("model_weight") for unit in units),
+        main_weight=sum(unit.sum("main_weight") for unit in units),
+        main_grad=sum(unit.sum("main_grad") for unit in units),
+        optimizer=optimizer_state,
+        gathered=0,
+        grad_buffer=0,
+        communication=0,
+        activations=activations,
+        unit=0,
+    )
+    resting = best
+    for index in range(len(units)):
+        gathered = sum(units[i].gathered for i in tree.gathered_at(index, unshard_prefetch_depth))
+        *outside, _ = tree.path(index)
+        kept = sum(units[i].sum("grad_buffer") for i in outside)
+        if accumulates:
+            kept += sum(_unsynced(units[i], is_filling=i in outside) for i in range(index))
+        for buffers, comm in tree.gradients_at(index, drain):
+            moment = replace(
+                resting,
+                gathered=gathered,
+                grad_buffer=kept + buffers,
+                communication=comm,
+                unit=index,
+            )
+            best = max(best, moment, key=lambda peak: peak.total)
+    return best
+
+
+class _Tree:
+    """Orders in which a backward goes through units inside units."""
+
+    def __init__(self, units: Sequence[UnitBytes]) -> None:
+        self.units = units
+        children: list[list[int]] = [[] for _ in units]
+        for index, unit in enumerate(units):
+            if unit.parent is not None:
+                children[unit.parent].append(index)
+        self._children = children
+        # A backward enters a unit before those inside it, and leaves it after them.
+        self._entered = [0, *itertools.chain(*(self._enter(i) for i in reversed(children[0])))]
+        self._position = {index: position for position, index in enumerate(self._entered)}
+
+    def _enter(self, index: int) -> Iterator[int]:
+        pending = [index]
+        while pending:
+            index = pending.pop()
+            yield index
+            pending.extend(self._children[index])
+
+    def path(self, index: int) -> list[int]:
+        """The units that a unit is inside of, outermost first, and itself."""
+        path = [index]
+        while (parent := self.units[path[-1]].parent) is not None:
+            path.append(parent)
+        return path[::-1]
+
+    def gathered_at(self, index: int, depth: int) -> set[int]:
+        """Units that are gathered when a unit's gradients are reduced."""
+        last = index
+        while self._children[last]:
+            last = self._children[last][0]
+        following = self._entered[self._position[last] + 1 :]
+        kept = (i for i in following if self.units[i].keeps_gathered)
+        return {*self.path(index), *following[:depth], *kept}
+
+    def gradients_at(self, index: int, drain: int) -> Iterator[tuple[int, int]]:
+        """Bytes of gradient buffers and of communication as a unit's gradients are made."""
+        unit = self.units[index]
+        is_outside = any(self.units[i].is_trained for i in self._children[index])
+        # A unit that others are inside of has its buffer before theirs are reduced.
+        num_inner = drain if is_outside or not unit.is_trained else max(drain - 1, 0)
+        buffers, comm = self._under_way(index, num_inner, drain)
+        yield buffers + unit.sum("grad_buffer"), comm
+        buffers, comm = self._under_way(index, max(drain - 1, 0), drain)
+        for more_buffers, more_comm in _reducing(unit):
+            yield buffers + more_buffers, comm + more_comm
+
+    def _under_way(self, index: int, num_inner: int, num_outer: int) -> tuple[int, int]:
+        """Bytes of gradient buffers and of communication of reductions issued earlier."""
+        # Units are reduced in the reverse of the order they are listed in.
+        earlier = (i for i in range(index + 1, len(self.units)) if self.units[i].is_trained)
+        units = [self.units[i] for i in itertools.islice(earlier, num_inner + num_outer)]
+        inner, outer = units[:num_inner], units[num_inner:]
+        buffers = sum(unit.sum("partial_grad") for unit in inner)
+        buffers += sum(g.partial_grad for u in outer for g in u.groups if not g.outer_comm)
+        buffers += sum(g.grad_buffer for u in inner for g in u.groups if not g.grad_comm)
+        comm = sum(u.sum("grad_comm") + u.sum("received") for u in inner)
+        comm += sum(u.sum("outer_comm") + u.sum("outer_received") for u in outer)
+        return buffers, comm
+
+
+def _unsynced(unit: UnitBytes, *, is_filling: bool) -> int:
+    """Bytes of gradients of earlier micro-batches that wait for the synchronised backward.
+
+    Args:
+        unit: A unit whose own turn is still to come.
+        is_filling: Whether its full buffer is there in any case.
+    """
+    full = 0 if is_filling else sum(g.grad_buffer for g in unit.groups if g.collects_unsynced)
+    return full + sum(g.partial_grad for g in unit.groups if not g.collects_unsynced)
+
+
+def _reducing(unit: UnitBytes) -> Iterator[tuple[int, int]]:
+    """Bytes of gradient buffers and of communication while a unit's groups are handed over.
+
+    A copy for the wire takes the place of the buffer it was made from, group after group.
+    """
+    buffers, comm = unit.sum("grad_buffer"), 0
+    for group in unit.groups:
+        buffers += group.partial_grad
+        yield buffers, comm + group.grad_comm
+        buffers -= group.grad_buffer if group.grad_comm else 0
+        comm += group.grad_comm + group.received
+        yield buffers, comm

@@ -1,0 +1,426 @@
+"""What the units of one root share: execution order, queues of communication, allocator."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol, Self
+
+from megatron_fsdp_v2.runtime.reduction_queue import ReductionQueue, RootPass, Turns
+
+if TYPE_CHECKING:
+    from megatron_fsdp_v2.comm.interface import Communicator
+    from megatron_fsdp_v2.comm.rank_checks import CheckRanks
+    from megatron_fsdp_v2.memory.allocator import Allocator
+
+__all__ = ["Context", "ExecutionOrder", "Reshardable", "Use", "check_at_least_one"]
+
+
+def check_at_least_one(name: str, value: object) -> None:
+    """See that a bound of what is live at a time is one.
+
+    Raises:
+        ValueError: It is not a whole number of at least 1.
+    """
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+
+
+class Reshardable(Protocol):
+    """What the context needs to know of a unit."""
+
+    fqn: str
+
+    @property
+    def is_expected_back(self) -> bool:
+        """Whether its backward is under way or still to come, after a forward of this rank."""
+        ...
+
+    @property
+    def syncs_gradients(self) -> bool:
+        """Whether gradients are brought all the way into `param.grad` in this backward."""
+        ...
+
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether its weights are gathered, or on their way."""
+        ...
+
+    def is_inside(self, other: Self) -> bool:
+        """Whether its module is below another unit's."""
+        ...
+
+    def prefetch(self) -> None:
+        """Start gathering ahead of use, if there is room."""
+        ...
+
+    def reshard(self) -> None:
+        """Drop gathered weights."""
+        ...
+
+
+class Use(Protocol):
+    """One run of a unit whose backward is under way."""
+
+    number: int
+
+    def finish(self) -> None:
+        """Nothing of it is left to do."""
+        ...
+
+
+class ExecutionOrder[UnitT: Reshardable]:
+    """The order units ran in, as a guess of the order they will run in.
+
+    A wrong guess costs a gather for nothing, never a result: it is symmetric on all ranks as long
+    as they run the same units, and what was gathered in vain is dropped.
+    """
+
+    MOST = 1 << 14
+    """Runs of a pass that are kept: units that run outside of their root make one without end."""
+
+    def __init__(self) -> None:
+        self._last: list[weakref.ref[UnitT]] = []
+        self._current: list[weakref.ref[UnitT]] = []
+        self._cursor = 0
+
+    def begin(self) -> None:
+        """Start a new pass; what was recorded becomes the guess."""
+        if self._current:
+            self._last = self._current
+            self._current = []
+        self._cursor = 0
+
+    def record(self, unit: UnitT, depth: int = 0) -> list[UnitT]:
+        """Note that a unit runs now; return the ones that ran after it in the last pass.
+
+        Args:
+            unit: The unit.
+            depth: How many of them.
+        """
+        self.note(unit)
+        for position in range(self._cursor, len(self._last)):
+            if self._last[position]() is unit:
+                self._cursor = position + 1
+                return self._live(self._last[position + 1 : position + 1 + depth])
+        return []
+
+    def note(self, unit: UnitT) -> None:
+        """Note that a unit runs now."""
+        if len(self._current) == self.MOST:
+            del self._current[: self.MOST // 2]
+        self._current.append(weakref.ref(unit))
+
+    def begin_reversed(self) -> None:
+        """Start walking the current pass from its end."""
+        self._cursor = len(self._current) - 1
+
+    def before(self, unit: UnitT, depth: int) -> list[UnitT]:
+        """The units that ran before this one in the current pass, the latest first."""
+        for position in range(min(self._cursor, len(self._current) - 1), -1, -1):
+            if self._current[position]() is unit:
+                self._cursor = position - 1
+                return self._live(self._current[max(0, position - depth) : position][::-1])
+        return []
+
+    @staticmethod
+    def _live(refs: list[weakref.ref[UnitT]]) -> list[UnitT]:
+        return [unit for ref in refs if (unit := ref()) is not None]
+
+
+class Context[UnitT: Reshardable]:
+    """State shared by the units under one root.
+
+    Attributes:
+        communicator: Issues collectives.
+        allocator: Makes temporary buffers.
+        unshard_prefetch_depth: Units gathered ahead while one computes; 0 for none.
+        enable_async_reduce_grad: Reduce a unit's gradients while the next one computes.
+        check_ranks: How often ranks compare what they do; see `fully_shard`.
+        forward_order: Order of forwards in this pass and the last one that began with its unit.
+        backward_order: Order of forwards that a backward is still to come of, which it reverses.
+        reductions: Gradient reductions under way.
+        turns: When units are reduced in a backward; None where nothing is communicated.
+        weights_epoch: Counts events after which main weights may have changed.
+        root_pass: What forwards with gradients are counted in: the root's latest one that is no
+            recomputation, and units that ran outside of it.
+        backward_pass: The forward whose backward is under way, or was the last.
+        synced_in_backward: The units that synchronised gradients in it when it began.
+        has_gradient: Whether a gradient of a parameter arrived in it.
+        has_unsynced: Whether a backward left gradients to be synchronised.
+        pass_has_grad: Whether the latest pass was made for a backward.
+        forward_failed: Whether a pass ended in an exception.
+        is_checked: Whether ranks have compared what they sharded.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        allocator: Allocator,
+        *,
+        unshard_prefetch_depth: int,
+        enable_async_reduce_grad: bool,
+        max_live_grad_buffers: int,
+        check_ranks: CheckRanks,
+    ) -> None:
+        self.communicator = communicator
+        self.allocator = allocator
+        self.unshard_prefetch_depth = unshard_prefetch_depth
+        self.enable_async_reduce_grad = enable_async_reduce_grad
+        self.check_ranks = check_ranks
+        self.forward_order: ExecutionOrder[UnitT] = ExecutionOrder()
+        self.backward_order: ExecutionOrder[UnitT] = ExecutionOrder()
+        self.reductions = ReductionQueue(max_live_grad_buffers)
+        self.turns: Turns[UnitT] | None = None
+        self.weights_epoch = 0
+        self.root_pass: RootPass[UnitT] = RootPass()
+        self.backward_pass = self.root_pass
+        self.synced_in_backward: weakref.WeakSet[UnitT] = weakref.WeakSet()
+        self.has_gradient = False
+        self.has_unsynced = False
+        self.pass_has_grad = False
+        self.forward_failed = False
+        self.is_checked = False
+        self._pass_unit: weakref.ref[UnitT] | None = None
+        # By the unit that a pass begins with.
+        self._forward_orders: weakref.WeakKeyDictionary[UnitT, ExecutionOrder[UnitT]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._units: list[weakref.ref[UnitT]] = []
+        self._prefetched: deque[weakref.ref[UnitT]] = deque()
+        self._requested: list[weakref.ref[UnitT]] = []
+        self._recomputed: deque[weakref.ref[UnitT]] = deque()
+        self._in_backward: weakref.ref[UnitT] | None = None
+        self._num_uses = 0
+        self._nearly_over: list[Use] = []
+        self._end_of_backward: weakref.ref[object] | None = None
+
+    def set_units(self, units: Sequence[UnitT], *, spread: bool, may_differ: bool) -> None:
+        """Register the units, parents before children as `modules()` lists them.
+
+        Units hold the context; the context holds units weakly.
+
+        Args:
+            units: All units under the root, the root's own first.
+            spread: Whether there is more than one rank.
+            may_differ: Whether ranks may run different units.
+        """
+        self._units = [weakref.ref(unit) for unit in units]
+        self.turns = Turns(list(reversed(units)), in_order=may_differ) if spread else None
+
+    @property
+    def ranks_may_differ(self) -> bool:
+        """Whether another rank may run other units than this one."""
+        return self.turns is not None and self.turns.in_order
+
+    def units(self) -> list[UnitT]:
+        """Live units, parents before children."""
+        return [unit for ref in self._units if (unit := ref()) is not None]
+
+    @property
+    def is_in_forward(self) -> bool:
+        """Whether a pass is under way: the forward of the root, or of a unit outside of that."""
+        return self._pass_unit is not None and self._pass_unit() is not None
+
+    def is_pass_of(self, unit: UnitT) -> bool:
+        """Whether the pass under way began with this unit."""
+        return self._pass_unit is not None and self._pass_unit() is unit
+
+    def begin_forward(self, unit: UnitT, *, is_root: bool, has_grad: bool) -> None:
+        """Note that a pass starts (not a recomputation).
+
+        Where ranks may run different units, a backward reduces all of them once for every pass.
+        So units that run outside of the root's forward, before or after it, are in one pass with
+        it: another rank may leave them out. Elsewhere every forward of the root is another pass.
+
+        Args:
+            unit: The unit it starts with.
+            is_root: Whether that is the root.
+            has_grad: Whether it is made for a backward.
+        """
+        self._pass_unit = weakref.ref(unit)
+        self.pass_has_grad = has_grad
+        kind = "forward" if has_grad else "evaluation"
+        name = kind if is_root else f"{kind} of {unit.fqn}"
+        self.allocator.begin_pass(name, is_quiet=self._is_quiet())
+        self.forward_order = self._forward_orders.setdefault(unit, ExecutionOrder())
+        self.forward_order.begin()
+        # An evaluation between a forward and its backward is in nobody's way.
+        has_root = is_root and has_grad
+        is_another = has_root and (self.root_pass.has_root or not self.ranks_may_differ)
+        if is_another or self.root_pass.is_over:
+            self.root_pass = RootPass()
+            self.backward_order.begin()
+        self.root_pass.has_root |= has_root
+
+    def end_forward(self, *, failed: bool = False) -> None:
+        """Note that the forward is over that the pass began with.
+
+        Args:
+            failed: Whether it ended in an exception. What was under way is left for `repair`:
+                waiting for it may take other ranks, and the exception is to be seen at once.
+        """
+        self._pass_unit = None
+        self.forward_failed |= failed
+
+    def end_pass(self, name: str) -> None:
+        """Note that a backward, or a forward that has none, is over.
+
+        Args:
+            name: What is over, for reports; empty for an evaluation.
+        """
+        self.allocator.end_pass(name, is_quiet=self._is_quiet())
+
+    def _is_quiet(self) -> bool:
+        """Whether no backward is still to come, as far as units tell that passes began with."""
+        return not any(unit.is_expected_back for unit in self._forward_orders)
+
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether a backward is under way, as far as known: one that failed may look like it."""
+        return self._end_of_backward is not None
+
+    @property
+    def backward_failed(self) -> bool:
+        """Whether the latest backward ended in an exception.
+
+        The engine drops the callback that was to finish it together with the failed graph task.
+        """
+        return self._end_of_backward is not None and self._end_of_backward() is None
+
+    def begin_backward(self, passed: RootPass[UnitT], end_of_backward: object) -> None:
+        """Note that a backward starts.
+
+        Args:
+            passed: The forward that it is of.
+            end_of_backward: The callback that the engine runs at its end, and nobody else holds.
+        """
+        self._end_of_backward = weakref.ref(end_of_backward)
+        self.has_gradient = False
+        if self.ranks_may_differ:
+            syncing = (unit for unit in self.units() if unit.syncs_gradients)
+            self.synced_in_backward = weakref.WeakSet(syncing)
+        self.backward_order.begin_reversed()
+        self.begin_turns(passed)
+
+    def next_use(self) -> int:
+        """A number for one more run of a unit, larger than all before it."""
+        self._num_uses += 1
+        return self._num_uses
+
+    def note_nearly_over(self, use: Use) -> None:
+        """Finish a backward that does not tell its end when that of an earlier run begins."""
+        if use not in self._nearly_over:
+            self._nearly_over.append(use)
+
+    def finish_later_than(self, number: int) -> None:
+        """The backward of a run begins: those of runs that began after it are over.
+
+        The engine runs what was made last first.
+        """
+        over = [use for use in self._nearly_over if use.number > number]
+        for use in sorted(over, key=lambda use: use.number, reverse=True):
+            self._nearly_over.remove(use)
+            use.finish()
+
+    def forget_nearly_over(self, use: Use) -> None:
+        """A backward has told its end all the same."""
+        if use in self._nearly_over:
+            self._nearly_over.remove(use)
+
+    def begin_turns(self, passed: RootPass[UnitT]) -> None:
+        """Start a new round of reductions, of the units of one forward."""
+        self.backward_pass = passed
+        passed.is_over = True
+        if self.turns is not None:
+            self.turns.begin(passed)
+
+    def forget_backward(self) -> None:
+        """No backward is under way any more."""
+        self._end_of_backward = None
+        self._nearly_over.clear()
+
+    def prefetch(self, units: Sequence[UnitT]) -> None:
+        """Start gathering units ahead of their use, because they came next the last time."""
+        for unit in units:
+            # One that is in use, or kept for its backward, is not this list's to drop.
+            if not unit.is_unsharded:
+                # Also one that had no room: it is expected all the same.
+                unit.prefetch()
+                self._prefetched.append(weakref.ref(unit))
+
+    def prefetch_requested(self, units: list[weakref.ref[UnitT]]) -> None:
+        """Start gathering the units a user asked for; they stay until they ran or the pass ends."""
+        if not self.unshard_prefetch_depth:
+            return
+        for ref in units:
+            unit = ref()
+            if unit is not None:
+                unit.prefetch()
+                self._requested.append(ref)
+
+    def arrive(self, unit: UnitT) -> None:
+        """A unit is about to be used: drop those that were expected before it.
+
+        If it was not expected at all, everything was guessed wrong, unless it was gathered anyway.
+        """
+        if not unit.is_unsharded or any(ref() is unit for ref in self._prefetched):
+            while self._prefetched:
+                prefetched = self._prefetched.popleft()()
+                if prefetched is unit:
+                    break
+                if prefetched is not None:
+                    prefetched.reshard()
+        if self._requested:
+            self._requested = [ref for ref in self._requested if ref() is not unit]
+
+    def drop_prefetched(self) -> None:
+        """The pass is over: nothing gathered in vain may outlive it."""
+        for ref in [*self._prefetched, *self._requested]:
+            unit = ref()
+            if unit is not None:
+                unit.reshard()
+        self._prefetched.clear()
+        self._requested = []
+
+    def _make_room_for_recomputed(self, unit: UnitT) -> None:
+        """Drop the oldest recomputed units that are in the way of one more."""
+        waiting = list(self._recomputed)
+        current = None if self._in_backward is None else self._in_backward()
+        # A region is recomputed for a unit whose backward has begun, and which is gathered too.
+        is_for_another = (
+            current is not None
+            and current is not unit
+            and current.is_unsharded
+            and not unit.is_inside(current)
+        )
+        room = max(0, self.unshard_prefetch_depth - is_for_another)
+        for ref in waiting[: max(0, len(waiting) - room)]:
+            self._recomputed.remove(ref)
+            oldest = ref()
+            if oldest is not None:
+                oldest.reshard()
+
+    def recompute(self, unit: UnitT) -> None:
+        """A unit is about to be recomputed: make room, and see that nobody drops it meanwhile."""
+        self._drop_recomputed(unit)
+        self._make_room_for_recomputed(unit)
+
+    def keep_recomputed(self, unit: UnitT) -> None:
+        """Leave a recomputed unit gathered for its backward."""
+        self._drop_recomputed(unit)
+        self._recomputed.append(weakref.ref(unit))
+
+    def forget_recomputed(self, unit: UnitT | None = None) -> None:
+        """A unit's own backward takes over from here, or (without one) the whole backward ends."""
+        if unit is None:
+            self._recomputed.clear()
+            self._in_backward = None
+        else:
+            self._drop_recomputed(unit)
+            self._in_backward = weakref.ref(unit)
+
+    def _drop_recomputed(self, unit: UnitT) -> None:
+        if self._recomputed:
+            self._recomputed = deque(ref for ref in self._recomputed if ref() is not unit)

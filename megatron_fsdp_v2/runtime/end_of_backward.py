@@ -1,0 +1,217 @@
+"""How a backward ends: finished by the engine's callback, or repaired after an exception."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from megatron_fsdp_v2.params.autograd import in_backward
+from megatron_fsdp_v2.runtime.context import Reshardable
+
+if TYPE_CHECKING:
+    from megatron_fsdp_v2.params.group import ParameterGroup
+    from megatron_fsdp_v2.runtime.context import Context
+
+__all__ = [
+    "EndOfBackward",
+    "Finishable",
+    "bring_to_rest",
+    "finish_turns",
+    "needs_repair",
+    "reduce_in_turn",
+    "repair",
+    "synchronise_gradients",
+]
+
+
+class Finishable(Reshardable, Protocol):
+    """What the end of a backward needs to know of a unit."""
+
+    groups: list[ParameterGroup]
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether neither its forward nor its backward is under way."""
+        ...
+
+    def owe_reduction(self) -> None:
+        """Have its next reduction take place also where no gradient arrived."""
+        ...
+
+    def reduce_grad(self, *, synchronise: bool) -> None:
+        """Reduce gradients that arrived. Collective."""
+        ...
+
+    def finish_gradients(self, *, synchronise: bool) -> None:
+        """Reduce what is left, along the outer axis too. Collective."""
+        ...
+
+    def finish_backward(self) -> None:
+        """Reduce what is left, rest. Collective."""
+        ...
+
+    def forget_failure(self) -> None:
+        """Rest, whatever was under way."""
+        ...
+
+
+class EndOfBackward[UnitT: Finishable]:
+    """The callback that the autograd engine runs at the end of a backward.
+
+    Nobody but the engine holds it, so it is gone exactly when its backward is, finished or not.
+    """
+
+    def __init__(self, context: Context[UnitT]) -> None:
+        self._context = context
+
+    def __call__(self) -> None:
+        """Reduce what is left and put every unit to rest. Collective."""
+        context = self._context
+        units = context.units()
+        synchronise = any(unit.syncs_gradients for unit in units)
+        finish_turns(context)
+        for unit in reversed(units):
+            unit.finish_backward()
+        context.drop_prefetched()
+        _settle(context)
+        context.forget_recomputed()
+        # An optimizer that torch's hooks do not see may step now.
+        context.weights_epoch += synchronise
+        context.has_unsynced = not synchronise
+        context.forget_backward()
+        context.end_pass("synchronised backward" if synchronise else "backward")
+        # Last of all: they may step weights, and may raise.
+        synced = [unit for unit in reversed(units) if unit.syncs_gradients]
+        # Nothing at all arrived in a backward to inputs alone (`torch.autograd.grad`).
+        _run_hooks(synced, only_certain=not context.has_gradient)
+
+
+def finish_turns[UnitT: Finishable](context: Context[UnitT]) -> None:
+    """Reduce the units that had no turn yet. Collective."""
+    if context.turns is not None:
+        reduce_in_turn(context.turns.rest())
+
+
+def reduce_in_turn[UnitT: Finishable](units: Sequence[UnitT]) -> None:
+    """Reduce units whose turn it is, with or without a gradient here. Collective."""
+    for unit in units:
+        unit.owe_reduction()
+        unit.reduce_grad(synchronise=unit.syncs_gradients)
+
+
+def needs_repair[UnitT: Finishable](context: Context[UnitT]) -> bool:
+    """Whether an exception left something behind. To be asked between passes."""
+    if context.is_in_backward or context.forward_failed:
+        return True
+    return not all(unit.is_resting for unit in context.units())
+
+
+def repair[UnitT: Finishable](context: Context[UnitT]) -> None:
+    """Clear away what a failed forward or backward left behind.
+
+    A failed backward's gradients that were collected and not reduced yet are dropped, and so are
+    those that were being reduced: whatever `zero_grad` made of them, the reduction may have written
+    them since. A failed forward costs no gradient.
+    """
+    if context.is_in_backward:
+        # The forward that repairs may be an evaluation; gradients it makes outlive that.
+        with torch.inference_mode(False), torch.no_grad():
+            _drop_gradients(context)
+    context.forget_backward()
+    context.forget_recomputed()
+    context.end_forward()
+    context.forward_failed = False
+    for unit in context.units():
+        unit.forget_failure()
+        unit.reshard()
+
+
+def _drop_gradients[UnitT: Finishable](context: Context[UnitT]) -> None:
+    dropped = context.reductions.groups()
+    late = _late_units(context)
+    for unit in late:
+        reduced = unit in context.synced_in_backward
+        dropped += [
+            g for g in unit.groups if g.grads and (reduced or not g.grads.collects_unsynced)
+        ]
+    before = [(g.param_grads, g.param_grads.state()) for g in dropped if g.param_grads is not None]
+    for unit in late:
+        unit.owe_reduction()
+        unit.reduce_grad(synchronise=unit in context.synced_in_backward)
+    if late:
+        context.reductions.drain()
+    context.reductions.abandon()
+    for param_grads, state in before:
+        param_grads.forget(state)
+    for unit in context.units():
+        for group in unit.groups:
+            if group.grads is not None:
+                group.grads.abandon()
+
+
+def _late_units[UnitT: Finishable](context: Context[UnitT]) -> list[UnitT]:
+    """The units whose reductions a failed backward did not come to, and has to take part in.
+
+    Where ranks run different units, another one may have had the turn of a unit that this one was
+    still to run: its reductions would pair with the next backward's.
+    """
+    return [] if context.turns is None else context.turns.rest()
+
+
+def bring_to_rest[UnitT: Finishable](contexts: set[Context[UnitT]]) -> None:
+    """Have every module hold its sharded parameters, as before the first step.
+
+    To be called between passes, by whoever reads or writes sharded parameters. Backwards that are
+    still to come gather again.
+
+    Raises:
+        RuntimeError: A backward is under way.
+    """
+    if contexts and in_backward():
+        raise RuntimeError("a backward is under way; do this between two steps")
+    for context in contexts:
+        if needs_repair(context):
+            repair(context)
+        context.drop_prefetched()
+        for unit in context.units():
+            unit.reshard()
+
+
+def synchronise_gradients[UnitT: Finishable](
+    context: Context[UnitT], units: Sequence[UnitT]
+) -> None:
+    """Bring all gradients of these units into `param.grad`. Collective.
+
+    Args:
+        context: Theirs.
+        units: Some of its units, parents before children.
+    """
+    for unit in reversed(units):
+        if context.ranks_may_differ and context.has_unsynced:
+            unit.owe_reduction()
+        unit.finish_gradients(synchronise=True)
+    _settle(context)
+    # As after a synchronised backward: an optimizer may step next.
+    context.weights_epoch += 1
+    context.has_unsynced = False
+    _run_hooks(list(reversed(units)), only_certain=False)
+
+
+def _run_hooks[UnitT: Finishable](units: Sequence[UnitT], *, only_certain: bool) -> None:
+    """Call what users registered to be called when a parameter has its gradient."""
+    with torch.no_grad():
+        for unit in units:
+            for group in unit.groups:
+                if group.param_grads is not None:
+                    group.param_grads.run_hooks(only_certain=only_certain)
+
+
+def _settle[UnitT: Finishable](context: Context[UnitT]) -> None:
+    """Wait for all reductions, and take back what turned out to be no gradient at all."""
+    context.reductions.drain()
+    for unit in context.units():
+        for group in unit.groups:
+            if group.param_grads is not None:
+                group.param_grads.drop_unused()

@@ -1,0 +1,119 @@
+"""What arguments of PyTorch's FSDP2 mean here, where that is not the same."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import OffloadPolicy
+from torch.distributed.tensor import Shard
+
+if TYPE_CHECKING:
+    from megatron_fsdp_v2.params.registration import OwnedParameter
+
+__all__ = [
+    "check_mesh_dims",
+    "check_offload_policy",
+    "check_shard_placement",
+    "default_mesh",
+    "reshards_after_forward",
+]
+
+# By process group: it may be ended, and another one started.
+_MESHES: weakref.WeakKeyDictionary[dist.ProcessGroup, DeviceMesh] = weakref.WeakKeyDictionary()
+
+
+def default_mesh() -> DeviceMesh:
+    """One axis over all ranks, of the accelerator's device type if there is one, else the CPU's.
+
+    Starts the default process group from the environment if there is none yet, as FSDP2 does.
+    """
+    if not dist.is_initialized():
+        dist.init_process_group()
+    group = dist.group.WORLD
+    assert group is not None
+    mesh = _MESHES.get(group)
+    if mesh is None:
+        device = torch.accelerator.current_accelerator(check_available=True)
+        device_type = "cpu" if device is None else device.type
+        mesh = _MESHES[group] = init_device_mesh(device_type, (dist.get_world_size(),))
+    return mesh
+
+
+def reshards_after_forward(given: object, mesh: DeviceMesh) -> bool:
+    """Whether gathered weights are dropped between forward and backward.
+
+    Args:
+        given: A bool; None for the default; or the number of ranks that FSDP2 would reshard to,
+            where that is one of them or all.
+        mesh: The data-parallel mesh.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    if given is None:
+        return True
+    if isinstance(given, bool):
+        return given
+    shards = mesh.size(mesh.ndim - 1)
+    if isinstance(given, int) and given in (1, shards):
+        return given != 1
+    raise ValueError(
+        f"reshard_after_forward must be True, False or None, got {given!r}; weights are kept whole "
+        f"(1) or dropped to this rank's of {shards} shards ({shards}), and not to shards over "
+        "fewer ranks; keep them over fewer by making those the inner axis of a 2-D mesh"
+    )
+
+
+def check_offload_policy(policy: object) -> None:
+    """Refuse policies that offload.
+
+    Raises:
+        ValueError: It is not None or torch's `OffloadPolicy()`, which offloads nothing.
+    """
+    if policy is None or type(policy) is OffloadPolicy:
+        return
+    raise ValueError(
+        f"offload_policy={policy!r} cannot be honored: parameters, gradients and optimizer state "
+        "stay on the device of the mesh; leave it out, or shard over more ranks"
+    )
+
+
+def check_mesh_dims(dims: object) -> None:
+    """Refuse to look for the data-parallel axes in a mesh that has others as well.
+
+    Raises:
+        ValueError: It is not None.
+    """
+    if dims is not None:
+        raise ValueError(
+            f"dp_mesh_dims={dims!r} cannot be honored: give the data-parallel axes as the mesh, "
+            "such as mesh=mesh['dp'] or mesh['outer', 'dp'] of a mesh with more axes"
+        )
+
+
+def check_shard_placement(
+    choose: Callable[[torch.nn.Parameter], Any] | None, owned: Sequence[OwnedParameter]
+) -> None:
+    """See that a `shard_placement_fn` asks for what is done here: rows are sharded.
+
+    Args:
+        choose: The function; None for none.
+        owned: What it is asked about.
+
+    Raises:
+        ValueError: It chooses another placement for one of them.
+    """
+    for parameter in owned if choose is not None else ():
+        assert choose is not None
+        placement = choose(parameter.param)
+        if placement is not None and placement != Shard(0):
+            raise ValueError(
+                f"shard_placement_fn returns {placement} for parameter {parameter.name}; "
+                "parameters are sharded by rows, Shard(0), which need not be even. Return None, "
+                "and say with shard_granularity what must not be cut"
+            )

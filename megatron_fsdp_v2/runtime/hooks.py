@@ -1,0 +1,179 @@
+"""The only place that registers hooks: on modules, and on optimizers in general."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from megatron_fsdp_v2.dtensor.optimizer_state import watch_state
+from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
+from megatron_fsdp_v2.params.gathered_parameter import gathered_name
+from megatron_fsdp_v2.params.registration import find_home, num_retired
+from megatron_fsdp_v2.runtime.forward_of_modules import after_forward, post_forward, pre_forward
+from megatron_fsdp_v2.runtime.fsdp_module import unit_of
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from megatron_fsdp_v2.runtime.context import Context
+    from megatron_fsdp_v2.runtime.unit import Unit
+
+__all__ = ["install_hooks", "watch_optimizers"]
+
+
+def install_hooks(module: nn.Module) -> None:
+    """Run the unit's life around the module's forward.
+
+    The pre-forward hook comes before a user's, which may read parameters; the post-forward hook
+    comes after, for the same reason.
+    """
+    module.register_forward_pre_hook(_pre_forward, prepend=True, with_kwargs=True)
+    module.register_forward_hook(_post_forward)
+    module.register_forward_hook(_after_forward, always_call=True)
+    # A state dict is of sharded parameters, also between a forward and its backward.
+    module.register_state_dict_pre_hook(_show_sharded)  # type: ignore[no-untyped-call]
+    module.register_state_dict_post_hook(_after_state_dict)  # type: ignore[no-untyped-call]
+    module.register_load_state_dict_pre_hook(_show_sharded)  # type: ignore[no-untyped-call]
+    module.register_load_state_dict_post_hook(_after_load)  # type: ignore[no-untyped-call]
+
+
+def _pre_forward(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    return pre_forward(unit_of(module), module, args, kwargs)
+
+
+def _post_forward(module: nn.Module, args: Any, output: Any) -> Any:
+    del args
+    return post_forward(unit_of(module), module, output)
+
+
+def _after_forward(module: nn.Module, args: Any, output: Any) -> None:
+    """Also called where the forward, or a hook before it, raised an exception."""
+    del args, output
+    after_forward(unit_of(module), module)
+
+
+def _show_sharded(module: nn.Module, *args: Any) -> None:
+    """Before a state dict is made or loaded."""
+    del args
+    for group in unit_of(module).held_groups:
+        group.show_sharded()
+
+
+def _after_state_dict(module: nn.Module, state_dict: Any, prefix: str, metadata: Any) -> None:
+    del state_dict, prefix, metadata
+    for group in unit_of(module).held_groups:
+        group.show_unsharded()
+
+
+def _after_load(module: nn.Module, incompatible_keys: Any) -> None:
+    """Forget weights gathered before: those loaded count from the next use on."""
+    del incompatible_keys
+    unit = unit_of(module)
+    for group in unit.held_groups:
+        group.settle_changes()
+    unit.reshard()
+
+
+class _OptimizerWatch:
+    """Sees every optimizer step, before and after.
+
+    Fused and foreach steps bump no version counter that one could watch, and torch offers these
+    hooks for all optimizers at once; they are registered when the first model is sharded. Steps
+    of optimizers that hold none of a context's parameters must not count: they may happen on some
+    ranks only, and what follows from a step may be a collective.
+    """
+
+    def __init__(self) -> None:
+        self._contexts: weakref.WeakSet[Context[Unit]] = weakref.WeakSet()
+        self._checked: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._with_sharded_state: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._is_registered = False
+
+    def add(self, context: Context[Unit]) -> None:
+        if not self._is_registered:
+            register_optimizer_step_pre_hook(self._before_step)
+            register_optimizer_step_post_hook(self._after_step)
+            self._is_registered = True
+        self._contexts.add(context)
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        del args, kwargs
+        for context in list(self._contexts):
+            for unit in context.units():
+                unit.check_no_late_gradient()
+        state = (num_retired(), sum(len(group["params"]) for group in optimizer.param_groups))
+        if self._checked.get(optimizer) == state:
+            return
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                _check_is_current(param)
+                if isinstance(param, UnevenDTensor):
+                    _check_is_elementwise(optimizer)
+                    self._watch_state(optimizer)
+        self._checked[optimizer] = state
+
+    def _watch_state(self, optimizer: Optimizer) -> None:
+        """Until its first step, what an optimizer has of state is the same on all ranks."""
+        if optimizer not in self._with_sharded_state:
+            watch_state(optimizer)
+            self._with_sharded_state.add(optimizer)
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        del args, kwargs
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for context in list(self._contexts):
+            if any(unit.holds(stepped) for unit in context.units()):
+                context.weights_epoch += 1
+
+
+def _check_is_current(param: Any) -> None:
+    """Refuse to step a tensor that a model no longer computes with."""
+    name = gathered_name(param)
+    if name is not None:
+        raise RuntimeError(
+            f"the optimizer holds the gathered weights of {name}, which no gradient reaches; it "
+            "was built while they stood in place of the sharded ones, such as between a forward "
+            "and its backward. Call reshard() on the model, then build it from model.parameters()"
+        )
+    found = find_home(param)
+    if found is None:
+        return
+    group, home = found
+    raise RuntimeError(
+        f"the optimizer holds {group.names[home.index]} of {group.name} as it was {home.since}; "
+        "the model no longer uses that tensor. Build the optimizer from model.parameters() after "
+        "fully_shard"
+    )
+
+
+_WHOLE_MATRIX = {
+    "Adafactor": "it factors whole matrices",
+    "LBFGS": "it flattens all parameters into one vector and calls the model itself",
+    "Muon": "it orthogonalises whole matrices",
+}
+
+
+def _check_is_elementwise(optimizer: Optimizer) -> None:
+    """Refuse optimizers of torch that compute with whole tensors, of which a rank holds rows."""
+    name = type(optimizer).__name__
+    if type(optimizer).__module__.startswith("torch.optim") and name in _WHOLE_MATRIX:
+        raise RuntimeError(
+            f"torch.optim.{name} cannot step sharded parameters: {_WHOLE_MATRIX[name]}, and every "
+            "rank holds some of their rows only; use an elementwise optimizer such as AdamW"
+        )
+
+
+_WATCH = _OptimizerWatch()
+
+
+def watch_optimizers(context: Context[Unit]) -> None:
+    """Have a context's model weights brought up to date after optimizer steps."""
+    _WATCH.add(context)

@@ -1,0 +1,149 @@
+"""Parameters on the meta device become real, one unit at a time, the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_fsdp_v2.comm.errors import naming_failures
+from megatron_fsdp_v2.dtensor.tp_params import part_of
+from megatron_fsdp_v2.params.carried_attributes import carry_attributes
+from megatron_fsdp_v2.params.unset_values import is_unset, mark_unset, unset_like
+
+if TYPE_CHECKING:
+    from megatron_fsdp_v2.comm.interface import Axis
+    from megatron_fsdp_v2.params.registration import OwnedParameter
+
+__all__ = ["materialise"]
+
+
+def materialise(
+    owned: Sequence[OwnedParameter],
+    modules: Sequence[tuple[str, nn.Module]],
+    device: torch.device,
+    axes: Sequence[Axis],
+    param_init_fn: Callable[[nn.Module], None] | None = None,
+) -> tuple[set[str], list[tuple[str, nn.Module, str]]]:
+    """Give a unit's meta parameters and buffers memory and values, in place.
+
+    Collective where there are some; nothing happens where there are none.
+
+    Every module that holds some has its `reset_parameters()` called, parents after children and
+    siblings in the order of their registration, as they were constructed, so that they draw
+    random numbers in that order. The values of the first rank go to all others, so that every
+    rank cuts its rows from the same full parameters, however ranks are seeded. Memory: this one
+    unit in full, until the caller has cut it.
+
+    Args:
+        owned: Parameters of the unit; the meta ones are replaced by real ones, tied as before.
+        modules: The unit's own modules with names, parents before children.
+        device: Where values are made.
+        axes: Axes of the data-parallel mesh.
+        param_init_fn: What to call in place of `reset_parameters()`, with the module.
+
+    Returns:
+        What still has no values, because a module has no `reset_parameters()` or that leaves it
+        out: names of parameters; and buffers as name, module and attribute.
+
+    Raises:
+        ValueError: A module registered something else in the place of a parameter.
+    """
+    fresh = [parameter for parameter in owned if parameter.param.is_meta]
+    holders = {id(module) for parameter in fresh for module, _ in parameter.sites}
+    empty_buffers: list[tuple[str, nn.Module, str]] = []
+    for name, module in modules:
+        for attribute, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[attribute] = unset_like(buffer, device)
+                label = f"{name}.{attribute}" if name else attribute
+                empty_buffers.append((label, module, attribute))
+                holders.add(id(module))
+    for parameter in fresh:
+        _give_memory(parameter, device)
+    for _, module in _children_first(modules):
+        if id(module) in holders:
+            _initialise(module, param_init_fn)
+    for parameter in fresh:
+        _take_over(parameter)
+    buffers = [(one[1]._buffers[one[2]], one) for one in empty_buffers]
+    for parameter in fresh:
+        if parameter.dtensor is not None and parameter.dtensor.placement.is_replicate():
+            _share_along(part_of(parameter.param), parameter.dtensor.mesh.get_group())
+    tensors = [part_of(parameter.param) for parameter in fresh]
+    tensors += [buffer for buffer, _ in buffers if buffer is not None]
+    for tensor in tensors:
+        _share(tensor, axes)
+    # Asked of what ranks share: memory that a module left as it got it may look so on some ranks.
+    unset = {p.name for p in fresh if is_unset(part_of(p.param))}
+    return unset, [one for buffer, one in buffers if buffer is not None and is_unset(buffer)]
+
+
+def _children_first(modules: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    """The same modules with names, children before parents, siblings as they come."""
+    ordered: list[tuple[str, nn.Module]] = []
+    above: list[tuple[str, nn.Module]] = []
+    for name, module in modules:
+        while above and above[-1][0] and not name.startswith(f"{above[-1][0]}."):
+            ordered.append(above.pop())
+        above.append((name, module))
+    return ordered + above[::-1]
+
+
+def _give_memory(parameter: OwnedParameter, device: torch.device) -> None:
+    old = parameter.param
+    made = nn.Parameter(torch.empty_like(old, device=device), requires_grad=old.requires_grad)
+    with torch.no_grad():
+        mark_unset(part_of(made))
+    for key, value in vars(old).items():
+        setattr(made, key, value)
+    parameter.param, parameter.stood_in = made, old
+    for module, attribute in parameter.sites:
+        module._parameters[attribute] = made
+
+
+def _initialise(module: Any, param_init_fn: Callable[[nn.Module], None] | None) -> None:
+    reset = getattr(module, "reset_parameters", None)
+    with torch.no_grad():
+        if param_init_fn is not None:
+            param_init_fn(module)
+        elif reset is not None:
+            reset()
+
+
+def _take_over(parameter: OwnedParameter) -> None:
+    """Take values and marks from what an initialisation registered in a parameter's place.
+
+    Transformer Engine's registers a parameter of its own over the same memory, and marks that one.
+    """
+    made = parameter.param
+    for module, attribute in parameter.sites:
+        found = module._parameters[attribute]
+        if found is None or found is made:
+            continue
+        if found.shape != made.shape or found.is_meta:
+            raise ValueError(
+                f"the initialization of {type(module).__name__} left {attribute} of shape "
+                f"{tuple(found.shape)} on {found.device}, where it was of {tuple(made.shape)}; "
+                "write the values into the parameter that is there"
+            )
+        if found.data_ptr() != made.data_ptr():
+            with torch.no_grad():
+                made.copy_(found)
+        carry_attributes(found, made)
+        module._parameters[attribute] = made
+
+
+def _share(tensor: torch.Tensor, axes: Sequence[Axis]) -> None:
+    """Give every rank of the mesh the first rank's values: along one axis, then the other."""
+    for axis in axes:
+        if axis.size > 1:
+            _share_along(tensor, axis.group)
+
+
+def _share_along(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+    with naming_failures("broadcast of initial values", group):
+        dist.broadcast(tensor, src=dist.get_global_rank(group, 0), group=group)

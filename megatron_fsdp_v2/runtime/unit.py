@@ -1,0 +1,651 @@
+"""The life of a unit: unshard, forward, reshard, unshard, backward, reduce, reshard."""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+
+from megatron_fsdp_v2.comm.rank_checks import CheckRanks
+from megatron_fsdp_v2.params.autograd import (
+    Inputs,
+    cast_floats,
+    in_backward,
+    next_node_number,
+    watch_inputs,
+    watch_outputs,
+)
+from megatron_fsdp_v2.runtime.end_of_backward import (
+    EndOfBackward,
+    finish_turns,
+    needs_repair,
+    reduce_in_turn,
+    repair,
+)
+from megatron_fsdp_v2.runtime.reduction_queue import Reduction, RootPass
+from megatron_fsdp_v2.runtime.unit_checks import check_units, compare_unit
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from megatron_fsdp_v2.layout.mixed_precision import MixedPrecisionPolicy
+    from megatron_fsdp_v2.params.group import ParameterGroup
+    from megatron_fsdp_v2.runtime.context import Context
+
+__all__ = ["Phase", "Unit"]
+
+
+class Phase(enum.Enum):
+    """What a unit is doing."""
+
+    RESTING = "resting"
+    """Not running; its modules hold sharded parameters unless something is kept gathered."""
+    FORWARD = "forward"
+    """Inside its forward, for the first time or as a recomputation."""
+    BACKWARD = "backward"
+    """Between the first gradient of its outputs and the last of its inputs."""
+
+
+LEGAL_MOVES = {
+    (Phase.RESTING, Phase.FORWARD),
+    (Phase.FORWARD, Phase.RESTING),
+    (Phase.RESTING, Phase.BACKWARD),
+    (Phase.BACKWARD, Phase.RESTING),
+    # A recomputation may stop in the middle of the forward, once it has all it needs.
+    (Phase.FORWARD, Phase.BACKWARD),
+}
+
+
+class Unit:
+    """The sharded parameters of one module and what happens to them in a step.
+
+    Attributes:
+        fqn: Name of its module under the root; empty for the root.
+        fqns: That, or the names of its modules where it has several.
+        class_name: Class of its module, as it was before it was sharded.
+        modules: Its module, weakly, or several that are gathered together.
+        left_to_run: Of several modules, those whose forward is still to come in this pass.
+        method_frame: Of whoever calls a method that runs as its forward, while that runs.
+        groups: Its parameter groups, which it reduces.
+        borrowed: Groups of other units that hold a parameter tied to one of its own; gathered
+            with it, reduced by their owner.
+        held_groups: Groups it gathers: its own and those it borrows.
+        context: What it shares with the other units under its root.
+        policy: Dtypes of inputs and outputs.
+        phase: What it is doing.
+        is_root: Whether its module is the outermost one.
+        reshard_after_forward: Whether gathered weights are dropped between forward and backward.
+        reshard_after_backward: Whether they are dropped after a backward.
+        requires_gradient_sync: Whether its backward is the one that synchronises.
+        requires_all_reduce: Likewise, where there is an outer axis to synchronise along.
+        is_last_backward: Whether the next backward is the last before the optimizer steps.
+        forward_prefetch: Units to gather when its forward starts, instead of the recorded next.
+        backward_prefetch: Likewise for its backward.
+        unset: Names of parameters and buffers that had no values when it was made, and how to
+            look each one up.
+        ranges: Makes a profiler range of a name, or None for no ranges.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        groups: Sequence[ParameterGroup],
+        borrowed: Sequence[ParameterGroup],
+        context: Context[Unit],
+        policy: MixedPrecisionPolicy,
+        *,
+        reshard_after_forward: bool,
+    ) -> None:
+        self.fqn = ""
+        self.fqns: Sequence[str] = ("",)
+        self.class_name = ", ".join(type(module).__name__ for module in modules)
+        self.modules = [weakref.ref(module) for module in modules]
+        self.left_to_run: set[int] = set()
+        self.method_frame: FrameType | None = None
+        self.groups = list(groups)
+        self.borrowed = list(borrowed)
+        self.held_groups = [*self.groups, *self.borrowed]
+        self.context = context
+        self.policy = policy
+        self.phase = Phase.RESTING
+        self.is_root = True
+        self.reshard_after_forward = reshard_after_forward
+        self.reshard_after_backward = True
+        self.requires_gradient_sync = True
+        self.requires_all_reduce = True
+        self.is_last_backward = True
+        self.forward_prefetch: list[weakref.ref[Unit]] = []
+        self.backward_prefetch: list[weakref.ref[Unit]] = []
+        self.unset: Sequence[tuple[str, Callable[[], torch.Tensor | None]]] = ()
+        self.ranges: Callable[[str], AbstractContextManager[Any]] | None = None
+        self._is_unsharded = False
+        # Forwards whose backward is still to come; some may never come.
+        self._num_awaited = 0
+        self._owes_reduction = False
+        # Of the forward that runs now.
+        self._running: tuple[_Use, Inputs, int] | None = None
+
+    @property
+    def name(self) -> str:
+        """Name and class of the module, for messages."""
+        return f"{self.fqn or 'the root'} ({self.class_name})"
+
+    def holds(self, parameter_ids: set[int]) -> bool:
+        """Whether one of its sharded parameters is among these `id()`s."""
+        return any(id(p) in parameter_ids for group in self.groups for p in group.sharded_params)
+
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether gathered weights are installed, or on their way."""
+        return self._is_unsharded
+
+    @property
+    def is_expected_back(self) -> bool:
+        """Whether its backward is under way, or to be expected after a forward."""
+        return self._num_awaited > 0 or self.phase is Phase.BACKWARD
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether neither its forward nor its backward is under way."""
+        return self.phase is Phase.RESTING
+
+    @property
+    def skips_safely(self) -> bool:
+        """Whether a rank may leave it out while others run it: no use of it is a collective."""
+        return not any(group.weights.gathers_for_use for group in self.groups)
+
+    @property
+    def syncs_gradients(self) -> bool:
+        """Whether gradients are brought all the way into `param.grad` in this backward."""
+        asked = self.requires_gradient_sync and self.is_last_backward
+        return asked and (self.requires_all_reduce or not self._has_outer_axis)
+
+    @property
+    def _has_outer_axis(self) -> bool:
+        return any(len(group.axes) > 1 for group in self.groups)
+
+    def is_inside(self, other: Unit) -> bool:
+        """Whether its module is below another unit's."""
+        return self is not other and any(
+            f"{mine}.".startswith(f"{theirs}." if theirs else "")
+            for mine in self.fqns
+            for theirs in other.fqns
+        )
+
+    def move(self, phase: Phase) -> None:
+        """Change phase.
+
+        Raises:
+            RuntimeError: The move is not legal.
+        """
+        if (self.phase, phase) not in LEGAL_MOVES:
+            raise RuntimeError(
+                f"unit {self.name} cannot go from {self.phase.value} to {phase.value}; "
+                "a module must not be run inside its own forward"
+            )
+        self.phase = phase
+
+    # -- weights ------------------------------------------------------------------------------
+
+    def unshard(self, *, async_op: bool) -> None:
+        """Gather weights, after bringing them up to date outside of a backward. Collective."""
+        if self._is_unsharded:
+            return
+        with self._range("unshard"):
+            if not self.context.is_checked:
+                check_units(self.context)
+            if self.context.check_ranks is CheckRanks.ALWAYS and not self.skips_safely:
+                compare_unit(self.context, self, "gather")
+            epoch, in_forward = self.context.weights_epoch, not in_backward()
+            for index, group in enumerate(self.held_groups):
+                try:
+                    group.unshard(epoch, in_forward=in_forward, async_op=async_op)
+                except Exception:
+                    for held in self.held_groups[:index]:
+                        held.reshard()
+                    raise
+            self._is_unsharded = True
+
+    def prefetch(self) -> None:
+        """Start gathering ahead of use, unless what is live is in the way; then use gathers."""
+        if self._is_unsharded:
+            return
+        # All are asked: each one that has no room is noted for the next plan.
+        if all([group.is_held or group.weights.has_room() for group in self.held_groups]):
+            self.unshard(async_op=True)
+
+    def wait_for_unshard(self) -> None:
+        """Have gathered weights in place and installed on the modules."""
+        with self._range("wait_for_unshard"):
+            for group in self.held_groups:
+                group.wait_for_unshard()
+
+    def reshard(self) -> None:
+        """Install sharded parameters and drop gathered weights. Harmless when resharded."""
+        if not self._is_unsharded:
+            return
+        with self._range("reshard"):
+            self._is_unsharded = False
+            for group in self.held_groups:
+                group.reshard()
+
+    def reshard_if_stale(self) -> None:
+        """Drop weights left gathered that were stepped, frozen or unfrozen since."""
+        if not self._is_unsharded:
+            return
+        epoch = self.context.weights_epoch
+        if any(group.is_stale(epoch) or group.is_refrozen() for group in self.held_groups):
+            self.reshard()
+
+    def _reshard_if_replaced(self) -> None:
+        """Take in parameters that were assigned while weights were gathered."""
+        if self._is_unsharded and any([group.is_replaced() for group in self.held_groups]):
+            for group in self.held_groups:
+                group.settle_changes()
+            self.reshard()
+
+    def check_no_late_gradient(self) -> None:
+        """See that no gradient came by another way than autograd. See `ParameterGroup`."""
+        for group in self.groups:
+            group.check_no_late_gradient()
+
+    # -- forward ------------------------------------------------------------------------------
+
+    def pre_forward(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Before the module's forward: gather, cast inputs, watch for the end of the backward."""
+        with self._range("pre_forward"):
+            recomputes = in_backward()
+            if not recomputes and (self.is_root or not self.context.is_in_forward):
+                self._begin_pass()
+            if self.phase is not Phase.BACKWARD:
+                self.move(Phase.FORWARD)
+            self.context.arrive(self)
+            if recomputes:
+                self.context.recompute(self)
+            else:
+                self._reshard_if_replaced()
+            self.unshard(async_op=False)
+            self.wait_for_unshard()
+            if not recomputes:
+                depth = self.context.unshard_prefetch_depth
+                following = self.context.forward_order.record(self, depth)
+                self._prefetch(self.forward_prefetch, following)
+        args, kwargs = self.cast_inputs(args, kwargs)
+        self._running = None
+        if torch.is_grad_enabled():
+            use, since = self._use(), next_node_number()
+            args, kwargs, inputs = watch_inputs(use, args, kwargs)
+            self._running = use, inputs, since
+        return args, kwargs
+
+    def cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Forward inputs in the dtypes of the policy."""
+        dtype = self.policy.param_dtype
+        if dtype is not None and self.policy.cast_forward_inputs:
+            args, kwargs = cast_floats((args, kwargs), dtype)
+        return args, kwargs
+
+    def post_forward(self, output: Any) -> Any:
+        """After the module's forward: reshard, watch for the start of the backward."""
+        self.end_forward()
+        return self.hand_on(output)
+
+    def end_forward(self) -> None:
+        """Reshard, and expect a backward, after a forward."""
+        with self._range("post_forward"):
+            has_grad = torch.is_grad_enabled()
+            if in_backward():
+                if self.phase is Phase.FORWARD:
+                    self.move(Phase.RESTING)
+                    self.context.keep_recomputed(self)
+            else:
+                context = self.context
+                self.move(Phase.RESTING)
+                ends_pass = context.is_pass_of(self)
+                if ends_pass:
+                    # An optimizer may write the weights next.
+                    context.drop_prefetched()
+                    context.end_forward()
+                # A unit recomputed in the backward runs without grad now, inside a pass with it.
+                if has_grad or context.pass_has_grad:
+                    context.backward_order.note(self)
+                    self._num_awaited += 1
+                    self.note_use()
+                # The root's backward comes right after its forward; others have to wait.
+                if not (has_grad and (self.is_root or not self.reshard_after_forward)):
+                    self.reshard()
+                if ends_pass and not has_grad:
+                    context.end_pass("")
+
+    def hand_on(self, output: Any) -> Any:
+        """Forward outputs in the dtypes of the policy, watched for the start of the backward."""
+        if self.policy.output_dtype is not None:
+            output = cast_floats(output, self.policy.output_dtype)
+        if torch.is_grad_enabled():
+            # A forward may switch gradients on, for whoever called it as well.
+            use, inputs, since = self._running or (self._use(), Inputs(), next_node_number())
+            use.tells_its_end = not inputs.tell_nothing
+            watch_outputs(use, output, since)
+        return output
+
+    def after_forward(self) -> None:
+        """After the module's forward, also where it raised: then it is not under way any more."""
+        self._running = None
+        # A recomputation is left as it is: it may have stopped with all it needs.
+        if in_backward():
+            return
+        if self.phase is Phase.FORWARD:
+            self.move(Phase.RESTING)
+        if self.context.is_pass_of(self):
+            self.context.end_forward(failed=True)
+
+    def _use(self) -> _Use:
+        """What the graph of a forward that runs now tells about its backward."""
+        context = self.context
+        return _Use(self, context.backward_pass if in_backward() else context.root_pass)
+
+    def note_use(self) -> None:
+        """Have reductions of what this forward computed with wait for its backward."""
+        if self.context.turns is None:
+            return
+        self.context.root_pass.add_use(self)
+        for group in self.borrowed:
+            owner = group.watcher()
+            if owner is not None:
+                self.context.root_pass.add_use(cast("Unit", owner))
+
+    def _begin_pass(self) -> None:
+        """At a forward of the root, or of a unit outside of that: start a new pass.
+
+        What an exception left behind is repaired, and weights are brought up to date.
+        """
+        context = self.context
+        units = context.units()
+        for unit in units:
+            # Before anything puts sharded parameters in the place of what was assigned.
+            unit._reshard_if_replaced()
+        if needs_repair(context):
+            repair(context)
+        for unit in units:
+            unit.reshard_if_stale()
+            if torch.is_grad_enabled():
+                for group in unit.groups:
+                    group.check_hooks()
+        context.begin_forward(self, is_root=self.is_root, has_grad=torch.is_grad_enabled())
+        if not context.ranks_may_differ:
+            return
+        if not context.is_checked:
+            check_units(self.context)
+        # Ranks may run different units, so bringing weights up to date belongs to no unit's use,
+        # nor does being ready for gradients: a rank without any still reduces with the others.
+        for unit in units:
+            for group in unit.groups:
+                group.thaw_if_trained()
+                if not group.weights.is_refreshed_locally and not group.is_held:
+                    group.settle_changes()
+                    ahead = context.unshard_prefetch_depth > 0
+                    group.refresh(context.weights_epoch, async_op=ahead)
+
+    def abandon_step(self) -> None:
+        """Forget what an exception left behind in any unit of this root.
+
+        Raises:
+            RuntimeError: It is not the root.
+        """
+        if not self.is_root:
+            raise RuntimeError(f"{self.name} is not the root; call reset_iter_state on the root")
+        repair(self.context)
+
+    def _prefetch(self, chosen: list[weakref.ref[Unit]], recorded: Sequence[Unit]) -> None:
+        if chosen:
+            self.context.prefetch_requested(chosen)
+        else:
+            self.context.prefetch(recorded)
+
+    # -- backward -----------------------------------------------------------------------------
+
+    def pre_backward(self, use: _Use) -> None:
+        """Before the module's backward: gather, and see to it that the backward is finished.
+
+        Args:
+            use: The run of the module that it is of.
+
+        Raises:
+            RuntimeError: The backward is to be differentiated again (`create_graph=True`), where
+                weights are dropped before that could happen.
+        """
+        context = self.context
+        if context.backward_failed:
+            repair(context)
+        context.finish_later_than(use.number)
+        if self.phase is Phase.BACKWARD:
+            return
+        if torch.is_grad_enabled() and not self.skips_safely:
+            raise RuntimeError(
+                f"{self.name} is in a backward with create_graph=True, and its weights are dropped "
+                "after it (ZeRO-3); use sharding_strategy='optim_grads' to differentiate twice"
+            )
+        with self._range("pre_backward"):
+            self._join_backward(use.passed)
+            self.move(Phase.BACKWARD)
+            if not use.tells_its_end:
+                context.note_nearly_over(use)
+            self._owes_reduction = True
+            context.forget_recomputed(self)
+            context.arrive(self)
+            self.unshard(async_op=False)
+            self.wait_for_unshard()
+            depth = context.unshard_prefetch_depth
+            self._prefetch(self.backward_prefetch, context.backward_order.before(self, depth))
+
+    def _join_backward(self, passed: RootPass[Unit]) -> None:
+        """Have the end of the running backward taken care of, and reductions in turn."""
+        context = self.context
+        if context.backward_failed:
+            repair(context)
+        if not context.is_in_backward:
+            end = EndOfBackward(context)
+            context.begin_backward(passed, end)
+            torch.autograd.Variable._execution_engine.queue_callback(end)
+        elif passed is not context.backward_pass:
+            # One backward of several forwards of the root: each has a round of its own.
+            finish_turns(context)
+            context.begin_turns(passed)
+
+    def post_backward(self, use: _Use) -> None:
+        """After the module's backward: reduce what arrived, reshard.
+
+        Args:
+            use: The run of the module that it is of.
+
+        Raises:
+            RuntimeError: Its backward ran without its weights being gathered.
+        """
+        if self.phase is not Phase.BACKWARD:
+            self._check_is_gathered(self.held_groups)
+            self.pre_backward(use)
+        self.context.forget_nearly_over(use)
+        with self._range("post_backward"):
+            self._num_awaited = max(0, self._num_awaited - 1)
+            turns = self.context.turns
+            if turns is None:
+                self._owes_reduction = True
+                self.reduce_grad(synchronise=self.syncs_gradients)
+            else:
+                owners = (cast("Unit | None", group.watcher()) for group in self.borrowed)
+                for finished in (self, *(owner for owner in owners if owner is not None)):
+                    reduce_in_turn(turns.done(finished))
+            if self.reshard_after_backward:
+                self.reshard()
+            self.move(Phase.RESTING)
+
+    def before_gradient(self, group: ParameterGroup) -> None:
+        """A gradient arrives: its backward has to be one that is finished, with weights in place.
+
+        Raises:
+            RuntimeError: The weights it was computed with were not gathered.
+        """
+        context = self.context
+        if not (context.is_in_backward and not context.backward_failed and group.is_gathered):
+            self._check_is_gathered([group])
+            self._join_backward(context.root_pass)
+        context.has_gradient = True
+
+    def _check_is_gathered(self, groups: Sequence[ParameterGroup]) -> None:
+        """See that what was just computed in a backward had weights to compute with."""
+        if all(group.is_gathered for group in groups):
+            return
+        raise RuntimeError(
+            f"the backward of {self.name} ran before a gradient reached one of its outputs, so its "
+            "weights were not gathered and what was computed is wrong: it returns tensors inside "
+            "something that is not searched (containers, dataclasses and attributes of objects "
+            "are), or leaves some behind that are used outside of it. Return them, or use "
+            "sharding_strategy='optim_grads'"
+        )
+
+    def make_room(self, group: ParameterGroup) -> None:
+        """Before one of its full gradient buffers is given memory: see to older reductions."""
+        self.context.reductions.make_room(group)
+
+    def reduce_grad(self, *, synchronise: bool) -> None:
+        """Reduce gradients that arrived, as far as asked for. Collective.
+
+        A unit whose backward ran takes part with all its groups: which of them got a gradient
+        may differ between ranks.
+
+        Args:
+            synchronise: Whether to go all the way into `param.grad`, where gradients are
+                otherwise left unreduced between micro-batches.
+        """
+        asynchronous = self.context.enable_async_reduce_grad
+        owes, self._owes_reduction = self._owes_reduction, False
+        issued: list[Reduction] = []
+        with self._range("reduce_grad"):
+            for group in self.groups:
+                grads = group.grads
+                if grads is None or (grads.collects_unsynced and not synchronise):
+                    continue
+                if not grads.has_gradient and not (owes and group.is_trained):
+                    continue
+                if not issued:
+                    self.context.reductions.make_room_to_reduce()
+                    if self.context.check_ranks is CheckRanks.ALWAYS:
+                        compare_unit(self.context, self, "reduce")
+                has_outer = grads.has_outer_axis
+                ticket = group.reduce_inner(async_op=asynchronous, is_final=not has_outer)
+                issued.append(Reduction(group, ticket, has_outer and synchronise, asynchronous))
+            self.context.reductions.push(issued)
+            if not asynchronous:
+                self.context.reductions.drain()
+
+    def finish_gradients(self, *, synchronise: bool) -> None:
+        """Reduce what is left, also along the outer axis where that is all that is left."""
+        self.reduce_grad(synchronise=synchronise)
+        if synchronise:
+            for group in self.groups:
+                if group.grads is not None and group.grads.has_partial:
+                    self.context.reductions.push_outer(group)
+
+    def finish_backward(self) -> None:
+        """At the end of a backward: reduce what is left, rest."""
+        self.finish_gradients(synchronise=self.syncs_gradients)
+        if self.reshard_after_backward:
+            self.reshard()
+        if self.phase is Phase.BACKWARD:
+            # Its inputs need no gradients, so nothing told the end of its backward.
+            self._num_awaited = max(0, self._num_awaited - 1)
+        self.phase = Phase.RESTING
+        self.left_to_run.clear()
+
+    def owe_reduction(self) -> None:
+        """Have its next reduction take place also where no gradient arrived."""
+        self._owes_reduction = True
+
+    def forget_failure(self) -> None:
+        """Rest, whatever was under way."""
+        self.phase = Phase.RESTING
+        self.left_to_run.clear()
+        self._num_awaited = 0
+        self._owes_reduction = False
+
+    def set_reduces(self, reduces: bool) -> None:
+        """Say whether gradients are summed over ranks.
+
+        Raises:
+            RuntimeError: Gradients are waiting to be synchronised.
+        """
+        self._check_is_between_steps("set_requires_gradient_reduction")
+        for group in self.groups:
+            if group.grads is not None:
+                group.grads.reduces = reduces
+
+    def set_scale(
+        self, method: str, *, scale: float | None = None, scales_first: bool | None = None
+    ) -> None:
+        """Change the factor of the gradient sum, or where it is applied.
+
+        Args:
+            method: What was called, for a message.
+            scale: The factor; None to keep it.
+            scales_first: Whether it is applied to what is sent; None to keep that.
+
+        Raises:
+            RuntimeError: Gradients are waiting to be synchronised.
+        """
+        self._check_is_between_steps(method)
+        for group in self.groups:
+            group.set_scale(scale=scale, scales_first=scales_first)
+
+    def _check_is_between_steps(self, method: str) -> None:
+        for group in self.groups:
+            if group.grads is not None and (group.grads.has_partial or group.grads.has_gradient):
+                raise RuntimeError(
+                    f"{self.name} has gradients that are not synchronised yet; call {method} "
+                    "between steps"
+                )
+
+    def _range(self, name: str) -> AbstractContextManager[Any]:
+        return _NO_RANGE if self.ranges is None else self.ranges(name)
+
+
+_NO_RANGE: AbstractContextManager[Any] = nullcontext()
+
+
+class _Use:
+    """One run of a unit, as the graph it left knows it.
+
+    Attributes:
+        passed: The forward of the root that it was part of.
+        number: Larger than that of every run that began before it.
+        tells_its_end: Whether the graph tells when its backward is over.
+    """
+
+    __slots__ = ("_unit", "number", "passed", "tells_its_end")
+
+    def __init__(self, unit: Unit, passed: RootPass[Unit]) -> None:
+        self._unit = unit
+        self.passed = passed
+        self.number = unit.context.next_use()
+        self.tells_its_end = True
+
+    def pre_backward(self) -> None:
+        """The first gradient reached an output."""
+        self._unit.pre_backward(self)
+
+    def post_backward(self) -> None:
+        """The last gradient left for an input."""
+        self._unit.post_backward(self)
+
+    def nearly_over(self) -> None:
+        """A gradient left for an input, and it may be the last one."""
+        self._unit.context.note_nearly_over(self)
+
+    def finish(self) -> None:
+        """What comes next in the backward is not part of it."""
+        if self._unit.phase is Phase.BACKWARD:
+            self._unit.post_backward(self)

@@ -1,0 +1,160 @@
+"""Whether units have values, all ranks sharded the same ones, and are about to use the same one."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from megatron_fsdp_v2.comm.rank_checks import (
+    CheckRanks,
+    UnitRecord,
+    checksum,
+    compare_steps,
+    compare_units,
+)
+from megatron_fsdp_v2.layout.placement import Placement
+from megatron_fsdp_v2.params.unset_values import is_unset
+from megatron_fsdp_v2.runtime.context import Reshardable
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from megatron_fsdp_v2.params.group import ParameterGroup
+    from megatron_fsdp_v2.runtime.context import Context
+
+__all__ = [
+    "Checkable",
+    "buffer_of",
+    "check_has_values",
+    "check_units",
+    "compare_unit",
+    "parameter_of",
+]
+
+
+class Checkable(Reshardable, Protocol):
+    """What is compared of a unit."""
+
+    fqn: str
+    class_name: str
+    groups: list[ParameterGroup]
+    borrowed: list[ParameterGroup]
+    unset: Sequence[tuple[str, Callable[[], torch.Tensor | None]]]
+
+    @property
+    def name(self) -> str:
+        """Name and class of the module, for messages."""
+        ...
+
+
+def check_units[UnitT: Checkable](context: Context[UnitT]) -> None:
+    """At the first use: see that all ranks sharded the same. Collective.
+
+    Raises:
+        RuntimeError: They did not, or a unit shares a parameter with another root's.
+    """
+    context.is_checked = True
+    units = context.units()
+    for unit in units:
+        for group in unit.borrowed:
+            if not any(group in other.groups for other in units):
+                raise RuntimeError(
+                    f"{unit.name} shares a parameter with {group.name}, which belongs to "
+                    "another root; call fully_shard on a module that contains both"
+                )
+    if context.check_ranks is CheckRanks.NEVER:
+        return
+    by_mesh: dict[Any, list[UnitT]] = {}
+    for unit in units:
+        if unit.groups:
+            by_mesh.setdefault(unit.groups[0].mesh, []).append(unit)
+    for members in by_mesh.values():
+        group = members[0].groups[0]
+        compare_units([_record(unit) for unit in members], group.axes, group.device)
+
+
+def _record(unit: Checkable) -> UnitRecord:
+    options = [unit.class_name]
+    copies = [0] * len(unit.groups[0].axes)
+    for group in unit.groups:
+        options += [",".join(group.names), group.layout.fingerprint, repr(group.spec)]
+        if group.grads is not None and not group.grads.reduces:
+            continue
+        for axis, placements in enumerate(group.spec.placements):
+            replicated = placements.main_weight is Placement.REPLICATE
+            if replicated and group.axes[axis].size > 1:
+                copies[axis] += checksum(group.main_weight.tensor)
+    return UnitRecord(unit.fqn, " ".join(options), tuple(copies))
+
+
+def compare_unit[UnitT: Checkable](context: Context[UnitT], unit: UnitT, action: str) -> None:
+    """Before a collective: see that it is the same unit's on every rank. Collective.
+
+    Args:
+        context: The unit's.
+        unit: Whose parameters are about to be communicated.
+        action: `gather` or `reduce`.
+
+    Raises:
+        RuntimeError: A rank is about to do something else.
+    """
+    if not unit.groups:
+        return
+    units, group = context.units(), unit.groups[0]
+    actions = ("gather", "reduce")
+    names = [f"{known} {other.name}" for other in units for known in actions]
+    code = units.index(unit) * len(actions) + actions.index(action)
+    compare_steps(action, unit.name, code, group.axes[-1], group.device, names)
+
+
+def buffer_of(module: nn.Module, attribute: str) -> Callable[[], torch.Tensor | None]:
+    """Looks up a buffer of a module, which is held weakly."""
+    ref = weakref.ref(module)
+
+    def current() -> torch.Tensor | None:
+        owner = ref()
+        return None if owner is None else owner._buffers.get(attribute)
+
+    return current
+
+
+def parameter_of(group: ParameterGroup, index: int) -> Callable[[], torch.Tensor | None]:
+    """Looks up this rank's rows of a parameter in its group, which is held weakly."""
+    ref = weakref.ref(group)
+
+    def current() -> torch.Tensor | None:
+        owner = ref()
+        return None if owner is None else owner.main_weight.view(index)
+
+    return current
+
+
+def check_has_values(unit: Checkable) -> None:
+    """Before a unit's first forward: see that what had no values has some. Collective.
+
+    Raises:
+        RuntimeError: Something has none, on some rank.
+    """
+    waiting = unit.unset
+    for group in unit.groups:
+        group.settle_changes()
+    found = [tensor is not None and is_unset(tensor) for tensor in (get() for _, get in waiting)]
+    # A rank that holds no row of a parameter hears of it from those that do.
+    for group in unit.groups[:1]:
+        table = torch.tensor(found, dtype=torch.int32, device=group.device)
+        for axis in group.axes:
+            if axis.size > 1:
+                dist.all_reduce(table, op=dist.ReduceOp.MAX, group=axis.group)
+        found = [bool(one) for one in table.tolist()]
+    names = [name for (name, _), is_missing in zip(waiting, found, strict=True) if is_missing]
+    if names:
+        raise RuntimeError(
+            f"{', '.join(names)} of unit {unit.name} had no values on the meta device and got none "
+            "since: load a state dict, define reset_parameters() on the module that has it, or "
+            "give fully_shard a param_init_fn"
+        )
+    unit.unset = []

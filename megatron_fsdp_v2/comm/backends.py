@@ -22,12 +22,12 @@ from megatron_fsdp_v2.comm.interface import (
     Axis,
     Communicator,
     Lane,
+    Registrar,
     Ticket,
     gather_alone,
     store,
 )
 from megatron_fsdp_v2.comm.streams import Stream, StreamCommunicator
-from megatron_fsdp_v2.memory.registered_memory import Registrar
 
 __all__ = [
     "CpuCommunicator",

@@ -5,14 +5,23 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 
 from megatron_fsdp_v2.comm.errors import Label
 
-__all__ = ["DONE", "Axis", "Communicator", "Lane", "Ticket", "gather_alone", "store"]
+__all__ = [
+    "DONE",
+    "Axis",
+    "Communicator",
+    "Lane",
+    "Registrar",
+    "Ticket",
+    "gather_alone",
+    "store",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +151,35 @@ class Communicator(Protocol):
 
     def flush(self) -> None:
         """Order everything issued so far before what the caller does next."""
+        ...
+
+
+class Registrar(Protocol):
+    """What the registration of memory needs of a device; that of CUDA is in `backends.py`."""
+
+    def new_pool(self, group: dist.ProcessGroup, device: torch.device) -> Any:
+        """A pool of memory that can be registered.
+
+        Args:
+            group: A process group whose library allocates it.
+            device: Where.
+        """
+        ...
+
+    def allocate(self, pool: Any, nbytes: int, device: torch.device) -> torch.Tensor:
+        """A flat block of bytes from a pool."""
+        ...
+
+    def register(self, pool: Any, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Tell a process group of all memory of a pool. Not collective.
+
+        Raises:
+            RuntimeError: It cannot be registered.
+        """
+        ...
+
+    def deregister(self, pool: Any, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Take that back, before the memory is given up."""
         ...
 
 

@@ -1,7 +1,8 @@
 """Collectives on lanes: which stream waits for which, for any device that has streams.
 
-The streams and the collectives are handed in: those of CUDA and NCCL for training (`comm/backends.py`),
-recorded ones for the check of stream safety (`diagnostics/stream_safety`). Both run this code.
+The streams and the collectives are handed in: those of CUDA and NCCL for training
+(`comm/backends.py`), recorded ones for the check of stream safety (`diagnostics/stream_safety`).
+Both run this code.
 """
 
 from __future__ import annotations

@@ -6,41 +6,13 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["RegisteredMemory", "Registrar", "deregister_all"]
+from megatron_fsdp_v2.comm.interface import Registrar
 
-
-class Registrar(Protocol):
-    """What the registration of memory needs of a device; that of CUDA is in `comm/backends.py`."""
-
-    def new_pool(self, group: dist.ProcessGroup, device: torch.device) -> Any:
-        """A pool of memory that can be registered.
-
-        Args:
-            group: A process group whose library allocates it.
-            device: Where.
-        """
-        ...
-
-    def allocate(self, pool: Any, nbytes: int, device: torch.device) -> torch.Tensor:
-        """A flat block of bytes from a pool."""
-        ...
-
-    def register(self, pool: Any, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Tell a process group of all memory of a pool. Not collective.
-
-        Raises:
-            RuntimeError: It cannot be registered.
-        """
-        ...
-
-    def deregister(self, pool: Any, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Take that back, before the memory is given up."""
-        ...
+__all__ = ["RegisteredMemory", "deregister_all"]
 
 
 _ALL: weakref.WeakSet[RegisteredMemory] = weakref.WeakSet()

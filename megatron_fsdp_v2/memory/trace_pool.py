@@ -1,8 +1,8 @@
 """The traced pool: temporary buffers at planned addresses of one block of memory.
 
 Passes through a model are traced; when their pattern is steady, buffers that never live together
-are given the same bytes (`memory/address_plan.py`), and from then on a buffer is given memory without any
-allocation. What was not traced runs on memory of its own, and is planned next.
+are given the same bytes (`memory/address_plan.py`), and from then on a buffer is given memory
+without any allocation. What was not traced runs on memory of its own, and is planned next.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """A step, played through: what is communicated, and what waits for what.
 
-The rules are those of `runtime/unit.py`, `runtime/context.py` and `runtime/reduction_queue.py`: some units are gathered
-ahead, reductions drain slidingly, an outer axis is reduced when the inner one is done. Time is
-counted where a machine says how long something takes. Micro-batches in the middle are alike:
-three stand for any number.
+The rules are those of `unit.py`, `context.py` and `reduction_queue.py` of `runtime`: some units
+are gathered ahead, reductions drain slidingly, an outer axis is reduced when the inner one is done.
+Time is counted where a machine says how long something takes. Micro-batches in the middle are
+alike: three stand for any number.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp_v2.comm.backends import registrar_for
-from megatron_fsdp_v2.memory.registered_memory import RegisteredMemory, Registrar
+from megatron_fsdp_v2.comm.interface import Registrar
+from megatron_fsdp_v2.memory.registered_memory import RegisteredMemory
 from megatron_fsdp_v2.runtime.fsdp_module import FSDPModule, named_units
 
 __all__ = ["register_pool"]

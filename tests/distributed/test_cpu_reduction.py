@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp_v2.comm import backends as comm
+from megatron_fsdp_v2.comm import backends
 from megatron_fsdp_v2.comm.interface import Axis, Lane
 from tests.distributed.allocations import peak_nbytes
 from tests.ranks import RankPools
@@ -29,8 +29,8 @@ def _full(rank: int, dtype: torch.dtype) -> torch.Tensor:
 def cases_with_other_bits(chunk: int) -> list[str]:
     """Cases whose result is not the sum in rank order, in the dtype of the result."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    communicator, found = comm.CpuCommunicator(), []
-    whole, comm._CHUNK = comm._CHUNK, chunk
+    communicator, found = backends.CpuCommunicator(), []
+    whole, backends._CHUNK = backends._CHUNK, chunk
     try:
         dtypes = (torch.float32, torch.bfloat16)
         for wire, accumulate, scale in itertools.product(dtypes, (False, True), (1.0, 0.3)):
@@ -54,7 +54,7 @@ def cases_with_other_bits(chunk: int) -> list[str]:
             if not torch.equal(into, expected):
                 found.append(f"{wire} {accumulate} {scale}")
     finally:
-        comm._CHUNK = whole
+        backends._CHUNK = whole
     return found
 
 
@@ -71,7 +71,7 @@ def bytes_of_a_reduction() -> tuple[int, int]:
     full, into = _full(dist.get_rank(), torch.float32), torch.empty(NUMEL)
 
     def reduce() -> None:
-        communicator = comm.CpuCommunicator()
+        communicator = backends.CpuCommunicator()
         options = {"scale": 1.0, "accumulate": False, "async_op": True}
         communicator.reduce_scatter(into, full, _axis(), Lane.REDUCE, **options).wait()  # type: ignore[arg-type]
 

@@ -140,7 +140,7 @@ def test_the_number_of_ranks_changes_meshes_and_nothing_else(described: dict[str
 
 def _counted(flags: Sequence[str]) -> tuple[dict[str, int], Counter[Any]]:
     """Bytes of this rank by role at the end of a training, and what one step of it sent."""
-    from megatron_fsdp_v2.comm import backends as comm
+    from megatron_fsdp_v2.comm import backends
 
     counts: Counter[Any] = Counter()
     originals = {}
@@ -158,13 +158,13 @@ def _counted(flags: Sequence[str]) -> tuple[dict[str, int], Counter[Any]]:
         return counted
 
     for name in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
-        originals[name] = getattr(comm.CpuCommunicator, name)
-        setattr(comm.CpuCommunicator, name, counting(name))
+        originals[name] = getattr(backends.CpuCommunicator, name)
+        setattr(backends.CpuCommunicator, name, counting(name))
     try:
         result = train(flags, _bytes_by_role)
     finally:
         for name, original in originals.items():
-            setattr(comm.CpuCommunicator, name, original)
+            setattr(backends.CpuCommunicator, name, original)
     assert all(count % STEPS == 0 for count in counts.values()), counts
     return result.extras, Counter({key: count // STEPS for key, count in counts.items()})
 

@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -10,16 +11,27 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
+LEVELS = {
+    contract["containers"][0]: [
+        name.strip(" ()") for layer in contract["layers"] for name in layer.split("|")
+    ]
+    for contract in tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"][
+        "contracts"
+    ]
+    if contract["type"] == "layers"
+}
+
+
 @pytest.fixture
 def tree(tmp_path):
-    """The linters' configuration, an almost empty core and an almost empty adapter."""
+    """The linters' configuration, and a core and an adapter of empty rooms."""
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    core, adapter = tmp_path / "megatron_fsdp_v2", tmp_path / "adapters" / "megatron_fsdp_v2_mcore"
-    for package in (core, adapter, adapter / "formats", adapter / "rehearsal"):
-        package.mkdir(parents=True)
-        (package / "__init__.py").touch()
-    for module in ("placement", "layout", "mixed_precision", "memory_plan", "comm", "dp_buffer"):
-        (core / f"{module}.py").touch()
+    places = {"megatron_fsdp_v2": tmp_path, "megatron_fsdp_v2_mcore": tmp_path / "adapters"}
+    for package, rooms in LEVELS.items():
+        for room in ("", *rooms):
+            folder = places[package] / package / room
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "__init__.py").touch()
     shutil.copy(ROOT / "adapters" / "ruff.toml", tmp_path / "adapters")
     return tmp_path
 
@@ -48,17 +60,12 @@ def ruff_check(tree: Path) -> subprocess.CompletedProcess[str]:
 
 def test_a_tree_that_keeps_the_rules_passes(tree):
     core, adapter = tree / "megatron_fsdp_v2", tree / "adapters" / "megatron_fsdp_v2_mcore"
-    (core / "layout.py").write_text("import megatron_fsdp_v2.layout.placement\n")
-    (core / "dp_buffer.py").write_text(
-        "import torch\n\nimport megatron_fsdp_v2.layout.buffer_layout\n"
-    )
-    (adapter / "seams.py").write_text(
-        "import megatron.core\n\nimport megatron_fsdp_v2.comm.backends\n"
-    )
+    (core / "layout" / "split.py").write_text("import megatron_fsdp_v2.layout\n")
+    (core / "runtime" / "unit.py").write_text("import torch\n\nimport megatron_fsdp_v2.comm\n")
+    (adapter / "model" / "units.py").write_text("import megatron.core\n\nimport megatron_fsdp_v2\n")
     (adapter / "formats" / "fp8.py").write_text("import transformer_engine\n")
-    (adapter / "pretrain_gpt").mkdir(exist_ok=True)
     (adapter / "pretrain_gpt" / "gpt.py").write_text("import megatron.training\n")
-    (adapter / "rehearsal" / "patches.py").write_text("import megatron.training\n")
+    (adapter / "rehearsal" / "flags.py").write_text("import megatron.training\n")
     imports, style = lint_imports(tree), ruff_check(tree)
     assert imports.returncode == 0, imports.stdout
     assert style.returncode == 0, style.stdout
@@ -67,41 +74,42 @@ def test_a_tree_that_keeps_the_rules_passes(tree):
 @pytest.mark.parametrize(
     ("file", "imported", "complaint"),
     [
-        (
-            "layout.py",
-            "megatron_fsdp_v2.comm.backends",
-            "not allowed to import megatron_fsdp_v2.comm.backends",
-        ),
-        ("memory_plan.py", "megatron_fsdp_v2.layout.placement", "not allowed to import"),
-        ("layout.py", "megatron_fsdp_v2.layout.mixed_precision", "not allowed to import"),
-        ("comm.py", "megatron.core", "not allowed to import megatron"),
-        ("comm.py", "transformer_engine", "not allowed to import transformer_engine"),
-        ("comm.py", "megatron_fsdp_v2_mcore", "not allowed to import megatron_fsdp_v2_mcore"),
+        ("layout/split.py", "megatron_fsdp_v2.comm", "layout is not allowed to import"),
+        ("memory/arena.py", "megatron_fsdp_v2.dtensor", "memory is not allowed to import"),
+        ("params/group.py", "megatron_fsdp_v2.runtime", "params is not allowed to import"),
+        ("optim/muon.py", "megatron_fsdp_v2.runtime", "optim is not allowed to import"),
+        ("comm/backends.py", "megatron.core", "not allowed to import megatron"),
+        ("comm/backends.py", "transformer_engine", "not allowed to import transformer_engine"),
+        ("comm/backends.py", "megatron_fsdp_v2_mcore", "not allowed to import"),
         ("a_new_file.py", "torch", "not listed as layers"),
+        ("a_new_room/__init__.py", "torch", "not listed as layers"),
     ],
 )
 def test_an_import_against_the_levels_is_reported(tree, file, imported, complaint):
-    (tree / "megatron_fsdp_v2" / file).write_text(f"import {imported}\n")
+    path = tree / "megatron_fsdp_v2" / file
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"import {imported}\n")
     done = lint_imports(tree)
     assert done.returncode != 0
     assert complaint in done.stdout
 
 
-def test_siblings_of_the_top_level_may_not_import_one_another(tree):
-    for name in ("checkpoint", "optim"):
-        (tree / "megatron_fsdp_v2" / name).mkdir()
-        (tree / "megatron_fsdp_v2" / name / "__init__.py").touch()
-    (tree / "megatron_fsdp_v2" / "optim" / "muon.py").write_text(
-        "import megatron_fsdp_v2.checkpoint\n"
-    )
-    done = lint_imports(tree)
-    assert done.returncode != 0
-    assert "megatron_fsdp_v2.optim is not allowed to import" in done.stdout
+def test_an_import_against_the_levels_of_the_adapter_is_reported(tree):
+    adapter = tree / "adapters" / "megatron_fsdp_v2_mcore"
+    (adapter / "flags" / "settings.py").write_text("import megatron_fsdp_v2_mcore.model\n")
+    assert "flags is not allowed to import" in lint_imports(tree).stdout
+
+
+def test_a_cycle_inside_of_a_room_is_reported(tree):
+    room = tree / "megatron_fsdp_v2" / "params"
+    (room / "group.py").write_text("import megatron_fsdp_v2.params.grads\n")
+    (room / "grads.py").write_text("import megatron_fsdp_v2.params.group\n")
+    assert "No cycles are allowed in megatron_fsdp_v2.params" in lint_imports(tree).stdout
 
 
 def test_transformer_engine_outside_of_formats_is_reported(tree):
-    seams = tree / "adapters" / "megatron_fsdp_v2_mcore" / "seams.py"
-    seams.write_text("import transformer_engine.pytorch\n")
+    wrapper = tree / "adapters" / "megatron_fsdp_v2_mcore" / "model" / "wrapper.py"
+    wrapper.write_text("import transformer_engine.pytorch\n")
     assert "not allowed to import transformer_engine" in lint_imports(tree).stdout
     assert "TID251" in ruff_check(tree).stdout
 
@@ -110,11 +118,14 @@ def test_transformer_engine_outside_of_formats_is_reported(tree):
     ("file", "line"),
     [
         ("megatron_fsdp_v2/comm/backends.py", "import megatron.core"),
-        ("megatron_fsdp_v2/comm/backends.py", "from megatron_fsdp_v2_mcore import seams"),
+        ("megatron_fsdp_v2/comm/backends.py", "from megatron_fsdp_v2_mcore import patches"),
         ("megatron_fsdp_v2/comm/backends.py", "def f():\n    import json"),
-        ("adapters/megatron_fsdp_v2_mcore/patches.py", "import megatron.training"),
-        ("adapters/megatron_fsdp_v2_mcore/patches.py", "from megatron.training import get_args"),
-        ("adapters/megatron_fsdp_v2_mcore/patches.py", "import apex"),
+        ("adapters/megatron_fsdp_v2_mcore/model/wrapper.py", "import megatron.training"),
+        (
+            "adapters/megatron_fsdp_v2_mcore/model/wrapper.py",
+            "from megatron.training import get_args",
+        ),
+        ("adapters/megatron_fsdp_v2_mcore/model/wrapper.py", "import apex"),
     ],
 )
 def test_a_banned_import_is_reported_on_its_line(tree, file, line):

@@ -1,8 +1,8 @@
 """What the model of a Megatron checkpoint consists of, for `megatron-fsdp-v2 ckpt`.
 
 Found through the entry-point group `megatron_fsdp_v2.checkpoint_layouts`. Sharded runs save the
-pieces of fused layers one by one (`model/tensor_shards.py`); here they become one tensor again, under
-the name Megatron's module has for it. Megatron itself is not needed for that.
+pieces of fused layers one by one (`model/tensor_shards.py`); here they become one tensor again,
+under the name Megatron's module has for it. Megatron itself is not needed for that.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ NAIVE = "Muon, gathered and repeated"
 
 
 class NaiveMuon(torch.optim.Optimizer):
-    """The same update, every matrix orthogonalised by every rank."""
+    """The same update, every matrix orthogonalized by every rank."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr})

@@ -124,7 +124,7 @@ def _plot(ratios: dict[str, float], path: Path) -> None:
 
     figure, axes = plt.subplots(figsize=(7, 3), layout="constrained")
     axes.barh(list(ratios), list(ratios.values()))
-    axes.axvline(1.0, color="grey", linestyle=":")
+    axes.axvline(1.0, color="gray", linestyle=":")
     axes.invert_yaxis()
     axes.set_xlabel(f"step time over {BASELINE}'s")
     figure.savefig(path, dpi=120)

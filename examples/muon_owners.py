@@ -1,4 +1,4 @@
-"""Draw which rank orthogonalises which matrix of Llama-3-8B's layers, and how even that is.
+"""Draw which rank orthogonalizes which matrix of Llama-3-8B's layers, and how even that is.
 
 `python -m examples.muon_owners --ranks 8 --out owners.png`. Nothing is allocated and no process
 group is needed: owners follow from shapes.
@@ -49,7 +49,7 @@ def plan(num_layers: int, ranks: int) -> tuple[list[MatrixLayout], Ownership, Gr
 
 
 def draw(ownership: Ownership, num_layers: int, path: Path) -> None:
-    """A grid of layers by matrices, coloured by owner, over bars of work per rank."""
+    """A grid of layers by matrices, colored by owner, over bars of work per rank."""
     mpl.use("Agg")
     figure, (owners, work) = plt.subplots(
         2, 1, figsize=(9, 5), height_ratios=(2, 1), layout="constrained"
@@ -59,14 +59,14 @@ def draw(ownership: Ownership, num_layers: int, path: Path) -> None:
         layer, kind = divmod(matrix.param, len(LAYER))
         table[kind][layer] = owner
     ranks = len(ownership.flops)
-    colours = plt.get_cmap("viridis", ranks)
-    image = owners.imshow(table, aspect="auto", cmap=colours, vmin=-0.5, vmax=ranks - 0.5)
+    colors = plt.get_cmap("viridis", ranks)
+    image = owners.imshow(table, aspect="auto", cmap=colors, vmin=-0.5, vmax=ranks - 0.5)
     owners.set_yticks(range(len(LAYER)), list(LAYER))
     owners.set_xlabel("layer")
     figure.colorbar(image, ax=owners, label="owner", ticks=range(0, ranks, max(1, ranks // 8)))
     mean = sum(ownership.flops) / ranks
-    work.bar(range(ranks), [flops / mean for flops in ownership.flops], color=colours(range(ranks)))
-    work.axhline(1.0, color="grey", linestyle=":")
+    work.bar(range(ranks), [flops / mean for flops in ownership.flops], color=colors(range(ranks)))
+    work.axhline(1.0, color="gray", linestyle=":")
     work.set_xlabel("rank")
     work.set_ylabel("Newton-Schulz work\nover the mean")
     figure.savefig(path, dpi=100)

@@ -208,7 +208,7 @@ ROWS: tuple[Row, ...] = (
         freezes=("embedding", "layernorm")),
     Row("frozen layer, full recompute", 2, FULL, strategies=(ZERO3, ZERO2),
         freezes=(r"layers\.1\.",)),
-    Row("random initialisation by rank", 2, "--data-parallel-random-init",
+    Row("random initialization by rank", 2, "--data-parallel-random-init",
         strategies=(ZERO3, ZERO1)),
     Row("multi-token prediction", 2, MTP, strategies=(ZERO3, ZERO2)),
     Row("experts, sequential", 2, MOE, strategies=STRATEGIES),

@@ -83,7 +83,7 @@ class TensorParallelRule:
             the module decide.
         on_weight_mesh: Called with a module and the mesh its weights are sharded over, where the
             module makes reductions of its own over those ranks (the largest absolute value of a
-            quantised weight).
+            quantized weight).
     """
 
     module: type[nn.Module] | str
@@ -91,7 +91,7 @@ class TensorParallelRule:
     on_weight_mesh: Callable[[nn.Module, DeviceMesh], None] | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what can match no module.
+        """Reject what can match no module.
 
         Raises:
             ValueError: `module` is neither a class of modules nor an import path.
@@ -178,7 +178,7 @@ def tensor_shards(
     if weight_mesh is not None and not num_told:
         raise ValueError(
             f"weight_mesh was given and no rule that matches a module of {type(module).__name__} "
-            "has on_weight_mesh; add it to the rule of the quantised modules, or leave it out"
+            "has on_weight_mesh; add it to the rule of the quantized modules, or leave it out"
         )
     return found
 

@@ -1,7 +1,7 @@
 """The Megatron-Core adapter: sharded data parallelism for Megatron's own training loop.
 
 Importing it changes nothing. `install()` hooks it into Megatron at the points that
-`megatron-fsdp-v2 seams` lists. A script that has a loop of its own on `megatron.core` calls
+`megatron-fsdp-v2 patches` lists. A script that has a loop of its own on `megatron.core` calls
 `enable()` instead, and wraps its model itself.
 """
 

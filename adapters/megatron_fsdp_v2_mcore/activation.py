@@ -1,6 +1,6 @@
 """Whether Megatron's functions that sharded parameters need replaced are replaced.
 
-Apart from `seams`, which makes the replacements, since what asks is below it.
+Apart from `patches`, which makes the replacements, since what asks is below it.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def launch(argv: Sequence[str], *, own_parser: bool = False) -> Iterator[list[st
 
     Raises:
         SystemExit: With code 2 after one sentence on standard error, where a flag cannot be
-            honoured or there is no device to run on.
+            supported or there is no device to run on.
     """
     try:
         check_device(argv)

@@ -1,7 +1,7 @@
 """Every point where Megatron is hooked: what, why, whether it fits, and how to undo it.
 
-Nothing of Megatron is replaced anywhere else. `install()` checks every seam against the
-installed version before it touches one. Seams marked `selected` take effect only when the
+Nothing of Megatron is replaced anywhere else. `install()` checks every patch against the
+installed version before it touches one. Patches marked `selected` take effect only when the
 command line selects this package; until then Megatron behaves as it does alone. `enable()` is for
 scripts without Megatron's command line: those of `megatron.core` take effect at once.
 """
@@ -30,13 +30,13 @@ from megatron_fsdp_v2_mcore.flags.arguments import (
 from megatron_fsdp_v2_mcore.flags.options import Options
 from megatron_fsdp_v2_mcore.flags.settings import notices
 
-__all__ = ["SEAMS", "Seam", "command", "enable", "install", "uninstall"]
+__all__ = ["PATCHES", "MegatronPatch", "command", "enable", "install", "uninstall"]
 
 SUPPORTED = "0.19"
 
 
 @dataclass(frozen=True, slots=True)
-class Seam:
+class MegatronPatch:
     """One attribute of Megatron that is replaced.
 
     Attributes:
@@ -176,29 +176,29 @@ def _our_async_strategy(original: Any) -> Any:
     )
 
 
-SEAMS: tuple[Seam, ...] = (
-    Seam(
+PATCHES: tuple[MegatronPatch, ...] = (
+    MegatronPatch(
         "arguments",
         "megatron.training.arguments:add_megatron_arguments",
         "adds --use-fsdp-fully-shard-api to the command line",
         ("parser",),
         _with_our_arguments,
     ),
-    Seam(
+    MegatronPatch(
         "validation",
         "megatron.training.arguments:validate_args",
-        "refuses by name what cannot be honoured, and applies the seams below when selected",
+        "rejects by name what cannot be supported, and applies the patches below when selected",
         ("args",),
         _with_our_checks,
     ),
-    Seam(
+    MegatronPatch(
         "validation-of-files",
         "megatron.training.yaml_arguments:validate_yaml",
-        "--yaml-cfg goes past the validation of arguments; refused where this package is selected",
+        "--yaml-cfg goes past the validation of arguments; rejected where this package is selected",
         ("args",),
         _with_our_check_of_files,
     ),
-    Seam(
+    MegatronPatch(
         "start",
         "megatron.training.initialize:_initialize_distributed",
         "torchrun restarts workers beside the store of the last start, where gloo and NCCL would "
@@ -207,7 +207,7 @@ SEAMS: tuple[Seam, ...] = (
         _our_start,
         selected=True,
     ),
-    Seam(
+    MegatronPatch(
         "wrapper",
         "megatron.training.training:megatron_FSDP",
         "the class get_model wraps model chunks in",
@@ -215,7 +215,7 @@ SEAMS: tuple[Seam, ...] = (
         _our_wrapper,
         selected=True,
     ),
-    Seam(
+    MegatronPatch(
         "wrapper-of-builders",
         "megatron.training.models.dist_utils:FullyShardedDataParallel",
         "the class model builders wrap model chunks in",
@@ -223,7 +223,7 @@ SEAMS: tuple[Seam, ...] = (
         _our_wrapper,
         selected=True,
     ),
-    Seam(
+    MegatronPatch(
         "optimizer",
         "megatron.core.optimizer:DistributedOptimizer",
         "the class that steps main weights: gradient statistics count replicated elements once, "
@@ -233,16 +233,16 @@ SEAMS: tuple[Seam, ...] = (
         selected=True,
         optional=False,
     ),
-    Seam(
+    MegatronPatch(
         "optimizer-options",
         "megatron.core.optimizer:_get_megatron_optimizer_based_on_param_groups",
-        "options of OptimizerConfig that cannot step sharded parameters are refused by name",
+        "options of OptimizerConfig that cannot step sharded parameters are rejected by name",
         ("config", "model_chunks", "param_groups"),
         _our_optimizer_checks,
         selected=True,
         optional=False,
     ),
-    Seam(
+    MegatronPatch(
         "emerging-optimizer",
         "megatron.core.optimizer:_get_megatron_emerging_optimizer",
         "the factory of --optimizer muon and its like: Megatron's classes take a rank's rows for "
@@ -252,7 +252,7 @@ SEAMS: tuple[Seam, ...] = (
         selected=True,
         optional=False,
     ),
-    Seam(
+    MegatronPatch(
         "params-norm",
         "megatron.training.training:calc_params_l2_norm",
         "Megatron sums squares of DTensors over their meshes only: other pipeline stages and "
@@ -261,7 +261,7 @@ SEAMS: tuple[Seam, ...] = (
         _our_params_norm,
         selected=True,
     ),
-    Seam(
+    MegatronPatch(
         "embedding-grads",
         "megatron.core.distributed.finalize_model_grads:_allreduce_embedding_grad",
         "Megatron sums a tied embedding's gradient over pipeline stages and then assigns a plain "
@@ -271,7 +271,7 @@ SEAMS: tuple[Seam, ...] = (
         selected=True,
         optional=False,
     ),
-    Seam(
+    MegatronPatch(
         "end-of-backward",
         "megatron.training.training:finalize_model_grads",
         "--log-per-param-norm: where gradients are final and not clipped yet; else as it is",
@@ -279,7 +279,7 @@ SEAMS: tuple[Seam, ...] = (
         _our_end_of_backward,
         selected=True,
     ),
-    Seam(
+    MegatronPatch(
         "training-log",
         "megatron.training.training:training_log",
         "--log-per-param-norm: where an iteration is logged; else as it is",
@@ -287,7 +287,7 @@ SEAMS: tuple[Seam, ...] = (
         _our_training_log,
         selected=True,
     ),
-    Seam(
+    MegatronPatch(
         "checkpoint-entries",
         "megatron.training.checkpointing:preprocess_fsdp_dtensor_state_dict",
         "Megatron names what it saves by a rank's own numbers of layers and stages, and splits "
@@ -297,7 +297,7 @@ SEAMS: tuple[Seam, ...] = (
         _our_saving,
         selected=True,
     ),
-    Seam(
+    MegatronPatch(
         "checkpoint-chunks",
         "megatron.training.checkpointing:generate_state_dict",
         "the function above is given the first of a rank's model chunks only, and all have to be "
@@ -306,7 +306,7 @@ SEAMS: tuple[Seam, ...] = (
         _our_state_dict,
         selected=True,
     ),
-    Seam(
+    MegatronPatch(
         "checkpoint-loading",
         "megatron.training.checkpointing:_load_base_checkpoint",
         "Megatron neither compares a checkpoint with the model nor knows where the values of "
@@ -316,7 +316,7 @@ SEAMS: tuple[Seam, ...] = (
         _our_loading,
         selected=True,
     ),
-    Seam(
+    MegatronPatch(
         "weight-check",
         "megatron.training.training:check_param_hashes_across_dp_replicas",
         "Megatron compares what ranks hold of a parameter, and they hold other rows of it",
@@ -324,7 +324,7 @@ SEAMS: tuple[Seam, ...] = (
         _our_weight_check,
         selected=True,
     ),
-    Seam(
+    MegatronPatch(
         "async-save",
         "megatron.training.checkpointing:get_async_strategy",
         "Megatron's worker processes write into the folder of the checkpoint itself, and of "
@@ -333,7 +333,7 @@ SEAMS: tuple[Seam, ...] = (
         _our_async_strategy,
         selected=True,
     ),
-    Seam(
+    MegatronPatch(
         "async-save-queue",
         "megatron.training.async_utils:get_async_strategy",
         "where the queue of saves that are to be finalized comes from",
@@ -345,27 +345,27 @@ SEAMS: tuple[Seam, ...] = (
 
 
 class _Installation:
-    """Which seams are in place, with their originals."""
+    """Which patches are in place, with their originals."""
 
     def __init__(self) -> None:
         self.is_installed = False
         self.options = Options()
         self._originals: list[tuple[Any, str, Any]] = []
 
-    def apply(self, *, selected: bool, seams: Iterable[Seam] = SEAMS) -> None:
-        """Replace the seams of one kind; all of them or, if one does not fit, none."""
+    def apply(self, *, selected: bool, patches: Iterable[MegatronPatch] = PATCHES) -> None:
+        """Replace the patches of one kind; all of them or, if one does not fit, none."""
         done = {(id(owner), attribute) for owner, attribute, _ in self._originals}
-        for seam in seams:
-            if seam.selected is not selected:
+        for patch in patches:
+            if patch.selected is not selected:
                 continue
-            found = find_target(seam)
+            found = find_target(patch)
             if found is None:
                 continue
             owner, attribute = found
             if (id(owner), attribute) in done:
                 continue
             original = getattr(owner, attribute)
-            setattr(owner, attribute, seam.replace(original))
+            setattr(owner, attribute, patch.replace(original))
             self._originals.append((owner, attribute, original))
         if selected:
             set_active(active=True)
@@ -400,51 +400,51 @@ def megatron_version() -> str:
         ) from error
 
 
-def find_target(seam: Seam) -> tuple[Any, str] | None:
-    """The object a seam's attribute belongs to, and the attribute; None without the module.
+def find_target(patch: MegatronPatch) -> tuple[Any, str] | None:
+    """The object a patch's attribute belongs to, and the attribute; None without the module.
 
     Raises:
         RuntimeError: The module is there and the attribute is not.
     """
-    module_name, _, path = seam.target.partition(":")
+    module_name, _, path = patch.target.partition(":")
     try:
         owner: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        if seam.optional and (error.name or "").startswith("megatron.training"):
+        if patch.optional and (error.name or "").startswith("megatron.training"):
             return None
         raise
     *parents, attribute = path.split(".")
     for parent in parents:
         owner = getattr(owner, parent, None)
     if not hasattr(owner, attribute):
-        raise RuntimeError(_misfit(seam, f"there is no {seam.target}"))
+        raise RuntimeError(_misfit(patch, f"there is no {patch.target}"))
     return owner, attribute
 
 
-def _misfit(seam: Seam, problem: str) -> str:
+def _misfit(patch: MegatronPatch, problem: str) -> str:
     return (
-        f"seam {seam.name!r} does not fit: {problem}. Installed is megatron-core "
+        f"patch {patch.name!r} does not fit: {problem}. Installed is megatron-core "
         f"{megatron_version()}; supported is {SUPPORTED}.x"
     )
 
 
-def check_seam(seam: Seam) -> None:
-    """Find out whether a seam fits the installed Megatron.
+def check_patch(patch: MegatronPatch) -> None:
+    """Find out whether a patch fits the installed Megatron.
 
     Raises:
         RuntimeError: It does not.
     """
-    found = find_target(seam)
+    found = find_target(patch)
     if found is None:
         return
     # A class's signature is that of its constructor, without self.
     names = list(inspect.signature(getattr(*found)).parameters)
-    if tuple(names[: len(seam.parameters)]) != seam.parameters:
+    if tuple(names[: len(patch.parameters)]) != patch.parameters:
         raise RuntimeError(
             _misfit(
-                seam,
-                f"{seam.target} takes ({', '.join(names)}), expected "
-                f"({', '.join(seam.parameters)}, ...)",
+                patch,
+                f"{patch.target} takes ({', '.join(names)}), expected "
+                f"({', '.join(patch.parameters)}, ...)",
             )
         )
 
@@ -452,10 +452,10 @@ def check_seam(seam: Seam) -> None:
 def install() -> None:
     """Hook this package into Megatron, before Megatron parses its arguments.
 
-    Calling it again is harmless.
+    It is idempotent.
 
     Raises:
-        RuntimeError: The installed Megatron is of another version, a seam does not fit, or the
+        RuntimeError: The installed Megatron is of another version, a patch does not fit, or the
             arguments were parsed already. Nothing is changed then.
     """
     if _STATE.is_installed:
@@ -466,8 +466,8 @@ def install() -> None:
         raise RuntimeError(
             "Megatron has parsed its arguments already; call megatron_fsdp_v2_mcore.install() first"
         )
-    for seam in SEAMS:
-        check_seam(seam)
+    for patch in PATCHES:
+        check_patch(patch)
     _STATE.apply(selected=False)
     _STATE.is_installed = True
 
@@ -478,18 +478,20 @@ def enable() -> None:
     To be called once, before a model is wrapped in `FullyShardedDataParallel`. From then on
     `get_megatron_optimizer` and `finalize_model_grads` of `megatron.core` know sharded models;
     what they do with any other model is as before. Nothing of `megatron.training` is imported or
-    replaced. Calling it again is harmless; `uninstall()` undoes it.
+    replaced. It is idempotent; `uninstall()` undoes it.
 
     Raises:
-        RuntimeError: The installed Megatron is of another version, or a seam does not fit. Nothing
+        RuntimeError: The installed Megatron is of another version, or a patch does not fit. Nothing
             is changed then.
     """
     _check_version()
-    seams = [seam for seam in SEAMS if seam.selected and seam.target.startswith("megatron.core.")]
+    patches = [
+        patch for patch in PATCHES if patch.selected and patch.target.startswith("megatron.core.")
+    ]
     if not is_active():
-        for seam in seams:
-            check_seam(seam)
-    _STATE.apply(selected=True, seams=seams)
+        for patch in patches:
+            check_patch(patch)
+    _STATE.apply(selected=True, patches=patches)
 
 
 def _check_version() -> None:
@@ -505,8 +507,8 @@ def uninstall() -> None:
     _STATE.undo()
 
 
-class _SeamsCommand:
-    """`megatron-fsdp-v2 seams`."""
+class _PatchesCommand:
+    """`megatron-fsdp-v2 patches`."""
 
     help = "list where Megatron is hooked, why, and whether each point fits"
 
@@ -515,11 +517,11 @@ class _SeamsCommand:
         parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
     def run(self, args: argparse.Namespace) -> int:
-        """Print the table; return 1 if some seam does not fit."""
-        rows = [_describe(seam) for seam in SEAMS]
+        """Print the table; return 1 if some patch does not fit."""
+        rows = [_describe(patch) for patch in PATCHES]
         if args.json:
             versions = {"megatron_core": megatron_version(), "supported": f"{SUPPORTED}.x"}
-            text = json.dumps({**versions, "seams": rows}, indent=2)
+            text = json.dumps({**versions, "patches": rows}, indent=2)
         else:
             text = "\n".join(
                 [f"megatron-core {megatron_version()} (supported: {SUPPORTED}.x)", ""]
@@ -534,28 +536,28 @@ class _SeamsCommand:
         return 0 if all(row["check"] in ("fits", "not there") for row in rows) else 1
 
 
-def _describe(seam: Seam) -> dict[str, str]:
+def _describe(patch: MegatronPatch) -> dict[str, str]:
     try:
-        check_seam(seam)
-        result = "fits" if find_target(seam) is not None else "not there"
+        check_patch(patch)
+        result = "fits" if find_target(patch) is not None else "not there"
     except RuntimeError as error:
         result = str(error)
     return {
-        "name": seam.name,
-        "target": seam.target,
-        "reason": seam.reason,
-        "when": _when(seam),
+        "name": patch.name,
+        "target": patch.target,
+        "reason": patch.reason,
+        "when": _when(patch),
         "check": result,
         "undo": "uninstall() puts the original back",
     }
 
 
-def _when(seam: Seam) -> str:
-    if not seam.selected:
+def _when(patch: MegatronPatch) -> str:
+    if not patch.selected:
         return "installed"
-    if seam.target.startswith("megatron.core."):
+    if patch.target.startswith("megatron.core."):
         return "selected by the command line, or enabled"
     return "selected by the command line"
 
 
-command = _SeamsCommand()
+command = _PatchesCommand()

@@ -73,7 +73,7 @@ def draw(
         markersize=4,
         markerfacecolor="none",
     )
-    axes.axvline(settings.half_way, color="grey", linestyle=":", label="checkpoint")
+    axes.axvline(settings.half_way, color="gray", linestyle=":", label="checkpoint")
     axes.set_xlabel("iteration")
     axes.set_ylabel("loss (nats per byte)")
     axes.set_title(

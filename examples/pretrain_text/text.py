@@ -119,7 +119,7 @@ def _gather(source: str, paths: Iterable[Path], max_nbytes: int) -> Corpus:
             "needed to train on: name a larger file or folder."
         )
     documents = [document for data in texts for document in _cut(data, _document_nbytes(nbytes))]
-    # Neighbouring files resemble each other: shuffled, the validation set is like the training set.
+    # Neighboring files resemble each other: shuffled, the validation set is like the training set.
     random.Random(_SHUFFLE_SEED).shuffle(documents)
     return Corpus(source, tuple(documents), len(texts), num_skipped)
 

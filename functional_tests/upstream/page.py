@@ -44,7 +44,7 @@ times that; they are empty where this package is as close as in fp32. Any other 
 been measured.
 """
 _LEFT_OUT = """
-What a rehearsal refuses, since it is part of a GPU's libraries, and sets itself where a CPU needs
+What a rehearsal rejects, since it is part of a GPU's libraries, and sets itself where a CPU needs
 another value. The token dispatcher `flex` becomes `alltoall`, which exchanges the same.
 """
 _OTHERS = """

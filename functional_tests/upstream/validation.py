@@ -63,14 +63,14 @@ def _rejection(typed: Sequence[str], on_cpu: Sequence[str], world_size: int) -> 
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
     from megatron_fsdp_v2.plan.sources import FlagsError
-    from megatron_fsdp_v2_mcore.plan.flags import parsed, pretend_ranks, refusals_as_errors
+    from megatron_fsdp_v2_mcore.plan.flags import fake_world_size, parsed, rejections_as_errors
     from megatron_fsdp_v2_mcore.rehearsal.flags import with_cpu_flags
 
     said = io.StringIO()
     try:
-        with pretend_ranks(world_size), contextlib.redirect_stderr(said):
+        with fake_world_size(world_size), contextlib.redirect_stderr(said):
             args, _ = parsed(with_cpu_flags(on_cpu), typed)
-            with refusals_as_errors():
+            with rejections_as_errors():
                 pretrain_cfg_container_from_args(args)
     except FlagsError as error:
         return str(error)

@@ -9,10 +9,12 @@ import torch.distributed as dist
 
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError
 
-__all__ = ["everyones", "together"]
+__all__ = ["all_ranks_or_raise", "everyones"]
 
 
-def together[T](what: str, do: Callable[[], T], undo: Callable[[], None] | None = None) -> T:
+def all_ranks_or_raise[T](
+    what: str, do: Callable[[], T], undo: Callable[[], None] | None = None
+) -> T:
     """Do something on every rank and find out whether all could. Collective over all ranks.
 
     Args:

@@ -13,11 +13,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-__all__ = ["Piece", "SavedChunks", "Wanted", "nbytes_of", "overlap"]
+__all__ = ["Piece", "ReadRequest", "SavedChunks", "nbytes_of", "overlap"]
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class ReadRequest:
     """A block of a checkpoint's tensor, and where to put it.
 
     Attributes:
@@ -49,7 +49,7 @@ class Piece:
     target: torch.Tensor
 
 
-def overlap(block: Wanted, chunk: ChunkStorageMetadata) -> Piece | None:
+def overlap(block: ReadRequest, chunk: ChunkStorageMetadata) -> Piece | None:
     """What a chunk has of a block; None where they do not meet."""
     start, inside = [], []
     for wanted, length, first, size in zip(
@@ -88,7 +88,7 @@ class SavedChunks:
             front = tuple(chunk.offsets[: self._depth])
             self._by_front.setdefault(front, []).append(chunk)
 
-    def near(self, block: Wanted) -> Sequence[ChunkStorageMetadata]:
+    def near(self, block: ReadRequest) -> Sequence[ChunkStorageMetadata]:
         """Those of the chunks that may overlap a block, and few others."""
         depth = self._depth
         if any(length != 1 for length in block.target.shape[:depth]):

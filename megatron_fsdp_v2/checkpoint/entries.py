@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from megatron_fsdp_v2.dtensor.optimizer_state import adopt_state, is_kept_here
-from megatron_fsdp_v2.runtime.fsdp_module import rest
+from megatron_fsdp_v2.dtensor.optimizer_state import is_kept_here, wrap_foreign_state
+from megatron_fsdp_v2.runtime.fsdp_module import make_idle
 
 __all__ = [
     "EXTRA",
@@ -51,14 +51,14 @@ def _plain_name(model: nn.Module, name: str) -> str:
 def model_entries(model: nn.Module) -> dict[str, Any]:
     """Parameters, buffers and other state of a model, sharing memory with it.
 
-    Not what quantised modules keep as `_extra_state` in tensors: a rank's own record of past
+    Not what quantized modules keep as `_extra_state` in tensors: a rank's own record of past
     scales, of a length that depends on options and no weight of the model.
 
     Raises:
         ValueError: Two entries have one name without wrappers.
     """
     # After a forward whose backward failed or never came, modules hold gathered parameters.
-    rest(model)
+    make_idle(model)
     entries: dict[str, Any] = {}
     for name, value in model.state_dict().items():
         key = MODEL + _plain_name(model, name)
@@ -100,7 +100,7 @@ def extra_state_names(model: nn.Module) -> dict[str, str]:
 
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
     """Every parameter's name without wrappers; of tied ones the first."""
-    rest(model)
+    make_idle(model)
     return {param: _plain_name(model, name) for name, param in model.named_parameters()}
 
 
@@ -119,7 +119,7 @@ def state_entries(
     for group in optimizer.param_groups:
         for param in group["params"]:
             of_param = optimizer.state.get(param, {})
-            adopt_state(param, of_param)
+            wrap_foreign_state(param, of_param)
             for state, value in of_param.items():
                 if is_kept_here(param, value):
                     entries[f"{OPTIMIZER_STATE}{_name(names, param)}.{state}"] = value

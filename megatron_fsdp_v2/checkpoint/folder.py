@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megatron_fsdp_v2.checkpoint.chunks import Piece, SavedChunks, Wanted, nbytes_of, overlap
+from megatron_fsdp_v2.checkpoint.chunks import Piece, ReadRequest, SavedChunks, nbytes_of, overlap
 from megatron_fsdp_v2.checkpoint.coverage import coverage_problems
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError, ReplacedError
 from megatron_fsdp_v2.checkpoint.manifest import MANIFEST, Manifest, StoredItem
@@ -42,10 +42,10 @@ from megatron_fsdp_v2.checkpoint.stored_tensor import (
 )
 from megatron_fsdp_v2.checkpoint.trust import file_inside
 
-__all__ = ["CheckpointFolder", "Wanted", "load_plain"]
+__all__ = ["CheckpointFolder", "ReadRequest", "load_plain"]
 
 HARMLESS_BYTES = 1 << 30
-"""A tensor that is not there may be said to be this long: asking for the memory does no harm."""
+"""A tensor that does not exist may be said to be this long: asking for the memory does no harm."""
 
 MOST_NAMES = 16
 """So many names may share a tensor, if all of them do."""
@@ -123,7 +123,7 @@ class CheckpointFolder:
         return key in self.metadata.state_dict_metadata
 
     def object(self, key: str) -> Any:
-        """Something that is no tensor.
+        """Something that is not a tensor.
 
         Raises:
             CheckpointError: There is nothing of that name, it is damaged, or it is made of
@@ -156,7 +156,7 @@ class CheckpointFolder:
             raise CheckpointError(f"{self.path} holds no tensor {key}")
         self.check_stored(key)
         data = torch.empty(entry.size, dtype=entry.properties.dtype)
-        (count,) = self.fill([Wanted(key, (0,) * data.dim(), data)])
+        (count,) = self.fill([ReadRequest(key, (0,) * data.dim(), data)])
         if count != data.numel():
             raise CheckpointError(
                 f"{self.path} is incomplete: {count} of {data.numel()} elements of {key} are there"
@@ -164,7 +164,7 @@ class CheckpointFolder:
         return data
 
     @torch.no_grad()
-    def fill(self, wanted: Sequence[Wanted]) -> list[int]:
+    def fill(self, wanted: Sequence[ReadRequest]) -> list[int]:
         """Read blocks into their targets; no stored item is held in memory.
 
         Args:
@@ -180,7 +180,7 @@ class CheckpointFolder:
         """
         return self._go_through(wanted, is_filled=True)
 
-    def check(self, wanted: Sequence[Wanted]) -> list[int]:
+    def check(self, wanted: Sequence[ReadRequest]) -> list[int]:
         """Read blocks as `fill` does, and leave the targets alone.
 
         What this found to be right `fill` finds as well: files stay open, even if they are removed.
@@ -196,7 +196,7 @@ class CheckpointFolder:
         """
         return self._go_through(wanted, is_filled=False)
 
-    def _go_through(self, wanted: Sequence[Wanted], *, is_filled: bool) -> list[int]:
+    def _go_through(self, wanted: Sequence[ReadRequest], *, is_filled: bool) -> list[int]:
         counts = [0] * len(wanted)
         by_file: dict[str, dict[int, list[Piece]]] = {}
         for number, block in enumerate(wanted):
@@ -262,7 +262,7 @@ class CheckpointFolder:
             )
 
     def _check_sizes(self) -> None:
-        """Refuse tensors that are far longer than the files of the folder, before memory is taken.
+        """Reject tensors that are far longer than the files of the folder, before memory is taken.
 
         Raises:
             CheckpointError: There is one.

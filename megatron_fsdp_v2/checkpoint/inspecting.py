@@ -22,7 +22,7 @@ __all__ = ["Contents", "inspect", "tree"]
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """Something that is no tensor.
+    """Something that is not a tensor.
 
     Attributes:
         name: Its name.
@@ -41,7 +41,7 @@ class Contents:
         path: The folder or file.
         tensors: All tensors, the model's and others, under the names they are stored as.
         chunks: In how many chunks a tensor is stored, by its name, where that is not one.
-        objects: What is no tensor.
+        objects: What is not a tensor.
         manifest: What is known of the save; empty without a manifest.
     """
 

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp_v2.checkpoint.agreement import everyones, together
+from megatron_fsdp_v2.checkpoint.agreement import all_ranks_or_raise, everyones
 from megatron_fsdp_v2.checkpoint.comparing import Comparison, compare, compare_with, open_folder
 from megatron_fsdp_v2.checkpoint.entries import (
     EXTRA,
@@ -30,7 +30,7 @@ from megatron_fsdp_v2.checkpoint.entries import (
     parameter_names,
 )
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError, ReplacedError
-from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder, Wanted
+from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder, ReadRequest
 from megatron_fsdp_v2.checkpoint.optimizer_fit import OptimizerFit, saved_states
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of
 
@@ -80,11 +80,13 @@ def load(
             model.load_state_dict({names[key]: v for key, v in states.items()}, strict=False)
 
         try:
-            together(f"set extra state from {path}", lambda: set_extra_states(ready.extra_states))
+            all_ranks_or_raise(
+                f"set extra state from {path}", lambda: set_extra_states(ready.extra_states)
+            )
         except Exception:
             set_extra_states(before)
             raise
-    together(f"load {path}", lambda: _write(ready, model, optimizer))
+    all_ranks_or_raise(f"load {path}", lambda: _write(ready, model, optimizer))
     return ready.extra
 
 
@@ -102,7 +104,7 @@ class _Ready:
     """
 
     folder: CheckpointFolder
-    weights: list[Wanted] = field(default_factory=list)
+    weights: list[ReadRequest] = field(default_factory=list)
     extra_states: dict[str, Any] = field(default_factory=dict)
     states: dict[Any, dict[str, Any]] = field(default_factory=dict)
     options: list[dict[str, Any]] = field(default_factory=list)
@@ -169,7 +171,7 @@ def _checked(
     _check_counts(folder, ready.weights, folder.check(ready.weights))
     if optimizer is not None and fit is not None:
         ready.options = fit.options()
-        blocks: list[Wanted] = []
+        blocks: list[ReadRequest] = []
         ready.states = _new_states(folder, model, optimizer, blocks)
         with torch.no_grad():
             _check_counts(folder, blocks, folder.fill(blocks))
@@ -205,20 +207,20 @@ def _write(ready: _Ready, model: nn.Module, optimizer: torch.optim.Optimizer | N
             group.update(options)
 
 
-def _wanted(key: str, tensor: torch.Tensor) -> list[Wanted]:
+def _wanted(key: str, tensor: torch.Tensor) -> list[ReadRequest]:
     """The blocks of a tensor that are on this rank."""
     if isinstance(tensor, UnevenDTensor):
         local = local_of(tensor).detach()
-        return [Wanted(key, chunk.offsets, local[chunk.local]) for chunk in tensor.chunks()]
+        return [ReadRequest(key, chunk.offsets, local[chunk.local]) for chunk in tensor.chunks()]
     if isinstance(tensor, DTensor):
         raise CheckpointError(
             f"{key} is a DTensor that fully_shard of megatron_fsdp_v2 did not make; use torch's "
             "own torch.distributed.checkpoint.load for such a model"
         )
-    return [Wanted(key, (0,) * tensor.dim(), tensor.detach())]
+    return [ReadRequest(key, (0,) * tensor.dim(), tensor.detach())]
 
 
-def _check_counts(folder: CheckpointFolder, wanted: list[Wanted], counts: list[int]) -> None:
+def _check_counts(folder: CheckpointFolder, wanted: list[ReadRequest], counts: list[int]) -> None:
     for block, count in zip(wanted, counts, strict=True):
         if count != block.target.numel():
             raise CheckpointError(
@@ -231,7 +233,7 @@ def _new_states(
     folder: CheckpointFolder,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    wanted: list[Wanted],
+    wanted: list[ReadRequest],
 ) -> dict[Any, dict[str, Any]]:
     """State for every parameter that has some in the checkpoint; tensors are yet to be filled."""
     names = parameter_names(model)
@@ -249,7 +251,7 @@ def _new_states(
 
 
 def _new_state(
-    folder: CheckpointFolder, key: str, param: torch.Tensor, wanted: list[Wanted]
+    folder: CheckpointFolder, key: str, param: torch.Tensor, wanted: list[ReadRequest]
 ) -> Any:
     entry = folder.metadata.state_dict_metadata[key]
     if not isinstance(entry, TensorStorageMetadata):

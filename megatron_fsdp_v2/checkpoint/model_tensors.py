@@ -17,7 +17,7 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError
-from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder, Wanted
+from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder, ReadRequest
 from megatron_fsdp_v2.checkpoint.plain_tensors import PlainTensor
 
 __all__ = [
@@ -131,7 +131,7 @@ class FolderSource:
                 length = piece.size[extra + model_tensor.dim]
                 target = data.narrow(model_tensor.dim, first, length)
                 first += length
-            wanted.append(Wanted(piece.key, piece.start, target.view(piece.size)))
+            wanted.append(ReadRequest(piece.key, piece.start, target.view(piece.size)))
         counts = self._folder.fill(wanted)
         if sum(counts) != data.numel():
             raise CheckpointError(

@@ -188,7 +188,7 @@ def _other_kind(
     if lacking_here:
         parts.append(f"it has no {', '.join(lacking_here)}")
     if lacking_there:
-        parts.append(f"{', '.join(lacking_there)} is not there")
+        parts.append(f"{', '.join(lacking_there)} does not exist")
     parts += _fixed_otherwise(saved, optimizer)
     if not parts:
         return None

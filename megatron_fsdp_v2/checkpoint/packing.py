@@ -121,7 +121,7 @@ def _saved(value: Any) -> bytes:
 
 def _load(content: bytes) -> Any:
     file = io.BytesIO(content)
-    # What loading refuses is refused here.
+    # What loading rejects is rejected here.
     check_plain_data(file)
     return torch.load(file, map_location="cpu", weights_only=True)
 

@@ -21,7 +21,7 @@ __all__ = [
     "PersistentId",
     "PickleError",
     "read_pickle",
-    "refuse_all_names",
+    "reject_all_names",
 ]
 
 
@@ -110,8 +110,8 @@ class PersistentId:
     pid: Any
 
 
-def refuse_all_names(module: str, name: str) -> None:
-    """Refuse every class and function.
+def reject_all_names(module: str, name: str) -> None:
+    """Reject every class and function.
 
     Raises:
         PickleError: Always.

@@ -143,7 +143,7 @@ class _Checker:
         }
 
     def check_name(self, module: str, name: str) -> None:
-        """Refuse what plain data does not refer to."""
+        """Reject what plain data does not refer to."""
         full = _full(module, name)
         if full in self._rules or full in self._named or full in _STORAGES | _DTYPES:
             return

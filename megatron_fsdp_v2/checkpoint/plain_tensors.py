@@ -69,7 +69,7 @@ class TensorSource(Protocol):
 
     Attributes:
         tensors: Those of the model, in the order they are best read in.
-        left_out: Names of what is no tensor of the model.
+        left_out: Names of what is not a tensor of the model.
         tied: Of tensors that are there under several names, every other name with the one to keep.
     """
 
@@ -82,7 +82,7 @@ class TensorSource(Protocol):
 
 
 def check_dtype(dtype: torch.dtype | None) -> None:
-    """Refuse what floating-point tensors cannot be converted to.
+    """Reject what floating-point tensors cannot be converted to.
 
     Raises:
         ValueError: It is something else; says what there is.

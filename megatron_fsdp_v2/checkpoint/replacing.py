@@ -77,7 +77,7 @@ def check_replaceable(target: Path, *, or_unfinished: bool = False) -> None:
     if or_unfinished and target.is_dir() and all(map(_is_unfinished, os.listdir(target))):
         return
     raise ValueError(
-        f"{target} exists and is no checkpoint; name a folder that is not there, or remove it"
+        f"{target} exists and is no checkpoint; name a folder that does not exist, or remove it"
     )
 
 
@@ -197,7 +197,7 @@ def find_folder(path: Path) -> Path:
             time.sleep(_PAUSE_S)
             if not target.exists():
                 warnings.warn(
-                    f"{path} is not there because the save that was to replace it was interrupted; "
+                    f"{path} does not exist, since the save to replace it was interrupted; "
                     f"{previous} is what it was to replace, and is loaded",
                     skip_file_prefixes=(str(Path(__file__).parent),),
                 )

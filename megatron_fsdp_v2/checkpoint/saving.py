@@ -1,4 +1,4 @@
-"""Saving: to a temporary folder, then renamed, so that a checkpoint is complete or is not there."""
+"""Saving: to a temporary folder, then renamed: a checkpoint is complete or does not exist."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save as save_state_dict
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megatron_fsdp_v2.checkpoint.agreement import together
+from megatron_fsdp_v2.checkpoint.agreement import all_ranks_or_raise
 from megatron_fsdp_v2.checkpoint.entries import (
     EXTRA,
     MODEL,
@@ -111,7 +111,7 @@ def save_nested(
     """Save a nested state dict as torch's own `save` of distributed checkpoints does. Collective.
 
     As `save` does, it replaces what is at the path when everything is written, and writes a
-    manifest. What is no tensor is pickled as it is, and has to be trusted by whoever loads it.
+    manifest. What is not a tensor is pickled as it is, and has to be trusted by whoever loads it.
 
     Args:
         path: The folder to make. A checkpoint that is there is replaced in the end, and so is a
@@ -140,7 +140,7 @@ def save_nested(
 
 
 def _run(job: _Job, content: Callable[[], _Content], async_save: bool) -> Future[None] | None:
-    together(f"save to {job.target}", lambda: job.begin(content), undo=job.end)
+    all_ranks_or_raise(f"save to {job.target}", lambda: job.begin(content), undo=job.end)
     if async_save:
         return _in_background(job.write)
     job.write()
@@ -205,7 +205,7 @@ class _Ranks:
         """All ranks; over a group of their own where they talk beside training."""
         if not dist.is_initialized():
             return cls(None, 0, is_alone=True)
-        group = _group_beside(dist.group.WORLD) if is_beside else None
+        group = _dedicated_group(dist.group.WORLD) if is_beside else None
         return cls(group, dist.get_rank(), is_alone=False)
 
     def of_first[T](self, value: T) -> T:
@@ -375,7 +375,7 @@ def _units(parameters: Iterable[tuple[str, Any]]) -> dict[str, str]:
     }
 
 
-def _group_beside(world: Any) -> Any:
+def _dedicated_group(world: Any) -> Any:
     """Ranks talk over this while saves run beside training; made once by all ranks of a world."""
     if _BESIDE.get("world") is not world:
         _BESIDE.update(world=world, group=dist.new_group(backend="gloo"))

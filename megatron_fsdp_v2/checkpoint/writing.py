@@ -64,7 +64,7 @@ class FolderWriter:
     """Writes blocks of tensors, and objects, one after the other.
 
     Args:
-        path: The folder; made if it is not there.
+        path: The folder; made if it does not exist.
         file_bytes: How long a file may be before the next one is begun.
         has_manifest: Whether to write checksums as well. A folder for other programs needs none.
     """
@@ -140,7 +140,7 @@ class FolderWriter:
             self._storage[MetadataIndex(key, chunk.offsets, number)] = place
 
     def add_object(self, key: str, value: Any) -> None:
-        """Write something that is no tensor."""
+        """Write something that is not a tensor."""
         self._entries[key] = BytesStorageMetadata()
         self._write(MetadataIndex(key), lambda file: torch.save(value, file))
 

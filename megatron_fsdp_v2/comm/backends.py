@@ -20,10 +20,10 @@ from megatron_fsdp_v2.comm.errors import Label
 from megatron_fsdp_v2.comm.interface import (
     DONE,
     Axis,
+    CommStream,
     Communicator,
-    Lane,
     Registrar,
-    Ticket,
+    Work,
     gather_alone,
     store,
 )
@@ -43,21 +43,21 @@ _CHUNK = 1 << 14
 """Elements summed at a time where the sum is not made in place."""
 
 
-class _WorkTicket:
+class _BackendWork:
     """An asynchronous operation of a CPU process group, and what to do with its result."""
 
-    __slots__ = ("_axis", "_finish", "_keep", "_kind", "_label", "_work")
+    __slots__ = ("_axis", "_c10d_work", "_finish", "_keep", "_kind", "_label")
 
     def __init__(
         self,
-        work: Any,
+        c10d_work: Any,
         finish: Callable[[], None] | None,
         keep: tuple[Any, ...],
         kind: str,
         label: Label,
         axis: Axis,
     ) -> None:
-        self._work = work
+        self._c10d_work = c10d_work
         self._finish = finish
         self._keep = keep
         self._kind = kind
@@ -65,13 +65,13 @@ class _WorkTicket:
         self._axis = axis
 
     def wait(self) -> None:
-        if self._work is None:
+        if self._c10d_work is None:
             return
         try:
-            self._work.wait()
+            self._c10d_work.wait()
         except RuntimeError as error:
             raise self._label.failure(self._kind, self._axis.group, error) from error
-        self._work = None
+        self._c10d_work = None
         if self._finish is not None:
             self._finish()
         self._finish = None
@@ -88,15 +88,21 @@ class CpuCommunicator:
     def __init__(self, label: Label | None = None) -> None:
         self.label = label or Label()
 
-    def labelled(self, label: Label) -> CpuCommunicator:
-        """See `Communicator.labelled`."""
+    def labeled(self, label: Label) -> CpuCommunicator:
+        """See `Communicator.labeled`."""
         return CpuCommunicator(label)
 
     def all_gather(
-        self, output: torch.Tensor, shard: torch.Tensor, axis: Axis, lane: Lane, *, async_op: bool
-    ) -> Ticket:
+        self,
+        output: torch.Tensor,
+        shard: torch.Tensor,
+        axis: Axis,
+        comm_stream: CommStream,
+        *,
+        async_op: bool,
+    ) -> Work:
         """See `Communicator.all_gather`."""
-        del lane
+        del comm_stream
         if axis.size == 1:
             gather_alone(output, shard)
             return DONE
@@ -116,18 +122,18 @@ class CpuCommunicator:
         into: torch.Tensor,
         full: torch.Tensor,
         axis: Axis,
-        lane: Lane,
+        comm_stream: CommStream,
         *,
         scale: float,
         accumulate: bool,
         async_op: bool,
-    ) -> Ticket:
+    ) -> Work:
         """See `Communicator.reduce_scatter`.
 
         Gloo's reduce-scatter is several times slower than an all-to-all of the same bytes. The
-        sum is made here, in rank order and in `into`'s dtype, whatever the dtype on the wire.
+        sum is made here, in rank order and in `into`'s dtype, whatever the communication dtype.
         """
-        del lane
+        del comm_stream
         if axis.size == 1:
             store(into, full, scale, accumulate)
             return DONE
@@ -163,14 +169,14 @@ class CpuCommunicator:
         into: torch.Tensor,
         full: torch.Tensor,
         axis: Axis,
-        lane: Lane,
+        comm_stream: CommStream,
         *,
         scale: float,
         accumulate: bool,
         async_op: bool,
-    ) -> Ticket:
+    ) -> Work:
         """See `Communicator.all_reduce`."""
-        del lane
+        del comm_stream
         if axis.size == 1:
             store(into, full, scale, accumulate)
             return DONE
@@ -189,12 +195,12 @@ class CpuCommunicator:
         received_numels: Sequence[int],
         sent_numels: Sequence[int],
         axis: Axis,
-        lane: Lane,
+        comm_stream: CommStream,
         *,
         async_op: bool,
-    ) -> Ticket:
+    ) -> Work:
         """See `Communicator.all_to_all`."""
-        del lane
+        del comm_stream
         return self._issue(
             "all-to-all",
             axis,
@@ -209,7 +215,7 @@ class CpuCommunicator:
         )
 
     def flush(self) -> None:
-        """Nothing is queued anywhere but in tickets."""
+        """Nothing is queued anywhere but in works."""
 
     def _issue(
         self,
@@ -220,16 +226,16 @@ class CpuCommunicator:
         finish: Callable[[], None] | None,
         operation: Callable[..., Any],
         *operands: Any,
-    ) -> Ticket:
+    ) -> Work:
         """Start an operation of torch's; `finish` makes the result of what arrived."""
         try:
-            work = operation(*operands, group=axis.group, async_op=True)
+            c10d_work = operation(*operands, group=axis.group, async_op=True)
         except RuntimeError as error:
             raise self.label.failure(kind, axis.group, error) from error
-        ticket = _WorkTicket(work, finish, keep, kind, self.label, axis)
+        work = _BackendWork(c10d_work, finish, keep, kind, self.label, axis)
         if not async_op:
-            ticket.wait()
-        return ticket
+            work.wait()
+        return work
 
 
 def _move_to_end(pieces: torch.Tensor, index: int) -> int:
@@ -370,8 +376,8 @@ def registrar_for(device: torch.device) -> Registrar | None:
 
 @functools.cache
 def _cuda_communicator(device: torch.device) -> StreamCommunicator:
-    # One for all units: streams come from a pool of 32, and with three for every unit a lane of
-    # one unit would share its stream with another lane of another unit.
+    # One for all units: CUDA's come from a pool of 32, and with three for every unit
+    # those of two units would be the same.
     with torch.cuda.device(device):
         return StreamCommunicator(CudaStreams(), NcclCollectives())
 

@@ -1,4 +1,4 @@
-"""What collectives look like to the rest of the core: issue, get a ticket, wait."""
+"""What collectives look like to the rest of the core: issue, get a work handle, wait."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from megatron_fsdp_v2.comm.errors import Label
 __all__ = [
     "DONE",
     "Axis",
+    "CommStream",
     "Communicator",
-    "Lane",
     "Registrar",
-    "Ticket",
+    "Work",
     "gather_alone",
     "store",
 ]
@@ -39,19 +39,19 @@ class Axis:
     rank: int
 
 
-class Lane(enum.Enum):
+class CommStream(enum.Enum):
     """Independent queues of communication; each is a stream of its own on a GPU."""
 
-    UNSHARD = "unshard"
+    GATHER = "gather"
     REDUCE = "reduce"
     OUTER = "outer"
 
 
-class Ticket(Protocol):
+class Work(Protocol):
     """A collective under way."""
 
     def wait(self) -> None:
-        """Order what the caller does next after the collective. Harmless when repeated."""
+        """Order what the caller does next after the collective. Idempotent."""
         ...
 
 
@@ -60,13 +60,13 @@ class Communicator(Protocol):
     """The collectives data parallelism needs.
 
     With `async_op=False` the result is in place when the call returns. Tensors passed in must
-    stay allocated until the ticket has been waited for; the ticket holds references to them.
+    stay allocated until the work has been waited for; the work holds references to them.
 
     One that fails, on being issued or waited for, is a RuntimeError with its label's name.
     """
 
-    def labelled(self, label: Label) -> Communicator:
-        """The same, on the same lanes, for what a label names.
+    def labeled(self, label: Label) -> Communicator:
+        """The same, on the same communication streams, for what a label names.
 
         Args:
             label: Read where a collective fails.
@@ -74,15 +74,21 @@ class Communicator(Protocol):
         ...
 
     def all_gather(
-        self, output: torch.Tensor, shard: torch.Tensor, axis: Axis, lane: Lane, *, async_op: bool
-    ) -> Ticket:
+        self,
+        output: torch.Tensor,
+        shard: torch.Tensor,
+        axis: Axis,
+        comm_stream: CommStream,
+        *,
+        async_op: bool,
+    ) -> Work:
         """Fill `output` with the shards of all ranks, in rank order.
 
         Args:
             output: Flat, `axis.size * shard.numel()` elements.
             shard: Flat, this rank's part, of the same dtype; may be a view of `output`.
             axis: Ranks that take part.
-            lane: Queue to run in.
+            comm_stream: Queue to run in.
             async_op: Whether to return before it is done.
         """
         ...
@@ -92,19 +98,19 @@ class Communicator(Protocol):
         into: torch.Tensor,
         full: torch.Tensor,
         axis: Axis,
-        lane: Lane,
+        comm_stream: CommStream,
         *,
         scale: float,
         accumulate: bool,
         async_op: bool,
-    ) -> Ticket:
+    ) -> Work:
         """Put (or add) `scale` times the sum over ranks of this rank's slice of `full`.
 
         Args:
             into: Flat, `full.numel() / axis.size` elements of any floating dtype.
-            full: Flat, in the dtype of the wire; its content is consumed.
+            full: Flat, in the communication dtype; its content is consumed.
             axis: Ranks that take part.
-            lane: Queue to run in.
+            comm_stream: Queue to run in.
             scale: Factor applied once to the sum.
             accumulate: Add to `into` instead of overwriting it.
             async_op: Whether to return before it is done.
@@ -116,12 +122,12 @@ class Communicator(Protocol):
         into: torch.Tensor,
         full: torch.Tensor,
         axis: Axis,
-        lane: Lane,
+        comm_stream: CommStream,
         *,
         scale: float,
         accumulate: bool,
         async_op: bool,
-    ) -> Ticket:
+    ) -> Work:
         """Put (or add) `scale` times the sum over ranks of `full`. See `reduce_scatter`."""
         ...
 
@@ -132,10 +138,10 @@ class Communicator(Protocol):
         received_numels: Sequence[int],
         sent_numels: Sequence[int],
         axis: Axis,
-        lane: Lane,
+        comm_stream: CommStream,
         *,
         async_op: bool,
-    ) -> Ticket:
+    ) -> Work:
         """Send every rank its part of `sent`, and receive what all have for this one.
 
         Args:
@@ -144,7 +150,7 @@ class Communicator(Protocol):
             received_numels: Elements of each part of `received`.
             sent_numels: Elements of each part of `sent`.
             axis: Ranks that take part.
-            lane: Queue to run in.
+            comm_stream: Queue to run in.
             async_op: Whether to return before it is done.
         """
         ...
@@ -183,12 +189,12 @@ class Registrar(Protocol):
         ...
 
 
-class _DoneTicket:
+class _CompletedWork:
     def wait(self) -> None:
         return None
 
 
-DONE: Ticket = _DoneTicket()
+DONE: Work = _CompletedWork()
 
 
 def store(into: torch.Tensor, value: torch.Tensor, scale: float, accumulate: bool) -> None:

@@ -1,4 +1,4 @@
-"""Collectives on lanes: which stream waits for which, for any device that has streams.
+"""Collectives on communication streams: which stream waits for which, on any device with streams.
 
 The streams and the collectives are handed in: those of CUDA and NCCL for training
 (`comm/backends.py`), recorded ones for the check of stream safety (`diagnostics/stream_safety`).
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from megatron_fsdp_v2.comm.errors import Label
-from megatron_fsdp_v2.comm.interface import DONE, Axis, Lane, Ticket, gather_alone, store
+from megatron_fsdp_v2.comm.interface import DONE, Axis, CommStream, Work, gather_alone, store
 
 __all__ = ["Collectives", "Stream", "StreamCommunicator", "StreamDevice"]
 
@@ -94,7 +94,7 @@ class Collectives(Protocol):
 
 
 class _EventTicket:
-    """Work on a lane; the waiting stream waits for an event, the host for nothing."""
+    """Work on a communication stream; who waits does so by an event, the host never does."""
 
     def __init__(self, device: StreamDevice, event: Any, keep: tuple[Any, ...]) -> None:
         self._device = device
@@ -110,11 +110,12 @@ class _EventTicket:
 
 
 class StreamCommunicator:
-    """Collectives on streams, each lane a stream of its own.
+    """Collectives on streams, each communication stream a stream of its own.
 
-    Every buffer is allocated on the compute stream. A lane first waits for the compute stream,
-    so that memory reused from earlier work is free and inputs are written; whoever waits for the
-    ticket orders the compute stream after the lane, so that memory it frees may be reused.
+    Every buffer is allocated on the compute stream. A communication stream first waits for the
+    compute stream, so that memory reused from earlier work is free and inputs are written; whoever
+    waits for the work orders the compute stream after the communication stream, so that memory it
+    frees may be reused.
 
     Args:
         device: Makes and orders streams.
@@ -124,23 +125,31 @@ class StreamCommunicator:
     def __init__(self, device: StreamDevice, collectives: Collectives) -> None:
         self._device = device
         self._collectives = collectives
-        self._streams = {lane: device.new_stream(lane.value) for lane in Lane}
+        self._streams = {
+            comm_stream: device.new_stream(comm_stream.value) for comm_stream in CommStream
+        }
         self.label = Label()
 
-    def labelled(self, label: Label) -> StreamCommunicator:
-        """See `Communicator.labelled`."""
+    def labeled(self, label: Label) -> StreamCommunicator:
+        """See `Communicator.labeled`."""
         other = copy.copy(self)
         other.label = label
         return other
 
     def all_gather(
-        self, output: torch.Tensor, shard: torch.Tensor, axis: Axis, lane: Lane, *, async_op: bool
-    ) -> Ticket:
+        self,
+        output: torch.Tensor,
+        shard: torch.Tensor,
+        axis: Axis,
+        comm_stream: CommStream,
+        *,
+        async_op: bool,
+    ) -> Work:
         """See `Communicator.all_gather`."""
         if axis.size == 1:
             gather_alone(output, shard)
             return DONE
-        with self._lane(lane, async_op):
+        with self._on_stream(comm_stream, async_op):
             self._issue("all-gather", axis, self._collectives.all_gather, output, shard, axis)
             return self._ticket((output, shard), async_op)
 
@@ -149,12 +158,12 @@ class StreamCommunicator:
         into: torch.Tensor,
         full: torch.Tensor,
         axis: Axis,
-        lane: Lane,
+        comm_stream: CommStream,
         *,
         scale: float,
         accumulate: bool,
         async_op: bool,
-    ) -> Ticket:
+    ) -> Work:
         """See `Communicator.reduce_scatter`."""
         if axis.size == 1:
             store(into, full, scale, accumulate)
@@ -162,7 +171,7 @@ class StreamCommunicator:
         direct = into.dtype == full.dtype and not accumulate
         # In place otherwise: NCCL takes this rank's slice of the input for the output.
         shard = into if direct else full.view(axis.size, -1)[axis.rank]
-        with self._lane(lane, async_op):
+        with self._on_stream(comm_stream, async_op):
             left = self._scaled_before(full, scale)
             reduce_scatter = self._collectives.reduce_scatter
             self._issue("reduce-scatter", axis, reduce_scatter, shard, full, axis, left)
@@ -175,17 +184,17 @@ class StreamCommunicator:
         into: torch.Tensor,
         full: torch.Tensor,
         axis: Axis,
-        lane: Lane,
+        comm_stream: CommStream,
         *,
         scale: float,
         accumulate: bool,
         async_op: bool,
-    ) -> Ticket:
+    ) -> Work:
         """See `Communicator.all_reduce`."""
         if axis.size == 1:
             store(into, full, scale, accumulate)
             return DONE
-        with self._lane(lane, async_op):
+        with self._on_stream(comm_stream, async_op):
             left = self._scaled_before(full, scale)
             self._issue("all-reduce", axis, self._collectives.all_reduce, full, axis, left)
             store(into, full, 1.0, accumulate)
@@ -198,18 +207,18 @@ class StreamCommunicator:
         received_numels: Sequence[int],
         sent_numels: Sequence[int],
         axis: Axis,
-        lane: Lane,
+        comm_stream: CommStream,
         *,
         async_op: bool,
-    ) -> Ticket:
+    ) -> Work:
         """See `Communicator.all_to_all`."""
-        with self._lane(lane, async_op):
+        with self._on_stream(comm_stream, async_op):
             all_to_all, numels = self._collectives.all_to_all, (received_numels, sent_numels)
             self._issue("all-to-all", axis, all_to_all, received, sent, *numels, axis)
             return self._ticket((received, sent), async_op)
 
     def flush(self) -> None:
-        """Make the current stream wait for every lane."""
+        """Make the current stream wait for every communication stream."""
         for stream in self._streams.values():
             self._device.current_stream().wait_stream(stream)
 
@@ -226,14 +235,16 @@ class StreamCommunicator:
         full.mul_(scale)
         return 1.0
 
-    def _lane(self, lane: Lane, async_op: bool) -> contextlib.AbstractContextManager[Any]:
+    def _on_stream(
+        self, comm_stream: CommStream, async_op: bool
+    ) -> contextlib.AbstractContextManager[Any]:
         if not async_op:
             return contextlib.nullcontext()
-        stream = self._streams[lane]
+        stream = self._streams[comm_stream]
         stream.wait_stream(self._device.current_stream())
         return self._device.use(stream)
 
-    def _ticket(self, keep: tuple[Any, ...], async_op: bool) -> Ticket:
+    def _ticket(self, keep: tuple[Any, ...], async_op: bool) -> Work:
         if not async_op:
             return DONE
         return _EventTicket(self._device, self._device.current_stream().record_event(), keep)

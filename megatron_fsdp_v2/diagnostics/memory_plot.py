@@ -38,12 +38,12 @@ def plot_moments(moments: Sequence[Moment], bound: PeakBytes, path: Path) -> Non
     roles = [role for role in Role if any(moment.of_role(role) for moment in moments)]
     edges = range(len(moments) + 1)
     below = [0.0] * len(moments)
-    colours = importlib.import_module("matplotlib").colormaps["tab10"].colors
+    colors = importlib.import_module("matplotlib").colormaps["tab10"].colors
     for role in roles:
         heights = [moment.of_role(role) / _MIB for moment in moments]
         top = [low + height for low, height in zip(below, heights, strict=True)]
-        colour = colours[list(Role).index(role)]
-        axes.stairs(top, edges, baseline=below, fill=True, color=colour, label=role.value)
+        color = colors[list(Role).index(role)]
+        axes.stairs(top, edges, baseline=below, fill=True, color=color, label=role.value)
         below = top
     axes.axhline(bound.total / _MIB, color="black", linestyle=":", label="bound")
     step = max(1, -(-len(moments) // MAX_LABELS))

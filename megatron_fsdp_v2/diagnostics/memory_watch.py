@@ -96,7 +96,7 @@ class MemoryWatch(TorchDispatchMode):
     Attributes:
         ledger: Likewise.
         device: Whose memory is looked at.
-        accumulates: Whether a forward began with gradients that were not synchronised.
+        accumulates: Whether a forward began with gradients that were not synchronized.
     """
 
     def __init__(
@@ -208,7 +208,7 @@ class MemoryWatch(TorchDispatchMode):
         if begins:
             if unit.is_root and direction == "forward":
                 self._running.clear()
-                self.accumulates |= unit.context.has_unsynced
+                self.accumulates |= unit.context.has_unreduced
             self._running.append((direction, name))
             self.ledger.enter(direction, name)
         other = contextlib.nullcontext() if others is None else others(phase)

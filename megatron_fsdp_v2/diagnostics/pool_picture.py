@@ -17,13 +17,13 @@ __all__ = ["pool_picture"]
 
 WIDTH, HEIGHT = 1000, 360
 LEFT, TOP, GAP = 130, 40, 70
-COLOURS = {
+COLORS = {
     "model_weight": "#4c78a8",
     "main_grad": "#f58518",
     "grad_comm": "#e45756",
     "partial_grad": "#72b7b2",
 }
-OTHER_COLOUR = "#9d9da1"
+OTHER_COLOR = "#9d9da1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +77,9 @@ def pool_picture(module: nn.Module, path: str | Path) -> None:
 
 
 def _legend() -> Iterator[str]:
-    for number, (kind, colour) in enumerate(COLOURS.items()):
+    for number, (kind, color) in enumerate(COLORS.items()):
         x = LEFT + 140 * number
-        yield f'<rect x="{x}" y="10" width="14" height="14" fill="{colour}"/>'
+        yield f'<rect x="{x}" y="10" width="14" height="14" fill="{color}"/>'
         yield f'<text x="{x + 20}" y="22">{kind}</text>'
 
 
@@ -99,13 +99,13 @@ def _panel(report: PoolReport, name: str, trace: Trace, top: float) -> Iterator[
         if offset is None:
             continue
         label = report.names[life.key]
-        colour = COLOURS.get(label.rsplit("/", 1)[-1], OTHER_COLOUR)
+        color = COLORS.get(label.rsplit("/", 1)[-1], OTHER_COLOR)
         height = plan.sizes[life.key] * scale
         y = top + HEIGHT - offset * scale - height
         yield (
             f'<rect x="{LEFT + life.first * step:.2f}" y="{y:.2f}" '
             f'width="{(life.last - life.first) * step:.2f}" height="{height:.2f}" '
-            f'fill="{colour}" stroke="white" stroke-width="0.5">'
+            f'fill="{color}" stroke="white" stroke-width="0.5">'
             f"<title>{escape(label)}: {plan.sizes[life.key]:,} bytes at {offset:,}</title></rect>"
         )
     y = top + HEIGHT - plan.lower_bound * scale

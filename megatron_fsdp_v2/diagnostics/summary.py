@@ -70,7 +70,7 @@ class GroupRow:
         gathered_nbytes: Bytes of the temporary buffer of gathered weights; 0 where the model
             weight is whole.
         full_grad_nbytes: Bytes of the temporary buffers a gradient passes through: the full one,
-            a copy in the dtype of the wire, and a shard that waits for the outer axis.
+            a copy in the communication dtype, and a shard that waits for the outer axis.
     """
 
     unit: str
@@ -88,7 +88,7 @@ class GroupRow:
     full_grad_nbytes: int
 
     @property
-    def resting_nbytes(self) -> int:
+    def steady_nbytes(self) -> int:
         """Bytes on this rank between steps."""
         return self.main_weight_nbytes + self.model_weight_nbytes + self.main_grad_nbytes
 
@@ -143,9 +143,9 @@ class GroupSummary:
         return sum(row.main_grad_nbytes for row in self.rows)
 
     @property
-    def resting_nbytes(self) -> int:
+    def steady_nbytes(self) -> int:
         """Bytes of all groups on this rank between steps; without optimizer state."""
-        return sum(row.resting_nbytes for row in self.rows)
+        return sum(row.steady_nbytes for row in self.rows)
 
     @property
     def largest_gathered_nbytes(self) -> int:
@@ -191,7 +191,7 @@ def _row_of(unit: str, group: ParameterGroup) -> GroupRow:
     placements = " ".join(
         f"{mesh.size(axis)}:"
         + "".join(
-            _LETTERS[p] for p in (at.model_weight, at.main_weight, at.main_grad, at.unsynced_grad)
+            _LETTERS[p] for p in (at.model_weight, at.main_weight, at.main_grad, at.unreduced_grad)
         )
         for axis, at in enumerate(spec.placements)
     )
@@ -257,7 +257,7 @@ def _render(summary: GroupSummary) -> str:
 
 def _closing(summary: GroupSummary) -> list[str]:
     lines = [
-        f"At rest {_bytes(summary.resting_nbytes)} on this rank; the largest unit gathers "
+        f"At rest {_bytes(summary.steady_nbytes)} on this rank; the largest unit gathers "
         f"{_bytes(summary.largest_gathered_nbytes)} and has gradient buffers of "
         f"{_bytes(summary.largest_full_grad_nbytes)}."
     ]

@@ -138,7 +138,7 @@ def _are_alike(norms: Any) -> bool:
 
 
 def _check_meshes(norms: Sequence[ShardedNorm]) -> None:
-    """Refuse norms that have no common sum: along an axis that one lacks, nobody knows it."""
+    """Reject norms that have no common sum: along an axis that one lacks, nobody knows it."""
     for norm in norms:
         if norm.mesh != norms[0].mesh:
             raise ValueError(

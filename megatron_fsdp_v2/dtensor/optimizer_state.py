@@ -23,10 +23,10 @@ from megatron_fsdp_v2.dtensor.uneven_dtensor import (
     with_rows_of,
 )
 
-__all__ = ["HeldElsewhere", "adopt_state", "has_no_rows", "is_kept_here", "watch_state"]
+__all__ = ["NonOwnedValue", "has_no_rows", "is_kept_here", "watch_state", "wrap_foreign_state"]
 
 
-class HeldElsewhere(torch.Tensor):
+class NonOwnedValue(torch.Tensor):
     """A value that other ranks answer for: torch's checkpoint reads it here and never writes it.
 
     It is in state dicts only, and a plain tensor in a file and where it becomes state of rows.
@@ -38,8 +38,8 @@ class HeldElsewhere(torch.Tensor):
         return []
 
     @override
-    def __deepcopy__(self, memo: dict[int, Any]) -> HeldElsewhere:
-        copied: HeldElsewhere = self.detach().clone().as_subclass(HeldElsewhere)
+    def __deepcopy__(self, memo: dict[int, Any]) -> NonOwnedValue:
+        copied: NonOwnedValue = self.detach().clone().as_subclass(NonOwnedValue)
         memo[id(self)] = copied
         return copied
 
@@ -48,7 +48,7 @@ class HeldElsewhere(torch.Tensor):
         return _plain(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
-def adopt_state(param: torch.Tensor, state: MutableMapping[str, Any]) -> None:
+def wrap_foreign_state(param: torch.Tensor, state: MutableMapping[str, Any]) -> None:
     """Have state that an optimizer wrapped as plain DTensors know which rows it is of.
 
     Args:
@@ -75,9 +75,9 @@ def _settle_loaded(optimizer: Optimizer) -> None:
     """
     for param in (param for group in optimizer.param_groups for param in group["params"]):
         state = optimizer.state.get(param, {})
-        adopt_state(param, state)
+        wrap_foreign_state(param, state)
         for name, value in state.items():
-            if isinstance(value, HeldElsewhere) and not has_no_rows(param):
+            if isinstance(value, NonOwnedValue) and not has_no_rows(param):
                 state[name] = _plain(value)
             elif _is_cut_otherwise(param, value):
                 state[name] = torch.zeros_like(param, dtype=value.dtype, requires_grad=False)
@@ -134,7 +134,7 @@ def _with_state_of_empty_shards(optimizer: Optimizer, state_dict: dict[str, Any]
         for key, param in zip(keys, group["params"], strict=True)
     }
     for key, param in params.items():
-        adopt_state(param, saved.get(key, {}))
+        wrap_foreign_state(param, saved.get(key, {}))
     examples = [
         next((saved[key] for key in keys if key in saved and not has_no_rows(params[key])), {})
         for keys in packed
@@ -167,5 +167,5 @@ def _of_empty_shard(
         elif isinstance(value, torch.Tensor):
             copied = example.get(name, value).detach().clone()
             elsewhere = _is_held_elsewhere(param)
-            state[name] = copied.as_subclass(HeldElsewhere) if elsewhere else copied
+            state[name] = copied.as_subclass(NonOwnedValue) if elsewhere else copied
     return state

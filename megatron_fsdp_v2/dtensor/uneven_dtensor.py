@@ -66,7 +66,7 @@ class UnevenDTensor(DTensor):
             shape=torch.Size(shape),
             stride=stride,
         )
-        return _adopt(plain, row_shards)
+        return _wrap(plain, row_shards)
 
     @property
     def row_shards(self) -> RowShards:
@@ -93,7 +93,7 @@ class UnevenDTensor(DTensor):
         return placements_with_rows(self._row_shards, self.local_rows, self.part_shape)
 
     @property
-    def is_first_replica(self) -> bool:
+    def owns_replica(self) -> bool:
         """Whether this rank comes first of the data-parallel ranks that hold the same rows."""
         coordinate = self.device_mesh.get_coordinate() or ()
         steps = zip(coordinate, self._row_shards.strides, strict=False)
@@ -179,10 +179,10 @@ class UnevenDTensor(DTensor):
             with torch._C.DisableTorchFunctionSubclass():
                 result = func(*args, **(kwargs or {}))
         except Exception as error:
-            found = _used_at_rest(args, kwargs)
+            found = _used_while_sharded(args, kwargs)
             if found is None:
                 raise
-            raise _misuse_at_rest(func, found) from error
+            raise _misuse_while_sharded(func, found) from error
         return _carry(result, args)
 
     @override
@@ -392,7 +392,7 @@ def _sharded_norms(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) 
     return norms if func is torch._foreach_norm else norms[0]
 
 
-def _adopt(plain: DTensor, row_shards: RowShards) -> UnevenDTensor:
+def _wrap(plain: DTensor, row_shards: RowShards) -> UnevenDTensor:
     # A DTensor subclass adds no storage of its own, so the object can change class in place;
     # making a second wrapper would cost as much as the operation that made the first.
     plain.__class__ = UnevenDTensor
@@ -428,7 +428,7 @@ def _match(result: DTensor, candidates: Iterator[UnevenDTensor]) -> None:
             and result._spec.placements == like._spec.placements
             and result._local_tensor.shape == like._local_tensor.shape
         ):
-            _adopt(result, like._row_shards)
+            _wrap(result, like._row_shards)
             if result.dtype == like.dtype:
                 # DTensor remembers results by what meshes look like; this one's groups are live.
                 result._spec = like._spec
@@ -445,9 +445,9 @@ def _check_same_rows(
         if first is None:
             first = arg
         elif arg._row_shards is not first._row_shards and arg._row_shards != first._row_shards:
-            found = _used_at_rest(args, kwargs)
+            found = _used_while_sharded(args, kwargs)
             if found is not None:
-                raise _misuse_at_rest(func, found)
+                raise _misuse_while_sharded(func, found)
             raise ValueError(
                 f"{getattr(func, '__name__', func)} mixes two tensors of shapes "
                 f"{tuple(first.shape)} and {tuple(arg.shape)} whose rows are sharded "
@@ -455,7 +455,7 @@ def _check_same_rows(
             )
 
 
-def _used_at_rest(args: Sequence[Any], kwargs: dict[str, Any] | None) -> str | None:
+def _used_while_sharded(args: Sequence[Any], kwargs: dict[str, Any] | None) -> str | None:
     """The name of a sharded parameter that is computed with as if it were whole, if one is.
 
     That is, together with a tensor that is not sharded, as a module's forward does.
@@ -476,7 +476,7 @@ def _is_data(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.ndim > 0
 
 
-def _misuse_at_rest(func: Callable[..., Any], name: str) -> RuntimeError:
+def _misuse_while_sharded(func: Callable[..., Any], name: str) -> RuntimeError:
     return RuntimeError(
         f"{getattr(func, '__name__', func)} computes with {name}, which is sharded: this rank "
         "holds some of its rows. Its module was run, or its weight used, outside of the forward "

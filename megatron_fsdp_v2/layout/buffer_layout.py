@@ -3,7 +3,7 @@
 A group of parameters is laid out one after the other in one flat buffer that is cut into
 `num_shards` equal slices. Each parameter is contiguous, so that after an all-gather it is a
 view of the gathered buffer, and a slice boundary inside a parameter always falls between two of
-its cells (rows, blocks of rows, or the whole tensor), so that each shard is a `Shard(0)` slice
+its granules (rows, blocks of rows, or the whole tensor), so that each shard is a `Shard(0)` slice
 of it. Gaps between parameters pay for both. All numbers are elements, never bytes.
 """
 
@@ -25,7 +25,7 @@ class Granularity:
     """What a shard boundary must not cut: a row, a block of rows, or a tensor.
 
     Attributes:
-        rows: Rows in a cell; 0 stands for the whole tensor.
+        rows: Rows in a granule; 0 stands for the whole tensor.
     """
 
     rows: int
@@ -49,11 +49,11 @@ class Granularity:
             "row, or 'tensor'"
         )
 
-    def cell_numel(self, shape: Sequence[int]) -> int:
-        """Elements of one uncuttable cell of a parameter of this shape (at least 1)."""
+    def granule_numel(self, shape: Sequence[int]) -> int:
+        """Elements of one uncuttable granule of a parameter of this shape (at least 1)."""
         row = math.prod(shape[1:])
-        cell = math.prod(shape) if self.rows == 0 else min(self.rows, shape[0]) * row
-        return max(cell, 1)
+        granule = math.prod(shape) if self.rows == 0 else min(self.rows, shape[0]) * row
+        return max(granule, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +63,12 @@ class ParamSlot:
     Attributes:
         shape: Global shape.
         offset: First element in the flat buffer.
-        cell_numel: Elements that must stay on one shard.
+        granule_numel: Elements that must stay on one shard.
     """
 
     shape: tuple[int, ...]
     offset: int
-    cell_numel: int
+    granule_numel: int
 
     @property
     def numel(self) -> int:
@@ -108,8 +108,10 @@ class BufferLayout:
             if slot.offset < end:
                 raise ValueError(f"slot {slot} overlaps its predecessor, which ends at {end}")
             end = slot.end
-            if not _cuts_fit(slot.offset, slot.numel, slot.cell_numel, self.shard_numel):
-                raise ValueError(f"a boundary of {self.shard_numel} elements cuts a cell of {slot}")
+            if not _cuts_fit(slot.offset, slot.numel, slot.granule_numel, self.shard_numel):
+                raise ValueError(
+                    f"a boundary of {self.shard_numel} elements cuts a granule of {slot}"
+                )
         if end > self.numel:
             raise ValueError(f"parameters end at {end}, past the buffer's {self.numel} elements")
 
@@ -122,10 +124,10 @@ class BufferLayout:
     ) -> BufferLayout:
         """Lay out parameters with the smallest slice the search finds.
 
-        Parameters are placed by falling cell size, so that matrices keep their natural alignment;
-        smaller ones fill the gaps before. The slice size starts at the lower bound
+        Parameters are placed by descending granule size, so that matrices keep their natural
+        alignment; smaller ones fill the gaps before. The slice size starts at the lower bound
         `ceil(total / num_shards)` and grows through the sizes at which every long parameter's cuts
-        can fall between its cells, until everything fits.
+        can fall between its granules, until everything fits.
 
         Args:
             shapes: Global shapes, each with at least one dimension.
@@ -144,10 +146,12 @@ class BufferLayout:
         for shape in sizes:
             if not shape:
                 raise ValueError("a 0-dim parameter cannot be sharded by rows; reshape it to (1,)")
-        cells = [granularity.cell_numel(shape) for shape in sizes]
-        items = [(math.prod(shape), cell) for shape, cell in zip(sizes, cells, strict=True)]
+        granules = [granularity.granule_numel(shape) for shape in sizes]
+        items = [
+            (math.prod(shape), granule) for shape, granule in zip(sizes, granules, strict=True)
+        ]
         shard_numel, offsets = smallest_slice(items, num_shards)
-        slots = tuple(map(ParamSlot, sizes, offsets, cells))
+        slots = tuple(map(ParamSlot, sizes, offsets, granules))
         return cls(slots, num_shards, shard_numel)
 
     @property
@@ -177,7 +181,7 @@ class BufferLayout:
         Args:
             index: Position of the parameter in `slots`.
             shard: Index of the (merged) shard.
-            num_merged: How many neighbouring slices make one shard.
+            num_merged: How many neighboring slices make one shard.
 
         Returns:
             `(start, end)`, with `start == end` where the shard holds nothing of it.
@@ -224,18 +228,20 @@ def admissible_slice(items: Iterable[tuple[int, int]], at_least: int) -> int:
     """Smallest slice size from `at_least` on that no single parameter rules out.
 
     A parameter that cannot avoid having two slice boundaries inside it needs a slice that is a
-    multiple of its cell. It can avoid that from a certain size on (`_free_from`), so the size grows
-    to a common multiple of the cells of those that cannot, or to where one of them is free.
+    multiple of its granule. It can avoid that from a certain size on (`_free_from`), so the size
+    grows to a common multiple of the granules of those that cannot, or to where one is free.
 
     Args:
-        items: `(numel, cell)` of each parameter; repeated ones change nothing.
+        items: `(numel, granule)` of each parameter; repeated ones change nothing.
         at_least: Where the search starts.
 
     Returns:
         A lower bound of the slice size of any layout of these parameters whose slices have
         `at_least` elements or more.
     """
-    free_from = sorted(((_free_from(n, cell), cell) for n, cell in set(items)), reverse=True)
+    free_from = sorted(
+        ((_free_from(n, granule), granule) for n, granule in set(items)), reverse=True
+    )
     size = at_least
     while free_from:
         # Ascending from the end of the list: those already free at this size drop out for good.
@@ -243,7 +249,7 @@ def admissible_slice(items: Iterable[tuple[int, int]], at_least: int) -> int:
             free_from.pop()
         if not free_from:
             break
-        step = math.lcm(*(cell for _, cell in free_from))
+        step = math.lcm(*(granule for _, granule in free_from))
         rounded = -(-size // step) * step
         if rounded <= free_from[-1][0]:
             return rounded
@@ -251,13 +257,13 @@ def admissible_slice(items: Iterable[tuple[int, int]], at_least: int) -> int:
     return size
 
 
-def _free_from(numel: int, cell: int) -> int:
-    """Slice size from which a parameter can lie with at most one boundary inside, between cells.
+def _free_from(numel: int, granule: int) -> int:
+    """Slice size from which a parameter can lie with at most one boundary inside, between granules.
 
-    Cut after `k` cells, both sides must fit in a slice.
+    Cut after `k` granules, both sides must fit in a slice.
     """
-    half = numel // (2 * cell)
-    return min(max(k * cell, numel - k * cell) for k in (half, half + 1))
+    half = numel // (2 * granule)
+    return min(max(k * granule, numel - k * granule) for k in (half, half + 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,30 +308,30 @@ class RowRanges(Sequence[tuple[int, int]]):
         return RowRanges(self.layout, self.param, self.first + first, self.first + last)
 
 
-def _cuts_fit(offset: int, numel: int, cell: int, shard_numel: int) -> bool:
-    """Whether every slice boundary strictly inside a parameter falls between two cells."""
+def _cuts_fit(offset: int, numel: int, granule: int, shard_numel: int) -> bool:
+    """Whether every slice boundary strictly inside a parameter falls between two granules."""
     if numel == 0 or shard_numel == 0:
         return True
     first = (offset // shard_numel + 1) * shard_numel
     last = ((offset + numel - 1) // shard_numel) * shard_numel
     if first > last:
         return True
-    if (first - offset) % cell:
+    if (first - offset) % granule:
         return False
-    return first == last or shard_numel % cell == 0
+    return first == last or shard_numel % granule == 0
 
 
-def _first_fit(start: int, numel: int, cell: int, shard_numel: int) -> int | None:
-    """Smallest offset from `start` on at which the boundaries inside an item fall between cells.
+def _first_fit(start: int, numel: int, granule: int, shard_numel: int) -> int | None:
+    """Smallest offset from `start` on at which the boundaries inside an item fall between granules.
 
     Offsets repeat with the slice, so it is `start` itself, or the next one whose first boundary
-    comes after a whole number of cells, or one of these two counted from the next boundary.
+    comes after a whole number of granules, or one of these two counted from the next boundary.
     """
     boundary = (start // shard_numel + 1) * shard_numel
     for begin in (start, boundary):
         to_boundary = (begin // shard_numel + 1) * shard_numel - begin
-        for offset in (begin, begin + to_boundary % cell):
-            if _cuts_fit(offset, numel, cell, shard_numel):
+        for offset in (begin, begin + to_boundary % granule):
+            if _cuts_fit(offset, numel, granule, shard_numel):
                 return offset
     return None
 
@@ -333,30 +339,30 @@ def _first_fit(start: int, numel: int, cell: int, shard_numel: int) -> int | Non
 def _place(
     items: Sequence[tuple[int, int]], order: Sequence[int], shard_numel: int
 ) -> tuple[list[int], int] | None:
-    """Place `(numel, cell)` items in an order, each in the first gap left before, or at the end.
+    """Place `(numel, granule)` items in an order, each in the first gap left before, or at the end.
 
     Returns:
         Offsets and the end of the last item, or `None` where an item meets two boundaries that
-        cannot both fall between its cells.
+        cannot both fall between its granules.
     """
     cursor = 0
     gaps: list[tuple[int, int]] = []
     widest = 0
     offsets = [0] * len(items)
     for index in order:
-        numel, cell = items[index]
+        numel, granule = items[index]
         if numel <= widest:
-            offset = _fill_gap(gaps, numel, cell, shard_numel)
+            offset = _fill_gap(gaps, numel, granule, shard_numel)
             if offset is not None:
                 offsets[index] = offset
                 widest = max((end - start for start, end in gaps), default=0)
                 continue
         # Almost always the item fits right behind its predecessor, and this sees it fast.
         room = -cursor % shard_numel
-        if room % cell == 0 and shard_numel % cell == 0:
+        if room % granule == 0 and shard_numel % granule == 0:
             offset = cursor
         else:
-            offset = _first_fit(cursor, numel, cell, shard_numel)
+            offset = _first_fit(cursor, numel, granule, shard_numel)
             if offset is None:
                 return None
             if offset > cursor and len(gaps) < _MAX_GAPS:
@@ -367,11 +373,13 @@ def _place(
     return offsets, cursor
 
 
-def _fill_gap(gaps: list[tuple[int, int]], numel: int, cell: int, shard_numel: int) -> int | None:
+def _fill_gap(
+    gaps: list[tuple[int, int]], numel: int, granule: int, shard_numel: int
+) -> int | None:
     """Take the offset for an item out of the first gap it fits in, or give none."""
     for position, (start, end) in enumerate(gaps):
         if end - start >= numel:
-            offset = _first_fit(start, numel, cell, shard_numel)
+            offset = _first_fit(start, numel, granule, shard_numel)
             if offset is not None and offset + numel <= end:
                 rest = ((start, offset), (offset + numel, end))
                 gaps[position : position + 1] = [gap for gap in rest if gap[0] < gap[1]]
@@ -384,23 +392,23 @@ _MAX_GAPS = 64
 
 
 def _orders(items: Sequence[tuple[int, int]]) -> list[list[int]]:
-    """Orders worth trying, the first being by falling cell: matrices keep their alignment.
+    """Orders worth trying, the first being by descending granule: matrices keep their alignment.
 
     Of a few parameters all orders are tried, which is exact: in a given order, the first offset
-    that fits is best for all that follow. Of some more, also the order by falling size, which saves
-    a few elements; among many it only takes time.
+    that fits is best for all that follow. Of some more, also the order by descending size, which
+    saves a few elements; among many it only takes time.
     """
     indices = range(len(items))
-    by_cell = sorted(indices, key=lambda i: (-items[i][1], -items[i][0], i))
+    by_granule = sorted(indices, key=lambda i: (-items[i][1], -items[i][0], i))
     if len(items) <= _MAX_PERMUTED:
         # Permutations of a sequence start with that sequence; equal parameters keep their order.
         orders: dict[tuple[tuple[int, int], ...], list[int]] = {}
-        for order in itertools.permutations(by_cell):
+        for order in itertools.permutations(by_granule):
             orders.setdefault(tuple(items[i] for i in order), [*order])
         return list(orders.values())
     if len(items) <= _MAX_REORDERED:
-        return [by_cell, sorted(indices, key=lambda i: (-items[i][0], -items[i][1], i))]
-    return [by_cell]
+        return [by_granule, sorted(indices, key=lambda i: (-items[i][0], -items[i][1], i))]
+    return [by_granule]
 
 
 _MAX_PERMUTED = 4
@@ -411,11 +419,11 @@ _MAX_REORDERED = 64
 
 
 def smallest_slice(items: Sequence[tuple[int, int]], num_shards: int) -> tuple[int, list[int]]:
-    """Smallest slice size found for `(numel, cell)` items, and their offsets.
+    """Smallest slice size found for `(numel, granule)` items, and their offsets.
 
     Goes through the sizes that no single item rules out, from the lower bound
     `ceil(total / num_shards)` on: to where what ran out of room would have it, or to the next
-    multiple of a long item's cell, where that item needs no gaps.
+    multiple of a long item's granule, where that item needs no gaps.
     """
     size = admissible_slice(items, -(-sum(numel for numel, _ in items) // num_shards))
     orders = _orders(items)
@@ -435,7 +443,7 @@ def smallest_slice(items: Sequence[tuple[int, int]], num_shards: int) -> tuple[i
             target = size + max(attempt * attempt * size >> 20, 1)
         if size < _SMALL_SLICE or needed < target:
             needed = target
-        multiples = (-(-target // cell) * cell for numel, cell in items if numel > size)
+        multiples = (-(-target // granule) * granule for numel, granule in items if numel > size)
         size = admissible_slice(items, int(min(needed, min(multiples, default=needed))))
     return 0, [0] * len(items)
 

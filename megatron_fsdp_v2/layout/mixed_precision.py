@@ -75,8 +75,8 @@ class MixedPrecisionPolicy:
         """This policy for one of another library, or for None.
 
         It has to have `param_dtype`; whatever else it has counts under the names of this class.
-        What it calls `reduce_dtype` is the dtype on the wire, as with torch's FSDP2: where that is
-        None, gradients travel in `param_dtype`.
+        What it calls `reduce_dtype` is the communication dtype, as with torch's FSDP2: where that
+        is None, gradients travel in `param_dtype`.
 
         Raises:
             ValueError: It is no policy, or asks for something that has no meaning here.

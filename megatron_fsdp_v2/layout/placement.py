@@ -38,17 +38,17 @@ class AxisPlacements:
         model_weight: The weights the forward computes with, while the unit rests.
         main_weight: The weights the optimizer steps.
         main_grad: The reduced gradient the optimizer reads.
-        unsynced_grad: The gradient between micro-batches, before the synchronised backward.
+        unreduced_grad: The gradient between micro-batches, before the synchronized backward.
     """
 
     model_weight: Placement
     main_weight: Placement
     main_grad: Placement
-    unsynced_grad: Placement
+    unreduced_grad: Placement
 
     def __post_init__(self) -> None:
         if Placement.PARTIAL in (self.model_weight, self.main_weight, self.main_grad):
-            raise ValueError("only a gradient that is not synchronised yet can be PARTIAL")
+            raise ValueError("only a gradient that is not synchronized yet can be PARTIAL")
         if self.main_weight is not self.main_grad:
             raise ValueError(
                 "main_weight and main_grad meet in the optimizer and must have one placement, "
@@ -121,6 +121,6 @@ def resolve_placements(
     if len(axis_sizes) == 2:
         rows.insert(0, OUTER_STRATEGIES[outer_dp_sharding_strategy])
     return tuple(
-        row if size > 1 else AxisPlacements(_R, row.main_weight, row.main_grad, row.unsynced_grad)
+        row if size > 1 else AxisPlacements(_R, row.main_weight, row.main_grad, row.unreduced_grad)
         for row, size in zip(rows, axis_sizes, strict=True)
     )

@@ -139,10 +139,10 @@ def _split(
         return (everything,) if shapes else ()
     kinds: dict[tuple[int, int], list[int]] = {}
     for index, slot in enumerate(whole.slots):
-        kinds.setdefault((slot.cell_numel, slot.numel), []).append(index)
+        kinds.setdefault((slot.granule_numel, slot.numel), []).append(index)
     keys = sorted(kinds, reverse=True)
     search = _Search(
-        cells=tuple(cell for cell, _ in keys),
+        granules=tuple(granule for granule, _ in keys),
         numels=tuple(numel for _, numel in keys),
         num_shards=num_shards,
     )
@@ -150,7 +150,7 @@ def _split(
     best = _best_split(search, counts, whole.shard_numel, enough, min_gain * params)
     if len(shapes) <= _FEW:
         best = _best_of_all(search, counts, best, enough, min_gain * params)
-    # Hand out the parameters of a kind in order, so that neighbours stay together.
+    # Hand out the parameters of a kind in order, so that neighbors stay together.
     left = {key: iter(kinds[key]) for key in keys}
     buffers = [
         tuple(
@@ -171,14 +171,14 @@ class _Search:
     """Splits of counted kinds, compared by a lower bound of their padding.
 
     Attributes:
-        cells: Cell of each kind, falling.
+        granules: Cell of each kind, descending.
         numels: Elements of one parameter of each kind.
         num_shards: Slices of each buffer.
         slices: Slice bounds found so far.
         layouts: Layouts made so far.
     """
 
-    cells: tuple[int, ...]
+    granules: tuple[int, ...]
     numels: tuple[int, ...]
     num_shards: int
     slices: dict[_Counts, int] = field(default_factory=dict)
@@ -198,10 +198,10 @@ class _Search:
         return bound
 
     def _kinds(self, counts: _Counts) -> list[tuple[int, int]]:
-        """`(numel, cell)` of the kinds that a buffer holds."""
+        """`(numel, granule)` of the kinds that a buffer holds."""
         return [
-            (numel, cell)
-            for count, numel, cell in zip(counts, self.numels, self.cells, strict=True)
+            (numel, granule)
+            for count, numel, granule in zip(counts, self.numels, self.granules, strict=True)
             if count
         ]
 
@@ -216,8 +216,8 @@ class _Search:
     def _planned(self, counts: _Counts) -> int:
         size = self.layouts.get(counts)
         if size is None:
-            kinds = zip(counts, self.numels, self.cells, strict=True)
-            items = [(numel, cell) for count, numel, cell in kinds for _ in range(count)]
+            kinds = zip(counts, self.numels, self.granules, strict=True)
+            items = [(numel, granule) for count, numel, granule in kinds for _ in range(count)]
             size, _ = smallest_slice(items, self.num_shards)
             self.layouts[counts] = size
         return size
@@ -246,31 +246,33 @@ class _Search:
         As many as fill what the other's slices leave, at its next few sizes; or as few as let the
         one's slices be shorter by one or a few steps.
         """
-        cells = {cell for _, cell in self._kinds(source)}
-        step = math.lcm(*cells)
+        granules = {granule for _, granule in self._kinds(source)}
+        step = math.lcm(*granules)
         excess = self.total(source) - self.num_shards * self.slice_bound(source)
         used = self.total(target)
-        for cell in sorted(cells):
-            guests = tuple(n if c == cell else 0 for n, c in zip(source, self.cells, strict=True))
-            items = self._kinds(tuple(map(operator.add, target, guests)))
+        for granule in sorted(granules):
+            relocated = tuple(
+                n if c == granule else 0 for n, c in zip(source, self.granules, strict=True)
+            )
+            items = self._kinds(tuple(map(operator.add, target, relocated)))
             size = -(-used // self.num_shards) - 1
             need = excess
             for _ in range(_STEPS):
                 size = admissible_slice(items, size + 1)
-                yield self._fill(guests, self.num_shards * size - used)
+                yield self._fill(relocated, self.num_shards * size - used)
                 need += self.num_shards * step
-                rest = self._fill(guests, self.total(guests) - need)
-                yield tuple(map(operator.sub, guests, rest))
+                rest = self._fill(relocated, self.total(relocated) - need)
+                yield tuple(map(operator.sub, relocated, rest))
 
-    def _fill(self, guests: _Counts, room: int) -> _Counts:
-        """Some of the guests that fill much of a room, larger ones first."""
-        best, best_total = (0,) * len(guests), 0
-        present = [kind for kind, count in enumerate(guests) if count and self.numels[kind]]
+    def _fill(self, relocated: _Counts, room: int) -> _Counts:
+        """Some of the relocated parameters that fill much of a room, larger ones first."""
+        best, best_total = (0,) * len(relocated), 0
+        present = [kind for kind, count in enumerate(relocated) if count and self.numels[kind]]
         present.sort(key=lambda kind: -self.numels[kind])
         for first in range(len(present)):
-            taken, left = [0] * len(guests), room
+            taken, left = [0] * len(relocated), room
             for kind in present[first:]:
-                taken[kind] = max(min(guests[kind], left // self.numels[kind]), 0)
+                taken[kind] = max(min(relocated[kind], left // self.numels[kind]), 0)
                 left -= taken[kind] * self.numels[kind]
             if room - left > best_total:
                 best, best_total = tuple(taken), room - left
@@ -349,7 +351,7 @@ def _best_partition(
     partitions = (tuple(map(_sum, blocks)) for blocks in _partitions(classes, num_buffers))
     promising = sorted(partitions, key=lambda split: (search.bound(split), split))[:_PROMISING]
     split, slices = _least_padded(search, promising)
-    if search.num_shards * slices > enough and len(search.cells) <= _MAX_KINDS:
+    if search.num_shards * slices > enough and len(search.granules) <= _MAX_KINDS:
         improved = {tuple(sorted(search.improved(split))) for split in promising}
         split, slices = _least_padded(search, [*promising, *sorted(improved)])
     return split, slices
@@ -367,17 +369,17 @@ def _least_padded(search: _Search, splits: Sequence[_Split]) -> tuple[_Split, in
 
 
 def _merged_classes(search: _Search, counts: _Counts) -> list[list[_Counts]]:
-    """Kinds of one cell together, then one class less each time, down to few enough to search.
+    """Kinds of one granule together, then one class less each time, down to few enough to search.
 
     The two classes are merged whose common buffer needs the least more than two buffers do.
     """
     zeros = (0,) * len(counts)
-    by_cell: dict[int, _Counts] = {}
-    for kind, (cell, count) in enumerate(zip(search.cells, counts, strict=True)):
+    by_granule: dict[int, _Counts] = {}
+    for kind, (granule, count) in enumerate(zip(search.granules, counts, strict=True)):
         own = (*zeros[:kind], count, *zeros[kind + 1 :])
-        by_cell[cell] = _sum((by_cell.get(cell, zeros), own))
+        by_granule[granule] = _sum((by_granule.get(granule, zeros), own))
     names = itertools.count()
-    classes = {next(names): own for own in by_cell.values()}
+    classes = {next(names): own for own in by_granule.values()}
     merged = [list(classes.values())]
     costs: dict[tuple[int, int], int] = {}
     while len(classes) > MAX_CLASSES:

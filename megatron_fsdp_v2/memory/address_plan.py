@@ -36,7 +36,7 @@ class Trace:
 
     Attributes:
         live_before: Set of the buffers that had memory when it began.
-        events: In order: `key` where a buffer got memory or was refused it, `~key` where it lost
+        events: In order: `key` where a buffer got memory or was rejected it, `~key` where it lost
             it. What changes nothing may be among them.
     """
 
@@ -183,7 +183,7 @@ def plan_memory(
     """Give buffers addresses in one block, such that no two in conflict overlap.
 
     The smallest block is an NP-hard question. A few orders of placement are tried, with slots of
-    one size (colouring) and with any addresses, and each is improved by placing first what lay
+    one size (coloring) and with any addresses, and each is improved by placing first what lay
     highest. Where buffers live in the order of layers, the lower bound is met. The same arguments
     give the same plan on every rank.
 
@@ -205,7 +205,7 @@ def plan_memory(
     best: dict[int, int] = {}
     least: int | None = None
     for order in _orders(keys, aligned, conflicts):
-        for way in (_coloured, _first_fit):
+        for way in (_colored, _first_fit):
             offsets = _improved(way, order, aligned, conflicts, target)
             nbytes = _end(offsets, aligned)
             if least is None or nbytes < least:
@@ -259,7 +259,7 @@ def _end(offsets: dict[int, int], sizes: Sequence[int]) -> int:
     return max((offset + sizes[key] for key, offset in offsets.items()), default=0)
 
 
-def _coloured(
+def _colored(
     order: Sequence[int], sizes: Sequence[int], conflicts: Sequence[int]
 ) -> dict[int, int]:
     """Slots that grow: each buffer goes where it wastes or adds least."""

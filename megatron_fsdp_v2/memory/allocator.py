@@ -113,16 +113,16 @@ class Allocator(Protocol):
         """
         ...
 
-    def begin_pass(self, name: str, *, is_quiet: bool) -> None:
+    def begin_pass(self, name: str, *, no_pending_backward: bool) -> None:
         """Note that a pass through the model begins.
 
         Args:
             name: What kind of pass, for reports.
-            is_quiet: Whether no backward is still to come.
+            no_pending_backward: Whether no backward is still to come.
         """
         ...
 
-    def end_pass(self, name: str, *, is_quiet: bool) -> None:
+    def end_pass(self, name: str, *, no_pending_backward: bool) -> None:
         """Note that a pass through the model ends; see `begin_pass`."""
         ...
 
@@ -261,10 +261,10 @@ class PlainAllocator:
         """Make a buffer of `numel` elements that has no memory yet."""
         return _ResizedBuffer(name, use, numel, dtype, device)
 
-    def begin_pass(self, name: str, *, is_quiet: bool) -> None:
+    def begin_pass(self, name: str, *, no_pending_backward: bool) -> None:
         """Nothing to do."""
 
-    def end_pass(self, name: str, *, is_quiet: bool) -> None:
+    def end_pass(self, name: str, *, no_pending_backward: bool) -> None:
         """Nothing to do."""
 
 

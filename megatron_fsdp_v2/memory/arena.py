@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 MAX_PROGRAMS = 64
-"""Patterns kept apart, for recognising and reporting them; conflicts of all are kept."""
+"""Patterns kept apart, for recognizing and reporting them; conflicts of all are kept."""
 
 MAX_EVENTS = 1 << 16
 """Events after which a trace is cut: what is gathered by `unshard()` alone has no passes."""
@@ -135,8 +135,8 @@ class _Pool:
         if memory is None:
             self.memory = torch.empty(plan.nbytes, dtype=torch.uint8, device=device)
         else:
-            self.memory, retire = memory.provide(plan.nbytes, device)
-            weakref.finalize(self, retire)
+            self.memory, free = memory.provide(plan.nbytes, device)
+            weakref.finalize(self, free)
         self.live = 0
 
 
@@ -178,7 +178,7 @@ class PooledBuffer:
         self.use = use
         dtype, device = arena.kind.dtype, arena.kind.device
         self.own = OwnMemory(numel, dtype, device)
-        self.home: OwnMemory | _PooledMemory = self.own
+        self.backing: OwnMemory | _PooledMemory = self.own
         self.pooled: _PooledMemory | None = None
         self.tensor = view_of(self.own.storage, dtype, 0, (numel,))
         self.nbytes = numel * dtype.itemsize
@@ -199,7 +199,7 @@ class PooledBuffer:
     @property
     def pool_memory(self) -> torch.Tensor | None:
         """The block of the pool that it lies in now."""
-        return self.home.pool.memory if isinstance(self.home, _PooledMemory) else None
+        return self.backing.pool.memory if isinstance(self.backing, _PooledMemory) else None
 
     def acquire(self) -> torch.Tensor:
         """See `TemporaryBuffer.acquire`."""
@@ -212,16 +212,16 @@ class PooledBuffer:
         """Take the memory away."""
         if self._live:
             self._live = False
-            self.home.drop()
+            self.backing.drop()
             self.arena.dismiss(self)
 
     def has_room(self) -> bool:
         """Whether its planned place is free; where not, the wish is traced."""
-        return self._live or not self.arena.refuses(self)
+        return self._live or not self.arena.rejects(self)
 
     def alias(self, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
         """A view that moves with the buffer."""
-        view = view_of(self.home.storage, self.tensor.dtype, offset, shape)
+        view = view_of(self.backing.storage, self.tensor.dtype, offset, shape)
         self.follow(view)
         return view
 
@@ -229,7 +229,7 @@ class PooledBuffer:
         """Have a view move with the buffer."""
         self._followers.append(weakref.ref(tensor))
 
-    def followers(self) -> Iterator[torch.Tensor]:
+    def aliases(self) -> Iterator[torch.Tensor]:
         """The tensors that move with the buffer, its own first."""
         yield self.tensor
         for ref in self._followers:
@@ -246,18 +246,18 @@ class PooledBuffer:
         if not self.arena.kind.is_weight:
             return False
         # One more reference is the storage object itself.
-        known = 1 + sum(1 for _ in self.followers())
-        return int(torch._C._storage_Use_Count(self.home.storage._cdata)) > known
+        known = 1 + sum(1 for _ in self.aliases())
+        return int(torch._C._storage_Use_Count(self.backing.storage._cdata)) > known
 
-    def move(self, home: OwnMemory | _PooledMemory) -> None:
-        """Point everything made of the buffer at another home; the content stays behind."""
+    def move(self, backing: OwnMemory | _PooledMemory) -> None:
+        """Point everything made of the buffer at another backing; the content stays behind."""
         self._followers = [ref for ref in self._followers if ref() is not None]
         # Tensors made in inference mode could not take the place of others.
         with torch.inference_mode(False), torch.no_grad():
-            for tensor in self.followers():
+            for tensor in self.aliases():
                 shape, offset = tuple(tensor.shape), int(tensor.storage_offset())
-                tensor.data = view_of(home.storage, tensor.dtype, offset, shape)
-        self.home = home
+                tensor.data = view_of(backing.storage, tensor.dtype, offset, shape)
+        self.backing = backing
 
 
 class Arena:
@@ -310,11 +310,11 @@ class Arena:
     # -- memory for buffers -------------------------------------------------------------------
 
     def admit(self, buffer: PooledBuffer) -> None:
-        """Choose a home for a buffer that needs memory, and trace that it does."""
+        """Choose a backing for a buffer that needs memory, and trace that it does."""
         # Also when it fails: the next plan is to have room for it.
         self._events.append(buffer.key)
         target = self._home_for(buffer)
-        if target is not buffer.home:
+        if target is not buffer.backing:
             buffer.move(target)
         if target is buffer.own:
             self.num_allocations += 1
@@ -323,15 +323,15 @@ class Arena:
         self._meter.add(buffer.nbytes)
 
     def _home_for(self, buffer: PooledBuffer) -> OwnMemory | _PooledMemory:
-        home = buffer.home
+        backing = buffer.backing
         preferred: OwnMemory | _PooledMemory = self._place_of(buffer) or buffer.own
         if isinstance(preferred, _PooledMemory) and preferred.occupants():
             preferred = buffer.own
-        if preferred is not home and buffer.is_held():
-            if isinstance(home, _PooledMemory) and home.occupants():
+        if preferred is not backing and buffer.is_held():
+            if isinstance(backing, _PooledMemory) and backing.occupants():
                 self._is_urgent = True
-                raise RuntimeError(self._collision(buffer, home))
-            return home
+                raise RuntimeError(self._collision(buffer, backing))
+            return backing
         return preferred
 
     def _place_of(self, buffer: PooledBuffer) -> _PooledMemory | None:
@@ -348,8 +348,8 @@ class Arena:
                 buffer.pooled = _PooledMemory(self._pool, buffer.key, buffer.nbytes)
         return buffer.pooled
 
-    def _collision(self, buffer: PooledBuffer, home: _PooledMemory) -> str:
-        owners = ", ".join(self._name_of(key) for key in keys_of(home.occupants()))
+    def _collision(self, buffer: PooledBuffer, backing: _PooledMemory) -> str:
+        owners = ", ".join(self._name_of(key) for key in keys_of(backing.occupants()))
         return (
             f"{buffer.name} has to come back to the memory where a forward left views of it, and "
             f"{owners} is there now: no traced pass uses them together. Run this step again, or "
@@ -366,9 +366,9 @@ class Arena:
         self._meter.live -= buffer.nbytes
         self._events.append(~buffer.key)
         if len(self._events) >= MAX_EVENTS:
-            self._close("a part of a pass", is_quiet=False)
+            self._close("a part of a pass", no_pending_backward=False)
 
-    def refuses(self, buffer: PooledBuffer) -> bool:
+    def rejects(self, buffer: PooledBuffer) -> bool:
         """Whether a buffer's planned place is taken, so that it should come when it is needed.
 
         That depends on the plan and on what is live, which for weights are the same on all ranks,
@@ -384,18 +384,18 @@ class Arena:
 
     # -- traces and plans ---------------------------------------------------------------------
 
-    def begin(self, name: str, *, is_quiet: bool) -> None:
+    def begin(self, name: str, *, no_pending_backward: bool) -> None:
         """Start a new trace."""
-        self._close(self._name or "between passes", is_quiet=is_quiet)
+        self._close(self._name or "between passes", no_pending_backward=no_pending_backward)
         self._name = name
 
-    def end(self, name: str, *, is_quiet: bool) -> None:
+    def end(self, name: str, *, no_pending_backward: bool) -> None:
         """End the trace."""
         name = " and ".join(part for part in (self._name, name) if part)
-        self._close(name, is_quiet=is_quiet)
+        self._close(name, no_pending_backward=no_pending_backward)
         self._name = ""
 
-    def _close(self, name: str, *, is_quiet: bool) -> None:
+    def _close(self, name: str, *, no_pending_backward: bool) -> None:
         is_steady = False
         if self._events:
             trace = Trace(self._start, tuple(self._events))
@@ -404,7 +404,7 @@ class Arena:
                 self._learn(name, trace)
             else:
                 program.num_runs += 1
-                is_steady = is_quiet
+                is_steady = no_pending_backward
             self._events.clear()
             self._waited += self._wants_plan
         self._start = self._live
@@ -445,8 +445,8 @@ class Arena:
             return 0
         left = 0
         for buffer in self.buffers():
-            home = buffer.home
-            if isinstance(home, _PooledMemory) and home.pool is pool:
+            backing = buffer.backing
+            if isinstance(backing, _PooledMemory) and backing.pool is pool:
                 if buffer.is_live or buffer.is_held():
                     left += 1
                     continue
@@ -469,7 +469,7 @@ class Arena:
             for buffer in self.buffers()
             if plan is not None
             and plan.place(buffer.key, buffer.nbytes) is not None
-            and buffer.home is not buffer.pooled
+            and buffer.backing is not buffer.pooled
             and (buffer.is_live or buffer.is_held())
         ]
         return PoolReport(

@@ -54,21 +54,21 @@ class RegisteredMemory:
                 registered.append(group)
         held = self._held
 
-        def retire() -> None:
+        def free() -> None:
             while registered:
                 # A process group that was destroyed knows of nothing any more.
                 with contextlib.suppress(RuntimeError, ValueError):
                     registrar.deregister(pool, registered.pop(), device)
-            if retire in held:
-                held.remove(retire)
+            if free in held:
+                held.remove(free)
 
-        held.append(retire)
-        return block, retire
+        held.append(free)
+        return block, free
 
     def deregister(self) -> None:
         """Deregister every block; those in use go on as plain memory."""
-        for retire in list(self._held):
-            retire()
+        for free in list(self._held):
+            free()
 
 
 def deregister_all() -> None:

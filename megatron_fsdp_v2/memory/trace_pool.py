@@ -82,27 +82,27 @@ class TracePoolAllocator:
             arena.release()
             arena.memory = memory
 
-    def begin_pass(self, name: str, *, is_quiet: bool) -> None:
+    def begin_pass(self, name: str, *, no_pending_backward: bool) -> None:
         """Note that a pass through the model begins: a new trace.
 
         Args:
             name: What kind of pass, for reports.
-            is_quiet: Whether no backward is still to come, so that a new plan costs least.
+            no_pending_backward: Whether no backward is still to come: then a new plan costs least.
         """
         for arena in self._arenas.values():
-            arena.begin(name, is_quiet=is_quiet)
+            arena.begin(name, no_pending_backward=no_pending_backward)
 
-    def end_pass(self, name: str, *, is_quiet: bool) -> None:
+    def end_pass(self, name: str, *, no_pending_backward: bool) -> None:
         """Note that a pass through the model ends. A plan is made when one is wanted.
 
         Args:
             name: What came to its end, added to the name of its beginning; may be empty.
-            is_quiet: See `begin_pass`.
+            no_pending_backward: See `begin_pass`.
         """
         for arena in self._arenas.values():
-            arena.end(name, is_quiet=is_quiet)
+            arena.end(name, no_pending_backward=no_pending_backward)
 
-    def adopt(self, other: TracePoolAllocator) -> None:
+    def merge(self, other: TracePoolAllocator) -> None:
         """Take over all buffers of another allocator, which makes new ones here from now on.
 
         Raises:

@@ -340,6 +340,6 @@ class _Builder:
             grid,
             self._axes,
             self._device,
-            communicator_for(self._device).labelled(Label("the optimizer's matrices")),
+            communicator_for(self._device).labeled(Label("the optimizer's matrices")),
             plan_buckets(self._layouts, ownership, grid, rank),
         )

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_fsdp_v2.comm.interface import Axis, Communicator, Lane, Ticket
+from megatron_fsdp_v2.comm.interface import Axis, CommStream, Communicator, Work
 from megatron_fsdp_v2.optim.matrix_layout import Grid, MatrixLayout, Rect
 from megatron_fsdp_v2.optim.ownership import Matrix, Ownership
 
@@ -215,7 +215,7 @@ class Transfer:
         self._communicator = communicator
         self._like = like
         self._left = list(hops)
-        self._arriving: tuple[Hop, torch.Tensor, Ticket] | None = None
+        self._arriving: tuple[Hop, torch.Tensor, Work] | None = None
         if self._left:
             self._start_next()
 
@@ -230,9 +230,9 @@ class Transfer:
     def _finish_arriving(self) -> None:
         if self._arriving is None:
             return
-        hop, received, ticket = self._arriving
+        hop, received, work = self._arriving
         self._arriving = None
-        ticket.wait()
+        work.wait()
         keys = [key for part in hop.receives for key in part]
         flat = torch.split(received, [rect.rows * rect.cols for _, rect in keys])
         self._pieces.update(zip(keys, flat, strict=True))
@@ -247,7 +247,7 @@ class Transfer:
         sent = torch.cat(outgoing) if outgoing else self._like.new_empty(0)
         into, out = sizes(hop.receives), sizes(hop.sends)
         received = self._like.new_empty(sum(into))
-        ticket = self._communicator.all_to_all(
-            received, sent, into, out, self._axes[hop.axis], Lane.REDUCE, async_op=True
+        work = self._communicator.all_to_all(
+            received, sent, into, out, self._axes[hop.axis], CommStream.REDUCE, async_op=True
         )
-        self._arriving = (hop, received, ticket)
+        self._arriving = (hop, received, work)

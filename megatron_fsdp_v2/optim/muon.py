@@ -31,11 +31,11 @@ _MOST_STEPS = 99
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum, orthogonalised by Newton-Schulz: the update of `torch.optim.Muon`.
+    """Momentum, orthogonalized by Newton-Schulz: the update of `torch.optim.Muon`.
 
     Parameters may be plain tensors or sharded by `fully_shard`, with any strategy, mesh or
     tensor-parallel part, in any mix. Momentum stays sharded like the parameter. Every matrix is put
-    together on one rank, orthogonalised there once, and its rows are sent back; of equal work
+    together on one rank, orthogonalized there once, and its rows are sent back; of equal work
     every rank does about `1 / ranks`, where tensors are replicated too. A 3-D parameter is a stack
     of matrices, such as those of experts.
 
@@ -167,7 +167,7 @@ class Muon(torch.optim.Optimizer):
     def _momentum_updates(
         self, group: dict[str, Any], params: list[nn.Parameter]
     ) -> list[torch.Tensor]:
-        """Move the running means of gradients on; what is to be orthogonalised, of this rank."""
+        """Move the running means of gradients on; what is to be orthogonalized, of this rank."""
         for param in params:
             if "momentum_buffer" not in self.state[param]:
                 self.state[param]["momentum_buffer"] = torch.zeros_like(param)
@@ -262,11 +262,11 @@ def _function(
 
 
 def _apply(group: dict[str, Any], params: list[nn.Parameter], changes: list[torch.Tensor]) -> None:
-    """Decay weights and subtract orthogonalised updates, those of one learning rate at once."""
+    """Decay weights and subtract orthogonalized updates, those of one learning rate at once."""
     lr = float(group["lr"])
     by_rate: dict[float, list[int]] = {}
     for index, param in enumerate(params):
-        # An empty tensor in the list of a multi-tensor kernel can corrupt its neighbours.
+        # An empty tensor in the list of a multi-tensor kernel can corrupt its neighbors.
         if not rows_of(param).numel():
             continue
         rate = lr * _adjustment(group["adjust_lr_fn"], *param.shape[-2:])

@@ -143,7 +143,7 @@ def _fill(
 ) -> tuple[int, ...]:
     buckets = [0] * len(matrices)
     filled = [0] * num_ranks
-    # Neighbours of one shape end up in one bucket, and in one batch.
+    # Neighbors of one shape end up in one bucket, and in one batch.
     order = sorted(
         range(len(matrices)), key=lambda i: (matrices[i].kind, *matrices[i].shape, i), reverse=True
     )

@@ -79,7 +79,7 @@ def _map_dataclass(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
         new = map_tensors(function, old)
         if not _is_same(old, new):
             result = copy.copy(value) if result is value else result
-            # Frozen dataclasses refuse plain assignment, and this is their own new copy.
+            # Frozen dataclasses reject plain assignment, and this is their own new copy.
             object.__setattr__(result, field.name, new)
     return result
 

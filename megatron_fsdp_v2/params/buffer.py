@@ -19,7 +19,7 @@ __all__ = ["DataParallelBuffer", "ShardGrid", "Span"]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Neighbouring slices of a flat buffer.
+    """Neighboring slices of a flat buffer.
 
     Attributes:
         first: Index of the first slice.

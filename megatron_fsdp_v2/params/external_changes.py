@@ -11,12 +11,12 @@ from torch import nn
 
 from megatron_fsdp_v2.dtensor.row_shards import RowShards
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of
-from megatron_fsdp_v2.params.carried_attributes import carry_attributes
+from megatron_fsdp_v2.params.attributes import propagate_attributes
 from megatron_fsdp_v2.params.registration import (
     Registrations,
-    find_home,
+    find_owner_slot,
     in_functional_call,
-    retire,
+    mark_stale,
 )
 
 __all__ = ["ExternalChanges"]
@@ -65,7 +65,7 @@ class ExternalChanges:
         self._row_shards = row_shards
         self._registrations = registrations
 
-    def settle(self) -> None:
+    def sync(self) -> None:
         """Take in what was done to parameters since they were sharded.
 
         Raises:
@@ -76,7 +76,7 @@ class ExternalChanges:
                 self._rebind(index, param)
         found = list(self._replaced())
         for index, module, attribute, other in found:
-            self._adopt(index, f"{attribute} of {type(module).__name__}", other)
+            self._replace(index, f"{attribute} of {type(module).__name__}", other)
         if found:
             self._registrations.install(self._sharded)
 
@@ -85,7 +85,7 @@ class ExternalChanges:
         return next(self._replaced(), None) is not None
 
     def _replaced(self) -> Iterator[tuple[int, nn.Module, str, torch.Tensor | None]]:
-        for index, module, attribute, other in self._registrations.strangers(self._sharded):
+        for index, module, attribute, other in self._registrations.unexpected(self._sharded):
             if other is not self._unsharded[index]:
                 yield index, module, attribute, other
 
@@ -110,7 +110,7 @@ class ExternalChanges:
         cast("UnevenDTensor", param)._local_tensor = view
         self._locals[index] = view
 
-    def _adopt(self, index: int, place: str, other: torch.Tensor | None) -> None:
+    def _replace(self, index: int, place: str, other: torch.Tensor | None) -> None:
         """Take the values, and if possible the object, that stand where a parameter belongs."""
         own = self._sharded[index]
         name = f"{self._label(index)} (registered as {place})"
@@ -136,20 +136,20 @@ class ExternalChanges:
                 )
             with torch.no_grad():
                 own.copy_(other)
-            retire(other, self._owner(), index, "before the parameter was sharded again")
+            mark_stale(other, self._owner(), index, "before the parameter was sharded again")
             return
         if other.row_shards != self._row_shards[index]:
             raise ValueError(f"{name} was replaced by a DTensor that is sharded differently")
         self._rebind(index, other)
-        carry_attributes(own, other)
+        propagate_attributes(own, other)
         self._sharded[index] = other
-        retire(own, self._owner(), index, "before the parameter was replaced")
+        mark_stale(own, self._owner(), index, "before the parameter was replaced")
 
     def _belongs_elsewhere(self, param: nn.Parameter, index: int) -> bool:
         """Whether a parameter stands, or stood, for another slot than this one."""
-        home = find_home(param)
-        if home is not None:
-            return home[0] is not self._owner() or home[1].index != index
+        slot = find_owner_slot(param)
+        if slot is not None:
+            return slot[0] is not self._owner() or slot[1].index != index
         if not isinstance(param, UnevenDTensor):
             return False
         owner = param.row_shards.holders.group()

@@ -14,7 +14,7 @@ from megatron_fsdp_v2.params.autograd import in_backward
 __all__ = ["GatheredParameter", "gathered_name", "is_gathered_weight", "mark_gathered"]
 
 
-class _GradientHome(Protocol):
+class _GradientOwner(Protocol):
     """What a gathered parameter asks of the group it belongs to."""
 
     def kernel_grad(self, index: int) -> torch.Tensor:
@@ -26,17 +26,17 @@ class _GradientHome(Protocol):
         ...
 
 
-def mark_gathered(param: torch.Tensor, home: _GradientHome, index: int) -> None:
+def mark_gathered(param: torch.Tensor, owner: _GradientOwner, index: int) -> None:
     """Note on what a module computes with which group it belongs to, and where in it."""
     # Weak, or parameter -> group -> parameter would outlive the model.
-    param._home = (weakref.ref(home), index)  # type: ignore[attr-defined]
+    param._owner_slot = (weakref.ref(owner), index)  # type: ignore[attr-defined]
 
 
 def gathered_name(param: torch.Tensor) -> str | None:
     """The name of what a parameter is the gathered weights of; None for any other tensor."""
-    group, index = getattr(param, "_home", (_nothing, 0))
-    home: _GradientHome | None = group()
-    return None if home is None else home.label(index)
+    group, index = getattr(param, "_owner_slot", (_nothing, 0))
+    owner: _GradientOwner | None = group()
+    return None if owner is None else owner.label(index)
 
 
 def is_gathered_weight(tensor: torch.Tensor) -> bool:
@@ -45,14 +45,14 @@ def is_gathered_weight(tensor: torch.Tensor) -> bool:
     For hooks on what autograd saves: such a tensor has no memory between forward and backward, in
     which it is filled again, so that there is nothing to move or to copy.
     """
-    if hasattr(tensor, "_home"):
+    if hasattr(tensor, "_owner_slot"):
         return True
     base = tensor._base if tensor._is_view() else None
-    return base is not None and hasattr(base, "_home")
+    return base is not None and hasattr(base, "_owner_slot")
 
 
 def _nothing() -> None:
-    """The home of a tensor that has none."""
+    """The owner of a tensor that has none."""
 
 
 class GatheredParameter(nn.Parameter):
@@ -68,15 +68,15 @@ class GatheredParameter(nn.Parameter):
     """
 
     grad_added_to_main_grad: bool = False
-    _home: tuple[Callable[[], _GradientHome | None], int]
+    _owner_slot: tuple[Callable[[], _GradientOwner | None], int]
 
     @staticmethod
     def of(
-        view: torch.Tensor, requires_grad: bool, home: _GradientHome, index: int
+        view: torch.Tensor, requires_grad: bool, owner: _GradientOwner, index: int
     ) -> GatheredParameter:
         """Make the parameter for a view of the gathered buffer."""
         param = GatheredParameter(view, requires_grad=requires_grad)
-        mark_gathered(param, home, index)
+        mark_gathered(param, owner, index)
         return param
 
     def get_main_grad(self) -> torch.Tensor:
@@ -87,13 +87,13 @@ class GatheredParameter(nn.Parameter):
         Raises:
             AttributeError: Outside of a backward, or for a frozen parameter: there is none.
         """
-        home = self._home[0]()
-        if home is None or not self.requires_grad or not in_backward():
+        owner = self._owner_slot[0]()
+        if owner is None or not self.requires_grad or not in_backward():
             raise AttributeError(
                 "main_grad exists in the backward of a trained parameter only; after it, read "
                 "the reduced gradient from the sharded parameter's .grad"
             )
-        return home.kernel_grad(self._home[1])
+        return owner.kernel_grad(self._owner_slot[1])
 
     @property
     def main_grad(self) -> torch.Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from megatron_fsdp_v2.comm.interface import DONE, Axis, Communicator, Lane, Ticket, store
+from megatron_fsdp_v2.comm.interface import DONE, Axis, CommStream, Communicator, Work, store
 from megatron_fsdp_v2.layout.buffer_layout import BufferLayout
 from megatron_fsdp_v2.layout.mixed_precision import GroupDtypes
 from megatron_fsdp_v2.layout.placement import AxisPlacements, Placement
@@ -20,16 +20,16 @@ __all__ = ["GroupGrads"]
 class GroupGrads:
     """Full gradient buffer -> (outer-partial shard) -> main gradient.
 
-    Autograd's gradients land in views of one flat temporary buffer, in the dtype of the wire. The
+    Autograd's gradients land in views of one flat temporary buffer, in the communication dtype. The
     inner reduction puts or adds this rank's slice of it, scaled, into the main gradient, or,
     where an outer axis is still owed its reduction, into a partial shard that waits for the
-    synchronised backward. Where unsynchronised gradients are not sharded (DDP, ZeRO-1), the
+    synchronized backward. Where unsynchronized gradients are not sharded (DDP, ZeRO-1), the
     buffer keeps collecting, in the main gradient's dtype, until then.
 
     Attributes:
         views: The full buffer's view of every parameter.
         filled: Per parameter, whether a gradient arrived since the last reduction.
-        collects_unsynced: Whether the full buffer collects until the synchronised backward.
+        accumulates_unreduced: Whether the full buffer collects until the synchronized backward.
         reduces: Whether gradients are summed over ranks. Otherwise the main gradient is this
             rank's own, unscaled, of the rows it holds.
         scale: Factor of the sum over data-parallel ranks.
@@ -66,30 +66,34 @@ class GroupGrads:
         self._inner_is_cut = placements[-1].main_grad is Placement.SHARD
         self._outer: Axis | None = grid.axes[0] if len(grid.axes) == 2 else None
         self._outer_is_cut = placements[0].main_grad is Placement.SHARD
-        self.collects_unsynced = placements[-1].unsynced_grad is Placement.PARTIAL
+        self.accumulates_unreduced = placements[-1].unreduced_grad is Placement.PARTIAL
         self._main_span = grid.span([p.main_grad for p in placements])
         whole = Span(0, grid.num_slices)
-        buffer_dtype = dtypes.main_grad if self.collects_unsynced else dtypes.grad_comm
+        buffer_dtype = dtypes.main_grad if self.accumulates_unreduced else dtypes.grad_comm
 
         def temporary(kind: str, use: BufferUse, numel: int, dtype: torch.dtype) -> TemporaryBuffer:
             return allocator.buffer(f"{name}/{kind}", use, numel, dtype, device)
 
-        gradient, wire = BufferUse.GRADIENT, BufferUse.COMMUNICATION
+        gradient, communication = BufferUse.GRADIENT, BufferUse.COMMUNICATION
         self._temporary = temporary("main_grad", gradient, layout.numel, buffer_dtype)
         self._full = DataParallelBuffer.over(layout, whole, self._temporary)
         self.views = [self._full.view(index) for index in range(len(layout.slots))]
         self._gaps = layout.gaps()
-        self._wire: TemporaryBuffer | None = None
+        self._comm_buffer: TemporaryBuffer | None = None
         if buffer_dtype != dtypes.grad_comm:
-            self._wire = temporary("grad_comm", wire, layout.numel, dtypes.grad_comm)
+            self._comm_buffer = temporary(
+                "grad_comm", communication, layout.numel, dtypes.grad_comm
+            )
         self._partial: TemporaryBuffer | None = None
-        self._outer_wire: TemporaryBuffer | None = None
+        self._outer_comm_buffer: TemporaryBuffer | None = None
         if self._outer is not None:
             pieces = [*(Placement.REPLICATE for _ in placements[:-1]), placements[-1].main_grad]
             numel = grid.span(pieces).count * layout.shard_numel
             self._partial = temporary("partial_grad", gradient, numel, dtypes.main_grad)
             if dtypes.main_grad != dtypes.grad_comm:
-                self._outer_wire = temporary("outer_grad_comm", wire, numel, dtypes.grad_comm)
+                self._outer_comm_buffer = temporary(
+                    "outer_grad_comm", communication, numel, dtypes.grad_comm
+                )
         self._partial_is_valid = False
         self._main: DataParallelBuffer | None = None
         self.filled = [False] * len(layout.slots)
@@ -129,7 +133,7 @@ class GroupGrads:
         return self._main is not None
 
     @property
-    def resting_nbytes(self) -> int:
+    def steady_nbytes(self) -> int:
         """Bytes of the main gradient, 0 before the first backward."""
         return 0 if self._main is None else self._main.nbytes
 
@@ -137,9 +141,9 @@ class GroupGrads:
         """Its temporary buffers by what they hold."""
         held = {
             "main_grad": self._temporary,
-            "grad_comm": self._wire,
+            "grad_comm": self._comm_buffer,
             "partial_grad": self._partial,
-            "outer_grad_comm": self._outer_wire,
+            "outer_grad_comm": self._outer_comm_buffer,
         }
         return {kind: buffer for kind, buffer in held.items() if buffer is not None}
 
@@ -182,7 +186,7 @@ class GroupGrads:
         for start, end in self._gaps:
             self._temporary.tensor[start:end].zero_()
 
-    def reduce_inner(self, *, accumulate: bool, async_op: bool) -> Ticket:
+    def reduce_inner(self, *, accumulate: bool, async_op: bool) -> Work:
         """Reduce the full buffer along the inner axis. Collective.
 
         Args:
@@ -204,8 +208,8 @@ class GroupGrads:
         else:
             into = self.main.tensor
         full = self._temporary.tensor
-        if self._wire is not None:
-            full = self._wire.acquire().copy_(full)
+        if self._comm_buffer is not None:
+            full = self._comm_buffer.acquire().copy_(full)
             # Two units in flight would have two buffers each otherwise.
             self._temporary.release()
         scale = self.scale
@@ -217,7 +221,7 @@ class GroupGrads:
             into,
             full,
             self._inner,
-            Lane.REDUCE,
+            CommStream.REDUCE,
             scale=scale,
             accumulate=accumulate,
             async_op=async_op,
@@ -235,24 +239,24 @@ class GroupGrads:
         """Drop the full buffer; its reduction has been waited for."""
         self.is_being_reduced = False
         self._temporary.release()
-        if self._wire is not None:
-            self._wire.release()
+        if self._comm_buffer is not None:
+            self._comm_buffer.release()
 
-    def reduce_outer(self, *, accumulate: bool, async_op: bool) -> Ticket:
+    def reduce_outer(self, *, accumulate: bool, async_op: bool) -> Work:
         """Reduce the partial shard along the outer axis into the main gradient. Collective."""
         if self._partial is None or self._outer is None or not self._partial_is_valid:
             return DONE
         self._partial_is_valid = False
         partial = self._partial.tensor
-        if self._outer_wire is not None:
-            partial = self._outer_wire.acquire().copy_(partial)
+        if self._outer_comm_buffer is not None:
+            partial = self._outer_comm_buffer.acquire().copy_(partial)
             self._partial.release()
         collective = self._comm.reduce_scatter if self._outer_is_cut else self._comm.all_reduce
         return collective(
             self.main.tensor,
             partial,
             self._outer,
-            Lane.OUTER,
+            CommStream.OUTER,
             scale=1.0,
             accumulate=accumulate,
             async_op=async_op,
@@ -262,18 +266,18 @@ class GroupGrads:
         """Drop the partial shard; its reduction has been waited for."""
         if self._partial is not None and not self._partial_is_valid:
             self._partial.release()
-        if self._outer_wire is not None:
-            self._outer_wire.release()
+        if self._outer_comm_buffer is not None:
+            self._outer_comm_buffer.release()
 
     def replace_buffers(self, replacement: Callable[[TemporaryBuffer], TemporaryBuffer]) -> None:
         """Put something in the place of temporary buffers that does the same, and tells of it."""
         self._temporary = replacement(self._temporary)
-        if self._wire is not None:
-            self._wire = replacement(self._wire)
+        if self._comm_buffer is not None:
+            self._comm_buffer = replacement(self._comm_buffer)
         if self._partial is not None:
             self._partial = replacement(self._partial)
-        if self._outer_wire is not None:
-            self._outer_wire = replacement(self._outer_wire)
+        if self._outer_comm_buffer is not None:
+            self._outer_comm_buffer = replacement(self._outer_comm_buffer)
 
     def abandon(self) -> None:
         """Forget gradients that are not reduced yet, after a failed backward."""

@@ -18,20 +18,20 @@ from megatron_fsdp_v2.dtensor.tp_params import part_of
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of, plain_attributes
 from megatron_fsdp_v2.layout.buffer_layout import BufferLayout, Granularity
 from megatron_fsdp_v2.layout.mixed_precision import GroupDtypes
+from megatron_fsdp_v2.params.attributes import propagate_attributes
 from megatron_fsdp_v2.params.buffer import DataParallelBuffer, ShardGrid
-from megatron_fsdp_v2.params.carried_attributes import carry_attributes
 from megatron_fsdp_v2.params.external_changes import ExternalChanges
 from megatron_fsdp_v2.params.gathered_parameter import GatheredParameter, mark_gathered
 from megatron_fsdp_v2.params.grads import GroupGrads
-from megatron_fsdp_v2.params.parameter_hooks import move_hooks, tensor_hook_refusal
-from megatron_fsdp_v2.params.registration import OwnedParameter, Registrations, retire
+from megatron_fsdp_v2.params.parameter_hooks import move_hooks, tensor_hook_rejection
+from megatron_fsdp_v2.params.registration import OwnedParameter, Registrations, mark_stale
 from megatron_fsdp_v2.params.sharded_grads import ShardedGrads
 from megatron_fsdp_v2.params.weights import GroupWeights
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from megatron_fsdp_v2.comm.interface import Axis, Communicator, Ticket
+    from megatron_fsdp_v2.comm.interface import Axis, Communicator, Work
     from megatron_fsdp_v2.layout.placement import AxisPlacements
     from megatron_fsdp_v2.memory.allocator import Allocator
 
@@ -70,7 +70,7 @@ class GradientWatcher(Protocol):
         """Called for every gradient that arrives, before it is collected."""
         ...
 
-    def make_room(self, group: ParameterGroup) -> None:
+    def reserve(self, group: ParameterGroup) -> None:
         """Called before the full gradient buffer is given memory."""
         ...
 
@@ -118,7 +118,7 @@ class ParameterGroup:
         self.name = name
         self.watcher: Callable[[], GradientWatcher | None] = _nobody
         self._label = Label(name)
-        communicator = communicator.labelled(self._label)
+        communicator = communicator.labeled(self._label)
         self.names = [p.name for p in owned]
         self.spec = spec
         grid = ShardGrid.of(axes, [p.main_weight for p in spec.placements])
@@ -161,15 +161,15 @@ class ParameterGroup:
             self.registrations,
         )
         self._trained = [param.requires_grad for param in self.unsharded_params]
-        self._num_holders = 0
-        self._gathering: Ticket | None = None
-        self._refreshing: Ticket | None = None
-        self._outer_ticket: Ticket | None = None
+        self._ref_count = 0
+        self._gathering: Work | None = None
+        self._refreshing: Work | None = None
+        self._outer_work: Work | None = None
         self._refreshed_at: tuple[int, tuple[int, ...]] | None = None
         for index, parameter in enumerate(owned):
             for original in (parameter.param, parameter.stood_in):
                 if original is not None:
-                    retire(original, self, index, "before fully_shard")
+                    mark_stale(original, self, index, "before fully_shard")
         self.registrations.install(self.sharded_params)
 
     def rename(self, name: str) -> None:
@@ -229,7 +229,7 @@ class ParameterGroup:
         sharded = nn.Parameter(dtensor, requires_grad=self.spec.requires_grad)
         if self.spec.requires_grad:
             self._expect_gradient(sharded)
-        carry_attributes(owned.param, sharded)
+        propagate_attributes(owned.param, sharded)
         with plain_attributes():
             for original in (owned.param, owned.stood_in):
                 if original is not None:
@@ -237,7 +237,7 @@ class ParameterGroup:
         return sharded
 
     def _expect_gradient(self, sharded: nn.Parameter) -> None:
-        """Let `grad` have the dtype of the main gradient, which torch refuses otherwise."""
+        """Let `grad` have the dtype of the main gradient, which torch rejects otherwise."""
         dtypes = self.spec.dtypes
         if dtypes.main_grad != dtypes.main_weight:
             sharded.grad_dtype = dtypes.main_grad
@@ -251,7 +251,7 @@ class ParameterGroup:
             mark_gathered(param, self, index)
         # A DTensor has no memory but its part's.
         self.weights.gathered.follow(param if dtensor is None else local_of(param))
-        carry_attributes(self.sharded_params[index], param)
+        propagate_attributes(self.sharded_params[index], param)
         if self.grads is not None:
             self._collect_from(param, index)
         return param
@@ -262,7 +262,7 @@ class ParameterGroup:
             _collector(weakref.ref(self), index)
         )
 
-    def thaw_if_trained(self) -> None:
+    def unfreeze_if_trained(self) -> None:
         """Be ready for gradients, if parameters that were frozen at first are trained now."""
         if self.grads is not None or not any(param.requires_grad for param in self.sharded_params):
             return
@@ -280,28 +280,28 @@ class ParameterGroup:
     @property
     def is_held(self) -> bool:
         """Whether a unit has gathered weights installed, or on their way."""
-        return self._num_holders > 0
+        return self._ref_count > 0
 
     @property
     def is_gathered(self) -> bool:
         """Whether there are weights to compute with, here and now."""
         return not self.weights.is_temporary or (self.is_held and self._gathering is None)
 
-    def unshard(self, epoch: int, *, in_forward: bool, async_op: bool) -> None:
+    def unshard(self, weight_version: int, *, in_forward: bool, async_op: bool) -> None:
         """Start gathering for one more holder. Collective for the first one.
 
         Args:
-            epoch: Of the weights; see `is_stale`.
+            weight_version: Of the weights; see `is_stale`.
             in_forward: Whether to bring the weights up to date first. In a backward they have to
                 be those of the forward.
             async_op: Whether to return before it is done.
         """
-        if not self._num_holders:
+        if not self._ref_count:
             if in_forward:
-                self.settle_changes()
-                self.refresh(epoch, async_op=False)
+                self.sync_external_changes()
+                self.refresh(weight_version, async_op=False)
             self._gathering = self.weights.gather(async_op=async_op)
-        self._num_holders += 1
+        self._ref_count += 1
 
     def wait_for_unshard(self) -> None:
         """Have gathered weights in place and registered, trained or frozen as is said now."""
@@ -311,7 +311,7 @@ class ParameterGroup:
         self._gathering.wait()
         self._gathering = None
         with plain_attributes():
-            self.thaw_if_trained()
+            self.unfreeze_if_trained()
             self._trained = [param.requires_grad for param in self.sharded_params]
             for trained, unsharded in zip(self._trained, self.unsharded_params, strict=True):
                 if unsharded.requires_grad != trained:
@@ -320,8 +320,8 @@ class ParameterGroup:
 
     def reshard(self) -> None:
         """Give up one hold; the last one drops the gathered weights."""
-        self._num_holders -= 1
-        if self._num_holders:
+        self._ref_count -= 1
+        if self._ref_count:
             return
         self.wait_for_refresh()
         if self._gathering is not None:
@@ -340,24 +340,24 @@ class ParameterGroup:
         """
         return self._trained != [param.requires_grad for param in self.unsharded_params]
 
-    def is_stale(self, epoch: int) -> bool:
+    def is_stale(self, weight_version: int) -> bool:
         """Whether main weights may have changed since the model weights were made from them.
 
-        Version counters see in-place operations, also through `to_local()`; the epoch stands for
-        what they do not see: fused and foreach optimizer steps.
+        Version counters see in-place operations, also through `to_local()`; the weight version
+        stands for what they do not see: fused and foreach optimizer steps.
         """
-        return self._refreshed_at != (epoch, self._versions())
+        return self._refreshed_at != (weight_version, self._versions())
 
-    def refresh(self, epoch: int, *, async_op: bool) -> None:
+    def refresh(self, weight_version: int, *, async_op: bool) -> None:
         """Bring the model weights up to date. Collective where it has to be.
 
         A cast of one's own shard is cheap and done every time. A gather is done when stale.
         """
-        if not self.weights.is_refreshed_locally and not self.is_stale(epoch):
+        if not self.weights.is_refreshed_locally and not self.is_stale(weight_version):
             return
         self.wait_for_refresh()
         self._refreshing = self.weights.refresh(async_op=async_op)
-        self._refreshed_at = (epoch, self._versions())
+        self._refreshed_at = (weight_version, self._versions())
 
     def wait_for_refresh(self) -> None:
         """Order what follows after a refresh under way."""
@@ -375,13 +375,13 @@ class ParameterGroup:
 
     # -- parameters that were changed from outside ---------------------------------------------
 
-    def settle_changes(self) -> None:
+    def sync_external_changes(self) -> None:
         """Take in what was done to parameters since they were sharded.
 
         Raises:
             ValueError: Shape, dtype or identity changed in a way that has no meaning here.
         """
-        self._changes.settle()
+        self._changes.sync()
 
     def is_replaced(self) -> bool:
         """Whether something else stands where one of the parameters belongs."""
@@ -406,7 +406,7 @@ class ParameterGroup:
         with plain_attributes():
             for index, param in enumerate(self.sharded_params):
                 if param._backward_hooks:
-                    refusal = tensor_hook_refusal(self.label(index), param)
+                    refusal = tensor_hook_rejection(self.label(index), param)
                     if refusal:
                         raise RuntimeError(refusal)
 
@@ -465,10 +465,10 @@ class ParameterGroup:
         if self.grads.is_being_reduced or not self.grads.is_live:
             watcher = self.watcher()
             if watcher is not None:
-                watcher.make_room(self)
+                watcher.reserve(self)
             self.grads.acquire()
 
-    def reduce_inner(self, *, async_op: bool, is_final: bool) -> Ticket:
+    def reduce_inner(self, *, async_op: bool, is_final: bool) -> Work:
         """Issue the reduction along the inner axis. Collective.
 
         Args:
@@ -487,23 +487,23 @@ class ParameterGroup:
             )
         self.before_first_grad()
         self.grads.fill_missing()
-        if self._outer_ticket is not None:
+        if self._outer_work is not None:
             # An earlier reduction of this backward may still be reading the partial shard.
-            self._outer_ticket.wait()
-            self._outer_ticket = None
+            self._outer_work.wait()
+            self._outer_work = None
         accumulate = self.param_grads.settle() if is_final else False
-        ticket = self.grads.reduce_inner(accumulate=accumulate, async_op=async_op)
+        work = self.grads.reduce_inner(accumulate=accumulate, async_op=async_op)
         if is_final:
             self.param_grads.install(accumulated=accumulate)
-        return ticket
+        return work
 
-    def reduce_outer(self, *, async_op: bool) -> Ticket:
+    def reduce_outer(self, *, async_op: bool) -> Work:
         """Issue the reduction along the outer axis. Collective."""
         assert self.grads is not None and self.param_grads is not None
         accumulate = self.param_grads.settle()
-        self._outer_ticket = self.grads.reduce_outer(accumulate=accumulate, async_op=async_op)
+        self._outer_work = self.grads.reduce_outer(accumulate=accumulate, async_op=async_op)
         self.param_grads.install(accumulated=accumulate)
-        return self._outer_ticket
+        return self._outer_work
 
     @property
     def is_trained(self) -> bool:

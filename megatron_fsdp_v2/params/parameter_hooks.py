@@ -1,4 +1,4 @@
-"""Hooks that users register on parameters: which are run, which are carried over, which refused."""
+"""Hooks that users register on parameters: which are run, carried over, or rejected."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["NotAUsersHook", "has_hooks", "move_hooks", "run_hooks", "tensor_hook_refusal"]
+__all__ = ["NotAUsersHook", "has_hooks", "move_hooks", "run_hooks", "tensor_hook_rejection"]
 
 
 class NotAUsersHook:
@@ -42,7 +42,7 @@ def _post_accumulate_hooks(param: torch.Tensor) -> dict[int, Callable[[torch.Ten
     return getattr(param, "_post_accumulate_grad_hooks", None) or {}
 
 
-def tensor_hook_refusal(name: str, param: torch.Tensor) -> str:
+def tensor_hook_rejection(name: str, param: torch.Tensor) -> str:
     """What to say of a parameter with a hook of `Tensor.register_hook`; empty if it has none.
 
     It gets one backward's gradient before that is added, and may replace it. Here gradients of

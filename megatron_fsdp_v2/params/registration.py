@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from megatron_fsdp_v2.dtensor.tp_params import DTensorPart
 
 __all__ = [
-    "Home",
     "OwnedParameter",
+    "OwnerSlot",
     "Registrations",
-    "find_home",
+    "find_owner_slot",
     "in_functional_call",
+    "mark_stale",
     "num_retired",
-    "retire",
 ]
 
 
@@ -61,7 +61,7 @@ class OwnedParameter:
 
 
 @dataclass(frozen=True, slots=True)
-class Home:
+class OwnerSlot:
     """The slot of a parameter group that a parameter object stood for, and no longer does.
 
     Attributes:
@@ -76,28 +76,28 @@ class Home:
 
 
 class _Retired:
-    """Homes of retired parameters, beside them and not on them: copies have no home.
+    """Slots of stale parameters, beside them and not on them: copies have no slot.
 
-    Only of retired ones: torch exchanges the content of parameters in use (`module.to()`), and
+    Only of stale ones: torch exchanges the content of parameters in use (`module.to()`), and
     refuses to where a weak reference exists.
     """
 
     def __init__(self) -> None:
-        self.homes: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self.slots: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self.count = 0
 
 
-_RETIRED = _Retired()
+_STALE = _Retired()
 
 
-def retire(param: torch.Tensor, group: Any, index: int, since: str) -> None:
+def mark_stale(param: torch.Tensor, group: Any, index: int, since: str) -> None:
     """Remember which slot of a group a parameter object stood for, and let no gradient reach it.
 
     A module that keeps a parameter elsewhere than where it is registered would go on computing
     with it: it is neither gathered nor stepped, and nothing else would ever say so.
     """
-    _RETIRED.homes[param] = Home(weakref.ref(group), index, since)
-    _RETIRED.count += 1
+    _STALE.slots[param] = OwnerSlot(weakref.ref(group), index, since)
+    _STALE.count += 1
     if param.requires_grad and param.is_leaf:
         name = f"{group.names[index]} of {group.name} as it was {since}"
         param.register_post_accumulate_grad_hook(_Refusal(name))  # type: ignore[no-untyped-call]
@@ -117,15 +117,15 @@ class _Refusal(NotAUsersHook):
 
 
 def num_retired() -> int:
-    """How many parameters were retired so far; what was found out before may be out of date."""
-    return _RETIRED.count
+    """How many parameters were stale so far; what was found out before may be out of date."""
+    return _STALE.count
 
 
-def find_home(param: torch.Tensor) -> tuple[Any, Home] | None:
-    """The living `ParameterGroup` that took a retired parameter's place, if any."""
-    home: Home | None = _RETIRED.homes.get(param)  # type: ignore[no-untyped-call]
-    group = None if home is None else home.group()
-    return None if group is None or home is None else (group, home)
+def find_owner_slot(param: torch.Tensor) -> tuple[Any, OwnerSlot] | None:
+    """The living `ParameterGroup` that took a stale parameter's place, if any."""
+    slot: OwnerSlot | None = _STALE.slots.get(param)  # type: ignore[no-untyped-call]
+    group = None if slot is None else slot.group()
+    return None if group is None or slot is None else (group, slot)
 
 
 def in_functional_call() -> bool:
@@ -165,7 +165,7 @@ class Registrations:
                 if module is not None:
                     module._parameters[attribute] = param
 
-    def strangers(
+    def unexpected(
         self, expected: Sequence[nn.Parameter]
     ) -> Iterator[tuple[int, nn.Module, str, torch.Tensor | None]]:
         """Places where something else is registered than expected: index, module, name, what."""

@@ -74,7 +74,7 @@ class ShardedGrads:
     def install(self, *, accumulated: bool) -> None:
         """Set `param.grad` of every trained parameter with rows here; `None` for the others.
 
-        An empty tensor in a fused multi-tensor optimizer's list can corrupt its neighbours.
+        An empty tensor in a fused multi-tensor optimizer's list can corrupt its neighbors.
 
         Args:
             accumulated: Whether the reduction added to what was there.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from megatron_fsdp_v2.comm.interface import DONE, Axis, Communicator, Lane, Ticket
+from megatron_fsdp_v2.comm.interface import DONE, Axis, CommStream, Communicator, Work
 from megatron_fsdp_v2.layout.buffer_layout import BufferLayout
 from megatron_fsdp_v2.layout.mixed_precision import GroupDtypes
 from megatron_fsdp_v2.layout.placement import AxisPlacements, Placement
@@ -82,7 +82,7 @@ class GroupWeights:
         return self._temporary is not None
 
     @property
-    def resting_nbytes(self) -> int:
+    def steady_nbytes(self) -> int:
         """Bytes of main and model weights, storage shared by both counted once."""
         return self.main.nbytes + (0 if self.model is self.main else self.model.nbytes)
 
@@ -91,7 +91,7 @@ class GroupWeights:
         """Whether every use needs a gather (ZeRO-3)."""
         return self._gather_axis is not None
 
-    def refresh(self, *, async_op: bool) -> Ticket:
+    def refresh(self, *, async_op: bool) -> Work:
         """Make the model weights equal the main weights. Collective where placements differ.
 
         Cast first, then gather in the model dtype: along the outer axis the cut pieces of this
@@ -114,30 +114,30 @@ class GroupWeights:
                 wider = self._widened(held, axis, parts)
                 steps.append((axis, held, wider))
                 held = wider
-        ticket = DONE
+        work = DONE
         for axis, narrow, wide in steps:
-            ticket = self._comm.all_gather(
+            work = self._comm.all_gather(
                 self.model.piece(wide),
                 self.model.piece(narrow),
                 axis,
-                Lane.UNSHARD,
+                CommStream.GATHER,
                 async_op=async_op and len(steps) == 1,
             )
-        return ticket
+        return work
 
     @staticmethod
     def _widened(held: Span, axis: Axis, parts: int) -> Span:
         return Span(held.first - axis.rank * held.count, held.count * parts)
 
-    def gather(self, *, async_op: bool) -> Ticket:
-        """Fill the gathered buffer from the model weights. Collective; harmless when live."""
+    def gather(self, *, async_op: bool) -> Work:
+        """Fill the gathered buffer from the model weights. Collective; idempotent."""
         if self._temporary is None or self._gather_axis is None or self._temporary.is_live:
             return DONE
         return self._comm.all_gather(
             self._temporary.acquire(),
             self.model.tensor,
             self._grid.axes[self._gather_axis],
-            Lane.UNSHARD,
+            CommStream.GATHER,
             async_op=async_op,
         )
 

@@ -133,7 +133,7 @@ class TrainingDescription:
         matrix_dtype: Dtype in which an optimizer of whole matrices exchanges them.
         num_microbatches: Forwards and backwards of a step.
         defers_sync: Whether all but the last of them run in `no_sync()`.
-        syncs_afterwards: Whether gradients are synchronised after the last backward, all at once,
+        syncs_afterwards: Whether gradients are synchronized after the last backward, all at once,
             instead of in it.
         tokens: Tokens of a micro-batch on a rank.
         recompute_factor: Part of the forward that the backward repeats.
@@ -198,7 +198,7 @@ class TrainingDescription:
 
     @property
     def accumulates(self) -> bool:
-        """Whether gradients of earlier backwards wait to be synchronised."""
+        """Whether gradients of earlier backwards wait to be synchronized."""
         several = self.num_microbatches > 1 and self.defers_sync
         return several or self.syncs_afterwards
 

@@ -35,12 +35,12 @@ class GroupBytes:
         main_grad: What the optimizer reads, from the first backward on.
         gathered: Gathered weights; 0 where the model weight is whole.
         grad_buffer: The full gradient buffer.
-        grad_comm: A copy of it in the dtype of the wire; 0 where it has that dtype.
+        grad_comm: A copy of it in the communication dtype; 0 where it has that dtype.
         partial_grad: A gradient reduced along the inner axis that waits for the outer one.
-        outer_comm: A copy of that in the dtype of the wire; 0 where it has that dtype.
+        outer_comm: A copy of that in the communication dtype; 0 where it has that dtype.
         received: What arrives in an inner reduction, on a CPU. NCCL needs no such buffer.
         outer_received: Likewise in an outer one.
-        collects_unsynced: Whether the full gradient buffer lives between micro-batches.
+        accumulates_unreduced: Whether the full gradient buffer lives between micro-batches.
     """
 
     main_weight: int
@@ -53,7 +53,7 @@ class GroupBytes:
     outer_comm: int = 0
     received: int = 0
     outer_received: int = 0
-    collects_unsynced: bool = False
+    accumulates_unreduced: bool = False
 
     @classmethod
     def of(
@@ -88,14 +88,14 @@ class GroupBytes:
         )
         if not is_trained:
             return weights
-        collects = placements[-1].unsynced_grad is Placement.PARTIAL
+        collects = placements[-1].unreduced_grad is Placement.PARTIAL
         wire = dtypes.grad_comm
         buffer = dtypes.main_grad if collects else wire
         trained = replace(
             weights,
             main_grad=main * dtypes.main_grad.itemsize,
             grad_buffer=numel * buffer.itemsize,
-            collects_unsynced=collects,
+            accumulates_unreduced=collects,
         )
         if not reduces:
             return trained
@@ -169,7 +169,7 @@ class PeakBytes:
         optimizer: State of the optimizer.
         gathered: Gathered weights.
         grad_buffer: Full gradient buffers, and shards that wait for the outer axis.
-        communication: Copies in the dtype of the wire, and what is received on a CPU.
+        communication: Copies in the communication dtype, and what is received on a CPU.
         activations: Everything else.
         unit: Index of the unit whose gradients are being reduced at that moment.
     """
@@ -224,7 +224,7 @@ def peak_bytes(
         unshard_prefetch_depth: Units gathered ahead; 0 without prefetching.
         max_live_grad_buffers: Units whose gradients are in full buffers.
         is_reduction_async: Whether reductions overlap the next unit's backward.
-        accumulates: Whether gradients of earlier micro-batches wait to be synchronised.
+        accumulates: Whether gradients of earlier micro-batches wait to be synchronized.
 
     Raises:
         ValueError: There is no unit, or a parent is not listed before its child.
@@ -253,7 +253,7 @@ def peak_bytes(
         *outside, _ = tree.path(index)
         kept = sum(units[i].sum("grad_buffer") for i in outside)
         if accumulates:
-            kept += sum(_unsynced(units[i], is_filling=i in outside) for i in range(index))
+            kept += sum(_unreduced(units[i], is_filling=i in outside) for i in range(index))
         for buffers, comm in tree.gradients_at(index, drain):
             moment = replace(
                 resting,
@@ -329,15 +329,15 @@ class _Tree:
         return buffers, comm
 
 
-def _unsynced(unit: UnitBytes, *, is_filling: bool) -> int:
-    """Bytes of gradients of earlier micro-batches that wait for the synchronised backward.
+def _unreduced(unit: UnitBytes, *, is_filling: bool) -> int:
+    """Bytes of gradients of earlier micro-batches that wait for the synchronized backward.
 
     Args:
         unit: A unit whose own turn is still to come.
         is_filling: Whether its full buffer is there in any case.
     """
-    full = 0 if is_filling else sum(g.grad_buffer for g in unit.groups if g.collects_unsynced)
-    return full + sum(g.partial_grad for g in unit.groups if not g.collects_unsynced)
+    full = 0 if is_filling else sum(g.grad_buffer for g in unit.groups if g.accumulates_unreduced)
+    return full + sum(g.partial_grad for g in unit.groups if not g.accumulates_unreduced)
 
 
 def _reducing(unit: UnitBytes) -> Iterator[tuple[int, int]]:

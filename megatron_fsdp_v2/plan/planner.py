@@ -140,7 +140,7 @@ class Plan:
         return self.peak.total + self.plain_nbytes
 
     @property
-    def resting_nbytes(self) -> int:
+    def steady_nbytes(self) -> int:
         """Bytes alive between steps."""
         return self.peak.resting + self.plain_nbytes
 
@@ -348,12 +348,12 @@ def unit_bytes(
     }
     units = []
     for index, (unit, planned) in enumerate(zip(training.units, groups, strict=True)):
-        borrowed = {id(owners[key]): owners[key] for key in unit.borrows}
+        tied_groups = {id(owners[key]): owners[key] for key in unit.borrows}
         units.append(
             UnitBytes(
                 tuple(group.nbytes for group in planned),
                 indices[parent_of(unit.name, indices)] if index else None,
-                sum(group.nbytes.gathered for group in borrowed.values()),
+                sum(group.nbytes.gathered for group in tied_groups.values()),
                 unit.keeps_gathered or not training.reshard_after_forward,
             )
         )

@@ -36,7 +36,7 @@ _LEGEND = (
     "the main weights) and",
     "weights the optimizer steps; grads: main gradients; optim: its state. At the peak also "
     "gathered weights, gradient",
-    "buffers being reduced, copies in the dtype of the wire, activations. calls, moved: "
+    "buffers being reduced, copies in the communication dtype, activations. calls, moved: "
     "collectives of a step, bytes of",
     "their full buffers.",
 )
@@ -235,7 +235,7 @@ def _plan_as_dict(plan: Plan, report: Report) -> dict[str, Any]:
         "peak": {role: getattr(plan.peak, role) for role in ROLES},
         "other_nbytes": plan.plain_nbytes,
         "host_nbytes": plan.host_nbytes,
-        "resting_nbytes": plan.resting_nbytes,
+        "steady_nbytes": plan.steady_nbytes,
         "peak_nbytes": plan.peak_nbytes,
         "padding_numel": plan.padding_numel,
         "units": [dataclasses.asdict(unit) for unit in plan.units],

@@ -1,9 +1,9 @@
-"""A step, played through: what is communicated, and what waits for what.
+"""A step, simulated: what is communicated, and what waits for what.
 
 The rules are those of `unit.py`, `context.py` and `reduction_queue.py` of `runtime`: some units
-are gathered ahead, reductions drain slidingly, an outer axis is reduced when the inner one is done.
-Time is counted where a machine says how long something takes. Micro-batches in the middle are
-alike: three stand for any number.
+are gathered ahead, a bounded number of reductions is in flight, an outer axis is reduced when the
+inner one is done. Time is counted where a machine says how long something takes. Micro-batches in
+the middle are alike: three stand for any number.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def play(
         groups: Of every unit, as `sharding.shard` gives them.
         machine: For times.
     """
-    return _Player(training, groups, machine).play()
+    return _Simulator(training, groups, machine).play()
 
 
 @dataclass(slots=True, eq=False)
@@ -103,7 +103,7 @@ class _Unit:
     is_unsharded: bool = False
 
 
-class _Player:
+class _Simulator:
     def __init__(
         self,
         training: TrainingDescription,
@@ -128,7 +128,7 @@ class _Player:
             not group.planned.gathers_for_use for unit in self._units for group in unit.own
         )
         self._refreshes = False
-        self._synchronises = False
+        self._synchronizes = False
 
     def _make_units(self, groups: Sequence[tuple[PlannedGroup, ...]]) -> list[_Unit]:
         training, units = self._training, []
@@ -142,8 +142,8 @@ class _Player:
                 seconds = self._machine.compute_seconds(unit.flops_per_token * training.tokens)
             units.append(_Unit(own, own, seconds))
         for played, unit in zip(units, training.units, strict=True):
-            borrowed = {id(by_param[key]): by_param[key] for key in unit.borrows}
-            played.held = [*played.own, *borrowed.values()]
+            tied_groups = {id(by_param[key]): by_param[key] for key in unit.borrows}
+            played.held = [*played.own, *tied_groups.values()]
         by_name = {unit.name: played for played, unit in zip(units, training.units, strict=True)}
         for played, unit in zip(units, training.units, strict=True):
             played.keeps_gathered = unit.keeps_gathered or not training.reshard_after_forward
@@ -174,7 +174,7 @@ class _Player:
         for number in range(pairs, count):
             self._backward_pass(is_last=number == count - 1)
         if training.syncs_afterwards:
-            self._synchronise()
+            self._synchronize()
         self._step.seconds = self._clock
         return self._step
 
@@ -193,7 +193,7 @@ class _Player:
 
     def _backward_pass(self, *, is_last: bool) -> None:
         is_final = is_last and not self._training.syncs_afterwards
-        self._synchronises = self._syncs_every_one or is_final
+        self._synchronizes = self._syncs_every_one or is_final
         self._run_backward(self._root)
         self._drain()
 
@@ -293,7 +293,7 @@ class _Player:
         done_at = self._clock
         for group in unit.own:
             planned = group.planned
-            if not group.has_buffer or (planned.collects_unsynced and not self._synchronises):
+            if not group.has_buffer or (planned.accumulates_unreduced and not self._synchronizes):
                 continue
             if not issued:
                 self._make_room()
@@ -303,17 +303,17 @@ class _Player:
             done_at = self._issue(kind, "reduce", group, -1, nbytes)
             issued.append(group)
         if issued:
-            self._pending.append((issued, done_at, self._synchronises))
+            self._pending.append((issued, done_at, self._synchronizes))
         if not self._training.enable_async_reduce_grad:
             self._drain()
 
     def _drain_one(self) -> None:
-        groups, done_at, synchronises = self._pending.popleft()
+        groups, done_at, synchronizes = self._pending.popleft()
         self._clock = max(self._clock, done_at)
         following = []
         for group in groups:
             group.has_buffer = False
-            if group.has_partial and synchronises:
+            if group.has_partial and synchronizes:
                 following.append(group)
         self._reduce_outer(following)
 
@@ -337,9 +337,9 @@ class _Player:
         self._clock = max([self._clock, *self._outer_done_at])
         self._outer_done_at.clear()
 
-    def _synchronise(self) -> None:
+    def _synchronize(self) -> None:
         """Bring what earlier backwards left unreduced into the main gradients."""
-        self._synchronises = True
+        self._synchronizes = True
         for unit in reversed(self._units):
             self._reduce(unit)
             for group in unit.own:
@@ -363,8 +363,8 @@ class _Player:
         self._step.collectives[collective] += self._weight
         if self._machine is None:
             return self._clock
-        # Collectives of all lanes share the links; those of a node and the network work side by
-        # side.
+        # Collectives of all communication streams share the links; those of a node and the network
+        # work side by side.
         link = self._machine.crosses_nodes(size, stride)
         seconds = self._machine.collective_seconds(kind, nbytes, size, stride)
         self._link_free[link] = max(self._link_free[link], self._clock) + seconds

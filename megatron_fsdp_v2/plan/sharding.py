@@ -111,9 +111,9 @@ class PlannedGroup:
         return self.model_numel < self.layout.numel
 
     @property
-    def collects_unsynced(self) -> bool:
-        """Whether the full gradient buffer collects until the synchronised backward."""
-        return self.placements[-1].unsynced_grad is Placement.PARTIAL
+    def accumulates_unreduced(self) -> bool:
+        """Whether the full gradient buffer collects until the synchronized backward."""
+        return self.placements[-1].unreduced_grad is Placement.PARTIAL
 
     @property
     def has_outer_axis(self) -> bool:

@@ -27,8 +27,8 @@ from megatron_fsdp_v2.memory.allocator import PlainAllocator
 from megatron_fsdp_v2.memory.trace_pool import TracePoolAllocator
 from megatron_fsdp_v2.params.buffer import ShardGrid
 from megatron_fsdp_v2.params.group import GroupSpec, ParameterGroup
-from megatron_fsdp_v2.params.parameter_hooks import tensor_hook_refusal
-from megatron_fsdp_v2.params.registration import OwnedParameter, find_home
+from megatron_fsdp_v2.params.parameter_hooks import tensor_hook_rejection
+from megatron_fsdp_v2.params.registration import OwnedParameter, find_owner_slot
 from megatron_fsdp_v2.runtime.context import Context, check_at_least_one
 from megatron_fsdp_v2.runtime.fsdp2_arguments import (
     check_mesh_dims,
@@ -39,7 +39,7 @@ from megatron_fsdp_v2.runtime.fsdp2_arguments import (
 )
 from megatron_fsdp_v2.runtime.fsdp_module import FSDPModule, named_units, swap_class, unit_of
 from megatron_fsdp_v2.runtime.hooks import install_hooks, watch_optimizers
-from megatron_fsdp_v2.runtime.materialize import materialise
+from megatron_fsdp_v2.runtime.materialize import materialize
 from megatron_fsdp_v2.runtime.other_wrappers import check_modules_inside
 from megatron_fsdp_v2.runtime.unit import Unit
 from megatron_fsdp_v2.runtime.unit_checks import buffer_of, parameter_of
@@ -184,12 +184,12 @@ def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
         parameter.is_separate = parameter.param in (separate_params or frozenset())
         if not parameter.param.is_meta or isinstance(parameter.param, DTensor):
             _describe_tensor_shard(parameter, mesh, shards)
-    borrowed = _borrow(tied, spec_of, mesh)
-    _check_at_rest(modules)
+    tied_groups = _borrow(tied, spec_of, mesh)
+    _check_is_idle(modules)
     axes = _axes_of(mesh)
-    unset = materialise(owned, list(_own_modules(modules)), device, axes, param_init_fn)
+    unset = materialize(owned, list(_own_modules(modules)), device, axes, param_init_fn)
     for parameter in owned:
-        # Modules may say how theirs are cut when they initialise them.
+        # Modules may say how theirs are cut when they initialize them.
         if parameter.stood_in is not None and parameter.dtensor is None:
             _describe_tensor_shard(parameter, mesh, shards)
     context: Context[Unit] = Context(
@@ -206,7 +206,7 @@ def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
         for below, attribute in parameter.sites:
             group.registrations.add(index, below, attribute)
         group.registrations.install(group.sharded_params)
-    unit = Unit(modules, groups, borrowed, context, policy, reshard_after_forward=reshards)
+    unit = Unit(modules, groups, tied_groups, context, policy, reshard_after_forward=reshards)
     unit.unset = _without_values(groups, *unset)
     for part in modules:
         swap_class(part)
@@ -296,7 +296,7 @@ def _numbered(modules: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
 
 def _share_pool(allocator: Allocator, other: Allocator) -> None:
     if isinstance(allocator, TracePoolAllocator) and isinstance(other, TracePoolAllocator):
-        allocator.adopt(other)
+        allocator.merge(other)
 
 
 def _note_empty_ranks(trained: Sequence[ParameterGroup]) -> None:
@@ -375,7 +375,7 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type)
 
 
-def _check_at_rest(modules: Sequence[nn.Module]) -> None:
+def _check_is_idle(modules: Sequence[nn.Module]) -> None:
     for _, unit in itertools.chain.from_iterable(map(named_units, modules)):
         if unit.is_unsharded or len(unit.context.reductions):
             raise RuntimeError(
@@ -420,10 +420,10 @@ def _owned_parameters(
             found[id(param)].sites.append((below, attribute))
     owned, tied = [], []
     for parameter in found.values():
-        home = find_home(parameter.param)
+        slot = find_owner_slot(parameter.param)
         shared = _owner_of(parameter.param, modules)
-        if home is not None:
-            tied.append((parameter, home[0], home[1].index))
+        if slot is not None:
+            tied.append((parameter, slot[0], slot[1].index))
         elif shared is not None:
             tied.append((parameter, *shared))
         else:
@@ -472,7 +472,7 @@ def _check_parameter(name: str, param: nn.Parameter, device: torch.device) -> No
             "ranks and stepped; train a real one and convert it in the forward (torch.view_as_"
             "complex for complex numbers), freeze it, or leave it out with ignored_params"
         )
-    refusal = tensor_hook_refusal(f"parameter {name}", param)
+    refusal = tensor_hook_rejection(f"parameter {name}", param)
     if refusal:
         raise ValueError(refusal)
     if not param.is_leaf:
@@ -531,7 +531,7 @@ def _borrow(
     tied: Sequence[_Tied], spec_of: Callable[[nn.Parameter], GroupSpec], mesh: DeviceMesh
 ) -> list[ParameterGroup]:
     """The groups of other units that hold parameters tied to some here."""
-    borrowed: list[ParameterGroup] = []
+    tied_groups: list[ParameterGroup] = []
     for parameter, group, index in tied:
         where = f"parameter {parameter.name} is tied to {group.names[index]} of {group.name}"
         spec = spec_of(parameter.param)
@@ -545,6 +545,6 @@ def _borrow(
             )
         if group.is_held:
             raise RuntimeError(f"{where}, which is gathered; call reshard() on its module first")
-        if group not in borrowed:
-            borrowed.append(group)
-    return borrowed
+        if group not in tied_groups:
+            tied_groups.append(group)
+    return tied_groups

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol, Self
 
-from megatron_fsdp_v2.runtime.reduction_queue import ReductionQueue, RootPass, Turns
+from megatron_fsdp_v2.runtime.reduction_queue import OrderedReductions, ReductionQueue, RootPass
 
 if TYPE_CHECKING:
     from megatron_fsdp_v2.comm.interface import Communicator
@@ -141,14 +141,14 @@ class Context[UnitT: Reshardable]:
         forward_order: Order of forwards in this pass and the last one that began with its unit.
         backward_order: Order of forwards that a backward is still to come of, which it reverses.
         reductions: Gradient reductions under way.
-        turns: When units are reduced in a backward; None where nothing is communicated.
-        weights_epoch: Counts events after which main weights may have changed.
+        ordered_reductions: When units are reduced in a backward; None without communication.
+        weight_version: Counts events after which main weights may have changed.
         root_pass: What forwards with gradients are counted in: the root's latest one that is no
             recomputation, and units that ran outside of it.
         backward_pass: The forward whose backward is under way, or was the last.
-        synced_in_backward: The units that synchronised gradients in it when it began.
+        synced_in_backward: The units that synchronized gradients in it when it began.
         has_gradient: Whether a gradient of a parameter arrived in it.
-        has_unsynced: Whether a backward left gradients to be synchronised.
+        has_unreduced: Whether a backward left gradients to be synchronized.
         pass_has_grad: Whether the latest pass was made for a backward.
         forward_failed: Whether a pass ended in an exception.
         is_checked: Whether ranks have compared what they sharded.
@@ -172,13 +172,13 @@ class Context[UnitT: Reshardable]:
         self.forward_order: ExecutionOrder[UnitT] = ExecutionOrder()
         self.backward_order: ExecutionOrder[UnitT] = ExecutionOrder()
         self.reductions = ReductionQueue(max_live_grad_buffers)
-        self.turns: Turns[UnitT] | None = None
-        self.weights_epoch = 0
+        self.ordered_reductions: OrderedReductions[UnitT] | None = None
+        self.weight_version = 0
         self.root_pass: RootPass[UnitT] = RootPass()
         self.backward_pass = self.root_pass
         self.synced_in_backward: weakref.WeakSet[UnitT] = weakref.WeakSet()
         self.has_gradient = False
-        self.has_unsynced = False
+        self.has_unreduced = False
         self.pass_has_grad = False
         self.forward_failed = False
         self.is_checked = False
@@ -207,12 +207,14 @@ class Context[UnitT: Reshardable]:
             may_differ: Whether ranks may run different units.
         """
         self._units = [weakref.ref(unit) for unit in units]
-        self.turns = Turns(list(reversed(units)), in_order=may_differ) if spread else None
+        self.ordered_reductions = (
+            OrderedReductions(list(reversed(units)), in_order=may_differ) if spread else None
+        )
 
     @property
     def ranks_may_differ(self) -> bool:
         """Whether another rank may run other units than this one."""
-        return self.turns is not None and self.turns.in_order
+        return self.ordered_reductions is not None and self.ordered_reductions.in_order
 
     def units(self) -> list[UnitT]:
         """Live units, parents before children."""
@@ -243,7 +245,7 @@ class Context[UnitT: Reshardable]:
         self.pass_has_grad = has_grad
         kind = "forward" if has_grad else "evaluation"
         name = kind if is_root else f"{kind} of {unit.fqn}"
-        self.allocator.begin_pass(name, is_quiet=self._is_quiet())
+        self.allocator.begin_pass(name, no_pending_backward=self._no_pending_backward())
         self.forward_order = self._forward_orders.setdefault(unit, ExecutionOrder())
         self.forward_order.begin()
         # An evaluation between a forward and its backward is in nobody's way.
@@ -270,9 +272,9 @@ class Context[UnitT: Reshardable]:
         Args:
             name: What is over, for reports; empty for an evaluation.
         """
-        self.allocator.end_pass(name, is_quiet=self._is_quiet())
+        self.allocator.end_pass(name, no_pending_backward=self._no_pending_backward())
 
-    def _is_quiet(self) -> bool:
+    def _no_pending_backward(self) -> bool:
         """Whether no backward is still to come, as far as units tell that passes began with."""
         return not any(unit.is_expected_back for unit in self._forward_orders)
 
@@ -333,8 +335,8 @@ class Context[UnitT: Reshardable]:
         """Start a new round of reductions, of the units of one forward."""
         self.backward_pass = passed
         passed.is_over = True
-        if self.turns is not None:
-            self.turns.begin(passed)
+        if self.ordered_reductions is not None:
+            self.ordered_reductions.begin(passed)
 
     def forget_backward(self) -> None:
         """No backward is under way any more."""
@@ -360,7 +362,7 @@ class Context[UnitT: Reshardable]:
                 unit.prefetch()
                 self._requested.append(ref)
 
-    def arrive(self, unit: UnitT) -> None:
+    def on_unit_use(self, unit: UnitT) -> None:
         """A unit is about to be used: drop those that were expected before it.
 
         If it was not expected at all, everything was guessed wrong, unless it was gathered anyway.

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 __all__ = [
     "EndOfBackward",
     "Finishable",
-    "bring_to_rest",
-    "finish_turns",
+    "bring_to_idle",
+    "finish_ordered_reductions",
     "needs_repair",
-    "reduce_in_turn",
+    "reduce_in_order",
     "repair",
-    "synchronise_gradients",
+    "synchronize_gradients",
 ]
 
 
@@ -32,19 +32,19 @@ class Finishable(Reshardable, Protocol):
     groups: list[ParameterGroup]
 
     @property
-    def is_resting(self) -> bool:
+    def is_idle(self) -> bool:
         """Whether neither its forward nor its backward is under way."""
         ...
 
-    def owe_reduction(self) -> None:
+    def expect_reduction(self) -> None:
         """Have its next reduction take place also where no gradient arrived."""
         ...
 
-    def reduce_grad(self, *, synchronise: bool) -> None:
+    def reduce_grad(self, *, synchronize: bool) -> None:
         """Reduce gradients that arrived. Collective."""
         ...
 
-    def finish_gradients(self, *, synchronise: bool) -> None:
+    def finish_gradients(self, *, synchronize: bool) -> None:
         """Reduce what is left, along the outer axis too. Collective."""
         ...
 
@@ -70,42 +70,42 @@ class EndOfBackward[UnitT: Finishable]:
         """Reduce what is left and put every unit to rest. Collective."""
         context = self._context
         units = context.units()
-        synchronise = any(unit.syncs_gradients for unit in units)
-        finish_turns(context)
+        synchronize = any(unit.syncs_gradients for unit in units)
+        finish_ordered_reductions(context)
         for unit in reversed(units):
             unit.finish_backward()
         context.drop_prefetched()
         _settle(context)
         context.forget_recomputed()
         # An optimizer that torch's hooks do not see may step now.
-        context.weights_epoch += synchronise
-        context.has_unsynced = not synchronise
+        context.weight_version += synchronize
+        context.has_unreduced = not synchronize
         context.forget_backward()
-        context.end_pass("synchronised backward" if synchronise else "backward")
+        context.end_pass("synchronized backward" if synchronize else "backward")
         # Last of all: they may step weights, and may raise.
         synced = [unit for unit in reversed(units) if unit.syncs_gradients]
         # Nothing at all arrived in a backward to inputs alone (`torch.autograd.grad`).
         _run_hooks(synced, only_certain=not context.has_gradient)
 
 
-def finish_turns[UnitT: Finishable](context: Context[UnitT]) -> None:
+def finish_ordered_reductions[UnitT: Finishable](context: Context[UnitT]) -> None:
     """Reduce the units that had no turn yet. Collective."""
-    if context.turns is not None:
-        reduce_in_turn(context.turns.rest())
+    if context.ordered_reductions is not None:
+        reduce_in_order(context.ordered_reductions.remaining())
 
 
-def reduce_in_turn[UnitT: Finishable](units: Sequence[UnitT]) -> None:
+def reduce_in_order[UnitT: Finishable](units: Sequence[UnitT]) -> None:
     """Reduce units whose turn it is, with or without a gradient here. Collective."""
     for unit in units:
-        unit.owe_reduction()
-        unit.reduce_grad(synchronise=unit.syncs_gradients)
+        unit.expect_reduction()
+        unit.reduce_grad(synchronize=unit.syncs_gradients)
 
 
 def needs_repair[UnitT: Finishable](context: Context[UnitT]) -> bool:
     """Whether an exception left something behind. To be asked between passes."""
     if context.is_in_backward or context.forward_failed:
         return True
-    return not all(unit.is_resting for unit in context.units())
+    return not all(unit.is_idle for unit in context.units())
 
 
 def repair[UnitT: Finishable](context: Context[UnitT]) -> None:
@@ -134,12 +134,12 @@ def _drop_gradients[UnitT: Finishable](context: Context[UnitT]) -> None:
     for unit in late:
         reduced = unit in context.synced_in_backward
         dropped += [
-            g for g in unit.groups if g.grads and (reduced or not g.grads.collects_unsynced)
+            g for g in unit.groups if g.grads and (reduced or not g.grads.accumulates_unreduced)
         ]
     before = [(g.param_grads, g.param_grads.state()) for g in dropped if g.param_grads is not None]
     for unit in late:
-        unit.owe_reduction()
-        unit.reduce_grad(synchronise=unit in context.synced_in_backward)
+        unit.expect_reduction()
+        unit.reduce_grad(synchronize=unit in context.synced_in_backward)
     if late:
         context.reductions.drain()
     context.reductions.abandon()
@@ -157,10 +157,10 @@ def _late_units[UnitT: Finishable](context: Context[UnitT]) -> list[UnitT]:
     Where ranks run different units, another one may have had the turn of a unit that this one was
     still to run: its reductions would pair with the next backward's.
     """
-    return [] if context.turns is None else context.turns.rest()
+    return [] if context.ordered_reductions is None else context.ordered_reductions.remaining()
 
 
-def bring_to_rest[UnitT: Finishable](contexts: set[Context[UnitT]]) -> None:
+def bring_to_idle[UnitT: Finishable](contexts: set[Context[UnitT]]) -> None:
     """Have every module hold its sharded parameters, as before the first step.
 
     To be called between passes, by whoever reads or writes sharded parameters. Backwards that are
@@ -179,7 +179,7 @@ def bring_to_rest[UnitT: Finishable](contexts: set[Context[UnitT]]) -> None:
             unit.reshard()
 
 
-def synchronise_gradients[UnitT: Finishable](
+def synchronize_gradients[UnitT: Finishable](
     context: Context[UnitT], units: Sequence[UnitT]
 ) -> None:
     """Bring all gradients of these units into `param.grad`. Collective.
@@ -189,13 +189,13 @@ def synchronise_gradients[UnitT: Finishable](
         units: Some of its units, parents before children.
     """
     for unit in reversed(units):
-        if context.ranks_may_differ and context.has_unsynced:
-            unit.owe_reduction()
-        unit.finish_gradients(synchronise=True)
+        if context.ranks_may_differ and context.has_unreduced:
+            unit.expect_reduction()
+        unit.finish_gradients(synchronize=True)
     _settle(context)
-    # As after a synchronised backward: an optimizer may step next.
-    context.weights_epoch += 1
-    context.has_unsynced = False
+    # As after a synchronized backward: an optimizer may step next.
+    context.weight_version += 1
+    context.has_unreduced = False
     _run_hooks(list(reversed(units)), only_certain=False)
 
 

@@ -70,7 +70,7 @@ def reshards_after_forward(given: object, mesh: DeviceMesh) -> bool:
 
 
 def check_offload_policy(policy: object) -> None:
-    """Refuse policies that offload.
+    """Reject policies that offload.
 
     Raises:
         ValueError: It is not None or torch's `OffloadPolicy()`, which offloads nothing.

@@ -16,7 +16,7 @@ from torch.distributed import fsdp
 
 from megatron_fsdp_v2.memory.trace_pool import TracePoolAllocator
 from megatron_fsdp_v2.runtime.context import check_at_least_one
-from megatron_fsdp_v2.runtime.end_of_backward import bring_to_rest, synchronise_gradients
+from megatron_fsdp_v2.runtime.end_of_backward import bring_to_idle, synchronize_gradients
 from megatron_fsdp_v2.runtime.forward_of_modules import begin_method, end_method, fail_method
 from megatron_fsdp_v2.runtime.torch_fsdp import TorchFSDPModule, show_state
 
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FSDPModule",
+    "make_idle",
     "named_units",
     "register_fsdp_forward_method",
-    "rest",
     "swap_class",
     "unit_of",
 ]
@@ -38,7 +38,7 @@ class FSDPModule(TorchFSDPModule):
 
     A plain mixin, not an `nn.Module`: the module's class becomes a subclass of this and of the
     class it had. Names and meaning follow PyTorch's FSDP2 where it has them, and the module is an
-    instance of `torch.distributed.fsdp.FSDPModule`; what that has and this has not is refused.
+    instance of `torch.distributed.fsdp.FSDPModule`; what that has and this has not is rejected.
     """
 
     # Libraries resolve the annotations of their subclasses, so this one names nothing of ours.
@@ -67,14 +67,14 @@ class FSDPModule(TorchFSDPModule):
     def reduce_grad(self) -> None:
         """Bring all gradients of this module and its units into `param.grad`. Collective.
 
-        A synchronised backward has done so already. Call it after backwards that were not
-        synchronised (`no_sync`), or where autograd was bypassed.
+        A synchronized backward has done so already. Call it after backwards that were not
+        synchronized (`no_sync`), or where autograd was bypassed.
         """
-        synchronise_gradients(unit_of(self).context, _units(self))
+        synchronize_gradients(unit_of(self).context, _units(self))
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Defer gradient synchronisation of this module and its units.
+        """Defer gradient synchronization of this module and its units.
 
         Gradients of the backwards inside, and of the first one after, are the same in the end.
         Where gradients are sharded between micro-batches (ZeRO-2, ZeRO-3), the inner axis is
@@ -94,7 +94,7 @@ class FSDPModule(TorchFSDPModule):
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Say whether following backwards synchronise gradients. See `no_sync`."""
+        """Say whether following backwards synchronize gradients. See `no_sync`."""
         for unit in _units(self, recurse=recurse):
             unit.requires_gradient_sync = requires_gradient_sync
             unit.requires_all_reduce = requires_gradient_sync
@@ -118,7 +118,7 @@ class FSDPModule(TorchFSDPModule):
 
         Raises:
             ValueError: The factor is not a positive number.
-            RuntimeError: Gradients are waiting to be synchronised.
+            RuntimeError: Gradients are waiting to be synchronized.
         """
         if not isinstance(factor, int | float) or not 0 < factor < float("inf"):
             raise ValueError(f"a gradient divide factor must be a positive number, got {factor!r}")
@@ -134,7 +134,7 @@ class FSDPModule(TorchFSDPModule):
         """Have this unit's reductions do nothing but add: gradients are scaled before.
 
         Raises:
-            RuntimeError: Gradients are waiting to be synchronised.
+            RuntimeError: Gradients are waiting to be synchronized.
         """
         name = "set_force_sum_reduction_for_comms"
         unit_of(self).set_scale(name, scales_first=bool(enable))
@@ -182,7 +182,7 @@ class FSDPModule(TorchFSDPModule):
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Say whether the next backward is the last one before the optimizer steps.
 
-        A backward that is not the last leaves synchronisation to the one that is.
+        A backward that is not the last leaves synchronization to the one that is.
         """
         for unit in _units(self):
             unit.is_last_backward = is_last_backward
@@ -196,7 +196,7 @@ class FSDPModule(TorchFSDPModule):
         parameter opts out by `param.requires_gradient_reduction = False` before `fully_shard`.
 
         Raises:
-            RuntimeError: Gradients are waiting to be synchronised.
+            RuntimeError: Gradients are waiting to be synchronized.
         """
         for unit in _units(self, recurse=recurse):
             unit.set_reduces(requires_gradient_reduction)
@@ -273,7 +273,7 @@ class FSDPModule(TorchFSDPModule):
         return allocator
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
-        """Refuse.
+        """Reject.
 
         Raises:
             RuntimeError: Always.
@@ -285,7 +285,7 @@ class FSDPModule(TorchFSDPModule):
 
     @override
     def __reduce__(self) -> NoReturn:
-        """Refuse.
+        """Reject.
 
         Raises:
             RuntimeError: Always.
@@ -372,7 +372,7 @@ def named_units(root: object) -> list[tuple[str, Unit]]:
     return [(name, unit) for unit, name in found.items()]
 
 
-def rest(root: nn.Module) -> None:
+def make_idle(root: nn.Module) -> None:
     """Have every module below hold its sharded parameters, whatever ran or failed before.
 
     No communication but waiting for what is under way. Nothing happens to modules without units.
@@ -380,7 +380,7 @@ def rest(root: nn.Module) -> None:
     Raises:
         RuntimeError: A backward is under way.
     """
-    bring_to_rest({unit.context for _, unit in named_units(root)})
+    bring_to_idle({unit.context for _, unit in named_units(root)})
 
 
 def _units(module: FSDPModule, *, recurse: bool = True) -> list[Unit]:

@@ -14,7 +14,7 @@ from torch.optim.optimizer import (
 from megatron_fsdp_v2.dtensor.optimizer_state import watch_state
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2.params.gathered_parameter import gathered_name
-from megatron_fsdp_v2.params.registration import find_home, num_retired
+from megatron_fsdp_v2.params.registration import find_owner_slot, num_retired
 from megatron_fsdp_v2.runtime.forward_of_modules import after_forward, post_forward, pre_forward
 from megatron_fsdp_v2.runtime.fsdp_module import unit_of
 
@@ -76,7 +76,7 @@ def _after_load(module: nn.Module, incompatible_keys: Any) -> None:
     del incompatible_keys
     unit = unit_of(module)
     for group in unit.held_groups:
-        group.settle_changes()
+        group.sync_external_changes()
     unit.reshard()
 
 
@@ -131,7 +131,7 @@ class _OptimizerWatch:
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for context in list(self._contexts):
             if any(unit.holds(stepped) for unit in context.units()):
-                context.weights_epoch += 1
+                context.weight_version += 1
 
 
 def _check_is_current(param: Any) -> None:
@@ -143,7 +143,7 @@ def _check_is_current(param: Any) -> None:
             "was built while they stood in place of the sharded ones, such as between a forward "
             "and its backward. Call reshard() on the model, then build it from model.parameters()"
         )
-    found = find_home(param)
+    found = find_owner_slot(param)
     if found is None:
         return
     group, home = found
@@ -157,12 +157,12 @@ def _check_is_current(param: Any) -> None:
 _WHOLE_MATRIX = {
     "Adafactor": "it factors whole matrices",
     "LBFGS": "it flattens all parameters into one vector and calls the model itself",
-    "Muon": "it orthogonalises whole matrices",
+    "Muon": "it orthogonalizes whole matrices",
 }
 
 
 def _check_is_elementwise(optimizer: Optimizer) -> None:
-    """Refuse optimizers of torch that compute with whole tensors, of which a rank holds rows."""
+    """Reject optimizers of torch that compute with whole tensors, of which a rank holds rows."""
     name = type(optimizer).__name__
     if type(optimizer).__module__.startswith("torch.optim") and name in _WHOLE_MATRIX:
         raise RuntimeError(

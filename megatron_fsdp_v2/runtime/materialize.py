@@ -11,17 +11,17 @@ from torch import nn
 
 from megatron_fsdp_v2.comm.errors import naming_failures
 from megatron_fsdp_v2.dtensor.tp_params import part_of
-from megatron_fsdp_v2.params.carried_attributes import carry_attributes
+from megatron_fsdp_v2.params.attributes import propagate_attributes
 from megatron_fsdp_v2.params.unset_values import is_unset, mark_unset, unset_like
 
 if TYPE_CHECKING:
     from megatron_fsdp_v2.comm.interface import Axis
     from megatron_fsdp_v2.params.registration import OwnedParameter
 
-__all__ = ["materialise"]
+__all__ = ["materialize"]
 
 
-def materialise(
+def materialize(
     owned: Sequence[OwnedParameter],
     modules: Sequence[tuple[str, nn.Module]],
     device: torch.device,
@@ -66,7 +66,7 @@ def materialise(
         _give_memory(parameter, device)
     for _, module in _children_first(modules):
         if id(module) in holders:
-            _initialise(module, param_init_fn)
+            _initialize(module, param_init_fn)
     for parameter in fresh:
         _take_over(parameter)
     buffers = [(one[1]._buffers[one[2]], one) for one in empty_buffers]
@@ -105,7 +105,7 @@ def _give_memory(parameter: OwnedParameter, device: torch.device) -> None:
         module._parameters[attribute] = made
 
 
-def _initialise(module: Any, param_init_fn: Callable[[nn.Module], None] | None) -> None:
+def _initialize(module: Any, param_init_fn: Callable[[nn.Module], None] | None) -> None:
     reset = getattr(module, "reset_parameters", None)
     with torch.no_grad():
         if param_init_fn is not None:
@@ -115,7 +115,7 @@ def _initialise(module: Any, param_init_fn: Callable[[nn.Module], None] | None) 
 
 
 def _take_over(parameter: OwnedParameter) -> None:
-    """Take values and marks from what an initialisation registered in a parameter's place.
+    """Take values and marks from what an initialization registered in a parameter's place.
 
     Transformer Engine's registers a parameter of its own over the same memory, and marks that one.
     """
@@ -133,7 +133,7 @@ def _take_over(parameter: OwnedParameter) -> None:
         if found.data_ptr() != made.data_ptr():
             with torch.no_grad():
                 made.copy_(found)
-        carry_attributes(found, made)
+        propagate_attributes(found, made)
         module._parameters[attribute] = made
 
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from megatron_fsdp_v2.comm.interface import Ticket
+    from megatron_fsdp_v2.comm.interface import Work
     from megatron_fsdp_v2.params.group import ParameterGroup
 
-__all__ = ["Reduction", "ReductionQueue", "RootPass", "Turns"]
+__all__ = ["OrderedReductions", "Reduction", "ReductionQueue", "RootPass"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,19 +23,19 @@ class Reduction:
 
     Attributes:
         group: Whose gradients.
-        ticket: Of the collective.
+        work: Of the collective.
         then_outer: Whether the outer axis is reduced next.
         async_op: Whether that one is asynchronous.
     """
 
     group: ParameterGroup
-    ticket: Ticket
+    work: Work
     then_outer: bool
     async_op: bool
 
 
 class ReductionQueue:
-    """Gradient reductions under way, and the sliding drain that bounds their buffers.
+    """Gradient reductions under way, and the bounded in-flight queue that limits their buffers.
 
     Attributes:
         max_live_grad_buffers: Units that may have full gradient buffers at a time, and units
@@ -48,12 +48,12 @@ class ReductionQueue:
     def __init__(self, max_live_grad_buffers: int) -> None:
         self.max_live_grad_buffers = max_live_grad_buffers
         self._pending: deque[list[Reduction]] = deque()
-        self._outer: deque[list[tuple[ParameterGroup, Ticket]]] = deque()
+        self._outer: deque[list[tuple[ParameterGroup, Work]]] = deque()
 
     def __len__(self) -> int:
         return len(self._pending)
 
-    def make_room_to_reduce(self) -> None:
+    def reserve_for_reduction(self) -> None:
         """Wait until one more unit's reductions may be under way."""
         # Full buffers that collected several micro-batches are all there, and none had to wait.
         while len(self._pending) >= self.max_live_grad_buffers:
@@ -69,7 +69,7 @@ class ReductionQueue:
         if not self._has_inner(group):
             self._issue_outer([(group, True)])
 
-    def make_room(self, group: ParameterGroup) -> None:
+    def reserve(self, group: ParameterGroup) -> None:
         """Wait until another unit's full buffer fits, and until this group's own is free."""
         while len(self._pending) >= self.max_live_grad_buffers or self._has_inner(group):
             self.drain_one()
@@ -79,7 +79,7 @@ class ReductionQueue:
         oldest, following = self._pending.popleft(), []
         with self._range(oldest[0].group):
             for reduction in oldest:
-                reduction.ticket.wait()
+                reduction.work.wait()
                 grads = reduction.group.grads
                 assert grads is not None
                 grads.release()
@@ -103,10 +103,10 @@ class ReductionQueue:
         """Forget everything after a failed backward; waits, since buffers may be in use."""
         for issued in self._pending:
             for reduction in issued:
-                reduction.ticket.wait()
+                reduction.work.wait()
         for under_way in self._outer:
-            for _, ticket in under_way:
-                ticket.wait()
+            for _, work in under_way:
+                work.wait()
         self._pending.clear()
         self._outer.clear()
 
@@ -128,8 +128,8 @@ class ReductionQueue:
     def _drain_one_outer(self) -> None:
         done = self._outer.popleft()
         with self._range(done[0][0]):
-            for _, ticket in done:
-                ticket.wait()
+            for _, work in done:
+                work.wait()
         # Two reductions of one group in a backward share its partial shard: the last one frees it.
         still_used = {id(group) for under_way in self._outer for group, _ in under_way}
         for group, _ in done:
@@ -163,7 +163,7 @@ class RootPass[UnitT]:
         return self._uses.get(unit, 0)
 
 
-class Turns[UnitT]:
+class OrderedReductions[UnitT]:
     """When each unit is reduced in a backward, so that ranks do the same.
 
     Once, after the last of its uses: a rank may use the unit's parameters more often than another,
@@ -214,7 +214,7 @@ class Turns[UnitT]:
             self._next += 1
         return ready
 
-    def rest(self) -> list[UnitT]:
+    def remaining(self) -> list[UnitT]:
         """The backward is over; return the units that have to have had a turn, and had none."""
         if not self.in_order:
             return []

@@ -68,7 +68,7 @@ class TorchFSDPModule(fsdp.FSDPModule):
 
     # Other wrappers find parameters through these two.
     def named_modules(self, *args: Any, **kwargs: Any) -> Any:
-        """See `torch.nn.Module`; refuses wrappers that would communicate what is sharded here.
+        """See `torch.nn.Module`; rejects wrappers that would communicate what is sharded here.
 
         Raises:
             RuntimeError: Such a wrapper asks.
@@ -114,20 +114,20 @@ def _check_conversion(unit: Unit, convert: Callable[[torch.Tensor], torch.Tensor
             )
 
 
-def _refused(name: str, instead: str) -> Callable[..., Any]:
-    def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
+def _rejected(name: str, instead: str) -> Callable[..., Any]:
+    def reject(self: Any, *args: Any, **kwargs: Any) -> Any:
         del args, kwargs
         raise RuntimeError(
             f"{type(self).__name__} was sharded by megatron_fsdp_v2, which has no {name}: {instead}"
         )
 
-    refuse.__name__ = name
-    refuse.__doc__ = f"Refuse: {instead}.\n\n        Raises:\n            RuntimeError: Always."
-    return refuse
+    reject.__name__ = name
+    reject.__doc__ = f"Reject: {instead}.\n\n        Raises:\n            RuntimeError: Always."
+    return reject
 
 
 for _name, _instead in REFUSED_METHODS.items():
-    setattr(TorchFSDPModule, _name, _refused(_name, _instead))
+    setattr(TorchFSDPModule, _name, _rejected(_name, _instead))
 
 
 class _NoStates:
@@ -153,7 +153,7 @@ class UnitState:
         self._fsdp_param_groups: Sequence[Any] = ()
 
     def __getattr__(self, name: str) -> Any:
-        """Refuse whatever else FSDP2 keeps.
+        """Reject whatever else FSDP2 keeps.
 
         Raises:
             AttributeError: Always.
@@ -184,7 +184,7 @@ class UnitState:
 def show_state(module: nn.Module) -> None:
     """Have `torch.distributed.fsdp.fully_shard.state(module)` find something.
 
-    Torch's `fully_shard` refuses a module that has a state, so nothing is sharded twice.
+    Torch's `fully_shard` rejects a module that has a state, so nothing is sharded twice.
     """
     states = module.__dict__.setdefault(STATE_KEY, {})
     states[_THEIR_FUNCTION] = UnitState(module)

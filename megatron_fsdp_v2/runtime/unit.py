@@ -22,9 +22,9 @@ from megatron_fsdp_v2.params.autograd import (
 )
 from megatron_fsdp_v2.runtime.end_of_backward import (
     EndOfBackward,
-    finish_turns,
+    finish_ordered_reductions,
     needs_repair,
-    reduce_in_turn,
+    reduce_in_order,
     repair,
 )
 from megatron_fsdp_v2.runtime.reduction_queue import Reduction, RootPass
@@ -43,7 +43,7 @@ __all__ = ["Phase", "Unit"]
 class Phase(enum.Enum):
     """What a unit is doing."""
 
-    RESTING = "resting"
+    IDLE = "idle"
     """Not running; its modules hold sharded parameters unless something is kept gathered."""
     FORWARD = "forward"
     """Inside its forward, for the first time or as a recomputation."""
@@ -52,10 +52,10 @@ class Phase(enum.Enum):
 
 
 LEGAL_MOVES = {
-    (Phase.RESTING, Phase.FORWARD),
-    (Phase.FORWARD, Phase.RESTING),
-    (Phase.RESTING, Phase.BACKWARD),
-    (Phase.BACKWARD, Phase.RESTING),
+    (Phase.IDLE, Phase.FORWARD),
+    (Phase.FORWARD, Phase.IDLE),
+    (Phase.IDLE, Phase.BACKWARD),
+    (Phase.BACKWARD, Phase.IDLE),
     # A recomputation may stop in the middle of the forward, once it has all it needs.
     (Phase.FORWARD, Phase.BACKWARD),
 }
@@ -72,17 +72,17 @@ class Unit:
         left_to_run: Of several modules, those whose forward is still to come in this pass.
         method_frame: Of whoever calls a method that runs as its forward, while that runs.
         groups: Its parameter groups, which it reduces.
-        borrowed: Groups of other units that hold a parameter tied to one of its own; gathered
+        tied_groups: Groups of other units that hold a parameter tied to one of its own; gathered
             with it, reduced by their owner.
-        held_groups: Groups it gathers: its own and those it borrows.
+        held_groups: Groups it gathers: its own and those it shares.
         context: What it shares with the other units under its root.
         policy: Dtypes of inputs and outputs.
         phase: What it is doing.
         is_root: Whether its module is the outermost one.
         reshard_after_forward: Whether gathered weights are dropped between forward and backward.
         reshard_after_backward: Whether they are dropped after a backward.
-        requires_gradient_sync: Whether its backward is the one that synchronises.
-        requires_all_reduce: Likewise, where there is an outer axis to synchronise along.
+        requires_gradient_sync: Whether its backward is the one that synchronizes.
+        requires_all_reduce: Likewise, where there is an outer axis to synchronize along.
         is_last_backward: Whether the next backward is the last before the optimizer steps.
         forward_prefetch: Units to gather when its forward starts, instead of the recorded next.
         backward_prefetch: Likewise for its backward.
@@ -95,7 +95,7 @@ class Unit:
         self,
         modules: Sequence[nn.Module],
         groups: Sequence[ParameterGroup],
-        borrowed: Sequence[ParameterGroup],
+        tied_groups: Sequence[ParameterGroup],
         context: Context[Unit],
         policy: MixedPrecisionPolicy,
         *,
@@ -108,11 +108,11 @@ class Unit:
         self.left_to_run: set[int] = set()
         self.method_frame: FrameType | None = None
         self.groups = list(groups)
-        self.borrowed = list(borrowed)
-        self.held_groups = [*self.groups, *self.borrowed]
+        self.tied_groups = list(tied_groups)
+        self.held_groups = [*self.groups, *self.tied_groups]
         self.context = context
         self.policy = policy
-        self.phase = Phase.RESTING
+        self.phase = Phase.IDLE
         self.is_root = True
         self.reshard_after_forward = reshard_after_forward
         self.reshard_after_backward = True
@@ -126,7 +126,7 @@ class Unit:
         self._is_unsharded = False
         # Forwards whose backward is still to come; some may never come.
         self._num_awaited = 0
-        self._owes_reduction = False
+        self._has_pending_reduction = False
         # Of the forward that runs now.
         self._running: tuple[_Use, Inputs, int] | None = None
 
@@ -150,9 +150,9 @@ class Unit:
         return self._num_awaited > 0 or self.phase is Phase.BACKWARD
 
     @property
-    def is_resting(self) -> bool:
+    def is_idle(self) -> bool:
         """Whether neither its forward nor its backward is under way."""
-        return self.phase is Phase.RESTING
+        return self.phase is Phase.IDLE
 
     @property
     def skips_safely(self) -> bool:
@@ -201,10 +201,10 @@ class Unit:
                 check_units(self.context)
             if self.context.check_ranks is CheckRanks.ALWAYS and not self.skips_safely:
                 compare_unit(self.context, self, "gather")
-            epoch, in_forward = self.context.weights_epoch, not in_backward()
+            weight_version, in_forward = self.context.weight_version, not in_backward()
             for index, group in enumerate(self.held_groups):
                 try:
-                    group.unshard(epoch, in_forward=in_forward, async_op=async_op)
+                    group.unshard(weight_version, in_forward=in_forward, async_op=async_op)
                 except Exception:
                     for held in self.held_groups[:index]:
                         held.reshard()
@@ -226,7 +226,7 @@ class Unit:
                 group.wait_for_unshard()
 
     def reshard(self) -> None:
-        """Install sharded parameters and drop gathered weights. Harmless when resharded."""
+        """Install sharded parameters and drop gathered weights. Idempotent."""
         if not self._is_unsharded:
             return
         with self._range("reshard"):
@@ -238,15 +238,15 @@ class Unit:
         """Drop weights left gathered that were stepped, frozen or unfrozen since."""
         if not self._is_unsharded:
             return
-        epoch = self.context.weights_epoch
-        if any(group.is_stale(epoch) or group.is_refrozen() for group in self.held_groups):
+        weight_version = self.context.weight_version
+        if any(group.is_stale(weight_version) or group.is_refrozen() for group in self.held_groups):
             self.reshard()
 
     def _reshard_if_replaced(self) -> None:
         """Take in parameters that were assigned while weights were gathered."""
         if self._is_unsharded and any([group.is_replaced() for group in self.held_groups]):
             for group in self.held_groups:
-                group.settle_changes()
+                group.sync_external_changes()
             self.reshard()
 
     def check_no_late_gradient(self) -> None:
@@ -264,7 +264,7 @@ class Unit:
                 self._begin_pass()
             if self.phase is not Phase.BACKWARD:
                 self.move(Phase.FORWARD)
-            self.context.arrive(self)
+            self.context.on_unit_use(self)
             if recomputes:
                 self.context.recompute(self)
             else:
@@ -301,11 +301,11 @@ class Unit:
             has_grad = torch.is_grad_enabled()
             if in_backward():
                 if self.phase is Phase.FORWARD:
-                    self.move(Phase.RESTING)
+                    self.move(Phase.IDLE)
                     self.context.keep_recomputed(self)
             else:
                 context = self.context
-                self.move(Phase.RESTING)
+                self.move(Phase.IDLE)
                 ends_pass = context.is_pass_of(self)
                 if ends_pass:
                     # An optimizer may write the weights next.
@@ -340,7 +340,7 @@ class Unit:
         if in_backward():
             return
         if self.phase is Phase.FORWARD:
-            self.move(Phase.RESTING)
+            self.move(Phase.IDLE)
         if self.context.is_pass_of(self):
             self.context.end_forward(failed=True)
 
@@ -351,10 +351,10 @@ class Unit:
 
     def note_use(self) -> None:
         """Have reductions of what this forward computed with wait for its backward."""
-        if self.context.turns is None:
+        if self.context.ordered_reductions is None:
             return
         self.context.root_pass.add_use(self)
-        for group in self.borrowed:
+        for group in self.tied_groups:
             owner = group.watcher()
             if owner is not None:
                 self.context.root_pass.add_use(cast("Unit", owner))
@@ -385,11 +385,11 @@ class Unit:
         # nor does being ready for gradients: a rank without any still reduces with the others.
         for unit in units:
             for group in unit.groups:
-                group.thaw_if_trained()
+                group.unfreeze_if_trained()
                 if not group.weights.is_refreshed_locally and not group.is_held:
-                    group.settle_changes()
+                    group.sync_external_changes()
                     ahead = context.unshard_prefetch_depth > 0
-                    group.refresh(context.weights_epoch, async_op=ahead)
+                    group.refresh(context.weight_version, async_op=ahead)
 
     def abandon_step(self) -> None:
         """Forget what an exception left behind in any unit of this root.
@@ -435,9 +435,9 @@ class Unit:
             self.move(Phase.BACKWARD)
             if not use.tells_its_end:
                 context.note_nearly_over(use)
-            self._owes_reduction = True
+            self._has_pending_reduction = True
             context.forget_recomputed(self)
-            context.arrive(self)
+            context.on_unit_use(self)
             self.unshard(async_op=False)
             self.wait_for_unshard()
             depth = context.unshard_prefetch_depth
@@ -454,7 +454,7 @@ class Unit:
             torch.autograd.Variable._execution_engine.queue_callback(end)
         elif passed is not context.backward_pass:
             # One backward of several forwards of the root: each has a round of its own.
-            finish_turns(context)
+            finish_ordered_reductions(context)
             context.begin_turns(passed)
 
     def post_backward(self, use: _Use) -> None:
@@ -472,17 +472,17 @@ class Unit:
         self.context.forget_nearly_over(use)
         with self._range("post_backward"):
             self._num_awaited = max(0, self._num_awaited - 1)
-            turns = self.context.turns
+            turns = self.context.ordered_reductions
             if turns is None:
-                self._owes_reduction = True
-                self.reduce_grad(synchronise=self.syncs_gradients)
+                self._has_pending_reduction = True
+                self.reduce_grad(synchronize=self.syncs_gradients)
             else:
-                owners = (cast("Unit | None", group.watcher()) for group in self.borrowed)
+                owners = (cast("Unit | None", group.watcher()) for group in self.tied_groups)
                 for finished in (self, *(owner for owner in owners if owner is not None)):
-                    reduce_in_turn(turns.done(finished))
+                    reduce_in_order(turns.done(finished))
             if self.reshard_after_backward:
                 self.reshard()
-            self.move(Phase.RESTING)
+            self.move(Phase.IDLE)
 
     def before_gradient(self, group: ParameterGroup) -> None:
         """A gradient arrives: its backward has to be one that is finished, with weights in place.
@@ -508,76 +508,76 @@ class Unit:
             "sharding_strategy='optim_grads'"
         )
 
-    def make_room(self, group: ParameterGroup) -> None:
+    def reserve(self, group: ParameterGroup) -> None:
         """Before one of its full gradient buffers is given memory: see to older reductions."""
-        self.context.reductions.make_room(group)
+        self.context.reductions.reserve(group)
 
-    def reduce_grad(self, *, synchronise: bool) -> None:
+    def reduce_grad(self, *, synchronize: bool) -> None:
         """Reduce gradients that arrived, as far as asked for. Collective.
 
         A unit whose backward ran takes part with all its groups: which of them got a gradient
         may differ between ranks.
 
         Args:
-            synchronise: Whether to go all the way into `param.grad`, where gradients are
+            synchronize: Whether to go all the way into `param.grad`, where gradients are
                 otherwise left unreduced between micro-batches.
         """
         asynchronous = self.context.enable_async_reduce_grad
-        owes, self._owes_reduction = self._owes_reduction, False
+        is_pending, self._has_pending_reduction = self._has_pending_reduction, False
         issued: list[Reduction] = []
         with self._range("reduce_grad"):
             for group in self.groups:
                 grads = group.grads
-                if grads is None or (grads.collects_unsynced and not synchronise):
+                if grads is None or (grads.accumulates_unreduced and not synchronize):
                     continue
-                if not grads.has_gradient and not (owes and group.is_trained):
+                if not grads.has_gradient and not (is_pending and group.is_trained):
                     continue
                 if not issued:
-                    self.context.reductions.make_room_to_reduce()
+                    self.context.reductions.reserve_for_reduction()
                     if self.context.check_ranks is CheckRanks.ALWAYS:
                         compare_unit(self.context, self, "reduce")
                 has_outer = grads.has_outer_axis
-                ticket = group.reduce_inner(async_op=asynchronous, is_final=not has_outer)
-                issued.append(Reduction(group, ticket, has_outer and synchronise, asynchronous))
+                work = group.reduce_inner(async_op=asynchronous, is_final=not has_outer)
+                issued.append(Reduction(group, work, has_outer and synchronize, asynchronous))
             self.context.reductions.push(issued)
             if not asynchronous:
                 self.context.reductions.drain()
 
-    def finish_gradients(self, *, synchronise: bool) -> None:
+    def finish_gradients(self, *, synchronize: bool) -> None:
         """Reduce what is left, also along the outer axis where that is all that is left."""
-        self.reduce_grad(synchronise=synchronise)
-        if synchronise:
+        self.reduce_grad(synchronize=synchronize)
+        if synchronize:
             for group in self.groups:
                 if group.grads is not None and group.grads.has_partial:
                     self.context.reductions.push_outer(group)
 
     def finish_backward(self) -> None:
         """At the end of a backward: reduce what is left, rest."""
-        self.finish_gradients(synchronise=self.syncs_gradients)
+        self.finish_gradients(synchronize=self.syncs_gradients)
         if self.reshard_after_backward:
             self.reshard()
         if self.phase is Phase.BACKWARD:
             # Its inputs need no gradients, so nothing told the end of its backward.
             self._num_awaited = max(0, self._num_awaited - 1)
-        self.phase = Phase.RESTING
+        self.phase = Phase.IDLE
         self.left_to_run.clear()
 
-    def owe_reduction(self) -> None:
+    def expect_reduction(self) -> None:
         """Have its next reduction take place also where no gradient arrived."""
-        self._owes_reduction = True
+        self._has_pending_reduction = True
 
     def forget_failure(self) -> None:
         """Rest, whatever was under way."""
-        self.phase = Phase.RESTING
+        self.phase = Phase.IDLE
         self.left_to_run.clear()
         self._num_awaited = 0
-        self._owes_reduction = False
+        self._has_pending_reduction = False
 
     def set_reduces(self, reduces: bool) -> None:
         """Say whether gradients are summed over ranks.
 
         Raises:
-            RuntimeError: Gradients are waiting to be synchronised.
+            RuntimeError: Gradients are waiting to be synchronized.
         """
         self._check_is_between_steps("set_requires_gradient_reduction")
         for group in self.groups:
@@ -595,7 +595,7 @@ class Unit:
             scales_first: Whether it is applied to what is sent; None to keep that.
 
         Raises:
-            RuntimeError: Gradients are waiting to be synchronised.
+            RuntimeError: Gradients are waiting to be synchronized.
         """
         self._check_is_between_steps(method)
         for group in self.groups:
@@ -605,7 +605,7 @@ class Unit:
         for group in self.groups:
             if group.grads is not None and (group.grads.has_partial or group.grads.has_gradient):
                 raise RuntimeError(
-                    f"{self.name} has gradients that are not synchronised yet; call {method} "
+                    f"{self.name} has gradients that are not synchronized yet; call {method} "
                     "between steps"
                 )
 

@@ -42,7 +42,7 @@ class Checkable(Reshardable, Protocol):
     fqn: str
     class_name: str
     groups: list[ParameterGroup]
-    borrowed: list[ParameterGroup]
+    tied_groups: list[ParameterGroup]
     unset: Sequence[tuple[str, Callable[[], torch.Tensor | None]]]
 
     @property
@@ -60,7 +60,7 @@ def check_units[UnitT: Checkable](context: Context[UnitT]) -> None:
     context.is_checked = True
     units = context.units()
     for unit in units:
-        for group in unit.borrowed:
+        for group in unit.tied_groups:
             if not any(group in other.groups for other in units):
                 raise RuntimeError(
                     f"{unit.name} shares a parameter with {group.name}, which belongs to "
@@ -141,7 +141,7 @@ def check_has_values(unit: Checkable) -> None:
     """
     waiting = unit.unset
     for group in unit.groups:
-        group.settle_changes()
+        group.sync_external_changes()
     found = [tensor is not None and is_unset(tensor) for tensor in (get() for _, get in waiting)]
     # A rank that holds no row of a parameter hears of it from those that do.
     for group in unit.groups[:1]:

@@ -102,7 +102,7 @@ class Training:
         optimizer: Makes the optimizer.
         num_steps: Optimizer steps.
         num_micro: Backwards in a step.
-        defers: Whether gradients are synchronised in the last backward of a step alone.
+        defers: Whether gradients are synchronized in the last backward of a step alone.
         options: Arguments of `fully_shard`.
     """
 

@@ -123,7 +123,7 @@ def epoch(accelerator: Any, model: Any, optimizer: Any, loader: Any, schedule: A
 def accelerated(
     strategy: str, folder: Path | None = None, *, tied: bool = False, **options: Any
 ) -> Shown:
-    """A training of two epochs; with a folder, all is made anew and loaded between them."""
+    """A training of two epochs; with a folder, all is rebuilt and loaded between them."""
     accelerator = accelerator_with(**options)
     parts = prepared(accelerator, strategy, tied=tied)
     losses, norms = epoch(accelerator, *parts)

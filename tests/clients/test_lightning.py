@@ -152,7 +152,7 @@ def fitted(strategy: str | None, *, resumed: Path | None = None, **options: Any)
 
     Args:
         strategy: How to shard, if at all.
-        resumed: Stop after the first epoch, save a checkpoint here, and go on with all made anew.
+        resumed: Stop after the first epoch, save a checkpoint here, and go on with all rebuilt.
         options: For the trainer.
     """
     steps = [STEPS] if resumed is None else [STEPS // 2, STEPS]

@@ -129,7 +129,7 @@ def test_adapters_beside_frozen_weights_train_as_they_do_unsharded(
 
 
 def difference_after_resuming(folder: str) -> float:
-    """The same where all is made anew in the middle and loaded from a checkpoint."""
+    """The same where all is rebuilt in the middle and loaded from a checkpoint."""
     model, optimizer = sharded()
     ranks = [dist.get_rank()]
     losses, norms = train(model, optimizer, ranks, range(STEPS // 2))

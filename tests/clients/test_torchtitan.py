@@ -190,7 +190,7 @@ def test_llama3_with_replicas_of_shards_trains_as_it_does_unsharded(
 
 
 def difference_after_resuming(folder: str) -> float:
-    """The same where all is made anew in the middle and loaded by torchtitan's checkpointer."""
+    """The same where all is rebuilt in the middle and loaded by torchtitan's checkpointer."""
     losses, norms = [], []
     for first in (0, STEPS // 2):
         job = Job(job_config(folder))

@@ -114,7 +114,7 @@ class GroupedColumn(Part):
         return torch.tanh(torch.einsum("ti,eoi->teo", self.copy(x), self.weight))
 
     def get_extra_state(self) -> torch.Tensor:
-        """As quantised modules have it: bytes, of another length on every rank."""
+        """As quantized modules have it: bytes, of another length on every rank."""
         return torch.zeros(3 + dist.get_rank(), dtype=torch.uint8)
 
     def set_extra_state(self, state: Any) -> None:

@@ -46,7 +46,7 @@ def _tied_but_different() -> None:
 
 
 class _Bare(nn.Module):
-    """A module that cannot initialise itself."""
+    """A module that cannot initialize itself."""
 
     def __init__(self) -> None:
         super().__init__()

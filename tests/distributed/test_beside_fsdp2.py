@@ -139,7 +139,7 @@ def methods(make: Callable[..., Any]) -> dict[str, Any]:
 
 
 def accumulated(make: Callable[..., Any], how: str) -> list[torch.Tensor]:
-    """Gradients of three micro-batches, of which the last one synchronises."""
+    """Gradients of three micro-batches, of which the last one synchronizes."""
     model = make()
     for micro in range(3):
         is_last = micro == 2

@@ -141,7 +141,7 @@ def _loads_other_model(folder: str) -> list[str]:
     return errors
 
 
-def test_another_model_is_refused_with_names_and_shapes(pools: RankPools, tmp_path: Path) -> None:
+def test_another_model_is_rejected_with_names_and_shapes(pools: RankPools, tmp_path: Path) -> None:
     for shapes, names, warning, counts in pools(2).run(_loads_other_model, str(tmp_path / "saved")):
         assert "model.up.weight is (8, 5) there and (9, 5) here" in shapes
         assert "missing in the checkpoint: model.weight, model.bias" in names
@@ -183,13 +183,13 @@ def _two_saves(folder: str) -> list[Any]:
 
 
 def test_two_saves_to_one_path_do_not_mix(pools: RankPools, tmp_path: Path) -> None:
-    for refused, extra in pools(2).run(_two_saves, str(tmp_path / "saved")):
-        assert "is under way" in refused
+    for rejected, extra in pools(2).run(_two_saves, str(tmp_path / "saved")):
+        assert "is under way" in rejected
         assert extra == 3
     assert sorted(path.name for path in tmp_path.iterdir()) == ["saved"]
 
 
-def _refused_on_one_rank(folder: str) -> list[str]:
+def _rejected_on_one_rank(folder: str) -> list[str]:
     """Errors where only the last rank cannot save, and what is there afterwards."""
     model, last = net(), dist.get_rank() == dist.get_world_size() - 1
     kind: Any = CheckpointError
@@ -206,7 +206,7 @@ def _refused_on_one_rank(folder: str) -> list[str]:
 
 
 def test_what_one_rank_cannot_save_is_an_error_on_all(pools: RankPools, tmp_path: Path) -> None:
-    first, second, last = pools(3).run(_refused_on_one_rank, str(tmp_path / "saved"))
+    first, second, last = pools(3).run(_rejected_on_one_rank, str(tmp_path / "saved"))
     for unkept, busy, extra in (first, second):
         assert "rank 2 could not save to" in unkept and "does not keep" in unkept
         assert "rank 2 could not save to" in busy and "is under way" in busy

@@ -59,7 +59,7 @@ def _reads(folder: str) -> tuple[int, list[float]]:
     return extra, found.unique().tolist()
 
 
-def _refused(folder: str) -> str:
+def _rejected(folder: str) -> str:
     return said(CheckpointError, lambda: checkpoint.load(folder, _model(0.0)))
 
 
@@ -68,7 +68,7 @@ def test_a_rank_killed_anywhere_in_a_save_leaves_a_whole_checkpoint(
     pools: RankPools, tmp_path: Path
 ) -> None:
     points = random.Random(0)
-    outcomes, num_refused = [], 0
+    outcomes, num_rejected = [], 0
     for number in range(POINTS):
         folder = tmp_path / str(number) / "saved"
         folder.parent.mkdir()
@@ -80,15 +80,15 @@ def test_a_rank_killed_anywhere_in_a_save_leaves_a_whole_checkpoint(
         outcomes.append(extra)
         left = {path.name for path in folder.parent.iterdir()}
         for incomplete in folder.parent.glob("saved.*.incomplete"):
-            (error,) = pools(1).run(_refused, str(incomplete))
+            (error,) = pools(1).run(_rejected, str(incomplete))
             assert "cut short" in error
-            num_refused += 1
+            num_rejected += 1
         # The next job takes over the lock, and removes what is left.
         pools(1).run(_saves_often, str(folder), 3, 1)
         assert [path.name for path in folder.parent.iterdir()] == ["saved"], left
     # Some kills came while the new checkpoint was written.
     assert 1 in outcomes
-    assert num_refused
+    assert num_rejected
 
 
 def _limited(folder: str, is_async: bool) -> list[str]:
@@ -176,8 +176,8 @@ def test_a_save_whose_process_group_ends_fails_and_leaves_what_was_there(
 
 
 def _saves_often(folder: str, first: int, num_saves: int) -> tuple[int, int]:
-    """Saves that came to their end, and those that were refused."""
-    done, refused = 0, 0
+    """Saves that came to their end, and those that were rejected."""
+    done, rejected = 0, 0
     for number in range(num_saves):
         value = first + 2 * number
         try:
@@ -185,8 +185,8 @@ def _saves_often(folder: str, first: int, num_saves: int) -> tuple[int, int]:
             done += 1
         except (RuntimeError, CheckpointError) as error:
             assert "by another job is under way" in str(error), error
-            refused += 1
-    return done, refused
+            rejected += 1
+    return done, rejected
 
 
 def test_two_jobs_that_save_to_one_path_and_one_that_reads_never_mix(
@@ -208,7 +208,7 @@ def test_two_jobs_that_save_to_one_path_and_one_that_reads_never_mix(
     counts = [job.result() for job in running]
     for of_job in counts:
         assert len(set(of_job)) == 1
-    assert all(done + refused == 15 for ((done, refused), *_) in counts)
+    assert all(done + rejected == 15 for ((done, rejected), *_) in counts)
     assert sum(done for ((done, _), *_) in counts) >= 2
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fsdp_v2.comm import backends
-from megatron_fsdp_v2.comm.interface import Axis, Lane
+from megatron_fsdp_v2.comm.interface import Axis, CommStream
 from tests.distributed.allocations import peak_nbytes
 from tests.ranks import RankPools
 
@@ -40,17 +40,17 @@ def cases_with_other_bits(chunk: int) -> list[str]:
                 total = piece if other == 0 else total + piece
             into = torch.ones(NUMEL)
             expected = torch.add(into, total, alpha=scale) if accumulate else total * scale
-            ticket = communicator.reduce_scatter(
+            work = communicator.reduce_scatter(
                 into,
                 _full(rank, wire),
                 _axis(),
-                Lane.REDUCE,
+                CommStream.REDUCE,
                 scale=scale,
                 accumulate=accumulate,
                 async_op=True,
             )
-            ticket.wait()
-            ticket.wait()
+            work.wait()
+            work.wait()
             if not torch.equal(into, expected):
                 found.append(f"{wire} {accumulate} {scale}")
     finally:
@@ -73,7 +73,7 @@ def bytes_of_a_reduction() -> tuple[int, int]:
     def reduce() -> None:
         communicator = backends.CpuCommunicator()
         options = {"scale": 1.0, "accumulate": False, "async_op": True}
-        communicator.reduce_scatter(into, full, _axis(), Lane.REDUCE, **options).wait()  # type: ignore[arg-type]
+        communicator.reduce_scatter(into, full, _axis(), CommStream.REDUCE, **options).wait()  # type: ignore[arg-type]
 
     reduce()
     return peak_nbytes(reduce), 4 * NUMEL

@@ -435,7 +435,7 @@ def summary_and_storages(mesh_name: str, strategy: str, policy: Any) -> tuple[An
     columns = [f"{role}_nbytes" for role in ("main_weight", "model_weight", "main_grad")]
     columns += ["gathered_nbytes", "full_grad_nbytes"]
     told = [tuple(getattr(row, column) for column in columns) for row in summary.rows]
-    return told, real, (summary.num_params, summary.numel, summary.resting_nbytes)
+    return told, real, (summary.num_params, summary.numel, summary.steady_nbytes)
 
 
 @pytest.mark.parametrize("mesh_name", MESHES)
@@ -558,18 +558,18 @@ def test_ranges_of_every_phase_and_unit_are_in_a_trace_when_on_and_none_when_off
 # -- bad input --------------------------------------------------------------------------------
 
 
-def test_a_module_without_units_is_refused_by_name() -> None:
+def test_a_module_without_units_is_rejected_by_name() -> None:
     for look in (parameter_norms, find_nonfinite, check_no_overlap, group_summary, profile_ranges):
         with pytest.raises(ValueError, match="Stack contains no sharded module"):
             look(models.Stack())
 
 
-def orders_refused() -> None:
+def orders_rejected() -> None:
     model = _sharded("1")
     for order in (0.0, -math.inf, math.nan):
         with pytest.raises(ValueError, match="must be above 0"):
             parameter_norms(model, order)
 
 
-def test_an_order_that_is_no_norm_is_refused(pools: RankPools) -> None:
-    pools(1).run(orders_refused)
+def test_an_order_that_is_no_norm_is_rejected(pools: RankPools) -> None:
+    pools(1).run(orders_rejected)

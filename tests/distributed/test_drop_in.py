@@ -119,7 +119,7 @@ def whole_matrix_optimizers() -> dict[str, str]:
     return said
 
 
-def test_an_optimizer_that_needs_whole_tensors_is_refused_by_name(pools: RankPools) -> None:
+def test_an_optimizer_that_needs_whole_tensors_is_rejected_by_name(pools: RankPools) -> None:
     for said in pools(2).run(whole_matrix_optimizers):
         for name, message in said.items():
             assert name in message
@@ -372,6 +372,6 @@ def said_about_an_integer() -> str:
     return "nothing"
 
 
-def test_a_partial_reshard_after_forward_is_refused(pools: RankPools) -> None:
+def test_a_partial_reshard_after_forward_is_rejected(pools: RankPools) -> None:
     for said in pools(4).run(said_about_an_integer):
         assert "reshard_after_forward" in said

@@ -201,7 +201,7 @@ def several_as_one_unit() -> tuple[dict[str, float], int, int, list[str]]:
         model.uses_output = False
         model(batch(0))
     unit = unit_of(model.output)
-    assert unit is unit_of(model.input) and not unit.is_unsharded and unit.is_resting
+    assert unit is unit_of(model.input) and not unit.is_unsharded and unit.is_idle
     return distances, whole, wire.count("all_gather") - whole, [unit.name, *unit.groups[0].names]
 
 

@@ -45,7 +45,7 @@ def test_no_method_of_any_version_of_fsdp2_reaches_into_its_own_state() -> None:
 
 
 def kinds_and_refusals() -> tuple[list[bool], list[str], list[str]]:
-    """Instances; what refused methods say; types of a slice and of what is in it."""
+    """Instances; what rejected methods say; types of a slice and of what is in it."""
     model = _sharded(nn.Sequential(Block(), Block(), nn.Linear(WIDTH, 2)))
     said = []
     for name in REFUSED_METHODS:

@@ -126,7 +126,7 @@ def test_gradients_accumulate_without_the_outer_axis(pools: RankPools, strategy:
         assert outer == 0
 
 
-def accepted_and_refused() -> list[str]:
+def accepted_and_rejected() -> list[str]:
     """What methods say to values without a meaning here, and that others are taken."""
     model: Any = wrap(Stack())
     model.set_unshard_in_backward(True)
@@ -143,8 +143,8 @@ def accepted_and_refused() -> list[str]:
     ]
 
 
-def test_values_without_a_meaning_are_refused(pools: RankPools) -> None:
-    for unshard, buffers, hook in pools(2).run(accepted_and_refused):
+def test_values_without_a_meaning_are_rejected(pools: RankPools) -> None:
+    for unshard, buffers, hook in pools(2).run(accepted_and_rejected):
         assert "the root (Stack) is gathered in its backward all the same" in unshard
         assert "max_input_buffers must be a whole number of at least 1, got 0" in buffers
         assert "give fully_shard a 2-D mesh" in hook

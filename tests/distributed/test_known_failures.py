@@ -109,7 +109,7 @@ def parameters_left_behind() -> list[str]:
     """Parameters that a step leaves where they were, with gradients of another dtype."""
     found = []
     for grads in (torch.bfloat16, torch.float64):
-        # Torch's other implementations refuse this by themselves, for plain tensors too.
+        # Torch's other implementations reject this by themselves, for plain tensors too.
         policy = MixedPrecisionPolicy(main_grads_dtype=grads)
         model = wrap(Stack(), mp_policy=policy)
         before = [p.full_tensor() for p in model.parameters()]
@@ -248,7 +248,7 @@ def fused_steps() -> tuple[float, int, int, int]:
     )
 
 
-def test_r7_4_a_fused_optimizer_with_empty_shards_leaves_their_neighbours_right(
+def test_r7_4_a_fused_optimizer_with_empty_shards_leaves_their_neighbors_right(
     pools: RankPools,
 ) -> None:
     results = pools(3).run(fused_steps)
@@ -511,7 +511,7 @@ def bytes_of_a_step(strategy: str, num_blocks: int) -> tuple[int, int]:
     for module in (*model.blocks, model):
         for group in unit_of(module).groups:
             assert group.grads is not None
-            resting += group.weights.resting_nbytes + group.grads.resting_nbytes
+            resting += group.weights.steady_nbytes + group.grads.steady_nbytes
     # A thread of gloo may give memory back late, and unseen by the profiler.
     times = 1 if dist.get_world_size() == 1 else 2
     return min(peak_nbytes(step) for _ in range(times)), resting

@@ -411,7 +411,7 @@ def refusals() -> list[str]:
     return [said(ValueError, lambda b=b: wrap(Deep(1), **b)) for b in bad]
 
 
-def test_a_knob_below_one_is_refused_by_name(pools: RankPools) -> None:
+def test_a_knob_below_one_is_rejected_by_name(pools: RankPools) -> None:
     first, second, third, fourth = pools(1).run(refusals)[0]
     assert "unshard_prefetch_depth must be a whole number of at least 1, got 0" in first
     assert "unshard_prefetch_depth" in second and "1.5" in second

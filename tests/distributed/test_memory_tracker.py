@@ -233,7 +233,7 @@ def refusals() -> tuple[str, ...]:
     )
 
 
-def test_a_module_that_is_no_root_and_an_early_question_are_refused(pools: RankPools) -> None:
+def test_a_module_that_is_no_root_and_an_early_question_are_rejected(pools: RankPools) -> None:
     plain, outside, early = pools(1).run(refusals)[0]
     assert "Stack contains no sharded module" in plain
     assert "Sequential is not sharded itself" in outside

@@ -22,7 +22,7 @@ MOST: list[int] = [0]
 
 
 class Layer(nn.Module):
-    """A unit that notes how many bytes of full parameters are alive when it is initialised."""
+    """A unit that notes how many bytes of full parameters are alive when it is initialized."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -239,7 +239,7 @@ class Rewrapping(nn.Module):
 
 
 def rewrapped() -> list[tuple[bool, int, bool]]:
-    """Marks and values of a parameter that its initialisation replaced."""
+    """Marks and values of a parameter that its initialization replaced."""
     found = []
     for copies in (False, True):
         with torch.device("meta"):
@@ -269,7 +269,7 @@ class Reshaping(Layer):
 
 
 def reshaped() -> str:
-    """What an initialisation that changes a shape leads to."""
+    """What an initialization that changes a shape leads to."""
     with torch.device("meta"):
         module = Reshaping()
     try:
@@ -285,7 +285,7 @@ def test_an_initialization_that_changes_a_shape_is_named(pools: RankPools) -> No
 
 
 class LeftAsItIs(nn.Module):
-    """A module that its initialisation gives other memory, which is full of NaN on one rank."""
+    """A module that its initialization gives other memory, which is full of NaN on one rank."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -97,7 +97,7 @@ RUNTIME = {
     "which belongs to another root; call fully_shard on a module that": _shared_with_another_root,
     "which is gathered; call reshard() on its module first": _tied_to_a_gathered_unit,
     "a module must not be run inside its own forward": _within_itself,
-    "has gradients that are not synchronised yet": _opts_out_between_backwards,
+    "has gradients that are not synchronized yet": _opts_out_between_backwards,
 }
 VALUE = {
     "parameter weight is not a leaf tensor": _non_leaf,

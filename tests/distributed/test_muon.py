@@ -196,7 +196,7 @@ ONE_EACH = tuple(Spec(shape) for shape in ((7, 5), (5, 7), (1, 6), (33, 20), (20
 def beside_torch(
     places: Sequence[Place | None], dtype: torch.dtype, **options: Any
 ) -> list[tuple[bool, bool, float]]:
-    """Whether momenta, and weights, are torch's to the bit, and relative error of weights."""
+    """Whether momenta, and weights, are torch's bitwise, and relative error of weights."""
     theirs = plain(ONE_EACH, dtype)
     reference = torch.optim.Muon(theirs, **options)
     _train(ONE_EACH, theirs, reference, dtype)

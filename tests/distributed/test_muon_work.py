@@ -227,7 +227,7 @@ def go_on_from(folder: str, place: dict[str, Any]) -> tuple[list[str], float]:
     )
     mine, theirs = _facts(model, optimizer), _facts(plain_model, plain_optimizer)
     assert mine.keys() == theirs.keys()
-    # Momenta of Muon are sums of gradients, equal to the bit; weights went through products.
+    # Momenta of Muon are sums of gradients, bitwise identical; weights went through products.
     exact = [name for name in mine if name.endswith(("momentum_buffer", "step"))]
     assert len(exact) > 10
     wrong = [name for name in exact if not torch.equal(mine[name], theirs[name])]
@@ -356,11 +356,11 @@ MATRIX = nn.Parameter(torch.ones(2, 2))
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_an_option_out_of_range_is_refused_by_name(options: dict[str, Any], words: str) -> None:
+def test_an_option_out_of_range_is_rejected_by_name(options: dict[str, Any], words: str) -> None:
     assert words in said(ValueError, lambda: Muon([MATRIX], **options))
 
 
-def test_a_parameter_that_is_no_matrix_is_refused_by_name() -> None:
+def test_a_parameter_that_is_no_matrix_is_rejected_by_name() -> None:
     model = nn.Sequential(nn.Linear(3, 2))
     text = said(ValueError, lambda: Muon(model.named_parameters()))
     assert "0.bias is 1-D" in text and "use_muon=False" in text
@@ -372,7 +372,7 @@ def test_a_parameter_that_is_no_matrix_is_refused_by_name() -> None:
     Muon(model.parameters(), use_muon=False)
 
 
-def test_a_refused_group_leaves_the_optimizer_as_it_was() -> None:
+def test_a_rejected_group_leaves_the_optimizer_as_it_was() -> None:
     optimizer = Muon([MATRIX])
     bad = {"params": [nn.Parameter(torch.ones(2))]}
     assert "1-D" in said(ValueError, lambda: optimizer.add_param_group(bad))

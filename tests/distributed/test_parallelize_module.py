@@ -276,13 +276,13 @@ def _beside_plain_ones() -> list[Any]:
     ]
 
 
-def test_norms_over_two_meshes_are_refused_and_the_advice_works(pools: RankPools) -> None:
-    for refused, ratio in pools(4).run(_beside_plain_ones):
-        assert "gradients over two meshes" in refused and "REPLICATED" in refused
+def test_norms_over_two_meshes_are_rejected_and_the_advice_works(pools: RankPools) -> None:
+    for rejected, ratio in pools(4).run(_beside_plain_ones):
+        assert "gradients over two meshes" in rejected and "REPLICATED" in rejected
         assert ratio == pytest.approx(1.0, rel=1e-5)
 
 
-def _refused() -> list[str]:
+def _rejected() -> list[str]:
     mesh, other = mesh_with_tp(2, 2), init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
 
     def shard(param: Any, data: Any = None, **options: Any) -> str:
@@ -308,8 +308,8 @@ def _refused() -> list[str]:
     ]
 
 
-def test_dtensors_that_cannot_be_sharded_are_refused_by_name(pools: RankPools) -> None:
-    for unsummed, two_axes, same, other, nameless, uneven, twice in pools(4).run(_refused):
+def test_dtensors_that_cannot_be_sharded_are_rejected_by_name(pools: RankPools) -> None:
+    for unsummed, two_axes, same, other, nameless, uneven, twice in pools(4).run(_rejected):
         for text in (unsummed, two_axes, same, other, nameless, uneven, twice):
             assert "parameter weight" in text
         assert "still to be summed" in unsummed

@@ -1,4 +1,4 @@
-"""Hooks on sharded parameters: once a synchronized backward, on final gradients; others refused."""
+"""Hooks on sharded parameters: once per synchronized backward, on final gradients."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def carried_over(meta: bool) -> tuple[list[int], float, str, str]:
 
 
 @pytest.mark.parametrize("meta", [False, True])
-def test_hooks_from_before_sharding_are_carried_over_or_refused(
+def test_hooks_from_before_sharding_are_carried_over_or_rejected(
     pools: RankPools, meta: bool
 ) -> None:
     for counts, error, late, early in pools(2).run(carried_over, meta):

@@ -385,7 +385,7 @@ TRAININGS: dict[str, tuple[Any, MixedPrecisionPolicy, float]] = {
         MixedPrecisionPolicy(param_dtype=BF16, main_params_dtype=FP32),
         1e-6,
     ),
-    # Without sharding the sum itself is made in the dtype of the wire.
+    # Without sharding the sum itself is made in the communication dtype.
     "bf16 on the wire": (
         Stack,
         MixedPrecisionPolicy(param_dtype=BF16, grad_comm_dtype=BF16),

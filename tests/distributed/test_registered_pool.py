@@ -22,10 +22,10 @@ from tests.reference.models import Stack
 class Recorder:
     """Stands where NCCL stands, and notes what it is told."""
 
-    def __init__(self, refuses: bool = False) -> None:
+    def __init__(self, rejects: bool = False) -> None:
         self.calls: list[tuple[str, int, str]] = []
         self.blocks: dict[int, torch.Tensor] = {}
-        self.refuses = refuses
+        self.rejects = rejects
 
     def new_pool(self, group: Any, device: torch.device) -> int:
         self.calls.append(("pool", len(self.blocks), group.group_name))
@@ -38,7 +38,7 @@ class Recorder:
         return block
 
     def register(self, pool: int, group: Any, device: torch.device) -> None:
-        if self.refuses:
+        if self.rejects:
             raise RuntimeError("no such driver")
         self.calls.append(("register", pool, group.group_name))
 
@@ -101,9 +101,9 @@ def test_blocks_are_registered_once_with_every_group_and_taken_back(
         assert set(facts.values()) == {True}, facts
 
 
-def _refused() -> tuple[int, list[str]]:
+def _rejected() -> tuple[int, list[str]]:
     model = wrap(Stack(), mesh=mesh_of(2), enable_trace_pool=True)
-    register_pool(model, Recorder(refuses=True))
+    register_pool(model, Recorder(rejects=True))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         weights = _train(model, 5)
@@ -111,7 +111,7 @@ def _refused() -> tuple[int, list[str]]:
 
 
 def test_memory_that_cannot_be_registered_is_used_all_the_same(pools: RankPools) -> None:
-    for num_weights, messages in pools(2).run(_refused):
+    for num_weights, messages in pools(2).run(_rejected):
         assert num_weights
         assert messages
         assert all("could not be registered with process group" in text for text in messages)

@@ -60,7 +60,7 @@ def _trained(model: Any, *, recorded: bool) -> tuple[list[torch.Tensor], Recordi
         for step in range(2):
             optimizer.zero_grad()
             for micro in range(2):
-                # Once each way: gradients synchronised in every backward, and in the last one.
+                # Once each way: gradients synchronized in every backward, and in the last one.
                 unsynced = model.no_sync() if step == 1 and micro == 0 else None
                 with unsynced or contextlib.nullcontext():
                     batch = torch.randn(4, 5, generator=generator)
@@ -129,7 +129,7 @@ def test_two_whole_steps_have_no_race_and_the_numbers_of_the_plain_communicator(
 
 
 def _assert_lanes_are_used(result: dict[str, Any], mesh_name: str, strategy: str) -> None:
-    """The schedule is that of the switches: work is on lanes exactly where they say so."""
+    """Work is on communication streams exactly where the switches say so."""
     ran, on = result["ran"], result["on"]
     collectives = ("all_gather", "reduce_scatter", "all_reduce")
     assert on["compute"] > 500
@@ -186,7 +186,7 @@ def test_a_recording_sees_forward_backward_optimizer_and_memory(pools: RankPools
 
 
 def steps_on_the_pool(mesh_name: str, precision: str) -> tuple[list[str], int, float]:
-    """Violations of steps on the traced pool, operations on it by lanes, error of the numbers."""
+    """Violations of steps on the traced pool, operations on communication streams, and error."""
 
     def built(**options: Any) -> Any:
         torch.manual_seed(0)
@@ -215,7 +215,7 @@ def test_steps_on_the_trace_pool_have_no_race(
     ranks = pools(2 if mesh_name == "1-D" else 4)
     for violations, num_on_pool, error in ranks.run(steps_on_the_pool, mesh_name, precision):
         assert violations == []
-        # The last backward gathers and reduces three blocks and the root on lanes.
+        # The last backward gathers and reduces three blocks and the root on communication streams.
         assert num_on_pool >= 6
         assert error < (1e-5 if precision == "fp32" else 2e-2)
 
@@ -256,7 +256,7 @@ def _strategies_of_patterns(gathers: bool) -> dict[str, str]:
 
 
 def violations_of_patterns(gathers: bool) -> dict[str, tuple[int, list[str]]]:
-    """By pattern of the parity matrix: operations on lanes, and violations."""
+    """By pattern of the parity matrix: operations on communication streams, and violations."""
     found = {}
     for name, strategy in _strategies_of_patterns(gathers).items():
         recording = RecordedTraining(PATTERNS[name], strategy).run()
@@ -279,7 +279,7 @@ def test_no_pattern_of_the_parity_matrix_has_a_race(pools: RankPools, gathers: b
 
 
 def bits_after_a_recording() -> list[bool]:
-    """Whether a model computes with its own communicator and buffers again, and to the bit."""
+    """Whether a model computes with its own communicator and buffers again, and bitwise."""
     models = []
     for recorded in (False, True):
         torch.manual_seed(0)
@@ -301,7 +301,7 @@ def test_after_a_recording_the_model_is_what_it_was(pools: RankPools) -> None:
         assert all(same)
 
 
-def test_a_module_without_units_is_refused() -> None:
+def test_a_module_without_units_is_rejected() -> None:
     with (
         pytest.raises(ValueError, match="Linear holds no unit"),
         record_streams(torch.nn.Linear(2, 2)),
@@ -318,21 +318,25 @@ class Tampering:
     def __init__(self, inner: Any) -> None:
         self.inner = inner
 
-    def all_gather(self, output: Any, shard: Any, axis: Any, lane: Any, *, async_op: bool) -> Any:
-        return self.inner.all_gather(output, shard, axis, lane, async_op=async_op)
+    def all_gather(
+        self, output: Any, shard: Any, axis: Any, comm_stream: Any, *, async_op: bool
+    ) -> Any:
+        return self.inner.all_gather(output, shard, axis, comm_stream, async_op=async_op)
 
-    def reduce_scatter(self, into: Any, full: Any, axis: Any, lane: Any, **options: Any) -> Any:
-        return self.inner.reduce_scatter(into, full, axis, lane, **options)
+    def reduce_scatter(
+        self, into: Any, full: Any, axis: Any, comm_stream: Any, **options: Any
+    ) -> Any:
+        return self.inner.reduce_scatter(into, full, axis, comm_stream, **options)
 
-    def all_reduce(self, into: Any, full: Any, axis: Any, lane: Any, **options: Any) -> Any:
-        return self.inner.all_reduce(into, full, axis, lane, **options)
+    def all_reduce(self, into: Any, full: Any, axis: Any, comm_stream: Any, **options: Any) -> Any:
+        return self.inner.all_reduce(into, full, axis, comm_stream, **options)
 
     def flush(self) -> None:
         self.inner.flush()
 
 
 class NoWait:
-    """A ticket that orders nothing, and keeps memory as long as the real one would."""
+    """A work handle that orders nothing, and keeps memory as long as the real one would."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -343,8 +347,8 @@ class NoWait:
 
 class GathersWithoutWait(Tampering):
     def all_gather(self, *args: Any, async_op: bool, **options: Any) -> Any:
-        ticket = self.inner.all_gather(*args, async_op=async_op, **options)
-        return NoWait(ticket) if async_op else ticket
+        work = self.inner.all_gather(*args, async_op=async_op, **options)
+        return NoWait(work) if async_op else work
 
 
 class ReducesWithoutWait(Tampering):
@@ -353,7 +357,7 @@ class ReducesWithoutWait(Tampering):
 
 
 class DropsTickets(Tampering):
-    """Hands over a copy, and forgets the ticket at once, and with it the copy."""
+    """Hands over a copy, and forgets the work at once, and with it the copy."""
 
     def reduce_scatter(self, into: Any, full: Any, *args: Any, **options: Any) -> Any:
         self.inner.reduce_scatter(into, full.clone(), *args, **options)
@@ -366,9 +370,9 @@ class FreesGradientsEarly(Tampering):
         self.group = group
 
     def reduce_scatter(self, *args: Any, **options: Any) -> Any:
-        ticket = self.inner.reduce_scatter(*args, **options)
+        work = self.inner.reduce_scatter(*args, **options)
         self.group.grads.release()
-        return ticket
+        return work
 
 
 class GathersIntoAnother(Tampering):
@@ -420,11 +424,11 @@ def _plant(fault: str, model: Any, recording: Recording) -> None:
             group.weights._comm = GathersWithoutWait(inner)
         elif fault == "reduction not waited for":
             group.grads._comm = ReducesWithoutWait(inner)
-        elif fault == "ticket dropped":
+        elif fault == "work dropped":
             group.grads._comm = DropsTickets(inner)
         elif fault == "gradients freed early":
             group.grads._comm = FreesGradientsEarly(inner, group)
-        elif fault == "lane does not wait":
+        elif fault == "comm_stream does not wait":
             group.weights._comm = group.grads._comm = deaf
         elif fault == "buffer reused" and following in groups[:-1]:
             following.weights._comm = GathersIntoAnother(inner, group)
@@ -463,7 +467,7 @@ def faults_found_on_the_pool(fault: str) -> set[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(
-    "fault", ["gather not waited for", "reduction not waited for", "lane does not wait"]
+    "fault", ["gather not waited for", "reduction not waited for", "comm_stream does not wait"]
 )
 def test_a_place_in_the_trace_pool_used_again_too_early_is_found(
     pools: RankPools, fault: str
@@ -500,7 +504,7 @@ def test_a_place_in_the_trace_pool_used_again_too_early_is_found(
             ("on 'reduce' (writes it)", "on 'compute' (reads it)"),
         ),
         (
-            "ticket dropped",
+            "work dropped",
             Fault.PREMATURE_FREE,
             "of aten.clone.default",
             ("reduce_scatter on 'reduce' (reads it)", "free on 'compute'"),
@@ -518,13 +522,13 @@ def test_a_place_in_the_trace_pool_used_again_too_early_is_found(
             ("all_gather on 'unshard' (writes it)", "free on 'compute'"),
         ),
         (
-            "lane does not wait",
+            "comm_stream does not wait",
             Fault.UNORDERED_MEMORY,
             "blocks.1/0 weights temporary",
             ("allocation on 'compute'", "all_gather on 'unshard 2' (writes it)"),
         ),
         (
-            "lane does not wait",
+            "comm_stream does not wait",
             Fault.UNORDERED,
             "blocks.1/0 grads full",
             ("on 'compute' (writes it)", "reduce_scatter on 'reduce 2' (reads it)"),

@@ -209,7 +209,7 @@ def _bad_shards() -> list[str]:
     ]
 
 
-def test_bad_shards_are_refused_by_name(pools: RankPools) -> None:
+def test_bad_shards_are_rejected_by_name(pools: RankPools) -> None:
     for one, swapped, dim, pieces in pools(4).run(_bad_shards):
         assert "parameter weight" in one and "one more" in one
         assert "one more" in swapped

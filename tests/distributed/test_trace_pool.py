@@ -445,7 +445,7 @@ def test_a_plan_is_reported_as_text_and_as_a_picture(pools: RankPools, tmp_path:
             "float32 gradients on cpu: no plan yet; traced: nothing"
         )
         assert "lower bound" in found["text"]
-        assert "forward and synchronised backward (3x)" in found["text"]
+        assert "forward and synchronized backward (3x)" in found["text"]
         assert "blocks.0/0/model_weight, blocks.2/0/model_weight" in found["text"]
         root = ElementTree.parse(found["path"]).getroot()
         titles = [title.text for title in root.iter("{http://www.w3.org/2000/svg}title")]

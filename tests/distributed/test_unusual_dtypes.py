@@ -92,7 +92,7 @@ def refusals() -> list[str]:
     return found
 
 
-def test_trained_complex_and_8_bit_weights_are_refused_by_name(pools: RankPools) -> None:
+def test_trained_complex_and_8_bit_weights_are_rejected_by_name(pools: RankPools) -> None:
     for complex_one, small in pools(2).run(refusals):
         assert "parameter weight is complex (torch.complex64) and trained" in complex_one
         assert "parameter weight is of 8 bits (torch.float8_e4m3fn) and trained" in small

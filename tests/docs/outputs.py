@@ -1,4 +1,4 @@
-"""What pages show as output, made anew."""
+"""What pages show as output, rebuilt."""
 
 from __future__ import annotations
 

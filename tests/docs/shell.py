@@ -107,7 +107,7 @@ def check(command: Command) -> None:
     """Check one call of a program as far as that goes without doing what it does.
 
     Raises:
-        AssertionError: The program would refuse its arguments, or a file is not there.
+        AssertionError: The program would reject its arguments, or a file does not exist.
     """
     name, arguments = Path(command[0]).name, [a for a in command[1:] if a != _ELLIPSIS]
     checks = {
@@ -132,7 +132,7 @@ def check_flags(flags: Sequence[str]) -> None:
     """Have Megatron's parser, with our flags, read what is added to a small model's flags.
 
     Raises:
-        AssertionError: It does not know a flag or its value, or this package refuses it.
+        AssertionError: It does not know a flag or its value, or this package rejects it.
     """
     from megatron.training.arguments import add_megatron_arguments
 

@@ -126,7 +126,7 @@ def test_commands_are_what_the_shell_makes_of_a_script(tmp_path: Path) -> None:
         ("pytest tests/no_such_folder", "no_such_folder"),
     ],
 )
-def test_a_command_that_would_be_refused_is_found(script: str, said: str, tmp_path: Path) -> None:
+def test_a_command_that_would_be_rejected_is_found(script: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=said):
         for command in commands_of(script, tmp_path):
             check(command)

@@ -3,8 +3,8 @@
     TORCH_CUDA_SANITIZER=1 python -m tests.gpu.sanitized_step optim_grads_params 2x2 optim
 
 Torch's fake process group stands for the other ranks: its collectives return at once. Everything
-else is what runs on a cluster: lanes, events, tickets, and when memory is freed. Numbers mean
-nothing.
+else is what runs on a cluster: communication streams, events, work handles, and when memory is
+freed. Numbers mean nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Memory on CUDA, by the statistics of torch's allocator.
 
 At world size 1 nothing is gathered: what rests is whole weights and gradients, and what comes and
-goes is full gradient buffers, of which the sliding drain allows two units' worth.
+goes is full gradient buffers, of which the bounded in-flight queue allows two units' worth.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def test_at_rest_and_at_its_peak_a_step_holds_what_the_layout_says(
         optimizer.zero_grad()
     torch.cuda.synchronize()
     groups = [group for block in model for group in unit_of(block).groups]
-    expected = sum(group.weights.resting_nbytes + group.grads.resting_nbytes for group in groups)
+    expected = sum(group.weights.steady_nbytes + group.grads.steady_nbytes for group in groups)
     resting = torch.cuda.memory_allocated() - before
     assert expected <= resting <= expected * 1.02 + SLACK
     torch.cuda.reset_peak_memory_stats()

@@ -1,8 +1,8 @@
 """The patterns of the parity matrix on one GPU.
 
 At world size 1 every axis has size 1 and the communicator takes its short cuts: no collective and
-no lane runs. Covered here are layouts, casts, hooks, gradient collection, optimizers and
-checkpointing on CUDA; lanes are in `test_streams.py` and `test_sanitizer.py`.
+no comm_stream runs. Covered here are layouts, casts, hooks, gradient collection, optimizers and
+checkpointing on CUDA; communication streams are in `test_streams.py` and `test_sanitizer.py`.
 """
 
 from __future__ import annotations

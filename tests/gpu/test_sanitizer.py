@@ -1,4 +1,4 @@
-"""Whole steps under torch's CUDA sanitizer, which reports unsynchronised accesses of streams."""
+"""Whole steps under torch's CUDA sanitizer, which reports unsynchronized accesses of streams."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The communicator's lanes on real CUDA streams.
+"""The communicator's communication streams on real CUDA streams.
 
 One GPU has no peers, so the collectives are replaced by local copies that are slow on purpose:
-every rank of the axis is taken to hold what this one holds. Streams, events and tickets are real;
+every rank of the axis is taken to hold what this one holds. Streams, events and works are real;
 a missing wait would show old contents. NCCL itself runs where two GPUs are there.
 """
 
@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from megatron_fsdp_v2 import fully_shard
 from megatron_fsdp_v2.comm.backends import CudaStreams, NcclCollectives, communicator_for
-from megatron_fsdp_v2.comm.interface import Axis, Lane
+from megatron_fsdp_v2.comm.interface import Axis, CommStream
 from megatron_fsdp_v2.comm.streams import StreamCommunicator
 from tests.gpu.marks import NEEDS_GPU
 from tests.reference.models import Block
@@ -89,9 +89,9 @@ def test_a_gather_comes_after_its_input_and_before_its_use(
 ) -> None:
     output = torch.zeros(2 * NUMEL, device="cuda")
     shard = _written_late(3.0)
-    ticket = communicator.all_gather(output, shard, _axis(), Lane.UNSHARD, async_op=True)
+    work = communicator.all_gather(output, shard, _axis(), CommStream.GATHER, async_op=True)
     # The host is far ahead of the device: nothing but the stream's order can make this right.
-    ticket.wait()
+    work.wait()
     used = output.clone()
     output.zero_()
     assert torch.equal(used, torch.full_like(used, 3.0))
@@ -106,10 +106,10 @@ def test_a_reduction_comes_after_its_input_and_before_its_use(
     full = _written_late(3.0, dtype=wire)
     into = torch.full((NUMEL // 2 if cut else NUMEL,), 1.0, device="cuda")
     collective = communicator.reduce_scatter if cut else communicator.all_reduce
-    ticket = collective(
-        into, full, _axis(), Lane.REDUCE, scale=0.25, accumulate=accumulate, async_op=True
+    work = collective(
+        into, full, _axis(), CommStream.REDUCE, scale=0.25, accumulate=accumulate, async_op=True
     )
-    ticket.wait()
+    work.wait()
     del full
     # The memory of the input goes to someone else, who writes it at once.
     other = torch.full((NUMEL,), 7.0, device="cuda", dtype=wire)
@@ -121,24 +121,24 @@ def test_a_reduction_comes_after_its_input_and_before_its_use(
 def test_flush_orders_what_was_not_waited_for(communicator: StreamCommunicator) -> None:
     output = torch.zeros(2 * NUMEL, device="cuda")
     shard = _written_late(3.0)
-    ticket = communicator.all_gather(output, shard, _axis(), Lane.UNSHARD, async_op=True)
+    work = communicator.all_gather(output, shard, _axis(), CommStream.GATHER, async_op=True)
     communicator.flush()
     assert torch.equal(output.clone(), torch.full_like(output, 3.0))
-    ticket.wait()
+    work.wait()
 
 
 def test_lanes_are_three_streams_beside_the_compute_stream(
     communicator: StreamCommunicator, copies: SlowCopies
 ) -> None:
-    for lane in (*Lane, *Lane):
+    for comm_stream in (*CommStream, *CommStream):
         output, shard = torch.zeros(8, device="cuda"), torch.ones(4, device="cuda")
-        communicator.all_gather(output, shard, _axis(), lane, async_op=True).wait()
+        communicator.all_gather(output, shard, _axis(), comm_stream, async_op=True).wait()
     compute = torch.cuda.current_stream().cuda_stream
     assert len(set(copies.streams)) == 3
     assert copies.streams[:3] == copies.streams[3:]
     assert compute not in copies.streams
     output, shard = torch.zeros(8, device="cuda"), torch.ones(4, device="cuda")
-    communicator.all_gather(output, shard, _axis(), Lane.OUTER, async_op=False).wait()
+    communicator.all_gather(output, shard, _axis(), CommStream.OUTER, async_op=False).wait()
     assert copies.streams[-1] == compute
 
 
@@ -167,21 +167,21 @@ def test_a_trace_shows_communication_beside_computation(
     output, shard = torch.zeros(8, device="cuda"), torch.ones(4, device="cuda")
     # Loading kernels for the first time takes longer than the pause.
     big @ big
-    communicator.all_gather(output, shard, _axis(), Lane.UNSHARD, async_op=True).wait()
+    communicator.all_gather(output, shard, _axis(), CommStream.GATHER, async_op=True).wait()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
-        ticket = communicator.all_gather(output, shard, _axis(), Lane.UNSHARD, async_op=True)
+        work = communicator.all_gather(output, shard, _axis(), CommStream.GATHER, async_op=True)
         for _ in range(4):
             big @ big
-        ticket.wait()
+        work.wait()
         torch.cuda.synchronize()
     profiled.export_chrome_trace(str(tmp_path / "trace.json"))
     kernels = _kernels(tmp_path / "trace.json")
     assert len({stream for _, stream, _, _ in kernels}) == 2
     (lane_stream,) = {stream for name, stream, _, _ in kernels if "spin" in name}
-    lane = [kernel for kernel in kernels if kernel[1] == lane_stream]
+    comm_stream = [kernel for kernel in kernels if kernel[1] == lane_stream]
     products = [kernel for kernel in kernels if kernel[1] != lane_stream]
-    assert _overlap(products, lane) > 0.0
+    assert _overlap(products, comm_stream) > 0.0
 
 
 def _overlap(ours: list[Any], theirs: list[Any]) -> float:

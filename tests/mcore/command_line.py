@@ -69,8 +69,8 @@ def run_module(module: str, arguments: Sequence[str], **environment: str) -> Run
 def run_each(module: str, command_lines: Sequence[Sequence[str]]) -> list[Run]:
     """Run `python -m module` with one command line after the other, all in one process.
 
-    Importing Megatron takes seconds and refusing a command line none. Only command lines that are
-    refused before a process group exists may stand before another one.
+    Importing Megatron takes seconds and rejecting a command line none. Only command lines that are
+    rejected before a process group exists may stand before another one.
     """
     words = json.dumps([list(line) for line in command_lines])
     done = _run([sys.executable, "-m", __name__, module, words], {})

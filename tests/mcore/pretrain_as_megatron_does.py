@@ -1,4 +1,4 @@
-"""A stand-in for the `pretrain_gpt.py` of a Megatron-LM 0.19 checkout, for `run`.
+"""A stub for the `pretrain_gpt.py` of a Megatron-LM 0.19 checkout, for `run`.
 
 It imports what that script imports, before anything else happens, and hands Megatron the same
 things in the same way: a model configuration that Megatron builds the model from, or, with

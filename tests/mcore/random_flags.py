@@ -1,4 +1,4 @@
-"""Random combinations of Megatron's flags: each trains as DDP does, or is refused by name.
+"""Random combinations of Megatron's flags: each trains as DDP does, or is rejected by name.
 
 `python -m tests.mcore.random_flags --cases 200 --seed 7` runs more of them than the tests do. A
 seed gives the same combination anywhere.
@@ -128,7 +128,7 @@ def combination(seed: int) -> Combination:
             chosen.append(flag)
             granularities += recomputes
     words = " ".join(chosen).split()
-    # Without these nearly all of them would be refused, for one and the same reason.
+    # Without these nearly all of them would be rejected, for one and the same reason.
     if draw.random() < 0.8:
         words += ["--disable-bias-linear"] if "--num-experts" in words else []
         words += ["--position-embedding-type", "rope"] if "--mtp-num-layers" in words else []
@@ -139,7 +139,7 @@ def outcome(pools: RankPools, case: Combination) -> str:
     """What became of a combination.
 
     Returns:
-        `equal`, or `refused: ` and the reason.
+        `equal`, or `rejected: ` and the reason.
 
     Raises:
         AssertionError: It trains and is not equal, or ends with something that is no refusal.
@@ -159,7 +159,7 @@ def outcome(pools: RankPools, case: Combination) -> str:
 
 
 def _training(pools: RankPools, flags: Sequence[str]) -> Any:
-    """What a training saw, or why its flags are refused."""
+    """What a training saw, or why its flags are rejected."""
     try:
         return curves(pools(WORLD_SIZE).run(train, flags, timeout_s=240.0))
     except RankFailure as failure:
@@ -167,7 +167,7 @@ def _training(pools: RankPools, flags: Sequence[str]) -> Any:
         for line in lines:
             kind, _, reason = line.partition(": ")
             if kind.endswith(("FlagError", "RehearsalError")) and reason:
-                return f"refused: {reason}"
+                return f"rejected: {reason}"
         raise AssertionError(f"{' '.join(flags)} ends with {lines[-1]}") from failure
 
 

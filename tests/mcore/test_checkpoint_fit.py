@@ -1,4 +1,4 @@
-"""A checkpoint of another model is refused by name, before a value is read."""
+"""A checkpoint of another model is rejected by name, before a value is read."""
 
 from __future__ import annotations
 
@@ -153,10 +153,10 @@ def test_plain_torch_reads_the_file_in_one_process(pipelined: Path) -> None:
     assert all(tensor.isfinite().all() for tensor in plain.values())
 
 
-def test_a_model_with_fewer_layers_is_refused_on_every_rank(
+def test_a_model_with_fewer_layers_is_rejected_on_every_rank(
     megatron: RankPools, pipelined: Path
 ) -> None:
     flags = [*MODEL_FLAGS, *fsdp("optim_grads_params"), "--load", str(pipelined)]
-    with pytest.raises(RankFailure, match=r"num_layers\) was 4 and is 2") as refused:
+    with pytest.raises(RankFailure, match=r"num_layers\) was 4 and is 2") as rejected:
         megatron(2).run(train, [*flags, "--train-iters", "2"])
-    assert str(refused.value).count("FlagError: ") == 2
+    assert str(rejected.value).count("FlagError: ") == 2

@@ -226,7 +226,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     "other-data": (["--fim-data"], "--fim-data asks for data that this pretrain_gpt does not"),
     "megatrons-own": (
         ["--mtp-num-layers", "1"],
-        "Megatron refuses these flags: Multi-Token Prediction (MTP) is not supported with",
+        "Megatron rejects these flags: Multi-Token Prediction (MTP) is not supported with",
     ),
     "experts": (
         fsdp("optim", "--num-experts", "3", "--expert-model-parallel-size", "2"),
@@ -237,23 +237,23 @@ START = [*MODEL_FLAGS, "--train-iters", "2", "--cpu-rehearsal"]
 
 
 @pytest.fixture(scope="module")
-def refused() -> dict[str, Run]:
+def rejected() -> dict[str, Run]:
     """What became of every bad command line, one after the other in one process."""
     lines = [[*START, *flags] for flags, _ in BAD.values()]
     return dict(zip(BAD, run_each(PRETRAIN, lines), strict=True))
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_command_line_ends_with_a_sentence(refused: dict[str, Run], name: str) -> None:
-    _check_refused(refused[name], name)
+def test_a_bad_command_line_ends_with_a_sentence(rejected: dict[str, Run], name: str) -> None:
+    _check_rejected(rejected[name], name)
 
 
 def test_a_bad_command_line_ends_its_process_with_that_sentence() -> None:
     name = "reads-internals"
-    _check_refused(run_module(PRETRAIN, [*START, *BAD[name][0]]), name)
+    _check_rejected(run_module(PRETRAIN, [*START, *BAD[name][0]]), name)
 
 
-def _check_refused(run: Run, name: str) -> None:
+def _check_rejected(run: Run, name: str) -> None:
     assert run.code == 2, run.output[-3000:]
     assert BAD[name][1] in run.output
     assert "Traceback" not in run.output

@@ -86,7 +86,7 @@ def test_a_model_built_on_the_meta_device_starts_from_the_same_weights(
 def _lines_at_start(device: str) -> list[str]:
     """What is logged for a layer that calls itself one of Transformer Engine's."""
     enter_rehearsal()
-    from megatron_fsdp_v2_mcore.model import initialize as initialise
+    from megatron_fsdp_v2_mcore.model import initialize
 
     kind = type("Linear", (torch.nn.Linear,), {"__module__": "transformer_engine.pytorch"})
     with torch.device(device):
@@ -94,15 +94,15 @@ def _lines_at_start(device: str) -> list[str]:
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    level = initialise._logger.level
-    initialise._logger.addHandler(handler)
+    level = initialize._logger.level
+    initialize._logger.addHandler(handler)
     # Rehearsals in tests are quiet.
-    initialise._logger.setLevel(logging.WARNING)
+    initialize._logger.setLevel(logging.WARNING)
     try:
-        initialise.initialiser(SimpleNamespace(), chunk)
+        initialize.initializer(SimpleNamespace(), chunk)
     finally:
-        initialise._logger.setLevel(level)
-        initialise._logger.removeHandler(handler)
+        initialize._logger.setLevel(level)
+        initialize._logger.removeHandler(handler)
     return lines
 
 

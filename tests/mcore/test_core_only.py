@@ -119,7 +119,7 @@ def test_the_packages_own_checkpoint_resumes_bit_by_bit(
         assert resumed == uninterrupted
 
 
-def test_what_cannot_step_sharded_parameters_is_refused_by_name(core: RankPools) -> None:
+def test_what_cannot_step_sharded_parameters_is_rejected_by_name(core: RankPools) -> None:
     told = core(1).run(core_only.errors)[0]
     assert "nothing wrong" not in told
     assert told["no call"].startswith("RuntimeError: FullyShardedDataParallel needs")

@@ -1,4 +1,4 @@
-"""Modules that say how tensor parallelism cuts them only when they are initialised."""
+"""Modules that say how tensor parallelism cuts them only when they are initialized."""
 
 from __future__ import annotations
 

@@ -193,7 +193,7 @@ def test_a_missing_gradient_is_named(megatron: RankPools) -> None:
         assert f"no gradient for {name} " in message
 
 
-def test_an_optimizer_that_touches_whole_weights_is_refused() -> None:
+def test_an_optimizer_that_touches_whole_weights_is_rejected() -> None:
     from emerging_optimizers.orthogonalized_optimizers import MuonHyperball, Spel
     from emerging_optimizers.soap import SOAP
     from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
@@ -223,7 +223,7 @@ def test_an_optimizer_that_touches_whole_weights_is_refused() -> None:
         ({"scale_mode": "none"}, "Invalid mode for Muon update scale factor: none"),
     ],
 )
-def test_options_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
+def test_options_out_of_range_are_rejected(options: dict[str, Any], message: str) -> None:
     from megatron_fsdp_v2_mcore import FSDPZeROTensorParallelMuon
 
     with pytest.raises(ValueError, match=message):
@@ -231,7 +231,7 @@ def test_options_out_of_range_are_refused(options: dict[str, Any], message: str)
 
 
 @pytest.mark.parametrize("method", ["normuon", "namo"])
-def test_second_moments_of_whole_matrices_are_refused(method: str) -> None:
+def test_second_moments_of_whole_matrices_are_rejected(method: str) -> None:
     from megatron_fsdp_v2_mcore.optim.muon import FSDPZeROTensorParallelAdaptiveMuon
 
     with pytest.raises(ValueError, match=f"moment2_method '{method}' cannot be used"):
@@ -241,14 +241,14 @@ def test_second_moments_of_whole_matrices_are_refused(method: str) -> None:
 
 
 @pytest.mark.parametrize("shape", [(4,), (2, 2, 2)])
-def test_what_is_no_matrix_is_refused(shape: tuple[int, ...]) -> None:
+def test_what_is_no_matrix_is_rejected(shape: tuple[int, ...]) -> None:
     from megatron_fsdp_v2_mcore import FSDPZeROTensorParallelMuon
 
     with pytest.raises(ValueError, match=f"parameter 0 of shape .* is {len(shape)}-D"):
         FSDPZeROTensorParallelMuon([torch.nn.Parameter(torch.ones(shape))])
 
 
-def test_a_fused_projection_that_does_not_divide_is_refused() -> None:
+def test_a_fused_projection_that_does_not_divide_is_rejected() -> None:
     from megatron_fsdp_v2_mcore import FSDPZeROTensorParallelMuon
 
     param = torch.nn.Parameter(torch.ones(7, 2))
@@ -260,7 +260,7 @@ def test_a_fused_projection_that_does_not_divide_is_refused() -> None:
     assert param.equal(torch.ones(7, 2))
 
 
-def test_a_closure_is_refused() -> None:
+def test_a_closure_is_rejected() -> None:
     from megatron_fsdp_v2_mcore import FSDPZeROTensorParallelMuon
 
     optimizer = FSDPZeROTensorParallelMuon([torch.nn.Parameter(torch.ones(2, 2))])
@@ -283,13 +283,13 @@ def _parsed(*flags: str) -> argparse.Namespace:
 
 
 @pytest.mark.parametrize("name", ["sgd", "soap", "dist_muon"])
-def test_other_optimizers_are_refused_with_the_reason(name: str) -> None:
+def test_other_optimizers_are_rejected_with_the_reason(name: str) -> None:
     with pytest.raises(FlagError, match=f"^--optimizer {name} cannot be used .*{name}"):
         check_before(_parsed("--optimizer", name))
 
 
 @pytest.mark.parametrize("name", ["muon", "adaptive_muon", "lion"])
-def test_fp16_is_refused_as_megatron_does(name: str) -> None:
+def test_fp16_is_rejected_as_megatron_does(name: str) -> None:
     check_before(_parsed("--optimizer", name))
     with pytest.raises(FlagError, match=f"--fp16 cannot be used with --optimizer {name}"):
         check_before(_parsed("--optimizer", name, "--fp16"))

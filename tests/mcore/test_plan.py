@@ -1,4 +1,4 @@
-"""Plans of Megatron's flags: what they refuse, and what they say against trainings that run."""
+"""Plans of Megatron's flags: what they reject, and what they say against trainings that run."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ TRAININGS: dict[str, list[str]] = {
 REFUSED: dict[str, tuple[list[str], str]] = {
     "heads and ranks": (
         ["--num-attention-heads", "3"],
-        "Megatron refuses these flags: ",
+        "Megatron rejects these flags: ",
     ),
     "tensor parallelism": (
         ["--tensor-model-parallel-size", "8"],
-        "Megatron refuses these flags: num_attention_heads (4) must be a multiple of "
+        "Megatron rejects these flags: num_attention_heads (4) must be a multiple of "
         "tensor_model_parallel_size (8)",
     ),
     "layers": (
         ["--pipeline-model-parallel-size", "4"],
-        "Megatron refuses these flags: ",
+        "Megatron rejects these flags: ",
     ),
     "ranks": (
         ["--tensor-model-parallel-size", "3"],
         "8 ranks cannot be divided by --tensor-model-parallel-size 3",
     ),
-    "batch": (["--global-batch-size", "12"], "Megatron refuses these flags: "),
+    "batch": (["--global-batch-size", "12"], "Megatron rejects these flags: "),
     "ours": (["--optimizer", "sgd"], "--optimizer sgd cannot be used with"),
     "unknown": (["--no-such-flag"], "unrecognized arguments: --no-such-flag"),
 }
@@ -96,7 +96,7 @@ def described() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_flags_that_cannot_be_trained_with_are_refused_in_the_words_of_who_refuses(
+def test_flags_that_cannot_be_trained_with_are_rejected_in_the_words_of_who_refuses(
     name: str, described: dict[str, Any]
 ) -> None:
     said = described[name]
@@ -109,7 +109,7 @@ def test_an_unknown_flag_ends_with_code_2(described: dict[str, Any]) -> None:
     assert described["unknown"].startswith("2 ")
 
 
-def test_flags_of_a_training_without_this_package_are_refused(described: dict[str, Any]) -> None:
+def test_flags_of_a_training_without_this_package_are_rejected(described: dict[str, Any]) -> None:
     assert "add --use-megatron-fsdp --use-fsdp-fully-shard-api" in described["without us"]
 
 
@@ -196,7 +196,7 @@ def test_a_plan_has_the_bytes_and_collectives_of_megatrons_training(
     results = megatron(2).run(_counted, [*MODEL_FLAGS, *ONE_NODE, *TRAININGS[name]])
     for number, stage in enumerate(source.stages):
         plan = plan_one(stage, source.strategy)
-        # Ranks of one stage are neighbours.
+        # Ranks of one stage are neighbors.
         per_stage = len(results) // len(source.stages)
         ranks = results[number * per_stage : (number + 1) * per_stage]
         for role, nbytes in planned_bytes(stage, plan).items():

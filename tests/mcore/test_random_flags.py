@@ -1,4 +1,4 @@
-"""Random combinations of Megatron's flags train as DDP does, or are refused by name."""
+"""Random combinations of Megatron's flags train as DDP does, or are rejected by name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SEEDS = range(12)
 
 @pytest.mark.functional
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_combination_trains_as_ddp_or_is_refused_by_name(megatron: RankPools, seed: int) -> None:
+def test_a_combination_trains_as_ddp_or_is_rejected_by_name(megatron: RankPools, seed: int) -> None:
     outcome(megatron, combination(seed))
 
 
@@ -35,7 +35,7 @@ SELECTIVE = "--recompute-granularity selective --recompute-modules"
         ),
         (
             f"{EXPERTS} --disable-bias-linear {SELECTIVE} moe_act",
-            "Megatron refuses these flags: moe_act in recompute_modules is only supported",
+            "Megatron rejects these flags: moe_act in recompute_modules is only supported",
         ),
         (
             f"{EXPERTS} --moe-grouped-gemm --moe-shared-expert-intermediate-size 8",
@@ -44,7 +44,7 @@ SELECTIVE = "--recompute-granularity selective --recompute-modules"
     ],
     ids=["biases", "sequence", "recomputed", "options", "layers"],
 )
-def test_what_megatron_fails_with_is_refused_by_name(
+def test_what_megatron_fails_with_is_rejected_by_name(
     megatron: RankPools, flags: str, reason: str
 ) -> None:
     with pytest.raises(RankFailure, match=f"FlagError: {reason}|RehearsalError: {reason}"):

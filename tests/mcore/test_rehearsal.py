@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_fsdp_v2_mcore import FlagError, rehearsal
-from megatron_fsdp_v2_mcore.rehearsal.cuda_standins import STANDINS, stand_in
+from megatron_fsdp_v2_mcore.rehearsal.cuda_stubs import STANDINS, stand_in
 from megatron_fsdp_v2_mcore.rehearsal.devices import CpuDevices
 from megatron_fsdp_v2_mcore.rehearsal.flags import (
     CPU_FLAGS,
@@ -46,7 +46,7 @@ def test_flags_a_cpu_needs_are_added_and_the_users_are_kept() -> None:
     ],
     ids=lambda flags: flags[0],
 )
-def test_a_flag_that_needs_a_gpu_is_refused_by_name(flags: list[str]) -> None:
+def test_a_flag_that_needs_a_gpu_is_rejected_by_name(flags: list[str]) -> None:
     with pytest.raises(RehearsalError, match=f"{flags[0].split('=')[0]}.* cannot be used on a CPU"):
         with_cpu_flags(flags)
 
@@ -65,7 +65,7 @@ def _options() -> set[str]:
     return {option for action in parser._actions for option in action.option_strings}
 
 
-def test_every_flag_that_is_set_or_refused_is_one_of_megatrons(megatron: RankPools) -> None:
+def test_every_flag_that_is_set_or_rejected_is_one_of_megatrons(megatron: RankPools) -> None:
     options = megatron(1).run(_options)[0]
     assert {flag.name for flag in (*CPU_FLAGS, *GPU_FLAGS)} <= options
 
@@ -126,7 +126,7 @@ def test_a_variable_the_user_has_set_is_kept_and_others_are_taken_back(
     assert "REHEARSAL_TEST" not in os.environ
 
 
-def test_a_rehearsal_is_refused_where_cuda_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rehearsal_is_rejected_where_cuda_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(RehearsalError, match="never runs where CUDA is in use"):
         rehearsal.check_device(["--cpu-rehearsal"])

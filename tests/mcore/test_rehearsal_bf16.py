@@ -76,7 +76,7 @@ def test_products_of_other_dtypes_are_torchs_own(dtype: torch.dtype) -> None:
     assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
 
 
-def test_products_of_mixed_dtypes_are_refused_as_ever() -> None:
+def test_products_of_mixed_dtypes_are_rejected_as_ever() -> None:
     a, b = _matrices(BF16)
     with rounded_once():
         for mixed in (

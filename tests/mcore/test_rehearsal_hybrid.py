@@ -18,7 +18,7 @@ PATTERN = "--hybrid-layer-pattern"
 HYBRID = [*_MAMBA, PATTERN, "M*-M"]
 
 
-def test_the_mamba_stand_in_is_the_recurrence() -> None:
+def test_the_mamba_stub_is_the_recurrence() -> None:
     batch, length, heads, width, groups, state, taps = 2, 9, 4, 3, 2, 5, 4
     inner, shared = heads * width, groups * state
     packed = torch.randn(batch, length, 2 * inner + 2 * shared + heads)

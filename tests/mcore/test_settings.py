@@ -1,4 +1,4 @@
-"""Megatron's configuration is honoured field by field, or refused by name."""
+"""Megatron's configuration is supported field by field, or rejected by name."""
 
 from __future__ import annotations
 
@@ -78,14 +78,14 @@ REFUSED_VALUES: dict[str, Any] = {"param_name_patterns_for_fp32_local_accumulati
 @pytest.mark.parametrize(
     "rule", [rule for rule in FIELDS if rule.handling is Handling.REFUSED], ids=lambda r: r.name
 )
-def test_a_refused_field_names_its_flag(rule: Any) -> None:
+def test_a_rejected_field_names_its_flag(rule: Any) -> None:
     config = _config()
     setattr(config, rule.name, REFUSED_VALUES.get(rule.name, True))
     with pytest.raises(FlagError, match=rule.flag):
         sharding_settings(config)
 
 
-def test_sharding_between_one_optimizer_instance_is_refused() -> None:
+def test_sharding_between_one_optimizer_instance_is_rejected() -> None:
     config = _config()
     config.outer_dp_sharding_strategy = "optim"
     with pytest.raises(FlagError, match=r"add --num-distributed-optimizer-instances"):
@@ -126,20 +126,20 @@ def test_a_missing_shard_is_named(checkpoint: Path) -> None:
         check_checkpoint_folder(checkpoint, may_be_empty=False)
 
 
-def test_a_checkpoint_of_another_format_or_without_metadata_is_refused(checkpoint: Path) -> None:
+def test_a_checkpoint_of_another_format_or_without_metadata_is_rejected(checkpoint: Path) -> None:
     (checkpoint / "iter_0000007" / ".metadata").unlink()
     with pytest.raises(FlagError, match="not an fsdp_dtensor checkpoint"):
         check_checkpoint_folder(checkpoint, may_be_empty=False)
 
 
-def test_metadata_cut_short_is_refused(checkpoint: Path) -> None:
+def test_metadata_cut_short_is_rejected(checkpoint: Path) -> None:
     metadata = checkpoint / "iter_0000007" / ".metadata"
     metadata.write_bytes(metadata.read_bytes()[:50])
     with pytest.raises(FlagError, match="cannot be read"):
         check_checkpoint_folder(checkpoint, may_be_empty=False)
 
 
-def test_metadata_that_would_run_code_is_refused(checkpoint: Path) -> None:
+def test_metadata_that_would_run_code_is_rejected(checkpoint: Path) -> None:
     (checkpoint / "iter_0000007" / ".metadata").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
     with pytest.raises(FlagError, match=r"os\.system, which is not allowed"):
         check_checkpoint_folder(checkpoint, may_be_empty=False)
@@ -158,7 +158,7 @@ def test_an_iteration_that_was_not_saved_is_named(checkpoint: Path) -> None:
         ({"max_live_grad_buffers": -1}, "max_live_grad_buffers is at least 1, got -1"),
     ],
 )
-def test_an_option_that_means_nothing_is_refused_by_name(
+def test_an_option_that_means_nothing_is_rejected_by_name(
     options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):

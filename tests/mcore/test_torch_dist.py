@@ -169,7 +169,7 @@ def test_a_sharded_run_goes_on_and_a_rank_reads_the_rows_it_holds_and_no_others(
 
 
 @pytest.mark.functional
-def test_state_in_buckets_is_refused_and_weights_load_without_it(
+def test_state_in_buckets_is_rejected_and_weights_load_without_it(
     megatron: RankPools, saved: Curve
 ) -> None:
     folder, uninterrupted = saved("buckets", 2, IN_BUCKETS, SWIGLU)
@@ -191,7 +191,7 @@ def test_weights_alone_are_a_start_for_another_training(megatron: RankPools, sav
     assert tuned.losses[0] < uninterrupted.losses[1]
 
 
-def test_a_checkpoint_of_another_model_is_refused(megatron: RankPools, saved: Curve) -> None:
+def test_a_checkpoint_of_another_model_is_rejected(megatron: RankPools, saved: Curve) -> None:
     folder, _ = saved("megatron", 2, MEGATRON, SWIGLU)
     with pytest.raises(RankFailure, match=r"of another model: .*linear_fc1.*\(2, 256, 64\), and"):
         _resume(megatron, 2, folder, *fsdp(), *SWIGLU.split(), "--ffn-hidden-size", "96")

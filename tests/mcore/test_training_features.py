@@ -300,7 +300,7 @@ def train_a_chunk_without_parameters(flags: Sequence[str]) -> None:
         gpt.build_model = build
 
 
-def test_a_chunk_without_parameters_is_refused_with_advice(megatron: RankPools) -> None:
+def test_a_chunk_without_parameters_is_rejected_with_advice(megatron: RankPools) -> None:
     with pytest.raises(
         RankFailure,
         match=r"chunk without parameters cannot be sharded; .*--pipeline-model-parallel-size",

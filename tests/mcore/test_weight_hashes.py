@@ -26,10 +26,10 @@ def _probe(chunks: Any, optimizer: Any) -> list[str]:
     gather, config = weights.gather, chunks[0].ddp_config
 
     def gather_wrongly(*, async_op: bool) -> Any:
-        ticket = gather(async_op=async_op)
-        ticket.wait()
+        work = gather(async_op=async_op)
+        work.wait()
         weights.gathered.view(0).view(-1)[0] += 1.0
-        return ticket
+        return work
 
     if is_last and "no_shard" in (config.data_parallel_sharding_strategy, *_outer(config)):
         index = next(i for i, _ in enumerate(group.names) if weights.main.view(i).numel())

@@ -106,7 +106,7 @@ class Pattern:
         units: Modules to shard, children first; the root comes after.
         loss: Loss of one micro-batch: `(model, step, micro, rank)`.
         num_micro: Micro-batches in a step.
-        sync: When gradients are synchronised: in `every` backward, or in the last one, said
+        sync: When gradients are synchronized: in `every` backward, or in the last one, said
             through `no_sync` or through `last_backward`.
         evaluates: Whether forwards without gradients run between micro-batches and steps.
         set_to_none: Argument of `zero_grad`; alternating when None.
@@ -141,7 +141,7 @@ def _adamw(**options: Any) -> Callable[[Any], torch.optim.Optimizer]:
 PATTERNS: dict[str, Pattern] = {
     "plain": Pattern(models.Stack),
     "root only": Pattern(models.Stack, units=lambda model: []),
-    "accumulation, every backward synchronised": Pattern(models.Stack, num_micro=3),
+    "accumulation, every backward synchronized": Pattern(models.Stack, num_micro=3),
     "accumulation under no_sync": Pattern(models.Stack, num_micro=3, sync="no_sync"),
     "accumulation with set_is_last_backward": Pattern(
         models.Stack, num_micro=3, sync="last_backward"

@@ -42,7 +42,7 @@ def outcome_of(
             found: list[Outcome] = pool.run(run, case, folder, timeout_s=timeout_s)
         except RankFailure as failure:
             return Outcome("hang", -1, str(failure))
-    for kind in ("raised", "refused", "invalid", "different"):
+    for kind in ("raised", "rejected", "invalid", "different"):
         for outcome in found:
             if outcome.kind == kind:
                 if kind != "different":
@@ -118,7 +118,7 @@ def _campaign(num_cases: int, first_seed: int, folder: Path, pools: RankPools) -
                 f"{number + 1} of {num_cases} cases, {num_failures} failed, {spent:.0f} s, "
                 f"about {rest:.0f} s left",
             )
-        if outcome.kind in ("same", "refused"):
+        if outcome.kind in ("same", "rejected"):
             continue
         num_failures += 1
         last = outcome.text.strip().splitlines()[-1][:300] if outcome.text else ""

@@ -88,7 +88,7 @@ class Event:
         node: Which node it is about.
         how: Its variant.
         flag: A yes or no of it.
-        options: How the next model is sharded, where it is made anew.
+        options: How the next model is sharded, where it is rebuilt.
     """
 
     do: str

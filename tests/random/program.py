@@ -52,7 +52,7 @@ class Outcome:
     """How a case ended on a rank.
 
     Attributes:
-        kind: `same`, `different`, `raised`, `invalid`, or `refused`: the traced pool's own error
+        kind: `same`, `different`, `raised`, `invalid`, or `rejected`: the traced pool's own error
             of a pass that it has no plan for, which leaves nothing wrong behind.
         event: Position of the first event that went wrong.
         text: What went wrong.
@@ -526,7 +526,7 @@ class Run:
             return
         path = str(self.folder / f"{event.slot}")
         if event.slot in self.snapshots:
-            # A save to where another one is under way is refused.
+            # A save to where another one is under way is rejected.
             self.snapshots[event.slot].wait()
         snapshot = Snapshot(
             copy.deepcopy(self.plain.state_dict()), copy.deepcopy(self.plain_optimizer.state_dict())
@@ -541,7 +541,7 @@ class Run:
         self.snapshots[event.slot] = snapshot
 
     def _has_stateless(self) -> bool:
-        """Whether a trained parameter has no state where others have: torch's calls refuse that."""
+        """Whether a trained parameter has no state where others have: torch's calls reject that."""
         state = self.plain_optimizer.state
         return bool(state) and any(
             param.requires_grad and param not in state for param in self.plain.parameters()
@@ -597,6 +597,6 @@ def run_case(case: Case, folder: str) -> Outcome:
     except Exception as error:
         # A rank that stops leaves the others waiting; what it says must not wait for them.
         has_pool = run is not None and run.options.pool
-        is_refused = has_pool and "no traced pass uses them together" in str(error)
-        kind = "refused" if is_refused else "raised"
+        is_rejected = has_pool and "no traced pass uses them together" in str(error)
+        kind = "rejected" if is_rejected else "raised"
         return Outcome(kind, -1 if run is None else run.position, traceback.format_exc())

@@ -1,4 +1,4 @@
-"""What a case may not do, because it has no meaning or is documented as refused."""
+"""What a case may not do, because it has no meaning or is documented as rejected."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def broken_rule(case: Case) -> str:
         ):
             return "at ZeRO-3 every rank runs the backward of every unit"
         if options.mesh[-1] > 1 and options.strategy == ZERO_3 and _penalizes(case):
-            return "at ZeRO-3 a double backward is refused"
+            return "at ZeRO-3 a double backward is rejected"
     has_torch = any(event.do == "save" and event.how == "torch" for event in case.program)
     if has_torch and any(event.do == "freeze" for event in case.program):
         return "torch's own calls leave out the state of parameters that are frozen now"

@@ -186,7 +186,7 @@ def test_what_is_not_possible_is_one_sentence_and_2(
 @pytest.mark.parametrize(
     ("option", "value"), [("--dtype", "int8"), ("--max-shard-size", "5 apples")]
 )
-def test_an_option_that_makes_no_sense_is_refused(
+def test_an_option_that_makes_no_sense_is_rejected(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, value: str
 ) -> None:
     with pytest.raises(SystemExit) as stopped:

@@ -39,7 +39,7 @@ def model() -> Tensors:
         "empty": torch.zeros(0, 4),
         "codes": torch.arange(7, dtype=torch.uint8),
         "half": torch.randn(3, generator=generator).half(),
-        "quantised": torch.randn(2, 2, generator=generator).to(torch.float8_e4m3fn),
+        "quantized": torch.randn(2, 2, generator=generator).to(torch.float8_e4m3fn),
     }
 
 
@@ -148,7 +148,7 @@ def test_a_dtype_converts_floating_point_tensors_alone(
     assert same(found, expected)
 
 
-def test_what_cannot_be_converted_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_converted_is_rejected_by_name(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"dtype is torch\.int8; .* float32, bfloat16"):
         export(folder, tmp_path / "m.pt", dtype=torch.int8)
     large = write_folder(tmp_path / "large", {"big.weight": torch.full((2, 2), 1e6)})
@@ -338,7 +338,7 @@ def test_any_kind_becomes_any_other_bit_by_bit(tmp_path: Path, kind: str, target
     tensors = model()
     if kind == "legacy":
         # Torch itself cannot read it from there.
-        del tensors["quantised"]
+        del tensors["quantized"]
     done = convert(saved_as(kind, tmp_path, tensors), tmp_path / target)
     assert done.num_tensors == len(tensors)
     assert same(read_back(tmp_path / target, tensors), tensors)
@@ -364,7 +364,7 @@ def test_a_folder_made_from_a_file_is_one_of_ours(tmp_path: Path) -> None:
         (PlainTensor("a", (), torch.float32), "cannot be loaded as plain data"),
     ],
 )
-def test_a_pt_file_of_something_else_is_refused(
+def test_a_pt_file_of_something_else_is_rejected(
     tmp_path: Path, value: object, problem: str
 ) -> None:
     torch.save(value, tmp_path / "source.pt")
@@ -372,7 +372,7 @@ def test_a_pt_file_of_something_else_is_refused(
         convert(tmp_path / "source.pt", tmp_path / "target")
 
 
-def test_damaged_safetensors_are_refused(tmp_path: Path) -> None:
+def test_damaged_safetensors_are_rejected(tmp_path: Path) -> None:
     source = saved_as("safetensors", tmp_path, model())
     content = source.read_bytes()
     for damaged, problem in (

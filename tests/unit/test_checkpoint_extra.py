@@ -1,4 +1,4 @@
-"""`extra`: plain data and tensors come back equal, and what could not is refused before a write."""
+"""`extra`: plain data and tensors come back equal, and what cannot is rejected first."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def contains_itself() -> list[Any]:
     ],
     ids=["scalar", "array", "module", "key", "meta", "empty", "itself"],
 )
-def test_what_would_not_load_is_refused_by_name_before_anything_is_written(
+def test_what_would_not_load_is_rejected_by_name_before_anything_is_written(
     tmp_path: Path, extra: Any, problem: str
 ) -> None:
     model = nn.Linear(2, 2)

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from megatron_fsdp_v2.checkpoint import folder as folder_module
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError
-from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder, Wanted
+from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder, ReadRequest
 from megatron_fsdp_v2.checkpoint.manifest import MANIFEST
 from megatron_fsdp_v2.checkpoint.metadata import METADATA, read_metadata
 from megatron_fsdp_v2.checkpoint.stored_tensor import find_tensor
@@ -73,7 +73,9 @@ def test_any_block_is_read_whatever_room_there_is(
     around = torch.full((expected.shape[0] + 2, expected.shape[1] + 2), -1.0)
     target = around[1:-1, 1:-1]
     offset = (rows[0], columns[0])
-    assert CheckpointFolder(checkpoint).fill([Wanted(KEY, offset, target)]) == [expected.numel()]
+    assert CheckpointFolder(checkpoint).fill([ReadRequest(KEY, offset, target)]) == [
+        expected.numel()
+    ]
     assert torch.equal(target, expected)
     assert int((around == -1).sum()) == around.numel() - expected.numel()
 
@@ -107,7 +109,7 @@ def test_a_tensor_that_is_not_simply_there_is_left_to_torch(tmp_path: Path) -> N
 
 def test_values_are_converted_to_the_dtype_of_the_target(checkpoint: Path) -> None:
     target = torch.empty(7, 5, dtype=torch.float64)
-    CheckpointFolder(checkpoint).fill([Wanted(KEY, (0, 0), target)])
+    CheckpointFolder(checkpoint).fill([ReadRequest(KEY, (0, 0), target)])
     assert torch.equal(target, whole().double())
 
 
@@ -131,7 +133,7 @@ def test_only_items_with_something_wanted_are_read(checkpoint: Path) -> None:
     info = item(checkpoint, KEY, (3, 0))
     flip(checkpoint / DATA_FILE, info.offset + info.length // 2)
     target = torch.empty(3, 5)
-    CheckpointFolder(checkpoint).fill([Wanted(KEY, (0, 0), target)])
+    CheckpointFolder(checkpoint).fill([ReadRequest(KEY, (0, 0), target)])
     assert torch.equal(target, whole()[:3])
 
 
@@ -145,12 +147,12 @@ def test_a_flipped_byte_is_found_before_anything_is_filled(
         flip(checkpoint / DATA_FILE, info.offset + position)
         target = torch.full((4, 5), -1.0)
         with pytest.raises(CheckpointError) as raised:
-            CheckpointFolder(checkpoint).fill([Wanted(KEY, (3, 0), target)])
+            CheckpointFolder(checkpoint).fill([ReadRequest(KEY, (3, 0), target)])
         for word in (str(checkpoint), KEY, DATA_FILE, f"at {info.offset}", "checksum"):
             assert word in str(raised.value)
         assert bool((target == -1).all())
         flip(checkpoint / DATA_FILE, info.offset + position)
-    CheckpointFolder(checkpoint).fill([Wanted(KEY, (3, 0), torch.empty(4, 5))])
+    CheckpointFolder(checkpoint).fill([ReadRequest(KEY, (3, 0), torch.empty(4, 5))])
 
 
 def test_the_bytes_of_an_item_are_checked_as_well(checkpoint: Path) -> None:
@@ -171,7 +173,7 @@ def test_a_flipped_byte_of_the_metadata_is_found(checkpoint: Path) -> None:
 
 
 def test_files_of_another_length_are_named(checkpoint: Path) -> None:
-    file, target = checkpoint / DATA_FILE, [Wanted(OTHER, (0,), torch.empty(4))]
+    file, target = checkpoint / DATA_FILE, [ReadRequest(OTHER, (0,), torch.empty(4))]
     content = file.read_bytes()
     folder = CheckpointFolder(checkpoint)
     file.write_bytes(content + b"x")
@@ -196,7 +198,7 @@ def test_damage_without_a_manifest_is_an_error_where_it_cannot_be_read(tmp_path:
         CheckpointFolder(tmp_path / "c").read_tensor("x")
 
 
-def test_a_manifest_of_another_version_or_format_is_refused(checkpoint: Path) -> None:
+def test_a_manifest_of_another_version_or_format_is_rejected(checkpoint: Path) -> None:
     file = checkpoint / MANIFEST
     content = json.loads(file.read_text())
     for changed, problem in (
@@ -235,7 +237,7 @@ class MakesFile:
         return os.system, (f"touch {self.path}",)
 
 
-def test_a_pickle_that_would_run_code_is_refused_and_not_run(checkpoint: Path) -> None:
+def test_a_pickle_that_would_run_code_is_rejected_and_not_run(checkpoint: Path) -> None:
     made = checkpoint.parent / "made"
     evil = pickle.dumps(MakesFile(made))
     pickle.loads(evil)

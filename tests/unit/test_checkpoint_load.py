@@ -96,7 +96,7 @@ KINDS: list[tuple[str, Any, Any, str]] = [
 @pytest.mark.parametrize(
     ("there", "here", "problem"), [k[1:] for k in KINDS], ids=[k[0] for k in KINDS]
 )
-def test_another_kind_of_optimizer_is_refused(
+def test_another_kind_of_optimizer_is_rejected(
     tmp_path: Path, there: Any, here: Any, problem: str, strict: bool
 ) -> None:
     model, optimizer = trained(there[0], **there[1])
@@ -129,7 +129,7 @@ def two_groups(model: Any) -> Any:
     return [{"params": model[0].parameters()}, {"params": [*model[1:].parameters()], "lr": 0.2}]
 
 
-def test_groups_of_other_parameters_are_refused_and_named(tmp_path: Path) -> None:
+def test_groups_of_other_parameters_are_rejected_and_named(tmp_path: Path) -> None:
     model, optimizer = trained()
     checkpoint.save(tmp_path / "k", model, optimizer)
     other = net()
@@ -204,7 +204,7 @@ def test_groups_that_no_optimizer_has_are_an_error_of_the_checkpoint(
         checkpoint.load(tmp_path / "k", model, optimizer)
 
 
-def test_a_dtype_that_does_not_convert_is_refused(tmp_path: Path) -> None:
+def test_a_dtype_that_does_not_convert_is_rejected(tmp_path: Path) -> None:
     model = nn.Module()
     model.register_buffer("table", torch.ones(3))
     checkpoint.save(tmp_path / "k", model)

@@ -129,7 +129,7 @@ def lock_of(path: Path, pid: int, **changed: Any) -> Path:
     return file
 
 
-def test_a_path_that_a_living_job_saves_to_is_refused_until_that_job_ends(
+def test_a_path_that_a_living_job_saves_to_is_rejected_until_that_job_ends(
     tmp_path: Path, other: Any
 ) -> None:
     path = tmp_path / "k"
@@ -186,20 +186,20 @@ def test_a_lock_is_touched_while_it_is_held_and_one_is_made_of_many_askers(
     stale = lock_of(tmp_path / "k", 1, machine="another")
     os.utime(stale, (1.0, 1.0))
     held: list[SaveLock] = []
-    refused: list[str] = []
+    rejected: list[str] = []
 
     def ask() -> None:
         try:
             held.append(SaveLock(tmp_path / "k"))
         except RuntimeError as error:
-            refused.append(str(error))
+            rejected.append(str(error))
 
     askers = [threading.Thread(target=ask) for _ in range(8)]
     for asker in askers:
         asker.start()
     for asker in askers:
         asker.join()
-    assert (len(held), len(refused)) == (1, 7)
+    assert (len(held), len(rejected)) == (1, 7)
     os.utime(stale, (1.0, 1.0))
     deadline = time.monotonic() + 5.0
     while stale.stat().st_mtime < 2.0:

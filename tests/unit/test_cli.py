@@ -35,17 +35,17 @@ def test_a_subcommand_is_configured_run_and_gives_its_status(monkeypatch, capsys
 
 
 def test_a_subcommand_whose_package_is_missing_says_so_in_one_sentence(monkeypatch, capsys):
-    offer(monkeypatch, seams="no_such_package_here.seams:command")
-    assert cli.main(["seams", "--any", "thing"]) == 2
+    offer(monkeypatch, patches="no_such_package_here.patches:command")
+    assert cli.main(["patches", "--any", "thing"]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.count("\n") == 1
-    assert "megatron-fsdp-v2 seams needs no_such_package_here" in captured.err
+    assert "megatron-fsdp-v2 patches needs no_such_package_here" in captured.err
     assert "megatron-fsdp-v2[megatron]" in captured.err
 
 
 def test_only_the_named_subcommand_is_imported(monkeypatch):
-    offer(monkeypatch, greet=f"{__name__}:greeting", seams="no_such_package_here:command")
+    offer(monkeypatch, greet=f"{__name__}:greeting", patches="no_such_package_here:command")
     loaded = []
     load = cli.load_command
     monkeypatch.setattr(cli, "load_command", lambda p: loaded.append(p.name) or load(p))
@@ -54,14 +54,14 @@ def test_only_the_named_subcommand_is_imported(monkeypatch):
 
 
 def test_help_lists_all_subcommands_with_the_unavailable_ones_marked(monkeypatch, capsys):
-    offer(monkeypatch, greet=f"{__name__}:greeting", seams="no_such_package_here:command")
+    offer(monkeypatch, greet=f"{__name__}:greeting", patches="no_such_package_here:command")
     assert cli.main([]) == 0
     listed = capsys.readouterr().out
     assert "say hello to somebody" in listed
     assert "(unavailable: no_such_package_here cannot be imported)" in listed
 
 
-def test_an_unknown_subcommand_is_refused_by_name(monkeypatch, capsys):
+def test_an_unknown_subcommand_is_rejected_by_name(monkeypatch, capsys):
     offer(monkeypatch, greet=f"{__name__}:greeting")
     with pytest.raises(SystemExit) as stopped:
         cli.main(["gret"])
@@ -69,7 +69,7 @@ def test_an_unknown_subcommand_is_refused_by_name(monkeypatch, capsys):
     assert "gret" in capsys.readouterr().err
 
 
-def test_an_argument_that_the_subcommand_does_not_take_is_refused(monkeypatch, capsys):
+def test_an_argument_that_the_subcommand_does_not_take_is_rejected(monkeypatch, capsys):
     offer(monkeypatch, greet=f"{__name__}:greeting")
     with pytest.raises(SystemExit) as stopped:
         cli.main(["greet", "Ada", "--loud"])

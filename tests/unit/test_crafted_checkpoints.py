@@ -95,7 +95,7 @@ def genuine(path: Path, *, has_manifest: bool = False) -> Path:
     return path
 
 
-def is_refused(path: Path, *, inspected: bool = True) -> None:
+def is_rejected(path: Path, *, inspected: bool = True) -> None:
     """Every way to read a folder says in its own error what is wrong."""
     out = path.with_name("out.safetensors")
     assert not verify(path).is_good
@@ -164,11 +164,11 @@ APPENDED = {
 
 
 @pytest.mark.parametrize("what", APPENDED)
-def test_operations_that_metadata_does_not_have_are_refused(tmp_path: Path, what: str) -> None:
+def test_operations_that_metadata_does_not_have_are_rejected(tmp_path: Path, what: str) -> None:
     path = genuine(tmp_path / "c")
     content = (path / METADATA).read_bytes()
     (path / METADATA).write_bytes(content[:-1] + APPENDED[what] + b".")
-    is_refused(path)
+    is_rejected(path)
 
 
 ALONE = {
@@ -192,10 +192,10 @@ ALONE = {
 
 
 @pytest.mark.parametrize("what", ALONE)
-def test_pickles_of_something_else_are_refused(tmp_path: Path, what: str) -> None:
+def test_pickles_of_something_else_are_rejected(tmp_path: Path, what: str) -> None:
     path = genuine(tmp_path / "c")
     (path / METADATA).write_bytes(b"\x80\x02" + ALONE[what] + b".")
-    is_refused(path)
+    is_rejected(path)
 
 
 def weight(metadata: Metadata) -> Any:
@@ -258,8 +258,8 @@ LATER: dict[str, Callable[[Metadata], Any]] = {
     "a place behind the file": lambda m: all_infos(m, offset=10**12),
     "a length of terabytes": lambda m: all_infos(m, length=10**13),
     "a length of nothing": lambda m: all_infos(m, length=0),
-    "a file that is not there": lambda m: all_infos(m, relative_path="nothing"),
-    "a gigabyte that is not there": lambda m: resized(m, 2**25, 6),
+    "a file that does not exist": lambda m: all_infos(m, relative_path="nothing"),
+    "a gigabyte that does not exist": lambda m: resized(m, 2**25, 6),
     "nothing stored": lambda m: setattr(m, "storage_data", None),
     "a chunk outside": lambda m: setattr(weight(m).chunks[0], "offsets", torch.Size((3, 0))),
     "a chunk twice": lambda m: weight(m).chunks.append(weight(m).chunks[0]),
@@ -267,13 +267,13 @@ LATER: dict[str, Callable[[Metadata], Any]] = {
 
 
 @pytest.mark.parametrize("what", [*CHANGED, *LATER])
-def test_numbers_and_names_out_of_range_are_refused(tmp_path: Path, what: str) -> None:
+def test_numbers_and_names_out_of_range_are_rejected(tmp_path: Path, what: str) -> None:
     path = genuine(tmp_path / "c")
     with (path / METADATA).open("rb") as file:
         metadata: Metadata = pickle.load(file)
     (CHANGED | LATER)[what](metadata)
     (path / METADATA).write_bytes(pickle.dumps(metadata))
-    is_refused(path, inspected=what in CHANGED)
+    is_rejected(path, inspected=what in CHANGED)
 
 
 def test_planner_data_of_another_program_is_left_alone(tmp_path: Path) -> None:
@@ -321,14 +321,14 @@ def test_manifests_are_read_strictly(tmp_path: Path, what: str) -> None:
     file.write_bytes(
         json.dumps(MANIFESTS[what](content)).encode() if what in MANIFESTS else others[what]
     )
-    is_refused(path)
+    is_rejected(path)
 
 
 @pytest.mark.parametrize(
     ("which", "has_manifest"),
     [(METADATA, True), (METADATA, False), (MANIFEST, True), ("data", True), ("data", False)],
 )
-def test_links_out_of_the_folder_are_refused(
+def test_links_out_of_the_folder_are_rejected(
     tmp_path: Path, which: str, has_manifest: bool
 ) -> None:
     path = genuine(tmp_path / "c", has_manifest=has_manifest)
@@ -341,10 +341,10 @@ def test_links_out_of_the_folder_are_refused(
     shutil.move(inside, elsewhere)
     file.unlink()
     file.symlink_to(elsewhere)
-    is_refused(path, inspected=which != "data")
+    is_rejected(path, inspected=which != "data")
     file.unlink()
     file.symlink_to(file.name)
-    is_refused(path, inspected=which != "data")
+    is_rejected(path, inspected=which != "data")
 
 
 def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
@@ -352,7 +352,7 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None
     file = next(path.glob("*.distcp"))
     file.unlink()
     os.mkfifo(file)
-    is_refused(path, inspected=False)
+    is_rejected(path, inspected=False)
 
 
 def test_a_pipe_in_the_place_of_a_manifest_is_not_waited_for(tmp_path: Path) -> None:
@@ -469,7 +469,7 @@ OBJECTS = {
     "a long storage": TENSOR + b"J\x00\x00\x10\x00tQK\x00K\x04\x85K\x01\x85\x89}tR",
     "a tensor behind its storage": TENSOR + b"K\x04tQK\x00K\x04\x85K\x02\x85\x89}tR",
     "a negative stride": TENSOR + b"K\x04tQK\x00K\x04\x85J\xff\xff\xff\xff\x85\x89}tR",
-    "a storage that is not there": TENSOR.replace(text("0"), text("9"))
+    "a storage that does not exist": TENSOR.replace(text("0"), text("9"))
     + b"K\x04tQK\x00K\x04\x85K\x01\x85\x89}tR",
 }
 
@@ -486,7 +486,7 @@ def archived(description: bytes, *more: tuple[str, bytes], kind: int = zipfile.Z
 
 
 @pytest.mark.parametrize("what", OBJECTS)
-def test_objects_that_are_not_plain_data_are_refused_before_torch_sees_them(
+def test_objects_that_are_not_plain_data_are_rejected_before_torch_sees_them(
     tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "x.pt"
@@ -500,7 +500,7 @@ def test_objects_that_are_not_plain_data_are_refused_before_torch_sees_them(
     assert main(["ckpt", "inspect", str(file)]) == 2
 
 
-def test_archives_that_two_readers_could_read_differently_are_refused(tmp_path: Path) -> None:
+def test_archives_that_two_readers_could_read_differently_are_rejected(tmp_path: Path) -> None:
     harmless, legacy = b"}", io.BytesIO()
     deep: list[Any] = []
     for _ in range(300):
@@ -605,7 +605,7 @@ def fuzz(folder: Path, kind: str, count: int) -> None:
     path = written(folder, kind)
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     before, good = values_of(path), {file: file.read_bytes() for file in files}
-    chance, refused = random.Random(kind), 0
+    chance, rejected = random.Random(kind), 0
     for number in range(count):
         file = chance.choice(files)
         content = mutated(good[file], chance)
@@ -618,7 +618,7 @@ def fuzz(folder: Path, kind: str, count: int) -> None:
                 if kind in ("ours", "torch"):
                     checkpoint.load(path, nn.Linear(4, 6))
             except CheckpointError:
-                refused += 1
+                rejected += 1
                 # Without a manifest, what is not read whole is not compared.
             else:
                 same = found.keys() == before.keys() and all(
@@ -630,7 +630,7 @@ def fuzz(folder: Path, kind: str, count: int) -> None:
             raise AssertionError(f"{kind}, {file.name}, change {number}: {error!r}") from error
         finally:
             file.write_bytes(good[file])
-    assert refused > count // 10
+    assert rejected > count // 10
     assert verify(path).is_good
 
 

@@ -1,4 +1,4 @@
-"""Layouts: every element in one shard, cuts between cells, little padding, no ranks asked."""
+"""Layouts: every element in one shard, cuts between granules, little padding, no ranks asked."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _check(layout: BufferLayout, shapes: list[tuple[int, ...]], granularity: Gra
     owner = [-1] * layout.numel
     for index, (slot, shape) in enumerate(zip(layout.slots, shapes, strict=True)):
         assert slot.shape == shape
-        cell = granularity.cell_numel(shape)
+        granule = granularity.granule_numel(shape)
         for element in range(slot.numel):
             assert owner[slot.offset + element] == -1
             owner[slot.offset + element] = index
@@ -38,8 +38,8 @@ def _check(layout: BufferLayout, shapes: list[tuple[int, ...]], granularity: Gra
                 e for e in range(slot.numel) if (slot.offset + e) // layout.shard_numel == shard
             ]
             assert list(range(start, end)) == held
-            assert start == end or start % cell == 0
-            assert end in (start, slot.numel) or end % cell == 0
+            assert start == end or start % granule == 0
+            assert end in (start, slot.numel) or end % granule == 0
     gaps = sum(end - start for start, end in layout.gaps())
     assert gaps == owner.count(-1) == layout.padding_numel
 
@@ -73,10 +73,10 @@ def _fits_by_brute_force(items: list[tuple[int, int]], num_shards: int, size: in
     """
     for order in set(itertools.permutations(items)):
         start = 0
-        for numel, cell in order:
+        for numel, granule in order:
             for offset in range(start, start + 2 * size):
                 cuts = range(-offset % size or size, numel, size)
-                if all(cut % cell == 0 for cut in cuts):
+                if all(cut % granule == 0 for cut in cuts):
                     break
             else:
                 start = num_shards * size + 1
@@ -95,7 +95,7 @@ def _smallest_by_brute_force(items: list[tuple[int, int]], num_shards: int) -> i
 
 
 def _items(shapes: list[tuple[int, ...]], granularity: Granularity) -> list[tuple[int, int]]:
-    return [(math.prod(shape), granularity.cell_numel(shape)) for shape in shapes]
+    return [(math.prod(shape), granularity.granule_numel(shape)) for shape in shapes]
 
 
 TINY_SHAPE = st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple)
@@ -212,10 +212,10 @@ def test_equal_layouts_have_equal_fingerprints() -> None:
     assert first.fingerprint != BufferLayout.plan([(4, 4)], 4).fingerprint
 
 
-def test_overlapping_slots_and_cut_cells_are_refused() -> None:
+def test_overlapping_slots_and_cut_cells_are_rejected() -> None:
     with pytest.raises(ValueError, match="overlaps"):
         BufferLayout((ParamSlot((4,), 0, 1), ParamSlot((4,), 2, 1)), 1, 8)
-    with pytest.raises(ValueError, match="cuts a cell"):
+    with pytest.raises(ValueError, match="cuts a granule"):
         BufferLayout((ParamSlot((2, 4), 0, 4),), 2, 6)
     with pytest.raises(ValueError, match="past the buffer"):
         BufferLayout((ParamSlot((9,), 0, 1),), 2, 4)

@@ -153,7 +153,7 @@ def test_two_of_five_equal_matrices_fill_the_room_that_longer_rows_leave() -> No
     assert _slices(shapes, split, 16) == 14 + 12
     assert _padding(shapes, split, 16) == 0
     assert _slices(shapes, [[0], [1, 2, 3, 4, 5, 6]], 16) == 7 + 20
-    # Equal ones are handed out in their order: neighbours in a model stay together.
+    # Equal ones are handed out in their order: neighbors in a model stay together.
     host = next(buffer for buffer in split if 0 in buffer)
     assert host[2] == host[1] + 1
 
@@ -214,7 +214,7 @@ def test_no_split_of_long_matrices_goes_below_the_bound_for_contiguous_ones(
         assert bound <= _slices(shapes, split, num_shards)
 
 
-def test_the_bound_for_contiguous_matrices_is_refused_where_it_does_not_hold() -> None:
+def test_the_bound_for_contiguous_matrices_is_rejected_where_it_does_not_hold() -> None:
     with pytest.raises(ValueError, match="longer than two slices"):
         contiguous_bound([(8, 4), (8, 2)], 2)
     with pytest.raises(ValueError, match="several row sizes are shared"):
@@ -250,7 +250,7 @@ def _table() -> str:
             split = split_for_padding(shapes, ranks)
             slices = _slices(shapes, split, ranks)
             is_tolerated = ranks * slices <= 1.01 * numel
-            cells = [
+            granules = [
                 unit,
                 f"{ranks}",
                 percent(_slices(shapes, [range(len(shapes))], ranks), ranks),
@@ -259,7 +259,7 @@ def _table() -> str:
                 "" if is_tolerated else percent(contiguous_bound(shapes, ranks), ranks),
                 percent(scattered_bound(shapes, ranks), ranks),
             ]
-            lines.append(f"| {' | '.join(cells)} |")
+            lines.append(f"| {' | '.join(granules)} |")
     return "\n".join(lines) + "\n"
 
 

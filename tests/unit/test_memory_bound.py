@@ -152,7 +152,7 @@ def test_frozen_units_have_no_buffers_and_those_before_them_two() -> None:
     assert (peak.gathered, peak.grad_buffer) == (2 * 384, 2 * 384)
 
 
-def test_a_list_that_is_no_tree_is_refused() -> None:
+def test_a_list_that_is_no_tree_is_rejected() -> None:
     with pytest.raises(ValueError, match="units is empty"):
         peak_bytes([])
     with pytest.raises(ValueError, match="unit 1 has parent None"):

@@ -67,7 +67,7 @@ def test_bytes_are_written_with_a_unit_that_fits() -> None:
     assert [readable_size(number, digits=2) for number in numbers] == texts
 
 
-def test_a_picture_is_drawn_and_without_matplotlib_refused(
+def test_a_picture_is_drawn_and_without_matplotlib_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("matplotlib")

@@ -119,7 +119,7 @@ def test_a_plan_of_nothing_is_empty() -> None:
     assert (plan.nbytes, plan.lower_bound, plan.excess, plan.slots) == (0, 0, 0.0, ())
 
 
-def test_a_request_larger_than_planned_is_refused_with_both_sizes() -> None:
+def test_a_request_larger_than_planned_is_rejected_with_both_sizes() -> None:
     plan = plan_traces([1000, 10], [Trace(0, (0, ~0))])
     assert plan.place(0, 1000) == 0
     assert plan.place(1, 10) is None
@@ -127,7 +127,7 @@ def test_a_request_larger_than_planned_is_refused_with_both_sizes() -> None:
         plan.place(0, 1001)
 
 
-def test_a_negative_size_is_refused() -> None:
+def test_a_negative_size_is_rejected() -> None:
     with pytest.raises(ValueError, match="sizes must not be negative, got -1 for buffer 1"):
         plan_traces([4, -1], [])
 

@@ -45,7 +45,7 @@ def test_along_an_axis_of_one_rank_nothing_is_gathered() -> None:
         (("optim", "no_shard", [2, 2, 2]), "1 axis"),
     ],
 )
-def test_bad_names_and_meshes_are_refused(arguments: tuple, message: str) -> None:
+def test_bad_names_and_meshes_are_rejected(arguments: tuple, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         resolve_placements(*arguments)
 

@@ -1,4 +1,4 @@
-"""The command, machines, advice, and what is refused."""
+"""The command, machines, advice, and what is rejected."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def test_a_function_gets_the_arguments_that_are_given(capsys: Any) -> None:
         ("--model {stack} --plot plan.nonsense", "--plot plan.nonsense"),
     ],
 )
-def test_bad_input_is_refused_with_a_reason(words: str, reason: str, capsys: Any) -> None:
+def test_bad_input_is_rejected_with_a_reason(words: str, reason: str, capsys: Any) -> None:
     typed = words.format(
         stack=HERE + "stack", no_model=HERE + "no_model", sized=HERE + "sized"
     ).split()
@@ -188,7 +188,7 @@ def test_bad_input_is_refused_with_a_reason(words: str, reason: str, capsys: Any
     assert reason in err
 
 
-def test_training_flags_without_an_adapter_are_refused(
+def test_training_flags_without_an_adapter_are_rejected(
     capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sources, "entry_points", lambda group: [])
@@ -254,12 +254,12 @@ def test_a_machine_comes_from_a_file(tmp_path: Path) -> None:
         ('{"like": "h100", "flops": "fast"}', "flops of machine 'ours' must be a positive number"),
     ],
 )
-def test_a_bad_machine_file_is_refused(content: str, reason: str, tmp_path: Path) -> None:
+def test_a_bad_machine_file_is_rejected(content: str, reason: str, tmp_path: Path) -> None:
     path = tmp_path / "ours.json"
     path.write_text(content)
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError) as rejected:
         find_machine(str(path))
-    assert reason in str(refused.value)
+    assert reason in str(rejected.value)
 
 
 MACHINE = Machine("plain", 8, 100e9, 10e9, 0.0, 0.0, 1e12, 1.0, 1.0)

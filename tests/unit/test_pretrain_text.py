@@ -52,19 +52,19 @@ def value_of(flags: list[str], flag: str) -> str:
 
 
 @pytest.mark.parametrize("given", ["", "   "])
-def test_empty_text_is_refused_and_the_way_out_is_named(given):
+def test_empty_text_is_rejected_and_the_way_out_is_named(given):
     with pytest.raises(TextError, match=r"TEXT is empty.*leave TEXT out"):
         collect(given)
 
 
-def test_text_that_does_not_exist_is_refused_by_name(tmp_path):
+def test_text_that_does_not_exist_is_rejected_by_name(tmp_path):
     missing = tmp_path / "nowhere"
     with pytest.raises(TextError, match=f"TEXT={missing} does not exist"):
         collect(str(missing))
 
 
 @pytest.mark.parametrize("kind", ["empty file", "empty folder", "binary file", "short file"])
-def test_text_without_enough_text_in_it_is_refused_with_both_sizes(tmp_path, kind):
+def test_text_without_enough_text_in_it_is_rejected_with_both_sizes(tmp_path, kind):
     place = tmp_path / "place"
     if kind == "empty folder":
         place.mkdir()
@@ -215,12 +215,12 @@ def test_a_resumed_run_is_never_empty_and_ends_within_the_first_one(tmp_path, it
         ({"iters": 7}, "ITERS=7, but at least 8"),
     ],
 )
-def test_numbers_that_make_no_run_are_refused(tmp_path, changes, message):
+def test_numbers_that_make_no_run_are_rejected(tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
         settings(tmp_path, **changes)
 
 
-def test_more_ranks_than_gpus_are_refused(tmp_path):
+def test_more_ranks_than_gpus_are_rejected(tmp_path):
     args = program.build_parser().parse_args(["--ranks", "4", "--out", str(tmp_path)])
     with pytest.raises(ValueError, match="RANKS=4, but this machine has 2 GPUs"):
         program.read_settings(args, num_gpus=2)

@@ -1,4 +1,4 @@
-"""`make setup`, run in a small copy of the tree with stand-ins for Python."""
+"""`make setup`, run in a small copy of the tree with stubs for Python."""
 
 import os
 import shutil
@@ -33,7 +33,7 @@ esac
 
 
 class Tree:
-    """A copy of what set-up needs, with a PATH that holds nothing but stand-ins."""
+    """A copy of what set-up needs, with a PATH that holds nothing but stubs."""
 
     def __init__(self, home: Path) -> None:
         self.home = home
@@ -101,7 +101,7 @@ def test_without_any_python_setup_ends_with_one_sentence(tree):
     assert "there is no python3 on PATH" in done.stderr
 
 
-def test_a_named_python_that_is_too_old_is_refused_even_if_another_would_do(tree):
+def test_a_named_python_that_is_too_old_is_rejected_even_if_another_would_do(tree):
     tree.add_python("python3.12", "3.12.4")
     old = tree.add_python("python3.9", "3.9.2")
     done = tree.setup(PYTHON=str(old))
@@ -141,7 +141,7 @@ def test_a_changed_dependency_file_installs_again(tree, name):
     assert tree.num_installs == 2
 
 
-def test_an_environment_without_a_stamp_is_adopted_and_not_made_anew(tree):
+def test_an_environment_without_a_stamp_is_kept(tree):
     fake = tree.add_python("python3.12", "3.12.1")
     own = tree.home / ".venv" / "bin"
     own.mkdir(parents=True)
@@ -180,7 +180,7 @@ def test_another_torch_has_an_environment_and_pinned_packages_of_its_own(tree):
     assert default.keys() == other.keys()
     differs = {name for name in default if default[name] != other[name]}
     assert differs <= {name for name in default if name in _pinned(NEWEST)}
-    # Neither is made anew for the other.
+    # Neither is rebuilt for the other.
     assert "up to date" in tree.setup().stdout
     assert "up to date" in tree.setup(TORCH=NEWEST_TORCH).stdout
     assert tree.num_installs == 2

@@ -18,14 +18,14 @@ def faults(schedule: Schedule) -> list[tuple[Fault, int, int]]:
 
 
 def gather(schedule: Schedule, buffer: Buffer, *, waits: bool = True, event: bool = True) -> None:
-    """Compute writes the shard, a lane gathers, compute uses; with or without each wait."""
+    """Compute writes, a communication stream gathers, compute uses; with or without each wait."""
     shard = Buffer("shard")
     schedule.operation("compute", "cast", writes=[shard])
     if waits:
-        schedule.wait_stream("lane", "compute")
-    schedule.operation("lane", "all_gather", reads=[shard], writes=[buffer])
+        schedule.wait_stream("comm_stream", "compute")
+    schedule.operation("comm_stream", "all_gather", reads=[shard], writes=[buffer])
     if event:
-        schedule.wait_event("compute", schedule.record_event("lane"))
+        schedule.wait_event("compute", schedule.record_event("comm_stream"))
     schedule.operation("compute", "mm", reads=[buffer])
 
 
@@ -46,16 +46,16 @@ def test_a_use_that_does_not_wait_for_the_gather_is_found_and_explained() -> Non
     gather(schedule, Buffer("weights"), event=False)
     (violation,) = find_violations(schedule)
     assert str(violation) == (
-        "weights: not ordered: #2 all_gather on 'lane' (writes it), then #3 mm on 'compute' "
-        "(reads it); 'compute' has to wait for 'lane': an event recorded after #2 and waited for "
-        "before #3"
+        "weights: not ordered: #2 all_gather on 'comm_stream' (writes it), then #3 mm on 'compute' "
+        "(reads it); 'compute' has to wait for 'comm_stream': an event recorded after #2 and "
+        "waited for before #3"
     )
 
 
 def test_an_event_orders_nothing_queued_after_it() -> None:
     schedule, buffer = Schedule(), Buffer("buffer")
-    event = schedule.record_event("lane")
-    schedule.operation("lane", "late", writes=[buffer])
+    event = schedule.record_event("comm_stream")
+    schedule.operation("comm_stream", "late", writes=[buffer])
     schedule.wait_event("compute", event)
     schedule.operation("compute", "read", reads=[buffer])
     assert faults(schedule) == [(Fault.UNORDERED, 1, 3)]
@@ -63,8 +63,8 @@ def test_an_event_orders_nothing_queued_after_it() -> None:
 
 def test_a_stream_wait_orders_only_what_comes_after_it() -> None:
     schedule, buffer = Schedule(), Buffer("buffer")
-    schedule.wait_stream("compute", "lane")
-    schedule.operation("lane", "late", writes=[buffer])
+    schedule.wait_stream("compute", "comm_stream")
+    schedule.operation("comm_stream", "late", writes=[buffer])
     schedule.operation("compute", "read", reads=[buffer])
     assert faults(schedule) == [(Fault.UNORDERED, 1, 2)]
 
@@ -80,30 +80,30 @@ def test_order_passes_through_a_third_stream() -> None:
 
 def test_a_wait_in_the_wrong_direction_orders_nothing() -> None:
     schedule, buffer = Schedule(), Buffer("buffer")
-    schedule.operation("lane", "write", writes=[buffer])
-    schedule.wait_stream("lane", "compute")
+    schedule.operation("comm_stream", "write", writes=[buffer])
+    schedule.wait_stream("comm_stream", "compute")
     schedule.operation("compute", "read", reads=[buffer])
     assert faults(schedule) == [(Fault.UNORDERED, 0, 2)]
 
 
 def test_reads_on_two_streams_need_no_order() -> None:
     schedule, buffer = Schedule(), Buffer("buffer")
-    schedule.operation("lane", "read", reads=[buffer])
+    schedule.operation("comm_stream", "read", reads=[buffer])
     schedule.operation("compute", "read", reads=[buffer])
     assert faults(schedule) == []
 
 
 def test_a_write_after_an_unordered_read_is_found() -> None:
     schedule, buffer = Schedule(), Buffer("buffer")
-    schedule.operation("lane", "read", reads=[buffer])
+    schedule.operation("comm_stream", "read", reads=[buffer])
     schedule.operation("compute", "write", writes=[buffer])
     assert faults(schedule) == [(Fault.UNORDERED, 0, 1)]
 
 
 def test_every_unordered_pair_is_reported_once() -> None:
     schedule, buffer = Schedule(), Buffer("buffer")
-    schedule.operation("lane", "first", writes=[buffer])
-    schedule.operation("lane", "second", reads=[buffer], writes=[buffer])
+    schedule.operation("comm_stream", "first", writes=[buffer])
+    schedule.operation("comm_stream", "second", reads=[buffer], writes=[buffer])
     schedule.operation("compute", "third", reads=[buffer], writes=[buffer])
     assert faults(schedule) == [(Fault.UNORDERED, 1, 2), (Fault.UNORDERED, 0, 2)]
 
@@ -111,14 +111,14 @@ def test_every_unordered_pair_is_reported_once() -> None:
 @pytest.mark.parametrize(("start", "expected"), [(8, 0), (7, 1)])
 def test_only_bytes_in_common_conflict(start: int, expected: int) -> None:
     schedule, buffer = Schedule(), Buffer("buffer")
-    schedule.operation("lane", "write", writes=[Region(buffer, 0, 8)])
+    schedule.operation("comm_stream", "write", writes=[Region(buffer, 0, 8)])
     schedule.operation("compute", "write", writes=[Region(buffer, start, 16)])
     assert len(faults(schedule)) == expected
 
 
 def test_buffers_of_the_same_name_are_two() -> None:
     schedule = Schedule()
-    schedule.operation("lane", "write", writes=[Buffer("buffer")])
+    schedule.operation("comm_stream", "write", writes=[Buffer("buffer")])
     schedule.operation("compute", "write", writes=[Buffer("buffer")])
     assert faults(schedule) == []
 
@@ -150,13 +150,13 @@ def test_a_free_after_the_wait_is_in_order() -> None:
 def test_a_lane_that_does_not_wait_for_the_allocation_is_found() -> None:
     schedule, buffer = Schedule(), Buffer("gathered")
     schedule.allocate("compute", buffer)
-    schedule.operation("lane", "all_gather", writes=[buffer])
+    schedule.operation("comm_stream", "all_gather", writes=[buffer])
     assert faults(schedule) == [(Fault.UNORDERED_MEMORY, 0, 1)]
 
 
 def test_memory_that_changes_hands_under_a_running_read_is_found() -> None:
     schedule, buffer = Schedule(), Buffer("slot")
-    schedule.operation("lane", "read", reads=[buffer])
+    schedule.operation("comm_stream", "read", reads=[buffer])
     schedule.allocate("compute", buffer)
     assert faults(schedule) == [(Fault.UNORDERED_MEMORY, 0, 1)]
 
@@ -186,6 +186,6 @@ def test_a_second_free_is_found() -> None:
     assert faults(schedule) == [(Fault.USE_AFTER_FREE, 0, 1)]
 
 
-def test_waiting_for_an_event_that_was_not_recorded_is_refused() -> None:
+def test_waiting_for_an_event_that_was_not_recorded_is_rejected() -> None:
     with pytest.raises(ValueError, match="event 3, which was not recorded"):
         Schedule().wait_event("compute", 3)

@@ -1,4 +1,4 @@
-"""Tables for Megatron's and Transformer Engine's modules, by stand-ins of their classes."""
+"""Tables for Megatron's and Transformer Engine's modules, by stubs of their classes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _dims(layer: nn.Module, rules: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A stand-in for `transformer_engine.pytorch`, as if it had been imported."""
+    """A stub for `transformer_engine.pytorch`, as if it had been imported."""
     package: Any = ModuleType("transformer_engine.pytorch")
     for name in ("Linear", "LayerNormLinear", "GroupedLinear", "LayerNormMLP", "RMSNorm"):
         setattr(package, name, type(name, (nn.Module,), {}))

@@ -1,4 +1,4 @@
-"""Buffers of the traced pool: where they are, what stays with them, and what is refused."""
+"""Buffers of the traced pool: where they are, what stays with them, and what is rejected."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def _buffer(pool: TracePoolAllocator, name: str, numel: int = 256) -> TemporaryB
 
 def _pass(pool: TracePoolAllocator, *buffers: TemporaryBuffer) -> list[int]:
     """One after the other is live; their addresses."""
-    pool.begin_pass("pass", is_quiet=True)
+    pool.begin_pass("pass", no_pending_backward=True)
     places = []
     for buffer in buffers:
         places.append(buffer.acquire().data_ptr())
         buffer.release()
-    pool.end_pass("", is_quiet=True)
+    pool.end_pass("", no_pending_backward=True)
     return places
 
 
@@ -126,21 +126,21 @@ def test_two_buffers_held_in_the_same_bytes_cannot_both_be_live() -> None:
     assert not buffers[1].is_live
     del held
     buffers[0].release()
-    pool.end_pass("", is_quiet=True)
+    pool.end_pass("", no_pending_backward=True)
     # What failed is part of the plan that was made at once.
     assert buffers[0].acquire().data_ptr() != buffers[1].acquire().data_ptr()
     assert buffers[1].pool_memory is buffers[0].pool_memory is not None
 
 
-def test_a_live_buffer_cannot_be_adopted() -> None:
+def test_a_live_buffer_cannot_be_merged() -> None:
     root, unit = TracePoolAllocator(), TracePoolAllocator()
     buffer = _buffer(unit, "weights")
     buffer.acquire()
     with pytest.raises(RuntimeError, match=r"weights is gathered; call reshard\(\)"):
-        root.adopt(unit)
+        root.merge(unit)
     buffer.release()
-    root.adopt(unit)
-    root.adopt(unit)
+    root.merge(unit)
+    root.merge(unit)
     late = _buffer(unit, "late")
     assert root.reports()[0].names == ("weights", "late")
     assert _planned(root, buffer, late)[0] == late.tensor.data_ptr()

@@ -23,7 +23,7 @@ from megatron_fsdp_v2_mcore.checkpoint.names import (
     parameter_names,
     unwrapped,
 )
-from megatron_fsdp_v2_mcore.flags.checkpoint_check import refuse_gpt_layers
+from megatron_fsdp_v2_mcore.flags.checkpoint_check import reject_gpt_layers
 
 __all__ = ["load_by_model", "save_by_model", "with_chunks"]
 
@@ -79,14 +79,14 @@ def load_by_model(original: Callable[..., Any]) -> Callable[..., Any]:
         chunks = None if sharded_state_dict is None else sharded_state_dict.pop(CHUNKS, None)
         if sharded_state_dict is None or chunks is None:
             return original(load_dir, args, rank0, sharded_state_dict, **kwargs)
-        refuse_gpt_layers(load_dir, kwargs.get("gpt_compat_layer_maps"))
+        reject_gpt_layers(load_dir, kwargs.get("gpt_compat_layer_maps"))
         saved, path, _, _ = original(load_dir, args, rank0=True)
         if saved is None:
             return original(load_dir, args, rank0, sharded_state_dict, **kwargs)
         request = _Request(_Translation(chunks, sharded_state_dict))
         request.settle(path, saved.get("args"), args)
         loaded, *rest = original(load_dir, args, rank0, request.state_dict, **kwargs)
-        return (request.handed_back(loaded), *rest)
+        return (request.restored(loaded), *rest)
 
     return load
 
@@ -176,7 +176,7 @@ class _Translation:
     def _model_entries(self) -> Iterator[tuple[CanonicalName, Any]]:
         for chunk, key in enumerate(self.chunk_keys):
             for local, value in self.raw[key].items():
-                # What Transformer Engine calls its extra state is made anew from the weights.
+                # What Transformer Engine calls its extra state is rebuilt from the weights.
                 if not local.endswith("_extra_state"):
                     yield self.name(chunk, local), value
 
@@ -210,7 +210,7 @@ class _Request:
         for key in verdict.without_state:
             optimizer["state"].pop(key, None)
 
-    def handed_back(self, loaded: dict[str, Any]) -> dict[str, Any]:
+    def restored(self, loaded: dict[str, Any]) -> dict[str, Any]:
         """The state dict Megatron goes on with: its own names, what was read in them."""
         raw = self._translation.raw
         result = {k: v for k, v in loaded.items() if k not in ("model", "optimizer")}
@@ -224,7 +224,7 @@ class _Request:
         return result
 
     def _fill(self, part: dict[str, Any]) -> None:
-        """Put what is no tensor into an optimizer's state dict; tensors were read in place."""
+        """Put what is not a tensor into an optimizer's state dict; tensors were read in place."""
         read = self.state_dict["optimizer"]
         names = self._translation.of_param
         for fqn in list(part["state"]):
@@ -265,4 +265,4 @@ def _is_first(param: nn.Parameter) -> bool:
     if coordinate is None or first or first == last:
         return False
     # Of tensor-parallel ranks the first one as well, whatever it holds.
-    return param.is_first_replica and not any(coordinate[len(param.row_shards.strides) :])
+    return param.owns_replica and not any(coordinate[len(param.row_shards.strides) :])

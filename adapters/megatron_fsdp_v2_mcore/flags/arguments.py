@@ -10,13 +10,13 @@ from typing import Any
 
 from megatron_fsdp_v2_mcore.flags.checkpoint_check import check_checkpoint_folder
 from megatron_fsdp_v2_mcore.flags.errors import FlagError
-from megatron_fsdp_v2_mcore.flags.refusals import (
+from megatron_fsdp_v2_mcore.flags.settings import check_hybrid, reject_fields
+from megatron_fsdp_v2_mcore.flags.unsupported import (
     MODEL_REFUSALS,
     MORE_REFUSALS,
-    Refusal,
+    UnsupportedFlag,
     check_parallel_sizes,
 )
-from megatron_fsdp_v2_mcore.flags.settings import check_hybrid, refuse_fields
 
 __all__ = [
     "accepted_by_megatron",
@@ -25,7 +25,7 @@ __all__ = [
     "check_before",
     "check_no_yaml",
     "is_enabled",
-    "refuse_model_options",
+    "reject_model_options",
 ]
 
 API_FLAG = "--use-fsdp-fully-shard-api"
@@ -102,31 +102,31 @@ def is_enabled(args: Any) -> bool:
 EMERGING = ("muon", "adaptive_muon", "lion")
 """Optimizers of Megatron's registry that step shards, beside Adam."""
 
-REFUSALS: tuple[Refusal, ...] = (
-    Refusal(
+UNSUPPORTED: tuple[UnsupportedFlag, ...] = (
+    UnsupportedFlag(
         "use_precision_aware_optimizer",
         "--use-precision-aware-optimizer",
         "the optimizer reads param.grad, not a decoupled gradient",
     ),
-    Refusal(
+    UnsupportedFlag(
         "optimizer_cpu_offload", "--optimizer-cpu-offload", "optimizer offload is not built yet"
     ),
-    Refusal("fp8", "--fp8-format", "quantised parameters are not built yet"),
-    Refusal("fp4", "--fp4-format", "quantised parameters are not built yet"),
-    Refusal(
+    UnsupportedFlag("fp8", "--fp8-format", "quantized parameters are not built yet"),
+    UnsupportedFlag("fp4", "--fp4-format", "quantized parameters are not built yet"),
+    UnsupportedFlag(
         "overlap_moe_expert_parallel_comm",
         "--overlap-moe-expert-parallel-comm",
         "its schedule runs parts of layers one by one, the forward of one micro-batch between "
         "those of another one's backward, and never a layer itself, around which weights are "
         "gathered and gradients reduced",
     ),
-    Refusal(
+    UnsupportedFlag(
         "cuda_graph_impl",
         "--cuda-graph-impl",
         "gathers are issued from the host",
         lambda value: value not in (None, "none"),
     ),
-    Refusal(
+    UnsupportedFlag(
         "optimizer",
         "--optimizer",
         "adam, muon, adaptive_muon and lion can step shards; sgd cannot, as Megatron's distributed "
@@ -136,14 +136,14 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     *MORE_REFUSALS,
 )
-"""Flags that are refused, first those of features to come."""
+"""Flags that are rejected, first those of features to come."""
 
 
 def check_before(args: Any) -> None:
     """Check the command line before Megatron validates (and rewrites) it.
 
     Raises:
-        FlagError: Flags are missing, or cannot be honoured together.
+        FlagError: Flags are missing, or cannot be supported together.
     """
     if not is_enabled(args):
         for name in _OUR_OTHER_FLAGS:
@@ -165,11 +165,11 @@ def check_before(args: Any) -> None:
                 f"--{name.replace('_', '-')} needs --{needed.replace('_', '-')}; add it, or leave "
                 "both out"
             )
-    refuse_fields(args)
+    reject_fields(args)
     check_hybrid(args, args.expert_data_parallel_sharding_strategy)
-    for refusal in REFUSALS:
+    for refusal in UNSUPPORTED:
         value = getattr(args, refusal.name, None)
-        if refusal.refuses(value):
+        if refusal.rejects(value):
             shown = "" if value is True else f" {value}"
             raise FlagError(
                 f"{refusal.flag}{shown} cannot be used with {API_FLAG}: {refusal.reason}"
@@ -197,20 +197,20 @@ _FILLED_IN = ("tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_w
 """Options of a model that Megatron gives a value where they were left out."""
 
 
-def refuse_model_options(config: Any) -> None:
-    """Refuse options of a model by name, where no command line was checked before.
+def reject_model_options(config: Any) -> None:
+    """Reject options of a model by name, where no command line was checked before.
 
     Args:
         config: Megatron's `TransformerConfig`.
 
     Raises:
-        FlagError: A field has a value that cannot be honoured.
+        FlagError: A field has a value that cannot be supported.
     """
-    for refusal in (*REFUSALS, *MODEL_REFUSALS):
+    for refusal in (*UNSUPPORTED, *MODEL_REFUSALS):
         if refusal.name in _FILLED_IN or not hasattr(config, refusal.name):
             continue
         value = getattr(config, refusal.name)
-        if refusal.refuses(value):
+        if refusal.rejects(value):
             raise FlagError(
                 f"{type(config).__name__}.{refusal.name} = {value!r} ({refusal.flag}) cannot be "
                 f"used with sharded parameters: {refusal.reason}"
@@ -219,7 +219,7 @@ def refuse_model_options(config: Any) -> None:
 
 @contextlib.contextmanager
 def accepted_by_megatron(args: Any) -> Iterator[None]:
-    """Have Megatron validate arguments that it would refuse, or turn off, without this package."""
+    """Have Megatron validate arguments that it would reject, or turn off, without this package."""
     if not is_enabled(args):
         yield
         return
@@ -229,9 +229,9 @@ def accepted_by_megatron(args: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _as_adam(args: Any) -> Iterator[None]:
-    """Have Megatron validate arguments with `--optimizer adam` where ours is one it would refuse.
+    """Have Megatron validate arguments with `--optimizer adam` where ours is one it would reject.
 
-    Megatron refuses other optimizers together with --use-megatron-fsdp, because its own wrapper
+    Megatron rejects other optimizers together with --use-megatron-fsdp, because its own wrapper
     cannot step them, and turns its distributed optimizer off for them. For ours everything it
     derives has to be as it is for Adam. The name is put back afterwards.
     """
@@ -268,7 +268,7 @@ def _with_worker(args: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_weight_check(args: Any) -> Iterator[None]:
-    """Have Megatron validate arguments without its check of weights, which it refuses with ZeRO-3.
+    """Have Megatron validate arguments without its check of weights, which it rejects with ZeRO-3.
 
     Its own compares what ranks hold; the one in its place gathers what is sharded.
     """
@@ -285,7 +285,7 @@ def check_after(args: Any) -> None:
     """Check what Megatron made of the command line.
 
     Raises:
-        FlagError: Megatron turned something on that cannot be honoured.
+        FlagError: Megatron turned something on that cannot be supported.
     """
     if is_enabled(args) and not args.use_distributed_optimizer:
         raise FlagError(f"{API_FLAG} needs Megatron's distributed optimizer, which was turned off")

@@ -27,7 +27,7 @@ __all__ = [
     "flag_errors",
     "is_torch_dist",
     "read_metadata",
-    "refuse_gpt_layers",
+    "reject_gpt_layers",
 ]
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -136,7 +136,7 @@ def read_metadata(path: Path) -> Metadata:
         return core.read_metadata(path)
 
 
-def refuse_gpt_layers(path: str | Path, layer_maps: object) -> None:
+def reject_gpt_layers(path: str | Path, layer_maps: object) -> None:
     """Refuse to load the layers of a GPT model into a hybrid one.
 
     Args:

@@ -6,15 +6,15 @@ import contextlib
 import traceback
 from collections.abc import Iterator
 
-__all__ = ["FlagError", "refusals_as_flag_errors"]
+__all__ = ["FlagError", "rejections_as_flag_errors"]
 
 
 class FlagError(ValueError):
-    """A flag, or a combination of flags, that this package cannot honour; the message names it."""
+    """A flag, or a combination of flags, that this package cannot support; the message names it."""
 
 
 @contextlib.contextmanager
-def refusals_as_flag_errors(beginning: str) -> Iterator[None]:
+def rejections_as_flag_errors(beginning: str) -> Iterator[None]:
     """Say in Megatron's own words what it has against a command line.
 
     Megatron checks flags with assertions and plain exceptions, here and there also while it builds

@@ -28,7 +28,7 @@ _WORKER = "a thread of each rank writes; there is no worker process"
 
 _ACTIVATIONS = (
     "activations go to host memory as without it; gathered weights are parameters, which neither "
-    "Megatron nor Transformer Engine moves there. cpu_offloading_weights is refused"
+    "Megatron nor Transformer Engine moves there. cpu_offloading_weights is rejected"
 )
 
 OTHERS: tuple[OtherFlag, ...] = (

@@ -11,7 +11,7 @@ import torch
 from megatron_fsdp_v2 import MixedPrecisionPolicy
 from megatron_fsdp_v2_mcore.flags.errors import FlagError
 from megatron_fsdp_v2_mcore.flags.options import Options
-from megatron_fsdp_v2_mcore.flags.refusals import LATE_GRADS
+from megatron_fsdp_v2_mcore.flags.unsupported import LATE_GRADS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,7 +23,7 @@ __all__ = [
     "ShardingSettings",
     "check_hybrid",
     "notices",
-    "refuse_fields",
+    "reject_fields",
     "sharding_settings",
 ]
 
@@ -31,11 +31,11 @@ __all__ = [
 class Handling(enum.Enum):
     """What becomes of a configuration field."""
 
-    HONOURED = "honoured"
+    HONOURED = "supported"
     """It changes what this package does."""
-    IMPLIED = "implied"
+    IMPLIED = "no-op"
     """It asks for what this package does anyway, or tunes something it has no need of."""
-    REFUSED = "refused"
+    REFUSED = "rejected"
     """A value other than the default ends the start with an error."""
 
 
@@ -47,8 +47,8 @@ class FieldRule:
         name: The field.
         flag: What a user types to set it.
         handling: What becomes of it.
-        meaning: What it does here, or why it is refused.
-        refuses: Whether a value is refused; only with `Handling.REFUSED`.
+        meaning: What it does here, or why it is rejected.
+        rejects: Whether a value is rejected; only with `Handling.REFUSED`.
         argument: Attribute of Megatron's arguments the field is made of, if it has another name.
     """
 
@@ -56,192 +56,192 @@ class FieldRule:
     flag: str
     handling: Handling
     meaning: str
-    refuses: Callable[[Any], bool] | None = None
+    rejects: Callable[[Any], bool] | None = None
     argument: str | None = None
 
 
-def _honoured(name: str, flag: str, meaning: str) -> FieldRule:
+def _supported(name: str, flag: str, meaning: str) -> FieldRule:
     return FieldRule(name, flag, Handling.HONOURED, meaning)
 
 
-def _implied(name: str, flag: str, meaning: str) -> FieldRule:
+def _no_op(name: str, flag: str, meaning: str) -> FieldRule:
     return FieldRule(name, flag, Handling.IMPLIED, meaning)
 
 
-def _refused(
+def _rejected(
     name: str,
     flag: str,
     meaning: str,
-    refuses: Callable[[Any], bool] = bool,
+    rejects: Callable[[Any], bool] = bool,
     argument: str | None = None,
 ) -> FieldRule:
-    return FieldRule(name, flag, Handling.REFUSED, meaning, refuses, argument)
+    return FieldRule(name, flag, Handling.REFUSED, meaning, rejects, argument)
 
 
 FIELDS: tuple[FieldRule, ...] = (
-    _honoured(
+    _supported(
         "data_parallel_sharding_strategy",
         "--data-parallel-sharding-strategy",
         "sharding_strategy of every unit",
     ),
-    _honoured(
+    _supported(
         "num_distributed_optimizer_instances",
         "--num-distributed-optimizer-instances",
         "more than one: an outer data-parallel axis between them, so that parameters are sharded "
         "within an instance",
     ),
-    _honoured(
+    _supported(
         "outer_dp_sharding_strategy",
         "--outer-dp-sharding-strategy",
         "outer_dp_sharding_strategy: no_shard (HSDP) or optim (HFSDP)",
     ),
-    _honoured("overlap_grad_reduce", "--overlap-grad-reduce", "enable_async_reduce_grad"),
-    _honoured("overlap_param_gather", "--overlap-param-gather", "enable_unshard_prefetch"),
-    _honoured(
+    _supported("overlap_grad_reduce", "--overlap-grad-reduce", "enable_async_reduce_grad"),
+    _supported("overlap_param_gather", "--overlap-param-gather", "enable_unshard_prefetch"),
+    _supported(
         "grad_reduce_in_fp32",
         "--accumulate-allreduce-grads-in-fp32",
         "grad_comm_dtype and main_grads_dtype, where the Megatron-FSDP dtype flags say 'auto': "
         "fp32 if set, the model's dtype if not",
     ),
-    _honoured(
+    _supported(
         "megatron_fsdp_main_params_dtype",
         "--megatron-fsdp-main-params-dtype",
         "main_params_dtype; 'auto': the model's dtype",
     ),
-    _honoured(
+    _supported(
         "megatron_fsdp_main_grads_dtype",
         "--megatron-fsdp-main-grads-dtype",
         "main_grads_dtype; 'auto': the dtype of the main weights, which the optimizer reads",
     ),
-    _honoured(
+    _supported(
         "megatron_fsdp_grad_comm_dtype",
         "--megatron-fsdp-grad-comm-dtype",
         "grad_comm_dtype; 'auto': see grad_reduce_in_fp32",
     ),
-    _honoured(
+    _supported(
         "check_for_nan_in_grad",
         "--no-check-for-nan-in-loss-and-grad",
         "unless given, reduced gradients are checked before the optimizer steps",
     ),
-    _implied("use_megatron_fsdp", "--use-megatron-fsdp", "selects this package, with its own flag"),
-    _implied("use_custom_fsdp", "--use-megatron-fsdp", "Megatron's older name of the same"),
-    _implied(
+    _no_op("use_megatron_fsdp", "--use-megatron-fsdp", "selects this package, with its own flag"),
+    _no_op("use_custom_fsdp", "--use-megatron-fsdp", "Megatron's older name of the same"),
+    _no_op(
         "use_distributed_optimizer",
         "--use-distributed-optimizer",
         "Megatron turns it on; the optimizer steps sharded main weights",
     ),
-    _implied(
+    _no_op(
         "average_in_collective",
         "--ddp-average-in-collective",
         "the mean is taken in the collective wherever the dtype allows it",
     ),
-    _implied(
+    _no_op(
         "gradient_reduce_div_fusion",
         "--no-gradient-reduce-div-fusion",
         "the factor is applied once, inside the reduction where the dtype allows it",
     ),
-    _implied("bucket_size", "--ddp-bucket-size", "a unit's gradients are one bucket"),
-    _implied("num_buckets", "--ddp-num-buckets", "a unit's gradients are one bucket"),
-    _implied(
+    _no_op("bucket_size", "--ddp-bucket-size", "a unit's gradients are one bucket"),
+    _no_op("num_buckets", "--ddp-num-buckets", "a unit's gradients are one bucket"),
+    _no_op(
         "pad_buckets_for_high_nccl_busbw",
         "--ddp-pad-buckets-for-high-nccl-busbw",
         "shards are of equal size; there are no buckets to pad",
     ),
-    _implied(
+    _no_op(
         "align_param_gather",
         "--no-align-param-gather",
         "gathers are issued by the units, the same in every pipeline stage",
     ),
-    _implied(
+    _no_op(
         "suggested_communication_unit_size",
         "--suggested-communication-unit-size",
         "units decide how much is gathered at a time",
     ),
-    _implied(
+    _no_op(
         "fsdp_all_gather_in_start_param_sync",
         "(set for CUDA graphs)",
         "the first gather is issued by the forward",
     ),
-    _honoured(
+    _supported(
         "nccl_ub",
         "--use-nccl-ub",
         "with --fsdp-trace-pool, its memory is NCCL's and registered with the data-parallel "
         "process groups, block by block when it is planned; without, addresses change, and a "
         "notice says that nothing is registered",
     ),
-    _implied(
+    _no_op(
         "fsdp_manual_registration",
         "--fsdp-manual-registration",
         "memory is registered when it is planned, once",
     ),
-    _implied(
+    _no_op(
         "disable_symmetric_registration",
         "--disable-symmetric-registration",
         "ranks register for themselves: windows would have to be made by all at one moment, and "
         "gradients may be planned at different ones",
     ),
-    _implied(
+    _no_op(
         "fsdp_db_use_persist_buf_on_alloc_fail",
         "--fsdp-db-use-persist-buf-on-alloc-fail",
         "only means something with Megatron's own double buffers",
     ),
-    _implied(
+    _no_op(
         "fsdp_double_buffer",
         "--fsdp-double-buffer",
         "the number of units that are gathered or have full gradient buffers is bounded without "
         "it, and --fsdp-trace-pool keeps their memory between steps at fixed addresses; a notice "
         "says so",
     ),
-    _implied(
+    _no_op(
         "megatron_fsdp_max_pool_double_buffer",
         "--megatron-fsdp-max-pool-double-buffer",
         "as --fsdp-double-buffer; units may be of any sizes",
     ),
-    _implied(
+    _no_op(
         "reuse_grad_buf_for_mxfp8_param_ag",
         "--reuse-grad-buf-for-mxfp8-param-ag",
         "Megatron turns it off together with --use-megatron-fsdp",
     ),
-    _refused(
+    _rejected(
         "check_for_large_grads",
         "--check-for-large-grads",
         "its check reads Megatron's gradient buckets",
     ),
-    _refused(
+    _rejected(
         "reduce_scatter_with_fp32_accumulation",
         "--ddp-reduce-scatter-with-fp32-accumulation",
         "use --megatron-fsdp-grad-comm-dtype fp32 instead",
         argument="ddp_reduce_scatter_with_fp32_accumulation",
     ),
-    _refused(
+    _rejected(
         "param_name_patterns_for_fp32_local_accumulation",
         "--ddp-param-name-patterns-for-fp32-local-accumulation",
         "use --megatron-fsdp-main-grads-dtype fp32 for all parameters instead",
         argument="ddp_param_name_patterns_for_fp32_local_accumulation",
     ),
-    _refused("fp8_param_gather", "--fp8-param-gather", "quantised parameters are not built yet"),
-    _refused("fp4_param_gather", "--fp4-param-gather", "quantised parameters are not built yet"),
-    _refused(
+    _rejected("fp8_param_gather", "--fp8-param-gather", "quantized parameters are not built yet"),
+    _rejected("fp4_param_gather", "--fp4-param-gather", "quantized parameters are not built yet"),
+    _rejected(
         "keep_fp8_transpose_cache",
         "--keep-fp8-transpose-cache",
-        "quantised parameters are not built yet",
+        "quantized parameters are not built yet",
     ),
-    _refused(
+    _rejected(
         "delay_wgrad_compute",
         "--delay-wgrad-compute",
         LATE_GRADS,
     ),
-    _refused(
+    _rejected(
         "megatron_fsdp_use_decoupled_grad",
         "--use-precision-aware-optimizer",
         "the optimizer reads param.grad",
     ),
-    _refused(
+    _rejected(
         "megatron_fsdp_cuda_graph_mode",
         "--cuda-graph-impl",
         "gathers are issued from the host",
     ),
-    _refused(
+    _rejected(
         "megatron_fsdp_enable_fine_grained_param_gather",
         "--megatron-fsdp-enable-fine-grained-param-gather",
         "a unit is gathered as a whole",
@@ -271,22 +271,22 @@ class ShardingSettings:
     checks_grads_for_nan: bool
 
 
-def refuse_fields(source: Any) -> None:
-    """Refuse by name what cannot be honoured.
+def reject_fields(source: Any) -> None:
+    """Reject by name what cannot be supported.
 
     Args:
         source: A `DistributedDataParallelConfig`, or Megatron's arguments, whose attributes it is
             made of; attributes that are missing are left to the configuration.
 
     Raises:
-        FlagError: A field has a value that cannot be honoured; names its flag.
+        FlagError: A field has a value that cannot be supported; names its flag.
     """
     for rule in FIELDS:
         names = [name for name in (rule.argument, rule.name) if name and hasattr(source, name)]
-        if rule.refuses is None or not names:
+        if rule.rejects is None or not names:
             continue
         value = getattr(source, names[0])
-        if rule.refuses(value):
+        if rule.rejects(value):
             raise FlagError(
                 f"{rule.flag} (= {value}) cannot be used with --use-fsdp-fully-shard-api: "
                 f"{rule.meaning}"
@@ -366,9 +366,9 @@ def sharding_settings(ddp_config: Any) -> ShardingSettings:
     """Map a `DistributedDataParallelConfig` onto `fully_shard` arguments.
 
     Raises:
-        FlagError: A field has a value that cannot be honoured; names its flag.
+        FlagError: A field has a value that cannot be supported; names its flag.
     """
-    refuse_fields(ddp_config)
+    reject_fields(ddp_config)
     check_hybrid(ddp_config)
     wants_fp32 = ddp_config.grad_reduce_in_fp32
     main_grads = ddp_config.megatron_fsdp_main_grads_dtype

@@ -33,7 +33,7 @@ from torch import nn
 
 from megatron_fsdp_v2_mcore.model.tensor_shards import is_expert
 
-__all__ = ["OTHER_VALUES", "initialiser"]
+__all__ = ["OTHER_VALUES", "initializer"]
 
 OTHER_VALUES = (
     "--init-model-with-meta-device: weights of Transformer Engine's layers are drawn after those "
@@ -45,7 +45,7 @@ OTHER_VALUES = (
 _logger = logging.getLogger(__name__)
 
 
-def initialiser(config: Any, chunk: nn.Module) -> Callable[[nn.Module], None]:
+def initializer(config: Any, chunk: nn.Module) -> Callable[[nn.Module], None]:
     """Make what gives values to one module's own parameters, once they have memory.
 
     Megatron's own FSDP leaves it to `reset_parameters()`, which for a plain embedding is torch's
@@ -59,7 +59,7 @@ def initialiser(config: Any, chunk: nn.Module) -> Callable[[nn.Module], None]:
     if any(_is_drawn_after_others(module) for module in chunk.modules()):
         log_single_rank(_logger, logging.WARNING, OTHER_VALUES)
 
-    def initialise(module: nn.Module) -> None:
+    def initialize(module: nn.Module) -> None:
         values = waiting.pop(module, None)
         if values is not None:
             for name, value in values.items():
@@ -83,7 +83,7 @@ def initialiser(config: Any, chunk: nn.Module) -> Callable[[nn.Module], None]:
         else:
             reset()
 
-    return initialise
+    return initialize
 
 
 def _drawn_on_host(config: Any, chunk: nn.Module) -> dict[nn.Module, dict[str, torch.Tensor]]:

@@ -68,7 +68,7 @@ def _needed(groups: Any, names: Sequence[str]) -> list[Any]:
 
 def _meshes(data: Sequence[Any], tensor: Any, device_type: str) -> Meshes:
     names = ("dp_outer", "dp")[-len(data) :]
-    # To torch no group is the group of all ranks; here it is no tensor parallelism.
+    # To torch no group is the group of all ranks; here it is not a tensor parallelism.
     if tensor is None or dist.get_world_size(tensor) == 1:
         return Meshes(_mesh(data, names, device_type), None)
     both = _mesh([*data, tensor], (*names, "tp"), device_type)

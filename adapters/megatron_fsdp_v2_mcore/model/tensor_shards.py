@@ -40,7 +40,7 @@ def is_expert(param: nn.Parameter) -> bool:
 class _Shards(Mapping[nn.Parameter, TensorShard]):
     """How parameters were cut, by the marks their modules have written when it is asked.
 
-    Layers of Transformer Engine mark what they initialise: with a build on the meta device, when
+    Layers of Transformer Engine mark what they initialize: with a build on the meta device, when
     their unit gets memory.
     """
 

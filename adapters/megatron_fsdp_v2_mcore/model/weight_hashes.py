@@ -19,7 +19,7 @@ from torch import nn
 from megatron_fsdp_v2.comm.interface import Axis
 from megatron_fsdp_v2.layout.placement import Placement
 from megatron_fsdp_v2.params.group import ParameterGroup
-from megatron_fsdp_v2.runtime.fsdp_module import named_units, rest
+from megatron_fsdp_v2.runtime.fsdp_module import make_idle, named_units
 
 __all__ = ["compare_replicas"]
 
@@ -70,7 +70,7 @@ def compare(chunks: Iterable[nn.Module]) -> None:
     """
     columns: dict[int, _Column] = {}
     for chunk in chunks:
-        rest(chunk)
+        make_idle(chunk)
         for _, unit in named_units(chunk):
             was_gathered = unit.is_unsharded
             unit.unshard(async_op=False)

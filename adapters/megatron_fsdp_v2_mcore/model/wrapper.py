@@ -20,11 +20,11 @@ from torch import nn
 from megatron_fsdp_v2 import FSDPModule, fully_shard
 from megatron_fsdp_v2.runtime.registered_pool import register_pool
 from megatron_fsdp_v2_mcore.activation import require_active
-from megatron_fsdp_v2_mcore.flags.arguments import refuse_model_options
+from megatron_fsdp_v2_mcore.flags.arguments import reject_model_options
 from megatron_fsdp_v2_mcore.flags.errors import FlagError
 from megatron_fsdp_v2_mcore.flags.options import Options
 from megatron_fsdp_v2_mcore.flags.settings import ShardingSettings, notices, sharding_settings
-from megatron_fsdp_v2_mcore.model.initialize import initialiser
+from megatron_fsdp_v2_mcore.model.initialize import initializer
 from megatron_fsdp_v2_mcore.model.mamba_parameters import follow_parameters
 from megatron_fsdp_v2_mcore.model.meshes import Meshes, dense_meshes, expert_meshes
 from megatron_fsdp_v2_mcore.model.tensor_shards import is_expert, tensor_shards
@@ -67,7 +67,7 @@ class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
     Raises:
         RuntimeError: Neither `enable()` was called nor was this package selected by Megatron's
             command line.
-        FlagError: The configuration asks for something that cannot be honoured.
+        FlagError: The configuration asks for something that cannot be supported.
         ValueError: The chunk has no parameters, or `pg_collection` lacks a group that it needs.
     """
 
@@ -91,7 +91,7 @@ class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
                 "DistributedDataParallelConfig(use_megatron_fsdp=False) builds Megatron's DDP; "
                 "FullyShardedDataParallel needs use_megatron_fsdp=True"
             )
-        refuse_model_options(config)
+        reject_model_options(config)
         _BaseDataParallel.__init__(self, config=config, module=module)
         if options is not None:
             # What Megatron builds has those of its class.
@@ -131,7 +131,7 @@ class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
         """Shard experts, then layers, then the rest, so that inner units come first."""
         settings, dense = self.settings, self._dense
         shards = tensor_shards(self.module, dense, self._expert)
-        shared, initialise = shared_by_stages(self.module), initialiser(self.config, self.module)
+        shared, initialize = shared_by_stages(self.module), initializer(self.config, self.module)
         # Per-token loss divides by the number of tokens afterwards; otherwise the mean is taken
         # over the ranks that see different tokens, also where fewer of them share an expert.
         factor = 1.0 if self.config.calculate_per_token_loss else 1.0 / dense.data.size()
@@ -157,7 +157,7 @@ class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
                 max_live_grad_buffers=self.options.max_live_grad_buffers,
                 tensor_shards=shards,
                 separate_params=shared,
-                param_init_fn=initialise,
+                param_init_fn=initialize,
             )
 
     @property

@@ -152,7 +152,7 @@ class ShardedMatrixStep(OrthogonalizedOptimizer):
     def _momentum_updates(
         self, group: dict[str, Any], params: Sequence[torch.nn.Parameter]
     ) -> list[torch.Tensor]:
-        """Decay weights and move momenta on; this rank's rows of what is to be orthogonalised."""
+        """Decay weights and move momenta on; this rank's rows of what is to be orthogonalized."""
         updates = [rows_of(self.state[param]["momentum_buffer"]) for param in params]
         here = [index for index, update in enumerate(updates) if update.numel()]
         if not here:
@@ -193,7 +193,7 @@ class ShardedMatrixStep(OrthogonalizedOptimizer):
         params: Sequence[torch.nn.Parameter],
         results: Sequence[torch.Tensor],
     ) -> None:
-        """Subtract orthogonalised updates from the weights."""
+        """Subtract orthogonalized updates from the weights."""
         changes = self._scaled(group, params, results)
         has_pre, has_post = (overrides(type(self), name) for name in HOOKS)
         if has_pre:

@@ -188,7 +188,7 @@ class FSDPZeROTensorParallelMuon(_ShardedMuon, TensorParallelMuon):
 class FSDPZeROTensorParallelAdaptiveMuon(_ShardedMuon, TensorParallelAdaptiveMuon):
     """`TensorParallelAdaptiveMuon` on sharded parameters; see `FSDPZeROTensorParallelMuon`.
 
-    The update is that of `AdaptiveMuon` in emerging_optimizers: the orthogonalised momentum is
+    The update is that of `AdaptiveMuon` in emerging_optimizers: the orthogonalized momentum is
     divided by the root of its second moment and scaled by its shape after that. (With
     emerging_optimizers 0.3, Megatron 0.19's own class scales twice and lacks what the second scale
     needs.) Only the elementwise moment, `adamuon`, is offered: `normuon` and `namo` need sums over

@@ -21,7 +21,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 
-from megatron_fsdp_v2.dtensor.optimizer_state import adopt_state
+from megatron_fsdp_v2.dtensor.optimizer_state import wrap_foreign_state
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of
 from megatron_fsdp_v2_mcore.checkpoint.names import parameter_names
 
@@ -94,7 +94,7 @@ class ShardedOptimizer(DistributedOptimizer):
         if is_loading:
             state, groups = self._state_to_load_into()
         for param, entry in state.items():
-            adopt_state(param, entry)
+            wrap_foreign_state(param, entry)
         state_dict: dict[str, Any] = {
             "state": {
                 key if isinstance(key, str) else self._param_name(key): entry
@@ -211,7 +211,7 @@ _UNFIT: tuple[tuple[str, Any, str], ...] = (
 
 
 def with_checks(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Have Megatron's factory refuse options that cannot step sharded parameters.
+    """Have Megatron's factory reject options that cannot step sharded parameters.
 
     A command line is checked before; a script on `megatron.core` alone makes its configuration
     itself, and Megatron's other optimizers would take shards for whole tensors.
@@ -263,7 +263,7 @@ def counted_here(
     """
     for param in params:
         if (
-            param.is_first_replica
+            param.owns_replica
             and param_is_not_shared(param)
             and param_is_not_tensor_parallel_duplicate(param, tp_group, expert_tp_group)
         ):

@@ -10,29 +10,29 @@ from typing import Any
 
 from megatron_fsdp_v2.plan.sources import FlagsError
 from megatron_fsdp_v2_mcore.flags.arguments import API_FLAG, check_before, is_enabled
-from megatron_fsdp_v2_mcore.flags.errors import FlagError, refusals_as_flag_errors
+from megatron_fsdp_v2_mcore.flags.errors import FlagError, rejections_as_flag_errors
 from megatron_fsdp_v2_mcore.rehearsal import FLAG, VERBOSE_FLAG
 from megatron_fsdp_v2_mcore.rehearsal.flags import CPU_FLAGS, GPU_FLAGS
 
-__all__ = ["parsed", "pretend_ranks", "refusals_as_errors", "without_gpu_flags"]
+__all__ = ["fake_world_size", "parsed", "rejections_as_errors", "without_gpu_flags"]
 
 
 @contextlib.contextmanager
-def refusals_as_errors() -> Iterator[None]:
-    """Say that Megatron refuses the flags where it raises, in its own words.
+def rejections_as_errors() -> Iterator[None]:
+    """Say that Megatron rejects the flags where it raises, in its own words.
 
     Raises:
         FlagsError: It did.
     """
     try:
-        with refusals_as_flag_errors("Megatron refuses these flags"):
+        with rejections_as_flag_errors("Megatron rejects these flags"):
             yield
     except FlagError as error:
         raise FlagsError(str(error)) from None
 
 
 @contextlib.contextmanager
-def pretend_ranks(num_ranks: int) -> Iterator[None]:
+def fake_world_size(num_ranks: int) -> Iterator[None]:
     """Have the environment say that this is the first of so many ranks."""
     wanted = {"WORLD_SIZE": str(num_ranks), "RANK": "0", "LOCAL_RANK": "0"}
     before = {name: os.environ.get(name) for name in wanted}
@@ -48,7 +48,7 @@ def pretend_ranks(num_ranks: int) -> Iterator[None]:
 
 
 def without_gpu_flags(argv: Sequence[str]) -> list[str]:
-    """A command line without what only a GPU can honour and memory does not depend on.
+    """A command line without what only a GPU can support and memory does not depend on.
 
     Flags that choose kernels are left to the rehearsal, which chooses those of a CPU.
 
@@ -57,7 +57,7 @@ def without_gpu_flags(argv: Sequence[str]) -> list[str]:
     """
     values = {flag.name: flag.values for flag in GPU_FLAGS}
     values |= {flag.name: () for flag in CPU_FLAGS}
-    # Megatron refuses it without --use-nccl-ub, which only a GPU can honour.
+    # Megatron rejects it without --use-nccl-ub, which only a GPU can support.
     values["--fsdp-manual-registration"] = ()
     kept: list[str] = []
     words = [word for word in argv if word not in (FLAG, VERBOSE_FLAG)]
@@ -80,18 +80,18 @@ def parsed(argv: Sequence[str], asked: Sequence[str]) -> tuple[Any, Any]:
     The package has to be installed into Megatron.
 
     Args:
-        argv: Flags that a CPU can honour.
-        asked: The user's own flags, which are checked for what this package refuses.
+        argv: Flags that a CPU can support.
+        asked: The user's own flags, which are checked for what this package rejects.
 
     Raises:
-        FlagsError: Megatron or this package refuses them, in their own words.
+        FlagsError: Megatron or this package rejects them, in their own words.
         SystemExit: Megatron's parser does not know a flag; it has said so, with code 2.
     """
     from megatron.training import arguments
 
     before = sys.argv
     try:
-        with refusals_as_errors():
+        with rejections_as_errors():
             sys.argv = ["plan", *(word for word in asked if word not in (FLAG, VERBOSE_FLAG))]
             as_asked = arguments.parse_args()
             if not (is_enabled(as_asked) and as_asked.use_megatron_fsdp):

@@ -29,9 +29,9 @@ from megatron_fsdp_v2.plan.sources import FlagsError, SourceResult
 from megatron_fsdp_v2_mcore.flags.options import Options
 from megatron_fsdp_v2_mcore.plan.costs import Costs
 from megatron_fsdp_v2_mcore.plan.flags import (
+    fake_world_size,
     parsed,
-    pretend_ranks,
-    refusals_as_errors,
+    rejections_as_errors,
     without_gpu_flags,
 )
 from megatron_fsdp_v2_mcore.plan.model import build_stage
@@ -51,7 +51,7 @@ def describe(flags: Sequence[str], num_ranks: int) -> SourceResult:
         num_ranks: Ranks of the job.
 
     Raises:
-        FlagsError: Megatron or this package refuses the flags.
+        FlagsError: Megatron or this package rejects the flags.
         RuntimeError: This process has a process group.
         SystemExit: Megatron does not know a flag; it has said so, with code 2.
     """
@@ -60,7 +60,7 @@ def describe(flags: Sequence[str], num_ranks: int) -> SourceResult:
     with _quiet_megatron(flags, num_ranks) as argv:
         args, keeps_attention = _arguments(argv, flags)
         try:
-            with refusals_as_errors():
+            with rejections_as_errors():
                 return _describe(args, num_ranks, keeps_attention=keeps_attention)
         finally:
             _forget_globals()
@@ -72,7 +72,7 @@ def _quiet_megatron(flags: Sequence[str], num_ranks: int) -> Iterator[list[str]]
     from megatron_fsdp_v2_mcore import install, uninstall
 
     with (
-        pretend_ranks(num_ranks),
+        fake_world_size(num_ranks),
         contextlib.redirect_stdout(io.StringIO()),
         rehearse(without_gpu_flags(flags)) as argv,
     ):

@@ -27,7 +27,7 @@ from megatron.training.models.gpt import GPTModelBuilder
 from megatron.training.models.hybrid import HybridModelBuilder
 from megatron.training.utils import is_first_or_last_pipeline_stage
 
-from megatron_fsdp_v2_mcore.flags.errors import refusals_as_flag_errors
+from megatron_fsdp_v2_mcore.flags.errors import rejections_as_flag_errors
 from megatron_fsdp_v2_mcore.pretrain_gpt.data import (
     check_data,
     check_data_flags,
@@ -72,7 +72,7 @@ def build_model(
         pg_collection: Process groups.
 
     Raises:
-        FlagError: Megatron's layers refuse what the flags ask for.
+        FlagError: Megatron's layers reject what the flags ask for.
     """
     args = get_args()
     transformer = core_transformer_config_from_args(args) if config is None else config
@@ -81,7 +81,7 @@ def build_model(
         builder = HybridModelBuilder(hybrid_config_from_args(args, transformer))
     else:
         builder = GPTModelBuilder(gpt_config_from_args(args, transformer))
-    with refusals_as_flag_errors("Megatron cannot build the model that these flags describe"):
+    with rejections_as_flag_errors("Megatron cannot build the model that these flags describe"):
         model: torch.nn.Module = builder.build_model(
             pg_collection, pre_process=pre_process, post_process=post_process, vp_stage=vp_stage
         )
@@ -256,10 +256,10 @@ def train() -> None:
     """Parse Megatron's flags and train.
 
     Raises:
-        FlagError: Megatron or this package refuses a flag.
+        FlagError: Megatron or this package rejects a flag.
     """
     check_data_flags(sys.argv)
-    with refusals_as_flag_errors("Megatron refuses these flags"):
+    with rejections_as_flag_errors("Megatron rejects these flags"):
         args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
         check_data(args)
         check_combinations(args)

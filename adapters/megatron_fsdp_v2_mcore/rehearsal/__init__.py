@@ -61,10 +61,10 @@ def rehearse(
         The flags to give to Megatron, or to the script.
 
     Raises:
-        RehearsalError: A flag cannot be honoured on a CPU.
+        RehearsalError: A flag cannot be supported on a CPU.
     """
     from megatron_fsdp_v2_mcore.rehearsal.bf16_products import rounded_once
-    from megatron_fsdp_v2_mcore.rehearsal.cuda_standins import stand_in
+    from megatron_fsdp_v2_mcore.rehearsal.cuda_stubs import stand_in
     from megatron_fsdp_v2_mcore.rehearsal.devices import CpuDevices
     from megatron_fsdp_v2_mcore.rehearsal.mends import PARSER, mend, replace
     from megatron_fsdp_v2_mcore.rehearsal.output import quiet

@@ -103,7 +103,7 @@ def _new(kernel: _Kernel) -> _Kernel:
     precise = _in_full_precision(kernel)
 
     def product(keys: Any, first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        # Mixed dtypes are left to torch, which refuses most of them.
+        # Mixed dtypes are left to torch, which rejects most of them.
         if first.dtype is not BF16 or not _are_bf16(args):
             return kernel(keys, first, *args, **kwargs)
         return _rounded(precise(keys, *_in_fp32(first, *args), **kwargs))

@@ -11,7 +11,7 @@ __all__ = ["check_combinations"]
 
 
 def check_combinations(args: Any) -> None:
-    """Refuse what would end with an error within a layer.
+    """Reject what would end with an error within a layer.
 
     Args:
         args: Megatron's arguments, validated.

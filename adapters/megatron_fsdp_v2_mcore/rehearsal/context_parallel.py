@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 
-def without_refusal(construct: Callable[..., None]) -> Callable[..., None]:
+def without_rejection(construct: Callable[..., None]) -> Callable[..., None]:
     """Make `DotProductAttention.__init__` that accepts a context-parallel size above 1."""
 
     def construct_attention(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:

@@ -44,12 +44,12 @@ class CpuFlag:
 
 @dataclass(frozen=True, slots=True)
 class GpuFlag:
-    """A flag that only a GPU can honour.
+    """A flag that only a GPU can support.
 
     Attributes:
         name: The flag.
         reason: Why.
-        values: Values that are refused; none: the flag itself is.
+        values: Values that are rejected; none: the flag itself is.
     """
 
     name: str

@@ -41,7 +41,7 @@ def split_conv1d_scan(
         headdim: Features of a head; None: those of D.
         ngroups: Groups of heads that share B and C.
         norm_before_gate: Only of use with a norm within.
-        seq_idx: Not taken: packed sequences are refused by Megatron itself.
+        seq_idx: Not taken: packed sequences are rejected by Megatron itself.
 
     Returns:
         `(batch, sequence, heads * headdim)`.
@@ -145,7 +145,7 @@ class GroupedRMSNorm(torch.nn.Module):
 
     @override
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalise `(..., hidden_size)`."""
+        """Normalize `(..., hidden_size)`."""
         groups = _split_last(x.float(), x.shape[-1] // self.group_size)
         scale = torch.rsqrt(groups.square().mean(-1, keepdim=True) + self.eps)
         return ((groups * scale).flatten(-2) * self.weight.float()).to(x.dtype)

@@ -17,7 +17,7 @@ from megatron_fsdp_v2_mcore.rehearsal.collectives import (
 )
 from megatron_fsdp_v2_mcore.rehearsal.context_parallel import (
     over_the_whole_sequence,
-    without_refusal,
+    without_rejection,
 )
 from megatron_fsdp_v2_mcore.rehearsal.devices import CpuDevices
 from megatron_fsdp_v2_mcore.rehearsal.experimental_attention import (
@@ -179,7 +179,7 @@ MENDS: tuple[Mend, ...] = (
     Mend(
         "megatron.training.initialize:_warmup_jit_function",
         "nothing is compiled, so nothing needs warming up; on a GPU its random numbers come from "
-        "the device, here they would shift those that weights are initialised from",
+        "the device, here they would shift those that weights are initialized from",
         _skip,
     ),
     Mend(
@@ -223,7 +223,7 @@ MENDS: tuple[Mend, ...] = (
     Mend(
         "megatron.core.transformer.dot_product_attention:DotProductAttention.__init__",
         "attention that knows context parallelism is part of Transformer Engine",
-        without_refusal,
+        without_rejection,
     ),
     Mend(
         "megatron.core.transformer.dot_product_attention:DotProductAttention.forward",

@@ -24,5 +24,5 @@ class _TensorType(type):
 
 
 def tensor_type(name: str, dtype: torch.dtype) -> type:
-    """Make the stand-in for `torch.cuda.<name>`."""
+    """Make the stub for `torch.cuda.<name>`."""
     return _TensorType(name, (), {"dtype": dtype})

@@ -24,7 +24,7 @@ from megatron_fsdp_v2.memory.allocator import ObservedBuffer, TemporaryBuffer
 __all__ = ["COMPUTE", "OperationMode", "RecordedCollectives", "StreamRecorder", "WatchedBuffer"]
 
 COMPUTE = "compute"
-"""Name of the stream that everything outside of a lane runs on."""
+"""Name of the stream that everything outside of a communication stream runs on."""
 
 
 @dataclass(slots=True)
@@ -69,7 +69,7 @@ class RecordedStream:
 class StreamRecorder:
     """A device whose streams write a schedule. See `streams.StreamDevice`.
 
-    Memory is modelled as a caching allocator has it: a storage gets memory on the stream that is
+    Memory is modeled as a caching allocator has it: a storage gets memory on the stream that is
     current when it is made, and when it dies that stream may use the memory again at once.
 
     Attributes:

@@ -179,7 +179,7 @@ class _Export:
                 yield key
 
     def _objects(self) -> dict[str, Any]:
-        """Everything that is no tensor of the model or of its optimizer, nested as it was saved."""
+        """Everything that is not a tensor of the model or its optimizer, nested as it was saved."""
         paths = self._folder.metadata.planner_data or {}
         flat = {
             key: self._folder.object(key)

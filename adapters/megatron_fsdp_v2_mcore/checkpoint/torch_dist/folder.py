@@ -1,6 +1,6 @@
 """A folder of a checkpoint that Megatron wrote, or that was written for it.
 
-What is no tensor in it is made of plain data and the few classes that Megatron saves.
+What is not a tensor in it is made of plain data and the few classes that Megatron saves.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any, override
 from megatron.core.safe_globals import SAFE_GLOBALS
 
 from megatron_fsdp_v2.checkpoint import folder as core
-from megatron_fsdp_v2.checkpoint.folder import Wanted
+from megatron_fsdp_v2.checkpoint.folder import ReadRequest
 from megatron_fsdp_v2_mcore.flags.checkpoint_check import flag_errors
 
-__all__ = ["CheckpointFolder", "Wanted", "load_plain"]
+__all__ = ["CheckpointFolder", "ReadRequest", "load_plain"]
 
 
 class CheckpointFolder(core.CheckpointFolder):
@@ -43,7 +43,7 @@ class CheckpointFolder(core.CheckpointFolder):
             return super().read_tensor(key)
 
     @override
-    def fill(self, wanted: Sequence[Wanted]) -> list[int]:
+    def fill(self, wanted: Sequence[ReadRequest]) -> list[int]:
         with flag_errors():
             return super().fill(wanted)
 

@@ -19,13 +19,13 @@ from megatron_fsdp_v2_mcore.checkpoint.torch_dist.common import (
     common_state,
     optimizer_problem,
 )
-from megatron_fsdp_v2_mcore.checkpoint.torch_dist.folder import CheckpointFolder, Wanted
+from megatron_fsdp_v2_mcore.checkpoint.torch_dist.folder import CheckpointFolder, ReadRequest
 from megatron_fsdp_v2_mcore.checkpoint.torch_dist.stored import StoredBlock, stored_blocks
 from megatron_fsdp_v2_mcore.flags.checkpoint_check import (
     RELEASE,
     find_checkpoint,
     is_torch_dist,
-    refuse_gpt_layers,
+    reject_gpt_layers,
 )
 from megatron_fsdp_v2_mcore.flags.errors import FlagError
 
@@ -63,7 +63,7 @@ def with_torch_dist(load_base: Callable[..., Any]) -> Callable[..., Any]:
         if found is None or not is_torch_dist(found[0]):
             return load_base(load_dir, args, rank0, sharded_state_dict, *rest, **kwargs)
         path, iteration = found
-        refuse_gpt_layers(path, kwargs.get("gpt_compat_layer_maps"))
+        reject_gpt_layers(path, kwargs.get("gpt_compat_layer_maps"))
         megatron = importlib.import_module("megatron.training.checkpointing")
         megatron.set_loaded_iteration(iteration)
         folder = CheckpointFolder(path)
@@ -79,12 +79,12 @@ class _Loading:
     def __init__(self, folder: CheckpointFolder, common: dict[str, Any]) -> None:
         self._folder = folder
         self._common = common
-        self._wanted: list[Wanted] = []
+        self._wanted: list[ReadRequest] = []
         self._may_be_short: list[bool] = []
         self._problems: list[str] = []
 
     def load(self, request: dict[str, Any] | None, args: Any) -> dict[str, Any]:
-        """Fill the tensors of a state dict and replace what is no tensor.
+        """Fill the tensors of a state dict and replace what is not a tensor.
 
         Args:
             request: The state dict Megatron made to be filled; None where it asks for arguments
@@ -204,7 +204,7 @@ class _Loading:
         for offset, target in _targets(tensor, block):
             if block.is_padded:
                 target.zero_()
-            self._wanted.append(Wanted(key, offset, target))
+            self._wanted.append(ReadRequest(key, offset, target))
             self._may_be_short.append(block.is_padded)
 
     def _rng_state(self, mine: dict[str, Any], args: Any) -> dict[str, Any]:

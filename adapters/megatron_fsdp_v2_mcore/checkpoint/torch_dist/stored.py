@@ -1,7 +1,7 @@
 """Where a `torch_dist` checkpoint keeps what a sharded parameter is made of.
 
 Megatron's modules describe themselves: which tensor of the checkpoint a parameter lies in, at
-which layer and expert, in which pieces. They are asked with stand-ins of the shapes that Megatron
+which layer and expert, in which pieces. They are asked with stubs of the shapes that Megatron
 itself would see, so that whatever it can save is understood here without a list of names.
 """
 

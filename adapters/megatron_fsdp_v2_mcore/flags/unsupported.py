@@ -16,26 +16,26 @@ __all__ = [
     "LATE_GRADS",
     "MODEL_REFUSALS",
     "MORE_REFUSALS",
-    "Refusal",
+    "UnsupportedFlag",
     "check_parallel_sizes",
 ]
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class UnsupportedFlag:
     """A flag that does not configure data parallelism itself but cannot be combined with ours.
 
     Attributes:
         name: Attribute of Megatron's arguments.
         flag: What a user types.
         reason: Why not.
-        refuses: Whether a value is refused.
+        rejects: Whether a value is rejected.
     """
 
     name: str
     flag: str
     reason: str
-    refuses: Callable[[Any], bool] = bool
+    rejects: Callable[[Any], bool] = bool
 
 
 def _is_given(value: Any) -> bool:
@@ -48,145 +48,151 @@ LATE_GRADS = (
     "it makes gradients of weights after the backward of their layer, which reduces what there is "
     "when it ends"
 )
-_QUANTISED = "quantised parameters are not built yet"
+_QUANTIZED = "quantized parameters are not built yet"
 _READ_BACK = "Megatron cannot read such a checkpoint back in the fsdp_dtensor format"
 _GTP = "weights are sharded over data-parallel ranks already; leave it out"
 _GROUPED = "experts stacked in Transformer Engine's GroupedTensor cannot be sharded by rows"
 
-MORE_REFUSALS: tuple[Refusal, ...] = (
+MORE_REFUSALS: tuple[UnsupportedFlag, ...] = (
     # Another wrapper, or none.
-    Refusal("use_torch_fsdp2", "--use-torch-fsdp2", "it selects PyTorch's wrapper instead"),
-    Refusal(
+    UnsupportedFlag("use_torch_fsdp2", "--use-torch-fsdp2", "it selects PyTorch's wrapper instead"),
+    UnsupportedFlag(
         "freeze_all_layers",
         "--freeze-all-layers",
         "Megatron turns off the distributed optimizer for it, and with nothing to train there is "
         "nothing to reduce",
     ),
-    Refusal(
+    UnsupportedFlag(
         "perform_rl_step",
         "--perform-rl-step",
         "it copies whole weights between a training and an inference model",
     ),
-    Refusal(
+    UnsupportedFlag(
         "moe_use_upcycling",
         "--moe-use-upcycling",
         "it copies whole weights from a dense model; upcycle without this package, then load",
     ),
-    Refusal(
+    UnsupportedFlag(
         "fake_process_group",
         "--fake-process-group",
         "ranks compare what they sharded, and a fake group gives no answers",
     ),
     # Weights and gradients in other places.
-    Refusal("save_wgrads_interval", "--save-wgrads-interval", _ONE_RANK, _is_given),
-    Refusal("save_params_interval", "--save-params-interval", _ONE_RANK, _is_given),
-    Refusal(
+    UnsupportedFlag("save_wgrads_interval", "--save-wgrads-interval", _ONE_RANK, _is_given),
+    UnsupportedFlag("save_params_interval", "--save-params-interval", _ONE_RANK, _is_given),
+    UnsupportedFlag(
         "dump_param_to_param_group_map",
         "--dump-param-to-param-group-map",
         "Megatron writes it for its own wrapper only",
         _is_given,
     ),
-    Refusal(
+    UnsupportedFlag(
         "load_main_params_from_ckpt",
         "--load-main-params-from-ckpt",
         "a checkpoint of sharded parameters holds main weights only; leave it out",
     ),
-    Refusal(
+    UnsupportedFlag(
         "qk_clip",
         "--qk-clip",
         "it changes attention weights head by head, of which a rank holds some rows",
     ),
-    Refusal(
+    UnsupportedFlag(
         "use_transformer_engine_op_fuser",
         "--use-transformer-engine-op-fuser",
         "its fused experts ask for gradient buffers in the forward, where there are none",
     ),
     # Gradients that come after the backward of their unit.
-    Refusal("defer_embedding_wgrad_compute", "--defer-embedding-wgrad-compute", LATE_GRADS),
-    Refusal(
+    UnsupportedFlag("defer_embedding_wgrad_compute", "--defer-embedding-wgrad-compute", LATE_GRADS),
+    UnsupportedFlag(
         "overlap_dispatch_backward_with_experts_wgrad",
         "--overlap-dispatch-backward-with-experts-wgrad",
         LATE_GRADS,
     ),
     # Communication that units decide on.
-    Refusal(
+    UnsupportedFlag(
         "overlap_param_gather_with_optimizer_step",
         "--overlap-param-gather-with-optimizer-step",
         "gathers are issued by the units, during the forward; use --overlap-param-gather",
     ),
-    Refusal(
+    UnsupportedFlag(
         "create_all_gather_group",
         "--create-all-gather-group",
         "gathers and reductions share the data-parallel process group",
     ),
-    Refusal(
+    UnsupportedFlag(
         "enable_full_sharding_in_hsdp",
         "--enable-full-sharding-in-hsdp",
         "use --outer-dp-sharding-strategy optim instead",
     ),
-    Refusal("tensor_parallel_num_weight_shards", "--tensor-parallel-num-weight-shards", _GTP),
-    Refusal(
+    UnsupportedFlag(
+        "tensor_parallel_num_weight_shards", "--tensor-parallel-num-weight-shards", _GTP
+    ),
+    UnsupportedFlag(
         "expert_tensor_parallel_num_weight_shards",
         "--expert-tensor-parallel-num-weight-shards",
         _GTP,
     ),
-    Refusal(
+    UnsupportedFlag(
         "hybrid_context_parallel",
         "--hybrid-context-parallel",
         "Megatron does not offer it with --use-megatron-fsdp",
     ),
     # CUDA graphs, by their other names.
-    Refusal("enable_cuda_graph", "--enable-cuda-graph", _GRAPHS),
-    Refusal("external_cuda_graph", "--external-cuda-graph", _GRAPHS),
-    Refusal(
+    UnsupportedFlag("enable_cuda_graph", "--enable-cuda-graph", _GRAPHS),
+    UnsupportedFlag("external_cuda_graph", "--external-cuda-graph", _GRAPHS),
+    UnsupportedFlag(
         "optimizer_cuda_graph",
         "--optimizer-cuda-graph",
         "a replayed step tells no unit that its weights have changed",
     ),
     # Other kinds of parameters.
-    Refusal("te_precision_config_file", "--te-precision-config-file", _QUANTISED, _is_given),
-    Refusal("moe_single_grouped_weight", "--moe-single-grouped-weight", _GROUPED),
-    Refusal("moe_single_grouped_bias", "--moe-single-grouped-bias", _GROUPED),
+    UnsupportedFlag(
+        "te_precision_config_file", "--te-precision-config-file", _QUANTIZED, _is_given
+    ),
+    UnsupportedFlag("moe_single_grouped_weight", "--moe-single-grouped-weight", _GROUPED),
+    UnsupportedFlag("moe_single_grouped_bias", "--moe-single-grouped-bias", _GROUPED),
     # Checkpoints of other kinds.
-    Refusal("non_persistent_ckpt_type", "--non-persistent-ckpt-type", _READ_BACK, _is_given),
-    Refusal(
+    UnsupportedFlag(
+        "non_persistent_ckpt_type", "--non-persistent-ckpt-type", _READ_BACK, _is_given
+    ),
+    UnsupportedFlag(
         "non_persistent_save_interval",
         "--non-persistent-save-interval",
         _READ_BACK,
         _is_given,
     ),
-    Refusal(
+    UnsupportedFlag(
         "pretrained_checkpoint",
         "--pretrained-checkpoint",
         "Megatron looks for the contents of an fsdp_dtensor checkpoint in --load; name it there, "
         "with --finetune",
         _is_given,
     ),
-    Refusal(
+    UnsupportedFlag(
         "verify_integrity",
         "--verify-integrity",
         "Megatron hashes the files of torch_dist checkpoints only; leave it out",
     ),
-    Refusal(
+    UnsupportedFlag(
         "ckpt_convert_format",
         "--ckpt-convert-format",
         "Megatron would write sharded parameters in a format of whole ones",
         _is_given,
     ),
 )
-"""What else is refused, beside the features that `arguments.REFUSALS` begins with."""
+"""What else is rejected, beside the features that `arguments.UNSUPPORTED` begins with."""
 
 
-MODEL_REFUSALS: tuple[Refusal, ...] = (
-    Refusal("delay_wgrad_compute", "--delay-wgrad-compute", LATE_GRADS),
-    Refusal(
+MODEL_REFUSALS: tuple[UnsupportedFlag, ...] = (
+    UnsupportedFlag("delay_wgrad_compute", "--delay-wgrad-compute", LATE_GRADS),
+    UnsupportedFlag(
         "cpu_offloading_weights",
         "no flag of its own",
         "gathered weights have no memory between forward and backward, so that there is nothing to "
         "offload; cpu_offloading of activations alone is fine",
     ),
 )
-"""What is refused in a `TransformerConfig` alone: it is no flag, or another table has it."""
+"""What is rejected in a `TransformerConfig` alone: it is no flag, or another table has it."""
 
 
 def check_parallel_sizes(args: Any) -> None:

@@ -115,15 +115,15 @@ def _device(device: Any = None) -> Iterator[None]:
 def _returns(value: Any) -> Any:
     """A new function that returns `value`.
 
-    New each time: torch's compiler keeps a table of torch's functions by object and refuses one
+    New each time: torch's compiler keeps a table of torch's functions by object and rejects one
     object under two names.
     """
 
-    def standin(*args: Any, **kwargs: Any) -> Any:
+    def stub(*args: Any, **kwargs: Any) -> Any:
         del args, kwargs
         return value
 
-    return standin
+    return stub
 
 
 def _statistics(device: Any = None) -> dict[str, int]:
@@ -177,13 +177,13 @@ STANDINS: dict[str, Any] = {
 
 
 def stand_in(patches: Patches) -> None:
-    """Put the stand-ins in place."""
+    """Put the stubs in place."""
     for name, value in STANDINS.items():
         patches.set(torch.cuda, name, value)
     for name in ("get_rng_state", "set_rng_state", "manual_seed"):
         patches.set(torch.cuda.random, name, STANDINS[name])
     for name in ("range_push", "range_pop", "mark"):
         patches.set(torch.cuda.nvtx, name, _returns(None))
-    # With CUDA said to be there, torch would ask a driver that is not there for the accelerator.
+    # With CUDA said to be there, torch would ask a driver that does not exist for the accelerator.
     patches.set(torch.accelerator, "is_available", lambda: False)
     patches.set(torch.accelerator, "current_accelerator", lambda check_available=False: None)

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_fsdp_v2 import cli
-from megatron_fsdp_v2_mcore import install, uninstall
-from megatron_fsdp_v2_mcore import patches as seams
+from megatron_fsdp_v2_mcore import install, patches, uninstall
 from tests.mcore.command_line import run_module
 
 
@@ -23,7 +22,7 @@ def _leave_megatron_alone() -> Any:
 
 
 def _current() -> dict[str, Any]:
-    found = {seam.name: seams.find_target(seam) for seam in seams.SEAMS}
+    found = {patch.name: patches.find_target(patch) for patch in patches.PATCHES}
     return {name: getattr(*target) for name, target in found.items() if target is not None}
 
 
@@ -45,7 +44,7 @@ def test_without_selection_only_parser_and_validation_are_hooked() -> None:
 def test_uninstall_puts_back_what_selection_replaced() -> None:
     before = _current()
     install()
-    seams._STATE.apply(selected=True)
+    patches._STATE.apply(selected=True)
     changed = {name for name, value in _current().items() if value is not before[name]}
     assert changed == set(before) - {"end-of-backward", "training-log"}
     uninstall()
@@ -69,9 +68,9 @@ def test_installing_twice_is_harmless() -> None:
     assert _current() == once
 
 
-def test_another_version_is_refused_and_nothing_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_version_is_rejected_and_nothing_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     before = _current()
-    monkeypatch.setattr(seams, "megatron_version", lambda: "0.18.3")
+    monkeypatch.setattr(patches, "megatron_version", lambda: "0.18.3")
     with pytest.raises(RuntimeError, match=r"megatron-core 0\.18\.3 .* supports 0\.19\.x"):
         install()
     assert _current() == before
@@ -83,7 +82,7 @@ def test_a_seam_that_does_not_fit_names_itself_and_versions(
     before = _current()
     arguments = importlib.import_module("megatron.training.arguments")
     monkeypatch.setattr(arguments, "validate_args", lambda namespace: namespace)
-    with pytest.raises(RuntimeError, match=r"seam 'validation' does not fit.*supported is 0\.19"):
+    with pytest.raises(RuntimeError, match=r"patch 'validation' does not fit.*supported is 0\.19"):
         install()
     assert _current()["arguments"] is before["arguments"]
 
@@ -94,7 +93,7 @@ def test_a_missing_attribute_is_named_with_versions(monkeypatch: pytest.MonkeyPa
     monkeypatch.delattr(training, "megatron_FSDP")
     found = importlib.metadata.version("megatron-core")
     message = (
-        r"seam 'wrapper' does not fit: there is no megatron\.training\.training:megatron_FSDP\. "
+        r"patch 'wrapper' does not fit: there is no megatron\.training\.training:megatron_FSDP\. "
         rf"Installed is megatron-core {found}; supported is 0\.19\.x"
     )
     with pytest.raises(RuntimeError, match=message):
@@ -103,7 +102,9 @@ def test_a_missing_attribute_is_named_with_versions(monkeypatch: pytest.MonkeyPa
     assert _current() == before
 
 
-def test_installing_after_arguments_were_parsed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_installing_after_arguments_were_parsed_is_rejected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     global_vars = importlib.import_module("megatron.training.global_vars")
     monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", object())
     with pytest.raises(RuntimeError, match="parsed its arguments already"):
@@ -111,27 +112,27 @@ def test_installing_after_arguments_were_parsed_is_refused(monkeypatch: pytest.M
 
 
 def test_the_command_prints_every_seam_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["seams", "--json"]) == 0
+    assert cli.main(["patches", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["megatron_core"] == importlib.metadata.version("megatron-core")
     assert report["supported"] == "0.19.x"
-    rows = report["seams"]
-    assert [row["name"] for row in rows] == [seam.name for seam in seams.SEAMS]
-    assert [row["target"] for row in rows] == [seam.target for seam in seams.SEAMS]
+    rows = report["patches"]
+    assert [row["name"] for row in rows] == [patch.name for patch in patches.PATCHES]
+    assert [row["target"] for row in rows] == [patch.target for patch in patches.PATCHES]
     assert all(row["check"] == "fits" for row in rows)
     assert all(row["reason"] and row["undo"] and row["when"] for row in rows)
 
 
 def test_the_command_prints_every_seam_as_a_table() -> None:
-    done = run_module("megatron_fsdp_v2.cli", ["seams"])
+    done = run_module("megatron_fsdp_v2.cli", ["patches"])
     assert done.code == 0, done.output
     paragraphs = done.output.strip().split("\n\n")
     assert "supported: 0.19.x" in paragraphs[0]
-    assert len(paragraphs) == 1 + len(seams.SEAMS)
-    for seam, paragraph in zip(seams.SEAMS, paragraphs[1:], strict=True):
+    assert len(paragraphs) == 1 + len(patches.PATCHES)
+    for patch, paragraph in zip(patches.PATCHES, paragraphs[1:], strict=True):
         lines = dict(line.split(maxsplit=1) for line in paragraph.splitlines()[1:])
-        assert paragraph.splitlines()[0] == seam.name
-        assert (lines["target"], lines["reason"]) == (seam.target, seam.reason)
+        assert paragraph.splitlines()[0] == patch.name
+        assert (lines["target"], lines["reason"]) == (patch.target, patch.reason)
         assert lines["check"] == "fits"
         assert lines["undo"]
 
@@ -141,7 +142,7 @@ def test_the_command_fails_where_a_seam_does_not_fit(
 ) -> None:
     arguments = importlib.import_module("megatron.training.arguments")
     monkeypatch.setattr(arguments, "validate_args", lambda namespace: namespace)
-    assert seams.command.run(argparse.Namespace(json=True)) == 1
-    rows = {row["name"]: row["check"] for row in json.loads(capsys.readouterr().out)["seams"]}
-    assert rows["validation"].startswith("seam 'validation' does not fit")
+    assert patches.command.run(argparse.Namespace(json=True)) == 1
+    rows = {row["name"]: row["check"] for row in json.loads(capsys.readouterr().out)["patches"]}
+    assert rows["validation"].startswith("patch 'validation' does not fit")
     assert rows["arguments"] == "fits"

@@ -1,4 +1,4 @@
-"""Turns: whatever a rank runs, how often and in whatever order, reductions go out in one order."""
+"""Ordered reductions: whatever a rank runs, and how often, they go out in one order."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fsdp_v2.runtime.reduction_queue import RootPass, Turns
+from megatron_fsdp_v2.runtime.reduction_queue import OrderedReductions, RootPass
 
 
 class FakeUnit:
@@ -18,9 +18,9 @@ class FakeUnit:
         self.name = name
 
 
-def _turns(count: int) -> tuple[list[FakeUnit], Turns[FakeUnit]]:
+def _turns(count: int) -> tuple[list[FakeUnit], OrderedReductions[FakeUnit]]:
     units = [FakeUnit(name) for name in range(count)]
-    return units, Turns(units)
+    return units, OrderedReductions(units)
 
 
 def _forward(units: Sequence[FakeUnit], ran: Sequence[int]) -> RootPass[FakeUnit]:
@@ -32,14 +32,14 @@ def _forward(units: Sequence[FakeUnit], ran: Sequence[int]) -> RootPass[FakeUnit
 
 def _backward(
     units: Sequence[FakeUnit],
-    turns: Turns[FakeUnit],
+    turns: OrderedReductions[FakeUnit],
     passed: RootPass[FakeUnit],
     ended: Sequence[int],
 ) -> list[list[int]]:
     """What is reduced at the end of every use, and last at the end of the backward."""
     turns.begin(passed)
     reduced = [[unit.name for unit in turns.done(units[name])] for name in ended]
-    return [*reduced, [unit.name for unit in turns.rest()]]
+    return [*reduced, [unit.name for unit in turns.remaining()]]
 
 
 @given(st.data())
@@ -77,11 +77,11 @@ def test_a_deleted_unit_has_no_turn() -> None:
     units, turns = _turns(3)
     del units[1]
     turns.begin(RootPass())
-    assert [unit.name for unit in turns.rest()] == [0, 2]
+    assert [unit.name for unit in turns.remaining()] == [0, 2]
 
 
 def test_without_an_order_each_unit_is_reduced_after_its_last_use_and_no_other() -> None:
     units = [FakeUnit(name) for name in range(3)]
-    turns = Turns(units, in_order=False)
+    turns = OrderedReductions(units, in_order=False)
     passed = _forward(units, [0, 1, 1, 2])
     assert _backward(units, turns, passed, [1, 2, 1]) == [[], [2], [1], []]

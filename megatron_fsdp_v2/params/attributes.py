@@ -7,7 +7,7 @@ import types
 
 import torch
 
-__all__ = ["carry_attributes"]
+__all__ = ["propagate_attributes"]
 
 _OWN_ATTRIBUTES = frozenset(
     {"_is_param", "_row_shards", "_local_tensor", "_spec", "_home"}
@@ -15,7 +15,7 @@ _OWN_ATTRIBUTES = frozenset(
 )
 
 
-def carry_attributes(source: torch.Tensor, target: torch.Tensor) -> None:
+def propagate_attributes(source: torch.Tensor, target: torch.Tensor) -> None:
     """Hand on what others wrote on a parameter: whatever is in its `__dict__`.
 
     A rule and not a list: model code marks parameters (`sequence_parallel`, `allreduce`, ...) and

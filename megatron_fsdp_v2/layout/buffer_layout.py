@@ -4,7 +4,12 @@ A group of parameters is laid out one after the other in one flat buffer that is
 `num_shards` equal slices. Each parameter is contiguous, so that after an all-gather it is a
 view of the gathered buffer, and a slice boundary inside a parameter always falls between two of
 its granules (rows, blocks of rows, or the whole tensor), so that each shard is a `Shard(0)` slice
-of it. Gaps between parameters pay for both. All numbers are elements, never bytes.
+of it. Slices and parameters start at multiples of an `Alignment`. Gaps between parameters pay for
+all of that. All numbers are elements, never bytes.
+
+Since starts and boundaries are both aligned, a parameter is cut after whole *strides*: the least
+common multiple of its granule and of what its start is a multiple of. The search knows parameters as
+items `(numel, stride)`, and starts an item at multiples of `gcd(stride, line)`.
 """
 
 from __future__ import annotations
@@ -16,6 +21,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, overload, override
+
+from megatron_fsdp_v2.layout.alignment import UNALIGNED, Alignment
 
 __all__ = ["BufferLayout", "Granularity", "ParamSlot", "admissible_slice", "smallest_slice"]
 
@@ -94,17 +101,23 @@ class BufferLayout:
         slots: One per parameter, in the order the parameters were given (offsets need not rise).
         num_shards: Number of slices.
         shard_numel: Elements of a slice.
+        alignment: What slices and parameters start at multiples of.
     """
 
     slots: tuple[ParamSlot, ...]
     num_shards: int
     shard_numel: int
+    alignment: Alignment = UNALIGNED
 
     def __post_init__(self) -> None:
         if self.num_shards < 1:
             raise ValueError(f"num_shards must be at least 1, got {self.num_shards}")
+        if self.shard_numel % self.alignment.line:
+            raise ValueError(f"a slice of {self.shard_numel} elements breaks {self.alignment}")
         end = 0
         for slot in sorted(self.slots, key=lambda s: (s.offset, s.numel)):
+            if slot.offset % self.alignment.start(slot.numel):
+                raise ValueError(f"the start of {slot} breaks {self.alignment}")
             if slot.offset < end:
                 raise ValueError(f"slot {slot} overlaps its predecessor, which ends at {end}")
             end = slot.end
@@ -121,18 +134,20 @@ class BufferLayout:
         shapes: Iterable[Sequence[int]],
         num_shards: int,
         granularity: Granularity = Granularity(1),
+        alignment: Alignment = UNALIGNED,
     ) -> BufferLayout:
         """Lay out parameters with the smallest slice the search finds.
 
-        Parameters are placed by descending granule size, so that matrices keep their natural
-        alignment; smaller ones fill the gaps before. The slice size starts at the lower bound
-        `ceil(total / num_shards)` and grows through the sizes at which every long parameter's cuts
-        can fall between its granules, until everything fits.
+        Parameters are placed by descending stride, so that matrices keep their natural alignment;
+        smaller ones fill the gaps before. The slice size starts at the lower bound
+        `ceil(total / num_shards)` and grows through the multiples of the line at which every long
+        parameter's cuts can fall between its granules, until everything fits.
 
         Args:
             shapes: Global shapes, each with at least one dimension.
             num_shards: Number of slices, at least 1.
             granularity: What must not be cut.
+            alignment: What slices and parameters start at multiples of; none by default.
 
         Returns:
             A layout whose slots are in the order of `shapes`.
@@ -147,12 +162,11 @@ class BufferLayout:
             if not shape:
                 raise ValueError("a 0-dim parameter cannot be sharded by rows; reshape it to (1,)")
         granules = [granularity.granule_numel(shape) for shape in sizes]
-        items = [
-            (math.prod(shape), granule) for shape, granule in zip(sizes, granules, strict=True)
-        ]
-        shard_numel, offsets = smallest_slice(items, num_shards)
+        numels = [math.prod(shape) for shape in sizes]
+        items = list(zip(numels, map(alignment.stride, numels, granules), strict=True))
+        shard_numel, offsets = smallest_slice(items, num_shards, alignment.line)
         slots = tuple(map(ParamSlot, sizes, offsets, granules))
-        return cls(slots, num_shards, shard_numel)
+        return cls(slots, num_shards, shard_numel, alignment)
 
     @property
     def numel(self) -> int:
@@ -224,46 +238,46 @@ class BufferLayout:
         return empty
 
 
-def admissible_slice(items: Iterable[tuple[int, int]], at_least: int) -> int:
+def admissible_slice(items: Iterable[tuple[int, int]], at_least: int, line: int = 1) -> int:
     """Smallest slice size from `at_least` on that no single parameter rules out.
 
     A parameter that cannot avoid having two slice boundaries inside it needs a slice that is a
-    multiple of its granule. It can avoid that from a certain size on (`_free_from`), so the size
-    grows to a common multiple of the granules of those that cannot, or to where one is free.
+    multiple of its stride. It can avoid that from a certain size on (`_free_from`), so the size
+    grows to a common multiple of the strides of those that cannot, or to where one of them is
+    free.
 
     Args:
-        items: `(numel, granule)` of each parameter; repeated ones change nothing.
+        items: `(numel, stride)` of each parameter; repeated ones change nothing.
         at_least: Where the search starts.
+        line: What a slice is a multiple of.
 
     Returns:
         A lower bound of the slice size of any layout of these parameters whose slices have
         `at_least` elements or more.
     """
-    free_from = sorted(
-        ((_free_from(n, granule), granule) for n, granule in set(items)), reverse=True
-    )
-    size = at_least
+    free_from = sorted(((_free_from(*item), item[1]) for item in set(items)), reverse=True)
+    size = -(-at_least // line) * line
     while free_from:
         # Ascending from the end of the list: those already free at this size drop out for good.
         while free_from and free_from[-1][0] <= size:
             free_from.pop()
         if not free_from:
             break
-        step = math.lcm(*(granule for _, granule in free_from))
+        step = math.lcm(line, *(stride for _, stride in free_from))
         rounded = -(-size // step) * step
         if rounded <= free_from[-1][0]:
             return rounded
-        size = free_from[-1][0]
+        size = -(-free_from[-1][0] // line) * line
     return size
 
 
-def _free_from(numel: int, granule: int) -> int:
-    """Slice size from which a parameter can lie with at most one boundary inside, between granules.
+def _free_from(numel: int, stride: int) -> int:
+    """Slice size from which a parameter can lie with at most one boundary inside, between strides.
 
-    Cut after `k` granules, both sides must fit in a slice.
+    Cut after `k` strides, both sides must fit in a slice.
     """
-    half = numel // (2 * granule)
-    return min(max(k * granule, numel - k * granule) for k in (half, half + 1))
+    half = numel // (2 * stride)
+    return min(max(k * stride, numel - k * stride) for k in (half, half + 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,48 +335,49 @@ def _cuts_fit(offset: int, numel: int, granule: int, shard_numel: int) -> bool:
     return first == last or shard_numel % granule == 0
 
 
-def _first_fit(start: int, numel: int, granule: int, shard_numel: int) -> int | None:
-    """Smallest offset from `start` on at which the boundaries inside an item fall between granules.
+def _first_fit(start: int, numel: int, stride: int, shard_numel: int, line: int) -> int | None:
+    """Smallest aligned offset from `start` on with the boundaries inside an item between strides.
 
-    Offsets repeat with the slice, so it is `start` itself, or the next one whose first boundary
-    comes after a whole number of granules, or one of these two counted from the next boundary.
+    Offsets repeat with the slice, so it is the first aligned one, or the next one whose first
+    boundary comes after a whole number of strides, or one of these two counted from the next
+    boundary.
     """
     boundary = (start // shard_numel + 1) * shard_numel
-    for begin in (start, boundary):
+    for begin in (start + -start % math.gcd(stride, line), boundary):
         to_boundary = (begin // shard_numel + 1) * shard_numel - begin
-        for offset in (begin, begin + to_boundary % granule):
-            if _cuts_fit(offset, numel, granule, shard_numel):
+        for offset in (begin, begin + to_boundary % stride):
+            if _cuts_fit(offset, numel, stride, shard_numel):
                 return offset
     return None
 
 
 def _place(
-    items: Sequence[tuple[int, int]], order: Sequence[int], shard_numel: int
+    items: Sequence[tuple[int, int]], order: Sequence[int], shard_numel: int, line: int
 ) -> tuple[list[int], int] | None:
-    """Place `(numel, granule)` items in an order, each in the first gap left before, or at the end.
+    """Place `(numel, stride)` items in an order, each in the first gap before, or at the end.
 
     Returns:
         Offsets and the end of the last item, or `None` where an item meets two boundaries that
-        cannot both fall between its granules.
+        cannot both fall between its strides.
     """
     cursor = 0
     gaps: list[tuple[int, int]] = []
     widest = 0
     offsets = [0] * len(items)
     for index in order:
-        numel, granule = items[index]
+        numel, stride = items[index]
         if numel <= widest:
-            offset = _fill_gap(gaps, numel, granule, shard_numel)
+            offset = _fill_gap(gaps, numel, stride, shard_numel, line)
             if offset is not None:
                 offsets[index] = offset
                 widest = max((end - start for start, end in gaps), default=0)
                 continue
         # Almost always the item fits right behind its predecessor, and this sees it fast.
         room = -cursor % shard_numel
-        if room % granule == 0 and shard_numel % granule == 0:
+        if room % stride == 0 and shard_numel % stride == 0:
             offset = cursor
         else:
-            offset = _first_fit(cursor, numel, granule, shard_numel)
+            offset = _first_fit(cursor, numel, stride, shard_numel, line)
             if offset is None:
                 return None
             if offset > cursor and len(gaps) < _MAX_GAPS:
@@ -374,12 +389,12 @@ def _place(
 
 
 def _fill_gap(
-    gaps: list[tuple[int, int]], numel: int, granule: int, shard_numel: int
+    gaps: list[tuple[int, int]], numel: int, stride: int, shard_numel: int, line: int
 ) -> int | None:
     """Take the offset for an item out of the first gap it fits in, or give none."""
     for position, (start, end) in enumerate(gaps):
         if end - start >= numel:
-            offset = _first_fit(start, numel, granule, shard_numel)
+            offset = _first_fit(start, numel, stride, shard_numel, line)
             if offset is not None and offset + numel <= end:
                 rest = ((start, offset), (offset + numel, end))
                 gaps[position : position + 1] = [gap for gap in rest if gap[0] < gap[1]]
@@ -392,23 +407,23 @@ _MAX_GAPS = 64
 
 
 def _orders(items: Sequence[tuple[int, int]]) -> list[list[int]]:
-    """Orders worth trying, the first being by descending granule: matrices keep their alignment.
+    """Orders worth trying, the first being by descending stride: matrices keep their alignment.
 
     Of a few parameters all orders are tried, which is exact: in a given order, the first offset
     that fits is best for all that follow. Of some more, also the order by descending size, which
     saves a few elements; among many it only takes time.
     """
     indices = range(len(items))
-    by_granule = sorted(indices, key=lambda i: (-items[i][1], -items[i][0], i))
+    by_stride = sorted(indices, key=lambda i: (-items[i][1], -items[i][0], i))
     if len(items) <= _MAX_PERMUTED:
         # Permutations of a sequence start with that sequence; equal parameters keep their order.
         orders: dict[tuple[tuple[int, int], ...], list[int]] = {}
-        for order in itertools.permutations(by_granule):
+        for order in itertools.permutations(by_stride):
             orders.setdefault(tuple(items[i] for i in order), [*order])
         return list(orders.values())
     if len(items) <= _MAX_REORDERED:
-        return [by_granule, sorted(indices, key=lambda i: (-items[i][0], -items[i][1], i))]
-    return [by_granule]
+        return [by_stride, sorted(indices, key=lambda i: (-items[i][0], -items[i][1], i))]
+    return [by_stride]
 
 
 _MAX_PERMUTED = 4
@@ -418,20 +433,27 @@ _MAX_REORDERED = 64
 """Parameters up to which a second order is tried."""
 
 
-def smallest_slice(items: Sequence[tuple[int, int]], num_shards: int) -> tuple[int, list[int]]:
-    """Smallest slice size found for `(numel, granule)` items, and their offsets.
+def smallest_slice(
+    items: Sequence[tuple[int, int]], num_shards: int, line: int = 1
+) -> tuple[int, list[int]]:
+    """Smallest slice size found for `(numel, stride)` items, and their offsets.
 
     Goes through the sizes that no single item rules out, from the lower bound
     `ceil(total / num_shards)` on: to where what ran out of room would have it, or to the next
-    multiple of a long item's granule, where that item needs no gaps.
+    multiple of a long item's stride, where that item needs no gaps.
+
+    Args:
+        items: Elements of each parameter, and those after which it may be cut.
+        num_shards: Number of slices, at least 1.
+        line: What a slice is a multiple of; an item starts at multiples of `gcd(stride, line)`.
     """
-    size = admissible_slice(items, -(-sum(numel for numel, _ in items) // num_shards))
+    size = admissible_slice(items, -(-sum(numel for numel, _ in items) // num_shards), line)
     orders = _orders(items)
     attempt = 0
     while size:
         needed = math.inf
         for order in orders:
-            placed = _place(items, order, size)
+            placed = _place(items, order, size, line)
             if placed is not None:
                 if placed[1] <= num_shards * size:
                     return size, placed[0]
@@ -443,10 +465,10 @@ def smallest_slice(items: Sequence[tuple[int, int]], num_shards: int) -> tuple[i
             target = size + max(attempt * attempt * size >> 20, 1)
         if size < _SMALL_SLICE or needed < target:
             needed = target
-        multiples = (-(-target // granule) * granule for numel, granule in items if numel > size)
-        size = admissible_slice(items, int(min(needed, min(multiples, default=needed))))
+        multiples = (-(-target // stride) * stride for n, stride in items if n > size)
+        size = admissible_slice(items, int(min(needed, min(multiples, default=needed))), line)
     return 0, [0] * len(items)
 
 
 _SMALL_SLICE = 1024
-"""Slices below this size are searched element by element."""
+"""Slices below this size are searched element by element, or line by line."""

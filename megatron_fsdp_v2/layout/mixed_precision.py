@@ -27,6 +27,12 @@ class GroupDtypes:
     main_grad: torch.dtype
     grad_comm: torch.dtype
 
+    @property
+    def smallest_itemsize(self) -> int:
+        """Bytes of the smallest element; what is aligned in these elements is so in all."""
+        weights = min(self.model_weight.itemsize, self.main_weight.itemsize)
+        return min(weights, self.main_grad.itemsize, self.grad_comm.itemsize)
+
 
 @dataclass(frozen=True, slots=True)
 class MixedPrecisionPolicy:

@@ -3,7 +3,7 @@
 Parameters of different row sizes in one flat buffer need slices that are a multiple of all their
 row sizes; with many ranks that multiple is longer than what a rank would hold, and most of the
 buffer becomes padding. Buffers of their own avoid that, each at the price of a collective.
-`docs/layout.md` derives the bounds.
+`docs/layout.md` derives the bounds. Alignment plays no part here; `flat_buffers.py` aligns what is found.
 
 The search treats equal parameters as a kind with a count, and all kinds of one row size as a class.
 It goes through the partitions of classes, fewest buffers first, then moves single parameters into
@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -28,7 +28,7 @@ from megatron_fsdp_v2.layout.buffer_layout import (
     smallest_slice,
 )
 
-__all__ = ["flat_buffers", "split_for_padding"]
+__all__ = ["NEGLIGIBLE", "TOLERANCE", "split_for_padding"]
 
 _Counts = tuple[int, ...]
 """A buffer: how many parameters of each kind it holds."""
@@ -37,6 +37,12 @@ _Split = tuple[_Counts, ...]
 """A split: buffers that together hold every parameter, in a canonical order."""
 
 _ROW = Granularity(1)
+
+TOLERANCE = 0.01
+"""Padding that needs no remedy, as a part of the parameters' elements."""
+
+NEGLIGIBLE = 4096
+"""Padding that needs no remedy in any case, in elements."""
 
 MAX_CLASSES = 6
 """Row sizes that are searched exhaustively; more are first merged, closest ones first."""
@@ -54,40 +60,14 @@ _STEPS = 3
 """Slice sizes at which moving parameters to another buffer is considered."""
 
 
-def flat_buffers[ItemT, KeyT: Hashable](
-    items: Iterable[ItemT],
-    key_of: Callable[[ItemT], KeyT],
-    shape_of: Callable[[ItemT], Sequence[int]],
-    num_shards: int,
-    granularity: Granularity,
-) -> Iterator[tuple[KeyT, list[ItemT]]]:
-    """Which parameters of a unit share a flat buffer, in the order of their first appearance.
-
-    Those with one key could; they are split where one buffer of them would be padded too much.
-
-    Args:
-        items: The parameters, or whatever stands for them.
-        key_of: What parameters of one buffer have in common.
-        shape_of: Their shapes.
-        num_shards: Slices of each flat buffer.
-        granularity: What must not be cut.
-    """
-    alike: dict[KeyT, list[ItemT]] = {}
-    for item in items:
-        alike.setdefault(key_of(item), []).append(item)
-    for key, members in alike.items():
-        for indices in split_for_padding(map(shape_of, members), num_shards, granularity):
-            yield key, [members[index] for index in indices]
-
-
 def split_for_padding(
     shapes: Iterable[Sequence[int]],
     num_shards: int,
     granularity: Granularity = _ROW,
     *,
-    tolerance: float = 0.01,
+    tolerance: float = TOLERANCE,
     min_gain: float = 0.001,
-    negligible: int = 4096,
+    negligible: int = NEGLIGIBLE,
 ) -> list[list[int]]:
     """Split parameters into as few flat buffers as keep their padding within a tolerance.
 

@@ -16,7 +16,7 @@ from megatron_fsdp_v2.comm.errors import Label
 from megatron_fsdp_v2.dtensor.row_shards import Holders
 from megatron_fsdp_v2.dtensor.tp_params import part_of
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of, plain_attributes
-from megatron_fsdp_v2.layout.buffer_layout import BufferLayout, Granularity
+from megatron_fsdp_v2.layout.buffer_layout import Granularity
 from megatron_fsdp_v2.layout.mixed_precision import GroupDtypes
 from megatron_fsdp_v2.params.attributes import propagate_attributes
 from megatron_fsdp_v2.params.buffer import DataParallelBuffer, ShardGrid
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from megatron_fsdp_v2.comm.interface import Axis, Communicator, Work
+    from megatron_fsdp_v2.layout.buffer_layout import BufferLayout
     from megatron_fsdp_v2.layout.placement import AxisPlacements
     from megatron_fsdp_v2.memory.allocator import Allocator
 
@@ -109,6 +110,7 @@ class ParameterGroup:
         name: str,
         owned: Sequence[OwnedParameter],
         spec: GroupSpec,
+        layout: BufferLayout,
         mesh: DeviceMesh,
         axes: Sequence[Axis],
         device: torch.device,
@@ -122,8 +124,7 @@ class ParameterGroup:
         self.names = [p.name for p in owned]
         self.spec = spec
         grid = ShardGrid.of(axes, [p.main_weight for p in spec.placements])
-        shapes = [p.shape for p in owned]
-        self.layout = BufferLayout.plan(shapes, grid.num_slices, spec.granularity)
+        self.layout = layout
         common = (name, self.layout, grid, spec.placements, spec.dtypes, device)
         self.weights = GroupWeights(*common, communicator, allocator)
         self.grads: GroupGrads | None = None

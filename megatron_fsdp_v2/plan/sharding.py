@@ -14,9 +14,9 @@ import torch
 
 from megatron_fsdp_v2.comm.interface import Axis
 from megatron_fsdp_v2.layout.buffer_layout import BufferLayout, Granularity
+from megatron_fsdp_v2.layout.flat_buffers import flat_buffers
 from megatron_fsdp_v2.layout.mixed_precision import GroupDtypes, MixedPrecisionPolicy
 from megatron_fsdp_v2.layout.placement import AxisPlacements, Placement, resolve_placements
-from megatron_fsdp_v2.layout.split import flat_buffers
 from megatron_fsdp_v2.params.buffer import ShardGrid
 from megatron_fsdp_v2.plan.memory_bound import GroupBytes
 
@@ -201,17 +201,14 @@ def _groups(
             param.is_separate and param.name,
         ),
         lambda param: param.shape,
+        lambda key: key[0].smallest_itemsize,
         num_slices,
         granularity,
     )
-    groups = []
-    for (dtypes, requires_grad, _), members in found:
-        layout = BufferLayout.plan([p.shape for p in members], num_slices, granularity)
-        chosen = tuple(members)
-        groups.append(
-            PlannedGroup(chosen, layout, placements, sizes, dtypes, requires_grad, on_cpu)
-        )
-    return tuple(groups)
+    return tuple(
+        PlannedGroup(tuple(members), layout, placements, sizes, dtypes, requires_grad, on_cpu)
+        for (dtypes, requires_grad, _), members, layout in found
+    )
 
 
 def _grid(sizes: Sequence[int], placements: Sequence[AxisPlacements]) -> ShardGrid:

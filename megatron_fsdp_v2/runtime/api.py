@@ -20,9 +20,9 @@ from megatron_fsdp_v2.comm.rank_checks import CheckRanks
 from megatron_fsdp_v2.dtensor.tp_params import tensor_shard_of
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2.layout.buffer_layout import Granularity
+from megatron_fsdp_v2.layout.flat_buffers import flat_buffers
 from megatron_fsdp_v2.layout.mixed_precision import MixedPrecisionPolicy
 from megatron_fsdp_v2.layout.placement import resolve_placements
-from megatron_fsdp_v2.layout.split import flat_buffers
 from megatron_fsdp_v2.memory.allocator import PlainAllocator
 from megatron_fsdp_v2.memory.trace_pool import TracePoolAllocator
 from megatron_fsdp_v2.params.buffer import ShardGrid
@@ -235,6 +235,7 @@ def _make_groups(
         owned,
         lambda parameter: (spec_of(parameter.param), parameter.is_separate and parameter.name),
         lambda parameter: parameter.shape,
+        lambda key: key[0].dtypes.smallest_itemsize,
         ShardGrid.of(axes, [p.main_weight for p in unit.placements]).num_slices,
         unit.granularity,
     )
@@ -243,13 +244,14 @@ def _make_groups(
             f"{name}/{number}",
             members,
             spec,
+            layout,
             mesh,
             axes,
             device,
             context.communicator,
             context.allocator,
         )
-        for number, ((spec, _), members) in enumerate(buffers)
+        for number, ((spec, _), members, layout) in enumerate(buffers)
     ]
 
 

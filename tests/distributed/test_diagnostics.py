@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import math
@@ -362,6 +363,8 @@ def planted_overlaps() -> dict[str, str]:
     messages = {}
     model = _sharded()
     group = unit_of(model.blocks[1]).groups[0]
+    # Units that are alike share a layout.
+    group.layout = copy.copy(group.layout)
     slots = list(group.layout.slots)
     first, second = group.names.index("up.weight"), group.names.index("down.weight")
     slots[second] = dataclasses.replace(slots[second], offset=slots[first].end - 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, Protocol
@@ -11,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils._pytree import tree_map
 
+from megatron_fsdp_v2.params.compiler import uncompiled
 from megatron_fsdp_v2.params.parameter_hooks import NotAUsersHook
 
 __all__ = [
@@ -156,25 +158,18 @@ def watch_inputs(watcher: _Watcher, args: Any, kwargs: Any) -> tuple[Any, Any, I
             node = view.grad_fn
             assert node is not None
             # Which of several get a gradient is known only in the end.
-            node.register_hook(_Told(watcher.post_backward if is_first else watcher.nearly_over))
+            tell = watcher.post_backward if is_first else watcher.nearly_over
+            node.register_hook(functools.partial(uncompiled(_node_ran), tell))
         return view
 
     args, kwargs = map_tensors(route, args), map_tensors(route, kwargs)
     return args, kwargs, inputs
 
 
-class _Told:
+def _node_ran(tell: Callable[[], None], grad_inputs: Any, grad_outputs: Any) -> None:
     """A hook of a node that says so and nothing else."""
-
-    __slots__ = ("_tell",)
-
-    def __init__(self, tell: Callable[[], None]) -> None:
-        self._tell = tell
-
-    def __call__(self, grad_inputs: Any, grad_outputs: Any) -> None:
-        """The node has run."""
-        del grad_inputs, grad_outputs
-        self._tell()
+    del grad_inputs, grad_outputs
+    tell()
 
 
 def watch_outputs(watcher: _Watcher, output: Any, since: int) -> None:
@@ -199,7 +194,8 @@ def watch_outputs(watcher: _Watcher, output: Any, since: int) -> None:
             continue
         watchers = [watcher]
         setattr(tensor, _WATCHERS, (tensor._version, watchers))
-        tensor.register_hook(_OutermostFirst(watchers))  # type: ignore[no-untyped-call]
+        hook = NotAUsersHook(uncompiled(_tell_outermost_first), watchers)
+        tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
 
 def _with_bases(tensors: Iterator[torch.Tensor], since: int) -> Iterator[torch.Tensor]:
@@ -218,17 +214,11 @@ def _with_bases(tensors: Iterator[torch.Tensor], since: int) -> Iterator[torch.T
 _WATCHERS = "_watchers_of_backward"
 
 
-class _OutermostFirst(NotAUsersHook):
-    """A hook of an output that tells all who watch it."""
-
-    def __init__(self, watchers: list[_Watcher]) -> None:
-        self._watchers = watchers
-
-    def __call__(self, grad: torch.Tensor) -> None:
-        """The first gradient arrives."""
-        del grad
-        for watcher in reversed(self._watchers):
-            watcher.pre_backward()
+def _tell_outermost_first(watchers: list[_Watcher], grad: torch.Tensor) -> None:
+    """A hook of an output that tells all who watch it that the first gradient arrives."""
+    del grad
+    for watcher in reversed(watchers):
+        watcher.pre_backward()
 
 
 def _tensors_within(value: Any) -> Iterator[torch.Tensor]:

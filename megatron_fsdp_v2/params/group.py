@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from megatron_fsdp_v2.layout.buffer_layout import Granularity
 from megatron_fsdp_v2.layout.mixed_precision import GroupDtypes
 from megatron_fsdp_v2.params.attributes import propagate_attributes
 from megatron_fsdp_v2.params.buffer import DataParallelBuffer, ShardGrid
+from megatron_fsdp_v2.params.compiler import uncompiled
 from megatron_fsdp_v2.params.external_changes import ExternalChanges
 from megatron_fsdp_v2.params.gathered_parameter import GatheredParameter, mark_gathered
 from megatron_fsdp_v2.params.grads import GroupGrads
@@ -260,7 +262,7 @@ class ParameterGroup:
     def _collect_from(self, param: nn.Parameter, index: int) -> None:
         # Weak, or parameter -> hook -> group -> parameter would outlive the model.
         param.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-            _collector(weakref.ref(self), index)
+            functools.partial(uncompiled(_collect), weakref.ref(self), index)
         )
 
     def unfreeze_if_trained(self) -> None:
@@ -527,12 +529,7 @@ def _nobody() -> None:
     """Who watches a group that no unit owns yet."""
 
 
-def _collector(
-    group_ref: weakref.ref[ParameterGroup], index: int
-) -> Callable[[nn.Parameter], None]:
-    def collect(param: nn.Parameter) -> None:
-        group = group_ref()
-        if group is not None:
-            group.collect(index, param)
-
-    return collect
+def _collect(group_ref: weakref.ref[ParameterGroup], index: int, param: nn.Parameter) -> None:
+    group = group_ref()
+    if group is not None:
+        group.collect(index, param)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +11,8 @@ import torch
 __all__ = ["NotAUsersHook", "has_hooks", "move_hooks", "run_hooks", "tensor_hook_rejection"]
 
 
-class NotAUsersHook:
-    """Base of hooks that this package registers on tensors that may be parameters."""
+class NotAUsersHook(functools.partial[None]):
+    """A hook that this package registers on tensors that may be parameters."""
 
 
 def move_hooks(source: torch.Tensor, target: torch.Tensor) -> None:

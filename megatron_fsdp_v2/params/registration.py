@@ -100,20 +100,17 @@ def mark_stale(param: torch.Tensor, group: Any, index: int, since: str) -> None:
     _STALE.count += 1
     if param.requires_grad and param.is_leaf:
         name = f"{group.names[index]} of {group.name} as it was {since}"
-        param.register_post_accumulate_grad_hook(_Refusal(name))  # type: ignore[no-untyped-call]
+        hook = NotAUsersHook(_refuse_gradient, name)
+        param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
 
-class _Refusal(NotAUsersHook):
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __call__(self, param: torch.Tensor) -> None:
-        param.grad = None
-        raise RuntimeError(
-            f"a gradient arrived for {self._name}: some code keeps that tensor and computes with "
-            "it past the module it is registered on. Look the parameter up on its module in every "
-            "forward, or leave it out with ignored_params"
-        )
+def _refuse_gradient(name: str, param: torch.Tensor) -> None:
+    param.grad = None
+    raise RuntimeError(
+        f"a gradient arrived for {name}: some code keeps that tensor and computes with "
+        "it past the module it is registered on. Look the parameter up on its module in every "
+        "forward, or leave it out with ignored_params"
+    )
 
 
 def num_retired() -> int:

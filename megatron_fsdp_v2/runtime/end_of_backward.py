@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from megatron_fsdp_v2.params.autograd import in_backward
+from megatron_fsdp_v2.params.compiler import uncompiled
 from megatron_fsdp_v2.runtime.context import Reshardable
 
 if TYPE_CHECKING:
@@ -66,7 +68,12 @@ class EndOfBackward[UnitT: Finishable]:
     def __init__(self, context: Context[UnitT]) -> None:
         self._context = context
 
-    def __call__(self) -> None:
+    def queue(self) -> None:
+        """Have the engine run it at the end of the backward that is under way."""
+        callback = functools.partial(uncompiled(_run), self)
+        torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+    def run(self) -> None:
         """Reduce what is left and put every unit to rest. Collective."""
         context = self._context
         units = context.units()
@@ -86,6 +93,10 @@ class EndOfBackward[UnitT: Finishable]:
         synced = [unit for unit in reversed(units) if unit.syncs_gradients]
         # Nothing at all arrived in a backward to inputs alone (`torch.autograd.grad`).
         _run_hooks(synced, only_certain=not context.has_gradient)
+
+
+def _run(end: EndOfBackward[Any]) -> None:
+    end.run()
 
 
 def finish_ordered_reductions[UnitT: Finishable](context: Context[UnitT]) -> None:

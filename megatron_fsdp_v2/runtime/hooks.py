@@ -13,6 +13,7 @@ from torch.optim.optimizer import (
 
 from megatron_fsdp_v2.dtensor.optimizer_state import watch_state
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
+from megatron_fsdp_v2.params.compiler import uncompiled
 from megatron_fsdp_v2.params.gathered_parameter import gathered_name
 from megatron_fsdp_v2.params.registration import find_owner_slot, num_retired
 from megatron_fsdp_v2.runtime.forward_of_modules import after_forward, post_forward, pre_forward
@@ -33,9 +34,9 @@ def install_hooks(module: nn.Module) -> None:
     The pre-forward hook comes before a user's, which may read parameters; the post-forward hook
     comes after, for the same reason.
     """
-    module.register_forward_pre_hook(_pre_forward, prepend=True, with_kwargs=True)
-    module.register_forward_hook(_post_forward)
-    module.register_forward_hook(_after_forward, always_call=True)
+    module.register_forward_pre_hook(uncompiled(_pre_forward), prepend=True, with_kwargs=True)
+    module.register_forward_hook(uncompiled(_post_forward))
+    module.register_forward_hook(uncompiled(_after_forward), always_call=True)
     # A state dict is of sharded parameters, also between a forward and its backward.
     module.register_state_dict_pre_hook(_show_sharded)  # type: ignore[no-untyped-call]
     module.register_state_dict_post_hook(_after_state_dict)  # type: ignore[no-untyped-call]

@@ -451,7 +451,7 @@ class Unit:
         if not context.is_in_backward:
             end = EndOfBackward(context)
             context.begin_backward(passed, end)
-            torch.autograd.Variable._execution_engine.queue_callback(end)
+            end.queue()
         elif passed is not context.backward_pass:
             # One backward of several forwards of the root: each has a round of its own.
             finish_ordered_reductions(context)

@@ -1,0 +1,314 @@
+"""torch.compile and sharding, in either order: what is computed, and what is compiled how often."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._dynamo.backends.registry import lookup_backend
+from torch._dynamo.utils import counters
+
+from tests.distributed.wrapping import BF16, STRATEGIES, batch, wrap
+from tests.ranks import RankPools
+from tests.reference import models
+
+STEPS = 3
+
+
+@dataclass
+class Compiler:
+    """A backend of torch.compile that counts.
+
+    Attributes:
+        name: The backend that does the work.
+        graphs: Graphs it was given since the start.
+    """
+
+    name: str = "eager"
+    graphs: int = 0
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        self.graphs += 1
+        return lookup_backend(self.name)(graph, inputs)
+
+
+@contextlib.contextmanager
+def compiler(name: str = "eager") -> Iterator[Compiler]:
+    """A counting backend, with nothing compiled before or left after."""
+    torch._dynamo.reset()
+    counters.clear()
+    try:
+        yield Compiler(name)
+    finally:
+        torch._dynamo.reset()
+
+
+@dataclass
+class Shown:
+    """What a training showed on this rank.
+
+    Attributes:
+        tensors: Losses, outputs of evaluations, gradients and parameters.
+        graphs: Graphs compiled by the end of each step.
+        breaks: Why graphs were broken, where they were.
+    """
+
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    graphs: list[int] = field(default_factory=list)
+    breaks: list[str] = field(default_factory=list)
+
+
+def loss_of(output: torch.Tensor) -> torch.Tensor:
+    """Of a model's output."""
+    return output.square().mean()
+
+
+def forward_and_loss(model: Any, x: torch.Tensor) -> torch.Tensor:
+    """What a step computes before its backward."""
+    return loss_of(model(x))
+
+
+def train(
+    model: Any,
+    step: Callable[[Any, torch.Tensor], torch.Tensor] = forward_and_loss,
+    backend: Compiler | None = None,
+    *,
+    micro: int = 1,
+    rows: Callable[[int], int] = lambda number: 4,
+    settled: int = 1,
+) -> Shown:
+    """Steps of training with an evaluation in each; from the step `settled` on nothing recompiles.
+
+    Args:
+        model: Sharded.
+        step: Makes a loss, whose backward may have run.
+        backend: Counts; None where nothing is compiled.
+        micro: Backwards in a step, the last of which synchronizes.
+        rows: Of a batch, by step.
+        settled: The first step in which everything has to be compiled.
+    """
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02, eps=1e-3)
+    shown, rank = Shown(), dist.get_rank()
+    for number in range(settled + STEPS):
+        with torch._dynamo.config.patch(error_on_recompile=number >= settled):
+            for part in range(micro):
+                model.set_requires_gradient_sync(part == micro - 1)
+                loss = step(model, batch(rank, micro * number + part, rows(number)))
+                if loss.requires_grad:
+                    loss.backward()
+                shown.tensors.append(loss.detach())
+            with torch.no_grad():
+                shown.tensors.append(model(batch(rank, number, rows(number))).clone())
+        for param in model.parameters():
+            if param.grad is not None:
+                shown.tensors.append(param.grad.to_local().clone())
+        optimizer.step()
+        optimizer.zero_grad()
+        shown.tensors += [param.to_local().detach().clone() for param in model.parameters()]
+        shown.graphs.append(0 if backend is None else backend.graphs)
+    shown.breaks = list(counters["graph_break"])
+    return shown
+
+
+def check_same(compiled: Shown, plain: Shown, tolerance: float = 0.0) -> None:
+    """See that two trainings showed the same."""
+    assert len(compiled.tensors) == len(plain.tensors)
+    for mine, theirs in zip(compiled.tensors, plain.tensors, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+def built(make: Callable[[], Any] = models.Stack) -> Any:
+    """A model with the same values in every training."""
+    torch.manual_seed(0)
+    return make()
+
+
+def compiled_blocks(name: str, strategy: str, orders: tuple[bool, ...] = (False, True)) -> None:
+    """Train with blocks compiled after sharding, and with blocks compiled before."""
+    plain = train(wrap(built(), sharding_strategy=strategy))
+    for compiles_first in orders:
+        with compiler(name) as backend:
+            model = built()
+            for block in model.blocks if compiles_first else ():
+                block.compile(backend=backend, fullgraph=True)
+            wrap(model, sharding_strategy=strategy)
+            for block in () if compiles_first else model.blocks:
+                block.compile(backend=backend, fullgraph=True)
+            found = train(model, backend=backend)
+        check_same(found, plain, tolerance=1e-6 if name == "inductor" else 0.0)
+        # One for training and one for evaluation, whatever the number of blocks.
+        assert found.graphs == [2] * len(found.graphs)
+        assert not found.breaks
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_compiled_blocks_train_as_they_do_uncompiled(pools: RankPools, strategy: str) -> None:
+    backend = "aot_eager" if strategy == "optim_grads_params" else "eager"
+    pools(2).run(compiled_blocks, backend, strategy)
+
+
+@pytest.mark.functional
+def test_blocks_compiled_to_machine_code_train_as_they_do_uncompiled(pools: RankPools) -> None:
+    how = ("inductor", "optim_grads_params", (False,))
+    pools(2).run(compiled_blocks, *how, timeout_s=300.0)
+
+
+# What is trained, and what the compiled blocks have to be compiled for: models whose blocks differ.
+VARIANTS: dict[str, tuple[Callable[[], Any], dict[str, Any], dict[str, Any]]] = {
+    "recomputed": (functools.partial(models.Checkpointed, use_reentrant=False), {}, {}),
+    "recomputed inside the engine": (
+        functools.partial(models.Checkpointed, use_reentrant=True),
+        {},
+        {},
+    ),
+    "recomputed together": (
+        functools.partial(models.CheckpointedRegion, use_reentrant=False),
+        {},
+        {},
+    ),
+    "recomputed in part": (models.Nested, {}, {}),
+    "used twice": (models.UsedTwice, {}, {}),
+    "with a detached input": (models.Detached, {}, {}),
+    "with nested outputs": (models.NestedOutputs, {}, {}),
+    "with tied weights": (models.TiedInside, {}, {}),
+    "frozen in part": (models.PartlyFrozen, {}, {}),
+    "of two dtypes": (models.MixedDtypes, {}, {}),
+    "in bf16": (models.Stack, {"mp_policy": BF16}, {}),
+    "kept gathered": (models.Stack, {"reshard_after_forward": False}, {}),
+    "in a traced pool": (models.Stack, {"enable_trace_pool": True}, {}),
+    "with micro-batches": (models.Stack, {}, {"micro": 3}),
+    "with batches of several sizes": (
+        models.Stack,
+        {},
+        {"rows": lambda number: (4, 3, 4, 2, 6)[number], "settled": 2},
+    ),
+}
+
+
+def compiled_variant(name: str) -> None:
+    """Train a model of some kind with its blocks compiled after sharding."""
+    make, options, how = VARIANTS[name]
+    plain = train(_wrapped(built(make), options), **how)
+    with compiler() as backend:
+        model = _wrapped(built(make), options)
+        for block in _units(model):
+            block.compile(backend=backend, fullgraph=True)
+        found = train(model, backend=backend, **how)
+    check_same(found, plain)
+    assert found.graphs[0] > 0
+    assert not found.breaks
+
+
+def _units(model: Any) -> Any:
+    return model.outer if isinstance(model, models.Nested) else model.blocks
+
+
+def _wrapped(model: Any, options: dict[str, Any]) -> Any:
+    return wrap(model, _units(model), **options)
+
+
+QUICK = ("recomputed", "with tied weights", "with batches of several sizes")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in QUICK else pytest.mark.functional)
+        for name in VARIANTS
+    ],
+)
+def test_compiled_blocks_of_all_kinds_train_as_they_do_uncompiled(
+    pools: RankPools, name: str
+) -> None:
+    pools(2).run(compiled_variant, name)
+
+
+def _compile_model(model: Any, backend: Compiler) -> Any:
+    model.compile(backend=backend)
+    return forward_and_loss
+
+
+def _wrap_model(model: Any, backend: Compiler) -> Any:
+    compiled = torch.compile(model, backend=backend)
+    return lambda _, x: loss_of(compiled(x))
+
+
+def _compile_blocks_in_place(model: Any, backend: Compiler) -> Any:
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = torch.compile(block, backend=backend, fullgraph=True)
+    return forward_and_loss
+
+
+def _compile_loss(model: Any, backend: Compiler) -> Any:
+    loss: Any = torch.compile(loss_of, backend=backend, fullgraph=True)
+    return lambda model, x: loss(model(x))
+
+
+def _compile_step(model: Any, backend: Compiler) -> Any:
+    return torch.compile(forward_and_loss, backend=backend)
+
+
+def _compile_step_with_backward(model: Any, backend: Compiler) -> Any:
+    def step(model: Any, x: torch.Tensor) -> torch.Tensor:
+        loss = loss_of(model(x))
+        loss.backward()
+        return loss.detach()
+
+    return torch.compile(step, backend=backend)
+
+
+WAYS: dict[str, Callable[[Any, Compiler], Any]] = {
+    "model.compile()": _compile_model,
+    "torch.compile(model)": _wrap_model,
+    "torch.compile(block)": _compile_blocks_in_place,
+    "the loss": _compile_loss,
+    "forward and loss": _compile_step,
+    "forward, loss and backward": _compile_step_with_backward,
+}
+
+
+def compiled_in_some_way(way: str) -> list[str]:
+    """Train with something compiled after sharding; return why graphs were broken."""
+    plain = train(wrap(built()))
+    with compiler() as backend:
+        model = wrap(built())
+        found = train(model, WAYS[way](model, backend), backend)
+    check_same(found, plain)
+    assert found.graphs[0] > 0
+    assert found.graphs == found.graphs[:1] * len(found.graphs)
+    return found.breaks
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_graphs_of_models_and_steps_end_where_units_begin_and_at_backwards_only(
+    pools: RankPools, way: str
+) -> None:
+    for breaks in pools(2).run(compiled_in_some_way, way):
+        for reason in breaks:
+            assert "megatron_fsdp_v2 gathers weights" in reason or "Tensor.backward()" in reason
+        if way in ("torch.compile(block)", "the loss"):
+            assert not breaks
+
+
+def graph_of_a_whole_model() -> str:
+    """What is said where a model of units is to be one graph."""
+    with compiler() as backend:
+        model = wrap(built())
+        compiled = torch.compile(forward_and_loss, backend=backend, fullgraph=True)
+        try:
+            compiled(model, batch(dist.get_rank()))
+        except torch._dynamo.exc.Unsupported as error:
+            return str(error)
+    return "no error"
+
+
+def test_a_model_of_units_as_one_graph_is_rejected_with_what_to_do(pools: RankPools) -> None:
+    for message in pools(2).run(graph_of_a_whole_model):
+        assert "megatron_fsdp_v2 gathers weights" in message
+        assert "module.compile(fullgraph=True)" in message

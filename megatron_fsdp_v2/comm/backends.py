@@ -39,8 +39,8 @@ __all__ = [
 ]
 
 
-_CHUNK = 1 << 14
-"""Elements summed at a time where the sum is not made in place."""
+_CHUNK = 1 << 16
+"""Elements summed at a time where dtypes differ, or the sum is not made in place."""
 
 
 class _BackendWork:
@@ -182,7 +182,10 @@ class CpuCommunicator:
             return DONE
 
         def finish() -> None:
-            store(into, full, scale, accumulate)
+            if full.dtype == into.dtype:
+                store(into, full, scale, accumulate)
+            else:
+                _sum_into(into, [full], scale, accumulate)
 
         return self._issue(
             "all-reduce", axis, (full, into), async_op, finish, dist.all_reduce, full
@@ -258,20 +261,23 @@ def _sum_into(
 
     What the pieces hold may be used up.
     """
-    if not accumulate:
-        into.copy_(pieces[0])
-        for piece in pieces[1:]:
+    if not accumulate and pieces[0].dtype == into.dtype:
+        torch.add(pieces[0], pieces[1], out=into)
+        for piece in pieces[2:]:
             into.add_(piece)
         if scale != 1.0:
             into.mul_(scale)
         return
     tensors = (torch.split(tensor, _CHUNK) for tensor in (into, *pieces))
     for target, first, *others in zip(*tensors, strict=True):
-        # A sum in another dtype is a copy; of a chunk, it is a small one.
-        total = first.to(target.dtype)
+        # What is of another dtype is copied, also to add it; of a chunk, that is a small copy.
+        total = first.to(target.dtype) if accumulate else target.copy_(first)
         for other in others:
             total.add_(other)
-        target.add_(total, alpha=scale)
+        if accumulate:
+            target.add_(total, alpha=scale)
+        elif scale != 1.0:
+            total.mul_(scale)
 
 
 class CudaStreams:
@@ -295,30 +301,22 @@ class CudaStreams:
 
 
 class NcclCollectives:
-    """Collectives of NCCL on the current stream. See `streams.Collectives`."""
+    """Collectives of NCCL on the current stream. See `streams.Collectives`.
 
-    @property
-    def scaled_dtypes(self) -> frozenset[torch.dtype]:
-        """NCCL multiplies these before it sums.
-
-        bf16 is multiplied before it is handed over, so that the sum stays in the range of its
-        terms whatever the algorithm NCCL picks.
-        """
-        return frozenset((torch.float32, torch.float16, torch.float64))
+    Reductions are plain sums: switches (NVLink SHARP) add, and do not multiply or divide.
+    """
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor, axis: Axis) -> None:
         """Fill `output` with the shards of all ranks."""
         all_gather_single(output, shard, group=axis.group)
 
-    def reduce_scatter(
-        self, output: torch.Tensor, full: torch.Tensor, axis: Axis, scale: float
-    ) -> None:
-        """Fill `output` with `scale` times the sum over ranks of this rank's slice of `full`."""
-        reduce_scatter_single(output, full, op=_scaled_sum(scale), group=axis.group)
+    def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor, axis: Axis) -> None:
+        """Fill `output` with the sum over ranks of this rank's slice of `full`."""
+        reduce_scatter_single(output, full, op=dist.ReduceOp.SUM, group=axis.group)
 
-    def all_reduce(self, full: torch.Tensor, axis: Axis, scale: float) -> None:
-        """Replace `full` by `scale` times its sum over ranks."""
-        dist.all_reduce(full, op=_scaled_sum(scale), group=axis.group)
+    def all_reduce(self, full: torch.Tensor, axis: Axis) -> None:
+        """Replace `full` by its sum over ranks."""
+        dist.all_reduce(full, op=dist.ReduceOp.SUM, group=axis.group)
 
     def all_to_all(
         self,
@@ -332,12 +330,6 @@ class NcclCollectives:
         dist.all_to_all_single(
             received, sent, list(received_numels), list(sent_numels), group=axis.group
         )
-
-
-def _scaled_sum(scale: float) -> Any:
-    if scale == 1.0:
-        return dist.ReduceOp.SUM
-    return dist._make_nccl_premul_sum(scale)  # type: ignore[attr-defined]
 
 
 class NcclRegistrar:

@@ -111,7 +111,7 @@ class Communicator(Protocol):
             full: Flat, in the communication dtype; its content is consumed.
             axis: Ranks that take part.
             comm_stream: Queue to run in.
-            scale: Factor applied once to the sum.
+            scale: Factor applied once, to the sum, where it is stored.
             accumulate: Add to `into` instead of overwriting it.
             async_op: Whether to return before it is done.
         """
@@ -198,7 +198,9 @@ DONE: Work = _CompletedWork()
 
 
 def store(into: torch.Tensor, value: torch.Tensor, scale: float, accumulate: bool) -> None:
-    """`into = scale * value`, or `into += scale * value`, in the dtype of `into`.
+    """`into = scale * value`, or `into += scale * value`, in one pass over both.
+
+    The product is made in the wider of both dtypes.
 
     Args:
         into: Flat; may be `value` itself.
@@ -206,17 +208,22 @@ def store(into: torch.Tensor, value: torch.Tensor, scale: float, accumulate: boo
         scale: Factor of `value`.
         accumulate: Add instead of overwriting.
     """
+    wider = into.dtype
+    if value.dtype != wider:
+        wider = torch.promote_types(wider, value.dtype)
     if into.data_ptr() == value.data_ptr() and into.dtype == value.dtype:
         if scale != 1.0:
             into.mul_(scale)
     elif accumulate:
         # A wider sum takes narrower terms as they are; a copy of them would be as large as it is.
-        is_wider = torch.promote_types(into.dtype, value.dtype) == into.dtype
-        into.add_(value if is_wider else value.to(into.dtype), alpha=scale)
-    else:
+        into.add_(value if wider == into.dtype else value.to(into.dtype), alpha=scale)
+    elif scale == 1.0:
         into.copy_(value)
-        if scale != 1.0:
-            into.mul_(scale)
+    elif wider == value.dtype:
+        torch.mul(value, scale, out=into)
+    else:
+        # Times a number, the product would be rounded to the narrower dtype first.
+        torch.mul(value, value.new_full((1,), scale, dtype=wider), out=into)
 
 
 def gather_alone(output: torch.Tensor, shard: torch.Tensor) -> None:

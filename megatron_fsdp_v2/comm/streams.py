@@ -62,23 +62,16 @@ class Collectives(Protocol):
     The host returns before they are done, as it does from any operation on a device.
     """
 
-    @property
-    def scaled_dtypes(self) -> frozenset[torch.dtype]:
-        """Dtypes whose sums are scaled by the collective; others are scaled before it."""
-        ...
-
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor, axis: Axis) -> None:
         """Fill `output` with the shards of all ranks; `shard` may be a view of it."""
         ...
 
-    def reduce_scatter(
-        self, output: torch.Tensor, full: torch.Tensor, axis: Axis, scale: float
-    ) -> None:
-        """Fill `output` with `scale` times the sum over ranks of this rank's slice of `full`."""
+    def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor, axis: Axis) -> None:
+        """Fill `output` with the sum over ranks of this rank's slice of `full`."""
         ...
 
-    def all_reduce(self, full: torch.Tensor, axis: Axis, scale: float) -> None:
-        """Replace `full` by `scale` times its sum over ranks."""
+    def all_reduce(self, full: torch.Tensor, axis: Axis) -> None:
+        """Replace `full` by its sum over ranks."""
         ...
 
     def all_to_all(
@@ -172,11 +165,9 @@ class StreamCommunicator:
         # In place otherwise: NCCL takes this rank's slice of the input for the output.
         shard = into if direct else full.view(axis.size, -1)[axis.rank]
         with self._on_stream(comm_stream, async_op):
-            left = self._scaled_before(full, scale)
             reduce_scatter = self._collectives.reduce_scatter
-            self._issue("reduce-scatter", axis, reduce_scatter, shard, full, axis, left)
-            if not direct:
-                store(into, shard, 1.0, accumulate)
+            self._issue("reduce-scatter", axis, reduce_scatter, shard, full, axis)
+            store(into, shard, scale, accumulate)
             return self._ticket((into, full, shard), async_op)
 
     def all_reduce(
@@ -195,9 +186,8 @@ class StreamCommunicator:
             store(into, full, scale, accumulate)
             return DONE
         with self._on_stream(comm_stream, async_op):
-            left = self._scaled_before(full, scale)
-            self._issue("all-reduce", axis, self._collectives.all_reduce, full, axis, left)
-            store(into, full, 1.0, accumulate)
+            self._issue("all-reduce", axis, self._collectives.all_reduce, full, axis)
+            store(into, full, scale, accumulate)
             return self._ticket((into, full), async_op)
 
     def all_to_all(
@@ -227,13 +217,6 @@ class StreamCommunicator:
             operation(*operands)
         except RuntimeError as error:
             raise self.label.failure(kind, axis.group, error) from error
-
-    def _scaled_before(self, full: torch.Tensor, scale: float) -> float:
-        """Scale `full` unless the collective can; return the factor left for the collective."""
-        if scale == 1.0 or full.dtype in self._collectives.scaled_dtypes:
-            return scale
-        full.mul_(scale)
-        return 1.0
 
     def _on_stream(
         self, comm_stream: CommStream, async_op: bool

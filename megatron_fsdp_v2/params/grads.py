@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -23,8 +24,8 @@ class GroupGrads:
     Autograd's gradients land in views of one flat temporary buffer, in the communication dtype. The
     inner reduction puts or adds this rank's slice of it, scaled, into the main gradient, or,
     where an outer axis is still owed its reduction, into a partial shard that waits for the
-    synchronized backward. Where unsynchronized gradients are not sharded (DDP, ZeRO-1), the
-    buffer keeps collecting, in the main gradient's dtype, until then.
+    synchronized backward and is scaled then. Where unsynchronized gradients are not sharded (DDP,
+    ZeRO-1), the buffer keeps collecting, in the main gradient's dtype, until then.
 
     Attributes:
         views: The full buffer's view of every parameter.
@@ -33,7 +34,6 @@ class GroupGrads:
         reduces: Whether gradients are summed over ranks. Otherwise the main gradient is this
             rank's own, unscaled, of the rows it holds.
         scale: Factor of the sum over data-parallel ranks.
-        scales_first: Apply it to what is sent, so that collectives do nothing but add.
         contributed: Whether this rank had a gradient in any reduction that led to the main
             gradient as it is.
         is_being_reduced: Whether the full buffer belongs to a reduction that is under way.
@@ -59,7 +59,6 @@ class GroupGrads:
         self.is_being_reduced = False
         self._comm = communicator
         self.scale = scale
-        self.scales_first = False
         self._device = device
         self._dtypes = dtypes
         self._inner: Axis = grid.axes[-1]
@@ -208,21 +207,20 @@ class GroupGrads:
         else:
             into = self.main.tensor
         full = self._temporary.tensor
+        before, after = self._factors()
+        if before != 1.0:
+            full.mul_(before)
         if self._comm_buffer is not None:
             full = self._comm_buffer.acquire().copy_(full)
             # Two units in flight would have two buffers each otherwise.
             self._temporary.release()
-        scale = self.scale
-        if self.scales_first and scale != 1.0:
-            full.mul_(scale)
-            scale = 1.0
         collective = self._comm.reduce_scatter if self._inner_is_cut else self._comm.all_reduce
         return collective(
             into,
             full,
             self._inner,
             CommStream.REDUCE,
-            scale=scale,
+            scale=after if self._partial is None else 1.0,
             accumulate=accumulate,
             async_op=async_op,
         )
@@ -257,10 +255,22 @@ class GroupGrads:
             partial,
             self._outer,
             CommStream.OUTER,
-            scale=1.0,
+            scale=self._factors()[1],
             accumulate=accumulate,
             async_op=async_op,
         )
+
+    def _factors(self) -> tuple[float, float]:
+        """What is applied to the terms, and what to their sum; `scale` is the product.
+
+        All of it to the sum, which is a shard where the terms are whole buffers, except for fp16:
+        a sum of gradients is soon beyond its 65504. There the terms get the power of two of a
+        factor below 1, which changes no bit of what does not fall below fp16's range.
+        """
+        if torch.float16 not in (self._dtypes.grad_comm, self._dtypes.main_grad):
+            return 1.0, self.scale
+        before = min(1.0, 2.0 ** (math.frexp(self.scale)[1] - 1))
+        return before, self.scale / before
 
     def release_partial(self) -> None:
         """Drop the partial shard; its reduction has been waited for."""

@@ -53,7 +53,6 @@ class GroupSpec:
         scale: Factor of a gradient's sum over data-parallel ranks.
         errors_on_missing_grad: Whether a parameter without gradient is an error or zero.
         reduces: Whether gradients are summed over data-parallel ranks.
-        scales_first: Whether the factor is applied to what is sent, and not in the collective.
     """
 
     dtypes: GroupDtypes
@@ -63,7 +62,6 @@ class GroupSpec:
     scale: float
     errors_on_missing_grad: bool
     reduces: bool = True
-    scales_first: bool = False
 
 
 class GradientWatcher(Protocol):
@@ -148,7 +146,6 @@ class ParameterGroup:
         # Not a method: a bound one would be a reference cycle, and outlive the model.
         def make_grads(spec: GroupSpec) -> tuple[GroupGrads, ShardedGrads]:
             grads = GroupGrads(*common, spec.scale, communicator, allocator, reduces=spec.reduces)
-            grads.scales_first = spec.scales_first
             return grads, ShardedGrads(params, grads, row_shards)
 
         self._make_grads = make_grads
@@ -193,16 +190,11 @@ class ParameterGroup:
         """What to call one of the parameters in a message."""
         return f"{self.names[index]} of {self.name}"
 
-    def set_scale(self, *, scale: float | None = None, scales_first: bool | None = None) -> None:
-        """Change the factor of the gradient sum, or where it is applied, from now on."""
-        before = self.spec
-        self.spec = dataclasses.replace(
-            before,
-            scale=before.scale if scale is None else scale,
-            scales_first=before.scales_first if scales_first is None else scales_first,
-        )
+    def set_scale(self, scale: float) -> None:
+        """Change the factor of the gradient sum from now on."""
+        self.spec = dataclasses.replace(self.spec, scale=scale)
         if self.grads is not None:
-            self.grads.scale, self.grads.scales_first = self.spec.scale, self.spec.scales_first
+            self.grads.scale = scale
 
     @property
     def main_weight(self) -> DataParallelBuffer:

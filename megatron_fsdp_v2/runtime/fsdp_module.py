@@ -122,7 +122,7 @@ class FSDPModule(TorchFSDPModule):
         """
         if not isinstance(factor, int | float) or not 0 < factor < float("inf"):
             raise ValueError(f"a gradient divide factor must be a positive number, got {factor!r}")
-        unit_of(self).set_scale("set_gradient_divide_factor", scale=1.0 / factor)
+        unit_of(self).set_scale("set_gradient_divide_factor", 1.0 / factor)
 
     @override
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
@@ -131,13 +131,7 @@ class FSDPModule(TorchFSDPModule):
 
     @override
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Have this unit's reductions do nothing but add: gradients are scaled before.
-
-        Raises:
-            RuntimeError: Gradients are waiting to be synchronized.
-        """
-        name = "set_force_sum_reduction_for_comms"
-        unit_of(self).set_scale(name, scales_first=bool(enable))
+        """Accept whatever is said: reductions only add; sums are scaled where they are stored."""
 
     @override
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:

@@ -584,22 +584,19 @@ class Unit:
             if group.grads is not None:
                 group.grads.reduces = reduces
 
-    def set_scale(
-        self, method: str, *, scale: float | None = None, scales_first: bool | None = None
-    ) -> None:
-        """Change the factor of the gradient sum, or where it is applied.
+    def set_scale(self, method: str, scale: float) -> None:
+        """Change the factor of the gradient sum.
 
         Args:
             method: What was called, for a message.
-            scale: The factor; None to keep it.
-            scales_first: Whether it is applied to what is sent; None to keep that.
+            scale: The factor.
 
         Raises:
             RuntimeError: Gradients are waiting to be synchronized.
         """
         self._check_is_between_steps(method)
         for group in self.groups:
-            group.set_scale(scale=scale, scales_first=scales_first)
+            group.set_scale(scale)
 
     def _check_is_between_steps(self, method: str) -> None:
         for group in self.groups:

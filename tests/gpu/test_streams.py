@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_fsdp_v2 import fully_shard
-from megatron_fsdp_v2.comm.backends import CudaStreams, NcclCollectives, communicator_for
+from megatron_fsdp_v2.comm.backends import CudaStreams, communicator_for
 from megatron_fsdp_v2.comm.interface import Axis, CommStream
 from megatron_fsdp_v2.comm.streams import StreamCommunicator
 from tests.gpu.marks import NEEDS_GPU
@@ -37,8 +37,6 @@ NUMEL = 1 << 16
 class SlowCopies:
     """Collectives among ranks that all hold what this one holds."""
 
-    scaled_dtypes = NcclCollectives().scaled_dtypes
-
     def __init__(self) -> None:
         self.streams: list[int] = []
 
@@ -50,15 +48,13 @@ class SlowCopies:
         self._pause()
         output.view(axis.size, -1).copy_(shard.expand(axis.size, -1))
 
-    def reduce_scatter(
-        self, output: torch.Tensor, full: torch.Tensor, axis: Axis, scale: float
-    ) -> None:
+    def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor, axis: Axis) -> None:
         self._pause()
-        output.copy_(full[: output.numel()] * (axis.size * scale))
+        output.copy_(full[: output.numel()] * axis.size)
 
-    def all_reduce(self, full: torch.Tensor, axis: Axis, scale: float) -> None:
+    def all_reduce(self, full: torch.Tensor, axis: Axis) -> None:
         self._pause()
-        full.mul_(axis.size * scale)
+        full.mul_(axis.size)
 
 
 @pytest.fixture

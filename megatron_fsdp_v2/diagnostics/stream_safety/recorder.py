@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_fsdp_v2.comm.backends import NcclCollectives
 from megatron_fsdp_v2.comm.calls import all_gather_single
 from megatron_fsdp_v2.comm.interface import Axis
 from megatron_fsdp_v2.comm.streams import Stream
@@ -274,39 +273,29 @@ class RecordedCollectives:
     def __init__(self, recorder: StreamRecorder) -> None:
         self._recorder = recorder
 
-    @property
-    def scaled_dtypes(self) -> frozenset[torch.dtype]:
-        """What NCCL scales, so that the schedule is the one of a GPU."""
-        return NcclCollectives().scaled_dtypes
-
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor, axis: Axis) -> None:
         """Fill `output` with the shards of all ranks."""
         self._recorder.operation("all_gather", reads=[shard], writes=[output])
         with self._recorder.paused():
             all_gather_single(output, shard, group=axis.group)
 
-    def reduce_scatter(
-        self, output: torch.Tensor, full: torch.Tensor, axis: Axis, scale: float
-    ) -> None:
-        """Fill `output` with `scale` times the sum over ranks of this rank's slice of `full`."""
+    def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor, axis: Axis) -> None:
+        """Fill `output` with the sum over ranks of this rank's slice of `full`."""
         self._recorder.operation("reduce_scatter", reads=[full], writes=[output])
         with self._recorder.paused():
             received = torch.empty_like(full)
             dist.all_to_all_single(received, full, group=axis.group)
             pieces = received.view(axis.size, -1)
-            # NCCL multiplies each term before it adds.
             total = pieces[0].to(torch.promote_types(full.dtype, torch.float32), copy=True)
             for piece in pieces[1:]:
                 total.add_(piece)
-            output.copy_(total.mul_(scale))
+            output.copy_(total)
 
-    def all_reduce(self, full: torch.Tensor, axis: Axis, scale: float) -> None:
-        """Replace `full` by `scale` times its sum over ranks."""
+    def all_reduce(self, full: torch.Tensor, axis: Axis) -> None:
+        """Replace `full` by its sum over ranks."""
         self._recorder.operation("all_reduce", reads=[], writes=[full])
         with self._recorder.paused():
             dist.all_reduce(full, group=axis.group)
-            if scale != 1.0:
-                full.mul_(scale)
 
     def all_to_all(
         self,

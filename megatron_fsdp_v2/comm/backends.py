@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +38,8 @@ __all__ = [
     "registrar_for",
 ]
 
+
+_ANYWHERE: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
 _CHUNK = 1 << 16
 """Elements summed at a time where dtypes differ, or the sum is not made in place."""
@@ -220,6 +222,23 @@ class CpuCommunicator:
     def flush(self) -> None:
         """Nothing is queued anywhere but in works."""
 
+    def begin_pass(self) -> None:
+        """There are no streams."""
+
+    def side_stream(self) -> None:
+        """There are no streams."""
+        return
+
+    def wait_for(self, streams: Iterable[Any], *, and_compute: bool) -> None:
+        """There are no streams."""
+
+    def memory(self) -> contextlib.AbstractContextManager[Any]:
+        """There are no streams."""
+        return _ANYWHERE
+
+    def settle(self) -> None:
+        """There are no streams."""
+
     def _issue(
         self,
         kind: str,
@@ -293,6 +312,10 @@ class CudaStreams:
     def current_stream(self) -> Stream:
         """The stream that operations are queued on now."""
         return torch.cuda.current_stream()
+
+    def is_current(self, stream: Stream) -> bool:
+        """Whether that is a given stream."""
+        return bool(torch.cuda.current_stream() == stream)
 
     def use(self, stream: Stream) -> contextlib.AbstractContextManager[Any]:
         """Queue operations on a stream while the context lasts."""

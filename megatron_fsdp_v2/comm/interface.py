@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -157,6 +158,34 @@ class Communicator(Protocol):
 
     def flush(self) -> None:
         """Order everything issued so far before what the caller does next."""
+        ...
+
+    def begin_pass(self) -> None:
+        """Take the stream that operations are queued on now for the compute stream."""
+        ...
+
+    def side_stream(self) -> Any | None:
+        """The stream that operations are queued on now; None where that is the compute stream."""
+        ...
+
+    def wait_for(self, streams: Iterable[Any], *, and_compute: bool) -> None:
+        """Order what the caller does next after what is queued on other streams.
+
+        Args:
+            streams: Side streams.
+            and_compute: Whether on the compute stream as well.
+        """
+        ...
+
+    def memory(self) -> AbstractContextManager[Any]:
+        """Where temporary buffers are given memory: that of the compute stream.
+
+        What the caller does next is ordered after whatever used that memory before.
+        """
+        ...
+
+    def settle(self) -> None:
+        """Order the compute stream after the caller's, before memory is taken away."""
         ...
 
 

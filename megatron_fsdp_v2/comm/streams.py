@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -51,6 +51,10 @@ class StreamDevice(Protocol):
         """The stream that operations are queued on now."""
         ...
 
+    def is_current(self, stream: Stream) -> bool:
+        """Whether that is a given stream; asked for every gradient that arrives."""
+        ...
+
     def use(self, stream: Stream) -> contextlib.AbstractContextManager[Any]:
         """Queue operations on a stream while the context lasts."""
         ...
@@ -86,17 +90,46 @@ class Collectives(Protocol):
         ...
 
 
+class _ComputeStream:
+    """The stream that a model computes on, as against others beside it.
+
+    Attributes:
+        stream: That; None before the first use.
+    """
+
+    def __init__(self, device: StreamDevice) -> None:
+        self._device = device
+        self.stream: Stream | None = None
+
+    def begin_pass(self) -> None:
+        if self.stream is None or not self._device.is_current(self.stream):
+            self.stream = self._device.current_stream()
+
+    def other(self) -> Stream | None:
+        """The current stream, where it is another one."""
+        if self.stream is None:
+            self.begin_pass()
+        assert self.stream is not None
+        return None if self._device.is_current(self.stream) else self._device.current_stream()
+
+
 class _EventTicket:
     """Work on a communication stream; who waits does so by an event, the host never does."""
 
-    def __init__(self, device: StreamDevice, event: Any, keep: tuple[Any, ...]) -> None:
+    def __init__(
+        self, device: StreamDevice, compute: _ComputeStream, event: Any, keep: tuple[Any, ...]
+    ) -> None:
         self._device = device
+        self._compute = compute
         self._event: Any | None = event
         self._keep = keep
 
     def wait(self) -> None:
         if self._event is not None:
             self._device.current_stream().wait_event(self._event)
+            # Others than the waiting stream use what the work is for, and it is waited for once.
+            if self._compute.other() is not None and self._compute.stream is not None:
+                self._compute.stream.wait_event(self._event)
         self._event = None
         # Only now: memory freed here may be handed out again on the stream that waited.
         self._keep = ()
@@ -106,9 +139,14 @@ class StreamCommunicator:
     """Collectives on streams, each communication stream a stream of its own.
 
     Every buffer is allocated on the compute stream. A communication stream first waits for the
-    compute stream, so that memory reused from earlier work is free and inputs are written; whoever
-    waits for the work orders the compute stream after the communication stream, so that memory it
-    frees may be reused.
+    stream that issues, so that memory reused from earlier work is free and inputs are written;
+    whoever waits for the work orders the compute stream after the communication stream, so that
+    memory it frees may be reused.
+
+    A model may compute on side streams too, and autograd runs a node on the stream of its forward.
+    The compute stream is the one that the latest pass through the model began on. A side stream
+    waits for it before it uses memory of a buffer (`memory`, `wait_for`), and the other way round
+    before that memory is communicated (`wait_for`) or taken away (`settle`).
 
     Args:
         device: Makes and orders streams.
@@ -121,6 +159,7 @@ class StreamCommunicator:
         self._streams = {
             comm_stream: device.new_stream(comm_stream.value) for comm_stream in CommStream
         }
+        self._compute = _ComputeStream(device)
         self.label = Label()
 
     def labeled(self, label: Label) -> StreamCommunicator:
@@ -212,6 +251,41 @@ class StreamCommunicator:
         for stream in self._streams.values():
             self._device.current_stream().wait_stream(stream)
 
+    def begin_pass(self) -> None:
+        """See `Communicator.begin_pass`."""
+        self._compute.begin_pass()
+
+    def side_stream(self) -> Any | None:
+        """See `Communicator.side_stream`."""
+        return self._compute.other()
+
+    def wait_for(self, streams: Iterable[Any], *, and_compute: bool) -> None:
+        """See `Communicator.wait_for`."""
+        current = self._device.current_stream()
+        for stream in streams:
+            if stream != current:
+                current.wait_stream(stream)
+        if and_compute and self._compute.other() is not None:
+            current.wait_stream(self._compute.stream)
+
+    def memory(self) -> contextlib.AbstractContextManager[Any]:
+        """See `Communicator.memory`."""
+        side = self._compute.other()
+        return contextlib.nullcontext() if side is None else self._memory_for(side)
+
+    @contextlib.contextmanager
+    def _memory_for(self, side: Stream) -> Iterator[None]:
+        assert self._compute.stream is not None
+        with self._device.use(self._compute.stream):
+            yield
+        side.wait_stream(self._compute.stream)
+
+    def settle(self) -> None:
+        """See `Communicator.settle`."""
+        side = self._compute.other()
+        if side is not None and self._compute.stream is not None:
+            self._compute.stream.wait_stream(side)
+
     def _issue(self, kind: str, axis: Axis, operation: Callable[..., None], *operands: Any) -> None:
         try:
             operation(*operands)
@@ -230,4 +304,5 @@ class StreamCommunicator:
     def _ticket(self, keep: tuple[Any, ...], async_op: bool) -> Work:
         if not async_op:
             return DONE
-        return _EventTicket(self._device, self._device.current_stream().record_event(), keep)
+        event = self._device.current_stream().record_event()
+        return _EventTicket(self._device, self._compute, event, keep)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -26,6 +27,10 @@ class GroupGrads:
     where an outer axis is still owed its reduction, into a partial shard that waits for the
     synchronized backward and is scaled then. Where unsynchronized gradients are not sharded (DDP,
     ZeRO-1), the buffer keeps collecting, in the main gradient's dtype, until then.
+
+    A gradient arrives on the stream that its parameter was used on in the forward, which need not
+    be the compute stream. The engine orders that with the others only when a backward ends, so it
+    is done here: see `_order_write` and `wait_for_writers`.
 
     Attributes:
         views: The full buffer's view of every parameter.
@@ -96,6 +101,9 @@ class GroupGrads:
         self._partial_is_valid = False
         self._main: DataParallelBuffer | None = None
         self.filled = [False] * len(layout.slots)
+        # Side streams that wrote to the full buffer, and which one wrote a parameter's gradient.
+        self._writers: set[Any] = set()
+        self._written_aside: dict[int, Any] = {}
 
     @property
     def is_live(self) -> bool:
@@ -148,7 +156,8 @@ class GroupGrads:
 
     def acquire(self) -> None:
         """Give the full buffer memory."""
-        self._temporary.acquire()
+        if not self._temporary.is_live:
+            self._take(self._temporary)
 
     def add(self, index: int, grad: torch.Tensor) -> None:
         """Take one parameter's gradient: written the first time, added after that.
@@ -157,7 +166,9 @@ class GroupGrads:
         """
         if grad.layout is not torch.strided:
             self.kernel_view(index).add_(grad)
-        elif self.filled[index]:
+            return
+        self._order_write(index)
+        if self.filled[index]:
             self.views[index].add_(grad)
         else:
             self.views[index].copy_(grad)
@@ -165,10 +176,35 @@ class GroupGrads:
 
     def kernel_view(self, index: int) -> torch.Tensor:
         """One parameter's view for a kernel that adds to it by itself; zeroed the first time."""
+        self._order_write(index)
         if not self.filled[index]:
             self.views[index].zero_()
             self.filled[index] = True
         return self.views[index]
+
+    def _order_write(self, index: int) -> None:
+        """Order what the current stream writes of a parameter after what others wrote there."""
+        side = self._comm.side_stream()
+        if side is None and not self._written_aside:
+            return
+        writer = self._written_aside.get(index)
+        if side == writer:
+            return
+        # Its first write, and any to what the compute stream may have written.
+        after_compute = side is not None and (side not in self._writers or self.filled[index])
+        self._comm.wait_for([] if writer is None else [writer], and_compute=after_compute)
+        if side is None:
+            del self._written_aside[index]
+        else:
+            self._writers.add(side)
+            self._written_aside[index] = side
+
+    def wait_for_writers(self) -> None:
+        """Order what the caller does next after all that was written to the full buffer."""
+        if self._writers or self._comm.side_stream() is not None:
+            self._comm.wait_for(self._writers, and_compute=True)
+            self._writers.clear()
+            self._written_aside.clear()
 
     def fill_missing(self) -> None:
         """Zero what no gradient arrived for, and the gaps between parameters.
@@ -202,7 +238,7 @@ class GroupGrads:
             return DONE
         if self._partial is not None:
             accumulate = self._partial_is_valid
-            into = self._partial.acquire()
+            into = self._take(self._partial)
             self._partial_is_valid = True
         else:
             into = self.main.tensor
@@ -211,9 +247,9 @@ class GroupGrads:
         if before != 1.0:
             full.mul_(before)
         if self._comm_buffer is not None:
-            full = self._comm_buffer.acquire().copy_(full)
+            full = self._take(self._comm_buffer).copy_(full)
             # Two units in flight would have two buffers each otherwise.
-            self._temporary.release()
+            self._drop(self._temporary)
         collective = self._comm.reduce_scatter if self._inner_is_cut else self._comm.all_reduce
         return collective(
             into,
@@ -236,9 +272,18 @@ class GroupGrads:
     def release(self) -> None:
         """Drop the full buffer; its reduction has been waited for."""
         self.is_being_reduced = False
-        self._temporary.release()
+        self._drop(self._temporary)
         if self._comm_buffer is not None:
-            self._comm_buffer.release()
+            self._drop(self._comm_buffer)
+
+    def _take(self, buffer: TemporaryBuffer) -> torch.Tensor:
+        with self._comm.memory():
+            return buffer.acquire()
+
+    def _drop(self, buffer: TemporaryBuffer) -> None:
+        if buffer.is_live:
+            self._comm.settle()
+            buffer.release()
 
     def reduce_outer(self, *, accumulate: bool, async_op: bool) -> Work:
         """Reduce the partial shard along the outer axis into the main gradient. Collective."""
@@ -247,8 +292,8 @@ class GroupGrads:
         self._partial_is_valid = False
         partial = self._partial.tensor
         if self._outer_comm_buffer is not None:
-            partial = self._outer_comm_buffer.acquire().copy_(partial)
-            self._partial.release()
+            partial = self._take(self._outer_comm_buffer).copy_(partial)
+            self._drop(self._partial)
         collective = self._comm.reduce_scatter if self._outer_is_cut else self._comm.all_reduce
         return collective(
             self.main.tensor,
@@ -275,9 +320,9 @@ class GroupGrads:
     def release_partial(self) -> None:
         """Drop the partial shard; its reduction has been waited for."""
         if self._partial is not None and not self._partial_is_valid:
-            self._partial.release()
+            self._drop(self._partial)
         if self._outer_comm_buffer is not None:
-            self._outer_comm_buffer.release()
+            self._drop(self._outer_comm_buffer)
 
     def replace_buffers(self, replacement: Callable[[TemporaryBuffer], TemporaryBuffer]) -> None:
         """Put something in the place of temporary buffers that does the same, and tells of it."""
@@ -291,6 +336,7 @@ class GroupGrads:
 
     def abandon(self) -> None:
         """Forget gradients that are not reduced yet, after a failed backward."""
+        self.wait_for_writers()
         self.filled = [False] * len(self.filled)
         self._partial_is_valid = False
         self.contributed = False

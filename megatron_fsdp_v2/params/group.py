@@ -326,6 +326,9 @@ class ParameterGroup:
             for sharded, unsharded in zip(self.sharded_params, self.unsharded_params, strict=True):
                 sharded.requires_grad_(unsharded.requires_grad)
         self.registrations.install(self.sharded_params)
+        if self.grads is not None:
+            # What wrote gradients beside the compute stream may still be reading weights.
+            self.grads.wait_for_writers()
         self.weights.release()
 
     def is_refrozen(self) -> bool:
@@ -481,6 +484,7 @@ class ParameterGroup:
                 "is not trained, or wrap with on_missing_grad='zero'"
             )
         self.before_first_grad()
+        self.grads.wait_for_writers()
         self.grads.fill_missing()
         if self._outer_work is not None:
             # An earlier reduction of this backward may still be reading the partial shard.

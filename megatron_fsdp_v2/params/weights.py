@@ -133,8 +133,10 @@ class GroupWeights:
         """Fill the gathered buffer from the model weights. Collective; idempotent."""
         if self._temporary is None or self._gather_axis is None or self._temporary.is_live:
             return DONE
+        with self._comm.memory():
+            gathered = self._temporary.acquire()
         return self._comm.all_gather(
-            self._temporary.acquire(),
+            gathered,
             self.model.tensor,
             self._grid.axes[self._gather_axis],
             CommStream.GATHER,
@@ -152,6 +154,8 @@ class GroupWeights:
     def release(self) -> None:
         """Drop the gathered buffer's memory, if it is temporary."""
         if self._temporary is not None:
+            if self._temporary.is_live:
+                self._comm.settle()
             self._temporary.release()
 
     def replace_buffers(self, replacement: Callable[[TemporaryBuffer], TemporaryBuffer]) -> None:

@@ -242,6 +242,7 @@ class Context[UnitT: Reshardable]:
             has_grad: Whether it is made for a backward.
         """
         self._pass_unit = weakref.ref(unit)
+        self.communicator.begin_pass()
         self.pass_has_grad = has_grad
         kind = "forward" if has_grad else "evaluation"
         name = kind if is_root else f"{kind} of {unit.fqn}"

@@ -318,21 +318,8 @@ class Tampering:
     def __init__(self, inner: Any) -> None:
         self.inner = inner
 
-    def all_gather(
-        self, output: Any, shard: Any, axis: Any, comm_stream: Any, *, async_op: bool
-    ) -> Any:
-        return self.inner.all_gather(output, shard, axis, comm_stream, async_op=async_op)
-
-    def reduce_scatter(
-        self, into: Any, full: Any, axis: Any, comm_stream: Any, **options: Any
-    ) -> Any:
-        return self.inner.reduce_scatter(into, full, axis, comm_stream, **options)
-
-    def all_reduce(self, into: Any, full: Any, axis: Any, comm_stream: Any, **options: Any) -> Any:
-        return self.inner.all_reduce(into, full, axis, comm_stream, **options)
-
-    def flush(self) -> None:
-        self.inner.flush()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
 
 
 class NoWait:
@@ -409,6 +396,9 @@ class DeafLanes:
 
     def current_stream(self) -> Any:
         return self.inner.current_stream()
+
+    def is_current(self, stream: Any) -> bool:
+        return bool(self.inner.is_current(stream))
 
     def use(self, stream: Any) -> Any:
         return self.inner.use(stream.inner)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import override
 
@@ -109,6 +110,9 @@ class _Checker:
         self._events: dict[int, dict[str, int]] = {}
         self._histories: defaultdict[Buffer, _History] = defaultdict(_History)
         self._found: dict[tuple[Buffer, int, int], Violation] = {}
+        # By stream: what was freed to it and is not known to be done: buffer, access, its stream,
+        # free.
+        self._reusable: defaultdict[str, list[tuple[Buffer, int, str, int]]] = defaultdict(list)
 
     def run(self) -> list[Violation]:
         for index, record in enumerate(self._schedule.records):
@@ -145,6 +149,10 @@ class _Checker:
                 history.accesses[operation.stream].append(access)
 
     def _allocate(self, index: int, allocation: Allocation) -> None:
+        clock = self._clocks[allocation.stream]
+        for buffer, earlier, other, freed_at in self._reusable.pop(allocation.stream, ()):
+            if earlier > clock.get(other, -1):
+                self._report(Fault.PREMATURE_FREE, buffer, earlier, freed_at)
         access = _Access(index, Region(allocation.buffer), is_write=True, is_allocation=True)
         old = self._histories[allocation.buffer]
         # With a free in between, that was compared already; without, the memory changes hands.
@@ -157,11 +165,25 @@ class _Checker:
         if history.freed_at is not None:
             self._report(Fault.USE_AFTER_FREE, free.buffer, history.freed_at, index)
         access = _Access(index, Region(free.buffer), is_write=True)
-        self._compare(free.stream, access, history, Fault.PREMATURE_FREE)
+        if free.when_reused:
+            self._reusable[free.stream] += [
+                (free.buffer, earlier.index, other, index)
+                for other, earlier in self._unordered(free.stream, access, history)
+            ]
+        else:
+            self._compare(free.stream, access, history, Fault.PREMATURE_FREE)
         self._histories[free.buffer] = _History(freed_at=index)
 
     def _compare(self, stream: str, access: _Access, history: _History, fault: Fault) -> None:
         """Report every earlier access that conflicts with this one and is not ordered before."""
+        for _, earlier in self._unordered(stream, access, history):
+            found = Fault.UNORDERED_MEMORY if earlier.is_allocation else fault
+            self._report(found, access.region.buffer, earlier.index, access.index)
+
+    def _unordered(
+        self, stream: str, access: _Access, history: _History
+    ) -> Iterator[tuple[str, _Access]]:
+        """Earlier accesses that conflict with this one and are not ordered before, by stream."""
         clock = self._clocks[stream]
         for other, accesses in history.accesses.items():
             if other == stream:
@@ -173,8 +195,7 @@ class _Checker:
                 if not (access.is_write or earlier.is_write):
                     continue
                 if access.region.overlaps(earlier.region):
-                    found = Fault.UNORDERED_MEMORY if earlier.is_allocation else fault
-                    self._report(found, access.region.buffer, earlier.index, access.index)
+                    yield other, earlier
 
     def _report(self, fault: Fault, buffer: Buffer, first: int, second: int) -> None:
         violation = Violation(fault, buffer, first, second, self._schedule)

@@ -17,10 +17,18 @@ from megatron_fsdp_v2.comm.calls import all_gather_single
 from megatron_fsdp_v2.comm.interface import Axis
 from megatron_fsdp_v2.comm.streams import Stream
 from megatron_fsdp_v2.diagnostics.stream_safety.accesses import accesses_of
+from megatron_fsdp_v2.diagnostics.stream_safety.backward import BackwardStreams, running_node
 from megatron_fsdp_v2.diagnostics.stream_safety.schedule import Buffer, Region, Schedule
 from megatron_fsdp_v2.memory.allocator import ObservedBuffer, TemporaryBuffer
 
-__all__ = ["COMPUTE", "OperationMode", "RecordedCollectives", "StreamRecorder", "WatchedBuffer"]
+__all__ = [
+    "COMPUTE",
+    "OperationMode",
+    "RecordedCollectives",
+    "RecordedStream",
+    "StreamRecorder",
+    "WatchedBuffer",
+]
 
 COMPUTE = "compute"
 """Name of the stream that everything outside of a communication stream runs on."""
@@ -77,7 +85,9 @@ class StreamRecorder:
 
     def __init__(self) -> None:
         self.schedule = Schedule()
-        self._current = [RecordedStream(COMPUTE, self)]
+        # Each with the node that ran when it was set, or None.
+        self._current: list[tuple[RecordedStream, Any]] = [(RecordedStream(COMPUTE, self), None)]
+        self._backward: BackwardStreams[RecordedStream] | None = None
         self._names = {COMPUTE}
         self._storages: dict[int, _Storage] = {}
         self._num_unnamed = 0
@@ -94,19 +104,44 @@ class StreamRecorder:
         self._names.add(unique)
         return RecordedStream(unique, self)
 
+    def new_compute_stream(self, name: str) -> RecordedStream:
+        """Make a stream that the model computes on too; backwards are followed from now on."""
+        if self._backward is None:
+            self._backward = BackwardStreams(self._current[0][0])
+        return self.new_stream(name)
+
     def current_stream(self) -> RecordedStream:
         """The stream that operations are recorded on now."""
-        return self._current[-1]
+        stream, node = self._current[-1]
+        if self._backward is None:
+            return stream
+        return self._backward.current(stream if running_node() is node else None)
+
+    def is_current(self, stream: Stream) -> bool:
+        """Whether that is a given stream."""
+        return self.current_stream() is stream
 
     @contextlib.contextmanager
     def use(self, stream: Stream) -> Iterator[None]:
         """Record operations on a stream while the context lasts."""
         assert isinstance(stream, RecordedStream)
-        self._current.append(stream)
+        before = self.current_stream()
+        self._current.append((stream, running_node()))
+        self._made_on(stream)
         try:
             yield
         finally:
             self._current.pop()
+            self._made_on(before)
+
+    def keep_stream(self, node: Any) -> None:
+        """Remember the stream of a node of the graph that is about to be given another number."""
+        if self._backward is not None:
+            self._backward.keep(node)
+
+    def _made_on(self, stream: RecordedStream) -> None:
+        if self._backward is not None:
+            self._backward.made_on(stream)
 
     # -- operations ---------------------------------------------------------------------------
 
@@ -165,7 +200,8 @@ class StreamRecorder:
         for key in [key for key, storage in self._storages.items() if storage.is_dead]:
             storage = self._storages.pop(key)
             if storage.has_memory:
-                self.schedule.free(storage.stream, storage.buffer)
+                lazily = self._backward is not None
+                self.schedule.free(storage.stream, storage.buffer, when_reused=lazily)
         return self.schedule
 
     def stop(self) -> None:
@@ -190,7 +226,9 @@ class StreamRecorder:
         # What died is settled first: its memory may be the new storage's.
         schedule = self.settled
         ref = StorageWeakRef(untyped)  # type: ignore[no-untyped-call]
-        found = _Storage(ref, buffer, stream, has_memory=True)
+        # The engine tells the allocator who takes the results of a node.
+        is_a_gradient = made_here and self._backward is not None and running_node() is not None
+        found = _Storage(ref, buffer, stream, has_memory=not is_a_gradient)
         self._storages[untyped._cdata] = found
         if made_here:
             schedule.allocate(stream, buffer)

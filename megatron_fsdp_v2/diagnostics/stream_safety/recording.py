@@ -14,6 +14,7 @@ from megatron_fsdp_v2.diagnostics.stream_safety.checker import Violation, find_v
 from megatron_fsdp_v2.diagnostics.stream_safety.recorder import (
     OperationMode,
     RecordedCollectives,
+    RecordedStream,
     StreamRecorder,
     WatchedBuffer,
 )
@@ -38,6 +39,34 @@ class Recording:
         self.recorder = StreamRecorder()
         self.collectives = RecordedCollectives(self.recorder)
         self.communicator = StreamCommunicator(self.recorder, self.collectives)
+
+    def new_stream(self, name: str) -> RecordedStream:
+        """Make another stream for the model to compute on, as `torch.cuda.Stream()` does.
+
+        From then on backwards are followed as well: a node runs on the stream of its forward.
+
+        Args:
+            name: For reports.
+        """
+        return self.recorder.new_compute_stream(name)
+
+    def current_stream(self) -> RecordedStream:
+        """The stream that operations are recorded on now, as `torch.cuda.current_stream()`."""
+        return self.recorder.current_stream()
+
+    def use(self, stream: RecordedStream) -> contextlib.AbstractContextManager[None]:
+        """Record operations on a stream while the context lasts, as `torch.cuda.stream()`."""
+        return self.recorder.use(stream)
+
+    def keep_stream(self, node: Any) -> None:
+        """Remember the stream of a node of the graph, by whose number it is found otherwise.
+
+        To be called before `Node._set_sequence_nr`, after `new_stream`.
+
+        Args:
+            node: The `grad_fn` of a tensor.
+        """
+        self.recorder.keep_stream(node)
 
     @property
     def schedule(self) -> Schedule:

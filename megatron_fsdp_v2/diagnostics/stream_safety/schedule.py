@@ -77,10 +77,18 @@ class Allocation:
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """A buffer loses its memory, which work on `stream` may use from now on."""
+    """A buffer loses its memory, which work on `stream` may use from now on.
+
+    Attributes:
+        stream: Name of the stream.
+        buffer: Which.
+        when_reused: Whether what else uses it has to be done only when the stream is next given
+            memory, and not at once: waits that come in between count.
+    """
 
     stream: str
     buffer: Buffer
+    when_reused: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,9 +144,9 @@ class Schedule:
         """Give a buffer memory from the free memory of a stream."""
         self.records.append(Allocation(stream, buffer))
 
-    def free(self, stream: str, buffer: Buffer) -> None:
-        """Return a buffer's memory to the free memory of a stream."""
-        self.records.append(Free(stream, buffer))
+    def free(self, stream: str, buffer: Buffer, *, when_reused: bool = False) -> None:
+        """Return a buffer's memory to the free memory of a stream; see `Free`."""
+        self.records.append(Free(stream, buffer, when_reused))
 
     def record_event(self, stream: str) -> int:
         """Record an event on a stream and return its number."""

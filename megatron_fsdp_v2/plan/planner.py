@@ -44,6 +44,8 @@ class UnitSize:
         num_groups: Flat buffers of each.
         numel: Elements of its parameters.
         padding_numel: Elements of its flat buffers that belong to none.
+        alignment_nbytes: What slices and parameters start at multiples of, in bytes of the smallest
+            element of each flat buffer; the least of them.
         gathered_nbytes: Bytes of its weights when they are gathered.
         grad_buffer_nbytes: Bytes of its full gradient buffers.
     """
@@ -53,6 +55,7 @@ class UnitSize:
     num_groups: int
     numel: int
     padding_numel: int
+    alignment_nbytes: int
     gathered_nbytes: int
     grad_buffer_nbytes: int
 
@@ -403,6 +406,9 @@ def _unit_sizes(
             num_groups=len(planned),
             numel=unit.numel,
             padding_numel=sum(group.layout.padding_numel for group in planned),
+            alignment_nbytes=min(
+                group.layout.alignment.line * group.dtypes.smallest_itemsize for group in planned
+            ),
             gathered_nbytes=sum(
                 group.layout.numel * group.dtypes.model_weight.itemsize for group in planned
             ),

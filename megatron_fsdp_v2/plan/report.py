@@ -128,7 +128,8 @@ def _strategies(report: Report) -> Iterator[str]:
 
 
 def _units(plan: Plan) -> Iterator[str]:
-    table = [["units", "how many", "buffers", "parameters", "padding", "gathered", "gradients"]]
+    head = ("units", "how many", "buffers", "parameters", "padding", "aligned")
+    table = [[*head, "gathered", "gradients"]]
     for unit in sorted(plan.units, key=lambda unit: -unit.gathered_nbytes):
         table.append(
             [
@@ -137,6 +138,7 @@ def _units(plan: Plan) -> Iterator[str]:
                 str(unit.num_groups),
                 f"{unit.numel:,}",
                 f"{unit.padding_numel / max(unit.numel, 1):.2%}",
+                f"{unit.alignment_nbytes} B",
                 _size(unit.gathered_nbytes),
                 _size(unit.grad_buffer_nbytes),
             ]

@@ -382,14 +382,17 @@ def planted_overlaps() -> dict[str, str]:
     messages["replicas"] = _overlap_message(model)
 
     model = _sharded()
-    mine, theirs = model.blocks[1].up.weight, model.blocks[2].up.weight
-    rows = mine.to_local().shape[0]
-    mine._local_tensor = theirs._local_tensor[:rows]
+    # Not every rank has rows of both.
+    held = "up" if model.blocks[1].up.weight.to_local().numel() else "down"
+    messages["held"] = held
+    mine, theirs = (getattr(model.blocks[block], held).weight for block in (1, 2))
+    assert mine.to_local().numel()
+    mine._local_tensor = theirs._local_tensor[: mine.to_local().shape[0]]
     messages["memory"] = _overlap_message(model)
 
     model = _sharded()
     _backward(model)
-    weight = model.blocks[1].up.weight
+    weight = getattr(model.blocks[1], held).weight
     weight.grad = UnevenDTensor.from_rows(
         weight.to_local().detach(), weight.device_mesh, weight.row_shards, weight.shape
     )
@@ -406,8 +409,10 @@ def test_a_planted_overlap_is_found_and_named(pools: RankPools) -> None:
         assert f"rows 7 to 8 of {up} are held by no shard" in messages["never"]
         assert "not held once in every replica" in messages["replicas"]
         assert "share memory on this rank" in messages["memory"]
-        assert up in messages["memory"] and "blocks.2.up.weight" in messages["memory"]
-        assert f"gradient of {up}" in messages["gradient"]
+        held = f"{messages['held']}.weight"
+        assert f"blocks.1.{held}" in messages["memory"]
+        assert f"blocks.2.{held}" in messages["memory"]
+        assert f"gradient of blocks.1.{held}" in messages["gradient"]
         assert "share memory on this rank" in messages["gradient"]
 
 

@@ -1,0 +1,179 @@
+"""Views of real buffers start where layouts promise, and checkpoints do not care where that is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_fsdp_v2 import FSDPModule, checkpoint
+from megatron_fsdp_v2.dtensor.uneven_dtensor import local_of
+from megatron_fsdp_v2.layout import flat_buffers
+from megatron_fsdp_v2.layout.alignment import UNALIGNED, Alignment
+from megatron_fsdp_v2.memory.address_plan import ALIGNMENT
+from megatron_fsdp_v2.runtime.fsdp_module import unit_of
+from tests.distributed.checkpoint_trainings import Net, digests, net, train
+from tests.distributed.wrapping import BF16, wrap
+from tests.ranks import RankPools
+
+FROM_MALLOC = 64
+"""Bytes that memory of a CPU starts at multiples of; those of CUDA do at 512."""
+
+
+class Odd(nn.Module):
+    """Blocks whose rows and biases are no multiples of anything, and are long enough for lines."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(300, 300) for _ in range(3))
+        self.last = nn.Linear(300, 9)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.relu(block(x))
+        return self.last(x)
+
+
+def starts_of_views(options: dict[str, Any]) -> list[tuple[str, int, int]]:
+    """What is not where it should be: `(what, bytes from the buffer's start, multiple of)`."""
+    torch.manual_seed(0)
+    model = wrap(Odd(), mp_policy=BF16, **options)
+    wrong: list[tuple[str, int, int]] = []
+    num_checked = 0
+
+    def check(what: str, flat: torch.Tensor, view: torch.Tensor, line: int) -> None:
+        nonlocal num_checked
+        num_checked += 1
+        offset = view.data_ptr() - flat.data_ptr()
+        if view.numel() and (offset % line or flat.data_ptr() % FROM_MALLOC):
+            wrong.append((what, offset, line))
+
+    def look(module: FSDPModule, *_: Any) -> None:
+        for group in unit_of(module).groups:
+            line = group.layout.alignment.line * 2
+            assert line >= 16
+            for index, param in enumerate(group.unsharded_params):
+                check(group.names[index], group.weights.gathered.tensor, param.data, line)
+
+    for module in [*model.blocks, model]:
+        module.register_forward_pre_hook(look)
+    for _ in range(4):
+        model(
+            torch.randn(2, 300, generator=torch.Generator().manual_seed(dist.get_rank()))
+        ).sum().backward()
+    for module in [*model.blocks, model]:
+        for group in unit_of(module).groups:
+            alignment = group.layout.alignment
+            assert group.grads is not None and group.main_grad is not None
+            flat = group.grads._full.tensor
+            for index, param in enumerate(group.sharded_params):
+                nbytes = alignment.start(group.layout.slots[index].numel) * 2
+                start = group.grads.views[index].storage_offset() - flat.storage_offset()
+                if start * flat.element_size() % nbytes:
+                    wrong.append((f"gradient of {group.names[index]}", start, nbytes))
+                # Main weights and gradients are fp32: twice as far.
+                check("main", group.main_weight.tensor, local_of(param), 2 * nbytes)
+                if param.grad is not None:
+                    check("grad", group.main_grad.tensor, local_of(param.grad), 2 * nbytes)
+    assert num_checked > 40
+    return wrong
+
+
+@pytest.mark.parametrize("pooled", [False, True], ids=["plain", "pool"])
+def test_weights_gradients_and_shards_start_where_their_layout_promises(
+    pools: RankPools, pooled: bool
+) -> None:
+    assert pools(3).run(starts_of_views, {"enable_trace_pool": pooled}) == [[]] * 3
+
+
+def pool_addresses() -> list[int]:
+    """Bytes from the start of their block that buffers of the pool lie at."""
+    model = wrap(Odd(), enable_trace_pool=True)
+    found = []
+
+    def look(module: Any, *_: Any) -> None:
+        for group in unit_of(module).groups:
+            for buffer in (group.weights.temporaries() | group.grads.temporaries()).values():
+                if buffer.is_live and buffer.pool_memory is not None:
+                    found.append(buffer.tensor.data_ptr() - buffer.pool_memory.data_ptr())
+
+    for block in model.blocks:
+        block.register_forward_pre_hook(look)
+        block.register_full_backward_hook(look)
+    for _ in range(6):
+        model(torch.randn(2, 300)).sum().backward()
+    return found
+
+
+def test_buffers_in_the_pool_lie_at_multiples_of_512_bytes(pools: RankPools) -> None:
+    for found in pools(2).run(pool_addresses):
+        assert len(set(found)) > 1
+        assert {offset % ALIGNMENT for offset in found} == {0}
+
+
+@contextmanager
+def unaligned_layouts() -> Iterator[None]:
+    """Layouts as they were before anything was aligned."""
+    aligned = Alignment.of
+    flat_buffers._buffers.cache_clear()
+    Alignment.of = lambda itemsize: UNALIGNED  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Alignment.of = aligned  # type: ignore[method-assign]
+        flat_buffers._buffers.cache_clear()
+
+
+def _rows(model: nn.Module) -> list[list[tuple[int, int]]]:
+    return [list(param.row_shards.row_ranges) for param in model.parameters()]
+
+
+def moves_to_another_layout(folder: str, saves_aligned: bool) -> dict[str, Any]:
+    """Save under one layout, load under the other, and go on in both."""
+
+    def made(is_aligned: bool) -> tuple[Any, torch.optim.Optimizer]:
+        if is_aligned:
+            model = net(width=10)
+        else:
+            with unaligned_layouts():
+                model = net(width=10)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.05)
+
+    model, optimizer = made(saves_aligned)
+    train(model, optimizer, 2)
+    checkpoint.save(folder, model, optimizer)
+    other, other_optimizer = made(not saves_aligned)
+    with torch.no_grad():
+        for param in other.parameters():
+            param.zero_()
+    checkpoint.load(folder, other, other_optimizer)
+    plain = Net(10)
+    plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=0.05)
+    checkpoint.load(folder, plain, plain_optimizer)
+    return {
+        "rows": (_rows(model), _rows(other)),
+        "digests": [
+            digests(model, optimizer),
+            digests(other, other_optimizer),
+            digests(plain, plain_optimizer),
+        ],
+        "losses": (train(model, optimizer, 2), train(other, other_optimizer, 2)),
+    }
+
+
+@pytest.mark.parametrize("saves_aligned", [False, True], ids=["to aligned", "to unaligned"])
+def test_a_checkpoint_of_an_unaligned_layout_loads_into_an_aligned_one_and_back(
+    pools: RankPools, tmp_path: Path, saves_aligned: bool
+) -> None:
+    for found in pools(3).run(moves_to_another_layout, str(tmp_path / "saved"), saves_aligned):
+        before, after = found["rows"]
+        assert before != after
+        first, second, plain = found["digests"]
+        assert first == second == plain
+        assert found["losses"][0] == pytest.approx(found["losses"][1], rel=1e-5)

@@ -128,18 +128,19 @@ class Allocator(Protocol):
 
 
 class OwnMemory:
-    """A storage that is resized to nothing and back.
+    """A storage that is resized to nothing and back, and is nothing before its first use.
 
-    The caching allocator of a GPU serves both from its free lists; on a CPU it is malloc.
+    The caching allocator of a GPU serves both from its free lists; on a CPU it is malloc. Those
+    lists are the stream's that was current: a model may be built on another one than it trains
+    on, and memory that was had there, if only for a moment, would be of no use to the training.
 
     Attributes:
         storage: One object for good.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.storage = torch.empty(numel, dtype=dtype, device=device).untyped_storage()
-        self._nbytes = self.storage.nbytes()
-        self.drop()
+        self.storage = torch.empty(0, dtype=dtype, device=device).untyped_storage()
+        self._nbytes = numel * dtype.itemsize
 
     def take(self) -> None:
         """Have memory."""
@@ -286,7 +287,7 @@ def alias_of(flat: torch.Tensor, offset: int, shape: tuple[int, ...]) -> torch.T
 def view_of(
     storage: torch.UntypedStorage, dtype: torch.dtype, offset: int, shape: tuple[int, ...]
 ) -> torch.Tensor:
-    """A contiguous tensor on a storage, which may be empty at the moment and then stays so.
+    """A contiguous tensor on a storage, which may be empty at the moment.
 
     Args:
         storage: The storage.
@@ -297,8 +298,14 @@ def view_of(
     view = torch.empty(0, dtype=dtype, device=storage.device)
     stride = torch.empty(shape, device="meta").stride()
     nbytes = storage.nbytes()
-    view.set_(storage, offset, shape, stride)
-    if storage.nbytes() != nbytes:
-        # `set_` makes an empty storage as large as the view; it is to stay empty.
-        storage.resize_(nbytes)
+    if nbytes or type(view) is not torch.Tensor:
+        view.set_(storage, offset, shape, stride)
+        if storage.nbytes() != nbytes:
+            # Of fake tensors, whose memory costs nothing.
+            storage.resize_(nbytes)
+        return view
+    # `set_` would make the storage as large as the view; of no elements, it leaves it empty.
+    start = torch.empty_like(view).set_(storage, offset, (0,), (1,))
+    # Through `data`, since for autograd it would be a view otherwise.
+    view.data = torch.ops.aten._reshape_alias.default(start, shape, stride)
     return view

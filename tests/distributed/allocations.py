@@ -11,6 +11,15 @@ from torch.profiler import ProfilerActivity, profile
 
 def peak_nbytes(call: Callable[[], None]) -> int:
     """Most bytes that are allocated at a time during a call, above what was there before."""
+    level = peak = 0
+    for nbytes in changes(call):
+        level += nbytes
+        peak = max(peak, level)
+    return peak
+
+
+def changes(call: Callable[[], None]) -> list[int]:
+    """Bytes that are allocated during a call, and with a minus freed, in order."""
     # Garbage of earlier models, freed in the middle, would be taken for memory of this call.
     gc.collect()
     gc.disable()
@@ -22,8 +31,4 @@ def peak_nbytes(call: Callable[[], None]) -> int:
         gc.enable()
     results = record.profiler.kineto_results  # type: ignore[union-attr]
     events = [e for e in results.events() if e.name() == "[memory]"]
-    level = peak = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        level += event.nbytes()
-        peak = max(peak, level)
-    return peak
+    return [event.nbytes() for event in sorted(events, key=lambda e: e.start_ns())]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import itertools
+import math
 import weakref
 from collections import Counter
 from typing import Any
@@ -10,10 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_fsdp_v2 import MixedPrecisionPolicy, fully_shard
 from megatron_fsdp_v2.runtime.fsdp_module import unit_of
+from tests.distributed.allocations import changes
+from tests.distributed.wrapping import mesh_of, wrap
 from tests.ranks import RankPools
 from tests.reference.models import Stack
 
@@ -150,6 +155,43 @@ def test_between_steps_only_shards_are_alive(pools: RankPools, world_size: int) 
     for alive, expected, temporary in pools(world_size).run(resting_bytes):
         assert alive == expected
         assert temporary == 0
+
+
+def allocations_of_sharding(
+    shape: tuple[int, ...], outer: str, trace_pool: bool
+) -> dict[str, tuple[int, int]]:
+    """Bytes in all, and at most at a time, while layers are made and sharded; those expected."""
+    options: dict[str, Any] = {"mesh": mesh_of(*shape), "outer_dp_sharding_strategy": outer}
+    options["enable_trace_pool"] = trace_pool
+    made = []
+
+    def build() -> None:
+        layers = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 128))
+        wrap(layers, units=layers, **options)
+        made.append(layers)
+
+    found = changes(build)
+    units = [unit_of(layer) for layer in made[0]]
+    originals = 4 * sum(unit.groups[0].layout.numel for unit in units)
+    shards = [unit.groups[0].weights.steady_nbytes for unit in units]
+    return {
+        "in all": (sum(nbytes for nbytes in found if nbytes > 0), originals + sum(shards)),
+        # The second layer's shard comes when the first layer's original is gone.
+        "peak": (max(itertools.accumulate(found)), originals + shards[0]),
+    }
+
+
+@pytest.mark.parametrize("trace_pool", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "outer"), [((2,), "no_shard"), ((2, 2), "no_shard"), ((2, 2), "optim")]
+)
+def test_sharding_a_model_allocates_nothing_but_its_shards(
+    pools: RankPools, shape: tuple[int, ...], outer: str, trace_pool: bool
+) -> None:
+    ranks = pools(math.prod(shape)).run(allocations_of_sharding, shape, outer, trace_pool)
+    for found in ranks:
+        for kind, (nbytes, expected) in found.items():
+            assert nbytes == pytest.approx(expected, rel=0.03), kind
 
 
 def views_of_flat_buffers() -> bool:

@@ -10,12 +10,13 @@ import torch
 from tests.mcore.session import MODEL_FLAGS, Training, curves, distance, fsdp, train
 from tests.ranks import RankPools
 
-EP2 = """
+_MODEL = """
 --num-experts 4 --moe-router-topk 2 --disable-bias-linear --swiglu --moe-ffn-hidden-size 64
 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01 --train-iters 4
 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall
 --moe-shared-expert-intermediate-size 64 --moe-shared-expert-gate
-""".split()
+"""
+EP2 = _MODEL.split()
 OVERLAP = "--moe-shared-expert-overlap"
 
 

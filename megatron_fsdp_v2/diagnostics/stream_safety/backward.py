@@ -52,6 +52,8 @@ class BackwardStreams[StreamT: RecordsEvents]:
         self._kept: dict[Any, StreamT] = {}
         self._producers: defaultdict[Any, list[Any]] = defaultdict(list)
         self._known: set[Any] = set()
+        # Where the backward was called, by the first node of it that is seen.
+        self._origins: dict[Any, tuple[StreamT, Any]] = {}
         self._ends: dict[Any, tuple[StreamT, Any]] = {}
         self._leaf_streams: dict[StreamT, None] = {}
 
@@ -78,6 +80,8 @@ class BackwardStreams[StreamT: RecordsEvents]:
         elif self._adds_up:
             self._add_up()
         stream = self._running_on if chosen is None else chosen
+        if node is None:
+            self._running_on = stream
         # What was made since it was asked last was made by what runs now.
         self._note(stream, self._last_number)
         self._last_number = _next_number()
@@ -104,9 +108,12 @@ class BackwardStreams[StreamT: RecordsEvents]:
             for stream in self._leaf_streams:
                 if stream is not chosen:
                     chosen.wait_stream(stream)
-            for kept in (self._leaf_streams, self._producers, self._known, self._ends):
-                kept.clear()
+            for table in (self._leaf_streams, self._producers, self._origins, self._ends):
+                table.clear()
+            self._known.clear()
             return
+        if node not in self._known:
+            self._origins[node] = (self._running_on, self._running_on.record_event())
         self._learn(node)
         self._ends.pop(node, None)
         self._running_on = self._stream_of(node)
@@ -161,16 +168,17 @@ class BackwardStreams[StreamT: RecordsEvents]:
 
     def _awaited(self, node: Any) -> list[tuple[StreamT, Any]]:
         """Where those ended whose results a node takes, through nodes that had nothing to do."""
-        found, seen, left = [], set(), list(self._producers.get(node, ()))
+        found, seen, left = [], set(), [node]
         while left:
             producer = left.pop()
             if producer in seen:
                 continue
             seen.add(producer)
-            end = self._ends.get(producer)
+            end = None if producer is node else self._ends.get(producer)
             if end is None:
                 left += self._producers.get(producer, ())
-            else:
+                end = self._origins.get(producer)
+            if end is not None:
                 found.append(end)
         return found
 

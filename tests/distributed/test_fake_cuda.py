@@ -1,0 +1,273 @@
+"""On CUDA the host never waits inside of a step: checked without a GPU, on fake tensors.
+
+`CudaStreams` and `NcclCollectives` run as they are. What has no values cannot show numbers: those
+are the parity matrix's, on a CPU and by `make test-gpu`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from megatron_fsdp_v2 import MixedPrecisionPolicy, fully_shard
+from megatron_fsdp_v2.comm import streams as comm_streams
+from megatron_fsdp_v2.optim import Muon, engine
+from tests.distributed import fake_cuda
+from tests.distributed.wrapping import BF16
+from tests.ranks import RankPool, rank_pools
+from tests.reference.models import Checkpointed, Stack, TiedInside, UnusedParameter
+
+WORLD_SIZE = 4
+RANK = 1
+LONGER = [pytest.mark.functional]
+QUICK_OPTIMIZERS = ("AdamW, fused", "Muon")
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+MESHES = {"1-D": ((4,), "no_shard"), "HSDP": ((2, 2), "no_shard"), "HFSDP": ((2, 2), "optim")}
+POLICIES = {"fp32": MixedPrecisionPolicy(), "bf16": BF16}
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW": torch.optim.AdamW,
+    "AdamW, for-loop": functools.partial(torch.optim.AdamW, foreach=False),
+    "AdamW, foreach": functools.partial(torch.optim.AdamW, foreach=True),
+    "AdamW, fused": functools.partial(torch.optim.AdamW, fused=True),
+    "SGD, momentum": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "Muon": lambda params: Muon([p for p in params if p.ndim == 2], lr=0.1),
+}
+MODELS: dict[str, Callable[[], Any]] = {
+    "plain": Stack,
+    "checkpointing, non-reentrant": functools.partial(Checkpointed, use_reentrant=False),
+    "checkpointing, reentrant": functools.partial(Checkpointed, use_reentrant=True),
+    "tied": TiedInside,
+    "unused parameter": UnusedParameter,
+}
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[RankPool]:
+    """A process that has a fake CUDA device, for good: no other test may use it."""
+    with rank_pools() as pools:
+        yield pools(1)
+
+
+@functools.cache
+def _host() -> fake_cuda.FakeCuda:
+    host = fake_cuda.enter(WORLD_SIZE, RANK)
+    for shape, _ in MESHES.values():
+        _mesh(shape)
+    host.mode.__enter__()
+    # Ranks compare values at the first use, and there are none here.
+    engine.compare_units = lambda records, axes, device: None
+    return host
+
+
+@functools.cache
+def _mesh(shape: tuple[int, ...]) -> DeviceMesh:
+    # Made outside of the mode: a mesh compares its ranks by value.
+    return init_device_mesh("cuda", shape, mesh_dim_names=("outer", "inner")[-len(shape) :])
+
+
+def walk(
+    mesh_name: str,
+    strategy: str,
+    precision: str = "bf16",
+    *,
+    optimizer: str = "AdamW",
+    model: str = "checkpointing, non-reentrant",
+    plant: str = "",
+    **options: Any,
+) -> dict[str, Any]:
+    """Two steps of two micro-batches with evaluations between; what the host did."""
+    host = _host()
+    host.reset()
+    shape, outer = MESHES[mesh_name]
+    with torch.device("cuda"):
+        built = MODELS[model]()
+    for module in [*built.blocks, built]:
+        fully_shard(
+            module,
+            mesh=_mesh(shape),
+            sharding_strategy=strategy,
+            outer_dp_sharding_strategy=outer,
+            mp_policy=POLICIES[precision],
+            check_ranks="never",
+            **options,
+        )
+    host.follow(built)
+    stepped = OPTIMIZERS[optimizer](built.parameters())
+    with _PLANTS[plant](built), host.step():
+        for step in range(2):
+            _train(built, stepped, last_only=step == 1)
+    assert all(p.device.type == "cuda" for p in built.parameters())
+    return {
+        "waits": host.waits,
+        "violations": host.violations(),
+        "collectives": Counter(host.collectives),
+        "num_threads": len(host.threads),
+    }
+
+
+def _train(model: Any, optimizer: torch.optim.Optimizer, *, last_only: bool) -> None:
+    for micro in range(2):
+        with model.no_sync() if last_only and micro == 0 else contextlib.nullcontext():
+            model(torch.randn(4, 5, device="cuda")).float().square().mean().backward()
+        with torch.no_grad():
+            model(torch.randn(4, 5, device="cuda"))
+    assert sum(p.grad is not None for p in model.parameters()) > 0
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+# -- what the host should not do, on purpose ---------------------------------------------------
+
+
+def _in_forward(act: Callable[[torch.Tensor], Any]) -> Any:
+    @contextlib.contextmanager
+    def planted(model: Any) -> Iterator[None]:
+        # A hook that returns something replaces the output.
+        handle = model.blocks[1].up.register_forward_hook(
+            lambda module, args, output: _then_nothing(act(output))
+        )
+        yield
+        handle.remove()
+
+    return planted
+
+
+def _then_nothing(value: Any) -> None:
+    del value
+
+
+def _in_backward(act: Callable[[torch.Tensor], Any]) -> Any:
+    def watch(output: torch.Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(lambda grad: _then_nothing(act(grad)))
+
+    return _in_forward(watch)
+
+
+@contextlib.contextmanager
+def _no_wait_for_tickets(model: Any) -> Iterator[None]:
+    wait = comm_streams._EventTicket.wait
+    comm_streams._EventTicket.wait = lambda work: setattr(work, "_keep", ())
+    yield
+    comm_streams._EventTicket.wait = wait
+
+
+_PLANTS: dict[str, Callable[[Any], contextlib.AbstractContextManager[Any]]] = {
+    "": lambda model: contextlib.nullcontext(),
+    "item": _in_forward(lambda tensor: tensor.sum().item()),
+    "tolist": _in_backward(lambda tensor: tensor.flatten().tolist()),
+    "bool": _in_backward(lambda tensor: bool((tensor > 0).any())),
+    "equal": _in_forward(lambda tensor: torch.equal(tensor, tensor)),
+    "to the host": _in_backward(lambda tensor: tensor.cpu()),
+    "copy to the host": _in_forward(
+        lambda tensor: torch.empty(tensor.shape, device="cpu").copy_(tensor.detach())
+    ),
+    "from the host": _in_forward(lambda tensor: torch.ones(3, device="cpu").to(tensor.device)),
+    "mix of devices": _in_forward(lambda tensor: tensor + torch.ones(tensor.shape, device="cpu")),
+    "synchronize": _in_backward(lambda tensor: torch.cuda.synchronize()),
+    "stream": _in_forward(lambda tensor: torch.cuda.current_stream().synchronize()),
+    "event": _in_forward(lambda tensor: torch.cuda.current_stream().record_event().synchronize()),
+    "no wait for works": _no_wait_for_tickets,
+}
+
+
+# -- claims ------------------------------------------------------------------------------------
+
+
+def _cells() -> Iterator[Any]:
+    for mesh_name, strategy, precision in itertools.product(MESHES, STRATEGIES, POLICIES):
+        if (mesh_name, strategy) == ("HFSDP", "no_shard"):
+            continue
+        quick = mesh_name == "1-D" and precision == "bf16" and strategy != "optim_grads"
+        quick = quick or (mesh_name, strategy, precision) == ("HFSDP", STRATEGIES[-1], "fp32")
+        yield pytest.param(mesh_name, strategy, precision, marks=[] if quick else LONGER)
+
+
+@pytest.mark.parametrize(("mesh_name", "strategy", "precision"), list(_cells()))
+def test_no_step_waits_for_the_device_and_streams_are_ordered(
+    process: RankPool, mesh_name: str, strategy: str, precision: str
+) -> None:
+    (seen,) = process.run(walk, mesh_name, strategy, precision)
+    assert seen["waits"] == []
+    assert seen["violations"] == []
+    # The engine has a thread of its own for a device's backward, which a CPU's has not.
+    assert seen["num_threads"] == 2
+    streams = {stream for _, stream in seen["collectives"]}
+    assert len(streams - {"compute"}) >= (1 if strategy == "no_shard" else 2), seen["collectives"]
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [pytest.param(name, marks=[] if name in QUICK_OPTIMIZERS else LONGER) for name in OPTIMIZERS],
+)
+def test_no_optimizer_step_waits_for_the_device(process: RankPool, optimizer: str) -> None:
+    (seen,) = process.run(walk, "1-D", STRATEGIES[-1], optimizer=optimizer)
+    assert seen["waits"] == []
+    assert seen["violations"] == []
+
+
+@pytest.mark.parametrize(
+    ("model", "strategy", "options"),
+    [
+        pytest.param("plain", "optim_grads", {"enable_unshard_prefetch": False}, marks=LONGER),
+        pytest.param(
+            "checkpointing, reentrant",
+            "optim_grads_params",
+            {"enable_async_reduce_grad": False},
+            marks=LONGER,
+        ),
+        pytest.param("tied", "optim_grads_params", {}, marks=LONGER),
+        ("unused parameter", "optim_grads_params", {}),
+    ],
+)
+def test_no_step_of_a_model_waits_for_the_device(
+    process: RankPool, model: str, strategy: str, options: dict[str, Any]
+) -> None:
+    (seen,) = process.run(walk, "1-D", strategy, model=model, **options)
+    assert seen["waits"] == []
+    assert seen["violations"] == []
+
+
+@pytest.mark.parametrize(
+    ("plant", "named"),
+    [
+        ("item", "a device tensor's value"),
+        ("to the host", "device to host"),
+        ("event", "Event.synchronize"),
+        ("synchronize", "torch.cuda.synchronize"),
+        *(
+            pytest.param(*case, marks=LONGER)
+            for case in (
+                ("tolist", "a device tensor's value"),
+                ("bool", "a device tensor's value"),
+                ("equal", "a device tensor's value"),
+                ("copy to the host", "device to host"),
+                ("from the host", "host to device"),
+                ("stream", "Stream.synchronize"),
+            )
+        ),
+    ],
+)
+def test_a_wait_is_found(process: RankPool, plant: str, named: str) -> None:
+    (seen,) = process.run(walk, "1-D", "optim_grads_params", plant=plant)
+    assert any(named in wait and "test_fake_cuda.py" in wait for wait in seen["waits"])
+
+
+def test_a_mix_of_devices_is_found(process: RankPool) -> None:
+    with pytest.raises(AssertionError, match="found two different devices"):
+        process.run(walk, "1-D", "optim_grads_params", plant="mix of devices")
+
+
+def test_a_stream_that_does_not_wait_is_found(process: RankPool) -> None:
+    (seen,) = process.run(walk, "1-D", "optim_grads_params", plant="no wait for works")
+    assert any("reduce_scatter" in violation for violation in seen["violations"])
+    assert any("allgather" in violation for violation in seen["violations"])

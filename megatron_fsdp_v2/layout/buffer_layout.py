@@ -8,8 +8,8 @@ of it. Slices and parameters start at multiples of an `Alignment`. Gaps between 
 all of that. All numbers are elements, never bytes.
 
 Since starts and boundaries are both aligned, a parameter is cut after whole *strides*: the least
-common multiple of its granule and of what its start is a multiple of. The search knows parameters as
-items `(numel, stride)`, and starts an item at multiples of `gcd(stride, line)`.
+common multiple of its granule and of what its start is a multiple of. The search knows parameters
+as items `(numel, stride)`, and starts an item at multiples of `gcd(stride, line)`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 Parameters of different row sizes in one flat buffer need slices that are a multiple of all their
 row sizes; with many ranks that multiple is longer than what a rank would hold, and most of the
 buffer becomes padding. Buffers of their own avoid that, each at the price of a collective.
-`docs/layout.md` derives the bounds. Alignment plays no part here; `flat_buffers.py` aligns what is found.
+`docs/layout.md` derives the bounds. Alignment plays no part here; `flat_buffers.py` aligns what is
+found.
 
 The search treats equal parameters as a kind with a count, and all kinds of one row size as a class.
 It goes through the partitions of classes, fewest buffers first, then moves single parameters into

@@ -12,10 +12,8 @@ import argparse
 import importlib
 import importlib.metadata
 import inspect
-import json
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from megatron_fsdp_v2_mcore.activation import is_active, set_active
@@ -29,34 +27,20 @@ from megatron_fsdp_v2_mcore.flags.arguments import (
 )
 from megatron_fsdp_v2_mcore.flags.options import Options
 from megatron_fsdp_v2_mcore.flags.settings import notices
+from megatron_fsdp_v2_mcore.patching import Patch, Patches
 
-__all__ = ["PATCHES", "MegatronPatch", "command", "enable", "install", "uninstall"]
+__all__ = [
+    "PATCHES",
+    "SUPPORTED",
+    "check_patch",
+    "enable",
+    "find_target",
+    "install",
+    "megatron_version",
+    "uninstall",
+]
 
 SUPPORTED = "0.19"
-
-
-@dataclass(frozen=True, slots=True)
-class MegatronPatch:
-    """One attribute of Megatron that is replaced.
-
-    Attributes:
-        name: Short name.
-        target: `module:attribute`.
-        reason: Why it has to be replaced.
-        parameters: Leading parameter names that the original must have.
-        replace: Makes the replacement from the original.
-        selected: Whether it waits for the command line to select this package.
-        optional: Whether a Megatron without the module is fine: `megatron.training` is missing
-            from some installations of megatron-core.
-    """
-
-    name: str
-    target: str
-    reason: str
-    parameters: tuple[str, ...]
-    replace: Callable[[Any], Any]
-    selected: bool = False
-    optional: bool = True
 
 
 def _with_our_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -176,29 +160,29 @@ def _our_async_strategy(original: Any) -> Any:
     )
 
 
-PATCHES: tuple[MegatronPatch, ...] = (
-    MegatronPatch(
+PATCHES: tuple[Patch, ...] = (
+    Patch(
         "arguments",
         "megatron.training.arguments:add_megatron_arguments",
         "adds --use-fsdp-fully-shard-api to the command line",
         ("parser",),
         _with_our_arguments,
     ),
-    MegatronPatch(
+    Patch(
         "validation",
         "megatron.training.arguments:validate_args",
         "rejects by name what cannot be supported, and applies the patches below when selected",
         ("args",),
         _with_our_checks,
     ),
-    MegatronPatch(
+    Patch(
         "validation-of-files",
         "megatron.training.yaml_arguments:validate_yaml",
         "--yaml-cfg goes past the validation of arguments; rejected where this package is selected",
         ("args",),
         _with_our_check_of_files,
     ),
-    MegatronPatch(
+    Patch(
         "start",
         "megatron.training.initialize:_initialize_distributed",
         "torchrun restarts workers beside the store of the last start, where gloo and NCCL would "
@@ -207,7 +191,7 @@ PATCHES: tuple[MegatronPatch, ...] = (
         _our_start,
         selected=True,
     ),
-    MegatronPatch(
+    Patch(
         "wrapper",
         "megatron.training.training:megatron_FSDP",
         "the class get_model wraps model chunks in",
@@ -215,7 +199,7 @@ PATCHES: tuple[MegatronPatch, ...] = (
         _our_wrapper,
         selected=True,
     ),
-    MegatronPatch(
+    Patch(
         "wrapper-of-builders",
         "megatron.training.models.dist_utils:FullyShardedDataParallel",
         "the class model builders wrap model chunks in",
@@ -223,7 +207,7 @@ PATCHES: tuple[MegatronPatch, ...] = (
         _our_wrapper,
         selected=True,
     ),
-    MegatronPatch(
+    Patch(
         "optimizer",
         "megatron.core.optimizer:DistributedOptimizer",
         "the class that steps main weights: gradient statistics count replicated elements once, "
@@ -231,18 +215,16 @@ PATCHES: tuple[MegatronPatch, ...] = (
         ("optimizer", "config", "grad_scaler"),
         _our_optimizer,
         selected=True,
-        optional=False,
     ),
-    MegatronPatch(
+    Patch(
         "optimizer-options",
         "megatron.core.optimizer:_get_megatron_optimizer_based_on_param_groups",
         "options of OptimizerConfig that cannot step sharded parameters are rejected by name",
         ("config", "model_chunks", "param_groups"),
         _our_optimizer_checks,
         selected=True,
-        optional=False,
     ),
-    MegatronPatch(
+    Patch(
         "emerging-optimizer",
         "megatron.core.optimizer:_get_megatron_emerging_optimizer",
         "the factory of --optimizer muon and its like: Megatron's classes take a rank's rows for "
@@ -250,9 +232,8 @@ PATCHES: tuple[MegatronPatch, ...] = (
         ("config", "model_chunks", "config_overrides", "pg_collection"),
         _our_emerging_optimizer,
         selected=True,
-        optional=False,
     ),
-    MegatronPatch(
+    Patch(
         "params-norm",
         "megatron.training.training:calc_params_l2_norm",
         "Megatron sums squares of DTensors over their meshes only: other pipeline stages and "
@@ -261,7 +242,7 @@ PATCHES: tuple[MegatronPatch, ...] = (
         _our_params_norm,
         selected=True,
     ),
-    MegatronPatch(
+    Patch(
         "embedding-grads",
         "megatron.core.distributed.finalize_model_grads:_allreduce_embedding_grad",
         "Megatron sums a tied embedding's gradient over pipeline stages and then assigns a plain "
@@ -269,9 +250,8 @@ PATCHES: tuple[MegatronPatch, ...] = (
         ("model", "embd_group", "pp_group", "weight_getter"),
         _our_embedding_grads,
         selected=True,
-        optional=False,
     ),
-    MegatronPatch(
+    Patch(
         "end-of-backward",
         "megatron.training.training:finalize_model_grads",
         "--log-per-param-norm: where gradients are final and not clipped yet; else as it is",
@@ -279,7 +259,7 @@ PATCHES: tuple[MegatronPatch, ...] = (
         _our_end_of_backward,
         selected=True,
     ),
-    MegatronPatch(
+    Patch(
         "training-log",
         "megatron.training.training:training_log",
         "--log-per-param-norm: where an iteration is logged; else as it is",
@@ -287,7 +267,7 @@ PATCHES: tuple[MegatronPatch, ...] = (
         _our_training_log,
         selected=True,
     ),
-    MegatronPatch(
+    Patch(
         "checkpoint-entries",
         "megatron.training.checkpointing:preprocess_fsdp_dtensor_state_dict",
         "Megatron names what it saves by a rank's own numbers of layers and stages, and splits "
@@ -297,7 +277,7 @@ PATCHES: tuple[MegatronPatch, ...] = (
         _our_saving,
         selected=True,
     ),
-    MegatronPatch(
+    Patch(
         "checkpoint-chunks",
         "megatron.training.checkpointing:generate_state_dict",
         "the function above is given the first of a rank's model chunks only, and all have to be "
@@ -306,7 +286,7 @@ PATCHES: tuple[MegatronPatch, ...] = (
         _our_state_dict,
         selected=True,
     ),
-    MegatronPatch(
+    Patch(
         "checkpoint-loading",
         "megatron.training.checkpointing:_load_base_checkpoint",
         "Megatron neither compares a checkpoint with the model nor knows where the values of "
@@ -316,7 +296,7 @@ PATCHES: tuple[MegatronPatch, ...] = (
         _our_loading,
         selected=True,
     ),
-    MegatronPatch(
+    Patch(
         "weight-check",
         "megatron.training.training:check_param_hashes_across_dp_replicas",
         "Megatron compares what ranks hold of a parameter, and they hold other rows of it",
@@ -324,7 +304,7 @@ PATCHES: tuple[MegatronPatch, ...] = (
         _our_weight_check,
         selected=True,
     ),
-    MegatronPatch(
+    Patch(
         "async-save",
         "megatron.training.checkpointing:get_async_strategy",
         "Megatron's worker processes write into the folder of the checkpoint itself, and of "
@@ -333,7 +313,7 @@ PATCHES: tuple[MegatronPatch, ...] = (
         _our_async_strategy,
         selected=True,
     ),
-    MegatronPatch(
+    Patch(
         "async-save-queue",
         "megatron.training.async_utils:get_async_strategy",
         "where the queue of saves that are to be finalized comes from",
@@ -350,31 +330,20 @@ class _Installation:
     def __init__(self) -> None:
         self.is_installed = False
         self.options = Options()
-        self._originals: list[tuple[Any, str, Any]] = []
+        self._patches = Patches()
 
-    def apply(self, *, selected: bool, patches: Iterable[MegatronPatch] = PATCHES) -> None:
-        """Replace the patches of one kind; all of them or, if one does not fit, none."""
-        done = {(id(owner), attribute) for owner, attribute, _ in self._originals}
-        for patch in patches:
-            if patch.selected is not selected:
-                continue
-            found = find_target(patch)
-            if found is None:
-                continue
-            owner, attribute = found
-            if (id(owner), attribute) in done:
-                continue
-            original = getattr(owner, attribute)
-            setattr(owner, attribute, patch.replace(original))
-            self._originals.append((owner, attribute, original))
+    def apply(self, *, selected: bool, patches: Iterable[Patch] = PATCHES) -> None:
+        """Put the patches of one kind in place; all of them or, if one does not fit, none."""
+        waiting = [patch for patch in patches if patch.selected is selected]
+        for patch, found in [(patch, find_target(patch)) for patch in waiting]:
+            if found is not None and not self._patches.holds(*found):
+                self._patches.apply(patch)
         if selected:
             set_active(active=True)
 
     def undo(self) -> None:
         """Put everything back, last replacement first."""
-        while self._originals:
-            owner, attribute, original = self._originals.pop()
-            setattr(owner, attribute, original)
+        self._patches.undo()
         self.is_installed = False
         set_active(active=False)
 
@@ -400,42 +369,33 @@ def megatron_version() -> str:
         ) from error
 
 
-def find_target(patch: MegatronPatch) -> tuple[Any, str] | None:
+def find_target(patch: Patch) -> tuple[Any, str] | None:
     """The object a patch's attribute belongs to, and the attribute; None without the module.
 
     Raises:
         RuntimeError: The module is there and the attribute is not.
     """
-    module_name, _, path = patch.target.partition(":")
     try:
-        owner: Any = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if patch.optional and (error.name or "").startswith("megatron.training"):
-            return None
-        raise
-    *parents, attribute = path.split(".")
-    for parent in parents:
-        owner = getattr(owner, parent, None)
-    if not hasattr(owner, attribute):
-        raise RuntimeError(_misfit(patch, f"there is no {patch.target}"))
-    return owner, attribute
+        return patch.find()
+    except AttributeError as error:
+        raise RuntimeError(_misfit(patch, str(error))) from error
 
 
-def _misfit(patch: MegatronPatch, problem: str) -> str:
+def _misfit(patch: Patch, problem: str) -> str:
     return (
         f"patch {patch.name!r} does not fit: {problem}. Installed is megatron-core "
         f"{megatron_version()}; supported is {SUPPORTED}.x"
     )
 
 
-def check_patch(patch: MegatronPatch) -> None:
+def check_patch(patch: Patch) -> None:
     """Find out whether a patch fits the installed Megatron.
 
     Raises:
         RuntimeError: It does not.
     """
     found = find_target(patch)
-    if found is None:
+    if found is None or not patch.parameters:
         return
     # A class's signature is that of its constructor, without self.
     names = list(inspect.signature(getattr(*found)).parameters)
@@ -505,59 +465,3 @@ def _check_version() -> None:
 def uninstall() -> None:
     """Put everything in Megatron back as it was."""
     _STATE.undo()
-
-
-class _PatchesCommand:
-    """`megatron-fsdp-v2 patches`."""
-
-    help = "list where Megatron is hooked, why, and whether each point fits"
-
-    def configure(self, parser: argparse.ArgumentParser) -> None:
-        """Add the subcommand's arguments."""
-        parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-
-    def run(self, args: argparse.Namespace) -> int:
-        """Print the table; return 1 if some patch does not fit."""
-        rows = [_describe(patch) for patch in PATCHES]
-        if args.json:
-            versions = {"megatron_core": megatron_version(), "supported": f"{SUPPORTED}.x"}
-            text = json.dumps({**versions, "patches": rows}, indent=2)
-        else:
-            text = "\n".join(
-                [f"megatron-core {megatron_version()} (supported: {SUPPORTED}.x)", ""]
-                + [
-                    f"{row['name']}\n  target  {row['target']}\n  reason  {row['reason']}\n"
-                    f"  when    {row['when']}\n  check   {row['check']}\n"
-                    f"  undo    {row['undo']}\n"
-                    for row in rows
-                ]
-            )
-        sys.stdout.write(f"{text}\n")
-        return 0 if all(row["check"] in ("fits", "not there") for row in rows) else 1
-
-
-def _describe(patch: MegatronPatch) -> dict[str, str]:
-    try:
-        check_patch(patch)
-        result = "fits" if find_target(patch) is not None else "not there"
-    except RuntimeError as error:
-        result = str(error)
-    return {
-        "name": patch.name,
-        "target": patch.target,
-        "reason": patch.reason,
-        "when": _when(patch),
-        "check": result,
-        "undo": "uninstall() puts the original back",
-    }
-
-
-def _when(patch: MegatronPatch) -> str:
-    if not patch.selected:
-        return "installed"
-    if patch.target.startswith("megatron.core."):
-        return "selected by the command line, or enabled"
-    return "selected by the command line"
-
-
-command = _PatchesCommand()

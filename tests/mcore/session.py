@@ -174,8 +174,8 @@ def enter_rehearsal() -> dict[str, Any]:
         # Megatron's torch_dist checkpoints start processes, which daemons may not.
         multiprocessing.current_process().daemon = False
         from megatron_fsdp_v2_mcore import rehearsal
+        from megatron_fsdp_v2_mcore.patching import Patches
         from megatron_fsdp_v2_mcore.rehearsal.flags import cpu_environment, with_cpu_flags
-        from megatron_fsdp_v2_mcore.rehearsal.patches import Patches
 
         _STACK.enter_context(rehearsal.rehearse([]))
         from megatron.training import training

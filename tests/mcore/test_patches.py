@@ -12,6 +12,8 @@ import pytest
 
 from megatron_fsdp_v2 import cli
 from megatron_fsdp_v2_mcore import install, patches, uninstall
+from megatron_fsdp_v2_mcore.patches_command import command
+from megatron_fsdp_v2_mcore.rehearsal.patches import PATCHES as REHEARSAL_PATCHES
 from tests.mcore.command_line import run_module
 
 
@@ -76,7 +78,7 @@ def test_another_version_is_rejected_and_nothing_changed(monkeypatch: pytest.Mon
     assert _current() == before
 
 
-def test_a_seam_that_does_not_fit_names_itself_and_versions(
+def test_a_patch_that_does_not_fit_names_itself_and_versions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     before = _current()
@@ -111,7 +113,7 @@ def test_installing_after_arguments_were_parsed_is_rejected(
         install()
 
 
-def test_the_command_prints_every_seam_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_every_patch_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["patches", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["megatron_core"] == importlib.metadata.version("megatron-core")
@@ -119,17 +121,20 @@ def test_the_command_prints_every_seam_as_json(capsys: pytest.CaptureFixture[str
     rows = report["patches"]
     assert [row["name"] for row in rows] == [patch.name for patch in patches.PATCHES]
     assert [row["target"] for row in rows] == [patch.target for patch in patches.PATCHES]
-    assert all(row["check"] == "fits" for row in rows)
-    assert all(row["reason"] and row["undo"] and row["when"] for row in rows)
+    rehearsal = report["rehearsal"]
+    assert [row["target"] for row in rehearsal] == [patch.target for patch in REHEARSAL_PATCHES]
+    for row in (*rows, *rehearsal):
+        assert row["check"] == "fits", row
+        assert row["reason"] and row["undo"] and row["when"]
 
 
-def test_the_command_prints_every_seam_as_a_table() -> None:
+def test_the_command_prints_every_patch_as_a_table() -> None:
     done = run_module("megatron_fsdp_v2.cli", ["patches"])
     assert done.code == 0, done.output
     paragraphs = done.output.strip().split("\n\n")
     assert "supported: 0.19.x" in paragraphs[0]
-    assert len(paragraphs) == 1 + len(patches.PATCHES)
-    for patch, paragraph in zip(patches.PATCHES, paragraphs[1:], strict=True):
+    listed = [*patches.PATCHES, *REHEARSAL_PATCHES]
+    for patch, paragraph in zip(listed, paragraphs[1:], strict=True):
         lines = dict(line.split(maxsplit=1) for line in paragraph.splitlines()[1:])
         assert paragraph.splitlines()[0] == patch.name
         assert (lines["target"], lines["reason"]) == (patch.target, patch.reason)
@@ -137,12 +142,12 @@ def test_the_command_prints_every_seam_as_a_table() -> None:
         assert lines["undo"]
 
 
-def test_the_command_fails_where_a_seam_does_not_fit(
+def test_the_command_fails_where_a_patch_does_not_fit(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = importlib.import_module("megatron.training.arguments")
     monkeypatch.setattr(arguments, "validate_args", lambda namespace: namespace)
-    assert patches.command.run(argparse.Namespace(json=True)) == 1
+    assert command.run(argparse.Namespace(json=True)) == 1
     rows = {row["name"]: row["check"] for row in json.loads(capsys.readouterr().out)["patches"]}
     assert rows["validation"].startswith("patch 'validation' does not fit")
     assert rows["arguments"] == "fits"

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megatron_fsdp_v2_mcore import FlagError, rehearsal
+from megatron_fsdp_v2_mcore.patching import Patches
 from megatron_fsdp_v2_mcore.rehearsal.cuda_stubs import STANDINS, stand_in
 from megatron_fsdp_v2_mcore.rehearsal.devices import CpuDevices
 from megatron_fsdp_v2_mcore.rehearsal.flags import (
@@ -22,7 +23,6 @@ from megatron_fsdp_v2_mcore.rehearsal.flags import (
     with_cpu_defaults,
     with_cpu_flags,
 )
-from megatron_fsdp_v2_mcore.rehearsal.patches import Patches
 from tests.mcore.session import enter_rehearsal
 from tests.ranks import RankPools
 

@@ -31,7 +31,7 @@ def recorded_step(model: Any, optimizer: Any) -> tuple[list[str], list[str]]:
     from megatron.core.transformer.moe import shared_experts, token_dispatcher
 
     from megatron_fsdp_v2.diagnostics.stream_safety import record_streams
-    from megatron_fsdp_v2_mcore.rehearsal.patches import Patches
+    from megatron_fsdp_v2_mcore.patching import Patches
 
     del optimizer
     chunk, patches = model[0], Patches()

@@ -63,12 +63,12 @@ def rehearse(
     Raises:
         RehearsalError: A flag cannot be supported on a CPU.
     """
+    from megatron_fsdp_v2_mcore.patching import Patches
     from megatron_fsdp_v2_mcore.rehearsal.bf16_products import rounded_once
     from megatron_fsdp_v2_mcore.rehearsal.cuda_stubs import stand_in
     from megatron_fsdp_v2_mcore.rehearsal.devices import CpuDevices
-    from megatron_fsdp_v2_mcore.rehearsal.mends import PARSER, mend, replace
     from megatron_fsdp_v2_mcore.rehearsal.output import quiet
-    from megatron_fsdp_v2_mcore.rehearsal.patches import Patches
+    from megatron_fsdp_v2_mcore.rehearsal.patches import PATCHES, parser_patch
 
     flags = [word for word in argv if word not in (FLAG, VERBOSE_FLAG)]
     if not into_parser:
@@ -88,7 +88,8 @@ def rehearse(
         stand_in(patches)
         if not verbose:
             stack.enter_context(quiet(patches))
-        mend(patches)
+        for patch in PATCHES:
+            patches.apply(patch)
         if into_parser:
-            replace(patches, PARSER, with_cpu_defaults(flags))
+            patches.apply(parser_patch(with_cpu_defaults(flags)))
         yield flags

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from megatron_fsdp_v2_mcore.rehearsal.patches import Patches
+from megatron_fsdp_v2_mcore.patching import Patches
 from megatron_fsdp_v2_mcore.rehearsal.tensor_types import tensor_type
 
 

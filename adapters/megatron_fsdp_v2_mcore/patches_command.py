@@ -1,0 +1,80 @@
+"""`megatron-fsdp-v2 patches`: every place where Megatron is patched, and whether each fits."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from megatron_fsdp_v2_mcore.patches import (
+    PATCHES,
+    SUPPORTED,
+    check_patch,
+    find_target,
+    megatron_version,
+)
+from megatron_fsdp_v2_mcore.patching import Patch
+from megatron_fsdp_v2_mcore.rehearsal.patches import PATCHES as REHEARSAL_PATCHES
+
+__all__ = ["command"]
+
+
+class _PatchesCommand:
+    """The subcommand, found through an entry point."""
+
+    help = "list where Megatron is patched, why, and whether each patch fits"
+
+    def configure(self, parser: argparse.ArgumentParser) -> None:
+        """Add the subcommand's arguments."""
+        parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Print the table; return 1 if some patch does not fit."""
+        rows = [_describe(patch, _when(patch), "uninstall()") for patch in PATCHES]
+        rehearsal = [
+            _describe(patch, "under --cpu-rehearsal", "the end of the rehearsal")
+            for patch in REHEARSAL_PATCHES
+        ]
+        if args.json:
+            versions = {"megatron_core": megatron_version(), "supported": f"{SUPPORTED}.x"}
+            text = json.dumps({**versions, "patches": rows, "rehearsal": rehearsal}, indent=2)
+        else:
+            text = "\n".join(
+                [f"megatron-core {megatron_version()} (supported: {SUPPORTED}.x)", ""]
+                + [_paragraph(row) for row in (*rows, *rehearsal)]
+            )
+        sys.stdout.write(f"{text}\n")
+        fits = all(row["check"] in ("fits", "not there") for row in (*rows, *rehearsal))
+        return 0 if fits else 1
+
+
+def _paragraph(row: dict[str, str]) -> str:
+    details = "".join(f"  {key:<8}{row[key]}\n" for key in row if key != "name")
+    return f"{row['name']}\n{details}"
+
+
+def _describe(patch: Patch, when: str, undone_by: str) -> dict[str, str]:
+    try:
+        check_patch(patch)
+        result = "fits" if find_target(patch) is not None else "not there"
+    except RuntimeError as error:
+        result = str(error)
+    return {
+        "name": patch.name,
+        "target": patch.target,
+        "reason": patch.reason,
+        "when": when,
+        "check": result,
+        "undo": f"{undone_by} puts the original back",
+    }
+
+
+def _when(patch: Patch) -> str:
+    if not patch.selected:
+        return "installed"
+    if patch.target.startswith("megatron.core."):
+        return "selected by the command line, or enabled"
+    return "selected by the command line"
+
+
+command = _PatchesCommand()

@@ -3,7 +3,7 @@
 `torch.nn.utils.clip_grad_norm_` takes a norm per gradient, stacks them and takes the norm of that.
 Ranks with empty shards have fewer gradients, so reducing norms one by one, or the stack as it is,
 would pair up different tensors or hang. A `ShardedNorm` stays local through the stack; the norm of
-the stack is one number per rank and is reduced then.
+the stack is one number per rank and is reduced then, among the ranks that have any gradient.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ class ShardedNorm(torch.Tensor):
     and continues with the global value.
     """
 
+    local: torch.Tensor
     mesh: DeviceMesh
     axes: tuple[int, ...]
     order: float
@@ -54,13 +55,23 @@ class ShardedNorm(torch.Tensor):
             order: The p of the p-norm.
             empty: Mesh coordinates of ranks that hold no gradient and so never come here.
         """
-        norm = local.detach().as_subclass(ShardedNorm)
+        local = local.detach() if local.requires_grad else local
+        norm = local.as_subclass(ShardedNorm)
+        # Also as a plain attribute: the tensor itself is asked for in Python dispatch.
+        norm.local = local
         norm.mesh, norm.axes, norm.order, norm.empty = mesh, axes, order, empty
         return norm
 
+    @override
+    def to(self, *args: Any, **kwargs: Any) -> ShardedNorm:
+        """The same elsewhere; clipping asks this of every norm, which is there mostly."""
+        if args == (self.local.device,) and not kwargs:
+            return self
+        return self.like(self.local.to(*args, **kwargs))
+
     def over(self, axes: tuple[int, ...]) -> ShardedNorm:
         """The same, to be reduced over more axes, along which it is replicated."""
-        local = self.as_subclass(torch.Tensor)
+        local = self.local
         if not _is_first_along(self.mesh, set(axes) - set(self.axes)):
             local = torch.zeros_like(local)
         return ShardedNorm.of(local, self.mesh, axes, self.order, self.empty)
@@ -71,13 +82,13 @@ class ShardedNorm(torch.Tensor):
 
     def reduced(self) -> DTensor:
         """The global norm, equal on every rank of the mesh. Collective."""
-        local = self.as_subclass(torch.Tensor)
+        local = self.local
         is_max = self.order == float("inf")
         # Ranks may hold gradients of different dtypes, and one dtype has to go over the wire.
         total = local.double() if is_max else local.double() ** self.order
         op = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
         if self.empty:
-            _reduce_among(self._peers(), total, torch.maximum if is_max else torch.add)
+            _reduce_among(tuple(self._peers()), total, op)
         else:
             for axis in self.axes:
                 group = self.mesh.get_group(axis)
@@ -116,17 +127,14 @@ class ShardedNorm(torch.Tensor):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         with torch._C.DisableTorchFunctionSubclass():
-            if func is torch.Tensor.to:
-                moved = func(args[0].as_subclass(torch.Tensor), *args[1:], **kwargs)
-                return args[0].like(moved)
             if func is torch.stack and _are_alike(args[0]):
                 _check_meshes(args[0])
                 axes = tuple(sorted(set().union(*(norm.axes for norm in args[0]))))
                 norms = [norm if norm.axes == axes else norm.over(axes) for norm in args[0]]
-                stacked = torch.stack([norm.as_subclass(torch.Tensor) for norm in norms])
+                stacked = torch.stack([norm.local for norm in norms])
                 return norms[0].like(stacked)
             if func is torch.linalg.vector_norm and order_of(args, kwargs) == args[0].order:
-                local = torch.linalg.vector_norm(args[0].as_subclass(torch.Tensor), args[0].order)
+                local = torch.linalg.vector_norm(args[0].local, args[0].order)
                 return args[0].like(local).reduced()
             if name in ("as_subclass", "detach", "__get__", "__set__", "dim", "size"):
                 return func(*args, **kwargs)
@@ -140,7 +148,7 @@ def _are_alike(norms: Any) -> bool:
 def _check_meshes(norms: Sequence[ShardedNorm]) -> None:
     """Reject norms that have no common sum: along an axis that one lacks, nobody knows it."""
     for norm in norms:
-        if norm.mesh != norms[0].mesh:
+        if norm.mesh is not norms[0].mesh and norm.mesh != norms[0].mesh:
             raise ValueError(
                 f"gradients over two meshes, {norms[0].mesh} and {norm.mesh}, have no common norm "
                 "here. Clip the parameters of each mesh apart; or, where some are plain tensors "
@@ -163,10 +171,25 @@ def order_of(args: Any, kwargs: dict[str, Any]) -> float:
     return float(args[1] if len(args) > 1 else kwargs.get("ord", 2.0))
 
 
-def _reduce_among(peers: list[int], total: torch.Tensor, combine: Callable[..., Any]) -> None:
-    """Combine one tensor over some ranks, in place: to the first of them, and back."""
-    rank = dist.get_rank()
-    if rank != peers[0]:
+_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+"""By their ranks, of which this one is one."""
+
+
+def _reduce_among(peers: tuple[int, ...], total: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
+    """Combine one number over some ranks, in place. Collective over those."""
+    world = dist.group.WORLD
+    assert world is not None
+    if len(peers) < 2:
+        return
+    if world.bound_device_id is None:
+        group = _group_of(peers)
+        with naming_failures("all-reduce of the norm of sharded tensors", group):
+            dist.all_reduce(total, op=op, group=group)
+        return
+    # Here a group is split off the default one, for which all its ranks would have to come; and
+    # sending from rank to rank needs no communicator but that one.
+    combine = torch.maximum if op == dist.ReduceOp.MAX else torch.add
+    if dist.get_rank() != peers[0]:
         dist.send(total, peers[0])
         dist.recv(total, peers[0])
         return
@@ -178,8 +201,25 @@ def _reduce_among(peers: list[int], total: torch.Tensor, combine: Callable[..., 
         dist.send(total, peer)
 
 
+def _group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """The group of some ranks, which is made by those alone, the first time they come."""
+    group = _groups.get(ranks)
+    if group is None or not _is_registered(group):
+        group = dist.new_group(list(ranks), use_local_synchronization=True)
+        _groups[ranks] = group
+    return group
+
+
+def _is_registered(group: dist.ProcessGroup) -> bool:
+    """Whether nobody has destroyed a group; ranks do that together."""
+    try:
+        return bool(dist.get_process_group_ranks(group))
+    except (KeyError, ValueError):
+        return False
+
+
 def local_norms(tensors: Sequence[Any], order: float) -> list[ShardedNorm]:
-    """Norms of the local parts of sharded tensors.
+    """Norms of the local parts of sharded tensors, in one operation.
 
     Those of one mesh are reduced over the same axes, so that they can be put together: what is
     replicated along one of them counts on its first rank only.
@@ -188,26 +228,40 @@ def local_norms(tensors: Sequence[Any], order: float) -> list[ShardedNorm]:
         tensors: `UnevenDTensor`s.
         order: The p of the p-norm.
     """
-    axes: dict[DeviceMesh, set[int]] = {}
-    for tensor in tensors:
-        axes.setdefault(tensor.device_mesh, set()).update(_cut_axes(tensor))
-    return [_local_norm(tensor, order, axes[tensor.device_mesh]) for tensor in tensors]
-
-
-def _local_norm(tensor: Any, order: float, axes: set[int]) -> ShardedNorm:
-    mesh, local = tensor.device_mesh, tensor._local_tensor
-    counts = _is_first_along(mesh, axes - _cut_axes(tensor))
-    # The largest of no elements is not defined; for a norm it is 0.
-    norm = (
-        torch.linalg.vector_norm(local, order) if counts and local.numel() else local.new_zeros(())
-    )
-    empty = tensor.row_shards.holders.empty
-    return ShardedNorm.of(norm, mesh, tuple(sorted(axes)), order, empty)
+    cut = [_cut_axes(tensor) for tensor in tensors]
+    by_mesh: dict[DeviceMesh, set[int]] = {}
+    for tensor, axes in zip(tensors, cut, strict=True):
+        by_mesh.setdefault(tensor.device_mesh, set()).update(axes)
+    common = {mesh: tuple(sorted(axes)) for mesh, axes in by_mesh.items()}
+    counted: list[torch.Tensor] = []
+    places: list[int | None] = []
+    for tensor, axes in zip(tensors, cut, strict=True):
+        local, mesh = tensor._local_tensor, tensor.device_mesh
+        # The largest of no elements is not defined; for a norm it is 0.
+        counts = local.numel() and _is_first_along(mesh, by_mesh[mesh] - axes)
+        places.append(len(counted) if counts else None)
+        if counts:
+            counted.append(local.detach())
+    norms = torch._foreach_norm(counted, order) if counted else ()
+    return [
+        ShardedNorm.of(
+            tensor._local_tensor.new_zeros(()) if place is None else norms[place],
+            tensor.device_mesh,
+            common[tensor.device_mesh],
+            order,
+            tensor.row_shards.holders.empty,
+        )
+        for tensor, place in zip(tensors, places, strict=True)
+    ]
 
 
 def _cut_axes(tensor: Any) -> set[int]:
-    placements = tensor.row_shards.placements
-    return {axis for axis, placement in enumerate(placements) if placement.is_shard()}
+    shards = tensor.row_shards
+    axes = {axis for axis, stride in enumerate(shards.strides) if stride}
+    by_tensor = shards.tensor
+    if by_tensor is not None and by_tensor.mesh is not None and by_tensor.dim is not None:
+        axes.add(len(shards.strides))
+    return axes
 
 
 def _is_first_along(mesh: DeviceMesh, axes: Collection[int]) -> bool:

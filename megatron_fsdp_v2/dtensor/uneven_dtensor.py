@@ -8,6 +8,7 @@ hands it on to whatever elementwise operations make of it: gradients, momenta, c
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast, override
@@ -24,6 +25,12 @@ from torch.distributed.tensor import DTensor, Placement
 
 from megatron_fsdp_v2.comm.calls import all_gather_single
 from megatron_fsdp_v2.comm.errors import naming_failures
+from megatron_fsdp_v2.dtensor.attributes import (
+    PLAIN_FUNCTIONS,
+    AttributesAtOnce,
+    without_torch_function,
+)
+from megatron_fsdp_v2.dtensor.foreach import choose_foreach_for, is_elementwise, run_on_rows
 from megatron_fsdp_v2.dtensor.norms import NORMS, local_norms, order_of
 from megatron_fsdp_v2.dtensor.row_shards import (
     Chunk,
@@ -36,7 +43,7 @@ from megatron_fsdp_v2.dtensor.row_shards import (
 __all__ = ["UnevenDTensor", "local_of", "plain_attributes", "rows_of", "with_rows_of"]
 
 
-class UnevenDTensor(DTensor):
+class UnevenDTensor(AttributesAtOnce):
     """A DTensor sharded along dimension 0 at the row ranges of a `RowShards`.
 
     Where tensor parallelism cut the parameter before, rows are those of this rank's part of it;
@@ -138,6 +145,11 @@ class UnevenDTensor(DTensor):
             shards.global_shape((end - start, *self.part_shape[1:])),
         )
 
+    @override
+    def _with_rows(self, grad: torch.Tensor) -> torch.Tensor:
+        # Autograd may have made it, of a loss of the sharded parameter itself.
+        return cast("torch.Tensor", _carry(grad, (self,)))
+
     @classmethod
     @override
     def __torch_function__(
@@ -148,16 +160,21 @@ class UnevenDTensor(DTensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run the operation as DTensor does and hand the row ranges on to its results."""
-        del types
+        if func in PLAIN_FUNCTIONS:
+            return without_torch_function(func, types, args, kwargs or {})
         name = getattr(func, "__name__", "")
         if name in ("__set__", "__get__") and func.__self__ is torch.Tensor.data:  # type: ignore[attr-defined]
             # `.data` has a version counter of its own, and a write through it would go unseen.
             return _set_data(*args) if name == "__set__" else args[0].detach()
-        if _runs_on_rows(name, args):
-            func(*_to_local(args), **_to_local(kwargs or {}))
-            # In-place foreach and fused operations move no version counter by themselves.
-            torch.autograd.graph.increment_version(_uneven_leaves(args[:1]))
+        if name == "__setitem__" and isinstance(args[1], UnevenDTensor):
+            # DTensor has no rule for a mask; here it has the same rows.
+            func(*(item._local_tensor if isinstance(item, DTensor) else item for item in args))
+            torch.autograd.graph.increment_version(args[0])
             return args[0]
+        if is_elementwise(name, args):
+            result = run_on_rows(cls, func, args, kwargs or {})
+            if result is not NotImplemented:
+                return result
         if func is torch.Tensor.storage:
             # What safetensors asks for.
             raise RuntimeError(
@@ -383,13 +400,17 @@ def plain_attributes() -> AbstractContextManager[Any]:
 
 def _sharded_norms(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """Norms over all elements of tensors; None for any other kind of norm."""
-    tensors = args[0] if isinstance(args[0], list | tuple) else [args[0]]
     if len(args) > 2 or not kwargs.keys() <= {"ord"}:
         return None
-    if any(type(tensor) is not UnevenDTensor for tensor in tensors):
-        return None
-    norms = local_norms(tensors, order_of(args, kwargs))
-    return norms if func is torch._foreach_norm else norms[0]
+    order = order_of(args, kwargs)
+    if func is not torch._foreach_norm:
+        return local_norms(args[:1], order)[0] if type(args[0]) is UnevenDTensor else None
+    is_ours = [type(tensor) is UnevenDTensor for tensor in args[0]]
+    ours = iter(local_norms(list(itertools.compress(args[0], is_ours)), order))
+    # A list may have FSDP2's DTensors and plain tensors among ours, as a loop over them may.
+    others = [tensor for tensor in args[0] if type(tensor) is not UnevenDTensor]
+    theirs = iter([torch.linalg.vector_norm(tensor, order) for tensor in others])
+    return [next(ours if mine else theirs) for mine in is_ours]
 
 
 def _wrap(plain: DTensor, row_shards: RowShards) -> UnevenDTensor:
@@ -486,33 +507,6 @@ def _misuse_while_sharded(func: Callable[..., Any], name: str) -> RuntimeError:
     )
 
 
-def _runs_on_rows(name: str, args: Any) -> bool:
-    """Whether an operation is elementwise and in place, so that local rows are all it needs.
-
-    DTensor has no rule for some of them, and takes longer over the others than they do.
-    """
-    if name == "__setitem__":
-        return isinstance(args[1], UnevenDTensor)
-    if not name.startswith(("_foreach_", "_fused_")) or not name.endswith("_"):
-        return False
-    leaves = [item for arg in args for item in (arg if isinstance(arg, list | tuple) else [arg])]
-    return all(
-        isinstance(leaf, UnevenDTensor) or all(p.is_replicate() for p in leaf.placements)
-        for leaf in leaves
-        if isinstance(leaf, DTensor)
-    )
-
-
-def _to_local(value: Any) -> Any:
-    if isinstance(value, DTensor):
-        return value._local_tensor
-    if isinstance(value, list | tuple):
-        return type(value)(_to_local(item) for item in value)
-    if isinstance(value, dict):
-        return {key: _to_local(item) for key, item in value.items()}
-    return value
-
-
 def _set_data(target: UnevenDTensor, value: torch.Tensor) -> None:
     """Copy values, where `.data = ...` would give the DTensor storage nobody shards."""
     if value.shape != target.shape or value.dtype != target.dtype:
@@ -592,3 +586,6 @@ def _join_parts(part: torch.Tensor, mesh: DeviceMesh, tensor: TensorShard | None
     lengths = list(tensor.lengths(part.shape[tensor.dim]))
     pieces = zip(*(torch.split(p, lengths, tensor.dim) for p in parts), strict=True)
     return torch.cat([torch.cat(same, tensor.dim) for same in pieces], tensor.dim)
+
+
+choose_foreach_for(UnevenDTensor)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, override
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_fsdp_v2 import FSDPModule, MixedPrecisionPolicy, fully_shard
 from megatron_fsdp_v2.runtime.fsdp_module import unit_of
@@ -70,6 +71,25 @@ class Sent:
     dtype: torch.dtype
     numel: int
     axis_size: int
+
+
+NOT_LAUNCHED = ("detach", "alias", "_local_scalar_dense")
+"""Another look at the same memory; and the value of a step counter, which is in host memory."""
+
+
+class Operations(TorchDispatchMode):
+    """Notes operations that a device has work with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name not in NOT_LAUNCHED:
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
 
 
 class Wire:

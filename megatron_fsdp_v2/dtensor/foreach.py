@@ -1,0 +1,169 @@
+"""Foreach and fused operations on lists of sharded tensors, run on the rows that are here.
+
+Elementwise operations need nothing else where the tensors of one place in the lists are sharded
+alike. DTensor's own dispatch has no rule for some of them, wants one mesh and no plain tensors in
+a list, and takes longer over the others than they do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import optimizer as optimizers
+from torch.utils import _foreach_utils
+
+__all__ = ["choose_foreach_for", "is_elementwise", "run_on_rows"]
+
+_REDUCTIONS = ("_foreach_max", "_foreach_norm", "_foreach_powsum")
+
+
+def choose_foreach_for(kind: type[torch.Tensor]) -> None:
+    """Let optimizers and gradient clipping take their foreach and fused implementations.
+
+    They do for types that are in two lists, one of `torch.optim` and one of `torch.nn.utils`, to
+    which `torch.distributed.tensor` adds DTensor. Subclasses do not count: without this, steps and
+    clipping are loops over parameters.
+
+    Args:
+        kind: The tensor class; its lists may have plain tensors and DTensors among them.
+    """
+    for module in (optimizers, _foreach_utils):
+        types: list[type] | None = getattr(module, "_foreach_supported_types", None)
+        if types is not None and kind not in types:
+            types.append(kind)
+
+
+def is_elementwise(name: str, args: Sequence[Any]) -> bool:
+    """Whether a function, by its name, is one on lists of tensors that `run_on_rows` can run."""
+    return (
+        name.startswith(("_foreach_", "_fused_"))
+        and name not in _REDUCTIONS
+        and bool(args)
+        and isinstance(args[0], list | tuple)
+    )
+
+
+def run_on_rows(
+    kind: Any, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
+    """Run an elementwise operation on lists of tensors on their local rows.
+
+    Args:
+        kind: `UnevenDTensor`.
+        func: The operation; in place if its name ends with an underscore.
+        args: Its arguments, of which those that are lists of tensors are used place by place.
+        kwargs: Likewise.
+
+    Returns:
+        What it returns, with results sharded like their first operand; `NotImplemented` where
+        local rows are not enough, or autograd has to see it.
+
+    Raises:
+        ValueError: Two tensors of one place have different rows.
+    """
+    values = (*args, *kwargs.values())
+    lists = [value for value in values if _is_tensor_list(value)]
+    if not lists or lists[0] is not args[0]:
+        return NotImplemented
+    if torch.is_grad_enabled() and any(item.requires_grad for items in lists for item in items):
+        return NotImplemented
+    first, *more = lists
+    if not (
+        all(_is_replicated(kind, value) for value in values if isinstance(value, DTensor))
+        and all(type(item) is kind or not _is_partial(item) for item in first)
+        and all(_fit(kind, func, first, items) for items in more)
+    ):
+        return NotImplemented
+    local_args = [_local(arg) for arg in args]
+    results = func(*local_args, **{key: _local(value) for key, value in kwargs.items()})
+    if func.__name__.endswith("_"):
+        # In-place foreach and fused operations move no version counter by themselves.
+        torch.autograd.graph.increment_version(
+            [item for item in first if isinstance(item, DTensor)]
+        )
+        return args[0]
+    pairs = zip(results, first, strict=True)
+    return type(results)([_sharded_like(kind, result, like) for result, like in pairs])
+
+
+def _is_tensor_list(value: Any) -> bool:
+    return isinstance(value, list | tuple) and bool(value) and isinstance(value[0], torch.Tensor)
+
+
+def _fit(kind: Any, func: Callable[..., Any], first: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether tensors of two lists can be computed with place by place."""
+    if len(first) != len(others):
+        return False
+    for mine, other in zip(first, others, strict=True):
+        if type(mine) is kind and type(other) is kind:
+            if mine._row_shards is not other._row_shards and not _have_same_rows(mine, other):
+                raise ValueError(
+                    f"{func.__name__} mixes two tensors of shapes {tuple(mine.shape)} and "
+                    f"{tuple(other.shape)} whose rows are sharded differently; gather one with "
+                    "full_tensor() and copy_() it over first"
+                )
+        elif isinstance(other, DTensor) and not _goes_with(kind, mine, other):
+            return False
+    return True
+
+
+def _have_same_rows(mine: Any, other: Any) -> bool:
+    return bool(mine._row_shards == other._row_shards and mine.device_mesh == other.device_mesh)
+
+
+def _goes_with(kind: Any, mine: Any, other: DTensor) -> bool:
+    """Whether a DTensor can be the operand of a tensor that is sharded in another way, or not."""
+    if _is_replicated(kind, other):
+        return True
+    return (
+        type(mine) is type(other) is DTensor
+        and mine._spec.placements == other._spec.placements
+        and mine.device_mesh == other.device_mesh
+        and mine.shape == other.shape
+    )
+
+
+def _is_partial(value: Any) -> bool:
+    """Whether it is still to be summed up, and no element of it can be computed with."""
+    return isinstance(value, DTensor) and any(p.is_partial() for p in value.placements)
+
+
+def _is_replicated(kind: Any, value: DTensor) -> bool:
+    if type(value) is kind:
+        return bool(value._row_shards.is_replicated)  # type: ignore[attr-defined]
+    return all(placement.is_replicate() for placement in value.placements)
+
+
+def _local(value: Any) -> Any:
+    if isinstance(value, DTensor):
+        return value._local_tensor
+    if isinstance(value, list | tuple):
+        return [item._local_tensor if isinstance(item, DTensor) else item for item in value]
+    return value
+
+
+def _sharded_like(kind: Any, local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    if not isinstance(like, DTensor):
+        return local
+    given: Any = like
+    is_uneven = type(given) is kind
+    if local.dtype == given._local_tensor.dtype:
+        # `from_local` costs more than the operation.
+        result: Any = DTensor.__new__(type(like), local, given._spec, requires_grad=False)
+        if is_uneven:
+            result._row_shards = given._row_shards
+    elif is_uneven:
+        result = kind.from_rows(local, like.device_mesh, given._row_shards, like.shape)
+    else:
+        result = DTensor.from_local(
+            local,
+            like.device_mesh,
+            like.placements,
+            run_check=False,
+            shape=like.shape,
+            stride=like.stride(),
+        )
+    return cast("torch.Tensor", result)

@@ -10,7 +10,12 @@ import torch
 from torch import nn
 
 from megatron_fsdp_v2.dtensor.row_shards import RowShards
-from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of, plain_attributes
+from megatron_fsdp_v2.dtensor.uneven_dtensor import (
+    UnevenDTensor,
+    local_of,
+    plain_attributes,
+    rows_of,
+)
 from megatron_fsdp_v2.params.parameter_hooks import has_hooks, run_hooks
 
 if TYPE_CHECKING:
@@ -94,6 +99,22 @@ class ShardedGrads:
             for param, dtensor in zip(self._params, self._dtensors, strict=True):
                 if dtensor is not None and param.requires_grad:
                     param.grad = dtensor
+
+    def memory(self) -> list[torch.Tensor]:
+        """Few tensors that hold all of every `param.grad`, and perhaps what others have left.
+
+        The flat main gradient, and whatever somebody put in the place of one.
+        """
+        own: Sequence[torch.Tensor | None] = self._dtensors or [None] * len(self._params)
+        grads = self.state()
+        found = [
+            rows_of(grad)
+            for grad, mine in zip(grads, own, strict=True)
+            if grad is not None and grad is not mine
+        ]
+        if any(grad is not None and grad is mine for grad, mine in zip(grads, own, strict=True)):
+            found.append(self._grads.main.tensor)
+        return found
 
     def state(self) -> list[torch.Tensor | None]:
         """Every `param.grad`, for `forget`."""

@@ -18,6 +18,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import nn
 
 from megatron_fsdp_v2 import FSDPModule, fully_shard
+from megatron_fsdp_v2.runtime.finite_grads import not_finite
 from megatron_fsdp_v2.runtime.registered_pool import register_pool
 from megatron_fsdp_v2_mcore.activation import require_active
 from megatron_fsdp_v2_mcore.flags.arguments import reject_model_options
@@ -205,22 +206,9 @@ class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
             self._check_finite()
 
     def _check_finite(self) -> None:
-        grads = {
-            name: param.grad.to_local()
-            for name, param in self.module.named_parameters()
-            if param.grad is not None
-        }
-        if not grads:
+        bad = not_finite(self.module)
+        if not bad:
             return
-        # The device is asked once for all of them: this runs in every step.
-        are_finite = torch.stack([torch.isfinite(grad).all() for grad in grads.values()])
-        if bool(are_finite.all()):
-            return
-        bad = [
-            name
-            for name, is_finite in zip(grads, are_finite.tolist(), strict=True)
-            if not is_finite
-        ]
         more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
         raise RuntimeError(
             f"gradient of {', '.join(bad[:5])}{more} is not finite on rank "

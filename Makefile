@@ -102,6 +102,7 @@ test-gpu: setup ## the tests that need a GPU
 bench: setup ## benchmark against peers on this machine
 	@$(PY) -m benchmarks
 	@$(PY) -m benchmarks.host_time
+	@$(PY) -m benchmarks.optimizer_time
 	@$(PY) -m benchmarks.muon --ranks 2
 	@$(PY) -m benchmarks.muon --ranks 4
 	@$(PY) -m benchmarks.checkpoint

@@ -59,3 +59,13 @@ def test_host_time_of_a_unit_is_at_most_half_of_fsdp2s() -> None:
     # The least of 15 rounds each, interleaved in one process: about 0.3 on a quiet machine.
     for strategy in ("no_shard", "optim", "optim_grads", "optim_grads_params"):
         assert found[f"ours, {strategy}"] <= 0.5 * found["FSDP2"]
+
+
+@pytest.mark.functional
+def test_an_attribute_takes_at_most_twice_what_it_takes_of_a_dtensor() -> None:
+    found = json.loads(_run("benchmarks.optimizer_time", "--json", "--params", "40"))
+    for what, by_model in found.items():
+        # A step and clipping: about 0.9 and 0.5 on a quiet machine.
+        most = 2.0 if what.startswith("param.") else 1.5
+        if "loop" not in what:
+            assert by_model["ours"] <= most * by_model["FSDP2"], what

@@ -1,0 +1,123 @@
+"""Host time of what is done per parameter between two backwards, beside FSDP2.
+
+One process in a group whose collectives do nothing, and parameters of a few elements: what is timed
+is the work of Python and of dispatch, which on a GPU decides how long the device waits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from benchmarks.host_time import CONTENDERS
+
+MODELS = {"unsharded": "unsharded", "FSDP2": "FSDP2", "ours": "ours, optim_grads_params"}
+WAYS: dict[str, dict[str, Any]] = {
+    "loop": {"foreach": False},
+    "foreach": {"foreach": True},
+    "fused": {"fused": True},
+}
+ATTRIBUTES = ("grad", "requires_grad", "dtype", "device", "shape", "is_leaf", "numel()")
+READS = 500
+"""Of one attribute per round."""
+
+
+class _Weight(nn.Module):
+    """A weight of which both ranks have half."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight
+
+
+def _reader(attribute: str) -> Callable[[torch.Tensor], float]:
+    """A function that reads an attribute many times, and returns nanoseconds of one."""
+    # Compiled, so that no other call is timed.
+    source = (
+        "def read(param):\n    start = now()\n    for _ in range(READS):\n"
+        f"        param.{attribute}\n    return (now() - start) / READS * 1e9\n"
+    )
+    made: dict[str, Any] = {"now": time.perf_counter, "READS": READS}
+    exec(source, made)
+    reader: Callable[[torch.Tensor], float] = made["read"]
+    return reader
+
+
+def _runs(params: list[nn.Parameter]) -> dict[str, Callable[[], Any]]:
+    """What is timed, by name."""
+    runs: dict[str, Callable[[], Any]] = {}
+    for way, options in WAYS.items():
+        optimizer = torch.optim.AdamW(params, lr=1e-3, **options)
+        runs[f"AdamW, {way}"] = optimizer.step
+        if way != "fused":
+            runs[f"clip_grad_norm_, {way}"] = lambda options=options: nn.utils.clip_grad_norm_(
+                params, 1.0, **options
+            )
+    return runs
+
+
+def measure(num_params: int, rounds: int) -> dict[str, dict[str, float]]:
+    """Least times, by what is done and then by model: milliseconds, of attributes nanoseconds."""
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    runs: dict[str, dict[str, Callable[[], Any]]] = {}
+    some: dict[str, nn.Parameter] = {}
+    for label, contender in MODELS.items():
+        model = CONTENDERS[contender](nn.Sequential(*(_Weight() for _ in range(num_params))), mesh)
+        model(torch.randn(4, 4)).square().mean().backward()
+        params = list(model.parameters())
+        some[label] = params[0]
+        for what, run in _runs(params).items():
+            runs.setdefault(what, {})[label] = run
+    found = {what: dict.fromkeys(by_model, float("inf")) for what, by_model in runs.items()}
+    readers = {f"param.{attribute}": _reader(attribute) for attribute in ATTRIBUTES}
+    found.update({what: dict.fromkeys(some, float("inf")) for what in readers})
+    for _ in range(rounds):
+        for what, by_model in runs.items():
+            for label, run in by_model.items():
+                start = time.perf_counter()
+                run()
+                found[what][label] = min(found[what][label], (time.perf_counter() - start) * 1e3)
+        for what, reader in readers.items():
+            for label, param in some.items():
+                found[what][label] = min(found[what][label], reader(param))
+    dist.destroy_process_group()
+    return found
+
+
+def main() -> None:
+    """Measure and print a table, or JSON."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.optimizer_time", description=__doc__
+    )
+    parser.add_argument("--params", type=int, default=300)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    found = measure(args.params, args.rounds)
+    if args.json:
+        sys.stdout.write(json.dumps(found) + "\n")
+        return
+    sys.stdout.write(f"{args.params} parameters: ms; of an attribute: ns\n{'':28}")
+    sys.stdout.write("".join(f"{label:>12}" for label in MODELS) + "   of FSDP2's\n")
+    for what, by_model in found.items():
+        times = "".join(f"{by_model[label]:12.2f}" for label in MODELS)
+        sys.stdout.write(f"{what:28}{times}{by_model['ours'] / by_model['FSDP2']:14.2f}\n")
+
+
+if __name__ == "__main__":
+    main()

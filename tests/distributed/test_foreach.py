@@ -21,6 +21,7 @@ from megatron_fsdp_v2.dtensor.row_shards import RowShards, TensorShard
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, plain_attributes
 from tests.distributed.test_drop_in import CLASSES, WITH_FUSED
 from tests.distributed.wrapping import (
+    STRATEGIES,
     Operations,
     batch,
     fp64_pair,
@@ -111,13 +112,23 @@ def optimizer_errors(strategy: str, sizes: tuple[int, ...]) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("sizes", [(3,), (2, 2)])
+@pytest.mark.parametrize(
+    ("sizes", "strategy"),
+    [
+        ((3,), "optim_grads_params"),
+        ((2, 2), "no_shard"),
+        *(
+            pytest.param(sizes, strategy, marks=pytest.mark.functional)
+            for sizes in ((3,), (2, 2))
+            for strategy in STRATEGIES
+        ),
+    ],
+)
 def test_optimizers_as_chosen_on_a_gpu_step_shards_like_the_whole(
-    pools: RankPools, sizes: tuple[int, ...]
+    pools: RankPools, sizes: tuple[int, ...], strategy: str
 ) -> None:
-    for strategy in ("no_shard", "optim_grads_params"):
-        for found in pools(3 if len(sizes) == 1 else 4).run(optimizer_errors, strategy, sizes):
-            assert max(found.values()) < 1e-12, (strategy, found)
+    for found in pools(3 if len(sizes) == 1 else 4).run(optimizer_errors, strategy, sizes):
+        assert max(found.values()) < 1e-12, found
 
 
 def _pair_of(shard: Callable[[Any], Any], seed: int) -> tuple[Any, Any]:

@@ -7,6 +7,7 @@ import io
 import os
 import threading
 import uuid
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -38,6 +39,7 @@ from megatron_fsdp_v2.checkpoint.entries import (
     tied_entries,
 )
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError
+from megatron_fsdp_v2.checkpoint.host_memory import HostMemory
 from megatron_fsdp_v2.checkpoint.manifest import MANIFEST, Manifest, StoredFile, StoredItem
 from megatron_fsdp_v2.checkpoint.metadata import METADATA
 from megatron_fsdp_v2.checkpoint.replacing import (
@@ -50,7 +52,7 @@ from megatron_fsdp_v2.checkpoint.replacing import (
     temporary_name,
 )
 from megatron_fsdp_v2.checkpoint.save_lock import SaveLock
-from megatron_fsdp_v2.checkpoint.staging import Planner, stage, stage_object
+from megatron_fsdp_v2.checkpoint.staging import Planner, Staged, stage, stage_object
 from megatron_fsdp_v2.checkpoint.stored_tensor import FileView, checksum
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 
@@ -61,6 +63,8 @@ _READ_BYTES = 16 << 20
 _UNDER_WAY: set[Path] = set()
 _BESIDE: dict[str, Any] = {}
 _LOCK = threading.Lock()
+_MEMORY: weakref.WeakKeyDictionary[nn.Module, HostMemory] = weakref.WeakKeyDictionary()
+"""What models were copied to when they were last saved beside training."""
 _BACKGROUND = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
 """One save after the other, on all ranks in the order they were asked for: they share a process
 group. A process that ends waits for its saves."""
@@ -106,7 +110,11 @@ def save(
 
 
 def save_nested(
-    path: str | os.PathLike[str], state_dict: dict[str, Any], *, async_save: bool = False
+    path: str | os.PathLike[str],
+    state_dict: dict[str, Any],
+    *,
+    async_save: bool = False,
+    memory: HostMemory | None = None,
 ) -> Future[None] | None:
     """Save a nested state dict as torch's own `save` of distributed checkpoints does. Collective.
 
@@ -119,6 +127,7 @@ def save_nested(
         state_dict: Dictionaries and lists of tensors and other values. Of sharded tensors every
             rank gives its part; of entries that several ranks have, any one is written.
         async_save: Return once everything is copied to host memory; it may change then.
+        memory: Where to copy it to, kept from one save to the next; None for memory of its own.
 
     Returns:
         As `save`.
@@ -132,7 +141,9 @@ def save_nested(
 
     def content() -> _Content:
         entries, paths = flatten_state_dict(state_dict)
-        staged = stage(entries, copies=async_save, to_bytes=_pickled)
+        staged = stage(
+            entries, memory=(memory or HostMemory()) if async_save else None, to_bytes=_pickled
+        )
         weights = {k.removeprefix(MODEL): v for k, v in entries.items() if k.startswith(MODEL)}
         return _Content(staged, units=_units(weights.items()), paths=paths)
 
@@ -152,16 +163,24 @@ class _Content:
     """What a save writes, fixed at one moment.
 
     Attributes:
-        staged: Entries by name.
+        staged: Entries by name, and the memory they are in.
         tied: Names of entries that are written under another one.
         units: How parameters were sharded, for people who read the manifest.
         paths: Where entries were in a nested state dict; None where there was none.
     """
 
-    staged: dict[str, Any]
+    staged: Staged
     tied: Mapping[str, str] = field(default_factory=dict)
     units: dict[str, str] = field(default_factory=dict)
     paths: Mapping[str, Any] | None = None
+
+    def give_back(self) -> None:
+        """Let another save have the memory: everything is written."""
+        if self.staged.copies is not None:
+            self.staged.copies.give_back()
+
+
+_NOTHING = _Content(Staged({}))
 
 
 def _model_content(
@@ -172,8 +191,9 @@ def _model_content(
     is_first: bool,
 ) -> _Content:
     tied = tied_entries(model)
-    staged = stage(_entries(model, optimizer, tied), copies=copies)
-    staged[EXTRA] = stage_object(EXTRA, extra, is_written=is_first)
+    memory = _MEMORY.setdefault(model, HostMemory()) if copies else None
+    staged = stage(_entries(model, optimizer, tied), memory=memory)
+    staged.entries[EXTRA] = stage_object(EXTRA, extra, is_written=is_first)
     return _Content(staged, tied, _units(model.named_parameters()))
 
 
@@ -251,7 +271,7 @@ class _Job:
         self.target, self.ranks = Path(os.path.realpath(path)), ranks
         self._folder = temporary_name(self.target, uuid.uuid4().hex)
         self._over_unfinished = over_unfinished
-        self._content = _Content({})
+        self._content = _NOTHING
         self._lock: SaveLock | None = None
         self._is_begun = False
 
@@ -290,7 +310,7 @@ class _Job:
             try:
                 folder = self.ranks.of_first(self._folder)
                 save_state_dict(
-                    self._content.staged,
+                    self._content.staged.entries,
                     storage_writer=_Writer(folder, self._content.units, self._content.tied),
                     planner=Planner(self._content.paths),
                     process_group=self.ranks.group,
@@ -304,6 +324,7 @@ class _Job:
                 reason = _reason(error)
                 self.ranks.leave()
             if reason is None:
+                self._content.give_back()
                 reason = self._published()
         finally:
             self.end()
@@ -341,7 +362,7 @@ class _Job:
         if not self._is_begun:
             return
         self._is_begun = False
-        self._content = _Content({})
+        self._content = _NOTHING
         with _LOCK:
             _UNDER_WAY.discard(self.target)
         if self._lock is not None:

@@ -14,10 +14,11 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError
+from megatron_fsdp_v2.checkpoint.host_memory import HostCopies, HostMemory
 from megatron_fsdp_v2.checkpoint.packing import pack
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of
 
-__all__ = ["Planner", "stage", "stage_object"]
+__all__ = ["Planner", "Staged", "stage", "stage_object"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,19 @@ class _Object:
         del obj
         item = WriteItem(index=MetadataIndex(fqn), type=WriteItemType.BYTE_IO)
         return [item] if self.is_written else []
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """What is written.
+
+    Attributes:
+        entries: By name.
+        copies: The memory that values were copied to; None where they were not.
+    """
+
+    entries: dict[str, Any]
+    copies: HostCopies | None = None
 
 
 class Planner(DefaultSavePlanner):
@@ -98,28 +112,47 @@ class Planner(DefaultSavePlanner):
 def stage(
     entries: Mapping[str, Any],
     *,
-    copies: bool,
+    memory: HostMemory | None,
     to_bytes: Callable[[str, Any], bytes] = pack,
-) -> dict[str, Any]:
+) -> Staged:
     """Fix what is written.
 
     Args:
         entries: Tensors and objects by name.
-        copies: Whether to copy values to host memory, so that they may change afterwards.
+        memory: Where to copy values to, so that they may change afterwards; None for references.
         to_bytes: Makes of an object, given its name, the bytes that are written.
 
     Raises:
         CheckpointError: An entry is neither a tensor nor plain data.
     """
-    return {name: _staged(name, value, copies, to_bytes) for name, value in entries.items()}
+    if memory is None:
+        staged = {n: _staged(n, v, torch.Tensor.detach, to_bytes) for n, v in entries.items()}
+        return Staged(staged)
+    found = (value for value in entries.values() if isinstance(value, torch.Tensor))
+    tensors = [local_of(value) if isinstance(value, DTensor) else value for value in found]
+    devices = [t.device for t in tensors if t.device.type != "cpu"]
+    device = devices[0] if devices else torch.device("cpu")
+    copies = memory.lend(sum(map(HostCopies.nbytes_of, tensors)), device)
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        return copies.copy(tensor.detach())
+
+    staged = {name: _staged(name, value, copied, to_bytes) for name, value in entries.items()}
+    copies.wait()
+    return Staged(staged, copies)
 
 
-def _staged(name: str, value: Any, copies: bool, to_bytes: Callable[[str, Any], bytes]) -> Any:
+def _staged(
+    name: str,
+    value: Any,
+    taken: Callable[[torch.Tensor], torch.Tensor],
+    to_bytes: Callable[[str, Any], bytes],
+) -> Any:
     if isinstance(value, UnevenDTensor) and not value.numel():
         # No rank holds a block of it, and a checkpoint names it all the same.
         return local_of(value).detach().new_empty(value.shape)
     if isinstance(value, UnevenDTensor):
-        local = _copied(local_of(value).detach(), copies)
+        local = taken(local_of(value))
         blocks = {torch.Size(chunk.offsets): local[chunk.local] for chunk in value.chunks()}
         return _Shard(tuple(value.__create_write_items__(name, value)), blocks)
     if isinstance(value, DTensor):
@@ -128,7 +161,7 @@ def _staged(name: str, value: Any, copies: bool, to_bytes: Callable[[str, Any], 
             "own torch.distributed.checkpoint.save for such a model"
         )
     if isinstance(value, torch.Tensor):
-        return _copied(value.detach(), copies)
+        return taken(value)
     return _Object(to_bytes(name, value))
 
 
@@ -144,7 +177,3 @@ def stage_object(name: str, value: Any, *, is_written: bool) -> Any:
         CheckpointError: It could not be loaded again.
     """
     return _Object(pack(name, value), is_written)
-
-
-def _copied(tensor: torch.Tensor, copies: bool) -> torch.Tensor:
-    return tensor.to("cpu", copy=True) if copies else tensor

@@ -35,7 +35,9 @@ __all__ = [
     "NcclCollectives",
     "NcclRegistrar",
     "communicator_for",
+    "host_block",
     "registrar_for",
+    "wait_for_device",
 ]
 
 
@@ -382,6 +384,22 @@ class NcclRegistrar:
 
 def _nccl(group: dist.ProcessGroup, device: torch.device) -> Any:
     return group._get_backend(device)
+
+
+def host_block(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Flat bytes of host memory for copies from a device: pinned for CUDA, which writes it itself.
+
+    Args:
+        nbytes: How many.
+        device: What is copied from.
+    """
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+
+def wait_for_device(device: torch.device) -> None:
+    """Wait on the host until everything queued on a device's current stream is done."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 def registrar_for(device: torch.device) -> Registrar | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron_fsdp_v2.checkpoint import CheckpointError, saving
+from megatron_fsdp_v2.checkpoint import CheckpointError, host_memory, saving
 from megatron_fsdp_v2.checkpoint.verifying import verify
 from tests.mcore.command_line import torchrun
 from tests.mcore.session import MODEL_FLAGS, curves, enter_rehearsal, fsdp, rank, train
@@ -31,12 +31,15 @@ def _tracked(folder: str) -> int | None:
     return int(tracker.read_text()) if tracker.exists() else None
 
 
-def _trained(flags: list[str], folder: str, held_until: int) -> tuple[Any, list[Any]]:
+def _trained(flags: list[str], folder: str, held_until: int) -> tuple[Any, list[Any], list[int]]:
     """A training whose saves may not be written before an iteration.
 
     Returns:
-        The training, and what iteration a restart would have found before each iteration.
+        The training, what iteration a restart would have found before each iteration, and how
+        often host memory was asked for and what of it is kept afterwards.
     """
+    from megatron_fsdp_v2_mcore.checkpoint import async_saving
+
     training, seen, may_write = enter_rehearsal()["training"], [], threading.Event()
     finalize = training.maybe_finalize_async_save
 
@@ -50,9 +53,12 @@ def _trained(flags: list[str], folder: str, held_until: int) -> tuple[Any, list[
 
     training.maybe_finalize_async_save = finalize_and_note
     saving._BACKGROUND.submit(may_write.wait)
+    blocks, host_block = [], host_memory.host_block
+    host_memory.host_block = lambda *args: (blocks.append(args), host_block(*args))[1]
     try:
-        return train(flags), seen
+        return train(flags), seen, [len(blocks), async_saving._MEMORY.nbytes]
     finally:
+        host_memory.host_block = host_block
         may_write.set()
         training.maybe_finalize_async_save = finalize
 
@@ -62,9 +68,12 @@ def test_training_goes_on_and_the_iteration_is_named_when_all_of_it_is_written(
 ) -> None:
     flags = _flags(tmp_path, 7, "--swiglu", "--bf16", "--hidden-dropout", "0.1")
     found = megatron(2).run(_trained, flags, str(tmp_path), 5)
-    trainings = curves([training for training, _ in found])
+    trainings = curves([training for training, *_ in found])
     assert len(trainings.losses) == 7
-    for _, tracked in found:
+    for _, tracked, (num_blocks, kept) in found:
+        # Of four saves, two are under way together, and the others may be.
+        assert 2 <= num_blocks <= 3
+        assert kept == 0
         # Five iterations with two saves under way; then both are there, and the third one is
         # waited for at the end, as is the one of the last iteration.
         assert tracked[:5] == [None] * 5

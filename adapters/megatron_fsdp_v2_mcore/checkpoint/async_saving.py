@@ -18,12 +18,16 @@ from megatron.core.dist_checkpointing.strategies.async_utils import (
     AsyncRequest,
 )
 
+from megatron_fsdp_v2.checkpoint.host_memory import HostMemory
 from megatron_fsdp_v2.checkpoint.saving import save_nested
 
 __all__ = ["SavesQueue", "ThreadCaller", "Writer", "by_threads"]
 
 _WAITING = ThreadPoolExecutor(max_workers=1, thread_name_prefix="megatron-async-save")
 """Requests in the order they were scheduled in, as Megatron's worker would take them."""
+
+_MEMORY = HostMemory()
+"""What one save copied values to is kept for the next one, until the queue is closed."""
 
 
 def by_threads(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -89,7 +93,7 @@ class Writer:
 
 def _begin(state_dict: dict[str, Any], writer: Writer, *rest: Any, **unused: Any) -> tuple[Writer]:
     """Copy what is to be saved, and start to write it. Collective."""
-    writer.save = save_nested(writer.path, state_dict, async_save=True)
+    writer.save = save_nested(writer.path, state_dict, async_save=True, memory=_MEMORY)
     return (writer,)
 
 
@@ -147,3 +151,9 @@ class SavesQueue(AsyncCallsQueue):
     @override
     def _get_async_caller(self) -> ThreadCaller:
         return ThreadCaller()
+
+    @override
+    def close(self, abort: bool = False) -> None:
+        """Finalize all saves, and free the memory that they were copied to."""
+        super().close(abort)
+        _MEMORY.free()

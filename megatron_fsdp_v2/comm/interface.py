@@ -33,11 +33,20 @@ class Axis:
         group: Its process group.
         size: Ranks along it.
         rank: This rank's coordinate on it.
+        gather_group: Another group of the same ranks, that weights are gathered in; None for
+            `group`.
     """
 
     group: dist.ProcessGroup
     size: int
     rank: int
+    gather_group: dist.ProcessGroup | None = None
+
+    def for_gathers(self) -> Axis:
+        """The same ranks, with the group that weights are gathered in."""
+        if self.gather_group is None:
+            return self
+        return Axis(self.gather_group, self.size, self.rank)
 
 
 class CommStream(enum.Enum):

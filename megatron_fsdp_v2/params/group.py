@@ -31,6 +31,7 @@ from megatron_fsdp_v2.params.sharded_grads import ShardedGrads
 from megatron_fsdp_v2.params.weights import GroupWeights
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
     from megatron_fsdp_v2.comm.interface import Axis, Communicator, Work
@@ -178,6 +179,11 @@ class ParameterGroup:
         grads = {} if self.grads is None else self.grads.temporaries()
         for kind, buffer in {**self.weights.temporaries(), **grads}.items():
             buffer.name = f"{name}/{kind}"
+
+    def gather_in(self, group: dist.ProcessGroup | None) -> None:
+        """Gather along the innermost axis in another group of its ranks; None for its own."""
+        self.axes = (*self.axes[:-1], dataclasses.replace(self.axes[-1], gather_group=group))
+        self.weights.gather_along(self.axes)
 
     def name_of(self, param: nn.Parameter) -> str:
         """What to call a parameter in a message: its name, and the group's."""

@@ -58,6 +58,12 @@ class GroupWeights:
             )
             self.gathered = DataParallelBuffer.over(layout, whole, self._temporary)
         self._gather_axis = self._innermost_sharded(placements) if self._temporary else None
+        self._axes: Sequence[Axis] = []
+        self.gather_along(grid.axes)
+
+    def gather_along(self, axes: Sequence[Axis]) -> None:
+        """Gather along these axes from now on: the same ranks, maybe in other groups."""
+        self._axes = [axis.for_gathers() for axis in axes]
 
     @staticmethod
     def _innermost_sharded(placements: Sequence[AxisPlacements]) -> int:
@@ -109,7 +115,7 @@ class GroupWeights:
         held = self.main.span
         self.model.piece(held).copy_(self.main.tensor)
         steps = []
-        for axis, parts in zip(self._grid.axes, self._grid.parts, strict=True):
+        for axis, parts in zip(self._axes, self._grid.parts, strict=True):
             if parts > 1 and held.count < self.model.span.count:
                 wider = self._widened(held, axis, parts)
                 steps.append((axis, held, wider))
@@ -138,7 +144,7 @@ class GroupWeights:
         return self._comm.all_gather(
             gathered,
             self.model.tensor,
-            self._grid.axes[self._gather_axis],
+            self._axes[self._gather_axis],
             CommStream.GATHER,
             async_op=async_op,
         )

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp_v2.comm.backends import communicator_for
+from megatron_fsdp_v2.comm.gather_groups import check_gather_group
 from megatron_fsdp_v2.comm.interface import Axis
 from megatron_fsdp_v2.comm.rank_checks import CheckRanks
 from megatron_fsdp_v2.dtensor.tp_params import tensor_shard_of
@@ -81,6 +82,7 @@ def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
     offload_policy: OffloadPolicy | None = None,
     dp_mesh_dims: object = None,
+    gather_group: dist.ProcessGroup | None = None,
 ) -> ModuleT:
     """Shard the parameters a module owns over a data-parallel mesh, in place.
 
@@ -141,6 +143,9 @@ def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
         shard_placement_fn: As with FSDP2, where it returns None or `Shard(0)`.
         offload_policy: As with FSDP2, where it offloads nothing: `OffloadPolicy()`.
         dp_mesh_dims: None; `mesh` has the data-parallel axes and no others.
+        gather_group: A process group of the same ranks as the (inner) axis of the mesh, in the same
+            order, that weights are gathered in. With NCCL, gathers and reductions then go side by
+            side instead of one after the other. None: in that axis's own group.
 
     Returns:
         What was given as `module`.
@@ -154,6 +159,7 @@ def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
     mesh = default_mesh() if mesh is None else mesh
     modules = _outermost(module)
     _validate(modules, mesh, on_missing_grad, enable_trace_pool)
+    check_gather_group(gather_group, mesh)
     reshards = reshards_after_forward(reshard_after_forward, mesh)
     _check_same_pool(modules, enable_trace_pool)
     check_at_least_one("unshard_prefetch_depth", unshard_prefetch_depth)
@@ -186,7 +192,7 @@ def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
             _describe_tensor_shard(parameter, mesh, shards)
     tied_groups = _borrow(tied, spec_of, mesh)
     _check_is_idle(modules)
-    axes = _axes_of(mesh)
+    axes = _axes_of(mesh, gather_group)
     unset = materialize(owned, list(_own_modules(modules)), device, axes, param_init_fn)
     for parameter in owned:
         # Modules may say how theirs are cut when they initialize them.
@@ -362,10 +368,11 @@ def _has_forward(module: nn.Module) -> bool:
     return type(module).forward not in (nn.ModuleList.forward, nn.ModuleDict.forward)
 
 
-def _axes_of(mesh: DeviceMesh) -> list[Axis]:
+def _axes_of(mesh: DeviceMesh, gather_group: dist.ProcessGroup | None) -> list[Axis]:
+    groups = [*[None] * (mesh.ndim - 1), gather_group]
     return [
-        Axis(mesh.get_group(axis), mesh.size(axis), mesh.get_local_rank(axis))
-        for axis in range(mesh.ndim)
+        Axis(mesh.get_group(axis), mesh.size(axis), mesh.get_local_rank(axis), group)
+        for axis, group in enumerate(groups)
     ]
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed import fsdp
 
+from megatron_fsdp_v2.comm.gather_groups import group_of_same_ranks
 from megatron_fsdp_v2.memory.trace_pool import TracePoolAllocator
 from megatron_fsdp_v2.runtime.context import check_at_least_one
 from megatron_fsdp_v2.runtime.end_of_backward import bring_to_idle, synchronize_gradients
@@ -171,6 +172,30 @@ class FSDPModule(TorchFSDPModule):
         del recurse
         check_at_least_one("max_input_buffers", max_input_buffers)
         unit_of(self).context.reductions.max_live_grad_buffers = max_input_buffers
+
+    def set_separate_reduce_scatter_group(
+        self, enable: bool = True, *, recurse: bool = True
+    ) -> None:
+        """Say whether weights are gathered in another process group than gradients are reduced in.
+
+        With NCCL the two then go side by side. One group is made for every set of ranks that
+        weights are sharded over, unless `fully_shard` was given one (`gather_group`). To be called
+        between steps. Collective.
+
+        Raises:
+            ValueError: It is neither True nor False.
+        """
+        if not isinstance(enable, bool):
+            raise ValueError(f"enable must be True or False, got {enable!r}")
+        everyone = [g for unit in unit_of(self).context.units() for g in unit.groups]
+        inner = [group.axes[-1] for group in everyone]
+        made = {axis.group: axis.gather_group for axis in inner if axis.gather_group is not None}
+        for unit in _units(self, recurse=recurse):
+            for group in unit.groups:
+                axis = group.axes[-1]
+                if enable and axis.size > 1 and axis.group not in made:
+                    made[axis.group] = group_of_same_ranks(axis.group)
+                group.gather_in(made.get(axis.group) if enable else None)
 
     @override
     def set_is_last_backward(self, is_last_backward: bool) -> None:

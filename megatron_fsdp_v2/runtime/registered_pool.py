@@ -39,8 +39,8 @@ def register_pool(model: nn.Module, registrar: Registrar | None = None) -> bool:
         for group in unit.groups:
             registrar = registrar or registrar_for(group.device)
             for axis in group.axes:
-                if axis.size > 1:
-                    groups.setdefault(axis.group.group_name, axis.group)
+                for one in (axis.group, axis.for_gathers().group) if axis.size > 1 else ():
+                    groups.setdefault(one.group_name, one)
     if registrar is None or not groups:
         return False
     pool.place_in(RegisteredMemory(list(groups.values()), registrar))

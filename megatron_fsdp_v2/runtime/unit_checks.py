@@ -82,6 +82,8 @@ def _record(unit: Checkable) -> UnitRecord:
     copies = [0] * len(unit.groups[0].axes)
     for group in unit.groups:
         options += [",".join(group.names), group.layout.fingerprint, repr(group.spec)]
+        if group.axes[-1].gather_group is not None:
+            options.append("gathered in a group of its own")
         if group.grads is not None and not group.grads.reduces:
             continue
         for axis, placements in enumerate(group.spec.placements):
@@ -105,10 +107,13 @@ def compare_unit[UnitT: Checkable](context: Context[UnitT], unit: UnitT, action:
     if not unit.groups:
         return
     units, group = context.units(), unit.groups[0]
+    axis = group.axes[-1]
     actions = ("gather", "reduce")
     names = [f"{known} {other.name}" for other in units for known in actions]
     code = units.index(unit) * len(actions) + actions.index(action)
-    compare_steps(action, unit.name, code, group.axes[-1], group.device, names)
+    # In two groups, gathers pair with gathers and reductions with reductions.
+    axis = axis.for_gathers() if action == "gather" else axis
+    compare_steps(action, unit.name, code, axis, group.device, names)
 
 
 def buffer_of(module: nn.Module, attribute: str) -> Callable[[], torch.Tensor | None]:

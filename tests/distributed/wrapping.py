@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, override
 
 import torch
@@ -65,12 +65,14 @@ class Sent:
         dtype: Dtype on the wire.
         numel: Elements of the full buffer.
         axis_size: Ranks that take part.
+        group: Name of their process group.
     """
 
     kind: str
     dtype: torch.dtype
     numel: int
     axis_size: int
+    group: str = field(default="", compare=False)
 
 
 NOT_LAUNCHED = ("detach", "alias", "_local_scalar_dense")
@@ -106,7 +108,8 @@ class Wire:
 
         def noted(target: torch.Tensor, source: torch.Tensor, axis: Any, *args: Any, **kw: Any):
             full = target if name == "all_gather" else source
-            self.sent.append(Sent(name, full.dtype, full.numel(), axis.size))
+            name_of_group = axis.group.group_name
+            self.sent.append(Sent(name, full.dtype, full.numel(), axis.size, name_of_group))
             return inner(target, source, axis, *args, **kw)
 
         return noted

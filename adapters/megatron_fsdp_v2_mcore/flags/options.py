@@ -25,6 +25,7 @@ class Options:
         uses_trace_pool: Whether temporary buffers are at planned addresses.
         unshard_prefetch_depth: See `fully_shard`.
         max_live_grad_buffers: See `fully_shard`.
+        gathers_apart: Whether weights are gathered in process groups of their own.
 
     Raises:
         ValueError: A strategy is not known, or a number is not at least 1.
@@ -36,6 +37,7 @@ class Options:
     uses_trace_pool: bool = False
     unshard_prefetch_depth: int = 1
     max_live_grad_buffers: int = 2
+    gathers_apart: bool = False
 
     def __post_init__(self) -> None:
         if self.expert_strategy not in (None, *_STRATEGIES):
@@ -56,4 +58,5 @@ class Options:
             uses_trace_pool=bool(getattr(args, "fsdp_trace_pool", False)),
             unshard_prefetch_depth=getattr(args, "fsdp_unshard_prefetch_depth", None) or 1,
             max_live_grad_buffers=getattr(args, "fsdp_max_live_grad_buffers", None) or 2,
+            gathers_apart=bool(getattr(args, "create_all_gather_group", False)),
         )

@@ -33,6 +33,20 @@ _ACTIVATIONS = (
 
 OTHERS: tuple[OtherFlag, ...] = (
     OtherFlag(
+        "create_all_gather_group",
+        "--create-all-gather-group",
+        True,
+        "weights of dense and of expert parameters are gathered in process groups of their own, of "
+        "the ranks that they are sharded over (Megatron 0.19's pretraining makes none)",
+    ),
+    OtherFlag(
+        "moe_shared_expert_overlap",
+        "--moe-shared-expert-overlap",
+        False,
+        "gradients that arrive on the shared expert's stream are waited for before their layer is "
+        "reduced",
+    ),
+    OtherFlag(
         "async_save",
         "--async-save",
         True,

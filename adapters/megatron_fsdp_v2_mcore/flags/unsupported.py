@@ -115,11 +115,6 @@ MORE_REFUSALS: tuple[UnsupportedFlag, ...] = (
         "gathers are issued by the units, during the forward; use --overlap-param-gather",
     ),
     UnsupportedFlag(
-        "create_all_gather_group",
-        "--create-all-gather-group",
-        "gathers and reductions share the data-parallel process group",
-    ),
-    UnsupportedFlag(
         "enable_full_sharding_in_hsdp",
         "--enable-full-sharding-in-hsdp",
         "use --outer-dp-sharding-strategy optim instead",

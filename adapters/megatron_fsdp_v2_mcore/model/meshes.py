@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Meshes", "dense_meshes", "expert_meshes"]
+from megatron_fsdp_v2.comm.gather_groups import group_of_same_ranks
+
+__all__ = ["Meshes", "dense_meshes", "expert_meshes", "gather_groups"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,37 @@ def expert_meshes(groups: Any, device_type: str, *, is_hybrid: bool) -> Meshes:
     """
     names = ("inter_dist_opt", "intra_expt_dp") if is_hybrid else ("expt_dp",)
     return _meshes(_needed(groups, names), groups.expt_tp, device_type)
+
+
+def gather_groups(
+    groups: Any, dense: Meshes, expert: Meshes | None, *, are_made: bool
+) -> dict[DeviceMesh, Any]:
+    """The process group that weights on each mesh are gathered in, where that is one of its own.
+
+    A collection may have such groups, of all data-parallel ranks (`create_all_gather_groups` of
+    Megatron makes them). Where weights are sharded over fewer, since there are several optimizer
+    instances, or there is none, one is made, and kept in the collection. Collective.
+
+    Args:
+        groups: A `ProcessGroupCollection`.
+        dense: Meshes of dense parameters.
+        expert: Meshes of expert parameters, where there are some.
+        are_made: Whether to make them where the collection has none.
+    """
+    if not are_made and getattr(groups, "dp_cp_ag", None) is None:
+        return {}
+    found = {}
+    for meshes, name in ((dense, "dp_cp_ag"), (expert, "expt_dp_ag")):
+        if meshes is None or meshes.data in found:
+            continue
+        given, inner = getattr(groups, name, None), meshes.data.get_group(meshes.data.ndim - 1)
+        ranks = dist.get_process_group_ranks(inner)
+        if given is None or dist.get_process_group_ranks(given) != ranks:
+            given = group_of_same_ranks(inner)
+            # For the other chunks of this rank.
+            setattr(groups, name, given)
+        found[meshes.data] = given
+    return found
 
 
 def _needed(groups: Any, names: Sequence[str]) -> list[Any]:

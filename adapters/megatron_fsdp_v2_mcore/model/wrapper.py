@@ -27,7 +27,7 @@ from megatron_fsdp_v2_mcore.flags.options import Options
 from megatron_fsdp_v2_mcore.flags.settings import ShardingSettings, notices, sharding_settings
 from megatron_fsdp_v2_mcore.model.initialize import initializer
 from megatron_fsdp_v2_mcore.model.mamba_parameters import follow_parameters
-from megatron_fsdp_v2_mcore.model.meshes import Meshes, dense_meshes, expert_meshes
+from megatron_fsdp_v2_mcore.model.meshes import Meshes, dense_meshes, expert_meshes, gather_groups
 from megatron_fsdp_v2_mcore.model.tensor_shards import is_expert, tensor_shards
 from megatron_fsdp_v2_mcore.model.units import (
     UNIT_CLASSES,
@@ -112,6 +112,8 @@ class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
         if any(is_expert(param) for param in module.parameters()):
             self._expert = expert_meshes(groups, device_type, is_hybrid=hybrid)
         follow_parameters(module)
+        apart = self.options.gathers_apart
+        self._gather_groups = gather_groups(groups, self._dense, self._expert, are_made=apart)
         self._shard_units(tuple(fsdp_unit_modules or UNIT_CLASSES))
         for param in module.parameters():
             # Megatron's norms, clipping and checkpoints look for this mark to know a DTensor.
@@ -159,6 +161,7 @@ class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
                 tensor_shards=shards,
                 separate_params=shared,
                 param_init_fn=initialize,
+                gather_group=self._gather_groups.get(data),
             )
 
     @property

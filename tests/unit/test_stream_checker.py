@@ -189,3 +189,19 @@ def test_a_second_free_is_found() -> None:
 def test_waiting_for_an_event_that_was_not_recorded_is_rejected() -> None:
     with pytest.raises(ValueError, match="event 3, which was not recorded"):
         Schedule().wait_event("compute", 3)
+
+
+@pytest.mark.parametrize(("waits", "expected"), [(True, []), (False, [(1, 2), (0, 2)])])
+def test_memory_freed_lazily_has_to_be_done_when_its_stream_is_given_memory(
+    waits: bool, expected: list[tuple[int, int]]
+) -> None:
+    schedule, activation = Schedule(), Buffer("activation")
+    schedule.operation("side", "gelu", writes=[activation])
+    schedule.operation("side", "add", reads=[activation])
+    schedule.free("compute", activation, when_reused=True)
+    if waits:
+        schedule.wait_stream("compute", "side")
+    # Not before: another stream's allocation takes nothing of what was freed here.
+    schedule.allocate("side", Buffer("other"))
+    schedule.allocate("compute", Buffer("next"))
+    assert faults(schedule) == [(Fault.PREMATURE_FREE, *pair) for pair in expected]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from functional_tests.matrix import ITERATIONS, Run
+from tests.mcore.overlapped import train_in_fp32
 from tests.mcore.session import Training, curves, train
 from tests.ranks import RankPools
 
@@ -31,7 +32,11 @@ class Trainings:
         """What a run saw, all its ranks taken together."""
         if run not in self._done:
             pool = self._pools(run.world_size)
-            seen = pool.run(train, run.flags, freezes=run.freezes, timeout_s=TIMEOUT_S)
+            is_fp32 = {"--bf16", "--fp16"}.isdisjoint(run.flags)
+            overlaps = "--overlap-moe-expert-parallel-comm" in run.flags
+            # Megatron checks for 16 bits there.
+            function = train_in_fp32 if is_fp32 and overlaps else train
+            seen = pool.run(function, run.flags, freezes=run.freezes, timeout_s=TIMEOUT_S)
             self._done[run] = curves(seen)
         return self._done[run]
 

@@ -436,6 +436,12 @@ class ParameterGroup:
         # Of a backward that is differentiated again it has a history of its own.
         self.grads.add(index, grad.detach())
 
+    def take_assigned(self) -> None:
+        """Collect gradients that were assigned to gathered weights outside of autograd."""
+        for index, param in enumerate(self.unsharded_params):
+            if param.grad is not None:
+                self.collect(index, param)
+
     def check_no_late_gradient(self) -> None:
         """See that no gradient came by another way than autograd, which nothing would reduce.
 
@@ -447,8 +453,9 @@ class ParameterGroup:
                 raise RuntimeError(
                     f"a gradient was assigned to the gathered weight of {self.label(index)} "
                     "outside of autograd, where it is neither reduced nor stepped; modules that "
-                    "make weight gradients later (Transformer Engine's delay_wgrad_compute) cannot "
-                    "be sharded, so turn that off"
+                    "make weight gradients later (Transformer Engine's delay_wgrad_compute) need a "
+                    "schedule that says when all are there (ScheduledUnits); without one, turn "
+                    "that off"
                 )
 
     def kernel_grad(self, index: int) -> torch.Tensor:

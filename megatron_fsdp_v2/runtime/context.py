@@ -140,6 +140,7 @@ class Context[UnitT: Reshardable]:
         check_ranks: How often ranks compare what they do; see `fully_shard`.
         forward_order: Order of forwards in this pass and the last one that began with its unit.
         backward_order: Order of forwards that a backward is still to come of, which it reverses.
+        scheduled_order: Order of uses that a schedule told, forwards and backwards.
         reductions: Gradient reductions under way.
         ordered_reductions: When units are reduced in a backward; None without communication.
         weight_version: Counts events after which main weights may have changed.
@@ -152,6 +153,8 @@ class Context[UnitT: Reshardable]:
         pass_has_grad: Whether the latest pass was made for a backward.
         forward_failed: Whether a pass ended in an exception.
         is_checked: Whether ranks have compared what they sharded.
+        num_scheduled: Micro-batches whose modules a schedule runs part by part, from the beginning
+            of their forward to the end of their backward; see `ScheduledUnits`.
     """
 
     def __init__(
@@ -171,6 +174,7 @@ class Context[UnitT: Reshardable]:
         self.check_ranks = check_ranks
         self.forward_order: ExecutionOrder[UnitT] = ExecutionOrder()
         self.backward_order: ExecutionOrder[UnitT] = ExecutionOrder()
+        self.scheduled_order: ExecutionOrder[UnitT] = ExecutionOrder()
         self.reductions = ReductionQueue(max_live_grad_buffers)
         self.ordered_reductions: OrderedReductions[UnitT] | None = None
         self.weight_version = 0
@@ -182,6 +186,7 @@ class Context[UnitT: Reshardable]:
         self.pass_has_grad = False
         self.forward_failed = False
         self.is_checked = False
+        self.num_scheduled = 0
         self._pass_unit: weakref.ref[UnitT] | None = None
         # By the unit that a pass begins with.
         self._forward_orders: weakref.WeakKeyDictionary[UnitT, ExecutionOrder[UnitT]] = (
@@ -219,6 +224,11 @@ class Context[UnitT: Reshardable]:
     def units(self) -> list[UnitT]:
         """Live units, parents before children."""
         return [unit for ref in self._units if (unit := ref()) is not None]
+
+    @property
+    def is_scheduled(self) -> bool:
+        """Whether a schedule tells when units are used, and not their modules."""
+        return self.num_scheduled > 0
 
     @property
     def is_in_forward(self) -> bool:

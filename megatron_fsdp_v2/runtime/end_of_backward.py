@@ -20,6 +20,7 @@ __all__ = [
     "EndOfBackward",
     "Finishable",
     "bring_to_idle",
+    "end_scheduled",
     "finish_ordered_reductions",
     "needs_repair",
     "reduce_in_order",
@@ -77,7 +78,7 @@ class EndOfBackward[UnitT: Finishable]:
         """Reduce what is left and put every unit to rest. Collective."""
         context = self._context
         units = context.units()
-        synchronize = any(unit.syncs_gradients for unit in units)
+        synchronize = _synchronizes(context)
         finish_ordered_reductions(context)
         for unit in reversed(units):
             unit.finish_backward()
@@ -90,9 +91,36 @@ class EndOfBackward[UnitT: Finishable]:
         context.forget_backward()
         context.end_pass("synchronized backward" if synchronize else "backward")
         # Last of all: they may step weights, and may raise.
-        synced = [unit for unit in reversed(units) if unit.syncs_gradients]
-        # Nothing at all arrived in a backward to inputs alone (`torch.autograd.grad`).
-        _run_hooks(synced, only_certain=not context.has_gradient)
+        _run_hooks_of_synced(context)
+
+
+def end_scheduled[UnitT: Finishable](context: Context[UnitT]) -> None:
+    """At the end of a micro-batch's backward in a schedule: reduce what is left. Collective.
+
+    Units stay gathered for other micro-batches that use them.
+    """
+    synchronize = _synchronizes(context)
+    for unit in reversed(context.units()):
+        unit.finish_gradients(synchronize=unit.syncs_gradients)
+    _settle(context)
+    context.has_unreduced = not synchronize
+    context.num_scheduled -= 1
+    if not context.is_scheduled:
+        context.drop_prefetched()
+        context.weight_version += synchronize
+        context.end_pass("synchronized schedule" if synchronize else "schedule")
+    _run_hooks_of_synced(context)
+    context.has_gradient = False
+
+
+def _synchronizes[UnitT: Finishable](context: Context[UnitT]) -> bool:
+    return any(unit.syncs_gradients for unit in context.units())
+
+
+def _run_hooks_of_synced[UnitT: Finishable](context: Context[UnitT]) -> None:
+    synced = [unit for unit in reversed(context.units()) if unit.syncs_gradients]
+    # Nothing at all arrived in a backward to inputs alone (`torch.autograd.grad`).
+    _run_hooks(synced, only_certain=not context.has_gradient)
 
 
 def _run(end: EndOfBackward[Any]) -> None:
@@ -114,7 +142,7 @@ def reduce_in_order[UnitT: Finishable](units: Sequence[UnitT]) -> None:
 
 def needs_repair[UnitT: Finishable](context: Context[UnitT]) -> bool:
     """Whether an exception left something behind. To be asked between passes."""
-    if context.is_in_backward or context.forward_failed:
+    if context.is_in_backward or context.is_scheduled or context.forward_failed:
         return True
     return not all(unit.is_idle for unit in context.units())
 
@@ -126,10 +154,11 @@ def repair[UnitT: Finishable](context: Context[UnitT]) -> None:
     those that were being reduced: whatever `zero_grad` made of them, the reduction may have written
     them since. A failed forward costs no gradient.
     """
-    if context.is_in_backward:
+    if context.is_in_backward or context.is_scheduled:
         # The forward that repairs may be an evaluation; gradients it makes outlive that.
         with torch.inference_mode(False), torch.no_grad():
             _drop_gradients(context)
+    context.num_scheduled = 0
     context.forget_backward()
     context.forget_recomputed()
     context.end_forward()
@@ -168,7 +197,10 @@ def _late_units[UnitT: Finishable](context: Context[UnitT]) -> list[UnitT]:
     Where ranks run different units, another one may have had the turn of a unit that this one was
     still to run: its reductions would pair with the next backward's.
     """
-    return [] if context.ordered_reductions is None else context.ordered_reductions.remaining()
+    if context.ordered_reductions is None or context.is_scheduled:
+        # Ranks that follow one schedule reduce without turns.
+        return []
+    return context.ordered_reductions.remaining()
 
 
 def bring_to_idle[UnitT: Finishable](contexts: set[Context[UnitT]]) -> None:

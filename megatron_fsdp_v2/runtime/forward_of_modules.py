@@ -33,6 +33,9 @@ def pre_forward(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> tuple[
     Returns:
         The arguments to run it with.
     """
+    if _is_scheduled(unit):
+        unit.check_is_used()
+        return unit.cast_inputs(args, kwargs)
     if unit.unset:
         check_has_values(unit)
     if _runs_method(unit):
@@ -56,6 +59,8 @@ def post_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
     Returns:
         Its output.
     """
+    if _is_scheduled(unit):
+        return unit.cast_outputs(output)
     if _runs_method(unit):
         return unit.hand_on(output)
     if len(unit.modules) > 1 and not in_backward():
@@ -74,7 +79,7 @@ def post_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
 
 def after_forward(unit: Unit, module: nn.Module) -> None:
     """After the forward of one of a unit's modules, also where it raised."""
-    if _runs_method(unit):
+    if _is_scheduled(unit) or _runs_method(unit):
         return
     if unit.left_to_run and not in_backward():
         if id(module) not in unit.left_to_run:
@@ -122,6 +127,14 @@ def fail_method(unit: Unit, module: nn.Module, frame: FrameType) -> None:
     if unit.method_frame is frame:
         unit.method_frame = None
     after_forward(unit, module)
+
+
+def _is_scheduled(unit: Unit) -> bool:
+    """Whether a schedule tells when the unit is used.
+
+    No schedule calls the root: if somebody does, an exception has ended the schedule.
+    """
+    return unit.context.is_scheduled and not unit.is_root
 
 
 def _runs_method(unit: Unit) -> bool:

@@ -88,6 +88,7 @@ class Unit:
         backward_prefetch: Likewise for its backward.
         unset: Names of parameters and buffers that had no values when it was made, and how to
             look each one up.
+        num_users: Forwards and backwards that a schedule says are using it.
         ranges: Makes a profiler range of a name, or None for no ranges.
     """
 
@@ -122,6 +123,7 @@ class Unit:
         self.forward_prefetch: list[weakref.ref[Unit]] = []
         self.backward_prefetch: list[weakref.ref[Unit]] = []
         self.unset: Sequence[tuple[str, Callable[[], torch.Tensor | None]]] = ()
+        self.num_users = 0
         self.ranges: Callable[[str], AbstractContextManager[Any]] | None = None
         self._is_unsharded = False
         # Forwards whose backward is still to come; some may never come.
@@ -290,6 +292,11 @@ class Unit:
             args, kwargs = cast_floats((args, kwargs), dtype)
         return args, kwargs
 
+    def cast_outputs(self, output: Any) -> Any:
+        """Forward outputs in the dtype of the policy."""
+        dtype = self.policy.output_dtype
+        return output if dtype is None else cast_floats(output, dtype)
+
     def post_forward(self, output: Any) -> Any:
         """After the module's forward: reshard, watch for the start of the backward."""
         self.end_forward()
@@ -324,8 +331,7 @@ class Unit:
 
     def hand_on(self, output: Any) -> Any:
         """Forward outputs in the dtypes of the policy, watched for the start of the backward."""
-        if self.policy.output_dtype is not None:
-            output = cast_floats(output, self.policy.output_dtype)
+        output = self.cast_outputs(output)
         if torch.is_grad_enabled():
             # A forward may switch gradients on, for whoever called it as well.
             use, inputs, since = self._running or (self._use(), Inputs(), next_node_number())
@@ -390,6 +396,24 @@ class Unit:
                     group.sync_external_changes()
                     ahead = context.unshard_prefetch_depth > 0
                     group.refresh(context.weight_version, async_op=ahead)
+
+    def begin_schedule(self) -> None:
+        """Where a schedule begins to run parts of modules below the root: start a new pass."""
+        self._begin_pass()
+        self.context.end_forward()
+        self.context.scheduled_order.begin()
+
+    def check_is_used(self) -> None:
+        """See that a module that a schedule runs, or a part of it, has weights to compute with.
+
+        Raises:
+            RuntimeError: They are not gathered.
+        """
+        if not self._is_unsharded:
+            raise RuntimeError(
+                f"{self.name} runs where its schedule does not use it, so its weights are not "
+                "gathered; tell the uses of the unit, from begin_forward to end_forward"
+            )
 
     def abandon_step(self) -> None:
         """Forget what an exception left behind in any unit of this root.
@@ -491,7 +515,15 @@ class Unit:
             RuntimeError: The weights it was computed with were not gathered.
         """
         context = self.context
-        if not (context.is_in_backward and not context.backward_failed and group.is_gathered):
+        if context.is_scheduled:
+            # Its schedule finishes it.
+            if not group.is_gathered:
+                raise RuntimeError(
+                    f"a gradient of {self.name} arrived where its schedule does not use it, so its "
+                    "weights were not gathered and what was computed is wrong; tell the uses of "
+                    "the unit, from begin_backward to end_backward"
+                )
+        elif not (context.is_in_backward and not context.backward_failed and group.is_gathered):
             self._check_is_gathered([group])
             self._join_backward(context.root_pass)
         context.has_gradient = True
@@ -571,6 +603,7 @@ class Unit:
         self.phase = Phase.IDLE
         self.left_to_run.clear()
         self._num_awaited = 0
+        self.num_users = 0
         self._has_pending_reduction = False
 
     def set_reduces(self, reduces: bool) -> None:

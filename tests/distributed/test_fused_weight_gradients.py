@@ -236,4 +236,4 @@ def test_a_weight_gradient_that_is_made_after_the_backward_is_an_error(
 ) -> None:
     for message in pools(2).run(_late, strategy):
         assert message.startswith("a gradient was assigned to the gathered weight of weight of 0/0")
-        assert "delay_wgrad_compute" in message
+        assert "delay_wgrad_compute" in message and "ScheduledUnits" in message

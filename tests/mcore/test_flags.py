@@ -113,6 +113,14 @@ def test_a_rejected_flag_ends_the_start_with_its_name(
             "--use-tp-pp-dp-mapping cannot be used with --pipeline-model-parallel-size 2",
         ),
         (
+            "--delay-wgrad-compute",
+            "--delay-wgrad-compute needs --overlap-moe-expert-parallel-comm",
+        ),
+        (
+            "--overlap-moe-expert-parallel-comm --moe-latent-size 32",
+            "--moe-latent-size cannot be used with --overlap-moe-expert-parallel-comm",
+        ),
+        (
             "--outer-dp-sharding-strategy optim",
             "optim shards between optimizer instances, and there is one; "
             "add --num-distributed-optimizer-instances",

@@ -15,6 +15,7 @@ from megatron_fsdp_v2_mcore.flags.unsupported import (
     MODEL_REFUSALS,
     MORE_REFUSALS,
     UnsupportedFlag,
+    check_overlapping_experts,
     check_parallel_sizes,
 )
 
@@ -114,13 +115,6 @@ UNSUPPORTED: tuple[UnsupportedFlag, ...] = (
     UnsupportedFlag("fp8", "--fp8-format", "quantized parameters are not built yet"),
     UnsupportedFlag("fp4", "--fp4-format", "quantized parameters are not built yet"),
     UnsupportedFlag(
-        "overlap_moe_expert_parallel_comm",
-        "--overlap-moe-expert-parallel-comm",
-        "its schedule runs parts of layers one by one, the forward of one micro-batch between "
-        "those of another one's backward, and never a layer itself, around which weights are "
-        "gathered and gradients reduced",
-    ),
-    UnsupportedFlag(
         "cuda_graph_impl",
         "--cuda-graph-impl",
         "gathers are issued from the host",
@@ -185,6 +179,7 @@ def check_before(args: Any) -> None:
             "bf16 and fp32 only; use --bf16"
         )
     check_parallel_sizes(args)
+    check_overlapping_experts(args)
     if args.load is not None:
         check_checkpoint_folder(
             args.load,
@@ -206,6 +201,7 @@ def reject_model_options(config: Any) -> None:
     Raises:
         FlagError: A field has a value that cannot be supported.
     """
+    check_overlapping_experts(config, is_config=True)
     for refusal in (*UNSUPPORTED, *MODEL_REFUSALS):
         if refusal.name in _FILLED_IN or not hasattr(config, refusal.name):
             continue

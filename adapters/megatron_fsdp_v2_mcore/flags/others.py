@@ -47,6 +47,15 @@ OTHERS: tuple[OtherFlag, ...] = (
         "reduced",
     ),
     OtherFlag(
+        "overlap_moe_expert_parallel_comm",
+        "--overlap-moe-expert-parallel-comm",
+        True,
+        "layers and their experts are gathered for the parts that Megatron's schedule runs, and "
+        "reduced when it is done with a micro-batch's backward of them; the root stays gathered, "
+        "and a layer without experts from its attention to its MLP, beside what the other "
+        "micro-batch uses. Not with --moe-latent-size",
+    ),
+    OtherFlag(
         "async_save",
         "--async-save",
         True,

@@ -11,7 +11,6 @@ import torch
 from megatron_fsdp_v2 import MixedPrecisionPolicy
 from megatron_fsdp_v2_mcore.flags.errors import FlagError
 from megatron_fsdp_v2_mcore.flags.options import Options
-from megatron_fsdp_v2_mcore.flags.unsupported import LATE_GRADS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -226,10 +225,11 @@ FIELDS: tuple[FieldRule, ...] = (
         "--keep-fp8-transpose-cache",
         "quantized parameters are not built yet",
     ),
-    _rejected(
+    _supported(
         "delay_wgrad_compute",
         "--delay-wgrad-compute",
-        LATE_GRADS,
+        "with --overlap-moe-expert-parallel-comm, which it needs: a unit is reduced after the "
+        "gradients of its weights that are made late",
     ),
     _rejected(
         "megatron_fsdp_use_decoupled_grad",

@@ -13,10 +13,10 @@ from typing import Any
 from megatron_fsdp_v2_mcore.flags.errors import FlagError
 
 __all__ = [
-    "LATE_GRADS",
     "MODEL_REFUSALS",
     "MORE_REFUSALS",
     "UnsupportedFlag",
+    "check_overlapping_experts",
     "check_parallel_sizes",
 ]
 
@@ -44,7 +44,7 @@ def _is_given(value: Any) -> bool:
 
 _ONE_RANK = "it saves what one rank holds, which is some rows of each parameter"
 _GRAPHS = "gathers are issued from the host"
-LATE_GRADS = (
+_LATE_GRADS = (
     "it makes gradients of weights after the backward of their layer, which reduces what there is "
     "when it ends"
 )
@@ -102,11 +102,13 @@ MORE_REFUSALS: tuple[UnsupportedFlag, ...] = (
         "its fused experts ask for gradient buffers in the forward, where there are none",
     ),
     # Gradients that come after the backward of their unit.
-    UnsupportedFlag("defer_embedding_wgrad_compute", "--defer-embedding-wgrad-compute", LATE_GRADS),
+    UnsupportedFlag(
+        "defer_embedding_wgrad_compute", "--defer-embedding-wgrad-compute", _LATE_GRADS
+    ),
     UnsupportedFlag(
         "overlap_dispatch_backward_with_experts_wgrad",
         "--overlap-dispatch-backward-with-experts-wgrad",
-        LATE_GRADS,
+        _LATE_GRADS,
     ),
     # Communication that units decide on.
     UnsupportedFlag(
@@ -179,7 +181,6 @@ MORE_REFUSALS: tuple[UnsupportedFlag, ...] = (
 
 
 MODEL_REFUSALS: tuple[UnsupportedFlag, ...] = (
-    UnsupportedFlag("delay_wgrad_compute", "--delay-wgrad-compute", LATE_GRADS),
     UnsupportedFlag(
         "cpu_offloading_weights",
         "no flag of its own",
@@ -188,6 +189,38 @@ MODEL_REFUSALS: tuple[UnsupportedFlag, ...] = (
     ),
 )
 """What is rejected in a `TransformerConfig` alone: it is no flag, or another table has it."""
+
+
+def check_overlapping_experts(source: Any, *, is_config: bool = False) -> None:
+    """Check what goes together with layers whose parts are run one by one.
+
+    Args:
+        source: Megatron's arguments, or a `TransformerConfig`.
+        is_config: Whether it is the latter, whose fields are named then.
+
+    Raises:
+        FlagError: Something does not; names the flags.
+    """
+
+    def shown(name: str) -> str:
+        flag = f"--{name.replace('_', '-')}"
+        value = getattr(source, name)
+        return f"{type(source).__name__}.{name} = {value} ({flag})" if is_config else flag
+
+    overlaps = getattr(source, "overlap_moe_expert_parallel_comm", False)
+    if not overlaps and getattr(source, "delay_wgrad_compute", False):
+        raise FlagError(
+            f"{shown('delay_wgrad_compute')} needs "
+            "--overlap-moe-expert-parallel-comm: only its schedule says when the gradients of all "
+            "weights of a layer are there"
+        )
+    if overlaps and getattr(source, "moe_latent_size", None):
+        raise FlagError(
+            f"{shown('moe_latent_size')} cannot be used with "
+            "--overlap-moe-expert-parallel-comm: Megatron projects from the latent space back on "
+            "the stream of the all-to-all, which does not wait for the weights of the layer; leave "
+            "one of them out"
+        )
 
 
 def check_parallel_sizes(args: Any) -> None:

@@ -15,11 +15,13 @@ from megatron.core.distributed.fsdp.mcore_fsdp_adapter import (
     FullyShardedDataParallel as MegatronFullyShardedDataParallel,
 )
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_attr_wrapped_model
 from torch import nn
 
 from megatron_fsdp_v2 import FSDPModule, fully_shard
 from megatron_fsdp_v2.runtime.finite_grads import not_finite
 from megatron_fsdp_v2.runtime.registered_pool import register_pool
+from megatron_fsdp_v2.runtime.scheduled import ScheduledUnits
 from megatron_fsdp_v2_mcore.activation import require_active
 from megatron_fsdp_v2_mcore.flags.arguments import reject_model_options
 from megatron_fsdp_v2_mcore.flags.errors import FlagError
@@ -28,6 +30,7 @@ from megatron_fsdp_v2_mcore.flags.settings import ShardingSettings, notices, sha
 from megatron_fsdp_v2_mcore.model.initialize import initializer
 from megatron_fsdp_v2_mcore.model.mamba_parameters import follow_parameters
 from megatron_fsdp_v2_mcore.model.meshes import Meshes, dense_meshes, expert_meshes, gather_groups
+from megatron_fsdp_v2_mcore.model.schedule_plans import follow_plan, scheduled_parts
 from megatron_fsdp_v2_mcore.model.tensor_shards import is_expert, tensor_shards
 from megatron_fsdp_v2_mcore.model.units import (
     UNIT_CLASSES,
@@ -120,6 +123,7 @@ class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
             param.__fsdp_param__ = True  # type: ignore[attr-defined]
         if config.init_model_with_meta_device:
             share_late_embeddings(module, groups)
+        self._scheduled = ScheduledUnits(module, scheduled_parts(module))
         self.param_and_grad_buffer = _ParamAndGradBuffer()
         if ddp_config.nccl_ub and self.options.uses_trace_pool and not register_pool(module):
             self._say(
@@ -179,6 +183,20 @@ class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
         assert isinstance(self.module, FSDPModule)
         return self.module
 
+    def build_schedule_plan(self, *args: Any, **kwargs: Any) -> Any:
+        """The chunk's plan of a micro-batch, for `--overlap-moe-expert-parallel-comm`.
+
+        Megatron runs parts of layers by it, one by one, those of one micro-batch's forward between
+        those of another one's backward. Every unit is gathered for the parts that use it.
+
+        Args:
+            args: As the chunk's forward takes them.
+            kwargs: Likewise.
+        """
+        plan = get_attr_wrapped_model(self.module, "build_schedule_plan")(*args, **kwargs)
+        follow_plan(plan, self._scheduled)
+        return plan
+
     # -- gradients ----------------------------------------------------------------------------
 
     @contextlib.contextmanager
@@ -229,6 +247,8 @@ class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
     @override
     def zero_grad_buffer(self) -> None:
         """Drop every gradient; the next reduction overwrites."""
+        # A step begins, so that a schedule that is still open ended with an exception.
+        self._scheduled.abandon()
         for param in self.module.parameters():
             param.grad = None
 

@@ -217,24 +217,27 @@ def loss_function(
     return total, num_tokens, {"lm loss": report}
 
 
-def forward_step(data_iterator: Any, model: torch.nn.Module, *args: Any) -> Any:
+def forward_step(
+    data_iterator: Any, model: torch.nn.Module, return_schedule_plan: bool = False
+) -> Any:
     """Forward of one micro-batch, in the shape Megatron's schedules call it.
 
     Args:
         data_iterator: Micro-batches.
         model: A (wrapped) stage.
-        args: Not used; combined schedules pass more.
+        return_schedule_plan: Make a plan of the forward instead, as
+            `--overlap-moe-expert-parallel-comm` asks for.
 
     Returns:
-        The stage's output and the function that makes a loss of it.
+        The stage's output, or its plan, and the function that makes a loss of the output.
     """
-    del args
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
     vp_stage = _vp_stage(model)
     batch = get_batch(data_iterator, vp_stage)
     timers("batch-generator").stop()
-    output = model(
+    run: Any = model.build_schedule_plan if return_schedule_plan else model
+    output = run(
         batch["tokens"],
         batch["position_ids"],
         batch["attention_mask"],

@@ -1,0 +1,123 @@
+"""When units are used by Megatron's plans of layers that run part by part.
+
+With `--overlap-moe-expert-parallel-comm` a layer is a row of nodes: what comes before the experts,
+dispatch, experts, combine. Forwards of one micro-batch run between backwards of another one, so
+that the computation of one hides the all-to-all of the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+from megatron.core.transformer.moe.moe_layer import BaseMoELayer
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import nn
+
+from megatron_fsdp_v2 import FSDPModule
+from megatron_fsdp_v2.runtime.scheduled import ScheduledUnits
+
+__all__ = ["follow_plan", "scheduled_parts"]
+
+
+class _Span(NamedTuple):
+    """The nodes of a layer between which a unit is used.
+
+    Attributes:
+        part: The unit's module.
+        first_forward: The first node whose forward uses it.
+        last_forward: The last one.
+        first_backward: The first node whose backward uses it.
+        last_backward: The last one, after which all its gradients are there.
+    """
+
+    part: nn.Module
+    first_forward: Any
+    last_forward: Any
+    first_backward: Any
+    last_backward: Any
+
+
+def scheduled_parts(chunk: nn.Module) -> list[nn.Module]:
+    """Units of a sharded chunk that a plan has nodes for: layers, and experts apart from them.
+
+    Args:
+        chunk: The model chunk.
+    """
+    layers = [module for module in chunk.modules() if isinstance(module, TransformerLayer)]
+    parts = [part for layer in layers for part in (layer, _experts_of(layer))]
+    return [part for part in parts if part is not None and _is_unit(part)]
+
+
+def _is_unit(module: nn.Module) -> bool:
+    return isinstance(module, FSDPModule)
+
+
+def _experts_of(layer: nn.Module) -> nn.Module | None:
+    """The experts of a layer, where they are a unit of their own."""
+    mlp = getattr(layer, "mlp", None)
+    experts: nn.Module | None = mlp.experts if isinstance(mlp, BaseMoELayer) else None
+    return experts if experts is not None and _is_unit(experts) else None
+
+
+def follow_plan(plan: Any, units: ScheduledUnits) -> None:
+    """Have units gathered and reduced as the nodes of a plan run.
+
+    Args:
+        plan: A plan that Megatron made for one micro-batch.
+        units: Those of its chunk.
+    """
+    _around(plan.pre_process, "forward_func", before=units.begin)
+    _around(plan.pre_process, "backward_func", after=units.end)
+    for index in range(plan.num_layers()):
+        for span in _spans(plan.get_layer(index)):
+            part = span.part
+            _around(span.first_forward, "forward_func", before=partial(units.begin_forward, part))
+            span.last_forward.set_post_forward_hook(partial(units.end_forward, part))
+            begin = partial(units.begin_backward, part)
+            _around(span.first_backward, "backward_func", before=begin)
+            # Megatron calls it after gradients of weights that are made later.
+            span.last_backward.set_post_backward_hook(partial(units.end_backward, part))
+
+
+def _spans(nodes: Any) -> Iterator[_Span]:
+    """Which nodes use which unit. What belongs to none of these is gathered throughout.
+
+    Dispatch and combine, which run on a stream of their own, use no parameters of a layer.
+    """
+    layer = getattr(nodes.layer, "mtp_model_layer", nodes.layer)
+    before, mlp = nodes.pre_dispatch_computation, nodes.mlp
+    experts = _experts_of(layer)
+    if experts is not None:
+        yield _Span(experts, mlp, mlp, mlp, mlp)
+    if not _is_unit(layer):
+        return
+    if experts is None:
+        yield _Span(layer, before, mlp, mlp, before)
+    elif layer.recompute_pre_mlp_layernorm:
+        # When a gradient reaches the output of the experts.
+        yield _Span(layer, before, before, mlp, before)
+    else:
+        yield _Span(layer, before, before, before, before)
+
+
+def _around(
+    node: Any,
+    name: str,
+    *,
+    before: Callable[[], None] | None = None,
+    after: Callable[[], None] | None = None,
+) -> None:
+    """Have something called around what a node of a plan runs."""
+    run = getattr(node, name)
+
+    def run_and_tell(*args: Any) -> Any:
+        if before is not None:
+            before()
+        result = run(*args)
+        if after is not None:
+            after()
+        return result
+
+    setattr(node, name, run_and_tell)

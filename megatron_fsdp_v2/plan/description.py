@@ -139,6 +139,7 @@ class TrainingDescription:
         recompute_factor: Part of the forward that the backward repeats.
         reshard_after_forward: See `fully_shard`.
         unshard_prefetch_depth: Likewise; 0 without prefetching.
+        num_held_beside: Further units that are gathered at a time, where a schedule holds some.
         enable_async_reduce_grad: Likewise.
         max_live_grad_buffers: Likewise.
         on_cpu: Whether reductions run on a CPU, where they receive into buffers of their own.
@@ -166,6 +167,7 @@ class TrainingDescription:
     recompute_factor: float = 0.0
     reshard_after_forward: bool = True
     unshard_prefetch_depth: int = 1
+    num_held_beside: int = 0
     enable_async_reduce_grad: bool = True
     max_live_grad_buffers: int = 2
     on_cpu: bool = False

@@ -373,7 +373,7 @@ def _peak(
         unit_bytes(training, groups),
         optimizer_state=state_nbytes(training, groups),
         activations=training.activation_nbytes,
-        unshard_prefetch_depth=training.unshard_prefetch_depth,
+        unshard_prefetch_depth=training.unshard_prefetch_depth + training.num_held_beside,
         max_live_grad_buffers=training.max_live_grad_buffers,
         is_reduction_async=training.enable_async_reduce_grad,
         accumulates=training.accumulates,

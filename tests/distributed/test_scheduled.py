@@ -26,16 +26,21 @@ class _Late(torch.autograd.Function):
     """A product whose weight's gradient is left for later."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, later: list[Any]) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: Any, layer: LateLinear) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.later = later
+        ctx.weight, ctx.layer = weight, layer
         return x @ weight.t()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        ctx.later.append(grad.t() @ x)
-        return grad @ weight, None, None
+        main_grad = placeholder = None
+        if ctx.layer.fuses:
+            # A kernel that adds to the gradient by itself asks where in the backward.
+            main_grad, placeholder = ctx.weight.main_grad, torch.empty_like(weight)
+            ctx.weight.grad_added_to_main_grad = True
+        ctx.layer.later.append((grad.t() @ x, main_grad))
+        return grad @ weight, placeholder, None
 
 
 class LateLinear(nn.Linear):
@@ -44,18 +49,23 @@ class LateLinear(nn.Linear):
     def __init__(self, width: int) -> None:
         super().__init__(width, width)
         self.later: list[Any] | None = None
+        self.fuses = False
 
     @override
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.later is None:
             return super().forward(x)
-        product: torch.Tensor = _Late.apply(x, self.weight, self.later)
+        product: torch.Tensor = _Late.apply(x, self.weight, self)
         return product + self.bias
 
     def backward_dw(self) -> None:
         """Compute the weight's gradient of the oldest backward."""
         assert self.later is not None
-        self.weight.grad = self.later.pop(0)
+        grad, main_grad = self.later.pop(0)
+        if main_grad is None:
+            self.weight.grad = grad
+        else:
+            main_grad.add_(grad)
 
 
 class Layer(nn.Module):
@@ -162,14 +172,16 @@ def data(step: int, rank: int) -> torch.Tensor:
 class Trained:
     """A plain model, and a sharded one that a schedule runs."""
 
-    def __init__(self, strategy: str, sizes: tuple[int, ...], **options: Any) -> None:
+    def __init__(
+        self, strategy: str, sizes: tuple[int, ...], *, fuses: bool = False, **options: Any
+    ) -> None:
         torch.manual_seed(0)
         self.plain = Model().double()
         torch.manual_seed(0)
         model = Model().double()
         for module in model.modules():
             if isinstance(module, LateLinear):
-                module.later = []
+                module.later, module.fuses = [], fuses
         parts = [part for layer in model.layers for part in (layer.experts, layer)]
         options = {"sharding_strategy": strategy, "mesh": mesh_of(*sizes), **options}
         self.model = wrap(model, parts, **options)
@@ -243,7 +255,7 @@ def _train(strategy: str, sizes: tuple[int, ...], options: dict[str, Any]) -> tu
 
 
 PLAIN = {"enable_unshard_prefetch": False, "enable_async_reduce_grad": False}
-OPTIONS: list[dict[str, Any]] = [{}, PLAIN, {"enable_trace_pool": True}]
+OPTIONS: list[dict[str, Any]] = [{}, PLAIN, {"enable_trace_pool": True}, {"fuses": True}]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

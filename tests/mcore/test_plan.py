@@ -83,6 +83,10 @@ def described() -> dict[str, Any]:
     calls |= {name: ([*base, *flags], 8) for name, (flags, _) in REFUSED.items()}
     calls["without us"] = ([*MODEL_FLAGS, *ONE_NODE], 2)
     calls["for GPUs"] = ([*base, "--use-flash-attn", "--num-workers", "8", "--tp-comm-overlap"], 8)
+    overlapping = [*EXPERTS, "--bf16", "--overlap-moe-expert-parallel-comm"]
+    calls["overlapping"] = ([*base, *overlapping, "--delay-wgrad-compute"], 8)
+    dense_first = ["--num-layers", "3", "--moe-layer-freq", "[0,1,1]"]
+    calls["overlapping, experts but in the first"] = ([*base, *overlapping, *dense_first], 8)
     calls["many"] = ([*base, "--global-batch-size", "8192"], 4096)
     # As for the ranks of tests: what takes seconds to import is imported already.
     context: Any = multiprocessing.get_context("forkserver")
@@ -117,6 +121,16 @@ def test_flags_that_only_a_gpu_honours_are_no_obstacle(described: dict[str, Any]
     found = described["for GPUs"]
     assert not isinstance(found, str), found
     assert found.stages[0].meshes["dp"].num_ranks == 8
+
+
+def test_a_layer_that_is_held_while_micro_batches_overlap_is_counted(
+    described: dict[str, Any],
+) -> None:
+    for name, held in {"overlapping": 0, "overlapping, experts but in the first": 1}.items():
+        found = described[name]
+        assert not isinstance(found, str), found
+        assert found.stages[0].num_held_beside == held
+        assert any(note.startswith("micro-batches that overlap") for note in found.stages[0].notes)
 
 
 def test_layers_keep_what_their_kind_keeps(described: dict[str, Any]) -> None:

@@ -174,7 +174,10 @@ def _stage(
         Costs(args, is_last and number == len(chunks) - 1, keeps_attention)
         for number in range(len(chunks))
     ]
-    in_flight = min(num_stages - stage, common["num_microbatches"])
+    overlaps = args.overlap_moe_expert_parallel_comm
+    # Pipeline stages begin one more forward before their first backward then.
+    ahead = 1 if overlaps and num_stages > 1 else 0
+    in_flight = min(num_stages - stage + ahead, common["num_microbatches"])
     units: list[UnitDescription] = []
     plain_nbytes = 0
     layers: list[bool] = []
@@ -192,6 +195,8 @@ def _stage(
         plain_nbytes=plain_nbytes,
         tokens=costs[-1].tokens,
         num_in_flight=in_flight,
+        # A layer without experts, from its attention to its MLP.
+        num_held_beside=1 if overlaps and not all(layers) else 0,
         num_chunks=len(chunks),
         alternatives=costs[-1].alternatives(layers, in_flight),
         label=f"stage {stage} of {num_stages}" if num_stages > 1 else "",
@@ -210,6 +215,11 @@ def _notes(args: Any, num_chunks: int) -> Iterator[str]:
         yield "matrices that are put together from tensor-parallel parts are counted part by part"
     if args.recompute_granularity == "full" and (args.recompute_num_layers or 1) > 2:
         yield "layers recomputed together are gathered more often than is counted"
+    if args.overlap_moe_expert_parallel_comm:
+        yield (
+            "micro-batches that overlap: the root is gathered once for all of them, not for each "
+            "as is counted, and what they hide of one another is not in the time"
+        )
     if num_chunks > 1:
         yield "virtual pipeline stages: counts of collectives and times are estimates"
 

@@ -1,14 +1,16 @@
-"""Trainings with `--overlap-moe-expert-parallel-comm`, in fp32 too."""
+"""Trainings with `--overlap-moe-expert-parallel-comm`, in fp32 too, and with late gradients."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from tests.mcore import session
 from tests.mcore.session import Training
 
-__all__ = ["train_in_fp32"]
+__all__ = ["train_in_fp32", "train_with_late_gradients"]
 
 
 def train_in_fp32(flags: Sequence[str], probe: Any = None, freezes: Sequence[str] = ()) -> Training:
@@ -34,3 +36,78 @@ def train_in_fp32(flags: Sequence[str], probe: Any = None, freezes: Sequence[str
         return session.train(flags, probe, freezes)
     finally:
         patches.undo()
+
+
+class _Late(torch.autograd.Function):
+    """A product whose weight's gradient is left for later."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, later: list[Any]) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.later = later
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        ctx.later.append((grad.flatten(0, -2), x.flatten(0, -2)))
+        return grad @ weight, None, None
+
+
+def _delay(linear: Any, made: list[str], name: str) -> None:
+    """Have a linear layer make its weight's gradient in `backward_dw`, as Transformer Engine's."""
+    later: list[Any] = []
+
+    def forward(x: torch.Tensor, *unused: Any, **others: Any) -> tuple[Any, None]:
+        return _Late.apply(x, linear.weight, later), None
+
+    def backward_dw() -> None:
+        grad, x = later.pop(0)
+        assert not later, "an earlier backward was left without its gradient"
+        linear.weight.grad = grad.t() @ x
+        made.append(name)
+
+    linear.forward, linear.backward_dw = forward, backward_dw
+
+
+def train_with_late_gradients(flags: Sequence[str]) -> Training:
+    """Train in fp32 as `--delay-wgrad-compute` would, with linear layers that do so on a CPU.
+
+    Args:
+        flags: Without `--delay-wgrad-compute`, for which Megatron checks that layers are
+            Transformer Engine's.
+
+    Returns:
+        What was seen; `extras` has the names of layers that made a gradient late, in order.
+    """
+    modules = session.enter_rehearsal()
+    patches = modules["Patches"]()
+    from megatron.core.transformer.attention import SelfAttention
+    from megatron.core.transformer.moe.experts import TEGroupedMLP
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    build, check = modules["gpt"].build_model, TransformerConfig.__post_init__
+    made: list[str] = []
+
+    def build_with_late_gradients(*args: Any, **kwargs: Any) -> Any:
+        model = build(*args, **kwargs)
+        for name, module in model.named_modules():
+            if isinstance(module, SelfAttention):
+                _delay(module.linear_qkv, made, f"{name}.linear_qkv")
+                _delay(module.linear_proj, made, f"{name}.linear_proj")
+            elif isinstance(module, TEGroupedMLP):
+                module.backward_dw = lambda name=name: made.append(name)
+        return model
+
+    def check_and_delay(config: Any) -> None:
+        check(config)
+        config.delay_wgrad_compute = True
+
+    patches.set(modules["gpt"], "build_model", build_with_late_gradients)
+    patches.set(TransformerConfig, "__post_init__", check_and_delay)
+    try:
+        result = train_in_fp32(flags)
+    finally:
+        patches.undo()
+    result.extras = made
+    return result

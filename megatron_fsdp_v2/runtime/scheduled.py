@@ -108,6 +108,21 @@ class ScheduledUnits:
             self._release(unit, drops=is_last and unit.reshard_after_backward)
         end_scheduled(context)
 
+    def expect_gradients(self) -> None:
+        """A backward begins that may bring gradients of any unit but the parts.
+
+        Their buffers are given memory here and now. It is to be called where some of them arrive
+        on another stream than the one that the model runs on, to which all memory belongs.
+
+        Raises:
+            RuntimeError: No micro-batch is under way.
+        """
+        self._check_is_open("expect_gradients")
+        for unit in self._held:
+            for group in unit.groups:
+                if group.is_trained:
+                    group.before_first_grad()
+
     def begin_forward(self, part: nn.Module) -> None:
         """Parameters of a part are used from here on, by a forward. Collective.
 

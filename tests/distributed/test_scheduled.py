@@ -143,6 +143,7 @@ class MicroBatch:
     def backward(self) -> Iterator[None]:
         """The backward, node by node, with gradients of weights after those of inputs."""
         units = self.units
+        units.expect_gradients()
         grad = self.nodes.pop().backward(None)
         yield
         for layer in reversed(self.model.layers):

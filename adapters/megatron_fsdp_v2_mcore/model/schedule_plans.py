@@ -70,6 +70,9 @@ def follow_plan(plan: Any, units: ScheduledUnits) -> None:
     """
     _around(plan.pre_process, "forward_func", before=units.begin)
     _around(plan.pre_process, "backward_func", after=units.end)
+    if plan.post_process is not None:
+        # The final norm runs with the last combine, on the stream of the all-to-all.
+        _around(plan.post_process, "backward_func", before=units.expect_gradients)
     for index in range(plan.num_layers()):
         for span in _spans(plan.get_layer(index)):
             part = span.part
@@ -84,7 +87,8 @@ def follow_plan(plan: Any, units: ScheduledUnits) -> None:
 def _spans(nodes: Any) -> Iterator[_Span]:
     """Which nodes use which unit. What belongs to none of these is gathered throughout.
 
-    Dispatch and combine, which run on a stream of their own, use no parameters of a layer.
+    Dispatch and combine, which run on a stream of their own, use no parameters of a layer: its
+    memory belongs to the stream of all other nodes, on which it is gathered and dropped.
     """
     layer = getattr(nodes.layer, "mtp_model_layer", nodes.layer)
     before, mlp = nodes.pre_dispatch_computation, nodes.mlp

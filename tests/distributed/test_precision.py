@@ -219,9 +219,10 @@ class MixedUnit(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.coarse = nn.Parameter(torch.ones(5, 3))
-        self.fine = nn.Parameter(torch.ones(7, 3, dtype=FP64))
-        self.frozen = nn.Parameter(torch.full((5, 3), 2.0), requires_grad=False)
+        # Rows of 16 bytes and more, so that each of three ranks holds some of everything trained.
+        self.coarse = nn.Parameter(torch.ones(5, 4))
+        self.fine = nn.Parameter(torch.ones(7, 4, dtype=FP64))
+        self.frozen = nn.Parameter(torch.full((5, 4), 2.0), requires_grad=False)
         self.table = nn.Parameter(torch.arange(9), requires_grad=False)
         self.blocks: list[nn.Module] = []
 

@@ -138,8 +138,9 @@ class OfNoRows(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.none = nn.Parameter(torch.zeros(0, 3))
-        self.some = nn.Parameter(torch.ones(4, 3))
+        # Rows of 16 bytes, so that ranks can hold single ones.
+        self.none = nn.Parameter(torch.zeros(0, 4))
+        self.some = nn.Parameter(torch.ones(4, 4))
 
     def forward(self) -> torch.Tensor:
         return torch.cat([self.none, self.some]).square().sum()

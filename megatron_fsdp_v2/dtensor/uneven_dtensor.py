@@ -39,6 +39,7 @@ from megatron_fsdp_v2.dtensor.row_shards import (
     knows_rows,
     placements_with_rows,
 )
+from megatron_fsdp_v2.params.compiler import leave_to_python
 
 __all__ = ["UnevenDTensor", "local_of", "plain_attributes", "rows_of", "with_rows_of"]
 
@@ -201,6 +202,15 @@ class UnevenDTensor(AttributesAtOnce):
                 raise
             raise _misuse_while_sharded(func, found) from error
         return _carry(result, args)
+
+    @override
+    def __tensor_flatten__(self) -> Any:
+        """What it consists of, for torch's subclass machinery.
+
+        Compiled, it would become a DTensor, whose rows torch has its own idea of.
+        """
+        leave_to_python(f"a sharded tensor of shape {tuple(self.shape)}")
+        return super().__tensor_flatten__()  # type: ignore[no-untyped-call]
 
     @override
     def __deepcopy__(self, memo: dict[int, Any]) -> UnevenDTensor:

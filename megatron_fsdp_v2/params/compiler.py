@@ -7,11 +7,12 @@ compiled graph could contain. They stand between graphs instead: a module's own 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 
 import torch
 
-__all__ = ["uncompiled"]
+__all__ = ["check_engine", "leave_to_python", "runs_as_written", "uncompiled"]
 
 _REASON = (
     "megatron_fsdp_v2 gathers weights before the forward of a sharded module and drops them after "
@@ -29,4 +30,54 @@ def uncompiled[**P, R](function: Callable[P, R]) -> Callable[P, R]:
     Args:
         function: Defined once in a process: what is made of it is kept.
     """
-    return torch.compiler.disable(function, reason=_REASON)  # type: ignore[no-any-return, no-untyped-call]
+    made: Callable[P, R] = torch.compiler.disable(function, reason=_REASON)  # type: ignore[no-untyped-call]
+    _run_tensors_as_written()
+    return made
+
+
+@functools.cache
+def _run_tensors_as_written() -> None:
+    """Have the compiler skip what sharded tensors do, which is called by torch and not by hooks."""
+    for name in ("uneven_dtensor", "sharded_norm", "row_shards", "comm_calls", "comm_errors"):
+        torch._dynamo.trace_rules.add(f"{__package__}.{name}")
+
+
+def runs_as_written[**P, R](function: Callable[P, R]) -> Callable[P, R]:
+    """A function that the compiler does not compile, while it may compile what that calls."""
+    return torch.compiler.disable(  # type: ignore[no-any-return, no-untyped-call]
+        function, recursive=False, reason=_REASON
+    )
+
+
+def leave_to_python(what: str) -> None:
+    """Where a compiler asks what a tensor consists of: end its graph before, if it is tracing.
+
+    Raises:
+        torch._dynamo.exc.Unsupported: It is. That ends the graph, or says why where there may be
+            one only.
+    """
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None and torch._guards.TracingContext.try_get() is not None:
+        raise dynamo.exc.Unsupported(
+            f"{what} is not traced: this rank holds some of its rows, which a compiled graph would "
+            "take for those of an even DTensor. Use it between graphs, as optimizers do"
+        )
+
+
+def check_engine(name: str) -> None:
+    """See that a backward is run by the autograd engine, which runs hooks when it gets to them.
+
+    Args:
+        name: Of the unit whose backward begins.
+
+    Raises:
+        RuntimeError: The backward itself was compiled.
+    """
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    if module is not None and module.in_compiled_autograd_region:
+        raise RuntimeError(
+            f"the backward of {name} runs in compiled autograd, which collects the hooks of a "
+            "backward before it runs them, so that weights are not gathered when they are needed; "
+            "turn torch._dynamo.config.compiled_autograd off: compiled modules have compiled "
+            "backwards without it"
+        )

@@ -338,7 +338,8 @@ def _validate(
     enable_trace_pool: bool,
 ) -> None:
     for module in modules:
-        if isinstance(module, FSDPModule):
+        # What torch.compile() made of a module holds it under this name.
+        if any(isinstance(m, FSDPModule) for m in (module, getattr(module, "_orig_mod", None))):
             raise ValueError(f"fully_shard was already called on this {type(module).__name__}")
         if isinstance(module, nn.ModuleList | nn.ModuleDict) and not _has_forward(module):
             raise ValueError(

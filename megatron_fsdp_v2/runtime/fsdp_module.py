@@ -16,6 +16,7 @@ from torch.distributed import fsdp
 
 from megatron_fsdp_v2.comm.gather_groups import group_of_same_ranks
 from megatron_fsdp_v2.memory.trace_pool import TracePoolAllocator
+from megatron_fsdp_v2.params.compiler import runs_as_written, uncompiled
 from megatron_fsdp_v2.runtime.context import check_at_least_one
 from megatron_fsdp_v2.runtime.end_of_backward import bring_to_idle, synchronize_gradients
 from megatron_fsdp_v2.runtime.forward_of_modules import begin_method, end_method, fail_method
@@ -339,6 +340,10 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     takes_self = function is not method
     owner = weakref.ref(module)
 
+    begin, end = uncompiled(begin_method), uncompiled(end_method)
+
+    # The frame it runs in is looked for later, and compiling would make another one of it.
+    @runs_as_written
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         current = owner()
@@ -346,12 +351,12 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         unit = unit_of(current)
         # A frame in a local variable of its own would be a reference cycle.
         try:
-            args, kwargs = begin_method(unit, current, sys._getframe(), args, kwargs)
+            args, kwargs = begin(unit, current, sys._getframe(), args, kwargs)
             output = function(current, *args, **kwargs) if takes_self else function(*args, **kwargs)
         except BaseException:
-            fail_method(unit, current, sys._getframe())
+            uncompiled(fail_method)(unit, current, sys._getframe())
             raise
-        return end_method(unit, current, sys._getframe(), output)
+        return end(unit, current, sys._getframe(), output)
 
     setattr(module, method_name, run)
 
@@ -415,7 +420,11 @@ def swap_class(module: nn.Module) -> None:
     sharded = _CLASSES.get(cls)
     if sharded is None:
         # Libraries keep what they know of a class by how it prints, which its full name decides.
-        names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+        names: dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+        if hasattr(module, "_orig_mod"):
+            # What torch.compile() makes of a module has a length, which raises for most modules,
+            # and the compiler asks whether objects are true.
+            names["__bool__"] = lambda self: True
         sharded = type(f"FSDP{cls.__name__}", (FSDPModule, cls), names)
         _CLASSES[cls] = sharded
     module.__class__ = sharded

@@ -100,8 +100,8 @@ class _OptimizerWatch:
 
     def add(self, context: Context[Unit]) -> None:
         if not self._is_registered:
-            register_optimizer_step_pre_hook(self._before_step)
-            register_optimizer_step_post_hook(self._after_step)
+            register_optimizer_step_pre_hook(uncompiled(self._before_step))
+            register_optimizer_step_post_hook(uncompiled(self._after_step))
             self._is_registered = True
         self._contexts.add(context)
 

@@ -11,6 +11,7 @@ import inspect
 import types
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 from torch.distributed import fsdp
 from torch.nn.modules import module as torch_module
@@ -35,6 +36,9 @@ def check_who_asks(module: object) -> None:
     Raises:
         RuntimeError: One does.
     """
+    if torch.compiler.is_compiling():
+        # A compiled forward asks for its parameters; a constructor is not compiled.
+        return
     frame = inspect.currentframe()
     frame = None if frame is None else frame.f_back
     own = None if frame is None else frame.f_globals.get("__name__")

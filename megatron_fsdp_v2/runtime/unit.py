@@ -20,6 +20,7 @@ from megatron_fsdp_v2.params.autograd import (
     watch_inputs,
     watch_outputs,
 )
+from megatron_fsdp_v2.params.compiler import check_engine
 from megatron_fsdp_v2.runtime.end_of_backward import (
     EndOfBackward,
     finish_ordered_reductions,
@@ -441,9 +442,10 @@ class Unit:
 
         Raises:
             RuntimeError: The backward is to be differentiated again (`create_graph=True`), where
-                weights are dropped before that could happen.
+                weights are dropped before that could happen; or it was compiled.
         """
         context = self.context
+        check_engine(self.name)
         if context.backward_failed:
             repair(context)
         context.finish_later_than(use.number)

@@ -6,6 +6,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ import torch.distributed as dist
 from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.utils import counters
 
-from tests.distributed.wrapping import BF16, STRATEGIES, batch, wrap
+from megatron_fsdp_v2 import checkpoint, fully_shard, register_fsdp_forward_method
+from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
+from tests.distributed.wrapping import BF16, STRATEGIES, batch, said, wrap
 from tests.ranks import RankPools
 from tests.reference import models
 
@@ -255,12 +258,13 @@ def _compile_step(model: Any, backend: Compiler) -> Any:
 
 
 def _compile_step_with_backward(model: Any, backend: Compiler) -> Any:
-    def step(model: Any, x: torch.Tensor) -> torch.Tensor:
-        loss = loss_of(model(x))
-        loss.backward()
-        return loss.detach()
+    return torch.compile(_forward_and_backward, backend=backend)
 
-    return torch.compile(step, backend=backend)
+
+def _forward_and_backward(model: Any, x: torch.Tensor) -> torch.Tensor:
+    loss = loss_of(model(x))
+    loss.backward()
+    return loss.detach()
 
 
 WAYS: dict[str, Callable[[Any, Compiler], Any]] = {
@@ -312,3 +316,169 @@ def test_a_model_of_units_as_one_graph_is_rejected_with_what_to_do(pools: RankPo
     for message in pools(2).run(graph_of_a_whole_model):
         assert "megatron_fsdp_v2 gathers weights" in message
         assert "module.compile(fullgraph=True)" in message
+
+
+class AsksForParameters(models.Block):
+    """What a layer of a model library computes in follows from its parameters."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.to(next(self.parameters()).dtype)) * len(list(self.modules()))
+
+
+def stack_of(block: Callable[[], Any]) -> Any:
+    """A model with other blocks."""
+    model = built()
+    model.blocks = torch.nn.ModuleList(block() for _ in range(2))
+    return model
+
+
+def asking_blocks() -> None:
+    """Train blocks that ask for their parameters, each in one graph."""
+    plain = train(wrap(stack_of(AsksForParameters)))
+    with compiler() as backend:
+        model = wrap(stack_of(AsksForParameters))
+        for block in model.blocks:
+            block.compile(backend=backend, fullgraph=True)
+        check_same(train(model, backend=backend), plain)
+
+
+def test_a_compiled_forward_may_ask_for_its_parameters(pools: RankPools) -> None:
+    pools(2).run(asking_blocks)
+
+
+def modules_compiled_twice() -> str:
+    """Train with wrapped blocks sharded inside of a wrapped model; how a block may not be."""
+    plain = train(wrap(built()))
+    with compiler() as backend:
+        model = built()
+        for index, block in enumerate(model.blocks):
+            model.blocks[index] = torch.compile(block, backend=backend)
+        wrap(model)
+        compiled = torch.compile(model, backend=backend)
+        check_same(train(model, lambda _, x: loss_of(compiled(x)), backend), plain)
+        again = torch.compile(model, backend=backend)
+        return said(ValueError, lambda: fully_shard(again))
+
+
+def test_what_the_compiler_made_of_a_module_is_sharded_like_it_and_once(pools: RankPools) -> None:
+    for message in pools(2).run(modules_compiled_twice):
+        assert "fully_shard was already called" in message
+
+
+def whole_steps() -> None:
+    """Compile all of a step: forward, backward, clipping, the optimizer."""
+
+    def trained(compile_it: Callable[[Any], Any]) -> list[torch.Tensor]:
+        model = wrap(built())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            loss = loss_of(model(x))
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(list(model.parameters()), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        step = compile_it(step)
+        losses = [step(batch(dist.get_rank(), number)) for number in range(3)]
+        return losses + [param.to_local().detach() for param in model.parameters()]
+
+    plain = trained(lambda step: step)
+    with compiler() as backend:
+        found = trained(lambda step: torch.compile(step, backend=backend))
+    assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
+
+
+def test_a_compiled_step_of_everything_trains_as_it_does_uncompiled(pools: RankPools) -> None:
+    pools(2).run(whole_steps)
+
+
+def doubled_parameters() -> str:
+    """Compute with sharded parameters in a compiled function, and in one graph."""
+    weight = wrap(built()).blocks[0].up.weight.detach()
+    with compiler("aot_eager") as backend:
+        double = torch.compile(lambda tensor: tensor + tensor, backend=backend)
+        doubled = double(weight)
+        assert type(doubled) is UnevenDTensor
+        assert torch.equal(doubled.full_tensor(), 2 * weight.full_tensor())
+        graph: Any = torch.compile(lambda tensor: tensor + tensor, backend=backend, fullgraph=True)
+        return said(torch._dynamo.exc.Unsupported, lambda: graph(weight))
+
+
+def test_sharded_parameters_keep_their_rows_in_compiled_functions(pools: RankPools) -> None:
+    for message in pools(2).run(doubled_parameters):
+        assert "a sharded tensor of shape (15, 7) is not traced" in message
+
+
+class Doubling(models.Block):
+    """A block with another method that runs as its forward."""
+
+    def doubled(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * self(x)
+
+
+def forward_methods() -> None:
+    """Train through a registered method in a compiled function."""
+
+    def loss(model: Any, x: torch.Tensor) -> torch.Tensor:
+        return loss_of(model.output(model.blocks[0].doubled(model.input(x))))
+
+    def wrapped() -> Any:
+        model = stack_of(Doubling)
+        wrap(model, [model.blocks[0], model.input, model.output])
+        register_fsdp_forward_method(model.blocks[0], "doubled")
+        return model
+
+    plain = train(wrapped(), loss)
+    with compiler() as backend:
+        found = train(wrapped(), torch.compile(loss, backend=backend), backend)
+    check_same(found, plain)
+    assert all("megatron_fsdp_v2 gathers weights" in reason for reason in found.breaks)
+
+
+def test_methods_that_run_as_forwards_may_be_called_in_compiled_functions(
+    pools: RankPools,
+) -> None:
+    pools(2).run(forward_methods)
+
+
+def compiled_backward() -> str:
+    """What is said of a backward that is compiled itself."""
+    with compiler() as backend:
+        model = wrap(built())
+        step = torch.compile(_forward_and_backward, backend=backend)
+        with torch._dynamo.config.patch(compiled_autograd=True):
+            return said(RuntimeError, lambda: step(model, batch(dist.get_rank())))
+
+
+def test_compiled_autograd_is_rejected(pools: RankPools) -> None:
+    for message in pools(2).run(compiled_backward):
+        assert "the root (Stack) runs in compiled autograd" in message
+
+
+def resumed_uncompiled(folder: str) -> None:
+    """Save a compiled model and its optimizer, load them into one that is not."""
+    with compiler() as backend:
+        model = built()
+        for index, block in enumerate(model.blocks):
+            model.blocks[index] = torch.compile(block, backend=backend)
+        compiled: Any = torch.compile(wrap(model), backend=backend)
+        optimizer = torch.optim.Adam(compiled.parameters())
+        loss_of(compiled(batch(dist.get_rank()))).backward()
+        optimizer.step()
+        checkpoint.save(folder, compiled, optimizer)
+    loaded = wrap(built())
+    other = torch.optim.Adam(loaded.parameters())
+    checkpoint.load(folder, loaded, other)
+    for mine, theirs in zip(loaded.parameters(), compiled.parameters(), strict=True):
+        assert torch.equal(mine.to_local(), theirs.to_local())
+        if mine.to_local().numel():
+            moments = (other.state[mine]["exp_avg"], optimizer.state[theirs]["exp_avg"])
+            assert torch.equal(*(moment.to_local() for moment in moments))
+
+
+def test_a_checkpoint_of_a_compiled_model_is_one_of_the_model(
+    pools: RankPools, tmp_path: Path
+) -> None:
+    pools(2).run(resumed_uncompiled, str(tmp_path / "k"))

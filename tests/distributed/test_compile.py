@@ -447,8 +447,8 @@ def compiled_backward() -> str:
     """What is said of a backward that is compiled itself."""
     with compiler() as backend:
         model = wrap(built())
-        step = torch.compile(_forward_and_backward, backend=backend)
         with torch._dynamo.config.patch(compiled_autograd=True):
+            step = torch.compile(_forward_and_backward, backend=backend)
             return said(RuntimeError, lambda: step(model, batch(dist.get_rank())))
 
 

@@ -14,6 +14,7 @@ import importlib.metadata
 import inspect
 import sys
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from megatron_fsdp_v2_mcore.activation import is_active, set_active
@@ -76,6 +77,18 @@ def _with_our_check_of_files(original: Callable[..., Any]) -> Callable[..., Any]
         return original(args, *rest, **kwargs)
 
     return validate_yaml
+
+
+def _unless_compiled(original: Callable[[], None]) -> Callable[[], None]:
+    def compile_helpers() -> None:
+        datasets = importlib.import_module("megatron.core.datasets")
+        if Path(str(datasets.__file__)).with_name("Makefile").exists():
+            original()
+            return
+        # There is nothing to compile with; where they are missing, this says so.
+        importlib.import_module("megatron.core.datasets.helpers_cpp")
+
+    return compile_helpers
 
 
 def _our_start(original: Any) -> Any:
@@ -181,6 +194,14 @@ PATCHES: tuple[Patch, ...] = (
         "--yaml-cfg goes past the validation of arguments; rejected where this package is selected",
         ("args",),
         _with_our_check_of_files,
+    ),
+    Patch(
+        "dataset-helpers",
+        "megatron.core.datasets.utils:compile_helpers",
+        "Megatron's wheel carries the compiled helpers and no Makefile to compile them with: every "
+        "start without a rehearsal would end there; with a Makefile it is as it was",
+        (),
+        _unless_compiled,
     ),
     Patch(
         "start",

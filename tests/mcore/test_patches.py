@@ -6,6 +6,7 @@ import argparse
 import importlib
 import importlib.metadata
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,7 +41,22 @@ def test_without_selection_only_parser_and_validation_are_hooked() -> None:
     before = _current()
     install()
     changed = {name for name, value in _current().items() if value is not before[name]}
-    assert changed == {"arguments", "validation", "validation-of-files"}
+    assert changed == {"arguments", "validation", "validation-of-files", "dataset-helpers"}
+
+
+def test_a_start_does_not_compile_what_the_wheel_carries() -> None:
+    install()
+    # Megatron's own ends the process: it runs `make` where there is no Makefile.
+    importlib.import_module("megatron.core.datasets.utils").compile_helpers()
+
+
+def test_a_checkout_compiles_its_helpers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    calls = []
+    datasets = importlib.import_module("megatron.core.datasets")
+    monkeypatch.setattr(datasets, "__file__", str(tmp_path / "__init__.py"))
+    (tmp_path / "Makefile").touch()
+    patches._unless_compiled(lambda: calls.append("compiled"))()
+    assert calls == ["compiled"]
 
 
 def test_uninstall_puts_back_what_selection_replaced() -> None:

@@ -12,6 +12,9 @@ OUT      ?= out/pretrain
 ONE_IN   ?= 1
 CASES    ?= 1000
 SEED     ?= 0
+DEVICE   ?= cuda
+GPUS     ?=
+GPU_OUT  ?= out/gpu
 
 PY := $(VENV)/bin/python
 LONGER := $(PY) -m pytest --one-in "$(ONE_IN)"
@@ -46,7 +49,10 @@ help: ## list the targets and their variables
 	  '  OUT=path       pretrain: where data, logs, checkpoints and the plot go (out/pretrain)' \
 	  '  ONE_IN=n       longer tests: run one in so many, chosen by the commit (1)' \
 	  '  CASES=n        test-random: number of cases (1000)' \
-	  '  SEED=n         test-random: seed of the first one (0)'
+	  '  SEED=n         test-random: seed of the first one (0)' \
+	  '  DEVICE=name    test-gpu: cuda, or cpu for a rehearsal of the checks (cuda)' \
+	  '  GPUS=n         test-gpu: number of ranks (every GPU; 2 on a CPU)' \
+	  '  GPU_OUT=path   test-gpu: where the report goes (out/gpu)'
 
 setup: ## create the environment with pinned dependencies
 	@VENV="$(VENV)" PYTHON="$(PYTHON)" TORCH="$(TORCH)" tools/setup.sh
@@ -96,8 +102,8 @@ lint: setup ## ruff, format check, type check, import layering
 	@$(PY) -m mypy
 	@$(VENV)/bin/lint-imports --no-logo
 
-test-gpu: setup ## the tests that need a GPU
-	@$(PY) -m pytest -m gpu tests/gpu
+test-gpu: setup ## every check that needs a GPU, on all GPUs of this machine, and one report
+	@$(PY) -m tests.gpu.kit --device "$(DEVICE)" $(if $(GPUS),--ranks "$(GPUS)") --out "$(GPU_OUT)"
 
 bench: setup ## benchmark against peers on this machine
 	@$(PY) -m benchmarks

@@ -75,22 +75,33 @@ CONTENDERS: dict[str, Callable[[nn.Module, DeviceMesh], nn.Module]] = {
 def _work(rank: int, args: argparse.Namespace, port: int) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=args.ranks)
-    mesh = init_device_mesh("cpu", (args.ranks,))
+    on_cuda = args.device == "cuda"
+    if on_cuda:
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl" if on_cuda else "gloo",
+        rank=rank,
+        world_size=args.ranks,
+        device_id=torch.device("cuda", rank) if on_cuda else None,
+    )
+    mesh = init_device_mesh(args.device, (args.ranks,))
     steps = {}
     for name, wrap in CONTENDERS.items():
         torch.manual_seed(0)
-        model = wrap(nn.Sequential(*(Block(args.width) for _ in range(args.layers))), mesh)
+        blocks = nn.Sequential(*(Block(args.width) for _ in range(args.layers)))
+        model = wrap(blocks.to(args.device), mesh)
         steps[name] = (model, torch.optim.AdamW(model.parameters(), lr=1e-4))
-    inputs = torch.randn(args.batch, args.width)
+    inputs = torch.randn(args.batch, args.width, device=args.device)
     times: dict[str, list[float]] = {name: [] for name in CONTENDERS}
     for round_number in range(args.rounds + 2):
         for name, (model, optimizer) in steps.items():
             dist.barrier()
+            _settle(on_cuda)
             start = time.perf_counter()
             optimizer.zero_grad()
             model(inputs).square().mean().backward()
             optimizer.step()
+            _settle(on_cuda)
             if round_number >= 2:
                 times[name].append(time.perf_counter() - start)
     if rank == 0:
@@ -99,10 +110,17 @@ def _work(rank: int, args: argparse.Namespace, port: int) -> None:
     dist.destroy_process_group()
 
 
+def _settle(on_cuda: bool) -> None:
+    """Wait for what is queued: a step on a GPU has returned long before it is done."""
+    if on_cuda:
+        torch.cuda.synchronize()
+
+
 def _report(medians: dict[str, float], args: argparse.Namespace) -> None:
     ratios = {name: value / medians[BASELINE] for name, value in medians.items()}
     lines = [
-        f"{args.layers} blocks of width {args.width}, fp32, {args.ranks} ranks (gloo), "
+        f"{args.layers} blocks of width {args.width}, fp32, {args.ranks} ranks "
+        f"({'NCCL' if args.device == 'cuda' else 'gloo'}), "
         f"AdamW, median of {args.rounds} steps",
         f"{'':28}{'step ms':>10}{'over ' + BASELINE:>14}",
     ]
@@ -140,6 +158,7 @@ def free_port() -> int:
 def main() -> None:
     """Run the benchmark and print its table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=256)

@@ -18,6 +18,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 DEFAULT_TIMEOUT_S = 60.0
+CUDA_START_S = 300.0
+"""For eight processes that each import everything and make a communicator."""
 DIED = "the process died"
 STARTS = 3
 """Times a pool is started before its failure counts."""
@@ -46,7 +48,9 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _serve(rank: int, world_size: int, port: int, connection: Connection) -> None:
+def _serve(
+    rank: int, world_size: int, port: int, connection: Connection, device: str = "cpu"
+) -> None:
     import torch
     import torch.distributed as dist
 
@@ -59,7 +63,17 @@ def _serve(rank: int, world_size: int, port: int, connection: Connection) -> Non
         GLOO_SOCKET_IFNAME="lo",
     )
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+        # What is exchanged on the host goes over gloo, as it does in a training of Megatron's.
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl",
+            rank=rank,
+            world_size=world_size,
+            device_id=torch.device("cuda", rank),
+        )
+    else:
+        dist.init_process_group("gloo", rank=rank, world_size=world_size)
     connection.send(("ready", None))
     while True:
         task = connection.recv()
@@ -77,10 +91,17 @@ def _serve(rank: int, world_size: int, port: int, connection: Connection) -> Non
 
 
 class RankPool:
-    """Worker processes of one world size."""
+    """Worker processes of one world size.
 
-    def __init__(self, world_size: int, preloaded: Sequence[str] = ()) -> None:
+    Args:
+        world_size: Number of processes.
+        preloaded: Further modules to import before processes are forked.
+        device: `cpu`, or `cuda` for a GPU and NCCL on every rank.
+    """
+
+    def __init__(self, world_size: int, preloaded: Sequence[str] = (), device: str = "cpu") -> None:
         self.world_size = world_size
+        self._device = device
         self._preloaded = [*PRELOADED, *preloaded]
         for attempt in range(STARTS):
             try:
@@ -93,20 +114,26 @@ class RankPool:
                 self.close()
 
     def _start(self, port: int) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(self._preloaded)
+        # What is imported before a fork may have looked at the GPUs, which no child could use then.
+        context: Any = multiprocessing.get_context(
+            "spawn" if self._device == "cuda" else "forkserver"
+        )
+        if self._device == "cpu":
+            context.set_forkserver_preload(self._preloaded)
         self._connections: list[Connection] = []
         self._processes = []
         for rank in range(self.world_size):
             mine, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, self.world_size, port, theirs), daemon=True
+                target=_serve,
+                args=(rank, self.world_size, port, theirs, self._device),
+                daemon=True,
             )
             process.start()
             theirs.close()
             self._connections.append(mine)
             self._processes.append(process)
-        self._collect(DEFAULT_TIMEOUT_S)
+        self._collect(CUDA_START_S if self._device == "cuda" else DEFAULT_TIMEOUT_S)
 
     def run(
         self,

@@ -1,0 +1,289 @@
+"""The checks, in the order they run: what is cheap and says most comes first."""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import Any
+
+from tests.gpu.kit import on_ranks as ranked
+from tests.gpu.kit import trainings
+from tests.gpu.kit.check import Check, Outcome, Request
+from tests.gpu.kit.running import command, on_ranks, python
+from tests.parity.patterns import PATTERNS
+from tests.parity.test_parity import STRATEGIES
+
+FP32 = {"cpu": 1e-6, "cuda": 1e-5}
+BF16 = 6e-2
+"""Of a training whose weights are rounded to 8 bits, against one in fp32."""
+BF16_PATTERNS = ("plain", "accumulation under no_sync", "checkpointing, non-reentrant")
+SMALL = ("plain",)
+SLACK = 4 << 20
+"""Bytes that torch's allocator and libraries may have besides: rounding, workspaces."""
+
+
+def parity(kind: str, precision: str, request: Request) -> Outcome:
+    """Every pattern and strategy against an unsharded loop on the same device."""
+    ranks = request.ranks if kind == "1-D" else request.ranks - request.ranks % 2
+    shape = (ranks,) if kind == "1-D" else (2, ranks // 2)
+    outer = "optim" if kind == "HFSDP" else "no_shard"
+    strategies = STRATEGIES[1:] if kind == "HFSDP" else STRATEGIES
+    patterns: Any = PATTERNS if precision == "fp32" else BF16_PATTERNS
+    if request.is_small:
+        patterns = SMALL
+    by_rank: list[dict[str, dict[str, float]]] = [{} for _ in range(ranks)]
+    for skips in (False, True):
+        # At ZeRO-3 a unit cannot be skipped on some ranks only.
+        named = [p for p in patterns if PATTERNS[p].skips == skips]
+        used = [s for s in strategies if not (skips and ranks > 1 and s == STRATEGIES[-1])]
+        if not named:
+            continue
+        found = on_ranks(
+            request, ranks, ranked.parity, request.device, shape, outer, precision, named, used
+        )
+        for errors, more in zip(by_rank, found, strict=True):
+            errors.update(more)
+    worst = {
+        name: {s: max(errors[name][s] for errors in by_rank) for s in by_rank[0][name]}
+        for name in by_rank[0]
+    }
+    bound = FP32[request.device] if precision == "fp32" else BF16
+    error = max(max(of_pattern.values()) for of_pattern in worst.values())
+    wrong = [f"{n}, {s}" for n, by in worst.items() for s, e in by.items() if not e <= bound]
+    text = f"{len(worst)} patterns on {shape}: errors up to {error:.1e}, allowed are {bound:.0e}"
+    return Outcome.of(not wrong, "; ".join([text, *wrong]), errors=worst, bound=bound)
+
+
+def same_bits(switch: str, setting: bool, request: Request) -> Outcome:
+    """A switch changes no bit."""
+    patterns = SMALL if request.is_small else ("plain", "accumulation under no_sync")
+    found = on_ranks(
+        request, request.ranks, ranked.switched, request.device, switch, setting, patterns
+    )
+    changed = sorted({name for names in found for name in names})
+    return Outcome.of(not changed, f"changed: {', '.join(changed) or 'nothing'}")
+
+
+def muon(request: Request) -> Outcome:
+    """Muon of sharded parameters against Muon of whole ones."""
+    found = on_ranks(request, request.ranks, ranked.muon, request.device)
+    worst = {s: max(errors[s] for errors in found) for s in STRATEGIES}
+    error = max(worst.values())
+    return Outcome.of(error < 1e-3, f"errors up to {error:.1e}, allowed are 1e-03", errors=worst)
+
+
+def async_save(request: Request) -> Outcome:
+    """An asynchronous save holds the values of its moment."""
+    folder = str(request.folder / "checkpoints")
+    found = on_ranks(request, request.ranks, ranked.async_save, request.device, folder)
+    wrong = sorted({name for names in found for name in names})
+    return Outcome.of(not wrong, f"other values: {', '.join(wrong) or 'none'}")
+
+
+def memory(request: Request) -> Outcome:
+    """A step keeps to the bound; torch's allocator agrees."""
+    width = 1024 if request.on_cuda else 64
+    found = on_ranks(request, request.ranks, ranked.memory, request.device, width)
+    wrong = []
+    for rank, by_strategy in enumerate(found):
+        for strategy, step in by_strategy.items():
+            allowed = step["bound"] * 1.02 + (SLACK if request.on_cuda else 0)
+            if max(step["peak"], step.get("allocated", 0)) > allowed:
+                wrong.append(f"rank {rank}, {strategy}: {step}")
+    text = "; ".join(wrong) or "no step passes its bound"
+    return Outcome.of(not wrong, text, memory=found[0])
+
+
+def compiled(request: Request) -> Outcome:
+    """Compiled blocks give the losses of blocks that are not."""
+    backend = "inductor" if request.on_cuda else "aot_eager"
+    width = 64 if request.on_cuda else 8
+    found = on_ranks(request, request.ranks, ranked.compiled, request.device, backend, width)
+    worst = {s: max(errors[s] for errors in found) for s in STRATEGIES}
+    error = max(worst.values())
+    return Outcome.of(error < 1e-4, f"{backend}: losses differ by {error:.1e}", errors=worst)
+
+
+def pytest_files(request: Request, *words: str, on_cpu: tuple[str, ...] = ()) -> Outcome:
+    """Test files that need a GPU; on a CPU, what rehearses them."""
+    log = request.folder / "output.log"
+    if request.on_cuda:
+        done = command(python("-m", "pytest", "-q", "-m", "gpu", *words), log)
+        lines = done.checked().output.strip().splitlines()
+        # Tests that skip themselves are no proof.
+        return Outcome.of(" passed" in lines[-1] and "skipped" not in lines[-1], lines[-1])
+    done = command(python(*on_cpu), log).checked()
+    return Outcome.of(True, done.output.strip().splitlines()[-1])
+
+
+def fake_cuda(request: Request) -> Outcome:
+    """Whole steps on fake tensors: no device is used, nor wanted."""
+    words = ["-m", "pytest", "-q", "tests/distributed/test_fake_cuda.py"]
+    if request.is_small:
+        words += ["-m", "not functional"]
+    log = request.folder / "output.log"
+    done = command(python(*words), log, environment={"CUDA_VISIBLE_DEVICES": ""}).checked()
+    return Outcome.of(True, done.output.strip().splitlines()[-1])
+
+
+def bench(request: Request) -> Outcome:
+    """Steps beside DDP and FSDP2, measured and not judged."""
+    sizes = {"layers": 16, "width": 1024, "batch": 2048, "rounds": 20}
+    if not request.on_cuda:
+        sizes = {"layers": 2, "width": 64, "batch": 8, "rounds": 3}
+    words = ["-m", "benchmarks", "--device", request.device, "--ranks", str(request.ranks)]
+    words += [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
+    words += ["--out", str(request.folder)]
+    command(python(*words), request.folder / "output.log").checked()
+    record = json.loads((request.folder / "bench.json").read_text())
+    ratios = {name: round(ratio, 3) for name, ratio in record["ratio"].items()}
+    text = ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
+    outcome = Outcome.of(True, f"step time over FSDP2's: {text}", step_s=record["step_s"])
+    return Outcome(outcome.status, outcome.text, outcome.numbers, ("bench.png",))
+
+
+def _beside_ddp(name: str, ranks: int | None = None, **options: Any) -> Any:
+    return functools.partial(trainings.beside_ddp, name=name, ranks=ranks, **options)
+
+
+_LIKE_DDP = "losses of ten iterations are those of Megatron's own DDP, with"
+
+CHECKS: tuple[Check, ...] = (
+    Check(
+        "parity, fp32",
+        "every strategy trains every pattern as an unsharded loop does, over NCCL on GPUs",
+        functools.partial(parity, "1-D", "fp32"),
+    ),
+    Check(
+        "parity, bf16",
+        "likewise with bf16 weights and communication",
+        functools.partial(parity, "1-D", "bf16"),
+    ),
+    *(
+        Check(
+            f"parity, {kind}, {precision}",
+            f"likewise on two axes, {kind}, in {precision}",
+            functools.partial(parity, kind, precision),
+            least_ranks=4,
+        )
+        for kind in ("HSDP", "HFSDP")
+        for precision in ("fp32", "bf16")
+    ),
+    Check(
+        "parity of one rank",
+        "every pattern on CUDA at world size 1, where every axis takes its short cut",
+        lambda request: pytest_files(
+            request, "tests/gpu/test_parity.py", on_cpu=("-c", "import tests.gpu.test_parity")
+        ),
+        only_cuda=True,
+        is_rehearsed=False,
+    ),
+    Check(
+        "trace pool",
+        "planned addresses change no bit",
+        functools.partial(same_bits, "enable_trace_pool", True),
+    ),
+    Check(
+        "prefetch",
+        "gathering ahead on a stream of its own changes no bit",
+        functools.partial(same_bits, "enable_unshard_prefetch", False),
+    ),
+    Check(
+        "asynchronous reduction",
+        "reducing on a stream of its own changes no bit",
+        functools.partial(same_bits, "enable_async_reduce_grad", False),
+    ),
+    Check("Muon", "Muon of sharded parameters is Muon of whole ones", muon),
+    Check("async save", "a save holds the values of its moment while training goes on", async_save),
+    Check("compile", "compiled blocks give the losses of blocks that are not", compiled),
+    Check(
+        "memory",
+        "no step passes the bound that is computed beforehand; torch's allocator agrees",
+        memory,
+    ),
+    Check(
+        "memory at rest",
+        "torch's allocator holds what the layout says, at rest and at the peak",
+        lambda request: pytest_files(request, "tests/gpu/test_memory.py"),
+        only_cuda=True,
+        is_rehearsed=False,
+    ),
+    Check(
+        "streams",
+        "communication streams are streams that wait for what they need; a trace shows communication beside "
+        "computation",
+        lambda request: pytest_files(request, "tests/gpu/test_streams.py"),
+        only_cuda=True,
+        is_rehearsed=False,
+    ),
+    Check(
+        "sanitizer",
+        "torch's CUDA sanitizer finds no unordered access in two steps of any strategy",
+        lambda request: pytest_files(
+            request,
+            "tests/gpu/test_sanitizer.py",
+            on_cpu=("-m", "tests.gpu.sanitized_step", STRATEGIES[-1], "2x2", "optim", "cpu"),
+        ),
+        only_cuda=True,
+    ),
+    Check(
+        "fake CUDA",
+        "the host waits for the device nowhere in a step, and streams are ordered, on fake tensors",
+        fake_cuda,
+    ),
+    Check("bench", "a step's time beside DDP's and FSDP2's (measured, not judged)", bench),
+    Check(
+        "Megatron, one rank",
+        f"{_LIKE_DDP} one rank",
+        _beside_ddp("dense", 1, strategies=4),
+    ),
+    Check(
+        "Megatron, DP",
+        f"{_LIKE_DDP} two ranks and every strategy",
+        _beside_ddp("dense", 2, strategies=4),
+        least_ranks=2,
+    ),
+    Check(
+        "Megatron, DP, bf16",
+        f"{_LIKE_DDP} bf16 weights",
+        _beside_ddp("dense, bf16", 2, strategies=4),
+        least_ranks=2,
+    ),
+    *(
+        Check(f"Megatron, {name}", f"{_LIKE_DDP} {name}", _beside_ddp(name), least_ranks=2)
+        for name in ("TP2", "PP2, tied", "EP2", "Muon", "trace pool, evaluation in between")
+    ),
+    *(
+        Check(f"Megatron, {name}", f"{_LIKE_DDP} {name}", _beside_ddp(name), least_ranks=4)
+        for name in ("TP2 x DP2, sequence parallel", "EP2 x DP2, all-to-all")
+    ),
+    Check(
+        "Megatron, TP2 x PP2 x DP2",
+        f"{_LIKE_DDP} three parallelisms at once",
+        _beside_ddp("TP2 x PP2 x DP2"),
+        least_ranks=8,
+    ),
+    Check(
+        "Megatron, FP8",
+        "FP8 trains as DDP does, or is rejected by name",
+        trainings.fp8,
+        least_ranks=2,
+    ),
+    Check(
+        "Megatron, resume",
+        "a ZeRO-1 run goes on from a ZeRO-3 run's checkpoint as if it had not stopped",
+        trainings.resumes,
+        least_ranks=2,
+    ),
+    Check(
+        "Megatron, async save",
+        "likewise from a checkpoint that was written while training went on",
+        lambda request: trainings.resumes(request, "--async-save"),
+        least_ranks=2,
+    ),
+    Check(
+        "Megatron, real text",
+        "`make pretrain`: trains on real text, saves, resumes, and repeats its losses",
+        trainings.real_text,
+    ),
+)

@@ -1,0 +1,89 @@
+"""Where checks run: versions, driver, devices, commit."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from tests.gpu.kit.trainings import layers
+from tests.shares import commit_of
+
+_PACKAGES = (
+    "torch",
+    "megatron-core",
+    "transformer_engine",
+    "transformer_engine_torch",
+    "emerging-optimizers",
+    "triton",
+    "numpy",
+)
+
+
+def describe(device: str, root: Path) -> dict[str, str]:
+    """What a reader of a report needs to know of the machine.
+
+    Nothing here touches a GPU: processes that checks start could not use one then.
+
+    Args:
+        device: `cuda` or `cpu`.
+        root: The working tree.
+    """
+    found = {
+        "device": device,
+        "commit": commit_of(root) + (" with changes" if _has_changes(root) else ""),
+        "system": f"{platform.system()} {platform.release()}",
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "python": platform.python_version(),
+    }
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    found["CUDA of torch"] = str(torch.version.cuda)
+    found["NCCL"] = _nccl()
+    found["layers of Megatron"] = layers() if device == "cuda" else "its own, rehearsed on a CPU"
+    found["GPUs"] = _output(
+        "nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"
+    )
+    found["links"] = _output("nvidia-smi", "topo", "-m") if device == "cuda" else ""
+    variables = ("NCCL_", "CUDA_", "NVTE_", "TORCH_", "PYTORCH_")
+    chosen = [f"{n}={v}" for n, v in sorted(os.environ.items()) if n.startswith(variables)]
+    found["environment"] = ", ".join(chosen) or "nothing set"
+    return found
+
+
+def num_gpus() -> int:
+    """How many GPUs checks may use, without touching one."""
+    lines = _output("nvidia-smi", "--query-gpu=index", "--format=csv,noheader").splitlines()
+    present = sum(line.strip().isdigit() for line in lines)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return present
+    return min(present, len([word for word in visible.split(",") if word.strip()]))
+
+
+def _nccl() -> str:
+    try:
+        version: Sequence[int] = torch.cuda.nccl.version()
+        return ".".join(map(str, version))
+    except (AttributeError, RuntimeError):
+        return "not in this torch"
+
+
+def _has_changes(root: Path) -> bool:
+    return bool(_output("git", "-C", str(root), "status", "--porcelain").strip())
+
+
+def _output(*words: str) -> str:
+    if shutil.which(words[0]) is None:
+        return "none found" if words[0] == "nvidia-smi" else ""
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    return done.stdout.strip()

@@ -1,0 +1,183 @@
+"""What checks of Megatron do: rows of the functional matrix, as commands of a user."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from examples.pretrain_text.launch import training_command
+from functional_tests.matrix import ROWS, SAVED, Row
+from functional_tests.trainings import largest
+from tests.gpu.kit.check import Outcome, Request, Status
+from tests.gpu.kit.running import CommandFailure, Done, command, python
+from tests.mcore.command_line import PRINTED, Run
+from tests.mcore.session import fsdp
+
+# One for each step of a chain of sums in another order: on a GPU kernels are chosen by alignment,
+# and Transformer Engine multiplies fp32 matrices in TF32.
+TOLERANCE = {"cpu": 2e-6, "cuda": 2e-4}
+LOW_PRECISION = 1e-2
+AS_CLOSE = 2.0
+_NOT_BUILT = re.compile(r"quanti[sz]ed parameters are not built yet")
+_SIZES = ("--tensor-model-parallel-size", "--context-parallel-size")
+
+
+def layers() -> str:
+    """Whose layers a training on a GPU is made of here."""
+    if importlib.util.find_spec("transformer_engine"):
+        return "Transformer Engine's layers"
+    return "Megatron's local layers: Transformer Engine is not installed"
+
+
+def row(name: str) -> Row:
+    """A row of the functional matrix."""
+    (found,) = (row for row in ROWS if row.name == name)
+    return found
+
+
+def _device_flags(request: Request) -> list[str]:
+    if not request.on_cuda:
+        return ["--cpu-rehearsal"]
+    if importlib.util.find_spec("transformer_engine"):
+        return []
+    return [
+        *("--transformer-impl", "local", "--attention-backend", "unfused"),
+        *("--no-persist-layer-norm", "--no-gradient-accumulation-fusion"),
+        *("--no-masked-softmax-fusion", "--no-rope-fusion"),
+    ]
+
+
+def _environment(request: Request, flags: Sequence[str]) -> dict[str, str | None]:
+    """Megatron insists on one hardware queue with TP or CP, and rejects it with its FSDP."""
+    if not request.on_cuda:
+        return {"CUDA_VISIBLE_DEVICES": ""}
+    sizes = [flags[flags.index(name) + 1] for name in _SIZES if name in flags]
+    wants_one = any(size != "1" for size in sizes) and "--use-megatron-fsdp" not in flags
+    return {
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1" if wants_one else None,
+        # Attention that adds in another order every time could be compared with nothing.
+        "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+    }
+
+
+def pretrain(request: Request, ranks: int, flags: Sequence[str], name: str) -> Done:
+    """Run `pretrain_gpt` under torchrun; its log is `<name>.log` in the check's folder."""
+    words = training_command(ranks, [*flags, *_device_flags(request)])
+    log = request.folder / f"{name}.log"
+    return command(words, log, environment=_environment(request, flags))
+
+
+def losses(request: Request, ranks: int, flags: Sequence[str], name: str) -> dict[int, float]:
+    """Losses that a training prints, by iteration.
+
+    Raises:
+        CommandFailure: It failed, or printed none.
+    """
+    done = pretrain(request, ranks, flags, name).checked()
+    found = Run(done.code, done.output).losses
+    if not found:
+        raise CommandFailure(f"{name} printed no loss; its last lines:\n{done.output[-2000:]}")
+    return found
+
+
+def _difference(mine: dict[int, float], theirs: dict[int, float]) -> float:
+    if mine.keys() != theirs.keys():
+        raise CommandFailure(f"iterations {list(mine)} against {list(theirs)}")
+    return largest(list(mine.values()), list(theirs.values()))
+
+
+def beside_ddp(
+    request: Request,
+    name: str,
+    ranks: int | None = None,
+    *,
+    strategies: int = 1,
+    changes: Sequence[str] = (),
+) -> Outcome:
+    """Whether a row of the matrix trains as Megatron's own DDP does.
+
+    Where that differs from Megatron's own distributed optimizer, such a difference is allowed.
+
+    Args:
+        request: What was asked for.
+        name: The row's.
+        ranks: Number of ranks; the row's own when None.
+        strategies: How many of the row's strategies to train with.
+        changes: Flags to add on all sides.
+    """
+    found = row(name)
+    ranks = ranks or found.world_size
+    reference = losses(request, ranks, [*found.reference.flags, *changes], "ddp")
+    plain = found.yardsticks[0].flags
+    beside = losses(request, ranks, [*plain, *changes], "distributed_optimizer")
+    spread = _difference(beside, reference)
+    low = found.is_low_precision or "--bf16" in changes
+    least = LOW_PRECISION if low and request.on_cuda else TOLERANCE[request.device] + PRINTED
+    bound = max(least, AS_CLOSE * spread)
+    differences = {
+        strategy: _difference(
+            losses(request, ranks, [*found.sharded(strategy).flags, *changes], strategy), reference
+        )
+        for strategy in found.strategies[:strategies]
+    }
+    worst = max(differences.values())
+    return Outcome.of(
+        worst <= bound,
+        f"{ranks} ranks: losses differ from DDP's by {worst:.1e} at most, the distributed "
+        f"optimizer's by {spread:.1e}; allowed are {bound:.1e}",
+        differences=differences,
+        spread=spread,
+        bound=bound,
+    )
+
+
+def resumes(request: Request, *flags: str) -> Outcome:
+    """Whether a run goes on from a checkpoint with another strategy as if it had not stopped."""
+    common = [*row("dense").reference.flags, *flags]
+    folder = str(request.folder / "checkpoints")
+    saving = ["--save", folder, "--save-interval", str(SAVED)]
+    whole = losses(request, 2, [*common, *fsdp("optim_grads_params", *saving)], "first_run")
+    loading = ["--load", folder, "--ckpt-step", str(SAVED)]
+    resumed = losses(request, 2, [*common, *fsdp("optim", *loading)], "resumed_run")
+    # Megatron prints a mean over two iterations in the second line of a run.
+    compared = [number for number in resumed if number > SAVED + 2]
+    worst = largest([resumed[n] for n in compared], [whole[n] for n in compared])
+    bound = TOLERANCE[request.device] + PRINTED
+    return Outcome.of(
+        bool(compared) and worst <= bound,
+        f"losses {compared} differ by {worst:.1e} at most; allowed are {bound:.1e}",
+        difference=worst,
+    )
+
+
+def fp8(request: Request) -> Outcome:
+    """Whether FP8 trains, or is rejected by name."""
+    flags = [*row("dense, bf16").reference.flags, "--fp8-format", "hybrid"]
+    done = pretrain(request, 2, [*flags, *fsdp("optim_grads_params")], "fp8")
+    if done.code == 0:
+        reference = losses(request, 2, flags, "ddp")
+        worst = _difference(Run(done.code, done.output).losses, reference)
+        return Outcome.of(worst < 0.05, f"losses differ from DDP's by {worst:.1e}")
+    if _NOT_BUILT.search(done.output):
+        return Outcome(Status.NOT_SUPPORTED, "--fp8-format is rejected by name at the start")
+    if not request.on_cuda and "cannot be used on a CPU" in done.output:
+        return Outcome(Status.NEEDS_GPU, "--fp8-format is rejected by name in a rehearsal")
+    done.checked()
+    raise AssertionError
+
+
+def real_text(request: Request) -> Outcome:
+    """`make pretrain`: trains on real text, saves, resumes, compares."""
+    ranks = max(n for n in (1, 2, 3, 4) if n <= request.ranks)
+    environment: dict[str, Any] = {} if request.on_cuda else {"CUDA_VISIBLE_DEVICES": ""}
+    if request.on_cuda:
+        environment["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
+    words = [
+        *("-m", "examples.pretrain_text", "--ranks", str(ranks)),
+        *("--iters", "20", "--out", str(request.folder / "out")),
+    ]
+    done = command(python(*words), request.folder / "pretrain.log", environment=environment)
+    proof = re.findall(r"resume proof\s+(.*)", done.output)
+    return Outcome.of(done.code == 0, proof[-1] if proof else done.output[-2000:])

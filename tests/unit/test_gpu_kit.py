@@ -1,0 +1,185 @@
+"""The kit for the first GPU tells what passed from what did not, and from what was not tried."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.gpu.kit import trainings
+from tests.gpu.kit.__main__ import main
+from tests.gpu.kit.check import Check, Outcome, Request, Status
+from tests.gpu.kit.checks import CHECKS
+from tests.gpu.kit.running import Result, command, on_ranks, python, run_checks
+
+
+def _check(name: str, run: Callable[[Request], Outcome], **more: Any) -> Check:
+    return Check(name, f"that {name} is reported", run, **more)
+
+
+def _passes(request: Request) -> Outcome:
+    return Outcome.of(True, "as it should be")
+
+
+def _crash() -> None:
+    if torch.distributed.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def _hang() -> None:
+    time.sleep(60)
+
+
+def _ranks_that(function: Callable[[], None], limit_s: float, request: Request) -> Outcome:
+    on_ranks(request, 2, function, limit_s=limit_s)
+    return _passes(request)
+
+
+def _late(request: Request) -> Outcome:
+    command(python("-c", "import time; time.sleep(60)"), request.folder / "log", limit_s=0.2)
+    return _passes(request)
+
+
+def _ends_badly(request: Request) -> Outcome:
+    command(python("-c", "print('what went wrong'); exit(3)"), request.folder / "log").checked()
+    return _passes(request)
+
+
+def _results(checks: list[Check], tmp_path: Path, **more: Any) -> dict[str, Result]:
+    request = Request("cpu", 2, tmp_path, **more)
+    return {result.check.name: result for result in run_checks(checks, request)}
+
+
+def test_a_small_sample_runs_on_a_cpu_and_is_reported(tmp_path: Path) -> None:
+    only = [
+        word
+        for name in ("parity, fp32", "parity, HSDP, fp32", "streams")
+        for word in ("--only", name)
+    ]
+    words = ["--device", "cpu", "--ranks", "2", "--small", "--out", str(tmp_path)]
+    assert main([*words, *only]) == 0
+    record = json.loads((tmp_path / "report.json").read_text())
+    statuses = {check["name"]: check["status"] for check in record["checks"]}
+    assert statuses == {
+        "parity, fp32": "passed",
+        "parity, HSDP, fp32": "needs more ranks",
+        "streams": "needs a GPU",
+    }
+    errors = record["checks"][0]["numbers"]["errors"]["plain"]
+    assert len(errors) == 4 and all(0 <= error < 1e-6 for error in errors.values())
+    assert record["machine"]["torch"] == torch.__version__.partition("+")[0]
+    assert {"commit", "NCCL", "GPUs", "transformer_engine", "environment"} <= set(record["machine"])
+    page = (tmp_path / "report.md").read_text()
+    assert "| parity, fp32 | passed |" in page
+    assert "| streams | needs a GPU |" in page
+    for picture in ("checks.png", "parity.png"):
+        assert f"({picture})" in page
+        assert (tmp_path / picture).stat().st_size > 1000
+
+
+def test_what_fails_in_any_way_is_reported_as_failed_and_stops_nothing(tmp_path: Path) -> None:
+    checks = [
+        _check("a wrong number", lambda request: Outcome.of(False, "1 against 2")),
+        _check("an exception", lambda request: Outcome.of(bool(1 // 0), "")),
+        _check("a crash", functools.partial(_ranks_that, _crash, 30.0)),
+        _check("a hang", functools.partial(_ranks_that, _hang, 0.2)),
+        _check("a late command", _late),
+        _check("a failed command", _ends_badly),
+        _check("the next one", _passes),
+    ]
+    assert main(["--device", "cpu", "--out", str(tmp_path)], checks) == 1
+    record = json.loads((tmp_path / "report.json").read_text())
+    found = {check["name"]: (check["status"], check["text"]) for check in record["checks"]}
+    assert found.pop("the next one") == ("passed", "as it should be")
+    assert {status for status, _ in found.values()} == {"failed"}
+    for name, said in {
+        "a wrong number": "1 against 2",
+        "an exception": "ZeroDivisionError",
+        "a crash": "rank 1: the process died",
+        "a hang": "no answer in time",
+        "a late command": "not done after 0.2 s",
+        "a failed command": "what went wrong",
+    }.items():
+        assert said in found[name][1], name
+    page = (tmp_path / "report.md").read_text()
+    assert "## Failed: a crash" in page
+    assert "| the next one | passed |" in page
+
+
+def test_what_only_a_gpu_shows_never_passes_on_a_cpu(tmp_path: Path) -> None:
+    checks = [
+        _check("rehearsed", _passes, only_cuda=True),
+        _check("not rehearsed", _passes, only_cuda=True, is_rehearsed=False),
+        _check("a bad rehearsal", lambda request: Outcome.of(False, "no"), only_cuda=True),
+    ]
+    statuses = {name: r.outcome.status for name, r in _results(checks, tmp_path).items()}
+    assert statuses == {
+        "rehearsed": Status.NEEDS_GPU,
+        "not rehearsed": Status.NEEDS_GPU,
+        "a bad rehearsal": Status.FAILED,
+    }
+
+
+def test_more_ranks_than_gpus_are_rejected(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--device", "cuda", "--ranks", "4096"])
+    assert "4096 ranks need as many GPUs" in capsys.readouterr().err
+
+
+def test_checks_have_names_of_their_own_and_say_what_they_prove() -> None:
+    assert len({check.name for check in CHECKS}) == len(CHECKS)
+    assert all(check.proves for check in CHECKS)
+
+
+def _printed(losses: dict[int, float]) -> str:
+    return "".join(f"iteration {i}/ 10 | lm loss: {loss:.6E} |\n" for i, loss in losses.items())
+
+
+@pytest.mark.parametrize(
+    ("of_ours", "status"), [(4.0, Status.PASSED), (4.1, Status.FAILED), (None, Status.FAILED)]
+)
+def test_a_training_passes_where_it_prints_the_losses_of_ddp(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_ours: float | None, status: Status
+) -> None:
+    seen = []
+
+    def pretrain(words: Any, log: Path, *, environment: Any) -> trainings.Done:
+        seen.append((words, environment))
+        is_ours = "--use-fsdp-fully-shard-api" in words
+        third = of_ours if is_ours else 4.0
+        return trainings.Done(0, _printed({1: 5.0} if third is None else {1: 5.0, 3: third}))
+
+    monkeypatch.setattr(trainings, "command", pretrain)
+    check = _check("TP2", lambda request: trainings.beside_ddp(request, "TP2"))
+    (result,) = _results([check], tmp_path).values()
+    assert result.outcome.status is status, result.outcome.text
+    assert all("--cpu-rehearsal" in words for words, _ in seen)
+    # On a GPU Megatron's own side of it has to have one hardware queue, and ours must not.
+    request = Request("cuda", 2, tmp_path)
+    of_ddp, ours = seen[0][0], seen[-1][0]
+    trainings.pretrain(request, 2, of_ddp, "ddp")
+    trainings.pretrain(request, 2, ours, "ours")
+    assert [e["CUDA_DEVICE_MAX_CONNECTIONS"] for _, e in seen[-2:]] == ["1", None]
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "status"),
+    [
+        (2, "--fp8-format: quantized parameters are not built yet", Status.NOT_SUPPORTED),
+        (1, "Segmentation fault", Status.FAILED),
+    ],
+)
+def test_fp8_is_not_supported_yet_only_where_it_is_rejected_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, said: str, status: Status
+) -> None:
+    monkeypatch.setattr(trainings, "command", lambda *a, **more: trainings.Done(code, said))
+    (result,) = _results([_check("FP8", trainings.fp8)], tmp_path).values()
+    assert result.outcome.status is status

@@ -18,7 +18,7 @@ from tests.gpu.kit import trainings
 from tests.gpu.kit.__main__ import main
 from tests.gpu.kit.check import Check, Outcome, Request, Status
 from tests.gpu.kit.checks import CHECKS
-from tests.gpu.kit.running import Result, command, on_ranks, python, run_checks
+from tests.gpu.kit.running import ROOT, Result, command, on_ranks, python, run_checks
 
 
 def _check(name: str, run: Callable[[Request], Outcome], **more: Any) -> Check:
@@ -137,6 +137,10 @@ def test_more_ranks_than_gpus_are_rejected(capsys: pytest.CaptureFixture[str]) -
 def test_checks_have_names_of_their_own_and_say_what_they_prove() -> None:
     assert len({check.name for check in CHECKS}) == len(CHECKS)
     assert all(check.proves for check in CHECKS)
+    page = (ROOT / "docs" / "gpu.md").read_text()
+    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| ")]
+    documented = {name.strip() for row in rows for name in row.split(";")}
+    assert {check.name for check in CHECKS} <= documented
 
 
 def _printed(losses: dict[int, float]) -> str:

@@ -69,7 +69,9 @@ def muon(request: Request) -> Outcome:
     found = on_ranks(request, request.ranks, ranked.muon, request.device)
     worst = {s: max(errors[s] for errors in found) for s in STRATEGIES}
     error = max(worst.values())
-    return Outcome.of(error < 1e-3, f"errors up to {error:.1e}, allowed are 1e-03", errors=worst)
+    bound = 10 * FP32[request.device]
+    text = f"errors up to {error:.1e}, allowed are {bound:.0e}"
+    return Outcome.of(error < bound, text, errors=worst)
 
 
 def async_save(request: Request) -> Outcome:
@@ -109,9 +111,10 @@ def pytest_files(request: Request, *words: str, on_cpu: tuple[str, ...] = ()) ->
     log = request.folder / "output.log"
     if request.on_cuda:
         done = command(python("-m", "pytest", "-q", "-m", "gpu", *words), log)
-        lines = done.checked().output.strip().splitlines()
-        # Tests that skip themselves are no proof.
-        return Outcome.of(" passed" in lines[-1] and "skipped" not in lines[-1], lines[-1])
+        last = done.checked().output.strip().splitlines()[-1]
+        # Tests that skip themselves are no proof; what needs two GPUs does so where there is one.
+        is_whole = " passed" in last and ("skipped" not in last or request.ranks == 1)
+        return Outcome.of(is_whole, last)
     done = command(python(*on_cpu), log).checked()
     return Outcome.of(True, done.output.strip().splitlines()[-1])
 

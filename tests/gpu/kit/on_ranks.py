@@ -123,11 +123,13 @@ def _step(model: Any, optimizer: torch.optim.Optimizer, device: str) -> None:
     optimizer.zero_grad()
 
 
-def _values(model: Any, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    state = [
-        optimizer.state[p][kind] for p in model.parameters() for kind in ("exp_avg", "exp_avg_sq")
-    ]
-    return [tensor.to_local().detach().clone() for tensor in (*model.parameters(), *state)]
+def _values(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """What a rank holds of weights, and of their optimizer state where it holds rows of them."""
+    held = dict(model.named_parameters())
+    for name, param in model.named_parameters():
+        state = optimizer.state.get(param, {})
+        held |= {f"{name} {kind}": state[kind] for kind in ("exp_avg", "exp_avg_sq") if state}
+    return {name: tensor.to_local().detach().clone() for name, tensor in held.items()}
 
 
 def async_save(device: str, folder: str) -> list[str]:
@@ -146,7 +148,8 @@ def async_save(device: str, folder: str) -> list[str]:
         dist.barrier()
         other, its_optimizer = _sharded_stack(device, strategy, seed=1)
         checkpoint.load(path, other, its_optimizer)
-        if not all(map(torch.equal, saved, _values(other, its_optimizer))):
+        loaded = _values(other, its_optimizer)
+        if not all(torch.equal(loaded[name], value) for name, value in saved.items()):
             wrong.append(strategy)
     return wrong
 

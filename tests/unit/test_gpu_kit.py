@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.gpu.kit import __main__ as kit
 from tests.gpu.kit import trainings
 from tests.gpu.kit.__main__ import main
 from tests.gpu.kit.check import Check, Outcome, Request, Status
@@ -128,10 +129,13 @@ def test_what_only_a_gpu_shows_never_passes_on_a_cpu(tmp_path: Path) -> None:
     }
 
 
-def test_more_ranks_than_gpus_are_rejected(capsys: pytest.CaptureFixture[str]) -> None:
+def test_more_ranks_than_gpus_are_rejected(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kit, "num_gpus", lambda: 2)
     with pytest.raises(SystemExit):
-        main(["--device", "cuda", "--ranks", "4096"])
-    assert "4096 ranks need as many GPUs" in capsys.readouterr().err
+        main(["--device", "cuda", "--ranks", "3"])
+    assert "3 ranks need as many GPUs, and there are 2" in capsys.readouterr().err
 
 
 def test_checks_have_names_of_their_own_and_say_what_they_prove() -> None:

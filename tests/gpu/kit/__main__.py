@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None, checks: Sequence[Check] = CHECKS) ->
     if args.list:
         sys.stdout.write("".join(f"{check.name}: {check.proves}\n" for check in chosen))
         return 0
-    present = num_gpus()
+    present = num_gpus() if args.device == "cuda" else 0
     ranks = args.ranks or (present if args.device == "cuda" else 2)
     if args.device == "cuda" and not 1 <= ranks <= present:
         parser.error(f"{ranks} ranks need as many GPUs, and there are {present}; or --device cpu")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-import shutil
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -61,13 +61,9 @@ def describe(device: str, root: Path) -> dict[str, str]:
 
 
 def num_gpus() -> int:
-    """How many GPUs checks may use, without touching one."""
-    lines = _output("nvidia-smi", "--query-gpu=index", "--format=csv,noheader").splitlines()
-    present = sum(line.strip().isdigit() for line in lines)
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return present
-    return min(present, len([word for word in visible.split(",") if word.strip()]))
+    """How many GPUs checks may use, asked in a process of its own."""
+    count = _output(sys.executable, "-c", "import torch; print(torch.cuda.device_count())")
+    return int(count) if count.isdigit() else 0
 
 
 def _nccl() -> str:
@@ -83,7 +79,8 @@ def _has_changes(root: Path) -> bool:
 
 
 def _output(*words: str) -> str:
-    if shutil.which(words[0]) is None:
-        return "none found" if words[0] == "nvidia-smi" else ""
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{words[0]}: {type(error).__name__}"
     return done.stdout.strip()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
+import importlib
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -162,6 +164,7 @@ def memory(device: str, width: int) -> dict[str, dict[str, int]]:
     warm(torch.ones(2, width, device=device)).sum().backward()
     del warm
     for strategy in STRATEGIES:
+        gc.collect()
         before = torch.cuda.memory_allocated() if device == "cuda" else 0
         model: Any = Deep(width=width).to(device)
         for module in [*model.blocks, model]:
@@ -185,6 +188,9 @@ def memory(device: str, width: int) -> dict[str, dict[str, int]]:
 
 def compiled(device: str, backend: str, width: int) -> dict[str, float]:
     """The largest relative difference of losses with compiled blocks, by strategy."""
+    if backend == "inductor":
+        # Here, and not in processes of its own: a rank may have none.
+        importlib.import_module("torch._inductor.config").compile_threads = 1
     found = {}
     for strategy in STRATEGIES:
         losses: list[list[float]] = []

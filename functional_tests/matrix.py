@@ -166,11 +166,13 @@ class Run:
         world_size: Number of ranks.
         flags: All flags but those of the rehearsal.
         freezes: See `Row`.
+        exact_norms: Norms of gradients are added up in fp64.
     """
 
     world_size: int
     flags: tuple[str, ...]
     freezes: tuple[str, ...] = ()
+    exact_norms: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,13 @@ class Trainings:
             overlaps = "--overlap-moe-expert-parallel-comm" in run.flags
             # Megatron checks for 16 bits there.
             function = train_in_fp32 if is_fp32 and overlaps else train
-            seen = pool.run(function, run.flags, freezes=run.freezes, timeout_s=TIMEOUT_S)
+            seen = pool.run(
+                function,
+                run.flags,
+                freezes=run.freezes,
+                exact_norms=run.exact_norms,
+                timeout_s=TIMEOUT_S,
+            )
             self._done[run] = curves(seen)
         return self._done[run]
 

@@ -18,7 +18,6 @@ __all__ = [
     "left_out",
     "reference",
     "sharded",
-    "yardsticks",
 ]
 
 WRAPPERS = {
@@ -65,6 +64,9 @@ SAVING = {
     "--verify-integrity",
 }
 """How checkpoints are written, of which there are none: many configurations have one reference."""
+
+GRADS_IN_FP32 = "--accumulate-allreduce-grads-in-fp32"
+"""What Megatron does by itself with bf16, and not with fp16."""
 
 PRECISION = {"--bf16", "--fp16", "--grad-reduce-in-bf16"}
 
@@ -120,16 +122,8 @@ def reference(shrunk: Shrunk) -> Run:
     return Run(shrunk.world_size, _on_cpu(_without(shrunk.flags, names)))
 
 
-def yardsticks(shrunk: Shrunk) -> tuple[Run, Run]:
-    """Runs of Megatron's own distributed optimizer, sharded in two ways."""
-    run = reference(shrunk)
-    plain = (*run.flags, DISTRIBUTED)
-    cut_small = (*plain, "--overlap-grad-reduce", "--ddp-bucket-size", "20000")
-    return Run(run.world_size, plain), Run(run.world_size, cut_small)
-
-
 def is_low_precision(shrunk: Shrunk) -> bool:
-    """Whether weights are rounded, which decides how close two orders of a sum come."""
+    """Whether weights are rounded."""
     return not PRECISION.isdisjoint(shrunk.flags)
 
 
@@ -139,9 +133,18 @@ def in_fp32(run: Run) -> Run:
 
 
 def in_own_precision(run: Run) -> Run:
-    """The same, without a number that Megatron itself rounds.
+    """The same, without what Megatron rounds by chance, or more than there is need to.
 
-    The norm of fp16 weights is added up in fp16 there; here it is that of the fp32 weights.
+    The norm of all gradients is added up in fp32, in an order that follows from who holds what. Its
+    last digit is in the factor of clipping, hence in every weight, some of which are then rounded
+    to the next bf16: 1e-7 becomes 1e-5. Both sides add it up in fp64.
+
+    With fp16 weights Megatron adds up gradients of micro-batches in fp16, where this package has
+    fp32 shards, and the norm of the weights; here gradients are fp32 on both sides, and that norm
+    is one of fp32 weights.
     """
-    names = {"--log-params-norm"} if "--fp16" in run.flags else set()
-    return Run(run.world_size, tuple(_without(run.flags, names)))
+    flags = run.flags
+    if "--fp16" in flags:
+        names = {"--log-params-norm", GRADS_IN_FP32}
+        flags = (*_without(flags, names), GRADS_IN_FP32)
+    return Run(run.world_size, flags, exact_norms=True)

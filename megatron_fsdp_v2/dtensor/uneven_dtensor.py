@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
+from megatron_fsdp_v2._compiler import leave_to_python
 from megatron_fsdp_v2.comm.calls import all_gather_single
 from megatron_fsdp_v2.comm.errors import naming_failures
 from megatron_fsdp_v2.dtensor.attributes import (
@@ -39,7 +40,6 @@ from megatron_fsdp_v2.dtensor.row_shards import (
     knows_rows,
     placements_with_rows,
 )
-from megatron_fsdp_v2.params.compiler import leave_to_python
 
 __all__ = ["UnevenDTensor", "local_of", "plain_attributes", "rows_of", "with_rows_of"]
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils._pytree import tree_map
 
-from megatron_fsdp_v2.params.compiler import uncompiled
+from megatron_fsdp_v2._compiler import uncompiled
 from megatron_fsdp_v2.params.parameter_hooks import NotAUsersHook
 
 __all__ = [

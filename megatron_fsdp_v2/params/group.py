@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import nn
 
+from megatron_fsdp_v2._compiler import uncompiled
 from megatron_fsdp_v2.comm.errors import Label
 from megatron_fsdp_v2.dtensor.row_shards import Holders
 from megatron_fsdp_v2.dtensor.tp_params import part_of
@@ -21,7 +22,6 @@ from megatron_fsdp_v2.layout.buffer_layout import Granularity
 from megatron_fsdp_v2.layout.mixed_precision import GroupDtypes
 from megatron_fsdp_v2.params.attributes import propagate_attributes
 from megatron_fsdp_v2.params.buffer import DataParallelBuffer, ShardGrid
-from megatron_fsdp_v2.params.compiler import uncompiled
 from megatron_fsdp_v2.params.external_changes import ExternalChanges
 from megatron_fsdp_v2.params.gathered_parameter import GatheredParameter, mark_gathered
 from megatron_fsdp_v2.params.grads import GroupGrads

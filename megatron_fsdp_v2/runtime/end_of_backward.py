@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from megatron_fsdp_v2._compiler import uncompiled
 from megatron_fsdp_v2.params.autograd import in_backward
-from megatron_fsdp_v2.params.compiler import uncompiled
 from megatron_fsdp_v2.runtime.context import Reshardable
 
 if TYPE_CHECKING:

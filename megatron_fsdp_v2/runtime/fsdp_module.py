@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.distributed import fsdp
 
+from megatron_fsdp_v2._compiler import runs_as_written, uncompiled
 from megatron_fsdp_v2.comm.gather_groups import group_of_same_ranks
 from megatron_fsdp_v2.memory.trace_pool import TracePoolAllocator
-from megatron_fsdp_v2.params.compiler import runs_as_written, uncompiled
 from megatron_fsdp_v2.runtime.context import check_at_least_one
 from megatron_fsdp_v2.runtime.end_of_backward import bring_to_idle, synchronize_gradients
 from megatron_fsdp_v2.runtime.forward_of_modules import begin_method, end_method, fail_method

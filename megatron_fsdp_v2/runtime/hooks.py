@@ -11,9 +11,9 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from megatron_fsdp_v2._compiler import uncompiled
 from megatron_fsdp_v2.dtensor.optimizer_state import watch_state
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
-from megatron_fsdp_v2.params.compiler import uncompiled
 from megatron_fsdp_v2.params.gathered_parameter import gathered_name
 from megatron_fsdp_v2.params.registration import find_owner_slot, num_retired
 from megatron_fsdp_v2.runtime.forward_of_modules import after_forward, post_forward, pre_forward

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
+from megatron_fsdp_v2._compiler import check_engine
 from megatron_fsdp_v2.comm.rank_checks import CheckRanks
 from megatron_fsdp_v2.params.autograd import (
     Inputs,
@@ -20,7 +21,6 @@ from megatron_fsdp_v2.params.autograd import (
     watch_inputs,
     watch_outputs,
 )
-from megatron_fsdp_v2.params.compiler import check_engine
 from megatron_fsdp_v2.runtime.end_of_backward import (
     EndOfBackward,
     finish_ordered_reductions,

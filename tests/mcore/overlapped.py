@@ -13,13 +13,20 @@ from tests.mcore.session import Training
 __all__ = ["train_in_fp32", "train_with_late_gradients"]
 
 
-def train_in_fp32(flags: Sequence[str], probe: Any = None, freezes: Sequence[str] = ()) -> Training:
+def train_in_fp32(
+    flags: Sequence[str],
+    probe: Any = None,
+    freezes: Sequence[str] = (),
+    *,
+    exact_norms: bool = False,
+) -> Training:
     """Train in fp32, where Megatron's check wants 16 bits and nothing of what is run does.
 
     Args:
         flags: Without `--bf16`.
         probe: See `session.train`.
         freezes: Likewise.
+        exact_norms: Likewise.
     """
     patches = session.enter_rehearsal()["Patches"]()
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -33,7 +40,7 @@ def train_in_fp32(flags: Sequence[str], probe: Any = None, freezes: Sequence[str
 
     patches.set(TransformerConfig, "__post_init__", check_as_bf16)
     try:
-        return session.train(flags, probe, freezes)
+        return session.train(flags, probe, freezes, exact_norms=exact_norms)
     finally:
         patches.undo()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import math
 import multiprocessing
 import os
 import re
@@ -63,7 +64,13 @@ class Training:
     extras: Any = None
 
 
-def train(flags: Sequence[str], probe: Any = None, freezes: Sequence[str] = ()) -> Training:
+def train(
+    flags: Sequence[str],
+    probe: Any = None,
+    freezes: Sequence[str] = (),
+    *,
+    exact_norms: bool = False,
+) -> Training:
     """Run one training on this rank. Every rank of the pool has to.
 
     Args:
@@ -71,12 +78,15 @@ def train(flags: Sequence[str], probe: Any = None, freezes: Sequence[str] = ()) 
         probe: Called with `(model, optimizer)` when training is over; what it returns comes back.
         freezes: Patterns; parameters in whose name one is found are frozen as soon as a chunk is
             built, which Megatron has no flag for.
+        exact_norms: Add up norms of gradients in fp64, where the order of the terms does not show.
     """
     modules = enter_rehearsal()
     result = Training()
     argv, patches = sys.argv, modules["Patches"]()
     _watch(patches, modules["training"], result, probe)
     _freeze(patches, modules["gpt"], freezes)
+    if exact_norms:
+        _add_up_norms_in_fp64(patches)
     try:
         sys.argv = ["pretrain_gpt", *modules["with_cpu_flags"](flags)]
         patches.default_environment(modules["cpu_environment"](flags))
@@ -140,6 +150,22 @@ def _freeze(patches: Any, gpt: Any, patterns: Sequence[str]) -> None:
         return model
 
     patches.set(gpt, "build_model", build_and_freeze)
+
+
+def _add_up_norms_in_fp64(patches: Any) -> None:
+    """Have Megatron add up the squares of all gradients in fp64."""
+    from megatron.core.optimizer import layer_wise_optimizer, optimizer
+
+    def norm(grads: Any, norm_type: float = 2, grad_stats_parallel_group: Any = None) -> float:
+        assert norm_type == 2
+        total = torch.zeros(1, dtype=torch.float64)
+        for grad in grads:
+            total += grad.double().square().sum()
+        dist.all_reduce(total, group=grad_stats_parallel_group)
+        return math.sqrt(total.item())
+
+    for user in (optimizer, layer_wise_optimizer):
+        patches.set(user, "get_grad_norm_fp32", norm)
 
 
 def curves(results: Sequence[Training]) -> Training:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self, cast, override
 import torch
 from torch import nn
 from torch.distributed import fsdp
-from torch.distributed._composable.contract import STATE_KEY
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 
 from megatron_fsdp_v2.runtime.forward_of_modules import begin_method, end_method
 from megatron_fsdp_v2.runtime.other_wrappers import check_who_asks
@@ -182,7 +182,11 @@ class UnitState:
 def show_state(module: nn.Module) -> None:
     """Have `torch.distributed.fsdp.fully_shard.state(module)` find something.
 
-    Torch's `fully_shard` rejects a module that has a state, so nothing is sharded twice.
+    Torch's `fully_shard` rejects a module that has a state, so nothing is sharded twice; its
+    `replicate` leaves alone what is registered under this name, and would take shards for whole
+    parameters elsewhere.
     """
     states = module.__dict__.setdefault(STATE_KEY, {})
     states[_THEIR_FUNCTION] = UnitState(module)
+    registered = module.__dict__.setdefault(REGISTRY_KEY, {})
+    registered[_THEIR_FUNCTION.__name__] = RegistryItem()

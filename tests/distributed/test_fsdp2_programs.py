@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._composable import checkpoint
+from torch.distributed._composable import checkpoint, replicate
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
@@ -269,6 +269,19 @@ def inside_ddp() -> float:
 
 def test_ddp_has_what_it_was_not_told_to_ignore(pools: RankPools) -> None:
     assert max(pools(2).run(inside_ddp)) < 1e-5
+
+
+def inside_replicate() -> float:
+    """Error of a model whose parts that are not sharded torch's `replicate` has."""
+    torch.manual_seed(0)
+    plain = Outer()
+    model: Any = copy.deepcopy(plain)
+    fully_shard(model.sharded)
+    return _error(plain, replicate(model))
+
+
+def test_replicate_leaves_alone_what_is_sharded(pools: RankPools) -> None:
+    assert max(pools(2).run(inside_replicate)) < 1e-5
 
 
 def prefetched_by_hand() -> float:

@@ -191,3 +191,12 @@ def test_fp8_is_not_supported_yet_only_where_it_is_rejected_by_name(
     monkeypatch.setattr(trainings, "command", lambda *a, **more: trainings.Done(code, said))
     (result,) = _results([_check("FP8", trainings.fp8)], tmp_path).values()
     assert result.outcome.status is status
+
+
+def test_a_row_that_only_transformer_engine_can_train_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainings, "has_transformer_engine", lambda: False)
+    request = Request("cuda", 4, tmp_path)
+    outcome = trainings.beside_ddp(request, "TP2 x DP2, sequence parallel")
+    assert outcome.status is Status.NEEDS_LAYERS

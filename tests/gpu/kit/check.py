@@ -16,6 +16,7 @@ class Status(enum.Enum):
     FAILED = "failed"
     NEEDS_GPU = "needs a GPU"
     NEEDS_RANKS = "needs more ranks"
+    NEEDS_LAYERS = "needs Transformer Engine"
     NOT_SUPPORTED = "not supported yet"
 
 

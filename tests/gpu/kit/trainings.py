@@ -24,9 +24,14 @@ _NOT_BUILT = re.compile(r"quanti[sz]ed parameters are not built yet")
 _SIZES = ("--tensor-model-parallel-size", "--context-parallel-size")
 
 
+def has_transformer_engine() -> bool:
+    """Whether Megatron's default layers are there."""
+    return importlib.util.find_spec("transformer_engine") is not None
+
+
 def layers() -> str:
     """Whose layers a training on a GPU is made of here."""
-    if importlib.util.find_spec("transformer_engine"):
+    if has_transformer_engine():
         return "Transformer Engine's layers"
     return "Megatron's local layers: Transformer Engine is not installed"
 
@@ -40,7 +45,7 @@ def row(name: str) -> Row:
 def _device_flags(request: Request) -> list[str]:
     if not request.on_cuda:
         return ["--cpu-rehearsal"]
-    if importlib.util.find_spec("transformer_engine"):
+    if has_transformer_engine():
         return []
     return [
         *("--transformer-impl", "local", "--attention-backend", "unfused"),
@@ -109,6 +114,11 @@ def beside_ddp(
     """
     found = row(name)
     ranks = ranks or found.world_size
+    needs_layers = "--sequence-parallel" in found.flags.split()
+    if request.on_cuda and needs_layers and not has_transformer_engine():
+        return Outcome(
+            Status.NEEDS_LAYERS, "Megatron's local layers have no norm for sequence parallelism"
+        )
     reference = losses(request, ranks, [*found.reference.flags, *changes], "ddp")
     plain = found.yardsticks[0].flags
     beside = losses(request, ranks, [*plain, *changes], "distributed_optimizer")
@@ -123,9 +133,10 @@ def beside_ddp(
         for strategy in found.strategies[:strategies]
     }
     worst = max(differences.values())
+    whose = layers() if request.on_cuda else "rehearsed"
     return Outcome.of(
         worst <= bound,
-        f"{ranks} ranks: losses differ from DDP's by {worst:.1e} at most, the distributed "
+        f"{ranks} ranks, {whose}: losses differ from DDP's by {worst:.1e} at most, the distributed "
         f"optimizer's by {spread:.1e}; allowed are {bound:.1e}",
         differences=differences,
         spread=spread,

@@ -23,7 +23,7 @@ from megatron_fsdp_v2.optim import Muon, engine
 from tests.distributed import fake_cuda
 from tests.distributed.wrapping import BF16
 from tests.ranks import RankPool, rank_pools
-from tests.reference.models import Checkpointed, Stack, TiedInside, UnusedParameter
+from tests.reference.models import Checkpointed, Skipping, Stack, TiedInside, UnusedParameter
 
 WORLD_SIZE = 4
 RANK = 1
@@ -46,7 +46,13 @@ MODELS: dict[str, Callable[[], Any]] = {
     "checkpointing, reentrant": functools.partial(Checkpointed, use_reentrant=True),
     "tied": TiedInside,
     "unused parameter": UnusedParameter,
+    "unused unit": lambda: _skipping(Skipping()),
 }
+
+
+def _skipping(model: Skipping) -> Skipping:
+    model.skip = 1
+    return model
 
 
 @pytest.fixture(scope="module")
@@ -235,6 +241,14 @@ def test_no_step_of_a_model_waits_for_the_device(
     (seen,) = process.run(walk, "1-D", strategy, model=model, **options)
     assert seen["waits"] == []
     assert seen["violations"] == []
+
+
+@pytest.mark.functional
+def test_only_a_unit_that_nothing_used_is_asked_for_its_gradient(process: RankPool) -> None:
+    (seen,) = process.run(walk, "1-D", "optim_grads", model="unused unit")
+    # Whether another rank used it; once for each of four backwards, which all reduce at ZeRO-2.
+    assert len(seen["waits"]) == 4
+    assert all("a device tensor's value at group_grads.py" in wait for wait in seen["waits"])
 
 
 @pytest.mark.parametrize(

@@ -230,7 +230,8 @@ CHECKS: tuple[Check, ...] = (
     ),
     Check(
         "fake CUDA",
-        "the host waits for the device nowhere in a step, and streams are ordered, on fake tensors",
+        "the host waits for the device nowhere in a step that uses every unit, and streams are "
+        "ordered, on fake tensors",
         fake_cuda,
     ),
     Check("bench", "a step's time beside DDP's and FSDP2's (measured, not judged)", bench),

@@ -34,14 +34,15 @@ TEXT_OPTION = --text "$(TEXT)"
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup pretrain test test-random test-functional test-upstream test-matrices test-trainings test-share test-clients test-torch lint test-gpu bench
+.PHONY: help setup pretrain test test-random test-functional test-upstream test-matrices test-trainings test-share test-clients test-fsdp2 test-torch lint test-gpu bench
 
 help: ## list the targets and their variables
-	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk 'BEGIN { FS = ":.*## " } /^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@printf '%s\n' '' 'Variables:' \
 	  '  VENV=path      where the environment lives (.venv)' \
 	  '  PYTHON=path    the Python >= 3.12 that set-up uses (found by itself)' \
 	  '  TORCH=version  another torch, in an environment of its own (.venv-torch-<version>)' \
+	  '  PYTORCH=path   test-fsdp2: a checkout of PyTorch, of the version of torch or one near it' \
 	  '  STRATEGY=name  pretrain: sharding strategy (optim_grads_params)' \
 	  '  RANKS=n        pretrain: number of ranks (2)' \
 	  '  ITERS=n        pretrain: iterations of the first run (300)' \
@@ -87,6 +88,11 @@ test-share: setup ## a share of the four above: one in ONE_IN
 test-clients: setup ## programs of other libraries (transformers, peft, Lightning, ...), sharded
 	@VENV="$(VENV)" tools/setup_clients.sh
 	@$(VENV)-clients/bin/python -m pytest --one-in "$(ONE_IN)" tests/clients
+
+test-fsdp2: setup ## PyTorch's own tests of FSDP2, read from PYTORCH, with ours in its place
+	@test -d "$(PYTORCH)/test/distributed" || { echo "PYTORCH=path/to/checkout says where PyTorch's tests are" >&2; exit 2; }
+	@VENV="$(VENV)" tools/setup_clients.sh
+	@$(VENV)-clients/bin/python -m pytest tests/fsdp2_suite --pytorch "$(PYTORCH)"
 
 test-torch: ## a sample of the tests with the newest torch that is supported
 	@$(MAKE) --no-print-directory setup TORCH=$(NEWEST_TORCH)

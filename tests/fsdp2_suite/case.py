@@ -1,0 +1,149 @@
+"""What stands for torch's test classes: a test that runs on every rank of a group that is there."""
+
+from __future__ import annotations
+
+import itertools
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing._internal.common_utils import TestCase
+
+from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What went wrong in a test, or in one of the cases it goes through.
+
+    Attributes:
+        case: The arguments of the case in words; empty where the test has no cases.
+        error: The traceback.
+    """
+
+    case: str
+    error: str
+
+
+class Case(TestCase):
+    """Base of torch's tests here."""
+
+    rank: int
+
+    @property
+    def world_size(self) -> int:
+        """As many ranks as most of torch's tests ask for."""
+        return 4
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The one that is there."""
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+
+    def perThreadSetUp(self) -> None:
+        """For tests of torch's that extend it."""
+
+    def perThreadTearDown(self) -> None:
+        """For tests of torch's that extend it."""
+
+    def run_subtests(
+        self,
+        subtest_config: Mapping[str, Sequence[Any]],
+        test_fn: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Run all cases of a test, also after one has failed, on all ranks the same."""
+        for values in itertools.product(*subtest_config.values()):
+            chosen = dict(zip(subtest_config, values, strict=True))
+            try:
+                test_fn(*args, **kwargs, **chosen)
+            except Exception:
+                self.failures.append(Failure(_in_words(chosen), traceback.format_exc()))
+            self.num_cases += 1
+            # A case that failed on one rank alone is over for the others as well.
+            dist.barrier()
+
+    def run_here(self, rank: int) -> tuple[int, list[Failure]]:
+        """Run the test on this rank.
+
+        Returns:
+            How many cases there were, and those that failed.
+        """
+        self.rank = rank
+        self.failures: list[Failure] = []
+        self.num_cases = 0
+        torch._dynamo.reset()
+        try:
+            self.setUp()
+            self.perThreadSetUp()
+            try:
+                getattr(self, self._testMethodName)()
+            finally:
+                self.perThreadTearDown()
+                self.tearDown()
+        except Exception:
+            self.failures.append(Failure("", traceback.format_exc()))
+        return max(self.num_cases, 1), self.failures
+
+
+def _in_words(chosen: Mapping[str, Any]) -> str:
+    words = []
+    for name, value in chosen.items():
+        shown = getattr(value, "__name__", None) or repr(value)
+        words.append(f"{name}={shown.split(' at 0x')[0]}")
+    return ", ".join(words)
+
+
+def assert_parity(
+    case: TestCase,
+    replicated: nn.Module,
+    sharded: nn.Module,
+    prefixes_to_ignore: tuple[str, ...] = (),
+) -> None:
+    """What torch's tests compare a model with, where a rank's rows are not those of FSDP2.
+
+    Args:
+        case: The test.
+        replicated: The model of data parallelism.
+        sharded: The sharded one.
+        prefixes_to_ignore: Parts of names that only the sharded one has.
+    """
+    error = None
+    try:
+        _compare(case, replicated, sharded, prefixes_to_ignore)
+    except AssertionError as found:
+        error = str(found)
+    # Ranks hold other rows; all of them fail where one does, or the others would wait for it.
+    errors = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, error)
+    for rank, text in enumerate(errors):
+        case.assertIsNone(text, f"rank {rank}: {text}")
+
+
+def _compare(
+    case: TestCase, replicated: nn.Module, sharded: nn.Module, prefixes_to_ignore: tuple[str, ...]
+) -> None:
+    named = list(sharded.named_parameters())
+    for _, param in named:
+        case.assertIsInstance(param, UnevenDTensor)
+    whole = [param.full_tensor() for _, param in named]
+    expected = list(replicated.named_parameters())
+    for (name, param), (sharded_name, mine), full in zip(expected, named, whole, strict=True):
+        for prefix in prefixes_to_ignore:
+            sharded_name = sharded_name.replace(prefix, "")
+        case.assertEqual(name, sharded_name)
+        case.assertEqual(full, param.detach())
+        if param.grad is None:
+            case.assertIsNone(mine.grad)
+            continue
+        # A rank without rows has no gradient.
+        case.assertEqual(mine.grad is None, mine.to_local().numel() == 0)
+        if mine.grad is not None:
+            first, end = mine.local_rows
+            case.assertEqual(mine.grad.to_local(), param.grad[first:end])

@@ -1,0 +1,84 @@
+"""Importing a file of PyTorch's FSDP2 tests with parts of it replaced, nothing of it changed.
+
+While a file is imported and run, `torch.distributed.fsdp.fully_shard` is the function under test,
+and torch's test classes, which start a process or a thread for each rank, are one that runs in a
+process group that is there already. What asks for GPUs is told that a CPU is enough.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed._composable
+import torch.distributed.fsdp
+from torch.testing._internal import common_distributed, common_fsdp
+
+from megatron_fsdp_v2 import fully_shard, register_fsdp_forward_method
+from tests.fsdp2_suite.case import Case, assert_parity
+
+MOST_RANKS = 4
+"""How many devices tests are told that there are; several use as many ranks."""
+
+OURS, TORCHS = "ours", "torch"
+"""Whose `fully_shard` is run; torch's own shows which tests a CPU can run at all."""
+
+
+def _unchanged(*args: Any, **kwargs: Any) -> Callable[[Any], Any]:
+    """A decorator that decides nothing."""
+    del args, kwargs
+    return lambda function: function
+
+
+def _replicate(*args: Any, **kwargs: Any) -> Any:
+    """Torch's `replicate` for a module on a CPU."""
+    kwargs.pop("device_ids", None)
+    return _REPLICATE(*args, **kwargs)
+
+
+_REPLICATE = torch.distributed._composable.replicate
+
+
+@contextlib.contextmanager
+def substituted(whose: str) -> Iterator[None]:
+    """Have torch's modules offer what tests are to find there."""
+    replaced: list[tuple[Any, str, Any]] = [
+        (common_fsdp, "FSDPTest", Case),
+        (common_fsdp, "FSDPTestMultiThread", Case),
+        # It runs a test a second time with parts compiled for a GPU.
+        (common_fsdp, "compiled_fsdp_test", _unchanged),
+        (common_distributed, "skip_if_lt_x_gpu", _unchanged),
+        (torch.distributed._composable, "replicate", _replicate),
+        (torch.cpu, "device_count", lambda: MOST_RANKS),
+        (torch.cpu, "_sleep", lambda cycles: None),
+    ]
+    if whose == OURS:
+        replaced += [
+            (torch.distributed.fsdp, "fully_shard", fully_shard),
+            (torch.distributed.fsdp, "register_fsdp_forward_method", register_fsdp_forward_method),
+            (common_fsdp, "check_sharded_parity", assert_parity),
+        ]
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in replaced:
+            stack.enter_context(mock.patch.object(owner, name, value, create=True))
+        yield
+
+
+def load(path: Path, whose: str) -> ModuleType:
+    """Import a file of tests; the same module when it was imported before."""
+    name = f"fsdp2_suite_{whose}_{path.stem}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        with substituted(whose):
+            spec.loader.exec_module(module)
+        sys.modules[name] = module
+    return sys.modules[name]

@@ -135,9 +135,10 @@ def _compare(
     whole = [param.full_tensor() for _, param in named]
     expected = list(replicated.named_parameters())
     for (name, param), (sharded_name, mine), full in zip(expected, named, whole, strict=True):
+        shown = sharded_name
         for prefix in prefixes_to_ignore:
-            sharded_name = sharded_name.replace(prefix, "")
-        case.assertEqual(name, sharded_name)
+            shown = shown.replace(prefix, "")
+        case.assertEqual(name, shown)
         case.assertEqual(full, param.detach())
         if param.grad is None:
             case.assertIsNone(mine.grad)

@@ -110,11 +110,11 @@ REASONS = {
         "calls of FSDP2's autograd function are counted, after losses and weights were compared",
     ),
     "collectives": Reason(
-        r"in \w*(gradient_accumulation|train_parity_single_group|communication_count|manual_reshard)"
-        r"[\s\S]*Scalars are not equal|length of the sequences mismatch: 0 != |'mesh_info'",
+        r"in \w*(gradient_accumulation|train_parity_single_group|communication_count"
+        r"|manual_reshard)[\s\S]*Scalars are not equal|length of the sequences mismatch: 0 != |'mesh_info'",
         "internal",
-        "calls of certain collectives, or of FSDP2's methods, are counted; with gloo a reduction is "
-        "an all-to-all here, one rank alone makes none, and ranks compare notes once",
+        "calls of certain collectives, or of FSDP2's methods, are counted; with gloo a reduction "
+        "is an all-to-all here, one rank alone makes none, and ranks compare notes once",
     ),
     "gpu": Reason(
         r"module 'torch\.cpu' has no attribute|Cannot re-initialize CUDA|not compiled with CUDA"

@@ -46,10 +46,10 @@ tensor and rank by rank, so that its last digit depends on who holds what; by th
 that digit is in every weight, and where it decides whether a weight is rounded up or down to bf16,
 1e-7 becomes 1e-5 in the next loss. `gpt/gpt3_mcore_te_tp2_pp2` shows it: at the first step
 gradients and weights are bitwise those of DDP, at the second the clipped gradients are the first to
-differ, by one digit of the factor (1.9e-7), and at the fourth the loss differs by 2.6e-5. Megatron's own
-distributed optimizer meets other roundings, sometimes none. So in the own precision both sides add
-up that norm in fp64, where the order does not show: the losses are those of DDP, bitwise where the
-table says 0. With `--fp16` DDP also gets `--accumulate-allreduce-grads-in-fp32`: without it, it
+differ, by one digit of the factor (1.9e-7), and at the fourth the loss differs by 2.6e-5.
+Megatron's own distributed optimizer meets other roundings, sometimes none. So in the own precision
+both sides add up that norm in fp64, where the order does not show: the losses are those of DDP,
+bitwise where the table says 0. With `--fp16` DDP also gets `--accumulate-allreduce-grads-in-fp32`: without it, it
 adds up gradients of micro-batches in fp16, where this package has fp32 shards, and the losses are
 up to 2e-6 apart.
 """

@@ -213,7 +213,7 @@ CHECKS: tuple[Check, ...] = (
     ),
     Check(
         "streams",
-        "communication streams wait for what they need; a trace shows communication beside computation",
+        "streams wait for what they need; a trace shows collectives beside computation",
         lambda request: pytest_files(request, "tests/gpu/test_streams.py"),
         only_cuda=True,
         is_rehearsed=False,

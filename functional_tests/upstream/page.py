@@ -49,9 +49,9 @@ gradients and weights are bitwise those of DDP, at the second the clipped gradie
 differ, by one digit of the factor (1.9e-7), and at the fourth the loss differs by 2.6e-5.
 Megatron's own distributed optimizer meets other roundings, sometimes none. So in the own precision
 both sides add up that norm in fp64, where the order does not show: the losses are those of DDP,
-bitwise where the table says 0. With `--fp16` DDP also gets `--accumulate-allreduce-grads-in-fp32`: without it, it
-adds up gradients of micro-batches in fp16, where this package has fp32 shards, and the losses are
-up to 2e-6 apart.
+bitwise where the table says 0. With `--fp16` DDP also gets
+`--accumulate-allreduce-grads-in-fp32`: without it, it adds up gradients of micro-batches in fp16,
+where this package has fp32 shards, and the losses are up to 2e-6 apart.
 """
 _LEFT_OUT = """
 What a rehearsal rejects, since it is part of a GPU's libraries, and sets itself where a CPU needs

@@ -111,7 +111,8 @@ REASONS = {
     ),
     "collectives": Reason(
         r"in \w*(gradient_accumulation|train_parity_single_group|communication_count"
-        r"|manual_reshard)[\s\S]*Scalars are not equal|length of the sequences mismatch: 0 != |'mesh_info'",
+        r"|manual_reshard)[\s\S]*Scalars are not equal"
+        r"|length of the sequences mismatch: 0 != |'mesh_info'",
         "internal",
         "calls of certain collectives, or of FSDP2's methods, are counted; with gloo a reduction "
         "is an all-to-all here, one rank alone makes none, and ranks compare notes once",

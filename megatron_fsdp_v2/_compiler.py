@@ -38,8 +38,8 @@ def uncompiled[**P, R](function: Callable[P, R]) -> Callable[P, R]:
 @functools.cache
 def _run_tensors_as_written() -> None:
     """Have the compiler skip what sharded tensors do, which is called by torch and not by hooks."""
-    for name in ("uneven_dtensor", "sharded_norm", "row_shards", "comm_calls", "comm_errors"):
-        torch._dynamo.trace_rules.add(f"{__package__}.{name}")
+    for room in ("dtensor", "comm"):
+        torch._dynamo.trace_rules.add(f"{__package__}.{room}")
 
 
 def runs_as_written[**P, R](function: Callable[P, R]) -> Callable[P, R]:

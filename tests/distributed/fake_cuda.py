@@ -31,6 +31,7 @@ from megatron_fsdp_v2.diagnostics.stream_safety.recorder import (
     StreamRecorder,
     WatchedBuffer,
 )
+from megatron_fsdp_v2.dtensor.attributes import AttributesAtOnce
 from megatron_fsdp_v2.runtime.fsdp_module import named_units
 
 ROOT = Path(__file__).parents[2]
@@ -284,7 +285,8 @@ def enter(world_size: int, rank: int) -> FakeCuda:
     FakeTensor.as_subclass = _as_subclass
     FakeTensor.is_cuda = property(_is_on_cuda)
     # It asks its local tensor where the engine does.
-    DTensor.device = property(lambda tensor: tensor._local_tensor.device)
+    for kind in (DTensor, AttributesAtOnce):
+        kind.device = property(lambda tensor: tensor._local_tensor.device)
     accesses.plain_tensors = _plain_tensors
     return host
 

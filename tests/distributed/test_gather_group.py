@@ -168,7 +168,7 @@ def races_and_registered() -> tuple[list[str], int, set[str]]:
     register_pool(model, registrar)
     with record_streams(model) as recording:
         _steps(model)
-    count = sum(op.name == "all_gather" for op in recording.schedule.operations("unshard"))
+    count = sum(op.name == "all_gather" for op in recording.schedule.operations("gather"))
     return (
         [str(v) for v in recording.violations()],
         count,

@@ -237,8 +237,8 @@ def bytes_by_role(groups: list[Any], optimizer: torch.optim.Optimizer) -> dict[s
         found["grad_buffer"] += nbytes(group.grads._temporary.tensor)
         if group.grads._partial is not None:
             found["partial_grad"] += nbytes(group.grads._partial.tensor)
-        if group.grads._wire is not None:
-            found["grad_comm"] += nbytes(group.grads._wire.tensor)
+        if group.grads._comm_buffer is not None:
+            found["grad_comm"] += nbytes(group.grads._comm_buffer.tensor)
     for state in optimizer.state.values():
         for name, tensor in state.items():
             if name == "step":

@@ -36,6 +36,9 @@ class OneQueue:
     def current_stream(self) -> Any:
         return mock.Mock()
 
+    def is_current(self, stream: Any) -> bool:
+        return True
+
     def use(self, stream: Any) -> Any:
         return contextlib.nullcontext(stream)
 

@@ -185,7 +185,7 @@ def test_a_side_stream_that_does_not_wait_for_the_gather_is_found(pools: RankPoo
     for found in pools(2).run(faults_of, starts=False):
         texts = [text for _, name, text in found if name == "blocks.1/0 weights temporary"]
         assert any(
-            "all_gather on 'unshard'" in text and "on 'side' (reads it)" in text for text in texts
+            "all_gather on 'gather'" in text and "on 'side' (reads it)" in text for text in texts
         )
 
 

@@ -138,9 +138,9 @@ def _assert_lanes_are_used(result: dict[str, Any], mesh_name: str, strategy: str
     refreshed = strategy in ("optim", "optim_grads") and mesh_name != "HFSDP"
     if result["prefetch"] and (strategy == "optim_grads_params" or refreshed):
         # Two steps of four forwards and two backwards over three blocks; the first has no guess.
-        assert ran["unshard", "all_gather"] >= (8 if refreshed else 10)
+        assert ran["gather", "all_gather"] >= (8 if refreshed else 10)
     else:
-        assert on["unshard"] == 0
+        assert on["gather"] == 0
     reduced = sum(ran["reduce", name] for name in collectives)
     reduced_outer = sum(ran["outer", name] for name in collectives)
     if result["asynchronous"]:
@@ -150,7 +150,7 @@ def _assert_lanes_are_used(result: dict[str, Any], mesh_name: str, strategy: str
     else:
         assert on["reduce"] == on["outer"] == 0
         assert sum(ran["compute", name] for name in collectives) > 0
-    assert set(on) <= {"compute", "unshard", "reduce", "outer"}
+    assert set(on) <= {"compute", "gather", "reduce", "outer"}
 
 
 def seen_operations() -> list[bool]:
@@ -473,13 +473,13 @@ def test_a_place_in_the_trace_pool_used_again_too_early_is_found(
             "gather not waited for",
             Fault.UNORDERED,
             "blocks.1/0 weights temporary",
-            ("all_gather on 'unshard' (writes it)", "aten.addmm.default on 'compute' (reads it)"),
+            ("all_gather on 'gather' (writes it)", "aten.addmm.default on 'compute' (reads it)"),
         ),
         (
             "gather not waited for",
             Fault.PREMATURE_FREE,
             "blocks.1/0 weights temporary",
-            ("all_gather on 'unshard' (writes it)", "free on 'compute'"),
+            ("all_gather on 'gather' (writes it)", "free on 'compute'"),
         ),
         (
             "reduction not waited for",
@@ -509,13 +509,13 @@ def test_a_place_in_the_trace_pool_used_again_too_early_is_found(
             "gathered weights freed early",
             Fault.PREMATURE_FREE,
             "blocks.1/0 weights temporary",
-            ("all_gather on 'unshard' (writes it)", "free on 'compute'"),
+            ("all_gather on 'gather' (writes it)", "free on 'compute'"),
         ),
         (
             "comm_stream does not wait",
             Fault.UNORDERED_MEMORY,
             "blocks.1/0 weights temporary",
-            ("allocation on 'compute'", "all_gather on 'unshard 2' (writes it)"),
+            ("allocation on 'compute'", "all_gather on 'gather 2' (writes it)"),
         ),
         (
             "comm_stream does not wait",
@@ -527,7 +527,7 @@ def test_a_place_in_the_trace_pool_used_again_too_early_is_found(
             "buffer reused",
             Fault.UNORDERED,
             "blocks.1/0 weights temporary",
-            ("all_gather on 'unshard' (writes it)", "aten.addmm.default on 'compute' (reads it)"),
+            ("all_gather on 'gather' (writes it)", "aten.addmm.default on 'compute' (reads it)"),
         ),
     ],
 )

@@ -21,6 +21,7 @@ __all__ = [
     "in_backward",
     "map_tensors",
     "next_node_number",
+    "tensors_within",
     "watch_inputs",
     "watch_outputs",
 ]
@@ -183,7 +184,7 @@ def watch_outputs(watcher: _Watcher, output: Any, since: int) -> None:
         output: What the forward returned.
         since: `next_node_number()` when the forward began.
     """
-    for tensor in _with_bases(_tensors_within(output), since):
+    for tensor in _with_bases(tensors_within(output), since):
         if not tensor.requires_grad:
             continue
         # What a unit hands on from one inside it is watched for both, and torch calls hooks in the
@@ -221,7 +222,7 @@ def _tell_outermost_first(watchers: list[_Watcher], grad: torch.Tensor) -> None:
         watcher.pre_backward()
 
 
-def _tensors_within(value: Any) -> Iterator[torch.Tensor]:
+def tensors_within(value: Any) -> Iterator[torch.Tensor]:
     """Every tensor in containers, dataclasses and attributes of plain objects, each once."""
     seen: set[int] = set()
     left = [value]

@@ -288,6 +288,22 @@ class ParameterGroup:
         """Whether there are weights to compute with, here and now."""
         return not self.weights.is_temporary or (self.is_held and self._gathering is None)
 
+    def gathered_name_at(self, tensor: torch.Tensor) -> str | None:
+        """What to call the parameter that a tensor on the gathered buffer's storage begins in.
+
+        Args:
+            tensor: Any tensor; None is returned where it has another storage.
+        """
+        flat = self.weights.gathered.tensor
+        if tensor.untyped_storage()._cdata != flat.untyped_storage()._cdata:
+            return None
+        first = tensor.storage_offset() * tensor.element_size() // flat.element_size()
+        first -= int(flat.storage_offset())
+        for index, slot in enumerate(self.layout.slots):
+            if slot.offset <= first < slot.offset + slot.numel:
+                return self.label(index)
+        return f"a parameter of {self.name}"
+
     def unshard(self, weight_version: int, *, in_forward: bool, async_op: bool) -> None:
         """Start gathering for one more holder. Collective for the first one.
 

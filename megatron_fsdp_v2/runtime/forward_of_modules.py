@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_fsdp_v2.params.autograd import in_backward
+from megatron_fsdp_v2.runtime.returned_weights import check_outputs
 from megatron_fsdp_v2.runtime.unit_checks import check_has_values
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ def post_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
             if not torch.is_grad_enabled() and unit.context.pass_has_grad:
                 # Its recomputation has a backward of its own.
                 unit.note_use()
+            check_outputs(unit, output)
             return unit.hand_on(output)
     if unit.is_root and not in_backward():
         for other in unit.context.units():

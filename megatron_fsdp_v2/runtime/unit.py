@@ -29,6 +29,7 @@ from megatron_fsdp_v2.runtime.end_of_backward import (
     repair,
 )
 from megatron_fsdp_v2.runtime.reduction_queue import Reduction, RootPass
+from megatron_fsdp_v2.runtime.returned_weights import check_outputs
 from megatron_fsdp_v2.runtime.unit_checks import check_units, compare_unit
 
 if TYPE_CHECKING:
@@ -156,6 +157,13 @@ class Unit:
     def is_idle(self) -> bool:
         """Whether neither its forward nor its backward is under way."""
         return self.phase is Phase.IDLE
+
+    @property
+    def drops_after_forward(self) -> bool:
+        """Whether the end of a forward, run as things are now, drops gathered weights."""
+        # The root's backward comes right after its forward; others have to wait.
+        is_kept = torch.is_grad_enabled() and (self.is_root or not self.reshard_after_forward)
+        return not is_kept and not in_backward()
 
     @property
     def skips_safely(self) -> bool:
@@ -300,6 +308,7 @@ class Unit:
 
     def post_forward(self, output: Any) -> Any:
         """After the module's forward: reshard, watch for the start of the backward."""
+        check_outputs(self, output)
         self.end_forward()
         return self.hand_on(output)
 
@@ -324,8 +333,7 @@ class Unit:
                     context.backward_order.note(self)
                     self._num_awaited += 1
                     self.note_use()
-                # The root's backward comes right after its forward; others have to wait.
-                if not (has_grad and (self.is_root or not self.reshard_after_forward)):
+                if self.drops_after_forward:
                     self.reshard()
                 if ends_pass and not has_grad:
                     context.end_pass("")

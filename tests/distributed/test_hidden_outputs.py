@@ -170,3 +170,99 @@ def test_a_double_backward_is_an_error_that_names_the_unit_at_zero_3(
     for message, error in pools(2).run(double_backward, ZERO_3, pool):
         assert message.startswith("the root (Stack) is in a backward with create_graph=True")
         assert error < 1e-6
+
+
+class Leaking(Block):
+    """A unit that returns one of its weights, or a view of it, beside its output."""
+
+    def __init__(self, what: str = "view") -> None:
+        super().__init__()
+        self.what = what
+
+    def forward(self, x: torch.Tensor) -> Any:
+        weight = self.up.weight
+        returned = {
+            "weight": weight,
+            "view": weight.t(),
+            "detached": weight.detach()[1:],
+            "copy": weight.clone(),
+        }
+        return super().forward(x), {"regularized": [returned[self.what]]}
+
+
+class Regularized(Stack):
+    """Adds up squares of what its blocks return."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(Leaking(what) for _ in range(3))
+
+    def run_blocks(self, x: torch.Tensor) -> torch.Tensor:
+        penalty = torch.zeros(())
+        for block in self.blocks:
+            x, extra = block(x)
+            penalty = penalty + extra["regularized"][0].square().sum()
+        return x + penalty
+
+
+def error_with_returned_weights(what: str, **options: Any) -> float:
+    """Of gradients, where units return weights of theirs."""
+    plain, model = _pair(lambda: Regularized(what), **options)
+    return _train(plain, model, _square)
+
+
+def said_of_returned_weights(what: str, pool: bool) -> list[str]:
+    """What forwards say at ZeRO-3, in training and in evaluation, after some good steps."""
+    plain, model = _pair(lambda: Regularized("copy"), enable_trace_pool=pool)
+    assert _train(plain, model, _square) < 1e-5
+    for block in model.blocks:
+        block.what = what
+    with torch.no_grad():
+        evaluated = said(RuntimeError, lambda: model(batch(0)))
+    return [said(RuntimeError, lambda: model(batch(0))), evaluated]
+
+
+@pytest.mark.parametrize("pool", [False, True], ids=["", "pool"])
+def test_a_unit_that_returns_its_weight_is_an_error_that_names_both_at_zero_3(
+    pools: RankPools, pool: bool
+) -> None:
+    for what in ("weight", "view", "detached"):
+        for messages in pools(2).run(said_of_returned_weights, what, pool):
+            for message in messages:
+                assert "the forward of blocks.0 (Leaking) returns its weight up.weight" in message
+
+
+@pytest.mark.parametrize(
+    ("what", "options"),
+    [
+        ("copy", {}),
+        ("view", {"sharding_strategy": "optim_grads"}),
+        ("view", {"reshard_after_forward": False}),
+    ],
+)
+def test_a_unit_may_return_a_copy_of_its_weight_or_one_that_stays(
+    pools: RankPools, what: str, options: dict[str, Any]
+) -> None:
+    assert max(pools(2).run(error_with_returned_weights, what, **options)) < 1e-5
+
+
+class TiedHead(Stack):
+    """Returns the weight of its head, which is that of a block as well: the root holds it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([Leaking("weight")])
+        self.tied = self.blocks[0].up.weight
+
+    def run_blocks(self, x: torch.Tensor) -> torch.Tensor:
+        x, extra = self.blocks[0](x)
+        return x + extra["regularized"][0].square().sum()
+
+
+def error_with_a_tied_weight() -> float:
+    """Of gradients, where a block returns a weight that the root holds."""
+    return _train(*_pair(TiedHead), _square)
+
+
+def test_a_block_may_return_a_weight_that_the_root_holds_as_well(pools: RankPools) -> None:
+    assert max(pools(2).run(error_with_a_tied_weight)) < 1e-5

@@ -8,19 +8,57 @@ called in the end.
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable
+from types import CodeType, FrameType
 from typing import Any, override
 
 import torch
+from torch.amp.grad_scaler import GradScaler
 from torch.distributed.tensor import DTensor
 
-__all__ = ["PLAIN_FUNCTIONS", "AttributesAtOnce", "without_torch_function"]
+__all__ = [
+    "PLAIN_FUNCTIONS",
+    "AttributesAtOnce",
+    "is_clipping",
+    "without_torch_function",
+]
 
 without_torch_function: Callable[..., Any] = torch._C._disabled_torch_function_impl
 """`(function, types, args, kwargs)`: call it as for a DTensor, in C all the way."""
 
 PLAIN_FUNCTIONS = frozenset({torch.is_complex, torch.is_floating_point, torch.numel})
 """Functions of one tensor that return no tensor."""
+
+
+def _codes_that_read_grad(*functions: Callable[..., Any]) -> frozenset[CodeType]:
+    codes = [inspect.unwrap(function).__code__ for function in functions]
+    return frozenset(code for code in codes if "grad" in code.co_names)
+
+
+_CLIPS = _codes_that_read_grad(torch.nn.utils.clip_grad_norm_)
+_PAIRED = _CLIPS | _codes_that_read_grad(
+    GradScaler._unscale_grads_, torch.nn.Module.zero_grad, torch.optim.Optimizer.zero_grad
+)
+"""Functions of torch that communicate what they find in the gradients of some parameters.
+
+They leave out parameters whose `grad` is None, as that of an empty shard is. A rank that holds no
+row of any of them would not communicate at all, and nobody else can know that: it depends on which
+parameters these are, of which every rank sees those with gradients only. And what sets gradients
+to None where there are some, so that ranks agree.
+"""
+
+
+def is_clipping() -> bool:
+    """Whether `clip_grad_norm_` is under way, to which all ranks come that have a gradient."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code in _CLIPS:
+            return True
+        frame = frame.f_back
+    return False
+
 
 _BASE: Any = torch._C.TensorBase
 _READ = (
@@ -66,7 +104,14 @@ class AttributesAtOnce(DTensor):
     """A DTensor whose attributes and questions of size go past `__torch_function__`.
 
     `data` and what is computed (`T`, `real`, ...) are left to it.
+
+    Attributes:
+        empty_grad: Of a parameter without rows here, a gradient without rows, where other ranks
+            have one. It is `grad` for functions of torch that communicate about gradients, and
+            goes where `grad` is set.
     """
+
+    empty_grad: torch.Tensor | None = None
 
     def _with_rows(self, grad: torch.Tensor) -> torch.Tensor:
         """What `grad` answers where it is a plain DTensor."""
@@ -124,18 +169,32 @@ def _attribute(name: str, *, is_written: bool) -> property:
     return property(read, write, remove) if is_written else property(read)
 
 
-def _grad(plain: property) -> property:
-    get = _BASE.grad.__get__
+def _grad() -> property:
+    descriptor: Any = _BASE.grad
+    get, put, delete = descriptor.__get__, descriptor.__set__, descriptor.__delete__
 
     def read(self: AttributesAtOnce) -> torch.Tensor | None:
         grad: torch.Tensor | None = without_torch_function(get, None, (self,))
+        if grad is None:
+            empty = self.empty_grad
+            is_read = empty is not None and sys._getframe(1).f_code in _PAIRED
+            return empty if is_read else None
         return self._with_rows(grad) if type(grad) is DTensor else grad
 
-    return plain.getter(read)
+    def write(self: AttributesAtOnce, value: torch.Tensor | None) -> None:
+        without_torch_function(put, None, (self, value))
+        if self.empty_grad is not None:
+            self.empty_grad = None
+
+    def remove(self: AttributesAtOnce) -> None:
+        without_torch_function(delete, None, (self,))
+        self.empty_grad = None
+
+    return property(read, write, remove)
 
 
 # A name that this version of PyTorch lacks costs what it costs.
 for _name in (*_READ, *_READ_AND_WRITTEN):
     if hasattr(_BASE, _name):
         setattr(AttributesAtOnce, _name, _attribute(_name, is_written=_name in _READ_AND_WRITTEN))
-setattr(AttributesAtOnce, _GRAD, _grad(getattr(AttributesAtOnce, _GRAD)))
+setattr(AttributesAtOnce, _GRAD, _grad())

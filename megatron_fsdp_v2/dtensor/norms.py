@@ -1,9 +1,10 @@
 """Norms of sharded tensors that are reduced once, when they have been put together.
 
 `torch.nn.utils.clip_grad_norm_` takes a norm per gradient, stacks them and takes the norm of that.
-Ranks with empty shards have fewer gradients, so reducing norms one by one, or the stack as it is,
-would pair up different tensors or hang. A `ShardedNorm` stays local through the stack; the norm of
-the stack is one number per rank and is reduced then, among the ranks that have any gradient.
+Ranks with empty shards may have fewer gradients, so reducing norms one by one, or the stack as it
+is, would pair up different tensors or hang. A `ShardedNorm` stays local through the stack; the norm
+of the stack is one number per rank and is reduced then: by `clip_grad_norm_`, which sees gradients
+of empty shards as well, among all ranks, and otherwise among those that hold rows of the model.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from megatron_fsdp_v2.comm.errors import naming_failures
+from megatron_fsdp_v2.dtensor.attributes import is_clipping
 
-__all__ = ["NORMS", "ShardedNorm", "local_norms", "order_of"]
+__all__ = ["NORMS", "ShardedNorm", "cut_axes", "local_norms", "order_of"]
 
 NORMS = (torch._foreach_norm, torch.linalg.vector_norm)
 """Functions whose results on sharded tensors are `ShardedNorm`s."""
@@ -228,7 +230,7 @@ def local_norms(tensors: Sequence[Any], order: float) -> list[ShardedNorm]:
         tensors: `UnevenDTensor`s.
         order: The p of the p-norm.
     """
-    cut = [_cut_axes(tensor) for tensor in tensors]
+    cut = [cut_axes(tensor) for tensor in tensors]
     by_mesh: dict[DeviceMesh, set[int]] = {}
     for tensor, axes in zip(tensors, cut, strict=True):
         by_mesh.setdefault(tensor.device_mesh, set()).update(axes)
@@ -249,13 +251,21 @@ def local_norms(tensors: Sequence[Any], order: float) -> list[ShardedNorm]:
             tensor.device_mesh,
             common[tensor.device_mesh],
             order,
-            tensor.row_shards.holders.empty,
+            empty,
         )
-        for tensor, place in zip(tensors, places, strict=True)
+        for tensor, place, empty in zip(tensors, places, _absent(tensors), strict=True)
     ]
 
 
-def _cut_axes(tensor: Any) -> set[int]:
+def _absent(tensors: Sequence[Any]) -> list[frozenset[tuple[int, ...]]]:
+    """Mesh coordinates of ranks that take no part in the norm of each tensor."""
+    empty: list[frozenset[tuple[int, ...]]] = [t.row_shards.holders.empty for t in tensors]
+    # Clipping finds a gradient without rows on those as well.
+    return [frozenset()] * len(tensors) if any(empty) and is_clipping() else empty
+
+
+def cut_axes(tensor: Any) -> set[int]:
+    """Mesh axes along which ranks hold different parts of a sharded tensor."""
     shards = tensor.row_shards
     axes = {axis for axis, stride in enumerate(shards.strides) if stride}
     by_tensor = shards.tensor

@@ -32,6 +32,7 @@ from megatron_fsdp_v2.dtensor.attributes import (
     without_torch_function,
 )
 from megatron_fsdp_v2.dtensor.foreach import choose_foreach_for, is_elementwise, run_on_rows
+from megatron_fsdp_v2.dtensor.found_inf import unscale_and_check
 from megatron_fsdp_v2.dtensor.norms import NORMS, local_norms, order_of
 from megatron_fsdp_v2.dtensor.row_shards import (
     Chunk,
@@ -172,6 +173,8 @@ class UnevenDTensor(AttributesAtOnce):
             func(*(item._local_tensor if isinstance(item, DTensor) else item for item in args))
             torch.autograd.graph.increment_version(args[0])
             return args[0]
+        if func is torch._amp_foreach_non_finite_check_and_unscale_:
+            return unscale_and_check(*args, **(kwargs or {}))
         if is_elementwise(name, args):
             result = run_on_rows(cls, func, args, kwargs or {})
             if result is not NotImplemented:

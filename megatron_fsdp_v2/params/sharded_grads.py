@@ -42,6 +42,7 @@ class ShardedGrads:
         self._row_shards = row_shards
         self._views: list[torch.Tensor] | None = None
         self._dtensors: list[UnevenDTensor | None] | None = None
+        self._empty: dict[int, torch.Tensor] = {}
         self._may_be_unused = False
         # Whether reductions may have brought something since users' hooks were run.
         self._is_new = False
@@ -79,7 +80,8 @@ class ShardedGrads:
     def install(self, *, accumulated: bool) -> None:
         """Set `param.grad` of every trained parameter with rows here; `None` for the others.
 
-        An empty tensor in a fused multi-tensor optimizer's list can corrupt its neighbors.
+        An empty tensor in a fused multi-tensor optimizer's list can corrupt its neighbors. What
+        communicates about gradients finds one all the same: see `AttributesAtOnce.empty_grad`.
 
         Args:
             accumulated: Whether the reduction added to what was there.
@@ -96,9 +98,21 @@ class ShardedGrads:
                 for index, view in enumerate(self.views)
             ]
         with plain_attributes():
-            for param, dtensor in zip(self._params, self._dtensors, strict=True):
-                if dtensor is not None and param.requires_grad:
+            pairs = zip(self._params, self._dtensors, strict=True)
+            for index, (param, dtensor) in enumerate(pairs):
+                if not param.requires_grad:
+                    continue
+                if dtensor is not None:
                     param.grad = dtensor
+                elif param.grad is None:
+                    self._note_empty(index)
+
+    def _note_empty(self, index: int) -> None:
+        """Have what communicates about gradients find one where a parameter has no rows here."""
+        param = cast("UnevenDTensor", self._params[index])
+        param.empty_grad = self._empty.get(index)
+        if param.empty_grad is None:
+            param.empty_grad = self._empty[index] = self._dtensor(index)
 
     def memory(self) -> list[torch.Tensor]:
         """Few tensors that hold all of every `param.grad`, and perhaps what others have left.
@@ -167,11 +181,14 @@ class ShardedGrads:
                 if param.grad is not None:
                     run_hooks(param)
                 continue
-            param.grad = self._dtensor(index)
+            shown = param.grad = self._dtensor(index)
             try:
                 run_hooks(param)
             finally:
+                is_kept = param.grad is shown
                 param.grad = None
+                if is_kept:
+                    self._note_empty(index)
 
     def _dtensor(self, index: int) -> UnevenDTensor:
         param = cast("UnevenDTensor", self._params[index])

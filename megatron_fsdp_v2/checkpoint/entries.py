@@ -15,7 +15,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from megatron_fsdp_v2.dtensor.optimizer_state import is_kept_here, wrap_foreign_state
+from megatron_fsdp_v2.dtensor.optimizer_state import held_elsewhere, wrap_foreign_state
+from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2.runtime.fsdp_module import make_idle
 
 __all__ = [
@@ -116,12 +117,13 @@ def state_entries(
         ValueError: The optimizer steps a parameter that the model does not have.
     """
     entries: dict[str, Any] = {}
+    elsewhere = held_elsewhere(optimizer)
     for group in optimizer.param_groups:
         for param in group["params"]:
             of_param = optimizer.state.get(param, {})
             wrap_foreign_state(param, of_param)
             for state, value in of_param.items():
-                if is_kept_here(param, value):
+                if isinstance(value, UnevenDTensor) or param not in elsewhere:
                     entries[f"{OPTIMIZER_STATE}{_name(names, param)}.{state}"] = value
     return entries
 

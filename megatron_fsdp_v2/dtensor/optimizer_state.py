@@ -8,7 +8,7 @@ any one rank's, so such a count would replace the right ones.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any, override
 
 import torch
@@ -23,7 +23,7 @@ from megatron_fsdp_v2.dtensor.uneven_dtensor import (
     with_rows_of,
 )
 
-__all__ = ["NonOwnedValue", "has_no_rows", "is_kept_here", "watch_state", "wrap_foreign_state"]
+__all__ = ["NonOwnedValue", "has_no_rows", "held_elsewhere", "watch_state", "wrap_foreign_state"]
 
 
 class NonOwnedValue(torch.Tensor):
@@ -100,19 +100,26 @@ def has_no_rows(param: torch.Tensor) -> bool:
     return isinstance(param, UnevenDTensor) and not local_of(param).numel()
 
 
-def _is_held_elsewhere(param: torch.Tensor) -> bool:
-    """Whether other ranks answer for a parameter's state; all do where nobody has rows."""
-    return has_no_rows(param) and param.numel() > 0
+def held_elsewhere(optimizer: Optimizer) -> set[torch.Tensor]:
+    """Parameters for whose state other ranks than this one answer: those that hold rows of them.
 
-
-def is_kept_here(param: torch.Tensor, value: Any) -> bool:
-    """Whether this rank answers for a state.
-
-    Args:
-        param: The parameter it is of.
-        value: The state: a tensor sharded like the parameter, or something that all ranks have.
+    Of parameters that nobody has rows of, ranks answer that hold rows of others of their group, or
+    else of the optimizer's: a rank that steps nothing has counts of no steps that were made.
     """
-    return isinstance(value, UnevenDTensor) or not _is_held_elsewhere(param)
+    groups = [group["params"] for group in optimizer.param_groups]
+    steps_nothing = _steps_nothing([param for group in groups for param in group])
+    found: set[torch.Tensor] = set()
+    for group in groups:
+        is_empty = not any(param.numel() for param in group)
+        is_idle = steps_nothing if is_empty else _steps_nothing(group)
+        found.update(p for p in group if has_no_rows(p) and (is_idle or p.numel()))
+    return found
+
+
+def _steps_nothing(params: Sequence[torch.Tensor]) -> bool:
+    """Whether other ranks hold some of these parameters and this one holds none."""
+    sized = [param for param in params if param.numel()]
+    return bool(sized) and all(has_no_rows(param) for param in sized)
 
 
 def _with_state_of_empty_shards(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -135,6 +142,7 @@ def _with_state_of_empty_shards(optimizer: Optimizer, state_dict: dict[str, Any]
     }
     for key, param in params.items():
         wrap_foreign_state(param, saved.get(key, {}))
+    elsewhere = held_elsewhere(optimizer)
     examples = [
         next((saved[key] for key in keys if key in saved and not has_no_rows(params[key])), {})
         for keys in packed
@@ -147,7 +155,7 @@ def _with_state_of_empty_shards(optimizer: Optimizer, state_dict: dict[str, Any]
         for key in keys:
             state = saved.get(key, {})
             if has_no_rows(params[key]):
-                state = _of_empty_shard(params[key], state, example)
+                state = _of_empty_shard(params[key], state, example, params[key] in elsewhere)
             if state:
                 states[key] = state
     others = {key: state for key, state in saved.items() if key not in params}
@@ -155,7 +163,7 @@ def _with_state_of_empty_shards(optimizer: Optimizer, state_dict: dict[str, Any]
 
 
 def _of_empty_shard(
-    param: torch.Tensor, mine: Mapping[str, Any], example: Mapping[str, Any]
+    param: torch.Tensor, mine: Mapping[str, Any], example: Mapping[str, Any], is_elsewhere: bool
 ) -> dict[str, Any]:
     names = mine.keys() or (example.keys() if param.requires_grad else ())
     state: dict[str, Any] = {}
@@ -166,6 +174,5 @@ def _of_empty_shard(
             state[name] = torch.zeros_like(param, dtype=value.dtype) if own is None else own
         elif isinstance(value, torch.Tensor):
             copied = example.get(name, value).detach().clone()
-            elsewhere = _is_held_elsewhere(param)
-            state[name] = copied.as_subclass(NonOwnedValue) if elsewhere else copied
+            state[name] = copied.as_subclass(NonOwnedValue) if is_elsewhere else copied
     return state

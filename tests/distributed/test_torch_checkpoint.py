@@ -134,23 +134,23 @@ def test_every_optimizer_loads_bit_equal_at_other_sizes_and_strategies(
 
 
 class OfNoRows(nn.Module):
-    """A parameter that no rank holds a row of, beside one that all do."""
+    """A parameter that no rank holds a row of, beside one of some rows."""
 
-    def __init__(self) -> None:
+    def __init__(self, rows: int) -> None:
         super().__init__()
         # Rows of 16 bytes, so that ranks can hold single ones.
         self.none = nn.Parameter(torch.zeros(0, 4))
-        self.some = nn.Parameter(torch.ones(4, 4))
+        self.some = nn.Parameter(torch.ones(rows, 4))
 
     def forward(self) -> torch.Tensor:
         return torch.cat([self.none, self.some]).square().sum()
 
 
-def state_of_no_rows(folder: str) -> list[float]:
+def state_of_no_rows(folder: str, rows: int) -> list[float]:
     """Counts of steps after two of them, saved and loaded by torch into a new optimizer."""
     counts = []
     for trains in (True, False):
-        model: Any = fully_shard(OfNoRows(), mesh=mesh_of(dist.get_world_size()))
+        model: Any = fully_shard(OfNoRows(rows), mesh=mesh_of(dist.get_world_size()))
         optimizer = optim.AdamW(model.parameters(), lr=0.1)
         for _ in range(2 if trains else 0):
             model().backward()
@@ -165,10 +165,11 @@ def state_of_no_rows(folder: str) -> list[float]:
     return counts
 
 
+@pytest.mark.parametrize("rows", [4, 1], ids=["ranks hold others", "a rank holds nothing"])
 def test_state_of_a_parameter_of_no_rows_is_saved_and_loaded(
-    pools: RankPools, tmp_path: Path
+    pools: RankPools, tmp_path: Path, rows: int
 ) -> None:
-    for counts in pools(2).run(state_of_no_rows, str(tmp_path)):
+    for counts in pools(2).run(state_of_no_rows, str(tmp_path), rows):
         assert counts == [2.0, 2.0]
 
 

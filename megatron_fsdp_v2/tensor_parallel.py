@@ -81,14 +81,10 @@ class TensorParallelRule:
             `"transformer_engine.pytorch.LayerNormLinear"`, which imports nothing.
         cuts: By parameter name; or a function of the module that returns them, where options of
             the module decide.
-        on_weight_mesh: Called with a module and the mesh its weights are sharded over, where the
-            module makes reductions of its own over those ranks (the largest absolute value of a
-            quantized weight).
     """
 
     module: type[nn.Module] | str
     cuts: Cuts | Callable[[nn.Module], Cuts]
-    on_weight_mesh: Callable[[nn.Module, DeviceMesh], None] | None = None
 
     def __post_init__(self) -> None:
         """Reject what can match no module.
@@ -132,7 +128,6 @@ def tensor_shards(
     *,
     mesh: DeviceMesh,
     rules: Sequence[TensorParallelRule],
-    weight_mesh: DeviceMesh | None = None,
 ) -> dict[nn.Parameter, TensorShard]:
     """Describe how tensor parallelism cut the parameters at and below a module.
 
@@ -144,15 +139,12 @@ def tensor_shards(
         module: A module whose parameters are this rank's parts.
         mesh: Data-parallel axes, outermost first, then the tensor-parallel axis.
         rules: The table.
-        weight_mesh: Over which ranks weights are sharded, for modules that reduce over them:
-            handed to `on_weight_mesh` of their rules.
 
     Returns:
         What `fully_shard(module, mesh=<the data-parallel axes>, tensor_shards=...)` takes.
 
     Raises:
-        ValueError: No rule says how a parameter is cut, a rule does not fit one, or no module
-            takes `weight_mesh`.
+        ValueError: No rule says how a parameter is cut, or a rule does not fit one.
     """
     if not isinstance(mesh, DeviceMesh) or mesh.ndim < 2:
         raise ValueError(
@@ -160,7 +152,6 @@ def tensor_shards(
             f"init_device_mesh(device, (dp, tp), mesh_dim_names=('dp', 'tp')), got {mesh}"
         )
     found: dict[nn.Parameter, TensorShard] = {}
-    num_told = 0
     for prefix, below in module.named_modules():
         for name, param in below.named_parameters(recurse=False):
             if isinstance(param, DTensor):
@@ -171,15 +162,6 @@ def tensor_shards(
                     f"parameter {prefix}.{name} is tied to one that another rule cuts differently; "
                     "give both modules the same cuts"
                 )
-        rule = _rule_of(below, rules)
-        if weight_mesh is not None and rule is not None and rule.on_weight_mesh is not None:
-            rule.on_weight_mesh(below, weight_mesh)
-            num_told += 1
-    if weight_mesh is not None and not num_told:
-        raise ValueError(
-            f"weight_mesh was given and no rule that matches a module of {type(module).__name__} "
-            "has on_weight_mesh; add it to the rule of the quantized modules, or leave it out"
-        )
     return found
 
 

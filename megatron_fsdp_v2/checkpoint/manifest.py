@@ -59,10 +59,6 @@ class StoredFile:
     nbytes: int
     items: tuple[StoredItem, ...]
 
-    def item_at(self, offset: int) -> StoredItem | None:
-        """The item that starts at a byte."""
-        return next((item for item in self.items if item.offset == offset), None)
-
 
 @dataclass(frozen=True, slots=True)
 class Manifest:

@@ -221,9 +221,6 @@ class CpuCommunicator:
             list(sent_numels),
         )
 
-    def flush(self) -> None:
-        """Nothing is queued anywhere but in works."""
-
     def begin_pass(self) -> None:
         """There are no streams."""
 

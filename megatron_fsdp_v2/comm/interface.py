@@ -165,10 +165,6 @@ class Communicator(Protocol):
         """
         ...
 
-    def flush(self) -> None:
-        """Order everything issued so far before what the caller does next."""
-        ...
-
     def begin_pass(self) -> None:
         """Take the stream that operations are queued on now for the compute stream."""
         ...

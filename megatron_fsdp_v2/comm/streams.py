@@ -246,11 +246,6 @@ class StreamCommunicator:
             self._issue("all-to-all", axis, all_to_all, received, sent, *numels, axis)
             return self._ticket((received, sent), async_op)
 
-    def flush(self) -> None:
-        """Make the current stream wait for every communication stream."""
-        for stream in self._streams.values():
-            self._device.current_stream().wait_stream(stream)
-
     def begin_pass(self) -> None:
         """See `Communicator.begin_pass`."""
         self._compute.begin_pass()

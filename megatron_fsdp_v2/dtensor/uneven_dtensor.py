@@ -108,17 +108,6 @@ class UnevenDTensor(AttributesAtOnce):
         steps = zip(coordinate, self._row_shards.strides, strict=False)
         return all(stride or c == 0 for c, stride in steps)
 
-    def narrow_rows(self, start: int, end: int) -> UnevenDTensor:
-        """Rows `start` to `end` of the global tensor, as a view. No communication.
-
-        Raises:
-            ValueError: Tensor parallelism cut its rows too; take `pieces()`.
-        """
-        tensor = self._row_shards.tensor
-        if tensor is not None and tensor.dim == 0:
-            raise ValueError("rows of a tensor-parallel part have no range of their own")
-        return self._narrowed(start, end, tensor)
-
     def pieces(self) -> list[UnevenDTensor]:
         """The pieces that were cut one by one, each as a tensor of its own; views.
 

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-__all__ = ["ALIGNMENT", "MemoryPlan", "Slot", "Trace", "keys_of", "plan_memory", "plan_traces"]
+__all__ = ["ALIGNMENT", "MemoryPlan", "Slot", "Trace", "keys_of", "plan_memory"]
 
 ALIGNMENT = 512
 """Bytes that offsets are a multiple of, as those of a GPU's caching allocator are."""
@@ -160,21 +160,6 @@ class MemoryPlan:
 
     def _planned_sizes(self) -> Iterator[int]:
         return (s for s, o in zip(self.sizes, self.offsets, strict=True) if o is not None)
-
-
-def plan_traces(sizes: Sequence[int], traces: Sequence[Trace]) -> MemoryPlan:
-    """One plan for several traces; see `plan_memory`.
-
-    Args:
-        sizes: Bytes of every key.
-        traces: What may happen.
-    """
-    conflicts, used = [0] * len(sizes), 0
-    for trace in traces:
-        trace.add_conflicts(conflicts)
-        used |= trace.used()
-    peak = max((trace.peak(sizes) for trace in traces), default=0)
-    return plan_memory(sizes, conflicts, used, peak)
 
 
 def plan_memory(

@@ -128,11 +128,6 @@ class Plan:
         return self.step.seconds - self.step.compute_seconds
 
     @property
-    def largest_unit(self) -> UnitSize:
-        """The unit with most gathered bytes."""
-        return max(self.units, key=lambda unit: unit.gathered_nbytes)
-
-    @property
     def moved_nbytes(self) -> int:
         """Bytes of the full buffers of all collectives of a step."""
         return sum(traffic.nbytes for traffic in self.traffic)

@@ -197,35 +197,6 @@ def test_parameters_without_elements_are_in_a_checkpoint_and_have_no_state(
 # -- tables that do not fit ----------------------------------------------------------------------
 
 
-class _Quantized(Column):
-    """Has a group of ranks for the largest absolute value of its weight."""
-
-    amax_mesh: Any = None
-
-
-def _take_mesh(module: nn.Module, mesh: Any) -> None:
-    module.amax_mesh = mesh
-
-
-def _weight_mesh() -> tuple[bool, bool, str]:
-    mesh = mesh_with_tp(1, 2)
-    rules = [TensorParallelRule(_Quantized, COLUMN, on_weight_mesh=_take_mesh), *RULES]
-    named, unnamed = _Quantized(4, 4), _Quantized(4, 4)
-    tensor_shards(named, mesh=mesh, rules=rules, weight_mesh=mesh["dp"])
-    tensor_shards(unnamed, mesh=mesh, rules=rules)
-    nobody = said(
-        ValueError,
-        lambda: tensor_shards(Column(4, 4), mesh=mesh, rules=RULES, weight_mesh=mesh["dp"]),
-    )
-    return named.amax_mesh == mesh["dp"], unnamed.amax_mesh is None, nobody
-
-
-def test_quantized_modules_are_told_the_weight_mesh_where_one_is_named(pools: RankPools) -> None:
-    for told, untold, nobody in pools(2).run(_weight_mesh):
-        assert told and untold
-        assert "no rule that matches a module of Column has on_weight_mesh" in nobody
-
-
 def _misfits() -> list[str]:
     mesh = mesh_with_tp(1, 2)
 

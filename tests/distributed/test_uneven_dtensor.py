@@ -40,7 +40,6 @@ def gathers_and_hands_on() -> bool:
         torch.equal(param.full_tensor(), full),
         torch.equal(doubled.full_tensor(), full * 2),
         torch.equal(torch.zeros_like(param).full_tensor(), torch.zeros(5, 4)),
-        torch.equal(param.narrow_rows(1, 5).full_tensor(), full[1:5]),
         float(torch.linalg.vector_norm(param.detach()).full_tensor())
         == pytest.approx(float(full.norm()), rel=1e-6),
     ]
@@ -55,7 +54,7 @@ def gathers_and_hands_on() -> bool:
         param.detach() + other
     except ValueError as error:
         checks.append("sharded differently" in str(error))
-    return all(checks) and len(checks) == 9
+    return all(checks) and len(checks) == 8
 
 
 def test_rows_are_gathered_and_handed_on_also_from_empty_shards(pools: RankPools) -> None:

@@ -114,16 +114,7 @@ def test_a_reduction_comes_after_its_input_and_before_its_use(
     assert torch.equal(other, torch.full_like(other, 7.0))
 
 
-def test_flush_orders_what_was_not_waited_for(communicator: StreamCommunicator) -> None:
-    output = torch.zeros(2 * NUMEL, device="cuda")
-    shard = _written_late(3.0)
-    work = communicator.all_gather(output, shard, _axis(), CommStream.GATHER, async_op=True)
-    communicator.flush()
-    assert torch.equal(output.clone(), torch.full_like(output, 3.0))
-    work.wait()
-
-
-def test_lanes_are_three_streams_beside_the_compute_stream(
+def test_three_communication_streams_run_beside_the_compute_stream(
     communicator: StreamCommunicator, copies: SlowCopies
 ) -> None:
     for comm_stream in (*CommStream, *CommStream):

@@ -8,13 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_fsdp_v2.memory.address_plan import (
-    ALIGNMENT,
-    MemoryPlan,
-    Trace,
-    plan_memory,
-    plan_traces,
-)
+from megatron_fsdp_v2.memory.address_plan import ALIGNMENT, MemoryPlan, Trace, plan_memory
 
 traces = st.builds(
     Trace,
@@ -22,6 +16,16 @@ traces = st.builds(
     events=st.lists(st.integers(-6, 5), max_size=30).map(tuple),
 )
 sizes_of_six = st.lists(st.integers(0, 5000), min_size=6, max_size=6)
+
+
+def _plan_of(sizes: list[int], many: list[Trace]) -> MemoryPlan:
+    """One plan for several traces, put together as the pool does it."""
+    conflicts, used = [0] * len(sizes), 0
+    for trace in many:
+        trace.add_conflicts(conflicts)
+        used |= trace.used()
+    peak = max((trace.peak(sizes) for trace in many), default=0)
+    return plan_memory(sizes, conflicts, used, peak)
 
 
 def _live_sets(trace: Trace) -> list[set[int]]:
@@ -50,7 +54,7 @@ def _share(first: range, second: range) -> bool:
 @settings(max_examples=150, deadline=None)
 @given(sizes=sizes_of_six, many=st.lists(traces, max_size=4))
 def test_buffers_that_live_together_never_overlap(sizes: list[int], many: list[Trace]) -> None:
-    plan = plan_traces(sizes, many)
+    plan = _plan_of(sizes, many)
     moments = [moment for trace in many for moment in _live_sets(trace)]
     for moment in moments:
         for first, second in itertools.combinations(moment, 2):
@@ -65,7 +69,7 @@ def test_buffers_that_live_together_never_overlap(sizes: list[int], many: list[T
 @settings(max_examples=100, deadline=None)
 @given(sizes=sizes_of_six, many=st.lists(traces, min_size=1, max_size=2))
 def test_overlaps_and_slots_say_who_shares_what(sizes: list[int], many: list[Trace]) -> None:
-    plan = plan_traces(sizes, many)
+    plan = _plan_of(sizes, many)
     placed = [key for key, offset in enumerate(plan.offsets) if offset is not None]
     for first, second in itertools.permutations(placed, 2):
         said = bool(plan.overlaps[first] >> second & 1)
@@ -115,12 +119,12 @@ def test_a_plan_is_close_to_the_smallest_there_is(
 
 
 def test_a_plan_of_nothing_is_empty() -> None:
-    plan = plan_traces([], [])
+    plan = _plan_of([], [])
     assert (plan.nbytes, plan.lower_bound, plan.excess, plan.slots) == (0, 0, 0.0, ())
 
 
 def test_a_request_larger_than_planned_is_rejected_with_both_sizes() -> None:
-    plan = plan_traces([1000, 10], [Trace(0, (0, ~0))])
+    plan = _plan_of([1000, 10], [Trace(0, (0, ~0))])
     assert plan.place(0, 1000) == 0
     assert plan.place(1, 10) is None
     with pytest.raises(ValueError, match="asks for 1001 bytes, and the plan has 1000"):
@@ -129,11 +133,11 @@ def test_a_request_larger_than_planned_is_rejected_with_both_sizes() -> None:
 
 def test_a_negative_size_is_rejected() -> None:
     with pytest.raises(ValueError, match="sizes must not be negative, got -1 for buffer 1"):
-        plan_traces([4, -1], [])
+        _plan_of([4, -1], [])
 
 
 def test_a_report_names_slots_bytes_and_who_shares() -> None:
-    plan = plan_traces([1024, 1024, 512], [Trace(0, (0, ~0, 1, 2, ~1, ~2))])
+    plan = _plan_of([1024, 1024, 512], [Trace(0, (0, ~0, 1, 2, ~1, ~2))])
     text = plan.text(["first", "second", "third"])
     assert "1,536 bytes in 2 slots; lower bound 1,536 bytes, +0.0%" in text
     assert "without sharing 2,560 bytes" in text

@@ -1,8 +1,15 @@
-"""Numbers for people."""
+"""What reports and messages are made of: sizes, tables, lists with "and N more"."""
 
 from __future__ import annotations
 
-__all__ = ["readable_size"]
+import re
+from collections.abc import Collection, Iterable, Sequence
+
+__all__ = ["aligned", "compact", "listed", "parse_size", "readable_size", "table"]
+
+_UNITS = {"": 1, "B": 1}
+_UNITS |= {f"{letter}B": 1000**power for power, letter in enumerate("KMGT", start=1)}
+_UNITS |= {f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", start=1)}
 
 
 def readable_size(nbytes: float, digits: int = 1) -> str:
@@ -18,3 +25,79 @@ def readable_size(nbytes: float, digits: int = 1) -> str:
             break
         size, unit = size / 1024, larger
     return f"{size:.0f} {unit}" if unit == "B" else f"{size:.{digits}f} {unit}"
+
+
+def compact(number: int, base: int, suffixes: Sequence[str] = "KMGT") -> str:
+    """A number for a narrow column: about three digits and a letter, such as `1.5M`.
+
+    Args:
+        number: Not negative.
+        base: Ratio of one suffix to the one before it: 1024 for bytes, 1000 for counts.
+        suffixes: Letters, the smallest unit first.
+    """
+    if number < base:
+        return str(number)
+    power = 1
+    while power < len(suffixes) and number / base**power >= base - 0.5:
+        power += 1
+    value = number / base**power
+    return f"{value:.{1 if value < 99.95 else 0}f}{suffixes[power - 1]}"
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size as people write it: `5GB`, `1.5 MiB`, or `5000` for bytes.
+
+    Args:
+        text: A positive number and a unit, decimal (`KB` to `TB`) or binary (`KiB` to `TiB`).
+
+    Raises:
+        ValueError: It is not such a size.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)", text)
+    if match is None or match[2] not in _UNITS or float(match[1]) <= 0:
+        raise ValueError(f"{text!r} is not a size, such as 5GB or 500MiB")
+    return max(1, int(float(match[1]) * _UNITS[match[2]]))
+
+
+def listed(items: Iterable[object], most: int, *, separator: str = ", ") -> str:
+    """Some items and how many there are besides, such as `a, b and 3 more`.
+
+    Args:
+        items: What to name, in order.
+        most: How many to name.
+        separator: Between two of them; one that is not a comma stands before "and" too.
+    """
+    texts = [str(item) for item in items]
+    shown, left = separator.join(texts[:most]), len(texts) - most
+    if left <= 0:
+        return shown
+    lead = " " if separator == ", " else separator
+    return f"{shown}{lead}and {left} more"
+
+
+def aligned(
+    rows: Sequence[Sequence[str]], *, left: Collection[int] = (0,), separator: str = "  "
+) -> list[str]:
+    """Rows as lines of columns.
+
+    Args:
+        rows: Cells of every line, equally many in each.
+        left: Columns whose cells are aligned to the left; others are to the right.
+        separator: Between two columns.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        separator.join(
+            cell.ljust(width) if number in left else cell.rjust(width)
+            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def table(
+    rows: Sequence[Sequence[str]], *, left: Collection[int] = (0,), separator: str = "  "
+) -> list[str]:
+    """`aligned` rows with a rule below the first, which has the names of the columns."""
+    lines = aligned(rows, left=left, separator=separator)
+    return [lines[0], "-" * max(map(len, lines)), *lines[1:]]

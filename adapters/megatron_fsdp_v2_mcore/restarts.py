@@ -19,6 +19,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from megatron_fsdp_v2._text import listed
+
 __all__ = ["in_fresh_store", "meet", "store_of_this_start"]
 
 _PATIENCE = timedelta(seconds=2)
@@ -122,10 +124,9 @@ def _announce(store: Store, world_size: int, timeout: timedelta) -> str:
             store.wait(answers, timeout)
     except dist.DistStoreError as error:
         missing = [o for o, key in zip(others, answers, strict=True) if not store.check([key])]
-        shown = ", ".join(map(str, missing[:8]))
         raise RuntimeError(
-            f"ranks {shown} did not come to this start within {timeout.total_seconds():g} s; see "
-            "their logs"
+            f"ranks {listed(missing, 8)} did not come to this start within "
+            f"{timeout.total_seconds():g} s; see their logs"
         ) from error
     for other, word in zip(others, store.multi_get(answers) if answers else (), strict=True):
         store.set(f"{prefix}/echo/{other}", word.decode())

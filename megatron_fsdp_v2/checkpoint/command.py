@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from megatron_fsdp_v2._text import readable_size
+from megatron_fsdp_v2._text import listed, parse_size, readable_size
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError
 from megatron_fsdp_v2.checkpoint.exporting import MAX_SHARD_BYTES, Exported, convert, export
 from megatron_fsdp_v2.checkpoint.inspecting import inspect, tree
@@ -19,10 +18,6 @@ from megatron_fsdp_v2.checkpoint.plain_tensors import DTYPES, Progress
 from megatron_fsdp_v2.checkpoint.verifying import verify
 
 __all__ = ["command"]
-
-_UNITS = {"": 1, "B": 1}
-_UNITS |= {f"{u}B": 1000 ** (i + 1) for i, u in enumerate("KMGT")}
-_UNITS |= {f"{u}iB": 1024 ** (i + 1) for i, u in enumerate("KMGT")}
 
 _KINDS = "folder of torch's distributed checkpoint; .safetensors, its index or its folder; or .pt"
 _SHOWN = 8
@@ -101,10 +96,10 @@ def _dtype(text: str) -> torch.dtype:
 
 
 def _size(text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)", text)
-    if match is None or match[2] not in _UNITS or float(match[1]) <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size, such as 5GB or 500MiB")
-    return max(1, int(float(match[1]) * _UNITS[match[2]]))
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _inspect(args: argparse.Namespace) -> int:
@@ -161,8 +156,7 @@ def _report(done: Exported) -> int:
         f"largest has {readable_size(done.largest)})\n"
     )
     if done.left_out:
-        more = len(done.left_out) - _SHOWN
-        names = ", ".join(done.left_out[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+        names = listed(done.left_out, _SHOWN)
         sys.stdout.write(f"not of the model, and left out: {names}\n")
     return 0
 

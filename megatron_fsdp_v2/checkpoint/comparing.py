@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from megatron_fsdp_v2._text import listed
 from megatron_fsdp_v2.checkpoint.entries import (
     MODEL,
     is_extra_state,
@@ -142,7 +143,4 @@ def _problem(key: str, value: Any, entry: Any) -> str | None:
 
 
 def _list(what: str, names: tuple[str, ...]) -> str:
-    if not names:
-        return ""
-    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return f"{what}: {', '.join(names[:_MOST_NAMES])}{more}"
+    return f"{what}: {listed(names, _MOST_NAMES)}" if names else ""

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from megatron_fsdp_v2._text import readable_size
+from megatron_fsdp_v2._text import aligned, readable_size
 from megatron_fsdp_v2.checkpoint.exporting import open_source
 from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder
 from megatron_fsdp_v2.checkpoint.kinds import Kind, find_kind
@@ -147,12 +147,7 @@ def tree(contents: Contents, depth: int | None = None) -> Iterator[str]:
         root.add(leaf)
     rows = list(_rows(root, 0, depth))
     rows.append(("total", f"{len(contents.tensors)} tensors", "", readable_size(contents.nbytes)))
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    for name, shape, dtype, size in rows:
-        line = (
-            f"{name:<{widths[0]}}  {shape:<{widths[1]}}  {dtype:<{widths[2]}}  {size:>{widths[3]}}"
-        )
-        yield line.rstrip()
+    yield from aligned(rows, left=(0, 1, 2))
     if contents.manifest:
         known = contents.manifest
         yield (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from pathlib import Path
 
+from megatron_fsdp_v2._text import listed
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError
 from megatron_fsdp_v2.checkpoint.manifest import MANIFEST
 from megatron_fsdp_v2.checkpoint.metadata import INCOMPLETE, METADATA
@@ -64,6 +65,6 @@ def find_kind(path: str | Path) -> tuple[Kind, Path]:
 def _only(folder: Path, found: list[Path], ending: str) -> Path:
     named = [file for file in found if file.name == _MODEL + ending]
     if len(found) > 1 and not named:
-        names = ", ".join(file.name for file in found[:4])
+        names = listed((file.name for file in found), 4)
         raise CheckpointError(f"{folder} holds {len(found)} files *{ending}: name one of {names}")
     return named[0] if named else found[0]

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from megatron_fsdp_v2._text import listed
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError
 from megatron_fsdp_v2.checkpoint.manifest import Manifest
 from megatron_fsdp_v2.checkpoint.pickles import Call, Mapping, Name, PickleError, read_pickle
@@ -156,18 +157,13 @@ def _content(folder: Path) -> bytes:
     inside = sorted(p.parent.name for p in folder.glob(f"*/{METADATA}"))
     if inside:
         raise CheckpointError(
-            f"{folder} is not a checkpoint, it holds some: name one of {_some(inside)}"
+            f"{folder} is not a checkpoint, it holds some: name one of {listed(inside, _SHOWN)}"
         )
-    found = _some(sorted(p.name for p in folder.iterdir())) or "nothing"
+    found = listed(sorted(p.name for p in folder.iterdir()), _SHOWN) or "nothing"
     raise CheckpointError(
         f"{folder} is not a folder of torch's distributed checkpoint, or its save was cut short: "
         f"it has no {METADATA}, only {found}"
     )
-
-
-def _some(names: list[str]) -> str:
-    more = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def _metadata(pickled: Any) -> Metadata:

@@ -8,6 +8,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from megatron_fsdp_v2._text import listed
+
 __all__ = ["Label", "collective_failure", "naming_failures"]
 
 _LOST = ("connection", "closed by peer", "broken pipe", "socket", "reset by peer", "remote process")
@@ -59,7 +61,7 @@ def collective_failure(
 def _explained(reason: str, others: list[int], timeout: timedelta | None) -> str:
     """What a process group says, led by what it means for the other ranks."""
     several = len(others) != 1
-    whose = f"rank{'s' if several else ''} {_listed(others)}" if others else "the others"
+    whose = f"rank{'s' if several else ''} {listed(others, 8)}" if others else "the others"
     who = f"one of {whose}" if several else whose
     lowered = reason.lower()
     if any(word in lowered for word in _LATE):
@@ -100,8 +102,3 @@ def _members(group: dist.ProcessGroup | None) -> tuple[list[int], timedelta | No
         ranks = dist.get_process_group_ranks(group)
         timeout = group._get_backend(group._device_types[0]).options._timeout
     return ranks, timeout
-
-
-def _listed(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8]))
-    return f"{shown} and {len(ranks) - 8} more" if len(ranks) > 8 else shown

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron_fsdp_v2._text import listed
 from megatron_fsdp_v2.diagnostics.walk import chunks, parameters_below, reduce_rows
 
 __all__ = ["Nonfinite", "check_finite", "find_nonfinite"]
@@ -94,10 +95,9 @@ def check_finite(module: nn.Module) -> None:
     found = find_nonfinite(module)
     if not found:
         return
-    named = "; ".join(str(item) for item in found[:_NAMED_AT_MOST])
-    more = f"; and {len(found) - _NAMED_AT_MOST} more" if len(found) > _NAMED_AT_MOST else ""
+    named = listed(found, _NAMED_AT_MOST, separator="; ")
     raise RuntimeError(
-        f"{type(module).__name__} holds numbers that are not finite: {named}{more}. "
+        f"{type(module).__name__} holds numbers that are not finite: {named}. "
         "torch.autograd.detect_anomaly() finds the operation that made the first of them"
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_fsdp_v2._text import readable_size
+from megatron_fsdp_v2._text import readable_size, table
 from megatron_fsdp_v2.diagnostics.memory_ledger import Moment, Role
 from megatron_fsdp_v2.diagnostics.walk import ROOT
 from megatron_fsdp_v2.plan.memory_bound import PeakBytes
@@ -73,7 +73,7 @@ def _by_role(memory: MemoryText) -> list[str]:
     totals = (memory.peak.total, memory.bound.total)
     ending = _size(sum(memory.live.values()))
     rows.append(("total", *map(_size, totals), "", ending))
-    return _aligned(rows)
+    return table(rows)
 
 
 def _by_unit(memory: MemoryText) -> list[str]:
@@ -90,7 +90,7 @@ def _by_unit(memory: MemoryText) -> list[str]:
         numbers = (resting, *(found.get(role, 0) for role in _OF_UNIT), memory.unit_peaks[unit])
         rows.append((unit or ROOT, *(_size(n) if n else "-" for n in numbers)))
     left = len(units) - MAX_UNITS
-    return _aligned(rows) + ([f"and {left} units more"] if left > 0 else [])
+    return table(rows) + ([f"and {left} units more"] if left > 0 else [])
 
 
 def place(moment: Moment) -> str:
@@ -102,12 +102,3 @@ def place(moment: Moment) -> str:
 
 def _size(nbytes: float) -> str:
     return readable_size(nbytes, digits=2)
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        numbers = (c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))
-        lines.append("  ".join((row[0].ljust(widths[0]), *numbers)).rstrip())
-    return [lines[0], "-" * max(map(len, lines)), *lines[1:]]

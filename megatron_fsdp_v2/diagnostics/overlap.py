@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from megatron_fsdp_v2._text import listed
 from megatron_fsdp_v2.diagnostics.walk import joined, parameters_below, units_below
 from megatron_fsdp_v2.dtensor.row_shards import RowShards
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
@@ -58,11 +59,10 @@ def check_no_overlap(module: nn.Module) -> None:
             found += _local_problems(names, group)
     found += _memory_problems(_memory_of(module))
     if found:
-        more = f"; and {len(found) - _NAMED_AT_MOST} more" if len(found) > _NAMED_AT_MOST else ""
         raise RuntimeError(
             f"slices of {type(module).__name__} are not disjoint and complete: "
-            f"{'; '.join(found[:_NAMED_AT_MOST])}{more}. Build the model anew and shard it before "
-            "anything keeps or replaces its parameters"
+            f"{listed(found, _NAMED_AT_MOST, separator='; ')}. Rebuild the model and shard it "
+            "before anything keeps or replaces its parameters"
         )
 
 

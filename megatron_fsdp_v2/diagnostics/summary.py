@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, override
 import torch
 from torch import nn
 
+from megatron_fsdp_v2._text import compact, table
 from megatron_fsdp_v2.diagnostics.memory_units import group_bytes
 from megatron_fsdp_v2.diagnostics.walk import ROOT, parameters_below, units_below
 from megatron_fsdp_v2.layout.mixed_precision import GroupDtypes
@@ -236,23 +237,15 @@ class _Units:
 
 def _render(summary: GroupSummary) -> str:
     """A table with a row for each group, or for each group of a run of equal units."""
-    table: list[Sequence[str]] = [HEADER]
+    rows: list[Sequence[str]] = [HEADER]
     for units in _folded(summary.rows):
         for number, row in enumerate(units.rows):
-            table.append((units.label if number == 0 else "", *_cells(row)))
-    table.append(_total_cells(summary))
-    table = _fitted(table)
-    widths = [max(len(line[column]) for line in table) for column in range(len(HEADER))]
-    separator = _separator(widths)
-    lines = [
-        separator.join(
-            cell.ljust(width) if name in LEFT_ALIGNED else cell.rjust(width)
-            for cell, width, name in zip(line, widths, HEADER, strict=True)
-        ).rstrip()
-        for line in table
-    ]
-    rule = "-" * max(len(line) for line in lines)
-    return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1], *_closing(summary), *LEGEND])
+            rows.append((units.label if number == 0 else "", *_cells(row)))
+    rows.append(_total_cells(summary))
+    rows = _fitted(rows)
+    left = {number for number, name in enumerate(HEADER) if name in LEFT_ALIGNED}
+    header, rule, *lines, total = table(rows, left=left, separator=_separator(rows))
+    return "\n".join([header, rule, *lines, rule, total, *_closing(summary), *LEGEND])
 
 
 def _closing(summary: GroupSummary) -> list[str]:
@@ -369,27 +362,18 @@ def _percent(padding: int, numel: int) -> str:
 
 
 def _count(number: int) -> str:
-    return str(number) if number < 10_000 else _scaled(number, 1000, ("K", "M", "B", "T"))
+    return str(number) if number < 10_000 else compact(number, 1000, "KMBT")
 
 
 def _bytes(number: int) -> str:
-    return str(number) if number < 1024 else _scaled(number, 1024, ("K", "M", "G", "T"))
-
-
-def _scaled(number: int, base: int, suffixes: Sequence[str]) -> str:
-    """About three digits, in the first unit in which the number is below the base."""
-    power = 1
-    while power < len(suffixes) and number / base**power >= base - 0.5:
-        power += 1
-    value = number / base**power
-    digits = 1 if value < 99.95 else 0
-    return f"{value:.{digits}f}{suffixes[power - 1]}"
+    return compact(number, 1024)
 
 
 # -- width ------------------------------------------------------------------------------------
 
 
-def _separator(widths: Sequence[int]) -> str:
+def _separator(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "  " if sum(widths) + 2 * (len(widths) - 1) <= MAX_COLUMNS else " "
 
 

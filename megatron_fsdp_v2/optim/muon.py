@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
+from megatron_fsdp_v2._text import listed
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, plain_attributes, rows_of
 from megatron_fsdp_v2.optim.engine import MatrixEngine, MatrixFunction
 from megatron_fsdp_v2.optim.newton_schulz import (
@@ -308,10 +309,9 @@ def check_gradients(groups: Iterable[dict[str, Any]]) -> None:
         if param.requires_grad and param.grad is None and rows_of(param).numel()
     ]
     if missing:
-        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise RuntimeError(
-            f"no gradient for {', '.join(missing[:3])}{more}: the update of a matrix needs all of "
-            "its gradient; run a backward that reaches it before step(), or freeze it with "
+            f"no gradient for {listed(missing, 3)}: the update of a matrix needs all of its "
+            "gradient; run a backward that reaches it before step(), or freeze it with "
             "requires_grad_(False)"
         )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch
 
+from megatron_fsdp_v2._text import parse_size
 from megatron_fsdp_v2.layout.mixed_precision import MixedPrecisionPolicy
 from megatron_fsdp_v2.layout.placement import STRATEGIES
 from megatron_fsdp_v2.plan.description import (
@@ -43,7 +43,6 @@ _DTYPES = {
     "fp16": torch.float16,
     "fp64": torch.float64,
 }
-_UNITS = {"GB": 10**9, "GiB": 2**30, "TB": 10**12, "TiB": 2**40, "MB": 10**6, "MiB": 2**20}
 _MODEL_OPTIONS = (
     *("units", "param_dtype", "main_params_dtype", "main_grads_dtype", "grad_comm_dtype"),
     *("granularity", "optimizer", "micro_batches", "tokens", "activations", "recompute"),
@@ -182,10 +181,13 @@ def _count(text: str) -> int:
 
 
 def _size(text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([MGT]i?B)", text)
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size, such as 76GiB or 80GB")
-    return int(float(match[1]) * _UNITS[match[2]])
+    # A number alone would be bytes, which nobody means who writes `--memory 76`.
+    if not text.endswith("B"):
+        raise argparse.ArgumentTypeError(f"{text!r} has no unit; write a size such as 76GiB")
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _machine(args: argparse.Namespace) -> Machine | None:

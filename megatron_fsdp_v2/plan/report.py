@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_fsdp_v2._text import readable_size
+from megatron_fsdp_v2._text import compact, readable_size, table
 from megatron_fsdp_v2.plan.description import TrainingDescription
 from megatron_fsdp_v2.plan.machine import Machine
 from megatron_fsdp_v2.plan.planner import Plan
@@ -113,7 +113,7 @@ def _strategies(report: Report) -> Iterator[str]:
         head += _TIME_HEAD
     if report.memory_nbytes is not None:
         head.append("fits")
-    table = [head]
+    rows = [head]
     for plan in report.plans:
         row = [plan.strategy.name]
         row += [_size(getattr(plan.peak, role)) for role in ROLES]
@@ -123,15 +123,15 @@ def _strategies(report: Report) -> Iterator[str]:
             row += [_seconds(plan.seconds), _seconds(plan.exposed_seconds)]
         if report.memory_nbytes is not None:
             row.append("yes" if plan.fits(report.memory_nbytes) else "no")
-        table.append(row)
-    yield from _aligned(table)
+        rows.append(row)
+    yield from table(rows)
 
 
 def _units(plan: Plan) -> Iterator[str]:
     head = ("units", "how many", "buffers", "parameters", "padding", "aligned")
-    table = [[*head, "gathered", "gradients"]]
+    rows = [[*head, "gathered", "gradients"]]
     for unit in sorted(plan.units, key=lambda unit: -unit.gathered_nbytes):
-        table.append(
+        rows.append(
             [
                 unit.name or "(root)",
                 str(unit.count),
@@ -144,16 +144,16 @@ def _units(plan: Plan) -> Iterator[str]:
             ]
         )
     yield f"With {plan.strategy.name}, the largest unit first:"
-    yield from _aligned(table)
+    yield from table(rows)
 
 
 def _traffic(plan: Plan) -> Iterator[str]:
     if not plan.traffic:
         yield "Nothing is communicated: along an axis of one rank no collective is issued."
         return
-    table = [["collective", "for", "mesh", "axis", "ranks", "calls", "largest", "all of a step"]]
+    rows = [["collective", "for", "mesh", "axis", "ranks", "calls", "largest", "all of a step"]]
     for traffic in plan.traffic:
-        table.append(
+        rows.append(
             [
                 traffic.kind,
                 traffic.purpose,
@@ -165,7 +165,7 @@ def _traffic(plan: Plan) -> Iterator[str]:
                 _size(traffic.nbytes),
             ]
         )
-    yield from _aligned(table)
+    yield from table(rows)
 
 
 def _verdict(report: Report) -> Iterator[str]:
@@ -189,18 +189,8 @@ def _verdict(report: Report) -> Iterator[str]:
         yield f"  - {sentence}"
 
 
-def _aligned(table: Sequence[Sequence[str]]) -> Iterator[str]:
-    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
-    for number, row in enumerate(table):
-        first = row[0].ljust(widths[0])
-        rest = (cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))
-        yield "  ".join([first, *rest]).rstrip()
-        if number == 0:
-            yield "-" * (sum(widths) + 2 * (len(widths) - 1))
-
-
 def _size(nbytes: int) -> str:
-    return readable_size(nbytes).replace("iB", "").replace(" ", "") if nbytes else "-"
+    return compact(nbytes, 1024) if nbytes else "-"
 
 
 def _seconds(seconds: float) -> str:

@@ -195,15 +195,6 @@ def test_an_option_that_makes_no_sense_is_rejected(
     assert value in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("text", "size"), [("12", 12), ("5GB", 5 * 10**9), ("1.5KiB", 1536), ("2 MB", 2 * 10**6)]
-)
-def test_sizes_are_read_with_their_units(text: str, size: int) -> None:
-    from megatron_fsdp_v2.checkpoint.command import _size
-
-    assert _size(text) == size
-
-
 def test_adapters_are_found_by_their_declared_entry_points() -> None:
     (layout,) = model_tensors.find_layouts()
     from megatron_fsdp_v2_mcore.checkpoint.layout import model_tensors as of_megatron

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from megatron_fsdp_v2._text import readable_size
 from megatron_fsdp_v2.diagnostics.memory_ledger import Account, Ledger, Role
 from megatron_fsdp_v2.diagnostics.memory_plot import plot_moments
 from megatron_fsdp_v2.plan.memory_bound import UnitBytes, peak_bytes
@@ -59,12 +58,6 @@ def test_a_peak_that_lasts_is_seen_while_it_lasts() -> None:
     assert ledger.peak.total == 7
     ledger.add(SECOND, 1)
     assert ledger.peak.total == 8
-
-
-def test_bytes_are_written_with_a_unit_that_fits() -> None:
-    numbers = (0, 1023, 1024, 1536 * 1024, 3 << 30, 5 << 40, 5000 << 40)
-    texts = ["0 B", "1023 B", "1.00 KiB", "1.50 MiB", "3.00 GiB", "5.00 TiB", "5000.00 TiB"]
-    assert [readable_size(number, digits=2) for number in numbers] == texts
 
 
 def test_a_picture_is_drawn_and_without_matplotlib_rejected(

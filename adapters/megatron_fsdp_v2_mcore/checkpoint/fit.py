@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from megatron_fsdp_v2._text import listed
 from megatron_fsdp_v2.checkpoint.coverage import coverage_problems
 from megatron_fsdp_v2_mcore.flags.checkpoint_check import read_metadata
 from megatron_fsdp_v2_mcore.flags.errors import FlagError
@@ -162,7 +163,7 @@ def _gaps(path: str, asked: Collection[str], metadata: dict[str, Any]) -> str:
         if key in asked and isinstance(entry, TensorStorageMetadata)
         for problem in coverage_problems(key, entry)
     ]
-    return f"{path} is incomplete: {_some(problems)}" if problems else ""
+    return f"{path} is incomplete: {listed(sorted(problems), _SHOWN)}" if problems else ""
 
 
 def _problem(
@@ -191,11 +192,11 @@ def _problem(
     }
     found = []
     if missing:
-        found.append(f"it does not hold {_some(missing)}")
+        found.append(f"it does not hold {listed(sorted(missing), _SHOWN)}")
     if unknown:
-        found.append(f"it holds what this model does not have: {_some(unknown)}")
+        found.append(f"it holds what this model does not have: {listed(sorted(unknown), _SHOWN)}")
     if reshaped:
-        found.append(f"shapes differ: {_some(reshaped.values())}")
+        found.append(f"shapes differ: {listed(sorted(reshaped.values()), _SHOWN)}")
     if not found:
         return ""
     hints = [
@@ -209,11 +210,6 @@ def _problem(
 def _is_shared(key: str) -> bool:
     """Whether a tensor is part of the model: others belong to a rank, and may be of any size."""
     return key.startswith(("model.", _STATE))
-
-
-def _some(names: Collection[str]) -> str:
-    shown = ", ".join(sorted(names)[:_SHOWN])
-    return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"
 
 
 def _optimizer(missing: Collection[str], saved: Any, args: Any) -> list[str]:

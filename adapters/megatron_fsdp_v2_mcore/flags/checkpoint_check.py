@@ -12,6 +12,7 @@ from pathlib import Path
 
 from torch.distributed.checkpoint.metadata import Metadata
 
+from megatron_fsdp_v2._text import listed
 from megatron_fsdp_v2.checkpoint import metadata as core
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError
 from megatron_fsdp_v2.checkpoint.metadata import METADATA
@@ -127,7 +128,7 @@ def read_metadata(path: Path) -> Metadata:
         FlagError: There is none, it cannot be read, or it refers to anything but metadata.
     """
     if path.is_dir() and not (path / METADATA).is_file():
-        found = ", ".join(sorted(p.name for p in path.iterdir())[:4]) or "nothing"
+        found = listed(sorted(p.name for p in path.iterdir()), 4) or "nothing"
         raise FlagError(
             f"{path} is not an fsdp_dtensor checkpoint, or its save was cut short: it has no "
             f"{METADATA}, only {found}"

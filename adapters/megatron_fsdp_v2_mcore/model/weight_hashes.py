@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron_fsdp_v2._text import listed
 from megatron_fsdp_v2.comm.interface import Axis
 from megatron_fsdp_v2.layout.placement import Placement
 from megatron_fsdp_v2.params.group import ParameterGroup
@@ -87,8 +88,8 @@ def compare(chunks: Iterable[nn.Module]) -> None:
         return
     if not found:
         raise RuntimeError("other ranks hold weights that differ; see their errors")
-    more = f"; and {len(found) - 4} more" if len(found) > 4 else ""
-    raise RuntimeError(f"weights differ between data-parallel ranks: {'; '.join(found[:4])}{more}")
+    problems = listed(found, 4, separator="; ")
+    raise RuntimeError(f"weights differ between data-parallel ranks: {problems}")
 
 
 def _hash_group(group: ParameterGroup, columns: dict[int, _Column]) -> None:

@@ -19,6 +19,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch import nn
 
 from megatron_fsdp_v2 import FSDPModule, fully_shard
+from megatron_fsdp_v2._text import listed
 from megatron_fsdp_v2.runtime.finite_grads import not_finite
 from megatron_fsdp_v2.runtime.registered_pool import register_pool
 from megatron_fsdp_v2.runtime.scheduled import ScheduledUnits
@@ -230,9 +231,8 @@ class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
         bad = not_finite(self.module)
         if not bad:
             return
-        more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
         raise RuntimeError(
-            f"gradient of {', '.join(bad[:5])}{more} is not finite on rank "
+            f"gradient of {listed(bad, 5)} is not finite on rank "
             f"{torch.distributed.get_rank()} (--no-check-for-nan-in-loss-and-grad turns this check "
             "off)"
         )

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import nn
 
+from megatron_fsdp_v2._text import listed
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of
 from megatron_fsdp_v2_mcore.checkpoint.names import parameter_names
 from megatron_fsdp_v2_mcore.checkpoint.torch_dist.common import (
@@ -129,12 +130,10 @@ class _Loading:
                     for option, state in states.get(tensor, {}).items():
                         self._want(f"{STATE}{option}.{block.key}", state, block)
         if self._problems:
-            shown = ", ".join(sorted(self._problems)[:_SHOWN])
-            more = len(self._problems) - _SHOWN
+            shown = listed(sorted(self._problems), _SHOWN)
             others = [p for p in self._problems if not p.startswith(f"it does not hold {STATE}")]
             raise FlagError(
                 f"{self._folder.path} is a checkpoint of another model: {shown}"
-                f"{f' and {more} more' if more > 0 else ''}"
                 f"{'' if others else '; add --no-load-optim to start with a fresh optimizer'}"
             )
         counts = self._folder.fill(self._wanted)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any, override
 
 import torch
 
 from megatron_fsdp_v2._text import listed, parse_size, readable_size
+from megatron_fsdp_v2.checkpoint.converters import Converter, converter_names, find_converter
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError
 from megatron_fsdp_v2.checkpoint.exporting import MAX_SHARD_BYTES, Exported, convert, export
 from megatron_fsdp_v2.checkpoint.inspecting import inspect, tree
@@ -30,7 +33,9 @@ class _CheckpointCommand:
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
         """Add what can be done with a checkpoint, and the arguments of each."""
-        actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+        actions = parser.add_subparsers(
+            title="actions", metavar="ACTION", required=True, parser_class=_ActionParser
+        )
         add = _adder(actions)
         looks = add("inspect", "names, shapes, dtypes and sizes", _inspect)
         looks.add_argument("path", help=_KINDS)
@@ -46,22 +51,15 @@ class _CheckpointCommand:
         converts.add_argument(
             "out_file", metavar="target", help=".safetensors, .pt, or anything else for a folder"
         )
-        for writes in (exports, converts):
-            writes.add_argument(
-                "--dtype",
-                type=_dtype,
-                help=f"of floating-point tensors, {', '.join(_NAMES)}; default: as they are",
-            )
-            writes.add_argument(
-                "--max-shard-size",
-                type=_size,
-                default=MAX_SHARD_BYTES,
-                metavar="SIZE",
-                help="of a .safetensors file, such as 5GB or 500MiB; default: 5GB",
-            )
-            writes.add_argument(
-                "--prefix", help="what names of the model begin with; default: found out"
-            )
+        names = converter_names()
+        converts.add_argument(
+            "--to",
+            metavar="FORMAT",
+            help=f"write a format of another program: {', '.join(names) or 'none is installed'}; "
+            "its own options are shown by --to FORMAT --help",
+        )
+        _add_file_options(exports)
+        converts.complete = _complete_convert
 
     def run(self, args: argparse.Namespace) -> int:
         """Do it; return 2 with one sentence on standard error where that is not possible."""
@@ -73,15 +71,67 @@ class _CheckpointCommand:
         return status
 
 
+class _ActionParser(argparse.ArgumentParser):
+    """Adds the options that depend on what else stands on the command line.
+
+    Attributes:
+        complete: Adds them, given the command line.
+    """
+
+    complete: Callable[[argparse.ArgumentParser, Sequence[str]], None] | None = None
+
+    @override
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse does, with those options."""
+        if self.complete is not None:
+            complete, self.complete = self.complete, None
+            complete(self, args or ())
+        return super().parse_known_args(args, namespace)
+
+
+def _complete_convert(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
+    """The options of the format that `--to` names; without it, those of files."""
+    first = argparse.ArgumentParser(prog=parser.prog, add_help=False)
+    first.add_argument("--to")
+    name = first.parse_known_args(list(words))[0].to
+    if name is None:
+        _add_file_options(parser)
+        return
+    try:
+        converter = find_converter(name)
+    except CheckpointError as error:
+        parser.error(str(error))
+    converter.configure(parser)
+    parser.set_defaults(action=partial(_convert_to, converter))
+
+
+def _convert_to(converter: Converter, args: argparse.Namespace) -> int:
+    return converter.run(Path(args.path), Path(args.out_file), args)
+
+
+def _add_file_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--dtype",
+        type=_dtype,
+        help=f"of floating-point tensors, {', '.join(_NAMES)}; default: as they are",
+    )
+    parser.add_argument(
+        "--max-shard-size",
+        type=_size,
+        default=MAX_SHARD_BYTES,
+        metavar="SIZE",
+        help="of a .safetensors file, such as 5GB or 500MiB; default: 5GB",
+    )
+    parser.add_argument("--prefix", help="what names of the model begin with; default: found out")
+
+
 _NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 
 
 def _adder(
-    actions: argparse._SubParsersAction[argparse.ArgumentParser],
-) -> Callable[[str, str, Callable[[argparse.Namespace], int]], argparse.ArgumentParser]:
-    def add(
-        name: str, text: str, action: Callable[[argparse.Namespace], int]
-    ) -> argparse.ArgumentParser:
+    actions: argparse._SubParsersAction[_ActionParser],
+) -> Callable[[str, str, Callable[[argparse.Namespace], int]], _ActionParser]:
+    def add(name: str, text: str, action: Callable[[argparse.Namespace], int]) -> _ActionParser:
         parser = actions.add_parser(name, help=text, description=text)
         parser.set_defaults(action=action)
         return parser

@@ -267,15 +267,14 @@ def test_there_and_back_changes_no_bit(megatron: RankPools, saved: Curve, tmp_pa
 def _export(
     source: Path, target: Path, iteration: int | None = SAVED_AT, expert_parallel: int | None = None
 ) -> int:
-    from megatron_fsdp_v2_mcore.checkpoint.torch_dist.export import command
+    from megatron_fsdp_v2_mcore.checkpoint.torch_dist.export import to_torch_dist
 
     parser = argparse.ArgumentParser()
-    command.configure(parser)
-    words = [str(source), str(target)]
-    words += [] if iteration is None else ["--iteration", str(iteration)]
+    to_torch_dist.configure(parser)
+    words = [] if iteration is None else ["--iteration", str(iteration)]
     if expert_parallel is not None:
         words += ["--expert-model-parallel-size", str(expert_parallel)]
-    return command.run(parser.parse_args(words))
+    return to_torch_dist.run(source, target, parser.parse_args(words))
 
 
 def test_export_says_in_a_sentence_what_it_did_and_why_it_cannot(

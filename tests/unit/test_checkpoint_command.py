@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import tomllib
@@ -13,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_fsdp_v2 import cli
-from megatron_fsdp_v2.checkpoint import model_tensors
+from megatron_fsdp_v2.checkpoint import converters, model_tensors
 from megatron_fsdp_v2.checkpoint.manifest import MANIFEST
 from megatron_fsdp_v2.checkpoint.writing import FolderWriter
 from tests.unit.test_checkpoint_folder import flip
@@ -33,9 +34,8 @@ def declared(group: str) -> dict[str, EntryPoint]:
 @pytest.fixture(autouse=True)
 def as_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "discover_commands", lambda: declared(cli.COMMAND_GROUP))
-    monkeypatch.setattr(
-        model_tensors, "entry_points", lambda group: tuple(declared(group).values())
-    )
+    for module in (model_tensors, converters):
+        monkeypatch.setattr(module, "entry_points", lambda group: tuple(declared(group).values()))
 
 
 def ckpt(*words: object) -> int:
@@ -200,3 +200,53 @@ def test_adapters_are_found_by_their_declared_entry_points() -> None:
     from megatron_fsdp_v2_mcore.checkpoint.layout import model_tensors as of_megatron
 
     assert layout is of_megatron
+    converter = converters.find_converter("torch_dist")
+    from megatron_fsdp_v2_mcore.checkpoint.torch_dist.export import to_torch_dist
+
+    assert converter is to_torch_dist
+
+
+class OneOption:
+    """A format with an option of its own."""
+
+    def configure(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--iteration", type=int)
+
+    def run(self, source: Path, target: Path, args: argparse.Namespace) -> int:
+        sys.stdout.write(f"{source} to {target} at {args.iteration}")
+        return 3
+
+
+one_option = OneOption()
+
+
+def _offer(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    point = EntryPoint(name, value, converters.CONVERTER_GROUP)
+    monkeypatch.setattr(converters, "entry_points", lambda group: [point])
+
+
+def test_a_format_of_another_program_takes_its_own_options_and_none_of_files(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _offer(monkeypatch, "other", f"{__name__}:one_option")
+    assert ckpt("convert", "--to", "other", "from", "here", "--iteration", "7") == 3
+    assert capsys.readouterr().out == "from to here at 7"
+    for words, problem in (
+        (("--to", "other", "--dtype", "float32"), "--dtype"),
+        (("--iteration", "7"), "--iteration"),
+        (("--to", "none"), "no format is called 'none'; known are other"),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            ckpt("convert", "from", "here", *words)
+        assert stopped.value.code == 2
+        assert problem in capsys.readouterr().err
+
+
+def test_a_format_whose_package_is_missing_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _offer(monkeypatch, "other", "no_such_package.at_all:converter")
+    with pytest.raises(SystemExit) as stopped:
+        ckpt("convert", "--to", "other", "from", "here")
+    assert stopped.value.code == 2
+    assert "needs no_such_package, which cannot be imported" in capsys.readouterr().err

@@ -20,6 +20,7 @@ from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from megatron_fsdp_v2._text import readable_size
 from megatron_fsdp_v2.checkpoint.writing import FolderWriter
 from megatron_fsdp_v2_mcore.checkpoint.torch_dist.common import (
     COMMON,
@@ -38,7 +39,7 @@ from megatron_fsdp_v2_mcore.flags.checkpoint_check import (
 )
 from megatron_fsdp_v2_mcore.flags.errors import FlagError
 
-__all__ = ["command", "export"]
+__all__ = ["export", "to_torch_dist"]
 
 MODEL = "model."
 STATE = "optimizer.state."
@@ -313,16 +314,15 @@ def _is_same(group: dict[str, Any], other: dict[str, Any]) -> bool:
     return all(group.get(key) == other.get(key) for key in param_group_identifier_keys)
 
 
-class _ExportCommand:
-    """`megatron-fsdp-v2 export`."""
-
-    help = "turn a checkpoint of a sharded run into one that Megatron's own optimizer loads"
+class _TorchDist:
+    """`megatron-fsdp-v2 ckpt convert --to torch_dist`; see `Converter`."""
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
-        """Add the subcommand's arguments."""
-        parser.add_argument("source", help="what the run saved to, with --save")
-        parser.add_argument(
-            "target", help="what to name with --load, with --ckpt-format torch_dist"
+        """Add the options of this format."""
+        parser.description = (
+            "Turn a checkpoint of a sharded run into one that Megatron's own optimizer loads: "
+            "source is what the run saved to, with --save; target what to name with --load, with "
+            "--ckpt-format torch_dist."
         )
         parser.add_argument("--iteration", type=int, help="default: the latest")
         parser.add_argument(
@@ -331,16 +331,16 @@ class _ExportCommand:
             help="of the run that will load it; default: that of the run that saved",
         )
 
-    def run(self, args: argparse.Namespace) -> int:
+    def run(self, source: Path, target: Path, args: argparse.Namespace) -> int:
         """Export; return 2 with one sentence on standard error where that cannot be done."""
         try:
-            done = export(args.source, args.target, args.iteration, args.expert_model_parallel_size)
+            done = export(source, target, args.iteration, args.expert_model_parallel_size)
         except FlagError as error:
             sys.stderr.write(f"{error}\n")
             return 2
         sys.stdout.write(
-            f"{done.path}: {done.num_tensors} tensors, {done.num_bytes / 2**20:.1f} MiB, one at a "
-            f"time (the largest has {done.largest / 2**20:.1f} MiB)\n"
+            f"{done.path}: {done.num_tensors} tensors, {readable_size(done.num_bytes)}, one at a "
+            f"time (the largest has {readable_size(done.largest)})\n"
         )
         if done.left_out is not None:
             sys.stdout.write(
@@ -350,4 +350,4 @@ class _ExportCommand:
         return 0
 
 
-command = _ExportCommand()
+to_torch_dist = _TorchDist()

@@ -1,6 +1,9 @@
 """Every point where Megatron is hooked: what, why, whether it fits, and how to undo it.
 
-Nothing of Megatron is replaced anywhere else. `install()` checks every patch against the
+No module and no class of Megatron has an attribute replaced anywhere else, a rehearsal aside, which
+has a list of its own (`rehearsal/patches.py`). Single objects of a sharded model are changed where
+they are sharded: the parameters a Mamba mixer keeps (`model/mamba_parameters.py`), the nodes of a
+schedule (`model/schedule_plans.py`). `install()` checks every patch against the
 installed version before it touches one. Patches marked `selected` take effect only when the
 command line selects this package; until then Megatron behaves as it does alone. `enable()` is for
 scripts without Megatron's command line: those of `megatron.core` take effect at once.

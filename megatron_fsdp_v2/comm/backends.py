@@ -1,8 +1,8 @@
 """How devices differ: processes with gloo on a CPU, streams with NCCL on CUDA.
 
-This is the only file that knows, versions of torch aside: those are in `comm/calls.py`. The
-interface is in `comm/interface.py`; which stream waits for
-which is in `comm/streams.py`.
+How collectives and memory differ between devices is known here alone; names that differ between
+versions of torch are in `comm/calls.py`. The interface is in `comm/interface.py`; which stream
+waits for which is in `comm/streams.py`.
 """
 
 from __future__ import annotations

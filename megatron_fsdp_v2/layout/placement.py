@@ -1,7 +1,8 @@
 """Where the tensors of a parameter group live along each data-parallel mesh axis.
 
-This is the only place that knows sharding strategies by name. Everything below works with
-placements, so a new strategy is a new row of the tables here and nothing else.
+Strategies have their names here. What is below works with placements, so a new strategy is a new
+row of these tables as long as its tensors lie where those of other rows may: model weights are
+sharded along the innermost axis only, and main weights as main gradients are.
 """
 
 from __future__ import annotations

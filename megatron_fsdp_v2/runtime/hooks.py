@@ -1,4 +1,8 @@
-"""The only place that registers hooks: on modules, and on optimizers in general."""
+"""Hooks on the modules of units, and on the steps of all optimizers.
+
+Hooks in the graph are in `params/autograd.py`, on parameters in `params/group.py` and
+`params/registration.py`, on state dicts of optimizers in `dtensor/optimizer_state.py`.
+"""
 
 from __future__ import annotations
 

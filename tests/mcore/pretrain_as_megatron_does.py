@@ -3,6 +3,9 @@
 It imports what that script imports, before anything else happens, and hands Megatron the same
 things in the same way: a model configuration that Megatron builds the model from, or, with
 `--by-provider` (a flag of this script's own), a function that builds it.
+
+What it imports, and in which order and with which arguments it calls Megatron, is transcribed from
+Megatron-LM's `pretrain_gpt.py`, Copyright (c) NVIDIA CORPORATION; see NOTICE.
 """
 
 import time

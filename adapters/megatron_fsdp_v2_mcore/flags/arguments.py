@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from megatron_fsdp_v2.layout.placement import STRATEGIES
 from megatron_fsdp_v2_mcore.flags.checkpoint_check import check_checkpoint_folder
 from megatron_fsdp_v2_mcore.flags.errors import FlagError
 from megatron_fsdp_v2_mcore.flags.settings import check_hybrid, reject_fields
@@ -53,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--expert-data-parallel-sharding-strategy",
-        choices=["no_shard", "optim", "optim_grads", "optim_grads_params"],
+        choices=list(STRATEGIES),
         default=None,
         help="Sharding strategy of the parameters of experts; default: that of all others, "
         "--data-parallel-sharding-strategy.",

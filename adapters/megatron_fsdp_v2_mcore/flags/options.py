@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_fsdp_v2.layout.placement import STRATEGIES
+
 __all__ = ["Options"]
-
-
-_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +39,9 @@ class Options:
     gathers_apart: bool = False
 
     def __post_init__(self) -> None:
-        if self.expert_strategy not in (None, *_STRATEGIES):
+        if self.expert_strategy not in (None, *STRATEGIES):
             raise ValueError(
-                f"expert_strategy is one of {', '.join(_STRATEGIES)}, got {self.expert_strategy!r}"
+                f"expert_strategy is one of {', '.join(STRATEGIES)}, got {self.expert_strategy!r}"
             )
         for name in ("unshard_prefetch_depth", "max_live_grad_buffers"):
             if getattr(self, name) < 1:

@@ -1,4 +1,8 @@
-"""The data of `pretrain_gpt`: what Megatron's flags about it mean to its dataset builder."""
+"""The data of `pretrain_gpt`: what Megatron's flags about it mean to its dataset builder.
+
+Which flag is which option is transcribed from Megatron-LM's `pretrain_gpt.py`, Copyright (c) NVIDIA
+CORPORATION; see NOTICE.
+"""
 
 from __future__ import annotations
 

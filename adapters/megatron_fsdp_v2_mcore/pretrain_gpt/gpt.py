@@ -1,4 +1,8 @@
-"""Model, data, batches and loss of `pretrain_gpt`, on Megatron's own building blocks."""
+"""Model, data, batches and loss of `pretrain_gpt`, on Megatron's own building blocks.
+
+How they are put together is transcribed from Megatron-LM's `pretrain_gpt.py` and `gpt_builders.py`,
+Copyright (c) NVIDIA CORPORATION; see NOTICE.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,9 @@
 """Hybrid models of Megatron's own layers: its specification names Transformer Engine's.
 
 Imported while a rehearsal is under way, since it imports Megatron.
+
+Which layers there are, and which modules each is made of, is transcribed from Megatron-LM's
+`megatron/core/models/hybrid/hybrid_layer_specs.py`, Copyright (c) NVIDIA CORPORATION; see NOTICE.
 """
 
 from __future__ import annotations

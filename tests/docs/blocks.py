@@ -102,7 +102,8 @@ def blocks_in(page: str, text: str) -> list[Block]:
 
 def documented() -> list[Block]:
     """The blocks of everything a user reads."""
-    pages = [ROOT / "README.md", ROOT / "design.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    pages = [ROOT / name for name in ("README.md", "design.md", "CONTRIBUTING.md")]
+    pages += sorted((ROOT / "docs").rglob("*.md"))
     found: list[Block] = []
     for page in pages:
         found += blocks_in(str(page.relative_to(ROOT)), page.read_text(encoding="utf-8"))

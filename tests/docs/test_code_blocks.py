@@ -1,4 +1,4 @@
-"""Every code block of the README, of design.md and of docs/ runs, or says why it does not."""
+"""Every code block of README, design, CONTRIBUTING and docs/ runs, or says why it does not."""
 
 from __future__ import annotations
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Protocol, override
+from typing import Any, Protocol, override
 
 import torch
 from torch.utils.dlpack import from_dlpack
@@ -188,8 +189,12 @@ class PooledBuffer:
 
     def enter(self, arena: Arena) -> None:
         """Belong to an arena."""
+        self.belong(arena, arena.add(self))
+
+    def belong(self, arena: Arena, key: int) -> None:
+        """Be known to an arena by a key."""
         self.arena = arena
-        self.key = arena.add(self)
+        self.key = key
 
     @property
     def is_live(self) -> bool:
@@ -453,6 +458,19 @@ class Arena:
                 buffer.move(buffer.own)
             buffer.pooled = None
         return 0 if left else pool.memory.nbytes
+
+    def keep(self, undo: ExitStack) -> None:
+        """Have `undo` put back traces, plan and buffers, none of which is live.
+
+        Where they lie is not put back: the next use has each of them in its planned place.
+        """
+        undo.callback(self._put_back, dict(vars(self)), list(self._events))
+        for buffer in self.buffers():
+            undo.callback(buffer.belong, self, buffer.key)
+
+    def _put_back(self, attributes: dict[str, Any], events: list[int]) -> None:
+        vars(self).update(attributes)
+        self._events = events
 
     def reset(self) -> None:
         """Forget what was traced and planned."""

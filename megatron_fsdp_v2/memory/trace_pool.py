@@ -7,6 +7,8 @@ without any allocation. What was not traced runs on memory of its own, and is pl
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 import torch
 
 from megatron_fsdp_v2.memory.allocator import BufferUse, TemporaryBuffer
@@ -102,22 +104,35 @@ class TracePoolAllocator:
         for arena in self._arenas.values():
             arena.end(name, no_pending_backward=no_pending_backward)
 
-    def merge(self, other: TracePoolAllocator) -> None:
+    def merge(self, other: TracePoolAllocator, undo: ExitStack | None = None) -> None:
         """Take over all buffers of another allocator, which makes new ones here from now on.
 
+        Args:
+            other: The other one.
+            undo: Gives them back, with the traces and plans that there were.
+
         Raises:
-            RuntimeError: One of them is live.
+            RuntimeError: One of them is live; nothing is changed then.
         """
         if other is self or other._successor is self:
             return
-        for kind, arena in other._arenas.items():
-            arena.reset()
+        for arena in other._arenas.values():
             for buffer in arena.buffers():
                 if buffer.is_live:
                     raise RuntimeError(f"{buffer.name} is gathered; call reshard() on its module")
+        if undo is not None:
+            undo.callback(other._take_back, other._arenas)
+            for arena in other._arenas.values():
+                arena.keep(undo)
+        for kind, arena in other._arenas.items():
+            arena.reset()
+            for buffer in arena.buffers():
                 buffer.enter(self._arena(kind))
         other._arenas = {}
         other._successor = self
+
+    def _take_back(self, arenas: dict[Kind, Arena]) -> None:
+        self._arenas, self._successor = arenas, None
 
     @property
     def num_allocations(self) -> int:

@@ -7,6 +7,7 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -25,7 +26,7 @@ from megatron_fsdp_v2.params.buffer import DataParallelBuffer, ShardGrid
 from megatron_fsdp_v2.params.external_changes import ExternalChanges
 from megatron_fsdp_v2.params.gathered_parameter import GatheredParameter, mark_gathered
 from megatron_fsdp_v2.params.grads import GroupGrads
-from megatron_fsdp_v2.params.parameter_hooks import move_hooks, tensor_hook_rejection
+from megatron_fsdp_v2.params.parameter_hooks import keep_hooks, move_hooks, tensor_hook_rejection
 from megatron_fsdp_v2.params.registration import OwnedParameter, Registrations, mark_stale
 from megatron_fsdp_v2.params.sharded_grads import ShardedGrads
 from megatron_fsdp_v2.params.weights import GroupWeights
@@ -167,10 +168,24 @@ class ParameterGroup:
         self._refreshing: Work | None = None
         self._outer_work: Work | None = None
         self._refreshed_at: tuple[int, tuple[int, ...]] | None = None
+
+    def take_over(self, owned: Sequence[OwnedParameter], undo: ExitStack) -> None:
+        """Register the sharded parameters in place of the originals, which go out of use.
+
+        Nothing that existed before the group is changed until then.
+
+        Args:
+            owned: What the group was made of.
+            undo: Has the originals be as they were. Modules are the caller's to restore.
+        """
         for index, parameter in enumerate(owned):
             for original in (parameter.param, parameter.stood_in):
-                if original is not None:
-                    mark_stale(original, self, index, "before fully_shard")
+                if original is None:
+                    continue
+                with plain_attributes():
+                    keep_hooks(original, undo)
+                    move_hooks(original, self.sharded_params[index])
+                mark_stale(original, self, index, "before fully_shard", undo)
         self.registrations.install(self.sharded_params)
 
     def rename(self, name: str) -> None:
@@ -231,10 +246,6 @@ class ParameterGroup:
         if self.spec.requires_grad:
             self._expect_gradient(sharded)
         propagate_attributes(owned.param, sharded)
-        with plain_attributes():
-            for original in (owned.param, owned.stood_in):
-                if original is not None:
-                    move_hooks(original, sharded)
         return sharded
 
     def _expect_gradient(self, sharded: nn.Parameter) -> None:

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 
-__all__ = ["NotAUsersHook", "has_hooks", "move_hooks", "run_hooks", "tensor_hook_rejection"]
+__all__ = [
+    "NotAUsersHook",
+    "has_hooks",
+    "keep_hooks",
+    "move_hooks",
+    "run_hooks",
+    "tensor_hook_rejection",
+]
 
 
 class NotAUsersHook(functools.partial[None]):
@@ -24,6 +32,19 @@ def move_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
     if hooks:
         source._post_accumulate_grad_hooks = None  # type: ignore[assignment]
         target._post_accumulate_grad_hooks = hooks
+
+
+def keep_hooks(param: torch.Tensor, undo: ExitStack) -> None:
+    """Have `undo` put back the hooks that a parameter has now, whatever is done with them."""
+    table: Any = param._post_accumulate_grad_hooks
+    undo.callback(_put_back, param, table, {} if table is None else dict(table))
+
+
+def _put_back(param: torch.Tensor, table: Any, content: dict[int, Any]) -> None:
+    if table is not None:
+        table.clear()
+        table.update(content)
+    param._post_accumulate_grad_hooks = table
 
 
 def run_hooks(param: torch.Tensor) -> None:

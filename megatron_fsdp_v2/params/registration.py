@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -90,18 +91,37 @@ class _Retired:
 _STALE = _Retired()
 
 
-def mark_stale(param: torch.Tensor, group: Any, index: int, since: str) -> None:
+def mark_stale(
+    param: torch.Tensor, group: Any, index: int, since: str, undo: ExitStack | None = None
+) -> None:
     """Remember which slot of a group a parameter object stood for, and let no gradient reach it.
 
     A module that keeps a parameter elsewhere than where it is registered would go on computing
     with it: it is neither gathered nor stepped, and nothing else would ever say so.
+
+    Args:
+        param: The parameter.
+        group: The `ParameterGroup`.
+        index: Position in it.
+        since: What happened to the object.
+        undo: Forgets the slot again. Hooks are the caller's to restore.
     """
+    if undo is not None:
+        slot: OwnerSlot | None = _STALE.slots.get(param)  # type: ignore[no-untyped-call]
+        undo.callback(_set_slot, param, slot)
     _STALE.slots[param] = OwnerSlot(weakref.ref(group), index, since)
     _STALE.count += 1
     if param.requires_grad and param.is_leaf:
         name = f"{group.names[index]} of {group.name} as it was {since}"
         hook = NotAUsersHook(_refuse_gradient, name)
         param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+
+def _set_slot(param: torch.Tensor, slot: OwnerSlot | None) -> None:
+    if slot is None:
+        _STALE.slots.pop(param, None)  # type: ignore[no-untyped-call]
+    else:
+        _STALE.slots[param] = slot
 
 
 def _refuse_gradient(name: str, param: torch.Tensor) -> None:
@@ -148,11 +168,19 @@ class Registrations:
     def __init__(self, owned: Sequence[OwnedParameter]) -> None:
         self._sites = [[(weakref.ref(m), attribute) for m, attribute in p.sites] for p in owned]
 
-    def add(self, index: int, module: nn.Module, attribute: str) -> None:
-        """Add one more place for a parameter, unless it is known."""
-        site = (weakref.ref(module), attribute)
-        if site not in self._sites[index]:
-            self._sites[index].append(site)
+    def add(self, index: int, module: nn.Module, attribute: str, undo: ExitStack) -> None:
+        """Add one more place for a parameter, unless it is known.
+
+        Args:
+            index: Which parameter.
+            module: Where.
+            attribute: Likewise.
+            undo: Takes it away again.
+        """
+        site, sites = (weakref.ref(module), attribute), self._sites[index]
+        if site not in sites:
+            undo.callback(sites.__setitem__, slice(None), list(sites))
+            sites.append(site)
 
     def install(self, params: Sequence[nn.Parameter]) -> None:
         """Register these parameters at every place."""

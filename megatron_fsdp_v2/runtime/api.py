@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,8 +17,6 @@ from megatron_fsdp_v2.comm.backends import communicator_for
 from megatron_fsdp_v2.comm.gather_groups import check_gather_group
 from megatron_fsdp_v2.comm.interface import Axis
 from megatron_fsdp_v2.comm.rank_checks import CheckRanks
-from megatron_fsdp_v2.dtensor.tp_params import tensor_shard_of
-from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2.layout.buffer_layout import Granularity
 from megatron_fsdp_v2.layout.flat_buffers import flat_buffers
 from megatron_fsdp_v2.layout.mixed_precision import MixedPrecisionPolicy
@@ -28,8 +25,6 @@ from megatron_fsdp_v2.memory.allocator import PlainAllocator
 from megatron_fsdp_v2.memory.trace_pool import TracePoolAllocator
 from megatron_fsdp_v2.params.buffer import ShardGrid
 from megatron_fsdp_v2.params.group import GroupSpec, ParameterGroup
-from megatron_fsdp_v2.params.parameter_hooks import tensor_hook_rejection
-from megatron_fsdp_v2.params.registration import OwnedParameter, find_owner_slot
 from megatron_fsdp_v2.runtime.context import Context, check_at_least_one
 from megatron_fsdp_v2.runtime.fsdp2_arguments import (
     check_mesh_dims,
@@ -38,12 +33,22 @@ from megatron_fsdp_v2.runtime.fsdp2_arguments import (
     default_mesh,
     reshards_after_forward,
 )
-from megatron_fsdp_v2.runtime.fsdp_module import FSDPModule, named_units, swap_class, unit_of
+from megatron_fsdp_v2.runtime.fsdp_module import FSDPModule, named_units, swap_class
 from megatron_fsdp_v2.runtime.hooks import install_hooks, watch_optimizers
+from megatron_fsdp_v2.runtime.joining import join
 from megatron_fsdp_v2.runtime.materialize import materialize
 from megatron_fsdp_v2.runtime.other_wrappers import check_modules_inside
+from megatron_fsdp_v2.runtime.owned_parameters import (
+    borrowed_groups,
+    describe_tensor_shard,
+    outermost,
+    own_modules,
+    owned_parameters,
+    register_tied,
+)
+from megatron_fsdp_v2.runtime.undo import keep_module
 from megatron_fsdp_v2.runtime.unit import Unit
-from megatron_fsdp_v2.runtime.unit_checks import buffer_of, parameter_of
+from megatron_fsdp_v2.runtime.unit_checks import without_values
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -53,7 +58,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import OffloadPolicy
 
     from megatron_fsdp_v2.dtensor.row_shards import TensorShard
-    from megatron_fsdp_v2.memory.allocator import Allocator
+    from megatron_fsdp_v2.params.registration import OwnedParameter
 
 __all__ = ["fully_shard"]
 
@@ -150,14 +155,21 @@ def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
     Returns:
         What was given as `module`.
 
+    An error, here or in a function that was given, leaves everything on this rank as it was: the
+    module's class, parameters and hooks, the units inside, torch's random numbers. Call it again
+    with what was wrong put right. Only what an initialization did beyond the parameters, buffers
+    and attributes of its modules stays. Ranks do not tell each other: where one alone fails, the
+    others have sharded, or wait for it in the collective that meta parameters take.
+
     Raises:
         ValueError: An argument is bad, the module is sharded already, or a parameter of it is.
+        RuntimeError: A unit inside is in use, or there is no memory.
     """
     policy = MixedPrecisionPolicy.of(mp_policy)
     check_offload_policy(offload_policy)
     check_mesh_dims(dp_mesh_dims)
     mesh = default_mesh() if mesh is None else mesh
-    modules = _outermost(module)
+    modules = outermost(module)
     _validate(modules, mesh, on_missing_grad, enable_trace_pool)
     check_gather_group(gather_group, mesh)
     reshards = reshards_after_forward(reshard_after_forward, mesh)
@@ -182,59 +194,65 @@ def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
             reduces=getattr(param, "requires_gradient_reduction", True),
         )
 
-    owned, tied = _owned_parameters(modules, ignored_params or frozenset(), device)
+    owned, tied = owned_parameters(modules, ignored_params or frozenset(), device)
     check_shard_placement(shard_placement_fn, owned)
     # Not `or`: a mapping that looks things up may take long to tell whether it is empty.
     shards = {} if tensor_shards is None else tensor_shards
     for parameter in owned:
         parameter.is_separate = parameter.param in (separate_params or frozenset())
         if not parameter.param.is_meta or isinstance(parameter.param, DTensor):
-            _describe_tensor_shard(parameter, mesh, shards)
-    tied_groups = _borrow(tied, spec_of, mesh)
+            describe_tensor_shard(parameter, mesh, shards)
+    tied_groups = borrowed_groups(tied, spec_of, mesh)
     _check_is_idle(modules)
     axes = _axes_of(mesh, gather_group)
-    unset = materialize(owned, list(_own_modules(modules)), device, axes, param_init_fn)
-    for parameter in owned:
-        # Modules may say how theirs are cut when they initialize them.
-        if parameter.stood_in is not None and parameter.dtensor is None:
-            _describe_tensor_shard(parameter, mesh, shards)
-    context: Context[Unit] = Context(
-        communicator_for(device),
-        TracePoolAllocator() if enable_trace_pool else PlainAllocator(),
-        unshard_prefetch_depth=unshard_prefetch_depth if enable_unshard_prefetch else 0,
-        enable_async_reduce_grad=enable_async_reduce_grad,
-        max_live_grad_buffers=max_live_grad_buffers,
-        check_ranks=checks,
-    )
-    name = ", ".join(type(part).__name__ for part in modules)
-    groups = _make_groups(name, owned, spec_of, mesh, axes, device, context)
-    for parameter, group, index in tied:
-        for below, attribute in parameter.sites:
-            group.registrations.add(index, below, attribute)
-        group.registrations.install(group.sharded_params)
-    unit = Unit(modules, groups, tied_groups, context, policy, reshard_after_forward=reshards)
-    unit.unset = _without_values(groups, *unset)
-    for part in modules:
-        swap_class(part)
-        part._fsdp_unit = unit  # type: ignore[assignment]
-        install_hooks(part)
-    _join(modules, context)
-    watch_optimizers(context)
+    with ExitStack() as undo:
+        own = list(own_modules(modules))
+        for _, part in own:
+            keep_module(part, undo)
+        unset = materialize(owned, own, device, axes, param_init_fn, undo)
+        for parameter in owned:
+            # Modules may say how theirs are cut when they initialize them.
+            if parameter.stood_in is not None and parameter.dtensor is None:
+                describe_tensor_shard(parameter, mesh, shards)
+        context: Context[Unit] = Context(
+            communicator_for(device),
+            TracePoolAllocator() if enable_trace_pool else PlainAllocator(),
+            unshard_prefetch_depth=unshard_prefetch_depth if enable_unshard_prefetch else 0,
+            enable_async_reduce_grad=enable_async_reduce_grad,
+            max_live_grad_buffers=max_live_grad_buffers,
+            check_ranks=checks,
+        )
+        made = _make_groups(modules, owned, spec_of, mesh, axes, device, context)
+        groups = [group for group, _ in made]
+        unit = Unit(modules, groups, tied_groups, context, policy, reshard_after_forward=reshards)
+        unit.unset = without_values(groups, *unset)
+        # So far only values of what was on the meta device were changed.
+        for group, members in made:
+            group.take_over(members, undo)
+        register_tied(tied, undo)
+        for part in modules:
+            swap_class(part)
+            part._fsdp_unit = unit  # type: ignore[assignment]
+            install_hooks(part)
+        join(modules, context, undo)
+        watch_optimizers(context, undo)
+        undo.pop_all()
     return module
 
 
 def _make_groups(
-    name: str,
+    modules: Sequence[nn.Module],
     owned: Sequence[OwnedParameter],
     spec_of: Callable[[nn.Parameter], GroupSpec],
     mesh: DeviceMesh,
     axes: Sequence[Axis],
     device: torch.device,
     context: Context[Unit],
-) -> list[ParameterGroup]:
+) -> list[tuple[ParameterGroup, list[OwnedParameter]]]:
     """The parameter groups of a unit: those that are alike, in flat buffers of little padding."""
     if not owned:
         return []
+    name = ", ".join(type(part).__name__ for part in modules)
     # Placements and granularity are those of the whole unit.
     unit = spec_of(owned[0].param)
     buffers = flat_buffers(
@@ -245,8 +263,9 @@ def _make_groups(
         ShardGrid.of(axes, [p.main_weight for p in unit.placements]).num_slices,
         unit.granularity,
     )
-    return [
-        ParameterGroup(
+    made = []
+    for number, ((spec, _), members, layout) in enumerate(buffers):
+        group = ParameterGroup(
             f"{name}/{number}",
             members,
             spec,
@@ -257,78 +276,28 @@ def _make_groups(
             context.communicator,
             context.allocator,
         )
-        for number, ((spec, _), members, layout) in enumerate(buffers)
+        made.append((group, members))
+    return made
+
+
+def _axes_of(mesh: DeviceMesh, gather_group: dist.ProcessGroup | None) -> list[Axis]:
+    groups = [*[None] * (mesh.ndim - 1), gather_group]
+    return [
+        Axis(mesh.get_group(axis), mesh.size(axis), mesh.get_local_rank(axis), group)
+        for axis, group in enumerate(groups)
     ]
 
 
-def _without_values(
-    groups: Sequence[ParameterGroup],
-    params: AbstractSet[str],
-    buffers: Sequence[tuple[str, nn.Module, str]],
-) -> list[tuple[str, Callable[[], torch.Tensor | None]]]:
-    """What has no values yet: names, and how to look each one up."""
-    found = [(name, buffer_of(module, attribute)) for name, module, attribute in buffers]
-    for group in groups:
-        for index, name in enumerate(group.names):
-            if name in params:
-                found.append((name, parameter_of(group, index)))
-    return found
+def _device_of(mesh: DeviceMesh) -> torch.device:
+    if mesh.device_type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError("mesh is of device type 'cuda', and there is no CUDA device here")
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(mesh.device_type)
 
 
-def _join(roots: Sequence[nn.Module], context: Context[Unit]) -> None:
-    """Have all units below a new root share its context, and know their names under it."""
-    names: dict[Unit, list[str]] = {}
-    for prefix, root in _numbered(roots):
-        for name, module in root.named_modules(prefix=prefix):
-            if isinstance(module, FSDPModule):
-                names.setdefault(unit_of(module), []).append(name)
-    units = list(names)
-    for unit in units:
-        _share_pool(context.allocator, unit.context.allocator)
-        unit.context, unit.is_root = context, unit is units[0]
-        unit.fqns = [""] if unit.is_root else names[unit]
-        unit.fqn = ", ".join(unit.fqns)
-        for number, group in enumerate(unit.groups):
-            group.watcher = weakref.ref(unit)
-            group.rename(f"{unit.fqn or unit.class_name}/{number}")
-    _note_empty_ranks([group for unit in units for group in unit.groups if group.grads])
-    spread = any(axis.size > 1 for u in units for group in u.groups for axis in group.axes)
-    may_differ = all(unit.skips_safely for unit in units)
-    context.set_units(units, spread=spread, may_differ=may_differ)
-
-
-def _numbered(modules: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
-    """What comes before names in each of several modules: its number; nothing where it is one."""
-    return [("" if len(modules) == 1 else str(i), module) for i, module in enumerate(modules)]
-
-
-def _share_pool(allocator: Allocator, other: Allocator) -> None:
-    if isinstance(allocator, TracePoolAllocator) and isinstance(other, TracePoolAllocator):
-        allocator.merge(other)
-
-
-def _note_empty_ranks(trained: Sequence[ParameterGroup]) -> None:
-    """Tell gradients which ranks hold none of the model: those take no part in a common norm."""
-    by_mesh: dict[DeviceMesh, list[ParameterGroup]] = {}
-    for group in trained:
-        by_mesh.setdefault(group.mesh, []).append(group)
-    for groups in by_mesh.values():
-        empty = frozenset.intersection(*(frozenset(group.empty_ranks) for group in groups))
-        for group in groups:
-            group.holders.empty = empty
-
-
-def _outermost(given: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
-    """The modules to shard, each once, without those that are inside another one of them."""
-    modules: list[nn.Module] = []
-    for module in given if isinstance(given, list | tuple) else [given]:
-        if not isinstance(module, nn.Module):
-            raise ValueError(f"fully_shard needs an nn.Module, got {type(module).__name__}")
-        modules.append(module)
-    if not modules:
-        raise ValueError("fully_shard needs an nn.Module or some of them, got an empty list")
-    inside = {id(m) for module in modules for m in module.modules() if m is not module}
-    return [m for m in dict.fromkeys(modules) if id(m) not in inside]
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward not in (nn.ModuleList.forward, nn.ModuleDict.forward)
 
 
 def _validate(
@@ -349,6 +318,11 @@ def _validate(
     check_modules_inside(modules, FSDPModule)
     if not isinstance(mesh, DeviceMesh):
         raise ValueError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}")
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"this is rank {dist.get_rank()}, and mesh has the ranks "
+            f"{mesh.mesh.flatten().tolist()}; shard a module on the ranks of its mesh only"
+        )
     if on_missing_grad not in ("zero", "error"):
         raise ValueError(f"on_missing_grad must be 'zero' or 'error', got {on_missing_grad!r}")
     if not isinstance(enable_trace_pool, bool):
@@ -365,26 +339,6 @@ def _check_same_pool(modules: Sequence[nn.Module], enable_trace_pool: bool) -> N
             )
 
 
-def _has_forward(module: nn.Module) -> bool:
-    return type(module).forward not in (nn.ModuleList.forward, nn.ModuleDict.forward)
-
-
-def _axes_of(mesh: DeviceMesh, gather_group: dist.ProcessGroup | None) -> list[Axis]:
-    groups = [*[None] * (mesh.ndim - 1), gather_group]
-    return [
-        Axis(mesh.get_group(axis), mesh.size(axis), mesh.get_local_rank(axis), group)
-        for axis, group in enumerate(groups)
-    ]
-
-
-def _device_of(mesh: DeviceMesh) -> torch.device:
-    if mesh.device_type == "cuda":
-        if not torch.cuda.is_available():
-            raise ValueError("mesh is of device type 'cuda', and there is no CUDA device here")
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device(mesh.device_type)
-
-
 def _check_is_idle(modules: Sequence[nn.Module]) -> None:
     for _, unit in itertools.chain.from_iterable(map(named_units, modules)):
         if unit.is_unsharded or len(unit.context.reductions):
@@ -392,169 +346,3 @@ def _check_is_idle(modules: Sequence[nn.Module]) -> None:
                 f"unit {unit.name} is gathered or has a reduction under way; call reshard() on "
                 "it, or wrap its parent before the first step"
             )
-
-
-def _own_modules(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Modules and everything below them up to the next unit, with names."""
-    for prefix, module in _numbered(modules):
-        yield from _modules_below(prefix, module)
-
-
-def _modules_below(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    yield prefix, module
-    for name, child in module.named_children():
-        if not isinstance(child, FSDPModule):
-            yield from _modules_below(f"{prefix}.{name}" if prefix else name, child)
-
-
-type _Tied = tuple[OwnedParameter, ParameterGroup, int]
-
-
-def _owned_parameters(
-    modules: Sequence[nn.Module], ignored: AbstractSet[nn.Parameter], device: torch.device
-) -> tuple[list[OwnedParameter], list[_Tied]]:
-    """The parameters below some modules that no unit inside has, each once, with all its places.
-
-    Returns:
-        Those it owns, and those tied to one that another unit has sharded, with where.
-    """
-    ignored_ids = {id(param) for param in ignored}
-    found: dict[int, OwnedParameter] = {}
-    for prefix, below in _own_modules(modules):
-        for attribute, param in below._parameters.items():
-            if param is None or id(param) in ignored_ids:
-                continue
-            name = f"{prefix}.{attribute}" if prefix else attribute
-            if id(param) not in found:
-                found[id(param)] = OwnedParameter(name, param)
-            found[id(param)].sites.append((below, attribute))
-    owned, tied = [], []
-    for parameter in found.values():
-        slot = find_owner_slot(parameter.param)
-        shared = _owner_of(parameter.param, modules)
-        if slot is not None:
-            tied.append((parameter, slot[0], slot[1].index))
-        elif shared is not None:
-            tied.append((parameter, *shared))
-        else:
-            _check_parameter(parameter.name, parameter.param, device)
-            owned.append(parameter)
-    return owned, tied
-
-
-def _owner_of(
-    param: nn.Parameter, modules: Sequence[nn.Module]
-) -> tuple[ParameterGroup, int] | None:
-    """Who sharded a parameter that modules share with a unit beside them, and its index there.
-
-    None for one that is not sharded, or by a unit that contains a module: that is a mistake.
-    """
-    if not isinstance(param, UnevenDTensor):
-        return None
-    group = param.row_shards.holders.group()
-    unit = None if group is None else group.watcher()
-    owners = [owner for ref in (() if unit is None else unit.modules) if (owner := ref())]
-    below = {id(part) for owner in owners for part in owner.modules()}
-    if not owners or any(id(module) in below for module in modules):
-        return None
-    return group, next(i for i, known in enumerate(group.sharded_params) if known is param)
-
-
-def _check_parameter(name: str, param: nn.Parameter, device: torch.device) -> None:
-    if isinstance(param, UnevenDTensor):
-        raise ValueError(
-            f"parameter {name} is sharded already, by a unit that contains it; wrap inner units "
-            "before outer ones"
-        )
-    if param.numel() == 0 and param.shape[:1] != (0,):
-        raise ValueError(
-            f"parameter {name} of shape {tuple(param.shape)} has rows without elements, which "
-            "cannot be sharded; leave it out with ignored_params, or make it of shape (0,)"
-        )
-    if param.dim() == 0:
-        raise ValueError(
-            f"parameter {name} is 0-dim and has no rows to shard; make it of shape (1,)"
-        )
-    if param.requires_grad and (param.is_complex() or param.dtype.itemsize == 1):
-        kind = "complex" if param.is_complex() else "of 8 bits"
-        raise ValueError(
-            f"parameter {name} is {kind} ({param.dtype}) and trained, which cannot be reduced over "
-            "ranks and stepped; train a real one and convert it in the forward (torch.view_as_"
-            "complex for complex numbers), freeze it, or leave it out with ignored_params"
-        )
-    refusal = tensor_hook_rejection(f"parameter {name}", param)
-    if refusal:
-        raise ValueError(refusal)
-    if not param.is_leaf:
-        raise ValueError(
-            f"parameter {name} is not a leaf tensor: it was computed from others, and its gradient "
-            "would go there; register an nn.Parameter"
-        )
-    if not param.is_meta and param.device.type not in ("cpu", device.type):
-        raise ValueError(
-            f"parameter {name} is on {param.device}, the mesh on {device.type!r}; move the module "
-            "or make the mesh of the module's device type"
-        )
-
-
-def _describe_tensor_shard(
-    parameter: OwnedParameter, mesh: DeviceMesh, shards: Mapping[nn.Parameter, TensorShard]
-) -> None:
-    """Note how tensor parallelism cut a parameter: as a DTensor says it, or the caller."""
-    given = parameter.param if parameter.stood_in is None else parameter.stood_in
-    tensor = parameter.tensor = shards.get(given)
-    if isinstance(parameter.param, DTensor):
-        if tensor is not None:
-            raise ValueError(
-                f"parameter {parameter.name} is a DTensor, which says how it is cut; leave it out "
-                "of tensor_shards"
-            )
-        parameter.tensor, parameter.dtensor = tensor_shard_of(parameter.name, parameter.param, mesh)
-    elif tensor is not None:
-        _check_tensor_shard(parameter, tensor, mesh)
-
-
-def _check_tensor_shard(parameter: OwnedParameter, tensor: TensorShard, mesh: DeviceMesh) -> None:
-    leading = [dist.get_process_group_ranks(mesh.get_group(axis)) for axis in range(mesh.ndim)]
-    if tensor.mesh is not None and (
-        tensor.mesh.ndim != mesh.ndim + 1
-        or leading
-        != [dist.get_process_group_ranks(tensor.mesh.get_group(a)) for a in range(mesh.ndim)]
-    ):
-        raise ValueError(
-            f"the mesh of the tensor shard of parameter {parameter.name} must have the axes of "
-            f"the data-parallel mesh and one more, got {tensor.mesh}"
-        )
-    shape = tuple(parameter.param.shape)
-    if tensor.dim is not None and not 0 <= tensor.dim < len(shape):
-        raise ValueError(
-            f"parameter {parameter.name} of shape {shape} has no dimension {tensor.dim} to be cut"
-        )
-    if tensor.pieces and sum(tensor.pieces) != shape[tensor.dim or 0]:
-        raise ValueError(
-            f"the pieces {tensor.pieces} of parameter {parameter.name} must add up to the "
-            f"{shape[tensor.dim or 0]} rows or columns of this rank's part"
-        )
-
-
-def _borrow(
-    tied: Sequence[_Tied], spec_of: Callable[[nn.Parameter], GroupSpec], mesh: DeviceMesh
-) -> list[ParameterGroup]:
-    """The groups of other units that hold parameters tied to some here."""
-    tied_groups: list[ParameterGroup] = []
-    for parameter, group, index in tied:
-        where = f"parameter {parameter.name} is tied to {group.names[index]} of {group.name}"
-        spec = spec_of(parameter.param)
-        if isinstance(parameter.param, UnevenDTensor):
-            # Sharded already, it has the dtype of its main weights.
-            spec = dataclasses.replace(spec, dtypes=group.spec.dtypes)
-        if group.mesh != mesh or group.spec != spec:
-            raise ValueError(
-                f"{where}, which was sharded with another mesh, strategy, granularity, scaling or "
-                "precision; use the same for both"
-            )
-        if group.is_held:
-            raise RuntimeError(f"{where}, which is gathered; call reshard() on its module first")
-        if group not in tied_groups:
-            tied_groups.append(group)
-    return tied_groups

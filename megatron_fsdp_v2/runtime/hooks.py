@@ -7,6 +7,7 @@ Hooks in the graph are in `params/autograd.py`, on parameters in `params/group.p
 from __future__ import annotations
 
 import weakref
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -104,10 +105,14 @@ class _OptimizerWatch:
 
     def add(self, context: Context[Unit]) -> None:
         if not self._is_registered:
-            register_optimizer_step_pre_hook(uncompiled(self._before_step))
-            register_optimizer_step_post_hook(uncompiled(self._after_step))
+            before, after = uncompiled(self._before_step), uncompiled(self._after_step)
+            register_optimizer_step_pre_hook(before)
+            register_optimizer_step_post_hook(after)
             self._is_registered = True
         self._contexts.add(context)
+
+    def discard(self, context: Context[Unit]) -> None:
+        self._contexts.discard(context)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         del args, kwargs
@@ -179,6 +184,7 @@ def _check_is_elementwise(optimizer: Optimizer) -> None:
 _WATCH = _OptimizerWatch()
 
 
-def watch_optimizers(context: Context[Unit]) -> None:
+def watch_optimizers(context: Context[Unit], undo: ExitStack) -> None:
     """Have a context's model weights brought up to date after optimizer steps."""
+    undo.callback(_WATCH.discard, context)
     _WATCH.add(context)

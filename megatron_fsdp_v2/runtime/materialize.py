@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,7 @@ from megatron_fsdp_v2.comm.errors import naming_failures
 from megatron_fsdp_v2.dtensor.tp_params import part_of
 from megatron_fsdp_v2.params.attributes import propagate_attributes
 from megatron_fsdp_v2.params.unset_values import is_unset, mark_unset, unset_like
+from megatron_fsdp_v2.runtime.undo import keep_random_numbers, keep_values
 
 if TYPE_CHECKING:
     from megatron_fsdp_v2.comm.interface import Axis
@@ -26,7 +28,8 @@ def materialize(
     modules: Sequence[tuple[str, nn.Module]],
     device: torch.device,
     axes: Sequence[Axis],
-    param_init_fn: Callable[[nn.Module], None] | None = None,
+    param_init_fn: Callable[[nn.Module], None] | None,
+    undo: ExitStack,
 ) -> tuple[set[str], list[tuple[str, nn.Module, str]]]:
     """Give a unit's meta parameters and buffers memory and values, in place.
 
@@ -44,6 +47,8 @@ def materialize(
         device: Where values are made.
         axes: Axes of the data-parallel mesh.
         param_init_fn: What to call in place of `reset_parameters()`, with the module.
+        undo: Has random numbers, and values that modules have besides, be as they were. What is
+            registered is the caller's to restore.
 
     Returns:
         What still has no values, because a module has no `reset_parameters()` or that leaves it
@@ -62,10 +67,15 @@ def materialize(
                 label = f"{name}.{attribute}" if name else attribute
                 empty_buffers.append((label, module, attribute))
                 holders.add(id(module))
+    if holders:
+        keep_random_numbers(device, undo)
     for parameter in fresh:
         _give_memory(parameter, device)
+    made = {id(parameter.param) for parameter in fresh}
+    made |= {id(module._buffers[attribute]) for _, module, attribute in empty_buffers}
     for _, module in _children_first(modules):
         if id(module) in holders:
+            keep_values(_values_of(module, made), undo)
             _initialize(module, param_init_fn)
     for parameter in fresh:
         _take_over(parameter)
@@ -103,6 +113,12 @@ def _give_memory(parameter: OwnedParameter, device: torch.device) -> None:
     parameter.param, parameter.stood_in = made, old
     for module, attribute in parameter.sites:
         module._parameters[attribute] = made
+
+
+def _values_of(module: nn.Module, made: set[int]) -> list[torch.Tensor]:
+    """What a module had values of before; given are the `id()`s of what was made for it."""
+    tensors = (*module._parameters.values(), *module._buffers.values())
+    return [tensor for tensor in tensors if tensor is not None and id(tensor) not in made]
 
 
 def _initialize(module: Any, param_init_fn: Callable[[nn.Module], None] | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -33,6 +34,7 @@ __all__ = [
     "check_units",
     "compare_unit",
     "parameter_of",
+    "without_values",
 ]
 
 
@@ -136,6 +138,26 @@ def parameter_of(group: ParameterGroup, index: int) -> Callable[[], torch.Tensor
         return None if owner is None else owner.main_weight.view(index)
 
     return current
+
+
+def without_values(
+    groups: Sequence[ParameterGroup],
+    params: AbstractSet[str],
+    buffers: Sequence[tuple[str, nn.Module, str]],
+) -> list[tuple[str, Callable[[], torch.Tensor | None]]]:
+    """What has no values yet: names, and how to look each one up.
+
+    Args:
+        groups: Those of the unit.
+        params: Names of parameters without values.
+        buffers: Buffers without values: name, module and attribute.
+    """
+    found = [(name, buffer_of(module, attribute)) for name, module, attribute in buffers]
+    for group in groups:
+        for index, name in enumerate(group.names):
+            if name in params:
+                found.append((name, parameter_of(group, index)))
+    return found
 
 
 def check_has_values(unit: Checkable) -> None:

@@ -6,6 +6,7 @@ import itertools
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -14,6 +15,17 @@ from torch import nn
 from torch.testing._internal.common_utils import TestCase
 
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
+
+
+MEETING_S = 5.0
+"""How long ranks wait for one another after a case."""
+
+# By the store, since a collective would meet those that the others are in.
+_MEETINGS = itertools.count()
+
+
+class OutOfStepError(RuntimeError):
+    """A case is over on this rank, and others are still in it: its group is of no use anymore."""
 
 
 @dataclass(frozen=True)
@@ -60,26 +72,53 @@ class Case(TestCase):
     ) -> None:
         """Run all cases of a test, also after one has failed, on all ranks the same."""
         for values in itertools.product(*subtest_config.values()):
+            self.num_cases += 1
+            if self.num_cases <= self.skipped:
+                continue
             chosen = dict(zip(subtest_config, values, strict=True))
             try:
                 test_fn(*args, **kwargs, **chosen)
             except Exception:
                 self.failures.append(Failure(_in_words(chosen), traceback.format_exc()))
-            self.num_cases += 1
-            # A case that failed on one rank alone is over for the others as well.
-            dist.barrier()
+            self._meet()
 
-    def run_here(self, rank: int) -> tuple[int, list[Failure]]:
+    def _meet(self) -> None:
+        """Wait for the other ranks.
+
+        Raises:
+            OutOfStepError: One is still in the case, since it failed here alone, or never ends.
+        """
+        store = dist.distributed_c10d._get_default_store()
+        name = f"tests/fsdp2_suite/{next(_MEETINGS)}"
+        if store.add(f"{name}/ranks", 1) == dist.get_world_size():
+            store.set(f"{name}/all", "")
+        try:
+            store.wait([f"{name}/all"], timedelta(seconds=MEETING_S))
+        except dist.DistStoreError:
+            of = self.failures[-1] if self.failures else Failure("", "nothing failed here")
+            raise OutOfStepError(f"case {self.num_cases}: {of.case}\n{of.error}") from None
+
+    def run_here(self, rank: int, skipped: int = 0) -> tuple[int, list[Failure]]:
         """Run the test on this rank.
+
+        Args:
+            rank: This rank.
+            skipped: So many of its cases are not run.
 
         Returns:
             How many cases there were, and those that failed.
+
+        Raises:
+            OutOfStepError: Other ranks are still in a case that is over here.
         """
         self.rank = rank
+        self.skipped = skipped
         self.failures: list[Failure] = []
         self.num_cases = 0
         torch._dynamo.reset()
         try:
+            if getattr(self, "__unittest_skip__", False):
+                self.skipTest(self.__unittest_skip_why__)
             self.setUp()
             self.perThreadSetUp()
             try:
@@ -87,8 +126,11 @@ class Case(TestCase):
             finally:
                 self.perThreadTearDown()
                 self.tearDown()
+        except OutOfStepError:
+            raise
         except Exception:
             self.failures.append(Failure("", traceback.format_exc()))
+        self._meet()
         return max(self.num_cases, 1), self.failures
 
 

@@ -10,8 +10,8 @@ import pytest
 
 FOLDER = Path("test") / "distributed" / "_composable" / "fsdp"
 
-LEFT_OUT = {"test_fully_shard_compile.py", "test_fully_shard_logging.py"}
-"""How FSDP2's hooks are traced by a compiler, and what FSDP2 logs."""
+LEFT_OUT = {"test_fully_shard_logging.py"}
+"""What FSDP2 logs, in a process of its own that imports FSDP2."""
 
 
 @dataclass(frozen=True)

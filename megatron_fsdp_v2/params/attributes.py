@@ -10,7 +10,7 @@ import torch
 __all__ = ["propagate_attributes"]
 
 _OWN_ATTRIBUTES = frozenset(
-    {"_is_param", "_row_shards", "_local_tensor", "_spec", "_home", "empty_grad"}
+    {"_is_param", "_row_shards", "_local_tensor", "_spec", "_owner_slot", "empty_grad"}
     | {"main_grad", "grad_added_to_main_grad", "overwrite_main_grad", "get_main_grad"}
 )
 

@@ -34,6 +34,7 @@ from megatron_fsdp_v2.dtensor.attributes import (
 from megatron_fsdp_v2.dtensor.foreach import choose_foreach_for, is_elementwise, run_on_rows
 from megatron_fsdp_v2.dtensor.found_inf import unscale_and_check
 from megatron_fsdp_v2.dtensor.norms import NORMS, local_norms, order_of
+from megatron_fsdp_v2.dtensor.reductions import REDUCTIONS, reduce_rows
 from megatron_fsdp_v2.dtensor.row_shards import (
     Chunk,
     RowShards,
@@ -187,7 +188,10 @@ class UnevenDTensor(AttributesAtOnce):
                 return norms
         try:
             with torch._C.DisableTorchFunctionSubclass():
-                result = func(*args, **(kwargs or {}))
+                if func in REDUCTIONS and type(args[0]) is cls:
+                    result = reduce_rows(func, args, kwargs or {}, _gradient_rows)
+                else:
+                    result = func(*args, **(kwargs or {}))
         except Exception as error:
             found = _used_while_sharded(args, kwargs)
             if found is None:
@@ -548,6 +552,11 @@ def _source_rows(target: UnevenDTensor, source: Any) -> Any:
         block = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))
         local[chunk.local] = full[block].to(local.device, local.dtype)
     return UnevenDTensor.from_rows(local, target.device_mesh, target._row_shards, target.shape)
+
+
+def _gradient_rows(like: UnevenDTensor, grad: torch.Tensor) -> torch.Tensor:
+    """A gradient that autograd made of a result that is not sharded, in the rows of a tensor."""
+    return cast("torch.Tensor", _source_rows(like, grad))
 
 
 def _gather_rows(tensor: UnevenDTensor) -> torch.Tensor:

@@ -1,0 +1,64 @@
+"""Sums and means of sharded tensors, forward and backward, whatever rows ranks hold.
+
+DTensor supposes even shards: it gathers a tensor for a mean over the sharded dimension, and cuts
+the gradient of a sum, which is replicated, where it would have cut the tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+__all__ = ["REDUCTIONS", "reduce_rows"]
+
+_SUMS = (torch.sum, torch.Tensor.sum)
+_MEANS = (torch.mean, torch.Tensor.mean)
+REDUCTIONS = frozenset({*_SUMS, *_MEANS})
+"""Functions that `reduce_rows` runs."""
+
+
+def reduce_rows(
+    func: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    rows_like: Callable[[Any, torch.Tensor], torch.Tensor],
+) -> Any:
+    """Run a sum or a mean.
+
+    Args:
+        func: One of `REDUCTIONS`.
+        args: Its arguments, the first being an `UnevenDTensor`.
+        kwargs: Likewise.
+        rows_like: Brings a tensor of any distribution to the rows of another one.
+
+    Returns:
+        What DTensor returns for a sum, divided for a mean. Its gradient arrives at the tensor as
+        rows that this rank holds.
+    """
+    source, *more = args
+    if torch.is_grad_enabled() and source.requires_grad:
+        source = _GradientInRows.apply(source, rows_like)
+    if func in _SUMS or not _can_be_averaged(source, kwargs):
+        return func(source, *more, **kwargs)
+    total = torch.sum(source, *more, **kwargs)
+    return total / (source.numel() // total.numel()) if total.numel() else total
+
+
+def _can_be_averaged(source: torch.Tensor, kwargs: dict[str, Any]) -> bool:
+    dtype = kwargs.get("dtype") or source.dtype
+    return (dtype.is_floating_point or dtype.is_complex) and "out" not in kwargs
+
+
+class _GradientInRows(torch.autograd.Function):
+    """Hands a tensor on as it is, and its gradient back as rows that this rank holds."""
+
+    @staticmethod
+    def forward(ctx: Any, source: Any, rows_like: Callable[[Any, torch.Tensor], Any]) -> Any:
+        ctx.like, ctx.rows_like = source, rows_like
+        return source.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return ctx.rows_like(ctx.like, grads[0]), None

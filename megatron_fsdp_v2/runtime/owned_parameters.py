@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from megatron_fsdp_v2.dtensor.tp_params import tensor_shard_of
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
@@ -95,6 +96,14 @@ def _check_parameter(name: str, param: nn.Parameter, device: torch.device) -> No
         raise ValueError(
             f"parameter {name} is sharded already, by a unit that contains it; wrap inner units "
             "before outer ones"
+        )
+    local = param._local_tensor if isinstance(param, DTensor) else param
+    if is_traceable_wrapper_subclass(local) or hasattr(local, "fsdp_pre_all_gather"):
+        raise ValueError(
+            f"parameter {name} is a {type(local).__name__}, which is made of other tensors or says "
+            "how it is gathered (fsdp_pre_all_gather); shards here are rows of plain tensors. Make "
+            "it one, with mp_policy for the dtype to compute with, or leave it out with "
+            "ignored_params"
         )
     if param.numel() == 0 and param.shape[:1] != (0,):
         raise ValueError(

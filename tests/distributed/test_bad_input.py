@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.two_tensor import TwoTensor
 
 from megatron_fsdp_v2 import FSDPModule, fully_shard
 from megatron_fsdp_v2.runtime.fsdp_module import unit_of
@@ -31,6 +32,19 @@ def _parent_before_child() -> None:
 def _zero_dim() -> None:
     module = nn.Linear(2, 2)
     module.scale = nn.Parameter(torch.tensor(1.0))
+    _shard(module)
+
+
+def _made_of_others() -> None:
+    module = nn.Linear(2, 2)
+    module.weight = nn.Parameter(TwoTensor(torch.ones(2, 2), torch.zeros(2, 2)))
+    _shard(module)
+
+
+def _with_a_gather_of_its_own() -> None:
+    module = nn.Linear(2, 2)
+    # What FSDP2 calls before it gathers a parameter.
+    module.bias.fsdp_pre_all_gather = lambda *args: (args, None)  # type: ignore[attr-defined]
     _shard(module)
 
 
@@ -75,6 +89,8 @@ def messages() -> dict[str, str]:
         "twice": said(value, _twice),
         "parent": said(value, _parent_before_child),
         "zero-dim": said(value, _zero_dim),
+        "made of others": said(value, _made_of_others),
+        "gather": said(value, _with_a_gather_of_its_own),
         "no columns": said(value, lambda: _shard(linear(0, 2))),
         "tied": said(value, _tied_but_different),
         "meta": said(runtime, lambda: _shard(_Bare())(torch.ones(1, 2))),
@@ -98,6 +114,8 @@ EXPECTED = {
     "twice": "fully_shard was already called on this",
     "parent": "is sharded already, by a unit that contains it",
     "zero-dim": "parameter scale is 0-dim",
+    "made of others": "parameter weight is a TwoTensor, which is made of other tensors",
+    "gather": "parameter bias is a Parameter, which is made of other tensors or says how it is",
     "no columns": "parameter weight of shape (2, 0) has rows without elements",
     "tied": "parameter weight is tied to weight of Linear/0, which was sharded with another mesh",
     "meta": "weight of unit the root (_Bare) had no values on the meta device and got none since",

@@ -7,6 +7,7 @@ reason than those, or not for each of them, is an error.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,6 +50,11 @@ REASONS = {
         r"ValueError: the parameters of unit .* cannot become",
         "rejected",
         "`model.to(dtype)` after sharding",
+    ),
+    "extensions": Reason(
+        r"ValueError: parameter .* which is made of other tensors or says how it is gathered",
+        "rejected",
+        "all-gather extensions (`fsdp_pre_all_gather`), and parameters made of other tensors",
     ),
     "not-here": Reason(
         r"RuntimeError: \w+ was sharded by megatron_fsdp_v2, which has no",
@@ -94,6 +100,12 @@ REASONS = {
         "taken where FSDP2 rejects: parameters that are not contiguous, a 2-D mesh without names, "
         "modules on the meta device that can initialize themselves",
     ),
+    "threads": Reason(
+        r"(?!)",
+        "internal",
+        "collectives and parameter groups of FSDP2 themselves, in 128 threads, without "
+        "`fully_shard`: not run",
+    ),
     "state": Reason(
         r"'function' object has no attribute 'state'",
         "internal",
@@ -121,9 +133,9 @@ REASONS = {
         r"module 'torch\.cpu' has no attribute|Cannot re-initialize CUDA|not compiled with CUDA"
         r"|argument 'index' \(position 2\) must be int|Expects cpu:0 but got cpu"
         r"|expected scalar type (BFloat16|Half) but found Float|ValueError not raised"
-        r"|Mesh should not be bigger than default world size|SkipTest: ",
+        r"|Mesh should not be bigger than default world size|SkipTest: |Event\(\) takes no arguments",
         "gpu",
-        "torch's own fails on a CPU, or on 4 ranks, as well",
+        "torch's own fails, or skips it, on a CPU or on 4 ranks as well",
     ),
     "gloo": Reason(
         r"in _test_clip_grad_norm[\s\S]*Tensor-likes are not close",
@@ -131,7 +143,7 @@ REASONS = {
         "gloo's order of a sum misses the tolerance, with torch's own as well",
     ),
     "half-sums": Reason(
-        r"in _test_compute_dtype[\s\S]*Tensor-likes are not close",
+        r"in _test_(compute_dtype|reduce_dtype_bf16_reduce)[\s\S]*Tensor-likes are not close",
         "differs",
         "on a CPU gradients that travel in bf16 or fp16 are added up in fp32, and not rounded "
         "after each term",
@@ -147,6 +159,14 @@ def expected() -> dict[str, frozenset[str]]:
             name, *reasons = line.split()
             found[name] = frozenset(reasons)
     return found
+
+
+def column_of(reasons: Collection[str]) -> str:
+    """Where a test that does not pass is counted: what a user would notice comes first."""
+    kinds = {REASONS[reason].kind for reason in reasons}
+    if kinds & {"differs", "rejected"}:
+        return "differ, or rejected"
+    return "internal" if "internal" in kinds else "need GPUs"
 
 
 def reason_of(error: str) -> str | None:

@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 import torch.distributed._composable
 import torch.distributed.fsdp
-from torch.testing._internal import common_distributed, common_fsdp
+from torch.testing._internal import common_distributed, common_fsdp, common_utils
 
 from megatron_fsdp_v2 import fully_shard, register_fsdp_forward_method
 from tests.fsdp2_suite.case import Case, assert_parity
@@ -58,6 +58,8 @@ def substituted(whose: str) -> Iterator[None]:
         (torch.distributed._composable, "replicate", _replicate),
         (torch.cpu, "device_count", lambda: MOST_RANKS),
         (torch.cpu, "_sleep", lambda cycles: None),
+        (torch.cpu.Stream, "record_event", lambda stream, event=None: None),
+        (common_utils, "get_cycles_per_ms", lambda: 1.0),
     ]
     if whose == OURS:
         replaced += [

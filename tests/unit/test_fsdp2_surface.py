@@ -8,12 +8,14 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
+from collections import Counter
 from pathlib import Path
 
 from torch.distributed import fsdp
 
 from megatron_fsdp_v2 import FSDPModule, fully_shard
 from megatron_fsdp_v2.runtime.torch_fsdp import REFUSED_METHODS
+from tests.fsdp2_suite.differences import REASONS, column_of, expected
 
 PAGE = (Path(__file__).parents[2] / "docs" / "coming_from_fsdp2.md").read_text()
 STATUS = ("supported", "differs", "rejected")
@@ -74,3 +76,30 @@ def test_methods_take_the_arguments_that_fsdp2_takes() -> None:
         assert [p.name for p in theirs if p.name not in ours] == [], name
         for parameter in theirs:
             assert ours[parameter.name].kind == parameter.kind, f"{name}({parameter.name})"
+
+
+def test_the_numbers_of_fsdp2s_own_tests_are_those_of_the_list_of_differences() -> None:
+    section = PAGE.split("\n## FSDP2's own tests\n")[1].split("\n## ")[0]
+    table = section.split("\n| file | ")[1].split("\n\n")[0]
+    lines = [line.strip("| ").split(" | ") for line in f"| file | {table}".splitlines()]
+    head, files = lines[0], {line[0]: dict(zip(lines[0], line, strict=True)) for line in lines[2:-1]}
+    listed = Counter(
+        (name.partition(".py")[0].removeprefix("test_fully_shard_"), column_of(reasons))
+        for name, reasons in expected().items()
+    )
+    assert {file for file, _ in listed} <= {name.strip("`") for name in files}
+    columns = head[head.index("pass") + 1 :]
+    for name, row in files.items():
+        assert [int(row[c]) for c in columns] == [listed[name.strip("`"), c] for c in columns], name
+        assert int(row["tests"]) == int(row["pass"]) + sum(int(row[c]) for c in columns), name
+    numbers = [sum(int(row[column]) for row in files.values()) for column in head[1:]]
+    assert lines[-1] == ["all", *map(str, numbers)]
+
+
+def test_every_reason_for_a_difference_from_fsdp2s_own_tests_is_on_the_page() -> None:
+    section = PAGE.split("\n## FSDP2's own tests\n")[1].split("\n## ")[0]
+    rows = {line for line in section.splitlines() if line[:1] == "|"}
+    met = set().union(*expected().values())
+    assert met <= REASONS.keys()
+    assert {f"| {reason.kind} | {reason.text} |" for reason in REASONS.values()} <= rows
+    assert met == REASONS.keys(), "reasons that are not met"

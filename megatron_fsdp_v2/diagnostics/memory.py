@@ -150,8 +150,8 @@ def memory_tracker(
             units,
             optimizer_state=tracked.live[Role.OPTIMIZER],
             activations=tracked.role_peaks[Role.ACTIVATIONS] + tracked.role_peaks[Role.OTHER],
-            unshard_prefetch_depth=context.unshard_prefetch_depth,
+            unshard_prefetch_depth=context.options.prefetch_depth,
             max_live_grad_buffers=context.reductions.max_live_grad_buffers,
-            is_reduction_async=context.enable_async_reduce_grad,
+            is_reduction_async=context.options.enable_async_reduce_grad,
             accumulates=watch.accumulates,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import weakref
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -13,6 +14,7 @@ __all__ = [
     "ObservedBuffer",
     "OwnMemory",
     "PlainAllocator",
+    "ResizedBuffer",
     "TemporaryBuffer",
     "alias_of",
     "view_of",
@@ -151,8 +153,16 @@ class OwnMemory:
         self.storage.resize_(0)
 
 
-class _ResizedBuffer:
-    """A buffer with memory of its own, which everything made of it shares for good."""
+class ResizedBuffer:
+    """A buffer with memory of its own, which everything made of it shares.
+
+    Attributes:
+        name: See `TemporaryBuffer`.
+        use: Likewise.
+        tensor: Likewise.
+        memory: Its memory.
+        followers: Views of it, which a pool that takes it over moves.
+    """
 
     pool_memory = None
 
@@ -161,33 +171,42 @@ class _ResizedBuffer:
     ) -> None:
         self.name = name
         self.use = use
-        self._memory = OwnMemory(numel, dtype, device)
-        self.tensor = view_of(self._memory.storage, dtype, 0, (numel,))
+        self.memory = OwnMemory(numel, dtype, device)
+        self.tensor = view_of(self.memory.storage, dtype, 0, (numel,))
+        self.followers: list[weakref.ref[torch.Tensor]] = []
         self._live = False
 
     @property
     def is_live(self) -> bool:
+        """See `TemporaryBuffer`."""
         return self._live
 
     def acquire(self) -> torch.Tensor:
+        """See `TemporaryBuffer`."""
         if not self._live:
-            self._memory.take()
+            self.memory.take()
             self._live = True
         return self.tensor
 
     def release(self) -> None:
+        """See `TemporaryBuffer`."""
         if self._live:
-            self._memory.drop()
+            self.memory.drop()
             self._live = False
 
     def has_room(self) -> bool:
+        """See `TemporaryBuffer`."""
         return True
 
     def alias(self, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
-        return alias_of(self.tensor, offset, shape)
+        """See `TemporaryBuffer`."""
+        view = alias_of(self.tensor, offset, shape)
+        self.follow(view)
+        return view
 
     def follow(self, tensor: torch.Tensor) -> None:
-        del tensor
+        """See `TemporaryBuffer`."""
+        self.followers.append(weakref.ref(tensor))
 
 
 class ObservedBuffer:
@@ -249,7 +268,15 @@ class ObservedBuffer:
 
 
 class PlainAllocator:
-    """Gives every buffer memory of its own from torch's allocator for the device."""
+    """Gives every buffer memory of its own from torch's allocator for the device.
+
+    Attributes:
+        successor: Makes buffers in its place, once units that it made some for belong to a root
+            with another allocator.
+    """
+
+    def __init__(self) -> None:
+        self.successor: Allocator | None = None
 
     def buffer(
         self,
@@ -260,7 +287,9 @@ class PlainAllocator:
         device: torch.device,
     ) -> TemporaryBuffer:
         """Make a buffer of `numel` elements that has no memory yet."""
-        return _ResizedBuffer(name, use, numel, dtype, device)
+        if self.successor is not None:
+            return self.successor.buffer(name, use, numel, dtype, device)
+        return ResizedBuffer(name, use, numel, dtype, device)
 
     def begin_pass(self, name: str, *, no_pending_backward: bool) -> None:
         """Nothing to do."""

@@ -12,7 +12,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from megatron_fsdp_v2.memory.address_plan import MemoryPlan, Trace, keys_of, plan_memory
-from megatron_fsdp_v2.memory.allocator import BufferUse, OwnMemory, view_of
+from megatron_fsdp_v2.memory.allocator import BufferUse, OwnMemory, ResizedBuffer, view_of
 
 __all__ = [
     "Arena",
@@ -187,6 +187,17 @@ class PooledBuffer:
         self._live = False
         self.enter(arena)
 
+    @classmethod
+    def around(cls, arena: Arena, other: ResizedBuffer) -> PooledBuffer:
+        """One in the place of a buffer without a pool: the same tensor, views and memory.
+
+        The other one is left as it is, and can be taken back before this one is used.
+        """
+        made = cls(arena, other.name, other.use, other.tensor.numel())
+        made.own = made.backing = other.memory
+        made.tensor, made._followers = other.tensor, other.followers
+        return made
+
     def enter(self, arena: Arena) -> None:
         """Belong to an arena."""
         self.belong(arena, arena.add(self))
@@ -256,7 +267,7 @@ class PooledBuffer:
 
     def move(self, backing: OwnMemory | _PooledMemory) -> None:
         """Point everything made of the buffer at another backing; the content stays behind."""
-        self._followers = [ref for ref in self._followers if ref() is not None]
+        self._followers[:] = [ref for ref in self._followers if ref() is not None]
         # Tensors made in inference mode could not take the place of others.
         with torch.inference_mode(False), torch.no_grad():
             for tensor in self.aliases():

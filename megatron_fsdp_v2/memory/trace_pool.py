@@ -11,7 +11,7 @@ from contextlib import ExitStack
 
 import torch
 
-from megatron_fsdp_v2.memory.allocator import BufferUse, TemporaryBuffer
+from megatron_fsdp_v2.memory.allocator import BufferUse, ResizedBuffer, TemporaryBuffer
 from megatron_fsdp_v2.memory.arena import (
     Arena,
     Kind,
@@ -130,6 +130,22 @@ class TracePoolAllocator:
                 buffer.enter(self._arena(kind))
         other._arenas = {}
         other._successor = self
+
+    def adopt(self, buffer: TemporaryBuffer) -> TemporaryBuffer:
+        """What takes the place of a buffer that has no pool: the same tensor and views, pooled.
+
+        Raises:
+            RuntimeError: It is live, or watched.
+        """
+        if isinstance(buffer, PooledBuffer):
+            return buffer
+        if not isinstance(buffer, ResizedBuffer) or buffer.is_live:
+            raise RuntimeError(
+                f"{buffer.name} is in use, or watched, where its unit is to join a root with a "
+                "trace pool; call reshard() on its module, or give it enable_trace_pool=True"
+            )
+        kind = Kind(buffer.tensor.dtype, buffer.tensor.device, buffer.use is BufferUse.GATHERED)
+        return PooledBuffer.around(self._arena(kind), buffer)
 
     def _take_back(self, arenas: dict[Kind, Arena]) -> None:
         self._arenas, self._successor = arenas, None

@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 from megatron_fsdp_v2.comm.backends import communicator_for
 from megatron_fsdp_v2.comm.gather_groups import check_gather_group
 from megatron_fsdp_v2.comm.interface import Axis
-from megatron_fsdp_v2.comm.rank_checks import CheckRanks
 from megatron_fsdp_v2.layout.buffer_layout import Granularity
 from megatron_fsdp_v2.layout.flat_buffers import flat_buffers
 from megatron_fsdp_v2.layout.mixed_precision import MixedPrecisionPolicy
@@ -25,7 +24,7 @@ from megatron_fsdp_v2.memory.allocator import PlainAllocator
 from megatron_fsdp_v2.memory.trace_pool import TracePoolAllocator
 from megatron_fsdp_v2.params.buffer import ShardGrid
 from megatron_fsdp_v2.params.group import GroupSpec, ParameterGroup
-from megatron_fsdp_v2.runtime.context import Context, check_at_least_one
+from megatron_fsdp_v2.runtime.context import Context
 from megatron_fsdp_v2.runtime.fsdp2_arguments import (
     check_mesh_dims,
     check_offload_policy,
@@ -37,10 +36,12 @@ from megatron_fsdp_v2.runtime.fsdp_module import FSDPModule, named_units, swap_c
 from megatron_fsdp_v2.runtime.hooks import install_hooks, watch_optimizers
 from megatron_fsdp_v2.runtime.joining import join
 from megatron_fsdp_v2.runtime.materialize import materialize
+from megatron_fsdp_v2.runtime.options import given_options, options_of_root
 from megatron_fsdp_v2.runtime.other_wrappers import check_modules_inside
 from megatron_fsdp_v2.runtime.owned_parameters import (
     borrowed_groups,
     describe_tensor_shard,
+    numbered,
     outermost,
     own_modules,
     owned_parameters,
@@ -75,12 +76,12 @@ def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
     shard_granularity: str = "row",
     gradient_scaling_factor: float | None = None,
     on_missing_grad: str = "zero",
-    enable_unshard_prefetch: bool = True,
-    enable_async_reduce_grad: bool = True,
-    unshard_prefetch_depth: int = 1,
-    max_live_grad_buffers: int = 2,
-    enable_trace_pool: bool = False,
-    check_ranks: str = "once",
+    enable_unshard_prefetch: bool | None = None,
+    enable_async_reduce_grad: bool | None = None,
+    unshard_prefetch_depth: int | None = None,
+    max_live_grad_buffers: int | None = None,
+    enable_trace_pool: bool | None = None,
+    check_ranks: str | None = None,
     tensor_shards: Mapping[nn.Parameter, TensorShard] | None = None,
     separate_params: AbstractSet[nn.Parameter] | None = None,
     param_init_fn: Callable[[nn.Module], None] | None = None,
@@ -100,6 +101,10 @@ def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
     module has none, they have memory and no values, until a state dict is loaded.
 
     Gradients are `gradient_scaling_factor` times the sum over data-parallel ranks.
+
+    What is marked "one for a root" holds for all units of a root. Give it to the root alone, or to
+    any of them: the others follow. Units that were given different values are an error. None, the
+    default in the signature, is not given; where no unit was given a value it is the one said here.
 
     Args:
         module: The unit; its class becomes a subclass of both its own and `FSDPModule`. Or
@@ -121,20 +126,22 @@ def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
         gradient_scaling_factor: Factor of the gradient sum; default `1 / dp_world_size`.
         on_missing_grad: `zero` or `error`: what a parameter without gradient means while others
             of its group have one.
-        enable_unshard_prefetch: Gather the next unit while this one computes.
-        enable_async_reduce_grad: Reduce gradients while the next unit computes.
+        enable_unshard_prefetch: Gather the next unit while this one computes. One for a root;
+            default True.
+        enable_async_reduce_grad: Reduce gradients while the next unit computes. One for a root;
+            default True.
         unshard_prefetch_depth: Units gathered ahead of the one at work, at least 1. Each costs the
             gathered weights of one more unit; more than one helps where a gather takes longer
-            than a unit computes. What the root says holds for all its units.
+            than a unit computes. One for a root; default 1.
         max_live_grad_buffers: Units that have full gradient buffers at a time, at least 1. With 1
             every reduction is waited for before the next unit has a gradient; each further one
-            costs one more buffer. What the root says holds for all its units.
+            costs one more buffer. One for a root; default 2.
         enable_trace_pool: Put temporary buffers at planned addresses of one block of memory
-            (`TracePoolAllocator`) instead of allocating them. The same for all units of a root.
+            (`TracePoolAllocator`) instead of allocating them. One for a root; default False.
         check_ranks: `once`: at the first use, ranks compare what they sharded and see that
             replicated weights start equal (a few integers over the mesh). `always`: before every
             gather and reduction as well, which turns a hang into an error that names the unit.
-            `never`: trust. What the root says holds for all its units.
+            `never`: trust. One for a root; default `once`.
         tensor_shards: How tensor parallelism cut parameters, for those it did: they become
             DTensors over its axis as well, of the whole weight's shape. Looked up once they
             have values, by what was given, also where that was on the meta device. DTensors over a
@@ -168,15 +175,21 @@ def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
     policy = MixedPrecisionPolicy.of(mp_policy)
     check_offload_policy(offload_policy)
     check_mesh_dims(dp_mesh_dims)
+    given = given_options(
+        enable_unshard_prefetch=enable_unshard_prefetch,
+        enable_async_reduce_grad=enable_async_reduce_grad,
+        unshard_prefetch_depth=unshard_prefetch_depth,
+        max_live_grad_buffers=max_live_grad_buffers,
+        enable_trace_pool=enable_trace_pool,
+        check_ranks=check_ranks,
+    )
     mesh = default_mesh() if mesh is None else mesh
     modules = outermost(module)
-    _validate(modules, mesh, on_missing_grad, enable_trace_pool)
+    _validate(modules, mesh, on_missing_grad)
+    name = ", ".join(type(part).__name__ for part in modules)
+    options = options_of_root([(name, given), *_given_inside(modules)])
     check_gather_group(gather_group, mesh)
     reshards = reshards_after_forward(reshard_after_forward, mesh)
-    _check_same_pool(modules, enable_trace_pool)
-    check_at_least_one("unshard_prefetch_depth", unshard_prefetch_depth)
-    check_at_least_one("max_live_grad_buffers", max_live_grad_buffers)
-    checks = CheckRanks.parse(check_ranks)
     sizes = [mesh.size(axis) for axis in range(mesh.ndim)]
     placements = resolve_placements(sharding_strategy, outer_dp_sharding_strategy, sizes)
     granularity = Granularity.parse(shard_granularity)
@@ -214,17 +227,19 @@ def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
             # Modules may say how theirs are cut when they initialize them.
             if parameter.stood_in is not None and parameter.dtensor is None:
                 describe_tensor_shard(parameter, mesh, shards)
-        context: Context[Unit] = Context(
-            communicator_for(device),
-            TracePoolAllocator() if enable_trace_pool else PlainAllocator(),
-            unshard_prefetch_depth=unshard_prefetch_depth if enable_unshard_prefetch else 0,
-            enable_async_reduce_grad=enable_async_reduce_grad,
-            max_live_grad_buffers=max_live_grad_buffers,
-            check_ranks=checks,
-        )
+        allocator = TracePoolAllocator() if options.enable_trace_pool else PlainAllocator()
+        context: Context[Unit] = Context(communicator_for(device), allocator, options)
         made = _make_groups(modules, owned, spec_of, mesh, axes, device, context)
         groups = [group for group, _ in made]
-        unit = Unit(modules, groups, tied_groups, context, policy, reshard_after_forward=reshards)
+        unit = Unit(
+            modules,
+            groups,
+            tied_groups,
+            context,
+            policy,
+            reshard_after_forward=reshards,
+            given=given,
+        )
         unit.unset = without_values(groups, *unset)
         # So far only values of what was on the meta device were changed.
         for group, members in made:
@@ -304,7 +319,6 @@ def _validate(
     modules: Sequence[nn.Module],
     mesh: DeviceMesh,
     on_missing_grad: str,
-    enable_trace_pool: bool,
 ) -> None:
     for module in modules:
         # What torch.compile() made of a module holds it under this name.
@@ -325,18 +339,15 @@ def _validate(
         )
     if on_missing_grad not in ("zero", "error"):
         raise ValueError(f"on_missing_grad must be 'zero' or 'error', got {on_missing_grad!r}")
-    if not isinstance(enable_trace_pool, bool):
-        raise ValueError(f"enable_trace_pool must be True or False, got {enable_trace_pool!r}")
 
 
-def _check_same_pool(modules: Sequence[nn.Module], enable_trace_pool: bool) -> None:
-    for _, unit in itertools.chain.from_iterable(map(named_units, modules)):
-        if isinstance(unit.context.allocator, TracePoolAllocator) is not enable_trace_pool:
-            raise ValueError(
-                f"enable_trace_pool={enable_trace_pool} here and {not enable_trace_pool} for unit "
-                f"{unit.name} inside; units of one root share their temporary memory, so use the "
-                "same for all"
-            )
+def _given_inside(modules: Sequence[nn.Module]) -> list[tuple[str, dict[str, Any]]]:
+    """Name and options of every unit below some modules, for messages that name them."""
+    return [
+        (f"{prefix}.{name} ({unit.class_name})".removeprefix("."), unit.given)
+        for prefix, module in numbered(modules)
+        for name, unit in named_units(module)
+    ]
 
 
 def _check_is_idle(modules: Sequence[nn.Module]) -> None:

@@ -11,20 +11,10 @@ from megatron_fsdp_v2.runtime.reduction_queue import OrderedReductions, Reductio
 
 if TYPE_CHECKING:
     from megatron_fsdp_v2.comm.interface import Communicator
-    from megatron_fsdp_v2.comm.rank_checks import CheckRanks
     from megatron_fsdp_v2.memory.allocator import Allocator
+    from megatron_fsdp_v2.runtime.options import RuntimeOptions
 
-__all__ = ["Context", "ExecutionOrder", "Reshardable", "Use", "check_at_least_one"]
-
-
-def check_at_least_one(name: str, value: object) -> None:
-    """See that a bound of what is live at a time is one.
-
-    Raises:
-        ValueError: It is not a whole number of at least 1.
-    """
-    if type(value) is not int or value < 1:
-        raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+__all__ = ["Context", "ExecutionOrder", "Reshardable", "Use"]
 
 
 class Reshardable(Protocol):
@@ -135,9 +125,7 @@ class Context[UnitT: Reshardable]:
     Attributes:
         communicator: Issues collectives.
         allocator: Makes temporary buffers.
-        unshard_prefetch_depth: Units gathered ahead while one computes; 0 for none.
-        enable_async_reduce_grad: Reduce a unit's gradients while the next one computes.
-        check_ranks: How often ranks compare what they do; see `fully_shard`.
+        options: How the units run.
         forward_order: Order of forwards in this pass and the last one that began with its unit.
         backward_order: Order of forwards that a backward is still to come of, which it reverses.
         scheduled_order: Order of uses that a schedule told, forwards and backwards.
@@ -161,21 +149,15 @@ class Context[UnitT: Reshardable]:
         self,
         communicator: Communicator,
         allocator: Allocator,
-        *,
-        unshard_prefetch_depth: int,
-        enable_async_reduce_grad: bool,
-        max_live_grad_buffers: int,
-        check_ranks: CheckRanks,
+        options: RuntimeOptions,
     ) -> None:
         self.communicator = communicator
         self.allocator = allocator
-        self.unshard_prefetch_depth = unshard_prefetch_depth
-        self.enable_async_reduce_grad = enable_async_reduce_grad
-        self.check_ranks = check_ranks
+        self.options = options
         self.forward_order: ExecutionOrder[UnitT] = ExecutionOrder()
         self.backward_order: ExecutionOrder[UnitT] = ExecutionOrder()
         self.scheduled_order: ExecutionOrder[UnitT] = ExecutionOrder()
-        self.reductions = ReductionQueue(max_live_grad_buffers)
+        self.reductions = ReductionQueue(options.max_live_grad_buffers)
         self.ordered_reductions: OrderedReductions[UnitT] | None = None
         self.weight_version = 0
         self.root_pass: RootPass[UnitT] = RootPass()
@@ -365,7 +347,7 @@ class Context[UnitT: Reshardable]:
 
     def prefetch_requested(self, units: list[weakref.ref[UnitT]]) -> None:
         """Start gathering the units a user asked for; they stay until they ran or the pass ends."""
-        if not self.unshard_prefetch_depth:
+        if not self.options.prefetch_depth:
             return
         for ref in units:
             unit = ref()
@@ -408,7 +390,7 @@ class Context[UnitT: Reshardable]:
             and current.is_unsharded
             and not unit.is_inside(current)
         )
-        room = max(0, self.unshard_prefetch_depth - is_for_another)
+        room = max(0, self.options.prefetch_depth - is_for_another)
         for ref in waiting[: max(0, len(waiting) - room)]:
             self._recomputed.remove(ref)
             oldest = ref()

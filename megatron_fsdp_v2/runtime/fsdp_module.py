@@ -17,9 +17,9 @@ from torch.distributed import fsdp
 from megatron_fsdp_v2._compiler import runs_as_written, uncompiled
 from megatron_fsdp_v2.comm.gather_groups import group_of_same_ranks
 from megatron_fsdp_v2.memory.trace_pool import TracePoolAllocator
-from megatron_fsdp_v2.runtime.context import check_at_least_one
 from megatron_fsdp_v2.runtime.end_of_backward import bring_to_idle, synchronize_gradients
 from megatron_fsdp_v2.runtime.forward_of_modules import begin_method, end_method, fail_method
+from megatron_fsdp_v2.runtime.options import check_at_least_one
 from megatron_fsdp_v2.runtime.torch_fsdp import TorchFSDPModule, show_state
 
 if TYPE_CHECKING:
@@ -172,7 +172,11 @@ class FSDPModule(TorchFSDPModule):
         """
         del recurse
         check_at_least_one("max_input_buffers", max_input_buffers)
-        unit_of(self).context.reductions.max_live_grad_buffers = max_input_buffers
+        context = unit_of(self).context
+        context.reductions.max_live_grad_buffers = max_input_buffers
+        for unit in context.units():
+            # A root that is wrapped around them later has the same.
+            unit.given["max_live_grad_buffers"] = max_input_buffers
 
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
@@ -288,7 +292,7 @@ class FSDPModule(TorchFSDPModule):
         if not isinstance(allocator, TracePoolAllocator):
             raise RuntimeError(
                 f"{type(self).__name__} has no trace pool; call fully_shard with "
-                "enable_trace_pool=True on it and on all of its units"
+                "enable_trace_pool=True on its root"
             )
         return allocator
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from megatron_fsdp_v2.memory.allocator import PlainAllocator
 from megatron_fsdp_v2.memory.trace_pool import TracePoolAllocator
 from megatron_fsdp_v2.runtime.fsdp_module import FSDPModule, unit_of
 from megatron_fsdp_v2.runtime.owned_parameters import numbered
@@ -17,8 +18,10 @@ from megatron_fsdp_v2.runtime.undo import keep_attributes
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from megatron_fsdp_v2.memory.allocator import Allocator
+    from megatron_fsdp_v2.memory.allocator import Allocator, TemporaryBuffer
+    from megatron_fsdp_v2.params.grads import GroupGrads
     from megatron_fsdp_v2.params.group import ParameterGroup
+    from megatron_fsdp_v2.params.weights import GroupWeights
     from megatron_fsdp_v2.runtime.context import Context
     from megatron_fsdp_v2.runtime.unit import Unit
 
@@ -40,7 +43,7 @@ def join(roots: Sequence[nn.Module], context: Context[Unit], undo: ExitStack) ->
                 names.setdefault(unit_of(module), []).append(name)
     units = list(names)
     for unit in units:
-        _share_pool(context.allocator, unit.context.allocator, undo)
+        _share_pool(context.allocator, unit, undo)
         keep_attributes(unit, ("context", "is_root", "fqns", "fqn"), undo)
         unit.context, unit.is_root = context, unit is units[0]
         unit.fqns = [""] if unit.is_root else names[unit]
@@ -56,9 +59,33 @@ def join(roots: Sequence[nn.Module], context: Context[Unit], undo: ExitStack) ->
     context.set_units(units, spread=spread, may_differ=may_differ)
 
 
-def _share_pool(allocator: Allocator, other: Allocator, undo: ExitStack) -> None:
-    if isinstance(allocator, TracePoolAllocator) and isinstance(other, TracePoolAllocator):
+def _share_pool(allocator: Allocator, unit: Unit, undo: ExitStack) -> None:
+    """Have a unit's temporary buffers in the root's pool, if it has one."""
+    other = unit.context.allocator
+    if not isinstance(allocator, TracePoolAllocator):
+        return
+    if isinstance(other, TracePoolAllocator):
         allocator.merge(other, undo)
+        return
+    assert isinstance(other, PlainAllocator)
+    keep_attributes(other, ("successor",), undo)
+    other.successor = allocator
+    for group in unit.groups:
+        for holder in (group.weights, group.grads):
+            if holder is not None:
+                _adopt(allocator, holder, undo)
+
+
+def _adopt(pool: TracePoolAllocator, holder: GroupWeights | GroupGrads, undo: ExitStack) -> None:
+    before: dict[TemporaryBuffer, TemporaryBuffer] = {}
+    undo.callback(holder.replace_buffers, lambda buffer: before.get(buffer, buffer))
+
+    def adopt(buffer: TemporaryBuffer) -> TemporaryBuffer:
+        adopted = pool.adopt(buffer)
+        before[adopted] = buffer
+        return adopted
+
+    holder.replace_buffers(adopt)
 
 
 def _note_empty_ranks(trained: Sequence[ParameterGroup], undo: ExitStack) -> None:

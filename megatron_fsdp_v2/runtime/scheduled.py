@@ -190,7 +190,7 @@ class ScheduledUnits:
         unit.unshard(async_op=False)
         unit.wait_for_unshard()
         # A prefetch is for the use that came next in the last step, forward or backward.
-        context.prefetch(context.scheduled_order.record(unit, context.unshard_prefetch_depth))
+        context.prefetch(context.scheduled_order.record(unit, context.options.prefetch_depth))
 
     def _release(self, unit: Unit, *, drops: bool) -> None:
         if not unit.num_users:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
@@ -79,6 +79,7 @@ class Unit:
         held_groups: Groups it gathers: its own and those it shares.
         context: What it shares with the other units under its root.
         policy: Dtypes of inputs and outputs.
+        given: Options of its root that it was given, by name; it follows the root in the others.
         phase: What it is doing.
         is_root: Whether its module is the outermost one.
         reshard_after_forward: Whether gathered weights are dropped between forward and backward.
@@ -103,6 +104,7 @@ class Unit:
         policy: MixedPrecisionPolicy,
         *,
         reshard_after_forward: bool,
+        given: Mapping[str, Any],
     ) -> None:
         self.fqn = ""
         self.fqns: Sequence[str] = ("",)
@@ -115,6 +117,7 @@ class Unit:
         self.held_groups = [*self.groups, *self.tied_groups]
         self.context = context
         self.policy = policy
+        self.given = dict(given)
         self.phase = Phase.IDLE
         self.is_root = True
         self.reshard_after_forward = reshard_after_forward
@@ -210,7 +213,7 @@ class Unit:
         with self._range("unshard"):
             if not self.context.is_checked:
                 check_units(self.context)
-            if self.context.check_ranks is CheckRanks.ALWAYS and not self.skips_safely:
+            if self.context.options.check_ranks is CheckRanks.ALWAYS and not self.skips_safely:
                 compare_unit(self.context, self, "gather")
             weight_version, in_forward = self.context.weight_version, not in_backward()
             for index, group in enumerate(self.held_groups):
@@ -283,7 +286,7 @@ class Unit:
             self.unshard(async_op=False)
             self.wait_for_unshard()
             if not recomputes:
-                depth = self.context.unshard_prefetch_depth
+                depth = self.context.options.prefetch_depth
                 following = self.context.forward_order.record(self, depth)
                 self._prefetch(self.forward_prefetch, following)
         args, kwargs = self.cast_inputs(args, kwargs)
@@ -403,7 +406,7 @@ class Unit:
                 group.unfreeze_if_trained()
                 if not group.weights.is_refreshed_locally and not group.is_held:
                     group.sync_external_changes()
-                    ahead = context.unshard_prefetch_depth > 0
+                    ahead = context.options.prefetch_depth > 0
                     group.refresh(context.weight_version, async_op=ahead)
 
     def begin_schedule(self) -> None:
@@ -474,7 +477,7 @@ class Unit:
             context.on_unit_use(self)
             self.unshard(async_op=False)
             self.wait_for_unshard()
-            depth = context.unshard_prefetch_depth
+            depth = context.options.prefetch_depth
             self._prefetch(self.backward_prefetch, context.backward_order.before(self, depth))
 
     def _join_backward(self, passed: RootPass[Unit]) -> None:
@@ -564,7 +567,7 @@ class Unit:
             synchronize: Whether to go all the way into `param.grad`, where gradients are
                 otherwise left unreduced between micro-batches.
         """
-        asynchronous = self.context.enable_async_reduce_grad
+        asynchronous = self.context.options.enable_async_reduce_grad
         is_pending, self._has_pending_reduction = self._has_pending_reduction, False
         issued: list[Reduction] = []
         with self._range("reduce_grad"):
@@ -576,7 +579,7 @@ class Unit:
                     continue
                 if not issued:
                     self.context.reductions.reserve_for_reduction()
-                    if self.context.check_ranks is CheckRanks.ALWAYS:
+                    if self.context.options.check_ranks is CheckRanks.ALWAYS:
                         compare_unit(self.context, self, "reduce")
                 has_outer = grads.has_outer_axis
                 work = group.reduce_inner(async_op=asynchronous, is_final=not has_outer)

@@ -68,7 +68,7 @@ def check_units[UnitT: Checkable](context: Context[UnitT]) -> None:
                     f"{unit.name} shares a parameter with {group.name}, which belongs to "
                     "another root; call fully_shard on a module that contains both"
                 )
-    if context.check_ranks is CheckRanks.NEVER:
+    if context.options.check_ranks is CheckRanks.NEVER:
         return
     by_mesh: dict[Any, list[UnitT]] = {}
     for unit in units:

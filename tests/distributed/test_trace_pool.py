@@ -397,8 +397,8 @@ def mixed_units() -> list[str]:
 
 def test_units_of_one_root_must_agree_on_the_pool(pools: RankPools) -> None:
     for said in pools(2).run(mixed_units):
-        assert "enable_trace_pool=True here and False for unit the root (Block) inside" in said[0]
-        assert "use the same for all" in said[1]
+        assert "=True for Stack and enable_trace_pool=False for blocks.0 (Block):" in said[0]
+        assert "give it to the root alone, or the same to all" in said[1]
 
 
 def bytes_given_back() -> tuple[int, int, int, int]:

@@ -19,7 +19,7 @@ def _knobs(chunks: Any, optimizer: Any) -> tuple[int, int]:
     """What the shared context of the units was told."""
     del optimizer
     context = named_units(chunks[0].module)[0][1].context
-    return context.unshard_prefetch_depth, context.reductions.max_live_grad_buffers
+    return context.options.prefetch_depth, context.reductions.max_live_grad_buffers
 
 
 def test_the_knobs_reach_the_units_and_change_no_loss(megatron: RankPools) -> None:

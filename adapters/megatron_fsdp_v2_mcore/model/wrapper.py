@@ -145,6 +145,13 @@ class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
         factor = 1.0 if self.config.calculate_per_token_loss else 1.0 / dense.data.size()
         strategy = settings.sharding_strategy
         expert_strategy = self.options.expert_strategy or strategy
+        of_root: dict[str, Any] = {
+            "enable_unshard_prefetch": settings.enable_unshard_prefetch,
+            "enable_async_reduce_grad": settings.enable_async_reduce_grad,
+            "enable_trace_pool": self.options.uses_trace_pool,
+            "unshard_prefetch_depth": self.options.unshard_prefetch_depth,
+            "max_live_grad_buffers": self.options.max_live_grad_buffers,
+        }
         for unit in plan_units(
             self.module, unit_classes, dense, self._expert, strategy, expert_strategy
         ):
@@ -158,11 +165,8 @@ class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
                 outer_dp_sharding_strategy=settings.outer_sharding_strategy,
                 mp_policy=settings.policy,
                 gradient_scaling_factor=factor,
-                enable_unshard_prefetch=settings.enable_unshard_prefetch,
-                enable_async_reduce_grad=settings.enable_async_reduce_grad,
-                enable_trace_pool=self.options.uses_trace_pool,
-                unshard_prefetch_depth=self.options.unshard_prefetch_depth,
-                max_live_grad_buffers=self.options.max_live_grad_buffers,
+                # Units follow their root, which is the chunk.
+                **(of_root if unit.module is self.module else {}),
                 tensor_shards=shards,
                 separate_params=shared,
                 param_init_fn=initialize,

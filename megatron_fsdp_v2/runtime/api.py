@@ -4,27 +4,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
-from megatron_fsdp_v2.comm.backends import communicator_for
 from megatron_fsdp_v2.comm.gather_groups import check_gather_group
 from megatron_fsdp_v2.comm.interface import Axis
 from megatron_fsdp_v2.layout.buffer_layout import Granularity
-from megatron_fsdp_v2.layout.flat_buffers import flat_buffers
 from megatron_fsdp_v2.layout.mixed_precision import MixedPrecisionPolicy
 from megatron_fsdp_v2.layout.placement import resolve_placements
-from megatron_fsdp_v2.memory.allocator import PlainAllocator
-from megatron_fsdp_v2.memory.trace_pool import TracePoolAllocator
-from megatron_fsdp_v2.params.buffer import ShardGrid
-from megatron_fsdp_v2.params.group import GroupSpec, ParameterGroup
-from megatron_fsdp_v2.runtime.context import Context
 from megatron_fsdp_v2.runtime.fsdp2_arguments import (
     check_mesh_dims,
     check_offload_policy,
@@ -32,24 +23,15 @@ from megatron_fsdp_v2.runtime.fsdp2_arguments import (
     default_mesh,
     reshards_after_forward,
 )
-from megatron_fsdp_v2.runtime.fsdp_module import FSDPModule, named_units, swap_class
-from megatron_fsdp_v2.runtime.hooks import install_hooks, watch_optimizers
-from megatron_fsdp_v2.runtime.joining import join
-from megatron_fsdp_v2.runtime.materialize import materialize
+from megatron_fsdp_v2.runtime.fsdp_module import FSDPModule, named_units
 from megatron_fsdp_v2.runtime.options import given_options, options_of_root
 from megatron_fsdp_v2.runtime.other_wrappers import check_modules_inside
 from megatron_fsdp_v2.runtime.owned_parameters import (
-    borrowed_groups,
-    describe_tensor_shard,
     numbered,
     outermost,
-    own_modules,
     owned_parameters,
-    register_tied,
 )
-from megatron_fsdp_v2.runtime.undo import keep_module
-from megatron_fsdp_v2.runtime.unit import Unit
-from megatron_fsdp_v2.runtime.unit_checks import without_values
+from megatron_fsdp_v2.runtime.unit_plan import UnitPlan, UnitSpec, class_names, make_unit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -59,7 +41,6 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import OffloadPolicy
 
     from megatron_fsdp_v2.dtensor.row_shards import TensorShard
-    from megatron_fsdp_v2.params.registration import OwnedParameter
 
 __all__ = ["fully_shard"]
 
@@ -105,6 +86,12 @@ def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
     What is marked "one for a root" holds for all units of a root. Give it to the root alone, or to
     any of them: the others follow. Units that were given different values are an error. None, the
     default in the signature, is not given; where no unit was given a value it is the one said here.
+
+    An error, here or in a function that was given, leaves everything on this rank as it was: the
+    module's class, parameters and hooks, the units inside, torch's random numbers. Call it again
+    with what was wrong put right. Only what an initialization did beyond the parameters, buffers
+    and attributes of its modules stays. Ranks do not tell each other: where one alone fails, the
+    others have sharded, or wait for it in the collective that meta parameters take.
 
     Args:
         module: The unit; its class becomes a subclass of both its own and `FSDPModule`. Or
@@ -162,17 +149,10 @@ def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
     Returns:
         What was given as `module`.
 
-    An error, here or in a function that was given, leaves everything on this rank as it was: the
-    module's class, parameters and hooks, the units inside, torch's random numbers. Call it again
-    with what was wrong put right. Only what an initialization did beyond the parameters, buffers
-    and attributes of its modules stays. Ranks do not tell each other: where one alone fails, the
-    others have sharded, or wait for it in the collective that meta parameters take.
-
     Raises:
         ValueError: An argument is bad, the module is sharded already, or a parameter of it is.
         RuntimeError: A unit inside is in use, or there is no memory.
     """
-    policy = MixedPrecisionPolicy.of(mp_policy)
     check_offload_policy(offload_policy)
     check_mesh_dims(dp_mesh_dims)
     given = given_options(
@@ -186,113 +166,38 @@ def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
     mesh = default_mesh() if mesh is None else mesh
     modules = outermost(module)
     _validate(modules, mesh, on_missing_grad)
-    name = ", ".join(type(part).__name__ for part in modules)
-    options = options_of_root([(name, given), *_given_inside(modules)])
     check_gather_group(gather_group, mesh)
-    reshards = reshards_after_forward(reshard_after_forward, mesh)
     sizes = [mesh.size(axis) for axis in range(mesh.ndim)]
-    placements = resolve_placements(sharding_strategy, outer_dp_sharding_strategy, sizes)
-    granularity = Granularity.parse(shard_granularity)
-    scale = 1.0 / mesh.size() if gradient_scaling_factor is None else gradient_scaling_factor
+    spec = UnitSpec(
+        policy=MixedPrecisionPolicy.of(mp_policy),
+        placements=resolve_placements(sharding_strategy, outer_dp_sharding_strategy, sizes),
+        granularity=Granularity.parse(shard_granularity),
+        scale=1.0 / mesh.size() if gradient_scaling_factor is None else gradient_scaling_factor,
+        errors_on_missing_grad=on_missing_grad == "error",
+    )
     device = _device_of(mesh)
-
-    def spec_of(param: nn.Parameter) -> GroupSpec:
-        return GroupSpec(
-            dtypes=policy.resolve(param.dtype),
-            requires_grad=param.requires_grad,
-            placements=placements,
-            granularity=granularity,
-            scale=scale,
-            errors_on_missing_grad=on_missing_grad == "error",
-            reduces=getattr(param, "requires_gradient_reduction", True),
-        )
-
     owned, tied = owned_parameters(modules, ignored_params or frozenset(), device)
     check_shard_placement(shard_placement_fn, owned)
-    # Not `or`: a mapping that looks things up may take long to tell whether it is empty.
-    shards = {} if tensor_shards is None else tensor_shards
     for parameter in owned:
         parameter.is_separate = parameter.param in (separate_params or frozenset())
-        if not parameter.param.is_meta or isinstance(parameter.param, DTensor):
-            describe_tensor_shard(parameter, mesh, shards)
-    tied_groups = borrowed_groups(tied, spec_of, mesh)
-    _check_is_idle(modules)
-    axes = _axes_of(mesh, gather_group)
-    with ExitStack() as undo:
-        own = list(own_modules(modules))
-        for _, part in own:
-            keep_module(part, undo)
-        unset = materialize(owned, own, device, axes, param_init_fn, undo)
-        for parameter in owned:
-            # Modules may say how theirs are cut when they initialize them.
-            if parameter.stood_in is not None and parameter.dtensor is None:
-                describe_tensor_shard(parameter, mesh, shards)
-        allocator = TracePoolAllocator() if options.enable_trace_pool else PlainAllocator()
-        context: Context[Unit] = Context(communicator_for(device), allocator, options)
-        made = _make_groups(modules, owned, spec_of, mesh, axes, device, context)
-        groups = [group for group, _ in made]
-        unit = Unit(
-            modules,
-            groups,
-            tied_groups,
-            context,
-            policy,
-            reshard_after_forward=reshards,
-            given=given,
-        )
-        unit.unset = without_values(groups, *unset)
-        # So far only values of what was on the meta device were changed.
-        for group, members in made:
-            group.take_over(members, undo)
-        register_tied(tied, undo)
-        for part in modules:
-            swap_class(part)
-            part._fsdp_unit = unit  # type: ignore[assignment]
-            install_hooks(part)
-        join(modules, context, undo)
-        watch_optimizers(context, undo)
-        undo.pop_all()
-    return module
-
-
-def _make_groups(
-    modules: Sequence[nn.Module],
-    owned: Sequence[OwnedParameter],
-    spec_of: Callable[[nn.Parameter], GroupSpec],
-    mesh: DeviceMesh,
-    axes: Sequence[Axis],
-    device: torch.device,
-    context: Context[Unit],
-) -> list[tuple[ParameterGroup, list[OwnedParameter]]]:
-    """The parameter groups of a unit: those that are alike, in flat buffers of little padding."""
-    if not owned:
-        return []
-    name = ", ".join(type(part).__name__ for part in modules)
-    # Placements and granularity are those of the whole unit.
-    unit = spec_of(owned[0].param)
-    buffers = flat_buffers(
-        owned,
-        lambda parameter: (spec_of(parameter.param), parameter.is_separate and parameter.name),
-        lambda parameter: parameter.shape,
-        lambda key: key[0].dtypes.smallest_itemsize,
-        ShardGrid.of(axes, [p.main_weight for p in unit.placements]).num_slices,
-        unit.granularity,
+    plan = UnitPlan(
+        modules=modules,
+        given=given,
+        options=options_of_root([(class_names(modules), given), *_given_inside(modules)]),
+        spec=spec,
+        reshard_after_forward=reshards_after_forward(reshard_after_forward, mesh),
+        mesh=mesh,
+        axes=_axes_of(mesh, gather_group),
+        device=device,
+        owned=owned,
+        tied=tied,
+        # Not `or`: a mapping that looks things up may take long to tell whether it is empty.
+        tensor_shards={} if tensor_shards is None else tensor_shards,
+        param_init_fn=param_init_fn,
     )
-    made = []
-    for number, ((spec, _), members, layout) in enumerate(buffers):
-        group = ParameterGroup(
-            f"{name}/{number}",
-            members,
-            spec,
-            layout,
-            mesh,
-            axes,
-            device,
-            context.communicator,
-            context.allocator,
-        )
-        made.append((group, members))
-    return made
+    _check_is_idle(modules)
+    make_unit(plan)
+    return module
 
 
 def _axes_of(mesh: DeviceMesh, gather_group: dist.ProcessGroup | None) -> list[Axis]:

@@ -1,0 +1,183 @@
+"""A unit as it was decided on, and what is done then: built beside what is there, put in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from megatron_fsdp_v2.comm.backends import communicator_for
+from megatron_fsdp_v2.comm.interface import Axis
+from megatron_fsdp_v2.dtensor.row_shards import TensorShard
+from megatron_fsdp_v2.layout.buffer_layout import Granularity
+from megatron_fsdp_v2.layout.flat_buffers import flat_buffers
+from megatron_fsdp_v2.layout.mixed_precision import MixedPrecisionPolicy
+from megatron_fsdp_v2.layout.placement import AxisPlacements
+from megatron_fsdp_v2.memory.allocator import PlainAllocator
+from megatron_fsdp_v2.memory.trace_pool import TracePoolAllocator
+from megatron_fsdp_v2.params.buffer import ShardGrid
+from megatron_fsdp_v2.params.group import GroupSpec, ParameterGroup
+from megatron_fsdp_v2.params.registration import OwnedParameter
+from megatron_fsdp_v2.runtime.context import Context
+from megatron_fsdp_v2.runtime.fsdp_module import swap_class
+from megatron_fsdp_v2.runtime.hooks import install_hooks, watch_optimizers
+from megatron_fsdp_v2.runtime.joining import join
+from megatron_fsdp_v2.runtime.materialize import materialize
+from megatron_fsdp_v2.runtime.options import RuntimeOptions
+from megatron_fsdp_v2.runtime.owned_parameters import (
+    TiedParameter,
+    borrowed_groups,
+    describe_tensor_shard,
+    own_modules,
+    register_tied,
+)
+from megatron_fsdp_v2.runtime.undo import keep_module
+from megatron_fsdp_v2.runtime.unit import Unit
+from megatron_fsdp_v2.runtime.unit_checks import without_values
+
+__all__ = ["UnitPlan", "UnitSpec", "class_names", "make_unit"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitSpec:
+    """What all groups of a unit have in common; see `GroupSpec`."""
+
+    policy: MixedPrecisionPolicy
+    placements: tuple[AxisPlacements, ...]
+    granularity: Granularity
+    scale: float
+    errors_on_missing_grad: bool
+
+    def of(self, param: nn.Parameter) -> GroupSpec:
+        """What the group of a parameter has in common."""
+        return GroupSpec(
+            dtypes=self.policy.resolve(param.dtype),
+            requires_grad=param.requires_grad,
+            placements=self.placements,
+            granularity=self.granularity,
+            scale=self.scale,
+            errors_on_missing_grad=self.errors_on_missing_grad,
+            reduces=getattr(param, "requires_gradient_reduction", True),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitPlan:
+    """What a call of `fully_shard` comes to, before anything is changed.
+
+    Attributes:
+        modules: The unit's, each once.
+        given: Options of the root that this unit was given.
+        options: Those of the root that it is.
+        spec: How its parameters are sharded.
+        reshard_after_forward: Whether gathered weights are dropped between forward and backward.
+        mesh: The data-parallel mesh.
+        axes: Its axes as this rank sees them, outermost first.
+        device: Where the buffers are.
+        owned: Its parameters.
+        tied: Parameters in it that other units have sharded.
+        tensor_shards: How tensor parallelism cut parameters, where the caller says it.
+        param_init_fn: Gives values to what is on the meta device.
+    """
+
+    modules: Sequence[nn.Module]
+    given: Mapping[str, Any]
+    options: RuntimeOptions
+    spec: UnitSpec
+    reshard_after_forward: bool
+    mesh: DeviceMesh
+    axes: Sequence[Axis]
+    device: torch.device
+    owned: Sequence[OwnedParameter]
+    tied: Sequence[TiedParameter]
+    tensor_shards: Mapping[nn.Parameter, TensorShard]
+    param_init_fn: Callable[[nn.Module], None] | None
+
+
+def class_names(modules: Sequence[nn.Module]) -> str:
+    """What to call a unit that has no name yet."""
+    return ", ".join(type(module).__name__ for module in modules)
+
+
+def make_unit(plan: UnitPlan) -> None:
+    """Do what was planned; an error leaves everything as it was.
+
+    Raises:
+        ValueError: It cannot be done with a parameter.
+        RuntimeError: There is no memory, or what a parameter is tied to is in use.
+    """
+    modules, owned = plan.modules, plan.owned
+    for parameter in owned:
+        if not parameter.param.is_meta or isinstance(parameter.param, DTensor):
+            describe_tensor_shard(parameter, plan.mesh, plan.tensor_shards)
+    tied_groups = borrowed_groups(plan.tied, plan.spec.of, plan.mesh)
+    with ExitStack() as undo:
+        own = list(own_modules(modules))
+        for _, part in own:
+            keep_module(part, undo)
+        unset = materialize(owned, own, plan.device, plan.axes, plan.param_init_fn, undo)
+        for parameter in owned:
+            # Modules may say how theirs are cut when they initialize them.
+            if parameter.stood_in is not None and parameter.dtensor is None:
+                describe_tensor_shard(parameter, plan.mesh, plan.tensor_shards)
+        allocator = TracePoolAllocator() if plan.options.enable_trace_pool else PlainAllocator()
+        context: Context[Unit] = Context(communicator_for(plan.device), allocator, plan.options)
+        made = _make_groups(plan, context)
+        groups = [group for group, _ in made]
+        unit = Unit(
+            modules,
+            groups,
+            tied_groups,
+            context,
+            plan.spec.policy,
+            reshard_after_forward=plan.reshard_after_forward,
+            given=plan.given,
+        )
+        unit.unset = without_values(groups, *unset)
+        # So far only what was on the meta device has changed.
+        for group, members in made:
+            group.take_over(members, undo)
+        register_tied(plan.tied, undo)
+        for part in modules:
+            swap_class(part)
+            part._fsdp_unit = unit  # type: ignore[assignment]
+            install_hooks(part)
+        join(modules, context, undo)
+        watch_optimizers(context, undo)
+        undo.pop_all()
+
+
+def _make_groups(
+    plan: UnitPlan, context: Context[Unit]
+) -> list[tuple[ParameterGroup, list[OwnedParameter]]]:
+    """The parameter groups of a unit: those that are alike, in flat buffers of little padding."""
+    spec_of = plan.spec.of
+    buffers = flat_buffers(
+        plan.owned,
+        lambda parameter: (spec_of(parameter.param), parameter.is_separate and parameter.name),
+        lambda parameter: parameter.shape,
+        lambda key: key[0].dtypes.smallest_itemsize,
+        ShardGrid.of(plan.axes, [p.main_weight for p in plan.spec.placements]).num_slices,
+        plan.spec.granularity,
+    )
+    made = []
+    for number, ((spec, _), members, layout) in enumerate(buffers):
+        group = ParameterGroup(
+            f"{class_names(plan.modules)}/{number}",
+            members,
+            spec,
+            layout,
+            plan.mesh,
+            plan.axes,
+            plan.device,
+            context.communicator,
+            context.allocator,
+        )
+        made.append((group, members))
+    return made

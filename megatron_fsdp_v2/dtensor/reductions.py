@@ -7,7 +7,7 @@ the gradient of a sum, which is replicated, where it would have cut the tensor.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, override
 
 import torch
 
@@ -39,7 +39,7 @@ def reduce_rows(
     """
     source, *more = args
     if torch.is_grad_enabled() and source.requires_grad:
-        source = _GradientInRows.apply(source, rows_like)
+        source = _GradientInRows.apply(source, rows_like)  # type: ignore[no-untyped-call]
     if func in _SUMS or not _can_be_averaged(source, kwargs):
         return func(source, *more, **kwargs)
     total = torch.sum(source, *more, **kwargs)
@@ -55,10 +55,12 @@ class _GradientInRows(torch.autograd.Function):
     """Hands a tensor on as it is, and its gradient back as rows that this rank holds."""
 
     @staticmethod
+    @override
     def forward(ctx: Any, source: Any, rows_like: Callable[[Any, torch.Tensor], Any]) -> Any:
         ctx.like, ctx.rows_like = source, rows_like
         return source.detach()
 
     @staticmethod
+    @override
     def backward(ctx: Any, *grads: Any) -> Any:
         return ctx.rows_like(ctx.like, grads[0]), None

@@ -16,7 +16,6 @@ from torch.testing._internal.common_utils import TestCase
 
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 
-
 MEETING_S = 5.0
 """How long ranks wait for one another after a case."""
 

@@ -133,7 +133,8 @@ REASONS = {
         r"module 'torch\.cpu' has no attribute|Cannot re-initialize CUDA|not compiled with CUDA"
         r"|argument 'index' \(position 2\) must be int|Expects cpu:0 but got cpu"
         r"|expected scalar type (BFloat16|Half) but found Float|ValueError not raised"
-        r"|Mesh should not be bigger than default world size|SkipTest: |Event\(\) takes no arguments",
+        r"|Mesh should not be bigger than default world size|SkipTest: "
+        r"|Event\(\) takes no arguments",
         "gpu",
         "torch's own fails, or skips it, on a CPU or on 4 ranks as well",
     ),

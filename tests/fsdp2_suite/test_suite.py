@@ -24,7 +24,8 @@ THREADS = "threads"
 
 
 OUT_OF_STEP = re.compile(
-    r"OutOfStepError: case (?P<case>\d+): (?P<words>.*)\n(?P<error>[\s\S]*?)(?=^rank \d+: |\Z)", re.M
+    r"OutOfStepError: case (?P<case>\d+): (?P<words>.*)\n(?P<error>[\s\S]*?)(?=^rank \d+: |\Z)",
+    re.M,
 )
 CUT_OFF = re.compile(r"Connection closed by peer|pair closure|[Tt]imed out|nothing failed here")
 """What a rank says that waited for another one."""

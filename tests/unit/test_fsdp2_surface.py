@@ -82,7 +82,8 @@ def test_the_numbers_of_fsdp2s_own_tests_are_those_of_the_list_of_differences() 
     section = PAGE.split("\n## FSDP2's own tests\n")[1].split("\n## ")[0]
     table = section.split("\n| file | ")[1].split("\n\n")[0]
     lines = [line.strip("| ").split(" | ") for line in f"| file | {table}".splitlines()]
-    head, files = lines[0], {line[0]: dict(zip(lines[0], line, strict=True)) for line in lines[2:-1]}
+    head = lines[0]
+    files = {line[0]: dict(zip(head, line, strict=True)) for line in lines[2:-1]}
     listed = Counter(
         (name.partition(".py")[0].removeprefix("test_fully_shard_"), column_of(reasons))
         for name, reasons in expected().items()

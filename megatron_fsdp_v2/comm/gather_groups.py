@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from megatron_fsdp_v2.comm.local_groups import new_local_group
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -44,9 +46,4 @@ def check_gather_group(group: object, mesh: DeviceMesh) -> None:
 
 def group_of_same_ranks(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Make another process group of the ranks of one. Collective over those ranks."""
-    made: dist.ProcessGroup = dist.new_group(
-        dist.get_process_group_ranks(group),
-        use_local_synchronization=True,
-        group_desc=f"{group.group_desc}, gathers",
-    )
-    return made
+    return new_local_group(dist.get_process_group_ranks(group), "gathers")

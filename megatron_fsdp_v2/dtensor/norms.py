@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from megatron_fsdp_v2.comm.errors import naming_failures
+from megatron_fsdp_v2.comm.local_groups import new_local_group
 from megatron_fsdp_v2.dtensor.attributes import is_clipping
 
 __all__ = ["NORMS", "ShardedNorm", "cut_axes", "local_norms", "order_of"]
@@ -207,7 +208,7 @@ def _group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
     """The group of some ranks, which is made by those alone, the first time they come."""
     group = _groups.get(ranks)
     if group is None or not _is_registered(group):
-        group = dist.new_group(list(ranks), use_local_synchronization=True)
+        group = new_local_group(ranks, "norms of sharded tensors")
         _groups[ranks] = group
     return group
 

@@ -181,3 +181,25 @@ def test_streams_and_registered_memory_know_the_group(pools: RankPools) -> None:
         assert violations == []
         assert num_gathers > 10
         assert len(registered) == 2
+
+
+def groups_after_different_numbers() -> tuple[float, list[int], str]:
+    """A sum and ranks in a second group, and the norm of a subset, where ranks made others."""
+    if dist.get_rank() == 2:
+        dist.new_group([2], use_local_synchronization=True)
+    of_all = group_of_same_ranks(mesh_of(4).get_group())
+    total = torch.tensor([float(dist.get_rank())])
+    dist.all_reduce(total, group=of_all)
+    # Ranks 0 to 2 hold a row each and the last one none.
+    model = wrap(torch.nn.Linear(4, 3, bias=False), [])
+    torch.nn.init.ones_(model.weight)
+    norm = "no rows"
+    if model.weight.to_local().numel():
+        norm = f"{torch.nn.utils.get_total_norm([model.weight.detach()]).item():.3f}"
+    return total.item(), dist.get_process_group_ranks(of_all), norm
+
+
+def test_ranks_that_made_different_numbers_of_groups_make_one_together(pools: RankPools) -> None:
+    found = pools(4).run(groups_after_different_numbers, timeout_s=20)
+    assert [(total, ranks) for total, ranks, _ in found] == [(6.0, [0, 1, 2, 3])] * 4
+    assert [norm for *_, norm in found] == ["3.464", "3.464", "3.464", "no rows"]

@@ -216,10 +216,10 @@ class GroupGrads:
         if not self.has_gradient:
             self._temporary.tensor.fill_(-0.0)
             return
-        for view in itertools.compress(self.views, (not filled for filled in self.filled)):
-            view.zero_()
-        for start, end in self._gaps:
-            self._temporary.tensor[start:end].zero_()
+        missing = itertools.compress(self.views, (not filled for filled in self.filled))
+        gaps = (self._temporary.tensor[start:end] for start, end in self._gaps)
+        if unset := [*missing, *gaps]:
+            torch._foreach_zero_(unset)
 
     def reduce_inner(self, *, accumulate: bool, async_op: bool) -> Work:
         """Reduce the full buffer along the inner axis. Collective.

@@ -19,6 +19,7 @@ from torch.utils._foreach_utils import _has_foreach_support
 
 from megatron_fsdp_v2.dtensor.row_shards import RowShards, TensorShard
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, plain_attributes
+from megatron_fsdp_v2.runtime.fsdp_module import unit_of
 from tests.distributed.test_drop_in import CLASSES, WITH_FUSED
 from tests.distributed.wrapping import (
     STRATEGIES,
@@ -373,3 +374,24 @@ def grad_of_a_penalty() -> tuple[str, bool]:
 
 def test_a_gradient_that_autograd_makes_of_a_shard_knows_its_rows(pools: RankPools) -> None:
     assert set(pools(2).run(grad_of_a_penalty)) == {("DTensor", True)}
+
+
+def operations_that_fill() -> tuple[list[str], int, bool]:
+    """What zeroes missing gradients and gaps, how many of those there are, and whether it did."""
+    module = nn.Sequential(*(nn.Linear(5, n, bias=False) for n in (7, 3, 1)))
+    (group,) = unit_of(wrap(module, [])).groups
+    grads, view = group.grads, group.grads.views[0]
+    grads.acquire()
+    grads._temporary.tensor.fill_(1.0)
+    grads.add(0, torch.full_like(view, 2.0))
+    with Operations() as filling:
+        grads.fill_missing()
+    left = grads._temporary.tensor.sum() - view.sum()
+    return filling.names, 2 + len(group.layout.gaps()), bool(left == 0 and (view == 2.0).all())
+
+
+def test_missing_gradients_and_gaps_are_zeroed_in_one_operation(pools: RankPools) -> None:
+    for names, num_ranges, is_filled in pools(2).run(operations_that_fill):
+        assert is_filled
+        assert num_ranges > 2
+        assert [name for name in names if name != "slice"] == ["_foreach_zero_"]

@@ -7,6 +7,17 @@ its granules (rows, blocks of rows, or the whole tensor), so that each shard is 
 of it. Slices and parameters start at multiples of an `Alignment`. Gaps between parameters pay for
 all of that. All numbers are elements, never bytes.
 
+`BufferLayout.plan([(5, 4), (2, 6), (3,)], num_shards=3)` of a matrix `A` with 5 rows of 4, a matrix
+`B` with 2 rows of 6 and a vector `c` of 3 gives slices of 12 elements:
+
+    0                       12                      24              32    35
+    |   B[0]    |   B[1]    | A[0]  | A[1]  | A[2]  | A[3]  | A[4]  |  c  |.|
+    |        shard 0        |        shard 1        |        shard 2        |
+
+`A` and `B` stand where boundaries (at 12 and 24) fall between rows, `c` where it fits, and one
+element (`.`) is a gap. Shard 1 is rows 0 to 2 of `A`, shard 2 rows 3 and 4 of it and all of `c`;
+shard 0 has no row of `A`, which is `Shard(0)` with an empty first shard.
+
 Since starts and boundaries are both aligned, a parameter is cut after whole *strides*: the least
 common multiple of its granule and of what its start is a multiple of. The search knows parameters
 as items `(numel, stride)`, and starts an item at multiples of `gcd(stride, line)`.

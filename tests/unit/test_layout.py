@@ -53,9 +53,16 @@ def test_any_layout_equals_the_brute_force_one(
     _check(BufferLayout.plan(shapes, num_shards, granularity), shapes, granularity)
 
 
+def test_the_layout_that_the_docstring_draws_is_the_one_that_is_planned() -> None:
+    layout = BufferLayout.plan([(5, 4), (2, 6), (3,)], num_shards=3)
+    assert (layout.shard_numel, [slot.offset for slot in layout.slots]) == (12, [12, 0, 32])
+    assert list(layout.gaps()) == [(35, 36)]
+    assert [layout.local_rows(0, shard) for shard in range(3)] == [(0, 0), (0, 3), (3, 5)]
+
+
 @settings(max_examples=100, deadline=None)
 @given(shapes=SHAPES, num_shards=st.integers(1, 9))
-def test_padding_never_passes_one_slice_of_the_largest_cells(
+def test_padding_never_passes_one_slice_of_the_largest_granules(
     shapes: list[tuple[int, ...]], num_shards: int
 ) -> None:
     layout = BufferLayout.plan(shapes, num_shards)

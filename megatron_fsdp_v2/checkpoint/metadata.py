@@ -1,7 +1,7 @@
 """Metadata of a folder of torch's distributed checkpoint, read without running what is in it.
 
 Torch unpickles `.metadata`, and a pickle can run anything. Here it is taken apart, compared with
-what metadata is made of, and built anew from numbers and names that are in range.
+what metadata is made of, and rebuilt from numbers and names that are in range.
 """
 
 from __future__ import annotations

@@ -87,8 +87,9 @@ def compare_units(
         if bool((column != column.select(axis, 0).unsqueeze(axis)).any()):
             raise RuntimeError(
                 _first_difference(records, axes, lambda r, a=axis: (r.name, r.copies[a]))
-                + "; copies of one weight must start equal: seed every rank alike before the "
-                "model is built, or load a checkpoint before the first forward"
+                + "; copies of one weight must be identical across ranks: seed every rank "
+                "identically before the model is built, or load a checkpoint before the first "
+                "forward"
             )
 
 

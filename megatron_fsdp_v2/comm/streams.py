@@ -113,7 +113,7 @@ class _ComputeStream:
         return None if self._device.is_current(self.stream) else self._device.current_stream()
 
 
-class _EventTicket:
+class _EventWork:
     """Work on a communication stream; who waits does so by an event, the host never does."""
 
     def __init__(
@@ -183,7 +183,7 @@ class StreamCommunicator:
             return DONE
         with self._on_stream(comm_stream, async_op):
             self._issue("all-gather", axis, self._collectives.all_gather, output, shard, axis)
-            return self._ticket((output, shard), async_op)
+            return self._work((output, shard), async_op)
 
     def reduce_scatter(
         self,
@@ -207,7 +207,7 @@ class StreamCommunicator:
             reduce_scatter = self._collectives.reduce_scatter
             self._issue("reduce-scatter", axis, reduce_scatter, shard, full, axis)
             store(into, shard, scale, accumulate)
-            return self._ticket((into, full, shard), async_op)
+            return self._work((into, full, shard), async_op)
 
     def all_reduce(
         self,
@@ -227,7 +227,7 @@ class StreamCommunicator:
         with self._on_stream(comm_stream, async_op):
             self._issue("all-reduce", axis, self._collectives.all_reduce, full, axis)
             store(into, full, scale, accumulate)
-            return self._ticket((into, full), async_op)
+            return self._work((into, full), async_op)
 
     def all_to_all(
         self,
@@ -244,7 +244,7 @@ class StreamCommunicator:
         with self._on_stream(comm_stream, async_op):
             all_to_all, numels = self._collectives.all_to_all, (received_numels, sent_numels)
             self._issue("all-to-all", axis, all_to_all, received, sent, *numels, axis)
-            return self._ticket((received, sent), async_op)
+            return self._work((received, sent), async_op)
 
     def begin_pass(self) -> None:
         """See `Communicator.begin_pass`."""
@@ -296,8 +296,8 @@ class StreamCommunicator:
         stream.wait_stream(self._device.current_stream())
         return self._device.use(stream)
 
-    def _ticket(self, keep: tuple[Any, ...], async_op: bool) -> Work:
+    def _work(self, keep: tuple[Any, ...], async_op: bool) -> Work:
         if not async_op:
             return DONE
         event = self._device.current_stream().record_event()
-        return _EventTicket(self._device, self._compute, event, keep)
+        return _EventWork(self._device, self._compute, event, keep)

@@ -123,7 +123,7 @@ def memory_tracker(
     Counts storages on the model's device: what rests, temporary buffers as they are given memory
     and lose it, and whatever operations of torch make. What a library allocates by itself (gloo,
     NCCL, cuBLAS) is not seen; on CUDA the report has torch's own peak beside it, whose statistics
-    start anew here. Results do not change; every operation takes longer.
+    start again here. Results do not change; every operation takes longer.
 
     Args:
         module: The root.

@@ -28,7 +28,7 @@ class Role(enum.Enum):
     GRAD_BUFFER = "gradient buffer"
     """Whole gradients on their way to be reduced, and shards between two axes of a mesh."""
     COMMUNICATION = "communication"
-    """Copies for the wire, and what a reduction receives on a CPU."""
+    """Copies in the communication dtype, and what a reduction receives on a CPU."""
     POOL = "idle in the pool"
     """What the trace pool holds for buffers that do not live now."""
     ACTIVATIONS = "activations"

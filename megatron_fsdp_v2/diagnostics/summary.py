@@ -34,7 +34,7 @@ LEFT_ALIGNED = {"unit", "dtypes", "placements", "state"}
 LEGEND = (
     "A folded row shows one of its units. Bytes on this rank: main, model, grad at rest; gather, "
     "reduce in temporary buffers.",
-    "Dtypes of model weight/main weight/main gradient/gradient on the wire. Placements: size of a "
+    "Dtypes of model weight/main weight/main gradient/communication. Placements: size of a "
     "mesh axis, then model weight,",
     "main weight, main gradient, gradient between micro-batches: R replicated, S sharded, "
     "P partial.",

@@ -87,7 +87,7 @@ class ShardedNorm(torch.Tensor):
         """The global norm, equal on every rank of the mesh. Collective."""
         local = self.local
         is_max = self.order == float("inf")
-        # Ranks may hold gradients of different dtypes, and one dtype has to go over the wire.
+        # Ranks may hold gradients of different dtypes, and one dtype has to be communicated.
         total = local.double() if is_max else local.double() ** self.order
         op = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
         if self.empty:

@@ -19,7 +19,7 @@ class GroupDtypes:
         model_weight: Compute and gather dtype.
         main_weight: Dtype the optimizer steps.
         main_grad: Dtype gradients rest and accumulate in.
-        grad_comm: Dtype on the wire of a gradient reduction.
+        grad_comm: Communication dtype of a gradient reduction.
     """
 
     model_weight: torch.dtype
@@ -46,7 +46,7 @@ class MixedPrecisionPolicy:
         param_dtype: Dtype the forward and backward compute with, and parameters are gathered in.
         main_params_dtype: Dtype of the main (master) weights, which the optimizer steps.
         main_grads_dtype: Dtype of the reduced gradient (`param.grad`) and of its accumulation.
-        grad_comm_dtype: Dtype of gradients on the wire.
+        grad_comm_dtype: Communication dtype of gradients.
         cast_forward_inputs: Cast floating-point tensors among a unit's forward inputs to
             `param_dtype`.
         output_dtype: Cast floating-point tensors among a unit's forward outputs to this dtype.

@@ -28,7 +28,7 @@ class Placement(enum.Enum):
     SHARD = "shard"
     """Every rank holds one contiguous slice of the flat buffer."""
     PARTIAL = "partial"
-    """Every rank holds a summand of the whole tensor; a reduction is still owed."""
+    """Every rank holds a summand of the whole tensor; a reduction is pending."""
 
 
 @dataclass(frozen=True, slots=True)

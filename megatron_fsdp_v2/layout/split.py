@@ -152,7 +152,7 @@ class _Search:
     """Splits of counted kinds, compared by a lower bound of their padding.
 
     Attributes:
-        granules: Cell of each kind, descending.
+        granules: Granule of each kind, descending.
         numels: Elements of one parameter of each kind.
         num_shards: Slices of each buffer.
         slices: Slice bounds found so far.

@@ -143,7 +143,7 @@ class MemoryPlan:
         return self.offsets[key]
 
     def text(self, names: Sequence[str]) -> str:
-        """A table of slots for people.
+        """A table of slots, human-readable.
 
         Args:
             names: Of every key.

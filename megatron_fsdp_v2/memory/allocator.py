@@ -29,7 +29,7 @@ class BufferUse(enum.Enum):
     GRADIENT = "gradient buffer"
     """Gradients before they are reduced, or between the two axes of a mesh."""
     COMMUNICATION = "communication"
-    """A copy for the wire."""
+    """A copy in the communication dtype."""
 
 
 @runtime_checkable
@@ -60,7 +60,7 @@ class TemporaryBuffer(Protocol):
         ...
 
     def acquire(self) -> torch.Tensor:
-        """Give the buffer memory, with undefined content. Harmless if it has some.
+        """Give the buffer memory, with undefined content. Idempotent.
 
         Raises:
             RuntimeError: The only memory it may use is in use.
@@ -68,7 +68,7 @@ class TemporaryBuffer(Protocol):
         ...
 
     def release(self) -> None:
-        """Take the memory away. Harmless if there is none."""
+        """Take the memory away. Idempotent."""
         ...
 
     def has_room(self) -> bool:

@@ -112,7 +112,7 @@ class PoolReport:
     beside: tuple[str, ...]
 
     def text(self) -> str:
-        """The report for people."""
+        """The report, human-readable."""
         runs = ", ".join(f"{p.name} ({p.num_runs}x)" for p in self.programs)
         if self.plan is None:
             return f"{self.kind}: no plan yet; traced: {runs or 'nothing'}"

@@ -177,7 +177,7 @@ class TracePoolAllocator:
         return sum(arena.release() for arena in self._arenas.values())
 
     def reset(self) -> None:
-        """Forget all traces and plans, give back memory as `release` does, and trace anew."""
+        """Forget all traces and plans, give back memory as `release` does, and trace again."""
         for arena in self._arenas.values():
             arena.reset()
 

@@ -24,7 +24,7 @@ class GroupGrads:
 
     Autograd's gradients land in views of one flat temporary buffer, in the communication dtype. The
     inner reduction puts or adds this rank's slice of it, scaled, into the main gradient, or,
-    where an outer axis is still owed its reduction, into a partial shard that waits for the
+    where the reduction along an outer axis is pending, into a partial shard that waits for the
     synchronized backward and is scaled then. Where unsynchronized gradients are not sharded (DDP,
     ZeRO-1), the buffer keeps collecting, in the main gradient's dtype, until then.
 

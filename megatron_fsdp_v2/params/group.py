@@ -365,7 +365,7 @@ class ParameterGroup:
         self.weights.release()
 
     def is_refrozen(self) -> bool:
-        """Whether gathered parameters were frozen or unfrozen where they stand in for the others.
+        """Whether gathered parameters were frozen or unfrozen while they were registered.
 
         Between a forward and its backward `module.requires_grad_()` finds these.
         """

@@ -123,7 +123,7 @@ def _add_model_options(group: argparse._ArgumentGroup) -> None:
         ("--param-dtype", "dtype weights are gathered and computed with"),
         ("--main-params-dtype", "dtype the optimizer steps"),
         ("--main-grads-dtype", "dtype of reduced gradients"),
-        ("--grad-comm-dtype", "dtype of gradients on the wire"),
+        ("--grad-comm-dtype", "communication dtype of gradients"),
     ):
         group.add_argument(
             flag, choices=list(_DTYPES), help=f"{meaning}; default: as MixedPrecisionPolicy has it"
@@ -176,7 +176,7 @@ def _add_machine_options(group: argparse._ArgumentGroup) -> None:
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of at least 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
     return int(text)
 
 

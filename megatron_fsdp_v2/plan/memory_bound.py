@@ -89,8 +89,8 @@ class GroupBytes:
         if not is_trained:
             return weights
         collects = placements[-1].unreduced_grad is Placement.PARTIAL
-        wire = dtypes.grad_comm
-        buffer = dtypes.main_grad if collects else wire
+        comm = dtypes.grad_comm
+        buffer = dtypes.main_grad if collects else comm
         trained = replace(
             weights,
             main_grad=main * dtypes.main_grad.itemsize,
@@ -104,11 +104,11 @@ class GroupBytes:
         outer = placements[0].main_grad
         return replace(
             trained,
-            grad_comm=numel * wire.itemsize if buffer != wire else 0,
+            grad_comm=numel * comm.itemsize if buffer != comm else 0,
             partial_grad=partial * dtypes.main_grad.itemsize,
-            outer_comm=partial * wire.itemsize if dtypes.main_grad != wire else 0,
-            received=_received(numel, axis_sizes[-1], inner, on_cpu) * wire.itemsize,
-            outer_received=_received(partial, axis_sizes[0], outer, on_cpu) * wire.itemsize,
+            outer_comm=partial * comm.itemsize if dtypes.main_grad != comm else 0,
+            received=_received(numel, axis_sizes[-1], inner, on_cpu) * comm.itemsize,
+            outer_received=_received(partial, axis_sizes[0], outer, on_cpu) * comm.itemsize,
         )
 
     @property
@@ -343,7 +343,8 @@ def _unreduced(unit: UnitBytes, *, is_filling: bool) -> int:
 def _reducing(unit: UnitBytes) -> Iterator[tuple[int, int]]:
     """Bytes of gradient buffers and of communication while a unit's groups are handed over.
 
-    A copy for the wire takes the place of the buffer it was made from, group after group.
+    A copy in the communication dtype takes the place of the buffer it was made from, group by
+    group.
     """
     buffers, comm = unit.sum("grad_buffer"), 0
     for group in unit.groups:

@@ -292,7 +292,7 @@ def advice(
 def _with_more_ranks(
     changes: Sequence[tuple[str, TrainingDescription]], strategy: Strategy, memory_nbytes: int
 ) -> Iterator[str]:
-    """How many ranks are enough, as things are and with what saves most beside it."""
+    """How many ranks are enough, as things are and together with what saves most."""
     fewest = _MOST_TIMES_RANKS + 1
     for text, training in changes:
         times = 2

@@ -64,7 +64,7 @@ class ExecutionOrder[UnitT: Reshardable]:
     """The order units ran in, as a guess of the order they will run in.
 
     A wrong guess costs a gather for nothing, never a result: it is symmetric on all ranks as long
-    as they run the same units, and what was gathered in vain is dropped.
+    as they run the same units, and a mispredicted prefetch is dropped.
     """
 
     MOST = 1 << 14
@@ -371,7 +371,7 @@ class Context[UnitT: Reshardable]:
             self._requested = [ref for ref in self._requested if ref() is not unit]
 
     def drop_prefetched(self) -> None:
-        """The pass is over: nothing gathered in vain may outlive it."""
+        """The pass is over: no mispredicted prefetch may outlive it."""
         for ref in [*self._prefetched, *self._requested]:
             unit = ref()
             if unit is not None:

@@ -304,7 +304,7 @@ class FSDPModule(TorchFSDPModule):
         """
         raise RuntimeError(
             f"a sharded {type(self).__name__} cannot be deep-copied: its parameters are views of "
-            "buffers shared with process groups; build the model anew and load its state dict"
+            "buffers shared with process groups; rebuild the model and load its state dict"
         )
 
     @override

@@ -235,7 +235,7 @@ def fabric_of(strategy: str, sharded_files: bool) -> Any:
 
 
 def fabric_training(strategy: str, folder: Path, sharded_files: bool) -> Shown:
-    """Losses, norms and parameters of a Fabric's loop that is built anew in the middle.
+    """Losses, norms and parameters of a Fabric's loop that is rebuilt in the middle.
 
     The model is built on the meta device, and its first weights are loaded from a file.
     """

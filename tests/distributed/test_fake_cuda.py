@@ -160,11 +160,11 @@ def _in_backward(act: Callable[[torch.Tensor], Any]) -> Any:
 
 
 @contextlib.contextmanager
-def _no_wait_for_tickets(model: Any) -> Iterator[None]:
-    wait = comm_streams._EventTicket.wait
-    comm_streams._EventTicket.wait = lambda work: setattr(work, "_keep", ())
+def _no_wait_for_work(model: Any) -> Iterator[None]:
+    wait = comm_streams._EventWork.wait
+    comm_streams._EventWork.wait = lambda work: setattr(work, "_keep", ())
     yield
-    comm_streams._EventTicket.wait = wait
+    comm_streams._EventWork.wait = wait
 
 
 _PLANTS: dict[str, Callable[[Any], contextlib.AbstractContextManager[Any]]] = {
@@ -182,7 +182,7 @@ _PLANTS: dict[str, Callable[[Any], contextlib.AbstractContextManager[Any]]] = {
     "synchronize": _in_backward(lambda tensor: torch.cuda.synchronize()),
     "stream": _in_forward(lambda tensor: torch.cuda.current_stream().synchronize()),
     "event": _in_forward(lambda tensor: torch.cuda.current_stream().record_event().synchronize()),
-    "no wait for works": _no_wait_for_tickets,
+    "no wait for work": _no_wait_for_work,
 }
 
 
@@ -282,6 +282,6 @@ def test_a_mix_of_devices_is_found(process: RankPool) -> None:
 
 
 def test_a_stream_that_does_not_wait_is_found(process: RankPool) -> None:
-    (seen,) = process.run(walk, "1-D", "optim_grads_params", plant="no wait for works")
+    (seen,) = process.run(walk, "1-D", "optim_grads_params", plant="no wait for work")
     assert any("reduce_scatter" in violation for violation in seen["violations"])
     assert any("allgather" in violation for violation in seen["violations"])

@@ -87,7 +87,7 @@ def test_arguments_without_a_meaning_here_say_so(pools: RankPools) -> None:
 
 
 def trained_as_typed_for_fsdp2() -> tuple[list[set[torch.dtype]], bool, list[bool], bool]:
-    """Dtypes on the wire, whether FSDP2 has the same weights, who reshards, and equal meshes."""
+    """Communication dtypes, whether FSDP2 has the same weights, who reshards, and equal meshes."""
     policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     options: dict[str, Any] = {
         "mesh": None,

@@ -313,7 +313,7 @@ def scaled_gradients(shape: tuple[int, ...], outer: str) -> list[str]:
                 if grad is not None:
                     right = right and held_error(model.weight.grad, 2 * expected) < 1e-5
                 if not right:
-                    wrong.append(f"{strategy}, factor {factor}, {wire} on the wire")
+                    wrong.append(f"{strategy}, factor {factor}, {wire} communicated")
     return wrong
 
 
@@ -332,7 +332,7 @@ def test_the_factor_counts_both_axes_of_a_mesh(pools: RankPools, outer: str) -> 
 
 
 def outer_wire() -> set[tuple[int, torch.dtype]]:
-    """Mesh axis sizes and dtypes of the reductions of an HSDP step with bf16 on the wire."""
+    """Mesh axis sizes and dtypes of the reductions of an HSDP step with bf16 communicated."""
     policy = MixedPrecisionPolicy(grad_comm_dtype=BF16)
     model = wrap(Stack(1), mesh=mesh_of(2, 1), mp_policy=policy)
     wire = listen(model)
@@ -387,7 +387,7 @@ TRAININGS: dict[str, tuple[Any, MixedPrecisionPolicy, float]] = {
         1e-6,
     ),
     # Without sharding the sum itself is made in the communication dtype.
-    "bf16 on the wire": (
+    "bf16 communicated": (
         Stack,
         MixedPrecisionPolicy(param_dtype=BF16, grad_comm_dtype=BF16),
         2e-3,

@@ -43,7 +43,7 @@ def test_ranks_that_shard_different_things_say_so_at_the_first_use(pools: RankPo
         assert "ranks differ" in found["units"]
         assert "blocks.2" in found["units"]
         assert "ranks differ at unit" in found["options"]
-        assert "copies of one weight must start equal" in found["weights"]
+        assert "copies of one weight must be identical across ranks" in found["weights"]
         assert "ranks differ at unit" in found["weights"]
         assert found["never"] == "no error"
 

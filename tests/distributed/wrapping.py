@@ -62,7 +62,7 @@ class Sent:
 
     Attributes:
         kind: `all_gather`, `reduce_scatter` or `all_reduce`.
-        dtype: Dtype on the wire.
+        dtype: Communication dtype.
         numel: Elements of the full buffer.
         axis_size: Ranks that take part.
         group: Name of their process group.

@@ -76,7 +76,7 @@ def test_options_reach_the_optimizer(megatron: RankPools, whole: Training) -> No
 
 
 def test_adaptive_muon_is_that_of_emerging_optimizers(megatron: RankPools) -> None:
-    """Megatron's own class fails in its first step; the reference is mended."""
+    """Megatron's own class fails in its first step; the reference is patched."""
     flags = [*MODEL, *MUON, "--optimizer", "adaptive_muon", "--weight-decay", "0.1"]
     reference = curves(megatron(2).run(on_ranks.train_with_whole_adaptive_muon, flags))
     ours = _train(megatron, *flags, *fsdp())

@@ -36,7 +36,7 @@ def group(
         ("optim", FP32, (96, 384, 96, 0, 384, 0)),
         ("optim_grads", FP32, (96, 384, 96, 0, 384, 0)),
         ("optim_grads_params", FP32, (96, 0, 96, 384, 384, 0)),
-        # bf16 to compute and on the wire; buffers that collect are in fp32.
+        # bf16 to compute and to communicate; buffers that collect are in fp32.
         ("no_shard", MIXED, (384, 192, 384, 0, 384, 192)),
         ("optim", MIXED, (96, 192, 96, 0, 384, 192)),
         ("optim_grads", MIXED, (96, 192, 96, 0, 192, 0)),

@@ -173,7 +173,7 @@ def test_a_function_gets_the_arguments_that_are_given(capsys: Any) -> None:
         ("--model {sized} --model-arg width", "--model-arg takes name=value, got 'width'"),
         ("--model {sized} --model-arg width=8 --model-arg width=9", "width was given twice"),
         ("--model-arg width=8 -- --bf16", "--model-arg is an argument of a function"),
-        ("--model {stack} --ranks 0", "'0' is no number of at least 1"),
+        ("--model {stack} --ranks 0", "'0' is not a number of at least 1"),
         ("--model {stack} --strategy zero3", "invalid choice: 'zero3'"),
         ("--model {stack} --plot plan.nonsense", "--plot plan.nonsense"),
     ],

@@ -92,7 +92,7 @@ OTHERS: tuple[OtherFlag, ...] = (
         "ckpt_assume_constant_structure",
         "--ckpt-assume-constant-structure",
         False,
-        "every save is planned anew",
+        "every save is planned again",
     ),
     OtherFlag(
         "check_weight_hash_across_dp_replicas_interval",

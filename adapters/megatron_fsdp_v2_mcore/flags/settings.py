@@ -298,7 +298,7 @@ def notices(source: Any, options: Options) -> list[str]:
 
     Args:
         source: A `DistributedDataParallelConfig`, or Megatron's arguments.
-        options: What there is beside it.
+        options: Our own options.
     """
     return [*_about_double_buffers(source, options), *_about_registration(source, options)]
 

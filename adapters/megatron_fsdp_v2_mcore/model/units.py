@@ -1,4 +1,4 @@
-"""Which modules of a model chunk become units, over which ranks, and what has to be cut alike."""
+"""Which modules of a model chunk become units, over which ranks; what is sharded identically."""
 
 from __future__ import annotations
 

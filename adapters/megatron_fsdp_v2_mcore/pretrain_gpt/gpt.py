@@ -270,7 +270,7 @@ def train() -> None:
         args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
         check_data(args)
         check_combinations(args)
-        # Megatron makes it anew when it builds a model; made here, it checks itself at the start.
+        # Megatron makes another when it builds a model; made here, it checks itself at the start.
         core_transformer_config_from_args(args)
         configuration = pretrain_cfg_container_from_args(args)
     pretrain(

@@ -19,7 +19,7 @@ _HALF = re.compile(r"(.*\blinear_fc1\.(?:weight|bias)\d*)_(w|v)")
 _SEQUENTIAL = re.compile(r"(.*\bmlp\.experts)\.local_experts\.(\d+)\.(.+)")
 _GROUPED = re.compile(r"(.*\bmlp\.experts)\.(linear_fc[12])\.(weight|bias)(\d+)")
 _CONVOLUTION = re.compile(r"(.*\bmixer\.conv1d)_((?:weight|bias)\b.*)")
-_DRAFTING = re.compile(r"(mtp\.layers\.\d+)\.mtp_model_layer\.(.+)")
+_MTP = re.compile(r"(mtp\.layers\.\d+)\.mtp_model_layer\.(.+)")
 
 # The norms of layers made of Megatron's own modules are called as if they were fused into the
 # linear layer after them, as they are in Transformer Engine's.
@@ -133,7 +133,7 @@ class StoredNames:
         match = _CONVOLUTION.fullmatch(name)
         if match is not None:
             name = f"{match[1]}.{match[2]}"
-        match = _DRAFTING.fullmatch(name)
+        match = _MTP.fullmatch(name)
         if match is not None and self.drafts_under_old_name:
             name = f"{match[1]}.transformer_layer.{match[2]}"
         match = _NORM.fullmatch(name)

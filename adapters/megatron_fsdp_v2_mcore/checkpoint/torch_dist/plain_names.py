@@ -27,7 +27,7 @@ _OTHERS = ("optimizer.", "rng_state/", "rerun_state_machine_state/", "common_sta
 _STACKED = re.compile(r"(decoder\.layers\.)(?!\d+\.)(.+)")
 _EXPERTS = re.compile(r"(.*\bmlp\.experts)\.experts\.(linear_fc[12])\.(weight|bias)")
 _CONVOLUTION = re.compile(r"(.*\bmixer\.conv1d)\.((?:weight|bias)\b.*)")
-_DRAFTING = re.compile(r"(mtp\.layers\.\d+)\.transformer_layer\.(.+)")
+_MTP = re.compile(r"(mtp\.layers\.\d+)\.transformer_layer\.(.+)")
 _FUSED_NORM = re.compile(r"(.*\.)(self_attention\.linear_qkv|mlp\.linear_fc1)\.layer_norm_(\w+)")
 _NORMS = {
     "self_attention.linear_qkv": "input_layernorm",
@@ -97,7 +97,7 @@ def _renamed(name: str, rules: StoredNames) -> str:
     match = _FUSED_NORM.fullmatch(name)
     if match is not None and rules.has_fused_norms:
         name = f"{match[1]}{_NORMS[match[2]]}.{match[3]}"
-    match = _DRAFTING.fullmatch(name)
+    match = _MTP.fullmatch(name)
     if match is not None and rules.drafts_under_old_name:
         name = f"{match[1]}.mtp_model_layer.{match[2]}"
     return name

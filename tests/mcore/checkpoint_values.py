@@ -16,12 +16,12 @@ def digests(model: list[Any], optimizer: Any) -> dict[str, str]:
 
     A probe for `train`. Collective.
     """
-    from megatron_fsdp_v2_mcore.checkpoint.names import canonical_names, parameter_names
+    from megatron_fsdp_v2_mcore.checkpoint.names import canonical_names, canonical_parameter_names
 
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     state = {p: entry for part in parts for p, entry in part.optimizer.state.items()}
     found: dict[str, str] = {}
-    for param, name in parameter_names(model).items():
+    for param, name in canonical_parameter_names(model).items():
         if name.is_unused:
             continue
         found[name.fqn] = _digest(param)

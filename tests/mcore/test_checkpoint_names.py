@@ -18,9 +18,9 @@ _MTP = "--mtp-num-layers 1 --position-embedding-type rope"
 def names(model: list[Any], optimizer: Any) -> list[tuple[str, bool]]:
     """What this rank's parameters are called, and which of them are copies."""
     del optimizer
-    from megatron_fsdp_v2_mcore.checkpoint.names import parameter_names
+    from megatron_fsdp_v2_mcore.checkpoint.names import canonical_parameter_names
 
-    found = [name for name in parameter_names(model).values() if not name.is_unused]
+    found = [name for name in canonical_parameter_names(model).values() if not name.is_unused]
     return [(key, name.is_copy) for name in found for key in name.keys]
 
 

@@ -132,19 +132,19 @@ def test_every_strategy_loads_it(megatron: RankPools, saved: Curve, strategy: st
 
 def _train_and_count(flags: list[str]) -> tuple[Training, int]:
     """Train; also return how many elements were read. The probe counts those of the model."""
-    from megatron_fsdp_v2_mcore.checkpoint.torch_dist.folder import CheckpointFolder
+    from megatron_fsdp_v2_mcore.checkpoint.torch_dist.folder import MegatronFolder
 
-    fill, wanted = CheckpointFolder.fill, []
+    fill, wanted = MegatronFolder.fill, []
 
     def count(self: Any, blocks: Any) -> Any:
         wanted.extend(block.target.numel() for block in blocks)
         return fill(self, blocks)
 
-    CheckpointFolder.fill = count
+    MegatronFolder.fill = count
     try:
         training = train(flags, _num_elements)
     finally:
-        CheckpointFolder.fill = fill
+        MegatronFolder.fill = fill
     return training, sum(wanted)
 
 
@@ -208,16 +208,16 @@ def test_a_checkpoint_cannot_run_code(tmp_path: Path) -> None:
     from megatron_fsdp_v2.checkpoint.writing import FolderWriter
     from megatron_fsdp_v2_mcore import FlagError
     from megatron_fsdp_v2_mcore.checkpoint.torch_dist.common import COMMON, common_state
-    from megatron_fsdp_v2_mcore.checkpoint.torch_dist.folder import CheckpointFolder
+    from megatron_fsdp_v2_mcore.checkpoint.torch_dist.folder import MegatronFolder
 
     writer = FolderWriter(tmp_path)
     writer.add_object(COMMON, [{"args": _RunsCode()}])
     writer.finish()
     with pytest.raises(FlagError, match="cannot be loaded as plain data"):
-        common_state(CheckpointFolder(tmp_path))
+        common_state(MegatronFolder(tmp_path))
     (tmp_path / "common.pt").write_bytes(pickle.dumps(_RunsCode()))
     with pytest.raises(FlagError, match="cannot be loaded as plain data"):
-        common_state(CheckpointFolder(tmp_path))
+        common_state(MegatronFolder(tmp_path))
 
 
 # What a sharded run saves, and at what sizes Megatron's own optimizer goes on with it.

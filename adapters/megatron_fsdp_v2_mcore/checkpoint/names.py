@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from megatron_fsdp_v2_mcore.model.tensor_shards import PIECES_ATTRIBUTE
 
-__all__ = ["CanonicalName", "canonical_names", "parameter_names", "unwrapped"]
+__all__ = ["CanonicalName", "canonical_names", "canonical_parameter_names", "unwrapped"]
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
@@ -80,7 +80,7 @@ def canonical_names(chunks: Sequence[nn.Module]) -> list[dict[str, CanonicalName
     return found
 
 
-def parameter_names(chunks: Sequence[nn.Module]) -> dict[nn.Parameter, CanonicalName]:
+def canonical_parameter_names(chunks: Sequence[nn.Module]) -> dict[nn.Parameter, CanonicalName]:
     """What a checkpoint calls every parameter of the model chunks of this rank.
 
     Args:

@@ -20,7 +20,7 @@ from megatron_fsdp_v2_mcore.checkpoint.fit import Verdict, compare_with_file
 from megatron_fsdp_v2_mcore.checkpoint.names import (
     CanonicalName,
     canonical_names,
-    parameter_names,
+    canonical_parameter_names,
     unwrapped,
 )
 from megatron_fsdp_v2_mcore.flags.checkpoint_check import reject_gpt_layers
@@ -100,7 +100,7 @@ class _Translation:
             ["model"] if len(chunks) == 1 else [f"model{i}" for i, _ in enumerate(chunks)]
         )
         self._names = canonical_names(chunks)
-        by_param = parameter_names(chunks)
+        by_param = canonical_parameter_names(chunks)
         self.of_param = {name.fqn: name for name in by_param.values()}
         self._written_here = {name.fqn for param, name in by_param.items() if _is_first(param)}
 

@@ -23,7 +23,7 @@ from megatron.core.transformer.module import param_is_not_shared
 
 from megatron_fsdp_v2.dtensor.optimizer_state import wrap_foreign_state
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of
-from megatron_fsdp_v2_mcore.checkpoint.names import parameter_names
+from megatron_fsdp_v2_mcore.checkpoint.names import canonical_parameter_names
 
 __all__ = ["ShardedOptimizer", "params_l2_norm", "with_checks"]
 
@@ -146,7 +146,7 @@ class ShardedOptimizer(DistributedOptimizer):
     @override
     def _param_name(self, param: torch.nn.Parameter) -> str:
         if self._checkpoint_names is None:
-            names = parameter_names(self.model_chunks)
+            names = canonical_parameter_names(self.model_chunks)
             self._checkpoint_names = {known: name.fqn for known, name in names.items()}
         return self._checkpoint_names[param]
 

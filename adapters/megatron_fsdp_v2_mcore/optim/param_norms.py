@@ -21,7 +21,7 @@ from megatron.core.utils import get_model_config
 from torch import nn
 
 from megatron_fsdp_v2.dtensor.uneven_dtensor import local_of
-from megatron_fsdp_v2_mcore.checkpoint.names import parameter_names
+from megatron_fsdp_v2_mcore.checkpoint.names import canonical_parameter_names
 from megatron_fsdp_v2_mcore.optim.optimizer import counted_here
 
 __all__ = ["log_grads", "log_norms", "norms_of_all"]
@@ -96,7 +96,7 @@ def norms_of_all(
         2-norms over whole tensors, by the names parameters have in the whole model (layers and
         experts counted over all ranks); the same on every rank. Without those that have none.
     """
-    mine = {param: name.fqn for param, name in parameter_names(chunks).items()}
+    mine = {param: name.fqn for param, name in canonical_parameter_names(chunks).items()}
     names = _names_of_all_ranks(list(mine.values()))
     index = {name: row for row, name in enumerate(names)}
     first = next(iter(mine))

@@ -9,7 +9,7 @@ from typing import Any
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
 from megatron_fsdp_v2.checkpoint.trust import file_inside
-from megatron_fsdp_v2_mcore.checkpoint.torch_dist.folder import CheckpointFolder, load_plain
+from megatron_fsdp_v2_mcore.checkpoint.torch_dist.folder import MegatronFolder, load_plain
 from megatron_fsdp_v2_mcore.flags.checkpoint_check import flag_errors
 from megatron_fsdp_v2_mcore.flags.errors import FlagError
 
@@ -31,7 +31,7 @@ FULLY_RESHARDABLE = "fully_reshardable"
 _EXPERTS = "is_expert_parallel"
 
 
-def common_state(folder: CheckpointFolder) -> dict[str, Any]:
+def common_state(folder: MegatronFolder) -> dict[str, Any]:
     """Arguments, iteration, schedule, options of the optimizer.
 
     Raises:

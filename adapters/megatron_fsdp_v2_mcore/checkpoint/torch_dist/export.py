@@ -27,7 +27,7 @@ from megatron_fsdp_v2_mcore.checkpoint.torch_dist.common import (
     FULLY_RESHARDABLE,
     SHARDING_TYPE,
 )
-from megatron_fsdp_v2_mcore.checkpoint.torch_dist.folder import CheckpointFolder
+from megatron_fsdp_v2_mcore.checkpoint.torch_dist.folder import MegatronFolder
 from megatron_fsdp_v2_mcore.checkpoint.torch_dist.names import Place, StoredNames
 from megatron_fsdp_v2_mcore.flags.checkpoint_check import (
     CONFIG,
@@ -100,7 +100,7 @@ def export(
     written = iteration_folder(Path(target), iteration)
     if (written / ".metadata").exists():
         raise FlagError(f"{written} is there already; name another folder or remove it")
-    job = _Export(CheckpointFolder(path), written, expert_parallel)
+    job = _Export(MegatronFolder(path), written, expert_parallel)
     job.write()
     (written / CONFIG).write_text(
         json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1})
@@ -113,7 +113,7 @@ def export(
 class _Export:
     """One checkpoint on its way."""
 
-    def __init__(self, folder: CheckpointFolder, target: Path, expert_parallel: int | None) -> None:
+    def __init__(self, folder: MegatronFolder, target: Path, expert_parallel: int | None) -> None:
         self._folder = folder
         self.num_tensors = self.num_bytes = self.largest = 0
         self._plain = self._objects()

@@ -15,10 +15,10 @@ from megatron_fsdp_v2.checkpoint import folder as core
 from megatron_fsdp_v2.checkpoint.folder import ReadRequest
 from megatron_fsdp_v2_mcore.flags.checkpoint_check import flag_errors
 
-__all__ = ["CheckpointFolder", "ReadRequest", "load_plain"]
+__all__ = ["MegatronFolder", "ReadRequest", "load_plain"]
 
 
-class CheckpointFolder(core.CheckpointFolder):
+class MegatronFolder(core.CheckpointFolder):
     """A folder of torch's distributed checkpoint, whose errors are those of a command line.
 
     Args:

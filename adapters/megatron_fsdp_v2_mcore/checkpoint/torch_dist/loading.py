@@ -14,13 +14,13 @@ from torch import nn
 
 from megatron_fsdp_v2._text import listed
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of
-from megatron_fsdp_v2_mcore.checkpoint.names import parameter_names
+from megatron_fsdp_v2_mcore.checkpoint.names import canonical_parameter_names
 from megatron_fsdp_v2_mcore.checkpoint.torch_dist.common import (
     SavedGroups,
     common_state,
     optimizer_problem,
 )
-from megatron_fsdp_v2_mcore.checkpoint.torch_dist.folder import CheckpointFolder, ReadRequest
+from megatron_fsdp_v2_mcore.checkpoint.torch_dist.folder import MegatronFolder, ReadRequest
 from megatron_fsdp_v2_mcore.checkpoint.torch_dist.stored import StoredBlock, stored_blocks
 from megatron_fsdp_v2_mcore.flags.checkpoint_check import (
     RELEASE,
@@ -67,7 +67,7 @@ def with_torch_dist(load_base: Callable[..., Any]) -> Callable[..., Any]:
         reject_gpt_layers(path, kwargs.get("gpt_compat_layer_maps"))
         megatron = importlib.import_module("megatron.training.checkpointing")
         megatron.set_loaded_iteration(iteration)
-        folder = CheckpointFolder(path)
+        folder = MegatronFolder(path)
         loaded = _Loading(folder, common_state(folder)).load(sharded_state_dict, args)
         return loaded, str(path), path.name == RELEASE, megatron.CheckpointType.FSDP_DTENSOR
 
@@ -77,7 +77,7 @@ def with_torch_dist(load_base: Callable[..., Any]) -> Callable[..., Any]:
 class _Loading:
     """One checkpoint and what it is to fill."""
 
-    def __init__(self, folder: CheckpointFolder, common: dict[str, Any]) -> None:
+    def __init__(self, folder: MegatronFolder, common: dict[str, Any]) -> None:
         self._folder = folder
         self._common = common
         self._wanted: list[ReadRequest] = []
@@ -157,7 +157,9 @@ class _Loading:
         if optimizer is None:
             return {}
         params = {
-            name.fqn: param for param, name in parameter_names(chunks).items() if not name.is_unused
+            name.fqn: param
+            for param, name in canonical_parameter_names(chunks).items()
+            if not name.is_unused
         }
         saved = SavedGroups.of(self._common)
         found: dict[torch.Tensor, dict[str, UnevenDTensor]] = {}

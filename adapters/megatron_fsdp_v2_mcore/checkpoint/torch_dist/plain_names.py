@@ -16,7 +16,7 @@ from megatron_fsdp_v2.checkpoint.model_tensors import ModelTensor, Piece
 from megatron_fsdp_v2.checkpoint.plain_tensors import PlainTensor
 from megatron_fsdp_v2_mcore.checkpoint.layout import joined
 from megatron_fsdp_v2_mcore.checkpoint.torch_dist.common import common_state
-from megatron_fsdp_v2_mcore.checkpoint.torch_dist.folder import CheckpointFolder as MegatronFolder
+from megatron_fsdp_v2_mcore.checkpoint.torch_dist.folder import MegatronFolder
 from megatron_fsdp_v2_mcore.checkpoint.torch_dist.names import StoredNames
 from megatron_fsdp_v2_mcore.flags.errors import FlagError
 

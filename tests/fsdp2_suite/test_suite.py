@@ -15,7 +15,7 @@ from tests.fsdp2_suite.differences import expected, reason_of
 from tests.fsdp2_suite.loader import OURS, load, substituted
 from tests.ranks import RankFailure, RankPools
 
-TIMEOUT_S = 120.0
+TIMEOUT_S = 240.0
 
 MOST_PROCESSES = 8
 """Torch's tests with threads for ranks have up to 128 of them."""

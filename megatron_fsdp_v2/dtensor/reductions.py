@@ -10,13 +10,47 @@ from collections.abc import Callable, Sequence
 from typing import Any, override
 
 import torch
+import torch.nn.functional as F
 
-__all__ = ["REDUCTIONS", "reduce_rows"]
+__all__ = ["REDUCTIONS", "check_supposes_nothing", "reduce_rows"]
 
 _SUMS = (torch.sum, torch.Tensor.sum)
 _MEANS = (torch.mean, torch.Tensor.mean)
 REDUCTIONS = frozenset({*_SUMS, *_MEANS})
 """Functions that `reduce_rows` runs."""
+
+_OVER_ALL = ("cumprod", "cumsum", "logcumsumexp", "std", "std_mean", "var", "var_mean")
+_SUPPOSE_EVEN = frozenset(
+    {F.huber_loss, F.l1_loss, F.mse_loss, F.smooth_l1_loss}
+    | {
+        getattr(owner, name)
+        for owner in (torch, torch.Tensor)
+        for name in _OVER_ALL
+        if hasattr(owner, name)
+    }
+)
+"""Functions for which DTensor weighs or places shards as if all had equally many rows."""
+
+
+def check_supposes_nothing(func: Callable[..., Any], args: Sequence[Any]) -> None:
+    """See that a function is right for the rows that ranks hold.
+
+    Raises:
+        RuntimeError: DTensor's rule for it takes shards to be even, and they are not.
+    """
+    if func not in _SUPPOSE_EVEN:
+        return
+    for arg in args:
+        shards = getattr(arg, "row_shards", None)
+        if shards is None or shards.is_replicated:
+            continue
+        if len({end - start for start, end in shards.row_ranges}) > 1:
+            raise RuntimeError(
+                f"{getattr(func, '__name__', func)} of a sharded tensor of shape "
+                f"{tuple(arg.shape)} would be wrong: DTensor takes shards to have equally many "
+                "rows, and these do not. Put it together from sums, as in (a - b).square().mean(), "
+                "or compute with full_tensor()"
+            )
 
 
 def reduce_rows(

@@ -34,7 +34,7 @@ from megatron_fsdp_v2.dtensor.attributes import (
 from megatron_fsdp_v2.dtensor.foreach import choose_foreach_for, is_elementwise, run_on_rows
 from megatron_fsdp_v2.dtensor.found_inf import unscale_and_check
 from megatron_fsdp_v2.dtensor.norms import NORMS, local_norms, order_of
-from megatron_fsdp_v2.dtensor.reductions import REDUCTIONS, reduce_rows
+from megatron_fsdp_v2.dtensor.reductions import REDUCTIONS, check_supposes_nothing, reduce_rows
 from megatron_fsdp_v2.dtensor.row_shards import (
     Chunk,
     RowShards,
@@ -182,6 +182,7 @@ class UnevenDTensor(AttributesAtOnce):
             args = (args[0], _source_rows(args[0], args[1]), *args[2:])
         elif len(args) > 1:
             _check_same_rows(func, args, kwargs)
+        check_supposes_nothing(func, args)
         if func in NORMS:
             norms = _sharded_norms(func, args, kwargs or {})
             if norms is not None:

@@ -53,3 +53,39 @@ def test_a_loss_of_a_sharded_parameter_and_its_gradient_are_those_of_the_whole(
     for _, found in ranks:
         assert found.keys() == LOSSES.keys()
         assert all(max(errors) < 1e-5 for errors in found.values()), found
+
+
+REJECTED: dict[str, Callable[[Any], Any]] = {
+    "mse_loss": lambda p: nn.functional.mse_loss(p, torch.zeros_like(p)),
+    "l1_loss": lambda p: nn.functional.l1_loss(p, torch.zeros_like(p)),
+    "cumsum": lambda p: p.cumsum(0),
+    "std": lambda p: torch.std(p),
+}
+
+
+def messages_of_rejected() -> dict[str, str]:
+    """What is said of functions that DTensor computes as if shards were even."""
+    weight = wrap(nn.Linear(3, 5, bias=False), []).weight.detach()
+    found = {}
+    for name, function in REJECTED.items():
+        with pytest.raises(RuntimeError) as error:
+            function(weight)
+        found[name] = str(error.value)
+    return found
+
+
+def test_a_function_that_would_be_wrong_for_uneven_shards_is_rejected(pools: RankPools) -> None:
+    for found in pools(2).run(messages_of_rejected):
+        for name, message in found.items():
+            assert f"{name} of a sharded tensor of shape (5, 3) would be wrong" in message
+
+
+def even_shards() -> float:
+    """Error of such a function where shards are even."""
+    weight = wrap(nn.Linear(8, 4, bias=False), []).weight.detach()
+    loss = nn.functional.mse_loss(weight, torch.zeros_like(weight)).full_tensor()
+    return abs(loss.item() - weight.full_tensor().square().mean().item())
+
+
+def test_it_is_torchs_own_where_shards_are_even(pools: RankPools) -> None:
+    assert max(pools(2).run(even_shards)) < 1e-6

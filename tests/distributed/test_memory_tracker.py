@@ -121,7 +121,7 @@ def trained_with_and_without() -> tuple[bool, list[Any]]:
 def test_tracking_changes_no_bit_and_leaves_nothing_in_the_units(pools: RankPools) -> None:
     for same, left in pools(2).run(trained_with_and_without):
         assert same
-        assert set(left) == {"_ResizedBuffer", None}
+        assert set(left) == {"ResizedBuffer", None}
 
 
 def after_an_exception() -> tuple[bool, int]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from accelerate.state import AcceleratorState, GradientState
 from torch.utils.data import SequentialSampler
 
 from tests.clients.conftest import Record
@@ -32,6 +34,13 @@ def _data(name: str) -> list[dict[str, torch.Tensor]]:
     return [{key: value[row] for key, value in b.items()} for b in batches for row in range(2)]
 
 
+def _forget_other_accelerators() -> None:
+    """Drop what an `Accelerator` of another test keeps for the whole process."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    os.environ.pop("ACCELERATE_USE_FSDP", None)
+
+
 def _train(name: str, model: Any, folder: Path) -> list[float]:
     arguments = transformers.TrainingArguments(
         output_dir=str(folder),
@@ -50,6 +59,7 @@ def _train(name: str, model: Any, folder: Path) -> list[float]:
         disable_tqdm=True,
         dataloader_pin_memory=False,
     )
+    _forget_other_accelerators()
     trainer = InOrder(model=model, args=arguments, train_dataset=_data(name))
     trainer.train()
     return [line[key] for line in trainer.state.log_history for key in ("loss",) if key in line]

@@ -25,9 +25,12 @@ __all__ = ["Command", "check", "check_flags", "commands_of", "typed_lines"]
 
 _ELLIPSIS = "..."
 _PLACEHOLDER = re.compile(r"<[a-z][a-z _-]*>")
+# Programs of a pipeline run at the same time: each notes its call in one write.
 _RECORDER = """#!{bash}
-printf '%s\\0' "{name}" "$@" >>"$RECORD"
-printf '\\n' >>"$RECORD"
+call=("{name}" "$@")
+IFS=$'\\x1f'
+printf '%s\\x1e' "${{call[*]}}" >>"$RECORD"
+unset IFS
 {then}
 """
 # Of these only the ones that other commands depend on do anything.
@@ -99,8 +102,8 @@ def commands_of(script: str, folder: Path) -> list[Command]:
     )
     if done.returncode != 0:
         raise AssertionError(f"the shell says: {done.stderr.strip() or done.returncode}")
-    calls = record.read_text().split("\0\n")
-    return [call.split("\0") for call in calls if call]
+    calls = record.read_text().split("\x1e")
+    return [call.split("\x1f") for call in calls if call]
 
 
 def check(command: Command) -> None:

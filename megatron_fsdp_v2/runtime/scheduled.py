@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from megatron_fsdp_v2.runtime.end_of_backward import end_scheduled, repair
+from megatron_fsdp_v2.runtime.end_of_backward import end_scheduled, reduce_in_order, repair
 from megatron_fsdp_v2.runtime.fsdp_module import named_units, unit_of
 from megatron_fsdp_v2.runtime.unit_checks import check_has_values
 
@@ -203,5 +203,4 @@ class ScheduledUnits:
         for group in unit.groups:
             group.take_assigned()
         # Also without a gradient here: another rank may have one.
-        unit.expect_reduction()
-        unit.reduce_grad(synchronize=unit.syncs_gradients)
+        reduce_in_order([unit])

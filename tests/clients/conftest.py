@@ -25,6 +25,15 @@ _CLAIMS = pytest.StashKey[dict[str, Claim]]()
 type Record = Callable[..., None]
 
 
+def forget_accelerators() -> None:
+    """Drop what an `Accelerator` of another test keeps for the whole process."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+    os.environ.pop("ACCELERATE_USE_FSDP", None)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Note which lines the table has to have, before tests are chosen; a share is of all tests."""

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from megatron_fsdp_v2 import fully_shard
 from megatron_fsdp_v2.runtime.fsdp_module import named_units
-from tests.clients.conftest import Record
+from tests.clients.conftest import Record, forget_accelerators
 from tests.clients.differences import Shown, difference_of, whole, whole_parameters
 from tests.ranks import RankPools
 
@@ -71,10 +71,9 @@ def accelerator_with(files: str = "sharded", **options: Any) -> Any:
     accelerate takes to FSDP on devices other than CPUs alone, so its state is told.
     """
     from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
-    from accelerate.state import AcceleratorState, GradientState, PartialState
+    from accelerate.state import PartialState
 
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
+    forget_accelerators()
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from accelerate.state import AcceleratorState, GradientState
 from torch.utils.data import SequentialSampler
 
-from tests.clients.conftest import Record
+from tests.clients.conftest import Record, forget_accelerators
 from tests.clients.harness import build, difference_of_parts, parameters_held, shard
 from tests.clients.hf_models import MODELS
 from tests.clients.test_hf_training import options_of, training_of
@@ -34,13 +32,6 @@ def _data(name: str) -> list[dict[str, torch.Tensor]]:
     return [{key: value[row] for key, value in b.items()} for b in batches for row in range(2)]
 
 
-def _forget_other_accelerators() -> None:
-    """Drop what an `Accelerator` of another test keeps for the whole process."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    os.environ.pop("ACCELERATE_USE_FSDP", None)
-
-
 def _train(name: str, model: Any, folder: Path) -> list[float]:
     arguments = transformers.TrainingArguments(
         output_dir=str(folder),
@@ -59,7 +50,7 @@ def _train(name: str, model: Any, folder: Path) -> list[float]:
         disable_tqdm=True,
         dataloader_pin_memory=False,
     )
-    _forget_other_accelerators()
+    forget_accelerators()
     trainer = InOrder(model=model, args=arguments, train_dataset=_data(name))
     trainer.train()
     return [line[key] for line in trainer.state.log_history for key in ("loss",) if key in line]

@@ -83,7 +83,7 @@ def open_folder(path: str | os.PathLike[str]) -> CheckpointFolder:
         CheckpointError: There is none; says what an interrupted save left.
     """
     target = Path(path).absolute()
-    if not find_folder(target).is_dir():
+    if target.is_file() or find_folder(target) is None:
         left = [folder.name for folder in interrupted_saves(Path(os.path.realpath(target)))]
         hint = f"; {left[0]} is what an interrupted save left" if left else ""
         raise CheckpointError(f"there is no checkpoint at {target}{hint}")

@@ -309,12 +309,12 @@ class CheckpointFolder:
 
     def _opened(self, path: Path) -> bool:
         """Open the folder and read what describes it; False where it was replaced meanwhile."""
-        self.path = find_folder(path)
+        self.path = find_folder(path) or path
         try:
             self._directory = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         except OSError as error:
             is_gone = isinstance(error, FileNotFoundError)
-            if is_gone and find_folder(path).is_dir():
+            if is_gone and find_folder(path) is not None:
                 return False
             # This finds words for what is wrong.
             read_metadata(self.path, Manifest.read(self.path))

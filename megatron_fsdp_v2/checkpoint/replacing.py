@@ -176,33 +176,45 @@ def put_new(folder: Path, target: Path) -> None:
     sync(target.parent)
 
 
-def find_folder(path: Path) -> Path:
+def find_folder(path: Path) -> Path | None:
     """The checkpoint at a path, or the one that was there when a save was stopped.
 
     Returns:
         The path; where there is nothing, and a save was stopped between two renames, the previous
-        checkpoint, with a warning.
+        checkpoint, with a warning; None where there is neither.
     """
     # What a link leads to is replaced, not the link.
     target = Path(os.path.realpath(path))
     for _ in range(_ATTEMPTS):
         if target.exists():
             return path
+        if not _is_in_listing(target):
+            return None
         previous = max(_own(target, PREVIOUS), key=_changed, default=None)
-        if previous is None:
-            # Between the two looks the new one may have come.
-            if not target.exists():
-                return path
-        elif previous.exists():
-            time.sleep(_PAUSE_S)
-            if not target.exists():
-                warnings.warn(
-                    f"{path} does not exist, since the save to replace it was interrupted; "
-                    f"{previous} is what it was to replace, and is loaded",
-                    skip_file_prefixes=(str(Path(__file__).parent),),
-                )
-                return previous
-    return path
+        time.sleep(_PAUSE_S)
+        if previous is not None and previous.exists() and not target.exists():
+            warnings.warn(
+                f"{path} does not exist, since the save to replace it was interrupted; "
+                f"{previous} is what it was to replace, and is loaded",
+                skip_file_prefixes=(str(Path(__file__).parent),),
+            )
+            return previous
+    return None
+
+
+def _is_in_listing(target: Path) -> bool:
+    """Whether a folder, or one that a save to it makes or puts aside, is there at one moment.
+
+    Looking for one name and then for another finds nothing if they are exchanged in between; a
+    listing has one of them.
+    """
+    pattern = re.compile(
+        re.escape(target.name) + rf"(\.{_TOKEN}({re.escape(INCOMPLETE)}|{re.escape(PREVIOUS)}))?"
+    )
+    try:
+        return any(pattern.fullmatch(name) for name in os.listdir(target.parent))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def sync(path: Path) -> None:
@@ -226,7 +238,7 @@ def _own(target: Path, suffix: str) -> Iterator[Path]:
     pattern = re.compile(re.escape(target.name) + rf"\.{_TOKEN}" + re.escape(suffix))
     try:
         names = sorted(os.listdir(target.parent))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return
     for name in names:
         folder = target.with_name(name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import threading
 import time
 import uuid
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -258,6 +259,42 @@ def test_a_folder_that_is_gone_for_a_moment_is_opened_again(
     monkeypatch.setattr(os, "open", between_renames)
     assert load(path) == 1
     assert not left
+
+
+def test_no_two_looks_find_a_folder_missing_that_is_replaced_in_between(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "k"
+    aside, new = tmp_path / f"k.{TOKEN}.previous", tmp_path / f"k.{TOKEN}.incomplete"
+    looks = [0]
+
+    def watched(look: Callable[..., Any], away: int) -> Callable[..., Any]:
+        # One is put aside before the so-manieth look, and the other in its place before the next.
+        def call(name: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(name, str | Path) and Path(name) in (path, tmp_path):
+                looks[0] += 1
+                if looks[0] == away:
+                    path.rename(aside)
+                elif looks[0] == away + 1:
+                    new.rename(path)
+            return look(name, *args, **kwargs)
+
+        return call
+
+    save(path, 1)
+    shutil.copytree(path, tmp_path / "copy")
+    for away in range(1, 9):
+        shutil.copytree(tmp_path / "copy", new)
+        looks[0] = 0
+        with monkeypatch.context() as patch:
+            for name in ("stat", "listdir", "open"):
+                patch.setattr(os, name, watched(getattr(os, name), away))
+            assert load(path) == 1
+        for folder in (aside, new):
+            shutil.rmtree(folder, ignore_errors=True)
+        if not path.exists():
+            shutil.copytree(tmp_path / "copy", path)
+    assert looks[0] >= 3
 
 
 EVENTS = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.utime")

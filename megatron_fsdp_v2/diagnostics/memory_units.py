@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -21,7 +22,7 @@ def group_bytes(group: ParameterGroup) -> GroupBytes:
         group.layout.numel,
         [axis.size for axis in group.axes],
         group.spec.placements,
-        group.spec.dtypes,
+        dataclasses.replace(group.spec.dtypes, model_weight=group.weights.format.payload_dtype),
         is_trained=group.grads is not None,
         on_cpu=group.device.type == "cpu",
         reduces=group.grads is None or group.grads.reduces,

@@ -228,6 +228,13 @@ class BufferLayout:
         slot = self.slots[index]
         return RowRanges(self, index, 0, slot.numel // slot.row_numel)
 
+    def index_at(self, element: int) -> int | None:
+        """Which parameter an element of the flat buffer is of; None for padding."""
+        for index, slot in enumerate(self.slots):
+            if slot.offset <= element < slot.end:
+                return index
+        return None
+
     def gaps(self) -> list[tuple[int, int]]:
         """Ranges `(start, end)` of the flat buffer that belong to no parameter."""
         gaps, end = [], 0

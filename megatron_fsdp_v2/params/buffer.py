@@ -11,10 +11,11 @@ import torch
 from megatron_fsdp_v2.comm.interface import Axis
 from megatron_fsdp_v2.dtensor.row_shards import Holders, RowShards, TensorShard
 from megatron_fsdp_v2.layout.buffer_layout import BufferLayout
-from megatron_fsdp_v2.layout.placement import Placement
+from megatron_fsdp_v2.layout.mixed_precision import GroupDtypes
+from megatron_fsdp_v2.layout.placement import AxisPlacements, Placement
 from megatron_fsdp_v2.memory.allocator import TemporaryBuffer, alias_of
 
-__all__ = ["DataParallelBuffer", "ShardGrid", "Span"]
+__all__ = ["DataParallelBuffer", "FlatSpec", "ShardGrid", "Span"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,3 +176,48 @@ class DataParallelBuffer:
         """The flat part of this buffer that holds a narrower span."""
         start = (span.first - self.span.first) * self.layout.shard_numel
         return self.tensor.narrow(0, start, span.count * self.layout.shard_numel)
+
+
+@dataclass(frozen=True, slots=True)
+class FlatSpec:
+    """What the flat buffers of a group have in common, those of weights and of gradients.
+
+    Attributes:
+        name: Of the group, for reports.
+        layout: Where parameters are in the whole flat buffer.
+        grid: How its slices map onto the mesh.
+        placements: Placements per mesh axis, outermost first.
+        dtypes: Dtypes of weights and gradients.
+        device: Where the buffers are.
+    """
+
+    name: str
+    layout: BufferLayout
+    grid: ShardGrid
+    placements: tuple[AxisPlacements, ...]
+    dtypes: GroupDtypes
+    device: torch.device
+
+    @property
+    def whole(self) -> Span:
+        """All slices."""
+        return Span(0, self.grid.num_slices)
+
+    def span(self, placements: Sequence[Placement]) -> Span:
+        """The slices this rank holds of a tensor with these placements (one per axis)."""
+        return self.grid.span(placements)
+
+    def zeros(self, span: Span, dtype: torch.dtype) -> DataParallelBuffer:
+        """A span with memory of its own."""
+        return DataParallelBuffer.empty(self.layout, span, dtype, self.device)
+
+    def innermost_sharded(self) -> int:
+        """Index of the only axis that model weights are sharded along.
+
+        Raises:
+            ValueError: It is not the innermost one.
+        """
+        sharded = [i for i, p in enumerate(self.placements) if p.model_weight is Placement.SHARD]
+        if sharded != [len(self.placements) - 1]:
+            raise ValueError("model weights can be sharded along the innermost axis only")
+        return sharded[0]

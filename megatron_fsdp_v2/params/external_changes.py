@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
-from typing import Protocol, cast
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 from torch import nn
 
-from megatron_fsdp_v2.dtensor.row_shards import RowShards
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of
 from megatron_fsdp_v2.params.attributes import propagate_attributes
-from megatron_fsdp_v2.params.registration import (
-    Registrations,
-    find_owner_slot,
-    in_functional_call,
-    mark_stale,
-)
+from megatron_fsdp_v2.params.registration import find_owner_slot, in_functional_call, mark_stale
+
+if TYPE_CHECKING:
+    from megatron_fsdp_v2.params.buffer import DataParallelBuffer
+    from megatron_fsdp_v2.params.members import Members
 
 __all__ = ["ExternalChanges"]
 
@@ -38,32 +36,21 @@ class ExternalChanges:
     it came from, so that an optimizer built on it steps the right weights.
     """
 
-    def __init__(
-        self,
-        owner: _Owner,
-        sharded: list[nn.Parameter],
-        unsharded: Sequence[nn.Parameter],
-        views: Sequence[torch.Tensor],
-        row_shards: Sequence[RowShards],
-        registrations: Registrations,
-    ) -> None:
+    def __init__(self, owner: _Owner, members: Members, main: DataParallelBuffer) -> None:
         """Watch the parameters of a group.
 
         Args:
             owner: The group; held weakly.
-            sharded: Its sharded parameters; a replaced one is put into this list.
-            unsharded: What stands in for them while weights are gathered.
-            views: Rows of the main weights that each has.
-            row_shards: Which rows those are.
-            registrations: Where the parameters are registered.
+            members: Its parameters; a replaced one is put into the list of sharded ones.
+            main: Their main weights.
         """
         self._owner = weakref.ref(owner)
-        self._sharded = sharded
-        self._unsharded = unsharded
-        self._views = views
-        self._locals = [local_of(param) for param in sharded]
-        self._row_shards = row_shards
-        self._registrations = registrations
+        self._sharded = members.sharded
+        self._gathered = members.gathered
+        self._views = [main.view(index) for index in range(len(members.sharded))]
+        self._locals = [local_of(param) for param in members.sharded]
+        self._row_shards = members.row_shards
+        self._registrations = members.registrations
 
     def sync(self) -> None:
         """Take in what was done to parameters since they were sharded.
@@ -86,7 +73,7 @@ class ExternalChanges:
 
     def _replaced(self) -> Iterator[tuple[int, nn.Module, str, torch.Tensor | None]]:
         for index, module, attribute, other in self._registrations.unexpected(self._sharded):
-            if other is not self._unsharded[index]:
+            if other is not self._gathered[index]:
                 yield index, module, attribute, other
 
     def _label(self, index: int) -> str:

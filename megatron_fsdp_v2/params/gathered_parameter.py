@@ -14,7 +14,7 @@ from megatron_fsdp_v2.params.autograd import in_backward
 __all__ = ["GatheredParameter", "gathered_name", "is_gathered_weight", "mark_gathered"]
 
 
-class _GradientOwner(Protocol):
+class GradientOwner(Protocol):
     """What a gathered parameter asks of the group it belongs to."""
 
     def kernel_grad(self, index: int) -> torch.Tensor:
@@ -26,7 +26,7 @@ class _GradientOwner(Protocol):
         ...
 
 
-def mark_gathered(param: torch.Tensor, owner: _GradientOwner, index: int) -> None:
+def mark_gathered(param: torch.Tensor, owner: GradientOwner, index: int) -> None:
     """Note on what a module computes with which group it belongs to, and where in it."""
     # Weak, or parameter -> group -> parameter would outlive the model.
     param._owner_slot = (weakref.ref(owner), index)  # type: ignore[attr-defined]
@@ -35,7 +35,7 @@ def mark_gathered(param: torch.Tensor, owner: _GradientOwner, index: int) -> Non
 def gathered_name(param: torch.Tensor) -> str | None:
     """The name of what a parameter is the gathered weights of; None for any other tensor."""
     group, index = getattr(param, "_owner_slot", (_nothing, 0))
-    owner: _GradientOwner | None = group()
+    owner: GradientOwner | None = group()
     return None if owner is None else owner.label(index)
 
 
@@ -68,11 +68,11 @@ class GatheredParameter(nn.Parameter):
     """
 
     grad_added_to_main_grad: bool = False
-    _owner_slot: tuple[Callable[[], _GradientOwner | None], int]
+    _owner_slot: tuple[Callable[[], GradientOwner | None], int]
 
     @staticmethod
     def of(
-        view: torch.Tensor, requires_grad: bool, owner: _GradientOwner, index: int
+        view: torch.Tensor, requires_grad: bool, owner: GradientOwner, index: int
     ) -> GatheredParameter:
         """Make the parameter for a view of the gathered buffer."""
         param = GatheredParameter(view, requires_grad=requires_grad)

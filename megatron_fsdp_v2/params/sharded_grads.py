@@ -19,7 +19,7 @@ from megatron_fsdp_v2.dtensor.uneven_dtensor import (
 from megatron_fsdp_v2.params.parameter_hooks import has_hooks, run_hooks
 
 if TYPE_CHECKING:
-    from megatron_fsdp_v2.params.grads import GroupGrads
+    from megatron_fsdp_v2.params.grad_buffers import MainGradient
 
 __all__ = ["ShardedGrads"]
 
@@ -34,11 +34,11 @@ class ShardedGrads:
     def __init__(
         self,
         params: list[nn.Parameter],
-        grads: GroupGrads,
+        main: MainGradient,
         row_shards: Sequence[RowShards],
     ) -> None:
         self._params = params
-        self._grads = grads
+        self._main = main
         self._row_shards = row_shards
         self._views: list[torch.Tensor] | None = None
         self._dtensors: list[UnevenDTensor | None] | None = None
@@ -52,8 +52,8 @@ class ShardedGrads:
     def views(self) -> list[torch.Tensor]:
         """This rank's rows of every main gradient."""
         if self._views is None:
-            main = self._grads.main
-            self._views = [main.view(index) for index in range(len(self._params))]
+            buffer = self._main.buffer
+            self._views = [buffer.view(index) for index in range(len(self._params))]
         return self._views
 
     def settle(self) -> bool:
@@ -88,10 +88,10 @@ class ShardedGrads:
         """
         # One backward may reduce in several rounds, and none of them bring anything.
         was_unused = not accumulated or self._may_be_unused
-        self._may_be_unused = was_unused and not self._grads.contributed
+        self._may_be_unused = was_unused and not self._main.contributed
         self._is_new = True
-        self._is_certainly_new |= self._grads.contributed or not accumulated
-        self._grads.contributed = False
+        self._is_certainly_new |= self._main.contributed or not accumulated
+        self._main.contributed = False
         if self._dtensors is None:
             self._dtensors = [
                 self._dtensor(index) if view.numel() else None
@@ -127,7 +127,7 @@ class ShardedGrads:
             if grad is not None and grad is not mine
         ]
         if any(grad is not None and grad is mine for grad, mine in zip(grads, own, strict=True)):
-            found.append(self._grads.main.tensor)
+            found.append(self._main.buffer.tensor)
         return found
 
     def state(self) -> list[torch.Tensor | None]:
@@ -154,7 +154,7 @@ class ShardedGrads:
 
     def drop_unused(self) -> None:
         """Take gradients back that turned out to come from no rank. Reductions are done."""
-        if self._may_be_unused and self._grads.is_unused():
+        if self._may_be_unused and self._main.is_unused():
             self._is_new = self._is_certainly_new = False
             for param in self._params:
                 param.grad = None

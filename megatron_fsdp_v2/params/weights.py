@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
-
 from megatron_fsdp_v2.comm.interface import DONE, Axis, CommStream, Communicator, Work
-from megatron_fsdp_v2.layout.buffer_layout import BufferLayout
-from megatron_fsdp_v2.layout.mixed_precision import GroupDtypes
-from megatron_fsdp_v2.layout.placement import AxisPlacements, Placement
 from megatron_fsdp_v2.memory.allocator import Allocator, BufferUse, TemporaryBuffer
-from megatron_fsdp_v2.params.buffer import DataParallelBuffer, ShardGrid, Span
+from megatron_fsdp_v2.params.buffer import DataParallelBuffer, FlatSpec, Span
+from megatron_fsdp_v2.params.formats import WeightFormat
 
 __all__ = ["GroupWeights"]
 
@@ -22,65 +18,65 @@ class GroupWeights:
     `main` is what the optimizer steps. `model` is what rests between uses: it shares the
     storage of `main` where neither dtype nor placement differs. `gathered` is the whole buffer
     the unit computes with: temporary where `model` is sharded, `model` itself where it is not.
+    What the bytes of `model` and `gathered` mean is known to the format alone.
+
+    Units that share a tied parameter hold one group together: weights are gathered from the first
+    `hold` to the last `let_go`.
+
+    Attributes:
+        format: Of `model` and `gathered`.
+        main: Main weights of this rank's span.
+        model: Model weights at rest.
+        gathered: The whole buffer.
     """
 
     def __init__(
         self,
-        name: str,
-        layout: BufferLayout,
-        grid: ShardGrid,
-        placements: Sequence[AxisPlacements],
-        dtypes: GroupDtypes,
-        device: torch.device,
+        flat: FlatSpec,
+        weight_format: WeightFormat,
         communicator: Communicator,
         allocator: Allocator,
     ) -> None:
         self._comm = communicator
-        self._grid = grid
-        main_span = grid.span([p.main_weight for p in placements])
-        model_span = grid.span([p.model_weight for p in placements])
-        whole = Span(0, grid.num_slices)
-        self.main = DataParallelBuffer.empty(layout, main_span, dtypes.main_weight, device)
-        if model_span == main_span and dtypes.model_weight == dtypes.main_weight:
+        self._grid = flat.grid
+        self.format = weight_format
+        dtype = weight_format.payload_dtype
+        main_span = flat.span([p.main_weight for p in flat.placements])
+        model_span = flat.span([p.model_weight for p in flat.placements])
+        self.main = flat.zeros(main_span, flat.dtypes.main_weight)
+        if model_span == main_span and dtype == flat.dtypes.main_weight:
             self.model = self.main
         else:
-            self.model = DataParallelBuffer.empty(layout, model_span, dtypes.model_weight, device)
+            self.model = flat.zeros(model_span, dtype)
         self._temporary: TemporaryBuffer | None = None
-        if model_span == whole:
+        if model_span == flat.whole:
             self.gathered = self.model
         else:
             self._temporary = allocator.buffer(
-                f"{name}/model_weight",
+                f"{flat.name}/model_weight",
                 BufferUse.GATHERED,
-                layout.numel,
-                dtypes.model_weight,
-                device,
+                flat.layout.numel,
+                dtype,
+                flat.device,
             )
-            self.gathered = DataParallelBuffer.over(layout, whole, self._temporary)
-        self._gather_axis = self._innermost_sharded(placements) if self._temporary else None
+            self.gathered = DataParallelBuffer.over(flat.layout, flat.whole, self._temporary)
+        self._gather_axis = flat.innermost_sharded() if self._temporary else None
         self._axes: Sequence[Axis] = []
-        self.gather_along(grid.axes)
+        self.gather_along(flat.grid.axes)
+        self._num_holders = 0
+        self._gathering: Work | None = None
+        self._refreshing: Work | None = None
 
     def gather_along(self, axes: Sequence[Axis]) -> None:
         """Gather along these axes from now on: the same ranks, maybe in other groups."""
         self._axes = [axis.for_gathers() for axis in axes]
 
-    @staticmethod
-    def _innermost_sharded(placements: Sequence[AxisPlacements]) -> int:
-        sharded = [index for index, p in enumerate(placements) if p.model_weight is Placement.SHARD]
-        if sharded != [len(placements) - 1]:
-            raise ValueError("model weights can be sharded along the innermost axis only")
-        return sharded[0]
+    # -- what they are ------------------------------------------------------------------------
 
     @property
     def is_refreshed_locally(self) -> bool:
         """Whether `refresh` needs no communication."""
-        return self.model.span == self.main.span
-
-    @property
-    def is_gathered(self) -> bool:
-        """Whether the whole buffer has memory."""
-        return self._temporary is None or self._temporary.is_live
+        return self.model.span == self.main.span and not self.format.communicates
 
     @property
     def is_temporary(self) -> bool:
@@ -88,55 +84,90 @@ class GroupWeights:
         return self._temporary is not None
 
     @property
+    def gathers_for_use(self) -> bool:
+        """Whether every use needs a gather (ZeRO-3)."""
+        return self._gather_axis is not None
+
+    @property
     def steady_nbytes(self) -> int:
         """Bytes of main and model weights, storage shared by both counted once."""
         return self.main.nbytes + (0 if self.model is self.main else self.model.nbytes)
 
     @property
-    def gathers_for_use(self) -> bool:
-        """Whether every use needs a gather (ZeRO-3)."""
-        return self._gather_axis is not None
+    def is_held(self) -> bool:
+        """Whether a unit has gathered weights installed, or on their way."""
+        return self._num_holders > 0
 
-    def refresh(self, *, async_op: bool) -> Work:
-        """Make the model weights equal the main weights. Collective where placements differ.
+    @property
+    def is_gathering(self) -> bool:
+        """Whether they are on their way."""
+        return self._gathering is not None
 
-        Cast first, then gather in the model dtype: along the outer axis the cut pieces of this
+    @property
+    def is_gathered(self) -> bool:
+        """Whether the whole buffer has memory."""
+        return self._temporary is None or self._temporary.is_live
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether there are weights to compute with, here and now."""
+        return self._temporary is None or (self.is_held and self._gathering is None)
+
+    # -- model weights from main weights ------------------------------------------------------
+
+    def refresh(self, *, async_op: bool) -> None:
+        """Start to make the model weights equal the main weights. Collective where it has to be.
+
+        Written first, then gathered as payload: along the outer axis the cut pieces of this
         rank's inner piece, then along the inner axis the pieces of the whole.
 
         Args:
             async_op: Whether to return before it is done. Two gathers in a row are waited for:
                 the second one could not be issued in the same order on every rank.
         """
+        self.wait_for_refresh()
         if self.model is self.main:
-            return DONE
-        if self.is_refreshed_locally:
-            self.model.tensor.copy_(self.main.tensor)
-            return DONE
+            return
         held = self.main.span
-        self.model.piece(held).copy_(self.main.tensor)
+        self.format.write(self.main, self.model.piece(held), self._axes)
         steps = []
         for axis, parts in zip(self._axes, self._grid.parts, strict=True):
             if parts > 1 and held.count < self.model.span.count:
                 wider = self._widened(held, axis, parts)
                 steps.append((axis, held, wider))
                 held = wider
-        work = DONE
         for axis, narrow, wide in steps:
-            work = self._comm.all_gather(
+            self._refreshing = self._comm.all_gather(
                 self.model.piece(wide),
                 self.model.piece(narrow),
                 axis,
                 CommStream.GATHER,
                 async_op=async_op and len(steps) == 1,
             )
-        return work
 
     @staticmethod
     def _widened(held: Span, axis: Axis, parts: int) -> Span:
         return Span(held.first - axis.rank * held.count, held.count * parts)
 
-    def gather(self, *, async_op: bool) -> Work:
-        """Fill the gathered buffer from the model weights. Collective; idempotent."""
+    def wait_for_refresh(self) -> None:
+        """Order what follows after a refresh under way."""
+        if self._refreshing is not None:
+            self._refreshing.wait()
+            self._refreshing = None
+
+    # -- gathered weights from model weights --------------------------------------------------
+
+    def has_room(self) -> bool:
+        """Whether there is memory to gather ahead of use."""
+        return self._temporary is None or self._temporary.has_room()
+
+    def hold(self, *, async_op: bool) -> None:
+        """Gather for one more holder. Collective for the first one."""
+        if not self._num_holders:
+            self._gathering = self._gather(async_op=async_op)
+        self._num_holders += 1
+
+    def _gather(self, *, async_op: bool) -> Work:
         if self._temporary is None or self._gather_axis is None or self._temporary.is_live:
             return DONE
         with self._comm.memory():
@@ -149,13 +180,19 @@ class GroupWeights:
             async_op=async_op,
         )
 
-    def has_room(self) -> bool:
-        """Whether there is memory to gather ahead of use."""
-        return self._temporary is None or self._temporary.has_room()
+    def wait(self) -> bool:
+        """Have gathered weights in place; return whether they were on their way."""
+        self.wait_for_refresh()
+        if self._gathering is None:
+            return False
+        self._gathering.wait()
+        self._gathering = None
+        return True
 
-    def temporaries(self) -> dict[str, TemporaryBuffer]:
-        """Its temporary buffers by what they hold."""
-        return {} if self._temporary is None else {"model_weight": self._temporary}
+    def let_go(self) -> bool:
+        """One holder less; return whether it was the last one, after which `release` is due."""
+        self._num_holders -= 1
+        return not self._num_holders
 
     def release(self) -> None:
         """Drop the gathered buffer's memory, if it is temporary."""
@@ -164,7 +201,18 @@ class GroupWeights:
                 self._comm.settle()
             self._temporary.release()
 
+    # -- what others put in its place ---------------------------------------------------------
+
+    def temporaries(self) -> dict[str, TemporaryBuffer]:
+        """Its temporary buffers by what they hold."""
+        return {} if self._temporary is None else {"model_weight": self._temporary}
+
     def replace_buffers(self, replacement: Callable[[TemporaryBuffer], TemporaryBuffer]) -> None:
         """Put something in the place of temporary buffers that does the same, and tells of it."""
         if self._temporary is not None:
             self._temporary = replacement(self._temporary)
+
+    def replace_communicator(self, communicator: Communicator) -> Communicator:
+        """Communicate by another one from now on; return the one until now."""
+        before, self._comm = self._comm, communicator
+        return before

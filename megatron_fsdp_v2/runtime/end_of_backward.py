@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -13,6 +13,7 @@ from megatron_fsdp_v2.params.autograd import in_backward
 from megatron_fsdp_v2.runtime.context import Reshardable
 
 if TYPE_CHECKING:
+    from megatron_fsdp_v2.params.grads import GroupGrads
     from megatron_fsdp_v2.params.group import ParameterGroup
     from megatron_fsdp_v2.runtime.context import Context
 
@@ -169,14 +170,12 @@ def repair[UnitT: Finishable](context: Context[UnitT]) -> None:
 
 
 def _drop_gradients[UnitT: Finishable](context: Context[UnitT]) -> None:
-    dropped = context.reductions.groups()
+    dropped = context.reductions.grads()
     late = _late_units(context)
     for unit in late:
         reduced = unit in context.synced_in_backward
-        dropped += [
-            g for g in unit.groups if g.grads and (reduced or not g.grads.accumulates_unreduced)
-        ]
-    before = [(g.param_grads, g.param_grads.state()) for g in dropped if g.param_grads is not None]
+        dropped += [g for g in _grads_of([unit]) if reduced or not g.accumulates_unreduced]
+    before = [(grads.param_grads, grads.param_grads.state()) for grads in dropped]
     for unit in late:
         unit.expect_reduction()
         unit.reduce_grad(synchronize=unit in context.synced_in_backward)
@@ -185,10 +184,15 @@ def _drop_gradients[UnitT: Finishable](context: Context[UnitT]) -> None:
     context.reductions.abandon()
     for param_grads, state in before:
         param_grads.forget(state)
-    for unit in context.units():
+    for grads in _grads_of(context.units()):
+        grads.abandon()
+
+
+def _grads_of(units: Iterable[Finishable]) -> Iterator[GroupGrads]:
+    for unit in units:
         for group in unit.groups:
             if group.grads is not None:
-                group.grads.abandon()
+                yield group.grads
 
 
 def _late_units[UnitT: Finishable](context: Context[UnitT]) -> list[UnitT]:
@@ -245,16 +249,12 @@ def synchronize_gradients[UnitT: Finishable](
 def _run_hooks[UnitT: Finishable](units: Sequence[UnitT], *, only_certain: bool) -> None:
     """Call what users registered to be called when a parameter has its gradient."""
     with torch.no_grad():
-        for unit in units:
-            for group in unit.groups:
-                if group.param_grads is not None:
-                    group.param_grads.run_hooks(only_certain=only_certain)
+        for grads in _grads_of(units):
+            grads.param_grads.run_hooks(only_certain=only_certain)
 
 
 def _settle[UnitT: Finishable](context: Context[UnitT]) -> None:
     """Wait for all reductions, and take back what turned out to be no gradient at all."""
     context.reductions.drain()
-    for unit in context.units():
-        for group in unit.groups:
-            if group.param_grads is not None:
-                group.param_grads.drop_unused()
+    for grads in _grads_of(context.units()):
+        grads.param_grads.drop_unused()

@@ -47,8 +47,8 @@ def _memory_of_gradients(module: nn.Module) -> Iterator[torch.Tensor]:
     sharded: set[int] = set()
     for group in groups.values():
         sharded.update(id(param) for param in group.sharded_params)
-        if group.param_grads is not None:
-            yield from group.param_grads.memory()
+        if group.grads is not None:
+            yield from group.grads.param_grads.memory()
     for param in module.parameters():
         if id(param) not in sharded and param.grad is not None:
             yield _here(param.grad)

@@ -82,7 +82,7 @@ def _after_load(module: nn.Module, incompatible_keys: Any) -> None:
     del incompatible_keys
     unit = unit_of(module)
     for group in unit.held_groups:
-        group.sync_external_changes()
+        group.changes.sync()
     unit.reshard()
 
 

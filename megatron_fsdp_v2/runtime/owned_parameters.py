@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from megatron_fsdp_v2.dtensor.tp_params import tensor_shard_of
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
+from megatron_fsdp_v2.params.formats import format_of
 from megatron_fsdp_v2.params.parameter_hooks import tensor_hook_rejection
 from megatron_fsdp_v2.params.registration import OwnedParameter, find_owner_slot
 from megatron_fsdp_v2.runtime.fsdp_module import FSDPModule
@@ -97,13 +97,13 @@ def _check_parameter(name: str, param: nn.Parameter, device: torch.device) -> No
             f"parameter {name} is sharded already, by a unit that contains it; wrap inner units "
             "before outer ones"
         )
-    local = param._local_tensor if isinstance(param, DTensor) else param
-    if is_traceable_wrapper_subclass(local) or hasattr(local, "fsdp_pre_all_gather"):
+    if format_of(param) is None:
+        local = param._local_tensor if isinstance(param, DTensor) else param
         raise ValueError(
             f"parameter {name} is a {type(local).__name__}, which is made of other tensors or says "
-            "how it is gathered (fsdp_pre_all_gather); shards here are rows of plain tensors. Make "
-            "it one, with mp_policy for the dtype to compute with, or leave it out with "
-            "ignored_params"
+            "how it is gathered (fsdp_pre_all_gather), and no weight format that is registered "
+            "takes it. Make it a plain tensor, with mp_policy for the dtype to compute with, or "
+            "leave it out with ignored_params"
         )
     if param.numel() == 0 and param.shape[:1] != (0,):
         raise ValueError(
@@ -192,7 +192,7 @@ def borrowed_groups(
                 f"{where}, which was sharded with another mesh, strategy, granularity, scaling or "
                 "precision; use the same for both"
             )
-        if group.is_held:
+        if group.weights.is_held:
             raise RuntimeError(f"{where}, which is gathered; call reshard() on its module first")
         if group not in tied_groups:
             tied_groups.append(group)

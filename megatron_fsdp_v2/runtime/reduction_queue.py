@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from megatron_fsdp_v2.comm.interface import Work
-    from megatron_fsdp_v2.params.group import ParameterGroup
+    from megatron_fsdp_v2.params.grads import GroupGrads
 
 __all__ = ["OrderedReductions", "Reduction", "ReductionQueue", "RootPass"]
 
@@ -22,13 +22,13 @@ class Reduction:
     """One group's reduction along the inner axis, under way.
 
     Attributes:
-        group: Whose gradients.
+        grads: Whose.
         work: Of the collective.
         then_outer: Whether the outer axis is reduced next.
         async_op: Whether that one is asynchronous.
     """
 
-    group: ParameterGroup
+    grads: GroupGrads
     work: Work
     then_outer: bool
     async_op: bool
@@ -48,7 +48,7 @@ class ReductionQueue:
     def __init__(self, max_live_grad_buffers: int) -> None:
         self.max_live_grad_buffers = max_live_grad_buffers
         self._pending: deque[list[Reduction]] = deque()
-        self._outer: deque[list[tuple[ParameterGroup, Work]]] = deque()
+        self._outer: deque[list[tuple[GroupGrads, Work]]] = deque()
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -64,27 +64,25 @@ class ReductionQueue:
         if issued:
             self._pending.append(issued)
 
-    def push_outer(self, group: ParameterGroup) -> None:
+    def push_outer(self, grads: GroupGrads) -> None:
         """Go on along the outer axis with a group whose inner reductions are all done."""
-        if not self._has_inner(group):
-            self._issue_outer([(group, True)])
+        if not self._has_inner(grads):
+            self._issue_outer([(grads, True)])
 
-    def reserve(self, group: ParameterGroup) -> None:
+    def reserve(self, grads: GroupGrads) -> None:
         """Wait until another unit's full buffer fits, and until this group's own is free."""
-        while len(self._pending) >= self.max_live_grad_buffers or self._has_inner(group):
+        while len(self._pending) >= self.max_live_grad_buffers or self._has_inner(grads):
             self.drain_one()
 
     def drain_one(self) -> None:
         """Wait for the oldest unit's reductions, free its buffers, go on along the outer axis."""
         oldest, following = self._pending.popleft(), []
-        with self._range(oldest[0].group):
+        with self._range(oldest[0].grads):
             for reduction in oldest:
                 reduction.work.wait()
-                grads = reduction.group.grads
-                assert grads is not None
-                grads.release()
+                reduction.grads.end_inner()
                 if reduction.then_outer:
-                    following.append((reduction.group, reduction.async_op))
+                    following.append((reduction.grads, reduction.async_op))
         self._issue_outer(following)
 
     def drain(self) -> None:
@@ -94,10 +92,10 @@ class ReductionQueue:
         while self._outer:
             self._drain_one_outer()
 
-    def groups(self) -> list[ParameterGroup]:
-        """The groups whose main gradients are being written."""
-        inner = [reduction.group for issued in self._pending for reduction in issued]
-        return inner + [group for under_way in self._outer for group, _ in under_way]
+    def grads(self) -> list[GroupGrads]:
+        """Those whose main gradients are being written."""
+        inner = [reduction.grads for issued in self._pending for reduction in issued]
+        return inner + [grads for under_way in self._outer for grads, _ in under_way]
 
     def abandon(self) -> None:
         """Forget everything after a failed backward; waits, since buffers may be in use."""
@@ -110,20 +108,23 @@ class ReductionQueue:
         self._pending.clear()
         self._outer.clear()
 
-    def _range(self, group: ParameterGroup) -> AbstractContextManager[Any]:
-        return nullcontext() if self.ranges is None else self.ranges(group.name)
+    def _range(self, grads: GroupGrads) -> AbstractContextManager[Any]:
+        return nullcontext() if self.ranges is None else self.ranges(grads.name)
 
-    def _has_inner(self, group: ParameterGroup) -> bool:
-        return any(r.group is group for issued in self._pending for r in issued)
+    def _has_inner(self, grads: GroupGrads) -> bool:
+        return any(r.grads is grads for issued in self._pending for r in issued)
 
-    def _issue_outer(self, groups: list[tuple[ParameterGroup, bool]]) -> None:
-        if not groups:
+    def _issue_outer(self, following: list[tuple[GroupGrads, bool]]) -> None:
+        if not following:
             return
         # Or partial shards of all units would be alive at the end of a backward.
         while len(self._outer) >= self.max_live_grad_buffers:
             self._drain_one_outer()
-        with self._range(groups[0][0]):
-            self._outer.append([(g, g.reduce_outer(async_op=is_async)) for g, is_async in groups])
+        with self._range(following[0][0]):
+            issued = [
+                (grads, grads.reduce_outer(async_op=is_async)) for grads, is_async in following
+            ]
+            self._outer.append(issued)
 
     def _drain_one_outer(self) -> None:
         done = self._outer.popleft()
@@ -131,11 +132,10 @@ class ReductionQueue:
             for _, work in done:
                 work.wait()
         # Two reductions of one group in a backward share its partial shard: the last one frees it.
-        still_used = {id(group) for under_way in self._outer for group, _ in under_way}
-        for group, _ in done:
-            assert group.grads is not None
-            if id(group) not in still_used:
-                group.grads.release_partial()
+        still_used = {id(grads) for under_way in self._outer for grads, _ in under_way}
+        for grads, _ in done:
+            if id(grads) not in still_used:
+                grads.end_outer()
 
 
 class RootPass[UnitT]:

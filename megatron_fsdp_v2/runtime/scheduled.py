@@ -120,8 +120,8 @@ class ScheduledUnits:
         self._check_is_open("expect_gradients")
         for unit in self._held:
             for group in unit.groups:
-                if group.is_trained:
-                    group.before_first_grad()
+                if group.grads is not None and group.is_trained:
+                    group.grads.begin(unit.context.reductions)
 
     def begin_forward(self, part: nn.Module) -> None:
         """Parameters of a part are used from here on, by a forward. Collective.

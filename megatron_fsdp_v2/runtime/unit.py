@@ -28,7 +28,7 @@ from megatron_fsdp_v2.runtime.end_of_backward import (
     reduce_in_order,
     repair,
 )
-from megatron_fsdp_v2.runtime.reduction_queue import Reduction, RootPass
+from megatron_fsdp_v2.runtime.reduction_queue import Reduction, ReductionQueue, RootPass
 from megatron_fsdp_v2.runtime.returned_weights import check_outputs
 from megatron_fsdp_v2.runtime.unit_checks import check_units, compare_unit
 
@@ -230,7 +230,7 @@ class Unit:
         if self._is_unsharded:
             return
         # All are asked: each one that has no room is noted for the next plan.
-        if all([group.is_held or group.weights.has_room() for group in self.held_groups]):
+        if all([group.weights.is_held or group.weights.has_room() for group in self.held_groups]):
             self.unshard(async_op=True)
 
     def wait_for_unshard(self) -> None:
@@ -253,20 +253,23 @@ class Unit:
         if not self._is_unsharded:
             return
         weight_version = self.context.weight_version
-        if any(group.is_stale(weight_version) or group.is_refrozen() for group in self.held_groups):
+        if any(
+            group.is_stale(weight_version) or group.members.is_refrozen()
+            for group in self.held_groups
+        ):
             self.reshard()
 
     def _reshard_if_replaced(self) -> None:
         """Take in parameters that were assigned while weights were gathered."""
-        if self._is_unsharded and any([group.is_replaced() for group in self.held_groups]):
+        if self._is_unsharded and any([group.changes.is_replaced() for group in self.held_groups]):
             for group in self.held_groups:
-                group.sync_external_changes()
+                group.changes.sync()
             self.reshard()
 
     def check_no_late_gradient(self) -> None:
-        """See that no gradient came by another way than autograd. See `ParameterGroup`."""
+        """See that no gradient came by another way than autograd. See `Members`."""
         for group in self.groups:
-            group.check_no_late_gradient()
+            group.members.check_no_late_gradient()
 
     # -- forward ------------------------------------------------------------------------------
 
@@ -393,7 +396,7 @@ class Unit:
             unit.reshard_if_stale()
             if torch.is_grad_enabled():
                 for group in unit.groups:
-                    group.check_hooks()
+                    group.members.check_hooks()
         context.begin_forward(self, is_root=self.is_root, has_grad=torch.is_grad_enabled())
         if not context.ranks_may_differ:
             return
@@ -404,8 +407,8 @@ class Unit:
         for unit in units:
             for group in unit.groups:
                 group.unfreeze_if_trained()
-                if not group.weights.is_refreshed_locally and not group.is_held:
-                    group.sync_external_changes()
+                if not group.weights.is_refreshed_locally and not group.weights.is_held:
+                    group.changes.sync()
                     ahead = context.options.prefetch_depth > 0
                     group.refresh(context.weight_version, async_op=ahead)
 
@@ -521,29 +524,36 @@ class Unit:
                 self.reshard()
             self.move(Phase.IDLE)
 
-    def before_gradient(self, group: ParameterGroup) -> None:
+    def before_gradient(self, group: ParameterGroup) -> ReductionQueue:
         """A gradient arrives: its backward has to be one that is finished, with weights in place.
+
+        Returns:
+            The queue that its reduction will be in.
 
         Raises:
             RuntimeError: The weights it was computed with were not gathered.
         """
         context = self.context
+        is_ready = group.weights.is_ready
         if context.is_scheduled:
             # Its schedule finishes it.
-            if not group.is_gathered:
+            if not is_ready:
                 raise RuntimeError(
                     f"a gradient of {self.name} arrived where its schedule does not use it, so its "
                     "weights were not gathered and what was computed is wrong; tell the uses of "
                     "the unit, from begin_backward to end_backward"
                 )
-        elif not (context.is_in_backward and not context.backward_failed and group.is_gathered):
+        elif not (
+            context.is_in_backward and not context.backward_failed and group.weights.is_ready
+        ):
             self._check_is_gathered([group])
             self._join_backward(context.root_pass)
         context.has_gradient = True
+        return context.reductions
 
     def _check_is_gathered(self, groups: Sequence[ParameterGroup]) -> None:
         """See that what was just computed in a backward had weights to compute with."""
-        if all(group.is_gathered for group in groups):
+        if all(group.weights.is_ready for group in groups):
             return
         raise RuntimeError(
             f"the backward of {self.name} ran before a gradient reached one of its outputs, so its "
@@ -552,10 +562,6 @@ class Unit:
             "are), or leaves some behind that are used outside of it. Return them, or use "
             "sharding_strategy='optim_grads'"
         )
-
-    def reserve(self, group: ParameterGroup) -> None:
-        """Before one of its full gradient buffers is given memory: see to older reductions."""
-        self.context.reductions.reserve(group)
 
     def reduce_grad(self, *, synchronize: bool) -> None:
         """Reduce gradients that arrived, as far as asked for. Collective.
@@ -567,7 +573,7 @@ class Unit:
             synchronize: Whether to go all the way into `param.grad`, where gradients are
                 otherwise left unreduced between micro-batches.
         """
-        asynchronous = self.context.options.enable_async_reduce_grad
+        queue, asynchronous = self.context.reductions, self.context.options.enable_async_reduce_grad
         is_pending, self._has_pending_reduction = self._has_pending_reduction, False
         issued: list[Reduction] = []
         with self._range("reduce_grad"):
@@ -578,15 +584,15 @@ class Unit:
                 if not grads.has_gradient and not (is_pending and group.is_trained):
                     continue
                 if not issued:
-                    self.context.reductions.reserve_for_reduction()
+                    queue.reserve_for_reduction()
                     if self.context.options.check_ranks is CheckRanks.ALWAYS:
                         compare_unit(self.context, self, "reduce")
-                has_outer = grads.has_outer_axis
-                work = group.reduce_inner(async_op=asynchronous, is_final=not has_outer)
-                issued.append(Reduction(group, work, has_outer and synchronize, asynchronous))
-            self.context.reductions.push(issued)
+                work = grads.reduce(queue, async_op=asynchronous)
+                then_outer = grads.has_outer_axis and synchronize
+                issued.append(Reduction(grads, work, then_outer, asynchronous))
+            queue.push(issued)
             if not asynchronous:
-                self.context.reductions.drain()
+                queue.drain()
 
     def finish_gradients(self, *, synchronize: bool) -> None:
         """Reduce what is left, also along the outer axis where that is all that is left."""
@@ -594,7 +600,7 @@ class Unit:
         if synchronize:
             for group in self.groups:
                 if group.grads is not None and group.grads.has_partial:
-                    self.context.reductions.push_outer(group)
+                    self.context.reductions.push_outer(group.grads)
 
     def finish_backward(self) -> None:
         """At the end of a backward: reduce what is left, rest."""

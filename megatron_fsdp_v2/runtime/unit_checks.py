@@ -168,7 +168,7 @@ def check_has_values(unit: Checkable) -> None:
     """
     waiting = unit.unset
     for group in unit.groups:
-        group.sync_external_changes()
+        group.changes.sync()
     found = [tensor is not None and is_unset(tensor) for tensor in (get() for _, get in waiting)]
     # A rank that holds no row of a parameter hears of it from those that do.
     for group in unit.groups[:1]:

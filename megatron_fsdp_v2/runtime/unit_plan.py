@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from megatron_fsdp_v2.comm.backends import communicator_for
 from megatron_fsdp_v2.comm.interface import Axis
 from megatron_fsdp_v2.dtensor.row_shards import TensorShard
+from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2.layout.buffer_layout import Granularity
 from megatron_fsdp_v2.layout.flat_buffers import flat_buffers
 from megatron_fsdp_v2.layout.mixed_precision import MixedPrecisionPolicy
@@ -22,6 +23,7 @@ from megatron_fsdp_v2.layout.placement import AxisPlacements
 from megatron_fsdp_v2.memory.allocator import PlainAllocator
 from megatron_fsdp_v2.memory.trace_pool import TracePoolAllocator
 from megatron_fsdp_v2.params.buffer import ShardGrid
+from megatron_fsdp_v2.params.formats import DenseFormat, format_of
 from megatron_fsdp_v2.params.group import GroupSpec, ParameterGroup
 from megatron_fsdp_v2.params.registration import OwnedParameter
 from megatron_fsdp_v2.runtime.context import Context
@@ -56,6 +58,8 @@ class UnitSpec:
 
     def of(self, param: nn.Parameter) -> GroupSpec:
         """What the group of a parameter has in common."""
+        format_type = DenseFormat if isinstance(param, UnevenDTensor) else format_of(param)
+        assert format_type is not None
         return GroupSpec(
             dtypes=self.policy.resolve(param.dtype),
             requires_grad=param.requires_grad,
@@ -64,6 +68,7 @@ class UnitSpec:
             scale=self.scale,
             errors_on_missing_grad=self.errors_on_missing_grad,
             reduces=getattr(param, "requires_gradient_reduction", True),
+            format_type=format_type,
         )
 
 
@@ -162,7 +167,7 @@ def _make_groups(
         plan.owned,
         lambda parameter: (spec_of(parameter.param), parameter.is_separate and parameter.name),
         lambda parameter: parameter.shape,
-        lambda key: key[0].dtypes.smallest_itemsize,
+        lambda key: key[0].smallest_itemsize,
         ShardGrid.of(plan.axes, [p.main_weight for p in plan.spec.placements]).num_slices,
         plan.spec.granularity,
     )

@@ -71,10 +71,10 @@ def starts_of_views(options: dict[str, Any]) -> list[tuple[str, int, int]]:
         for group in unit_of(module).groups:
             alignment = group.layout.alignment
             assert group.grads is not None and group.main_grad is not None
-            flat = group.grads._full.tensor
+            flat = group.grads.buffers.full.tensor
             for index, param in enumerate(group.sharded_params):
                 nbytes = alignment.start(group.layout.slots[index].numel) * 2
-                start = group.grads.views[index].storage_offset() - flat.storage_offset()
+                start = group.grads.buffers.views[index].storage_offset() - flat.storage_offset()
                 if start * flat.element_size() % nbytes:
                     wrong.append((f"gradient of {group.names[index]}", start, nbytes))
                 # Main weights and gradients are fp32: twice as far.

@@ -71,8 +71,8 @@ def _record(model: Any) -> Recorder:
     recorder = Recorder(unit_of(model).context.communicator, blocks)
     for unit in [*blocks, unit_of(model)]:
         for group in unit.groups:
-            group.weights._comm = recorder
-            group.grads._comm = recorder
+            group.weights.replace_communicator(recorder)
+            group.grads.replace_communicator(recorder)
     for block in model.blocks:
         block.register_forward_hook(lambda *_: recorder.look())
         block.register_full_backward_hook(lambda *_: recorder.look())
@@ -146,7 +146,7 @@ def resting_bytes() -> tuple[int, int, int]:
             # fp32 main weight and gradient, bf16 model weight.
             expected += group.layout.shard_numel * (4 + 4 + 2)
             temporary += group.weights.gathered.tensor.untyped_storage().nbytes()
-            temporary += group.grads._temporary.tensor.untyped_storage().nbytes()
+            temporary += group.grads.buffers.full.tensor.untyped_storage().nbytes()
     return alive, expected, temporary
 
 

@@ -209,9 +209,9 @@ def measure(case: Case) -> tuple[dict[str, int], Counter[Any], list[UnitBytes]]:
     ]
     counts: Counter[Any] = Counter()
     for group in groups:
-        group.weights._comm = Counting(group.weights._comm, group.axes, counts)
-        if group.grads is not None:
-            group.grads._comm = Counting(group.grads._comm, group.axes, counts)
+        for holder in filter(None, (group.weights, group.grads)):
+            counting = Counting(None, group.axes, counts)
+            counting._inner = holder.replace_communicator(counting)
     if isinstance(optimizer, Muon):
         assert optimizer._engine is not None
         for work in optimizer._engine[1].works:
@@ -234,11 +234,11 @@ def bytes_by_role(groups: list[Any], optimizer: torch.optim.Optimizer) -> dict[s
         if group.grads is None:
             continue
         found["main_grad"] += nbytes(group.grads.main.tensor)
-        found["grad_buffer"] += nbytes(group.grads._temporary.tensor)
-        if group.grads._partial is not None:
-            found["partial_grad"] += nbytes(group.grads._partial.tensor)
-        if group.grads._comm_buffer is not None:
-            found["grad_comm"] += nbytes(group.grads._comm_buffer.tensor)
+        found["grad_buffer"] += nbytes(group.grads.buffers.full.tensor)
+        if group.grads.buffers.partial is not None:
+            found["partial_grad"] += nbytes(group.grads.buffers.partial.tensor)
+        if group.grads.buffers.grad_comm is not None:
+            found["grad_comm"] += nbytes(group.grads.buffers.grad_comm.tensor)
     for state in optimizer.state.values():
         for name, tensor in state.items():
             if name == "step":

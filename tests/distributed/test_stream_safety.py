@@ -166,8 +166,8 @@ def seen_operations() -> list[bool]:
         touched.setdefault(op.name.removeprefix("aten.").split(".")[0], set()).update(names)
     kinds = Counter(type(record).__name__ for record in recording.schedule.records)
     return [
-        "blocks.1/0 weights temporary" in touched["addmm"],
-        "blocks.1/0 weights temporary" in touched["mm"],
+        "blocks.1/0 weights gathered" in touched["addmm"],
+        "blocks.1/0 weights gathered" in touched["mm"],
         "blocks.1/0 grads full" in touched["copy_"],
         {"blocks.1/0 weights model", "blocks.1/0 grads main"}
         <= touched["addcdiv_"] | touched["lerp_"],
@@ -358,7 +358,7 @@ class FreesGradientsEarly(Tampering):
 
     def reduce_scatter(self, *args: Any, **options: Any) -> Any:
         work = self.inner.reduce_scatter(*args, **options)
-        self.group.grads.release()
+        self.group.grads.buffers.drop(self.group.grads.buffers.full)
         return work
 
 
@@ -411,17 +411,18 @@ def _plant(fault: str, model: Any, recording: Recording) -> None:
     groups = [unit_of(module).groups[0] for module in [*model.blocks, model]]
     for group, following in zip(groups, [*groups[1:], None], strict=True):
         if fault == "gather not waited for":
-            group.weights._comm = GathersWithoutWait(inner)
+            group.weights.replace_communicator(GathersWithoutWait(inner))
         elif fault == "reduction not waited for":
-            group.grads._comm = ReducesWithoutWait(inner)
+            group.grads.replace_communicator(ReducesWithoutWait(inner))
         elif fault == "work dropped":
-            group.grads._comm = DropsTickets(inner)
+            group.grads.replace_communicator(DropsTickets(inner))
         elif fault == "gradients freed early":
-            group.grads._comm = FreesGradientsEarly(inner, group)
+            group.grads.replace_communicator(FreesGradientsEarly(inner, group))
         elif fault == "comm_stream does not wait":
-            group.weights._comm = group.grads._comm = deaf
+            group.weights.replace_communicator(deaf)
+            group.grads.replace_communicator(deaf)
         elif fault == "buffer reused" and following in groups[:-1]:
-            following.weights._comm = GathersIntoAnother(inner, group)
+            following.weights.replace_communicator(GathersIntoAnother(inner, group))
 
 
 def faults_found(fault: str) -> list[tuple[str, str, str]]:
@@ -472,13 +473,13 @@ def test_a_place_in_the_trace_pool_used_again_too_early_is_found(
         (
             "gather not waited for",
             Fault.UNORDERED,
-            "blocks.1/0 weights temporary",
+            "blocks.1/0 weights gathered",
             ("all_gather on 'gather' (writes it)", "aten.addmm.default on 'compute' (reads it)"),
         ),
         (
             "gather not waited for",
             Fault.PREMATURE_FREE,
-            "blocks.1/0 weights temporary",
+            "blocks.1/0 weights gathered",
             ("all_gather on 'gather' (writes it)", "free on 'compute'"),
         ),
         (
@@ -508,13 +509,13 @@ def test_a_place_in_the_trace_pool_used_again_too_early_is_found(
         (
             "gathered weights freed early",
             Fault.PREMATURE_FREE,
-            "blocks.1/0 weights temporary",
+            "blocks.1/0 weights gathered",
             ("all_gather on 'gather' (writes it)", "free on 'compute'"),
         ),
         (
             "comm_stream does not wait",
             Fault.UNORDERED_MEMORY,
-            "blocks.1/0 weights temporary",
+            "blocks.1/0 weights gathered",
             ("allocation on 'compute'", "all_gather on 'gather 2' (writes it)"),
         ),
         (
@@ -526,7 +527,7 @@ def test_a_place_in_the_trace_pool_used_again_too_early_is_found(
         (
             "buffer reused",
             Fault.UNORDERED,
-            "blocks.1/0 weights temporary",
+            "blocks.1/0 weights gathered",
             ("all_gather on 'gather' (writes it)", "aten.addmm.default on 'compute' (reads it)"),
         ),
     ],

@@ -129,9 +129,9 @@ def listen(model: nn.Module) -> Wire:
     wire = Wire(units[-1].context.communicator)
     for unit in units:
         for group in unit.groups:
-            group.weights._comm = wire  # type: ignore[assignment]
+            group.weights.replace_communicator(wire)  # type: ignore[arg-type]
             if group.grads is not None:
-                group.grads._comm = wire  # type: ignore[assignment]
+                group.grads.replace_communicator(wire)  # type: ignore[arg-type]
     return wire
 
 

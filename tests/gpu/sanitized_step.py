@@ -46,7 +46,7 @@ def train(strategy: str, shape: tuple[int, ...], outer: str, device: str) -> Non
         )
     # Made in the first backward otherwise; the sanitizer takes the making of a view for a write.
     units = [unit_of(module) for module in [*model.blocks, model]]
-    views = [group.param_grads.views for unit in units for group in unit.groups]
+    views = [group.grads.param_grads.views for unit in units for group in unit.groups]
     assert len(views) == 4
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for _ in range(2):

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import nn
 
-from megatron_fsdp_v2.comm.interface import Communicator
 from megatron_fsdp_v2.comm.streams import StreamCommunicator
 from megatron_fsdp_v2.diagnostics.stream_safety.checker import Violation, find_violations
 from megatron_fsdp_v2.diagnostics.stream_safety.recorder import (
@@ -20,7 +19,8 @@ from megatron_fsdp_v2.diagnostics.stream_safety.recorder import (
 )
 from megatron_fsdp_v2.diagnostics.stream_safety.schedule import Schedule
 from megatron_fsdp_v2.memory.allocator import TemporaryBuffer
-from megatron_fsdp_v2.params.buffer import DataParallelBuffer
+from megatron_fsdp_v2.params.grads import GroupGrads
+from megatron_fsdp_v2.params.weights import GroupWeights
 from megatron_fsdp_v2.runtime.fsdp_module import named_units
 
 __all__ = ["Recording", "record_streams"]
@@ -140,24 +140,35 @@ def record_streams(module: nn.Module) -> Iterator[Recording]:
 
 
 def _record_holder(
-    name: str, holder: Any, recording: Recording, undo: contextlib.ExitStack
+    name: str,
+    holder: GroupWeights | GroupGrads,
+    recording: Recording,
+    undo: contextlib.ExitStack,
 ) -> None:
     """Put recorded things in the places of what communicates and of temporary buffers."""
     _name_buffers(name, holder, recording.recorder)
-    for attribute, value in list(vars(holder).items()):
-        if isinstance(value, Communicator):
-            setattr(holder, attribute, recording.communicator)
-        elif isinstance(value, TemporaryBuffer):
-            setattr(holder, attribute, WatchedBuffer(value, recording.recorder))
-        else:
-            continue
-        undo.callback(setattr, holder, attribute, value)
+    before = holder.replace_communicator(recording.communicator)
+    undo.callback(holder.replace_communicator, before)
+    unwatched: dict[TemporaryBuffer, TemporaryBuffer] = {}
+
+    def watched(buffer: TemporaryBuffer) -> TemporaryBuffer:
+        watching = WatchedBuffer(buffer, recording.recorder)
+        unwatched[watching] = buffer
+        return watching
+
+    holder.replace_buffers(watched)
+    undo.callback(holder.replace_buffers, lambda buffer: unwatched.get(buffer, buffer))
 
 
-def _name_buffers(name: str, holder: Any, recorder: StreamRecorder) -> None:
-    for attribute, value in vars(holder).items():
-        label = f"{name} {attribute.removeprefix('_')}"
-        if isinstance(value, DataParallelBuffer) and attribute != "gathered":
-            recorder.name(value.tensor, label)
-        elif isinstance(value, TemporaryBuffer):
-            recorder.name(value.tensor, label, has_memory=value.is_live)
+def _name_buffers(name: str, holder: GroupWeights | GroupGrads, recorder: StreamRecorder) -> None:
+    if isinstance(holder, GroupWeights):
+        recorder.name(holder.model.tensor, f"{name} model")
+        recorder.name(holder.main.tensor, f"{name} main")
+    elif holder.has_main:
+        recorder.name(holder.main.tensor, f"{name} main")
+    for kind, buffer in holder.temporaries().items():
+        recorder.name(buffer.tensor, f"{name} {_KINDS.get(kind, kind)}", has_memory=buffer.is_live)
+
+
+_KINDS = {"model_weight": "gathered", "main_grad": "full"}
+"""What else temporary buffers are called, where one that stays has their name."""

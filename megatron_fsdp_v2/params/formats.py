@@ -1,0 +1,154 @@
+"""What the bytes of a weight are, between the main weights and what a module computes with.
+
+A `WeightFormat` is the only place that understands them. Everything else moves flat buffers: the
+model-weight shard that rests between uses, and the gathered buffer that it is gathered into.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from megatron_fsdp_v2.dtensor.tp_params import part_of
+
+if TYPE_CHECKING:
+    from megatron_fsdp_v2.comm.interface import Axis
+    from megatron_fsdp_v2.layout.mixed_precision import GroupDtypes
+    from megatron_fsdp_v2.params.buffer import DataParallelBuffer
+
+__all__ = ["DenseFormat", "WeightFormat", "format_of", "register_format"]
+
+
+class WeightFormat(Protocol):
+    """How the parameters of one group are stored, made from main weights, and bound to a module.
+
+    One object for each parameter group, made with the dtypes that its precision policy decided.
+    What a format keeps for each parameter besides the payload (a scale, say) it keeps itself, the
+    same on every rank.
+
+    Attributes:
+        own_attributes: Names of what such a parameter keeps in its `__dict__` for itself; what
+            else is there was written by others, and is handed on to what the parameter becomes.
+        communicates: Whether `write` talks to other ranks. Such weights are written once a step
+            and not before every use.
+        payload_dtype: Of one element of the flat buffers. One element stands for one of the
+            parameter.
+    """
+
+    own_attributes: ClassVar[frozenset[str]]
+    communicates: ClassVar[bool]
+    payload_dtype: torch.dtype
+
+    def __init__(self, dtypes: GroupDtypes) -> None: ...
+
+    @staticmethod
+    def takes(param: torch.Tensor) -> bool:
+        """Whether parameters like this one, given to `fully_shard`, are of this format."""
+        ...
+
+    @staticmethod
+    def itemsize(dtypes: GroupDtypes) -> int:
+        """Bytes of one element of the payload."""
+        ...
+
+    @staticmethod
+    def values(param: torch.Tensor) -> torch.Tensor:
+        """The values that a parameter's main weight begins with.
+
+        Args:
+            param: What was given to `fully_shard`.
+
+        Returns:
+            A tensor of plain numbers, of the shape that data parallelism cuts by rows.
+        """
+        ...
+
+    def bind(self, view: torch.Tensor, index: int, like: torch.Tensor) -> torch.Tensor:
+        """What modules are to compute with, over its part of the gathered buffer.
+
+        Asked once for each parameter; the memory of the buffer comes and goes afterwards.
+
+        Args:
+            view: Its payload, of its shape.
+            index: Which parameter of the group.
+            like: What was given to `fully_shard`.
+        """
+        ...
+
+    def memory(self, bound: torch.Tensor) -> torch.Tensor:
+        """The tensor inside what `bind` returned that has the memory of the gathered buffer."""
+        ...
+
+    def write(
+        self,
+        main: DataParallelBuffer,
+        payload: torch.Tensor,
+        axes: Sequence[Axis],
+    ) -> None:
+        """Make the payload from the main weights. Collective if `communicates`.
+
+        Args:
+            main: Main weights of this rank's span; `main.view(index)` is its rows of a parameter.
+            payload: The payload of the same span, flat.
+            axes: Axes of the data-parallel mesh; ranks along one that cuts main weights hold other
+                rows, those along one that replicates hold the same.
+        """
+        ...
+
+
+class DenseFormat:
+    """Plain numbers, cast to the compute dtype."""
+
+    own_attributes: ClassVar[frozenset[str]] = frozenset()
+    communicates: ClassVar[bool] = False
+
+    def __init__(self, dtypes: GroupDtypes) -> None:
+        self.payload_dtype = dtypes.model_weight
+
+    @staticmethod
+    def takes(param: torch.Tensor) -> bool:
+        """Whether it is made of plain numbers; a DTensor counts as its local tensor."""
+        local = part_of(param)
+        return not (is_traceable_wrapper_subclass(local) or hasattr(local, "fsdp_pre_all_gather"))
+
+    @staticmethod
+    def itemsize(dtypes: GroupDtypes) -> int:
+        """See `WeightFormat.itemsize`."""
+        return dtypes.model_weight.itemsize
+
+    @staticmethod
+    def values(param: torch.Tensor) -> torch.Tensor:
+        """The parameter itself, or its local tensor."""
+        return part_of(param)
+
+    def bind(self, view: torch.Tensor, index: int, like: torch.Tensor) -> torch.Tensor:
+        """A view of the buffer is what modules compute with."""
+        del index, like
+        return view
+
+    def memory(self, bound: torch.Tensor) -> torch.Tensor:
+        """See `bind`."""
+        return bound
+
+    def write(self, main: DataParallelBuffer, payload: torch.Tensor, axes: Sequence[Axis]) -> None:
+        """Cast."""
+        del axes
+        payload.copy_(main.tensor)
+
+
+_REGISTERED: list[type[WeightFormat]] = []
+
+
+def register_format(format_type: type[WeightFormat]) -> None:
+    """Have `fully_shard` take parameters of another format, from now on. Idempotent."""
+    if format_type not in _REGISTERED:
+        _REGISTERED.append(format_type)
+
+
+def format_of(param: torch.Tensor) -> type[WeightFormat] | None:
+    """The format of a parameter; None where no registered one takes it."""
+    formats: Sequence[type[WeightFormat]] = (*_REGISTERED, DenseFormat)
+    return next((known for known in formats if known.takes(param)), None)

@@ -1,0 +1,232 @@
+"""The flat buffers that gradients are collected in, and the order of what is written there."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron_fsdp_v2.comm.interface import Communicator
+from megatron_fsdp_v2.layout.placement import Placement
+from megatron_fsdp_v2.memory.allocator import Allocator, BufferUse, TemporaryBuffer
+from megatron_fsdp_v2.params.buffer import DataParallelBuffer, FlatSpec
+
+__all__ = ["GradBuffers", "MainGradient"]
+
+
+class MainGradient:
+    """The reduced gradient of a group: what every `param.grad` is a view of.
+
+    Attributes:
+        span: Which slices are here.
+        contributed: Whether this rank had a gradient in any reduction that led to it as it is.
+    """
+
+    def __init__(self, flat: FlatSpec) -> None:
+        self._flat = flat
+        self.span = flat.span([p.main_grad for p in flat.placements])
+        self.contributed = False
+        self._buffer: DataParallelBuffer | None = None
+
+    @property
+    def buffer(self) -> DataParallelBuffer:
+        """Its memory, allocated on first use and kept."""
+        if self._buffer is None:
+            self._buffer = self._flat.zeros(self.span, self._flat.dtypes.main_grad)
+        return self._buffer
+
+    @property
+    def is_allocated(self) -> bool:
+        """Whether it has memory, from the first reduction on."""
+        return self._buffer is not None
+
+    def is_unused(self) -> bool:
+        """Whether it is the sum of no gradients (see `GradBuffers.fill_missing`).
+
+        Waits for the device. To be asked only where this rank had no gradient.
+        """
+        main = self.buffer.tensor
+        return bool(((main == 0) & main.signbit()).all())
+
+
+class GradBuffers:
+    """Memory of a group's gradients before they are reduced: it comes and goes.
+
+    Autograd's gradients land in views of one flat temporary buffer, in the communication dtype or,
+    where it keeps collecting over micro-batches, in the main gradient's dtype.
+
+    A gradient arrives on the stream that its parameter was used on in the forward, which need not
+    be the compute stream. The engine orders that with the others only when a backward ends, so it
+    is done here: see `_order_write` and `wait_for_writers`.
+
+    Attributes:
+        full: The whole buffer that gradients arrive in.
+        views: Its view of every parameter.
+        filled: Per parameter, whether a gradient arrived since the last reduction.
+        grad_comm: Copy of it in the communication dtype, where that is another one; else None.
+        partial: Shard that waits for the reduction along an outer axis; None without one.
+        outer_grad_comm: Copy of that in the communication dtype, likewise.
+    """
+
+    def __init__(
+        self,
+        flat: FlatSpec,
+        communicator: Communicator,
+        allocator: Allocator,
+        *,
+        keeps_collecting: bool,
+    ) -> None:
+        self._comm = communicator
+        dtypes, layout, placements = flat.dtypes, flat.layout, flat.placements
+        dtype = dtypes.main_grad if keeps_collecting else dtypes.grad_comm
+
+        def temporary(kind: str, use: BufferUse, numel: int, dtype: torch.dtype) -> TemporaryBuffer:
+            return allocator.buffer(f"{flat.name}/{kind}", use, numel, dtype, flat.device)
+
+        gradient, communication = BufferUse.GRADIENT, BufferUse.COMMUNICATION
+        self.full = temporary("main_grad", gradient, layout.numel, dtype)
+        whole = DataParallelBuffer.over(layout, flat.whole, self.full)
+        self.views = [whole.view(index) for index in range(len(layout.slots))]
+        self._gaps = layout.gaps()
+        self.grad_comm: TemporaryBuffer | None = None
+        if dtype != dtypes.grad_comm:
+            self.grad_comm = temporary("grad_comm", communication, layout.numel, dtypes.grad_comm)
+        self.partial: TemporaryBuffer | None = None
+        self.outer_grad_comm: TemporaryBuffer | None = None
+        if len(placements) == 2:
+            pieces = [Placement.REPLICATE, placements[-1].main_grad]
+            numel = flat.span(pieces).count * layout.shard_numel
+            self.partial = temporary("partial_grad", gradient, numel, dtypes.main_grad)
+            if dtypes.main_grad != dtypes.grad_comm:
+                self.outer_grad_comm = temporary(
+                    "outer_grad_comm", communication, numel, dtypes.grad_comm
+                )
+        self.filled = [False] * len(layout.slots)
+        # Side streams that wrote to the full buffer, and which one wrote a parameter's gradient.
+        self._writers: set[Any] = set()
+        self._written_aside: dict[int, Any] = {}
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether any gradient arrived since the last reduction."""
+        return any(self.filled)
+
+    def forget_filled(self) -> None:
+        """Expect the first gradient of every parameter again."""
+        self.filled = [False] * len(self.filled)
+
+    # -- writing ------------------------------------------------------------------------------
+
+    def add(self, index: int, grad: torch.Tensor) -> None:
+        """Take one parameter's gradient: written the first time, added after that.
+
+        A sparse one, such as that of `nn.Embedding(sparse=True)`, becomes dense.
+        """
+        if grad.layout is not torch.strided:
+            self.kernel_view(index).add_(grad)
+            return
+        self._order_write(index)
+        if self.filled[index]:
+            self.views[index].add_(grad)
+        else:
+            self.views[index].copy_(grad)
+            self.filled[index] = True
+
+    def kernel_view(self, index: int) -> torch.Tensor:
+        """One parameter's view for a kernel that adds to it by itself; zeroed the first time."""
+        self._order_write(index)
+        if not self.filled[index]:
+            self.views[index].zero_()
+            self.filled[index] = True
+        return self.views[index]
+
+    def _order_write(self, index: int) -> None:
+        """Order what the current stream writes of a parameter after what others wrote there."""
+        side = self._comm.side_stream()
+        if side is None and not self._written_aside:
+            return
+        writer = self._written_aside.get(index)
+        if side == writer:
+            return
+        # Its first write, and any to what the compute stream may have written.
+        after_compute = side is not None and (side not in self._writers or self.filled[index])
+        self._comm.wait_for([] if writer is None else [writer], and_compute=after_compute)
+        if side is None:
+            del self._written_aside[index]
+        else:
+            self._writers.add(side)
+            self._written_aside[index] = side
+
+    def wait_for_writers(self) -> None:
+        """Order what the caller does next after all that was written to the full buffer."""
+        if self._writers or self._comm.side_stream() is not None:
+            self._comm.wait_for(self._writers, and_compute=True)
+            self._writers.clear()
+            self._written_aside.clear()
+
+    def fill_missing(self) -> None:
+        """Zero what no gradient arrived for, and the gaps between parameters.
+
+        With no gradient at all, the zeros are negative: -0.0 is what IEEE addition leaves
+        everything else as it is, so a sum is all -0.0 where every rank had none, and +0.0 or
+        something else where one rank had a gradient. No rank has to be asked.
+        """
+        if not self.has_gradient:
+            self.full.tensor.fill_(-0.0)
+            return
+        missing = itertools.compress(self.views, (not filled for filled in self.filled))
+        gaps = (self.full.tensor[start:end] for start, end in self._gaps)
+        if unset := [*missing, *gaps]:
+            torch._foreach_zero_(unset)
+
+    # -- memory -------------------------------------------------------------------------------
+
+    def take(self, buffer: TemporaryBuffer) -> torch.Tensor:
+        """Give one of the buffers memory, if it has none."""
+        with self._comm.memory():
+            return buffer.acquire()
+
+    def drop(self, *buffers: TemporaryBuffer | None) -> None:
+        """Take memory away from some of them; nothing reads or writes it any more."""
+        for buffer in buffers:
+            if buffer is not None and buffer.is_live:
+                self._comm.settle()
+                buffer.release()
+
+    def in_comm_dtype(self, buffer: TemporaryBuffer, copy: TemporaryBuffer | None) -> torch.Tensor:
+        """What of a buffer is communicated: itself, or a copy that takes its place."""
+        if copy is None:
+            return buffer.tensor
+        copied = self.take(copy).copy_(buffer.tensor)
+        # Two units in flight would have two buffers each otherwise.
+        self.drop(buffer)
+        return copied
+
+    # -- what others put in their place -------------------------------------------------------
+
+    def temporaries(self) -> dict[str, TemporaryBuffer]:
+        """The buffers by what they hold."""
+        held = {
+            "main_grad": self.full,
+            "grad_comm": self.grad_comm,
+            "partial_grad": self.partial,
+            "outer_grad_comm": self.outer_grad_comm,
+        }
+        return {kind: buffer for kind, buffer in held.items() if buffer is not None}
+
+    def replace_buffers(self, replacement: Callable[[TemporaryBuffer], TemporaryBuffer]) -> None:
+        """Put something in the place of buffers that does the same, and tells of it."""
+        self.full = replacement(self.full)
+        if self.grad_comm is not None:
+            self.grad_comm = replacement(self.grad_comm)
+        if self.partial is not None:
+            self.partial = replacement(self.partial)
+        if self.outer_grad_comm is not None:
+            self.outer_grad_comm = replacement(self.outer_grad_comm)
+
+    def replace_communicator(self, communicator: Communicator) -> Communicator:
+        """Order streams by another one from now on; return the one until now."""
+        before, self._comm = self._comm, communicator
+        return before

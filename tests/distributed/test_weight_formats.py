@@ -1,0 +1,162 @@
+"""Another format of weights than plain numbers, written as one file: `tests/reference`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_fsdp_v2.params.formats import DenseFormat, format_of, register_format
+from megatron_fsdp_v2.runtime.fsdp_module import unit_of
+from tests.distributed.wrapping import STRATEGIES, batch, held_error, listen, mesh_of, wrap
+from tests.ranks import RankPools
+from tests.reference.models import Checkpointed, Stack
+from tests.reference.scaled_float8 import (
+    ScaledFloat8,
+    ScaledFloat8Format,
+    quantize_linears,
+    quantized,
+)
+
+STEPS = 3
+
+
+def _pair(shape: tuple[int, ...], **options: Any) -> tuple[Any, Any]:
+    """The plain fp32 model, and the same with weights in 8 bits, sharded."""
+    register_format(ScaledFloat8Format)
+    torch.manual_seed(0)
+    plain = Stack()
+    eight = Checkpointed(use_reentrant=False) if options.pop("recompute", False) else Stack()
+    eight.load_state_dict(plain.state_dict())
+    quantize_linears(eight)
+    with torch.no_grad():
+        # Both begin with numbers that 8 bits can hold.
+        for name, param in eight.named_parameters():
+            if isinstance(param, ScaledFloat8):
+                plain.get_parameter(name).copy_(param.numbers())
+    return plain, wrap(eight, mesh=mesh_of(*shape), **options)
+
+
+def _with_quantized(plain: nn.Module, step: int) -> torch.Tensor:
+    """The mean loss of all ranks, computed with whole weights that were quantized and back."""
+    weights = {
+        name: param + (quantized(param).numbers() - param).detach()
+        for name, param in plain.named_parameters()
+        if param.dim() == 2
+    }
+    losses = [
+        torch.func.functional_call(plain, weights, (batch(rank, step),)).square().mean()
+        for rank in range(dist.get_world_size())
+    ]
+    return torch.stack(losses).mean()
+
+
+def largest_errors(shape: tuple[int, ...], options: dict[str, Any]) -> list[float]:
+    """Over some steps: of the losses summed over ranks, and of the main weights."""
+    plain, model = _pair(shape, **options)
+    optimizers = [torch.optim.Adam(m.parameters(), lr=0.05) for m in (plain, model)]
+    worst = [0.0, 0.0]
+    for step in range(STEPS):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        expected = _with_quantized(plain, step)
+        expected.backward()
+        own = model(batch(dist.get_rank(), step)).square().mean()
+        own.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        total = own.detach().clone()
+        dist.all_reduce(total)
+        worst[0] = max(worst[0], float((total / dist.get_world_size() - expected).abs()))
+        pairs = zip(model.parameters(), plain.parameters(), strict=True)
+        worst[1] = max(worst[1], *(held_error(mine, theirs) for mine, theirs in pairs))
+        if step == 0:
+            # Without gradients the same weights are written and gathered.
+            with torch.no_grad():
+                model(batch(0, step))
+    return worst
+
+
+CASES = [((2,), strategy, {}) for strategy in STRATEGIES]
+CASES += [
+    ((3,), "optim_grads_params", {}),
+    ((3,), "optim", {}),
+    ((2,), "optim_grads_params", {"recompute": True}),
+    ((2,), "optim_grads_params", {"enable_trace_pool": True}),
+    ((2,), "optim_grads_params", {"reshard_after_forward": False}),
+    ((2, 2), "optim_grads_params", {}),
+]
+
+
+@pytest.mark.parametrize(("shape", "strategy", "more"), CASES, ids=str)
+def test_training_in_8_bits_is_that_of_whole_quantized_weights(
+    pools: RankPools, shape: tuple[int, ...], strategy: str, more: dict[str, Any]
+) -> None:
+    world_size = shape[0] * (shape[1] if len(shape) > 1 else 1)
+    options = {"sharding_strategy": strategy, **more}
+    for errors in pools(world_size).run(largest_errors, shape, options):
+        assert max(errors) < 2e-6, errors
+
+
+def bytes_gathered() -> tuple[int, int, list[str]]:
+    """Of a forward: bytes of all-gathers in 8 bits, in others; and kinds of groups of a block."""
+    _, model = _pair((2,), sharding_strategy="optim_grads_params")
+    wire = listen(model)
+    model(batch(dist.get_rank()))
+    gathers = [sent for sent in wire.sent if sent.kind == "all_gather"]
+    eight = sum(sent.numel for sent in gathers if sent.dtype.itemsize == 1)
+    other = sum(sent.numel * sent.dtype.itemsize for sent in gathers if sent.dtype.itemsize > 1)
+    groups = unit_of(model.blocks[0]).groups
+    return eight, other, sorted(group.spec.format_type.__name__ for group in groups)
+
+
+def test_what_travels_is_the_payload(pools: RankPools) -> None:
+    weights = sum(p.numel() for p in Stack().parameters() if p.dim() == 2)
+    for eight, other, formats in pools(2).run(bytes_gathered):
+        assert weights <= eight < 1.5 * weights
+        assert 0 < other < weights
+        assert formats == ["DenseFormat", "ScaledFloat8Format"]
+
+
+def _bytes(weight: ScaledFloat8) -> torch.Tensor:
+    return weight.payload.view(torch.uint8)
+
+
+def gathered_payloads() -> list[bool]:
+    """Whether every gathered weight has the bytes of the whole weight quantized at once."""
+    plain, model = _pair((2,), sharding_strategy="optim_grads_params")
+    with torch.no_grad():
+        for param in plain.parameters():
+            param.mul_(1.7)
+        for param in model.parameters():
+            param.mul_(1.7)
+    same: list[bool] = []
+
+    def look(module: Any, _args: Any) -> None:
+        for name, param in module.named_parameters():
+            if isinstance(param, ScaledFloat8):
+                fqn = next(n for n, m in model.named_modules() if m is module)
+                whole = quantized(plain.get_parameter(f"{fqn}.{name}"))
+                same.append(torch.equal(_bytes(param), _bytes(whole)))
+                same.append(bool(param.scale == whole.scale))
+
+    for block in model.blocks:
+        block.register_forward_pre_hook(look)
+    model(batch(dist.get_rank()))
+    return same
+
+
+def test_a_gathered_payload_is_that_of_quantizing_the_whole_weight(pools: RankPools) -> None:
+    for same in pools(2).run(gathered_payloads):
+        assert len(same) == 3 * 2 * 2
+        assert all(same)
+
+
+def test_a_format_is_found_by_what_the_parameter_is() -> None:
+    register_format(ScaledFloat8Format)
+    register_format(ScaledFloat8Format)
+    assert format_of(nn.Parameter(torch.ones(2, 2))) is DenseFormat
+    assert format_of(nn.Parameter(quantized(torch.ones(2, 2)))) is ScaledFloat8Format

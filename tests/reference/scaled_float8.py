@@ -1,0 +1,128 @@
+"""A weight format in one file: 8 bits an element and one scale for each weight, on a CPU.
+
+What an adapter writes for a real format, with nothing of a library in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from megatron_fsdp_v2.comm.interface import Axis
+from megatron_fsdp_v2.layout.mixed_precision import GroupDtypes
+from megatron_fsdp_v2.params.buffer import DataParallelBuffer
+
+LARGEST = 448.0
+"""Of `float8_e4m3fn`."""
+
+
+class ScaledFloat8(torch.Tensor):
+    """`payload * scale`, which computes as the numbers it stands for.
+
+    Args:
+        payload: `float8_e4m3fn`, of the shape of the weight.
+        scale: fp32, one element.
+    """
+
+    payload: torch.Tensor
+    scale: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, payload: torch.Tensor, scale: torch.Tensor) -> ScaledFloat8:
+        made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, payload.shape, dtype=torch.float32, device=payload.device
+        )
+        made.payload, made.scale = payload, scale
+        return made  # type: ignore[no-any-return]
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["payload", "scale"], None
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, torch.Tensor], _meta: Any, _size: Any, _stride: Any
+    ) -> ScaledFloat8:
+        return ScaledFloat8(inner["payload"], inner["scale"])
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"ScaledFloat8({tuple(self.shape)})"
+
+    def numbers(self) -> torch.Tensor:
+        """What it stands for, in fp32."""
+        return self.payload.float() * self.scale
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        if func is torch.ops.aten.detach.default:
+            return ScaledFloat8(args[0].payload, args[0].scale)
+        args, kwargs = tree_map_only(ScaledFloat8, ScaledFloat8.numbers, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def quantized(weight: torch.Tensor) -> ScaledFloat8:
+    """A whole weight in this format."""
+    scale = scale_of(weight.detach().abs().max().reshape(1))
+    return ScaledFloat8((weight.detach() / scale).to(torch.float8_e4m3fn), scale)
+
+
+def scale_of(largest: torch.Tensor) -> torch.Tensor:
+    """The scale of weights by the largest absolute value of each."""
+    return torch.where(largest > 0, largest / LARGEST, 1.0)
+
+
+def quantize_linears(model: nn.Module) -> None:
+    """Have the weights of linear layers in this format."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.weight = nn.Parameter(quantized(module.weight))
+
+
+class ScaledFloat8Format:
+    """See `WeightFormat`. Main weights are the fp32 numbers; scales are of whole weights."""
+
+    own_attributes: ClassVar[frozenset[str]] = frozenset({"payload", "scale"})
+    communicates: ClassVar[bool] = True
+
+    def __init__(self, dtypes: GroupDtypes) -> None:
+        del dtypes
+        self.payload_dtype = torch.float8_e4m3fn
+        self._scales: list[torch.Tensor] = []
+
+    @staticmethod
+    def takes(param: torch.Tensor) -> bool:
+        return isinstance(param, ScaledFloat8)
+
+    @staticmethod
+    def itemsize(dtypes: GroupDtypes) -> int:
+        del dtypes
+        return 1
+
+    @staticmethod
+    def values(param: torch.Tensor) -> torch.Tensor:
+        assert isinstance(param, ScaledFloat8)
+        return param.numbers()
+
+    def bind(self, view: torch.Tensor, index: int, like: torch.Tensor) -> torch.Tensor:
+        assert index == len(self._scales) and isinstance(like, ScaledFloat8)
+        self._scales.append(like.scale.clone())
+        return ScaledFloat8(view, self._scales[index])
+
+    def memory(self, bound: torch.Tensor) -> torch.Tensor:
+        assert isinstance(bound, ScaledFloat8)
+        return bound.payload
+
+    def write(self, main: DataParallelBuffer, payload: torch.Tensor, axes: Sequence[Axis]) -> None:
+        rows = [main.view(index) for index in range(len(self._scales))]
+        largest = torch.stack([r.abs().max() if r.numel() else r.new_zeros(()) for r in rows])
+        for axis in axes:
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=axis.group)
+        written = DataParallelBuffer(main.layout, main.span, payload)
+        for index, (mine, scale) in enumerate(zip(rows, scale_of(largest), strict=True)):
+            self._scales[index].copy_(scale)
+            written.view(index).copy_(mine / scale)

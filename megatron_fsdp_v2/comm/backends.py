@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,11 +21,12 @@ from megatron_fsdp_v2.comm.errors import Label
 from megatron_fsdp_v2.comm.interface import (
     DONE,
     Axis,
-    CommStream,
+    Collective,
+    CollectiveKind,
     Communicator,
     Registrar,
     Work,
-    gather_alone,
+    run_alone,
     store,
 )
 from megatron_fsdp_v2.comm.streams import Stream, StreamCommunicator
@@ -50,20 +52,13 @@ _CHUNK = 1 << 16
 class _BackendWork:
     """An asynchronous operation of a CPU process group, and what to do with its result."""
 
-    __slots__ = ("_axis", "_c10d_work", "_finish", "_keep", "_kind", "_label")
+    __slots__ = ("_axis", "_c10d_work", "_call", "_kind", "_label")
 
     def __init__(
-        self,
-        c10d_work: Any,
-        finish: Callable[[], None] | None,
-        keep: tuple[Any, ...],
-        kind: str,
-        label: Label,
-        axis: Axis,
+        self, c10d_work: Any, call: _Call, kind: CollectiveKind, label: Label, axis: Axis
     ) -> None:
         self._c10d_work = c10d_work
-        self._finish = finish
-        self._keep = keep
+        self._call: _Call | None = call
         self._kind = kind
         self._label = label
         self._axis = axis
@@ -74,12 +69,10 @@ class _BackendWork:
         try:
             self._c10d_work.wait()
         except RuntimeError as error:
-            raise self._label.failure(self._kind, self._axis.group, error) from error
-        self._c10d_work = None
-        if self._finish is not None:
-            self._finish()
-        self._finish = None
-        self._keep = ()
+            raise self._label.failure(self._kind.title, self._axis.group, error) from error
+        call, self._c10d_work, self._call = self._call, None, None
+        if call is not None and call.finish is not None:
+            call.finish()
 
 
 class CpuCommunicator:
@@ -96,130 +89,21 @@ class CpuCommunicator:
         """See `Communicator.labeled`."""
         return CpuCommunicator(label)
 
-    def all_gather(
-        self,
-        output: torch.Tensor,
-        shard: torch.Tensor,
-        axis: Axis,
-        comm_stream: CommStream,
-        *,
-        async_op: bool,
-    ) -> Work:
-        """See `Communicator.all_gather`."""
-        del comm_stream
+    def issue(self, collective: Collective, *, async_op: bool) -> Work:
+        """See `Communicator.issue`. Communication streams mean nothing here."""
+        kind, axis = collective.kind, collective.axis
         if axis.size == 1:
-            gather_alone(output, shard)
+            run_alone(collective)
             return DONE
-        return self._issue(
-            "all-gather",
-            axis,
-            (output, shard),
-            async_op,
-            None,
-            all_gather_single,
-            output,
-            shard,
-        )
-
-    def reduce_scatter(
-        self,
-        into: torch.Tensor,
-        full: torch.Tensor,
-        axis: Axis,
-        comm_stream: CommStream,
-        *,
-        scale: float,
-        accumulate: bool,
-        async_op: bool,
-    ) -> Work:
-        """See `Communicator.reduce_scatter`.
-
-        Gloo's reduce-scatter is several times slower than an all-to-all of the same bytes. The
-        sum is made here, in rank order and in `into`'s dtype, whatever the communication dtype.
-        """
-        del comm_stream
-        if axis.size == 1:
-            store(into, full, scale, accumulate)
-            return DONE
-        # One's own piece does not travel, so that what is received is less than the whole.
-        numels = [full.numel() // axis.size if r != axis.rank else 0 for r in range(axis.size)]
-        matrix = full.view(axis.size, -1)
-        end = _move_to_end(matrix, axis.rank)
-        received = full.new_empty(sum(numels))
-        sent = matrix[1:] if end == 0 else matrix[:-1]
-        pieces = list(received.view(axis.size - 1, -1))
-        pieces.insert(axis.rank, matrix[end])
-
-        def finish() -> None:
-            _sum_into(into, pieces, scale, accumulate)
-            # Gloo's own thread lets go of it only when it gets to run again.
-            received.untyped_storage().resize_(0)
-
-        return self._issue(
-            "reduce-scatter",
-            axis,
-            (full,),
-            async_op,
-            finish,
-            dist.all_to_all_single,
-            received,
-            sent.view(-1),
-            numels,
-            numels,
-        )
-
-    def all_reduce(
-        self,
-        into: torch.Tensor,
-        full: torch.Tensor,
-        axis: Axis,
-        comm_stream: CommStream,
-        *,
-        scale: float,
-        accumulate: bool,
-        async_op: bool,
-    ) -> Work:
-        """See `Communicator.all_reduce`."""
-        del comm_stream
-        if axis.size == 1:
-            store(into, full, scale, accumulate)
-            return DONE
-
-        def finish() -> None:
-            if full.dtype == into.dtype:
-                store(into, full, scale, accumulate)
-            else:
-                _sum_into(into, [full], scale, accumulate)
-
-        return self._issue(
-            "all-reduce", axis, (full, into), async_op, finish, dist.all_reduce, full
-        )
-
-    def all_to_all(
-        self,
-        received: torch.Tensor,
-        sent: torch.Tensor,
-        received_numels: Sequence[int],
-        sent_numels: Sequence[int],
-        axis: Axis,
-        comm_stream: CommStream,
-        *,
-        async_op: bool,
-    ) -> Work:
-        """See `Communicator.all_to_all`."""
-        del comm_stream
-        return self._issue(
-            "all-to-all",
-            axis,
-            (received, sent),
-            async_op,
-            None,
-            dist.all_to_all_single,
-            received,
-            sent,
-            list(received_numels),
-            list(sent_numels),
-        )
+        call = _CALLS[kind](collective)
+        try:
+            c10d_work = call.operation(*call.operands, group=axis.group, async_op=True)
+        except RuntimeError as error:
+            raise self.label.failure(kind.title, axis.group, error) from error
+        work = _BackendWork(c10d_work, call, kind, self.label, axis)
+        if not async_op:
+            work.wait()
+        return work
 
     def begin_pass(self) -> None:
         """There are no streams."""
@@ -238,25 +122,73 @@ class CpuCommunicator:
     def settle(self) -> None:
         """There are no streams."""
 
-    def _issue(
-        self,
-        kind: str,
-        axis: Axis,
-        keep: tuple[Any, ...],
-        async_op: bool,
-        finish: Callable[[], None] | None,
-        operation: Callable[..., Any],
-        *operands: Any,
-    ) -> Work:
-        """Start an operation of torch's; `finish` makes the result of what arrived."""
-        try:
-            c10d_work = operation(*operands, group=axis.group, async_op=True)
-        except RuntimeError as error:
-            raise self.label.failure(kind, axis.group, error) from error
-        work = _BackendWork(c10d_work, finish, keep, kind, self.label, axis)
-        if not async_op:
-            work.wait()
-        return work
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call of torch's, and what follows.
+
+    Attributes:
+        operation: The function.
+        operands: Its arguments.
+        keep: Tensors that have to stay until it is done.
+        finish: Makes the result of what arrived.
+    """
+
+    operation: Callable[..., Any]
+    operands: tuple[Any, ...]
+    keep: tuple[torch.Tensor, ...]
+    finish: Callable[[], None] | None = None
+
+
+def _all_gather(c: Collective) -> _Call:
+    return _Call(all_gather_single, (c.output, c.input), (c.output, c.input))
+
+
+def _reduce_scatter(c: Collective) -> _Call:
+    """Gloo's reduce-scatter is several times slower than an all-to-all of the same bytes.
+
+    The sum is made here, in rank order and in the output's dtype, whatever the communication dtype.
+    """
+    size, rank, full = c.axis.size, c.axis.rank, c.input
+    # One's own piece does not travel, so that what is received is less than the whole.
+    numels = [full.numel() // size if r != rank else 0 for r in range(size)]
+    matrix = full.view(size, -1)
+    end = _move_to_end(matrix, rank)
+    received = full.new_empty(sum(numels))
+    sent = matrix[1:] if end == 0 else matrix[:-1]
+    pieces = list(received.view(size - 1, -1))
+    pieces.insert(rank, matrix[end])
+
+    def finish() -> None:
+        _sum_into(c.output, pieces, c.scale, c.accumulate)
+        # Gloo's own thread lets go of it only when it gets to run again.
+        received.untyped_storage().resize_(0)
+
+    operands = (received, sent.view(-1), numels, numels)
+    return _Call(dist.all_to_all_single, operands, (full,), finish)
+
+
+def _all_reduce(c: Collective) -> _Call:
+    def finish() -> None:
+        if c.input.dtype == c.output.dtype:
+            store(c.output, c.input, c.scale, c.accumulate)
+        else:
+            _sum_into(c.output, [c.input], c.scale, c.accumulate)
+
+    return _Call(dist.all_reduce, (c.input,), (c.input, c.output), finish)
+
+
+def _all_to_all(c: Collective) -> _Call:
+    operands = (c.output, c.input, list(c.output_numels), list(c.input_numels))
+    return _Call(dist.all_to_all_single, operands, (c.output, c.input))
+
+
+_CALLS: dict[CollectiveKind, Callable[[Collective], _Call]] = {
+    CollectiveKind.ALL_GATHER: _all_gather,
+    CollectiveKind.REDUCE_SCATTER: _reduce_scatter,
+    CollectiveKind.ALL_REDUCE: _all_reduce,
+    CollectiveKind.ALL_TO_ALL: _all_to_all,
+}
 
 
 def _move_to_end(pieces: torch.Tensor, index: int) -> int:

@@ -16,11 +16,13 @@ from megatron_fsdp_v2.comm.errors import Label
 __all__ = [
     "DONE",
     "Axis",
+    "Collective",
+    "CollectiveKind",
     "CommStream",
     "Communicator",
     "Registrar",
     "Work",
-    "gather_alone",
+    "run_alone",
     "store",
 ]
 
@@ -57,6 +59,59 @@ class CommStream(enum.Enum):
     OUTER = "outer"
 
 
+class CollectiveKind(enum.Enum):
+    """What a collective does."""
+
+    ALL_GATHER = "all_gather"
+    """Fill the output with the inputs of all ranks, in rank order."""
+    REDUCE_SCATTER = "reduce_scatter"
+    """Sum this rank's slice of the input over ranks, and store that in the output."""
+    ALL_REDUCE = "all_reduce"
+    """Sum the input over ranks, and store that in the output."""
+    ALL_TO_ALL = "all_to_all"
+    """Send every rank its part of the input, and receive what all have for this one."""
+
+    @property
+    def title(self) -> str:
+        """What to call it in a message."""
+        return self.value.replace("_", "-")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Collective:
+    """A collective, before it is issued.
+
+    Attributes:
+        kind: What it does.
+        output: Flat. `axis.size` times as many elements as the input for an all-gather, as many
+            fewer for a reduce-scatter. A sum is stored in any floating dtype, everything else in
+            the dtype of the input.
+        input: Flat; for an all-gather it may be a view of the output. What a reduction is given,
+            in the communication dtype, is consumed.
+        axis: Ranks that take part.
+        comm_stream: Queue to run in.
+        scale: Factor of a sum, applied once, where it is stored.
+        accumulate: Whether a sum is added to the output instead of overwriting it.
+        output_numels: Elements that an all-to-all receives of each rank.
+        input_numels: Elements that it sends to each rank.
+    """
+
+    kind: CollectiveKind
+    output: torch.Tensor
+    input: torch.Tensor
+    axis: Axis
+    comm_stream: CommStream
+    scale: float = 1.0
+    accumulate: bool = False
+    output_numels: Sequence[int] = ()
+    input_numels: Sequence[int] = ()
+
+    @property
+    def full(self) -> torch.Tensor:
+        """The larger of both tensors: what all ranks together have or give."""
+        return self.output if self.kind is CollectiveKind.ALL_GATHER else self.input
+
+
 class Work(Protocol):
     """A collective under way."""
 
@@ -83,84 +138,11 @@ class Communicator(Protocol):
         """
         ...
 
-    def all_gather(
-        self,
-        output: torch.Tensor,
-        shard: torch.Tensor,
-        axis: Axis,
-        comm_stream: CommStream,
-        *,
-        async_op: bool,
-    ) -> Work:
-        """Fill `output` with the shards of all ranks, in rank order.
+    def issue(self, collective: Collective, *, async_op: bool) -> Work:
+        """Start a collective.
 
         Args:
-            output: Flat, `axis.size * shard.numel()` elements.
-            shard: Flat, this rank's part, of the same dtype; may be a view of `output`.
-            axis: Ranks that take part.
-            comm_stream: Queue to run in.
-            async_op: Whether to return before it is done.
-        """
-        ...
-
-    def reduce_scatter(
-        self,
-        into: torch.Tensor,
-        full: torch.Tensor,
-        axis: Axis,
-        comm_stream: CommStream,
-        *,
-        scale: float,
-        accumulate: bool,
-        async_op: bool,
-    ) -> Work:
-        """Put (or add) `scale` times the sum over ranks of this rank's slice of `full`.
-
-        Args:
-            into: Flat, `full.numel() / axis.size` elements of any floating dtype.
-            full: Flat, in the communication dtype; its content is consumed.
-            axis: Ranks that take part.
-            comm_stream: Queue to run in.
-            scale: Factor applied once, to the sum, where it is stored.
-            accumulate: Add to `into` instead of overwriting it.
-            async_op: Whether to return before it is done.
-        """
-        ...
-
-    def all_reduce(
-        self,
-        into: torch.Tensor,
-        full: torch.Tensor,
-        axis: Axis,
-        comm_stream: CommStream,
-        *,
-        scale: float,
-        accumulate: bool,
-        async_op: bool,
-    ) -> Work:
-        """Put (or add) `scale` times the sum over ranks of `full`. See `reduce_scatter`."""
-        ...
-
-    def all_to_all(
-        self,
-        received: torch.Tensor,
-        sent: torch.Tensor,
-        received_numels: Sequence[int],
-        sent_numels: Sequence[int],
-        axis: Axis,
-        comm_stream: CommStream,
-        *,
-        async_op: bool,
-    ) -> Work:
-        """Send every rank its part of `sent`, and receive what all have for this one.
-
-        Args:
-            received: Flat, parts from all ranks in rank order.
-            sent: Flat, parts for all ranks in rank order.
-            received_numels: Elements of each part of `received`.
-            sent_numels: Elements of each part of `sent`.
-            axis: Ranks that take part.
-            comm_stream: Queue to run in.
+            collective: What it does.
             async_op: Whether to return before it is done.
         """
         ...
@@ -260,7 +242,10 @@ def store(into: torch.Tensor, value: torch.Tensor, scale: float, accumulate: boo
         torch.mul(value, value.new_full((1,), scale, dtype=wider), out=into)
 
 
-def gather_alone(output: torch.Tensor, shard: torch.Tensor) -> None:
-    """An all-gather among one rank: a copy, unless both are the same memory."""
-    if output.data_ptr() != shard.data_ptr():
-        output.copy_(shard)
+def run_alone(collective: Collective) -> None:
+    """A collective among one rank, which nobody has to be asked for."""
+    output, given = collective.output, collective.input
+    if collective.kind in (CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_REDUCE):
+        store(output, given, collective.scale, collective.accumulate)
+    elif output.data_ptr() != given.data_ptr():
+        output.copy_(given)

@@ -9,13 +9,22 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from megatron_fsdp_v2.comm.errors import Label
-from megatron_fsdp_v2.comm.interface import DONE, Axis, CommStream, Work, gather_alone, store
+from megatron_fsdp_v2.comm.interface import (
+    DONE,
+    Axis,
+    Collective,
+    CollectiveKind,
+    CommStream,
+    Work,
+    run_alone,
+    store,
+)
 
 __all__ = ["Collectives", "Stream", "StreamCommunicator", "StreamDevice"]
 
@@ -168,83 +177,42 @@ class StreamCommunicator:
         other.label = label
         return other
 
-    def all_gather(
-        self,
-        output: torch.Tensor,
-        shard: torch.Tensor,
-        axis: Axis,
-        comm_stream: CommStream,
-        *,
-        async_op: bool,
-    ) -> Work:
-        """See `Communicator.all_gather`."""
-        if axis.size == 1:
-            gather_alone(output, shard)
+    def issue(self, collective: Collective, *, async_op: bool) -> Work:
+        """See `Communicator.issue`."""
+        if collective.axis.size == 1:
+            run_alone(collective)
             return DONE
-        with self._on_stream(comm_stream, async_op):
-            self._issue("all-gather", axis, self._collectives.all_gather, output, shard, axis)
-            return self._work((output, shard), async_op)
+        with self._on_stream(collective.comm_stream, async_op):
+            try:
+                keep = self._run(collective)
+            except RuntimeError as error:
+                kind, group = collective.kind.title, collective.axis.group
+                raise self.label.failure(kind, group, error) from error
+            if not async_op:
+                return DONE
+            event = self._device.current_stream().record_event()
+            return _EventWork(self._device, self._compute, event, keep)
 
-    def reduce_scatter(
-        self,
-        into: torch.Tensor,
-        full: torch.Tensor,
-        axis: Axis,
-        comm_stream: CommStream,
-        *,
-        scale: float,
-        accumulate: bool,
-        async_op: bool,
-    ) -> Work:
-        """See `Communicator.reduce_scatter`."""
-        if axis.size == 1:
-            store(into, full, scale, accumulate)
-            return DONE
-        direct = into.dtype == full.dtype and not accumulate
-        # In place otherwise: NCCL takes this rank's slice of the input for the output.
-        shard = into if direct else full.view(axis.size, -1)[axis.rank]
-        with self._on_stream(comm_stream, async_op):
-            reduce_scatter = self._collectives.reduce_scatter
-            self._issue("reduce-scatter", axis, reduce_scatter, shard, full, axis)
-            store(into, shard, scale, accumulate)
-            return self._work((into, full, shard), async_op)
-
-    def all_reduce(
-        self,
-        into: torch.Tensor,
-        full: torch.Tensor,
-        axis: Axis,
-        comm_stream: CommStream,
-        *,
-        scale: float,
-        accumulate: bool,
-        async_op: bool,
-    ) -> Work:
-        """See `Communicator.all_reduce`."""
-        if axis.size == 1:
-            store(into, full, scale, accumulate)
-            return DONE
-        with self._on_stream(comm_stream, async_op):
-            self._issue("all-reduce", axis, self._collectives.all_reduce, full, axis)
-            store(into, full, scale, accumulate)
-            return self._work((into, full), async_op)
-
-    def all_to_all(
-        self,
-        received: torch.Tensor,
-        sent: torch.Tensor,
-        received_numels: Sequence[int],
-        sent_numels: Sequence[int],
-        axis: Axis,
-        comm_stream: CommStream,
-        *,
-        async_op: bool,
-    ) -> Work:
-        """See `Communicator.all_to_all`."""
-        with self._on_stream(comm_stream, async_op):
-            all_to_all, numels = self._collectives.all_to_all, (received_numels, sent_numels)
-            self._issue("all-to-all", axis, all_to_all, received, sent, *numels, axis)
-            return self._work((received, sent), async_op)
+    def _run(self, c: Collective) -> tuple[torch.Tensor, ...]:
+        """Queue a collective; return the tensors that have to stay until it is done."""
+        collectives, axis = self._collectives, c.axis
+        match c.kind:
+            case CollectiveKind.ALL_GATHER:
+                collectives.all_gather(c.output, c.input, axis)
+            case CollectiveKind.REDUCE_SCATTER:
+                direct = c.output.dtype == c.input.dtype and not c.accumulate
+                # In place otherwise: NCCL takes this rank's slice of the input for the output.
+                shard = c.output if direct else c.input.view(axis.size, -1)[axis.rank]
+                collectives.reduce_scatter(shard, c.input, axis)
+                store(c.output, shard, c.scale, c.accumulate)
+                return c.output, c.input, shard
+            case CollectiveKind.ALL_REDUCE:
+                collectives.all_reduce(c.input, axis)
+                store(c.output, c.input, c.scale, c.accumulate)
+            case CollectiveKind.ALL_TO_ALL:
+                numels = c.output_numels, c.input_numels
+                collectives.all_to_all(c.output, c.input, *numels, axis)
+        return c.output, c.input
 
     def begin_pass(self) -> None:
         """See `Communicator.begin_pass`."""
@@ -281,12 +249,6 @@ class StreamCommunicator:
         if side is not None and self._compute.stream is not None:
             self._compute.stream.wait_stream(side)
 
-    def _issue(self, kind: str, axis: Axis, operation: Callable[..., None], *operands: Any) -> None:
-        try:
-            operation(*operands)
-        except RuntimeError as error:
-            raise self.label.failure(kind, axis.group, error) from error
-
     def _on_stream(
         self, comm_stream: CommStream, async_op: bool
     ) -> contextlib.AbstractContextManager[Any]:
@@ -295,9 +257,3 @@ class StreamCommunicator:
         stream = self._streams[comm_stream]
         stream.wait_stream(self._device.current_stream())
         return self._device.use(stream)
-
-    def _work(self, keep: tuple[Any, ...], async_op: bool) -> Work:
-        if not async_op:
-            return DONE
-        event = self._device.current_stream().record_event()
-        return _EventWork(self._device, self._compute, event, keep)

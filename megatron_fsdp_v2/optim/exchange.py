@@ -13,7 +13,14 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_fsdp_v2.comm.interface import Axis, CommStream, Communicator, Work
+from megatron_fsdp_v2.comm.interface import (
+    Axis,
+    Collective,
+    CollectiveKind,
+    CommStream,
+    Communicator,
+    Work,
+)
 from megatron_fsdp_v2.optim.matrix_layout import Grid, MatrixLayout, Rect
 from megatron_fsdp_v2.optim.ownership import Matrix, Ownership
 
@@ -247,7 +254,13 @@ class Transfer:
         sent = torch.cat(outgoing) if outgoing else self._like.new_empty(0)
         into, out = sizes(hop.receives), sizes(hop.sends)
         received = self._like.new_empty(sum(into))
-        work = self._communicator.all_to_all(
-            received, sent, into, out, self._axes[hop.axis], CommStream.REDUCE, async_op=True
+        collective = Collective(
+            CollectiveKind.ALL_TO_ALL,
+            received,
+            sent,
+            self._axes[hop.axis],
+            CommStream.REDUCE,
+            output_numels=into,
+            input_numels=out,
         )
-        self._arriving = (hop, received, work)
+        self._arriving = (hop, received, self._communicator.issue(collective, async_op=True))

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from megatron_fsdp_v2.comm.interface import DONE, CommStream, Communicator, Work, store
+from megatron_fsdp_v2.comm.interface import (
+    DONE,
+    Collective,
+    CollectiveKind,
+    CommStream,
+    Communicator,
+    Work,
+    store,
+)
 from megatron_fsdp_v2.layout.placement import Placement
 from megatron_fsdp_v2.params.gathered_parameter import GatheredParameter
 from megatron_fsdp_v2.params.grad_buffers import GradBuffers, MainGradient
@@ -19,6 +27,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from megatron_fsdp_v2.comm.interface import Axis
+    from megatron_fsdp_v2.layout.placement import AxisPlacements
     from megatron_fsdp_v2.memory.allocator import Allocator, TemporaryBuffer
     from megatron_fsdp_v2.params.buffer import DataParallelBuffer, FlatSpec
     from megatron_fsdp_v2.params.members import Members
@@ -102,9 +111,9 @@ class GroupGrads:
         self._errors_on_missing = errors_on_missing
         placements = flat.placements
         self._inner: Axis = flat.grid.axes[-1]
-        self._inner_is_cut = placements[-1].main_grad is Placement.SHARD
+        self._inner_kind = _sum_kind(placements[-1])
         self._outer: Axis = flat.grid.axes[0]
-        self._outer_is_cut = placements[0].main_grad is Placement.SHARD
+        self._outer_kind = _sum_kind(placements[0])
         self.accumulates_unreduced = placements[-1].unreduced_grad is Placement.PARTIAL
         self.buffers = GradBuffers(
             flat, communicator, allocator, keeps_collecting=self.accumulates_unreduced
@@ -251,16 +260,16 @@ class GroupGrads:
             into = self.main.tensor
         if before != 1.0:
             buffers.full.tensor.mul_(before)
-        collective = self._comm.reduce_scatter if self._inner_is_cut else self._comm.all_reduce
-        return collective(
+        collective = Collective(
+            self._inner_kind,
             into,
             buffers.in_comm_dtype(buffers.full, buffers.grad_comm),
             self._inner,
             CommStream.REDUCE,
             scale=after,
             accumulate=accumulate,
-            async_op=async_op,
         )
+        return self._comm.issue(collective, async_op=async_op)
 
     def end_inner(self) -> None:
         """The reduction along the inner axis has been waited for: drop the full buffer."""
@@ -279,16 +288,16 @@ class GroupGrads:
         if buffers.partial is None or not self.has_partial:
             return DONE
         self._partial_state = self._moved(self._partial_state, GradState.REDUCING)
-        collective = self._comm.reduce_scatter if self._outer_is_cut else self._comm.all_reduce
-        return collective(
+        collective = Collective(
+            self._outer_kind,
             self.main.tensor,
             buffers.in_comm_dtype(buffers.partial, buffers.outer_grad_comm),
             self._outer,
             CommStream.OUTER,
             scale=self._factors()[1],
             accumulate=accumulate,
-            async_op=async_op,
         )
+        return self._comm.issue(collective, async_op=async_op)
 
     def end_outer(self) -> None:
         """The reduction along the outer axis has been waited for: drop the partial shard."""
@@ -341,3 +350,9 @@ class GroupGrads:
         self.buffers.replace_communicator(communicator)
         before, self._comm = self._comm, communicator
         return before
+
+
+def _sum_kind(placements: AxisPlacements) -> CollectiveKind:
+    """How gradients are summed along an axis: every rank gets its shard of the sum, or all."""
+    is_cut = placements.main_grad is Placement.SHARD
+    return CollectiveKind.REDUCE_SCATTER if is_cut else CollectiveKind.ALL_REDUCE

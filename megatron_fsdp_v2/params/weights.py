@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
-from megatron_fsdp_v2.comm.interface import DONE, Axis, CommStream, Communicator, Work
+from megatron_fsdp_v2.comm.interface import (
+    DONE,
+    Axis,
+    Collective,
+    CollectiveKind,
+    CommStream,
+    Communicator,
+    Work,
+)
 from megatron_fsdp_v2.memory.allocator import Allocator, BufferUse, TemporaryBuffer
 from megatron_fsdp_v2.params.buffer import DataParallelBuffer, FlatSpec, Span
 from megatron_fsdp_v2.params.formats import WeightFormat
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["GroupWeights"]
 
@@ -137,13 +149,12 @@ class GroupWeights:
                 steps.append((axis, held, wider))
                 held = wider
         for axis, narrow, wide in steps:
-            self._refreshing = self._comm.all_gather(
-                self.model.piece(wide),
-                self.model.piece(narrow),
-                axis,
-                CommStream.GATHER,
-                async_op=async_op and len(steps) == 1,
-            )
+            gather = self._gather_of(self.model.piece(wide), self.model.piece(narrow), axis)
+            self._refreshing = self._comm.issue(gather, async_op=async_op and len(steps) == 1)
+
+    @staticmethod
+    def _gather_of(output: torch.Tensor, shard: torch.Tensor, axis: Axis) -> Collective:
+        return Collective(CollectiveKind.ALL_GATHER, output, shard, axis, CommStream.GATHER)
 
     @staticmethod
     def _widened(held: Span, axis: Axis, parts: int) -> Span:
@@ -172,13 +183,8 @@ class GroupWeights:
             return DONE
         with self._comm.memory():
             gathered = self._temporary.acquire()
-        return self._comm.all_gather(
-            gathered,
-            self.model.tensor,
-            self._axes[self._gather_axis],
-            CommStream.GATHER,
-            async_op=async_op,
-        )
+        gather = self._gather_of(gathered, self.model.tensor, self._axes[self._gather_axis])
+        return self._comm.issue(gather, async_op=async_op)
 
     def wait(self) -> bool:
         """Have gathered weights in place; return whether they were on their way."""

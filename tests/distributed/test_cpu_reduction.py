@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fsdp_v2.comm import backends
-from megatron_fsdp_v2.comm.interface import Axis, CommStream
+from megatron_fsdp_v2.comm.interface import Axis, Collective, CollectiveKind, CommStream
 from tests.distributed.allocations import peak_nbytes
 from tests.ranks import RankPools
 
@@ -26,6 +26,13 @@ def _full(rank: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(NUMEL * dist.get_world_size(), generator=generator).to(dtype)
 
 
+def _sum(
+    into: torch.Tensor, full: torch.Tensor, scale: float = 1.0, accumulate: bool = False
+) -> Collective:
+    kind = CollectiveKind.REDUCE_SCATTER
+    return Collective(kind, into, full, _axis(), CommStream.REDUCE, scale, accumulate)
+
+
 def cases_with_other_bits(chunk: int) -> list[str]:
     """Cases whose result is not the sum in rank order, in the dtype of the result."""
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -40,14 +47,8 @@ def cases_with_other_bits(chunk: int) -> list[str]:
                 total = piece if other == 0 else total + piece
             into = torch.ones(NUMEL)
             expected = torch.add(into, total, alpha=scale) if accumulate else total * scale
-            work = communicator.reduce_scatter(
-                into,
-                _full(rank, wire),
-                _axis(),
-                CommStream.REDUCE,
-                scale=scale,
-                accumulate=accumulate,
-                async_op=True,
+            work = communicator.issue(
+                _sum(into, _full(rank, wire), scale, accumulate), async_op=True
             )
             work.wait()
             work.wait()
@@ -72,8 +73,7 @@ def bytes_of_a_reduction() -> tuple[int, int]:
 
     def reduce() -> None:
         communicator = backends.CpuCommunicator()
-        options = {"scale": 1.0, "accumulate": False, "async_op": True}
-        communicator.reduce_scatter(into, full, _axis(), CommStream.REDUCE, **options).wait()  # type: ignore[arg-type]
+        communicator.issue(_sum(into, full), async_op=True).wait()
 
     reduce()
     return peak_nbytes(reduce), 4 * NUMEL

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_fsdp_v2 import MixedPrecisionPolicy, fully_shard
+from megatron_fsdp_v2.comm.interface import Collective
 from megatron_fsdp_v2.runtime.fsdp_module import unit_of
 from tests.distributed.allocations import changes
 from tests.distributed.wrapping import mesh_of, wrap
@@ -43,18 +44,14 @@ class Recorder:
         self.most_gradients = max(self.most_gradients, gradients)
 
     def __getattr__(self, name: str) -> Any:
-        inner = getattr(self._inner, name)
-        if name not in ("all_gather", "reduce_scatter", "all_reduce"):
-            return inner
+        return getattr(self._inner, name)
 
-        def counted(target: torch.Tensor, source: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            self.calls[name] += 1
-            full = target if name == "all_gather" else source
-            self.nbytes[name] += full.numel() * full.element_size()
-            self.look()
-            return inner(target, source, *args, **kwargs)
-
-        return counted
+    def issue(self, collective: Collective, *, async_op: bool) -> Any:
+        name = collective.kind.value
+        self.calls[name] += 1
+        self.nbytes[name] += collective.full.numel() * collective.full.element_size()
+        self.look()
+        return self._inner.issue(collective, async_op=async_op)
 
 
 def _sharded(strategy: str, **options: Any) -> Any:

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from megatron_fsdp_v2.comm.interface import Collective
 from megatron_fsdp_v2.dtensor.uneven_dtensor import local_of
 from megatron_fsdp_v2.optim import MatrixEngine, MatrixFunction, Muon, newton_schulz_flops
 from tests.distributed.muon_cases import (
@@ -98,20 +99,13 @@ class _Counting:
         self.count = 0
         self.numel = 0
 
-    def all_to_all(
-        self,
-        received: torch.Tensor,
-        sent: torch.Tensor,
-        into: Sequence[int],
-        out: Sequence[int],
-        axis: Any,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        assert out[axis.rank] == into[axis.rank] == 0, "what stays is not communicated"
+    def issue(self, collective: Collective, *, async_op: bool) -> Any:
+        own = collective.axis.rank
+        assert collective.input_numels[own] == 0, "what stays is not communicated"
+        assert collective.output_numels[own] == 0, "what stays is not communicated"
         self.count += 1
-        self.numel += sent.numel()
-        return self._inner.all_to_all(received, sent, into, out, axis, *args, **kwargs)
+        self.numel += collective.input.numel()
+        return self._inner.issue(collective, async_op=async_op)
 
 
 def traffic(place: Place) -> tuple[int, int, int, int, int]:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp_v2 import FSDPModule, MixedPrecisionPolicy
+from megatron_fsdp_v2.comm.interface import Collective
 from megatron_fsdp_v2.diagnostics.memory_units import unit_bytes
 from megatron_fsdp_v2.dtensor.uneven_dtensor import local_of
 from megatron_fsdp_v2.optim import Muon
@@ -144,20 +145,16 @@ class Counting:
         self._inner, self._axes, self._counts = inner, axes, counts
 
     def __getattr__(self, name: str) -> Any:
-        inner = getattr(self._inner, name)
-        if name not in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
-            return inner
+        return getattr(self._inner, name)
 
-        def counted(target: torch.Tensor, source: torch.Tensor, *args: Any, **kw: Any) -> Any:
-            axis = args[2] if name == "all_to_all" else args[0]
-            full = target if name == "all_gather" else source
-            where = "inner" if axis == self._axes[-1] else "outer"
-            # Among one rank nothing is sent.
-            if axis.size > 1:
-                self._counts[name, where, axis.size, full.numel() * full.element_size()] += 1
-            return inner(target, source, *args, **kw)
-
-        return counted
+    def issue(self, collective: Collective, *, async_op: bool) -> Any:
+        axis, full = collective.axis, collective.full
+        where = "inner" if axis == self._axes[-1] else "outer"
+        # Among one rank nothing is sent.
+        if axis.size > 1:
+            nbytes = full.numel() * full.element_size()
+            self._counts[collective.kind.value, where, axis.size, nbytes] += 1
+        return self._inner.issue(collective, async_op=async_op)
 
 
 def optimizer_of(case: Case, model: Any) -> torch.optim.Optimizer:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_fsdp_v2 import MixedPrecisionPolicy
 from megatron_fsdp_v2.comm.backends import NcclCollectives
-from megatron_fsdp_v2.comm.interface import Axis, CommStream
+from megatron_fsdp_v2.comm.interface import Axis, Collective, CollectiveKind, CommStream
 from megatron_fsdp_v2.comm.streams import StreamCommunicator
 from megatron_fsdp_v2.diagnostics.stream_safety import record_streams
 from megatron_fsdp_v2.diagnostics.stream_safety.schedule import Operation
@@ -83,15 +83,15 @@ def reduction(
         return mock.patch.object(dist, name, noted)
 
     communicator: Any = StreamCommunicator(OneQueue(), NcclCollectives())
-    collective = communicator.reduce_scatter if cut else communicator.all_reduce
+    kind = CollectiveKind.REDUCE_SCATTER if cut else CollectiveKind.ALL_REDUCE
     axis = Axis(dist.group.WORLD, size, rank)
     names = [n for n in ("reduce_scatter_tensor", "reduce_scatter_single") if hasattr(dist, n)]
     with contextlib.ExitStack() as stack:
         for name in (*names, "all_reduce"):
             stack.enter_context(noting(name))
         stack.enter_context(passes)
-        options: dict[str, Any] = {"scale": 1 / 3, "accumulate": accumulate, "async_op": True}
-        collective(into, full, axis, CommStream.REDUCE, **options).wait()
+        collective = Collective(kind, into, full, axis, CommStream.REDUCE, 1 / 3, accumulate)
+        communicator.issue(collective, async_op=True).wait()
     start = rank * NUMEL if cut else 0
     error = (into - expected[start : start + into.numel()]).abs().max()
     return asked, passes.found, float(error)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megatron_fsdp_v2 import MixedPrecisionPolicy, fully_shard
+from megatron_fsdp_v2.comm.interface import Collective
 from megatron_fsdp_v2.comm.streams import StreamCommunicator
 from megatron_fsdp_v2.diagnostics.stream_safety import Fault, Recording, record_streams
 from megatron_fsdp_v2.diagnostics.stream_safety.schedule import Free
@@ -333,21 +334,22 @@ class NoWait:
 
 
 class GathersWithoutWait(Tampering):
-    def all_gather(self, *args: Any, async_op: bool, **options: Any) -> Any:
-        work = self.inner.all_gather(*args, async_op=async_op, **options)
+    def issue(self, collective: Collective, *, async_op: bool) -> Any:
+        work = self.inner.issue(collective, async_op=async_op)
         return NoWait(work) if async_op else work
 
 
 class ReducesWithoutWait(Tampering):
-    def reduce_scatter(self, *args: Any, **options: Any) -> Any:
-        return NoWait(self.inner.reduce_scatter(*args, **options))
+    def issue(self, collective: Collective, *, async_op: bool) -> Any:
+        return NoWait(self.inner.issue(collective, async_op=async_op))
 
 
 class DropsTickets(Tampering):
     """Hands over a copy, and forgets the work at once, and with it the copy."""
 
-    def reduce_scatter(self, into: Any, full: Any, *args: Any, **options: Any) -> Any:
-        self.inner.reduce_scatter(into, full.clone(), *args, **options)
+    def issue(self, collective: Collective, *, async_op: bool) -> Any:
+        copied = dataclasses.replace(collective, input=collective.input.clone())
+        self.inner.issue(copied, async_op=async_op)
         return NoWait(None)
 
 
@@ -356,8 +358,8 @@ class FreesGradientsEarly(Tampering):
         super().__init__(inner)
         self.group = group
 
-    def reduce_scatter(self, *args: Any, **options: Any) -> Any:
-        work = self.inner.reduce_scatter(*args, **options)
+    def issue(self, collective: Collective, *, async_op: bool) -> Any:
+        work = self.inner.issue(collective, async_op=async_op)
         self.group.grads.buffers.drop(self.group.grads.buffers.full)
         return work
 
@@ -369,10 +371,11 @@ class GathersIntoAnother(Tampering):
         super().__init__(inner)
         self.group = group
 
-    def all_gather(self, output: Any, *args: Any, async_op: bool, **options: Any) -> Any:
+    def issue(self, collective: Collective, *, async_op: bool) -> Any:
         if async_op and self.group.weights.is_gathered:
-            output = self.group.weights.gathered.tensor
-        return self.inner.all_gather(output, *args, async_op=async_op, **options)
+            other = self.group.weights.gathered.tensor
+            collective = dataclasses.replace(collective, output=other)
+        return self.inner.issue(collective, async_op=async_op)
 
 
 class DeafStream:

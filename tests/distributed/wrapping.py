@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_fsdp_v2 import FSDPModule, MixedPrecisionPolicy, fully_shard
+from megatron_fsdp_v2.comm.interface import Collective
 from megatron_fsdp_v2.runtime.fsdp_module import unit_of
 from tests.reference.models import INPUT, Stack
 
@@ -102,17 +103,13 @@ class Wire:
         self.sent: list[Sent] = []
 
     def __getattr__(self, name: str) -> Any:
-        inner = getattr(self._inner, name)
-        if name not in ("all_gather", "reduce_scatter", "all_reduce"):
-            return inner
+        return getattr(self._inner, name)
 
-        def noted(target: torch.Tensor, source: torch.Tensor, axis: Any, *args: Any, **kw: Any):
-            full = target if name == "all_gather" else source
-            name_of_group = axis.group.group_name
-            self.sent.append(Sent(name, full.dtype, full.numel(), axis.size, name_of_group))
-            return inner(target, source, axis, *args, **kw)
-
-        return noted
+    def issue(self, collective: Collective, *, async_op: bool) -> Any:
+        full, axis = collective.full, collective.axis
+        name, group = collective.kind.value, axis.group.group_name
+        self.sent.append(Sent(name, full.dtype, full.numel(), axis.size, group))
+        return self._inner.issue(collective, async_op=async_op)
 
     def count(self, kind: str) -> int:
         """Collectives of a kind."""

@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from megatron_fsdp_v2 import fully_shard
 from megatron_fsdp_v2.comm.backends import CudaStreams, communicator_for
-from megatron_fsdp_v2.comm.interface import Axis, CommStream
+from megatron_fsdp_v2.comm.interface import Axis, Collective, CollectiveKind, CommStream
 from megatron_fsdp_v2.comm.streams import StreamCommunicator
 from tests.gpu.marks import NEEDS_GPU
 from tests.reference.models import Block
@@ -73,6 +73,12 @@ def _axis() -> Axis:
     return Axis(group, size=2, rank=0)
 
 
+def _gather(
+    output: torch.Tensor, shard: torch.Tensor, comm_stream: CommStream = CommStream.GATHER
+) -> Collective:
+    return Collective(CollectiveKind.ALL_GATHER, output, shard, _axis(), comm_stream)
+
+
 def _written_late(value: float, numel: int = NUMEL, dtype: Any = torch.float32) -> torch.Tensor:
     """A tensor whose value the compute stream writes only after a pause."""
     tensor = torch.zeros(numel, device="cuda", dtype=dtype)
@@ -85,7 +91,7 @@ def test_a_gather_comes_after_its_input_and_before_its_use(
 ) -> None:
     output = torch.zeros(2 * NUMEL, device="cuda")
     shard = _written_late(3.0)
-    work = communicator.all_gather(output, shard, _axis(), CommStream.GATHER, async_op=True)
+    work = communicator.issue(_gather(output, shard), async_op=True)
     # The host is far ahead of the device: nothing but the stream's order can make this right.
     work.wait()
     used = output.clone()
@@ -101,10 +107,9 @@ def test_a_reduction_comes_after_its_input_and_before_its_use(
 ) -> None:
     full = _written_late(3.0, dtype=wire)
     into = torch.full((NUMEL // 2 if cut else NUMEL,), 1.0, device="cuda")
-    collective = communicator.reduce_scatter if cut else communicator.all_reduce
-    work = collective(
-        into, full, _axis(), CommStream.REDUCE, scale=0.25, accumulate=accumulate, async_op=True
-    )
+    kind = CollectiveKind.REDUCE_SCATTER if cut else CollectiveKind.ALL_REDUCE
+    collective = Collective(kind, into, full, _axis(), CommStream.REDUCE, 0.25, accumulate)
+    work = communicator.issue(collective, async_op=True)
     work.wait()
     del full
     # The memory of the input goes to someone else, who writes it at once.
@@ -119,13 +124,13 @@ def test_three_communication_streams_run_beside_the_compute_stream(
 ) -> None:
     for comm_stream in (*CommStream, *CommStream):
         output, shard = torch.zeros(8, device="cuda"), torch.ones(4, device="cuda")
-        communicator.all_gather(output, shard, _axis(), comm_stream, async_op=True).wait()
+        communicator.issue(_gather(output, shard, comm_stream), async_op=True).wait()
     compute = torch.cuda.current_stream().cuda_stream
     assert len(set(copies.streams)) == 3
     assert copies.streams[:3] == copies.streams[3:]
     assert compute not in copies.streams
     output, shard = torch.zeros(8, device="cuda"), torch.ones(4, device="cuda")
-    communicator.all_gather(output, shard, _axis(), CommStream.OUTER, async_op=False).wait()
+    communicator.issue(_gather(output, shard, CommStream.OUTER), async_op=False).wait()
     assert copies.streams[-1] == compute
 
 
@@ -154,10 +159,10 @@ def test_a_trace_shows_communication_beside_computation(
     output, shard = torch.zeros(8, device="cuda"), torch.ones(4, device="cuda")
     # Loading kernels for the first time takes longer than the pause.
     big @ big
-    communicator.all_gather(output, shard, _axis(), CommStream.GATHER, async_op=True).wait()
+    communicator.issue(_gather(output, shard), async_op=True).wait()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
-        work = communicator.all_gather(output, shard, _axis(), CommStream.GATHER, async_op=True)
+        work = communicator.issue(_gather(output, shard), async_op=True)
         for _ in range(4):
             big @ big
         work.wait()

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -157,28 +158,17 @@ def _counted(flags: Sequence[str]) -> tuple[dict[str, int], Counter[Any]]:
     from megatron_fsdp_v2.comm import backends
 
     counts: Counter[Any] = Counter()
-    originals = {}
+    original = backends.CpuCommunicator.issue
 
-    def counting(name: str) -> Any:
-        original = originals[name]
+    def counted(self: Any, collective: Any, *, async_op: bool) -> Any:
+        axis, full = collective.axis, collective.full
+        if axis.size > 1:
+            nbytes = full.numel() * full.element_size()
+            counts[collective.kind.value, axis.size, nbytes] += 1
+        return original(self, collective, async_op=async_op)
 
-        def counted(self: Any, target: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
-            axis = args[2] if name == "all_to_all" else args[0]
-            full = target if name == "all_gather" else source
-            if axis.size > 1:
-                counts[name, axis.size, full.numel() * full.element_size()] += 1
-            return original(self, target, source, *args, **kwargs)
-
-        return counted
-
-    for name in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
-        originals[name] = getattr(backends.CpuCommunicator, name)
-        setattr(backends.CpuCommunicator, name, counting(name))
-    try:
+    with mock.patch.object(backends.CpuCommunicator, "issue", counted):
         result = train(flags, _bytes_by_role)
-    finally:
-        for name, original in originals.items():
-            setattr(backends.CpuCommunicator, name, original)
     assert all(count % STEPS == 0 for count in counts.values()), counts
     return result.extras, Counter({key: count // STEPS for key, count in counts.items()})
 

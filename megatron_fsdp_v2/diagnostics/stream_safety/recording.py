@@ -162,8 +162,8 @@ def _record_holder(
 
 def _name_buffers(name: str, holder: GroupWeights | GroupGrads, recorder: StreamRecorder) -> None:
     if isinstance(holder, GroupWeights):
-        recorder.name(holder.model.tensor, f"{name} model")
         recorder.name(holder.main.tensor, f"{name} main")
+        recorder.name(holder.model.tensor, f"{name} model")
     elif holder.has_main:
         recorder.name(holder.main.tensor, f"{name} main")
     for kind, buffer in holder.temporaries().items():

@@ -13,7 +13,7 @@ from megatron_fsdp_v2.plan.machine import Machine
 from megatron_fsdp_v2.plan.matrix_work import matrix_work
 from megatron_fsdp_v2.plan.memory_bound import PeakBytes, UnitBytes, peak_bytes
 from megatron_fsdp_v2.plan.optimizer_state import state_nbytes, step_counter_nbytes
-from megatron_fsdp_v2.plan.schedule import Collective, Step, parent_of, play
+from megatron_fsdp_v2.plan.schedule import Collective, Step, parent_of, replay
 from megatron_fsdp_v2.plan.sharding import PlannedGroup, Strategy, mesh_sizes, shard
 
 __all__ = [
@@ -183,7 +183,7 @@ def plan_one(
         ValueError: The strategy is unknown or does not fit the meshes.
     """
     groups = shard(training, strategy)
-    step = play(training, groups, machine)
+    step = replay(training, groups, machine)
     work = matrix_work(training, groups)
     step.collectives.update(work.collectives)
     optimizer_seconds = 0.0

@@ -1,9 +1,9 @@
-"""A step, simulated: what is communicated, and what waits for what.
+"""A step, replayed: what is communicated, in which order, and what waits for what.
 
-The rules are those of `unit.py`, `context.py` and `reduction_queue.py` of `runtime`: some units
-are gathered ahead, a bounded number of reductions is in flight, an outer axis is reduced when the
-inner one is done. Time is counted where a machine says how long something takes. Micro-batches in
-the middle are alike: three stand for any number.
+When something is gathered or reduced is decided by the rules that units follow in a training
+(`runtime/schedule_rules.py`), applied here to units that hold numbers. Time is counted where a
+machine says how long something takes. Micro-batches in the middle are alike: three stand for any
+number.
 """
 
 from __future__ import annotations
@@ -11,12 +11,20 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import override
 
 from megatron_fsdp_v2.plan.description import TrainingDescription
 from megatron_fsdp_v2.plan.machine import Machine
 from megatron_fsdp_v2.plan.sharding import PlannedGroup
+from megatron_fsdp_v2.runtime.schedule_rules import (
+    GatherSchedule,
+    OrderedReductions,
+    Reduction,
+    ReductionSchedule,
+    RootPass,
+)
 
-__all__ = ["Collective", "Step", "parent_of", "play"]
+__all__ = ["Collective", "Issued", "Step", "parent_of", "replay"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,50 +50,139 @@ class Collective:
     nbytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Issued:
+    """A collective in the place where a step issues it.
+
+    Attributes:
+        kind: See `Collective`.
+        unit: Name of the unit whose weights or gradients it is for; empty for the root.
+        numel: Elements of the full buffer.
+        axis: `inner` or `outer`.
+        times: Micro-batches that it stands for: those in the middle are replayed once.
+    """
+
+    kind: str
+    unit: str
+    numel: int
+    axis: str
+    times: int = 1
+
+
 @dataclass(slots=True)
 class Step:
     """What a step comes to.
 
     Attributes:
+        issued: Its collectives in their order, without the optimizer's.
         collectives: How often each is issued.
         compute_seconds: Time of computation alone.
         seconds: Time of the step; both 0 without a machine.
     """
 
+    issued: list[Issued] = field(default_factory=list)
     collectives: Counter[Collective] = field(default_factory=Counter)
     compute_seconds: float = 0.0
     seconds: float = 0.0
 
 
-def play(
+def replay(
     training: TrainingDescription,
     groups: Sequence[tuple[PlannedGroup, ...]],
     machine: Machine | None = None,
 ) -> Step:
-    """Play a step in the steady state.
+    """Replay a step in the steady state.
 
     Args:
         training: What is trained.
         groups: Of every unit, as `sharding.shard` gives them.
         machine: For times.
     """
-    return _Simulator(training, groups, machine).play()
+    return _Replay(training, groups, machine).run()
+
+
+class _Network:
+    """Issues collectives: counts them and, where a machine says how long they take, times them.
+
+    Attributes:
+        step: What was counted.
+        now: Seconds since the step began.
+        times: Micro-batches that the one under way stands for.
+    """
+
+    def __init__(self, training: TrainingDescription, machine: Machine | None) -> None:
+        self.step = Step()
+        self.now = 0.0
+        self.times = 1
+        self._meshes = training.meshes
+        self._machine = machine
+        self._link_free = {False: 0.0, True: 0.0}
+
+    def compute(self, seconds: float) -> None:
+        """Let time pass in computation."""
+        self.now += seconds
+        self.step.compute_seconds += self.times * seconds
+
+    def wait(self, until: float) -> None:
+        """Let time pass up to a moment, if that is to come."""
+        self.now = max(self.now, until)
+
+    def skip(self, seconds: float) -> None:
+        """Let time pass in micro-batches that are not replayed."""
+        self.now += seconds
+        self._link_free = {link: at + seconds for link, at in self._link_free.items()}
+
+    def issue(
+        self, kind: str, purpose: str, group: _Group, axis: int, numel: int, itemsize: int
+    ) -> float:
+        """Issue a collective; return when it is done.
+
+        Args:
+            kind: See `Collective`.
+            purpose: Likewise.
+            group: Whose weights or gradients.
+            axis: Index of the mesh axis.
+            numel: Elements of the full buffer.
+            itemsize: Bytes of each.
+        """
+        sizes = group.planned.sizes
+        size = sizes[axis]
+        if size == 1 or not numel:
+            return self.now
+        mesh = self._meshes[group.mesh]
+        is_inner = axis in (-1, len(sizes) - 1)
+        stride = mesh.stride if is_inner else mesh.stride * sizes[-1]
+        name = "inner" if is_inner else "outer"
+        nbytes = numel * itemsize
+        collective = Collective(kind, purpose, group.mesh, name, size, stride, nbytes)
+        self.step.collectives[collective] += self.times
+        self.step.issued.append(Issued(kind, group.unit, numel, name, self.times))
+        if self._machine is None:
+            return self.now
+        # Collectives of all communication streams share the links; those of a node and the network
+        # work side by side.
+        link = self._machine.crosses_nodes(size, stride)
+        seconds = self._machine.collective_seconds(kind, nbytes, size, stride)
+        self._link_free[link] = max(self._link_free[link], self.now) + seconds
+        return self._link_free[link]
 
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """A group while it is played.
+    """A group while it is replayed.
 
     Attributes:
         planned: What it is.
+        unit: Name of the unit that owns it.
         mesh: Name of its mesh.
         holders: Units that have it gathered.
         ready_at: When its weights are there.
-        has_buffer: Whether gradients are in its full buffer.
+        has_buffer: Whether gradients are in its full buffer, which no reduction has yet.
         has_partial: Whether gradients wait for the outer reduction.
     """
 
     planned: PlannedGroup
+    unit: str
     mesh: str
     holders: int = 0
     ready_at: float = 0.0
@@ -93,17 +190,109 @@ class _Group:
     has_partial: bool = False
 
 
-@dataclass(slots=True, eq=False)
+class _Reductions(ReductionSchedule[_Group, float]):
+    """Reductions under way, each with the moment when it is done."""
+
+    def __init__(self, training: TrainingDescription, network: _Network) -> None:
+        super().__init__(training.max_live_grad_buffers, is_async=training.enable_async_reduce_grad)
+        self._network = network
+
+    @override
+    def accumulates_unreduced(self, group: _Group) -> bool:
+        return group.planned.accumulates_unreduced
+
+    @override
+    def has_outer_axis(self, group: _Group) -> bool:
+        return group.planned.has_outer_axis
+
+    @override
+    def has_partial(self, group: _Group) -> bool:
+        return group.has_partial
+
+    @override
+    def issue_inner(self, group: _Group) -> float:
+        group.has_buffer = False
+        group.has_partial = self.has_outer_axis(group)
+        return self._issue(group, -1, group.planned.layout.numel)
+
+    @override
+    def finish_inner(self, done: Sequence[Reduction[_Group, float]]) -> None:
+        for reduction in done:
+            self._network.wait(reduction.work)
+
+    @override
+    def issue_outer(self, groups: Sequence[_Group]) -> list[float]:
+        for group in groups:
+            group.has_partial = False
+        return [self._issue(group, 0, group.planned.partial_numel) for group in groups]
+
+    @override
+    def finish_outer(self, done: Sequence[tuple[_Group, float]]) -> None:
+        for _, done_at in done:
+            self._network.wait(done_at)
+
+    def _issue(self, group: _Group, axis: int, numel: int) -> float:
+        kind = "reduce_scatter" if group.planned.grid.parts[axis] > 1 else "all_reduce"
+        itemsize = group.planned.dtypes.grad_comm.itemsize
+        return self._network.issue(kind, "reduce", group, axis, numel, itemsize)
+
+
 class _Unit:
-    own: list[_Group]
-    held: list[_Group]
-    forward_seconds: float
-    children: list[_Unit] = field(default_factory=list)
-    keeps_gathered: bool = False
-    is_unsharded: bool = False
+    """A unit while it is replayed.
+
+    Attributes:
+        own: Its groups.
+        held: Those it gathers: its own and those it shares.
+        owners: The owner of every group that it shares.
+        children: Units inside it, in the order they run.
+        keeps_gathered: Whether its weights stay gathered between forward and backward.
+        forward_seconds: Time of its forward, without units inside it.
+        is_unsharded: Whether its weights are gathered, or on their way.
+    """
+
+    def __init__(
+        self, replay: _Replay, own: Sequence[_Group], *, keeps_gathered: bool, seconds: float
+    ) -> None:
+        self._replay = replay
+        self.own = own
+        self.held = list(own)
+        self.owners: list[_Unit] = []
+        self.children: list[_Unit] = []
+        self.keeps_gathered = keeps_gathered
+        self.forward_seconds = seconds
+        self.is_unsharded = False
+
+    def prefetch(self) -> None:
+        """Start gathering ahead of use."""
+        self._unshard()
+
+    def unshard(self) -> None:
+        """Have its weights gathered."""
+        self._unshard()
+        for group in self.held:
+            self._replay.network.wait(group.ready_at)
+
+    def _unshard(self) -> None:
+        if self.is_unsharded:
+            return
+        self.is_unsharded = True
+        for group in self.held:
+            group.holders += 1
+            if group.holders == 1:
+                self._replay.gather(group)
+
+    def reshard(self) -> None:
+        """Drop its weights."""
+        if not self.is_unsharded:
+            return
+        self.is_unsharded = False
+        for group in self.held:
+            group.holders -= 1
 
 
-class _Simulator:
+class _Replay:
+    """A step of units that do what modules and autograd have the units of a training do."""
+
     def __init__(
         self,
         training: TrainingDescription,
@@ -111,264 +300,179 @@ class _Simulator:
         machine: Machine | None,
     ) -> None:
         self._training = training
-        self._machine = machine
-        self._step = Step()
-        self._clock = 0.0
-        self._link_free = {False: 0.0, True: 0.0}
-        self._pending: deque[tuple[list[_Group], float, bool]] = deque()
-        self._outer_done_at: deque[float] = deque()
-        self._weight = 1
-        self._units = self._make_units(groups)
+        self.network = _Network(training, machine)
+        self._units = self._make_units(groups, machine)
         self._root = self._units[0]
-        self._forward_order = list(_preorder(self._root))
-        self._backward_order = list(_postorder(self._root))[::-1]
-        self._forward_position = {unit: at for at, unit in enumerate(self._forward_order)}
-        self._backward_position = {unit: at for at, unit in enumerate(self._backward_order)}
-        self._gathers_at_start = all(
+        self._gathers: GatherSchedule[_Unit] = GatherSchedule(training.unshard_prefetch_depth)
+        self._reductions = _Reductions(training, self.network)
+        # Where no use of a unit is a collective, ranks may run different ones.
+        self._ranks_may_differ = all(
             not group.planned.gathers_for_use for unit in self._units for group in unit.own
         )
+        self._turns = OrderedReductions(self._units, in_order=self._ranks_may_differ)
+        self._passes: deque[RootPass[_Unit]] = deque()
         self._refreshes = False
         self._synchronizes = False
 
-    def _make_units(self, groups: Sequence[tuple[PlannedGroup, ...]]) -> list[_Unit]:
-        training, units = self._training, []
-        by_param: dict[tuple[str, str], _Group] = {}
+    def _make_units(
+        self, groups: Sequence[tuple[PlannedGroup, ...]], machine: Machine | None
+    ) -> list[_Unit]:
+        training = self._training
+        units: dict[str, _Unit] = {}
+        by_param: dict[tuple[str, str], tuple[_Unit, _Group]] = {}
         for unit, planned in zip(training.units, groups, strict=True):
-            own = [_Group(group, unit.mesh) for group in planned]
-            for group in own:
-                by_param |= {(unit.name, param.name): group for param in group.planned.params}
             seconds = 0.0
-            if self._machine is not None:
-                seconds = self._machine.compute_seconds(unit.flops_per_token * training.tokens)
-            units.append(_Unit(own, own, seconds))
-        for played, unit in zip(units, training.units, strict=True):
-            tied_groups = {id(by_param[key]): by_param[key] for key in unit.borrows}
-            played.held = [*played.own, *tied_groups.values()]
-        by_name = {unit.name: played for played, unit in zip(units, training.units, strict=True)}
-        for played, unit in zip(units, training.units, strict=True):
-            played.keeps_gathered = unit.keeps_gathered or not training.reshard_after_forward
-        units[0].keeps_gathered = True
-        for played, unit in list(zip(units, training.units, strict=True))[1:]:
-            by_name[parent_of(unit.name, by_name)].children.append(played)
-        return units
+            if machine is not None:
+                seconds = machine.compute_seconds(unit.flops_per_token * training.tokens)
+            own = [_Group(group, unit.name, unit.mesh) for group in planned]
+            keeps_gathered = unit.keeps_gathered or not training.reshard_after_forward or not units
+            made = _Unit(self, own, keeps_gathered=keeps_gathered, seconds=seconds)
+            if units:
+                units[parent_of(unit.name, units)].children.append(made)
+            units[unit.name] = made
+            if training.has_ties:
+                for group in own:
+                    by_param |= {(unit.name, p.name): (made, group) for p in group.planned.params}
+        for unit in training.units:
+            shared = {id(by_param[key][1]): by_param[key] for key in unit.borrows}
+            units[unit.name].owners = [owner for owner, _ in shared.values()]
+            units[unit.name].held += [group for _, group in shared.values()]
+        return list(units.values())
 
     # -- the step -----------------------------------------------------------------------------
 
-    def play(self) -> Step:
-        """Play it: some forwards, forwards and backwards in turn, the backwards that are left."""
+    def run(self) -> Step:
+        """Some forwards, forwards and backwards in turn, the backwards that are left."""
         training, count = self._training, self._training.num_microbatches
+        # The step before, of which the order is remembered.
+        self._gathers.begin_forward(self._root)
+        for unit in _preorder(self._root):
+            self._gathers.in_forward(unit)
         ahead = min(training.num_in_flight - 1, count - 1)
         for number in range(ahead):
             self._forward_pass(number)
         pairs = count - ahead
         for position in sorted({0, 1, pairs - 1} & set(range(pairs))):
             is_repeated = position == 1 and pairs > 2
-            self._weight = pairs - 2 if is_repeated else 1
-            began = self._clock
+            self.network.times = pairs - 2 if is_repeated else 1
+            began = self.network.now
             self._forward_pass(ahead + position)
             self._backward_pass(is_last=position == count - 1)
-            skipped = (self._weight - 1) * (self._clock - began)
-            self._clock += skipped
-            self._link_free = {link: at + skipped for link, at in self._link_free.items()}
-        self._weight = 1
+            self.network.skip((self.network.times - 1) * (self.network.now - began))
+        self.network.times = 1
         for number in range(pairs, count):
             self._backward_pass(is_last=number == count - 1)
         if training.syncs_afterwards:
-            self._synchronize()
-        self._step.seconds = self._clock
-        return self._step
+            self._synchronizes = True
+            self._finish()
+        self.network.step.seconds = self.network.now
+        return self.network.step
 
     @property
     def _syncs_every_one(self) -> bool:
         return not self._training.defers_sync and not self._training.syncs_afterwards
 
     def _forward_pass(self, number: int) -> None:
-        refreshes = number == 0 or self._syncs_every_one
-        if self._gathers_at_start and refreshes:
+        self._gathers.begin_forward(self._root)
+        self._gathers.forget_backwards()
+        self._passes.append(RootPass())
+        self._refreshes = number == 0 or self._syncs_every_one
+        if self._ranks_may_differ and self._refreshes:
             for unit in self._units:
                 for group in unit.own:
                     group.ready_at = self._refresh(group)
-        self._refreshes = refreshes and not self._gathers_at_start
+            self._refreshes = False
         self._run_forward(self._root)
+        self._gathers.drop_prefetched()
+        self._refreshes = False
 
     def _backward_pass(self, *, is_last: bool) -> None:
         is_final = is_last and not self._training.syncs_afterwards
         self._synchronizes = self._syncs_every_one or is_final
+        self._gathers.begin_backward()
+        self._turns.begin(self._passes.popleft())
         self._run_backward(self._root)
-        self._drain()
+        self._reduce(self._turns.remaining())
+        self._finish()
+        self._gathers.drop_prefetched()
 
     def _run_forward(self, unit: _Unit) -> None:
-        self._arrive(unit, in_forward=True)
-        after = self._forward_position[unit] + 1
-        self._prefetch(self._forward_order, after, in_forward=True)
-        # What the root has most of is the output layer, which comes last.
+        self._gathers.before_use(unit)
+        unit.unshard()
+        self._gathers.in_forward(unit)
+        # What the root has most of is the output layer, which comes last; units inside another
+        # one come after its own layers.
         is_root = unit is self._root
-        self._compute(0.0 if is_root else unit.forward_seconds)
+        self.network.compute(0.0 if is_root else unit.forward_seconds)
         for child in unit.children:
             self._run_forward(child)
-        self._compute(unit.forward_seconds if is_root else 0.0)
+        self.network.compute(unit.forward_seconds if is_root else 0.0)
+        self._gathers.expect_backward(unit)
+        self._passes[-1].add_use(unit, *unit.owners)
         if not unit.keeps_gathered:
-            self._reshard(unit)
+            unit.reshard()
 
     def _run_backward(self, unit: _Unit) -> None:
-        self._arrive(unit, in_forward=False)
-        after = self._backward_position[unit] + 1
-        self._prefetch(self._backward_order, after, in_forward=False)
-        for group in unit.own:
-            self._take_gradients(group)
+        self._gathers.before_use(unit)
+        unit.unshard()
+        self._gathers.in_backward(unit)
         is_root = unit is self._root
-        seconds = unit.forward_seconds * 2
-        if not is_root:
-            seconds += unit.forward_seconds * self._training.recompute_factor
-        self._compute(seconds if is_root else 0.0)
+        if is_root:
+            self._compute_gradients(unit, 2 * unit.forward_seconds)
         for child in reversed(unit.children):
             self._run_backward(child)
-        self._compute(0.0 if is_root else seconds)
-        self._reduce(unit)
-        self._reshard(unit)
-
-    def _compute(self, seconds: float) -> None:
-        self._clock += seconds
-        self._step.compute_seconds += self._weight * seconds
+        if not is_root:
+            factor = 2 + self._training.recompute_factor
+            self._compute_gradients(unit, factor * unit.forward_seconds)
+        self._reduce(self._turns.done(unit, *unit.owners))
+        unit.reshard()
 
     # -- weights ------------------------------------------------------------------------------
 
-    def _arrive(self, unit: _Unit, *, in_forward: bool) -> None:
-        self._unshard(unit, in_forward=in_forward)
-        self._clock = max([self._clock, *(group.ready_at for group in unit.held)])
-
-    def _prefetch(self, order: Sequence[_Unit], after: int, *, in_forward: bool) -> None:
-        for unit in order[after : after + self._training.unshard_prefetch_depth]:
-            self._unshard(unit, in_forward=in_forward)
-
-    def _unshard(self, unit: _Unit, *, in_forward: bool) -> None:
-        if unit.is_unsharded:
-            return
-        unit.is_unsharded = True
-        for group in unit.held:
-            group.holders += 1
-            if group.holders > 1:
-                continue
-            if in_forward and self._refreshes:
-                # Not asynchronous: the gather that follows reads what it writes.
-                self._clock = max(self._clock, self._refresh(group))
-            nbytes = group.planned.nbytes.gathered
-            if nbytes:
-                group.ready_at = self._issue("all_gather", "unshard", group, -1, nbytes)
-
-    def _reshard(self, unit: _Unit) -> None:
-        if not unit.is_unsharded:
-            return
-        unit.is_unsharded = False
-        for group in unit.held:
-            group.holders -= 1
+    def gather(self, group: _Group) -> None:
+        """Start gathering a group, after bringing its weights up to date."""
+        if self._refreshes:
+            # Not asynchronous: the gather that follows reads what it writes.
+            self.network.wait(self._refresh(group))
+        planned = group.planned
+        if planned.gathers_for_use:
+            numel, itemsize = planned.layout.numel, planned.dtypes.model_weight.itemsize
+            group.ready_at = self.network.issue("all_gather", "unshard", group, -1, numel, itemsize)
 
     def _refresh(self, group: _Group) -> float:
         """Gather model weights out of main weights cut finer; return when that is done."""
-        planned, ready = group.planned, self._clock
-        numel = planned.main_numel
+        planned, ready = group.planned, self.network.now
+        numel, itemsize = planned.main_numel, planned.dtypes.model_weight.itemsize
         for axis, parts in enumerate(planned.grid.parts):
             if parts > 1 and numel < planned.model_numel:
                 numel *= parts
-                nbytes = numel * planned.dtypes.model_weight.itemsize
-                ready = self._issue("all_gather", "refresh", group, axis, nbytes)
+                ready = self.network.issue("all_gather", "refresh", group, axis, numel, itemsize)
         return ready
 
     # -- gradients ----------------------------------------------------------------------------
 
-    def _take_gradients(self, group: _Group) -> None:
-        """Put gradients into the full buffer, once there is room."""
-        if not group.planned.requires_grad or group.has_buffer:
-            return
-        self._make_room()
-        group.has_buffer = True
+    def _compute_gradients(self, unit: _Unit, seconds: float) -> None:
+        """Compute gradients into full buffers, once there is room for these."""
+        for group in unit.held:
+            if group.planned.requires_grad and not group.has_buffer:
+                self._reductions.reserve(group)
+                group.has_buffer = True
+        self.network.compute(seconds)
 
-    def _make_room(self) -> None:
-        """Wait until one more unit can have its gradients reduced."""
-        while len(self._pending) >= self._training.max_live_grad_buffers:
-            self._drain_one()
+    def _reduce(self, units: Sequence[_Unit]) -> None:
+        for unit in units:
+            arrived = (group for group in unit.own if group.has_buffer)
+            due = self._reductions.due(arrived, synchronize=self._synchronizes)
+            self._reductions.reduce(due, synchronize=self._synchronizes)
 
-    def _reduce(self, unit: _Unit) -> None:
-        issued: list[_Group] = []
-        done_at = self._clock
-        for group in unit.own:
-            planned = group.planned
-            if not group.has_buffer or (planned.accumulates_unreduced and not self._synchronizes):
-                continue
-            if not issued:
-                self._make_room()
-            group.has_partial = planned.has_outer_axis
-            kind = "reduce_scatter" if planned.grid.parts[-1] > 1 else "all_reduce"
-            nbytes = planned.layout.numel * planned.dtypes.grad_comm.itemsize
-            done_at = self._issue(kind, "reduce", group, -1, nbytes)
-            issued.append(group)
-        if issued:
-            self._pending.append((issued, done_at, self._synchronizes))
-        if not self._training.enable_async_reduce_grad:
-            self._drain()
-
-    def _drain_one(self) -> None:
-        groups, done_at, synchronizes = self._pending.popleft()
-        self._clock = max(self._clock, done_at)
-        following = []
-        for group in groups:
-            group.has_buffer = False
-            if group.has_partial and synchronizes:
-                following.append(group)
-        self._reduce_outer(following)
-
-    def _reduce_outer(self, groups: Sequence[_Group]) -> None:
-        if not groups:
-            return
-        while len(self._outer_done_at) >= self._training.max_live_grad_buffers:
-            self._clock = max(self._clock, self._outer_done_at.popleft())
-        done_at = self._clock
-        for group in groups:
-            planned = group.planned
-            group.has_partial = False
-            nbytes = planned.partial_numel * planned.dtypes.grad_comm.itemsize
-            kind = "reduce_scatter" if planned.grid.parts[0] > 1 else "all_reduce"
-            done_at = self._issue(kind, "reduce", group, 0, nbytes)
-        self._outer_done_at.append(done_at)
-
-    def _drain(self) -> None:
-        while self._pending:
-            self._drain_one()
-        self._clock = max([self._clock, *self._outer_done_at])
-        self._outer_done_at.clear()
-
-    def _synchronize(self) -> None:
-        """Bring what earlier backwards left unreduced into the main gradients."""
-        self._synchronizes = True
+    def _finish(self) -> None:
+        """Reduce what is left, wait for all of it."""
         for unit in reversed(self._units):
-            self._reduce(unit)
-            for group in unit.own:
-                if group.has_partial and not group.has_buffer:
-                    self._reduce_outer([group])
-        self._drain()
-
-    # -- counting -----------------------------------------------------------------------------
-
-    def _issue(self, kind: str, purpose: str, group: _Group, axis: int, nbytes: int) -> float:
-        """Count a collective; return when it is done."""
-        sizes = group.planned.sizes
-        size = sizes[axis]
-        if size == 1 or not nbytes:
-            return self._clock
-        mesh = self._training.meshes[group.mesh]
-        is_inner = axis in (-1, len(sizes) - 1)
-        stride = mesh.stride if is_inner else mesh.stride * sizes[-1]
-        name = "inner" if is_inner else "outer"
-        collective = Collective(kind, purpose, group.mesh, name, size, stride, nbytes)
-        self._step.collectives[collective] += self._weight
-        if self._machine is None:
-            return self._clock
-        # Collectives of all communication streams share the links; those of a node and the network
-        # work side by side.
-        link = self._machine.crosses_nodes(size, stride)
-        seconds = self._machine.collective_seconds(kind, nbytes, size, stride)
-        self._link_free[link] = max(self._link_free[link], self._clock) + seconds
-        return self._link_free[link]
+            self._reduce([unit])
+            if self._synchronizes:
+                self._reductions.reduce_partials(unit.own)
+            unit.reshard()
+        self._reductions.drain()
 
 
 def parent_of(name: str, known: Container[str]) -> str:
@@ -384,9 +488,3 @@ def _preorder(unit: _Unit) -> Iterator[_Unit]:
     yield unit
     for child in unit.children:
         yield from _preorder(child)
-
-
-def _postorder(unit: _Unit) -> Iterator[_Unit]:
-    for child in unit.children:
-        yield from _postorder(child)
-    yield unit

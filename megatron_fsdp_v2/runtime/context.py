@@ -1,4 +1,4 @@
-"""What the units of one root share: execution order, queues of communication, allocator."""
+"""What the units of one root share: what is gathered and reduced when, the allocator."""
 
 from __future__ import annotations
 
@@ -7,17 +7,23 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol, Self
 
-from megatron_fsdp_v2.runtime.reduction_queue import OrderedReductions, ReductionQueue, RootPass
+from megatron_fsdp_v2.runtime.reduction_queue import ReductionQueue
+from megatron_fsdp_v2.runtime.schedule_rules import (
+    Gatherable,
+    GatherSchedule,
+    OrderedReductions,
+    RootPass,
+)
 
 if TYPE_CHECKING:
     from megatron_fsdp_v2.comm.interface import Communicator
     from megatron_fsdp_v2.memory.allocator import Allocator
     from megatron_fsdp_v2.runtime.options import RuntimeOptions
 
-__all__ = ["Context", "ExecutionOrder", "Reshardable", "Use"]
+__all__ = ["Context", "Reshardable", "Use"]
 
 
-class Reshardable(Protocol):
+class Reshardable(Gatherable, Protocol):
     """What the context needs to know of a unit."""
 
     fqn: str
@@ -32,21 +38,8 @@ class Reshardable(Protocol):
         """Whether gradients are brought all the way into `param.grad` in this backward."""
         ...
 
-    @property
-    def is_unsharded(self) -> bool:
-        """Whether its weights are gathered, or on their way."""
-        ...
-
     def is_inside(self, other: Self) -> bool:
         """Whether its module is below another unit's."""
-        ...
-
-    def prefetch(self) -> None:
-        """Start gathering ahead of use, if there is room."""
-        ...
-
-    def reshard(self) -> None:
-        """Drop gathered weights."""
         ...
 
 
@@ -60,65 +53,6 @@ class Use(Protocol):
         ...
 
 
-class ExecutionOrder[UnitT: Reshardable]:
-    """The order units ran in, as a guess of the order they will run in.
-
-    A wrong guess costs a gather for nothing, never a result: it is symmetric on all ranks as long
-    as they run the same units, and a mispredicted prefetch is dropped.
-    """
-
-    MOST = 1 << 14
-    """Runs of a pass that are kept: units that run outside of their root make one without end."""
-
-    def __init__(self) -> None:
-        self._last: list[weakref.ref[UnitT]] = []
-        self._current: list[weakref.ref[UnitT]] = []
-        self._cursor = 0
-
-    def begin(self) -> None:
-        """Start a new pass; what was recorded becomes the guess."""
-        if self._current:
-            self._last = self._current
-            self._current = []
-        self._cursor = 0
-
-    def record(self, unit: UnitT, depth: int = 0) -> list[UnitT]:
-        """Note that a unit runs now; return the ones that ran after it in the last pass.
-
-        Args:
-            unit: The unit.
-            depth: How many of them.
-        """
-        self.note(unit)
-        for position in range(self._cursor, len(self._last)):
-            if self._last[position]() is unit:
-                self._cursor = position + 1
-                return self._live(self._last[position + 1 : position + 1 + depth])
-        return []
-
-    def note(self, unit: UnitT) -> None:
-        """Note that a unit runs now."""
-        if len(self._current) == self.MOST:
-            del self._current[: self.MOST // 2]
-        self._current.append(weakref.ref(unit))
-
-    def begin_reversed(self) -> None:
-        """Start walking the current pass from its end."""
-        self._cursor = len(self._current) - 1
-
-    def before(self, unit: UnitT, depth: int) -> list[UnitT]:
-        """The units that ran before this one in the current pass, the latest first."""
-        for position in range(min(self._cursor, len(self._current) - 1), -1, -1):
-            if self._current[position]() is unit:
-                self._cursor = position - 1
-                return self._live(self._current[max(0, position - depth) : position][::-1])
-        return []
-
-    @staticmethod
-    def _live(refs: list[weakref.ref[UnitT]]) -> list[UnitT]:
-        return [unit for ref in refs if (unit := ref()) is not None]
-
-
 class Context[UnitT: Reshardable]:
     """State shared by the units under one root.
 
@@ -126,9 +60,7 @@ class Context[UnitT: Reshardable]:
         communicator: Issues collectives.
         allocator: Makes temporary buffers.
         options: How the units run.
-        forward_order: Order of forwards in this pass and the last one that began with its unit.
-        backward_order: Order of forwards that a backward is still to come of, which it reverses.
-        scheduled_order: Order of uses that a schedule told, forwards and backwards.
+        gathers: What is gathered ahead of its use.
         reductions: Gradient reductions under way.
         ordered_reductions: When units are reduced in a backward; None without communication.
         weight_version: Counts events after which main weights may have changed.
@@ -154,10 +86,10 @@ class Context[UnitT: Reshardable]:
         self.communicator = communicator
         self.allocator = allocator
         self.options = options
-        self.forward_order: ExecutionOrder[UnitT] = ExecutionOrder()
-        self.backward_order: ExecutionOrder[UnitT] = ExecutionOrder()
-        self.scheduled_order: ExecutionOrder[UnitT] = ExecutionOrder()
-        self.reductions = ReductionQueue(options.max_live_grad_buffers)
+        self.gathers: GatherSchedule[UnitT] = GatherSchedule(options.prefetch_depth)
+        self.reductions = ReductionQueue(
+            options.max_live_grad_buffers, is_async=options.enable_async_reduce_grad
+        )
         self.ordered_reductions: OrderedReductions[UnitT] | None = None
         self.weight_version = 0
         self.root_pass: RootPass[UnitT] = RootPass()
@@ -170,13 +102,7 @@ class Context[UnitT: Reshardable]:
         self.is_checked = False
         self.num_scheduled = 0
         self._pass_unit: weakref.ref[UnitT] | None = None
-        # By the unit that a pass begins with.
-        self._forward_orders: weakref.WeakKeyDictionary[UnitT, ExecutionOrder[UnitT]] = (
-            weakref.WeakKeyDictionary()
-        )
         self._units: list[weakref.ref[UnitT]] = []
-        self._prefetched: deque[weakref.ref[UnitT]] = deque()
-        self._requested: list[weakref.ref[UnitT]] = []
         self._recomputed: deque[weakref.ref[UnitT]] = deque()
         self._in_backward: weakref.ref[UnitT] | None = None
         self._num_uses = 0
@@ -194,9 +120,7 @@ class Context[UnitT: Reshardable]:
             may_differ: Whether ranks may run different units.
         """
         self._units = [weakref.ref(unit) for unit in units]
-        self.ordered_reductions = (
-            OrderedReductions(list(reversed(units)), in_order=may_differ) if spread else None
-        )
+        self.ordered_reductions = OrderedReductions(units, in_order=may_differ) if spread else None
 
     @property
     def ranks_may_differ(self) -> bool:
@@ -239,14 +163,13 @@ class Context[UnitT: Reshardable]:
         kind = "forward" if has_grad else "evaluation"
         name = kind if is_root else f"{kind} of {unit.fqn}"
         self.allocator.begin_pass(name, no_pending_backward=self._no_pending_backward())
-        self.forward_order = self._forward_orders.setdefault(unit, ExecutionOrder())
-        self.forward_order.begin()
+        self.gathers.begin_forward(unit)
         # An evaluation between a forward and its backward is in nobody's way.
         has_root = is_root and has_grad
         is_another = has_root and (self.root_pass.has_root or not self.ranks_may_differ)
         if is_another or self.root_pass.is_over:
             self.root_pass = RootPass()
-            self.backward_order.begin()
+            self.gathers.forget_backwards()
         self.root_pass.has_root |= has_root
 
     def end_forward(self, *, failed: bool = False) -> None:
@@ -269,7 +192,7 @@ class Context[UnitT: Reshardable]:
 
     def _no_pending_backward(self) -> bool:
         """Whether no backward is still to come, as far as units tell that passes began with."""
-        return not any(unit.is_expected_back for unit in self._forward_orders)
+        return not any(unit.is_expected_back for unit in self.gathers.first_units())
 
     @property
     def is_in_backward(self) -> bool:
@@ -296,7 +219,7 @@ class Context[UnitT: Reshardable]:
         if self.ranks_may_differ:
             syncing = (unit for unit in self.units() if unit.syncs_gradients)
             self.synced_in_backward = weakref.WeakSet(syncing)
-        self.backward_order.begin_reversed()
+        self.gathers.begin_backward()
         self.begin_turns(passed)
 
     def next_use(self) -> int:
@@ -336,49 +259,6 @@ class Context[UnitT: Reshardable]:
         self._end_of_backward = None
         self._nearly_over.clear()
 
-    def prefetch(self, units: Sequence[UnitT]) -> None:
-        """Start gathering units ahead of their use, because they came next the last time."""
-        for unit in units:
-            # One that is in use, or kept for its backward, is not this list's to drop.
-            if not unit.is_unsharded:
-                # Also one that had no room: it is expected all the same.
-                unit.prefetch()
-                self._prefetched.append(weakref.ref(unit))
-
-    def prefetch_requested(self, units: list[weakref.ref[UnitT]]) -> None:
-        """Start gathering the units a user asked for; they stay until they ran or the pass ends."""
-        if not self.options.prefetch_depth:
-            return
-        for ref in units:
-            unit = ref()
-            if unit is not None:
-                unit.prefetch()
-                self._requested.append(ref)
-
-    def on_unit_use(self, unit: UnitT) -> None:
-        """A unit is about to be used: drop those that were expected before it.
-
-        If it was not expected at all, everything was guessed wrong, unless it was gathered anyway.
-        """
-        if not unit.is_unsharded or any(ref() is unit for ref in self._prefetched):
-            while self._prefetched:
-                prefetched = self._prefetched.popleft()()
-                if prefetched is unit:
-                    break
-                if prefetched is not None:
-                    prefetched.reshard()
-        if self._requested:
-            self._requested = [ref for ref in self._requested if ref() is not unit]
-
-    def drop_prefetched(self) -> None:
-        """The pass is over: no mispredicted prefetch may outlive it."""
-        for ref in [*self._prefetched, *self._requested]:
-            unit = ref()
-            if unit is not None:
-                unit.reshard()
-        self._prefetched.clear()
-        self._requested = []
-
     def _make_room_for_recomputed(self, unit: UnitT) -> None:
         """Drop the oldest recomputed units that are in the way of one more."""
         waiting = list(self._recomputed)
@@ -390,7 +270,7 @@ class Context[UnitT: Reshardable]:
             and current.is_unsharded
             and not unit.is_inside(current)
         )
-        room = max(0, self.options.prefetch_depth - is_for_another)
+        room = max(0, self.gathers.depth - is_for_another)
         for ref in waiting[: max(0, len(waiting) - room)]:
             self._recomputed.remove(ref)
             oldest = ref()

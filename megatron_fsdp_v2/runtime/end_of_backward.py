@@ -83,7 +83,7 @@ class EndOfBackward[UnitT: Finishable]:
         finish_ordered_reductions(context)
         for unit in reversed(units):
             unit.finish_backward()
-        context.drop_prefetched()
+        context.gathers.drop_prefetched()
         _settle(context)
         context.forget_recomputed()
         # An optimizer that torch's hooks do not see may step now.
@@ -107,7 +107,7 @@ def end_scheduled[UnitT: Finishable](context: Context[UnitT]) -> None:
     context.has_unreduced = not synchronize
     context.num_scheduled -= 1
     if not context.is_scheduled:
-        context.drop_prefetched()
+        context.gathers.drop_prefetched()
         context.weight_version += synchronize
         context.end_pass("synchronized schedule" if synchronize else "schedule")
     _run_hooks_of_synced(context)
@@ -170,7 +170,7 @@ def repair[UnitT: Finishable](context: Context[UnitT]) -> None:
 
 
 def _drop_gradients[UnitT: Finishable](context: Context[UnitT]) -> None:
-    dropped = context.reductions.grads()
+    dropped = context.reductions.groups()
     late = _late_units(context)
     for unit in late:
         reduced = unit in context.synced_in_backward
@@ -221,7 +221,7 @@ def bring_to_idle[UnitT: Finishable](contexts: set[Context[UnitT]]) -> None:
     for context in contexts:
         if needs_repair(context):
             repair(context)
-        context.drop_prefetched()
+        context.gathers.drop_prefetched()
         for unit in context.units():
             unit.reshard()
 

@@ -186,11 +186,11 @@ class ScheduledUnits:
             check_has_values(unit)
         context = unit.context
         unit.num_users += 1
-        context.on_unit_use(unit)
+        context.gathers.before_use(unit)
         unit.unshard(async_op=False)
         unit.wait_for_unshard()
         # A prefetch is for the use that came next in the last step, forward or backward.
-        context.prefetch(context.scheduled_order.record(unit, context.options.prefetch_depth))
+        context.gathers.in_schedule(unit)
 
     def _release(self, unit: Unit, *, drops: bool) -> None:
         if not unit.num_users:

@@ -28,8 +28,9 @@ from megatron_fsdp_v2.runtime.end_of_backward import (
     reduce_in_order,
     repair,
 )
-from megatron_fsdp_v2.runtime.reduction_queue import Reduction, ReductionQueue, RootPass
+from megatron_fsdp_v2.runtime.reduction_queue import ReductionQueue
 from megatron_fsdp_v2.runtime.returned_weights import check_outputs
+from megatron_fsdp_v2.runtime.schedule_rules import RootPass
 from megatron_fsdp_v2.runtime.unit_checks import check_units, compare_unit
 
 if TYPE_CHECKING:
@@ -281,7 +282,7 @@ class Unit:
                 self._begin_pass()
             if self.phase is not Phase.BACKWARD:
                 self.move(Phase.FORWARD)
-            self.context.on_unit_use(self)
+            self.context.gathers.before_use(self)
             if recomputes:
                 self.context.recompute(self)
             else:
@@ -289,9 +290,7 @@ class Unit:
             self.unshard(async_op=False)
             self.wait_for_unshard()
             if not recomputes:
-                depth = self.context.options.prefetch_depth
-                following = self.context.forward_order.record(self, depth)
-                self._prefetch(self.forward_prefetch, following)
+                self.context.gathers.in_forward(self, self.forward_prefetch)
         args, kwargs = self.cast_inputs(args, kwargs)
         self._running = None
         if torch.is_grad_enabled():
@@ -332,11 +331,11 @@ class Unit:
                 ends_pass = context.is_pass_of(self)
                 if ends_pass:
                     # An optimizer may write the weights next.
-                    context.drop_prefetched()
+                    context.gathers.drop_prefetched()
                     context.end_forward()
                 # A unit recomputed in the backward runs without grad now, inside a pass with it.
                 if has_grad or context.pass_has_grad:
-                    context.backward_order.note(self)
+                    context.gathers.expect_backward(self)
                     self._num_awaited += 1
                     self.note_use()
                 if self.drops_after_forward:
@@ -374,11 +373,12 @@ class Unit:
         """Have reductions of what this forward computed with wait for its backward."""
         if self.context.ordered_reductions is None:
             return
-        self.context.root_pass.add_use(self)
-        for group in self.tied_groups:
-            owner = group.watcher()
-            if owner is not None:
-                self.context.root_pass.add_use(cast("Unit", owner))
+        self.context.root_pass.add_use(self, *self._owners())
+
+    def _owners(self) -> list[Unit]:
+        """The owner of every group of other units that it computes with."""
+        owners = (group.watcher() for group in self.tied_groups)
+        return [cast("Unit", owner) for owner in owners if owner is not None]
 
     def _begin_pass(self) -> None:
         """At a forward of the root, or of a unit outside of that: start a new pass.
@@ -409,14 +409,14 @@ class Unit:
                 group.unfreeze_if_trained()
                 if not group.weights.is_refreshed_locally and not group.weights.is_held:
                     group.changes.sync()
-                    ahead = context.options.prefetch_depth > 0
+                    ahead = context.gathers.depth > 0
                     group.refresh(context.weight_version, async_op=ahead)
 
     def begin_schedule(self) -> None:
         """Where a schedule begins to run parts of modules below the root: start a new pass."""
         self._begin_pass()
         self.context.end_forward()
-        self.context.scheduled_order.begin()
+        self.context.gathers.begin_schedule()
 
     def check_is_used(self) -> None:
         """See that a module that a schedule runs, or a part of it, has weights to compute with.
@@ -439,12 +439,6 @@ class Unit:
         if not self.is_root:
             raise RuntimeError(f"{self.name} is not the root; call reset_iter_state on the root")
         repair(self.context)
-
-    def _prefetch(self, chosen: list[weakref.ref[Unit]], recorded: Sequence[Unit]) -> None:
-        if chosen:
-            self.context.prefetch_requested(chosen)
-        else:
-            self.context.prefetch(recorded)
 
     # -- backward -----------------------------------------------------------------------------
 
@@ -477,11 +471,10 @@ class Unit:
                 context.note_nearly_over(use)
             self._has_pending_reduction = True
             context.forget_recomputed(self)
-            context.on_unit_use(self)
+            context.gathers.before_use(self)
             self.unshard(async_op=False)
             self.wait_for_unshard()
-            depth = context.options.prefetch_depth
-            self._prefetch(self.backward_prefetch, context.backward_order.before(self, depth))
+            context.gathers.in_backward(self, self.backward_prefetch)
 
     def _join_backward(self, passed: RootPass[Unit]) -> None:
         """Have the end of the running backward taken care of, and reductions in turn."""
@@ -517,9 +510,7 @@ class Unit:
                 self._has_pending_reduction = True
                 self.reduce_grad(synchronize=self.syncs_gradients)
             else:
-                owners = (cast("Unit | None", group.watcher()) for group in self.tied_groups)
-                for finished in (self, *(owner for owner in owners if owner is not None)):
-                    reduce_in_order(turns.done(finished))
+                reduce_in_order(turns.done(self, *self._owners()))
             if self.reshard_after_backward:
                 self.reshard()
             self.move(Phase.IDLE)
@@ -573,34 +564,26 @@ class Unit:
             synchronize: Whether to go all the way into `param.grad`, where gradients are
                 otherwise left unreduced between micro-batches.
         """
-        queue, asynchronous = self.context.reductions, self.context.options.enable_async_reduce_grad
+        context, reductions = self.context, self.context.reductions
         is_pending, self._has_pending_reduction = self._has_pending_reduction, False
-        issued: list[Reduction] = []
         with self._range("reduce_grad"):
-            for group in self.groups:
-                grads = group.grads
-                if grads is None or (grads.accumulates_unreduced and not synchronize):
-                    continue
-                if not grads.has_gradient and not (is_pending and group.is_trained):
-                    continue
-                if not issued:
-                    queue.reserve_for_reduction()
-                    if self.context.options.check_ranks is CheckRanks.ALWAYS:
-                        compare_unit(self.context, self, "reduce")
-                work = grads.reduce(queue, async_op=asynchronous)
-                then_outer = grads.has_outer_axis and synchronize
-                issued.append(Reduction(grads, work, then_outer, asynchronous))
-            queue.push(issued)
-            if not asynchronous:
-                queue.drain()
+            arrived = (
+                group.grads
+                for group in self.groups
+                if group.grads is not None
+                and (group.grads.has_gradient or (is_pending and group.is_trained))
+            )
+            due = reductions.due(arrived, synchronize=synchronize)
+            if due and context.options.check_ranks is CheckRanks.ALWAYS:
+                compare_unit(context, self, "reduce")
+            reductions.reduce(due, synchronize=synchronize)
 
     def finish_gradients(self, *, synchronize: bool) -> None:
         """Reduce what is left, also along the outer axis where that is all that is left."""
         self.reduce_grad(synchronize=synchronize)
         if synchronize:
-            for group in self.groups:
-                if group.grads is not None and group.grads.has_partial:
-                    self.context.reductions.push_outer(group.grads)
+            grads = [group.grads for group in self.groups if group.grads is not None]
+            self.context.reductions.reduce_partials(grads)
 
     def finish_backward(self) -> None:
         """At the end of a backward: reduce what is left, rest."""

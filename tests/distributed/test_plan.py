@@ -1,10 +1,13 @@
-"""Plans against trainings that run: bytes by role, and every collective of a step."""
+"""Plans against trainings that run: bytes by role, and every collective of a step in its place."""
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass, field
-from typing import Any
+import itertools
+from collections import Counter, deque
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -26,6 +29,7 @@ from megatron_fsdp_v2.plan import (
     planner,
 )
 from megatron_fsdp_v2.plan.memory_bound import UnitBytes
+from megatron_fsdp_v2.plan.schedule import Issued
 from megatron_fsdp_v2.plan.sharding import shard
 from megatron_fsdp_v2.runtime.fsdp_module import unit_of
 from tests.distributed.wrapping import BF16, batch, mesh_of, wrap
@@ -51,7 +55,10 @@ class Case:
         policy: Dtypes.
         optimizer: As a plan calls it.
         num_microbatches: Of a step; all but the last in `no_sync()`.
+        num_in_flight: One more than forwards that run before the first backward.
+        syncs: When gradients are synchronized: in the last backward, in each, or after all.
         options: Others of `fully_shard`.
+        model: Which.
     """
 
     strategy: str
@@ -60,6 +67,8 @@ class Case:
     policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
     optimizer: str = "adam"
     num_microbatches: int = 1
+    num_in_flight: int = 1
+    syncs: Literal["last", "each", "after"] = "last"
     options: tuple[tuple[str, Any], ...] = ()
     model: str = "stack"
 
@@ -92,11 +101,43 @@ CASES = {
         "optim_grads_params",
         options=(("unshard_prefetch_depth", 3), ("max_live_grad_buffers", 1)),
     ),
+    "optim_grads_params, each synchronized": Case(
+        "optim_grads_params",
+        num_microbatches=2,
+        syncs="each",
+        options=(("unshard_prefetch_depth", 2),),
+    ),
+    "optim, each synchronized": Case("optim", num_microbatches=2, syncs="each"),
+    "optim_grads_params, forwards first": Case(
+        "optim_grads_params", num_microbatches=3, num_in_flight=2
+    ),
+    "optim_grads, forwards first": Case("optim_grads", num_microbatches=3, num_in_flight=3),
     "nested, tied and frozen": Case("optim_grads_params", model="special", policy=BF16),
+    "nested, tied and frozen, in a fixed order": Case("optim_grads", model="special", policy=BF16),
     "recomputed": Case("optim_grads_params", model="recomputed", num_microbatches=2),
+    "recomputed, not reentrant": Case(
+        "optim_grads_params",
+        model="recomputed, not reentrant",
+        options=(("unshard_prefetch_depth", 2),),
+    ),
     "muon": Case("optim_grads_params", optimizer="muon"),
     "muon, replicated": Case("optim", mesh=(4,), optimizer="muon"),
     "HSDP": Case("optim_grads_params", (2, 2), policy=BF16, num_microbatches=2),
+    "HSDP, deep": Case(
+        "optim_grads_params",
+        (2, 2),
+        num_microbatches=2,
+        options=(("unshard_prefetch_depth", 2), ("max_live_grad_buffers", 1)),
+    ),
+    "HSDP, in turn": Case(
+        "optim_grads", (2, 2), options=(("enable_async_reduce_grad", False),), num_microbatches=2
+    ),
+    "HSDP, nested, tied and frozen": Case("optim_grads_params", (2, 2), model="special"),
+    "HSDP, recomputed": Case("optim_grads_params", (2, 2), model="recomputed"),
+    "HSDP, synchronized afterwards": Case(
+        "optim_grads_params", (2, 2), num_microbatches=2, syncs="after"
+    ),
+    "DDP, two axes": Case("no_shard", (2, 2), num_microbatches=2),
     "HSDP, muon": Case("optim_grads", (2, 2), optimizer="muon"),
     "HFSDP": Case("optim_grads_params", (2, 2), "optim", FP32_SUMS, num_microbatches=3),
     "HFSDP, ZeRO-1": Case("optim", (2, 2), "optim", BF16),
@@ -110,7 +151,9 @@ def build(case: Case) -> tuple[Any, list[nn.Module]]:
         model: Any = Nested()
         return model, [model.blocks[1].inner, *model.blocks]
     torch.manual_seed(0)
-    model = Checkpointed(use_reentrant=True) if case.model == "recomputed" else Stack(5)
+    model = Stack(5)
+    if case.model.startswith("recomputed"):
+        model = Checkpointed(use_reentrant=case.model == "recomputed")
     return model, list(model.blocks)
 
 
@@ -138,11 +181,26 @@ class Outer(nn.Module):
         return y
 
 
-class Counting:
-    """A communicator that counts what a group sends, around the real one."""
+@dataclass(frozen=True)
+class Sent:
+    """A collective that was issued.
 
-    def __init__(self, inner: Any, axes: Any, counts: Counter[Any]) -> None:
-        self._inner, self._axes, self._counts = inner, axes, counts
+    Attributes:
+        issued: What a plan says of it.
+        size: Ranks that took part.
+        nbytes: Of the full buffer, or what this rank sent.
+    """
+
+    issued: Issued
+    size: int
+    nbytes: int
+
+
+class Noting:
+    """A communicator that notes what is sent, around the real one."""
+
+    def __init__(self, inner: Any, axes: Any, unit: str, sent: list[Sent]) -> None:
+        self._inner, self._axes, self._unit, self._sent = inner, axes, unit, sent
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -152,9 +210,13 @@ class Counting:
         where = "inner" if axis == self._axes[-1] else "outer"
         # Among one rank nothing is sent.
         if axis.size > 1:
-            nbytes = full.numel() * full.element_size()
-            self._counts[collective.kind.value, where, axis.size, nbytes] += 1
+            issued = Issued(collective.kind.value, self._unit, full.numel(), where)
+            self._sent.append(Sent(issued, axis.size, full.numel() * full.element_size()))
         return self._inner.issue(collective, async_op=async_op)
+
+
+OPTIMIZER = "the optimizer"
+"""Where a unit's name is, for what whole matrices are exchanged with."""
 
 
 def optimizer_of(case: Case, model: Any) -> torch.optim.Optimizer:
@@ -171,17 +233,23 @@ def optimizer_of(case: Case, model: Any) -> torch.optim.Optimizer:
 
 def step(case: Case, model: Any, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
-    for number in range(case.num_microbatches):
-        inputs = batch(dist.get_rank(), number)
-        if number < case.num_microbatches - 1:
-            with model.no_sync():
-                model(inputs).float().square().mean().backward()
-        else:
-            model(inputs).float().square().mean().backward()
+    losses: deque[torch.Tensor] = deque()
+    for number in range(case.num_microbatches + case.num_in_flight - 1):
+        if number < case.num_microbatches:
+            outputs = model(batch(dist.get_rank(), number))
+            losses.append(outputs.float().square().mean())
+        backward = number - case.num_in_flight + 1
+        if backward >= 0:
+            is_last = backward == case.num_microbatches - 1
+            synchronizes = case.syncs == "each" or (case.syncs == "last" and is_last)
+            with nullcontext() if synchronizes else model.no_sync():
+                losses.popleft().backward()
+    if case.syncs == "after":
+        model.reduce_grad()
     optimizer.step()
 
 
-def measure(case: Case) -> tuple[dict[str, int], Counter[Any], list[UnitBytes]]:
+def measure(case: Case) -> tuple[dict[str, int], list[Sent], list[UnitBytes]]:
     """Bytes of this rank by role after some steps, what one more step sends, and the units."""
     model, units = build(case)
     options: dict[str, Any] = dict(case.options)
@@ -198,23 +266,20 @@ def measure(case: Case) -> tuple[dict[str, int], Counter[Any], list[UnitBytes]]:
     optimizer = optimizer_of(case, model)
     for _ in range(2):
         step(case, model, optimizer)
-    groups = [
-        group
-        for module in model.modules()
-        if isinstance(module, FSDPModule)
-        for group in unit_of(module).groups
-    ]
-    counts: Counter[Any] = Counter()
-    for group in groups:
-        for holder in filter(None, (group.weights, group.grads)):
-            counting = Counting(None, group.axes, counts)
-            counting._inner = holder.replace_communicator(counting)
+    owners = [unit_of(module) for module in model.modules() if isinstance(module, FSDPModule)]
+    sent: list[Sent] = []
+    for unit in owners:
+        for group in unit.groups:
+            for holder in filter(None, (group.weights, group.grads)):
+                noting = Noting(None, group.axes, unit.fqn, sent)
+                noting._inner = holder.replace_communicator(noting)
+    groups = [group for unit in owners for group in unit.groups]
     if isinstance(optimizer, Muon):
         assert optimizer._engine is not None
         for work in optimizer._engine[1].works:
-            work.communicator = Counting(work.communicator, groups[0].axes, counts)
+            work.communicator = Noting(work.communicator, groups[0].axes, OPTIMIZER, sent)
     step(case, model, optimizer)
-    return bytes_by_role(groups, optimizer), counts, unit_bytes(model)
+    return bytes_by_role(groups, optimizer), sent, unit_bytes(model)
 
 
 def bytes_by_role(groups: list[Any], optimizer: torch.optim.Optimizer) -> dict[str, int]:
@@ -260,6 +325,9 @@ def planned(case: Case) -> tuple[TrainingDescription, Plan]:
         granularity=options.pop("shard_granularity", "row"),
         optimizer=case.optimizer,
         num_microbatches=case.num_microbatches,
+        num_in_flight=case.num_in_flight,
+        defers_sync=case.syncs == "last",
+        syncs_afterwards=case.syncs == "after",
         plain_nbytes=plain_nbytes,
         on_cpu=True,
         **options,
@@ -281,8 +349,17 @@ def planned_bytes(training: TrainingDescription, plan: Plan) -> dict[str, int]:
     return found
 
 
+def in_order(issued: Sequence[Issued]) -> list[Issued]:
+    """What a plan says is issued, with all micro-batches that one stands for."""
+    runs = itertools.groupby(issued, key=lambda each: each.times)
+    every = itertools.chain.from_iterable(list(run) * times for times, run in runs)
+    return [replace(each, times=1) for each in every]
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_a_plan_has_the_bytes_and_collectives_of_the_training(name: str, pools: RankPools) -> None:
+def test_a_plan_has_the_bytes_of_the_training_and_its_collectives_in_order(
+    name: str, pools: RankPools
+) -> None:
     case = CASES[name]
     results = pools(case.num_ranks).run(measure, case)
     training, plan = planned(case)
@@ -292,17 +369,24 @@ def test_a_plan_has_the_bytes_and_collectives_of_the_training(name: str, pools: 
     # An optimizer may leave out the counters of empty shards.
     counters = max(found.get("counters", 0) for found, *_ in results)
     assert counters <= plan.host_nbytes <= 4 * sum(len(unit.params) for unit in training.units)
+    order = in_order(plan.step.issued)
+    for _, sent, _ in results:
+        assert [each.issued for each in sent if each.issued.unit != OPTIMIZER] == order
     counts: Counter[Any] = Counter()
     for collective, count in plan.step.collectives.items():
         key = (collective.kind, collective.axis, collective.size, collective.nbytes)
         counts[key] += count
+    measured_counts = [
+        Counter((each.issued.kind, each.issued.axis, each.size, each.nbytes) for each in sent)
+        for _, sent, _ in results
+    ]
     if case.optimizer == "muon":
         # Ranks send other parts of matrices; the plan is of the one that sends most.
-        assert counts in [sent for _, sent, _ in results]
-        most = max(sum(k[-1] * n for k, n in sent.items()) for _, sent, _ in results)
+        assert counts in measured_counts
+        most = max(sum(key[-1] * n for key, n in sent.items()) for sent in measured_counts)
         assert sum(key[-1] * count for key, count in counts.items()) == most
     else:
-        assert all(counts == sent for _, sent, _ in results)
+        assert all(counts == sent for sent in measured_counts)
     assert counts
     # The peak follows from these, and tests of the bound compare that with what is measured.
     units = planner.unit_bytes(training, shard(training, plan.strategy))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fsdp_v2.runtime.reduction_queue import OrderedReductions, RootPass
+from megatron_fsdp_v2.runtime.schedule_rules import OrderedReductions, RootPass
 
 
 class FakeUnit:
@@ -20,7 +20,8 @@ class FakeUnit:
 
 def _turns(count: int) -> tuple[list[FakeUnit], OrderedReductions[FakeUnit]]:
     units = [FakeUnit(name) for name in range(count)]
-    return units, OrderedReductions(units)
+    # The last one has the first turn.
+    return units, OrderedReductions(units[::-1])
 
 
 def _forward(units: Sequence[FakeUnit], ran: Sequence[int]) -> RootPass[FakeUnit]:
@@ -82,6 +83,6 @@ def test_a_deleted_unit_has_no_turn() -> None:
 
 def test_without_an_order_each_unit_is_reduced_after_its_last_use_and_no_other() -> None:
     units = [FakeUnit(name) for name in range(3)]
-    turns = OrderedReductions(units, in_order=False)
+    turns = OrderedReductions(units[::-1], in_order=False)
     passed = _forward(units, [0, 1, 1, 2])
     assert _backward(units, turns, passed, [1, 2, 1]) == [[], [2], [1], []]

@@ -1,0 +1,268 @@
+"""The schedule's rules by hand: what is gathered ahead, what is waited for, and when."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import override
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_fsdp_v2.plan import MeshDescription, Strategy, TrainingDescription, describe_module
+from megatron_fsdp_v2.plan.schedule import replay
+from megatron_fsdp_v2.plan.sharding import shard
+from megatron_fsdp_v2.runtime.schedule_rules import GatherSchedule, Reduction, ReductionSchedule
+from tests.reference.models import Stack
+
+# -- a whole step -----------------------------------------------------------------------------
+
+
+def _step(num_blocks: int, **options: int | bool) -> list[str]:
+    """What a step of a hybrid-sharded stack of blocks issues, in words."""
+    with torch.device("meta"):
+        model: nn.Module = Stack(num_blocks)
+    units, _ = describe_module(model)
+    training = TrainingDescription(units, {"dp": MeshDescription(4)}, **options)  # type: ignore[arg-type]
+    issued = replay(training, shard(training, Strategy(outer_size=2))).issued
+    words = {"all_gather": "gather", "reduce_scatter": "reduce", "all_reduce": "outer"}
+    return [f"{words[each.kind]} {each.unit[7:] or 'root'}" for each in issued]
+
+
+def test_a_step_gathers_one_unit_ahead_and_waits_for_the_oldest_of_two_reductions() -> None:
+    assert _step(3) == [
+        # Forward.
+        *("gather root", "gather 0", "gather 1", "gather 2"),
+        # Backward; the root is still gathered.
+        *("gather 2", "gather 1", "reduce 2", "gather 0", "reduce 1"),
+        # A third gradient buffer: the first reduction is waited for, and goes on.
+        *("outer 2", "reduce 0", "outer 1", "reduce root"),
+        *("outer 0", "outer root"),
+    ]
+
+
+def test_a_step_gathers_further_ahead_and_reduces_one_by_one_when_told_so() -> None:
+    assert _step(3, unshard_prefetch_depth=2, max_live_grad_buffers=1) == [
+        *("gather root", "gather 0", "gather 1", "gather 2"),
+        # The root has the one gradient buffer from its output layer on.
+        *("gather 2", "gather 1", "gather 0", "reduce 2"),
+        *("outer 2", "reduce 1", "outer 1", "reduce 0", "outer 0", "reduce root", "outer root"),
+    ]
+
+
+def test_a_step_in_turn_overlaps_nothing() -> None:
+    assert _step(2, unshard_prefetch_depth=0, enable_async_reduce_grad=False) == [
+        *("gather root", "gather 0", "gather 1"),
+        *("gather 1", "reduce 1", "outer 1", "gather 0", "reduce 0", "outer 0"),
+        *("reduce root", "outer root"),
+    ]
+
+
+# -- what is gathered ahead -------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class FakeUnit:
+    """A unit that notes what is asked of it."""
+
+    name: str
+    log: list[str]
+    is_unsharded: bool = False
+
+    def prefetch(self) -> None:
+        self.log.append(f"+{self.name}")
+        self.is_unsharded = True
+
+    def reshard(self) -> None:
+        self.log.append(f"-{self.name}")
+        self.is_unsharded = False
+
+
+@dataclass
+class Gathering:
+    """Units under a schedule, and what it had them do."""
+
+    depth: int = 1
+    names: str = "abcd"
+    log: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.units = {name: FakeUnit(name, self.log) for name in self.names}
+        self.schedule: GatherSchedule[FakeUnit] = GatherSchedule(self.depth)
+
+    def forward(self, ran: str, chosen: str = "") -> list[str]:
+        """A pass through these units; what was gathered ahead and dropped unused."""
+        self.log.clear()
+        self.schedule.begin_forward(self.units["a"])
+        refs = [weakref.ref(self.units[name]) for name in chosen]
+        for name in ran:
+            unit = self.units[name]
+            self.schedule.before_use(unit)
+            unit.is_unsharded = True
+            self.schedule.in_forward(unit, refs if name == ran[0] else ())
+            unit.is_unsharded = False
+        self.schedule.drop_prefetched()
+        return list(self.log)
+
+
+def test_nothing_is_gathered_ahead_in_the_first_pass_and_the_next_unit_in_the_second() -> None:
+    gathering = Gathering()
+    assert gathering.forward("abcd") == []
+    assert [entry for entry in gathering.forward("abcd") if entry[0] == "+"] == ["+b", "+c", "+d"]
+
+
+def test_as_many_units_are_gathered_ahead_as_told() -> None:
+    gathering = Gathering(depth=2)
+    gathering.forward("abcd")
+    assert [e for e in gathering.forward("abcd") if e[0] == "+"] == ["+b", "+c", "+d"]
+    assert gathering.log.index("+c") == 1
+    still = Gathering(depth=0)
+    still.forward("abcd")
+    assert still.forward("abcd", chosen="c") == []
+
+
+def test_what_was_expected_and_skipped_is_dropped_where_the_next_unit_is_used() -> None:
+    gathering = Gathering()
+    gathering.forward("abcd")
+    # b was expected after a; c runs instead, then d as before.
+    assert gathering.forward("acd")[:3] == ["+b", "-b", "+d"]
+
+
+def test_what_is_gathered_ahead_at_the_end_of_a_pass_is_dropped() -> None:
+    gathering = Gathering()
+    gathering.forward("ab")
+    assert gathering.forward("a") == ["+b", "-b"]
+
+
+def test_units_a_user_asked_for_stay_until_they_ran() -> None:
+    gathering = Gathering()
+    gathering.forward("abcd")
+    log = gathering.forward("abcd", chosen="d")
+    # Not b, which came next; and nobody drops d before it runs.
+    assert log[0] == "+d"
+    assert "+b" not in log
+    assert "-d" not in log
+
+
+def test_a_backward_takes_the_forwards_in_reverse() -> None:
+    gathering = Gathering(depth=2)
+    units = gathering.units
+    gathering.schedule.forget_backwards()
+    for name in "abcd":
+        gathering.schedule.expect_backward(units[name])
+    for _ in range(2):
+        gathering.log.clear()
+        gathering.schedule.begin_backward()
+        for name in "dcba":
+            gathering.schedule.before_use(units[name])
+            units[name].is_unsharded = True
+            gathering.schedule.in_backward(units[name])
+            units[name].is_unsharded = False
+        assert gathering.log[:3] == ["+c", "+b", "+a"]
+
+
+# -- what is waited for -----------------------------------------------------------------------
+
+
+class FakeReductions(ReductionSchedule[str, int]):
+    """Reductions of groups that are names: `x` of one axis, `X` of two."""
+
+    def __init__(self, bound: int, *, is_async: bool = True) -> None:
+        super().__init__(bound, is_async=is_async)
+        self.log: list[str] = []
+        self.partial: set[str] = set()
+
+    @override
+    def accumulates_unreduced(self, group: str) -> bool:
+        return group == "u"
+
+    @override
+    def has_outer_axis(self, group: str) -> bool:
+        return group.isupper()
+
+    @override
+    def has_partial(self, group: str) -> bool:
+        return group in self.partial
+
+    @override
+    def issue_inner(self, group: str) -> int:
+        self.log.append(f"inner {group}")
+        if self.has_outer_axis(group):
+            self.partial.add(group)
+        return 0
+
+    @override
+    def finish_inner(self, done: Sequence[Reduction[str, int]]) -> None:
+        self.log.append(f"free {''.join(reduction.group for reduction in done)}")
+
+    @override
+    def issue_outer(self, groups: Sequence[str]) -> list[int]:
+        self.log.append(f"outer {''.join(groups)}")
+        self.partial -= set(groups)
+        return [0] * len(groups)
+
+    @override
+    def finish_outer(self, done: Sequence[tuple[str, int]]) -> None:
+        self.log.append(f"done {''.join(group for group, _ in done)}")
+
+
+@pytest.mark.parametrize("bound", [1, 2, 3])
+def test_no_more_reductions_are_under_way_than_there_may_be_gradient_buffers(bound: int) -> None:
+    reductions = FakeReductions(bound)
+    for group in "abcdef":
+        reductions.reserve(group)
+        assert len(reductions) < bound
+        reductions.reduce([group], synchronize=True)
+        assert len(reductions) <= bound
+    assert [entry[-1] for entry in reductions.log if entry.startswith("free")] == list(
+        "abcdef"[: 6 - bound]
+    )
+
+
+def test_a_group_that_is_being_reduced_is_waited_for_before_it_takes_another_gradient() -> None:
+    reductions = FakeReductions(3)
+    for group in "ab":
+        reductions.reduce([group], synchronize=True)
+    reductions.reserve("a")
+    assert reductions.log[2:] == ["free a"]
+
+
+def test_the_outer_axis_follows_the_inner_one_with_a_bound_of_its_own() -> None:
+    reductions = FakeReductions(1)
+    for groups in ("AB", "C", "d"):
+        reductions.reduce(groups, synchronize=True)
+    assert reductions.log == [
+        *("inner A", "inner B", "free AB", "outer AB"),
+        *("inner C", "free C", "done AB", "outer C", "inner d"),
+    ]
+    reductions.drain()
+    assert reductions.log[-2:] == ["free d", "done C"]
+
+
+def test_a_partial_shard_goes_on_when_synchronized_and_not_while_its_inner_part_is_under_way() -> (
+    None
+):
+    reductions = FakeReductions(2)
+    reductions.reduce("A", synchronize=False)
+    reductions.drain()
+    assert reductions.log == ["inner A", "free A"]
+    reductions.reduce("B", synchronize=True)
+    reductions.reduce_partials("AB")
+    assert reductions.log[2:] == ["inner B", "outer A"]
+    reductions.drain()
+    assert reductions.log[4:] == ["free B", "outer B", "done A", "done B"]
+
+
+def test_what_collects_unreduced_is_due_when_gradients_are_synchronized() -> None:
+    reductions = FakeReductions(2)
+    assert reductions.due("au", synchronize=False) == ["a"]
+    assert reductions.due("au", synchronize=True) == ["a", "u"]
+
+
+def test_reductions_that_overlap_nothing_are_waited_for_at_once() -> None:
+    reductions = FakeReductions(2, is_async=False)
+    reductions.reduce("A", synchronize=True)
+    assert reductions.log == ["inner A", "free A", "outer A", "done A"]
+    assert not len(reductions)

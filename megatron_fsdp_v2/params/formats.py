@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from megatron_fsdp_v2.dtensor.tp_params import part_of
@@ -111,7 +112,7 @@ class DenseFormat:
     @staticmethod
     def takes(param: torch.Tensor) -> bool:
         """Whether it is made of plain numbers; a DTensor counts as its local tensor."""
-        local = part_of(param)
+        local = param._local_tensor if isinstance(param, DTensor) else param
         return not (is_traceable_wrapper_subclass(local) or hasattr(local, "fsdp_pre_all_gather"))
 
     @staticmethod

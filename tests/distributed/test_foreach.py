@@ -380,13 +380,12 @@ def operations_that_fill() -> tuple[list[str], int, bool]:
     """What zeroes missing gradients and gaps, how many of those there are, and whether it did."""
     module = nn.Sequential(*(nn.Linear(5, n, bias=False) for n in (7, 3, 1)))
     (group,) = unit_of(wrap(module, [])).groups
-    grads, view = group.grads, group.grads.buffers.views[0]
-    grads.acquire()
-    grads.buffers.full.tensor.fill_(1.0)
+    grads, view = group.grads.buffers, group.grads.buffers.views[0]
+    grads.take(grads.full).fill_(1.0)
     grads.add(0, torch.full_like(view, 2.0))
     with Operations() as filling:
         grads.fill_missing()
-    left = grads.buffers.full.tensor.sum() - view.sum()
+    left = grads.full.tensor.sum() - view.sum()
     return filling.names, 2 + len(group.layout.gaps()), bool(left == 0 and (view == 2.0).all())
 
 

@@ -389,9 +389,7 @@ def gathers_by_depth() -> list[int]:
         calls: list[Any] = []
         for module in [*model.blocks, model]:
             weights = unit_of(module).groups[0].weights
-            gather = weights.gather
-
-            weights.gather = functools.partial(_counted, calls, weights, gather)
+            weights._gather = functools.partial(_counted, calls, weights, weights._gather)
         _step(model, optimizer)
         found.append(len(calls))
     return found

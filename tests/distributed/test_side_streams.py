@@ -183,7 +183,7 @@ def faults_of(**options: bool) -> list[tuple[str, str, str]]:
 
 def test_a_side_stream_that_does_not_wait_for_the_gather_is_found(pools: RankPools) -> None:
     for found in pools(2).run(faults_of, starts=False):
-        texts = [text for _, name, text in found if name == "blocks.1/0 weights temporary"]
+        texts = [text for _, name, text in found if name == "blocks.1/0 weights gathered"]
         assert any(
             "all_gather on 'gather'" in text and "on 'side' (reads it)" in text for text in texts
         )
@@ -192,7 +192,7 @@ def test_a_side_stream_that_does_not_wait_for_the_gather_is_found(pools: RankPoo
 def test_a_side_stream_that_still_reads_weights_when_they_go_is_found(pools: RankPools) -> None:
     for found in pools(2).run(faults_of, joins=False):
         assert any(
-            (fault, name) == (Fault.PREMATURE_FREE.value, "blocks.1/0 weights temporary")
+            (fault, name) == (Fault.PREMATURE_FREE.value, "blocks.1/0 weights gathered")
             and "on 'side' (reads it), then" in text
             for fault, name, text in found
         )

@@ -60,7 +60,7 @@ def _starts(layout: BufferLayout) -> list[tuple[int, int]]:
     return found
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     shapes=SHAPES,
     num_shards=RANKS,
@@ -95,7 +95,7 @@ def test_every_view_is_aligned_as_promised_and_padding_stays_within_the_promise(
         assert min(layout.alignment.line for _, layout in buffers) * itemsize == 16
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(shapes=SHAPES, num_shards=RANKS, itemsize=ITEMSIZES)
 def test_the_alignment_of_a_single_buffer_is_the_strongest_that_is_affordable(
     shapes: list[Shape], num_shards: int, itemsize: int
@@ -113,7 +113,7 @@ def test_the_alignment_of_a_single_buffer_is_the_strongest_that_is_affordable(
     assert buffers[0][1].alignment == expected
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     shapes=st.lists(
         st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple), min_size=1, max_size=4

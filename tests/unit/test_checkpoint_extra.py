@@ -66,7 +66,7 @@ PLAIN = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(PLAIN)
 def test_any_plain_data_with_tensors_comes_back_equal(value: Any) -> None:
     content = pack("extra", value)

@@ -44,7 +44,7 @@ def _check(layout: BufferLayout, shapes: list[tuple[int, ...]], granularity: Gra
     assert gaps == owner.count(-1) == layout.padding_numel
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(shapes=SHAPES, num_shards=st.integers(1, 9), rows=st.sampled_from([0, 1, 2, 3]))
 def test_any_layout_equals_the_brute_force_one(
     shapes: list[tuple[int, ...]], num_shards: int, rows: int
@@ -60,7 +60,7 @@ def test_the_layout_that_the_docstring_draws_is_the_one_that_is_planned() -> Non
     assert [layout.local_rows(0, shard) for shard in range(3)] == [(0, 0), (0, 3), (3, 5)]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(shapes=SHAPES, num_shards=st.integers(1, 9))
 def test_padding_never_passes_one_slice_of_the_largest_granules(
     shapes: list[tuple[int, ...]], num_shards: int
@@ -108,7 +108,7 @@ def _items(shapes: list[tuple[int, ...]], granularity: Granularity) -> list[tupl
 TINY_SHAPE = st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     shapes=st.lists(TINY_SHAPE, min_size=1, max_size=4),
     num_shards=st.integers(1, 9),
@@ -137,7 +137,7 @@ def test_six_parameters_get_the_smallest_slice_in_nineteen_of_twenty_cases() -> 
     assert excess <= 0.01 * cases
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(shapes=st.lists(TINY_SHAPE, min_size=1, max_size=3), num_shards=st.integers(1, 9))
 def test_no_layout_goes_below_the_admissible_slice(
     shapes: list[tuple[int, ...]], num_shards: int

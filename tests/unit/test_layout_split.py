@@ -73,7 +73,7 @@ def _set_partitions(items: list[int]) -> Iterator[list[list[int]]]:
             yield [*partition[:i], [items[0], *partition[i]], *partition[i + 1 :]]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @example([(3,), (5,), (6,), (6,), (6,)], 3, Granularity(2), 0.0)
 @example([(1,), (3,), (5,), (6,), (6,)], 3, Granularity(2), 0.0)
 @given(
@@ -103,7 +103,7 @@ def test_no_set_partition_of_a_few_parameters_is_better(
         assert padding + MIN_GAIN * numel * len(split) <= least * (1 + 1e-9)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     shapes=st.lists(
         st.lists(st.integers(0, 40), min_size=1, max_size=3).map(tuple), min_size=0, max_size=14
@@ -194,7 +194,7 @@ def test_padding_is_one_percent_at_most_or_the_least_that_contiguous_parameters_
             assert slices == contiguous_bound(shapes, num_shards)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(shapes=TINY_SHAPES, num_shards=st.integers(1, 12))
 def test_no_split_goes_below_the_bound_for_scattered_rows(
     shapes: list[Shape], num_shards: int
@@ -204,7 +204,7 @@ def test_no_split_goes_below_the_bound_for_scattered_rows(
         assert bound <= _slices(shapes, split, num_shards)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     rows=st.lists(st.integers(3, 6), min_size=1, max_size=3, unique=True),
     numbers=st.lists(st.integers(150, 300), min_size=4, max_size=4),

@@ -51,7 +51,7 @@ def _share(first: range, second: range) -> bool:
     return max(first.start, second.start) < min(first.stop, second.stop)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(sizes=sizes_of_six, many=st.lists(traces, max_size=4))
 def test_buffers_that_live_together_never_overlap(sizes: list[int], many: list[Trace]) -> None:
     plan = _plan_of(sizes, many)
@@ -66,7 +66,7 @@ def test_buffers_that_live_together_never_overlap(sizes: list[int], many: list[T
     assert plan.lower_bound == bound <= plan.nbytes
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(sizes=sizes_of_six, many=st.lists(traces, min_size=1, max_size=2))
 def test_overlaps_and_slots_say_who_shares_what(sizes: list[int], many: list[Trace]) -> None:
     plan = _plan_of(sizes, many)
@@ -101,7 +101,7 @@ def _smallest_block(sizes: list[int], conflicts: list[int]) -> int:
     return least
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     sizes=st.lists(st.integers(1, 8).map(lambda n: n * ALIGNMENT), min_size=5, max_size=5),
     pairs=st.sets(st.sampled_from(list(itertools.combinations(range(5), 2)))),

@@ -344,7 +344,7 @@ def _all_to_all(grid: Grid, hops: Sequence[Hop], held: list[set[Key]]) -> None:
         mine.update(new)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(_cases())
 def test_owners_get_every_element_once_and_every_holder_gets_results(case: _Case) -> None:
     ownership, ranks = case.ownership, range(case.grid.num_ranks)
@@ -373,7 +373,7 @@ def test_owners_get_every_element_once_and_every_holder_gets_results(case: _Case
     assert done == Counter(range(len(ownership.matrices)))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(_cases())
 def test_everything_a_rank_holds_is_in_one_bucket(case: _Case) -> None:
     for rank, plan in enumerate(case.plans):
@@ -387,7 +387,7 @@ def test_everything_a_rank_holds_is_in_one_bucket(case: _Case) -> None:
         assert all(count == 1 for count in held.values())
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(_cases())
 def test_whole_matrices_are_found_where_they_are_and_stay_there(case: _Case) -> None:
     for matrix, owner in zip(case.ownership.matrices, case.ownership.owners, strict=True):
@@ -435,7 +435,7 @@ def _issued(case: _Case, rank: int) -> Iterator[tuple[int, str]]:
     yield from wait(returning)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(_cases())
 def test_ranks_along_an_axis_issue_their_all_to_alls_in_one_order(case: _Case) -> None:
     issued = [list(_issued(case, rank)) for rank in range(case.grid.num_ranks)]
@@ -445,7 +445,7 @@ def test_ranks_along_an_axis_issue_their_all_to_alls_in_one_order(case: _Case) -
             assert [what for a, what in issued[peer] if a == axis] == mine
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(_cases())
 def test_a_plan_is_the_same_whenever_it_is_made(case: _Case) -> None:
     again = _Case(case.grid, case.layouts, case.bucket_numel)
@@ -453,7 +453,7 @@ def test_a_plan_is_the_same_whenever_it_is_made(case: _Case) -> None:
     assert again.plans == case.plans
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=6), st.integers(1, 3))
 def test_the_busiest_rank_is_within_a_third_of_the_best(flops: list[int], num_ranks: int) -> None:
     plan = Ownership.plan(_squares(flops), num_ranks, ANY_BUCKET)

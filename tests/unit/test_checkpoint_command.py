@@ -6,8 +6,10 @@ import argparse
 import json
 import sys
 import tomllib
+from collections.abc import Callable
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +18,10 @@ from safetensors.torch import load_file
 from megatron_fsdp_v2 import cli
 from megatron_fsdp_v2.checkpoint import converters, model_tensors
 from megatron_fsdp_v2.checkpoint.manifest import MANIFEST
-from megatron_fsdp_v2.checkpoint.writing import FolderWriter
-from tests.unit.test_checkpoint_folder import flip
+from tests.processes import ROOT
+from tests.unit.checkpoints import FIRST, ckpt, flip, write_folder
 
-ROOT = Path(__file__).parents[2]
+type Says = Callable[..., str]
 
 
 def declared(group: str) -> dict[str, EntryPoint]:
@@ -38,28 +40,28 @@ def as_installed(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "entry_points", lambda group: tuple(declared(group).values()))
 
 
-def ckpt(*words: object) -> int:
-    return cli.main(["ckpt", *map(str, words)])
+@pytest.fixture
+def says(capsys: pytest.CaptureFixture[str]) -> Says:
+    """What the command writes, or the error where it is to end with 2: `says("verify", path)`."""
+
+    def call(*words: object, status: int = 0) -> str:
+        assert ckpt(*words) == status
+        captured = capsys.readouterr()
+        return captured.err if status == 2 else captured.out
+
+    return call
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    writer = FolderWriter(tmp_path / "checkpoint")
-    for layer in (0, 10, 2):
-        name = f"model.layers.{layer}.weight"
-        writer.add_block(name, (4, 256), (0, 0), torch.full((4, 256), float(layer)))
-    writer.add_block("model.embedding.table.weight", (2, 3), (0, 0), torch.ones(2, 3).bfloat16())
-    writer.add_block("optimizer.state.exp_avg", (2,), (0,), torch.ones(2))
-    writer.add_object("extra", {"step": 3})
-    writer.finish()
-    return tmp_path / "checkpoint"
+    tensors = {f"model.layers.{i}.weight": torch.full((4, 256), float(i)) for i in (0, 10, 2)}
+    tensors["model.embedding.table.weight"] = torch.ones(2, 3).bfloat16()
+    tensors["optimizer.state.exp_avg"] = torch.ones(2)
+    return write_folder(tmp_path / "checkpoint", tensors, {"extra": {"step": 3}})
 
 
-def test_inspect_shows_a_tree_in_natural_order(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert ckpt("inspect", folder) == 0
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+def test_inspect_shows_a_tree_in_natural_order(folder: Path, says: Says) -> None:
+    lines = [line.split() for line in says("inspect", folder).splitlines()]
     assert [line[0] for line in lines[:-2]] == [
         *("extra", "model", "embedding.table.weight", "layers"),
         *("0.weight", "2.weight", "10.weight", "optimizer.state.exp_avg"),
@@ -69,56 +71,40 @@ def test_inspect_shows_a_tree_in_natural_order(
     assert lines[2] == ["embedding.table.weight", "(2,", "3)", "bfloat16", "12", "B"]
     assert lines[-2] == ["total", "5", "tensors", "12.0", "KiB"]
     assert " ".join(lines[-1]).startswith("manifest of version 1: saved by 1 ranks")
-    assert ckpt("inspect", folder, "--depth", 1) == 0
-    assert "layers" not in capsys.readouterr().out
+    assert "layers" not in says("inspect", folder, "--depth", 1)
 
 
-def test_inspect_writes_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert ckpt("inspect", folder, "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["tensors"]["model.layers.10.weight"] == {
-        "shape": [4, 256],
-        "dtype": "float32",
-        "nbytes": 4096,
-        "chunks": 1,
-    }
+def test_inspect_writes_json(folder: Path, says: Says) -> None:
+    found = json.loads(says("inspect", folder, "--json"))
+    expected = {"shape": [4, 256], "dtype": "float32", "nbytes": 4096, "chunks": 1}
+    assert found["tensors"]["model.layers.10.weight"] == expected
     assert list(found["objects"]) == ["extra"]
     assert (found["num_tensors"], found["nbytes"]) == (5, 3 * 4096 + 12 + 8)
     assert found["manifest"]["world_size"] == 1
 
 
 @pytest.mark.parametrize("name", ["m.safetensors", "m.pt"])
-def test_inspect_looks_into_files_as_well(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
-    assert ckpt("export", folder, tmp_path / name) == 0
-    capsys.readouterr()
-    assert ckpt("inspect", tmp_path / name) == 0
-    out = capsys.readouterr().out
+def test_inspect_looks_into_files_as_well(folder: Path, says: Says, name: str) -> None:
+    says("export", folder, folder.parent / name)
+    out = says("inspect", folder.parent / name)
     assert "embedding.table.weight" in out
     assert "manifest" not in out
 
 
 def test_verify_returns_0_for_a_good_checkpoint_and_1_for_a_damaged_one(
-    folder: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, says: Says
 ) -> None:
-    assert ckpt("verify", folder) == 0
-    assert "undamaged; 2 files" in capsys.readouterr().out
-    flip(folder / "__0_0.distcp", 6000)
-    assert ckpt("verify", folder) == 1
-    out = capsys.readouterr().out
+    assert "undamaged; 2 files" in says("verify", folder)
+    flip(folder / FIRST, 6000)
+    out = says("verify", folder, status=1)
     assert "DAMAGED (1 problem); 2 files" in out
     assert "model.layers.10.weight" in out
-    assert ckpt("verify", folder / "nothing") == 1
-    assert "does not exist" in capsys.readouterr().out
+    assert "does not exist" in says("verify", folder / "nothing", status=1)
 
 
-def test_verify_says_what_it_cannot_know_without_a_manifest(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verify_says_what_it_cannot_know_without_a_manifest(folder: Path, says: Says) -> None:
     (folder / MANIFEST).unlink()
-    assert ckpt("verify", folder) == 0
-    assert "there is no manifest.json: structure and sizes" in capsys.readouterr().out
+    assert "there is no manifest.json: structure and sizes" in says("verify", folder)
 
 
 def test_progress_is_shown_to_somebody_who_looks(
@@ -135,52 +121,49 @@ def test_progress_is_shown_to_somebody_who_looks(
 
 
 def test_export_says_what_it_wrote_and_what_it_left_out(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, tmp_path: Path, says: Says
 ) -> None:
     out = tmp_path / "model.safetensors"
-    assert ckpt("export", folder, out, "--dtype", "bfloat16", "--max-shard-size", "5MB") == 0
-    written = capsys.readouterr().out
+    written = says("export", folder, out, "--dtype", "bfloat16", "--max-shard-size", "5MB")
     assert f"{out}: 4 tensors, 6.0 KiB, one at a time (the largest has 4.0 KiB)" in written
     assert "left out: optimizer.state.exp_avg, extra" in written
     assert all(tensor.dtype == torch.bfloat16 for tensor in load_file(out).values())
-    sharded = tmp_path / "sharded.safetensors"
-    assert ckpt("export", folder, sharded, "--max-shard-size", "5KB") == 0
-    index = "sharded.safetensors.index.json and 3 files beside it: 4 tensors"
-    assert index in capsys.readouterr().out
+    written = says("export", folder, tmp_path / "sharded.safetensors", "--max-shard-size", "5KB")
+    assert "sharded.safetensors.index.json and 3 files beside it: 4 tensors" in written
 
 
 def test_convert_goes_there_and_back(folder: Path, tmp_path: Path) -> None:
-    for source, target in (
-        (folder, "a.pt"),
-        (tmp_path / "a.pt", "b.safetensors"),
-        (tmp_path / "b.safetensors", "c"),
-        (tmp_path / "c", "d.pt"),
-    ):
+    source = folder
+    for target in ("a.pt", "b.safetensors", "c", "d.pt"):
         assert ckpt("convert", source, tmp_path / target) == 0
+        source = tmp_path / target
     assert ckpt("verify", tmp_path / "c") == 0
     first, last = (torch.load(tmp_path / n, weights_only=True) for n in ("a.pt", "d.pt"))
     assert first.keys() == last.keys()
     assert all(torch.equal(first[name], last[name]) for name in first)
 
 
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ("inspect {0}/nothing", "does not exist"),
+        ("inspect {0}/nothing.pt", "does not exist"),
+        ("export {0}/checkpoint {0}/there.pt", "is there already"),
+        ("export {0}/checkpoint {0}/m.npz", "name it .safetensors or .pt"),
+        ("export {0} {0}/m.pt", "name one of checkpoint"),
+        ("convert {0}/there.pt {0}/m", "cannot be loaded"),
+        ("export {0}/checkpoint {0}/m.pt --prefix x.", "no tensors called x.*"),
+    ],
+)
 def test_what_is_not_possible_is_one_sentence_and_2(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str, problem: str
 ) -> None:
     (tmp_path / "there.pt").touch()
-    for words, problem in (
-        (("inspect", tmp_path / "nothing"), "does not exist"),
-        (("inspect", tmp_path / "nothing.pt"), "does not exist"),
-        (("export", folder, tmp_path / "there.pt"), "is there already"),
-        (("export", folder, tmp_path / "m.npz"), "name it .safetensors or .pt"),
-        (("export", tmp_path, tmp_path / "m.pt"), "name one of checkpoint"),
-        (("convert", tmp_path / "there.pt", tmp_path / "m"), "cannot be loaded"),
-        (("export", folder, tmp_path / "m.pt", "--prefix", "x."), "no tensors called x.*"),
-    ):
-        assert ckpt(*words) == 2
-        captured = capsys.readouterr()
-        assert problem in captured.err
-        assert captured.err.count("\n") == 1
-        assert captured.out == ""
+    assert ckpt(*words.format(tmp_path).split()) == 2
+    captured = capsys.readouterr()
+    assert problem in captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
 
 
 @pytest.mark.parametrize(
@@ -225,28 +208,27 @@ def _offer(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
     monkeypatch.setattr(converters, "entry_points", lambda group: [point])
 
 
-def test_a_format_of_another_program_takes_its_own_options_and_none_of_files(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_format_of_another_program_takes_its_own_options(
+    monkeypatch: pytest.MonkeyPatch, says: Says
 ) -> None:
     _offer(monkeypatch, "other", f"{__name__}:one_option")
-    assert ckpt("convert", "--to", "other", "from", "here", "--iteration", "7") == 3
-    assert capsys.readouterr().out == "from to here at 7"
-    for words, problem in (
-        (("--to", "other", "--dtype", "float32"), "--dtype"),
-        (("--iteration", "7"), "--iteration"),
-        (("--to", "none"), "no format is called 'none'; known are other"),
-    ):
-        with pytest.raises(SystemExit) as stopped:
-            ckpt("convert", "from", "here", *words)
-        assert stopped.value.code == 2
-        assert problem in capsys.readouterr().err
+    written = says("convert", "--to", "other", "from", "here", "--iteration", "7", status=3)
+    assert written == "from to here at 7"
 
 
-def test_a_format_whose_package_is_missing_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("words", "point", "problem"),
+    [
+        ("--to other --dtype float32", f"{__name__}:one_option", "--dtype"),
+        ("--iteration 7", f"{__name__}:one_option", "--iteration"),
+        ("--to none", f"{__name__}:one_option", "no format is called 'none'; known are other"),
+        ("--to other", "no_such.at_all:converter", "needs no_such, which cannot be imported"),
+    ],
+)
+def test_a_format_that_does_not_fit_or_whose_package_is_missing_is_rejected(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any, words: str, point: str, problem: str
 ) -> None:
-    _offer(monkeypatch, "other", "no_such_package.at_all:converter")
-    with pytest.raises(SystemExit) as stopped:
-        ckpt("convert", "--to", "other", "from", "here")
-    assert stopped.value.code == 2
-    assert "needs no_such_package, which cannot be imported" in capsys.readouterr().err
+    _offer(monkeypatch, "other", point)
+    with pytest.raises(SystemExit, match="^2$"):
+        ckpt("convert", "from", "here", *words.split())
+    assert problem in capsys.readouterr().err

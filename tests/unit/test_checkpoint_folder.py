@@ -20,11 +20,11 @@ from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder, ReadRequest
 from megatron_fsdp_v2.checkpoint.manifest import MANIFEST
 from megatron_fsdp_v2.checkpoint.metadata import METADATA, read_metadata
 from megatron_fsdp_v2.checkpoint.stored_tensor import find_tensor
-from megatron_fsdp_v2.checkpoint.writing import FolderWriter
+from tests.unit.checkpoints import FIRST as DATA_FILE
+from tests.unit.checkpoints import changed_metadata, flip, write_folder
 
 KEY = "model.weight"
 OTHER = "model.other"
-DATA_FILE = "__0_0.distcp"
 
 
 def whole() -> torch.Tensor:
@@ -34,26 +34,14 @@ def whole() -> torch.Tensor:
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     """One tensor in two uneven chunks of rows, another in one, and an object."""
-    path = tmp_path / "checkpoint"
-    writer = FolderWriter(path)
-    writer.add_block(KEY, (7, 5), (0, 0), whole()[:3])
-    writer.add_block(KEY, (7, 5), (3, 0), whole()[3:])
-    writer.add_block(OTHER, (4,), (0,), torch.ones(4, dtype=torch.bfloat16))
-    writer.add_object("step", {"step": 3})
-    writer.finish()
-    return path
+    tensors = {KEY: whole(), OTHER: torch.ones(3, dtype=torch.bfloat16)}
+    return write_folder(tmp_path / "checkpoint", tensors, {"step": {"step": 3}}, cut=3)
 
 
 def item(path: Path, key: str, offset: tuple[int, ...] | None = None) -> Any:
     storage = read_metadata(path).storage_data
     assert storage is not None
     return storage[MetadataIndex(key, None if offset is None else torch.Size(offset))]
-
-
-def flip(file: Path, position: int) -> None:
-    content = bytearray(file.read_bytes())
-    content[position] ^= 1
-    file.write_bytes(content)
 
 
 @pytest.mark.parametrize("scratch", [16 << 20, 24, 8], ids=["at-once", "by-rows", "by-elements"])
@@ -173,7 +161,7 @@ def test_a_flipped_byte_of_the_metadata_is_found(checkpoint: Path) -> None:
 
 
 def test_files_of_another_length_are_named(checkpoint: Path) -> None:
-    file, target = checkpoint / DATA_FILE, [ReadRequest(OTHER, (0,), torch.empty(4))]
+    file, target = checkpoint / DATA_FILE, [ReadRequest(OTHER, (0,), torch.empty(3))]
     content = file.read_bytes()
     folder = CheckpointFolder(checkpoint)
     file.write_bytes(content + b"x")
@@ -198,17 +186,21 @@ def test_damage_without_a_manifest_is_an_error_where_it_cannot_be_read(tmp_path:
         CheckpointFolder(tmp_path / "c").read_tensor("x")
 
 
-def test_a_manifest_of_another_version_or_format_is_rejected(checkpoint: Path) -> None:
-    file = checkpoint / MANIFEST
-    content = json.loads(file.read_text())
-    for changed, problem in (
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
         ({"version": 2}, "is of version 2 .*reads version 1"),
         ({"format": "another"}, "is of the format 'another'"),
         ({"files": {METADATA: {"nbytes": 3}}}, "cannot be read"),
-    ):
-        file.write_text(json.dumps(content | changed))
-        with pytest.raises(CheckpointError, match=problem):
-            CheckpointFolder(checkpoint)
+    ],
+)
+def test_a_manifest_of_another_version_or_format_is_rejected(
+    checkpoint: Path, changed: dict[str, Any], problem: str
+) -> None:
+    file = checkpoint / MANIFEST
+    file.write_text(json.dumps(json.loads(file.read_text()) | changed))
+    with pytest.raises(CheckpointError, match=problem):
+        CheckpointFolder(checkpoint)
 
 
 def test_a_save_that_was_cut_short_is_called_that(checkpoint: Path) -> None:
@@ -250,9 +242,7 @@ def test_a_pickle_that_would_run_code_is_rejected_and_not_run(checkpoint: Path) 
         (checkpoint / METADATA).write_bytes(content)
         with pytest.raises(CheckpointError, match=r"posix\.system, which is not allowed"):
             CheckpointFolder(checkpoint)
-    writer = FolderWriter(checkpoint)
-    writer.add_object("args", MakesFile(made))
-    writer.finish()
+    write_folder(checkpoint, {}, {"args": MakesFile(made)})
     with pytest.raises(CheckpointError, match=r"args in .*cannot be loaded as plain data"):
         CheckpointFolder(checkpoint).object("args")
     assert not made.exists()
@@ -270,20 +260,20 @@ def test_metadata_cannot_name_a_way_around(checkpoint: Path, name: str) -> None:
 
 
 def test_metadata_cannot_point_out_of_its_folder(checkpoint: Path) -> None:
-    (checkpoint / MANIFEST).unlink()
-    metadata = read_metadata(checkpoint)
-    assert metadata.storage_data is not None
-    for info in metadata.storage_data.values():
-        info.relative_path = "../elsewhere"
-    (checkpoint / METADATA).write_bytes(pickle.dumps(metadata))
+    with changed_metadata(checkpoint) as metadata:
+        for info in metadata.storage_data.values():
+            info.relative_path = "../elsewhere"
     with pytest.raises(CheckpointError, match=r"said to lie in '\.\./elsewhere'"):
         CheckpointFolder(checkpoint)
 
 
-def test_metadata_of_random_bytes_is_an_error_in_one_sentence(checkpoint: Path) -> None:
+@pytest.mark.parametrize("damage", ["nothing", "its start", "noise", "another pickle"])
+def test_metadata_of_random_bytes_is_an_error_in_one_sentence(
+    checkpoint: Path, damage: str
+) -> None:
     (checkpoint / MANIFEST).unlink()
-    content = (checkpoint / METADATA).read_bytes()
-    for damaged in (b"", content[:50], bytes(range(256)), pickle.dumps({"a": 1})):
-        (checkpoint / METADATA).write_bytes(damaged)
-        with pytest.raises(CheckpointError, match="cannot be read"):
-            CheckpointFolder(checkpoint)
+    file = checkpoint / METADATA
+    damaged = {"nothing": b"", "its start": file.read_bytes()[:50], "noise": bytes(range(256))}
+    file.write_bytes(damaged.get(damage, pickle.dumps({"a": 1})))
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        CheckpointFolder(checkpoint)

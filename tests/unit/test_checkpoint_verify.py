@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
 
 import pytest
@@ -12,23 +11,15 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorSt
 
 from megatron_fsdp_v2.checkpoint import verifying
 from megatron_fsdp_v2.checkpoint.manifest import MANIFEST, Manifest
-from megatron_fsdp_v2.checkpoint.metadata import METADATA, read_metadata
 from megatron_fsdp_v2.checkpoint.verifying import verify
-from megatron_fsdp_v2.checkpoint.writing import FolderWriter
-from tests.unit.test_checkpoint_folder import flip
-
-FIRST, SECOND = "__0_0.distcp", "__0_1.distcp"
+from tests.unit.checkpoints import FIRST, SECOND, changed_metadata, flip, write_folder
 
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    path = tmp_path / "checkpoint"
-    writer = FolderWriter(path, file_bytes=3000)
-    for name in "abc":
-        writer.add_block(f"model.{name}", (300,), (0,), torch.arange(150.0))
-        writer.add_block(f"model.{name}", (300,), (150,), torch.arange(150.0))
-    writer.add_object("extra", {"step": 3})
-    writer.finish()
+    tensors = {f"model.{name}": torch.arange(150.0).repeat(2) for name in "abc"}
+    extra = {"extra": {"step": 3}}
+    path = write_folder(tmp_path / "checkpoint", tensors, extra, cut=150, file_bytes=3000)
     assert (path / SECOND).is_file()
     return path
 
@@ -113,19 +104,14 @@ def test_a_checkpoint_that_cannot_be_opened_has_that_problem(tmp_path: Path) -> 
 
 
 def test_metadata_that_contradicts_itself_is_found(checkpoint: Path) -> None:
-    metadata = read_metadata(checkpoint)
-    storage = metadata.storage_data
-    assert storage is not None
-    entries = {key: entry for key, entry in metadata.state_dict_metadata.items() if key != "extra"}
-    for name, chunks in (("a", 1), ("b", 3)):
-        entry = entries[f"model.{name}"]
-        assert isinstance(entry, TensorStorageMetadata)
-        more = ChunkStorageMetadata(torch.Size([200]), torch.Size([150]))
-        entry.chunks = [*entry.chunks, more][:chunks]
-    gone = next(index for index in storage if index.fqn == "model.c")
-    del storage[gone]
-    (checkpoint / MANIFEST).unlink()
-    (checkpoint / METADATA).write_bytes(pickle.dumps(metadata))
+    more = ChunkStorageMetadata(torch.Size([200]), torch.Size([150]))
+    with changed_metadata(checkpoint) as metadata:
+        for name, chunks in (("a", 1), ("b", 3)):
+            entry = metadata.state_dict_metadata[f"model.{name}"]
+            assert isinstance(entry, TensorStorageMetadata)
+            entry.chunks = [*entry.chunks, more][:chunks]
+        storage = metadata.storage_data
+        del storage[next(index for index in storage if index.fqn == "model.c")]
     problems = "\n".join(verify(checkpoint).problems)
     assert "model.a has 300 elements, and its chunks 150" in problems
     assert "model.b has a chunk at (200,) that reaches out of it" in problems

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,19 +20,15 @@ from megatron_fsdp_v2.layout.buffer_layout import (
 from megatron_fsdp_v2.layout.flat_buffers import aligned_buffers
 from megatron_fsdp_v2.layout.mixed_precision import MixedPrecisionPolicy
 from megatron_fsdp_v2.layout.split import split_for_padding
+from tests.pages import check_part, table
 from tests.reference.real_units import REAL_UNITS
-
-Shape = tuple[int, ...]
+from tests.unit.layouts import Shape, fits, numel_of
 
 ROW = Granularity(1)
 DIM = st.sampled_from([1, 2, 3, 5, 7, 8, 12, 16, 24, 49, 64, 96, 100, 128, 192, 768])
 SHAPES = st.lists(st.lists(DIM, min_size=1, max_size=3).map(tuple), min_size=1, max_size=9)
 RANKS = st.sampled_from([1, 2, 3, 4, 7, 8, 31, 64, 1000])
 ITEMSIZES = st.sampled_from([1, 2, 4, 8])
-
-
-def _numel(shapes: Sequence[Shape]) -> int:
-    return sum(math.prod(shape) for shape in shapes)
 
 
 def _unaligned(shapes: Sequence[Shape], num_shards: int, granularity: Granularity) -> int:
@@ -60,13 +54,8 @@ def _starts(layout: BufferLayout) -> list[tuple[int, int]]:
     return found
 
 
-@settings(max_examples=150)
-@given(
-    shapes=SHAPES,
-    num_shards=RANKS,
-    itemsize=ITEMSIZES,
-    rows=st.sampled_from([1, 1, 2, 3, 0]),
-)
+@settings(max_examples=150, deadline=None)
+@given(shapes=SHAPES, num_shards=RANKS, itemsize=ITEMSIZES, rows=st.integers(0, 3))
 def test_every_view_is_aligned_as_promised_and_padding_stays_within_the_promise(
     shapes: list[Shape], num_shards: int, itemsize: int, rows: int
 ) -> None:
@@ -88,14 +77,14 @@ def test_every_view_is_aligned_as_promised_and_padding_stays_within_the_promise(
                 assert start == end or start % cell == 0
                 assert end in (start, slot.numel) or end % cell == 0
     padding = sum(layout.padding_numel for _, layout in buffers)
-    promised = max(0.01 * _numel(shapes), _unaligned(shapes, num_shards, granularity))
+    promised = max(0.01 * numel_of(shapes), _unaligned(shapes, num_shards, granularity))
     assert padding <= max(promised, 4096)
     if padding > promised:
         # Only what kernels need may cost so much.
         assert min(layout.alignment.line for _, layout in buffers) * itemsize == 16
 
 
-@settings(max_examples=150)
+@settings(max_examples=150, deadline=None)
 @given(shapes=SHAPES, num_shards=RANKS, itemsize=ITEMSIZES)
 def test_the_alignment_of_a_single_buffer_is_the_strongest_that_is_affordable(
     shapes: list[Shape], num_shards: int, itemsize: int
@@ -103,7 +92,7 @@ def test_the_alignment_of_a_single_buffer_is_the_strongest_that_is_affordable(
     buffers = aligned_buffers(shapes, num_shards, ROW, itemsize)
     if len(buffers) > 1:
         return
-    free = max(0.01 * _numel(shapes), _unaligned(shapes, num_shards, ROW))
+    free = max(0.01 * numel_of(shapes), _unaligned(shapes, num_shards, ROW))
     expected = UNALIGNED
     for nbytes, affordable in ((128, free), (64, free), (32, free), (16, max(free, 4096))):
         strength = Alignment(nbytes // itemsize, max(16 // itemsize, 1))
@@ -113,7 +102,7 @@ def test_the_alignment_of_a_single_buffer_is_the_strongest_that_is_affordable(
     assert buffers[0][1].alignment == expected
 
 
-@settings(max_examples=100)
+@settings(max_examples=100, deadline=None)
 @given(
     shapes=st.lists(
         st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple), min_size=1, max_size=4
@@ -131,39 +120,18 @@ def test_up_to_four_aligned_parameters_get_the_smallest_slice_there_is(
     ]
     assert layout.shard_numel == smallest_slice(items, num_shards, alignment.line)[0]
     for size in range(alignment.line, layout.shard_numel, alignment.line):
-        assert not _fits(items, num_shards, size, alignment.line)
-    assert _fits(items, num_shards, layout.shard_numel, alignment.line)
-
-
-def _fits(items: list[tuple[int, int]], num_shards: int, size: int, line: int) -> bool:
-    """Whether any order fits in slices of this size, each item at the first legal offset."""
-    for order in set(itertools.permutations(items)):
-        start = 0
-        for numel, stride in order:
-            for offset in range(start, start + 2 * size + line):
-                cuts = range(-offset % size or size, numel, size)
-                if offset % math.gcd(stride, line) == 0 and all(c % stride == 0 for c in cuts):
-                    break
-            else:
-                start = num_shards * size + 1
-                break
-            start = offset + numel
-        if start <= num_shards * size:
-            return True
-    return False
+        assert not fits(items, num_shards, size, alignment.line)
+    assert fits(items, num_shards, layout.shard_numel, alignment.line)
 
 
 def test_elements_of_a_line_follow_from_the_smallest_dtype_that_is_bound() -> None:
     fp32, bf16, fp8 = torch.float32, torch.bfloat16, torch.float8_e4m3fn
     mixed = MixedPrecisionPolicy(param_dtype=bf16, main_params_dtype=fp32, main_grads_dtype=fp32)
-    for dtypes, line in (
-        (mixed.resolve(fp32), 64),
-        (MixedPrecisionPolicy().resolve(fp32), 32),
-        (MixedPrecisionPolicy(grad_comm_dtype=bf16).resolve(fp32), 64),
-        (mixed.resolve(fp8), 128),
-        (MixedPrecisionPolicy().resolve(torch.int64), 16),
-    ):
-        assert Alignment.of(dtypes.smallest_itemsize).line == line
+    narrow = MixedPrecisionPolicy(grad_comm_dtype=bf16)
+    cases = [(mixed, fp32, 64), (MixedPrecisionPolicy(), fp32, 32), (narrow, fp32, 64)]
+    cases += [(mixed, fp8, 128), (MixedPrecisionPolicy(), torch.int64, 16)]
+    for policy, dtype, line in cases:
+        assert Alignment.of(policy.resolve(dtype).smallest_itemsize).line == line
 
 
 def test_short_parameters_share_lines_beside_a_matrix_that_keeps_its_own() -> None:
@@ -221,18 +189,12 @@ def test_views_of_real_units_start_at_lines_of_128_bytes_for_no_more_than_a_tent
                 unit
             )
             more = sum(plan.padding_numel for _, plan in buffers) - _unaligned(shapes, ranks, ROW)
-            assert more <= 0.001 * _numel(shapes), (unit, ranks)
-
-
-MARKERS = ("<!-- alignment: begin -->\n", "<!-- alignment: end -->\n")
+            assert more <= 0.001 * numel_of(shapes), (unit, ranks)
 
 
 def _table() -> str:
     """The second table of docs/layout.md."""
-    lines = [
-        "| unit | ranks | unaligned: modulo 16 | modulo 128 | padding | aligned to | padding |",
-        "|---|--:|---|---|--:|--:|--:|",
-    ]
+    rows = []
     for unit, (shapes, all_ranks) in REAL_UNITS.items():
         for ranks in all_ranks:
             buffers = aligned_buffers(shapes, ranks, ROW, 2)
@@ -242,17 +204,12 @@ def _table() -> str:
             ]
             after = [layout for _, layout in buffers]
             at = sorted({start * 2 % 128 for plan in before for _, start in _starts(plan)})
-            cells = [
-                unit,
-                f"{ranks}",
-                _few(sorted({start % 16 for start in at})),
-                _few(at),
-                _percent(before),
-                f"{math.gcd(128, *(start * 2 for plan in after for _, start in _starts(plan)))}",
-                _percent(after),
-            ]
-            lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+            line = math.gcd(128, *(start * 2 for plan in after for _, start in _starts(plan)))
+            modulo = _few(sorted({start % 16 for start in at}))
+            cells = (unit, f"{ranks}", modulo, _few(at), _percent(before), f"{line}")
+            rows.append((*cells, _percent(after)))
+    header = "| unit | ranks | unaligned: modulo 16 | modulo 128 | padding | aligned to | padding |"
+    return table(f"{header}\n|---|--:|---|---|--:|--:|--:|", rows)
 
 
 def _few(numbers: Sequence[int]) -> str:
@@ -266,10 +223,4 @@ def _percent(layouts: Sequence[BufferLayout]) -> str:
 
 
 def test_the_table_of_the_documentation_is_current(request: pytest.FixtureRequest) -> None:
-    path = Path(request.config.rootpath) / "docs" / "layout.md"
-    before, rest = path.read_text().split(MARKERS[0])
-    table, after = rest.split(MARKERS[1])
-    if request.config.getoption("--write-docs"):
-        path.write_text(before + MARKERS[0] + _table() + MARKERS[1] + after)
-    else:
-        assert table == _table(), "run pytest tests/unit/test_alignment.py --write-docs"
+    check_part(request, "docs/layout.md", "alignment", _table())

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,8 +23,8 @@ from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder
 from megatron_fsdp_v2.checkpoint.model_tensors import ModelTensor, Piece
 from megatron_fsdp_v2.checkpoint.plain_tensors import PlainTensor
 from megatron_fsdp_v2.checkpoint.writing import FolderWriter
-
-ROOT = Path(__file__).parents[2]
+from tests.processes import ROOT, ran
+from tests.unit.checkpoints import FIRST, flip, names_in, same_bits, write_folder
 
 Tensors = dict[str, torch.Tensor]
 
@@ -43,38 +44,24 @@ def model() -> Tensors:
     }
 
 
-def write_folder(path: Path, tensors: Tensors) -> Path:
+def write(path: Path, tensors: Tensors, cut: int = 1) -> Path:
     """A folder as several ranks write it: rows in two chunks, other things beside the model."""
-    writer = FolderWriter(path)
-    for name, data in tensors.items():
-        key, shape = f"model.{name}", tuple(data.shape)
-        if data.dim() < 2 or not data.numel():
-            writer.add_block(key, shape, (0,) * data.dim(), data)
-            continue
-        writer.add_block(key, shape, (0,) * data.dim(), data[:1])
-        writer.add_block(key, shape, (1, *(0,) * (data.dim() - 1)), data[1:])
-    writer.add_block("optimizer.state.scale.exp_avg", (), (), torch.tensor(1.0))
-    writer.add_object("extra", {"step": 3})
-    writer.finish()
-    return path
+    model = {f"model.{name}": data for name, data in tensors.items()}
+    moment = {"optimizer.state.scale.exp_avg": torch.tensor(1.0)}
+    return write_folder(path, model | moment, {"extra": {"step": 3}}, cut=cut)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return write_folder(tmp_path / "checkpoint", model())
+    return write(tmp_path / "checkpoint", model())
 
 
-def same(mine: Tensors, theirs: Tensors) -> bool:
-    assert mine.keys() == theirs.keys()
-    for name, tensor in mine.items():
-        other = theirs[name]
-        assert (tensor.shape, tensor.dtype) == (other.shape, other.dtype), name
-        # Bits: float8 has no comparison of its own.
-        mine_bits, their_bits = (
-            t.reshape(-1).contiguous().view(torch.uint8) for t in (tensor, other)
-        )
-        assert torch.equal(mine_bits, their_bits), name
-    return True
+def load_plainly(file: Path) -> Tensors:
+    """What another program finds in a file."""
+    if file.suffix == ".safetensors":
+        return load_file(file)
+    loaded: Tensors = torch.load(file, weights_only=True)
+    return loaded
 
 
 def load_sharded(index: Path) -> Tensors:
@@ -91,7 +78,7 @@ def load_sharded(index: Path) -> Tensors:
 def test_one_safetensors_file_holds_the_model_bit_by_bit(folder: Path, tmp_path: Path) -> None:
     done = export(folder, tmp_path / "model.safetensors")
     assert done.files == (tmp_path / "model.safetensors",)
-    assert same(load_file(done.files[0]), model())
+    assert same_bits(load_file(done.files[0]), model())
     assert done.num_tensors == len(model())
     assert done.nbytes == sum(t.nbytes for t in model().values())
     assert done.left_out == ("optimizer.state.scale.exp_avg", "extra")
@@ -111,28 +98,24 @@ def test_a_limit_makes_shards_and_an_index_as_hugging_face_has_them(
     assert [s.name for s in shards] == [
         f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)
     ]
-    assert same(load_sharded(index), model())
+    assert same_bits(load_sharded(index), model())
     for shard in shards:
         assert sum(t.nbytes for t in load_file(shard).values()) <= limit
     assert json.loads(index.read_text())["metadata"] == {"total_size": done.nbytes}
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == sorted(
-        p.name for p in done.files
-    )
+    assert names_in(tmp_path / "out") == sorted(p.name for p in done.files)
 
 
-def test_a_tensor_longer_than_the_limit_has_a_shard_of_its_own(
-    folder: Path, tmp_path: Path
-) -> None:
-    done = export(folder, tmp_path / "m.safetensors", max_shard_bytes=1)
+def test_a_tensor_longer_than_the_limit_has_a_shard_of_its_own(folder: Path) -> None:
+    done = export(folder, folder.with_name("m.safetensors"), max_shard_bytes=1)
     assert len(done.files) >= len(model()) - 1
-    assert same(load_sharded(done.files[-1]), model())
+    assert same_bits(load_sharded(done.files[-1]), model())
 
 
 def test_a_pt_file_is_what_torch_load_reads_as_plain_data(folder: Path, tmp_path: Path) -> None:
     (file,) = export(folder, tmp_path / "model.pt").files
-    assert same(torch.load(file, weights_only=True), model())
+    assert same_bits(torch.load(file, weights_only=True), model())
     mapped = torch.load(file, weights_only=True, mmap=True)
-    assert same(mapped, model())
+    assert same_bits(mapped, model())
     assert all(t.data_ptr() % t.dtype.itemsize == 0 for t in mapped.values())
 
 
@@ -141,26 +124,24 @@ def test_a_dtype_converts_floating_point_tensors_alone(
     folder: Path, tmp_path: Path, suffix: str
 ) -> None:
     (file,) = export(folder, tmp_path / f"m{suffix}", dtype=torch.bfloat16).files
-    found = load_file(file) if suffix == ".safetensors" else torch.load(file, weights_only=True)
     expected = {
         name: t.to(torch.bfloat16) if t.is_floating_point() else t for name, t in model().items()
     }
-    assert same(found, expected)
+    assert same_bits(load_plainly(file), expected)
 
 
 def test_what_cannot_be_converted_is_rejected_by_name(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"dtype is torch\.int8; .* float32, bfloat16"):
         export(folder, tmp_path / "m.pt", dtype=torch.int8)
-    large = write_folder(tmp_path / "large", {"big.weight": torch.full((2, 2), 1e6)})
-    with pytest.raises(CheckpointError, match=r"big\.weight has elements that are too large for"):
-        export(large, tmp_path / "m.pt", dtype=torch.float16)
-    with pytest.raises(CheckpointError, match=r"big\.weight has elements that are too large for"):
-        convert(large, tmp_path / "m", dtype=torch.float16)
-    complex_model = write_folder(tmp_path / "c", {"z": torch.zeros(2, dtype=torch.complex128)})
+    large = write(tmp_path / "large", {"big.weight": torch.full((2, 2), 1e6)})
+    for write_out in (export, convert):
+        with pytest.raises(CheckpointError, match=r"big\.weight has elements that are too large f"):
+            write_out(large, tmp_path / "m.pt", dtype=torch.float16)
+    complex_model = write(tmp_path / "c", {"z": torch.zeros(2, dtype=torch.complex128)})
     with pytest.raises(CheckpointError, match=r"z is of torch\.complex128, which \.safetensors"):
         export(complex_model, tmp_path / "m.safetensors")
-    for out, problem in (("m.npz", "name it .safetensors or .pt"), ("m", "name it .safetensors")):
-        with pytest.raises(ValueError, match=problem):
+    for out in ("m.npz", "m"):
+        with pytest.raises(ValueError, match=r"name it \.safetensors or \.pt"):
             export(folder, tmp_path / out)
     with pytest.raises(ValueError, match="max_shard_bytes is 0"):
         export(folder, tmp_path / "m.safetensors", max_shard_bytes=0)
@@ -198,7 +179,7 @@ def test_what_an_export_was_not_told_to_write_stays(folder: Path, tmp_path: Path
     assert {name: (out / name).read_text() for name in mine} == mine
     assert (out / "c.incomplete" / "mine").read_text() == "mine"
     expected = ["c", "c.incomplete", "gone.pt", "m.pt", *mine]
-    assert sorted(path.name for path in out.iterdir()) == sorted(expected)
+    assert names_in(out) == sorted(expected)
 
 
 @pytest.mark.parametrize("has_links", [True, False])
@@ -206,7 +187,7 @@ def test_a_file_that_comes_while_an_export_is_written_stays(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_links: bool
 ) -> None:
     if not has_links:
-        monkeypatch.setattr(os, "link", _no_links)
+        monkeypatch.setattr(os, "link", mock.Mock(side_effect=PermissionError("no links here")))
     out = tmp_path / "out"
 
     def comes(done: int, total: int) -> None:
@@ -214,23 +195,16 @@ def test_a_file_that_comes_while_an_export_is_written_stays(
 
     with pytest.raises(ValueError, match=r"m-00002-of-00013\.safetensors is there already"):
         export(folder, out / "m.safetensors", max_shard_bytes=1, progress=comes)
-    assert [path.name for path in out.iterdir()] == ["m-00002-of-00013.safetensors"]
+    assert names_in(out) == ["m-00002-of-00013.safetensors"]
     assert (out / "m-00002-of-00013.safetensors").read_text() == "mine"
     export(folder, out / "n.safetensors")
-    assert same(load_file(out / "n.safetensors"), model())
-
-
-def _no_links(source: Path, target: Path) -> None:
-    raise PermissionError("no links here")
+    assert same_bits(load_file(out / "n.safetensors"), model())
 
 
 @pytest.mark.parametrize("name", ["m.safetensors", "m.pt"])
 def test_an_export_that_fails_leaves_no_file(folder: Path, tmp_path: Path, name: str) -> None:
-    file = folder / "__0_0.distcp"
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 16
-    file.write_bytes(content)
-    out = tmp_path / "out"
+    out, file = tmp_path / "out", folder / FIRST
+    flip(file, file.stat().st_size // 2)
     with pytest.raises(CheckpointError, match=r"__0_0\.distcp.*checksum"):
         export(folder, out / name, max_shard_bytes=100)
     assert list(out.iterdir()) == []
@@ -274,11 +248,8 @@ def test_which_tensors_are_the_model_follows_from_how_they_were_saved(tmp_path: 
 def test_an_adapter_puts_pieces_together(tmp_path: Path) -> None:
     """Halves along a dimension, and one layer of a stack."""
     whole, stack = torch.arange(24.0).view(4, 6), torch.arange(30.0).view(3, 5, 2)
-    writer = FolderWriter(tmp_path / "c")
-    writer.add_block("left", (4, 2), (0, 0), whole[:, :2])
-    writer.add_block("right", (4, 4), (0, 0), whole[:, 2:])
-    writer.add_block("stack", (3, 5, 2), (0, 0, 0), stack)
-    writer.finish()
+    stored = {"left": whole[:, :2], "right": whole[:, 2:], "stack": stack}
+    write_folder(tmp_path / "c", stored)
 
     def layout(folder: CheckpointFolder) -> Sequence[ModelTensor] | None:
         if not folder.has("left"):
@@ -292,24 +263,21 @@ def test_an_adapter_puts_pieces_together(tmp_path: Path) -> None:
 
     export(tmp_path / "c", tmp_path / "m.safetensors", layouts=[lambda folder: None, layout])
     layer = torch.cat([stack[2, :2], stack[1, 3:]])
-    assert same(load_file(tmp_path / "m.safetensors"), {"whole": whole, "layer": layer})
+    assert same_bits(load_file(tmp_path / "m.safetensors"), {"whole": whole, "layer": layer})
 
 
 def saved_as(kind: str, path: Path, tensors: Tensors) -> Path:
     """The model in a file of a kind, written by other programs."""
     if kind == "folder":
-        nested = {"model": tensors, "step": 3}
-        dcp.save(nested, checkpoint_id=path / "source", no_dist=True)
+        dcp.save({"model": tensors, "step": 3}, checkpoint_id=path / "source", no_dist=True)
         return path / "source"
-    if kind == "pt":
-        torch.save(tensors, path / "source.pt")
-        return path / "source.pt"
-    if kind == "legacy":
-        torch.save(tensors, path / "source.pt", _use_new_zipfile_serialization=False)
-        return path / "source.pt"
+    file = path / f"source.{'safetensors' if kind == 'safetensors' else 'pt'}"
     if kind == "safetensors":
-        save_file(tensors, path / "source.safetensors")
-        return path / "source.safetensors"
+        save_file(tensors, file)
+        return file
+    if kind in ("pt", "legacy"):
+        torch.save(tensors, file, _use_new_zipfile_serialization=kind == "pt")
+        return file
     for number, names in enumerate((list(tensors)[::2], list(tensors)[1::2])):
         save_file({n: tensors[n] for n in names}, path / f"part{number}.safetensors")
     weight_map = {name: f"part{i % 2}.safetensors" for i, name in enumerate(tensors)}
@@ -319,11 +287,8 @@ def saved_as(kind: str, path: Path, tensors: Tensors) -> Path:
 
 
 def read_back(path: Path, like: Tensors) -> Tensors:
-    if path.suffix == ".safetensors":
-        return load_file(path)
-    if path.suffix == ".pt":
-        loaded: Tensors = torch.load(path, weights_only=True)
-        return loaded
+    if path.suffix:
+        return load_plainly(path)
     expected = {name: torch.zeros_like(t) for name, t in like.items()}
     state = {"model": expected}
     dcp.load(state, checkpoint_id=path, no_dist=True)
@@ -341,7 +306,7 @@ def test_any_kind_becomes_any_other_bit_by_bit(tmp_path: Path, kind: str, target
         del tensors["quantized"]
     done = convert(saved_as(kind, tmp_path, tensors), tmp_path / target)
     assert done.num_tensors == len(tensors)
-    assert same(read_back(tmp_path / target, tensors), tensors)
+    assert same_bits(read_back(tmp_path / target, tensors), tensors)
 
 
 def test_a_folder_made_from_a_file_is_one_of_ours(tmp_path: Path) -> None:
@@ -349,7 +314,7 @@ def test_a_folder_made_from_a_file_is_one_of_ours(tmp_path: Path) -> None:
     opened = CheckpointFolder(tmp_path / "made")
     assert opened.manifest is not None
     assert not (tmp_path / "made.incomplete").exists()
-    assert same(
+    assert same_bits(
         {key.removeprefix("model."): opened.read_tensor(key) for key, _ in opened.tensors()},
         model(),
     )
@@ -372,19 +337,25 @@ def test_a_pt_file_of_something_else_is_rejected(
         convert(tmp_path / "source.pt", tmp_path / "target")
 
 
-def test_damaged_safetensors_are_rejected(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        (lambda content: content[:-1], "is truncated: .* ends at"),
+        (lambda content: content[:5], "or it is truncated"),
+        (lambda content: content[:8] + b"x" + content[9:], "cannot be read"),
+        (lambda content: b"\xff" * 8 + content[8:], "or it is truncated"),
+        (lambda content: content.replace(b'"F32"', b'"F99"', 1), "cannot be read"),
+    ],
+    ids=["end", "header", "name", "length", "dtype"],
+)
+def test_damaged_safetensors_are_rejected(tmp_path: Path, damage: Any, problem: str) -> None:
     source = saved_as("safetensors", tmp_path, model())
-    content = source.read_bytes()
-    for damaged, problem in (
-        (content[:-1], "is truncated: .* ends at"),
-        (content[:5], "or it is truncated"),
-        (content[:8] + b"x" + content[9:], "cannot be read"),
-        (b"\xff" * 8 + content[8:], "or it is truncated"),
-        (content.replace(b'"F32"', b'"F99"', 1), "cannot be read"),
-    ):
-        source.write_bytes(damaged)
-        with pytest.raises(CheckpointError, match=problem):
-            convert(source, tmp_path / "target")
+    source.write_bytes(damage(source.read_bytes()))
+    with pytest.raises(CheckpointError, match=problem):
+        convert(source, tmp_path / "target")
+
+
+def test_missing_safetensors_are_named(tmp_path: Path) -> None:
     index = saved_as("sharded", tmp_path, model())
     (tmp_path / "part1.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"incomplete: part1\.safetensors is missing"):
@@ -420,34 +391,24 @@ for number, kind in enumerate(kinds):
 """
 
 MIB = 1 << 20
-LARGEST, NUM_LARGE = 32 * MIB, 4
+LARGEST = 32 * MIB
 
 
 @pytest.fixture
 def large(tmp_path: Path) -> Path:
     """128 MiB in four tensors of two chunks each."""
-    writer, rows = FolderWriter(tmp_path / "large"), LARGEST // 4 // 1024
-    for number in range(NUM_LARGE):
-        data, half = torch.full((rows, 1024), float(number)), rows // 2
-        writer.add_block(f"model.{number}", (rows, 1024), (0, 0), data[:half])
-        writer.add_block(f"model.{number}", (rows, 1024), (half, 0), data[half:])
-    writer.finish()
-    return tmp_path / "large"
+    rows = LARGEST // 4 // 1024
+    tensors = {str(number): torch.full((rows, 1024), float(number)) for number in range(4)}
+    return write(tmp_path / "large", tensors, cut=rows // 2)
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's peak memory")
 def test_memory_is_the_largest_tensor_and_a_constant(large: Path, tmp_path: Path) -> None:
-    small = write_folder(tmp_path / "small", {"weight": torch.ones(3, 3)})
+    small = write(tmp_path / "small", {"weight": torch.ones(3, 3)})
     kinds = [".safetensors", ".safetensors bfloat16", ".pt", ""]
-    ran = subprocess.run(
-        [sys.executable, "-c", PEAKS, str(large), str(small), str(tmp_path), *kinds],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr
-    peaks = {kind: int(line) for kind, line in zip(kinds, ran.stdout.split(), strict=True)}
+    done = ran(sys.executable, "-c", PEAKS, large, small, tmp_path, *kinds)
+    assert done.returncode == 0, done.stderr
+    peaks = {kind: int(line) for kind, line in zip(kinds, done.stdout.split(), strict=True)}
     shown = {kind: f"{peak / MIB:.0f} MiB" for kind, peak in peaks.items()}
     assert min(peaks.values()) > 0.9 * LARGEST, shown
     assert max(peaks.values()) < LARGEST + 30 * MIB, shown
@@ -475,19 +436,10 @@ def test_the_script_of_the_documentation_loads_an_export_without_this_package(
     exec(MY_MODEL, scope)
     torch.manual_seed(3)
     plain = scope["build_model"]()  # type: ignore[operator]
-    state = plain.state_dict()
-    write_folder(tmp_path / "checkpoint", state)
-    export(
-        tmp_path / "checkpoint", tmp_path / "exported" / "model.safetensors", max_shard_bytes=limit
-    )
+    saved = write(tmp_path / "checkpoint", plain.state_dict())
+    export(saved, tmp_path / "exported" / "model.safetensors", max_shard_bytes=limit)
     (tmp_path / "my_model.py").write_text(MY_MODEL)
     (tmp_path / "load_export.py").write_text(match[1])
-    ran = subprocess.run(
-        [sys.executable, "load_export.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr
-    assert float(ran.stdout) == sum(p.double().sum().item() for p in plain.parameters())
+    done = ran(sys.executable, "load_export.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) == sum(p.double().sum().item() for p in plain.parameters())

@@ -6,6 +6,7 @@ Files are written by torch, safetensors and transformers, not by this package al
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder
 from megatron_fsdp_v2.checkpoint.inspecting import inspect
 from megatron_fsdp_v2.checkpoint.verifying import verify
 from megatron_fsdp_v2.checkpoint.writing import FolderWriter
-from megatron_fsdp_v2.cli import main
+from tests.unit.checkpoints import FIRST, ckpt
 
 
 class Tied(nn.Module):
@@ -43,15 +44,15 @@ class Tied(nn.Module):
 @pytest.fixture(scope="module")
 def language_model(tmp_path_factory: pytest.TempPathFactory) -> Any:
     transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        tie_word_embeddings=True,
-    )
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48}
+    counts = {"num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(**sizes, **counts, tie_word_embeddings=True)
     return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def hold_the_same(mine: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> bool:
+    assert mine.keys() == theirs.keys()
+    return all(torch.equal(value, theirs[name]) for name, value in mine.items())
 
 
 def bytes_of(folder: Path) -> int:
@@ -69,16 +70,16 @@ def test_verify_finds_nothing_wrong_with_what_transformers_wrote_and_finds_damag
     assert report.problems == []
     assert report.num_files == len(files)
     assert any("no checksums" in note for note in report.notes)
-    assert main(["ckpt", "verify", str(tmp_path)]) == 0
-    assert main(["ckpt", "verify", str(files[0])]) == 0
+    assert ckpt("verify", tmp_path) == 0
+    assert ckpt("verify", files[0]) == 0
     assert len(inspect(tmp_path).tensors) == len(language_model.state_dict()) - 1
     content = files[-1].read_bytes()
     for damaged in (content[:-4], content + b"0000", content[:8] + b"[" + content[9:]):
         files[-1].write_bytes(damaged)
         assert not verify(tmp_path).is_good
-        assert main(["ckpt", "verify", str(tmp_path)]) == 1
+        assert ckpt("verify", tmp_path) == 1
     files[-1].unlink()
-    assert main(["ckpt", "verify", str(tmp_path)]) == 1
+    assert ckpt("verify", tmp_path) == 1
 
 
 def test_an_index_and_its_files_have_to_agree(language_model: Any, tmp_path: Path) -> None:
@@ -103,9 +104,9 @@ def test_every_kind_is_verified_for_what_it_is(tmp_path: Path) -> None:
     for name in ("x.safetensors", "x.pt", "old.pt", "dcp", "ours"):
         report = verify(tmp_path / name)
         assert report.problems == [], name
-        assert main(["ckpt", "verify", str(tmp_path / name)]) == 0
+        assert ckpt("verify", tmp_path / name) == 0
         assert len(inspect(tmp_path / name).tensors) == 2
-    for name in ("x.pt", "dcp/__0_0.distcp"):
+    for name in ("x.pt", f"dcp/{FIRST}"):
         file = tmp_path / name
         content = bytearray(file.read_bytes())
         content[content.find(tensors["a"].numpy().tobytes()) + 40] ^= 1
@@ -142,10 +143,10 @@ def test_a_shared_tensor_is_saved_once_and_found_under_all_its_names(tmp_path: P
     # Into a model that shares it, into one that does not, and by torch alone.
     for other in (Tied(), Tied(is_tied=False)):
         checkpoint.load(tmp_path / "tied", other)
-        assert all(torch.equal(value, state[name]) for name, value in other.state_dict().items())
+        assert hold_the_same(other.state_dict(), state)
     theirs = {"model": {name: torch.zeros_like(value) for name, value in state.items()}}
     dcp.load(theirs, checkpoint_id=tmp_path / "tied", no_dist=True)
-    assert all(torch.equal(value, state[name]) for name, value in theirs["model"].items())
+    assert hold_the_same(theirs["model"], state)
     # What did not share it still loads into a model that does.
     checkpoint.load(tmp_path / "untied", Tied())
     checkpoint.save(tmp_path / "both", model, optimizer, async_save=True).result()
@@ -163,7 +164,7 @@ def test_one_name_of_a_shared_tensor_is_enough_for_a_model_that_shares_it(
     model = Tied()
     assert checkpoint.compare(tmp_path / "folder", model).fits
     checkpoint.load(tmp_path / "folder", model)
-    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert hold_the_same(model.state_dict(), state)
     with pytest.raises(CheckpointError, match=rf"missing in the checkpoint: .*model\.{dropped[0]}"):
         checkpoint.load(tmp_path / "folder", Tied(is_tied=False))
 
@@ -181,7 +182,7 @@ def test_exports_hold_a_shared_tensor_once_and_every_name_comes_back(tmp_path: P
         assert "head.weight" not in opened.keys()  # noqa: SIM118
     other = Tied()
     assert safetensors.load_model(other, tmp_path / "m.safetensors") == (set(), [])
-    assert all(torch.equal(v, state[k]) for k, v in other.state_dict().items())
+    assert hold_the_same(other.state_dict(), state)
 
     export(tmp_path / "saved", tmp_path / "m.pt")
     assert (tmp_path / "m.pt").stat().st_size < once + 10_000
@@ -197,8 +198,7 @@ def test_exports_hold_a_shared_tensor_once_and_every_name_comes_back(tmp_path: P
             assert {t.name.removeprefix("model.") for t in inspect(target).tensors} == set(state)
         folder = CheckpointFolder(tmp_path / f"t{number}")
         assert bytes_of(folder.path) < once + 10_000
-        for name, value in state.items():
-            assert torch.equal(folder.read_tensor(f"model.{name}"), value)
+        assert hold_the_same({n: folder.read_tensor(f"model.{n}") for n in state}, state)
 
 
 def test_transformers_loads_an_export_of_its_own_tied_model(
@@ -212,5 +212,4 @@ def test_transformers_loads_an_export_of_its_own_tied_model(
         loaded, info = type(language_model).from_pretrained(out, output_loading_info=True)
         assert not info["missing_keys"]
         assert not info["unexpected_keys"]
-        for name, value in language_model.state_dict().items():
-            assert torch.equal(loaded.state_dict()[name], value)
+        assert hold_the_same(loaded.state_dict(), language_model.state_dict())

@@ -24,6 +24,7 @@ from megatron_fsdp_v2 import checkpoint
 from megatron_fsdp_v2.checkpoint import replacing, save_lock
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError
 from megatron_fsdp_v2.checkpoint.save_lock import STALE_S, SaveLock, lock_file_of
+from tests.unit.checkpoints import names_in
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
@@ -56,10 +57,6 @@ def load(path: Path) -> int:
     return int(extra)
 
 
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
-
-
 @pytest.fixture(params=[True, False], ids=["exchange", "two-renames"])
 def exchanges(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether the file system can exchange two folders."""
@@ -78,10 +75,10 @@ def test_folders_that_others_made_are_never_touched(tmp_path: Path) -> None:
         (tmp_path / name / "mine.txt").write_text("mine")
     save(tmp_path / "k.previous.backup", 9)
     (tmp_path / "k.lock").write_text("mine")
-    before = names(tmp_path)
+    before = names_in(tmp_path)
     for value in (1, 2, 3):
         save(path, value)
-    assert names(tmp_path) == sorted([*before, "k"])
+    assert names_in(tmp_path) == sorted([*before, "k"])
     assert load(path) == 3
 
 
@@ -105,8 +102,8 @@ def test_a_link_stays_and_what_it_leads_to_is_replaced(tmp_path: Path, exchanges
         save(link, value)
         assert link.is_symlink()
         assert load(link) == load(tmp_path / "disk" / "step_1") == value
-    assert names(tmp_path / "disk") == ["step_1"]
-    assert names(tmp_path) == ["disk", "latest"]
+    assert names_in(tmp_path / "disk") == ["step_1"]
+    assert names_in(tmp_path) == ["disk", "latest"]
 
 
 # -- locks ----------------------------------------------------------------------------------------
@@ -141,13 +138,13 @@ def test_a_path_that_a_living_job_saves_to_is_rejected_until_that_job_ends(
     ):
         save(path, 2)
     assert load(path) == 1
-    assert names(tmp_path) == sorted(["k", file.name])
+    assert names_in(tmp_path) == sorted(["k", file.name])
     # Nobody waits for it yet, so that it is a zombie.
     other.kill()
     os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
     save(path, 3)
     assert load(path) == 3
-    assert names(tmp_path) == ["k"]
+    assert names_in(tmp_path) == ["k"]
 
 
 def test_a_process_that_only_has_the_number_of_a_dead_one_holds_nothing(
@@ -157,7 +154,7 @@ def test_a_process_that_only_has_the_number_of_a_dead_one_holds_nothing(
     save(tmp_path / "k", 1)
     lock_of(tmp_path / "k", os.getpid())
     save(tmp_path / "k", 2)
-    assert names(tmp_path) == ["k"]
+    assert names_in(tmp_path) == ["k"]
 
 
 def test_a_lock_from_another_machine_counts_until_nobody_touches_it(tmp_path: Path) -> None:
@@ -168,7 +165,7 @@ def test_a_lock_from_another_machine_counts_until_nobody_touches_it(tmp_path: Pa
     long_ago = time.time() - STALE_S - 10
     os.utime(file, (long_ago, long_ago))
     save(path, 1)
-    assert names(tmp_path) == ["k"]
+    assert names_in(tmp_path) == ["k"]
 
 
 def test_a_lock_that_was_not_completed_counts_until_nobody_touches_it(tmp_path: Path) -> None:
@@ -346,7 +343,7 @@ def test_a_kill_at_any_touch_of_the_disk_leaves_a_whole_checkpoint_and_no_trace_
             break
         save(path, value + 1)
         assert load(path) == value + 1
-        assert names(path.parent) == ["k"]
+        assert names_in(path.parent) == ["k"]
     assert is_done
     # Once it is there it stays, however much is left to be removed.
     assert outcomes == sorted(outcomes)

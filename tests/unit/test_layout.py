@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 import time
@@ -17,13 +16,14 @@ from megatron_fsdp_v2.layout.buffer_layout import (
     ParamSlot,
     admissible_slice,
 )
+from tests.unit.layouts import Shape, fits, numel_of
 
 SHAPES = st.lists(
     st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple), min_size=1, max_size=8
 )
 
 
-def _check(layout: BufferLayout, shapes: list[tuple[int, ...]], granularity: Granularity) -> None:
+def _check(layout: BufferLayout, shapes: list[Shape], granularity: Granularity) -> None:
     """The slow and obvious statement of what a layout is."""
     owner = [-1] * layout.numel
     for index, (slot, shape) in enumerate(zip(layout.slots, shapes, strict=True)):
@@ -47,7 +47,7 @@ def _check(layout: BufferLayout, shapes: list[tuple[int, ...]], granularity: Gra
 @settings(max_examples=150)
 @given(shapes=SHAPES, num_shards=st.integers(1, 9), rows=st.sampled_from([0, 1, 2, 3]))
 def test_any_layout_equals_the_brute_force_one(
-    shapes: list[tuple[int, ...]], num_shards: int, rows: int
+    shapes: list[Shape], num_shards: int, rows: int
 ) -> None:
     granularity = Granularity(rows)
     _check(BufferLayout.plan(shapes, num_shards, granularity), shapes, granularity)
@@ -63,45 +63,24 @@ def test_the_layout_that_the_docstring_draws_is_the_one_that_is_planned() -> Non
 @settings(max_examples=100)
 @given(shapes=SHAPES, num_shards=st.integers(1, 9))
 def test_padding_never_passes_one_slice_of_the_largest_granules(
-    shapes: list[tuple[int, ...]], num_shards: int
+    shapes: list[Shape], num_shards: int
 ) -> None:
     layout = BufferLayout.plan(shapes, num_shards)
     lcm = math.lcm(*(math.prod(shape[1:]) for shape in shapes))
-    total = sum(math.prod(shape) for shape in shapes)
+    total = numel_of(shapes)
     largest = max(math.prod(shape) for shape in shapes)
     bound = min(-(-total // num_shards) + lcm + sum(math.prod(s[1:]) for s in shapes), largest * 2)
     assert layout.shard_numel <= max(bound, -(-total // num_shards) + lcm + largest)
 
 
-def _fits_by_brute_force(items: list[tuple[int, int]], num_shards: int, size: int) -> bool:
-    """Whether any order fits in slices of this size, each item at the first offset that is legal.
-
-    The first legal offset is best for all that follow, so this misses no layout.
-    """
-    for order in set(itertools.permutations(items)):
-        start = 0
-        for numel, granule in order:
-            for offset in range(start, start + 2 * size):
-                cuts = range(-offset % size or size, numel, size)
-                if all(cut % granule == 0 for cut in cuts):
-                    break
-            else:
-                start = num_shards * size + 1
-                break
-            start = offset + numel
-        if start <= num_shards * size:
-            return True
-    return False
-
-
 def _smallest_by_brute_force(items: list[tuple[int, int]], num_shards: int) -> int:
     size = max(-(-sum(numel for numel, _ in items) // num_shards), 1)
-    while not _fits_by_brute_force(items, num_shards, size):
+    while not fits(items, num_shards, size):
         size += 1
     return size
 
 
-def _items(shapes: list[tuple[int, ...]], granularity: Granularity) -> list[tuple[int, int]]:
+def _items(shapes: list[Shape], granularity: Granularity) -> list[tuple[int, int]]:
     return [(math.prod(shape), granularity.granule_numel(shape)) for shape in shapes]
 
 
@@ -115,7 +94,7 @@ TINY_SHAPE = st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple)
     rows=st.sampled_from([0, 1, 2, 3]),
 )
 def test_up_to_four_parameters_get_the_smallest_slice_there_is(
-    shapes: list[tuple[int, ...]], num_shards: int, rows: int
+    shapes: list[Shape], num_shards: int, rows: int
 ) -> None:
     granularity = Granularity(rows)
     least = _smallest_by_brute_force(_items(shapes, granularity), num_shards)
@@ -139,9 +118,7 @@ def test_six_parameters_get_the_smallest_slice_in_nineteen_of_twenty_cases() -> 
 
 @settings(max_examples=100)
 @given(shapes=st.lists(TINY_SHAPE, min_size=1, max_size=3), num_shards=st.integers(1, 9))
-def test_no_layout_goes_below_the_admissible_slice(
-    shapes: list[tuple[int, ...]], num_shards: int
-) -> None:
+def test_no_layout_goes_below_the_admissible_slice(shapes: list[Shape], num_shards: int) -> None:
     items = _items(shapes, Granularity(1))
     average = -(-sum(numel for numel, _ in items) // num_shards)
     bound = admissible_slice(items, average)

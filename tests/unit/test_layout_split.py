@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-import math
 import random
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -16,13 +16,9 @@ from hypothesis import strategies as st
 from megatron_fsdp_v2.layout.buffer_layout import BufferLayout, Granularity
 from megatron_fsdp_v2.layout.flat_buffers import aligned_buffers
 from megatron_fsdp_v2.layout.split import split_for_padding
-from tests.reference.layout_bounds import (
-    RANKS,
-    UNITS,
-    Shape,
-    contiguous_bound,
-    scattered_bound,
-)
+from tests.pages import check_part, table
+from tests.reference.layout_bounds import RANKS, UNITS, contiguous_bound, scattered_bound
+from tests.unit.layouts import Shape, numel_of
 
 TINY_SHAPE = st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple)
 TINY_SHAPES = st.lists(TINY_SHAPE, min_size=1, max_size=5)
@@ -32,21 +28,15 @@ MIN_GAIN = 0.001
 ROW = Granularity(1)
 
 
-def _numel(shapes: Sequence[Shape]) -> int:
-    return sum(math.prod(shape) for shape in shapes)
+SPLIT = functools.partial(split_for_padding, min_gain=MIN_GAIN, negligible=0)
 
 
 def _slices(
-    shapes: Sequence[Shape],
-    split: Sequence[Sequence[int]],
-    num_shards: int,
-    granularity: Granularity = ROW,
+    shapes: Sequence[Shape], split: Sequence[Sequence[int]], num_shards: int, granularity: Any = ROW
 ) -> int:
     """Elements that a rank holds of all buffers of a split."""
-    return sum(
-        BufferLayout.plan([shapes[i] for i in buffer], num_shards, granularity).shard_numel
-        for buffer in split
-    )
+    plans = [BufferLayout.plan([shapes[i] for i in b], num_shards, granularity) for b in split]
+    return sum(plan.shard_numel for plan in plans)
 
 
 def _aligned_slices(shapes: Sequence[Shape], num_shards: int) -> int:
@@ -55,12 +45,9 @@ def _aligned_slices(shapes: Sequence[Shape], num_shards: int) -> int:
 
 
 def _padding(
-    shapes: Sequence[Shape],
-    split: Sequence[Sequence[int]],
-    num_shards: int,
-    granularity: Granularity = ROW,
+    shapes: Sequence[Shape], split: Sequence[Sequence[int]], num_shards: int, granularity: Any = ROW
 ) -> int:
-    return num_shards * _slices(shapes, split, num_shards, granularity) - _numel(shapes)
+    return num_shards * _slices(shapes, split, num_shards, granularity) - numel_of(shapes)
 
 
 def _set_partitions(items: list[int]) -> Iterator[list[list[int]]]:
@@ -85,10 +72,8 @@ def _set_partitions(items: list[int]) -> Iterator[list[list[int]]]:
 def test_no_set_partition_of_a_few_parameters_is_better(
     shapes: list[Shape], num_shards: int, granularity: Granularity, tolerance: float
 ) -> None:
-    split = split_for_padding(
-        shapes, num_shards, granularity, tolerance=tolerance, min_gain=MIN_GAIN, negligible=0
-    )
-    numel = _numel(shapes)
+    split = SPLIT(shapes, num_shards, granularity, tolerance=tolerance)
+    numel = numel_of(shapes)
     padding = _padding(shapes, split, num_shards, granularity)
     others = [
         (_padding(shapes, other, num_shards, granularity), len(other))
@@ -115,20 +100,18 @@ def test_no_set_partition_of_a_few_parameters_is_better(
 def test_every_parameter_is_in_one_buffer_and_padding_never_above_one_buffers(
     shapes: list[Shape], num_shards: int, granularity: Granularity, tolerance: float
 ) -> None:
-    split = split_for_padding(
-        shapes, num_shards, granularity, tolerance=tolerance, min_gain=MIN_GAIN, negligible=0
-    )
+    split = SPLIT(shapes, num_shards, granularity, tolerance=tolerance)
     assert sorted(itertools.chain(*split)) == list(range(len(shapes)))
     assert all(buffer and buffer == sorted(buffer) for buffer in split)
     assert split == sorted(split)
     whole = BufferLayout.plan(shapes, num_shards, granularity).padding_numel
     padding = _padding(shapes, split, num_shards, granularity)
     assert padding <= whole
-    if whole <= tolerance * _numel(shapes):
+    if whole <= tolerance * numel_of(shapes):
         assert len(split) <= 1
-    elif padding > tolerance * _numel(shapes):
+    elif padding > tolerance * numel_of(shapes):
         # What the tolerance did not ask for, each further buffer has earned.
-        assert whole - padding >= MIN_GAIN * _numel(shapes) * (len(split) - 1)
+        assert whole - padding >= MIN_GAIN * numel_of(shapes) * (len(split) - 1)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -141,12 +124,12 @@ def test_more_row_sizes_than_are_searched_pad_no_more_than_a_buffer_for_each(see
     rows = sorted({shape[1] for shape in shapes})
     each = [[i for i, shape in enumerate(shapes) if shape[1] == row] for row in rows]
     assert padding < 0.2 * BufferLayout.plan(shapes, 64).padding_numel
-    assert padding <= _padding(shapes, each, 64) + MIN_GAIN * _numel(shapes) * len(each)
+    assert padding <= _padding(shapes, each, 64) + MIN_GAIN * numel_of(shapes) * len(each)
 
 
 def test_little_padding_of_a_toy_model_keeps_one_buffer() -> None:
     shapes = [(64, 48), (64,), (48, 64), (48,)]
-    assert BufferLayout.plan(shapes, 7).padding_numel > 0.01 * _numel(shapes)
+    assert BufferLayout.plan(shapes, 7).padding_numel > 0.01 * numel_of(shapes)
     assert split_for_padding(shapes, 7) == [[0, 1, 2, 3]]
     assert len(split_for_padding(shapes, 7, negligible=0)) > 1
 
@@ -190,7 +173,7 @@ def test_padding_is_one_percent_at_most_or_the_least_that_contiguous_parameters_
     shapes = UNITS[unit]
     for num_shards in RANKS:
         slices = _aligned_slices(shapes, num_shards)
-        if num_shards * slices > 1.01 * _numel(shapes):
+        if num_shards * slices > 1.01 * numel_of(shapes):
             assert slices == contiguous_bound(shapes, num_shards)
 
 
@@ -237,42 +220,27 @@ def test_bad_input_is_named() -> None:
             split_for_padding([(4,)], 2, **{name: -1})
 
 
-MARKERS = ("<!-- table: begin -->\n", "<!-- table: end -->\n")
-
-
 def _table() -> str:
     """The table of docs/layout.md."""
-    lines = [
-        "| unit | ranks | one buffer | buffers | padding | least, contiguous | least, scattered |",
-        "|---|--:|--:|--:|--:|--:|--:|",
-    ]
+    rows = []
     for unit, shapes in UNITS.items():
-        numel = _numel(shapes)
+        numel = numel_of(shapes)
 
         def percent(slices: int, ranks: int, numel: int = numel) -> str:
             return f"{max(100 * (ranks * slices / numel - 1), 0):.2f} %"
 
         for ranks in RANKS:
-            slices = _aligned_slices(shapes, ranks)
-            is_tolerated = ranks * slices <= 1.01 * numel
-            granules = [
-                unit,
-                f"{ranks}",
-                percent(_slices(shapes, [range(len(shapes))], ranks), ranks),
-                f"{len(split_for_padding(shapes, ranks))}",
-                percent(slices, ranks),
-                "" if is_tolerated else percent(contiguous_bound(shapes, ranks), ranks),
-                percent(scattered_bound(shapes, ranks), ranks),
-            ]
-            lines.append(f"| {' | '.join(granules)} |")
-    return "\n".join(lines) + "\n"
+            slices, least = _aligned_slices(shapes, ranks), ""
+            if ranks * slices > 1.01 * numel:
+                least = percent(contiguous_bound(shapes, ranks), ranks)
+            one = percent(_slices(shapes, [range(len(shapes))], ranks), ranks)
+            buffers = f"{len(split_for_padding(shapes, ranks))}"
+            scattered = percent(scattered_bound(shapes, ranks), ranks)
+            cells = (unit, f"{ranks}", one, buffers, percent(slices, ranks), least, scattered)
+            rows.append(cells)
+    columns = "one buffer | buffers | padding | least, contiguous | least, scattered |"
+    return table(f"| unit | ranks | {columns}\n|---|--:|--:|--:|--:|--:|--:|", rows)
 
 
 def test_the_table_of_the_documentation_is_current(request: pytest.FixtureRequest) -> None:
-    path = Path(request.config.rootpath) / "docs" / "layout.md"
-    before, rest = path.read_text().split(MARKERS[0])
-    table, after = rest.split(MARKERS[1])
-    if request.config.getoption("--write-docs"):
-        path.write_text(before + MARKERS[0] + _table() + MARKERS[1] + after)
-    else:
-        assert table == _table(), "run pytest tests/unit/test_layout_split.py --write-docs"
+    check_part(request, "docs/layout.md", "table", _table())

@@ -13,13 +13,12 @@ import io
 import os
 import re
 import shutil
-import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_fsdp_v2.cli import build_parser, discover_commands
-from tests.docs.blocks import ROOT
+from tests.processes import ROOT, ran
 
 __all__ = ["Command", "check", "check_flags", "commands_of", "typed_lines"]
 
@@ -92,14 +91,9 @@ def commands_of(script: str, folder: Path) -> list[Command]:
         file.chmod(0o755)
     record = folder / "record"
     record.touch()
-    done = subprocess.run(
-        [bash, "-euo", "pipefail", "-c", _PLACEHOLDER.sub(_ELLIPSIS, script)],
-        cwd=folder,
-        env={"PATH": str(folder / "programs"), "RECORD": str(record), **_VARIABLES},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    code = _PLACEHOLDER.sub(_ELLIPSIS, script)
+    environment = {"PATH": str(folder / "programs"), "RECORD": str(record), **_VARIABLES}
+    done = ran(bash, "-euo", "pipefail", "-c", code, cwd=folder, env=environment)
     if done.returncode != 0:
         raise AssertionError(f"the shell says: {done.stderr.strip() or done.returncode}")
     calls = record.read_text().split("\x1e")
@@ -113,22 +107,9 @@ def check(command: Command) -> None:
         AssertionError: The program would reject its arguments, or a file does not exist.
     """
     name, arguments = Path(command[0]).name, [a for a in command[1:] if a != _ELLIPSIS]
-    checks = {
-        "make": _check_make,
-        "torchrun": _check_torchrun,
-        "megatron-fsdp-v2": _check_our_command,
-        "python": _check_python,
-        "python3": _check_python,
-        "pytest": _check_pytest,
-        "pip": _check_pip,
-        # These start the program after them, which is noted by itself.
-        "srun": lambda _: None,
-        "scontrol": lambda _: None,
-        "head": lambda _: None,
-    }
-    if name not in checks:
+    if name not in _CHECKS:
         raise AssertionError(f"nobody knows how to check a call of {name!r}: see {__name__}")
-    checks[name](arguments)
+    _CHECKS[name](arguments)
 
 
 def check_flags(flags: Sequence[str]) -> None:
@@ -171,14 +152,7 @@ def _check_make(arguments: Sequence[str]) -> None:
     assert make is not None
     # An option in the environment belongs to a make that this test may run under.
     environment = {key: value for key, value in os.environ.items() if "MAKE" not in key}
-    done = subprocess.run(
-        [make, "--dry-run", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-    )
+    done = ran(make, "--dry-run", *arguments, env=environment)
     if done.returncode != 0:
         raise AssertionError(done.stderr.strip())
     for variable in (word.partition("=")[0] for word in arguments if "=" in word):
@@ -195,18 +169,13 @@ def _check_torchrun(arguments: Sequence[str]) -> None:
 
 def _check_python(arguments: Sequence[str]) -> None:
     words = list(arguments)
-    if not words:
-        return
-    if words[0] == "-c":
+    if words[:1] == ["-c"]:
         compile(words[1], "-c", "exec")
-    elif words[0] == "-m" and words[1] == "pip":
-        _check_pip(words[2:])
-    elif words[0] == "-m" and words[1] == "pytest":
-        _check_pytest(words[2:])
-    elif words[0] == "-m":
-        _check_started(True, words[1], words[2:])
-    else:
-        _check_started(False, words[0], words[1:])
+    elif words[:1] == ["-m"] and words[1] in ("pip", "pytest"):
+        _CHECKS[words[1]](words[2:])
+    elif words:
+        is_module = words[0] == "-m"
+        _check_started(is_module, *words[is_module:][:1], words[is_module + 1 :])
 
 
 def _check_started(is_module: bool, program: str, arguments: Sequence[str]) -> None:
@@ -238,14 +207,22 @@ def _check_pytest(arguments: Sequence[str]) -> None:
 
 
 def _check_pip(arguments: Sequence[str]) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pip", *arguments[:1], "--help"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = ran(sys.executable, "-m", "pip", *arguments[:1], "--help")
     extras = re.findall(r"^\.\[(.*)\]$", "\n".join(arguments), re.MULTILINE)
     offered = (ROOT / "pyproject.toml").read_text()
     missing = [e for listed in extras for e in listed.split(",") if f"\n{e} = [" not in offered]
     if done.returncode != 0 or missing:
         raise AssertionError(f"pip {arguments[:1]} fails, or has no extra {missing}")
+
+
+_CHECKS: dict[str, Callable[[Sequence[str]], None]] = {
+    "make": _check_make,
+    "torchrun": _check_torchrun,
+    "megatron-fsdp-v2": _check_our_command,
+    "python": _check_python,
+    "python3": _check_python,
+    "pytest": _check_pytest,
+    "pip": _check_pip,
+    # These start the program after them, which is noted by itself.
+    **dict.fromkeys(("srun", "scontrol", "head"), lambda arguments: None),
+}

@@ -229,6 +229,6 @@ def test_a_format_that_does_not_fit_or_whose_package_is_missing_is_rejected(
     monkeypatch: pytest.MonkeyPatch, capsys: Any, words: str, point: str, problem: str
 ) -> None:
     _offer(monkeypatch, "other", point)
-    with pytest.raises(SystemExit, match="^2$"):
+    with pytest.raises(SystemExit, match=r"^2$"):
         ckpt("convert", "from", "here", *words.split())
     assert problem in capsys.readouterr().err

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.processes import ROOT, ran
+
 (NEWEST,) = ROOT.glob("constraints-torch-*.txt")
 NEWEST_TORCH = NEWEST.stem.removeprefix("constraints-torch-")
 TOOLS = ("awk", "bash", "cat", "cksum", "cp", "dirname", "mkdir", "rm", "sed", "tail", "tee")
@@ -51,27 +52,15 @@ class Tree:
     def add_python(self, name: str, version: str, pip_status: int = 0) -> Path:
         fake = self.bin / name
         too_old = int(tuple(map(int, version.split("."))) < (3, 12))
-        fake.write_text(
-            FAKE_PYTHON.format(
-                version=version,
-                too_old=too_old,
-                itself=fake,
-                calls=self.calls,
-                pip_status=pip_status,
-            )
-        )
+        asked = {"version": version, "too_old": too_old, "pip_status": pip_status}
+        fake.write_text(FAKE_PYTHON.format(itself=fake, calls=self.calls, **asked))
         fake.chmod(fake.stat().st_mode | stat.S_IXUSR)
         return fake
 
     def setup(self, **environment: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            ["bash", "tools/setup.sh"],
-            cwd=self.home,
-            env={"PATH": str(self.bin), "HOME": os.environ.get("HOME", "/"), **environment},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        home = os.environ.get("HOME", "/")
+        environment = {"PATH": str(self.bin), "HOME": home, **environment}
+        return ran("bash", "tools/setup.sh", cwd=self.home, env=environment)
 
     @property
     def num_installs(self) -> int:
@@ -79,48 +68,52 @@ class Tree:
 
 
 @pytest.fixture
-def tree(tmp_path):
+def bare(tmp_path):
+    """Without a Python."""
     return Tree(tmp_path / "tree")
 
 
-def test_without_a_new_enough_python_setup_ends_with_one_sentence(tree):
-    tree.add_python("python3", "3.11.7")
-    done = tree.setup()
+@pytest.fixture
+def tree(bare):
+    bare.add_python("python3.12", "3.12.1")
+    return bare
+
+
+def _ends_with_one_sentence(done):
     assert done.returncode != 0
     assert done.stdout == ""
     assert done.stderr.count("\n") == 1
-    assert "no Python >= 3.12 was found (python3 is 3.11.7)" in done.stderr
-    assert "PYTHON=" in done.stderr
-    assert not (tree.home / ".venv").exists()
+    return done.stderr
 
 
-def test_without_any_python_setup_ends_with_one_sentence(tree):
-    done = tree.setup()
-    assert done.returncode != 0
-    assert done.stderr.count("\n") == 1
-    assert "there is no python3 on PATH" in done.stderr
+def test_without_a_new_enough_python_setup_ends_with_one_sentence(bare):
+    bare.add_python("python3", "3.11.7")
+    said = _ends_with_one_sentence(bare.setup())
+    assert "no Python >= 3.12 was found (python3 is 3.11.7)" in said
+    assert "PYTHON=" in said
+    assert not (bare.home / ".venv").exists()
+
+
+def test_without_any_python_setup_ends_with_one_sentence(bare):
+    assert "there is no python3 on PATH" in _ends_with_one_sentence(bare.setup())
 
 
 def test_a_named_python_that_is_too_old_is_rejected_even_if_another_would_do(tree):
-    tree.add_python("python3.12", "3.12.4")
     old = tree.add_python("python3.9", "3.9.2")
-    done = tree.setup(PYTHON=str(old))
-    assert done.returncode != 0
-    assert f"PYTHON={old} is Python 3.9.2" in done.stderr
-    assert done.stderr.count("\n") == 1
+    said = _ends_with_one_sentence(tree.setup(PYTHON=str(old)))
+    assert f"PYTHON={old} is Python 3.9.2" in said
 
 
 @pytest.mark.parametrize("name", ["python3.12", "python3.13", "python3", "python"])
-def test_any_new_enough_python_is_found_behind_an_old_one(tree, name):
-    tree.add_python("python3", "3.11.7")
-    tree.add_python(name, "3.12.1")
-    done = tree.setup()
+def test_any_new_enough_python_is_found_behind_an_old_one(bare, name):
+    bare.add_python("python3", "3.11.7")
+    bare.add_python(name, "3.12.1")
+    done = bare.setup()
     assert done.returncode == 0, done.stderr
     assert f"creating .venv with {name} (Python 3.12.1)" in done.stdout
 
 
 def test_a_second_setup_installs_nothing_and_takes_less_than_a_second(tree):
-    tree.add_python("python3.12", "3.12.1")
     assert tree.setup().returncode == 0
     assert tree.num_installs == 1
     started = time.monotonic()
@@ -133,7 +126,6 @@ def test_a_second_setup_installs_nothing_and_takes_less_than_a_second(tree):
 
 @pytest.mark.parametrize("name", ["pyproject.toml", "constraints.txt"])
 def test_a_changed_dependency_file_installs_again(tree, name):
-    tree.add_python("python3.12", "3.12.1")
     tree.setup()
     with (tree.home / name).open("a") as file:
         file.write("# changed\n")
@@ -142,10 +134,9 @@ def test_a_changed_dependency_file_installs_again(tree, name):
 
 
 def test_an_environment_without_a_stamp_is_kept(tree):
-    fake = tree.add_python("python3.12", "3.12.1")
     own = tree.home / ".venv" / "bin"
     own.mkdir(parents=True)
-    shutil.copy(fake, own / "python")
+    shutil.copy(tree.bin / "python3.12", own / "python")
     (own / "mine").write_text("kept")
     done = tree.setup()
     assert done.returncode == 0, done.stderr
@@ -155,13 +146,11 @@ def test_an_environment_without_a_stamp_is_kept(tree):
 
 
 def test_everything_is_installed_under_the_constraints_with_all_extras(tree):
-    tree.add_python("python3.12", "3.12.1")
     tree.setup()
     call = next(line for line in tree.calls.read_text().splitlines() if "--editable" in line)
     assert "--constraint .venv/constraints.txt" in call
-    assert (tree.home / ".venv/constraints.txt").read_text() == (
-        tree.home / "constraints.txt"
-    ).read_text()
+    used, ours = tree.home / ".venv/constraints.txt", ROOT / "constraints.txt"
+    assert used.read_text() == ours.read_text()
     assert ".[megatron,test,docs]" in call
 
 
@@ -171,7 +160,6 @@ def _pinned(file: Path) -> dict[str, str]:
 
 
 def test_another_torch_has_an_environment_and_pinned_packages_of_its_own(tree):
-    tree.add_python("python3.12", "3.12.1")
     assert tree.setup().returncode == 0
     assert tree.setup(TORCH=NEWEST_TORCH).returncode == 0
     default = _pinned(tree.home / ".venv/constraints.txt")
@@ -187,7 +175,6 @@ def test_another_torch_has_an_environment_and_pinned_packages_of_its_own(tree):
 
 
 def test_a_torch_without_a_list_takes_what_pip_finds_for_it(tree):
-    tree.add_python("python3.12", "3.12.1")
     assert tree.setup(TORCH="2.12.1", VENV="other").returncode == 0
     pinned = _pinned(tree.home / "other/constraints.txt")
     assert pinned["torch"] == "2.12.1"
@@ -206,7 +193,6 @@ def test_the_versions_of_torch_that_are_tested_are_the_ends_of_what_is_supported
 
 
 def test_progress_names_large_files_and_never_where_they_come_from(tree):
-    tree.add_python("python3.12", "3.12.1")
     done = tree.setup()
     assert "setup:   torch-2.11.0 (530.1 MB)\n" in done.stdout
     assert "unpacking 2 packages" in done.stdout
@@ -220,12 +206,12 @@ def test_a_failed_installation_shows_its_log_and_is_not_taken_for_done(tree):
     assert done.returncode != 0
     assert "Collecting torch==2.11.0" in done.stderr
     tree.add_python("python3.12", "3.12.1")
+    tree.add_python("python3.12", "3.12.1")
     shutil.rmtree(tree.home / ".venv")
     assert tree.setup().returncode == 0
 
 
 def test_another_place_can_be_named(tree):
-    tree.add_python("python3.12", "3.12.1")
     assert tree.setup(VENV="elsewhere/venv").returncode == 0
     assert (tree.home / "elsewhere" / "venv" / "bin" / "python").exists()
     assert not (tree.home / ".venv").exists()

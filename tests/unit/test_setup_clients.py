@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.processes import ROOT, ran
+
 FILES = ("tools/setup_clients.sh", "constraints.txt", "tests/clients/requirements.txt")
 
 
@@ -25,9 +26,7 @@ def tree(tmp_path: Path) -> Path:
 
 
 def _setup(tree: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        ["bash", "tools/setup_clients.sh"], cwd=tree, capture_output=True, text=True, check=False
-    )
+    return ran("bash", "tools/setup_clients.sh", cwd=tree)
 
 
 @pytest.mark.functional
@@ -40,9 +39,7 @@ def test_a_layer_has_the_packages_below_and_the_project_and_is_made_once(tree: P
         "import sys; from importlib.util import find_spec; assert find_spec('torch'); "
         "assert find_spec('megatron_fsdp_v2_mcore'); print(sys.prefix)"
     )
-    found = subprocess.run(
-        [python, "-c", code], cwd=tree, env={}, capture_output=True, text=True, check=False
-    )
+    found = ran(python, "-c", code, cwd=tree, env={})
     assert found.stdout.strip() == str(tree / ".venv-clients"), found.stderr
     assert _setup(tree).stdout == "setup: .venv-clients is up to date\n"
     with (tree / FILES[-1]).open("a") as requirements:

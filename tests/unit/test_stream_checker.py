@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import collections
+import itertools
+
 import pytest
 
 from megatron_fsdp_v2.diagnostics.stream_safety import (
@@ -12,178 +15,141 @@ from megatron_fsdp_v2.diagnostics.stream_safety import (
     find_violations,
 )
 
+Faults = list[tuple[Fault, int, int]]
 
-def faults(schedule: Schedule) -> list[tuple[Fault, int, int]]:
+
+def schedule_of(text: str) -> Schedule:
+    """A schedule of steps such as `comm reads a writes b; compute waits for comm; comm frees b`.
+
+    `comm notes it` records an event, and `compute awaits it` waits for that one.
+    """
+    schedule, events = Schedule(), dict[str, int]()
+    buffers = collections.defaultdict[str, Buffer](lambda: Buffer("buffer"))
+    for step in text.split("; "):
+        stream, does, *words = step.split()
+        if does == "waits":
+            schedule.wait_stream(stream, words[-1])
+        elif does == "notes":
+            events[words[0]] = schedule.record_event(stream)
+        elif does == "awaits":
+            schedule.wait_event(stream, events[words[0]])
+        elif does == "allocates":
+            schedule.allocate(stream, buffers[words[0]])
+        elif does == "frees":
+            schedule.free(stream, buffers[words[0]])
+        else:
+            used = list(itertools.batched([does, *words], 2))
+            reads = [buffers[name] for kind, name in used if kind == "reads"]
+            writes = [buffers[name] for kind, name in used if kind == "writes"]
+            schedule.operation(stream, " ".join([does, *words]), reads=reads, writes=writes)
+    return schedule
+
+
+def faults(schedule: Schedule) -> Faults:
     return [(v.fault, v.first, v.second) for v in find_violations(schedule)]
 
 
-def gather(schedule: Schedule, buffer: Buffer, *, waits: bool = True, event: bool = True) -> None:
-    """Compute writes, a communication stream gathers, compute uses; with or without each wait."""
-    shard = Buffer("shard")
-    schedule.operation("compute", "cast", writes=[shard])
-    if waits:
-        schedule.wait_stream("comm_stream", "compute")
-    schedule.operation("comm_stream", "all_gather", reads=[shard], writes=[buffer])
-    if event:
-        schedule.wait_event("compute", schedule.record_event("comm_stream"))
-    schedule.operation("compute", "mm", reads=[buffer])
+_NEEDED = "compute writes shard; "
+_GATHER = "comm reads shard writes full; "
+_REDUCE = "compute allocates b; reduce waits for compute; reduce reads b; "
+SCHEDULES: dict[str, tuple[str, Faults]] = {
+    "a gather between its waits is in order": (
+        f"{_NEEDED}comm waits for compute; {_GATHER}comm notes it; compute awaits it; "
+        "compute reads full",
+        [],
+    ),
+    "a lane that does not wait for its input is found": (
+        f"{_NEEDED}{_GATHER}comm notes it; compute awaits it; compute reads full",
+        [(Fault.UNORDERED, 0, 1)],
+    ),
+    "an event orders nothing queued after it": (
+        "comm notes it; comm writes b; compute awaits it; compute reads b",
+        [(Fault.UNORDERED, 1, 3)],
+    ),
+    "a stream wait orders only what comes after it": (
+        "compute waits for comm; comm writes b; compute reads b",
+        [(Fault.UNORDERED, 1, 2)],
+    ),
+    "order passes through a third stream": (
+        "reduce writes b; compute waits for reduce; outer waits for compute; outer writes b",
+        [],
+    ),
+    "a wait in the wrong direction orders nothing": (
+        "comm writes b; comm waits for compute; compute reads b",
+        [(Fault.UNORDERED, 0, 2)],
+    ),
+    "reads on two streams need no order": ("comm reads b; compute reads b", []),
+    "a write after an unordered read is found": (
+        "comm reads b; compute writes b",
+        [(Fault.UNORDERED, 0, 1)],
+    ),
+    "every unordered pair is reported once": (
+        "comm writes b; comm reads b writes b; compute reads b writes b",
+        [(Fault.UNORDERED, 1, 2), (Fault.UNORDERED, 0, 2)],
+    ),
+    "buffers of the same name are two": ("comm writes one; compute writes other", []),
+    "a free after the wait is in order": (
+        f"{_REDUCE}reduce notes it; compute awaits it; compute frees b",
+        [],
+    ),
+    "a free before the last use is done is found": (
+        f"{_REDUCE}reduce notes it; compute frees b; compute awaits it",
+        [(Fault.PREMATURE_FREE, 2, 4)],
+    ),
+    "a lane that does not wait for the allocation is found": (
+        "compute allocates b; comm writes b",
+        [(Fault.UNORDERED_MEMORY, 0, 1)],
+    ),
+    "memory that changes hands under a running read is found": (
+        "comm reads b; compute allocates b",
+        [(Fault.UNORDERED_MEMORY, 0, 1)],
+    ),
+    "memory given back can be used again": (
+        "; ".join(["compute allocates b; compute reads b; compute frees b"] * 2),
+        [],
+    ),
+    "a use without memory is found": (
+        "compute frees b; compute reads b",
+        [(Fault.USE_AFTER_FREE, 0, 1)],
+    ),
+    "a second free is found": (
+        "compute frees b; compute frees b",
+        [(Fault.USE_AFTER_FREE, 0, 1)],
+    ),
+}
 
 
-def test_a_gather_between_its_waits_is_in_order() -> None:
-    schedule = Schedule()
-    gather(schedule, Buffer("weights"))
-    assert faults(schedule) == []
+@pytest.mark.parametrize(("text", "expected"), SCHEDULES.values(), ids=SCHEDULES)
+def test_a_schedule_is_judged_as_it_should_be(text: str, expected: Faults) -> None:
+    assert faults(schedule_of(text)) == expected
 
 
-def test_a_lane_that_does_not_wait_for_its_input_is_found() -> None:
-    schedule = Schedule()
-    gather(schedule, Buffer("weights"), waits=False)
-    assert faults(schedule) == [(Fault.UNORDERED, 0, 1)]
-
-
-def test_a_use_that_does_not_wait_for_the_gather_is_found_and_explained() -> None:
-    schedule = Schedule()
-    gather(schedule, Buffer("weights"), event=False)
-    (violation,) = find_violations(schedule)
-    assert str(violation) == (
-        "weights: not ordered: #2 all_gather on 'comm_stream' (writes it), then #3 mm on 'compute' "
-        "(reads it); 'compute' has to wait for 'comm_stream': an event recorded after #2 and "
-        "waited for before #3"
-    )
-
-
-def test_an_event_orders_nothing_queued_after_it() -> None:
-    schedule, buffer = Schedule(), Buffer("buffer")
-    event = schedule.record_event("comm_stream")
-    schedule.operation("comm_stream", "late", writes=[buffer])
-    schedule.wait_event("compute", event)
-    schedule.operation("compute", "read", reads=[buffer])
-    assert faults(schedule) == [(Fault.UNORDERED, 1, 3)]
-
-
-def test_a_stream_wait_orders_only_what_comes_after_it() -> None:
-    schedule, buffer = Schedule(), Buffer("buffer")
-    schedule.wait_stream("compute", "comm_stream")
-    schedule.operation("comm_stream", "late", writes=[buffer])
-    schedule.operation("compute", "read", reads=[buffer])
-    assert faults(schedule) == [(Fault.UNORDERED, 1, 2)]
-
-
-def test_order_passes_through_a_third_stream() -> None:
-    schedule, buffer = Schedule(), Buffer("buffer")
-    schedule.operation("reduce", "reduce_scatter", writes=[buffer])
-    schedule.wait_stream("compute", "reduce")
-    schedule.wait_stream("outer", "compute")
-    schedule.operation("outer", "all_reduce", writes=[buffer])
-    assert faults(schedule) == []
-
-
-def test_a_wait_in_the_wrong_direction_orders_nothing() -> None:
-    schedule, buffer = Schedule(), Buffer("buffer")
-    schedule.operation("comm_stream", "write", writes=[buffer])
-    schedule.wait_stream("comm_stream", "compute")
-    schedule.operation("compute", "read", reads=[buffer])
-    assert faults(schedule) == [(Fault.UNORDERED, 0, 2)]
-
-
-def test_reads_on_two_streams_need_no_order() -> None:
-    schedule, buffer = Schedule(), Buffer("buffer")
-    schedule.operation("comm_stream", "read", reads=[buffer])
-    schedule.operation("compute", "read", reads=[buffer])
-    assert faults(schedule) == []
-
-
-def test_a_write_after_an_unordered_read_is_found() -> None:
-    schedule, buffer = Schedule(), Buffer("buffer")
-    schedule.operation("comm_stream", "read", reads=[buffer])
-    schedule.operation("compute", "write", writes=[buffer])
-    assert faults(schedule) == [(Fault.UNORDERED, 0, 1)]
-
-
-def test_every_unordered_pair_is_reported_once() -> None:
-    schedule, buffer = Schedule(), Buffer("buffer")
-    schedule.operation("comm_stream", "first", writes=[buffer])
-    schedule.operation("comm_stream", "second", reads=[buffer], writes=[buffer])
-    schedule.operation("compute", "third", reads=[buffer], writes=[buffer])
-    assert faults(schedule) == [(Fault.UNORDERED, 1, 2), (Fault.UNORDERED, 0, 2)]
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            f"{_NEEDED}comm waits for compute; {_GATHER}compute reads full",
+            "buffer: not ordered: #2 reads shard writes full on 'comm' (writes it), then #3 reads "
+            "full on 'compute' (reads it); 'compute' has to wait for 'comm': an event recorded "
+            "after #2 and waited for before #3",
+        ),
+        (f"{_REDUCE}compute frees b", "buffer: freed too early"),
+        (f"{_REDUCE}compute frees b", "'compute' has to wait for 'reduce'"),
+        ("compute frees b; compute reads b", "give it memory in between"),
+    ],
+    ids=["unordered", "freed", "who waits", "without memory"],
+)
+def test_a_fault_is_explained(text: str, said: str) -> None:
+    (violation,) = find_violations(schedule_of(text))
+    assert said in str(violation)
 
 
 @pytest.mark.parametrize(("start", "expected"), [(8, 0), (7, 1)])
 def test_only_bytes_in_common_conflict(start: int, expected: int) -> None:
     schedule, buffer = Schedule(), Buffer("buffer")
-    schedule.operation("comm_stream", "write", writes=[Region(buffer, 0, 8)])
+    schedule.operation("comm", "write", writes=[Region(buffer, 0, 8)])
     schedule.operation("compute", "write", writes=[Region(buffer, start, 16)])
     assert len(faults(schedule)) == expected
-
-
-def test_buffers_of_the_same_name_are_two() -> None:
-    schedule = Schedule()
-    schedule.operation("comm_stream", "write", writes=[Buffer("buffer")])
-    schedule.operation("compute", "write", writes=[Buffer("buffer")])
-    assert faults(schedule) == []
-
-
-def test_a_free_before_the_last_use_is_done_is_found() -> None:
-    schedule, buffer = Schedule(), Buffer("gradients")
-    schedule.allocate("compute", buffer)
-    schedule.wait_stream("reduce", "compute")
-    schedule.operation("reduce", "reduce_scatter", reads=[buffer])
-    event = schedule.record_event("reduce")
-    schedule.free("compute", buffer)
-    schedule.wait_event("compute", event)
-    (violation,) = find_violations(schedule)
-    assert (violation.fault, violation.first, violation.second) == (Fault.PREMATURE_FREE, 2, 4)
-    assert "gradients: freed too early" in str(violation)
-    assert "'compute' has to wait for 'reduce'" in str(violation)
-
-
-def test_a_free_after_the_wait_is_in_order() -> None:
-    schedule, buffer = Schedule(), Buffer("gradients")
-    schedule.allocate("compute", buffer)
-    schedule.wait_stream("reduce", "compute")
-    schedule.operation("reduce", "reduce_scatter", reads=[buffer])
-    schedule.wait_event("compute", schedule.record_event("reduce"))
-    schedule.free("compute", buffer)
-    assert faults(schedule) == []
-
-
-def test_a_lane_that_does_not_wait_for_the_allocation_is_found() -> None:
-    schedule, buffer = Schedule(), Buffer("gathered")
-    schedule.allocate("compute", buffer)
-    schedule.operation("comm_stream", "all_gather", writes=[buffer])
-    assert faults(schedule) == [(Fault.UNORDERED_MEMORY, 0, 1)]
-
-
-def test_memory_that_changes_hands_under_a_running_read_is_found() -> None:
-    schedule, buffer = Schedule(), Buffer("slot")
-    schedule.operation("comm_stream", "read", reads=[buffer])
-    schedule.allocate("compute", buffer)
-    assert faults(schedule) == [(Fault.UNORDERED_MEMORY, 0, 1)]
-
-
-def test_a_use_without_memory_is_found_on_any_stream() -> None:
-    schedule, buffer = Schedule(), Buffer("gathered")
-    schedule.free("compute", buffer)
-    schedule.operation("compute", "mm", reads=[buffer])
-    (violation,) = find_violations(schedule)
-    assert violation.fault is Fault.USE_AFTER_FREE
-    assert "give it memory in between" in str(violation)
-
-
-def test_memory_given_back_can_be_used_again() -> None:
-    schedule, buffer = Schedule(), Buffer("gathered")
-    for _ in range(2):
-        schedule.allocate("compute", buffer)
-        schedule.operation("compute", "mm", reads=[buffer])
-        schedule.free("compute", buffer)
-    assert faults(schedule) == []
-
-
-def test_a_second_free_is_found() -> None:
-    schedule, buffer = Schedule(), Buffer("gathered")
-    schedule.free("compute", buffer)
-    schedule.free("compute", buffer)
-    assert faults(schedule) == [(Fault.USE_AFTER_FREE, 0, 1)]
 
 
 def test_waiting_for_an_event_that_was_not_recorded_is_rejected() -> None:

@@ -23,6 +23,7 @@ os.environ.update(
 _PRELOADED = ("tests.clients.preloaded",)
 _CLAIMS = pytest.StashKey[dict[str, Claim]]()
 type Record = Callable[..., None]
+type Measure = Callable[..., None]
 
 
 def forget_accelerators() -> None:
@@ -81,3 +82,24 @@ def clients() -> Iterator[RankPools]:
     """Process groups by world size, in processes that have imported the libraries once."""
     with rank_pools(_PRELOADED) as pools:
         yield pools
+
+
+@pytest.fixture
+def measure(clients: RankPools, record: Record) -> Measure:
+    """Record the largest of what a comparison returns on each of so many ranks.
+
+    `measure("peft", "losses and adapters", 2, difference, "ZeRO-3")` calls `difference("ZeRO-3")`.
+    """
+
+    def run(
+        client: str,
+        compared: str,
+        ranks: int,
+        function: Callable[..., float],
+        *args: object,
+        at_most: float = 1e-6,
+        **options: object,
+    ) -> None:
+        record(client, compared, max(clients(ranks).run(function, *args, **options)), at_most)
+
+    return run

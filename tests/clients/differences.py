@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.reference.training import distances
 
-__all__ = ["Shown", "difference_of", "whole", "whole_parameters"]
+__all__ = ["Shown", "difference_of", "shown", "whole", "whole_parameters"]
 
 type Shown = Mapping[str, torch.Tensor | Mapping[str, torch.Tensor]]
 """What a run showed: tensors to compare each by itself, and parameters or gradients by name."""
@@ -26,6 +26,17 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 def whole_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
     """Copies of all parameters, gathered where they are sharded. Collective."""
     return {name: whole(param) for name, param in model.named_parameters()}
+
+
+def shown(
+    losses: list[torch.Tensor], norms: list[torch.Tensor], parameters: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor | Mapping[str, torch.Tensor]]:
+    """What a run showed, of its losses and gradient norms by step."""
+    return {
+        "losses": torch.stack(losses),
+        "norms": torch.stack(norms),
+        "parameters": parameters,
+    }
 
 
 def difference_of(ours: Shown, plain: Shown) -> float:

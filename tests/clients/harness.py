@@ -23,6 +23,13 @@ from tests.reference.training import distances
 
 type Batch = dict[str, torch.Tensor]
 
+STRATEGIES = {
+    "ZeRO-0": "no_shard",
+    "ZeRO-1": "optim",
+    "ZeRO-2": "optim_grads",
+    "ZeRO-3": "optim_grads_params",
+}
+
 
 @dataclass(frozen=True)
 class Part:
@@ -227,6 +234,19 @@ def difference_of_parts(mine: Mapping[str, Part], plain: Mapping[str, Part]) -> 
             held[name] = ((part.start, part.end), tensor)
     compared = {name: tensor for name in held if (tensor := whole[name]) is not None}
     return max(distances(held, compared), default=0.0)
+
+
+def change_of_parts(mine: Mapping[str, Part], theirs: Mapping[str, Part]) -> float:
+    """The largest difference of any element between two sharded trainings; zero: the same bits."""
+    assert mine.keys() == theirs.keys()
+    found = [0.0]
+    for name, part in mine.items():
+        other = theirs[name]
+        assert (part.start, part.end) == (other.start, other.end), name
+        assert (part.tensor is None) == (other.tensor is None), name
+        if part.tensor is not None and other.tensor is not None and part.tensor.numel():
+            found.append(float((part.tensor - other.tensor).abs().max()))
+    return max(found)
 
 
 def difference_of_outputs(

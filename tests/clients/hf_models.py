@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,20 +63,27 @@ class Model:
     """A model and what it is fed.
 
     Attributes:
-        config: Its configuration.
-        cls: Its class.
+        kind: The name that its configuration's class begins with.
+        head: The end of the name of its class.
+        options: Its configuration.
         batch: Arguments of its forward, by seed.
         generates: Whether it has a `generate()`.
     """
 
-    config: Callable[[], Any]
-    cls: str
+    kind: str
+    head: str
+    options: Mapping[str, Any]
     batch: Callable[[int], Batch] = text
     generates: bool = True
 
+    @property
+    def cls(self) -> Any:
+        """Its class."""
+        return getattr(transformers, self.kind.removesuffix("Text") + self.head)
+
     def build(self) -> Any:
         """The model, in training mode."""
-        return getattr(transformers, self.cls)(self.config()).train()
+        return self.cls(getattr(transformers, f"{self.kind}Config")(**self.options)).train()
 
     def prompt(self, seed: int) -> Batch:
         """What it continues when it generates."""
@@ -84,155 +91,62 @@ class Model:
         return {name: value for name, value in batch.items() if name != "labels"}
 
 
-_SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 12,
-    "num_hidden_layers": 2,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-    # With the usual 0.02 a model this narrow is hardly more than its biases.
-    "initializer_range": 0.2,
-}
-_ATTENTION: dict[str, Any] = {
+# With the usual range of 0.02 a model this narrow is hardly more than its biases.
+_RANGE = {"initializer_range": 0.2}
+_TOKENS = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+_SIZES = _TOKENS | _RANGE | {"hidden_size": 12, "num_hidden_layers": 2}
+_DECODER: dict[str, Any] = _SIZES | {
     "intermediate_size": 20,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 6,
     "max_position_embeddings": 64,
 }
-
-
-def _llama() -> Any:
-    return transformers.LlamaConfig(**_SIZES, **_ATTENTION)
-
-
-def _tied_llama() -> Any:
-    return transformers.LlamaConfig(**_SIZES, **_ATTENTION, tie_word_embeddings=True)
-
-
-def _qwen3() -> Any:
-    return transformers.Qwen3Config(**_SIZES, **_ATTENTION)
-
-
-def _gemma3() -> Any:
-    return transformers.Gemma3TextConfig(
-        **_SIZES,
-        **_ATTENTION,
-        layer_types=["sliding_attention", "full_attention"],
-        sliding_window=4,
-        query_pre_attn_scalar=6,
-        # The usual way of saying that embeddings are tied.
-        tie_word_embeddings=True,
-    )
-
-
-def _mixtral() -> Any:
-    return transformers.MixtralConfig(
-        **_SIZES,
-        **_ATTENTION,
-        num_local_experts=5,
-        num_experts_per_tok=2,
-        output_router_logits=True,
-        router_aux_loss_coef=0.1,
-    )
-
-
-def _qwen3_moe() -> Any:
-    return transformers.Qwen3MoeConfig(
-        **_SIZES,
-        **_ATTENTION,
-        num_experts=5,
-        num_experts_per_tok=2,
-        moe_intermediate_size=8,
-        mlp_only_layers=[0],
-    )
-
-
-def _gpt2() -> Any:
-    return transformers.GPT2Config(
-        vocab_size=VOCABULARY,
-        n_positions=64,
-        n_embd=12,
-        n_layer=2,
-        n_head=3,
-        initializer_range=0.2,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
-
-
-def _t5() -> Any:
-    return transformers.T5Config(
-        vocab_size=VOCABULARY,
-        d_model=12,
-        d_kv=5,
-        d_ff=22,
-        num_layers=2,
-        num_heads=3,
-        # Attention is not scaled down by the size of a head, and rounding grows with it.
-        initializer_factor=0.5,
-        feed_forward_proj="gated-gelu",
-        eos_token_id=2,
-        pad_token_id=0,
-        decoder_start_token_id=0,
-    )
-
-
-def _whisper() -> Any:
-    return transformers.WhisperConfig(
-        vocab_size=VOCABULARY,
-        num_mel_bins=8,
-        d_model=12,
-        encoder_layers=2,
-        encoder_attention_heads=3,
-        decoder_layers=2,
-        decoder_attention_heads=3,
-        encoder_ffn_dim=22,
-        decoder_ffn_dim=22,
-        max_source_positions=10,
-        max_target_positions=64,
-        init_std=0.1,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-        decoder_start_token_id=1,
-        begin_suppress_tokens=None,
-    )
-
-
-def _vit() -> Any:
-    return transformers.ViTConfig(
-        hidden_size=12,
-        num_hidden_layers=2,
-        num_attention_heads=3,
-        intermediate_size=22,
-        image_size=8,
-        patch_size=4,
-        num_labels=5,
-        initializer_range=0.1,
-    )
-
-
-def _mamba2() -> Any:
-    return transformers.Mamba2Config(
-        **_SIZES, num_heads=6, head_dim=4, state_size=5, n_groups=2, chunk_size=4
-    )
-
+_TIED = {"tie_word_embeddings": True}
+_GEMMA3: dict[str, Any] = {
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 4,
+    "query_pre_attn_scalar": 6,
+}
+_ROUTER = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
+_MIXTRAL = {"num_local_experts": 5, "num_experts_per_tok": 2} | _ROUTER
+_QWEN3_MOE: dict[str, Any] = {
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+}
+_GPT2 = {"n_positions": 64, "n_embd": 12, "n_layer": 2, "n_head": 3}
+_T5: dict[str, Any] = {"d_model": 12, "d_kv": 5, "d_ff": 22, "num_layers": 2, "num_heads": 3}
+# Attention is not scaled down by the size of a head, and rounding grows with it.
+_T5 |= {"initializer_factor": 0.5, "feed_forward_proj": "gated-gelu", "decoder_start_token_id": 0}
+_WHISPER: dict[str, Any] = {"num_mel_bins": 8, "d_model": 12, "init_std": 0.1}
+_WHISPER |= {"max_source_positions": 10, "max_target_positions": 64}
+_WHISPER |= {"decoder_start_token_id": 1, "begin_suppress_tokens": None}
+for _half in ("encoder", "decoder"):
+    _WHISPER |= {f"{_half}_layers": 2, f"{_half}_attention_heads": 3, f"{_half}_ffn_dim": 22}
+_VIT = {
+    "hidden_size": 12,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "intermediate_size": 22,
+}
+_VIT |= {"image_size": 8, "patch_size": 4, "num_labels": 5, "initializer_range": 0.1}
+_MAMBA2 = {"num_heads": 6, "head_dim": 4, "state_size": 5, "n_groups": 2, "chunk_size": 4}
+_LM, _SEQ = "ForCausalLM", "ForConditionalGeneration"
 
 MODELS = {
-    "Llama": Model(_llama, "LlamaForCausalLM"),
-    "Llama tied": Model(_tied_llama, "LlamaForCausalLM"),
-    "Qwen3": Model(_qwen3, "Qwen3ForCausalLM"),
-    "Gemma3": Model(_gemma3, "Gemma3ForCausalLM"),
-    "Mixtral": Model(_mixtral, "MixtralForCausalLM"),
-    "Qwen3 MoE": Model(_qwen3_moe, "Qwen3MoeForCausalLM"),
-    "GPT2": Model(_gpt2, "GPT2LMHeadModel"),
-    "T5": Model(_t5, "T5ForConditionalGeneration", translation),
-    "Whisper": Model(_whisper, "WhisperForConditionalGeneration", speech),
-    "ViT": Model(_vit, "ViTForImageClassification", picture, generates=False),
-    "Mamba2": Model(_mamba2, "Mamba2ForCausalLM", unpadded_text),
+    "Llama": Model("Llama", _LM, _DECODER),
+    "Llama tied": Model("Llama", _LM, _DECODER | _TIED),
+    "Qwen3": Model("Qwen3", _LM, _DECODER),
+    # To be tied is usual for it.
+    "Gemma3": Model("Gemma3Text", _LM, _DECODER | _GEMMA3 | _TIED),
+    "Mixtral": Model("Mixtral", _LM, _DECODER | _MIXTRAL),
+    "Qwen3 MoE": Model("Qwen3Moe", _LM, _DECODER | _QWEN3_MOE | {"mlp_only_layers": [0]}),
+    "GPT2": Model("GPT2", "LMHeadModel", _TOKENS | _RANGE | _GPT2),
+    "T5": Model("T5", _SEQ, _TOKENS | _T5, translation),
+    "Whisper": Model("Whisper", _SEQ, _TOKENS | _WHISPER, speech),
+    "ViT": Model("ViT", "ForImageClassification", _VIT, picture, generates=False),
+    "Mamba2": Model("Mamba2", _LM, _SIZES | _MAMBA2, unpadded_text),
 }
 
 

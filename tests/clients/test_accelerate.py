@@ -15,17 +15,12 @@ from torch.utils.data import DataLoader
 
 from megatron_fsdp_v2 import fully_shard
 from megatron_fsdp_v2.runtime.fsdp_module import named_units
-from tests.clients.conftest import Record, forget_accelerators
-from tests.clients.differences import Shown, difference_of, whole, whole_parameters
+from tests.clients.conftest import Measure, forget_accelerators
+from tests.clients.differences import Shown, difference_of, shown, whole, whole_parameters
+from tests.clients.harness import STRATEGIES
 from tests.ranks import RankPools
 
 COMPARED = "losses, norms, parameters of 4 steps of 2 micro-batches"
-STRATEGIES = {
-    "ZeRO-0": "no_shard",
-    "ZeRO-1": "optim",
-    "ZeRO-2": "optim_grads",
-    "ZeRO-3": "optim_grads_params",
-}
 BATCH = 2
 STEPS = 4
 MICRO_BATCHES = 2
@@ -39,16 +34,9 @@ def llama(*, tied: bool = False) -> Any:
     import transformers
 
     torch.manual_seed(1)
-    config = transformers.LlamaConfig(
-        vocab_size=61,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=16,
-        tie_word_embeddings=tied,
-    )
+    sizes = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 16}
+    config = transformers.LlamaConfig(**sizes, **heads, tie_word_embeddings=tied)
     return transformers.LlamaForCausalLM(config)
 
 
@@ -142,11 +130,8 @@ def accelerated(
     if accelerator.is_main_process:
         for name, param in model.named_parameters():
             assert torch.equal(saved[name.replace(_WRAPPED, "")], parameters[name]), param
-    return {
-        "losses": torch.stack(losses + more_losses),
-        "norms": torch.stack(norms + more_norms),
-        "parameters": {k.replace(_WRAPPED, ""): v for k, v in parameters.items()},
-    }
+    unwrapped = {name.replace(_WRAPPED, ""): value for name, value in parameters.items()}
+    return shown(losses + more_losses, norms + more_norms, unwrapped)
 
 
 def plain(*, tied: bool = False) -> Shown:
@@ -168,11 +153,7 @@ def plain(*, tied: bool = False) -> Shown:
                 for _ in range(size):
                     schedule.step()
                 optimizer.zero_grad()
-    return {
-        "losses": torch.stack(losses),
-        "norms": torch.stack(norms),
-        "parameters": whole_parameters(model),
-    }
+    return shown(losses, norms, whole_parameters(model))
 
 
 def difference(strategy: str, folder: str | None = None, **options: Any) -> float:
@@ -187,38 +168,34 @@ def difference(strategy: str, folder: str | None = None, **options: Any) -> floa
     [(name, 2) for name in STRATEGIES] + [("ZeRO-3", 1), ("ZeRO-3", 4)],
 )
 def test_a_prepared_model_trains_as_it_does_unsharded(
-    clients: RankPools, record: Record, strategy: str, ranks: int
+    measure: Measure, strategy: str, ranks: int
 ) -> None:
-    record("accelerate", COMPARED, max(clients(ranks).run(difference, strategy)))
+    measure("accelerate", COMPARED, ranks, difference, strategy)
 
 
+_EFFICIENT = {"cpu_ram_efficient_loading": True}
 OPTIONS: dict[str, dict[str, Any]] = {
     "tied embeddings": {"tied": True},
     "activation_checkpointing": {"activation_checkpointing": True},
     "weights kept after the forward": {"reshard_after_forward": False},
-    "cpu_ram_efficient_loading": {"cpu_ram_efficient_loading": True},
-    "cpu_ram_efficient_loading of tied embeddings": {
-        "cpu_ram_efficient_loading": True,
-        "tied": True,
-    },
+    "cpu_ram_efficient_loading": _EFFICIENT,
+    "cpu_ram_efficient_loading of tied embeddings": {"tied": True, **_EFFICIENT},
 }
 
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_a_model_prepared_with_an_option_trains_as_it_does_unsharded(
-    clients: RankPools, record: Record, option: str
+    measure: Measure, option: str
 ) -> None:
-    found = clients(2).run(difference, "ZeRO-3", **OPTIONS[option])
-    record("accelerate", COMPARED, max(found))
+    measure("accelerate", COMPARED, 2, difference, "ZeRO-3", **OPTIONS[option])
 
 
 @pytest.mark.parametrize("files", ["sharded", "full"])
 @pytest.mark.parametrize("strategy", list(STRATEGIES)[1:])
 def test_a_training_goes_on_from_a_saved_state(
-    clients: RankPools, record: Record, tmp_path: Path, strategy: str, files: str
+    measure: Measure, tmp_path: Path, strategy: str, files: str
 ) -> None:
-    found = clients(2).run(difference, strategy, str(tmp_path), files=files)
-    record("accelerate", COMPARED, max(found))
+    measure("accelerate", COMPARED, 2, difference, strategy, str(tmp_path), files=files)
 
 
 def saved_for_others(folder: str) -> bool:

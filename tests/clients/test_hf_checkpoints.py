@@ -10,17 +10,16 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import transformers
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from megatron_fsdp_v2 import checkpoint, fully_shard
 from megatron_fsdp_v2.checkpoint.exporting import convert
-from tests.clients.conftest import Record
+from tests.clients.conftest import Measure, Record
 from tests.clients.harness import (
-    Part,
     Training,
     build,
+    change_of_parts,
     difference_of_parts,
     mesh_of,
     parameters_held,
@@ -41,15 +40,7 @@ def adamw(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=0.003, eps=1e-3)
 
 
-type Carry = Callable[[Path, nn.Module, torch.optim.Optimizer], None]
-
-
-def save_ours(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    checkpoint.save(path, model, optimizer)
-
-
-def load_ours(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    checkpoint.load(path, model, optimizer)
+type Carry = Callable[[Path, nn.Module, torch.optim.Optimizer], object]
 
 
 def save_torch(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -70,10 +61,10 @@ def load_torch(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -
 
 
 WAYS: dict[str, tuple[Carry, Carry]] = {
-    "ours": (save_ours, load_ours),
+    "ours": (checkpoint.save, checkpoint.load),
     "torch": (save_torch, load_torch),
-    "ours to torch": (save_ours, load_torch),
-    "torch to ours": (save_torch, load_ours),
+    "ours to torch": (checkpoint.save, load_torch),
+    "torch to ours": (save_torch, checkpoint.load),
 }
 
 
@@ -99,20 +90,7 @@ def difference_when_resumed(name: str, way: str, folder: Path) -> tuple[float, f
     again = run(training, resumed, optimizer, ranks, later)
     assert again.losses == went_on.losses
     from_plain = difference_of_parts(again.params, train_plain(training).params)
-    return _same(again.params, went_on.params), from_plain
-
-
-def _same(mine: dict[str, Part], theirs: dict[str, Part]) -> float:
-    """Zero where all parts are the same bits, else the largest difference."""
-    largest = 0.0
-    assert mine.keys() == theirs.keys()
-    for name, part in mine.items():
-        other = theirs[name].tensor
-        assert part.tensor is not None
-        assert other is not None
-        if not torch.equal(part.tensor, other):
-            largest = max(largest, float((part.tensor - other).abs().max()))
-    return largest
+    return change_of_parts(again.params, went_on.params), from_plain
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -136,7 +114,7 @@ def difference_when_loaded_from_pretrained(name: str, folder: Path) -> float:
         checkpoint.export(folder / "saved", folder / "exported" / "model.safetensors")
         model.config.save_pretrained(folder / "exported")
     dist.barrier()
-    loaded = getattr(transformers, MODELS[name].cls).from_pretrained(folder / "exported")
+    loaded = MODELS[name].cls.from_pretrained(folder / "exported")
     found = loaded.state_dict()
     assert found.keys() == whole.keys()
     return max(float((found[key] - whole[key]).abs().max()) for key in whole)
@@ -144,11 +122,11 @@ def difference_when_loaded_from_pretrained(name: str, folder: Path) -> float:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_an_export_is_loaded_with_from_pretrained(
-    clients: RankPools, record: Record, tmp_path: Path, name: str
+    measure: Measure, tmp_path: Path, name: str
 ) -> None:
     (tmp_path / "exported").mkdir()
-    found = clients(2).run(difference_when_loaded_from_pretrained, name, tmp_path)
-    record("transformers", "every tensor of the state dict", max(found), at_most=0.0)
+    function, compared = difference_when_loaded_from_pretrained, "every tensor of the state dict"
+    measure("transformers", compared, 2, function, name, tmp_path, at_most=0.0)
 
 
 def shard_on_meta(model: Any) -> Any:
@@ -195,7 +173,7 @@ _SOURCES += [(name, "safetensors folder") for name in CHECKPOINTED if name != "M
 
 @pytest.mark.parametrize(("name", "source"), _SOURCES)
 def test_a_model_made_on_the_meta_device_is_filled_and_trains_as_unsharded(
-    clients: RankPools, record: Record, tmp_path: Path, name: str, source: str
+    measure: Measure, tmp_path: Path, name: str, source: str
 ) -> None:
-    found = clients(2).run(difference_when_made_on_meta, name, source, tmp_path)
-    record("transformers", "parameters after 3 steps", max(found))
+    compared = "parameters after 3 steps"
+    measure("transformers", compared, 2, difference_when_made_on_meta, name, source, tmp_path)

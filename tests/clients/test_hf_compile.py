@@ -11,13 +11,11 @@ import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
 
-from tests.clients.conftest import Record
-from tests.clients.harness import Part, Trace, Training, build, run, shard
-from tests.clients.hf_models import MODELS, units
-from tests.ranks import RankPools
+from tests.clients.conftest import Measure
+from tests.clients.harness import Trace, Training, build, change_of_parts, run, shard
+from tests.clients.test_hf_training import COMPARED, training_of
 
 BEFORE, AFTER, NEVER = "compiled and then sharded", "sharded and then compiled", "not compiled"
-COMPARED = "losses, gradients and parameters of 3 steps of 2 micro-batches"
 
 
 @dataclass
@@ -39,18 +37,6 @@ def compile_layers(model: Any) -> None:
     """Compile each layer by itself."""
     for layer in model.model.layers:
         layer.compile(backend="aot_eager")
-
-
-def llama() -> Training:
-    """A Llama without a cache of keys and values, which only generation has a use for."""
-
-    def without_cache(model: Any) -> None:
-        model.config.use_cache = False
-
-    def batch(step: int, micro: int, rank: int) -> dict[str, torch.Tensor]:
-        return MODELS["Llama"].batch(100 * step + 10 * micro + rank)
-
-    return Training(build=MODELS["Llama"].build, units=units, batch=batch, prepare=without_cache)
 
 
 def train(training: Training, order: str, *, is_sharded: bool = True) -> Compiled:
@@ -77,22 +63,9 @@ def train(training: Training, order: str, *, is_sharded: bool = True) -> Compile
     return Compiled(trace, graphs, list(counters["graph_break"]))
 
 
-def distance(mine: Mapping[str, Part], theirs: Mapping[str, Part]) -> float:
-    """The largest difference of what this rank holds in two sharded trainings."""
-    assert mine.keys() == theirs.keys()
-    found = [0.0]
-    for name, part in mine.items():
-        other = theirs[name]
-        assert (part.start, part.end) == (other.start, other.end), name
-        assert (part.tensor is None) == (other.tensor is None), name
-        if part.tensor is not None and part.tensor.numel():
-            assert other.tensor is not None
-            found.append(float((part.tensor - other.tensor).abs().max()))
-    return max(found)
-
-
 def difference_with_compiled_layers(order: str) -> float:
-    training = llama()
+    # Without a cache of keys and values, which only generation has a use for.
+    training = training_of("Llama", prepare=lambda m: setattr(m.config, "use_cache", False))
     plain = train(training, NEVER)
     unsharded = train(training, BEFORE, is_sharded=False)
     compiled = train(training, order)
@@ -103,14 +76,13 @@ def difference_with_compiled_layers(order: str) -> float:
     assert compiled.breaks == unsharded.breaks
     found = [abs(compiled.trace.losses[key] - loss) for key, loss in plain.trace.losses.items()]
     pairs = zip(compiled.trace.grads, plain.trace.grads, strict=True)
-    found += [distance(mine, theirs) for mine, theirs in pairs]
-    found.append(distance(compiled.trace.params, plain.trace.params))
+    found += [change_of_parts(mine, theirs) for mine, theirs in pairs]
+    found.append(change_of_parts(compiled.trace.params, plain.trace.params))
     return max(found)
 
 
 @pytest.mark.parametrize("order", [BEFORE, AFTER])
 def test_a_llama_whose_layers_are_compiled_trains_as_it_does_uncompiled(
-    clients: RankPools, record: Record, order: str
+    measure: Measure, order: str
 ) -> None:
-    found = clients(2).run(difference_with_compiled_layers, order)
-    record("transformers", COMPARED, max(found), at_most=0.0)
+    measure("transformers", COMPARED, 2, difference_with_compiled_layers, order, at_most=0.0)

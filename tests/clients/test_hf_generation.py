@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.clients.conftest import Record
+from tests.clients.conftest import Measure
 from tests.clients.harness import Batch, compare
 from tests.clients.hf_models import MODELS, VOCABULARY, units_with_halves
 from tests.clients.test_hf_training import options_of, training_of
@@ -102,26 +102,23 @@ COMPARED = "losses, gradients, parameters, hidden states, generated tokens, scor
 @pytest.mark.parametrize("strategy", ["ZeRO-1", "ZeRO-3"])
 @pytest.mark.parametrize("name", MODELS)
 def test_evaluating_and_generating_between_backwards_and_steps_is_as_unsharded(
-    clients: RankPools, record: Record, name: str, strategy: str
+    measure: Measure, name: str, strategy: str
 ) -> None:
-    found = clients(2).run(difference_with_evaluations, name, strategy, _as_many)
-    record("transformers", COMPARED, max(found))
+    measure("transformers", COMPARED, 2, difference_with_evaluations, name, strategy, _as_many)
 
 
 @pytest.mark.parametrize("name", ["Llama", "Mixtral", "T5", "Mamba2"])
 def test_ranks_may_generate_different_lengths_where_weights_are_whole(
-    clients: RankPools, record: Record, name: str
+    measure: Measure, name: str
 ) -> None:
-    found = clients(2).run(difference_with_evaluations, name, "ZeRO-1", _more_on_some_ranks)
-    record("transformers", COMPARED, max(found))
+    arguments = (name, "ZeRO-1", _more_on_some_ranks)
+    measure("transformers", COMPARED, 2, difference_with_evaluations, *arguments)
 
 
 @pytest.mark.parametrize("name", ["Llama", "Mixtral", "T5", "Mamba2"])
-def test_ranks_may_generate_different_lengths_with_synced_gpus(
-    clients: RankPools, record: Record, name: str
-) -> None:
-    found = clients(2).run(difference_with_evaluations, name, "ZeRO-3", _more_on_some_ranks_synced)
-    record("transformers", COMPARED, max(found))
+def test_ranks_may_generate_different_lengths_with_synced_gpus(measure: Measure, name: str) -> None:
+    arguments = (name, "ZeRO-3", _more_on_some_ranks_synced)
+    measure("transformers", COMPARED, 2, difference_with_evaluations, *arguments)
 
 
 def generate_different_lengths_and_train() -> None:
@@ -153,11 +150,9 @@ def difference_through_a_cache(strategy: str) -> float:
 
 
 @pytest.mark.parametrize("strategy", ["ZeRO-1", "ZeRO-2"])
-def test_gradients_flow_through_a_cache_as_unsharded(
-    clients: RankPools, record: Record, strategy: str
-) -> None:
-    found = clients(2).run(difference_through_a_cache, strategy)
-    record("transformers", "losses, gradients and parameters", max(found))
+def test_gradients_flow_through_a_cache_as_unsharded(measure: Measure, strategy: str) -> None:
+    compared = "losses, gradients and parameters"
+    measure("transformers", compared, 2, difference_through_a_cache, strategy)
 
 
 def test_gradients_through_a_cache_are_an_error_where_weights_are_dropped(

@@ -10,11 +10,10 @@ import torch
 import transformers
 from torch.utils.data import SequentialSampler
 
-from tests.clients.conftest import Record, forget_accelerators
+from tests.clients.conftest import Measure, forget_accelerators
 from tests.clients.harness import build, difference_of_parts, parameters_held, shard
 from tests.clients.hf_models import MODELS
 from tests.clients.test_hf_training import options_of, training_of
-from tests.ranks import RankPools
 
 STEPS = 3
 
@@ -53,7 +52,7 @@ def _train(name: str, model: Any, folder: Path) -> list[float]:
     forget_accelerators()
     trainer = InOrder(model=model, args=arguments, train_dataset=_data(name))
     trainer.train()
-    return [line[key] for line in trainer.state.log_history for key in ("loss",) if key in line]
+    return [line["loss"] for line in trainer.state.log_history if "loss" in line]
 
 
 def difference_with_trainer(name: str, strategy: str, folder: Path) -> float:
@@ -73,7 +72,7 @@ def difference_with_trainer(name: str, strategy: str, folder: Path) -> float:
     ("name", "strategy"), [("Llama", "ZeRO-1"), ("Llama", "ZeRO-3"), ("Mixtral", "ZeRO-3")]
 )
 def test_trainer_trains_a_sharded_model_as_its_own_data_parallelism_does(
-    clients: RankPools, record: Record, tmp_path: Path, name: str, strategy: str
+    measure: Measure, tmp_path: Path, name: str, strategy: str
 ) -> None:
-    found = clients(2).run(difference_with_trainer, name, strategy, tmp_path)
-    record("transformers", "losses and parameters after 3 steps, clipped, accumulated", max(found))
+    compared = "losses and parameters after 3 steps, clipped, accumulated"
+    measure("transformers", compared, 2, difference_with_trainer, name, strategy, tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import torch.distributed as dist
 
 from megatron_fsdp_v2 import MixedPrecisionPolicy, fully_shard
 from megatron_fsdp_v2.runtime.fsdp_module import named_units
-from tests.clients.conftest import Record
+from tests.clients.conftest import Measure
 from tests.clients.harness import (
+    STRATEGIES,
     Batch,
     Part,
     Training,
@@ -27,12 +29,6 @@ from tests.clients.hf_models import MODELS, units
 from tests.ranks import RankPools
 
 MESHES = {"1 rank": (1,), "2 ranks": (2,), "3 ranks": (3,), "HSDP 2x2": (2, 2), "HFSDP 2x2": (2, 2)}
-STRATEGIES = {
-    "ZeRO-0": "no_shard",
-    "ZeRO-1": "optim",
-    "ZeRO-2": "optim_grads",
-    "ZeRO-3": "optim_grads_params",
-}
 COMPARED = "losses, gradients and parameters of 3 steps of 2 micro-batches"
 IN_DETAIL = ("Llama", "Mixtral")
 TWO_PARTS = ("T5", "Whisper")
@@ -58,11 +54,6 @@ def options_of(strategy: str, mesh: str) -> dict[str, Any]:
     }
 
 
-def _ranks(clients: RankPools, mesh: str) -> Any:
-    size = MESHES[mesh]
-    return clients(size[0] * size[-1] if len(size) == 2 else size[0])
-
-
 def difference_of_a_training(name: str, strategy: str, mesh: str) -> float:
     return compare(training_of(name, options=options_of(strategy, mesh)))
 
@@ -77,39 +68,35 @@ _CASES = [
 
 @pytest.mark.parametrize(("name", "strategy", "mesh"), _CASES)
 def test_a_model_trains_as_it_does_unsharded(
-    clients: RankPools, record: Record, name: str, strategy: str, mesh: str
+    measure: Measure, name: str, strategy: str, mesh: str
 ) -> None:
-    found = _ranks(clients, mesh).run(difference_of_a_training, name, strategy, mesh)
-    record("transformers", COMPARED, max(found))
+    ranks = math.prod(MESHES[mesh])
+    measure("transformers", COMPARED, ranks, difference_of_a_training, name, strategy, mesh)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_on_one_rank_a_model_trains_as_it_does_unsharded(
-    clients: RankPools, record: Record, name: str
-) -> None:
-    (found,) = clients(1).run(difference_of_a_training, name, "ZeRO-3", "1 rank")
+def test_on_one_rank_a_model_trains_as_it_does_unsharded(measure: Measure, name: str) -> None:
     # A decoder's layers all add to the gradient of the encoder's output. A unit adds up its own
     # contributions first, and the sum of three or more numbers depends on the order.
-    record("transformers", COMPARED, found, at_most=1e-6 if name in TWO_PARTS else 0.0)
+    at_most, training = 1e-6 if name in TWO_PARTS else 0.0, (name, "ZeRO-3", "1 rank")
+    measure("transformers", COMPARED, 1, difference_of_a_training, *training, at_most=at_most)
 
 
-def difference_with_recomputation(name: str, strategy: str, *, use_reentrant: bool) -> float:
+def difference_with_recomputation(name: str, use_reentrant: bool) -> float:
     def recompute(model: Any) -> None:
         model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
 
-    options = options_of(strategy, "2 ranks")
+    options = options_of("ZeRO-3", "2 ranks")
     return compare(training_of(name, prepare=recompute, options=options))
 
 
 @pytest.mark.parametrize("recomputation", ["reentrant", "non reentrant"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_with_gradient_checkpointing_trains_as_it_does_unsharded(
-    clients: RankPools, record: Record, name: str, recomputation: str
+    measure: Measure, name: str, recomputation: str
 ) -> None:
-    found = clients(2).run(
-        difference_with_recomputation, name, "ZeRO-3", use_reentrant=recomputation == "reentrant"
-    )
-    record("transformers", COMPARED, max(found))
+    reentrant = recomputation == "reentrant"
+    measure("transformers", COMPARED, 2, difference_with_recomputation, name, reentrant)
 
 
 def all_hidden_states(model: Any, batch: Batch) -> Any:
@@ -129,10 +116,9 @@ def difference_without_a_head(strategy: str) -> float:
 
 @pytest.mark.parametrize("strategy", ["ZeRO-1", "ZeRO-3"])
 def test_a_model_without_a_head_trains_on_all_its_hidden_states_as_unsharded(
-    clients: RankPools, record: Record, strategy: str
+    measure: Measure, strategy: str
 ) -> None:
-    found = clients(2).run(difference_without_a_head, strategy)
-    record("transformers", COMPARED, max(found))
+    measure("transformers", COMPARED, 2, difference_without_a_head, strategy)
 
 
 def train_by_hand_in_bf16(training: Training) -> dict[str, Part]:
@@ -171,10 +157,10 @@ def difference_in_bf16(name: str) -> float:
 
 @pytest.mark.parametrize("name", ["Llama", "Qwen3"])
 def test_a_model_trains_in_bf16_as_by_hand_with_copies_of_fp32_weights(
-    clients: RankPools, record: Record, name: str
+    measure: Measure, name: str
 ) -> None:
-    found = clients(2).run(difference_in_bf16, name)
-    record("transformers", "parameters after 3 steps of 2 micro-batches", max(found))
+    compared = "parameters after 3 steps of 2 micro-batches"
+    measure("transformers", compared, 2, difference_in_bf16, name)
 
 
 def names_of_units(name: str, code: str) -> list[str]:

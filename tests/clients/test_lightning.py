@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,9 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from megatron_fsdp_v2 import fully_shard
-from tests.clients.differences import Shown, difference_of, whole, whole_parameters
-from tests.ranks import RankPools
+from tests.clients.conftest import Measure
+from tests.clients.differences import Shown, difference_of, shown, whole, whole_parameters
+from tests.reference.models import Block
 
 STRATEGIES = ["optim", "optim_grads", "optim_grads_params"]
 BATCH = 2
@@ -24,21 +24,10 @@ STEPS = 4
 MICRO_BATCHES = 2
 
 
-class Layer(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 3 * width)
-        self.down = nn.Linear(3 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
 def plain_model() -> nn.Sequential:
     """The same one on every rank and in every run."""
     torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(5, 7), Layer(7), Layer(7), nn.Linear(7, 3))
+    return nn.Sequential(nn.Linear(5, 7), Block(7), Block(7), nn.Linear(7, 3))
 
 
 def samples(steps: int) -> TensorDataset:
@@ -76,10 +65,8 @@ def lightning_module(strategy: str | None) -> Any:
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.AdamW(self.parameters(), lr=0.02, eps=1e-3)
             scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.8)
-            return {
-                "optimizer": optimizer,
-                "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
-            }
+            schedule = {"scheduler": scheduler, "interval": "step"}
+            return {"optimizer": optimizer, "lr_scheduler": schedule}
 
         def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
             x, y = batch
@@ -165,12 +152,9 @@ def fitted(strategy: str | None, *, resumed: Path | None = None, **options: Any)
         norms += module.norms
         if last < STEPS:
             trainer.save_checkpoint(resumed)
-    return {
-        "losses": mean_over_ranks(torch.stack(losses), strategy),
-        "norms": torch.stack(norms),
-        "validation": trainer.callback_metrics["validation"],
-        "parameters": whole_parameters(module),
-    }
+    found = shown(losses, norms, whole_parameters(module))
+    found["losses"] = mean_over_ranks(torch.stack(losses), strategy)
+    return found | {"validation": trainer.callback_metrics["validation"]}
 
 
 def mean_over_ranks(values: torch.Tensor, strategy: str | None) -> torch.Tensor:
@@ -189,10 +173,10 @@ def trainer_difference(strategy: str) -> float:
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_trainer_with_clipping_accumulation_and_validation(
-    clients: RankPools, record: Callable[..., None], strategy: str, ranks: int
+    measure: Measure, strategy: str, ranks: int
 ) -> None:
-    difference = max(clients(ranks).run(trainer_difference, strategy))
-    record("lightning", "losses, norms, validation, parameters", difference)
+    compared = "losses, norms, validation, parameters"
+    measure("lightning", compared, ranks, trainer_difference, strategy)
 
 
 def resumed_difference(strategy: str, folder: str, sharded_files: bool) -> float:
@@ -206,11 +190,11 @@ def resumed_difference(strategy: str, folder: str, sharded_files: bool) -> float
 @pytest.mark.parametrize("files", ["sharded", "full"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_trainer_that_goes_on_from_a_checkpoint(
-    clients: RankPools, record: Callable[..., None], tmp_path: Path, strategy: str, files: str
+    measure: Measure, tmp_path: Path, strategy: str, files: str
 ) -> None:
     arguments = (strategy, str(tmp_path), files == "sharded")
-    difference = max(clients(2).run(resumed_difference, *arguments))
-    record("lightning", "losses, norms, validation, parameters", difference)
+    compared = "losses, norms, validation, parameters"
+    measure("lightning", compared, 2, resumed_difference, *arguments)
 
 
 def fabric_of(strategy: str, sharded_files: bool) -> Any:
@@ -271,11 +255,7 @@ def fabric_training(strategy: str, folder: Path, sharded_files: bool) -> Shown:
         if first == 0:
             state = {"model": model, "optimizer": optimizer, "step": STEPS // 2}
             fabric.save(folder / "checkpoint", state)
-    return {
-        "losses": torch.stack(losses),
-        "norms": torch.stack(norms),
-        "parameters": whole_parameters(model.module),
-    }
+    return shown(losses, norms, whole_parameters(model.module))
 
 
 def plain_training() -> Shown:
@@ -292,11 +272,7 @@ def plain_training() -> Shown:
             norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.3))
             optimizer.step()
             optimizer.zero_grad()
-    return {
-        "losses": torch.stack(losses),
-        "norms": torch.stack(norms),
-        "parameters": whole_parameters(model),
-    }
+    return shown(losses, norms, whole_parameters(model))
 
 
 def fabric_difference(strategy: str, folder: str, sharded_files: bool) -> float:
@@ -311,8 +287,7 @@ def fabric_difference(strategy: str, folder: str, sharded_files: bool) -> float:
 @pytest.mark.parametrize("files", ["sharded", "full"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_loop_with_fabric_from_the_meta_device_on_and_from_a_checkpoint_on(
-    clients: RankPools, record: Callable[..., None], tmp_path: Path, strategy: str, files: str
+    measure: Measure, tmp_path: Path, strategy: str, files: str
 ) -> None:
     arguments = (strategy, str(tmp_path), files == "sharded")
-    difference = max(clients(2).run(fabric_difference, *arguments))
-    record("lightning", "losses, norms, parameters", difference)
+    measure("lightning", "losses, norms, parameters", 2, fabric_difference, *arguments)

@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_fsdp_v2 import checkpoint, fully_shard
 from megatron_fsdp_v2.runtime.fsdp_module import unit_of
-from tests.clients.conftest import Record
-from tests.clients.differences import Shown, difference_of, whole, whole_parameters
-from tests.clients.test_accelerate import STRATEGIES, llama
+from tests.clients.conftest import Measure, Record
+from tests.clients.differences import Shown, difference_of, shown, whole, whole_parameters
+from tests.clients.harness import STRATEGIES, mesh_of
+from tests.clients.test_accelerate import COMPARED, llama
 from tests.ranks import RankPools
 
 BATCH = 2
@@ -43,10 +43,10 @@ def with_adapters() -> Any:
 
 def shard(model: Any, strategy: str) -> Any:
     """Make every layer a unit, and the rest of the model."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for layer in model.base_model.model.model.layers:
-        fully_shard(layer, mesh=mesh, sharding_strategy=STRATEGIES[strategy])
-    return fully_shard(model, mesh=mesh, sharding_strategy=STRATEGIES[strategy])
+    mesh = mesh_of(dist.get_world_size())
+    for module in [*model.base_model.model.model.layers, model]:
+        fully_shard(module, mesh=mesh, sharding_strategy=STRATEGIES[strategy])
+    return model
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
@@ -86,15 +86,7 @@ def trained_unsharded() -> tuple[Any, Shown]:
     model = with_adapters()
     ranks = list(range(dist.get_world_size()))
     losses, norms = train(model, optimizer_of(model), ranks, range(STEPS))
-    return model, _shown(model, losses, norms)
-
-
-def _shown(model: nn.Module, losses: list[Any], norms: list[Any]) -> Shown:
-    return {
-        "losses": torch.stack(losses),
-        "norms": torch.stack(norms),
-        "parameters": whole_parameters(model),
-    }
+    return model, shown(losses, norms, whole_parameters(model))
 
 
 def sharded() -> Any:
@@ -111,21 +103,20 @@ def difference(strategy: str) -> float:
     kinds = {group.spec.requires_grad for group in unit_of(layer).groups}
     assert kinds == {True, False}
     losses, norms = train(model, optimizer_of(model), [dist.get_rank()], range(STEPS))
-    shown = _shown(model, losses, norms)
+    mine = shown(losses, norms, whole_parameters(model))
     for name, param in model.named_parameters():
         same = torch.equal(whole(param), before[name])
         assert same is not param.requires_grad, name
-    return difference_of(shown, trained_unsharded()[1])
+    return difference_of(mine, trained_unsharded()[1])
 
 
 @pytest.mark.parametrize(
     ("strategy", "ranks"), [(name, 2) for name in STRATEGIES] + [("ZeRO-3", 1), ("ZeRO-3", 4)]
 )
 def test_adapters_beside_frozen_weights_train_as_they_do_unsharded(
-    clients: RankPools, record: Record, strategy: str, ranks: int
+    measure: Measure, strategy: str, ranks: int
 ) -> None:
-    found = clients(ranks).run(difference, strategy)
-    record("peft", "losses, norms, parameters of 4 steps of 2 micro-batches", max(found))
+    measure("peft", COMPARED, ranks, difference, strategy)
 
 
 def difference_after_resuming(folder: str) -> float:
@@ -137,15 +128,12 @@ def difference_after_resuming(folder: str) -> float:
     model, optimizer = sharded()
     checkpoint.load(folder, model, optimizer)
     more = train(model, optimizer, ranks, range(STEPS // 2, STEPS))
-    shown = _shown(model, losses + more[0], norms + more[1])
-    return difference_of(shown, trained_unsharded()[1])
+    mine = shown(losses + more[0], norms + more[1], whole_parameters(model))
+    return difference_of(mine, trained_unsharded()[1])
 
 
-def test_training_of_adapters_goes_on_from_a_checkpoint(
-    clients: RankPools, record: Record, tmp_path: Path
-) -> None:
-    found = clients(2).run(difference_after_resuming, str(tmp_path / "checkpoint"))
-    record("peft", "losses, norms, parameters of 4 steps of 2 micro-batches", max(found))
+def test_training_of_adapters_goes_on_from_a_checkpoint(measure: Measure, tmp_path: Path) -> None:
+    measure("peft", COMPARED, 2, difference_after_resuming, str(tmp_path / "checkpoint"))
 
 
 def difference_of_saved_adapters(folder: str) -> tuple[float, float]:

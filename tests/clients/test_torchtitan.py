@@ -13,9 +13,8 @@ from torch import nn
 
 from megatron_fsdp_v2 import fully_shard
 from megatron_fsdp_v2.runtime.fsdp_module import named_units
-from tests.clients.conftest import Record
-from tests.clients.differences import Shown, difference_of, whole_parameters
-from tests.ranks import RankPools
+from tests.clients.conftest import Measure
+from tests.clients.differences import Shown, difference_of, shown, whole_parameters
 
 COMPARED = "losses, norms, parameters of 4 steps"
 BATCH = 2
@@ -29,15 +28,8 @@ def llama3() -> Any:
     """A small model of torchtitan's, with the same weights in every process."""
     from torchtitan.models.llama3 import Transformer, TransformerModelArgs
 
-    args = TransformerModelArgs(
-        dim=16,
-        n_layers=3,
-        n_heads=4,
-        n_kv_heads=2,
-        vocab_size=61,
-        multiple_of=8,
-        max_seq_len=LENGTH,
-    )
+    sizes = {"dim": 16, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 61}
+    args = TransformerModelArgs(**sizes, multiple_of=8, max_seq_len=LENGTH)
     torch.manual_seed(1)
     model = Transformer(args)
     with torch.no_grad():
@@ -137,11 +129,7 @@ class Job:
         parameters = whole_parameters(self.model)
         for wrapper in _WRAPPERS:
             parameters = {name.replace(wrapper, ""): p for name, p in parameters.items()}
-        return {
-            "losses": torch.stack(losses),
-            "norms": torch.stack(norms),
-            "parameters": parameters,
-        }
+        return shown(losses, norms, parameters)
 
 
 def plain() -> Shown:
@@ -150,22 +138,22 @@ def plain() -> Shown:
     return job.shown(*job.train(range(STEPS)))
 
 
-def difference(replicas: int, sections: dict[str, Any], num_units: int) -> float:
+def difference(replicas: int, sections: dict[str, Any]) -> float:
     """Between the training sharded and unsharded."""
     job = Job(job_config(**sections), replicas=replicas)
-    assert len([unit for _, unit in named_units(job.model) if unit.groups]) == num_units
+    # Embeddings, three blocks, the norm with the output.
+    assert len([unit for _, unit in named_units(job.model) if unit.groups]) == 5
     return difference_of(job.shown(*job.train(range(STEPS))), plain())
 
 
+_SELECTIVE = {"mode": "selective", "selective_ac_option": "2"}
 OPTIONS: dict[str, dict[str, Any]] = {
     "as it is": {},
     "reshard_after_forward never": {"parallelism": {"fsdp_reshard_after_forward": "never"}},
     "full activation checkpointing": {"activation_checkpoint": {"mode": "full"}},
-    "selective activation checkpointing": {
-        "activation_checkpoint": {"mode": "selective", "selective_ac_option": "2"}
-    },
+    "selective activation checkpointing": {"activation_checkpoint": _SELECTIVE},
     "activation checkpointing by operator": {
-        "activation_checkpoint": {"mode": "selective", "selective_ac_option": "op"}
+        "activation_checkpoint": _SELECTIVE | {"selective_ac_option": "op"}
     },
     "compiled blocks": {
         "compile": {"enable": True, "components": ["model"], "backend": "aot_eager"}
@@ -174,19 +162,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_llama3_trains_as_it_does_unsharded(
-    clients: RankPools, record: Record, option: str
-) -> None:
-    # Embeddings, three blocks, the norm with the output.
-    found = clients(2).run(difference, 1, OPTIONS[option], 5)
-    record("torchtitan", COMPARED, max(found))
+def test_llama3_trains_as_it_does_unsharded(measure: Measure, option: str) -> None:
+    measure("torchtitan", COMPARED, 2, difference, 1, OPTIONS[option])
 
 
-def test_llama3_with_replicas_of_shards_trains_as_it_does_unsharded(
-    clients: RankPools, record: Record
-) -> None:
-    found = clients(4).run(difference, 2, {}, 5)
-    record("torchtitan", COMPARED, max(found))
+def test_llama3_with_replicas_of_shards_trains_as_it_does_unsharded(measure: Measure) -> None:
+    measure("torchtitan", COMPARED, 4, difference, 2, {})
 
 
 def difference_after_resuming(folder: str) -> float:
@@ -203,9 +184,6 @@ def difference_after_resuming(folder: str) -> float:
     return difference_of(job.shown(losses, norms), plain())
 
 
-def test_a_job_goes_on_from_its_checkpoint(
-    clients: RankPools, record: Record, tmp_path: Path
-) -> None:
-    found = clients(2).run(difference_after_resuming, str(tmp_path))
-    record("torchtitan", COMPARED, max(found))
+def test_a_job_goes_on_from_its_checkpoint(measure: Measure, tmp_path: Path) -> None:
+    measure("torchtitan", COMPARED, 2, difference_after_resuming, str(tmp_path))
     assert (tmp_path / "checkpoint" / "step-4" / ".metadata").is_file()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -134,10 +135,7 @@ class Case:
     @property
     def world_size(self) -> int:
         """Ranks it runs on."""
-        size = 1
-        for axis in self.options.mesh:
-            size *= axis
-        return size
+        return math.prod(self.options.mesh)
 
 
 def to_json(case: Case) -> str:

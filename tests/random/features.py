@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.random.cases import STRATEGIES, Case
 from tests.random.generate import MESHES, OPTIMIZERS, OUTPUTS, PACKS, SHAPES
-from tests.random.models import KINDS, LEAVES
+from tests.random.models import KINDS
 from tests.random.rules import SWITCHES, all_options
 
 
@@ -43,7 +43,7 @@ def generated_features() -> set[str]:
     found |= {"unit", "frozen", "double", "float32", "float64", "another sharding after a load"}
     found |= {f"optimizer {name}" for name in OPTIMIZERS} | {f"output {how}" for how in OUTPUTS}
     found |= {f"pack {how}" for how in PACKS} | {f"odd {shape}" for shape in SHAPES}
-    found |= {f"module {kind}" for kind in [*KINDS, *LEAVES, "again"]}
+    found |= {f"module {kind}" for kind in [*KINDS, "again"]}
     found |= {"checkpoint reentrant", "checkpoint non-reentrant", "branch step", "branch rank"}
     found |= {f"check_ranks {check}" for check in ("once", "never", "always")}
     found |= {f"event fail, {how}" for how in ("forward", "backward", "recomputation")}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+from tests.random import models
 from tests.random.cases import STRATEGIES, ZERO_3, Case, Event, Node, Options
 from tests.random.rules import SWITCHES, broken_rule
 
@@ -16,34 +17,12 @@ MESHES: dict[int, list[tuple[int, ...]]] = {
 }
 SHAPES = ["0x3", "1", "1x5", "7", "3x2x5", "13x1", "11x3", "5x1x1x2"]
 INNER = {
-    "seq": 2,
-    "repeat": 1,
-    "checkpoint": 2,
-    "detached": 1,
-    "dead": 1,
-    "no grad": 1,
-    "branch": 2,
-    "in place": 1,
-    "own input": 1,
-    "pack": 2,
+    **{"seq": 2, "repeat": 1, "checkpoint": 2, "detached": 1, "dead": 1},
+    **{"no grad": 1, "branch": 2, "in place": 1, "own input": 1, "pack": 2},
 }
 """Modules with others inside, and how often each is drawn."""
 OPTIMIZERS = ["sgd", "momentum", "momentum", "decay", "adamw", "adamw foreach", "adamw fused"]
-PACKS = [
-    "tuple",
-    "list",
-    "dict",
-    "dataclass",
-    "namedtuple",
-    "none",
-    "views",
-    "chunks",
-    "transposed",
-    "nondifferentiable",
-    "twice",
-    "one unused",
-    "object",
-]
+PACKS = [how for how in models.PACKS if how != "tensor"]
 OUTPUTS = ["tensor", "tensor", "tuple", "dict", "dataclass", "nondifferentiable", "one unused"]
 
 
@@ -88,14 +67,8 @@ class Generator:
             size = self.random.choice([1, 2, 11, 11, 13])
         elif kind == "odd":
             how = self.random.choice(SHAPES)
-        return self.node(
-            kind,
-            how=how,
-            size=size,
-            unit=self.chance(0.5),
-            frozen=self.chance(0.1),
-            double=self.chance(0.06),
-        )
+        unit, frozen, double = self.chance(0.5), self.chance(0.1), self.chance(0.06)
+        return self.node(kind, how=how, size=size, unit=unit, frozen=frozen, double=double)
 
     def children(self, depth: int, most: int) -> tuple[Node, ...]:
         """Some modules."""
@@ -220,22 +193,12 @@ class Generator:
         )
         deferred = "" if last or self.chance(0.5) else self.random.choice(["no sync", "not last"])
         flag = self.chance(0.2)
-        if kind == "input gradient" and _on(kind):
-            return [
-                Event("input gradient", seed=self.data()),
-                *self.simple(deferred, flag),
-            ]
-        if kind == "penalty" and _on(kind):
-            return [Event("penalty", seed=self.data()), *self.simple(deferred, flag)]
+        if kind in ("input gradient", "penalty") and _on(kind):
+            return [Event(kind, seed=self.data()), *self.simple(deferred, flag)]
         if kind == "retain" and _on(kind):
             forward = Event("forward", seed=self.data(), flag=flag)
-            first = self.random.choice(["retain", "retain no sync"])
-            return [
-                forward,
-                *self.interlude(),
-                Event("backward", how=first),
-                Event("backward", how=deferred),
-            ]
+            first = Event("backward", how=self.random.choice(["retain", "retain no sync"]))
+            return [forward, *self.interlude(), first, Event("backward", how=deferred)]
         if kind == "two slots" and _on(kind):
             order = self.random.choice([(0, 1), (1, 0)])
             return [

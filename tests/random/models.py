@@ -66,10 +66,7 @@ PACKS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     ),
     "namedtuple": (lambda y: Named(y * 0.5, y.sin()), lambda out: out.first + out.second),
     "none": (lambda y: (None, y, None), lambda out: out[1]),
-    "views": (
-        lambda y: (y[:, :2], y[:, 2:]),
-        lambda out: torch.cat(out, dim=1),
-    ),
+    "views": (lambda y: (y[:, :2], y[:, 2:]), lambda out: torch.cat(out, dim=1)),
     "chunks": (lambda y: y.chunk(2, dim=1), lambda out: torch.cat(out, dim=1)),
     "transposed": (lambda y: y.t(), lambda out: out.t()),
     "nondifferentiable": (
@@ -83,12 +80,16 @@ PACKS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
 
 
 class Part(nn.Module):
-    """Base of all modules of the tree."""
+    """Base of all modules of the tree; `COMPUTE` has what one without parameters does."""
 
-    def __init__(self, node: Node, children: list[nn.Module]) -> None:
+    def __init__(self, node: Node, children: list[nn.Module], width: int) -> None:
         super().__init__()
         self.node = node
         self.below = nn.ModuleList(children)
+        self.make(width)
+
+    def make(self, width: int) -> None:
+        """Make its parameters."""
 
     def forward(self, x: torch.Tensor, call: Call) -> Any:
         fails = call.fail == self.node.id
@@ -102,7 +103,11 @@ class Part(nn.Module):
         return y
 
     def compute(self, x: torch.Tensor, call: Call) -> Any:
-        """What the kind is about; here children in sequence."""
+        """What the kind is about."""
+        return COMPUTE[self.node.kind](self, x, call)
+
+    def inside(self, x: torch.Tensor, call: Call) -> torch.Tensor:
+        """Children in sequence."""
         for child in self.below:
             x = child(x, call)
         return x
@@ -116,9 +121,8 @@ def _raise(grad: torch.Tensor) -> None:
 class LinearPart(Part):
     """A linear layer, added to its input."""
 
-    def __init__(self, node: Node, children: list[nn.Module], width: int) -> None:
-        super().__init__(node, children)
-        self.linear = nn.Linear(width, width, bias=node.how != "no bias")
+    def make(self, width: int) -> None:
+        self.linear = nn.Linear(width, width, bias=self.node.how != "no bias")
 
     def compute(self, x: torch.Tensor, call: Call) -> torch.Tensor:
         return x + 0.5 * torch.tanh(self.linear(x.to(self.linear.weight.dtype))).to(x.dtype)
@@ -127,11 +131,10 @@ class LinearPart(Part):
 class MlpPart(Part):
     """Norm and two linear layers, added to its input."""
 
-    def __init__(self, node: Node, children: list[nn.Module], width: int) -> None:
-        super().__init__(node, children)
+    def make(self, width: int) -> None:
         self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, node.size)
-        self.down = nn.Linear(node.size, width)
+        self.up = nn.Linear(width, self.node.size)
+        self.down = nn.Linear(self.node.size, width)
 
     def compute(self, x: torch.Tensor, call: Call) -> torch.Tensor:
         y = x.to(self.norm.weight.dtype)
@@ -141,9 +144,8 @@ class MlpPart(Part):
 class EmbedPart(Part):
     """An embedding of the tokens, added to its input."""
 
-    def __init__(self, node: Node, children: list[nn.Module], width: int) -> None:
-        super().__init__(node, children)
-        self.table = nn.Embedding(node.size, width)
+    def make(self, width: int) -> None:
+        self.table = nn.Embedding(self.node.size, width)
 
     def compute(self, x: torch.Tensor, call: Call) -> torch.Tensor:
         return x + 0.3 * self.table(call.tokens % self.node.size).to(x.dtype)
@@ -152,9 +154,8 @@ class EmbedPart(Part):
 class OddPart(Part):
     """Parameters of unusual shapes, and a buffer."""
 
-    def __init__(self, node: Node, children: list[nn.Module], width: int) -> None:
-        super().__init__(node, children)
-        shape = tuple(int(size) for size in node.how.split("x") if size)
+    def make(self, width: int) -> None:
+        shape = tuple(int(size) for size in self.node.how.split("x") if size)
         self.values = nn.Parameter(torch.randn(shape) * 0.5)
         numel = math.prod(shape)
         self.register_buffer("factors", torch.linspace(-1.0, 2.0, numel).reshape(shape))
@@ -167,8 +168,7 @@ class OddPart(Part):
 class SparePart(Part):
     """A parameter that nothing uses, beside a layer."""
 
-    def __init__(self, node: Node, children: list[nn.Module], width: int) -> None:
-        super().__init__(node, children)
+    def make(self, width: int) -> None:
         self.spare = nn.Parameter(torch.randn(3, 2))
         self.scale = nn.Parameter(torch.ones(width))
 
@@ -176,137 +176,85 @@ class SparePart(Part):
         return x * self.scale.to(x.dtype)
 
 
-class ActPart(Part):
-    """No parameters."""
-
-    def compute(self, x: torch.Tensor, call: Call) -> torch.Tensor:
-        return torch.tanh(x)
-
-
-class RepeatPart(Part):
+def _repeat(part: Part, x: torch.Tensor, call: Call) -> torch.Tensor:
     """Runs its children several times; where it is chosen, once more."""
-
-    def compute(self, x: torch.Tensor, call: Call) -> torch.Tensor:
-        for _ in range(max(1, self.node.size) + (self.node.id in call.chosen)):
-            x = super().compute(x, call)
-        return x
+    for _ in range(max(1, part.node.size) + (part.node.id in call.chosen)):
+        x = part.inside(x, call)
+    return x
 
 
-class CheckpointPart(Part):
+def _checkpoint(part: Part, x: torch.Tensor, call: Call) -> Any:
     """Its children are recomputed in the backward."""
-
-    def compute(self, x: torch.Tensor, call: Call) -> torch.Tensor:
-        result: torch.Tensor = recomputed(
-            super().compute, x, call, use_reentrant=self.node.how == "reentrant"
-        )
-        return result
+    return recomputed(part.inside, x, call, use_reentrant=part.node.how == "reentrant")
 
 
-class DetachedPart(Part):
-    """Its children see a detached input; what they make is added."""
-
-    def compute(self, x: torch.Tensor, call: Call) -> torch.Tensor:
-        return x + 0.5 * super().compute(x.detach(), call)
-
-
-class DeadPart(Part):
+def _dead(part: Part, x: torch.Tensor, call: Call) -> torch.Tensor:
     """Its children run and nothing comes of it."""
-
-    def compute(self, x: torch.Tensor, call: Call) -> torch.Tensor:
-        super().compute(x, call)
-        return x
+    part.inside(x, call)
+    return x
 
 
-class NoGradPart(Part):
+def _no_grad(part: Part, x: torch.Tensor, call: Call) -> torch.Tensor:
     """Its children run without gradients."""
-
-    def compute(self, x: torch.Tensor, call: Call) -> torch.Tensor:
-        with torch.no_grad():
-            y = super().compute(x, call)
-        return x + 0.1 * y
+    with torch.no_grad():
+        y = part.inside(x, call)
+    return x + 0.1 * y
 
 
-class BranchPart(Part):
-    """Its children are left out where it is chosen."""
-
-    def compute(self, x: torch.Tensor, call: Call) -> torch.Tensor:
-        return x if self.node.id in call.chosen else super().compute(x, call)
-
-
-class InPlacePart(Part):
+def _in_place(part: Part, x: torch.Tensor, call: Call) -> torch.Tensor:
     """In-place operations on what goes into its children, or on what comes out."""
-
-    def compute(self, x: torch.Tensor, call: Call) -> torch.Tensor:
-        how = self.node.how
-        if how == "input":
-            x = x * 1.0
-            x.mul_(0.9)
-        y = super().compute(x, call)
-        # Where a child hands on its input, a unit hands on a view of it, and a module itself.
-        is_new = y.data_ptr() != x.data_ptr()
-        if how == "output" and is_new:
-            y.mul_(0.9)
-        elif how == "view" and is_new:
-            y[:, :1].mul_(0.5)
-        return y
-
-
-class OwnInputPart(Part):
-    """Changes its own input in place, which its caller does not use again."""
-
-    def compute(self, x: torch.Tensor, call: Call) -> torch.Tensor:
+    how = part.node.how
+    if how == "input":
+        x = x * 1.0
         x.mul_(0.9)
-        return super().compute(x, call)
+    y = part.inside(x, call)
+    # Where a child hands on its input, a unit hands on a view of it, and a module itself.
+    is_new = y.data_ptr() != x.data_ptr()
+    if how == "output" and is_new:
+        y.mul_(0.9)
+    elif how == "view" and is_new:
+        y[:, :1].mul_(0.5)
+    return y
 
 
-class PackPart(Part):
-    """Returns something structured."""
-
-    def compute(self, x: torch.Tensor, call: Call) -> Any:
-        return PACKS[self.node.how][0](super().compute(x, call))
-
-
-class UnpackPart(Part):
+def _unpack(part: Part, x: torch.Tensor, call: Call) -> torch.Tensor:
     """Calls a child that may return something structured, by keyword if its variant says so."""
-
-    def compute(self, x: torch.Tensor, call: Call) -> torch.Tensor:
-        for child in self.below:
-            x = child(x=x, call=call) if self.node.how == "keywords" else child(x, call)
-            node = getattr(child, "node", None)
-            if node is not None and node.kind == "pack":
-                x = PACKS[node.how][1](x)
-        return x
+    for child in part.below:
+        x = child(x=x, call=call) if part.node.how == "keywords" else child(x, call)
+        node = getattr(child, "node", None)
+        if node is not None and node.kind == "pack":
+            x = PACKS[node.how][1](x)
+    return x
 
 
-class FreshPart(Part):
-    """Gives its child an input that nothing else holds, and that may be changed."""
-
-    def compute(self, x: torch.Tensor, call: Call) -> torch.Tensor:
-        return super().compute(x * 1.0, call)
-
-
-LEAVES: dict[str, Callable[[Node, list[nn.Module], int], Part]] = {
+COMPUTE: dict[str, Callable[[Any, torch.Tensor, Call], Any]] = {
+    "act": lambda part, x, call: torch.tanh(x),
+    "seq": Part.inside,
+    "repeat": _repeat,
+    "checkpoint": _checkpoint,
+    # Its children see a detached input; what they make is added.
+    "detached": lambda part, x, call: x + 0.5 * part.inside(x.detach(), call),
+    "dead": _dead,
+    "no grad": _no_grad,
+    # Its children are left out where it is chosen.
+    "branch": lambda part, x, call: x if part.node.id in call.chosen else part.inside(x, call),
+    "in place": _in_place,
+    # Changes its own input in place, which its caller does not use again.
+    "own input": lambda part, x, call: part.inside(x.mul_(0.9), call),
+    # Gives its child an input that nothing else holds, and that may be changed.
+    "fresh": lambda part, x, call: part.inside(x * 1.0, call),
+    # Returns something structured.
+    "pack": lambda part, x, call: PACKS[part.node.how][0](part.inside(x, call)),
+    "unpack": _unpack,
+}
+LEAVES: dict[str, type[Part]] = {
     "linear": LinearPart,
     "mlp": MlpPart,
     "embed": EmbedPart,
     "odd": OddPart,
     "spare": SparePart,
 }
-KINDS: dict[str, Callable[[Node, list[nn.Module]], Part]] = {
-    "act": ActPart,
-    "seq": Part,
-    "repeat": RepeatPart,
-    "checkpoint": CheckpointPart,
-    "detached": DetachedPart,
-    "dead": DeadPart,
-    "no grad": NoGradPart,
-    "branch": BranchPart,
-    "in place": InPlacePart,
-    "own input": OwnInputPart,
-    "fresh": FreshPart,
-    "pack": PackPart,
-    "unpack": UnpackPart,
-}
+KINDS = {**LEAVES, **dict.fromkeys(COMPUTE, Part)}
 
 
 class Tree(nn.Module):
@@ -333,10 +281,7 @@ def _built(node: Node, case: Case, known: dict[int, nn.Module]) -> nn.Module:
         elif child.size in known:
             # The same module at a second place; its first one is complete by now.
             children.append(known[child.size])
-    if node.kind in LEAVES:
-        part = LEAVES[node.kind](node, children, case.width)
-    else:
-        part = KINDS[node.kind](node, children)
+    part = KINDS[node.kind](node, children, case.width)
     own = [p for name, p in part.named_parameters() if not name.startswith("below.")]
     for param in own:
         param.requires_grad_(not node.frozen)

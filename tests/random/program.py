@@ -127,6 +127,17 @@ def _plain() -> Iterator[None]:
         raise InvalidCase(f"{type(error).__name__}: {error}") from error
 
 
+def _on_some_rank(flags: list[bool]) -> list[int]:
+    """Which flags are set on some rank. Collective."""
+    found = torch.tensor(flags, dtype=torch.int64)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return found.tolist()
+
+
+def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).norm() / expected.norm().clamp(min=1e-3))
+
+
 @dataclass
 class Snapshot:
     """What the plain model and optimizer were at a save."""
@@ -247,12 +258,11 @@ class Run:
 
     def _presence(self, pairs: dict[str, tuple[Any, Any]]) -> tuple[list[int], list[int]]:
         """For every parameter: is there a gradient on some rank, and none on some. Collective."""
-        flags = torch.zeros(2, len(pairs), dtype=torch.int64)
-        for index, (mine, _) in enumerate(pairs.values()):
-            if mine.to_local().numel():
-                flags[int(mine.grad is None), index] = 1
-        dist.all_reduce(flags, dist.ReduceOp.MAX)
-        return flags[0].tolist(), flags[1].tolist()
+        held = [mine for mine, _ in pairs.values()]
+        has = [bool(mine.to_local().numel()) and mine.grad is not None for mine in held]
+        lacks = [bool(mine.to_local().numel()) and mine.grad is None for mine in held]
+        found = _on_some_rank(has + lacks)
+        return found[: len(held)], found[len(held) :]
 
     def compare_states(self) -> None:
         """Compare the optimizer states of parameters that have rows here."""
@@ -293,9 +303,7 @@ class Run:
 
     def _is_enough(self) -> bool:
         """Whether some rank saw a difference: all stop together. Collective."""
-        flag = torch.tensor([bool(self.problems)], dtype=torch.int32)
-        dist.all_reduce(flag, dist.ReduceOp.MAX)
-        return bool(flag)
+        return bool(_on_some_rank([bool(self.problems)])[0])
 
     def do_forward(self, event: Event) -> None:
         """Make a loss and keep it; `flag`: the input requires a gradient."""
@@ -334,8 +342,7 @@ class Run:
         self.has_grads = True
         if x.requires_grad and before[self.rank] is None and x.grad is not None:
             expected = inputs[self.rank].grad / self.factor
-            error = float((x.grad - expected).norm() / expected.norm().clamp(min=1e-3))
-            self.differs("gradient of the input", error)
+            self.differs("gradient of the input", _distance(x.grad, expected))
         if not self.unsynced:
             self.compare_grads()
 
@@ -348,8 +355,7 @@ class Run:
             expected = torch.autograd.grad(loss_of(self.plain(x.requires_grad_(True), call)), x)[0]
         x, call = self.own(event)
         found = torch.autograd.grad(loss_of(self.model(x.requires_grad_(True), call)), x)[0]
-        error = float((found - expected).norm() / expected.norm().clamp(min=1e-3))
-        self.differs("gradient of the input alone", error)
+        self.differs("gradient of the input alone", _distance(found, expected))
         self.compare_grads()
 
     def do_penalty(self, event: Event) -> None:
@@ -375,22 +381,21 @@ class Run:
 
     def do_evaluate(self, event: Event) -> None:
         """A forward without gradients; `how`: `inference` for torch's inference mode."""
-        context = torch.inference_mode if event.how == "inference" else torch.no_grad
-        with _plain(), context():
-            x, call = self.own(event)
-            expected = loss_of(self.plain(x, call))
-        with context():
-            x, call = self.own(event)
-            found = loss_of(self.model(x, call))
-        self.compare_numbers("evaluation", found, expected)
+        inference = event.how == "inference"
+        self._forward_alone(event, torch.inference_mode if inference else torch.no_grad)
 
     def do_waste(self, event: Event) -> None:
         """A forward with gradients whose backward never comes."""
-        with _plain():
+        self._forward_alone(event, torch.enable_grad)
+
+    def _forward_alone(self, event: Event, context: Any) -> None:
+        with _plain(), context():
             x, call = self.own(event)
             expected = loss_of(self.plain(x, call)).detach()
-        x, call = self.own(event)
-        self.compare_numbers("loss", loss_of(self.model(x, call)).detach(), expected)
+        with context():
+            x, call = self.own(event)
+            found = loss_of(self.model(x, call)).detach()
+        self.compare_numbers("loss", found, expected)
 
     def do_fail(self, event: Event) -> None:
         """A step that fails at a node; then gradients are cleared, as the retry begins.
@@ -437,9 +442,7 @@ class Run:
     def _would_wait(self) -> bool:
         """Whether a rank has rows but no gradient of any: the others would wait for it."""
         held = [p for p in self.params.values() if p.to_local().numel()]
-        flag = torch.tensor([all(p.grad is None for p in held)], dtype=torch.int32)
-        dist.all_reduce(flag, dist.ReduceOp.MAX)
-        return bool(flag)
+        return bool(_on_some_rank([all(p.grad is None for p in held)])[0])
 
     def do_step(self, event: Event) -> None:
         """Step both optimizers."""
@@ -479,9 +482,8 @@ class Run:
         """Gather every parameter in full. Collective."""
         del event
         for name, (mine, full) in self.pairs().items():
-            expected = full.detach()
-            error = float((mine.full_tensor().detach() - expected).double().norm())
-            self.differs(f"full {name}", error / max(float(expected.double().norm()), 1e-3))
+            found = mine.full_tensor().detach().double()
+            self.differs(f"full {name}", _distance(found, full.detach().double()))
 
     def do_load(self, event: Event) -> None:
         """Load other weights, given in full."""
@@ -578,12 +580,8 @@ class Run:
         model, optimizer = get_state_dict(self.model, self.optimizer)
         state = {"model": model, "optimizer": optimizer}
         dcp.load(state, checkpoint_id=path)
-        set_state_dict(
-            self.model,
-            self.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-        )
+        loaded = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+        set_state_dict(self.model, self.optimizer, **loaded)
 
 
 def run_case(case: Case, folder: str) -> Outcome:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from tests.random.cases import STRATEGIES, ZERO_3, Case, Node, Options
 
 SWITCHES: dict[str, bool] = {}
@@ -16,8 +18,9 @@ def all_options(case: Case) -> list[Options]:
 def broken_rule(case: Case) -> str:
     """The first rule that a case breaks; empty if it is allowed."""
     nodes = case.tree.walk()
+    penalizes = any(event.do == "penalty" for event in case.program)
     for options in all_options(case):
-        if _size(options) != case.world_size:
+        if math.prod(options.mesh) != case.world_size:
             return "every sharding is over all ranks"
         if options.outer == "optim" and (
             len(options.mesh) != 2 or options.strategy == STRATEGIES[0]
@@ -30,7 +33,7 @@ def broken_rule(case: Case) -> str:
             _differs_by_rank(n) for d in nodes if d.kind == "detached" for n in d.walk()
         ):
             return "at ZeRO-3 every rank runs the backward of every unit"
-        if options.mesh[-1] > 1 and options.strategy == ZERO_3 and _penalizes(case):
+        if options.mesh[-1] > 1 and options.strategy == ZERO_3 and penalizes:
             return "at ZeRO-3 a double backward is rejected"
     has_torch = any(event.do == "save" and event.how == "torch" for event in case.program)
     if has_torch and any(event.do == "freeze" for event in case.program):
@@ -49,13 +52,6 @@ def broken_rule(case: Case) -> str:
     return ""
 
 
-def _size(options: Options) -> int:
-    size = 1
-    for axis in options.mesh:
-        size *= axis
-    return size
-
-
 def _differs_by_rank(node: Node) -> bool:
     return node.how in ("rank", "uneven")
 
@@ -68,10 +64,6 @@ def runs_unit(node: Node, nodes: list[Node]) -> bool:
     deeper = {known.size for known in again if known.kind == "again"}
     # A module that is used again inside one that is used again: say yes, to be short.
     return any(known.unit for known in below + again) or bool(deeper)
-
-
-def _penalizes(case: Case) -> bool:
-    return any(event.do == "penalty" for event in case.program)
 
 
 def _saves_with_torch_while_gathered(case: Case) -> bool:

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_fsdp_v2 import checkpoint, fully_shard
-from tests.random.program import mesh_of
+from megatron_fsdp_v2 import checkpoint
+from tests.distributed.wrapping import wrap
 from tests.ranks import RankPools
 from tests.reference.models import INPUT, Stack
 
@@ -61,9 +61,7 @@ def _seen(seconds: list[float], loss: float) -> Quarter:
 
 def soak(folder: str, steps: int) -> list[Quarter]:
     """Train with accumulation, evaluation, asynchronous saves and the pool, on this rank."""
-    model: nn.Module = Stack(4)
-    for unit in [*model.blocks, model]:  # type: ignore[misc]
-        fully_shard(unit, mesh=mesh_of(dist.get_world_size()), enable_trace_pool=True)
+    model = wrap(Stack(4), enable_trace_pool=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     generator = torch.Generator().manual_seed(dist.get_rank())
     quarters: list[Quarter] = []
@@ -73,7 +71,7 @@ def soak(folder: str, steps: int) -> list[Quarter]:
         began = time.perf_counter()
         optimizer.zero_grad()
         for micro in range(2):
-            with model.no_sync() if micro == 0 else torch.enable_grad():  # type: ignore[operator]
+            with model.no_sync() if micro == 0 else torch.enable_grad():
                 x = torch.randn(8, INPUT, generator=generator)
                 loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
                 loss.backward()

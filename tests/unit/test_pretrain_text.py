@@ -2,7 +2,6 @@
 
 import io
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,12 +15,7 @@ from examples.pretrain_text import text as texts
 from examples.pretrain_text.launch import RunFailedError, run
 from examples.pretrain_text.progress import progress
 from examples.pretrain_text.report import Results, describe, draw, folder_nbytes, show_summary
-from examples.pretrain_text.settings import (
-    DDP,
-    Settings,
-    first_run_flags,
-    second_run_flags,
-)
+from examples.pretrain_text.settings import DDP, Settings, first_run_flags, second_run_flags
 from examples.pretrain_text.text import Corpus, TextError, collect
 from examples.pretrain_text.training_log import (
     Iteration,
@@ -30,6 +24,7 @@ from examples.pretrain_text.training_log import (
     parse_iteration,
     parse_log,
 )
+from tests.processes import ran
 
 SAMPLE_LOG = Path(__file__).parent / "data" / "pretrain_sample.log"
 
@@ -51,16 +46,16 @@ def value_of(flags: list[str], flag: str) -> str:
 # ------------------------------------------------------------------------------------------- text
 
 
-@pytest.mark.parametrize("given", ["", "   "])
-def test_empty_text_is_rejected_and_the_way_out_is_named(given):
-    with pytest.raises(TextError, match=r"TEXT is empty.*leave TEXT out"):
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        *((blank, r"TEXT is empty.*leave TEXT out") for blank in ("", "   ")),
+        ("/nowhere/at/all", "TEXT=/nowhere/at/all does not exist"),
+    ],
+)
+def test_empty_text_and_text_that_does_not_exist_are_rejected(given, said):
+    with pytest.raises(TextError, match=said):
         collect(given)
-
-
-def test_text_that_does_not_exist_is_rejected_by_name(tmp_path):
-    missing = tmp_path / "nowhere"
-    with pytest.raises(TextError, match=f"TEXT={missing} does not exist"):
-        collect(str(missing))
 
 
 @pytest.mark.parametrize("kind", ["empty file", "empty folder", "binary file", "short file"])
@@ -171,7 +166,7 @@ def make_dataset(tmp_path: Path) -> datasets.Dataset:
     return datasets.Dataset(tmp_path / "text_document", tmp_path / "index", 1000, True)
 
 
-def test_the_first_run_types_what_the_contract_says_a_user_types(tmp_path):
+def test_the_first_run_types_flags_of_megatron_and_saves_half_way(tmp_path):
     flags = first_run_flags(settings(tmp_path), make_dataset(tmp_path))
     assert {"--use-megatron-fsdp", "--use-fsdp-fully-shard-api", "--bf16"} <= set(flags)
     assert value_of(flags, "--data-parallel-sharding-strategy") == "optim_grads_params"
@@ -271,11 +266,17 @@ def test_equal_losses_prove_the_resume():
     assert "losses 6 to 10" in describe(proof)
 
 
-def test_a_loss_that_differs_in_its_last_digit_fails_the_proof_and_is_shown():
-    first = {5: "2.000000E+00", 6: "1.000000E+00"}
-    proof = compare_resumed(first, {5: "2.000000E+00", 6: "1.000001E+00"}, range(5, 7))
+@pytest.mark.parametrize(
+    ("resumed", "said"),
+    [
+        ({5: "2.0", 6: "1.001"}, "iteration 6: 1.000 uninterrupted, 1.001 resumed"),
+        ({5: "2.0"}, "1 of the losses 5 to 6 were not printed"),
+    ],
+)
+def test_a_loss_that_is_another_or_none_fails_the_proof_and_is_shown(resumed, said):
+    proof = compare_resumed({5: "2.0", 6: "1.000"}, resumed, range(5, 7))
     assert not proof.holds
-    assert "iteration 6: 1.000000E+00 uninterrupted, 1.000001E+00 resumed" in describe(proof)
+    assert said in describe(proof)
 
 
 @pytest.mark.parametrize(("second", "holds"), [("3.614730E+00", True), ("3.614830E+00", False)])
@@ -288,12 +289,6 @@ def test_the_second_line_of_a_run_is_compared_as_the_mean_that_megatron_prints(s
 def test_only_the_second_line_may_be_a_mean():
     first = {11: "2.0E+00", 12: "4.0E+00", 13: "6.0E+00"}
     assert not compare_resumed(first, first | {13: "5.0E+00"}, range(11, 14)).holds
-
-
-def test_losses_that_were_not_printed_fail_the_proof():
-    proof = compare_resumed({5: "1.0", 6: "1.0"}, {5: "1.0"}, range(5, 7))
-    assert not proof.holds
-    assert "1 of the losses 5 to 6 were not printed" in describe(proof)
 
 
 def test_no_losses_at_all_prove_nothing():
@@ -365,16 +360,31 @@ def test_the_launchers_own_report_does_not_push_the_reason_out_of_sight(tmp_path
     assert failure.value.last_lines == ("the reason",)
 
 
-def test_a_failing_run_ends_the_program_with_its_log_on_standard_error(
-    tmp_path, monkeypatch, capsys
-):
-    monkeypatch.setattr(program, "collect", lambda text: Corpus("a test", (b"x" * 100,), 1, 0))
-    monkeypatch.setattr(program.datasets, "build", lambda *_: make_dataset(tmp_path))
-    monkeypatch.setattr(program, "training_command", lambda ranks, flags: replay(status=3))
-    assert program.main(["--out", str(tmp_path)]) == 1
+@pytest.fixture
+def replays(tmp_path, monkeypatch):
+    """The program with a recorded run in place of each of its runs: `replays(status, *words)`."""
+
+    def run_it(status, *words):
+        monkeypatch.setattr(program, "collect", lambda text: Corpus("a test", (b"x" * 100,), 1, 0))
+        monkeypatch.setattr(program.datasets, "build", lambda *_: make_dataset(tmp_path))
+        monkeypatch.setattr(program, "training_command", lambda ranks, flags: replay(status))
+        return program.main(["--out", str(tmp_path), *words])
+
+    return run_it
+
+
+def test_a_failing_run_ends_the_program_with_its_log_on_standard_error(replays, capsys):
+    assert replays(3) == 1
     error = capsys.readouterr().err
     assert SAMPLE_LOG.read_text().splitlines()[-1] in error
     assert "failed with status 3" in error and "first_run.log" in error
+
+
+def test_a_resumed_run_that_repeats_nothing_fails_the_program(replays, capsys):
+    assert replays(0, "--iters", "12") == 0
+    assert "holds: losses 7 to 12" in capsys.readouterr().out
+    assert replays(0, "--iters", "16") == 1
+    assert "FAILED" in capsys.readouterr().out
 
 
 def test_an_interruption_leaves_no_child_behind(tmp_path, monkeypatch):
@@ -390,16 +400,6 @@ def test_an_interruption_leaves_no_child_behind(tmp_path, monkeypatch):
         run(console, "run", [sys.executable, "-c", script], tmp_path / "run.log", range(1, 3))
     with pytest.raises(ProcessLookupError):
         os.kill(pids[0], 0)
-
-
-def test_a_resumed_run_that_repeats_nothing_fails_the_program(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(program, "collect", lambda text: Corpus("a test", (b"x" * 100,), 1, 0))
-    monkeypatch.setattr(program.datasets, "build", lambda *_: make_dataset(tmp_path))
-    monkeypatch.setattr(program, "training_command", lambda ranks, flags: replay())
-    assert program.main(["--out", str(tmp_path), "--iters", "12"]) == 0
-    assert "holds: losses 7 to 12" in capsys.readouterr().out
-    assert program.main(["--out", str(tmp_path), "--iters", "16"]) == 1
-    assert "FAILED" in capsys.readouterr().out
 
 
 def test_the_summary_names_losses_speed_checkpoint_proof_and_picture(tmp_path):
@@ -434,11 +434,6 @@ def test_folder_size_counts_files_at_every_depth(tmp_path):
 
 
 def test_help_lists_every_option_that_make_passes_on():
-    done = subprocess.run(
-        [sys.executable, "-m", "examples.pretrain_text", "--help"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = ran(sys.executable, "-m", "examples.pretrain_text", "--help")
     for option in ("--strategy", "--ranks", "--iters", "--text", "--out"):
         assert option in done.stdout

@@ -10,9 +10,9 @@ from hypothesis import settings
 from tests.ranks import RankPools, rank_pools
 from tests.shares import commit_of, is_chosen
 
-# A machine that does something else for a moment is no finding.
-settings.register_profile("any machine", deadline=None)
-settings.load_profile("any machine")
+# On a busy machine any example may take long.
+settings.register_profile("any time", deadline=None)
+settings.load_profile("any time")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

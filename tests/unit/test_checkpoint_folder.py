@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import pickle
 from pathlib import Path
@@ -21,7 +20,7 @@ from megatron_fsdp_v2.checkpoint.manifest import MANIFEST
 from megatron_fsdp_v2.checkpoint.metadata import METADATA, read_metadata
 from megatron_fsdp_v2.checkpoint.stored_tensor import find_tensor
 from tests.unit.checkpoints import FIRST as DATA_FILE
-from tests.unit.checkpoints import changed_metadata, flip, write_folder
+from tests.unit.checkpoints import flip, write_folder
 
 KEY = "model.weight"
 OTHER = "model.other"
@@ -186,23 +185,6 @@ def test_damage_without_a_manifest_is_an_error_where_it_cannot_be_read(tmp_path:
         CheckpointFolder(tmp_path / "c").read_tensor("x")
 
 
-@pytest.mark.parametrize(
-    ("changed", "problem"),
-    [
-        ({"version": 2}, "is of version 2 .*reads version 1"),
-        ({"format": "another"}, "is of the format 'another'"),
-        ({"files": {METADATA: {"nbytes": 3}}}, "cannot be read"),
-    ],
-)
-def test_a_manifest_of_another_version_or_format_is_rejected(
-    checkpoint: Path, changed: dict[str, Any], problem: str
-) -> None:
-    file = checkpoint / MANIFEST
-    file.write_text(json.dumps(json.loads(file.read_text()) | changed))
-    with pytest.raises(CheckpointError, match=problem):
-        CheckpointFolder(checkpoint)
-
-
 def test_a_save_that_was_cut_short_is_called_that(checkpoint: Path) -> None:
     unfinished = checkpoint.rename(checkpoint.with_name("checkpoint.incomplete"))
     with pytest.raises(CheckpointError, match="the save was cut short; use an older one"):
@@ -246,34 +228,3 @@ def test_a_pickle_that_would_run_code_is_rejected_and_not_run(checkpoint: Path) 
     with pytest.raises(CheckpointError, match=r"args in .*cannot be loaded as plain data"):
         CheckpointFolder(checkpoint).object("args")
     assert not made.exists()
-
-
-@pytest.mark.parametrize("name", ["os.system", "torch os.system", "builtins eval"])
-def test_metadata_cannot_name_a_way_around(checkpoint: Path, name: str) -> None:
-    module, _, rest = name.rpartition(" ")
-    content = b"\x80\x04\x8c" + bytes([len(module)]) + module.encode()
-    content += b"\x8c" + bytes([len(rest)]) + rest.encode() + b"\x93."
-    (checkpoint / MANIFEST).unlink()
-    (checkpoint / METADATA).write_bytes(content)
-    with pytest.raises(CheckpointError, match="not allowed"):
-        CheckpointFolder(checkpoint)
-
-
-def test_metadata_cannot_point_out_of_its_folder(checkpoint: Path) -> None:
-    with changed_metadata(checkpoint) as metadata:
-        for info in metadata.storage_data.values():
-            info.relative_path = "../elsewhere"
-    with pytest.raises(CheckpointError, match=r"said to lie in '\.\./elsewhere'"):
-        CheckpointFolder(checkpoint)
-
-
-@pytest.mark.parametrize("damage", ["nothing", "its start", "noise", "another pickle"])
-def test_metadata_of_random_bytes_is_an_error_in_one_sentence(
-    checkpoint: Path, damage: str
-) -> None:
-    (checkpoint / MANIFEST).unlink()
-    file = checkpoint / METADATA
-    damaged = {"nothing": b"", "its start": file.read_bytes()[:50], "noise": bytes(range(256))}
-    file.write_bytes(damaged.get(damage, pickle.dumps({"a": 1})))
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        CheckpointFolder(checkpoint)

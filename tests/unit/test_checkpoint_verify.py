@@ -1,22 +1,34 @@
-"""What `verify` finds, and what it says it cannot find."""
+"""What `verify` finds and cannot find, and what commands say of every kind of checkpoint."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
+import safetensors.torch as safetensors
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from torch import nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 
+from megatron_fsdp_v2 import checkpoint
 from megatron_fsdp_v2.checkpoint import verifying
+from megatron_fsdp_v2.checkpoint.errors import CheckpointError
+from megatron_fsdp_v2.checkpoint.exporting import convert, export
+from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder
+from megatron_fsdp_v2.checkpoint.inspecting import inspect
 from megatron_fsdp_v2.checkpoint.manifest import MANIFEST, Manifest
 from megatron_fsdp_v2.checkpoint.verifying import verify
-from tests.unit.checkpoints import FIRST, SECOND, changed_metadata, flip, write_folder
+from megatron_fsdp_v2.checkpoint.writing import FolderWriter
+from tests.unit.checkpoints import FIRST, SECOND, changed_metadata, ckpt, flip, write_folder
 
 
 @pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
+def folder(tmp_path: Path) -> Path:
     tensors = {f"model.{name}": torch.arange(150.0).repeat(2) for name in "abc"}
     extra = {"extra": {"step": 3}}
     path = write_folder(tmp_path / "checkpoint", tensors, extra, cut=150, file_bytes=3000)
@@ -32,70 +44,70 @@ def of_torch(tmp_path: Path) -> Path:
     return tmp_path / "torch"
 
 
-def test_a_good_checkpoint_has_no_problems_and_every_byte_is_compared(checkpoint: Path) -> None:
+def test_a_good_checkpoint_has_no_problems_and_every_byte_is_compared(folder: Path) -> None:
     seen: list[tuple[int, int]] = []
-    report = verify(checkpoint, lambda *now: seen.append(now))
+    report = verify(folder, lambda *now: seen.append(now))
     assert report.is_good
     assert report.problems == report.notes == []
-    files = [path for path in checkpoint.iterdir() if path.name != MANIFEST]
+    files = [path for path in folder.iterdir() if path.name != MANIFEST]
     assert report.num_files == len(files)
     assert report.nbytes == sum(path.stat().st_size for path in files)
     assert seen[-1] == (report.nbytes, report.nbytes)
     assert seen == sorted(seen)
 
 
-def test_any_flipped_byte_is_found_with_its_file_and_tensor(checkpoint: Path) -> None:
+def test_any_flipped_byte_is_found_with_its_file_and_tensor(folder: Path) -> None:
     for name in (FIRST, SECOND):
-        file = checkpoint / name
+        file = folder / name
         for position in range(0, file.stat().st_size, 211):
             flip(file, position)
-            (problem,) = verify(checkpoint).problems
+            (problem,) = verify(folder).problems
             assert problem.startswith(f"{name}: ")
             assert "model." in problem or "extra" in problem
             assert "checksum" in problem
             flip(file, position)
-    assert verify(checkpoint).is_good
+    assert verify(folder).is_good
 
 
 def test_long_items_are_compared_piece_by_piece(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(verifying, "_READ_BYTES", 100)
-    assert verify(checkpoint).is_good
-    flip(checkpoint / FIRST, 1000)
-    assert not verify(checkpoint).is_good
+    assert verify(folder).is_good
+    flip(folder / FIRST, 1000)
+    assert not verify(folder).is_good
 
 
-def test_all_problems_are_told_at_once(checkpoint: Path) -> None:
-    flip(checkpoint / FIRST, 10)
-    (checkpoint / SECOND).unlink()
-    problems = verify(checkpoint).problems
+def test_all_problems_are_told_at_once(folder: Path) -> None:
+    flip(folder / FIRST, 10)
+    (folder / SECOND).unlink()
+    problems = verify(folder).problems
     assert len(problems) == 2
     assert any("checksum" in problem for problem in problems)
     assert any(f"{SECOND} is missing" in problem for problem in problems)
 
 
-def test_a_truncated_file_and_one_with_more_in_it_are_found(checkpoint: Path) -> None:
-    file = checkpoint / SECOND
+def test_a_truncated_file_and_one_with_more_in_it_are_found(folder: Path) -> None:
+    file = folder / SECOND
     content = file.read_bytes()
     for changed, problem in ((content[:-7], "truncated"), (content + b"x", "should have")):
         file.write_bytes(changed)
-        assert any(problem in found for found in verify(checkpoint).problems)
+        assert any(problem in found for found in verify(folder).problems)
 
 
-def test_what_does_not_belong_there_is_noted(checkpoint: Path) -> None:
-    (checkpoint / "notes.txt").write_text("mine")
-    report = verify(checkpoint)
+def test_what_does_not_belong_there_is_noted(folder: Path) -> None:
+    (folder / "notes.txt").write_text("mine")
+    report = verify(folder)
     assert report.is_good
     assert report.notes == ["not in the manifest, and not looked at: notes.txt"]
 
 
-def test_a_file_that_the_manifest_does_not_know_is_a_problem(checkpoint: Path) -> None:
-    manifest = Manifest.read(checkpoint)
+def test_a_file_that_the_manifest_does_not_know_is_a_problem(folder: Path) -> None:
+    manifest = Manifest.read(folder)
     assert manifest is not None
     files = {name: file for name, file in manifest.files.items() if name != SECOND}
-    Manifest(1, torch.__version__, files=files).write(checkpoint)
-    assert verify(checkpoint).problems == [f"not in the manifest: {SECOND}"]
+    Manifest(1, torch.__version__, files=files).write(folder)
+    assert verify(folder).problems == [f"not in the manifest: {SECOND}"]
 
 
 def test_a_checkpoint_that_cannot_be_opened_has_that_problem(tmp_path: Path) -> None:
@@ -103,16 +115,16 @@ def test_a_checkpoint_that_cannot_be_opened_has_that_problem(tmp_path: Path) -> 
     assert "does not exist" in problem
 
 
-def test_metadata_that_contradicts_itself_is_found(checkpoint: Path) -> None:
+def test_metadata_that_contradicts_itself_is_found(folder: Path) -> None:
     more = ChunkStorageMetadata(torch.Size([200]), torch.Size([150]))
-    with changed_metadata(checkpoint) as metadata:
+    with changed_metadata(folder) as metadata:
         for name, chunks in (("a", 1), ("b", 3)):
             entry = metadata.state_dict_metadata[f"model.{name}"]
             assert isinstance(entry, TensorStorageMetadata)
             entry.chunks = [*entry.chunks, more][:chunks]
         storage = metadata.storage_data
         del storage[next(index for index in storage if index.fqn == "model.c")]
-    problems = "\n".join(verify(checkpoint).problems)
+    problems = "\n".join(verify(folder).problems)
     assert "model.a has 300 elements, and its chunks 150" in problems
     assert "model.b has a chunk at (200,) that reaches out of it" in problems
     assert "model.b has a chunk at (200,) that is in no file" in problems
@@ -151,3 +163,194 @@ def test_without_a_manifest_missing_and_short_files_are_found(of_torch: Path) ->
     assert any("truncated" in problem for problem in verify(of_torch).problems)
     file.unlink()
     assert any(f"{FIRST} is missing" in problem for problem in verify(of_torch).problems)
+
+
+# -- every kind of checkpoint, and shared tensors -------------------------------------------------
+
+
+class Tied(nn.Module):
+    """An embedding that the head shares, and a buffer with two names."""
+
+    def __init__(self, is_tied: bool = True) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(512, 16)
+        self.inner = nn.Linear(16, 16)
+        self.head = nn.Linear(16, 512, bias=False)
+        self.register_buffer("scale", torch.rand(16))
+        self.inner.register_buffer("scale", self.scale if is_tied else torch.rand(16))
+        if is_tied:
+            self.head.weight = self.embed.weight
+
+
+@pytest.fixture(scope="module")
+def language_model(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48}
+    counts = {"num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(**sizes, **counts, tie_word_embeddings=True)
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def hold_the_same(mine: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> bool:
+    assert mine.keys() == theirs.keys()
+    return all(torch.equal(value, theirs[name]) for name, value in mine.items())
+
+
+def bytes_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("*.distcp"))
+
+
+@pytest.mark.parametrize("max_shard_size", ["1GB", "20KB"], ids=["one-file", "index"])
+def test_verify_finds_nothing_wrong_with_what_transformers_wrote_and_finds_damage(
+    language_model: Any, tmp_path: Path, max_shard_size: str
+) -> None:
+    language_model.save_pretrained(tmp_path, max_shard_size=max_shard_size)
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert (len(files) > 1) == (max_shard_size == "20KB")
+    report = verify(tmp_path)
+    assert report.problems == []
+    assert report.num_files == len(files)
+    assert any("no checksums" in note for note in report.notes)
+    assert ckpt("verify", tmp_path) == 0
+    assert ckpt("verify", files[0]) == 0
+    assert len(inspect(tmp_path).tensors) == len(language_model.state_dict()) - 1
+    content = files[-1].read_bytes()
+    for damaged in (content[:-4], content + b"0000", content[:8] + b"[" + content[9:]):
+        files[-1].write_bytes(damaged)
+        assert not verify(tmp_path).is_good
+        assert ckpt("verify", tmp_path) == 1
+    files[-1].unlink()
+    assert ckpt("verify", tmp_path) == 1
+
+
+def test_an_index_and_its_files_have_to_agree(language_model: Any, tmp_path: Path) -> None:
+    language_model.save_pretrained(tmp_path, max_shard_size="20KB")
+    index = tmp_path / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    name, file = next(iter(content["weight_map"].items()))
+    index.write_text(json.dumps({"weight_map": content["weight_map"] | {"other.weight": file}}))
+    assert "does not hold other.weight" in verify(tmp_path).problems[0]
+    del content["weight_map"][name]
+    index.write_text(json.dumps(content))
+    assert any(f"holds {name}, which the index" in note for note in verify(tmp_path).notes)
+
+
+def test_every_kind_is_verified_for_what_it_is(tmp_path: Path) -> None:
+    tensors = {"a": torch.rand(300, 3), "b": torch.arange(5)}
+    safetensors.save_file(tensors, tmp_path / "x.safetensors")
+    torch.save(tensors, tmp_path / "x.pt")
+    torch.save(tensors, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    dcp.save(dict(tensors), checkpoint_id=tmp_path / "dcp", no_dist=True)
+    checkpoint.save(tmp_path / "ours", nn.Linear(3, 3))
+    for name in ("x.safetensors", "x.pt", "old.pt", "dcp", "ours"):
+        report = verify(tmp_path / name)
+        assert report.problems == [], name
+        assert ckpt("verify", tmp_path / name) == 0
+        assert len(inspect(tmp_path / name).tensors) == 2
+    for name in ("x.pt", f"dcp/{FIRST}"):
+        file = tmp_path / name
+        content = bytearray(file.read_bytes())
+        content[content.find(tensors["a"].numpy().tobytes()) + 40] ^= 1
+        file.write_bytes(content)
+    assert not verify(tmp_path / "x.pt").is_good
+    assert not verify(tmp_path / "dcp").is_good
+    assert not verify(tmp_path / "nothing").is_good
+
+
+def test_overlapping_chunks_that_leave_a_gap_are_found(tmp_path: Path) -> None:
+    for name, starts, is_good in (("good", (0, 10, 20), True), ("bad", (0, 5, 20), False)):
+        writer = FolderWriter(tmp_path / name)
+        for start in starts:
+            for column in (0, 3):
+                writer.add_block("model.x", (30, 6), (start, column), torch.ones(10, 3))
+        writer.finish()
+        assert verify(tmp_path / name).is_good == is_good
+    assert "overlap" in verify(tmp_path / "bad").problems[0]
+    assert bool((CheckpointFolder(tmp_path / "good").read_tensor("model.x") == 1).all())
+    with pytest.raises(CheckpointError, match="overlap"):
+        CheckpointFolder(tmp_path / "bad").read_tensor("model.x")
+
+
+def test_a_shared_tensor_is_saved_once_and_found_under_all_its_names(tmp_path: Path) -> None:
+    model, untied = Tied(), Tied(is_tied=False)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    checkpoint.save(tmp_path / "tied", model)
+    checkpoint.save(tmp_path / "untied", untied)
+    shared = model.head.weight.nbytes
+    saved = bytes_of(tmp_path / "untied") - bytes_of(tmp_path / "tied")
+    assert saved >= shared
+    assert verify(tmp_path / "tied").problems == []
+    state = model.state_dict()
+    # Into a model that shares it, into one that does not, and by torch alone.
+    for other in (Tied(), Tied(is_tied=False)):
+        checkpoint.load(tmp_path / "tied", other)
+        assert hold_the_same(other.state_dict(), state)
+    theirs = {"model": {name: torch.zeros_like(value) for name, value in state.items()}}
+    dcp.load(theirs, checkpoint_id=tmp_path / "tied", no_dist=True)
+    assert hold_the_same(theirs["model"], state)
+    # What did not share it still loads into a model that does.
+    checkpoint.load(tmp_path / "untied", Tied())
+    checkpoint.save(tmp_path / "both", model, optimizer, async_save=True).result()
+    checkpoint.load(tmp_path / "both", Tied(), None)
+
+
+@pytest.mark.parametrize("dropped", [("head.weight", "scale"), ("embed.weight", "inner.scale")])
+def test_one_name_of_a_shared_tensor_is_enough_for_a_model_that_shares_it(
+    tmp_path: Path, dropped: tuple[str, str]
+) -> None:
+    state = Tied().state_dict()
+    one_name = {name: value.clone() for name, value in state.items() if name not in dropped}
+    safetensors.save_file(one_name, tmp_path / "model.safetensors")
+    convert(tmp_path / "model.safetensors", tmp_path / "folder")
+    model = Tied()
+    assert checkpoint.compare(tmp_path / "folder", model).fits
+    checkpoint.load(tmp_path / "folder", model)
+    assert hold_the_same(model.state_dict(), state)
+    with pytest.raises(CheckpointError, match=rf"missing in the checkpoint: .*model\.{dropped[0]}"):
+        checkpoint.load(tmp_path / "folder", Tied(is_tied=False))
+
+
+def test_exports_hold_a_shared_tensor_once_and_every_name_comes_back(tmp_path: Path) -> None:
+    model = Tied()
+    state = model.state_dict()
+    checkpoint.save(tmp_path / "saved", model)
+    one = export(tmp_path / "saved", tmp_path / "m.safetensors")
+    assert one.num_tensors == len(state)
+    once = sum(v.nbytes for k, v in state.items() if k not in ("head.weight", "inner.scale"))
+    assert one.nbytes == once
+    with safe_open(tmp_path / "m.safetensors", "pt") as opened:
+        assert opened.metadata()["head.weight"] == "embed.weight"
+        assert "head.weight" not in opened.keys()  # noqa: SIM118
+    other = Tied()
+    assert safetensors.load_model(other, tmp_path / "m.safetensors") == (set(), [])
+    assert hold_the_same(other.state_dict(), state)
+
+    export(tmp_path / "saved", tmp_path / "m.pt")
+    assert (tmp_path / "m.pt").stat().st_size < once + 10_000
+    loaded = torch.load(tmp_path / "m.pt", weights_only=True)
+    assert loaded["head.weight"].data_ptr() == loaded["embed.weight"].data_ptr()
+    convert(tmp_path / "saved", tmp_path / "sharded.safetensors", max_shard_bytes=2000)
+    sources = ["m.safetensors", "m.pt", "saved", "sharded.safetensors"]
+    for number, source in enumerate(sources):
+        for suffix in ("", ".pt", ".safetensors"):
+            target = tmp_path / f"t{number}{suffix}"
+            convert(tmp_path / source, target)
+            assert verify(target).problems == []
+            assert {t.name.removeprefix("model.") for t in inspect(target).tensors} == set(state)
+        folder = CheckpointFolder(tmp_path / f"t{number}")
+        assert bytes_of(folder.path) < once + 10_000
+        assert hold_the_same({n: folder.read_tensor(f"model.{n}") for n in state}, state)
+
+
+def test_transformers_loads_an_export_of_its_own_tied_model(
+    language_model: Any, tmp_path: Path
+) -> None:
+    checkpoint.save(tmp_path / "saved", language_model)
+    for limit in (10**9, 20_000):
+        out = tmp_path / f"hf{limit}"
+        export(tmp_path / "saved", out / "model.safetensors", max_shard_bytes=limit)
+        language_model.config.save_pretrained(out)
+        loaded, info = type(language_model).from_pretrained(out, output_loading_info=True)
+        assert not info["missing_keys"]
+        assert not info["unexpected_keys"]
+        assert hold_the_same(loaded.state_dict(), language_model.state_dict())

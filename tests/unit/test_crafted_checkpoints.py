@@ -38,7 +38,7 @@ from megatron_fsdp_v2.checkpoint.inspecting import inspect
 from megatron_fsdp_v2.checkpoint.manifest import MANIFEST
 from megatron_fsdp_v2.checkpoint.metadata import METADATA
 from megatron_fsdp_v2.checkpoint.verifying import verify
-from tests.unit.checkpoints import changed_metadata, ckpt
+from tests.unit.checkpoints import FIRST, changed_metadata, ckpt
 
 
 class Color(enum.Enum):
@@ -95,19 +95,19 @@ def genuine(path: Path, *, has_manifest: bool = False) -> Path:
     return path
 
 
-def is_rejected(path: Path, *, inspected: bool = True) -> None:
-    """Every way to read a folder says in its own error what is wrong."""
+def is_rejected(path: Path, said: str = "", *, inspected: bool = True) -> None:
+    """Every way to read a folder says in its own error what is wrong; `said` is in all of them."""
     out = path.with_name("out.safetensors")
     assert not verify(path).is_good
     assert ckpt("verify", path) == 1
     if inspected:
-        with pytest.raises(CheckpointError):
+        with pytest.raises(CheckpointError, match=said):
             inspect(path)
         assert ckpt("inspect", path) == 2
-    with pytest.raises(CheckpointError):
+    with pytest.raises(CheckpointError, match=said):
         export(path, out)
     assert ckpt("export", path, out) == 2
-    with pytest.raises(CheckpointError):
+    with pytest.raises(CheckpointError, match=said):
         checkpoint.load(path, nn.Linear(4, 6))
     assert not out.exists()
 
@@ -160,7 +160,18 @@ APPENDED = {
 }
 
 
+def pushed(module: str, of: str) -> bytes:
+    """A name as protocol 4 has it."""
+    lengths = (bytes([len(part)]) + part.encode() for part in (module, of))
+    return b"".join(b"\x8c" + part for part in lengths) + b"\x93"
+
+
 ALONE = {
+    "a function": pushed("os", "system"),
+    "a function by a name with dots": pushed("torch", "os.system"),
+    "a builtin function": pushed("builtins", "eval"),
+    "a dictionary": pickle.dumps({"a": 1})[2:-1],
+    "noise": bytes(range(256)),
     "tuples in tuples": b")" + b"\x85" * 20_000,
     "lists in lists": b"]" * 20_000 + b"a" * 19_999,
     "a list in itself": b"]q\x00h\x00a",
@@ -186,7 +197,13 @@ def test_pickles_of_something_else_and_operations_that_metadata_does_not_have_ar
     file = genuine(tmp_path / "c") / METADATA
     content = file.read_bytes()[:-1] + APPENDED.get(what, b"")
     file.write_bytes((content if what in APPENDED else b"\x80\x02" + ALONE[what]) + b".")
-    is_rejected(file.parent)
+    is_rejected(file.parent, "not allowed" if "function" in what and what in ALONE else "")
+
+
+def test_metadata_that_is_cut_off_cannot_be_read(tmp_path: Path) -> None:
+    file = genuine(tmp_path / "c") / METADATA
+    file.write_bytes(file.read_bytes()[:50])
+    is_rejected(file.parent, "cannot be read")
 
 
 def weight(metadata: Metadata) -> Any:
@@ -262,7 +279,8 @@ def test_numbers_and_names_out_of_range_are_rejected(tmp_path: Path, what: str) 
     path = genuine(tmp_path / "c")
     with changed_metadata(path) as metadata:
         (CHANGED | LATER)[what](metadata)
-    is_rejected(path, inspected=what in CHANGED)
+    said = "said to lie in" if what.startswith("a path up") else ""
+    is_rejected(path, said, inspected=what in CHANGED)
 
 
 @pytest.mark.parametrize(
@@ -297,6 +315,11 @@ MANIFESTS = {
 }
 
 
+MANIFESTS_SAID = {
+    "another version": (lambda m: m | {"version": 2}, "is of version 2 .*reads version 1"),
+    "another format": (lambda m: m | {"format": "another"}, "is of the format 'another'"),
+    "a file without items": (lambda m: m | {"files": {"a": {"nbytes": 3}}}, "cannot be read"),
+}
 MANIFEST_BYTES = {
     "deep": b'{"units":' + b"[" * 20_000 + b"]" * 20_000 + b"}",
     "digits": b'{"version":' + b"9" * 5000 + b"}",
@@ -305,46 +328,44 @@ MANIFEST_BYTES = {
 }
 
 
-@pytest.mark.parametrize("what", [*MANIFESTS, *MANIFEST_BYTES, "twice"])
+@pytest.mark.parametrize("what", [*MANIFESTS, *MANIFESTS_SAID, *MANIFEST_BYTES, "twice"])
 def test_manifests_are_read_strictly(tmp_path: Path, what: str) -> None:
     path = genuine(tmp_path / "c", has_manifest=True)
     content = (path / MANIFEST).read_bytes()
-    if what in MANIFESTS:
-        content = json.dumps(MANIFESTS[what](json.loads(content))).encode()
+    change, said = MANIFESTS_SAID.get(what, (MANIFESTS.get(what), ""))
+    if change is not None:
+        content = json.dumps(change(json.loads(content))).encode()
     else:
         content = MANIFEST_BYTES.get(what, b'{"version":2,' + content[1:])
     (path / MANIFEST).write_bytes(content)
-    is_rejected(path)
+    is_rejected(path, said)
 
 
 @pytest.mark.parametrize(
     ("which", "has_manifest"),
-    [(METADATA, True), (METADATA, False), (MANIFEST, True), ("data", True), ("data", False)],
+    [(METADATA, True), (METADATA, False), (MANIFEST, True), (FIRST, True), (FIRST, False)],
 )
 def test_links_out_of_the_folder_are_rejected(
     tmp_path: Path, which: str, has_manifest: bool
 ) -> None:
     path = genuine(tmp_path / "c", has_manifest=has_manifest)
-    file = next(path.glob("*.distcp")) if which == "data" else path / which
-    elsewhere = tmp_path / "elsewhere"
-    inside = path / "inside"
+    file, elsewhere, inside = path / which, tmp_path / "elsewhere", path / "inside"
     shutil.move(file, inside)
     file.symlink_to(inside)
     assert verify(path).problems == []
     shutil.move(inside, elsewhere)
     file.unlink()
     file.symlink_to(elsewhere)
-    is_rejected(path, inspected=which != "data")
+    is_rejected(path, inspected=which != FIRST)
     file.unlink()
     file.symlink_to(file.name)
-    is_rejected(path, inspected=which != "data")
+    is_rejected(path, inspected=which != FIRST)
 
 
 def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
     path = genuine(tmp_path / "c")
-    file = next(path.glob("*.distcp"))
-    file.unlink()
-    os.mkfifo(file)
+    (path / FIRST).unlink()
+    os.mkfifo(path / FIRST)
     is_rejected(path, inspected=False)
 
 
@@ -517,11 +538,8 @@ def test_plain_data_of_every_sort_is_loaded() -> None:
         *(None, True, 2**70, -5, 1.5, "a", b"xyz", bytearray(b"abc"), bytearray(), set(), {1, 2}),
         *([1, (2, [3])], {(1, (2, 3)): 3, None: 4, torch.float32: 1}, 1 + 2j, torch.Size([2])),
         *(torch.bfloat16, torch.device("cuda:1"), collections.Counter("abca"), Color.RED),
-        *(
-            collections.OrderedDict(a=1),
-            argparse.Namespace(a=Color.RED),
-            nn.Linear(2, 2).state_dict(),
-        ),
+        *(collections.OrderedDict(a=1), argparse.Namespace(a=Color.RED)),
+        nn.Linear(2, 2).state_dict(),
     ]
     tensors = [
         *(whole, whole.t(), whole[:, 1:], whole.expand(2, 3, 4), param, torch.ones(())),
@@ -603,7 +621,7 @@ def fuzz(folder: Path, kind: str, count: int) -> None:
                     torch.equal(found[key], before[key]) for key in before
                 )
                 assert same or kind != "ours"
-                assert same or not report.is_good or file.name != "__0_0.distcp"
+                assert same or not report.is_good or file.name != FIRST
         except Exception as error:
             raise AssertionError(f"{kind}, {file.name}, change {number}: {error!r}") from error
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import threading
 import weakref
@@ -46,24 +47,19 @@ def let_write() -> Iterator[Callable[[], None]]:
     may_write.set()
 
 
-def _large(found: list[int]) -> list[int]:
-    return [nbytes for nbytes in found if nbytes > SMALL]
-
-
 def test_a_second_save_allocates_nothing_for_its_copies(tmp_path: Path) -> None:
     model, optimizer = _trained()
-    nbytes = [0, 0]
+    nbytes = []
     for number in range(2):
         optimizer.step()
         # Written later, so that what writing allocates is not counted.
         may_write = threading.Event()
         saving._BACKGROUND.submit(may_write.wait)
         saves: list[Any] = []
-
-        def save(path: Path = tmp_path / str(number), saves: list[Any] = saves) -> None:
-            saves.append(checkpoint.save(path, model, optimizer, async_save=True))
-
-        nbytes[number] = sum(_large(changes(save)))
+        arguments = (tmp_path / str(number), model, optimizer)
+        save = functools.partial(checkpoint.save, *arguments, async_save=True)
+        found = changes(lambda save=save, saves=saves: saves.append(save()))
+        nbytes.append(sum(size for size in found if size > SMALL))
         may_write.set()
         saves[0].result()
         expected = [param.clone() for param in model.parameters()]

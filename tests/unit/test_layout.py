@@ -1,21 +1,30 @@
-"""Layouts: every element in one shard, cuts between granules, little padding, no ranks asked."""
+"""Layouts: every element in one shard, cuts between granules, little padding, aligned views."""
 
 from __future__ import annotations
 
 import math
 import random
 import time
+from collections.abc import Sequence
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_fsdp_v2.layout.alignment import UNALIGNED, Alignment
 from megatron_fsdp_v2.layout.buffer_layout import (
     BufferLayout,
     Granularity,
     ParamSlot,
     admissible_slice,
+    smallest_slice,
 )
+from megatron_fsdp_v2.layout.flat_buffers import aligned_buffers
+from megatron_fsdp_v2.layout.mixed_precision import MixedPrecisionPolicy
+from megatron_fsdp_v2.layout.split import split_for_padding
+from tests.pages import check_part, table
+from tests.reference.real_units import REAL_UNITS
 from tests.unit.layouts import Shape, fits, numel_of
 
 SHAPES = st.lists(
@@ -85,20 +94,27 @@ def _items(shapes: list[Shape], granularity: Granularity) -> list[tuple[int, int
 
 
 TINY_SHAPE = st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple)
+ALIGNMENTS = [UNALIGNED, Alignment(4, 2), Alignment(8, 2), Alignment(2, 2)]
 
 
-@settings(max_examples=150)
+@pytest.mark.parametrize("alignment", ALIGNMENTS, ids=str)
+@settings(max_examples=60)
 @given(
     shapes=st.lists(TINY_SHAPE, min_size=1, max_size=4),
-    num_shards=st.integers(1, 9),
+    num_shards=st.integers(1, 8),
     rows=st.sampled_from([0, 1, 2, 3]),
 )
 def test_up_to_four_parameters_get_the_smallest_slice_there_is(
-    shapes: list[Shape], num_shards: int, rows: int
+    alignment: Alignment, shapes: list[Shape], num_shards: int, rows: int
 ) -> None:
-    granularity = Granularity(rows)
-    least = _smallest_by_brute_force(_items(shapes, granularity), num_shards)
-    assert BufferLayout.plan(shapes, num_shards, granularity).shard_numel == least
+    granularity, line = Granularity(rows), alignment.line
+    layout = BufferLayout.plan(shapes, num_shards, granularity, alignment)
+    items = [(n, alignment.stride(n, granule)) for n, granule in _items(shapes, granularity)]
+    assert layout.shard_numel == smallest_slice(items, num_shards, line)[0]
+    average = -(-numel_of(shapes) // num_shards)
+    for size in range(-(-average // line) * line, layout.shard_numel, line):
+        assert not fits(items, num_shards, size, line)
+    assert fits(items, num_shards, layout.shard_numel, line)
 
 
 def test_six_parameters_get_the_smallest_slice_in_nineteen_of_twenty_cases() -> None:
@@ -213,3 +229,185 @@ def test_bad_input_is_named() -> None:
     for text in ("rows", "block:0", "block:x", "block"):
         with pytest.raises(ValueError, match="unknown shard_granularity"):
             Granularity.parse(text)
+
+
+# -- alignment: where views of flat buffers start, what that costs, and what gives ---------------
+
+ROW = Granularity(1)
+DIM = st.sampled_from([1, 2, 3, 5, 7, 8, 12, 16, 24, 49, 64, 96, 100, 128, 192, 768])
+ANY_SHAPES = st.lists(st.lists(DIM, min_size=1, max_size=3).map(tuple), min_size=1, max_size=9)
+ANY_RANKS = st.sampled_from([1, 2, 3, 4, 7, 8, 31, 64, 1000])
+ITEMSIZES = st.sampled_from([1, 2, 4, 8])
+
+
+def _unaligned(shapes: Sequence[Shape], num_shards: int, granularity: Granularity) -> int:
+    """Padding of the same buffers when nothing is aligned."""
+    return sum(
+        BufferLayout.plan([shapes[i] for i in buffer], num_shards, granularity).padding_numel
+        for buffer in split_for_padding(shapes, num_shards, granularity)
+    )
+
+
+def _starts(layout: BufferLayout) -> list[tuple[int, int]]:
+    """Elements of each parameter, and an element that a view of some of it starts at.
+
+    In the whole buffer, and in every slice that holds a part of it, counted from there.
+    """
+    found = []
+    for index, slot in enumerate(layout.slots):
+        found.append((slot.numel, slot.offset))
+        for shard in range(layout.num_shards):
+            start, end = layout.local_range(index, shard)
+            if end > start:
+                found.append((slot.numel, slot.offset + start - shard * layout.shard_numel))
+    return found
+
+
+@settings(max_examples=150)
+@given(shapes=ANY_SHAPES, num_shards=ANY_RANKS, itemsize=ITEMSIZES, rows=st.integers(0, 3))
+def test_every_view_is_aligned_as_promised_and_padding_stays_within_the_promise(
+    shapes: list[Shape], num_shards: int, itemsize: int, rows: int
+) -> None:
+    granularity = Granularity(rows)
+    buffers = aligned_buffers(shapes, num_shards, granularity, itemsize)
+    assert [members for members, _ in buffers] == split_for_padding(shapes, num_shards, granularity)
+    for members, layout in buffers:
+        assert [slot.shape for slot in layout.slots] == [shapes[index] for index in members]
+        line = layout.alignment.line * itemsize
+        assert line in (128, 64, 32, 16) or layout.alignment == UNALIGNED
+        assert layout.shard_numel * itemsize % line == 0
+        for numel, start in _starts(layout):
+            nbytes = min(line, 16) if numel * itemsize < line else line
+            assert start * itemsize % nbytes == 0
+        for index, slot in enumerate(layout.slots):
+            cell = granularity.granule_numel(slot.shape)
+            for shard in range(num_shards):
+                start, end = layout.local_range(index, shard)
+                assert start == end or start % cell == 0
+                assert end in (start, slot.numel) or end % cell == 0
+    padding = sum(layout.padding_numel for _, layout in buffers)
+    promised = max(0.01 * numel_of(shapes), _unaligned(shapes, num_shards, granularity))
+    assert padding <= max(promised, 4096)
+    if padding > promised:
+        # Only what kernels need may cost so much.
+        assert min(layout.alignment.line for _, layout in buffers) * itemsize == 16
+
+
+@settings(max_examples=150)
+@given(shapes=ANY_SHAPES, num_shards=ANY_RANKS, itemsize=ITEMSIZES)
+def test_the_alignment_of_a_single_buffer_is_the_strongest_that_is_affordable(
+    shapes: list[Shape], num_shards: int, itemsize: int
+) -> None:
+    buffers = aligned_buffers(shapes, num_shards, ROW, itemsize)
+    if len(buffers) > 1:
+        return
+    free = max(0.01 * numel_of(shapes), _unaligned(shapes, num_shards, ROW))
+    expected = UNALIGNED
+    for nbytes, affordable in ((128, free), (64, free), (32, free), (16, max(free, 4096))):
+        strength = Alignment(nbytes // itemsize, max(16 // itemsize, 1))
+        if BufferLayout.plan(shapes, num_shards, ROW, strength).padding_numel <= affordable:
+            expected = strength
+            break
+    assert buffers[0][1].alignment == expected
+
+
+def test_elements_of_a_line_follow_from_the_smallest_dtype_that_is_bound() -> None:
+    fp32, bf16, fp8 = torch.float32, torch.bfloat16, torch.float8_e4m3fn
+    mixed = MixedPrecisionPolicy(param_dtype=bf16, main_params_dtype=fp32, main_grads_dtype=fp32)
+    narrow = MixedPrecisionPolicy(grad_comm_dtype=bf16)
+    cases = [(mixed, fp32, 64), (MixedPrecisionPolicy(), fp32, 32), (narrow, fp32, 64)]
+    cases += [(mixed, fp8, 128), (MixedPrecisionPolicy(), torch.int64, 16)]
+    for policy, dtype, line in cases:
+        assert Alignment.of(policy.resolve(dtype).smallest_itemsize).line == line
+
+
+def test_short_parameters_share_lines_beside_a_matrix_that_keeps_its_own() -> None:
+    shapes = [(512, 512), *[(3,)] * 100]
+    ((_, layout),) = aligned_buffers(shapes, 2, ROW, 2)
+    assert layout.alignment == Alignment(64, 8)
+    assert layout.slots[0].offset % 64 == 0
+    assert {slot.offset % 8 for slot in layout.slots} == {0}
+    assert any(slot.offset % 64 for slot in layout.slots)
+    assert layout.padding_numel <= 0.01 * layout.param_numel
+
+
+@pytest.mark.parametrize(
+    ("shapes", "num_shards", "nbytes"),
+    [
+        # Rows of 1,000 elements meet 128 bytes after eight of them, 32 bytes after two. On 64 ranks
+        # each has ten.
+        ([(4096, 1000)], 2, 128),
+        ([(640, 1000)], 64, 32),
+        # Those of 999 meet 16 bytes after eight.
+        ([(640, 999)], 64, 2),
+        # A bias of seven elements on eight ranks: 57 elements of padding are nothing.
+        ([(7,)], 8, 16),
+        # On 1,024 ranks, 16 bytes on each would be 8,192 elements.
+        ([(7,)], 1024, 2),
+    ],
+)
+def test_what_gives_where_padding_would_pass_the_promise(
+    shapes: list[Shape], num_shards: int, nbytes: int
+) -> None:
+    ((_, layout),) = aligned_buffers(shapes, num_shards, ROW, 2)
+    assert layout.alignment.line * 2 == nbytes
+
+
+def test_the_buffer_that_alignment_costs_most_gives_first() -> None:
+    # Rows of 1,000 elements are in a buffer of their own, ten on each rank.
+    buffers = aligned_buffers([(12800, 512), (640, 1000)], 64, ROW, 2)
+    lines = {layout.slots[0].shape: layout.alignment.line for _, layout in buffers}
+    assert lines == {(12800, 512): 64, (640, 1000): 16}
+
+
+def test_a_layout_that_breaks_its_alignment_is_rejected() -> None:
+    with pytest.raises(ValueError, match="slice of 12 elements breaks"):
+        BufferLayout((), 1, 12, Alignment(8, 2))
+    with pytest.raises(ValueError, match="start of ParamSlot"):
+        BufferLayout((ParamSlot((8,), 4, 1),), 1, 16, Alignment(8, 2))
+    BufferLayout((ParamSlot((7,), 4, 1),), 1, 16, Alignment(8, 2))
+
+
+def test_views_of_real_units_start_at_lines_of_128_bytes_for_no_more_than_a_tenth_percent() -> None:
+    for unit, (shapes, all_ranks) in REAL_UNITS.items():
+        for ranks in all_ranks:
+            buffers = aligned_buffers(shapes, ranks, ROW, 2)
+            assert {start * 2 % 128 for _, plan in buffers for _, start in _starts(plan)} == {0}, (
+                unit
+            )
+            more = sum(plan.padding_numel for _, plan in buffers) - _unaligned(shapes, ranks, ROW)
+            assert more <= 0.001 * numel_of(shapes), (unit, ranks)
+
+
+def _table() -> str:
+    """The second table of docs/layout.md."""
+    rows = []
+    for unit, (shapes, all_ranks) in REAL_UNITS.items():
+        for ranks in all_ranks:
+            buffers = aligned_buffers(shapes, ranks, ROW, 2)
+            before = [
+                BufferLayout.plan([shapes[index] for index in members], ranks)
+                for members, _ in buffers
+            ]
+            after = [layout for _, layout in buffers]
+            at = sorted({start * 2 % 128 for plan in before for _, start in _starts(plan)})
+            line = math.gcd(128, *(start * 2 for plan in after for _, start in _starts(plan)))
+            modulo = _few(sorted({start % 16 for start in at}))
+            cells = (unit, f"{ranks}", modulo, _few(at), _percent(before), f"{line}")
+            rows.append((*cells, _percent(after)))
+    header = "| unit | ranks | unaligned: modulo 16 | modulo 128 | padding | aligned to | padding |"
+    return table(f"{header}\n|---|--:|---|---|--:|--:|--:|", rows)
+
+
+def _few(numbers: Sequence[int]) -> str:
+    shown = ", ".join(map(str, numbers[:4]))
+    return shown if len(numbers) <= 4 else f"{shown}, ... {numbers[-1]}"
+
+
+def _percent(layouts: Sequence[BufferLayout]) -> str:
+    padding = sum(layout.padding_numel for layout in layouts)
+    return f"{100 * padding / sum(layout.param_numel for layout in layouts):.3f} %"
+
+
+def test_the_table_of_the_documentation_is_current(request: pytest.FixtureRequest) -> None:
+    check_part(request, "docs/layout.md", "alignment", _table())

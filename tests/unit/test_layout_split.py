@@ -22,8 +22,11 @@ from tests.unit.layouts import Shape, numel_of
 
 TINY_SHAPE = st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple)
 TINY_SHAPES = st.lists(TINY_SHAPE, min_size=1, max_size=5)
-GRANULARITIES = st.sampled_from([Granularity(rows) for rows in (0, 1, 2)])
-TOLERANCES = st.sampled_from([0.0, 0.01, 0.1, 0.3])
+SHAPES = st.lists(st.lists(st.integers(0, 40), min_size=1, max_size=3).map(tuple), max_size=14)
+CHOICES: dict[str, Any] = {
+    "granularity": st.sampled_from([Granularity(rows) for rows in (0, 1, 2)]),
+    "tolerance": st.sampled_from([0.0, 0.01, 0.1, 0.3]),
+}
 MIN_GAIN = 0.001
 ROW = Granularity(1)
 
@@ -63,12 +66,7 @@ def _set_partitions(items: list[int]) -> Iterator[list[list[int]]]:
 @settings(max_examples=60)
 @example([(3,), (5,), (6,), (6,), (6,)], 3, Granularity(2), 0.0)
 @example([(1,), (3,), (5,), (6,), (6,)], 3, Granularity(2), 0.0)
-@given(
-    shapes=TINY_SHAPES,
-    num_shards=st.integers(1, 16),
-    granularity=GRANULARITIES,
-    tolerance=TOLERANCES,
-)
+@given(shapes=TINY_SHAPES, num_shards=st.integers(1, 16), **CHOICES)
 def test_no_set_partition_of_a_few_parameters_is_better(
     shapes: list[Shape], num_shards: int, granularity: Granularity, tolerance: float
 ) -> None:
@@ -89,14 +87,7 @@ def test_no_set_partition_of_a_few_parameters_is_better(
 
 
 @settings(max_examples=100)
-@given(
-    shapes=st.lists(
-        st.lists(st.integers(0, 40), min_size=1, max_size=3).map(tuple), min_size=0, max_size=14
-    ),
-    num_shards=st.integers(1, 64),
-    granularity=GRANULARITIES,
-    tolerance=TOLERANCES,
-)
+@given(shapes=SHAPES, num_shards=st.integers(1, 64), **CHOICES)
 def test_every_parameter_is_in_one_buffer_and_padding_never_above_one_buffers(
     shapes: list[Shape], num_shards: int, granularity: Granularity, tolerance: float
 ) -> None:

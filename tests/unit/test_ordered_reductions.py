@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -56,22 +57,20 @@ def test_every_unit_has_one_turn_in_the_same_order_whatever_ran(data: st.DataObj
             assert list(itertools.chain.from_iterable(reduced)) == list(range(6))
 
 
-def test_in_the_usual_order_nothing_waits() -> None:
+@pytest.mark.parametrize(
+    ("ran", "ended", "reduced"),
+    [
+        ([2, 1, 0], [0, 1, 2], [[0], [1], [2], []]),
+        ([2, 1, 1, 0], [0, 1, 1, 2], [[0], [], [1], [2], []]),
+        ([2, 1, 1, 0], [0, 1, 2], [[0], [], [], [1, 2]]),
+    ],
+    ids=["the usual order", "after the second backward", "at the end after one without gradient"],
+)
+def test_a_unit_is_reduced_when_all_its_uses_are_over_and_those_before_it_are(
+    ran: list[int], ended: list[int], reduced: list[list[int]]
+) -> None:
     units, turns = _turns(3)
-    passed = _forward(units, [2, 1, 0])
-    assert _backward(units, turns, passed, [0, 1, 2]) == [[0], [1], [2], []]
-
-
-def test_a_unit_that_ran_twice_is_reduced_after_the_second_backward() -> None:
-    units, turns = _turns(3)
-    passed = _forward(units, [2, 1, 1, 0])
-    assert _backward(units, turns, passed, [0, 1, 1, 2]) == [[0], [], [1], [2], []]
-
-
-def test_a_use_that_no_gradient_reaches_leaves_the_rest_to_the_end() -> None:
-    units, turns = _turns(3)
-    passed = _forward(units, [2, 1, 1, 0])
-    assert _backward(units, turns, passed, [0, 1, 2]) == [[0], [], [], [1, 2]]
+    assert _backward(units, turns, _forward(units, ran), ended) == reduced
 
 
 def test_a_deleted_unit_has_no_turn() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,14 +21,33 @@ from megatron_fsdp_v2.optim.matrix_layout import Grid, MatrixLayout
 from megatron_fsdp_v2.optim.newton_schulz import newton_schulz_flops
 from megatron_fsdp_v2.optim.ownership import Matrix, Ownership
 
+Shape = tuple[int, ...]
+
 ANY_BUCKET = 2**60
 
 
 def _matrices(layouts: Sequence[MatrixLayout]) -> list[Matrix]:
-    found = []
-    for index, layout in enumerate(layouts):
-        found += Matrix.of(index, layout, newton_schulz_flops(*layout.matrix_shape))
-    return found
+    flops = [newton_schulz_flops(*layout.matrix_shape) for layout in layouts]
+    return [m for i, layout in enumerate(layouts) for m in Matrix.of(i, layout, flops[i])]
+
+
+def _strides(grid: Grid) -> tuple[tuple[int, ...], int]:
+    """How slices are numbered along axes, as HFSDP does: the outer one fastest; and how many."""
+    strides, stride = [], 1
+    for size, cut in zip(grid.sizes, grid.cuts, strict=True):
+        strides.append(stride if cut else 0)
+        stride *= size if cut else 1
+    return tuple(strides), stride
+
+
+def _layouts(grid: Grid, shapes: Sequence[Shape], granularity: str = "row") -> list[MatrixLayout]:
+    """Matrices in one buffer that a grid cuts."""
+    strides, count = _strides(grid)
+    buffer = BufferLayout.plan(shapes, count, Granularity.parse(granularity))
+    return [
+        MatrixLayout(grid, RowShards(buffer.row_ranges(index), strides), shape, strides)
+        for index, shape in enumerate(shapes)
+    ]
 
 
 def _squares(flops: Sequence[int], whole_at: Sequence[tuple[int, ...]] = ()) -> list[Matrix]:
@@ -39,27 +58,26 @@ def _squares(flops: Sequence[int], whole_at: Sequence[tuple[int, ...]] = ()) -> 
 # -- owners ---------------------------------------------------------------------------------------
 
 
-def test_the_longest_work_is_given_away_first() -> None:
-    # By hand: 7, 6 and 5 to the three ranks, 4 to the one with 5, 3 to the one with 6.
-    plan = Ownership.plan(_squares([3, 5, 7, 4, 6]), 3, ANY_BUCKET)
-    assert plan.owners == (1, 2, 0, 2, 1)
-    assert plan.flops == (7, 9, 9)
-    assert plan.balance == pytest.approx(9 * 3 / 25)
-
-
-def test_equal_work_goes_round_in_the_order_of_the_matrices() -> None:
-    assert Ownership.plan(_squares([4] * 7), 3, ANY_BUCKET).owners == (0, 1, 2, 0, 1, 2, 0)
-
-
-def test_a_matrix_that_is_whole_on_one_rank_stays_and_the_rest_is_spread_around_it() -> None:
-    plan = Ownership.plan(_squares([1, 9, 3, 3, 3], [(2,), (2,)]), 3, ANY_BUCKET)
-    assert plan.owners == (2, 2, 0, 1, 0)
-
-
-def test_a_matrix_with_several_holders_goes_to_one_of_them() -> None:
-    # Rank 0 is idle, but the others hold the matrix; the less busy one of them gets it.
-    plan = Ownership.plan(_squares([2, 9, 1], [(1, 2), (1,)]), 3, ANY_BUCKET)
-    assert plan.owners == (2, 1, 0)
+@pytest.mark.parametrize(
+    ("flops", "whole_at", "owners"),
+    [
+        # By hand: 7, 6 and 5 to the three ranks, 4 to the one with 5, 3 to the one with 6.
+        ([3, 5, 7, 4, 6], [], (1, 2, 0, 2, 1)),
+        ([4] * 7, [], (0, 1, 2, 0, 1, 2, 0)),
+        ([1, 9, 3, 3, 3], [(2,), (2,)], (2, 2, 0, 1, 0)),
+        # Rank 0 is idle, but the others hold the matrix; the less busy one of them gets it.
+        ([2, 9, 1], [(1, 2), (1,)], (2, 1, 0)),
+    ],
+    ids=["longest first", "equal work in order", "whole ones stay", "one of several holders"],
+)
+def test_matrices_are_given_away(
+    flops: list[int], whole_at: list[tuple[int, ...]], owners: tuple[int, ...]
+) -> None:
+    plan = Ownership.plan(_squares(flops, whole_at), 3, ANY_BUCKET)
+    assert plan.owners == owners
+    work = [sum(f for f, o in zip(flops, owners, strict=True) if o == r) for r in range(3)]
+    assert plan.flops == tuple(work)
+    assert plan.balance == pytest.approx(max(work) * 3 / sum(work))
 
 
 def test_ranks_are_left_idle_where_there_are_fewer_matrices() -> None:
@@ -96,34 +114,17 @@ def test_a_matrix_larger_than_a_bucket_leaves_no_empty_bucket_behind_it() -> Non
 # -- a real model ---------------------------------------------------------------------------------
 
 HIDDEN, KEYS, FFN, LAYERS = 4096, 1024, 14336, 32
-LLAMA_LAYER = (
-    (HIDDEN, HIDDEN),
-    (KEYS, HIDDEN),
-    (KEYS, HIDDEN),
-    (HIDDEN, HIDDEN),
-    (FFN, HIDDEN),
-    (FFN, HIDDEN),
-    (HIDDEN, FFN),
-)
+ATTENTION = ((HIDDEN, HIDDEN), (KEYS, HIDDEN), (KEYS, HIDDEN), (HIDDEN, HIDDEN))
+LLAMA_LAYER = (*ATTENTION, (FFN, HIDDEN), (FFN, HIDDEN), (HIDDEN, FFN))
 UNEVEN = {45, 46, 47, 49, 50, 57, 58, 63}
 """Ranks from 8 to 64 among which the layers cannot be spread within 1.1: with some 60 large
 matrices' work there, and two or three of the 96 on a rank, one more or less shows."""
 
 
 @functools.cache
-def _llama_layer(num_ranks: int) -> BufferLayout:
-    return BufferLayout.plan(LLAMA_LAYER, num_ranks)
-
-
-@functools.cache
 def _llama(num_ranks: int) -> tuple[list[MatrixLayout], Ownership, Grid]:
     grid = Grid((num_ranks,), (True,))
-    buffer = _llama_layer(num_ranks)
-    layer = [
-        MatrixLayout(grid, RowShards(buffer.row_ranges(index), (1,)), shape, (1,))
-        for index, shape in enumerate(LLAMA_LAYER)
-    ]
-    layouts = layer * LAYERS
+    layouts = _layouts(grid, LLAMA_LAYER) * LAYERS
     return layouts, Ownership.plan(_matrices(layouts), num_ranks, 32 * 2**20), grid
 
 
@@ -143,7 +144,7 @@ def test_all_ranks_together_do_every_matrix_once() -> None:
 def _sent_over_own(num_ranks: int) -> tuple[float, float]:
     """Elements that a rank sends over those of its shard: over all ranks, and the largest."""
     layouts, ownership, grid = _llama(num_ranks)
-    buffer = _llama_layer(num_ranks)
+    buffer = BufferLayout.plan(LLAMA_LAYER, num_ranks)
     ranges = [buffer.row_ranges(index) for index in range(len(LLAMA_LAYER))]
     sent, own = [], []
     for rank in range(num_ranks):
@@ -168,36 +169,24 @@ def test_ranks_with_small_shards_send_more_than_that_at_sizes_that_divide_nothin
     assert 2.1 < largest < 2.5
 
 
-@pytest.mark.parametrize("replicates", [False, True])
-def test_a_thousand_ranks_are_planned_in_a_fraction_of_a_second(replicates: bool) -> None:
-    sizes = (32, 32) if replicates else (1024,)
-    grid = Grid(sizes, (False, True) if replicates else (True,))
-    strides = (0, 1) if replicates else (1,)
-    buffer = BufferLayout.plan(LLAMA_LAYER, sizes[-1])
-    layer = [
-        MatrixLayout(grid, RowShards(buffer.row_ranges(index), strides), shape, strides)
-        for index, shape in enumerate(LLAMA_LAYER)
-    ]
-    layouts = layer * LAYERS
+@pytest.mark.parametrize(
+    ("sizes", "cuts"),
+    [((1024,), (True,)), ((32, 32), (False, True)), ((1024,), (False,))],
+    ids=["shards", "replicas of shards", "replicas"],
+)
+def test_a_thousand_ranks_are_planned_in_a_fraction_of_a_second(
+    sizes: tuple[int, ...], cuts: tuple[bool, ...]
+) -> None:
+    grid = Grid(sizes, cuts)
+    layouts = _layouts(grid, LLAMA_LAYER) * LAYERS
     begin = time.process_time()
     ownership = Ownership.plan(_matrices(layouts), grid.num_ranks, 32 * 2**20)
     plan = plan_buckets(layouts, ownership, grid, 77)
     assert time.process_time() - begin < 0.5
     assert sum(bucket.sent_numel for bucket in plan) > 0
-
-
-def test_a_thousand_replicas_are_planned_in_a_fraction_of_a_second() -> None:
-    grid = Grid((1024,), (False,))
-    layer = [
-        MatrixLayout(grid, RowShards(((0, shape[0]),), (0,)), shape, (0,)) for shape in LLAMA_LAYER
-    ]
-    layouts = layer * LAYERS
-    begin = time.process_time()
-    ownership = Ownership.plan(_matrices(layouts), 1024, 32 * 2**20)
-    plan = plan_buckets(layouts, ownership, grid, 77)
-    assert time.process_time() - begin < 0.5
-    assert max(ownership.flops) == newton_schulz_flops(FFN, HIDDEN)
-    assert len([owned for bucket in plan for owned in bucket.owned]) == 1
+    if not any(cuts):
+        assert max(ownership.flops) == newton_schulz_flops(FFN, HIDDEN)
+        assert len([owned for bucket in plan for owned in bucket.owned]) == 1
 
 
 # -- matrices that are whole somewhere ------------------------------------------------------------
@@ -205,12 +194,8 @@ def test_a_thousand_replicas_are_planned_in_a_fraction_of_a_second() -> None:
 
 def test_matrices_that_are_not_cut_are_not_sent() -> None:
     shapes = ((6, 4), (4, 6), (3, 5), (8, 8))
-    buffer = BufferLayout.plan(shapes, 3, Granularity.parse("tensor"))
     grid = Grid((3,), (True,))
-    layouts = [
-        MatrixLayout(grid, RowShards(buffer.row_ranges(index), (1,)), shape, (1,))
-        for index, shape in enumerate(shapes)
-    ]
+    layouts = _layouts(grid, shapes, "tensor")
     matrices = _matrices(layouts)
     ownership = Ownership.plan(matrices, 3, ANY_BUCKET)
     holders = [next(r for r in range(3) if layout.rects_at(0, [r])) for layout in layouts]
@@ -272,16 +257,10 @@ def _cases(draw: st.DrawFn) -> _Case:
     sizes = draw(st.lists(st.integers(2, 3), max_size=2))
     cuts = [draw(st.booleans()) for _ in sizes]
     tensor_size = draw(st.sampled_from([1, 1, 2, 3]))
-    # HFSDP numbers slices with the outer axis fastest.
-    strides, stride = [], 1
-    for size, cut in zip(sizes, cuts, strict=True):
-        strides.append(stride if cut else 0)
-        stride *= size if cut else 1
     dims = [draw(st.sampled_from([0, 1])) for _ in range(draw(st.integers(1, 4)))]
-    if tensor_size > 1:
-        grid = Grid((*sizes, tensor_size), (*cuts, True))
-    else:
-        grid = Grid(tuple(sizes), tuple(cuts))
+    is_cut = tensor_size > 1
+    strides, count = _strides(Grid(tuple(sizes), tuple(cuts)))
+    grid = Grid((*sizes, *[tensor_size] * is_cut), (*cuts, *[True] * is_cut))
     parts, shards = [], []
     for dim in dims:
         shape = tuple(draw(st.lists(st.integers(1, 5), min_size=2, max_size=3)))
@@ -290,19 +269,13 @@ def _cases(draw: st.DrawFn) -> _Case:
         pieces = (first, shape[dim] - first) if draw(st.booleans()) else ()
         mesh: Any = _TensorMesh(tensor_size)
         parts.append(shape)
-        shards.append(TensorShard(mesh, dim, pieces) if tensor_size > 1 else None)
-    buffer = BufferLayout.plan(parts, stride, Granularity.parse(draw(st.sampled_from(GRANULAR))))
-    axis = len(sizes) if tensor_size > 1 else None
-    strides += [0] if tensor_size > 1 else []
+        shards.append(TensorShard(mesh, dim, pieces) if is_cut else None)
+    buffer = BufferLayout.plan(parts, count, Granularity.parse(draw(st.sampled_from(GRANULAR))))
+    axis, strides = (len(sizes) if is_cut else None), (*strides, *[0] * is_cut)
+    shards = [RowShards(buffer.row_ranges(i), strides, t) for i, t in enumerate(shards)]
     layouts = [
-        MatrixLayout(
-            grid,
-            RowShards(buffer.row_ranges(index), tuple(strides), tensor),
-            shape,
-            tuple(strides),
-            axis,
-        )
-        for index, (shape, tensor) in enumerate(zip(parts, shards, strict=True))
+        MatrixLayout(grid, rows, shape, strides, axis)
+        for rows, shape in zip(shards, parts, strict=True)
     ]
     return _Case(grid, layouts, draw(st.sampled_from([1, 8, 20, ANY_BUCKET])))
 
@@ -318,12 +291,9 @@ def _cells(key: Key) -> Iterator[tuple[int, int, int]]:
 
 def _along(grid: Grid, rank: int, axis: int) -> list[int]:
     """Ranks that differ from one along an axis only."""
-    coordinate = list(grid.coordinate(rank))
-    found = []
-    for step in range(grid.sizes[axis]):
-        coordinate[axis] = step
-        found.append(grid.rank(coordinate))
-    return found
+    mine = list(grid.coordinate(rank))
+    steps = range(grid.sizes[axis])
+    return [grid.rank([*mine[:axis], step, *mine[axis + 1 :]]) for step in steps]
 
 
 def _all_to_all(grid: Grid, hops: Sequence[Hop], held: list[set[Key]]) -> None:
@@ -401,44 +371,32 @@ def test_whole_matrices_are_found_where_they_are_and_stay_there(case: _Case) -> 
         assert not holders or owner in holders
 
 
-def _issued(case: _Case, rank: int) -> Iterator[tuple[int, str]]:
+def _issued(case: _Case, rank: int) -> list[tuple[int, str]]:
     """All-to-alls in the order a run issues them: `(axis, what)`; see `SharedWork.run`."""
     plan = case.plans[rank]
 
-    def fetch(bucket: int) -> deque[tuple[int, Hop, str]]:
-        return deque((i, h, f"{bucket} in {i}") for i, h in enumerate(plan[bucket].gathers))
+    def hops_of(bucket: int, kind: str) -> Iterator[tuple[Hop, str]]:
+        hops: tuple[Hop, ...] = getattr(plan[bucket], kind) if bucket < len(plan) else ()
+        return iter([(hop, f"{bucket} {kind} {i}") for i, hop in enumerate(hops)])
 
-    def give_back(bucket: int) -> deque[tuple[int, Hop, str]]:
-        return deque((i, h, f"{bucket} out {i}") for i, h in enumerate(plan[bucket].returns))
-
-    def start(transfer: deque[tuple[int, Hop, str]]) -> Iterator[tuple[int, str]]:
-        if transfer:
-            _, hop, what = transfer.popleft()
-            if hop.is_needed:
-                yield hop.axis, what
-
-    def wait(transfer: deque[tuple[int, Hop, str]]) -> Iterator[tuple[int, str]]:
-        while transfer:
-            yield from start(transfer)
-
-    arriving: deque[tuple[int, Hop, str]] = fetch(0) if plan else deque()
-    returning: deque[tuple[int, Hop, str]] = deque()
-    yield from start(arriving)
+    # The first hop of a transfer is started ahead, and the others follow when it is waited for.
+    arriving, returning = hops_of(0, "gathers"), hops_of(len(plan), "returns")
+    issued = list(itertools.islice(arriving, 1))
     for bucket in range(len(plan)):
-        yield from wait(arriving)
-        if bucket + 1 < len(plan):
-            arriving = fetch(bucket + 1)
-            yield from start(arriving)
-        yield from wait(returning)
-        returning = give_back(bucket)
-        yield from start(returning)
-    yield from wait(returning)
+        issued += arriving
+        arriving = hops_of(bucket + 1, "gathers")
+        issued += itertools.islice(arriving, 1)
+        issued += returning
+        returning = hops_of(bucket, "returns")
+        issued += itertools.islice(returning, 1)
+    issued += returning
+    return [(hop.axis, what) for hop, what in issued if hop.is_needed]
 
 
 @settings(max_examples=100)
 @given(_cases())
 def test_ranks_along_an_axis_issue_their_all_to_alls_in_one_order(case: _Case) -> None:
-    issued = [list(_issued(case, rank)) for rank in range(case.grid.num_ranks)]
+    issued = [_issued(case, rank) for rank in range(case.grid.num_ranks)]
     for rank, axis in itertools.product(range(case.grid.num_ranks), range(len(case.grid.sizes))):
         mine = [what for a, what in issued[rank] if a == axis]
         for peer in _along(case.grid, rank, axis):

@@ -37,6 +37,7 @@ from megatron_fsdp_v2.plan.sharding import shard
 from tests.reference.models import Stack
 
 HERE = f"{__name__}:"
+ZERO_3 = Strategy("optim_grads_params")
 
 
 def stack() -> nn.Module:
@@ -58,6 +59,11 @@ def offered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "discover_commands", lambda: {"plan": point})
 
 
+def offer_sources(monkeypatch: pytest.MonkeyPatch, *values: str) -> None:
+    points = [EntryPoint("one", value, sources.SOURCE_GROUP) for value in values]
+    monkeypatch.setattr(sources, "entry_points", lambda group: points)
+
+
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
     """Status, standard output and standard error of a command line."""
     try:
@@ -66,6 +72,13 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]
         status = int(leaving.code or 0)
     said = capsys.readouterr()
     return status, said.out, said.err
+
+
+def described_by(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
+    """What a command line for two ranks writes as JSON."""
+    status, out, _ = run(capsys, "--ranks", "2", "--json", "-", "--model", *words)
+    assert status == 0
+    return json.loads(out)
 
 
 def training(num_ranks: int = 8, **options: Any) -> TrainingDescription:
@@ -82,11 +95,8 @@ def training(num_ranks: int = 8, **options: Any) -> TrainingDescription:
 # -- the command ------------------------------------------------------------------------------
 
 
-def test_a_plan_of_a_model_compares_all_strategies(capsys: Any, tmp_path: Path) -> None:
-    words = ["--ranks", "8", "--model", HERE + "stack", "--outer", "2", "--json", "-"]
-    status, out, _ = run(capsys, *words)
-    assert status == 0
-    data = json.loads(out)
+def test_a_plan_of_a_model_compares_all_strategies(capsys: Any) -> None:
+    data = described_by(capsys, HERE + "stack", "--ranks", "8", "--outer", "2")
     names = [plan["strategy"] for plan in data["plans"]]
     # Four on a 1-D mesh, four as HSDP and three as HFSDP.
     assert len(names) == 11
@@ -125,15 +135,14 @@ def test_json_goes_to_a_file_beside_the_text(capsys: Any, tmp_path: Path) -> Non
 
 
 def test_units_are_those_the_function_returns_or_the_patterns_name(capsys: Any) -> None:
-    def count(*words: str) -> int:
-        _, out, _ = run(capsys, "--ranks", "2", "--json", "-", *words)
-        plan = json.loads(out)["plans"][0]
-        return sum(unit["count"] for unit in plan["units"])
-
-    assert count("--model", HERE + "stack") == 4
-    assert count("--model", HERE + "stack_and_units") == 2
-    assert count("--model", HERE + "stack", "--units", "blocks.1,blocks.2") == 3
-    assert count("--model", HERE + "stack", "--units", "Block") == 4
+    for words, count in (
+        ("{0}stack", 4),
+        ("{0}stack_and_units", 2),
+        ("{0}stack --units blocks.1,blocks.2", 3),
+        ("{0}stack --units Block", 4),
+    ):
+        plan = described_by(capsys, *words.format(HERE).split())["plans"][0]
+        assert sum(unit["count"] for unit in plan["units"]) == count
 
 
 def sized(width: int, *, depth: int, kind: str = "plain") -> nn.Module:
@@ -142,12 +151,10 @@ def sized(width: int, *, depth: int, kind: str = "plain") -> nn.Module:
 
 
 def test_a_function_gets_the_arguments_that_are_given(capsys: Any) -> None:
-    words = ["--ranks", "2", "--json", "-", "--model", HERE + "sized", "--model-arg", "width=16"]
     # A literal in quotes is text.
-    words += ["--model-arg", "depth=3", "--model-arg", "kind='8'"]
-    status, out, _ = run(capsys, *words)
-    assert status == 0
-    assert json.loads(out)["numel"] == 3 * 16 * 16
+    values = ("width=16", "depth=3", "kind='8'")
+    words = [word for value in values for word in ("--model-arg", value)]
+    assert described_by(capsys, HERE + "sized", *words)["numel"] == 3 * 16 * 16
 
 
 @pytest.mark.parametrize(
@@ -188,18 +195,20 @@ def test_bad_input_is_rejected_with_a_reason(words: str, reason: str, capsys: An
     assert reason in err
 
 
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ([], "need an adapter, and none is installed"),
+        (["no_such_package.plan:describe"], "no_such_package, which cannot be imported"),
+    ],
+)
 def test_training_flags_without_an_adapter_are_rejected(
-    capsys: Any, monkeypatch: pytest.MonkeyPatch
+    capsys: Any, monkeypatch: pytest.MonkeyPatch, values: list[str], said: str
 ) -> None:
-    monkeypatch.setattr(sources, "entry_points", lambda group: [])
+    offer_sources(monkeypatch, *values)
     status, _, err = run(capsys, "--ranks", "8", "--", "--bf16")
     assert status == 2
-    assert "need an adapter, and none is installed" in err
-    absent = EntryPoint("megatron", "no_such_package_here.plan:describe", sources.SOURCE_GROUP)
-    monkeypatch.setattr(sources, "entry_points", lambda group: [absent])
-    status, _, err = run(capsys, "--ranks", "8", "--", "--bf16")
-    assert status == 2
-    assert "no_such_package_here, which cannot be imported" in err
+    assert said in err
 
 
 def flags_of_a_framework(flags: list[str], num_ranks: int) -> sources.SourceResult:
@@ -218,8 +227,7 @@ def flags_of_a_framework(flags: list[str], num_ranks: int) -> sources.SourceResu
 def test_training_flags_are_planned_by_what_an_adapter_offers(
     capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    point = EntryPoint("one", HERE + "flags_of_a_framework", sources.SOURCE_GROUP)
-    monkeypatch.setattr(sources, "entry_points", lambda group: [point])
+    offer_sources(monkeypatch, HERE + "flags_of_a_framework")
     status, out, _ = run(capsys, "--ranks", "16", "--", "--bf16", "--strategy", "none of ours")
     assert status == 0
     # The stage with more activations, and the outer axis that the flags have.
@@ -281,7 +289,7 @@ def test_time_of_a_collective_is_bytes_over_the_slowest_link() -> None:
 
 def test_a_step_takes_its_computation_where_links_are_infinitely_fast() -> None:
     machine = dataclasses.replace(MACHINE, node_bandwidth=1e30, network_bandwidth=1e30)
-    plan = plan_one(training(tokens=1000), Strategy("optim_grads_params"), machine)
+    plan = plan_one(training(tokens=1000), ZERO_3, machine)
     # Forward once, backward twice.
     assert plan.step.compute_seconds == pytest.approx(3 * 4 * 2e6 * 1000 / 1e12)
     assert plan.exposed_seconds == pytest.approx(0.0, abs=1e-12)
@@ -290,8 +298,7 @@ def test_a_step_takes_its_computation_where_links_are_infinitely_fast() -> None:
 def test_prefetching_hides_gathers_behind_computation() -> None:
     ahead = training(tokens=10**5)
     in_turn = dataclasses.replace(ahead, unshard_prefetch_depth=0, enable_async_reduce_grad=False)
-    strategy = Strategy("optim_grads_params")
-    hidden, exposed = (plan_one(t, strategy, MACHINE).exposed_seconds for t in (ahead, in_turn))
+    hidden, exposed = (plan_one(t, ZERO_3, MACHINE).exposed_seconds for t in (ahead, in_turn))
     # What is left is the root's: gathered before anything else, reduced after it.
     assert 0 < hidden < 0.6 * exposed
 
@@ -299,9 +306,7 @@ def test_prefetching_hides_gathers_behind_computation() -> None:
 def test_middle_micro_batches_count_as_often_as_there_are() -> None:
     counts = {}
     for count in (1, 2, 3, 4, 7):
-        plan = plan_one(
-            training(num_microbatches=count, tokens=10), Strategy("optim_grads_params"), MACHINE
-        )
+        plan = plan_one(training(num_microbatches=count, tokens=10), ZERO_3, MACHINE)
         counts[count] = sum(plan.step.collectives.values())
         assert plan.step.compute_seconds == pytest.approx(count * 24e6 * 10 / 1e12)
     assert [counts[n] for n in (2, 3, 4, 7)] == [n * counts[1] for n in (2, 3, 4, 7)]
@@ -310,7 +315,7 @@ def test_middle_micro_batches_count_as_often_as_there_are() -> None:
 def test_a_pipeline_gathers_as_often_and_holds_more_activations() -> None:
     first = training(num_microbatches=8, stages=4, num_in_flight=4, tokens=10)
     alone = training(num_microbatches=8, tokens=10)
-    plans = [plan_one(t, Strategy("optim_grads_params"), MACHINE) for t in (first, alone)]
+    plans = [plan_one(t, ZERO_3, MACHINE) for t in (first, alone)]
     assert plans[0].peak.activations == 4 * plans[1].peak.activations
     assert plans[0].step.collectives == plans[1].step.collectives
     assert plans[0].idle_seconds > 0
@@ -353,7 +358,7 @@ def test_advice_names_changes_that_were_planned() -> None:
         alternatives=(Alternative("--recompute-granularity full", 10**5),),
     )
     plans = plan_all(described, [Strategy("no_shard")])
-    memory = plan_one(described, Strategy("optim_grads_params")).peak_nbytes
+    memory = plan_one(described, ZERO_3).peak_nbytes
     sentences = "\n".join(advice(described, plans, memory))
     assert "--strategy optim_grads_params fits" in sentences
     assert "--recompute-granularity full saves" in sentences
@@ -362,24 +367,20 @@ def test_advice_names_changes_that_were_planned() -> None:
 
 def test_advice_of_more_ranks_is_enough_ranks() -> None:
     described = training(2)
-    strategy = Strategy("optim_grads_params")
-    plans = [plan_one(described, strategy)]
+    plans = [plan_one(described, ZERO_3)]
     memory = plans[0].peak_nbytes * 7 // 10
     found = [s for s in advice(described, plans, memory) if "times the data-parallel" in s]
     assert len(found) == 1, found
     times = int(found[0].split()[0])
-    assert plan_one(training(2 * times), strategy).fits(memory)
-    assert not plan_one(training(times), strategy).fits(memory)
+    assert plan_one(training(2 * times), ZERO_3).fits(memory)
+    assert not plan_one(training(times), ZERO_3).fits(memory)
 
 
 def test_a_parameter_without_a_dimension_cannot_be_planned() -> None:
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.tensor(1.0))
-
+    module = nn.Module()
+    module.scale = nn.Parameter(torch.tensor(1.0))
     with pytest.raises(ValueError, match="scale of the root is 0-dim"):
-        describe_module(Scaled())
+        describe_module(module)
 
 
 def test_a_model_without_parameters_cannot_be_planned() -> None:
@@ -389,7 +390,7 @@ def test_a_model_without_parameters_cannot_be_planned() -> None:
 
 
 def test_groups_of_units_that_are_alike_are_planned_once() -> None:
-    groups = shard(training(64), Strategy("optim_grads_params"))
+    groups = shard(training(64), ZERO_3)
     assert all(a is b for planned in groups[2:] for a, b in zip(groups[1], planned, strict=True))
 
 

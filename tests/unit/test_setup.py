@@ -1,11 +1,13 @@
-"""`make setup`, run in a small copy of the tree with stubs for Python."""
+"""`make setup` in a small copy of the tree, with stubs for Python, and the layer for clients."""
 
 import os
 import shutil
 import stat
 import subprocess
+import sys
 import time
 import tomllib
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -215,3 +217,41 @@ def test_another_place_can_be_named(tree):
     assert tree.setup(VENV="elsewhere/venv").returncode == 0
     assert (tree.home / "elsewhere" / "venv" / "bin" / "python").exists()
     assert not (tree.home / ".venv").exists()
+
+
+# -- the layer for other libraries, over the environment of these tests ---------------------------
+
+FILES = ("tools/setup_clients.sh", "constraints.txt", "tests/clients/requirements.txt")
+
+
+@pytest.fixture
+def layered(tmp_path):
+    for name in FILES:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    # What is there already is not looked for anywhere.
+    (tmp_path / FILES[-1]).write_text(f"safetensors=={version('safetensors')}\n")
+    return tmp_path
+
+
+@pytest.mark.functional
+def test_a_layer_has_the_packages_below_and_the_project_and_is_made_once(layered):
+    (layered / ".venv").symlink_to(sys.prefix)
+    done = ran("bash", FILES[0], cwd=layered)
+    assert done.returncode == 0, done.stderr
+    python = layered / ".venv-clients" / "bin" / "python"
+    code = (
+        "import sys; from importlib.util import find_spec; assert find_spec('torch'); "
+        "assert find_spec('megatron_fsdp_v2_mcore'); print(sys.prefix)"
+    )
+    found = ran(python, "-c", code, cwd=layered, env={})
+    assert found.stdout.strip() == str(layered / ".venv-clients"), found.stderr
+    assert ran("bash", FILES[0], cwd=layered).stdout == "setup: .venv-clients is up to date\n"
+    with (layered / FILES[-1]).open("a") as requirements:
+        requirements.write("# changed\n")
+    assert "is ready" in ran("bash", FILES[0], cwd=layered).stdout
+
+
+def test_a_layer_over_nothing_is_one_sentence(layered):
+    said = _ends_with_one_sentence(ran("bash", FILES[0], cwd=layered))
+    assert "run 'make setup' first" in said

@@ -42,7 +42,8 @@ class RankFailure(AssertionError):
     """A rank raised, died or did not answer."""
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this machine that nobody listens at."""
     with contextlib.closing(socket.socket()) as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -105,7 +106,7 @@ class RankPool:
         self._preloaded = [*PRELOADED, *preloaded]
         for attempt in range(STARTS):
             try:
-                self._start(_free_port())
+                self._start(free_port())
                 return
             except RankFailure:
                 # Another program may take the port between its choice and its use.

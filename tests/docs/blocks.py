@@ -25,7 +25,8 @@ _FENCE = re.compile(r"^(?P<indent> *)(?P<fence>`{3,}|~{3,})\s*(?P<info>[^`]*)$")
 _MARKER = re.compile(r"^\s*<!--\s*(?P<key>[a-z ]+?)\s*:\s*(?P<value>.*?)\s*-->\s*$")
 _SHELL = ("bash", "sh", "shell", "console")
 _DATA = ("json", "toml")
-_KEYS = ("given", "output of", "read by", "checked by", "not run")
+_HOW = {"not run": "not run", "checked by": "checked", "output of": "output", "read by": "read"}
+_KEYS = ("given", *_HOW)
 
 
 @dataclass(frozen=True)
@@ -112,12 +113,9 @@ def documented() -> list[Block]:
 
 def is_program(code: str) -> bool:
     """Whether python code starts its own process group."""
-    calls = (node.func for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call))
-    return any(
-        (isinstance(called, ast.Attribute) and called.attr == "init_process_group")
-        or (isinstance(called, ast.Name) and called.id == "init_process_group")
-        for called in calls
-    )
+    calls = [node.func for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
+    names = {getattr(called, "attr", getattr(called, "id", "")) for called in calls}
+    return "init_process_group" in names
 
 
 def use_of(block: Block) -> Use:
@@ -125,14 +123,11 @@ def use_of(block: Block) -> Use:
     wrong = [key for key in block.markers if key not in _KEYS]
     if wrong:
         return Use("unknown", f"no such comment: {wrong[0]!r}; there are {', '.join(_KEYS)}")
-    for key, how in (("not run", "not run"), ("checked by", "checked"), ("output of", "output")):
-        if key in block.markers:
-            value = block.markers[key]
-            if how == "not run" and len(value.split()) < 3:
-                return Use("unknown", f"{value!r} is no reason that a reader would accept")
-            return Use(how, value)
-    if "read by" in block.markers:
-        return Use("read", block.markers["read by"])
+    for key in (key for key in _HOW if key in block.markers):
+        value = block.markers[key]
+        if key == "not run" and len(value.split()) < 3:
+            return Use("unknown", f"{value!r} is no reason that a reader would accept")
+        return Use(_HOW[key], value)
     if block.language == "python":
         try:
             return Use("program" if is_program(block.code) else "python")

@@ -12,24 +12,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from megatron_fsdp_v2 import fully_shard
+from tests.distributed.wrapping import wrap
+from tests.reference.models import Block
 
 __all__ = ["free_names", "matrix_parameters", "prepare", "tensor_parallel_modules"]
 
 WIDTH = 8
-
-
-class Layer(nn.Module):
-    """A layer of the model that examples speak of."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 2 * WIDTH)
-        self.down = nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
 class Model(nn.Module):
@@ -37,7 +25,7 @@ class Model(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(3))
+        self.layers = nn.ModuleList(Block(WIDTH) for _ in range(3))
         self.output = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -78,11 +66,8 @@ def prepare(code: str, names: dict[str, Any]) -> None:
         NameError: There is nothing to hand over under one of the names.
     """
     tree = ast.parse(code)
-    shards = any(
-        isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-        for node in ast.walk(tree)
-        if getattr(getattr(node, "func", None), "id", "") == "fully_shard"
-    )
+    called = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
+    shards = any(getattr(function, "id", "") == "fully_shard" for function in called)
     wanted = free_names(tree) - names.keys()
     unknown = sorted(wanted - PROVIDERS.keys())
     if unknown:
@@ -105,10 +90,7 @@ def _mesh(names: dict[str, Any], shards: bool) -> Any:
 
 def _model(names: dict[str, Any], shards: bool) -> Any:
     model = Model()
-    if not shards:
-        for unit in (*model.layers, model):
-            fully_shard(unit, mesh=names["mesh"])
-    return model
+    return model if shards else wrap(model, model.layers, mesh=names["mesh"])
 
 
 def _optimizer(names: dict[str, Any], shards: bool) -> Any:
@@ -152,30 +134,20 @@ NEEDS: dict[str, set[str]] = {
 def tensor_parallel_modules() -> dict[str, Any]:
     """Modules that hold parts of weights as plain parameters, one rank being the whole."""
 
-    class MyColumnLinear(nn.Linear): ...
-
-    class MyRowLinear(nn.Linear): ...
-
-    class MyEmbedding(nn.Embedding): ...
-
-    class MyGatedLinear(nn.Linear): ...
-
+    kinds = {
+        n: type(n, (nn.Linear,), {}) for n in ("MyColumnLinear", "MyRowLinear", "MyGatedLinear")
+    }
+    kinds["MyEmbedding"] = type("MyEmbedding", (nn.Embedding,), {})
     model = nn.Module()
-    model.words = MyEmbedding(2 * WIDTH, WIDTH)
+    model.words = kinds["MyEmbedding"](2 * WIDTH, WIDTH)
+    gated, row = kinds["MyGatedLinear"], kinds["MyRowLinear"]
     model.layers = nn.ModuleList(
-        nn.Sequential(
-            nn.LayerNorm(WIDTH), MyGatedLinear(WIDTH, 2 * WIDTH), MyRowLinear(WIDTH, WIDTH)
-        )
+        nn.Sequential(nn.LayerNorm(WIDTH), gated(WIDTH, 2 * WIDTH), row(WIDTH, WIDTH))
         for _ in range(2)
     )
-    model.head = MyColumnLinear(WIDTH, WIDTH)
+    model.head = kinds["MyColumnLinear"](WIDTH, WIDTH)
     mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
-    return {
-        "model": model,
-        "mesh": mesh,
-        **{kind.__name__: kind for kind in (MyColumnLinear, MyRowLinear)},
-        **{kind.__name__: kind for kind in (MyEmbedding, MyGatedLinear)},
-    }
+    return {"model": model, "mesh": mesh, **kinds}
 
 
 def matrix_parameters() -> dict[str, Any]:
@@ -189,9 +161,5 @@ def matrix_parameters() -> dict[str, Any]:
         product: torch.Tensor = left @ right
         return product
 
-    return {
-        **names,
-        "params": params,
-        "updates": [torch.randn_like(param.to_local()) for param in params],
-        "my_polar_factor": my_polar_factor,
-    }
+    updates = [torch.randn_like(param.to_local()) for param in params]
+    return {**names, "params": params, "updates": updates, "my_polar_factor": my_polar_factor}

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from megatron_fsdp_v2.diagnostics import check_finite
 from tests.distributed.test_stream_safety import faults_found
@@ -32,7 +31,8 @@ def not_finite() -> str:
 
 def pool_report() -> str:
     """Of a model with six equal layers, after training and evaluations."""
-    model: Any = _sharded(_six_layers())
+    torch.manual_seed(0)
+    model: Any = _sharded(Deep(6))
     for _ in range(4):
         _step(model, evaluates=True)
     report: str = model.trace_pool().report()
@@ -43,11 +43,6 @@ def violation() -> str:
     """What the checker says of gradients that are freed while they are reduced."""
     found = faults_found("gradients freed early")
     return _wrapped(next(text for _, buffer, text in found if buffer.startswith("blocks.1/")))
-
-
-def _six_layers() -> nn.Module:
-    torch.manual_seed(0)
-    return Deep(6)
 
 
 def _wrapped(text: str) -> str:

@@ -8,7 +8,6 @@ import io
 import multiprocessing
 import os
 import runpy
-import socket
 import sys
 import time
 import traceback
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.docs.given import prepare
-from tests.ranks import PRELOADED
+from tests.ranks import PRELOADED, free_port
 
 __all__ = ["load", "program", "run_page"]
 
@@ -98,16 +97,14 @@ def program(path: Path, num_ranks: int) -> list[str]:
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    with contextlib.closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = str(free_port())
     processes, outputs = [], []
     for rank in range(max(num_ranks, 1)):
         environment = {"GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
         if num_ranks:
-            environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            environment |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
             environment |= {"WORLD_SIZE": str(num_ranks)}
-            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         output = path.with_suffix(f".{num_ranks}.{rank}.txt")
         process = context.Process(
             target=_run_program, args=(str(path), environment, str(output)), daemon=True

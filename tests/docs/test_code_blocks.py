@@ -1,4 +1,4 @@
-"""Every code block of README, design, CONTRIBUTING and docs/ runs, or says why it does not."""
+"""Every code block of README, design, CONTRIBUTING and docs/ runs, or says why not; files exist."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from megatron_fsdp_v2.cli import main
 from tests.docs.blocks import ROOT, Block, documented, use_of
 from tests.docs.running import load, program, run_page
 from tests.docs.shell import check, check_flags, commands_of, typed_lines
+from tests.processes import ran
 from tests.ranks import RankPools
 
 BLOCKS = documented()
@@ -20,24 +21,6 @@ BLOCKS = documented()
 
 def _used(*how: str) -> list[Block]:
     return [block for block in BLOCKS if use_of(block).how in how]
-
-
-def _with_output() -> list[Block]:
-    """Consoles that show more than what is typed."""
-    consoles = [block for block in _used("shell") if block.language == "console"]
-    return [
-        block
-        for block in consoles
-        if len(typed_lines("console", block.code).splitlines()) < len(block.code.splitlines())
-    ]
-
-
-def _named(blocks: list[Block]) -> dict[str, list[Block]]:
-    """Blocks by page."""
-    pages: dict[str, list[Block]] = {}
-    for block in blocks:
-        pages.setdefault(block.page, []).append(block)
-    return pages
 
 
 def show_console(block: Block, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,15 +39,16 @@ def test_there_is_a_way_to_run_or_check_every_block() -> None:
     assert len(BLOCKS) > 30
 
 
-PYTHON = _named(_used("python"))
+PYTHON = _used("python")
 
 
-@pytest.mark.parametrize("page", PYTHON)
+@pytest.mark.parametrize("page", dict.fromkeys(block.page for block in PYTHON))
 def test_python_blocks_of_a_page_run_one_after_the_other(
     page: str, pools: RankPools, tmp_path: Path
 ) -> None:
-    blocks = [(b.page, b.line, b.code, b.markers.get("given", "")) for b in PYTHON[page]]
-    pools(2).run(run_page, blocks, str(tmp_path))
+    blocks = [block for block in PYTHON if block.page == page]
+    run = [(b.page, b.line, b.code, b.markers.get("given", "")) for b in blocks]
+    pools(2).run(run_page, run, str(tmp_path))
 
 
 @pytest.mark.parametrize("block", _used("program"), ids=lambda block: block.name)
@@ -87,10 +71,13 @@ def test_commands_are_ones_that_their_programs_accept(block: Block, tmp_path: Pa
 def test_consoles_show_what_their_commands_write(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for block in _with_output():
-        folder = tmp_path / str(block.line)
-        folder.mkdir()
-        show_console(block, folder, capsys)
+    for block in _used("shell"):
+        shown, typed = block.code.splitlines(), typed_lines(block.language, block.code)
+        # Consoles that show more than what is typed.
+        if block.language == "console" and len(typed.splitlines()) < len(shown):
+            folder = tmp_path / str(block.line)
+            folder.mkdir()
+            show_console(block, folder, capsys)
 
 
 @pytest.mark.parametrize("block", _used("flags"), ids=lambda block: block.name)
@@ -121,3 +108,29 @@ def test_the_test_that_a_block_names_is_there_and_reads_its_page(block: Block) -
     code = (ROOT / file).read_text()
     assert re.search(rf"^def {re.escape(test)}\(", code, re.MULTILINE)
     assert Path(block.page).name in code
+
+
+# -- files that pages name ------------------------------------------------------------------------
+
+PAGES = [
+    *(ROOT / name for name in ("README.md", "design.md", "CONTRIBUTING.md", "NOTICE")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+_NAMED = re.compile(r"(?<![\w./*<$-])((?:\w+/)*\w+\.(?:py|toml|sh))(?![\w/*])")
+
+# Of Megatron-LM, and of a user.
+OTHERS = {"pretrain_gpt.py", "pretrain_hybrid.py", "gpt_builders.py", "hybrid_layer_specs.py"}
+OTHERS |= {"train.py", "your_script.py"}
+
+
+def _files() -> set[str]:
+    found = ran("git", "ls-files", "--cached", "--others", "--exclude-standard").stdout
+    return {f"/{name}" for name in found.splitlines() if (ROOT / name).exists()}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    files, text = _files(), re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    named = {name for name in _NAMED.findall(text) if name.rpartition("/")[2] not in OTHERS}
+    missing = [n for n in named if not any(file.endswith(f"/{n}") for file in files)]
+    assert not missing, f"{page.name} names files that do not exist: {sorted(missing)}"

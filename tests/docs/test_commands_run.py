@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.docs.blocks import ROOT, Block, documented, use_of
+from tests.docs.blocks import Block, documented, use_of
 from tests.docs.shell import commands_of, typed_lines
 from tests.mcore.command_line import Run, torchrun
 from tests.mcore.session import MODEL_FLAGS
+from tests.processes import ROOT, ran
 
 pytestmark = pytest.mark.functional
 
@@ -19,13 +19,11 @@ _SCRIPT = "tests/mcore/pretrain_as_megatron_does.py"
 _ADAPTER = "megatron_fsdp_v2_mcore."
 
 
-def _launches() -> list[Block]:
-    """Blocks that start one of the adapter's modules with torchrun."""
-    shell = [block for block in documented() if use_of(block).how == "shell"]
-    return [block for block in shell if f"-m {_ADAPTER}" in block.code]
+# Those that start one of the adapter's modules with torchrun.
+LAUNCHES = [b for b in documented() if use_of(b).how == "shell" and f"-m {_ADAPTER}" in b.code]
 
 
-@pytest.mark.parametrize("block", _launches(), ids=lambda block: block.name)
+@pytest.mark.parametrize("block", LAUNCHES, ids=lambda block: block.name)
 def test_a_command_for_a_cluster_trains_as_printed(block: Block, tmp_path: Path) -> None:
     folder = tmp_path / "shell"
     folder.mkdir()
@@ -49,16 +47,9 @@ def test_the_program_of_the_readme_trains_under_torchrun_and_resumes_nothing(
     path = tmp_path / "train.py"
     path.write_text(block.code)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
     for start in (launcher, []):
-        done = subprocess.run(
-            [sys.executable, *start, str(path)],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=120,
-            env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},
-        )
+        done = ran(sys.executable, *start, path, cwd=tmp_path, env=environment, timeout=120)
         assert done.returncode == 0, done.stderr
         losses = [float(line.split()[-1]) for line in done.stdout.splitlines()]
         assert len(losses) == 5

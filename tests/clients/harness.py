@@ -53,11 +53,6 @@ def parameters_held(model: nn.Module) -> dict[str, Part]:
     return {name: part_of(param, param) for name, param in model.named_parameters()}
 
 
-def gradients_held(model: nn.Module) -> dict[str, Part]:
-    """This process's part of every gradient, by name."""
-    return {name: part_of(param, param.grad) for name, param in model.named_parameters()}
-
-
 @dataclass
 class Trace:
     """What a training showed.
@@ -83,17 +78,6 @@ def sgd(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.01, momentum=0.9)
 
 
-def loss_inside(model: nn.Module, batch: Batch) -> Any:
-    """The loss of a model that is given labels and returns an object with a loss."""
-    return model(**batch).loss
-
-
-def observes_nothing(model: nn.Module, step: int, rank: int) -> Mapping[str, torch.Tensor]:
-    """No evaluation."""
-    del model, step, rank
-    return {}
-
-
 @dataclass(frozen=True)
 class Training:
     """What is trained, and how.
@@ -102,7 +86,7 @@ class Training:
         build: Makes the model.
         units: Modules to shard, children first; the root comes after.
         batch: Arguments of the loss: `(step, micro, rank)`.
-        loss: Loss of a batch: `(model, batch)`.
+        loss: Loss of a batch: `(model, batch)`; usually one that the model's output has.
         prepare: What is done to the model before it is sharded.
         observe: Evaluation after each optimizer step and between the first two micro-batches of
             each step: `(model, step, rank)`; what it returns is compared.
@@ -116,9 +100,9 @@ class Training:
     build: Callable[[], nn.Module]
     units: Callable[[nn.Module], Sequence[nn.Module]]
     batch: Callable[[int, int, int], Batch]
-    loss: Callable[[nn.Module, Batch], Any] = loss_inside
+    loss: Callable[[Any, Batch], Any] = lambda model, batch: model(**batch).loss
     prepare: Callable[[Any], None] = lambda model: None
-    observe: Callable[[nn.Module, int, int], Mapping[str, torch.Tensor]] = observes_nothing
+    observe: Callable[[Any, int, int], Mapping[str, torch.Tensor]] = lambda model, step, rank: {}
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = sgd
     num_steps: int = 3
     num_micro: int = 2
@@ -178,7 +162,8 @@ def run(
                 trace.losses[step, micro, of] = float(loss.detach())
             if micro == 0:
                 trace.observed.append(training.observe(model, step, rank))
-        trace.grads.append(gradients_held(model))
+        params = model.named_parameters()
+        trace.grads.append({name: part_of(param, param.grad) for name, param in params})
         optimizer.step()
         optimizer.zero_grad()
         trace.observed.append(training.observe(model, step, rank))

@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from operator import itemgetter
 from pathlib import Path
 
 import pytest
@@ -90,12 +91,8 @@ class Table:
     def text(self) -> str:
         """The page."""
         lines = [*textwrap.wrap(_ABOUT, 90), "", _line(_HEAD), _line(("---",) * len(_HEAD))]
-        lines += [_line(cells) for cells in sorted(self.lines.values(), key=_order)]
+        lines += [_line(cells) for cells in sorted(self.lines.values(), key=itemgetter(0, 2, 3))]
         return f"{self.intro}{_START}\n\n" + "\n".join(lines) + "\n"
-
-
-def _order(cells: tuple[str, ...]) -> tuple[str, ...]:
-    return (cells[0], cells[2], cells[3])
 
 
 def _line(cells: tuple[str, ...]) -> str:

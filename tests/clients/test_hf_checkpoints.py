@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +14,19 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from megatron_fsdp_v2 import checkpoint, fully_shard
+from megatron_fsdp_v2 import checkpoint
 from megatron_fsdp_v2.checkpoint.exporting import convert
 from tests.clients.conftest import Measure, Record
 from tests.clients.harness import (
-    Training,
     build,
     change_of_parts,
     difference_of_parts,
-    mesh_of,
     parameters_held,
     run,
     shard,
     train_plain,
 )
-from tests.clients.hf_models import MODELS, units
+from tests.clients.hf_models import MODELS
 from tests.clients.test_hf_training import training_of
 from tests.ranks import RankPools
 
@@ -52,12 +51,8 @@ def load_torch(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -
     of_model, of_optimizer = get_state_dict(model, optimizer)
     state = {"model": of_model, "optimizer": of_optimizer}
     dcp.load(state, checkpoint_id=path)
-    set_state_dict(
-        model,
-        optimizer,
-        model_state_dict=state["model"],
-        optim_state_dict=state["optimizer"],
-    )
+    loaded = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+    set_state_dict(model, optimizer, **loaded)
 
 
 WAYS: dict[str, tuple[Carry, Carry]] = {
@@ -66,12 +61,6 @@ WAYS: dict[str, tuple[Carry, Carry]] = {
     "ours to torch": (checkpoint.save, load_torch),
     "torch to ours": (save_torch, checkpoint.load),
 }
-
-
-def other_values(training: Training) -> nn.Module:
-    """The model with values that a checkpoint has to replace."""
-    torch.manual_seed(99)
-    return shard(training, training.build())
 
 
 def difference_when_resumed(name: str, way: str, folder: Path) -> tuple[float, float]:
@@ -84,7 +73,9 @@ def difference_when_resumed(name: str, way: str, folder: Path) -> tuple[float, f
     run(training, model, optimizer, ranks, range(SAVED_AFTER))
     save(folder / "saved", model, optimizer)
     went_on = run(training, model, optimizer, ranks, later)
-    resumed = other_values(training)
+    # With values that the checkpoint has to replace.
+    torch.manual_seed(99)
+    resumed = shard(training, training.build())
     optimizer = training.optimizer(resumed.parameters())
     load(folder / "saved", resumed, optimizer)
     again = run(training, resumed, optimizer, ranks, later)
@@ -129,14 +120,6 @@ def test_an_export_is_loaded_with_from_pretrained(
     measure("transformers", compared, 2, function, name, tmp_path, at_most=0.0)
 
 
-def shard_on_meta(model: Any) -> Any:
-    """Shard a model without memory; the library gives values, also to buffers it never saves."""
-    options = {"mesh": mesh_of(dist.get_world_size()), "param_init_fn": model._init_weights}
-    for unit in units(model):
-        fully_shard(unit, **options)
-    return fully_shard(model, **options)
-
-
 def difference_when_made_on_meta(name: str, source: str, folder: Path) -> float:
     """Of a training that starts from a model on the meta device, filled from a folder."""
     training = training_of(name)
@@ -147,7 +130,9 @@ def difference_when_made_on_meta(name: str, source: str, folder: Path) -> float:
     dist.barrier()
     with torch.device("meta"):
         model = training.build()
-    model = shard_on_meta(model)
+    # The library gives values, also to buffers it never saves.
+    initialized = replace(training, options={"param_init_fn": model._init_weights})
+    model = shard(initialized, model)
     if source == "state dict":
         model.load_state_dict(plain.state_dict())
     else:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron_fsdp_v2 import FSDPModule
 from tests.clients.conftest import Measure
 from tests.clients.harness import Batch, compare
 from tests.clients.hf_models import MODELS, VOCABULARY, units_with_halves
@@ -48,7 +49,8 @@ def evaluate(name: str, new_tokens: Any, model: Any, step: int, rank: int) -> di
             _tensors("forward", model(**MODELS[name].batch(7000 + rank), output_hidden_states=True))
         )
         if MODELS[name].generates:
-            number, synced = new_tokens(rank)
+            first, more, synced = new_tokens
+            number = first + more * rank
             if name == "Mixtral":
                 # The library cannot compute the loss of the router with a cache and a mask.
                 model.config.output_router_logits = False
@@ -59,7 +61,7 @@ def evaluate(name: str, new_tokens: Any, model: Any, step: int, rank: int) -> di
                 max_new_tokens=number,
                 return_dict_in_generate=True,
                 output_scores=True,
-                synced_gpus=synced and dist.get_world_size() > 1 and _is_sharded(model),
+                synced_gpus=synced and dist.get_world_size() > 1 and isinstance(model, FSDPModule),
             )
             if name == "Mixtral":
                 model.config.output_router_logits = True
@@ -73,21 +75,8 @@ def evaluate(name: str, new_tokens: Any, model: Any, step: int, rank: int) -> di
     return {key: value.clone().nan_to_num() for key, value in found.items()}
 
 
-def _is_sharded(model: nn.Module) -> bool:
-    return hasattr(model, "set_requires_gradient_sync")
-
-
-def _as_many(rank: int) -> tuple[int, bool]:
-    del rank
-    return 4, False
-
-
-def _more_on_some_ranks(rank: int) -> tuple[int, bool]:
-    return 2 + 3 * rank, False
-
-
-def _more_on_some_ranks_synced(rank: int) -> tuple[int, bool]:
-    return 2 + 3 * rank, True
+# Tokens that rank 0 generates, how many more every further rank, and whether ranks wait for all.
+_AS_MANY, _MORE_ON_SOME_RANKS, _SYNCED = (4, 0, False), (2, 3, False), (2, 3, True)
 
 
 def difference_with_evaluations(name: str, strategy: str, new_tokens: Any) -> float:
@@ -104,26 +93,26 @@ COMPARED = "losses, gradients, parameters, hidden states, generated tokens, scor
 def test_evaluating_and_generating_between_backwards_and_steps_is_as_unsharded(
     measure: Measure, name: str, strategy: str
 ) -> None:
-    measure("transformers", COMPARED, 2, difference_with_evaluations, name, strategy, _as_many)
+    measure("transformers", COMPARED, 2, difference_with_evaluations, name, strategy, _AS_MANY)
 
 
 @pytest.mark.parametrize("name", ["Llama", "Mixtral", "T5", "Mamba2"])
 def test_ranks_may_generate_different_lengths_where_weights_are_whole(
     measure: Measure, name: str
 ) -> None:
-    arguments = (name, "ZeRO-1", _more_on_some_ranks)
+    arguments = (name, "ZeRO-1", _MORE_ON_SOME_RANKS)
     measure("transformers", COMPARED, 2, difference_with_evaluations, *arguments)
 
 
 @pytest.mark.parametrize("name", ["Llama", "Mixtral", "T5", "Mamba2"])
 def test_ranks_may_generate_different_lengths_with_synced_gpus(measure: Measure, name: str) -> None:
-    arguments = (name, "ZeRO-3", _more_on_some_ranks_synced)
+    arguments = (name, "ZeRO-3", _SYNCED)
     measure("transformers", COMPARED, 2, difference_with_evaluations, *arguments)
 
 
 def generate_different_lengths_and_train() -> None:
     options = {**options_of("ZeRO-3", "2 ranks"), "check_ranks": "always"}
-    observe = functools.partial(evaluate, "Llama", _more_on_some_ranks)
+    observe = functools.partial(evaluate, "Llama", _MORE_ON_SOME_RANKS)
     compare(training_of("Llama", options=options, observe=observe))
 
 

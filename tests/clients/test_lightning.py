@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from megatron_fsdp_v2 import fully_shard
 from tests.clients.conftest import Measure
 from tests.clients.differences import Shown, difference_of, shown, whole, whole_parameters
+from tests.distributed.wrapping import wrap
 from tests.reference.models import Block
 
 STRATEGIES = ["optim", "optim_grads", "optim_grads_params"]
@@ -39,9 +39,7 @@ def samples(steps: int) -> TensorDataset:
 
 def shard(model: nn.Sequential, mesh: Any, strategy: str) -> nn.Sequential:
     """What a user's `configure_model` or `parallelize_fn` does."""
-    for layer in model:
-        fully_shard(layer, mesh=mesh, sharding_strategy=strategy)
-    return fully_shard(model, mesh=mesh, sharding_strategy=strategy)
+    return wrap(model, list(model), mesh=mesh, sharding_strategy=strategy)
 
 
 def lightning_module(strategy: str | None) -> Any:
@@ -153,16 +151,12 @@ def fitted(strategy: str | None, *, resumed: Path | None = None, **options: Any)
         if last < STEPS:
             trainer.save_checkpoint(resumed)
     found = shown(losses, norms, whole_parameters(module))
-    found["losses"] = mean_over_ranks(torch.stack(losses), strategy)
-    return found | {"validation": trainer.callback_metrics["validation"]}
-
-
-def mean_over_ranks(values: torch.Tensor, strategy: str | None) -> torch.Tensor:
-    """Values of one rank that had all samples, or the mean of those of all ranks."""
     if strategy is not None:
-        dist.all_reduce(values)
-        values /= dist.get_world_size()
-    return values
+        # Without sharding this rank had the samples of all.
+        mean = torch.stack(losses) / dist.get_world_size()
+        dist.all_reduce(mean)
+        found["losses"] = mean
+    return found | {"validation": trainer.callback_metrics["validation"]}
 
 
 def trainer_difference(strategy: str) -> float:

@@ -11,12 +11,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from megatron_fsdp_v2 import checkpoint, fully_shard
+from megatron_fsdp_v2 import checkpoint
 from megatron_fsdp_v2.runtime.fsdp_module import unit_of
 from tests.clients.conftest import Measure, Record
 from tests.clients.differences import Shown, difference_of, shown, whole, whole_parameters
-from tests.clients.harness import STRATEGIES, mesh_of
+from tests.clients.harness import STRATEGIES
 from tests.clients.test_accelerate import COMPARED, llama
+from tests.distributed.wrapping import wrap
 from tests.ranks import RankPools
 
 BATCH = 2
@@ -43,10 +44,8 @@ def with_adapters() -> Any:
 
 def shard(model: Any, strategy: str) -> Any:
     """Make every layer a unit, and the rest of the model."""
-    mesh = mesh_of(dist.get_world_size())
-    for module in [*model.base_model.model.model.layers, model]:
-        fully_shard(module, mesh=mesh, sharding_strategy=STRATEGIES[strategy])
-    return model
+    layers = model.base_model.model.model.layers
+    return wrap(model, layers, sharding_strategy=STRATEGIES[strategy])
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:

@@ -9,6 +9,7 @@ freed. Numbers mean nothing.
 
 from __future__ import annotations
 
+import math
 import sys
 
 import torch
@@ -16,34 +17,18 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_fsdp_v2 import MixedPrecisionPolicy, fully_shard
 from megatron_fsdp_v2.runtime.fsdp_module import unit_of
+from tests.distributed.wrapping import BF16, wrap
 from tests.reference.models import Checkpointed
-
-POLICY = MixedPrecisionPolicy(
-    param_dtype=torch.bfloat16,
-    main_params_dtype=torch.float32,
-    main_grads_dtype=torch.float32,
-    grad_comm_dtype=torch.bfloat16,
-)
 
 
 def train(strategy: str, shape: tuple[int, ...], outer: str, device: str) -> None:
     """Two steps of two micro-batches with an evaluation between."""
-    world_size = 1
-    for size in shape:
-        world_size *= size
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=math.prod(shape))
     mesh = init_device_mesh(device, shape, mesh_dim_names=("outer", "inner")[-len(shape) :])
     model = Checkpointed(use_reentrant=False).to(device)
-    for module in [*model.blocks, model]:
-        fully_shard(
-            module,
-            mesh=mesh,
-            sharding_strategy=strategy,
-            outer_dp_sharding_strategy=outer,
-            mp_policy=POLICY,
-        )
+    options = {"sharding_strategy": strategy, "outer_dp_sharding_strategy": outer}
+    wrap(model, mesh=mesh, mp_policy=BF16, **options)
     # Made in the first backward otherwise; the sanitizer takes the making of a view for a write.
     units = [unit_of(module) for module in [*model.blocks, model]]
     views = [group.grads.param_grads.views for unit in units for group in unit.groups]

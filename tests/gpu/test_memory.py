@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron_fsdp_v2 import fully_shard
 from megatron_fsdp_v2.runtime.fsdp_module import unit_of
-from tests.gpu.marks import NEEDS_GPU
+from tests.distributed.wrapping import wrap
+from tests.gpu.conftest import NEEDS_GPU
 from tests.parity.test_parity import STRATEGIES
 from tests.reference.models import Block
 
@@ -28,13 +28,6 @@ SLACK = 4 << 20
 """Bytes for activations, rounding of the allocator, and what libraries keep."""
 
 
-def _warm_up() -> None:
-    """Have matrix libraries allocate their workspaces, in the forward's and backward's threads."""
-    layer = nn.Linear(WIDTH, WIDTH, device="cuda")
-    layer(torch.ones(4, WIDTH, device="cuda")).sum().backward()
-    torch.cuda.synchronize()
-
-
 def _step(model: Any) -> None:
     model(torch.ones(4, WIDTH, device="cuda")).square().mean().backward()
 
@@ -43,12 +36,14 @@ def _step(model: Any) -> None:
 def test_at_rest_and_at_its_peak_a_step_holds_what_the_layout_says(
     mesh: DeviceMesh, strategy: str
 ) -> None:
-    _warm_up()
+    # Matrix libraries allocate their workspaces, in the forward's and the backward's thread.
+    layer = nn.Linear(WIDTH, WIDTH, device="cuda")
+    _step(layer)
+    del layer
     gc.collect()
     before = torch.cuda.memory_allocated()
     model: Any = nn.Sequential(*(Block(WIDTH) for _ in range(NUM_UNITS))).cuda()
-    for module in [*model, model]:
-        fully_shard(module, mesh=mesh, sharding_strategy=strategy)
+    wrap(model, list(model), mesh=mesh, sharding_strategy=strategy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for _ in range(2):
         _step(model)
@@ -73,8 +68,7 @@ def test_the_trace_pool_changes_no_bit_and_allocates_nothing(mesh: DeviceMesh) -
     for pooled in (False, True):
         torch.manual_seed(0)
         model: Any = nn.Sequential(*(Block(WIDTH) for _ in range(NUM_UNITS))).cuda()
-        for module in [*model, model]:
-            fully_shard(module, mesh=mesh, enable_trace_pool=pooled)
+        wrap(model, list(model), mesh=mesh, enable_trace_pool=pooled)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         for step in range(6):
             allocated = model.trace_pool().num_allocations if pooled and step == 5 else 0

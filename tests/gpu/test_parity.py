@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_fsdp_v2 import fully_shard
-from tests.gpu.marks import NEEDS_GPU
+from tests.gpu.conftest import NEEDS_GPU
 from tests.parity.patterns import PATTERNS, Pattern
 from tests.parity.test_parity import STRATEGIES, compare
 from tests.reference.training import train_reference, train_sharded

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from tests.gpu.marks import NEEDS_GPU
+from tests.gpu.conftest import NEEDS_GPU
 from tests.parity.test_parity import STRATEGIES
+from tests.processes import ran
 
 pytestmark = NEEDS_GPU
 
@@ -18,15 +18,9 @@ MESHES = [("1", "no_shard"), ("2", "no_shard"), ("2x2", "no_shard"), ("2x2", "op
 
 
 def _sanitized(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "tests.gpu.sanitized_step", *arguments],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "TORCH_CUDA_SANITIZER": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    environment = {**os.environ, "TORCH_CUDA_SANITIZER": "1"}
+    words = (sys.executable, "-m", "tests.gpu.sanitized_step", *arguments)
+    return ran(*words, env=environment, timeout=300)
 
 
 @pytest.mark.parametrize(

@@ -20,11 +20,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 
-from megatron_fsdp_v2 import fully_shard
 from megatron_fsdp_v2.comm.backends import CudaStreams, communicator_for
 from megatron_fsdp_v2.comm.interface import Axis, Collective, CollectiveKind, CommStream
 from megatron_fsdp_v2.comm.streams import StreamCommunicator
-from tests.gpu.marks import NEEDS_GPU
+from tests.distributed.wrapping import wrap
+from tests.gpu.conftest import NEEDS_GPU
 from tests.reference.models import Block
 
 pytestmark = NEEDS_GPU
@@ -89,9 +89,8 @@ def _written_late(value: float, numel: int = NUMEL, dtype: Any = torch.float32) 
 def test_a_gather_comes_after_its_input_and_before_its_use(
     communicator: StreamCommunicator,
 ) -> None:
-    output = torch.zeros(2 * NUMEL, device="cuda")
-    shard = _written_late(3.0)
-    work = communicator.issue(_gather(output, shard), async_op=True)
+    output, shard = torch.zeros(2 * NUMEL, device="cuda"), _written_late(3.0)
+    work = communicator.all_gather(output, shard, _axis(), CommStream.GATHER, async_op=True)
     # The host is far ahead of the device: nothing but the stream's order can make this right.
     work.wait()
     used = output.clone()
@@ -190,8 +189,7 @@ def _profiled_step(rank: int, store: str, folder: str) -> None:
     dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=2)
     mesh = init_device_mesh("cuda", (2,), mesh_dim_names=("dp",))
     model: Any = nn.Sequential(*(Block(2048) for _ in range(6))).cuda()
-    for module in [*model, model]:
-        fully_shard(module, mesh=mesh)
+    wrap(model, list(model), mesh=mesh)
     data = torch.ones(2048, 2048, device="cuda")
     for _ in range(3):
         model(data).square().mean().backward()

@@ -17,9 +17,21 @@ import torch
 from tests.gpu.kit import __main__ as kit
 from tests.gpu.kit import trainings
 from tests.gpu.kit.__main__ import main
-from tests.gpu.kit.check import Check, Outcome, Request, Status
 from tests.gpu.kit.checks import CHECKS
-from tests.gpu.kit.running import ROOT, Result, command, on_ranks, python, run_checks
+from tests.gpu.kit.running import (
+    ROOT,
+    Check,
+    Outcome,
+    Request,
+    Result,
+    Status,
+    command,
+    on_ranks,
+    python,
+    run_checks,
+)
+
+WRONG = "what went wrong"
 
 
 def _check(name: str, run: Callable[[Request], Outcome], **more: Any) -> Check:
@@ -44,13 +56,8 @@ def _ranks_that(function: Callable[[], None], limit_s: float, request: Request) 
     return _passes(request)
 
 
-def _late(request: Request) -> Outcome:
-    command(python("-c", "import time; time.sleep(60)"), request.folder / "log", limit_s=0.2)
-    return _passes(request)
-
-
-def _ends_badly(request: Request) -> Outcome:
-    command(python("-c", "print('what went wrong'); exit(3)"), request.folder / "log").checked()
+def _command_of(code: str, request: Request) -> Outcome:
+    command(python("-c", code), request.folder / "log", limit_s=2.0).checked()
     return _passes(request)
 
 
@@ -92,8 +99,8 @@ def test_what_fails_in_any_way_is_reported_as_failed_and_stops_nothing(tmp_path:
         _check("an exception", lambda request: Outcome.of(bool(1 // 0), "")),
         _check("a crash", functools.partial(_ranks_that, _crash, 30.0)),
         _check("a hang", functools.partial(_ranks_that, _hang, 0.2)),
-        _check("a late command", _late),
-        _check("a failed command", _ends_badly),
+        _check("a late command", functools.partial(_command_of, "import time; time.sleep(60)")),
+        _check("a failed command", functools.partial(_command_of, f"exit({WRONG!r})")),
         _check("the next one", _passes),
     ]
     assert main(["--device", "cpu", "--out", str(tmp_path)], checks) == 1
@@ -106,8 +113,8 @@ def test_what_fails_in_any_way_is_reported_as_failed_and_stops_nothing(tmp_path:
         "an exception": "ZeroDivisionError",
         "a crash": "rank 1: the process died",
         "a hang": "no answer in time",
-        "a late command": "not done after 0.2 s",
-        "a failed command": "what went wrong",
+        "a late command": "not done after 2 s",
+        "a failed command": WRONG,
     }.items():
         assert said in found[name][1], name
     page = (tmp_path / "report.md").read_text()

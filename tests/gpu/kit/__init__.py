@@ -2,8 +2,8 @@
 
     python -m tests.gpu.kit --device cuda --out out/gpu
 
-`check` says what a check is and what may come of it; `checks` lists them; `on_ranks` and
-`trainings` do the work, in worker processes and in commands; `running` runs one after the other;
-`machine` says where; `report` writes it all down. With `--device cpu` the same code runs as far as
+`running` says what a check is and what may come of it, and runs one after the other; `checks` lists
+them; `on_ranks` and `trainings` do the work, in worker processes and in commands; `machine` says
+where; `report` writes it all down. With `--device cpu` the same code runs as far as
 it can, and what only a GPU shows is reported as that, never as passed.
 """

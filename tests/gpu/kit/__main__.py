@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.gpu.kit import report
-from tests.gpu.kit.check import Check, Request, Status
 from tests.gpu.kit.checks import CHECKS
 from tests.gpu.kit.machine import describe, num_gpus
-from tests.gpu.kit.running import ROOT, Result, run_checks
+from tests.gpu.kit.running import ROOT, Check, Request, Result, Status, run_checks
 
 
 def main(argv: Sequence[str] | None = None, checks: Sequence[Check] = CHECKS) -> int:

@@ -8,8 +8,7 @@ from typing import Any
 
 from tests.gpu.kit import on_ranks as ranked
 from tests.gpu.kit import trainings
-from tests.gpu.kit.check import Check, Outcome, Request
-from tests.gpu.kit.running import command, on_ranks, python
+from tests.gpu.kit.running import Check, Outcome, Request, command, on_ranks, python
 from tests.parity.patterns import PATTERNS
 from tests.parity.test_parity import STRATEGIES
 
@@ -106,11 +105,11 @@ def compiled(request: Request) -> Outcome:
     return Outcome.of(error < 1e-4, f"{backend}: losses differ by {error:.1e}", errors=worst)
 
 
-def pytest_files(request: Request, *words: str, on_cpu: tuple[str, ...] = ()) -> Outcome:
+def pytest_files(request: Request, file: str, on_cpu: tuple[str, ...]) -> Outcome:
     """Test files that need a GPU; on a CPU, what rehearses them."""
     log = request.folder / "output.log"
     if request.on_cuda:
-        done = command(python("-m", "pytest", "-q", "-m", "gpu", *words), log)
+        done = command(python("-m", "pytest", "-q", "-m", "gpu", file), log)
         last = done.checked().output.strip().splitlines()[-1]
         # Tests that skip themselves are no proof; what needs two GPUs does so where there is one.
         is_whole = " passed" in last and ("skipped" not in last or request.ranks == 1)
@@ -145,56 +144,62 @@ def bench(request: Request) -> Outcome:
     return Outcome(outcome.status, outcome.text, outcome.numbers, ("bench.png",))
 
 
-def _beside_ddp(name: str, ranks: int | None = None, **options: Any) -> Any:
-    return functools.partial(trainings.beside_ddp, name=name, ranks=ranks, **options)
+def _parity(kind: str, precision: str) -> Any:
+    return functools.partial(parity, kind, precision)
 
 
-_LIKE_DDP = "losses of ten iterations are those of Megatron's own DDP, with"
+def _switch(name: str, setting: bool) -> Any:
+    return functools.partial(same_bits, name, setting)
+
+
+def _on_gpus(name: str, proves: str, file: str, *on_cpu: str) -> Check:
+    """A file of tests, and the words of a Python that rehearses it on a CPU."""
+    run = functools.partial(pytest_files, file=file, on_cpu=on_cpu)
+    return Check(name, proves, run, only_cuda=True, is_rehearsed=name == "sanitizer")
+
+
+def _like_ddp(
+    name: str, what: str = "", row: str = "", ranks: int | None = None, **options: Any
+) -> Check:
+    """A row of the functional matrix beside Megatron's own DDP."""
+    run = functools.partial(trainings.beside_ddp, name=row or name, ranks=ranks, **options)
+    proves = f"losses of ten iterations are those of Megatron's own DDP, with {what or name}"
+    found = ranks or trainings.row(row or name).world_size
+    return Check(f"Megatron, {name}", proves, run, least_ranks=found)
+
 
 CHECKS: tuple[Check, ...] = (
     Check(
         "parity, fp32",
         "every strategy trains every pattern as an unsharded loop does, over NCCL on GPUs",
-        functools.partial(parity, "1-D", "fp32"),
+        _parity("1-D", "fp32"),
     ),
-    Check(
-        "parity, bf16",
-        "likewise with bf16 weights and communication",
-        functools.partial(parity, "1-D", "bf16"),
-    ),
+    Check("parity, bf16", "likewise with bf16 weights and communication", _parity("1-D", "bf16")),
     *(
         Check(
             f"parity, {kind}, {precision}",
             f"likewise on two axes, {kind}, in {precision}",
-            functools.partial(parity, kind, precision),
+            _parity(kind, precision),
             least_ranks=4,
         )
         for kind in ("HSDP", "HFSDP")
         for precision in ("fp32", "bf16")
     ),
-    Check(
+    _on_gpus(
         "parity of one rank",
         "every pattern on CUDA at world size 1, where every axis takes its short cut",
-        lambda request: pytest_files(
-            request, "tests/gpu/test_parity.py", on_cpu=("-c", "import tests.gpu.test_parity")
-        ),
-        only_cuda=True,
-        is_rehearsed=False,
+        "tests/gpu/test_parity.py",
     ),
-    Check(
-        "trace pool",
-        "planned addresses change no bit",
-        functools.partial(same_bits, "enable_trace_pool", True),
-    ),
+    Check("trace pool", "planned addresses change no bit", _switch("enable_trace_pool", True)),
     Check(
         "prefetch",
         "gathering ahead on a stream of its own changes no bit",
-        functools.partial(same_bits, "enable_unshard_prefetch", False),
+        _switch("enable_unshard_prefetch", False),
     ),
     Check(
         "asynchronous reduction",
         "reducing on a stream of its own changes no bit",
-        functools.partial(same_bits, "enable_async_reduce_grad", False),
+        _switch("enable_async_reduce_grad", False),
     ),
     Check("Muon", "Muon of sharded parameters is Muon of whole ones", muon),
     Check("async save", "a save holds the values of its moment while training goes on", async_save),
@@ -204,29 +209,21 @@ CHECKS: tuple[Check, ...] = (
         "no step passes the bound that is computed beforehand; torch's allocator agrees",
         memory,
     ),
-    Check(
+    _on_gpus(
         "memory at rest",
         "torch's allocator holds what the layout says, at rest and at the peak",
-        lambda request: pytest_files(request, "tests/gpu/test_memory.py"),
-        only_cuda=True,
-        is_rehearsed=False,
+        "tests/gpu/test_memory.py",
     ),
-    Check(
+    _on_gpus(
         "streams",
         "streams wait for what they need; a trace shows collectives beside computation",
-        lambda request: pytest_files(request, "tests/gpu/test_streams.py"),
-        only_cuda=True,
-        is_rehearsed=False,
+        "tests/gpu/test_streams.py",
     ),
-    Check(
+    _on_gpus(
         "sanitizer",
         "torch's CUDA sanitizer finds no unordered access in two steps of any strategy",
-        lambda request: pytest_files(
-            request,
-            "tests/gpu/test_sanitizer.py",
-            on_cpu=("-m", "tests.gpu.sanitized_step", STRATEGIES[-1], "2x2", "optim", "cpu"),
-        ),
-        only_cuda=True,
+        "tests/gpu/test_sanitizer.py",
+        *("-m", "tests.gpu.sanitized_step", STRATEGIES[-1], "2x2", "optim", "cpu"),
     ),
     Check(
         "fake CUDA",
@@ -235,37 +232,12 @@ CHECKS: tuple[Check, ...] = (
         fake_cuda,
     ),
     Check("bench", "a step's time beside DDP's and FSDP2's (measured, not judged)", bench),
-    Check(
-        "Megatron, one rank",
-        f"{_LIKE_DDP} one rank",
-        _beside_ddp("dense", 1, strategies=4),
-    ),
-    Check(
-        "Megatron, DP",
-        f"{_LIKE_DDP} two ranks and every strategy",
-        _beside_ddp("dense", 2, strategies=4),
-        least_ranks=2,
-    ),
-    Check(
-        "Megatron, DP, bf16",
-        f"{_LIKE_DDP} bf16 weights",
-        _beside_ddp("dense, bf16", 2, strategies=4),
-        least_ranks=2,
-    ),
-    *(
-        Check(f"Megatron, {name}", f"{_LIKE_DDP} {name}", _beside_ddp(name), least_ranks=2)
-        for name in ("TP2", "PP2, tied", "EP2", "Muon", "trace pool, evaluation in between")
-    ),
-    *(
-        Check(f"Megatron, {name}", f"{_LIKE_DDP} {name}", _beside_ddp(name), least_ranks=4)
-        for name in ("TP2 x DP2, sequence parallel", "EP2 x DP2, all-to-all")
-    ),
-    Check(
-        "Megatron, TP2 x PP2 x DP2",
-        f"{_LIKE_DDP} three parallelisms at once",
-        _beside_ddp("TP2 x PP2 x DP2"),
-        least_ranks=8,
-    ),
+    _like_ddp("one rank", "", "dense", 1, strategies=4),
+    _like_ddp("DP", "two ranks and every strategy", "dense", 2, strategies=4),
+    _like_ddp("DP, bf16", "bf16 weights", "dense, bf16", 2, strategies=4),
+    *map(_like_ddp, ("TP2", "PP2, tied", "EP2", "Muon", "trace pool, evaluation in between")),
+    *map(_like_ddp, ("TP2 x DP2, sequence parallel", "EP2 x DP2, all-to-all")),
+    _like_ddp("TP2 x PP2 x DP2", "three parallelisms at once"),
     Check(
         "Megatron, FP8",
         "FP8 trains as DDP does, or is rejected by name",

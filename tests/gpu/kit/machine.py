@@ -35,9 +35,10 @@ def describe(device: str, root: Path) -> dict[str, str]:
         device: `cuda` or `cpu`.
         root: The working tree.
     """
+    changes = _output("git", "-C", str(root), "status", "--porcelain")
     found = {
         "device": device,
-        "commit": commit_of(root) + (" with changes" if _has_changes(root) else ""),
+        "commit": commit_of(root) + (" with changes" if changes else ""),
         "system": f"{platform.system()} {platform.release()}",
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "python": platform.python_version(),
@@ -72,10 +73,6 @@ def _nccl() -> str:
         return ".".join(map(str, version))
     except (AttributeError, RuntimeError):
         return "not in this torch"
-
-
-def _has_changes(root: Path) -> bool:
-    return bool(_output("git", "-C", str(root), "status", "--porcelain").strip())
 
 
 def _output(*words: str) -> str:

@@ -20,7 +20,7 @@ from megatron_fsdp_v2 import checkpoint, fully_shard
 from megatron_fsdp_v2.diagnostics import memory_tracker
 from megatron_fsdp_v2.optim import Muon
 from tests.distributed.test_memory_bound import Deep
-from tests.distributed.wrapping import BF16
+from tests.distributed.wrapping import BF16, wrap
 from tests.gpu.test_parity import on_device
 from tests.parity.patterns import PATTERNS, Pattern
 from tests.parity.test_parity import STRATEGIES, _same_bits, compare
@@ -47,6 +47,10 @@ def _trained(pattern: Pattern, device: str, mesh: DeviceMesh, **options: Any) ->
     return train_sharded(on_device(pattern, device), shard)
 
 
+def _reference(pattern: Pattern, device: str) -> Trace:
+    return train_reference(on_device(pattern, device), dist.get_world_size(), dist.get_rank())
+
+
 def parity(
     device: str,
     shape: tuple[int, ...],
@@ -56,24 +60,17 @@ def parity(
     strategies: Sequence[str],
 ) -> dict[str, dict[str, float]]:
     """The largest relative error against an unsharded loop, by pattern and strategy."""
-    mesh, rank = _mesh(device, shape), dist.get_rank()
+    mesh = _mesh(device, shape)
+    options = {"outer_dp_sharding_strategy": outer, "mp_policy": POLICIES[precision]}
     found: dict[str, dict[str, float]] = {}
     for name in patterns:
         pattern = PATTERNS[name]
-        reference = train_reference(
-            on_device(pattern, device), dist.get_world_size(), evaluates_rank=rank
-        )
+        reference = _reference(pattern, device)
         found[name] = {}
         for strategy in strategies:
-            trace = _trained(
-                pattern,
-                device,
-                mesh,
-                sharding_strategy=strategy,
-                outer_dp_sharding_strategy=outer,
-                mp_policy=POLICIES[precision],
+            found[name][strategy] = compare(
+                _trained(pattern, device, mesh, sharding_strategy=strategy, **options), reference
             )
-            found[name][strategy] = compare(trace, reference)
     return found
 
 
@@ -100,9 +97,7 @@ def muon(device: str) -> dict[str, float]:
         return Muon([p for p in params if p.ndim == 2], lr=0.02, **options)
 
     pattern = dataclasses.replace(PATTERNS["plain"], optimizer=optimizer)
-    reference = train_reference(
-        on_device(pattern, device), dist.get_world_size(), evaluates_rank=dist.get_rank()
-    )
+    reference = _reference(pattern, device)
     return {
         strategy: compare(
             _trained(pattern, device, _flat(device), sharding_strategy=strategy), reference
@@ -113,9 +108,7 @@ def muon(device: str) -> dict[str, float]:
 
 def _sharded_stack(device: str, strategy: str, seed: int) -> tuple[Any, torch.optim.Optimizer]:
     torch.manual_seed(seed)
-    model: Any = Stack().to(device)
-    for module in [*model.blocks, model]:
-        fully_shard(module, mesh=_flat(device), sharding_strategy=strategy)
+    model = wrap(Stack().to(device), mesh=_flat(device), sharding_strategy=strategy)
     return model, torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
@@ -166,9 +159,8 @@ def memory(device: str, width: int) -> dict[str, dict[str, int]]:
     for strategy in STRATEGIES:
         gc.collect()
         before = torch.cuda.memory_allocated() if device == "cuda" else 0
-        model: Any = Deep(width=width).to(device)
-        for module in [*model.blocks, model]:
-            fully_shard(module, mesh=_flat(device), sharding_strategy=strategy)
+        model = Deep(width=width).to(device)
+        wrap(model, mesh=_flat(device), sharding_strategy=strategy)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
 
         def step(model: Any = model, optimizer: Any = optimizer) -> None:
@@ -197,11 +189,9 @@ def compiled(device: str, backend: str, width: int) -> dict[str, float]:
         for is_compiled in (False, True):
             torch.manual_seed(0)
             model: Any = nn.Sequential(*(Block(width) for _ in range(3))).to(device)
-            for block in model:
-                if is_compiled:
-                    block.compile(backend=backend)
-                fully_shard(block, mesh=_flat(device), sharding_strategy=strategy)
-            fully_shard(model, mesh=_flat(device), sharding_strategy=strategy)
+            for block in model if is_compiled else ():
+                block.compile(backend=backend)
+            wrap(model, list(model), mesh=_flat(device), sharding_strategy=strategy)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
             losses.append([])
             for step in range(4):

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from tests.gpu.kit.check import Status
-from tests.gpu.kit.running import Result, folder_name
+from tests.gpu.kit.running import Result, Status, folder_name
 
 _COLORS = {
     Status.PASSED: "tab:green",
@@ -34,23 +33,20 @@ def write(results: Sequence[Result], machine: Mapping[str, str], out: Path) -> P
     record = {
         "machine": dict(machine),
         "summary": _summary(results),
-        "checks": [
-            {
-                "name": result.check.name,
-                "proves": result.check.proves,
-                "status": result.outcome.status.value,
-                "seconds": round(result.seconds, 1),
-                "text": result.outcome.text,
-                "numbers": result.outcome.numbers,
-            }
-            for result in results
-        ],
+        "checks": [_record(result) for result in results],
         "pictures": pictures,
     }
     (out / "report.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     path = out / "report.md"
     path.write_text(_markdown(results, machine, pictures), encoding="utf-8")
     return path
+
+
+def _record(result: Result) -> dict[str, object]:
+    check, outcome = result.check, result.outcome
+    found = {"name": check.name, "proves": check.proves, "status": outcome.status.value}
+    found |= {"seconds": round(result.seconds, 1), "text": outcome.text}
+    return found | {"numbers": outcome.numbers}
 
 
 def _summary(results: Sequence[Result]) -> dict[str, int]:

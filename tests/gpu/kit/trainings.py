@@ -10,8 +10,7 @@ from typing import Any
 from examples.pretrain_text.launch import training_command
 from functional_tests.matrix import ROWS, SAVED, Row
 from functional_tests.trainings import largest
-from tests.gpu.kit.check import Outcome, Request, Status
-from tests.gpu.kit.running import CommandFailure, Done, command, python
+from tests.gpu.kit.running import CommandFailure, Done, Outcome, Request, Status, command, python
 from tests.mcore.command_line import PRINTED, Run
 from tests.mcore.session import fsdp
 

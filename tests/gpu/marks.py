@@ -1,9 +1,0 @@
-"""What every file of this folder is marked with."""
-
-import pytest
-import torch
-
-NEEDS_GPU = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]

@@ -6,6 +6,7 @@ reason than those, or not for each of them, is an error.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -19,133 +20,115 @@ class Reason:
     """Why a test, or one of its cases, fails.
 
     Attributes:
-        error: A pattern that its traceback has.
         kind: `rejected` (an argument or method, by name), `differs` (what ours does instead),
             `internal` (the test asks for parts of FSDP2 or its messages) or `gpu`.
+        error: A pattern that its traceback has.
         text: In words.
     """
 
-    error: str
     kind: str
+    error: str
     text: str
 
 
+_REJECTED, _DIFFERS, _INTERNAL, _GPU = (
+    functools.partial(Reason, kind) for kind in ("rejected", "differs", "internal", "gpu")
+)
 REASONS = {
-    "offload": Reason(
+    "offload": _REJECTED(
         r"offload_policy=CPUOffloadPolicy\(.* cannot be honored",
-        "rejected",
         "`CPUOffloadPolicy`",
     ),
-    "placement": Reason(
+    "placement": _REJECTED(
         r"ValueError: shard_placement_fn returns",
-        "rejected",
         "`shard_placement_fn` that shards another dimension than 0",
     ),
-    "reshard-to-fewer": Reason(
+    "reshard-to-fewer": _REJECTED(
         r"ValueError: reshard_after_forward must be True, False or None, got 2",
-        "rejected",
         "`reshard_after_forward=2` of 4 ranks",
     ),
-    "conversion": Reason(
+    "conversion": _REJECTED(
         r"ValueError: the parameters of unit .* cannot become",
-        "rejected",
         "`model.to(dtype)` after sharding",
     ),
-    "extensions": Reason(
+    "extensions": _REJECTED(
         r"ValueError: parameter .* which is made of other tensors or says how it is gathered",
-        "rejected",
         "all-gather extensions (`fsdp_pre_all_gather`), and parameters made of other tensors",
     ),
-    "not-here": Reason(
+    "not-here": _REJECTED(
         r"RuntimeError: \w+ was sharded by megatron_fsdp_v2, which has no",
-        "rejected",
         "`set_all_reduce_hook`, `set_allocate_memory_from_process_group_for_comm`, custom "
         "collectives; private methods",
     ),
-    "beside-torchs": Reason(
+    "beside-torchs": _REJECTED(
         r"RuntimeError: (DistributedDataParallel|torch\.distributed\.fsdp\.fully_shard) was called "
         r"on a module",
-        "rejected",
         "DDP, or torch's own `fully_shard`, around a sharded module",
     ),
-    "uneven-tensor-parallel": Reason(
+    "uneven-tensor-parallel": _REJECTED(
         r"into unequal parts; make it a multiple of",
-        "rejected",
         "tensor parallelism that cuts a dimension into unequal parts",
     ),
-    "rows": Reason(
+    "rows": _DIFFERS(
         r"'NoneType' object has no attribute '(to_local|_local_tensor|full_tensor)'"
         r"|0 not greater than 0|values for attribute 'shape' do not match",
-        "differs",
         "rows are cut otherwise, and a rank may hold none of a parameter: no `grad` there",
     ),
-    "root-kept": Reason(
+    "root-kept": _DIFFERS(
         r"in test_param_registration_after_forward[\s\S]*is not an instance of",
-        "differs",
         "the root keeps its gathered weights until its backward, whatever is said",
     ),
-    "meta": Reason(
+    "meta": _DIFFERS(
         r"device\(type='cpu'\) != device\(type='meta'\)",
-        "differs",
         "parameters on the meta device get memory, and values, in `fully_shard`",
     ),
-    "replicas": Reason(
+    "replicas": _INTERNAL(
         r"in test_hsdp_broadcast_across_replicas",
-        "internal",
         "threads that share one stream of random numbers; here ranks are processes",
     ),
-    "accepted": Reason(
+    "accepted": _DIFFERS(
         r"AssertionError: (NotImplementedError|RuntimeError|AssertionError) not raised",
-        "differs",
         "taken where FSDP2 rejects: parameters that are not contiguous, a 2-D mesh without names, "
         "modules on the meta device that can initialize themselves",
     ),
-    "threads": Reason(
+    "threads": _INTERNAL(
         r"(?!)",
-        "internal",
         "collectives and parameter groups of FSDP2 themselves, in 128 threads, without "
         "`fully_shard`: not run",
     ),
-    "state": Reason(
+    "state": _INTERNAL(
         r"'function' object has no attribute 'state'",
-        "internal",
         "FSDP2's own state of a module",
     ),
-    "message": Reason(
+    "message": _INTERNAL(
         r"\" does not match \"|cannot be deep-copied|fully_shard was already called on",
-        "internal",
         "the same error, in other words or of another class",
     ),
-    "node-count": Reason(
+    "node-count": _INTERNAL(
         r"in _test_train_mixed_requires_grad[\s\S]*False is not true",
-        "internal",
         "calls of FSDP2's autograd function are counted, after losses and weights were compared",
     ),
-    "collectives": Reason(
+    "collectives": _INTERNAL(
         r"in \w*(gradient_accumulation|train_parity_single_group|communication_count"
         r"|manual_reshard)[\s\S]*Scalars are not equal"
         r"|length of the sequences mismatch: 0 != |'mesh_info'",
-        "internal",
         "calls of certain collectives, or of FSDP2's methods, are counted; with gloo a reduction "
         "is an all-to-all here, one rank alone makes none, and ranks compare notes once",
     ),
-    "gpu": Reason(
+    "gpu": _GPU(
         r"module 'torch\.cpu' has no attribute|Cannot re-initialize CUDA|not compiled with CUDA"
         r"|argument 'index' \(position 2\) must be int|Expects cpu:0 but got cpu"
         r"|expected scalar type (BFloat16|Half) but found Float|ValueError not raised"
         r"|Mesh should not be bigger than default world size|SkipTest: "
         r"|Event\(\) takes no arguments",
-        "gpu",
         "torch's own fails, or skips it, on a CPU or on 4 ranks as well",
     ),
-    "gloo": Reason(
+    "gloo": _GPU(
         r"in _test_clip_grad_norm[\s\S]*Tensor-likes are not close",
-        "gpu",
         "gloo's order of a sum misses the tolerance, with torch's own as well",
     ),
-    "half-sums": Reason(
+    "half-sums": _DIFFERS(
         r"in _test_(compute_dtype|reduce_dtype_bf16_reduce)[\s\S]*Tensor-likes are not close",
-        "differs",
         "on a CPU gradients that travel in bf16 or fp16 are added up in fp32, and not rounded "
         "after each term",
     ),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from functional_tests.table import Table
-from functional_tests.trainings import Trainings
+from functional_tests.trainings import Trainings, trainings_of
 from tests.ranks import RankPools
 
 PAGE = Path("docs") / "functional_matrix.md"
@@ -16,7 +16,7 @@ PAGE = Path("docs") / "functional_matrix.md"
 @pytest.fixture(scope="session")
 def trainings(megatron: RankPools) -> Trainings:
     """Runs by what they are asked to do; equal runs are made once."""
-    return Trainings(megatron)
+    return trainings_of(megatron)
 
 
 @pytest.fixture(scope="session")

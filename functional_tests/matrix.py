@@ -9,7 +9,38 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tests.mcore.session import MODEL_FLAGS, fsdp
+from tests.mcore.flags import (
+    ALLTOALL,
+    CP2,
+    DEEPSEEK,
+    EP2,
+    ETP1,
+    FULL_RECOMPUTE,
+    HFSDP,
+    HSDP,
+    LATENT,
+    LATENT_SIZES,
+    LOW_RANK_QUERIES,
+    MAMBA,
+    MODEL_FLAGS,
+    MODERN,
+    MOE,
+    MTP,
+    MUON,
+    NO_SHARD,
+    OVERLAP_GRADS,
+    OVERLAP_PARAMS,
+    PP2,
+    SPARSE,
+    TP2,
+    TP2_SP,
+    UNTIED,
+    VPP2,
+    ZERO1,
+    ZERO2,
+    ZERO3,
+    fsdp,
+)
 
 __all__ = [
     "RESUMES",
@@ -26,35 +57,13 @@ __all__ = [
 
 ITERATIONS = 10
 SAVED = 4
-NO_SHARD, ZERO1, ZERO2, ZERO3 = "no_shard", "optim", "optim_grads", "optim_grads_params"
 STRATEGIES = (ZERO3, ZERO2, ZERO1, NO_SHARD)
 SHARDED = (ZERO3, ZERO2, ZERO1)
 
 COMMON = [*MODEL_FLAGS, "--global-batch-size", "8", "--train-iters", str(ITERATIONS)]
 
-MODERN = (
-    "--swiglu --normalization RMSNorm --group-query-attention --num-query-groups 2 --qk-layernorm "
-    "--disable-bias-linear --position-embedding-type rope"
-)
-MOE = (
-    "--num-experts 4 --moe-router-topk 2 --disable-bias-linear --swiglu --moe-ffn-hidden-size 64 "
-    "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01"
-)
-ALLTOALL = f"{MOE} --moe-token-dispatcher-type alltoall"
-UNTIED = "--untie-embeddings-and-output-weights"
 NORMS = "--log-params-norm --log-num-zeros-in-grad"
-TP2 = "--tensor-model-parallel-size 2"
-TP2_SP = f"{TP2} --sequence-parallel"
-PP2 = "--pipeline-model-parallel-size 2"
-VPP2 = f"{PP2} --num-layers 4 --num-layers-per-virtual-pipeline-stage 1"
-CP2 = "--context-parallel-size 2"
-EP2 = "--expert-model-parallel-size 2"
-ETP1 = "--expert-tensor-parallel-size 1"
-HSDP = "--num-distributed-optimizer-instances 2"
-HFSDP = f"{HSDP} --outer-dp-sharding-strategy optim"
-OVERLAP_GRADS = "--overlap-grad-reduce"
-OVERLAP_PARAMS = "--overlap-param-gather"
-FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+FULL = FULL_RECOMPUTE
 SELECTIVE = "--recompute-granularity selective --recompute-modules core_attn mlp"
 PER_TOKEN = "--calculate-per-token-loss"
 CLIPPED = "--clip-grad 0.05 --weight-decay 0.1 --adam-beta2 0.95 --lr-decay-style cosine"
@@ -63,26 +72,6 @@ FP16 = (
     "--fp16 --initial-loss-scale 1048576 --loss-scale-window 3 --hysteresis 1 "
     "--accumulate-allreduce-grads-in-fp32"
 )
-MTP = "--mtp-num-layers 1 --position-embedding-type rope"
-MAMBA = "--hybrid-layer-pattern M*-M --mamba-state-dim 16 --mamba-head-dim 16 --mamba-num-groups 2"
-LATENT_SIZES = "--kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 12"
-LATENT = (
-    f"--multi-latent-attention {LATENT_SIZES} --qk-layernorm --normalization RMSNorm --swiglu "
-    "--disable-bias-linear --untie-embeddings-and-output-weights --position-embedding-type rope"
-)
-LOW_RANK_QUERIES = f"{LATENT} --q-lora-rank 24"
-DEEPSEEK = (
-    f"{LOW_RANK_QUERIES} --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 "
-    "--moe-shared-expert-intermediate-size 64 --moe-layer-freq [0,1] --moe-grouped-gemm "
-    "--moe-token-dispatcher-type alltoall --moe-router-score-function sigmoid "
-    "--moe-router-enable-expert-bias --moe-router-load-balancing-type seq_aux_loss "
-    "--moe-aux-loss-coeff 0.001"
-)
-INDEXER = (
-    "--dsa-indexer-n-heads 2 --dsa-indexer-head-dim 16 --dsa-indexer-topk 8 "
-    "--dsa-indexer-loss-coeff 0.01"
-)
-SPARSE = f"{LOW_RANK_QUERIES} --experimental-attention-variant dsa {INDEXER}"
 DELTA_SIZES = (
     "--linear-conv-kernel-dim 4 --linear-key-head-dim 16 --linear-value-head-dim 16 "
     "--linear-num-key-heads 2 --linear-num-value-heads 4"
@@ -98,8 +87,6 @@ EVERY_KIND = (
 )
 META = "--init-model-with-meta-device"
 BATCH1 = "--micro-batch-size 1"
-# Newton-Schulz in fp32, which the command line calls high.
-MUON = "--optimizer muon --muon-fp32-matmul-prec high"
 
 
 @dataclass(frozen=True, slots=True)

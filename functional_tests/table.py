@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from functional_tests.matrix import RESUMES, ROWS, Case, Resume, Row, Setup, cases, sizes
 from functional_tests.trainings import Difference
+from tests.mcore import pages
 
 _ABOUT = (
     "Ten iterations of a tiny model under Megatron's own training loop, on CPUs: this package "
@@ -49,7 +48,7 @@ class Table:
         """What a page shows; nothing, where there is none."""
         table, head = cls(), None
         for line in page.read_text().splitlines() if page.exists() else ():
-            cells = tuple(cell.strip() for cell in line.strip("|").split(" | "))
+            cells = pages.cells_of(line)
             if not line.startswith("| "):
                 head = None
             elif head is None:
@@ -86,14 +85,14 @@ class Table:
     def text(self) -> str:
         """The page."""
         known = [self.lines.get((case.row.name, case.strategy)) for case in cases()]
-        lines = ["# Functional matrix", "", *textwrap.wrap(_ABOUT, 90), ""]
-        lines += _markdown(_HEAD, [cells for cells in known if cells])
+        lines = ["# Functional matrix", "", *pages.wrapped(_ABOUT, 90), ""]
+        lines += pages.table(_HEAD, [cells for cells in known if cells])
         lines += ["", "## Flags of the rows", ""]
-        lines += _markdown(("row", "both sides", "this package", "frozen"), map(_flags, ROWS))
+        lines += pages.table(("row", "both sides", "this package", "frozen"), map(_flags, ROWS))
         lines += ["", "## Resumed at other parallel sizes", ""]
-        lines += [*textwrap.wrap(_RESUME_ABOUT, 90), ""]
+        lines += [*pages.wrapped(_RESUME_ABOUT, 90), ""]
         resumed = [self.resumes.get(resume.name) for resume in RESUMES]
-        lines += _markdown(_RESUME_HEAD, [cells for cells in resumed if cells])
+        lines += pages.table(_RESUME_HEAD, [cells for cells in resumed if cells])
         return "\n".join(lines) + "\n"
 
 
@@ -110,8 +109,3 @@ def _in_words(setup: Setup) -> str:
 def _flags(row: Row) -> tuple[str, ...]:
     texts = (row.flags, row.ours, " ".join(row.freezes))
     return (row.name, *(f"`{text}`" if text else "" for text in texts))
-
-
-def _markdown(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
-    lines = [head, ("---",) * len(head), *rows]
-    return ["| " + " | ".join(cells) + " |" for cells in lines]

@@ -6,7 +6,7 @@ import pytest
 
 from functional_tests.matrix import ITERATIONS, ROWS, Row
 from functional_tests.trainings import Trainings
-from tests.mcore.command_line import PRINTED, printed_losses, torchrun
+from tests.mcore.command_line import PRETRAIN, PRINTED, printed_losses, torchrun
 
 
 @pytest.mark.functional
@@ -15,7 +15,7 @@ from tests.mcore.command_line import PRINTED, printed_losses, torchrun
 )
 def test_printed_losses_equal_ddp(trainings: Trainings, row: Row) -> None:
     flags = [*row.sharded(row.strategies[0]).flags, "--cpu-rehearsal"]
-    run = torchrun(row.world_size, "megatron_fsdp_v2_mcore.pretrain_gpt", flags)
+    run = torchrun(row.world_size, PRETRAIN, flags)
     assert run.code == 0, run.output[-3000:]
     assert list(run.losses) == list(range(1, ITERATIONS + 1))
     expected = printed_losses(trainings(row.reference).losses)

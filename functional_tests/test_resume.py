@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from functional_tests.matrix import ITERATIONS, RESUMES, SAVED, Resume
 from functional_tests.table import Table
 from functional_tests.trainings import Trainings, largest
+from tests.mcore.trained import longer
 
 
-@pytest.mark.parametrize(
-    "resume",
-    [
-        pytest.param(
-            resume,
-            id=resume.name.replace(" ", "_"),
-            marks=() if resume.quick else pytest.mark.functional,
-        )
-        for resume in RESUMES
-    ],
-)
+def _parameter(resume: Resume) -> Any:
+    name = resume.name.replace(" ", "_")
+    return pytest.param(resume, id=name) if resume.quick else longer(resume, id=name)
+
+
+@pytest.mark.parametrize("resume", [_parameter(resume) for resume in RESUMES])
 def test_losses_are_those_of_the_run_that_went_on(
     trainings: Trainings, table: Table, tmp_path: Path, resume: Resume
 ) -> None:

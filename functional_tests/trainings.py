@@ -2,49 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from functional_tests.matrix import ITERATIONS, Run
 from tests.mcore.overlapped import train_in_fp32
-from tests.mcore.session import Training, curves, train
+from tests.mcore.session import Training, train
+from tests.mcore.trained import run_of_ranks
 from tests.ranks import RankPools
-
-# The first training of a pool imports Megatron on every rank, eight of which may share two cores.
-TIMEOUT_S = 240.0
 
 # A sum of a few terms that cancel is zero in one order and not in another.
 ZEROS_BY_CHANCE = 8
 
 
-class Trainings:
-    """Trainings made so far; a run that was made is not made again.
+Trainings = Callable[[Run], Training]
+"""Makes a run, if none that is equal was made: what all its ranks saw, taken together."""
 
-    Args:
-        pools: Process groups for Megatron.
-    """
 
-    def __init__(self, pools: RankPools) -> None:
-        self._pools = pools
-        self._done: dict[Run, Training] = {}
+def trainings_of(pools: RankPools) -> Trainings:
+    """Trainings on the ranks of these pools."""
 
-    def __call__(self, run: Run) -> Training:
-        """What a run saw, all its ranks taken together."""
-        if run not in self._done:
-            pool = self._pools(run.world_size)
-            is_fp32 = {"--bf16", "--fp16"}.isdisjoint(run.flags)
-            overlaps = "--overlap-moe-expert-parallel-comm" in run.flags
-            # Megatron checks for 16 bits there.
-            function = train_in_fp32 if is_fp32 and overlaps else train
-            seen = pool.run(
-                function,
-                run.flags,
-                freezes=run.freezes,
-                exact_norms=run.exact_norms,
-                timeout_s=TIMEOUT_S,
-            )
-            self._done[run] = curves(seen)
-        return self._done[run]
+    def make(run: Run) -> Training:
+        is_fp32 = {"--bf16", "--fp16"}.isdisjoint(run.flags)
+        # Megatron checks for 16 bits there.
+        overlaps = is_fp32 and "--overlap-moe-expert-parallel-comm" in run.flags
+        options = {"freezes": run.freezes, "exact_norms": run.exact_norms}
+        by = train_in_fp32 if overlaps else train
+        return run_of_ranks(pools, run.world_size, run.flags, by=by, once=True, **options)
+
+    return make
 
 
 @dataclass(frozen=True, slots=True)

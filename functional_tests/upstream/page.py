@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from functional_tests.upstream.configurations import Configuration
 from functional_tests.upstream.shrink import ITERATIONS, Shrunk
 from functional_tests.upstream.sides import left_out
 from functional_tests.upstream.take_over import FOLDER, TAG
+from tests.mcore.pages import cells_of, table, wrapped
 
 _ABOUT = f"""
 Megatron-LM's own functional tests train with the flags under `{FOLDER}` (tag `{TAG}`). They are
@@ -108,7 +108,7 @@ class Page:
         """Take in what a page shows; nothing, where there is none."""
         rejections = {}
         for line in path.read_text().splitlines() if path.exists() else ():
-            cells = tuple(cell.strip() for cell in line.strip("|").split("|"))
+            cells = cells_of(line)
             if len(cells) == len(_HEAD) and cells[0].startswith("`"):
                 self.measured[cells[0].strip("`")] = Measured(cells[3:5], cells[5:7])
             elif len(cells) == len(_REJECTED_HEAD) and cells[-1].startswith("`"):
@@ -116,16 +116,11 @@ class Page:
                 rejections |= dict.fromkeys(names, cells[0])
         self.rejections = rejections
 
-    def add(self, shrunk: Shrunk, difference: Difference) -> None:
-        """Take in a measured difference from DDP in fp32."""
+    def add(self, shrunk: Shrunk, difference: Difference, precision: str) -> None:
+        """Take in a measured difference from DDP, in `fp32` or in the configuration's `own`."""
         known = self.measured.get(shrunk.name, Measured())
-        self.measured[shrunk.name] = dataclasses.replace(known, fp32=_cells(difference))
-        self.write()
-
-    def add_own(self, shrunk: Shrunk, difference: Difference) -> None:
-        """Take in a measured difference from DDP in a configuration's own precision."""
-        known = self.measured.get(shrunk.name, Measured())
-        self.measured[shrunk.name] = dataclasses.replace(known, own=_cells(difference))
+        numbers = (f"{difference.loss:.0e}", f"{difference.norm:.0e}")
+        self.measured[shrunk.name] = dataclasses.replace(known, **{precision: numbers})
         self.write()
 
     def write(self) -> None:
@@ -136,24 +131,23 @@ class Page:
     def text(self) -> str:
         """The page."""
         lines = ["# Megatron-LM's own configurations", ""]
-        lines += [*_wrapped(_ABOUT), "", *_wrapped(_CHANGED), ""]
-        lines += ["## How many", "", *_markdown(("", "number"), self._counts())]
+        lines += [*wrapped(_ABOUT), "", *wrapped(_CHANGED), ""]
+        lines += ["## How many", "", *table(("", "number"), self._counts())]
         lines += ["", "## Rejected", ""]
-        lines += _markdown(_REJECTED_HEAD, self._rejected())
-        lines += ["", "## Trained beside DDP", "", *_wrapped(_TRAINED), "", *_wrapped(_OWN), ""]
-        lines += _markdown(_HEAD, self._trained())
-        lines += ["", "## Left out on a CPU", "", *_wrapped(_LEFT_OUT), ""]
-        lines += _markdown(("flag", "accepted configurations"), self._left_out())
-        lines += ["", "## Other programs", "", *_wrapped(_OTHERS), ""]
+        lines += table(_REJECTED_HEAD, self._rejected())
+        lines += ["", "## Trained beside DDP", "", *wrapped(_TRAINED), "", *wrapped(_OWN), ""]
+        lines += table(_HEAD, self._trained())
+        lines += ["", "## Left out on a CPU", "", *wrapped(_LEFT_OUT), ""]
+        lines += table(("flag", "accepted configurations"), self._left_out())
+        lines += ["", "## Other programs", "", *wrapped(_OTHERS), ""]
         lines += [f"* `{name}`" for name in self.others]
         return "\n".join(lines) + "\n"
 
     def _counts(self) -> Iterable[tuple[str, ...]]:
-        accepted = [each for each in self.shrunk if each.name not in self.rejections]
-        fp32 = [self.measured[each.name].fp32 for each in accepted if each.name in self.measured]
-        own = [self.measured[each.name].own for each in accepted if each.name in self.measured]
-        done = [cells for cells in fp32 if cells[0]]
-        done_own = [cells for cells in own if cells[0]]
+        accepted = self._accepted()
+        known = [self.measured.get(each.name, Measured()) for each in accepted]
+        done = [each.fp32 for each in known if each.fp32[0]]
+        done_own = [each.own for each in known if each.own[0]]
         counts = {
             "configurations of GPT, MoE and hybrid models": _number_of(self.upstream),
             "of these with flags of their own": len(self.upstream),
@@ -181,25 +175,18 @@ class Page:
             yield reason, str(len(found)), str(upstream), names
 
     def _left_out(self) -> Iterable[tuple[str, ...]]:
-        accepted = [each for each in self.shrunk if each.name not in self.rejections]
-        counts = Counter(flag for each in accepted for flag in left_out(each))
+        counts = Counter(flag for each in self._accepted() for flag in left_out(each))
         for flag, number in sorted(counts.items(), key=lambda item: (-item[1], item[0])):
             yield f"`{flag}`", str(number)
 
     def _trained(self) -> Iterable[tuple[str, ...]]:
-        for each in self.shrunk:
-            if each.name not in self.rejections:
-                known = self.measured.get(each.name, Measured())
-                first = (f"`{each.name}`", str(len(each.names)), str(each.world_size))
-                yield (*first, *known.fp32, *known.own)
+        for each in self._accepted():
+            known = self.measured.get(each.name, Measured())
+            first = (f"`{each.name}`", str(len(each.names)), str(each.world_size))
+            yield (*first, *known.fp32, *known.own)
 
-
-def _wrapped(text: str) -> list[str]:
-    return textwrap.wrap(" ".join(text.split()), 100, break_on_hyphens=False)
-
-
-def _cells(difference: Difference) -> tuple[str, str]:
-    return f"{difference.loss:.0e}", f"{difference.norm:.0e}"
+    def _accepted(self) -> list[Shrunk]:
+        return [each for each in self.shrunk if each.name not in self.rejections]
 
 
 def _largest(cells: Sequence[tuple[str, ...]]) -> str:
@@ -212,8 +199,3 @@ def _bitwise(cells: Sequence[tuple[str, ...]]) -> int:
 
 def _number_of(configurations: Sequence[Configuration]) -> int:
     return sum(len(each.names) for each in configurations)
-
-
-def _markdown(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
-    lines = [head, ("---",) * len(head), *rows]
-    return ["| " + " | ".join(cells) + " |" for cells in lines]

@@ -19,14 +19,17 @@ NUM_MICROBATCHES = 2
 
 Flags = dict[str, tuple[str, ...]]
 
-AXES = (
-    "--tensor-model-parallel-size",
-    "--pipeline-model-parallel-size",
-    "--context-parallel-size",
-    "--expert-model-parallel-size",
-    "--expert-tensor-parallel-size",
-    "--num-distributed-optimizer-instances",
-    "--num-virtual-stages-per-pipeline-rank",
+AXES = tuple(
+    f"--{axis}"
+    for axis in [
+        "tensor-model-parallel-size",
+        "pipeline-model-parallel-size",
+        "context-parallel-size",
+        "expert-model-parallel-size",
+        "expert-tensor-parallel-size",
+        "num-distributed-optimizer-instances",
+        "num-virtual-stages-per-pipeline-rank",
+    ]
 )
 """Two where there was more than one, four where two do not go together with the others."""
 

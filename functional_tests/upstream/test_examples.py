@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
-from collections.abc import Collection, Sequence
-from multiprocessing.connection import Connection
+from collections.abc import Collection
 from typing import Any
 
 import pytest
 
 from functional_tests.upstream.configurations import examples
+from tests.mcore import planned
 
 # Building models of this size takes seconds, on the meta device too.
 pytestmark = pytest.mark.functional
@@ -29,36 +28,16 @@ def _words(name: str, without: Collection[str] = ()) -> list[str]:
     return [API, *(word for flag in flags if flag not in without for word in (flag, *flags[flag]))]
 
 
-def _described(flags: Sequence[str], num_ranks: int) -> Any:
-    from megatron_fsdp_v2.plan.sources import FlagsError
-    from megatron_fsdp_v2_mcore.plan.source import describe
-
-    try:
-        return describe(flags, num_ranks)
-    except FlagsError as error:
-        return str(error)
-
-
-def _describe_each(calls: Sequence[tuple[list[str], int]], answers: Connection) -> None:
-    answers.send([_described(*call) for call in calls])
-
-
 @pytest.fixture(scope="module")
 def described() -> dict[str, Any]:
-    """What the plan's source makes of each, in one process that has no process group."""
-    calls = {
-        "llama3_8b": (_words("llama3_8b"), LLAMA_RANKS),
-        "llama3_8b in bf16": (_words("llama3_8b", FP8), LLAMA_RANKS),
-        "deepseek_v3": ([*_words("deepseek_v3"), *VOCABULARY], DEEPSEEK_RANKS),
-    }
-    context: Any = multiprocessing.get_context("forkserver")
-    mine, theirs = context.Pipe()
-    process = context.Process(target=_describe_each, args=(list(calls.values()), theirs))
-    process.start()
-    assert mine.poll(240), "no answer in time"
-    answers = mine.recv()
-    process.join()
-    return dict(zip(calls, answers, strict=True))
+    """What the plan's source makes of each."""
+    return planned.described(
+        {
+            "llama3_8b": (_words("llama3_8b"), LLAMA_RANKS),
+            "llama3_8b in bf16": (_words("llama3_8b", FP8), LLAMA_RANKS),
+            "deepseek_v3": ([*_words("deepseek_v3"), *VOCABULARY], DEEPSEEK_RANKS),
+        }
+    )
 
 
 def _parameters(found: Any) -> int:

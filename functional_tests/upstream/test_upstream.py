@@ -31,6 +31,7 @@ from functional_tests.upstream.sides import (
     reference,
     sharded,
 )
+from tests.mcore.pages import check_page
 
 TOLERANCE = 1e-6
 
@@ -47,17 +48,12 @@ def _accepted() -> list[Shrunk]:
     return [each for each in configurations if each.name not in page.rejections]
 
 
-def _name(each: Shrunk) -> str:
-    return each.name.replace("/", "-")
-
-
 def test_configurations_are_rejected_as_the_page_says(page: Page, reasons: dict[str, str]) -> None:
     assert reasons == page.rejections, "run pytest functional_tests/upstream --write-docs"
 
 
 def test_the_page_is_up_to_date(page: Page, pytestconfig: pytest.Config) -> None:
-    text = (pytestconfig.rootpath / PAGE).read_text()
-    assert text == page.text(), "run pytest functional_tests/upstream --write-docs"
+    check_page(pytestconfig, PAGE, page.text(), "functional_tests/upstream")
 
 
 def test_shrinking_keeps_every_axis_and_every_flag() -> None:
@@ -102,31 +98,29 @@ def test_shrinking_keeps_virtual_stages() -> None:
     assert seen == {False, True}
 
 
-@pytest.mark.functional
-@pytest.mark.parametrize("each", _accepted(), ids=_name)
-def test_it_trains_like_megatrons_ddp_in_fp32(
-    trainings: Trainings, page: Page, each: Shrunk
-) -> None:
-    theirs = trainings(in_fp32(reference(each)))
-    mine = trainings(in_fp32(sharded(each)))
-    difference = Difference.between(mine, theirs, ITERATIONS, ZEROS_BY_CHANCE)
-    bound = Difference(TOLERANCE, TOLERANCE)
-    where = first_difference(mine, theirs, bound)
-    assert difference.within(bound), f"{difference}; {where}"
-    page.add(each, difference)
+PRECISIONS = {"fp32": in_fp32, "own": in_own_precision}
 
 
 @pytest.mark.functional
-@pytest.mark.parametrize("each", [e for e in _accepted() if is_low_precision(e)], ids=_name)
-def test_it_trains_like_megatrons_ddp_in_its_own_precision(
-    trainings: Trainings, page: Page, each: Shrunk
+@pytest.mark.parametrize(
+    ("each", "precision"),
+    [
+        pytest.param(each, precision, id=f"{each.name.replace('/', '-')}-{precision}")
+        for precision in PRECISIONS
+        for each in _accepted()
+        if precision == "fp32" or is_low_precision(each)
+    ],
+)
+def test_it_trains_like_megatrons_ddp(
+    trainings: Trainings, page: Page, each: Shrunk, precision: str
 ) -> None:
-    if page.path is None and not any(page.measured[each.name].own):
+    if precision == "own" and page.path is None and not any(page.measured[each.name].own):
         pytest.skip("not measured yet; --write-docs does")
-    theirs = trainings(in_own_precision(reference(each)))
-    mine = trainings(in_own_precision(sharded(each)))
+    in_precision = PRECISIONS[precision]
+    theirs = trainings(in_precision(reference(each)))
+    mine = trainings(in_precision(sharded(each)))
     difference = Difference.between(mine, theirs, ITERATIONS, ZEROS_BY_CHANCE)
     bound = Difference(TOLERANCE, TOLERANCE)
     where = first_difference(mine, theirs, bound)
     assert difference.within(bound), f"{difference}; {where}"
-    page.add_own(each, difference)
+    page.add(each, difference, precision)

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import io
-import multiprocessing
 from collections.abc import Sequence
-from multiprocessing.connection import Connection
 from typing import Any
 
 from functional_tests.upstream.shrink import Shrunk
 from functional_tests.upstream.sides import asked, sharded
-
-TIMEOUT_S = 120.0
+from tests.mcore.command_line import answer_of_a_process
 
 
 def rejections(configurations: Sequence[Shrunk]) -> list[str]:
@@ -22,25 +19,18 @@ def rejections(configurations: Sequence[Shrunk]) -> list[str]:
         Why each is rejected; empty: it is not.
     """
     calls = [(asked(each), sharded(each).flags, each.world_size) for each in configurations]
-    # As for the ranks of tests: what takes seconds to import is imported already.
-    context: Any = multiprocessing.get_context("forkserver")
-    mine, theirs = context.Pipe()
-    process = context.Process(target=_validate_each, args=(calls, theirs))
-    process.start()
-    assert mine.poll(TIMEOUT_S), "no answer in time"
-    answers: list[str] = mine.recv()
-    process.join()
+    answers: list[str] = answer_of_a_process(_validate_each, calls)
     return answers
 
 
-def _validate_each(calls: Sequence[Any], answers: Connection) -> None:
+def _validate_each(calls: Sequence[Any]) -> list[str]:
     from megatron_fsdp_v2_mcore import install
     from megatron_fsdp_v2_mcore.rehearsal import rehearse
 
     with contextlib.redirect_stdout(io.StringIO()), rehearse([]):
         install()
         _keep_one_parser()
-        answers.send([_rejection(*call) for call in calls])
+        return [_rejection(*call) for call in calls]
 
 
 def _keep_one_parser() -> None:

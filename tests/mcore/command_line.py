@@ -5,17 +5,22 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import multiprocessing
 import os
 import re
 import runpy
 import subprocess
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+PRETRAIN = "megatron_fsdp_v2_mcore.pretrain_gpt"
+RUN = "megatron_fsdp_v2_mcore.run"
 # Losses are printed with seven digits.
 PRINTED = 5e-7
 _LOSS = re.compile(r"iteration\s+(\d+)/.*?lm loss: ([0-9.E+-]+)")
@@ -114,6 +119,23 @@ def _run(command: list[str], environment: dict[str, str]) -> Run:
         env={**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **environment},
     )
     return Run(done.returncode, done.stdout)
+
+
+def answer_of_a_process(function: Callable[..., Any], *args: Any) -> Any:
+    """What a module-level function returns in a process of its own."""
+    # As for the ranks of tests: what takes seconds to import is imported already.
+    context: Any = multiprocessing.get_context("forkserver")
+    mine, theirs = context.Pipe()
+    process = context.Process(target=_answer, args=(function, args, theirs))
+    process.start()
+    assert mine.poll(240), "no answer in time"
+    answer = mine.recv()
+    process.join()
+    return answer
+
+
+def _answer(function: Callable[..., Any], args: Sequence[Any], answers: Connection) -> None:
+    answers.send(function(*args))
 
 
 if __name__ == "__main__":

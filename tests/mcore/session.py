@@ -21,24 +21,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_MODEL = """
---num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32
---max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 12
---lr 1e-3 --lr-decay-style constant --eval-interval 1000 --eval-iters 0 --log-interval 1 --seed 1
---attention-dropout 0 --hidden-dropout 0
---mock-data --tokenizer-type NullTokenizer --vocab-size 256
-"""
-MODEL_FLAGS = _MODEL.split()
+from tests.mcore.flags import MODEL_FLAGS, fsdp
 
-_FSDP = """
---use-megatron-fsdp --use-fsdp-fully-shard-api --ckpt-format fsdp_dtensor
---data-parallel-sharding-strategy
-"""
-
-
-def fsdp(strategy: str = "optim_grads_params", *more: str) -> list[str]:
-    """Flags that select this package."""
-    return [*_FSDP.split(), strategy, *more]
+__all__ = [
+    "MODEL_FLAGS",
+    "Training",
+    "curves",
+    "distance",
+    "enter_rehearsal",
+    "fsdp",
+    "rank",
+    "train",
+]
 
 
 @dataclass

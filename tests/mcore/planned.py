@@ -1,0 +1,36 @@
+"""What the plan's source makes of command lines, in one process that has no process group."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tests.mcore.command_line import answer_of_a_process
+
+Calls = Mapping[str, tuple[Sequence[str], int]]
+
+
+def described(calls: Calls) -> dict[str, Any]:
+    """What becomes of flags and a number of ranks each: a description, or what is said instead."""
+    answers = answer_of_a_process(_describe_each, list(calls.values()))
+    return dict(zip(calls, answers, strict=True))
+
+
+def _describe_each(calls: Sequence[tuple[Sequence[str], int]]) -> list[Any]:
+    return [_described(*call) for call in calls]
+
+
+def _described(flags: Sequence[str], num_ranks: int) -> Any:
+    from megatron_fsdp_v2.plan.sources import FlagsError
+    from megatron_fsdp_v2_mcore.plan.source import describe
+
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return describe(flags, num_ranks)
+    except FlagsError as error:
+        return str(error)
+    except SystemExit as leaving:
+        return f"{leaving.code} {said.getvalue()}"

@@ -1,0 +1,115 @@
+"""What tests of trainings have in common: train on the ranks of a pool, and compare two runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import pytest
+
+from tests.mcore.flags import MODEL_FLAGS, Flags, words
+from tests.mcore.session import Training, curves, distance, train
+from tests.ranks import RankPools
+
+# The first training of a pool imports Megatron on every rank, eight of which may share two cores.
+TIMEOUT_S = 240.0
+
+_DONE: WeakKeyDictionary[RankPools, dict[Any, Training]] = WeakKeyDictionary()
+
+
+def trained(
+    pools: RankPools,
+    world_size: int,
+    *flags: Flags,
+    iterations: int | None = None,
+    **options: Any,
+) -> Training:
+    """Train the small model on every rank of a pool.
+
+    Args:
+        pools: Process groups for Megatron.
+        world_size: Number of ranks.
+        flags: Added to `MODEL_FLAGS`.
+        iterations: How many there have to be.
+        options: See `run_of_ranks`.
+
+    Returns:
+        What all ranks saw, taken together.
+    """
+    result = run_of_ranks(pools, world_size, [*MODEL_FLAGS, *words(*flags)], **options)
+    if iterations is not None:
+        assert len(result.losses) == len(result.grad_norms) == iterations
+    return result
+
+
+def run_of_ranks(
+    pools: RankPools,
+    world_size: int,
+    command: Sequence[str],
+    *,
+    by: Callable[..., Any] = train,
+    once: bool = False,
+    **options: Any,
+) -> Training:
+    """Run a command line on every rank of a pool.
+
+    Args:
+        pools: Process groups for Megatron.
+        world_size: Number of ranks.
+        command: All flags but those of the rehearsal.
+        by: What trains on a rank.
+        once: Take what an equal call has seen before: for references of several tests.
+        options: For `by`.
+    """
+    done = _DONE.setdefault(pools, {})
+    key = (world_size, by, *command, *sorted(options.items()))
+    if not once or key not in done:
+        done[key] = curves(pools(world_size).run(by, command, timeout_s=TIMEOUT_S, **options))
+    return done[key] if once else done.pop(key)
+
+
+def assert_close(
+    mine: Training, theirs: Training, losses: float = 1e-6, norms: float | None = None
+) -> None:
+    """Check that two trainings saw the same but for the order of sums.
+
+    Args:
+        mine: One training.
+        theirs: The other one.
+        losses: Bound of relative differences of losses, evaluations included.
+        norms: Bound of those of norms, of gradients and, where logged, of parameters; the same.
+    """
+    assert mine.losses and mine.grad_norms, "nothing was trained"
+    of_norms = losses if norms is None else norms
+    for name, bound in (
+        ("losses", losses),
+        ("evaluations", losses),
+        ("grad_norms", of_norms),
+        ("params_norms", of_norms),
+    ):
+        ours, others = getattr(mine, name), getattr(theirs, name)
+        if ours or others:
+            assert distance(ours, others) < bound, f"{name}: {ours} against {others}"
+
+
+def assert_equal(mine: Training, theirs: Training, after: int = 0) -> None:
+    """Check that losses and gradient norms are equal to the bit.
+
+    Args:
+        mine: One training.
+        theirs: The other one.
+        after: Iterations of the other one that came before the first of this one.
+    """
+    assert mine.losses and mine.grad_norms, "nothing was trained"
+    assert (mine.losses, mine.grad_norms) == (theirs.losses[after:], theirs.grad_norms[after:])
+
+
+def longer(*values: Any, id: str | None = None) -> Any:
+    """A case that is left to the longer suites."""
+    return pytest.param(*values, id=id, marks=pytest.mark.functional)
+
+
+def quick_only(values: Sequence[Any], *quick: Any) -> list[Any]:
+    """These cases, of which all but the quick ones are left to the longer suites."""
+    return [value if value in quick else longer(value) for value in values]

@@ -42,19 +42,6 @@ from tests.mcore.flags import (
     fsdp,
 )
 
-__all__ = [
-    "RESUMES",
-    "ROWS",
-    "STRATEGIES",
-    "Case",
-    "Resume",
-    "Row",
-    "Run",
-    "Setup",
-    "cases",
-    "sizes",
-]
-
 ITERATIONS = 10
 SAVED = 4
 STRATEGIES = (ZERO3, ZERO2, ZERO1, NO_SHARD)

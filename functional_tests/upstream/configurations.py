@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["PATH", "Configuration", "examples", "other_programs", "read"]
-
 FILE = Path(__file__).with_name("configurations.txt")
 EXAMPLES = Path(__file__).with_name("examples.txt")
 _OTHERS = "other programs:"

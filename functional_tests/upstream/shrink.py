@@ -5,13 +5,11 @@ Sizes shrink; which axes of parallelism there are, and every flag that says what
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from functional_tests.upstream.configurations import Configuration
-
-__all__ = ["ITERATIONS", "Shrunk", "shrunk"]
 
 ITERATIONS = 4
 MOST_RANKS = 8
@@ -19,72 +17,37 @@ NUM_MICROBATCHES = 2
 
 Flags = dict[str, tuple[str, ...]]
 
-AXES = tuple(
-    f"--{axis}"
-    for axis in [
-        "tensor-model-parallel-size",
-        "pipeline-model-parallel-size",
-        "context-parallel-size",
-        "expert-model-parallel-size",
-        "expert-tensor-parallel-size",
-        "num-distributed-optimizer-instances",
-        "num-virtual-stages-per-pipeline-rank",
-    ]
-)
+_AXES = """
+--tensor-model-parallel-size --pipeline-model-parallel-size --context-parallel-size
+--expert-model-parallel-size --expert-tensor-parallel-size --num-distributed-optimizer-instances
+--num-virtual-stages-per-pipeline-rank
+"""
+AXES = _AXES.split()
 """Two where there was more than one, four where two do not go together with the others."""
 
-SIZES: Mapping[str, int] = {
-    "--hidden-size": 64,
-    "--ffn-hidden-size": 128,
-    "--num-attention-heads": 4,
-    "--num-query-groups": 2,
-    "--kv-channels": 16,
-    "--seq-length": 32,
-    "--max-position-embeddings": 32,
-    "--micro-batch-size": 2,
-    "--make-vocab-size-divisible-by": 64,
-    "--num-experts": 8,
-    "--moe-router-topk": 2,
-    "--moe-router-num-groups": 4,
-    "--moe-router-group-topk": 2,
-    "--moe-ffn-hidden-size": 32,
-    "--moe-shared-expert-intermediate-size": 32,
-    "--moe-latent-size": 32,
-    "--mamba-num-heads": 8,
-    "--mamba-head-dim": 16,
-    "--q-lora-rank": 32,
-    "--kv-lora-rank": 32,
-    "--qk-head-dim": 16,
-    "--qk-pos-emb-head-dim": 8,
-    "--v-head-dim": 16,
-    "--linear-key-head-dim": 16,
-    "--linear-value-head-dim": 16,
-    "--linear-num-key-heads": 2,
-    "--linear-num-value-heads": 4,
-    "--dsa-indexer-n-heads": 4,
-    "--dsa-indexer-head-dim": 16,
-    "--dsa-indexer-topk": 8,
-    "--num-layers-per-virtual-pipeline-stage": 1,
-    "--microbatch-group-size-per-virtual-pipeline-stage": 3,
-    "--wgrad-deferral-limit": 1,
-    "--manual-gc-interval": 2,
-    "--eval-iters": 1,
-    "--check-weight-hash-across-dp-replicas-interval": 2,
-    "--mup-base-hidden-size": 32,
-    "--num-layers-at-end-in-bf16": 1,
-}
+_SIZES = """
+--hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --num-query-groups 2
+--kv-channels 16 --seq-length 32 --max-position-embeddings 32 --micro-batch-size 2
+--make-vocab-size-divisible-by 64 --mup-base-hidden-size 32
+--num-experts 8 --moe-router-topk 2 --moe-router-num-groups 4 --moe-router-group-topk 2
+--moe-ffn-hidden-size 32 --moe-shared-expert-intermediate-size 32 --moe-latent-size 32
+--mamba-num-heads 8 --mamba-head-dim 16
+--q-lora-rank 32 --kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16
+--linear-key-head-dim 16 --linear-value-head-dim 16 --linear-num-key-heads 2
+--linear-num-value-heads 4 --dsa-indexer-n-heads 4 --dsa-indexer-head-dim 16 --dsa-indexer-topk 8
+--num-layers-per-virtual-pipeline-stage 1 --microbatch-group-size-per-virtual-pipeline-stage 3
+--num-layers-at-end-in-bf16 1 --wgrad-deferral-limit 1 --manual-gc-interval 2 --eval-iters 1
+--check-weight-hash-across-dp-replicas-interval 2
+"""
+SIZES = {name: int(size) for name, size in itertools.batched(_SIZES.split(), 2)}
 """The largest value that is kept."""
 
-WITHIN_FEW_STEPS: Mapping[str, str] = {
-    "--lr": "0.001",
-    "--min-lr": "0.0001",
-    "--decoupled-lr": "0.002",
-    "--decoupled-min-lr": "0.0002",
-    "--lr-decay-iters": str(2 * ITERATIONS),
-    "--lr-warmup-iters": "1",
-    "--eval-interval": "1000",
-    "--error-injection-rate": "1000000",
-}
+_FEW_STEPS = f"""
+--lr 0.001 --min-lr 0.0001 --decoupled-lr 0.002 --decoupled-min-lr 0.0002
+--lr-decay-iters {2 * ITERATIONS} --lr-warmup-iters 1 --eval-interval 1000
+--error-injection-rate 1000000
+"""
+WITHIN_FEW_STEPS = dict(itertools.batched(_FEW_STEPS.split(), 2))
 """What would not show in a few iterations (weights have to move), or would end them early."""
 
 MAMBA = {"--mamba-state-dim": ("16",), "--mamba-head-dim": ("16",), "--mamba-num-groups": ("2",)}
@@ -93,14 +56,9 @@ MAMBA = {"--mamba-state-dim": ("16",), "--mamba-head-dim": ("16",), "--mamba-num
 PATTERNS = {"--hybrid-layer-pattern", "--hybrid-override-pattern"}
 
 DATA = {
-    "--mock-data": (),
-    "--tokenizer-type": ("NullTokenizer",),
-    "--vocab-size": ("256",),
-    "--seed": ("1",),
-    "--log-interval": ("1",),
+    **{"--mock-data": (), "--tokenizer-type": ("NullTokenizer",), "--vocab-size": ("256",)},
+    **{"--seed": ("1",), "--log-interval": ("1",)},
 }
-
-
 LOSS_SCALE = "--initial-loss-scale"
 
 
@@ -147,16 +105,14 @@ def _number(flags: Flags, name: str, default: int = 1) -> int:
 
 
 def _shrink_axes(flags: Flags) -> None:
-    tensor, pipeline, context, expert = (_number(flags, name) for name in AXES[:4])
-    expert_tensor = _number(flags, "--expert-tensor-parallel-size", tensor)
+    tensor, pipeline, context, expert, expert_tensor = _sizes(flags)
     fits = tensor * context == expert * expert_tensor
     for name in AXES:
         if _number(flags, name) > 1:
             flags[name] = ("2",)
     if "--use-tp-pp-dp-mapping" in flags and fits:
         # This order of ranks wants as many replicas of experts as of everything else.
-        tensor, _, context, expert = (_number(flags, name) for name in AXES[:4])
-        expert_tensor = _number(flags, "--expert-tensor-parallel-size", tensor)
+        tensor, _, context, expert, expert_tensor = _sizes(flags)
         if tensor * context < expert * expert_tensor:
             flags["--tensor-model-parallel-size"] = (str(expert * expert_tensor // context),)
         elif "--expert-tensor-parallel-size" in flags:
@@ -231,13 +187,15 @@ def _shrink_sizes(flags: Flags) -> None:
             flags[name] = (value,)
 
 
+def _sizes(flags: Flags) -> list[int]:
+    """Of the first five axes."""
+    tensor, *others = (_number(flags, name) for name in AXES[:4])
+    return [tensor, *others, _number(flags, AXES[4], tensor)]
+
+
 def _world_size(flags: Flags) -> int:
     """The fewest ranks at which all axes fit and weights, also those of experts, are sharded."""
-    tensor = _number(flags, "--tensor-model-parallel-size")
-    pipeline = _number(flags, "--pipeline-model-parallel-size")
-    context = _number(flags, "--context-parallel-size")
-    expert = _number(flags, "--expert-model-parallel-size")
-    expert_tensor = _number(flags, "--expert-tensor-parallel-size", tensor)
+    tensor, pipeline, context, expert, expert_tensor = _sizes(flags)
     instances = _number(flags, "--num-distributed-optimizer-instances")
     world_size = tensor * pipeline * max(context, 2 * instances)
     if world_size > MOST_RANKS:
@@ -251,9 +209,7 @@ def _world_size(flags: Flags) -> int:
 
 def _shrink_steps(flags: Flags, world_size: int) -> None:
     """A few iterations of a few micro-batches."""
-    tensor = _number(flags, "--tensor-model-parallel-size")
-    pipeline = _number(flags, "--pipeline-model-parallel-size")
-    context = _number(flags, "--context-parallel-size")
+    tensor, pipeline, context, *_ = _sizes(flags)
     replicas = world_size // (tensor * pipeline * context)
     micro = _number(flags, "--micro-batch-size") * replicas
     group = _number(flags, "--microbatch-group-size-per-virtual-pipeline-stage", 0)

@@ -10,21 +10,7 @@ from megatron_fsdp_v2_mcore.plan.flags import without_gpu_flags
 from megatron_fsdp_v2_mcore.rehearsal.flags import with_cpu_flags
 from tests.mcore.session import fsdp
 
-__all__ = [
-    "asked",
-    "in_fp32",
-    "in_own_precision",
-    "is_low_precision",
-    "left_out",
-    "reference",
-    "sharded",
-]
-
-WRAPPERS = {
-    "--use-megatron-fsdp",
-    "--use-torch-fsdp2",
-    "--data-parallel-sharding-strategy",
-}
+WRAPPERS = {"--use-megatron-fsdp", "--use-torch-fsdp2", "--data-parallel-sharding-strategy"}
 """Which wrapper is used, and how it shards: what the comparison is about."""
 
 CHECKPOINT_FORMAT = "--ckpt-format"
@@ -33,36 +19,22 @@ CHECKPOINT_FORMAT = "--ckpt-format"
 OF_ANOTHER_FORMAT = "--verify-integrity"
 """Megatron takes it with `torch_dist` alone."""
 
-DISTRIBUTED = "--use-distributed-optimizer"
-
-NOT_OF_DDP = {
-    "--init-model-with-meta-device",
-    "--megatron-fsdp-grad-comm-dtype",
-    "--megatron-fsdp-main-grads-dtype",
-    "--megatron-fsdp-main-params-dtype",
-    "--no-use-layer-wise-param-layout",
-    "--num-distributed-optimizer-instances",
-    "--outer-dp-sharding-strategy",
-    "--overlap-param-gather",
-    "--overlap-param-gather-with-optimizer-step",
-    DISTRIBUTED,
-}
+_NOT_OF_DDP = """
+--init-model-with-meta-device --megatron-fsdp-grad-comm-dtype --megatron-fsdp-main-grads-dtype
+--megatron-fsdp-main-params-dtype --no-use-layer-wise-param-layout
+--num-distributed-optimizer-instances --outer-dp-sharding-strategy --overlap-param-gather
+--overlap-param-gather-with-optimizer-step --use-distributed-optimizer
+"""
+NOT_OF_DDP = set(_NOT_OF_DDP.split())
 """What only sharded weights or optimizer state have."""
 
-SAVING = {
-    "--async-ckpt-use-cpu-shm",
-    "--async-save",
-    "--async-strategy",
-    "--ckpt-assume-constant-structure",
-    "--ckpt-format",
-    "--ckpt-fully-parallel-load",
-    "--ckpt-fully-parallel-save",
-    "--dist-ckpt-optim-fully-reshardable",
-    "--dist-ckpt-strictness",
-    "--no-ckpt-fully-parallel-save",
-    "--use-persistent-ckpt-worker",
-    "--verify-integrity",
-}
+_SAVING = """
+--async-ckpt-use-cpu-shm --async-save --async-strategy --ckpt-assume-constant-structure
+--ckpt-format --ckpt-fully-parallel-load --ckpt-fully-parallel-save
+--dist-ckpt-optim-fully-reshardable --dist-ckpt-strictness --no-ckpt-fully-parallel-save
+--use-persistent-ckpt-worker --verify-integrity
+"""
+SAVING = set(_SAVING.split())
 """How checkpoints are written, of which there are none: many configurations have one reference."""
 
 GRADS_IN_FP32 = "--accumulate-allreduce-grads-in-fp32"

@@ -4,31 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 
 from tests.mcore import session
 from tests.mcore.session import Training
 
-__all__ = ["train_in_fp32", "train_with_late_gradients"]
 
-
-def train_in_fp32(
-    flags: Sequence[str],
-    probe: Any = None,
-    freezes: Sequence[str] = (),
-    *,
-    exact_norms: bool = False,
-) -> Training:
+def train_in_fp32(flags: Sequence[str], *args: Any, **options: Any) -> Training:
     """Train in fp32, where Megatron's check wants 16 bits and nothing of what is run does.
 
     Args:
         flags: Without `--bf16`.
-        probe: See `session.train`.
-        freezes: Likewise.
-        exact_norms: Likewise.
+        args: Of `session.train`.
+        options: Likewise.
     """
-    patches = session.enter_rehearsal()["Patches"]()
+    session.enter_rehearsal()
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     check = TransformerConfig.__post_init__
@@ -38,11 +30,8 @@ def train_in_fp32(
         check(config)
         config.bf16 = False
 
-    patches.set(TransformerConfig, "__post_init__", check_as_bf16)
-    try:
-        return session.train(flags, probe, freezes, exact_norms=exact_norms)
-    finally:
-        patches.undo()
+    with mock.patch.object(TransformerConfig, "__post_init__", check_as_bf16):
+        return session.train(flags, *args, **options)
 
 
 class _Late(torch.autograd.Function):
@@ -87,13 +76,12 @@ def train_with_late_gradients(flags: Sequence[str]) -> Training:
     Returns:
         What was seen; `extras` has the names of layers that made a gradient late, in order.
     """
-    modules = session.enter_rehearsal()
-    patches = modules["Patches"]()
+    gpt = session.enter_rehearsal()["gpt"]
     from megatron.core.transformer.attention import SelfAttention
     from megatron.core.transformer.moe.experts import TEGroupedMLP
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    build, check = modules["gpt"].build_model, TransformerConfig.__post_init__
+    build, check = gpt.build_model, TransformerConfig.__post_init__
     made: list[str] = []
 
     def build_with_late_gradients(*args: Any, **kwargs: Any) -> Any:
@@ -110,11 +98,10 @@ def train_with_late_gradients(flags: Sequence[str]) -> Training:
         check(config)
         config.delay_wgrad_compute = True
 
-    patches.set(modules["gpt"], "build_model", build_with_late_gradients)
-    patches.set(TransformerConfig, "__post_init__", check_and_delay)
-    try:
+    with (
+        mock.patch.object(gpt, "build_model", build_with_late_gradients),
+        mock.patch.object(TransformerConfig, "__post_init__", check_and_delay),
+    ):
         result = train_in_fp32(flags)
-    finally:
-        patches.undo()
     result.extras = made
     return result

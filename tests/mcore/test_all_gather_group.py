@@ -9,15 +9,12 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.mcore.session import MODEL_FLAGS, Training, curves, fsdp, train
+from tests.mcore.flags import ALLTOALL, EP2, HSDP, OVERLAP, OVERLAP_GRADS, fsdp
+from tests.mcore.trained import assert_equal, longer, trained
 from tests.ranks import RankPools
 
 FLAG = "--create-all-gather-group"
-_STEPS = ["--train-iters", "3", "--global-batch-size", "16"]
-_MOE = """
---num-experts 4 --moe-router-topk 2 --disable-bias-linear --swiglu --moe-ffn-hidden-size 64
---expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall
-"""
+STEPS = "--train-iters 2 --global-batch-size 8"
 
 
 def groups_of_gathers(model: Any, optimizer: Any) -> dict[str, bool]:
@@ -37,31 +34,20 @@ def groups_of_gathers(model: Any, optimizer: Any) -> dict[str, bool]:
     return found
 
 
-def _train(pools: RankPools, world_size: int, *flags: str, probe: Any = None) -> Training:
-    words = [*MODEL_FLAGS, *_STEPS, *fsdp("optim_grads_params", *flags)]
-    return curves(pools(world_size).run(train, words, probe))
-
-
 @pytest.mark.parametrize(
     ("world_size", "flags", "num_groups"),
     [
-        pytest.param(2, "--overlap-grad-reduce --overlap-param-gather", 1, id="dense"),
-        pytest.param(4, _MOE, 2, id="experts", marks=pytest.mark.functional),
-        pytest.param(
-            4,
-            "--num-distributed-optimizer-instances 2 --overlap-grad-reduce",
-            1,
-            id="instances",
-            marks=pytest.mark.functional,
-        ),
+        pytest.param(2, OVERLAP, 1, id="dense"),
+        longer(4, f"{ALLTOALL} {EP2}", 2, id="experts"),
+        longer(4, f"{HSDP} {OVERLAP_GRADS}", 1, id="instances"),
     ],
 )
 def test_it_changes_the_group_and_no_bit(
     megatron: RankPools, world_size: int, flags: str, num_groups: int
 ) -> None:
-    plain = _train(megatron, world_size, *flags.split())
-    apart = _train(megatron, world_size, *flags.split(), FLAG, probe=groups_of_gathers)
-    assert (apart.losses, apart.grad_norms) == (plain.losses, plain.grad_norms)
+    common = [STEPS, fsdp(), flags]
+    apart = trained(megatron, world_size, *common, FLAG, probe=groups_of_gathers)
+    assert_equal(apart, trained(megatron, world_size, *common))
     for found in apart.extras:
         assert list(found.values()) == [True] * num_groups
 

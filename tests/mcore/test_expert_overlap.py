@@ -7,19 +7,31 @@ from typing import Any
 import pytest
 
 from megatron_fsdp_v2.runtime.fsdp_module import named_units
+from tests.mcore.flags import (
+    ALLTOALL,
+    EP2,
+    HSDP,
+    MTP,
+    OVERLAP,
+    STRATEGIES,
+    TP2_SP,
+    VPP2,
+    ZERO3,
+    Flags,
+    fsdp,
+)
 from tests.mcore.overlapped import train_in_fp32, train_with_late_gradients
-from tests.mcore.session import MODEL_FLAGS, curves, distance, fsdp, train
+from tests.mcore.session import distance
+from tests.mcore.trained import assert_close, quick_only, trained
 from tests.ranks import RankPools
 
-_EXPERTS = """
---num-experts 4 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall
---disable-bias-linear --moe-grouped-gemm --moe-router-topk 2 --train-iters 3
---overlap-moe-expert-parallel-comm --global-batch-size 16
-"""
-EXPERTS = _EXPERTS.split()
-GATHERED = ["--overlap-grad-reduce", "--overlap-param-gather"]
-POOLED = [*GATHERED, "--fsdp-unshard-prefetch-depth", "2", "--fsdp-trace-pool"]
+EXPERTS = (
+    f"{ALLTOALL} {EP2} --moe-grouped-gemm --overlap-moe-expert-parallel-comm "
+    "--moe-router-load-balancing-type none --train-iters 2 --global-batch-size 16"
+)
+POOLED = f"{OVERLAP} --fsdp-unshard-prefetch-depth 2 --fsdp-trace-pool"
 EARLY = "--ep-overlap-early-attn-memory-release"
+LONGER = "--global-batch-size 32 --train-iters 3"
 
 
 def _gathered(model: Any, optimizer: Any) -> list[str]:
@@ -29,81 +41,62 @@ def _gathered(model: Any, optimizer: Any) -> list[str]:
     return [name for name, unit in units if unit.is_unsharded]
 
 
-def _differs(megatron: RankPools, ranks: int, mine: list[str], both: list[str]) -> float:
-    """Largest difference from DDP that runs the same schedule."""
-    common = [*MODEL_FLAGS, *EXPERTS, *both]
-    theirs = curves(megatron(ranks).run(train_in_fp32, common))
-    ours = curves(megatron(ranks).run(train_in_fp32, [*common, *mine], _gathered))
+def _trains_like_ddp(megatron: RankPools, ranks: int, mine: Flags, both: str) -> None:
+    """Check against DDP that runs the same schedule."""
+    theirs = trained(megatron, ranks, EXPERTS, both, by=train_in_fp32, once=True)
+    ours = trained(megatron, ranks, EXPERTS, both, mine, by=train_in_fp32, probe=_gathered)
     assert ours.extras == [[]] * ranks
     assert bool(ours.evaluations) == ("--eval-interval" in both)
-    found = [distance(ours.losses, theirs.losses), distance(ours.grad_norms, theirs.grad_norms)]
-    if ours.evaluations:
-        found.append(distance(ours.evaluations, theirs.evaluations))
-    return max(found)
+    assert_close(ours, theirs)
 
 
-_OTHERS = ("no_shard", "optim", "optim_grads")
-STRATEGIES = [
-    *(pytest.param(name, marks=pytest.mark.functional) for name in _OTHERS),
-    "optim_grads_params",
-]
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", quick_only(STRATEGIES, ZERO3))
 def test_experts_that_overlap_train_like_ddp(megatron: RankPools, strategy: str) -> None:
-    assert _differs(megatron, 2, fsdp(strategy), []) < 1e-6
-
-
-PIPELINE = "--pipeline-model-parallel-size 2 --num-layers 4"
+    _trains_like_ddp(megatron, 2, fsdp(strategy), "")
 
 
 @pytest.mark.functional
 @pytest.mark.parametrize(
     ("mine", "both"),
     [
-        (GATHERED, "--global-batch-size 32"),
-        (
-            [*GATHERED, "--fsdp-unshard-prefetch-depth", "2", "--fsdp-trace-pool"],
-            "--global-batch-size 32",
-        ),
-        (["--num-distributed-optimizer-instances", "2"], ""),
-        ([], "--num-layers-per-virtual-pipeline-stage 1 " + PIPELINE),
-        (GATHERED, "--num-layers-per-virtual-pipeline-stage 1 " + PIPELINE),
-        ([], "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1"),
-        (GATHERED, "--num-layers 3 --moe-layer-freq [0,1,1]"),
-        (GATHERED, f"--moe-shared-expert-intermediate-size 64 {EARLY}"),
-        (GATHERED, "--recompute-granularity selective --recompute-modules layernorm moe_act"),
-        (GATHERED, "--mtp-num-layers 1 --position-embedding-type rope"),
-        ([], "--eval-interval 1 --eval-iters 1 --calculate-per-token-loss"),
+        (OVERLAP, LONGER),
+        (POOLED, LONGER),
+        (HSDP, ""),
+        ("", VPP2),
+        (OVERLAP, VPP2),
+        ("", f"{TP2_SP} --expert-tensor-parallel-size 1"),
+        (OVERLAP, "--num-layers 3 --moe-layer-freq [0,1,1]"),
+        (OVERLAP, f"--moe-shared-expert-intermediate-size 64 {EARLY}"),
+        (OVERLAP, "--recompute-granularity selective --recompute-modules layernorm moe_act"),
+        (OVERLAP, MTP),
+        ("", "--eval-interval 1 --eval-iters 1 --calculate-per-token-loss"),
     ],
 )
 def test_experts_that_overlap_train_like_ddp_with_other_features(
-    megatron: RankPools, mine: list[str], both: str
+    megatron: RankPools, mine: str, both: str
 ) -> None:
-    assert _differs(megatron, 4, [*fsdp(), *mine], both.split()) < 1e-6
+    _trains_like_ddp(megatron, 4, fsdp(ZERO3, mine), both)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", quick_only(STRATEGIES, ZERO3))
 def test_gradients_of_weights_that_are_made_late_are_those_of_ddp(
     megatron: RankPools, strategy: str
 ) -> None:
-    common = [*MODEL_FLAGS, *EXPERTS]
-    theirs = curves(megatron(2).run(train_in_fp32, common))
-    ours = curves(megatron(2).run(train_with_late_gradients, [*common, *fsdp(strategy)]))
-    assert distance(ours.losses, theirs.losses) < 1e-6
-    assert distance(ours.grad_norms, theirs.grad_norms) < 1e-6
-    # Two layers; four micro-batches in each of three steps.
+    theirs = trained(megatron, 2, EXPERTS, "", by=train_in_fp32, once=True)
+    ours = trained(megatron, 2, EXPERTS, fsdp(strategy), by=train_with_late_gradients)
+    assert_close(ours, theirs)
+    # Of two layers; four micro-batches in each of two steps.
     for made in ours.extras:
-        assert len(made) == 12 * 2 * 3, made
+        assert len(made) == 3 * 2 * 4 * 2, made
 
 
 @pytest.mark.functional
 def test_experts_that_overlap_train_in_bf16_within_ddps_own_spread(megatron: RankPools) -> None:
-    common = [*MODEL_FLAGS, *EXPERTS, "--bf16"]
-    ddp = curves(megatron(2).run(train, common))
-    spread = curves(megatron(2).run(train, [*common, "--use-distributed-optimizer"]))
-    ours = curves(megatron(2).run(train, [*common, *fsdp()]))
-    assert distance(ours.losses, ddp.losses) <= max(1e-3, 1.5 * distance(spread.losses, ddp.losses))
-    assert distance(ours.grad_norms, ddp.grad_norms) <= max(
-        1e-3, 1.5 * distance(spread.grad_norms, ddp.grad_norms)
-    )
+    flags = [EXPERTS, "--bf16 --train-iters 3"]
+    ddp = trained(megatron, 2, *flags)
+    spread = trained(megatron, 2, *flags, "--use-distributed-optimizer")
+    ours = trained(megatron, 2, *flags, fsdp())
+    losses = max(1e-3, 1.5 * distance(spread.losses, ddp.losses))
+    norms = max(1e-3, 1.5 * distance(spread.grad_norms, ddp.grad_norms))
+    assert distance(ours.losses, ddp.losses) <= losses
+    assert distance(ours.grad_norms, ddp.grad_norms) <= norms

@@ -7,50 +7,41 @@ from __future__ import annotations
 
 import pytest
 
-from tests.mcore.session import MODEL_FLAGS, Training, distance, fsdp, train
+from tests.mcore.flags import NO_SHARD, OVERLAP, STRATEGIES, ZERO3, Flags, fsdp
+from tests.mcore.session import Training, distance
+from tests.mcore.trained import assert_close, assert_equal, quick_only, trained
 from tests.ranks import RankPools
 
-ITERATIONS = ["--train-iters", "8", "--eval-interval", "4", "--eval-iters", "1"]
-STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-OVERLAP = ["--overlap-grad-reduce", "--overlap-param-gather"]
-
-_LONGER = pytest.mark.functional
+STEPS = "--train-iters 4 --eval-interval 2 --eval-iters 1 --global-batch-size 8"
 
 
-def _curves(pools: RankPools, world_size: int, flags: list[str]) -> Training:
-    result: Training = pools(world_size).run(train, [*MODEL_FLAGS, *ITERATIONS, *flags])[0]
-    assert len(result.losses) == len(result.grad_norms) == 8
+def _curves(pools: RankPools, world_size: int, *flags: Flags) -> Training:
+    # Three ranks cannot share a batch of 8.
+    batch = "--global-batch-size 12" if world_size == 3 else ""
+    result = trained(pools, world_size, STEPS, batch, *flags, iterations=4, once=True)
     # Twice on the way, and on validation and test data at the end.
     assert len(result.evaluations) == 4
     return result
 
 
-@pytest.mark.parametrize(
-    "world_size", [pytest.param(1, marks=_LONGER), 2, pytest.param(3, marks=_LONGER)]
-)
+@pytest.mark.parametrize("world_size", quick_only([1, 2, 3], 2))
 def test_every_strategy_trains_like_ddp_in_fp32(megatron: RankPools, world_size: int) -> None:
-    reference = _curves(megatron, world_size, [])
+    reference = _curves(megatron, world_size)
     # Two ranks show every strategy, the others that the world size changes nothing.
-    for strategy in STRATEGIES if world_size == 2 else ("no_shard", "optim_grads_params"):
-        curves = _curves(megatron, world_size, fsdp(strategy))
-        assert distance(curves.losses, reference.losses) < 1e-6, strategy
-        assert distance(curves.grad_norms, reference.grad_norms) < 1e-6, strategy
-        assert distance(curves.evaluations, reference.evaluations) < 1e-6, strategy
+    for strategy in STRATEGIES if world_size == 2 else (NO_SHARD, ZERO3):
+        assert_close(_curves(megatron, world_size, fsdp(strategy)), reference)
 
 
 def test_overlap_flags_change_no_bit(megatron: RankPools) -> None:
-    plain = _curves(megatron, 2, fsdp("optim_grads_params"))
-    overlapped = _curves(megatron, 2, fsdp("optim_grads_params", *OVERLAP))
-    assert overlapped.losses == plain.losses
-    assert overlapped.grad_norms == plain.grad_norms
+    assert_equal(_curves(megatron, 2, fsdp(), OVERLAP), _curves(megatron, 2, fsdp()))
 
 
 @pytest.mark.functional
 def test_bf16_is_as_close_to_ddp_as_megatrons_distributed_optimizer(megatron: RankPools) -> None:
     """In bf16 a sum in another order moves some weight across a rounding boundary."""
-    reference = _curves(megatron, 2, ["--bf16"])
-    theirs = _curves(megatron, 2, ["--bf16", "--use-distributed-optimizer"])
+    reference = _curves(megatron, 2, "--bf16")
+    theirs = _curves(megatron, 2, "--bf16 --use-distributed-optimizer")
     bound = max(2e-4, 2 * distance(theirs.losses, reference.losses))
     # The other strategies are in the functional matrix.
-    curves = _curves(megatron, 2, fsdp("optim_grads_params", "--bf16"))
-    assert distance(curves.losses, reference.losses) < bound
+    mine = _curves(megatron, 2, fsdp(), "--bf16")
+    assert distance(mine.losses, reference.losses) < bound

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import importlib.metadata
+import io
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from megatron_fsdp_v2_mcore import install, patches, uninstall
 from megatron_fsdp_v2_mcore.patches_command import command
 from megatron_fsdp_v2_mcore.rehearsal.patches import PATCHES as REHEARSAL_PATCHES
 from tests.mcore.command_line import run_module
+from tests.mcore.trained import quick_only
 
 
 @pytest.fixture(autouse=True)
@@ -144,10 +148,25 @@ def test_the_command_prints_every_patch_as_json(capsys: pytest.CaptureFixture[st
         assert row["reason"] and row["undo"] and row["when"]
 
 
-def test_the_command_prints_every_patch_as_a_table() -> None:
+def _in_this_process() -> tuple[int, str]:
+    written = io.StringIO()
+    with contextlib.redirect_stdout(written):
+        return cli.main(["patches"]), written.getvalue()
+
+
+def _in_its_own_process() -> tuple[int, str]:
     done = run_module("megatron_fsdp_v2.cli", ["patches"])
-    assert done.code == 0, done.output
-    paragraphs = done.output.strip().split("\n\n")
+    return done.code, done.output
+
+
+# Where Megatron has not been imported, that alone takes seconds.
+@pytest.mark.parametrize(
+    "run", quick_only([_in_this_process, _in_its_own_process], _in_this_process)
+)
+def test_the_command_prints_every_patch_as_a_table(run: Callable[[], tuple[int, str]]) -> None:
+    code, output = run()
+    assert code == 0, output
+    paragraphs = output.strip().split("\n\n")
     assert "supported: 0.19.x" in paragraphs[0]
     listed = [*patches.PATCHES, *REHEARSAL_PATCHES]
     for patch, paragraph in zip(listed, paragraphs[1:], strict=True):

@@ -7,23 +7,14 @@ from typing import Any
 
 import torch
 
-from tests.mcore.session import MODEL_FLAGS, Training, curves, distance, fsdp, train
+from tests.mcore.flags import ALLTOALL, EP2, OVERLAP, fsdp
+from tests.mcore.trained import assert_close, trained
 from tests.ranks import RankPools
 
-_MODEL = """
---num-experts 4 --moe-router-topk 2 --disable-bias-linear --swiglu --moe-ffn-hidden-size 64
---moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01 --train-iters 4
---expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall
---moe-shared-expert-intermediate-size 64 --moe-shared-expert-gate
-"""
-EP2 = _MODEL.split()
-OVERLAP = "--moe-shared-expert-overlap"
-
-
-def _train(pools: RankPools, *flags: str, probe: Any = None) -> Training:
-    result = curves(pools(2).run(train, [*MODEL_FLAGS, *EP2, *flags], probe))
-    assert len(result.losses) == len(result.grad_norms) == 4
-    return result
+FLAGS = (
+    f"{ALLTOALL} {EP2} --moe-shared-expert-intermediate-size 64 --moe-shared-expert-gate "
+    "--moe-shared-expert-overlap --train-iters 3 --global-batch-size 8"
+)
 
 
 def recorded_step(model: Any, optimizer: Any) -> tuple[list[str], list[str]]:
@@ -74,15 +65,14 @@ def _forward(chunk: Any) -> Any:
 
 
 def test_it_trains_like_ddp(megatron: RankPools) -> None:
-    reference = _train(megatron, OVERLAP)
-    result = _train(megatron, *fsdp("optim_grads_params", OVERLAP))
-    assert distance(result.losses, reference.losses) < 1e-6
-    assert distance(result.grad_norms, reference.grad_norms) < 1e-5
+    assert_close(
+        trained(megatron, 2, FLAGS, fsdp(), iterations=3), trained(megatron, 2, FLAGS), norms=1e-5
+    )
 
 
 def test_its_gradients_are_reduced_after_they_arrived(megatron: RankPools) -> None:
-    flags = ["--overlap-grad-reduce", "--overlap-param-gather"]
-    result = _train(megatron, *fsdp("optim_grads_params", OVERLAP, *flags), probe=recorded_step)
+    short = "--train-iters 1"
+    result = trained(megatron, 2, FLAGS, fsdp(), OVERLAP, short, probe=recorded_step)
     for violations, written in result.extras:
         assert [text for text in violations if "/0 grads" in text or "/0 weights" in text] == []
         assert any("layers.1/0 grads full" in name for name in written)

@@ -1,21 +1,11 @@
-"""A rehearsal runs Megatron's hybrid models, Mamba layers included."""
+"""What stands in for Mamba's kernels in a rehearsal computes what they do."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
-import pytest
 import torch
 from torch.nn import functional
 
 from megatron_fsdp_v2_mcore.rehearsal.mamba_kernels import GroupedRMSNorm, split_conv1d_scan
-from tests.mcore.test_rehearsal_parallelism import _same, _train
-from tests.ranks import RankPools
-
-_MAMBA = ["--mamba-state-dim", "16", "--mamba-head-dim", "16", "--mamba-num-groups", "2"]
-PATTERN = "--hybrid-layer-pattern"
-HYBRID = [*_MAMBA, PATTERN, "M*-M"]
 
 
 def test_the_mamba_stub_is_the_recurrence() -> None:
@@ -61,39 +51,3 @@ def test_a_norm_of_groups_is_a_norm_of_each() -> None:
     x = torch.randn(4, 6)
     parts = [functional.rms_norm(part, (3,), eps=1e-5) for part in x.split(3, dim=1)]
     torch.testing.assert_close(norm(x), torch.cat(parts, dim=1))
-
-
-@pytest.mark.functional
-def test_hybrid_models_train_alike_under_data_and_context_parallelism(megatron: RankPools) -> None:
-    alone = _train(megatron, 1, *HYBRID)
-    _same(_train(megatron, 2, *HYBRID), alone)
-    _same(_train(megatron, 2, *HYBRID, "--context-parallel-size", "2"), alone)
-
-
-def _layers(model: list[Any], optimizer: Any) -> list[str]:
-    del optimizer
-    return [type(layer).__name__ for layer in model[0].module.decoder.layers]
-
-
-@pytest.mark.functional
-def test_a_pattern_says_which_layers_a_pipeline_stage_has(megatron: RankPools) -> None:
-    flags = [*_MAMBA, PATTERN, "M*|-ME", "--pipeline-model-parallel-size", "2"]
-    flags += ["--num-experts", "2", "--moe-router-topk", "2"]
-    result = _train(megatron, 2, *flags, probe=_layers)
-    assert result.losses[-1] < result.losses[0]
-    assert result.extras == [
-        ["MambaLayer", "TransformerLayer"],
-        ["MLPLayer", "MambaLayer", "MoETransformerLayer"],
-    ]
-
-
-@pytest.mark.functional
-def test_a_tensor_parallel_hybrid_model_goes_on_from_its_checkpoint(
-    megatron: RankPools, tmp_path: Path
-) -> None:
-    flags = [*HYBRID, "--tensor-model-parallel-size", "2", "--sequence-parallel"]
-    flags += ["--ckpt-format", "torch_dist"]
-    whole = _train(megatron, 2, *flags, "--save", str(tmp_path), "--save-interval", "3")
-    assert whole.losses[-1] < whole.losses[0]
-    rest = _train(megatron, 2, *flags, "--load", str(tmp_path), "--ckpt-step", "3", iterations=2)
-    assert (rest.losses, rest.grad_norms) == (whole.losses[3:], whole.grad_norms[3:])

@@ -1,4 +1,4 @@
-"""A rehearsal runs multi-latent attention, sparse too, latent experts, and norms around one."""
+"""What stands in for kernels of latent and experimental attention, and norms around one."""
 
 from __future__ import annotations
 
@@ -8,17 +8,15 @@ import pytest
 import torch
 from torch.nn import functional
 
-from functional_tests.matrix import DEEPSEEK, LATENT, LOW_RANK_QUERIES, SPARSE
 from megatron_fsdp_v2_mcore.rehearsal.experimental_attention import (
     causal_conv1d,
     hadamard_rotation,
     l2norm,
 )
 from megatron_fsdp_v2_mcore.rehearsal.norms import ZeroCenteredLayerNorm, ZeroCenteredRMSNorm
-from tests.mcore.test_rehearsal_parallelism import _same, _tensor_parallel, _train
+from tests.mcore.flags import DEEPSEEK, EP2, ETP1, TP2_SP
+from tests.mcore.trained import trained
 from tests.ranks import RankPools
-
-SEQUENCE_PARALLEL = "--sequence-parallel"
 
 
 class _Options:
@@ -73,43 +71,6 @@ def test_stand_ins_of_experimental_attention_are_what_they_stand_for() -> None:
         hadamard_rotation(torch.randn(2, 6))
 
 
-@pytest.mark.functional
-@pytest.mark.parametrize("model", [LOW_RANK_QUERIES, SPARSE], ids=["dense", "sparse"])
-def test_latent_attention_under_tensor_parallelism_trains_as_without(
-    megatron: RankPools, model: str
-) -> None:
-    one, two = (
-        [*_tensor_parallel(size), *model.split(), *more]
-        for size, more in ((1, []), (2, [SEQUENCE_PARALLEL]))
-    )
-    _same(_train(megatron, 2, *two), _train(megatron, 1, *one))
-
-
-@pytest.mark.functional
-def test_queries_of_full_rank_with_a_norm_train_alike_under_tensor_parallelism(
-    megatron: RankPools,
-) -> None:
-    one, two = (
-        [*_tensor_parallel(size), *LATENT.split(), *more]
-        for size, more in ((1, []), (2, [SEQUENCE_PARALLEL, "--apply-layernorm-1p"]))
-    )
-    # A factor of one is a zero there: decay would tell them apart.
-    decay = ["--weight-decay", "0"]
-    _same(_train(megatron, 2, *two, *decay), _train(megatron, 1, *one, *decay))
-
-
-@pytest.mark.functional
-def test_experts_in_a_latent_space_train_alike_under_tensor_parallelism(
-    megatron: RankPools,
-) -> None:
-    experts = "--num-experts 2 --moe-router-topk 2 --moe-latent-size 32 --disable-bias-linear"
-    one, two = (
-        [*_tensor_parallel(size), *experts.split(), *more]
-        for size, more in ((1, []), (2, [SEQUENCE_PARALLEL]))
-    )
-    _same(_train(megatron, 2, *two), _train(megatron, 1, *one))
-
-
 _MARKS = ("tensor_model_parallel", "sequence_parallel", "allreduce")
 
 
@@ -138,9 +99,8 @@ def _latent_layers(model: list[Any], optimizer: Any) -> dict[str, Any]:
 def test_latent_attention_has_transformer_engines_parameters_and_widths(
     megatron: RankPools,
 ) -> None:
-    flags = [*DEEPSEEK.split(), "--tensor-model-parallel-size", "2", SEQUENCE_PARALLEL]
-    flags += ["--expert-tensor-parallel-size", "1", "--expert-model-parallel-size", "2"]
-    found = _train(megatron, 2, *flags, probe=_latent_layers).extras[0]
+    flags = f"{DEEPSEEK} {TP2_SP} {EP2} {ETP1} --train-iters 1"
+    found = trained(megatron, 2, flags, probe=_latent_layers).extras[0]
     assert found["error"] < 1e-6
     whole, part, expert = (False, True, True), (True, False, True), (True, False, False)
     attention, mlp = "self_attention", "mlp.experts"

@@ -3,72 +3,66 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
-from tests.mcore.session import MODEL_FLAGS, Training, curves, distance, fsdp, train
+from tests.mcore import flags as f
+from tests.mcore.session import Training, distance, train
+from tests.mcore.trained import trained
 from tests.ranks import RankFailure, RankPools
 
-MODEL = [*MODEL_FLAGS, "--global-batch-size", "8"]
+DDP = "--ckpt-format torch_dist"
+IN_BUCKETS = f"{DDP} --use-distributed-optimizer"
+MEGATRON = f"{IN_BUCKETS} --dist-ckpt-optim-fully-reshardable"
 
-DDP = ["--ckpt-format", "torch_dist"]
-MEGATRON = [*DDP, "--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable"]
-IN_BUCKETS = [*DDP, "--use-distributed-optimizer"]
+SHARDED = " ".join(f.fsdp())
 
 SAVED_AT, LAST = 3, 6
-ITERATIONS = ["--train-iters", str(LAST)]
+STEPS = f"--global-batch-size 8 --train-iters {LAST}"
 
 # A rate that moves shows whether the schedule was loaded, as losses show weights and moments.
 SWIGLU = "--swiglu --lr-decay-style cosine --lr-warmup-iters 2 --clip-grad 0.5"
 QK_NORM = "--normalization RMSNorm --qk-layernorm --swiglu"
 DEEP = "--num-layers 4"
-DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
-DRAFTING = "--mtp-num-layers 1 --position-embedding-type rope --swiglu"
-MOE = (
-    "--swiglu --num-experts 4 --moe-router-topk 2 --disable-bias-linear "
-    "--moe-token-dispatcher-type alltoall --moe-router-load-balancing-type aux_loss "
-    "--moe-aux-loss-coeff 0.01"
-)
-ROUNDED = f"{MOE} --bf16 {DROPOUT}"
-MIXED = f"{MOE} --moe-layer-freq [0,1]"
-MAMBA = "--hybrid-layer-pattern M*-M --mamba-state-dim 16 --mamba-head-dim 16 --mamba-num-groups 2"
-TP2 = "--tensor-model-parallel-size 2"
-PP2 = "--pipeline-model-parallel-size 2"
-HYBRID = "--num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim"
-EP2 = "--expert-model-parallel-size 2"
+DRAFTING = f"{f.MTP} --swiglu"
+ROUNDED = f"{f.ALLTOALL} --bf16 {f.DROPOUT}"
+MIXED = f"{f.ALLTOALL} --moe-layer-freq [0,1]"
 
-Curve = Callable[[str, int, list[str], str], tuple[Path, Training]]
+Curve = Callable[[str, int, str, str], tuple[Path, Training]]
 
 
 @pytest.fixture(scope="module")
 def saved(megatron: RankPools, tmp_path_factory: pytest.TempPathFactory) -> Curve:
     """Trainings that saved after some iterations and went on, run once each."""
-    done: dict[tuple[Any, ...], tuple[Path, Training]] = {}
 
-    def save(name: str, world_size: int, kind: list[str], flags: str) -> tuple[Path, Training]:
-        key = (name, world_size, *kind, flags)
-        if key not in done:
-            folder = tmp_path_factory.mktemp(name)
-            words = [*flags.split(), "--save", str(folder), "--save-interval", str(SAVED_AT)]
-            done[key] = folder, _train(megatron, world_size, *kind, *words)
-        return done[key]
+    @functools.cache
+    def save(name: str, world_size: int, kind: str, flags: str) -> tuple[Path, Training]:
+        folder = tmp_path_factory.mktemp(name)
+        flags_of_saving = f.saving(folder, SAVED_AT)
+        return folder, trained(megatron, world_size, STEPS, kind, flags, flags_of_saving)
 
     return save
 
 
-def _train(pools: RankPools, world_size: int, *flags: str) -> Training:
-    return curves(pools(world_size).run(train, [*MODEL, *ITERATIONS, *flags]))
+def _check_resumed(
+    pools: RankPools, world_size: int, run: tuple[Path, Training], *flags: f.Flags
+) -> None:
+    """Check that a training goes on with what another one saved as that one went on."""
+    folder, uninterrupted = run
+    resumed = _resume(pools, world_size, folder, *flags)
+    assert distance(resumed.losses, uninterrupted.losses[SAVED_AT:]) < 1e-6
 
 
-def _resume(pools: RankPools, world_size: int, folder: Path, *flags: str) -> Training:
-    result = _train(pools, world_size, *flags, "--load", str(folder), "--ckpt-step", str(SAVED_AT))
-    assert len(result.losses) == LAST - SAVED_AT
-    return result
+def _resume(pools: RankPools, world_size: int, folder: Path, *flags: f.Flags) -> Training:
+    load = f.loading(folder, SAVED_AT)
+    return trained(pools, world_size, STEPS, *flags, load, iterations=LAST - SAVED_AT)
 
 
 # What Megatron saves, and at what sizes a sharded run goes on with it.
@@ -76,19 +70,25 @@ FROM_MEGATRON = {
     "dp2-to-1": (2, MEGATRON, SWIGLU, 1, SWIGLU),
     "dp2-to-dp2": (2, MEGATRON, SWIGLU, 2, SWIGLU),
     "dp2-to-dp4": (2, MEGATRON, SWIGLU, 4, SWIGLU),
-    "dp2-to-hybrid": (2, MEGATRON, SWIGLU, 4, f"{SWIGLU} {HYBRID}"),
-    "dp2-to-tp2": (2, MEGATRON, SWIGLU, 2, f"{SWIGLU} {TP2}"),
-    "tp2-to-dp2": (2, MEGATRON, f"{SWIGLU} {TP2}", 2, SWIGLU),
-    "tp2-to-tp2-dp2": (2, MEGATRON, f"{SWIGLU} {TP2}", 4, f"{SWIGLU} {TP2} --sequence-parallel"),
+    "dp2-to-hybrid": (2, MEGATRON, SWIGLU, 4, f"{SWIGLU} {f.HFSDP}"),
+    "dp2-to-tp2": (2, MEGATRON, SWIGLU, 2, f"{SWIGLU} {f.TP2}"),
+    "tp2-to-dp2": (2, MEGATRON, f"{SWIGLU} {f.TP2}", 2, SWIGLU),
+    "tp2-to-tp2-dp2": (
+        2,
+        MEGATRON,
+        f"{SWIGLU} {f.TP2}",
+        4,
+        f"{SWIGLU} {f.TP2} --sequence-parallel",
+    ),
     "plain-optimizer": (2, DDP, QK_NORM, 2, QK_NORM),
-    "ep2-to-ep1": (2, MEGATRON, f"{MOE} {EP2}", 2, MOE),
-    "ep2-to-ep2-dp2": (2, MEGATRON, f"{MOE} {EP2}", 4, f"{MOE} {EP2}"),
-    "pp2-to-dp2": (2, MEGATRON, f"{DEEP} {PP2}", 2, DEEP),
-    "pp2-to-pp2-dp2": (2, MEGATRON, f"{DEEP} {PP2}", 4, f"{DEEP} {PP2}"),
-    "random-numbers": (2, MEGATRON, DROPOUT, 2, DROPOUT),
+    "ep2-to-ep1": (2, MEGATRON, f"{f.ALLTOALL} {f.EP2}", 2, f.ALLTOALL),
+    "ep2-to-ep2-dp2": (2, MEGATRON, f"{f.ALLTOALL} {f.EP2}", 4, f"{f.ALLTOALL} {f.EP2}"),
+    "pp2-to-dp2": (2, MEGATRON, f"{DEEP} {f.PP2}", 2, DEEP),
+    "pp2-to-pp2-dp2": (2, MEGATRON, f"{DEEP} {f.PP2}", 4, f"{DEEP} {f.PP2}"),
+    "random-numbers": (2, MEGATRON, f.DROPOUT, 2, f.DROPOUT),
     "drafting": (2, MEGATRON, DRAFTING, 2, DRAFTING),
-    "dense-and-expert-layers": (2, MEGATRON, MIXED, 2, f"{MIXED} {EP2}"),
-    "state-space": (2, MEGATRON, f"{MAMBA} {TP2}", 2, MAMBA),
+    "dense-and-expert-layers": (2, MEGATRON, MIXED, 2, f"{MIXED} {f.EP2}"),
+    "state-space": (2, MEGATRON, f"{f.MAMBA} {f.TP2}", 2, f.MAMBA),
 }
 
 
@@ -98,36 +98,31 @@ def test_a_sharded_run_goes_on_with_what_megatron_saved(
     megatron: RankPools, saved: Curve, name: str
 ) -> None:
     world_size, kind, flags, resumed_at, resumed_flags = FROM_MEGATRON[name]
-    folder, uninterrupted = saved("megatron", world_size, kind, flags)
-    resumed = _resume(megatron, resumed_at, folder, *fsdp(), *resumed_flags.split())
-    assert distance(resumed.losses, uninterrupted.losses[SAVED_AT:]) < 1e-6
+    run = saved("megatron", world_size, kind, flags)
+    _check_resumed(megatron, resumed_at, run, f.fsdp(), resumed_flags)
 
 
 @pytest.mark.functional
 def test_megatron_itself_goes_on_with_what_it_saved(megatron: RankPools, saved: Curve) -> None:
     """What it is to be compared with: on a CPU, its optimizer needs mending for that."""
-    folder, uninterrupted = saved("megatron", 2, MEGATRON, SWIGLU)
-    resumed = _resume(megatron, 2, folder, *MEGATRON, *SWIGLU.split())
-    assert distance(resumed.losses, uninterrupted.losses[SAVED_AT:]) < 1e-6
+    _check_resumed(megatron, 2, saved("megatron", 2, MEGATRON, SWIGLU), MEGATRON, SWIGLU)
 
 
 @pytest.mark.parametrize("kind", [MEGATRON, DDP], ids=["distributed", "plain"])
 @pytest.mark.functional
 def test_main_weights_in_fp32_are_what_a_bf16_run_goes_on_with(
-    megatron: RankPools, saved: Curve, kind: list[str]
+    megatron: RankPools, saved: Curve, kind: str
 ) -> None:
     """From weights rounded to bf16 alone, Adam's small steps would start elsewhere."""
-    folder, uninterrupted = saved("bf16", 2, kind, f"{MOE} --bf16")
-    resumed = _resume(megatron, 2, folder, *fsdp(), *MOE.split(), "--bf16")
-    assert distance(resumed.losses, uninterrupted.losses[SAVED_AT:]) < 1e-6
+    flags = f"{f.ALLTOALL} --bf16"
+    _check_resumed(megatron, 2, saved("bf16", 2, kind, flags), f.fsdp(), flags)
 
 
-@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
+@pytest.mark.parametrize("strategy", [f.NO_SHARD, f.ZERO1, f.ZERO2])
 @pytest.mark.functional
 def test_every_strategy_loads_it(megatron: RankPools, saved: Curve, strategy: str) -> None:
-    folder, uninterrupted = saved("megatron", 2, MEGATRON, SWIGLU)
-    resumed = _resume(megatron, 2, folder, *fsdp(strategy), *SWIGLU.split())
-    assert distance(resumed.losses, uninterrupted.losses[SAVED_AT:]) < 1e-6
+    run = saved("megatron", 2, MEGATRON, SWIGLU)
+    _check_resumed(megatron, 2, run, f.fsdp(strategy), SWIGLU)
 
 
 def _train_and_count(flags: list[str]) -> tuple[Training, int]:
@@ -140,12 +135,8 @@ def _train_and_count(flags: list[str]) -> tuple[Training, int]:
         wanted.extend(block.target.numel() for block in blocks)
         return fill(self, blocks)
 
-    MegatronFolder.fill = count
-    try:
-        training = train(flags, _num_elements)
-    finally:
-        MegatronFolder.fill = fill
-    return training, sum(wanted)
+    with mock.patch.object(MegatronFolder, "fill", count):
+        return train(flags, _num_elements), sum(wanted)
 
 
 def _num_elements(model: Any, optimizer: Any) -> int:
@@ -158,9 +149,10 @@ def test_a_sharded_run_goes_on_and_a_rank_reads_the_rows_it_holds_and_no_others(
     megatron: RankPools, saved: Curve
 ) -> None:
     folder, uninterrupted = saved("megatron", 2, MEGATRON, SWIGLU)
-    load = ["--load", str(folder), "--ckpt-step", str(SAVED_AT)]
-    flags = [*MODEL, *ITERATIONS, *fsdp(), *SWIGLU.split(), *load]
-    results = megatron(2).run(_train_and_count, flags)
+    load = f.loading(folder, SAVED_AT)
+    results = megatron(2).run(
+        _train_and_count, f.words(f.MODEL_FLAGS, STEPS, f.fsdp(), SWIGLU, load)
+    )
     resumed, counts = results[0][0], [read for _, read in results]
     assert distance(resumed.losses, uninterrupted.losses[SAVED_AT:]) < 1e-6
     # A weight and its two moments.
@@ -174,9 +166,9 @@ def test_state_in_buckets_is_rejected_and_weights_load_without_it(
 ) -> None:
     folder, uninterrupted = saved("buckets", 2, IN_BUCKETS, SWIGLU)
     with pytest.raises(RankFailure, match=r"saved as dp_reshardable.*--dist-ckpt-optim-fully-resh"):
-        _resume(megatron, 2, folder, *fsdp(), *SWIGLU.split())
-    fresh = ["--no-load-optim", "--override-opt-param-scheduler"]
-    resumed = _resume(megatron, 2, folder, *fsdp(), *SWIGLU.split(), *fresh)
+        _resume(megatron, 2, folder, f.fsdp(), SWIGLU)
+    fresh = "--no-load-optim --override-opt-param-scheduler"
+    resumed = _resume(megatron, 2, folder, f.fsdp(), SWIGLU, fresh)
     # Weights are the saved ones, steps start anew.
     assert distance(resumed.losses[:1], uninterrupted.losses[SAVED_AT : SAVED_AT + 1]) < 1e-6
     assert resumed.losses[1:] != uninterrupted.losses[SAVED_AT + 1 :]
@@ -185,8 +177,8 @@ def test_state_in_buckets_is_rejected_and_weights_load_without_it(
 @pytest.mark.functional
 def test_weights_alone_are_a_start_for_another_training(megatron: RankPools, saved: Curve) -> None:
     folder, uninterrupted = saved("megatron", 2, MEGATRON, SWIGLU)
-    flags = [*fsdp(), *SWIGLU.split(), "--finetune", "--load", str(folder)]
-    tuned = _train(megatron, 2, *flags, "--ckpt-step", str(SAVED_AT))
+    flags = [STEPS, f.fsdp(), SWIGLU, "--finetune", f.loading(folder, SAVED_AT)]
+    tuned = trained(megatron, 2, *flags)
     assert len(tuned.losses) == LAST
     assert tuned.losses[0] < uninterrupted.losses[1]
 
@@ -194,9 +186,9 @@ def test_weights_alone_are_a_start_for_another_training(megatron: RankPools, sav
 def test_a_checkpoint_of_another_model_is_rejected(megatron: RankPools, saved: Curve) -> None:
     folder, _ = saved("megatron", 2, MEGATRON, SWIGLU)
     with pytest.raises(RankFailure, match=r"of another model: .*linear_fc1.*\(2, 256, 64\), and"):
-        _resume(megatron, 2, folder, *fsdp(), *SWIGLU.split(), "--ffn-hidden-size", "96")
+        _resume(megatron, 2, folder, f.fsdp(), SWIGLU, "--ffn-hidden-size 96")
     with pytest.raises(RankFailure, match=r"not hold decoder\.layers\.self_attention\.q_layer"):
-        _resume(megatron, 2, folder, *fsdp(), *SWIGLU.split(), "--qk-layernorm")
+        _resume(megatron, 2, folder, f.fsdp(), SWIGLU, "--qk-layernorm")
 
 
 class _RunsCode:
@@ -223,14 +215,14 @@ def test_a_checkpoint_cannot_run_code(tmp_path: Path) -> None:
 # What a sharded run saves, and at what sizes Megatron's own optimizer goes on with it.
 TO_MEGATRON = {
     "dp2": (2, SWIGLU, 2, SWIGLU),
-    "dp2-to-tp2": (2, SWIGLU, 2, f"{SWIGLU} {TP2}"),
-    "tp2-dp2-to-dp2": (4, f"{SWIGLU} {TP2}", 2, SWIGLU),
-    "ep2": (2, f"{MOE} {EP2}", 2, f"{MOE} {EP2}"),
-    "pp2-to-dp2": (2, f"{DEEP} {PP2}", 2, DEEP),
-    "random-numbers": (2, f"{DROPOUT} {QK_NORM}", 2, f"{DROPOUT} {QK_NORM}"),
+    "dp2-to-tp2": (2, SWIGLU, 2, f"{SWIGLU} {f.TP2}"),
+    "tp2-dp2-to-dp2": (4, f"{SWIGLU} {f.TP2}", 2, SWIGLU),
+    "ep2": (2, f"{f.ALLTOALL} {f.EP2}", 2, f"{f.ALLTOALL} {f.EP2}"),
+    "pp2-to-dp2": (2, f"{DEEP} {f.PP2}", 2, DEEP),
+    "random-numbers": (2, f"{f.DROPOUT} {QK_NORM}", 2, f"{f.DROPOUT} {QK_NORM}"),
     "drafting": (2, DRAFTING, 2, DRAFTING),
     "dense-and-expert-layers": (2, MIXED, 2, MIXED),
-    "state-space": (2, f"{MAMBA} {TP2}", 2, MAMBA),
+    "state-space": (2, f"{f.MAMBA} {f.TP2}", 2, f.MAMBA),
 }
 
 
@@ -240,28 +232,31 @@ def test_megatron_goes_on_with_what_a_sharded_run_saved(
     megatron: RankPools, saved: Curve, tmp_path: Path, name: str
 ) -> None:
     world_size, flags, resumed_at, resumed_flags = TO_MEGATRON[name]
-    folder, uninterrupted = saved("sharded", world_size, fsdp(), flags)
-    assert _export(folder, tmp_path / "exported") == 0
-    words = [*MEGATRON, *resumed_flags.split()]
-    resumed = _resume(megatron, resumed_at, tmp_path / "exported", *words)
-    assert distance(resumed.losses, uninterrupted.losses[SAVED_AT:]) < 1e-6
+    run = _exported(saved("sharded", world_size, SHARDED, flags), tmp_path)
+    _check_resumed(megatron, resumed_at, run, MEGATRON, resumed_flags)
 
 
 @pytest.mark.functional
 def test_experts_get_an_optimizer_of_their_own_as_the_loading_run_has_it(
     megatron: RankPools, saved: Curve, tmp_path: Path
 ) -> None:
-    folder, uninterrupted = saved("sharded", 2, fsdp(), f"{MOE} {EP2}")
-    assert _export(folder, tmp_path / "exported", expert_parallel=1) == 0
-    resumed = _resume(megatron, 2, tmp_path / "exported", *MEGATRON, *MOE.split())
-    assert distance(resumed.losses, uninterrupted.losses[SAVED_AT:]) < 1e-6
+    run = saved("sharded", 2, SHARDED, f"{f.ALLTOALL} {f.EP2}")
+    run = _exported(run, tmp_path, expert_parallel=1)
+    _check_resumed(megatron, 2, run, MEGATRON, f.ALLTOALL)
 
 
 def test_there_and_back_changes_no_bit(megatron: RankPools, saved: Curve, tmp_path: Path) -> None:
-    folder, uninterrupted = saved("sharded", 2, fsdp(), ROUNDED)
-    assert _export(folder, tmp_path / "exported") == 0
-    resumed = _resume(megatron, 2, tmp_path / "exported", *fsdp(), *ROUNDED.split())
+    folder, uninterrupted = _exported(saved("sharded", 2, SHARDED, ROUNDED), tmp_path)
+    resumed = _resume(megatron, 2, folder, SHARDED, ROUNDED)
     assert resumed.losses == uninterrupted.losses[SAVED_AT:]
+
+
+def _exported(
+    run: tuple[Path, Training], folder: Path, expert_parallel: int | None = None
+) -> tuple[Path, Training]:
+    """A training whose checkpoint was exported."""
+    assert _export(run[0], folder / "exported", expert_parallel=expert_parallel) == 0
+    return folder / "exported", run[1]
 
 
 def _export(
@@ -280,7 +275,7 @@ def _export(
 def test_export_says_in_a_sentence_what_it_did_and_why_it_cannot(
     saved: Curve, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder, _ = saved("sharded", 2, fsdp(), ROUNDED)
+    folder, _ = saved("sharded", 2, SHARDED, ROUNDED)
     target = tmp_path / "exported"
     assert _export(folder, target, iteration=None) == 0
     assert "iter_0000006: " in capsys.readouterr().out
@@ -329,19 +324,18 @@ def _compare_names(model: Any, optimizer: Any) -> tuple[int, list[str]]:
     [
         "--swiglu --add-qkv-bias",
         f"{QK_NORM} --untie-embeddings-and-output-weights",
-        f"{MOE} --moe-shared-expert-intermediate-size 64 --moe-router-enable-expert-bias"
+        f"{f.ALLTOALL} --moe-shared-expert-intermediate-size 64 --moe-router-enable-expert-bias"
         " --moe-router-score-function sigmoid --moe-router-load-balancing-type none",
-        f"{MOE} --moe-grouped-gemm",
+        f"{f.ALLTOALL} --moe-grouped-gemm",
         MIXED,
         f"{DRAFTING} --num-experts 4 --disable-bias-linear",
-        f"{MAMBA} --swiglu",
+        f"{f.MAMBA} --swiglu",
     ],
     ids=["dense", "untied", "shared-expert", "grouped", "mixed", "drafting", "state-space"],
 )
 @pytest.mark.functional
 def test_rules_for_names_are_what_megatrons_modules_do(megatron: RankPools, flags: str) -> None:
-    words = [*MODEL, "--train-iters", "1", *fsdp(), *flags.split()]
-    for result in megatron(2).run(train, words, _compare_names):
-        checked, wrong = result.extras
+    steps = "--train-iters 1 --global-batch-size 8"
+    for checked, wrong in trained(megatron, 2, steps, f.fsdp(), flags, probe=_compare_names).extras:
         assert checked > 10
         assert not wrong

@@ -7,17 +7,26 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from tests.mcore import flags as f
 from tests.mcore import session
-from tests.mcore.session import MODEL_FLAGS, distance, fsdp, train
+from tests.mcore.session import distance, train
+from tests.mcore.trained import (
+    assert_close,
+    assert_equal,
+    longer,
+    quick_only,
+    run_of_ranks,
+    trained,
+)
 from tests.mcore.writers import Scalars, scalars_of, train_recorded
 from tests.ranks import RankFailure, RankPools
 
-STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-SIX = ["--train-iters", "6"]
+SIX = "--train-iters 6"
 
 
 @pytest.mark.parametrize(
@@ -38,59 +47,45 @@ SIX = ["--train-iters", "6"]
 )
 @pytest.mark.functional
 def test_a_feature_trains_like_ddp(megatron: RankPools, flags: str, num_logged: int) -> None:
-    reference = megatron(2).run(train, [*MODEL_FLAGS, *SIX, *flags.split()])[0]
-    ours = megatron(2).run(train, [*MODEL_FLAGS, *SIX, *fsdp(), *flags.split()])[0]
+    reference = trained(megatron, 2, SIX, flags)
     assert len(reference.losses) == num_logged
-    assert distance(ours.losses, reference.losses) < 1e-6
-    assert distance(ours.grad_norms, reference.grad_norms) < 1e-6
+    assert_close(trained(megatron, 2, SIX, flags, f.fsdp()), reference)
 
 
-OVERLAP = ["--overlap-grad-reduce", "--overlap-param-gather", "--global-batch-size", "16"]
-EVALUATED = ["--eval-interval", "2", "--eval-iters", "1"]
-
-
-def test_the_trace_pool_changes_no_bit_of_a_training(megatron: RankPools) -> None:
-    flags = [*MODEL_FLAGS, *SIX, *fsdp(), *OVERLAP, *EVALUATED]
-    plain = megatron(2).run(train, flags)[0]
-    pooled = megatron(2).run(train, [*flags, "--fsdp-trace-pool"])[0]
-    assert pooled.losses == plain.losses
-    assert pooled.grad_norms == plain.grad_norms
-
-
-@pytest.mark.functional
 @pytest.mark.parametrize(
-    "flags",
+    ("ranks", "flags"),
     [
-        "--pipeline-model-parallel-size 2 --num-layers 4",
-        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
-        "--num-experts 4 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall "
-        "--disable-bias-linear",
-        "--bf16 --accumulate-allreduce-grads-in-fp32",
+        pytest.param(2, "--eval-interval 2 --eval-iters 1", id="evaluation"),
+        longer(4, f"{f.PP2} --num-layers 4", id="pipeline"),
+        longer(4, f.FULL_RECOMPUTE, id="recompute"),
+        longer(4, f"{f.ALLTOALL} {f.EP2}", id="experts"),
+        longer(4, "--bf16 --accumulate-allreduce-grads-in-fp32", id="bf16"),
     ],
 )
-def test_the_trace_pool_changes_no_bit_of_a_parallel_training(
-    megatron: RankPools, flags: str
+def test_the_trace_pool_changes_no_bit_of_a_training(
+    megatron: RankPools, ranks: int, flags: str
 ) -> None:
-    common = [*MODEL_FLAGS, *SIX, *fsdp(), *flags.split(), "--global-batch-size", "16"]
-    plain = megatron(4).run(train, common)[0]
-    pooled = megatron(4).run(train, [*common, "--fsdp-trace-pool"])[0]
-    assert pooled.losses == plain.losses
-    assert pooled.grad_norms == plain.grad_norms
+    overlap = f.OVERLAP if "--eval" in flags else ""
+    common = [SIX, f.fsdp(), overlap, "--global-batch-size 16", flags]
+    pooled = trained(megatron, ranks, *common, "--fsdp-trace-pool")
+    assert_equal(pooled, trained(megatron, ranks, *common))
+
+
+def _scalars(pools: RankPools, world_size: int, *flags: f.Flags) -> Scalars:
+    """What a training hands to TensorBoard."""
+    words = f.words(f.MODEL_FLAGS, *flags)
+    return scalars_of(pools(world_size).run(train_recorded, words))
 
 
 def test_iterations_skipped_by_the_loss_scale_are_those_of_ddp(megatron: RankPools) -> None:
     # Megatron adds micro-batches up in fp16 otherwise, and overflows where ours do not yet.
-    flags = ["--accumulate-allreduce-grads-in-fp32"]
-    flags += ["--fp16", "--initial-loss-scale", "16777216", "--hysteresis", "1"]
-    flags += ["--loss-scale-window", "3", "--train-iters", "12", "--tensorboard-dir", "unused"]
-    runs = {
-        name: scalars_of(megatron(2).run(train_recorded, [*MODEL_FLAGS, *which, *flags]))
-        for name, which in {"ddp": [], "ours": fsdp()}.items()
-    }
-    scales = {name: _series(scalars, "loss-scale") for name, scalars in runs.items()}
-    assert scales["ours"] == scales["ddp"]
-    assert len(set(scales["ddp"])) > 2, "the scale should have fallen and risen"
-    assert distance(_series(runs["ours"], "lm loss"), _series(runs["ddp"], "lm loss")) < 2e-3
+    flags = "--fp16 --accumulate-allreduce-grads-in-fp32 --initial-loss-scale 16777216"
+    more = "--hysteresis 1 --loss-scale-window 3 --train-iters 12 --tensorboard-dir unused"
+    ddp, ours = (_scalars(megatron, 2, flags, more, which) for which in ("", f.fsdp()))
+    scales = _series(ddp, "loss-scale")
+    assert _series(ours, "loss-scale") == scales
+    assert len(set(scales)) > 2, "the scale should have fallen and risen"
+    assert distance(_series(ours, "lm loss"), _series(ddp, "lm loss")) < 2e-3
 
 
 # -- what is logged -------------------------------------------------------------------------------
@@ -110,7 +105,7 @@ def _series(scalars: Scalars, name: str) -> list[float]:
 
 @pytest.fixture(scope="module")
 def logged_by_ddp(megatron: RankPools) -> Scalars:
-    scalars = scalars_of(megatron(2).run(train_recorded, [*MODEL_FLAGS, *SIX, *LOGGED.split()]))
+    scalars = _scalars(megatron, 2, SIX, LOGGED)
     for name in ("params-norm", "num-zeros", "grad-norm", "lm loss", "learning-rate"):
         assert len(_series(scalars, name)) == 6, name
     assert len(_series(scalars, "lm loss validation")) == 2
@@ -119,27 +114,24 @@ def logged_by_ddp(megatron: RankPools) -> Scalars:
     return scalars
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", f.STRATEGIES)
 @pytest.mark.functional
 def test_tensorboard_gets_the_scalars_it_gets_from_ddp(
     megatron: RankPools, logged_by_ddp: Scalars, strategy: str
 ) -> None:
-    flags = [*MODEL_FLAGS, *SIX, *fsdp(strategy), *LOGGED.split()]
-    ours = scalars_of(megatron(2).run(train_recorded, flags))
+    ours = _scalars(megatron, 2, SIX, LOGGED, f.fsdp(strategy))
     assert ours.keys() == logged_by_ddp.keys()
     for key, value in logged_by_ddp.items():
         # Added up in another order, a few numbers come out as zero, or no longer do.
-        tolerance: dict[str, float] = {"rel": 1e-6}
-        if key[0].startswith("num-zeros"):
-            tolerance = {"abs": 3}
+        tolerance = {"abs": 3} if key[0].startswith("num-zeros") else {"rel": 1e-6}
         assert ours[key] == pytest.approx(value, **tolerance), key
 
 
 def test_tensorboard_files_hold_what_was_logged(megatron: RankPools, tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    flags = ["--train-iters", "3", "--tensorboard-dir", str(tmp_path), "--log-per-param-norm"]
-    losses = megatron(2).run(train, [*MODEL_FLAGS, *fsdp(), *flags])[0].losses
+    flags = f"--train-iters 3 --tensorboard-dir {tmp_path} --log-per-param-norm"
+    losses = trained(megatron, 2, f.fsdp(), flags).losses
     events = EventAccumulator(str(tmp_path)).Reload()
     assert [event.value for event in events.Scalars("lm loss")] == pytest.approx(losses)
     assert len(events.Scalars("param-norm/decoder.final_layernorm.weight")) == 3
@@ -154,35 +146,24 @@ def norms_of_ddp(model: Any, optimizer: Any) -> dict[str, tuple[float, float]]:
     }
 
 
-PER_PARAMETER = ["--log-per-param-norm", "--log-params-norm", "--clip-grad", "0.5"]
-
-
+PER_PARAMETER = "--log-per-param-norm --log-params-norm --clip-grad 0.5"
 # DDP's gradients are looked at after its step: they must not be clipped there.
-UNCLIPPED = ["--train-iters", "4", "--clip-grad", "1000"]
+UNCLIPPED = "--train-iters 4 --clip-grad 1000"
 
 
 @pytest.fixture(scope="module")
 def expected_norms(megatron: RankPools) -> dict[str, tuple[float, float]]:
     """Norms of every weight and gradient under DDP, at iteration 4."""
-    trained: Any = megatron(2).run(train, [*MODEL_FLAGS, *UNCLIPPED], norms_of_ddp)[0]
-    norms: dict[str, tuple[float, float]] = trained.extras
+    norms: dict[str, tuple[float, float]]
+    norms, _ = trained(megatron, 2, UNCLIPPED, probe=norms_of_ddp).extras
     return norms
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        "no_shard",
-        pytest.param("optim", marks=pytest.mark.functional),
-        pytest.param("optim_grads", marks=pytest.mark.functional),
-        "optim_grads_params",
-    ],
-)
+@pytest.mark.parametrize("strategy", quick_only(f.STRATEGIES, f.NO_SHARD, f.ZERO3))
 def test_norms_of_every_parameter_are_those_of_ddp(
     megatron: RankPools, expected_norms: dict[str, tuple[float, float]], strategy: str
 ) -> None:
-    mine = [*MODEL_FLAGS, *fsdp(strategy), *UNCLIPPED, "--log-per-param-norm"]
-    ours = scalars_of(megatron(2).run(train_recorded, mine))
+    ours = _scalars(megatron, 2, f.fsdp(strategy), UNCLIPPED, "--log-per-param-norm")
     names = {name.partition("/")[2] for name, _ in ours if name.startswith("param-norm/")}
     assert names == expected_norms.keys()
     for name, (weight, grad) in expected_norms.items():
@@ -193,19 +174,11 @@ def test_norms_of_every_parameter_are_those_of_ddp(
 @pytest.mark.parametrize(
     ("flags", "num_parameters"),
     [
-        ("--tensor-model-parallel-size 2", 28),
-        ("--pipeline-model-parallel-size 2", 28),
-        (
-            "--pipeline-model-parallel-size 2 --num-layers 4 "
-            "--num-layers-per-virtual-pipeline-stage 1",
-            52,
-        ),
-        (
-            "--num-experts 4 --expert-model-parallel-size 2 --moe-aux-loss-coeff 0.01 "
-            "--disable-bias-linear",
-            34,
-        ),
-        ("--num-distributed-optimizer-instances 2", 28),
+        (f.TP2, 28),
+        (f.PP2, 28),
+        (f.VPP2, 52),
+        (f"{f.ALLTOALL} {f.EP2}", 34),
+        (f.HSDP, 28),
     ],
     ids=["TP2", "PP2", "VPP2", "EP2", "HSDP"],
 )
@@ -213,10 +186,8 @@ def test_norms_of_every_parameter_are_those_of_ddp(
 def test_norms_of_every_parameter_add_up_to_the_norms_of_the_model(
     megatron: RankPools, flags: str, num_parameters: int
 ) -> None:
-    common = ["--global-batch-size", "8", "--train-iters", "2", *PER_PARAMETER]
-    scalars = scalars_of(
-        megatron(4).run(train_recorded, [*MODEL_FLAGS, *common, *fsdp(), *flags.split()])
-    )
+    common = f"--global-batch-size 8 --train-iters 2 {PER_PARAMETER}"
+    scalars = _scalars(megatron, 4, common, f.fsdp(), flags)
     for kind, total in (("param-norm", "params-norm"), ("param-grad-norm", "grad-norm")):
         each = {
             name: norm for (name, step), norm in scalars.items() if step == 2 and f"{kind}/" in name
@@ -226,8 +197,8 @@ def test_norms_of_every_parameter_add_up_to_the_norms_of_the_model(
 
 
 def test_norms_are_logged_at_the_interval_only(megatron: RankPools) -> None:
-    flags = ["--train-iters", "5", "--log-interval", "2", "--log-per-param-norm"]
-    scalars = scalars_of(megatron(2).run(train_recorded, [*MODEL_FLAGS, *fsdp(), *flags]))
+    flags = "--train-iters 5 --log-interval 2 --log-per-param-norm"
+    scalars = _scalars(megatron, 2, f.fsdp(), flags)
     steps = {step for name, step in scalars if name.startswith("param-norm/")}
     assert steps == {2, 4}
 
@@ -259,15 +230,12 @@ def train_with_infinite_gradients(flags: Sequence[str], modules: Sequence[str]) 
             )
         return model
 
-    gpt.build_model = build_model
-    try:
+    with mock.patch.object(gpt, "build_model", build_model):
         train(flags)
-    finally:
-        gpt.build_model = build
 
 
 def test_a_gradient_that_is_not_finite_is_found_and_named(megatron: RankPools) -> None:
-    flags = [*MODEL_FLAGS, *SIX, *fsdp("no_shard")]
+    flags = f.words(f.MODEL_FLAGS, SIX, f.fsdp(f.NO_SHARD))
     with pytest.raises(
         RankFailure,
         match=r"gradient of decoder\.final_layernorm\.bias is not finite on rank \d "
@@ -277,7 +245,8 @@ def test_a_gradient_that_is_not_finite_is_found_and_named(megatron: RankPools) -
 
 
 def test_without_the_check_the_training_goes_on(megatron: RankPools) -> None:
-    flags = [*MODEL_FLAGS, "--train-iters", "2", *fsdp(), "--no-check-for-nan-in-loss-and-grad"]
+    unchecked = "--train-iters 2 --no-check-for-nan-in-loss-and-grad"
+    flags = f.words(f.MODEL_FLAGS, f.fsdp(), unchecked)
     megatron(2).run(train_with_infinite_gradients, flags, ["decoder.final_layernorm"])
 
 
@@ -290,14 +259,12 @@ class _WithoutParameters(torch.nn.Module):
 def train_a_chunk_without_parameters(flags: Sequence[str]) -> None:
     """Run a training whose model has nothing to train."""
     gpt = session.enter_rehearsal()["gpt"]
-    build = gpt.build_model
-    gpt.build_model = lambda *args, **kwargs: _WithoutParameters(
-        gpt.core_transformer_config_from_args(gpt.get_args())
-    )
-    try:
+
+    def build(*args: Any, **kwargs: Any) -> torch.nn.Module:
+        return _WithoutParameters(gpt.core_transformer_config_from_args(gpt.get_args()))
+
+    with mock.patch.object(gpt, "build_model", build):
         train(flags)
-    finally:
-        gpt.build_model = build
 
 
 def test_a_chunk_without_parameters_is_rejected_with_advice(megatron: RankPools) -> None:
@@ -305,7 +272,7 @@ def test_a_chunk_without_parameters_is_rejected_with_advice(megatron: RankPools)
         RankFailure,
         match=r"chunk without parameters cannot be sharded; .*--pipeline-model-parallel-size",
     ):
-        megatron(2).run(train_a_chunk_without_parameters, [*MODEL_FLAGS, *SIX, *fsdp()])
+        megatron(2).run(train_a_chunk_without_parameters, f.words(f.MODEL_FLAGS, SIX, f.fsdp()))
 
 
 # -- how a run ends, and what it begins with ------------------------------------------------------
@@ -320,34 +287,30 @@ def train_until_it_exits(flags: Sequence[str]) -> tuple[Any, list[str]]:
         training._TRAIN_START_TIME -= 3600
         return loop(*args, **kwargs)
 
-    training.train = train_since_an_hour
-    try:
-        train(flags)
-    except SystemExit as leaving:
-        folder = Path(flags[list(flags).index("--save") + 1])
-        return leaving.code, sorted(path.name for path in folder.glob("iter_*"))
-    finally:
-        training.train = loop
+    with mock.patch.object(training, "train", train_since_an_hour):
+        try:
+            train(flags)
+        except SystemExit as leaving:
+            folder = Path(flags[list(flags).index("--save") + 1])
+            return leaving.code, sorted(path.name for path in folder.glob("iter_*"))
     return "it did not exit", []
 
 
 @pytest.mark.parametrize(
     ("flags", "saved"),
-    [
-        (["--exit-interval", "2"], "iter_0000002"),
-        (["--exit-duration-in-mins", "30"], "iter_0000001"),
-    ],
+    [("--exit-interval 2", "iter_0000002"), ("--exit-duration-in-mins 30", "iter_0000001")],
     ids=["interval", "duration"],
 )
 @pytest.mark.functional
 def test_a_run_that_exits_early_saves_and_is_resumed(
-    megatron: RankPools, tmp_path: Path, flags: list[str], saved: str
+    megatron: RankPools, tmp_path: Path, flags: str, saved: str
 ) -> None:
-    common = [*MODEL_FLAGS, *SIX, *fsdp(), "--save", str(tmp_path), "--save-interval", "99"]
-    uninterrupted = megatron(2).run(train, [*MODEL_FLAGS, *SIX, *fsdp()])[0].losses
-    assert megatron(2).run(train_until_it_exits, [*common, *flags])[0] == (0, [saved])
-    resumed = megatron(2).run(train, [*common, "--load", str(tmp_path)])[0].losses
-    assert resumed == uninterrupted[int(saved[-1]) :]
+    uninterrupted = trained(megatron, 2, SIX, f.fsdp(), once=True)
+    common = [SIX, f.fsdp(), f.saving(tmp_path, 99)]
+    words = f.words(f.MODEL_FLAGS, *common, flags)
+    assert megatron(2).run(train_until_it_exits, words)[0] == (0, [saved])
+    resumed = trained(megatron, 2, *common, f.loading(tmp_path))
+    assert_equal(resumed, uninterrupted, after=int(saved[-1]))
 
 
 def evaluations(flags: Sequence[str]) -> list[dict[str, float]]:
@@ -360,11 +323,8 @@ def evaluations(flags: Sequence[str]) -> list[dict[str, float]]:
         seen.append({name: float(loss) for name, loss in outcome[0].items()})
         return outcome
 
-    training.evaluate = evaluate_and_note
-    try:
+    with mock.patch.object(training, "evaluate", evaluate_and_note):
         train(flags)
-    finally:
-        training.evaluate = evaluate
     return seen
 
 
@@ -372,8 +332,13 @@ def evaluations(flags: Sequence[str]) -> list[dict[str, float]]:
 def saved(megatron: RankPools, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """Checkpoints of iterations 3 and 6, and what evaluations after training found."""
     folder = tmp_path_factory.mktemp("features")
-    flags = [*MODEL_FLAGS, *SIX, *fsdp(), "--save", str(folder), "--save-interval", "3"]
-    return folder, megatron(2).run(evaluations, [*flags, "--eval-iters", "2"])[0]
+    return folder, _evaluations(megatron, f.saving(folder, 3))
+
+
+def _evaluations(pools: RankPools, *flags: f.Flags) -> list[dict[str, float]]:
+    words = f.words(f.MODEL_FLAGS, SIX, f.fsdp(), "--eval-iters 2", *flags)
+    found: list[dict[str, float]] = pools(2).run(evaluations, words)[0]
+    return found
 
 
 @pytest.mark.functional
@@ -382,20 +347,19 @@ def test_evaluation_without_training_finds_what_training_ended_with(
 ) -> None:
     folder, losses = saved
     assert len(losses) == 2
-    flags = [*MODEL_FLAGS, *SIX, *fsdp(), "--load", str(folder), "--skip-train"]
-    assert megatron(2).run(evaluations, [*flags, "--eval-iters", "2"])[0] == losses
+    assert _evaluations(megatron, f.loading(folder), "--skip-train") == losses
 
 
 @pytest.mark.functional
 def test_finetuning_starts_over_with_loaded_weights(
     megatron: RankPools, saved: tuple[Path, Any]
 ) -> None:
-    fresh = megatron(2).run(train, [*MODEL_FLAGS, *SIX, *fsdp()])[0].losses
-    flags = [*MODEL_FLAGS, *SIX, "--load", str(saved[0]), "--finetune"]
-    tuned = [megatron(2).run(train, [*flags, *fsdp(s)])[0].losses for s in STRATEGIES[::3]]
-    assert len(tuned[0]) == 6
-    assert tuned[0][0] < fresh[0] - 0.1
-    assert distance(tuned[0], tuned[1]) < 1e-6
+    fresh = trained(megatron, 2, SIX, f.fsdp(), once=True)
+    flags = [SIX, f.loading(saved[0]), "--finetune"]
+    tuned, whole = (trained(megatron, 2, *flags, f.fsdp(s)) for s in (f.ZERO3, f.NO_SHARD))
+    assert len(tuned.losses) == 6
+    assert tuned.losses[0] < fresh.losses[0] - 0.1
+    assert distance(tuned.losses, whole.losses) < 1e-6
 
 
 @pytest.mark.parametrize(
@@ -409,11 +373,11 @@ def test_finetuning_starts_over_with_loaded_weights(
 )
 @pytest.mark.functional
 def test_flags_about_loading_load(megatron: RankPools, saved: tuple[Path, Any], flags: str) -> None:
-    model = list(MODEL_FLAGS)
+    model = list(f.MODEL_FLAGS)
     if flags == "--use-checkpoint-args":
         at = model.index("--num-layers")
         del model[at : at + 2]
-    load = ["--load", str(saved[0]), "--ckpt-step", "3"]
-    plain = megatron(2).run(train, [*MODEL_FLAGS, *SIX, *fsdp(), *load])[0].losses
-    assert len(plain) == 3
-    assert megatron(2).run(train, [*model, *SIX, *fsdp(), *load, *flags.split()])[0].losses == plain
+    load = f.words(SIX, f.fsdp(), f.loading(saved[0], 3))
+    plain = trained(megatron, 2, load, once=True)
+    assert len(plain.losses) == 3
+    assert_equal(run_of_ranks(megatron, 2, f.words(model, load, flags)), plain)

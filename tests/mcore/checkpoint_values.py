@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-from tests.mcore.session import Training
-
 
 def digests(model: list[Any], optimizer: Any) -> dict[str, str]:
     """A digest of every parameter, buffer and optimizer state this rank holds a part of.
@@ -43,10 +41,10 @@ def _digest(tensor: torch.Tensor) -> str:
     return f"{tuple(full.shape)} {hashlib.sha1(data).hexdigest()}"
 
 
-def together(results: Sequence[Training]) -> dict[str, str]:
+def together(ranks: Sequence[dict[str, str]]) -> dict[str, str]:
     """The digests of all ranks, which have to agree where they meet."""
     merged: dict[str, str] = {}
-    for result in results:
-        for key, digest in result.extras.items():
+    for found in ranks:
+        for key, digest in found.items():
             assert merged.setdefault(key, digest) == digest, f"ranks hold other values of {key}"
     return merged

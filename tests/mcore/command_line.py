@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import multiprocessing
 import os
 import re
@@ -13,10 +12,12 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from tests.ranks import PRELOADED
 
 ROOT = Path(__file__).resolve().parents[2]
 PRETRAIN = "megatron_fsdp_v2_mcore.pretrain_gpt"
@@ -41,7 +42,7 @@ class Run:
     @property
     def losses(self) -> dict[int, float]:
         """Printed loss by iteration."""
-        return {int(i): float(loss) for i, loss in _LOSS.findall(self.output)}
+        return dict(losses_in(self.output))
 
     @property
     def lines_before_training(self) -> list[str]:
@@ -53,6 +54,11 @@ class Run:
             if line.strip() and "OMP_NUM_THREADS" not in line and set(line) != {"*"}:
                 lines.append(line)
         return lines
+
+
+def losses_in(text: str) -> list[tuple[int, float]]:
+    """Iterations and their printed losses, in the order of a log."""
+    return [(int(number), float(loss)) for number, loss in _LOSS.findall(text)]
 
 
 def printed_losses(losses: Sequence[float]) -> dict[int, float]:
@@ -71,18 +77,23 @@ def run_module(module: str, arguments: Sequence[str], **environment: str) -> Run
     return _run([sys.executable, "-m", module, *arguments], environment)
 
 
+def run_code(code: str, *arguments: str) -> Run:
+    """Run a program of a few lines in one process."""
+    return _run([sys.executable, "-c", code, *arguments], {})
+
+
 def run_each(module: str, command_lines: Sequence[Sequence[str]]) -> list[Run]:
     """Run `python -m module` with one command line after the other, all in one process.
 
     Importing Megatron takes seconds and rejecting a command line none. Only command lines that are
     rejected before a process group exists may stand before another one.
     """
-    words = json.dumps([list(line) for line in command_lines])
-    done = _run([sys.executable, "-m", __name__, module, words], {})
-    last = (done.output.strip().splitlines() or [""])[-1]
-    if done.code != 0 or not last.startswith("["):
-        raise AssertionError(done.output[-3000:])
-    return [Run(**finished) for finished in json.loads(last)]
+    found: list[Run] = answer_of_a_process(_run_each, module, command_lines)
+    return found
+
+
+def _run_each(module: str, command_lines: Sequence[Sequence[str]]) -> list[Run]:
+    return [_main(module, line) for line in command_lines]
 
 
 def _main(module: str, arguments: Sequence[str]) -> Run:
@@ -102,12 +113,22 @@ def _main(module: str, arguments: Sequence[str]) -> Run:
 
 def torchrun(num_ranks: int, module: str, flags: Sequence[str], **environment: str) -> Run:
     """Run `torchrun -m module` on this machine."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    return _run([sys.executable, *launcher, "-m", module, *flags], environment)
+    return _run([*launcher(num_ranks), "-m", module, *flags], environment)
+
+
+def launcher(num_ranks: int) -> list[str]:
+    """How a module is started on so many ranks."""
+    module = ["-m", "torch.distributed.run"]
+    return [sys.executable, *module, "--standalone", f"--nproc-per-node={num_ranks}"]
+
+
+def environment_of(**variables: str) -> dict[str, str]:
+    """Variables of a command that finds the packages here."""
+    path = os.pathsep.join([str(ROOT), str(ROOT / "adapters")])
+    return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **variables}
 
 
 def _run(command: list[str], environment: dict[str, str]) -> Run:
-    path = os.pathsep.join([str(ROOT), str(ROOT / "adapters")])
     done = subprocess.run(
         command,
         check=False,
@@ -116,7 +137,7 @@ def _run(command: list[str], environment: dict[str, str]) -> Run:
         stderr=subprocess.STDOUT,
         timeout=240,
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **environment},
+        env=environment_of(**environment),
     )
     return Run(done.returncode, done.stdout)
 
@@ -125,6 +146,7 @@ def answer_of_a_process(function: Callable[..., Any], *args: Any) -> Any:
     """What a module-level function returns in a process of its own."""
     # As for the ranks of tests: what takes seconds to import is imported already.
     context: Any = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
     mine, theirs = context.Pipe()
     process = context.Process(target=_answer, args=(function, args, theirs))
     process.start()
@@ -136,9 +158,3 @@ def answer_of_a_process(function: Callable[..., Any], *args: Any) -> Any:
 
 def _answer(function: Callable[..., Any], args: Sequence[Any], answers: Connection) -> None:
     answers.send(function(*args))
-
-
-if __name__ == "__main__":
-    module, lines = sys.argv[1], json.loads(sys.argv[2])
-    runs = [asdict(_main(module, line)) for line in lines]
-    sys.stdout.write(f"\n{json.dumps(runs)}\n")

@@ -15,11 +15,13 @@ from typing import Any
 
 from functional_tests.matrix import STRATEGIES
 from functional_tests.trainings import largest
-from tests.mcore.session import MODEL_FLAGS, curves, fsdp, train
+from tests.mcore.flags import fsdp
+from tests.mcore.trained import trained
 from tests.ranks import RankFailure, RankPools, rank_pools
 
 WORLD_SIZE = 2
 ITERATIONS = 3
+STEPS = f"--global-batch-size 8 --train-iters {ITERATIONS}"
 # Orders of a sum differ; where weights are rounded, a rounding may too.
 FP32, ROUNDED = 1e-6, 5e-3
 
@@ -144,10 +146,8 @@ def outcome(pools: RankPools, case: Combination) -> str:
     Raises:
         AssertionError: It trains and is not equal, or ends with something that is no refusal.
     """
-    common = [*MODEL_FLAGS, "--global-batch-size", "8", "--train-iters", str(ITERATIONS)]
-    both = [*common, *case.flags]
-    theirs = _training(pools, both)
-    mine = _training(pools, [*both, *fsdp(case.strategy)])
+    theirs = _training(pools, case.flags)
+    mine = _training(pools, [*case.flags, *fsdp(case.strategy)])
     if isinstance(mine, str):
         return mine
     if isinstance(theirs, str):
@@ -161,7 +161,7 @@ def outcome(pools: RankPools, case: Combination) -> str:
 def _training(pools: RankPools, flags: Sequence[str]) -> Any:
     """What a training saw, or why its flags are rejected."""
     try:
-        return curves(pools(WORLD_SIZE).run(train, flags, timeout_s=240.0))
+        return trained(pools, WORLD_SIZE, STEPS, flags)
     except RankFailure as failure:
         lines = [line.strip() for line in str(failure).splitlines() if line.strip()]
         for line in lines:

@@ -28,6 +28,7 @@ __all__ = [
     "Training",
     "curves",
     "distance",
+    "end_groups",
     "enter_rehearsal",
     "fsdp",
     "rank",
@@ -264,9 +265,14 @@ def _tear_down() -> None:
     for child in multiprocessing.active_children():
         child.terminate()
         child.join()
-    mpu.destroy_model_parallel()
-    # Megatron forgets its groups without ending them, and each keeps threads of its own.
+    end_groups(mpu)
+
+
+def end_groups(parallel_state: Any) -> None:
+    """End all process groups but the one of all ranks, on all ranks together."""
     dist.barrier()
+    parallel_state.destroy_model_parallel()
+    # Megatron forgets its groups without ending them, and each keeps threads of its own.
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)

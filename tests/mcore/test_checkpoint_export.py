@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +16,16 @@ from megatron_fsdp_v2.checkpoint.verifying import verify
 from megatron_fsdp_v2.checkpoint.writing import FolderWriter
 from megatron_fsdp_v2_mcore.checkpoint.layout import ORDERS, model_tensors
 from megatron_fsdp_v2_mcore.model.tensor_shards import GATED, STATE_SPACE
+from tests.mcore import flags as f
 from tests.mcore.checkpoint_values import _digest, digests, together
-from tests.mcore.session import MODEL_FLAGS, fsdp, train
+from tests.mcore.command_line import run_code
+from tests.mcore.trained import trained
 from tests.ranks import RankPools
 
 LAYOUTS = [model_tensors]
 
 # A dense layer, and one with experts, of which each rank holds half; both gated.
-MIXED = (
-    "--swiglu --num-experts 4 --moe-router-topk 2 --disable-bias-linear --moe-layer-freq [0,1] "
-    "--moe-token-dispatcher-type alltoall --moe-router-load-balancing-type aux_loss "
-    "--moe-aux-loss-coeff 0.01 --expert-model-parallel-size 2"
-)
+MIXED = f"{f.ALLTOALL} {f.EP2} --moe-layer-freq [0,1]"
 
 Saved = tuple[Path, dict[str, str]]
 
@@ -44,10 +40,10 @@ def names_and_digests(model: list[Any], optimizer: Any) -> dict[str, str]:
 def saved(megatron: RankPools, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     """A checkpoint of two ranks, and what their model held when it was saved."""
     folder = tmp_path_factory.mktemp("mixed")
-    flags = [*MODEL_FLAGS, "--global-batch-size", "8", "--train-iters", "1", *fsdp()]
-    flags += [*MIXED.split(), "--save", str(folder), "--save-interval", "1"]
-    results = megatron(2).run(train, flags, names_and_digests)
-    return folder / "iter_0000001", together(results)
+    flags = [f.fsdp(), "--global-batch-size 8 --train-iters 1", MIXED, f.saving(folder, 1)]
+    return folder / "iter_0000001", together(
+        trained(megatron, 2, *flags, probe=names_and_digests).extras
+    )
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.pt"])
@@ -151,16 +147,8 @@ def test_megatron_is_not_needed_to_export_what_a_sharded_run_saved(tmp_path: Pat
         "from megatron_fsdp_v2_mcore.checkpoint.layout import model_tensors\n"
         "export(sys.argv[1], sys.argv[2], layouts=[model_tensors])\n"
     )
-    words = [sys.executable, "-c", script, str(path), str(tmp_path / "m.pt")]
-    root = Path(__file__).parents[2]
-    ran = subprocess.run(
-        words,
-        env={"PYTHONPATH": f"{root}:{root / 'adapters'}"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr
+    run = run_code(script, str(path), str(tmp_path / "m.pt"))
+    assert run.code == 0, run.output
     assert torch.load(tmp_path / "m.pt", weights_only=True)["linear_fc1.weight"].shape == (4, 2)
 
 

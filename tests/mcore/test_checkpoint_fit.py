@@ -15,7 +15,8 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 
 from megatron_fsdp_v2_mcore.checkpoint.fit import judge
 from megatron_fsdp_v2_mcore.flags.checkpoint_check import check_checkpoint_folder
-from tests.mcore.session import MODEL_FLAGS, fsdp, train
+from tests.mcore.flags import PP2, fsdp, loading, saving
+from tests.mcore.trained import trained
 from tests.ranks import RankFailure, RankPools
 
 EMBEDDING = "model.embedding.word_embeddings.weight"
@@ -124,9 +125,7 @@ def test_a_loss_scale_that_was_not_saved_is_said(tmp_path: Path) -> None:
 def pipelined(megatron: RankPools, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint saved by two pipeline stages of two layers each."""
     folder = tmp_path_factory.mktemp("pipelined")
-    sizes = ["--num-layers", "4", "--pipeline-model-parallel-size", "2"]
-    save = ["--train-iters", "1", "--save-interval", "1", "--save", str(folder)]
-    megatron(2).run(train, [*MODEL_FLAGS, *fsdp("optim_grads_params"), *sizes, *save])
+    trained(megatron, 2, fsdp(), "--num-layers 4 --train-iters 1", PP2, saving(folder, 1))
     return folder
 
 
@@ -156,7 +155,6 @@ def test_plain_torch_reads_the_file_in_one_process(pipelined: Path) -> None:
 def test_a_model_with_fewer_layers_is_rejected_on_every_rank(
     megatron: RankPools, pipelined: Path
 ) -> None:
-    flags = [*MODEL_FLAGS, *fsdp("optim_grads_params"), "--load", str(pipelined)]
     with pytest.raises(RankFailure, match=r"num_layers\) was 4 and is 2") as rejected:
-        megatron(2).run(train, [*flags, "--train-iters", "2"])
+        trained(megatron, 2, fsdp(), "--train-iters 2", loading(pipelined))
     assert str(rejected.value).count("FlagError: ") == 2

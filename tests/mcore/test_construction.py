@@ -10,10 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.mcore.session import MODEL_FLAGS, Training, enter_rehearsal, fsdp, train
+from tests.mcore import flags as f
+from tests.mcore.session import enter_rehearsal
+from tests.mcore.trained import trained
 from tests.ranks import RankPools
 
-ONE_STEP = [*MODEL_FLAGS, "--global-batch-size", "8", "--train-iters", "1", "--lr", "0"]
+ONE_STEP = "--global-batch-size 8 --train-iters 1 --lr 0"
 META = "--init-model-with-meta-device"
 EMBEDDING = "embedding.word_embeddings.weight"
 
@@ -33,34 +35,29 @@ def _weights(chunks: Any, optimizer: Any) -> dict[str, list[torch.Tensor]]:
 
 
 def _start(pools: RankPools, *flags: str) -> dict[str, list[torch.Tensor]]:
-    words = [*ONE_STEP, *fsdp("optim_grads_params", *flags)]
-    results: list[Training] = pools(4).run(train, words, _weights)
-    weights: dict[str, list[torch.Tensor]] = results[0].extras
+    weights: dict[str, list[torch.Tensor]]
+    weights, *_ = trained(pools, 4, ONE_STEP, f.fsdp(), *flags, probe=_weights).extras
     return weights
 
 
-TENSOR = ("--tensor-model-parallel-size", "2", "--init-method-std", "0.05")
+TENSOR = f"{f.TP2} --init-method-std 0.05"
 
 
 @pytest.fixture(scope="module")
 def real(megatron: RankPools) -> dict[str, list[torch.Tensor]]:
     """Weights of the tensor-parallel model, built as Megatron always does."""
-    return _start(megatron, *TENSOR)
+    return _start(megatron, TENSOR)
 
 
-MOE = "--num-experts 4 --moe-router-topk 2 --moe-grouped-gemm --disable-bias-linear --swiglu"
-EXPERT = "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
-TENSOR_TWO = "--tensor-model-parallel-size 2 --init-method-std 0.05"
-PIPELINE = "--pipeline-model-parallel-size 2"
-UNTIED = "--untie-embeddings-and-output-weights"
+MOE = f"{f.ALLTOALL} --moe-grouped-gemm"
 BUILT: dict[str, str] = {
-    "at-once": f"{MOE} {EXPERT} {TENSOR_TWO} --sequence-parallel {UNTIED} --bf16",
+    "at-once": f"{MOE} {f.EP2} {TENSOR} --sequence-parallel {f.UNTIED} --bf16",
     "plain": "",
-    "tensor": TENSOR_TWO,
-    "pipeline-untied-swiglu": f"{PIPELINE} {UNTIED} --swiglu",
-    "pipeline-tied": PIPELINE,
-    "experts-fp32": f"{MOE} {EXPERT}",
-    "virtual-stages": f"{MOE} {PIPELINE} --num-layers 4 --num-layers-per-virtual-pipeline-stage 1",
+    "tensor": TENSOR,
+    "pipeline-untied-swiglu": f"{f.PP2} {f.UNTIED} --swiglu",
+    "pipeline-tied": f.PP2,
+    "experts-fp32": f"{MOE} {f.EP2}",
+    "virtual-stages": f"{MOE} {f.VPP2}",
 }
 
 
@@ -70,17 +67,15 @@ def test_a_model_built_on_the_meta_device_starts_from_the_same_weights(
     megatron: RankPools, flags: str
 ) -> None:
     """To the bit, and what is drawn after them is the same too: dropout shows in the loss."""
-    words = [*ONE_STEP, *fsdp("optim_grads_params", *flags.split()), "--hidden-dropout", "0.1"]
-    if "pipeline" in flags:
-        words += ["--global-batch-size", "16"]
-    real, late = (megatron(4).run(train, given, _weights) for given in (words, [*words, META]))
-    assert real[0].extras.keys() == late[0].extras.keys()
-    for name, copies in late[0].extras.items():
+    batch = "--global-batch-size 16" if "pipeline" in flags else ""
+    words = [ONE_STEP, f.fsdp(), flags, "--hidden-dropout 0.1", batch]
+    real, late = (trained(megatron, 4, *words, meta, probe=_weights) for meta in ("", META))
+    assert real.extras[0].keys() == late.extras[0].keys()
+    for name, copies in late.extras[0].items():
         # Whatever a rank drew, all ranks hold slices of the same whole.
-        for copy, expected in zip(copies, real[0].extras[name], strict=True):
+        for copy, expected in zip(copies, real.extras[0][name], strict=True):
             assert torch.equal(copy, expected), name
-    losses = [[training.losses for training in trainings] for trainings in (real, late)]
-    assert losses[0] == losses[1] and any(losses[0])
+    assert real.losses == late.losses
 
 
 def _lines_at_start(device: str) -> list[str]:
@@ -114,7 +109,7 @@ def test_where_weights_may_start_otherwise_one_line_says_so(megatron: RankPools)
 
 
 def test_pipeline_stages_start_from_one_embedding_on_the_meta_device(megatron: RankPools) -> None:
-    weights = _start(megatron, "--pipeline-model-parallel-size", "2", META)
+    weights = _start(megatron, f.PP2, META)
     first, last = weights[EMBEDDING][0], weights["output_layer.weight"][0]
     assert float(first.std()) == pytest.approx(0.02, rel=0.1)
     assert torch.equal(first, last)
@@ -123,7 +118,7 @@ def test_pipeline_stages_start_from_one_embedding_on_the_meta_device(megatron: R
 def test_ranks_that_draw_other_weights_start_from_the_first_one(
     megatron: RankPools, real: dict[str, list[torch.Tensor]]
 ) -> None:
-    drawn = _start(megatron, *TENSOR, "--data-parallel-random-init")
+    drawn = _start(megatron, TENSOR, "--data-parallel-random-init")
     assert drawn.keys() == real.keys()
     for name, copies in drawn.items():
         assert all(torch.equal(copy, real[name][0]) for copy in copies), name

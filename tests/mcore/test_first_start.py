@@ -9,83 +9,61 @@ import pytest
 import torch
 
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of
-from tests.mcore.command_line import PRINTED, torchrun
-from tests.mcore.session import MODEL_FLAGS, Training, curves, distance, fsdp, train
+from tests.mcore import flags as f
+from tests.mcore.command_line import PRETRAIN, PRINTED, torchrun
+from tests.mcore.flags import ZERO3, fsdp
+from tests.mcore.session import Training, distance
+from tests.mcore.trained import assert_close, assert_equal, longer, quick_only, trained
 from tests.ranks import RankPools
 
-PRETRAIN = "megatron_fsdp_v2_mcore.pretrain_gpt"
-ITERATIONS = ["--train-iters", "5"]
-MUON = ["--optimizer", "muon", "--muon-fp32-matmul-prec", "high"]
+OPTIMIZERS = [pytest.param("", id="adam"), pytest.param(f.MUON, id="muon")]
 
 
-def _curves(pools: RankPools, flags: list[str], world_size: int = 2) -> Training:
-    result: Training = curves(pools(world_size).run(train, [*MODEL_FLAGS, *ITERATIONS, *flags]))
-    assert len(result.losses) == len(result.grad_norms) == 5
-    return result
+def _train(pools: RankPools, *flags: f.Flags, once: bool = False) -> Training:
+    return trained(pools, 2, "--train-iters 5", *flags, iterations=5, once=once)
 
 
 def _folder(path: Path) -> list[str]:
-    return ["--load", str(path), "--save", str(path), "--save-interval", "100"]
+    return [*f.loading(path), *f.saving(path, 100)]
 
 
 @pytest.mark.parametrize(
     "flags",
     [
-        pytest.param([], id="adam"),
-        pytest.param(["--bf16"], id="adam-bf16", marks=pytest.mark.functional),
-        pytest.param(
-            ["--fp16", "--initial-loss-scale", "256"], id="adam-fp16", marks=pytest.mark.functional
-        ),
-        pytest.param(MUON, id="muon"),
-        pytest.param(
-            [*MUON, "--muon-scalar-optimizer", "lion"], id="muon-lion", marks=pytest.mark.functional
-        ),
-        pytest.param(["--optimizer", "lion"], id="lion", marks=pytest.mark.functional),
+        *OPTIMIZERS,
+        longer("--bf16", id="adam-bf16"),
+        longer("--fp16 --initial-loss-scale 256", id="adam-fp16"),
+        longer(f"{f.MUON} --muon-scalar-optimizer lion", id="muon-lion"),
+        longer("--optimizer lion", id="lion"),
     ],
 )
 def test_a_first_start_trains_as_without_load(
-    megatron: RankPools, tmp_path: Path, flags: list[str]
+    megatron: RankPools, tmp_path: Path, flags: str
 ) -> None:
-    plain = _curves(megatron, fsdp("optim_grads_params", *flags))
-    first = _curves(megatron, fsdp("optim_grads_params", *flags, *_folder(tmp_path)))
-    assert first.losses == plain.losses
-    assert first.grad_norms == plain.grad_norms
+    first = _train(megatron, fsdp(), flags, _folder(tmp_path))
+    assert_equal(first, _train(megatron, fsdp(), flags, once=True))
 
 
 @pytest.mark.functional
-@pytest.mark.parametrize("flags", [pytest.param([], id="adam"), pytest.param(MUON, id="muon")])
+@pytest.mark.parametrize("flags", OPTIMIZERS)
 def test_a_first_start_trains_as_megatrons_ddp(
-    megatron: RankPools, tmp_path: Path, flags: list[str]
+    megatron: RankPools, tmp_path: Path, flags: str
 ) -> None:
-    theirs = _curves(megatron, [*flags, *_folder(tmp_path / "theirs")])
-    ours = _curves(megatron, fsdp("optim_grads", *flags, *_folder(tmp_path / "ours")))
-    assert distance(ours.losses, theirs.losses) < 1e-6
-    assert distance(ours.grad_norms, theirs.grad_norms) < 1e-5
+    theirs = _train(megatron, flags, _folder(tmp_path / "theirs"))
+    ours = _train(megatron, fsdp(f.ZERO2), flags, _folder(tmp_path / "ours"))
+    assert_close(ours, theirs, norms=1e-5)
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        "optim_grads_params",
-        *(pytest.param(name, marks=pytest.mark.functional) for name in ("no_shard", "optim")),
-    ],
-)
-@pytest.mark.parametrize(
-    "flags",
-    [pytest.param([], id="adam"), pytest.param(MUON, id="muon", marks=pytest.mark.functional)],
-)
+@pytest.mark.parametrize("strategy", quick_only([ZERO3, f.NO_SHARD, f.ZERO1], ZERO3))
+@pytest.mark.parametrize("flags", [OPTIMIZERS[0], longer(f.MUON, id="muon")])
 def test_one_command_starts_stops_and_resumes_like_an_uninterrupted_run(
-    megatron: RankPools, tmp_path: Path, flags: list[str], strategy: str
+    megatron: RankPools, tmp_path: Path, flags: str, strategy: str
 ) -> None:
-    uninterrupted = _curves(megatron, fsdp(strategy, *flags))
-    command = [*MODEL_FLAGS, *fsdp(strategy, *flags, *_folder(tmp_path))]
-    command += ["--override-opt-param-scheduler"]
-    runs = [
-        curves(megatron(2).run(train, [*command, "--train-iters", train_iters])).losses
-        for train_iters in ("3", "5")
-    ]
-    assert [len(losses) for losses in runs] == [3, 2]
-    assert [*runs[0], *runs[1]] == uninterrupted.losses
+    uninterrupted = _train(megatron, fsdp(strategy), flags, once=True)
+    command = [fsdp(strategy), flags, _folder(tmp_path), "--override-opt-param-scheduler"]
+    first = trained(megatron, 2, *command, "--train-iters 3", iterations=3)
+    rest = trained(megatron, 2, *command, "--train-iters 5", iterations=2)
+    assert [*first.losses, *rest.losses] == uninterrupted.losses
 
 
 @pytest.mark.functional
@@ -94,20 +72,19 @@ def test_weights_without_optimizer_state_go_on_as_under_megatrons_ddp(
     megatron: RankPools, tmp_path: Path, flag: str
 ) -> None:
     losses = []
-    for name, flags in (("theirs", ["--ckpt-format", "torch_dist"]), ("ours", fsdp("optim"))):
-        common = [*MODEL_FLAGS, *flags, "--save", str(tmp_path / name), "--save-interval", "9"]
-        megatron(2).run(train, [*common, "--train-iters", "2"])
-        go_on = [*common, "--train-iters", "6", "--load", str(tmp_path / name), flag]
-        losses.append(curves(megatron(2).run(train, go_on)).losses)
+    for name, flags in (("theirs", "--ckpt-format torch_dist"), ("ours", fsdp(f.ZERO1))):
+        common = [flags, f.saving(tmp_path / name, 9)]
+        trained(megatron, 2, *common, "--train-iters 2")
+        go_on = [*common, "--train-iters 6", f.loading(tmp_path / name), flag]
+        losses.append(trained(megatron, 2, *go_on).losses)
     assert len(losses[0]) == (6 if flag == "--finetune" else 4)
     assert distance(losses[1], losses[0]) < 1e-6
 
 
 def test_making_a_state_dict_to_load_into_leaves_the_optimizer_alone(megatron: RankPools) -> None:
     # Of these two optimizers one is Adam.
-    flags = [*MODEL_FLAGS, *fsdp("optim_grads_params", *MUON), "--train-iters", "2"]
-    training = megatron(2).run(train, flags, _what_changes)
-    assert [result.extras for result in training] == [[], []]
+    found = trained(megatron, 2, fsdp(), f.MUON, "--train-iters 2", probe=_what_changes)
+    assert found.extras == [[], []]
 
 
 def _what_changes(model: Any, optimizer: Any) -> list[str]:
@@ -137,12 +114,12 @@ def _remember(model: Any, optimizer: Any) -> dict[str, Any]:
 
 
 @pytest.mark.functional
-@pytest.mark.parametrize("flags", [pytest.param([], id="adam"), pytest.param(MUON, id="muon")])
+@pytest.mark.parametrize("flags", OPTIMIZERS)
 def test_the_command_of_the_readme_trains_its_first_time_as_megatrons_ddp(
-    megatron: RankPools, tmp_path: Path, flags: list[str]
+    megatron: RankPools, tmp_path: Path, flags: str
 ) -> None:
-    common = [*MODEL_FLAGS, *ITERATIONS, *flags, "--cpu-rehearsal"]
-    ours = torchrun(2, PRETRAIN, [*common, *fsdp(), *_folder(tmp_path / "ours")])
+    common = f.words(f.MODEL_FLAGS, "--train-iters 5 --cpu-rehearsal", flags)
+    ours = torchrun(2, PRETRAIN, [*common, *fsdp(ZERO3, _folder(tmp_path / "ours"))])
     theirs = torchrun(2, PRETRAIN, common)
     assert ours.code == theirs.code == 0, ours.output[-3000:] + theirs.output[-3000:]
     assert len(ours.losses) == 5

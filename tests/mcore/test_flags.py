@@ -19,7 +19,8 @@ from megatron_fsdp_v2_mcore.flags.arguments import (
 from megatron_fsdp_v2_mcore.flags.others import OTHERS
 from megatron_fsdp_v2_mcore.flags.settings import FIELDS, FieldRule, Handling
 from megatron_fsdp_v2_mcore.flags.unsupported import UnsupportedFlag
-from tests.mcore.session import MODEL_FLAGS, fsdp
+from tests.mcore.flags import MODEL_FLAGS, fsdp
+from tests.mcore.pages import check_page
 
 DOCUMENT = Path("docs") / "megatron_flags.md"
 _NOT_TYPED = "(set for CUDA graphs)"
@@ -217,10 +218,8 @@ def _ours(parser: argparse.ArgumentParser) -> list[argparse.Action]:
 def _document(parser: argparse.ArgumentParser) -> str:
     lines = ["# Megatron's flags", "", *textwrap.wrap(_ABOUT, 100), ""]
     lines += ["## Flags that configure data parallelism", ""]
-    lines += [
-        "| flag | field of `DistributedDataParallelConfig` | what it does here |",
-        "|---|---|---|",
-    ]
+    lines += ["| flag | field of `DistributedDataParallelConfig` | what it does here |"]
+    lines += ["|---|---|---|"]
     for handling in (Handling.HONOURED, Handling.IMPLIED, Handling.REFUSED):
         for rule in FIELDS:
             if rule.handling is handling:
@@ -243,9 +242,4 @@ def _document(parser: argparse.ArgumentParser) -> str:
 def test_the_page_about_flags_is_up_to_date(
     parser: argparse.ArgumentParser, pytestconfig: pytest.Config
 ) -> None:
-    path = pytestconfig.rootpath / DOCUMENT
-    if pytestconfig.getoption("--write-docs"):
-        path.write_text(_document(parser))
-    assert path.read_text() == _document(parser), (
-        f"{DOCUMENT} is out of date; write it with pytest tests/mcore/test_flags.py --write-docs"
-    )
+    check_page(pytestconfig, DOCUMENT, _document(parser), "tests/mcore/test_flags.py")

@@ -6,28 +6,20 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from tests.mcore.session import (
-    MODEL_FLAGS,
-    Training,
-    curves,
-    distance,
-    enter_rehearsal,
-    fsdp,
-    train,
-)
+from tests.mcore.flags import OVERLAP_GRADS, PP2, STRATEGIES, TP2_SP, UNTIED, ZERO3, fsdp
+from tests.mcore.session import Training, enter_rehearsal, train
+from tests.mcore.trained import assert_close, assert_equal, longer, trained
 from tests.ranks import RankPools
 
-FLAGS = [*MODEL_FLAGS, "--global-batch-size", "8", "--train-iters", "5"]
-TENSOR = ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--swiglu"]
-OVERLAP = ["--overlap-grad-reduce"]
+STEPS = "--global-batch-size 8 --train-iters 5"
+TENSOR = f"{TP2_SP} --swiglu"
 # The embedding is tied to the output layer, which is on another stage then.
-PIPELINE = ["--pipeline-model-parallel-size", "2"]
-VIRTUAL = [*PIPELINE, "--num-layers", "4", "--num-virtual-stages-per-pipeline-rank", "2"]
-STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+VIRTUAL = f"{PP2} --num-layers 4 --num-virtual-stages-per-pipeline-rank 2"
 CALLS: list[str] = []
 
 
@@ -55,15 +47,12 @@ def _fused(gpt: Any) -> Iterator[None]:
         config.gradient_accumulation_fusion = True
         return config
 
-    layers.fused_weight_gradient_mlp_cuda = kernels
-    layers._grad_accum_fusion_available = True
-    gpt.core_transformer_config_from_args = with_fusion
-    try:
+    with (
+        mock.patch.object(layers, "fused_weight_gradient_mlp_cuda", kernels, create=True),
+        mock.patch.object(layers, "_grad_accum_fusion_available", True),
+        mock.patch.object(gpt, "core_transformer_config_from_args", with_fusion),
+    ):
         yield
-    finally:
-        del layers.fused_weight_gradient_mlp_cuda
-        layers._grad_accum_fusion_available = False
-        gpt.core_transformer_config_from_args = make_config
 
 
 def _train_fused(flags: Sequence[str]) -> Training:
@@ -77,27 +66,25 @@ def _train_fused(flags: Sequence[str]) -> Training:
 @pytest.mark.parametrize(
     ("strategy", "flags"),
     [
-        ("optim_grads_params", []),
-        pytest.param("optim_grads_params", [*OVERLAP, *TENSOR], marks=pytest.mark.functional),
-        pytest.param("optim", OVERLAP, marks=pytest.mark.functional),
-        pytest.param("no_shard", TENSOR, marks=pytest.mark.functional),
-        *(pytest.param(one, PIPELINE, marks=pytest.mark.functional) for one in STRATEGIES),
-        pytest.param("optim_grads", [*OVERLAP, *VIRTUAL], marks=pytest.mark.functional),
+        (ZERO3, ""),
+        longer(ZERO3, f"{OVERLAP_GRADS} {TENSOR}"),
+        longer("optim", OVERLAP_GRADS),
+        longer("no_shard", TENSOR),
+        *(longer(strategy, PP2) for strategy in STRATEGIES),
+        longer("optim_grads", f"{OVERLAP_GRADS} {VIRTUAL}"),
     ],
 )
 def test_gradients_from_a_fused_kernel_are_neither_doubled_nor_lost(
-    megatron: RankPools, strategy: str, flags: list[str]
+    megatron: RankPools, strategy: str, flags: str
 ) -> None:
-    pool = megatron(4 if "parallel-size" in " ".join(flags) else 2)
-    ddp = curves(pool.run(train, [*FLAGS, *flags]))
-    words = [*FLAGS, *fsdp(strategy, *flags)]
-    plain = curves(pool.run(train, words))
-    fused = curves(pool.run(_train_fused, words))
+    ranks = 4 if "parallel-size" in flags else 2
+    ddp = trained(megatron, ranks, STEPS, flags, once=True)
+    plain = trained(megatron, ranks, STEPS, flags, fsdp(strategy))
+    fused = trained(megatron, ranks, STEPS, flags, fsdp(strategy), by=_train_fused)
     # Two micro-batches and more: each has to add to the one before.
     assert all(set(calls) == {"fp32"} for calls in fused.extras)
     for reference in (plain, ddp):
-        assert distance(fused.losses, reference.losses) < 1e-6
-        assert distance(fused.grad_norms, reference.grad_norms) < 1e-6
+        assert_close(fused, reference)
 
 
 @pytest.mark.functional
@@ -109,11 +96,8 @@ def test_in_bf16_the_kernel_of_the_gradient_buffers_dtype_changes_no_bit(
     megatron: RankPools, strategy: str, comm: str, kernel: str
 ) -> None:
     # Autograd adds up the gradients of a tied weight in bf16, and kernels in the buffer's dtype.
-    flags = ["--bf16", "--untie-embeddings-and-output-weights"]
-    flags += ["--megatron-fsdp-grad-comm-dtype", comm]
-    words = [*FLAGS, *fsdp(strategy, *flags)]
-    plain = curves(megatron(2).run(train, words))
-    fused = curves(megatron(2).run(_train_fused, words))
+    flags = f"--bf16 {UNTIED} --megatron-fsdp-grad-comm-dtype {comm}"
+    plain = trained(megatron, 2, STEPS, flags, fsdp(strategy))
+    fused = trained(megatron, 2, STEPS, flags, fsdp(strategy), by=_train_fused)
     assert all(set(calls) == {kernel} for calls in fused.extras)
-    assert fused.losses == plain.losses
-    assert fused.grad_norms == plain.grad_norms
+    assert_equal(fused, plain)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_fsdp_v2.runtime.fsdp_module import named_units
-from tests.mcore.session import MODEL_FLAGS, fsdp, train
+from tests.mcore.flags import OVERLAP, fsdp
+from tests.mcore.trained import assert_equal, trained
 from tests.ranks import RankPools
 
-FLAGS = [*MODEL_FLAGS, "--global-batch-size", "8", "--train-iters", "3"]
-OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather")
-DOUBLE = ("--fsdp-double-buffer", "--fsdp-db-use-persist-buf-on-alloc-fail")
-REGISTERED = ("--use-nccl-ub", "--disable-symmetric-registration")
-KNOBS = ("--fsdp-unshard-prefetch-depth", "2", "--fsdp-max-live-grad-buffers", "3")
+KNOBS = "--fsdp-unshard-prefetch-depth 2 --fsdp-max-live-grad-buffers 3"
+DOUBLE = "--fsdp-double-buffer --fsdp-db-use-persist-buf-on-alloc-fail"
+REGISTERED = "--use-nccl-ub --disable-symmetric-registration"
+POOLED = f"{REGISTERED} --fsdp-trace-pool"
 
 
 def _knobs(chunks: Any, optimizer: Any) -> tuple[int, int]:
@@ -23,10 +23,10 @@ def _knobs(chunks: Any, optimizer: Any) -> tuple[int, int]:
 
 
 def test_the_knobs_reach_the_units_and_change_no_loss(megatron: RankPools) -> None:
-    found = []
-    for knobs in ((), KNOBS, DOUBLE, REGISTERED, (*REGISTERED, "--fsdp-trace-pool")):
-        words = [*FLAGS, *fsdp("optim_grads_params", *OVERLAP, *knobs)]
-        first, *_ = megatron(2).run(train, words, _knobs)
-        found.append((first.losses, first.grad_norms, first.extras))
-    assert [losses_and_norms for *losses_and_norms, _ in found] == [list(found[0][:2])] * 5
-    assert [knobs for *_, knobs in found] == [(1, 2), (2, 3), *[(1, 2)] * 3]
+    common = ["--global-batch-size 8 --train-iters 3", fsdp(), OVERLAP]
+    plain = trained(megatron, 2, *common, probe=_knobs)
+    assert plain.extras[0] == (1, 2)
+    for flags in (KNOBS, DOUBLE, REGISTERED, POOLED):
+        found = trained(megatron, 2, *common, flags, probe=_knobs)
+        assert_equal(found, plain)
+        assert found.extras[0] == ((2, 3) if flags == KNOBS else (1, 2))

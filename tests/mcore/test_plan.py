@@ -2,102 +2,67 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import multiprocessing
 from collections import Counter
 from collections.abc import Sequence
-from multiprocessing.connection import Connection
 from typing import Any
 from unittest import mock
 
 import pytest
 
-from functional_tests.matrix import DEEPSEEK
-from tests.mcore.session import MODEL_FLAGS, fsdp, train
+from tests.mcore import flags as f
+from tests.mcore import planned
+from tests.mcore.session import train
 from tests.ranks import RankPools
 
 STEPS = 2
-ONE_NODE = ["--train-iters", str(STEPS), "--overlap-grad-reduce", "--overlap-param-gather"]
-EXPERTS = (
-    *("--num-experts", "4", "--expert-model-parallel-size", "2", "--moe-router-topk", "2"),
-    *("--moe-token-dispatcher-type", "alltoall", "--disable-bias-linear"),
-)
+ONE_NODE = f"--train-iters {STEPS} {f.OVERLAP}"
+EXPERTS = f"{f.ALLTOALL} {f.EP2}"
 TRAININGS: dict[str, list[str]] = {
-    "ZeRO-3, bf16, 3 micro-batches": [*fsdp("optim_grads_params"), "--bf16"],
-    "experts, Muon": [*fsdp("optim_grads", *EXPERTS), "--optimizer", "muon"],
-    "tensor parallel, ZeRO-1": [*fsdp("optim"), "--tensor-model-parallel-size", "2"],
-    "latent attention, experts but in the first layer": [
-        *fsdp("optim_grads_params", *DEEPSEEK.split(), "--moe-latent-size", "32"),
-        *("--apply-layernorm-1p", "--mtp-num-layers", "1"),
-    ],
-    "pipeline of two": [*fsdp("optim_grads_params"), "--pipeline-model-parallel-size", "2"],
+    "ZeRO-3, bf16, 3 micro-batches": f.fsdp(f.ZERO3, "--bf16"),
+    "experts, Muon": f.fsdp(f.ZERO2, EXPERTS, "--optimizer muon"),
+    "tensor parallel, ZeRO-1": f.fsdp(f.ZERO1, f.TP2),
+    "latent attention, experts but in the first layer": f.fsdp(
+        f.ZERO3, f.DEEPSEEK, "--moe-latent-size 32 --apply-layernorm-1p --mtp-num-layers 1"
+    ),
+    "pipeline of two": f.fsdp(f.ZERO3, f.PP2),
 }
-REFUSED: dict[str, tuple[list[str], str]] = {
-    "heads and ranks": (
-        ["--num-attention-heads", "3"],
-        "Megatron rejects these flags: ",
-    ),
+REFUSES = "Megatron rejects these flags: "
+# Flags of eight ranks, and what is said of them.
+REFUSED: dict[str, tuple[str, str]] = {
+    "heads and ranks": ("--num-attention-heads 3", REFUSES),
     "tensor parallelism": (
-        ["--tensor-model-parallel-size", "8"],
-        "Megatron rejects these flags: num_attention_heads (4) must be a multiple of "
-        "tensor_model_parallel_size (8)",
+        "--tensor-model-parallel-size 8",
+        f"{REFUSES}num_attention_heads (4) must be a multiple of tensor_model_parallel_size (8)",
     ),
-    "layers": (
-        ["--pipeline-model-parallel-size", "4"],
-        "Megatron rejects these flags: ",
-    ),
+    "layers": ("--pipeline-model-parallel-size 4", REFUSES),
     "ranks": (
-        ["--tensor-model-parallel-size", "3"],
+        "--tensor-model-parallel-size 3",
         "8 ranks cannot be divided by --tensor-model-parallel-size 3",
     ),
-    "batch": (["--global-batch-size", "12"], "Megatron rejects these flags: "),
-    "ours": (["--optimizer", "sgd"], "--optimizer sgd cannot be used with"),
-    "unknown": (["--no-such-flag"], "unrecognized arguments: --no-such-flag"),
+    "batch": ("--global-batch-size 12", REFUSES),
+    "ours": ("--optimizer sgd", "--optimizer sgd cannot be used with"),
+    "unknown": ("--no-such-flag", "unrecognized arguments: --no-such-flag"),
 }
-
-
-def _described(flags: Sequence[str], num_ranks: int) -> Any:
-    """What the source makes of flags, or what is said instead."""
-    from megatron_fsdp_v2.plan.sources import FlagsError
-    from megatron_fsdp_v2_mcore.plan.source import describe
-
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said):
-            return describe(flags, num_ranks)
-    except FlagsError as error:
-        return str(error)
-    except SystemExit as leaving:
-        return f"{leaving.code} {said.getvalue()}"
-
-
-def _describe_each(calls: Sequence[tuple[list[str], int]], answers: Connection) -> None:
-    answers.send([_described(*call) for call in calls])
 
 
 @pytest.fixture(scope="module")
 def described() -> dict[str, Any]:
-    """Every command line here, described in one process that has no process group."""
-    calls = {name: ([*MODEL_FLAGS, *ONE_NODE, *flags], 2) for name, flags in TRAININGS.items()}
-    base = [*MODEL_FLAGS, *ONE_NODE, "--global-batch-size", "16", *fsdp()]
-    calls |= {name: ([*base, *flags], 8) for name, (flags, _) in REFUSED.items()}
-    calls["without us"] = ([*MODEL_FLAGS, *ONE_NODE], 2)
-    calls["for GPUs"] = ([*base, "--use-flash-attn", "--num-workers", "8", "--tp-comm-overlap"], 8)
-    overlapping = [*EXPERTS, "--bf16", "--overlap-moe-expert-parallel-comm"]
-    calls["overlapping"] = ([*base, *overlapping, "--delay-wgrad-compute"], 8)
-    dense_first = ["--num-layers", "3", "--moe-layer-freq", "[0,1,1]"]
-    calls["overlapping, experts but in the first"] = ([*base, *overlapping, *dense_first], 8)
+    """Every command line here, described."""
+    single = f.words(f.MODEL_FLAGS, ONE_NODE)
+    base = [*single, *f.fsdp(), "--global-batch-size", "16"]
+    overlapping = f"{EXPERTS} --bf16 --overlap-moe-expert-parallel-comm"
+    dense_first = "--num-layers 3 --moe-layer-freq [0,1,1]"
+    more = {
+        **{name: flags for name, (flags, _) in REFUSED.items()},
+        "for GPUs": "--use-flash-attn --num-workers 8 --tp-comm-overlap",
+        "overlapping": f"{overlapping} --delay-wgrad-compute",
+        "overlapping, experts but in the first": f"{overlapping} {dense_first}",
+    }
+    calls = {name: ([*single, *flags], 2) for name, flags in TRAININGS.items()}
+    calls |= {name: (f.words(base, flags), 8) for name, flags in more.items()}
+    calls["without us"] = (single, 2)
     calls["many"] = ([*base, "--global-batch-size", "8192"], 4096)
-    # As for the ranks of tests: what takes seconds to import is imported already.
-    context: Any = multiprocessing.get_context("forkserver")
-    mine, theirs = context.Pipe()
-    process = context.Process(target=_describe_each, args=(list(calls.values()), theirs))
-    process.start()
-    assert mine.poll(120), "no answer in time"
-    answers = mine.recv()
-    process.join()
-    return dict(zip(calls, answers, strict=True))
+    return planned.described(calls)
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -158,16 +123,21 @@ def _counted(flags: Sequence[str]) -> tuple[dict[str, int], Counter[Any]]:
     from megatron_fsdp_v2.comm import backends
 
     counts: Counter[Any] = Counter()
-    original = backends.CpuCommunicator.issue
 
-    def counted(self: Any, collective: Any, *, async_op: bool) -> Any:
-        axis, full = collective.axis, collective.full
-        if axis.size > 1:
-            nbytes = full.numel() * full.element_size()
-            counts[collective.kind.value, axis.size, nbytes] += 1
-        return original(self, collective, async_op=async_op)
+    def counting(name: str, original: Any) -> Any:
+        def counted(self: Any, target: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
+            axis = args[2] if name == "all_to_all" else args[0]
+            full = target if name == "all_gather" else source
+            if axis.size > 1:
+                counts[name, axis.size, full.numel() * full.element_size()] += 1
+            return original(self, target, source, *args, **kwargs)
 
-    with mock.patch.object(backends.CpuCommunicator, "issue", counted):
+        return counted
+
+    comm = backends.CpuCommunicator
+    names = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+    counted = {name: counting(name, getattr(comm, name)) for name in names}
+    with mock.patch.multiple(comm, **counted):
         result = train(flags, _bytes_by_role)
     assert all(count % STEPS == 0 for count in counts.values()), counts
     return result.extras, Counter({key: count // STEPS for key, count in counts.items()})
@@ -197,7 +167,7 @@ def test_a_plan_has_the_bytes_and_collectives_of_megatrons_training(
 
     source = described[name]
     assert not isinstance(source, str), source
-    results = megatron(2).run(_counted, [*MODEL_FLAGS, *ONE_NODE, *TRAININGS[name]])
+    results = megatron(2).run(_counted, f.words(f.MODEL_FLAGS, ONE_NODE, TRAININGS[name]))
     for number, stage in enumerate(source.stages):
         plan = plan_one(stage, source.strategy)
         # Ranks of one stage are neighbors.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.mcore.random_flags import combination, outcome
-from tests.mcore.session import MODEL_FLAGS, train
+from tests.mcore.trained import trained
 from tests.ranks import RankFailure, RankPools
 
 SEEDS = range(12)
@@ -48,4 +48,4 @@ def test_what_megatron_fails_with_is_rejected_by_name(
     megatron: RankPools, flags: str, reason: str
 ) -> None:
     with pytest.raises(RankFailure, match=f"FlagError: {reason}|RehearsalError: {reason}"):
-        megatron(2).run(train, [*MODEL_FLAGS, "--global-batch-size", "8", *flags.split()])
+        trained(megatron, 2, "--global-batch-size 8", flags)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
-import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 from datetime import timedelta
@@ -17,8 +15,8 @@ import pytest
 import torch.distributed as dist
 
 from megatron_fsdp_v2_mcore.restarts import meet, store_of_this_start
-from tests.mcore.command_line import ROOT
-from tests.mcore.session import MODEL_FLAGS, fsdp
+from tests.mcore.command_line import PRETRAIN, ROOT, environment_of, launcher, losses_in
+from tests.mcore.flags import MODEL_FLAGS, fsdp, loading, saving, words
 
 PATIENT = timedelta(seconds=20)
 
@@ -67,13 +65,6 @@ def test_there_is_nothing_to_agree_on_without_restarts(monkeypatch: pytest.Monke
     assert store_of_this_start(0, 2, PATIENT) is None
 
 
-_LINE = re.compile(r"iteration\s+(\d+)/\s*\d+ .*?lm loss: ([0-9.E+-]+)")
-
-
-def _losses(log: Path) -> list[tuple[int, float]]:
-    return [(int(number), float(loss)) for number, loss in _LINE.findall(log.read_text())]
-
-
 def _worker(launcher: int, rank: int) -> int | None:
     """The process of a rank below torchrun."""
     for entry in Path("/proc").iterdir():
@@ -95,17 +86,15 @@ def test_a_job_with_a_killed_rank_goes_on_from_its_newest_checkpoint(tmp_path: P
     """Twice: the first rank is killed, and after the restart another one."""
     killed = [0, 1]
     log, folder = tmp_path / "log", str(tmp_path / "checkpoints")
-    flags = [*MODEL_FLAGS, *fsdp(), "--train-iters", "60", "--cpu-rehearsal"]
-    flags += ["--save", folder, "--load", folder, "--save-interval", "10"]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    path = os.pathsep.join([str(ROOT), str(ROOT / "adapters")])
+    flags = words(MODEL_FLAGS, fsdp(), "--train-iters 60 --cpu-rehearsal")
+    flags += [*saving(folder, 10), *loading(folder)]
     with log.open("w") as output:
         job = subprocess.Popen(
-            [*launcher, "--max-restarts=2", "-m", "megatron_fsdp_v2_mcore.pretrain_gpt", *flags],
+            [*launcher(2), "--max-restarts=2", "-m", PRETRAIN, *flags],
             stdout=output,
             stderr=subprocess.STDOUT,
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"},
+            env=environment_of(),
         )
     try:
         for count, rank in enumerate(killed):
@@ -117,7 +106,7 @@ def test_a_job_with_a_killed_rank_goes_on_from_its_newest_checkpoint(tmp_path: P
         assert job.wait(timeout=200) == 0, log.read_text()[-3000:]
     finally:
         job.kill()
-    seen = _losses(log)
+    seen = losses_in(log.read_text())
     # What was trained twice came out alike, and everything was trained.
     losses = dict(seen)
     assert list(losses) == sorted(losses) == list(range(1, 61))
@@ -141,7 +130,7 @@ def _wait_until(iteration: int, restarts: int, log: Path, job: subprocess.Popen[
     """Wait for an iteration of the start after so many restarts."""
     deadline = time.monotonic() + 200
     while time.monotonic() < deadline:
-        seen = _losses(log)
+        seen = losses_in(log.read_text())
         if len(_starts(seen)) == restarts + 1 and seen and seen[-1][0] >= iteration:
             return
         assert job.poll() is None, log.read_text()[-3000:]

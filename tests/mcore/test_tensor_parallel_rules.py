@@ -1,13 +1,78 @@
-"""What the table says of Megatron's own modules, on a model that trains."""
+"""How tensor parallelism cuts parameters: what the table says, and what modules say, also late."""
 
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
-from tests.mcore.session import MODEL_FLAGS, Training, fsdp, train
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from megatron_fsdp_v2 import fully_shard
+from megatron_fsdp_v2_mcore.model.meshes import Meshes
+from tests.mcore.flags import TP2, fsdp
+from tests.mcore.trained import trained
 from tests.ranks import RankPools
 
-FLAGS = [*MODEL_FLAGS, "--train-iters", "1", "--tensor-model-parallel-size", "2"]
+
+class ColumnLinear(nn.Module):
+    """Marks its weight in `reset_parameters`, as Transformer Engine's `Linear` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4, 3))
+        self.bias = nn.Parameter(torch.empty(3))
+
+    def reset_parameters(self) -> None:
+        self.weight = nn.Parameter(self.weight.detach().fill_(2.0))
+        self.weight.tensor_model_parallel = True  # type: ignore[attr-defined]
+        self.weight.partition_dim = 0  # type: ignore[attr-defined]
+        self.bias = nn.Parameter(self.bias.detach().fill_(1.0))
+        self.bias.sequence_parallel = True  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight) + self.bias.sum()
+
+
+def shapes_and_marks() -> tuple[tuple[int, ...], tuple[int, ...], bool, bool]:
+    """Whole shapes of a cut weight and a bias, and the marks Megatron reads."""
+    # Imported where ranks rehearse: Megatron wants a GPU otherwise.
+    from megatron_fsdp_v2_mcore.model.tensor_shards import tensor_shards
+
+    both = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    with torch.device("meta"):
+        module: Any = ColumnLinear()
+    shards = tensor_shards(module, Meshes(both["dp"], both), None)
+    fully_shard(module, mesh=both["dp"], tensor_shards=shards)
+    weight, bias = module.weight, module.bias
+    marks = (weight.tensor_model_parallel, bias.sequence_parallel)
+    return tuple(weight.full_tensor().shape), tuple(bias.full_tensor().shape), *marks
+
+
+def test_a_weight_that_is_marked_when_it_gets_memory_is_a_part_of_a_whole(
+    megatron: RankPools,
+) -> None:
+    for found in megatron(2).run(shapes_and_marks):
+        assert found == ((8, 3), (3,), True, True)
+
+
+def lookups_per_parameter() -> list[int]:
+    """How often the cut of a parameter is worked out while a model is sharded, unit by unit."""
+    from megatron_fsdp_v2_mcore.model import tensor_shards as described
+
+    both = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.ModuleList(nn.Linear(2, 2) for _ in range(6))
+    with mock.patch.object(described, "cut_of", wraps=described.cut_of) as cut_of:
+        shards = described.tensor_shards(model, Meshes(both["dp"], both), None)
+        for layer in model:
+            fully_shard(layer, mesh=both["dp"], tensor_shards=shards)
+    return [cut_of.call_count, len(list(model.parameters()))]
+
+
+def test_how_a_parameter_is_cut_is_worked_out_once(megatron: RankPools) -> None:
+    for calls, parameters in megatron(2).run(lookups_per_parameter):
+        assert calls == parameters
 
 
 def _cut_dims(chunks: Any, optimizer: Any) -> dict[str, int | None]:
@@ -23,8 +88,7 @@ def _cut_dims(chunks: Any, optimizer: Any) -> dict[str, int | None]:
 def test_columns_rows_words_and_norms_of_megatron_are_cut_as_the_table_says(
     megatron: RankPools,
 ) -> None:
-    words = [*FLAGS, *fsdp("optim_grads_params")]
-    results: list[Training] = megatron(2).run(train, words, _cut_dims)
+    ranks = trained(megatron, 2, fsdp(), TP2, "--train-iters 1", probe=_cut_dims).extras
     layer = "decoder.layers.0."
     expected = {
         "embedding.word_embeddings.weight": 0,
@@ -38,6 +102,5 @@ def test_columns_rows_words_and_norms_of_megatron_are_cut_as_the_table_says(
         f"{layer}mlp.linear_fc2.bias": None,
         f"{layer}input_layernorm.weight": None,
     }
-    for result in results:
-        dims: dict[str, int | None] = result.extras
+    for dims in ranks:
         assert {name: dims.get(name, "absent") for name in expected} == expected

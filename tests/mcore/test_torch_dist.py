@@ -32,7 +32,9 @@ SWIGLU = "--swiglu --lr-decay-style cosine --lr-warmup-iters 2 --clip-grad 0.5"
 QK_NORM = "--normalization RMSNorm --qk-layernorm --swiglu"
 DEEP = "--num-layers 4"
 DRAFTING = f"{f.MTP} --swiglu"
-ROUNDED = f"{f.ALLTOALL} --bf16 {f.DROPOUT}"
+BF16 = f"{f.ALLTOALL} --bf16"
+ROUNDED = f"{BF16} {f.DROPOUT}"
+STRATEGY = "--data-parallel-sharding-strategy"
 MIXED = f"{f.ALLTOALL} --moe-layer-freq [0,1]"
 
 Curve = Callable[[str, int, str, str], tuple[Path, Training]]
@@ -88,6 +90,13 @@ FROM_MEGATRON = {
     "random-numbers": (2, MEGATRON, f.DROPOUT, 2, f.DROPOUT),
     "drafting": (2, MEGATRON, DRAFTING, 2, DRAFTING),
     "dense-and-expert-layers": (2, MEGATRON, MIXED, 2, f"{MIXED} {f.EP2}"),
+    # From weights rounded to bf16 alone, Adam's small steps would start elsewhere.
+    "bf16-from-main-weights": (2, MEGATRON, BF16, 2, BF16),
+    "bf16-from-main-weights-plain-optimizer": (2, DDP, BF16, 2, BF16),
+    **{
+        f"dp2-to-{s}": (2, MEGATRON, SWIGLU, 2, f"{SWIGLU} {STRATEGY} {s}")
+        for s in f.STRATEGIES[:3]
+    },
     "state-space": (2, MEGATRON, f"{f.MAMBA} {f.TP2}", 2, f.MAMBA),
 }
 
@@ -106,23 +115,6 @@ def test_a_sharded_run_goes_on_with_what_megatron_saved(
 def test_megatron_itself_goes_on_with_what_it_saved(megatron: RankPools, saved: Curve) -> None:
     """What it is to be compared with: on a CPU, its optimizer needs mending for that."""
     _check_resumed(megatron, 2, saved("megatron", 2, MEGATRON, SWIGLU), MEGATRON, SWIGLU)
-
-
-@pytest.mark.parametrize("kind", [MEGATRON, DDP], ids=["distributed", "plain"])
-@pytest.mark.functional
-def test_main_weights_in_fp32_are_what_a_bf16_run_goes_on_with(
-    megatron: RankPools, saved: Curve, kind: str
-) -> None:
-    """From weights rounded to bf16 alone, Adam's small steps would start elsewhere."""
-    flags = f"{f.ALLTOALL} --bf16"
-    _check_resumed(megatron, 2, saved("bf16", 2, kind, flags), f.fsdp(), flags)
-
-
-@pytest.mark.parametrize("strategy", [f.NO_SHARD, f.ZERO1, f.ZERO2])
-@pytest.mark.functional
-def test_every_strategy_loads_it(megatron: RankPools, saved: Curve, strategy: str) -> None:
-    run = saved("megatron", 2, MEGATRON, SWIGLU)
-    _check_resumed(megatron, 2, run, f.fsdp(strategy), SWIGLU)
 
 
 def _train_and_count(flags: list[str]) -> tuple[Training, int]:

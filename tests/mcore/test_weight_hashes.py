@@ -9,11 +9,12 @@ import torch
 
 from megatron_fsdp_v2.runtime.fsdp_module import named_units
 from megatron_fsdp_v2_mcore.model.weight_hashes import compare
-from tests.mcore.session import MODEL_FLAGS, curves, fsdp, rank, train
+from tests.mcore import flags as f
+from tests.mcore.session import rank
+from tests.mcore.trained import longer, trained
 from tests.ranks import RankPools
 
-INTERVAL = ["--check-weight-hash-across-dp-replicas-interval", "2", "--train-iters", "4"]
-INSTANCES = ["--num-distributed-optimizer-instances", "2"]
+STEPS = "--check-weight-hash-across-dp-replicas-interval 2 --train-iters 4 --global-batch-size 8"
 
 
 def _probe(chunks: Any, optimizer: Any) -> list[str]:
@@ -52,18 +53,17 @@ def _outer(config: Any) -> list[str]:
 @pytest.mark.parametrize(
     ("strategy", "more", "ranks"),
     [
-        ("optim_grads_params", [], 2),
-        ("no_shard", ["--bf16"], 2),
-        pytest.param("optim", [], 2, marks=pytest.mark.functional),
-        pytest.param("optim_grads", ["--bf16"], 2, marks=pytest.mark.functional),
-        pytest.param("optim_grads_params", INSTANCES, 4, marks=pytest.mark.functional),
+        (f.ZERO3, "", 2),
+        (f.NO_SHARD, "--bf16", 2),
+        longer(f.ZERO1, "", 2),
+        longer(f.ZERO2, "--bf16", 2),
+        longer(f.ZERO3, f.HSDP, 4),
     ],
 )
 def test_weights_that_differ_are_found_with_every_strategy(
-    megatron: RankPools, strategy: str, more: list[str], ranks: int
+    megatron: RankPools, strategy: str, more: str, ranks: int
 ) -> None:
-    flags = [*MODEL_FLAGS, *INTERVAL, *fsdp(strategy, *more), "--global-batch-size", "8"]
-    result = curves(megatron(ranks).run(train, flags, _probe))
+    result = trained(megatron, ranks, STEPS, f.fsdp(strategy), more, probe=_probe)
     assert len(result.losses) == 4
     for said in result.extras:
         (message,) = said
@@ -73,7 +73,4 @@ def test_weights_that_differ_are_found_with_every_strategy(
 
 @pytest.mark.functional
 def test_experts_and_stages_are_compared_among_those_who_share_them(megatron: RankPools) -> None:
-    sizes = "--num-experts 4 --expert-model-parallel-size 2 --pipeline-model-parallel-size 2"
-    flags = [*MODEL_FLAGS, *INTERVAL, *fsdp("optim_grads_params", *sizes.split())]
-    flags += ["--global-batch-size", "8", "--moe-token-dispatcher-type", "alltoall"]
-    assert len(curves(megatron(4).run(train, flags)).losses) == 4
+    trained(megatron, 4, STEPS, f.fsdp(), f.ALLTOALL, f.EP2, f.PP2, iterations=4)

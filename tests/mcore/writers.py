@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 from tests.mcore import session
 
@@ -35,18 +36,17 @@ def train_recorded(flags: Sequence[str], probe: Any = None) -> tuple[session.Tra
     session.enter_rehearsal()
     from megatron.training import global_vars as variables
 
-    recorder, original = Recorder(), variables._set_tensorboard_writer
+    recorder = Recorder()
 
     def set_writer(args: Any) -> None:
         if args.rank == args.world_size - 1:
             variables._GLOBAL_TENSORBOARD_WRITER = recorder
 
-    variables._set_tensorboard_writer = set_writer
-    try:
+    with (
+        mock.patch.object(variables, "_set_tensorboard_writer", set_writer),
+        mock.patch.object(variables, "_GLOBAL_TENSORBOARD_WRITER", None),
+    ):
         return session.train(flags, probe), recorder.scalars
-    finally:
-        variables._set_tensorboard_writer = original
-        variables._GLOBAL_TENSORBOARD_WRITER = None
 
 
 def scalars_of(results: Sequence[tuple[session.Training, Scalars]]) -> Scalars:

@@ -205,6 +205,8 @@ class RankPool:
             process.join(0.5)
             if process.is_alive():
                 process.kill()
+                # Whoever asks next whether the pool is alive must not be told that it is.
+                process.join()
 
 
 class RankPools:

@@ -1,12 +1,15 @@
-"""What torch's own allocator hands out, seen by the profiler."""
+"""What torch's own allocator hands out, seen by the profiler; and what outlives a model."""
 
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
+
+from megatron_fsdp_v2.runtime.fsdp_module import named_units
 
 
 def peak_nbytes(call: Callable[[], None]) -> int:
@@ -32,3 +35,27 @@ def changes(call: Callable[[], None]) -> list[int]:
     results = record.profiler.kineto_results  # type: ignore[union-attr]
     events = [e for e in results.events() if e.name() == "[memory]"]
     return [event.nbytes() for event in sorted(events, key=lambda e: e.start_ns())]
+
+
+def left_of(train: Callable[[], list[Any]]) -> tuple[int, Any]:
+    """How many flat buffers outlive a sharded model, without a garbage collection.
+
+    Args:
+        train: Returns the model and something that may keep it alive, and what is dropped as well.
+
+    Returns:
+        The number, and what may keep the model alive.
+    """
+    gc.collect()
+    gc.disable()
+    try:
+        model, keeps, *rest = train()
+        alive = []
+        for _, unit in named_units(model):
+            for group in unit.groups:
+                for buffer in (group.main_weight, group.main_grad, group.weights.gathered):
+                    alive.append(weakref.ref(buffer.tensor))
+        del _, unit, group, buffer, rest, model
+        return sum(ref() is not None for ref in alive), keeps
+    finally:
+        gc.enable()

@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from megatron_fsdp_v2 import fully_shard
+from megatron_fsdp_v2 import checkpoint, fully_shard
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2.optim import Muon
 from tests.distributed.wrapping import mesh_of
@@ -109,3 +111,23 @@ def _digest(tensor: Any) -> str:
     whole = tensor.full_tensor() if isinstance(tensor, UnevenDTensor) else torch.as_tensor(tensor)
     assert type(whole.detach()) is torch.Tensor, type(tensor)
     return hashlib.sha1(whole.detach().contiguous().numpy().tobytes()).hexdigest()
+
+
+def torch_saves(path: str, model: Any, optimizer: Any) -> None:
+    """Save by torch's own calls."""
+    weights, state = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=path)
+
+
+def torch_loads(path: str, model: Any, optimizer: Any) -> None:
+    """Load by torch's own calls."""
+    weights, state = get_state_dict(model, optimizer)
+    loaded = {"model": weights, "optimizer": state}
+    dcp.load(loaded, checkpoint_id=path)
+    set_state_dict(
+        model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"]
+    )
+
+
+WAYS = {"torch": (torch_saves, torch_loads), "ours": (checkpoint.save, checkpoint.load)}
+"""Of saving and loading."""

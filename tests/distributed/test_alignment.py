@@ -19,8 +19,8 @@ from megatron_fsdp_v2.layout.alignment import UNALIGNED, Alignment
 from megatron_fsdp_v2.memory.address_plan import ALIGNMENT
 from megatron_fsdp_v2.runtime.fsdp_module import unit_of
 from tests.distributed.checkpoint_trainings import Net, digests, net, train
+from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import BF16, wrap
-from tests.ranks import RankPools
 
 FROM_MALLOC = 64
 """Bytes that memory of a CPU starts at multiples of; those of CUDA do at 512."""
@@ -40,8 +40,10 @@ class Odd(nn.Module):
         return self.last(x)
 
 
-def starts_of_views(options: dict[str, Any]) -> list[tuple[str, int, int]]:
-    """What is not where it should be: `(what, bytes from the buffer's start, multiple of)`."""
+@pytest.mark.parametrize("pooled", [False, True], ids=["plain", "pool"])
+@on_ranks(3)
+def test_weights_gradients_and_shards_start_where_their_layout_promises(pooled: bool) -> None:
+    options = {"enable_trace_pool": pooled}
     torch.manual_seed(0)
     model = wrap(Odd(), mp_policy=BF16, **options)
     wrong: list[tuple[str, int, int]] = []
@@ -82,18 +84,11 @@ def starts_of_views(options: dict[str, Any]) -> list[tuple[str, int, int]]:
                 if param.grad is not None:
                     check("grad", group.main_grad.tensor, local_of(param.grad), 2 * nbytes)
     assert num_checked > 40
-    return wrong
+    assert wrong == []
 
 
-@pytest.mark.parametrize("pooled", [False, True], ids=["plain", "pool"])
-def test_weights_gradients_and_shards_start_where_their_layout_promises(
-    pools: RankPools, pooled: bool
-) -> None:
-    assert pools(3).run(starts_of_views, {"enable_trace_pool": pooled}) == [[]] * 3
-
-
-def pool_addresses() -> list[int]:
-    """Bytes from the start of their block that buffers of the pool lie at."""
+@on_ranks(2)
+def test_buffers_in_the_pool_lie_at_multiples_of_512_bytes() -> None:
     model = wrap(Odd(), enable_trace_pool=True)
     found = []
 
@@ -108,13 +103,8 @@ def pool_addresses() -> list[int]:
         block.register_full_backward_hook(look)
     for _ in range(6):
         model(torch.randn(2, 300)).sum().backward()
-    return found
-
-
-def test_buffers_in_the_pool_lie_at_multiples_of_512_bytes(pools: RankPools) -> None:
-    for found in pools(2).run(pool_addresses):
-        assert len(set(found)) > 1
-        assert {offset % ALIGNMENT for offset in found} == {0}
+    assert len(set(found)) > 1
+    assert {offset % ALIGNMENT for offset in found} == {0}
 
 
 @contextmanager
@@ -134,8 +124,13 @@ def _rows(model: nn.Module) -> list[list[tuple[int, int]]]:
     return [list(param.row_shards.row_ranges) for param in model.parameters()]
 
 
-def moves_to_another_layout(folder: str, saves_aligned: bool) -> dict[str, Any]:
+@pytest.mark.parametrize("saves_aligned", [False, True], ids=["to aligned", "to unaligned"])
+@on_ranks(3)
+def test_a_checkpoint_of_an_unaligned_layout_loads_into_an_aligned_one_and_back(
+    tmp_path: Path, saves_aligned: bool
+) -> None:
     """Save under one layout, load under the other, and go on in both."""
+    folder = str(tmp_path / "saved")
 
     def made(is_aligned: bool) -> tuple[Any, torch.optim.Optimizer]:
         if is_aligned:
@@ -156,7 +151,7 @@ def moves_to_another_layout(folder: str, saves_aligned: bool) -> dict[str, Any]:
     plain = Net(10)
     plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=0.05)
     checkpoint.load(folder, plain, plain_optimizer)
-    return {
+    found = {
         "rows": (_rows(model), _rows(other)),
         "digests": [
             digests(model, optimizer),
@@ -165,15 +160,8 @@ def moves_to_another_layout(folder: str, saves_aligned: bool) -> dict[str, Any]:
         ],
         "losses": (train(model, optimizer, 2), train(other, other_optimizer, 2)),
     }
-
-
-@pytest.mark.parametrize("saves_aligned", [False, True], ids=["to aligned", "to unaligned"])
-def test_a_checkpoint_of_an_unaligned_layout_loads_into_an_aligned_one_and_back(
-    pools: RankPools, tmp_path: Path, saves_aligned: bool
-) -> None:
-    for found in pools(3).run(moves_to_another_layout, str(tmp_path / "saved"), saves_aligned):
-        before, after = found["rows"]
-        assert before != after
-        first, second, plain = found["digests"]
-        assert first == second == plain
-        assert found["losses"][0] == pytest.approx(found["losses"][1], rel=1e-5)
+    before, after = found["rows"]
+    assert before != after
+    first, second, plain = found["digests"]
+    assert first == second == plain
+    assert found["losses"][0] == pytest.approx(found["losses"][1], rel=1e-5)

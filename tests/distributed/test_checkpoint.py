@@ -18,6 +18,7 @@ from megatron_fsdp_v2.checkpoint.exporting import export
 from megatron_fsdp_v2.checkpoint.manifest import Manifest
 from megatron_fsdp_v2.checkpoint.verifying import verify
 from tests.distributed.checkpoint_trainings import Net, Sharding, digests, net, train
+from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import STRATEGIES, mesh_of, said
 from tests.ranks import RankPools
 
@@ -26,7 +27,13 @@ def _over_all(strategy: str) -> Sharding:
     return Sharding((dist.get_world_size(),), strategy)
 
 
-def _goes_on(folder: str, is_async: bool) -> tuple[list[float], list[float]]:
+@pytest.mark.parametrize("is_async", [False, True], ids=["blocking", "async"])
+@pytest.mark.parametrize("world_size", [1, 3])
+@on_ranks("world_size")
+def test_training_goes_on_as_if_it_had_not_stopped(
+    tmp_path: Path, world_size: int, is_async: bool
+) -> None:
+    folder = str(tmp_path / "saved")
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     train(model, optimizer, 3)
@@ -41,18 +48,7 @@ def _goes_on(folder: str, is_async: bool) -> tuple[list[float], list[float]]:
             param.zero_()
     other = torch.optim.AdamW(again.parameters(), lr=1.0)
     checkpoint.load(folder, again, other)
-    return uninterrupted, train(again, other, 3, first=3)
-
-
-@pytest.mark.parametrize("is_async", [False, True], ids=["blocking", "async"])
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_training_goes_on_as_if_it_had_not_stopped(
-    pools: RankPools, tmp_path: Path, world_size: int, is_async: bool
-) -> None:
-    for uninterrupted, resumed in pools(world_size).run(
-        _goes_on, str(tmp_path / "saved"), is_async
-    ):
-        assert resumed == uninterrupted
+    assert train(again, other, 3, first=3) == uninterrupted
 
 
 def _saves_hybrid(folder: str) -> dict[str, str]:
@@ -126,7 +122,9 @@ def test_loaded_weights_are_used_by_the_next_forward(
 # -- what does not fit ---------------------------------------------------------------------------
 
 
-def _loads_other_model(folder: str) -> list[str]:
+@on_ranks(2)
+def test_another_model_is_rejected_with_names_and_shapes(tmp_path: Path) -> None:
+    folder = str(tmp_path / "saved")
     checkpoint.save(folder, net(), extra=1)
     other = net(width=9)
     errors = [said(CheckpointError, lambda: checkpoint.load(folder, other))]
@@ -138,38 +136,30 @@ def _loads_other_model(folder: str) -> list[str]:
     errors.append(str(caught[-1].message))
     difference = checkpoint.compare(folder, smaller)
     errors.append(f"{len(difference.missing)} {len(difference.unexpected)}")
-    return errors
+    shapes, names, warning, counts = errors
+    assert "model.up.weight is (8, 5) there and (9, 5) here" in shapes
+    assert "missing in the checkpoint: model.weight, model.bias" in names
+    assert "strict=False loads what both have" in names
+    assert "not in the model: model." in warning
+    assert counts == "2 5"
 
 
-def test_another_model_is_rejected_with_names_and_shapes(pools: RankPools, tmp_path: Path) -> None:
-    for shapes, names, warning, counts in pools(2).run(_loads_other_model, str(tmp_path / "saved")):
-        assert "model.up.weight is (8, 5) there and (9, 5) here" in shapes
-        assert "missing in the checkpoint: model.weight, model.bias" in names
-        assert "strict=False loads what both have" in names
-        assert "not in the model: model." in warning
-        assert counts == "2 5"
-
-
-def _bad_saves(folder: str) -> list[str]:
+@on_ranks(1)
+def test_what_cannot_be_saved_or_found_is_said(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     model = net()
     Path(folder, "mine").mkdir(exist_ok=True)
     stranger = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1.0)
-    return [
-        said(ValueError, lambda: checkpoint.save(f"{folder}/mine", model)),
-        said(
-            CheckpointError, lambda: checkpoint.save(f"{folder}/a", model, extra={"net": object()})
-        ),
-        said(ValueError, lambda: checkpoint.save(f"{folder}/b", model, stranger)),
-        said(CheckpointError, lambda: checkpoint.load(f"{folder}/nowhere", model)),
-    ]
-
-
-def test_what_cannot_be_saved_or_found_is_said(pools: RankPools, tmp_path: Path) -> None:
-    for folder, extra, optimizer, nowhere in pools(1).run(_bad_saves, str(tmp_path)):
-        assert "exists and is no checkpoint" in folder
-        assert "extra['net'] is of the type object, which a checkpoint does not keep" in extra
-        assert "is not one of the model" in optimizer
-        assert "there is no checkpoint at" in nowhere
+    folder = said(ValueError, lambda: checkpoint.save(f"{folder}/mine", model))
+    extra = said(
+        CheckpointError, lambda: checkpoint.save(f"{folder}/a", model, extra={"net": object()})
+    )
+    optimizer = said(ValueError, lambda: checkpoint.save(f"{folder}/b", model, stranger))
+    nowhere = said(CheckpointError, lambda: checkpoint.load(f"{folder}/nowhere", model))
+    assert "exists and is no checkpoint" in folder
+    assert "extra['net'] is of the type object, which a checkpoint does not keep" in extra
+    assert "is not one of the model" in optimizer
+    assert "there is no checkpoint at" in nowhere
 
 
 def _two_saves(folder: str) -> list[Any]:

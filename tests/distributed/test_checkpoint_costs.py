@@ -15,6 +15,7 @@ from megatron_fsdp_v2.checkpoint import saving
 from megatron_fsdp_v2.checkpoint.verifying import verify
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from tests.distributed.checkpoint_trainings import digests, net, train
+from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import mesh_of, wrap
 from tests.ranks import RankPools
 
@@ -22,8 +23,9 @@ MOST_BYTES = 1.02
 """Bytes written over bytes of state."""
 
 
-def _nbytes(folder: str) -> tuple[int, int]:
-    """Bytes of parameters and states, and of the files of a save."""
+@on_ranks(2)
+def test_little_more_is_written_than_there_is_state(tmp_path: Path) -> None:
+    folder = str(tmp_path / "saved")
     layers = [nn.Linear(512, 512, bias=False) for _ in range(4)]
     model = wrap(nn.Sequential(*layers), units=layers, mesh=mesh_of(dist.get_world_size()))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -35,17 +37,16 @@ def _nbytes(folder: str) -> tuple[int, int]:
         tensors += [value for value in state.values() if isinstance(value, UnevenDTensor)]
     local = torch.tensor(sum(tensor.to_local().nbytes for tensor in tensors))
     dist.all_reduce(local)
-    return int(local), sum(file.stat().st_size for file in Path(folder).iterdir())
+    nbytes = int(local)
+    written = sum(file.stat().st_size for file in Path(folder).iterdir())
+    assert nbytes == 3 * 4 * 512 * 512 * 4
+    assert nbytes < written <= MOST_BYTES * nbytes
 
 
-def test_little_more_is_written_than_there_is_state(pools: RankPools, tmp_path: Path) -> None:
-    for nbytes, written in pools(2).run(_nbytes, str(tmp_path / "saved")):
-        assert nbytes == 3 * 4 * 512 * 512 * 4
-        assert nbytes < written <= MOST_BYTES * nbytes
-
-
-def _held_back(folder: str) -> list[bool]:
+@on_ranks(2)
+def test_training_waits_for_a_copy_and_for_no_writing(tmp_path: Path) -> None:
     """A save whose writing may not begin before training has gone on."""
+    folder = str(tmp_path / "saved")
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     train(model, optimizer, 2)
@@ -61,12 +62,8 @@ def _held_back(folder: str) -> list[bool]:
     may_write.set()
     future.result()
     checkpoint.load(folder, model, optimizer)
-    return [*facts, digests(model, optimizer) == saved]
-
-
-def test_training_waits_for_a_copy_and_for_no_writing(pools: RankPools, tmp_path: Path) -> None:
-    for facts in pools(2).run(_held_back, str(tmp_path / "saved")):
-        assert facts == [True] * 4
+    facts = [*facts, digests(model, optimizer) == saved]
+    assert facts == [True] * 4
 
 
 def _several_at_once(folder: str) -> list[Any]:

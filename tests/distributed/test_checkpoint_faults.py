@@ -22,6 +22,7 @@ from torch import nn
 from megatron_fsdp_v2 import checkpoint
 from megatron_fsdp_v2.checkpoint import CheckpointError, saving
 from megatron_fsdp_v2.dtensor.uneven_dtensor import rows_of
+from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import mesh_of, said, wrap
 from tests.ranks import RankFailure, RankPool, RankPools
 
@@ -91,7 +92,13 @@ def test_a_rank_killed_anywhere_in_a_save_leaves_a_whole_checkpoint(
     assert num_rejected
 
 
-def _limited(folder: str, is_async: bool) -> list[str]:
+@pytest.mark.parametrize("is_async", [False, True], ids=["blocking", "async"])
+@on_ranks(2)
+def test_a_full_disk_is_said_on_every_rank_and_changes_nothing(
+    tmp_path: Path, is_async: bool
+) -> None:
+    folder = str(tmp_path / "saved")
+
     def save() -> None:
         future = checkpoint.save(folder, _model(2.0), extra=2, async_save=is_async)
         if future is not None:
@@ -108,17 +115,9 @@ def _limited(folder: str, is_async: bool) -> list[str]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     extra = str(checkpoint.load(folder, model))
     save()
-    return [error, extra, str(checkpoint.load(folder, model))]
-
-
-@pytest.mark.parametrize("is_async", [False, True], ids=["blocking", "async"])
-def test_a_full_disk_is_said_on_every_rank_and_changes_nothing(
-    pools: RankPools, tmp_path: Path, is_async: bool
-) -> None:
-    for error, extra, later in pools(2).run(_limited, str(tmp_path / "saved"), is_async):
-        assert "failed, and nothing there has changed" in error
-        assert extra == "1"
-        assert later == "2"
+    assert "failed, and nothing there has changed" in error
+    assert extra == "1"
+    assert str(checkpoint.load(folder, model)) == "2"
 
 
 def _interrupted_while_renaming(folder: str) -> list[str]:
@@ -256,15 +255,13 @@ def test_damage_that_one_rank_reads_changes_nothing_on_any(
     assert [is_as_before for _, is_as_before in found] == [True, True]
 
 
-def _loses_a_file(folder: str) -> str:
+@on_ranks(2)
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    folder = str(tmp_path / "saved")
     checkpoint.save(folder, _model(1.0))
     dist.barrier()
     if dist.get_rank() == 0:
         Path(folder, "__1_0.distcp").unlink()
     dist.barrier()
-    return said(CheckpointError, lambda: checkpoint.load(folder, _model(0.0)))
-
-
-def test_a_missing_file_is_named(pools: RankPools, tmp_path: Path) -> None:
-    for error in pools(2).run(_loses_a_file, str(tmp_path / "saved")):
-        assert "__1_0.distcp" in error
+    error = said(CheckpointError, lambda: checkpoint.load(folder, _model(0.0)))
+    assert "__1_0.distcp" in error

@@ -8,11 +8,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.wrapping import STRATEGIES, batch, held_error, said, wrap
-from tests.ranks import RankPools
+from tests.distributed.on_ranks import on_ranks
+from tests.distributed.wrapping import (
+    STRATEGIES,
+    backward_both,
+    batch,
+    gradient_error,
+    loss_of,
+    own_loss,
+    pair,
+    said,
+    wrap,
+)
 from tests.reference.models import Block, Stack
-
-ZERO_3 = "optim_grads_params"
 
 
 class Answer:
@@ -60,116 +68,72 @@ class Unpacking(Stack):
         return x
 
 
-def _pair(build: Any, **options: Any) -> tuple[Any, Any]:
-    torch.manual_seed(0)
-    plain = build()
-    torch.manual_seed(0)
-    return plain, wrap(build(), **options)
-
-
-def _grad_error(model: Any, plain: Any) -> float:
-    pairs = list(zip(model.parameters(), plain.parameters(), strict=True))
-    held = [(a, b) for a, b in pairs if a.to_local().numel()]
-    assert all(a.grad is not None for a, _ in held)
-    return max((held_error(a.grad, b.grad) for a, b in held), default=0.0)
-
-
-def _train(plain: Any, model: Any, loss: Any, steps: int = 3) -> float:
-    """Largest error of gradients over some steps; the pool has a plan after two of them."""
-    errors, size = [], dist.get_world_size()
-    for step in range(steps):
+def _train(plain: Any, model: Any, loss: Any = loss_of) -> float:
+    """Largest error of gradients over three steps; the pool has a plan after two of them."""
+    errors = []
+    for step in range(3):
         plain.zero_grad()
         model.zero_grad()
-        for rank in range(size):
-            (loss(plain, step, rank) / size).backward()
-        loss(model, step, dist.get_rank()).backward()
-        errors.append(_grad_error(model, plain))
+        backward_both(plain, model, step, loss)
+        errors.append(gradient_error(model, plain))
     return max(errors)
-
-
-def _square(model: Any, step: int, rank: int) -> torch.Tensor:
-    return model(batch(rank, step)).square().mean()
-
-
-def error_with_objects(strategy: str, pool: bool) -> float:
-    """Of gradients, where units return plain objects."""
-    plain, model = _pair(
-        lambda: Unpacking(ObjectBlock), sharding_strategy=strategy, enable_trace_pool=pool
-    )
-    return _train(plain, model, _square)
 
 
 @pytest.mark.parametrize("pool", [False, True], ids=["", "pool"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_units_that_return_plain_objects_train_like_one_process(
-    pools: RankPools, strategy: str, pool: bool
-) -> None:
-    assert max(pools(2).run(error_with_objects, strategy, pool)) < 1e-6
-
-
-def hidden_outputs(strategy: str, pool: bool, frozen: bool) -> Any:
-    """What the backward says, or its error, where outputs cannot be found."""
-    plain, model = _pair(
-        lambda: Unpacking(ClosureBlock), sharding_strategy=strategy, enable_trace_pool=pool
+@on_ranks(2)
+def test_units_that_return_plain_objects_train_like_one_process(strategy: str, pool: bool) -> None:
+    plain, model = pair(
+        lambda: Unpacking(ObjectBlock), sharding_strategy=strategy, enable_trace_pool=pool
     )
-    if frozen:
-        for block in model.blocks:
-            block.requires_grad_(False)
-        return said(RuntimeError, lambda: _square(model, 0, dist.get_rank()).backward())
-    if strategy == ZERO_3:
-        losses = (lambda: _square(model, 0, dist.get_rank()).backward() for _ in range(3))
-        return [said(RuntimeError, loss) for loss in losses]
-    return _train(plain, model, _square)
+    assert _train(plain, model) < 1e-6
+
+
+def _hiding() -> Unpacking:
+    return Unpacking(ClosureBlock)
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen"])
 @pytest.mark.parametrize("pool", [False, True], ids=["", "pool"])
+@on_ranks(2)
 def test_outputs_that_cannot_be_found_are_an_error_that_names_the_unit_at_zero_3(
-    pools: RankPools, pool: bool, frozen: bool
+    pool: bool, frozen: bool
 ) -> None:
-    for said_ in pools(2).run(hidden_outputs, ZERO_3, pool, frozen):
-        for message in [said_] if frozen else said_:
-            assert "blocks.2 (ClosureBlock)" in message
-            assert "returns tensors inside something that is not searched" in message
+    model = wrap(_hiding(), enable_trace_pool=pool)
+    model.blocks.requires_grad_(not frozen)
+    for _ in range(1 if frozen else 3):
+        message = said(RuntimeError, lambda: own_loss(model).backward())
+        assert "blocks.2 (ClosureBlock)" in message
+        assert "returns tensors inside something that is not searched" in message
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES[:-1])
-def test_outputs_that_cannot_be_found_change_nothing_below_zero_3(
-    pools: RankPools, strategy: str
-) -> None:
-    assert max(pools(2).run(hidden_outputs, strategy, False, False)) < 1e-6
+@on_ranks(2)
+def test_outputs_that_cannot_be_found_change_nothing_below_zero_3(strategy: str) -> None:
+    assert _train(*pair(_hiding, sharding_strategy=strategy)) < 1e-6
 
 
-def _penalty(model: Any, step: int, rank: int) -> torch.Tensor:
+def _penalty(model: Any, rank: int, step: int) -> torch.Tensor:
     x = batch(rank, step).requires_grad_(True)
     loss = model(x).square().mean()
     (grad,) = torch.autograd.grad(loss, x, create_graph=True)
     return loss + grad.square().sum()
 
 
-def double_backward(strategy: str, pool: bool) -> Any:
-    """What a gradient penalty says, or its error."""
-    plain, model = _pair(Stack, sharding_strategy=strategy, enable_trace_pool=pool)
-    if strategy == ZERO_3:
-        message = said(RuntimeError, lambda: _penalty(model, 0, dist.get_rank()))
-        return message, _train(plain, model, _square)
-    return _train(plain, model, _penalty)
-
-
 @pytest.mark.parametrize("strategy", STRATEGIES[:-1])
-def test_a_gradient_penalty_is_that_of_one_process_below_zero_3(
-    pools: RankPools, strategy: str
-) -> None:
-    assert max(pools(2).run(double_backward, strategy, False)) < 1e-6
+@on_ranks(2)
+def test_a_gradient_penalty_is_that_of_one_process_below_zero_3(strategy: str) -> None:
+    assert _train(*pair(sharding_strategy=strategy), _penalty) < 1e-6
 
 
 @pytest.mark.parametrize("pool", [False, True], ids=["", "pool"])
-def test_a_double_backward_is_an_error_that_names_the_unit_at_zero_3(
-    pools: RankPools, pool: bool
-) -> None:
-    for message, error in pools(2).run(double_backward, ZERO_3, pool):
-        assert message.startswith("the root (Stack) is in a backward with create_graph=True")
-        assert error < 1e-6
+@on_ranks(2)
+def test_a_double_backward_is_an_error_that_names_the_unit_at_zero_3(pool: bool) -> None:
+    plain, model = pair(enable_trace_pool=pool)
+    message = said(RuntimeError, lambda: _penalty(model, dist.get_rank(), 0))
+    error = _train(plain, model)
+    assert message.startswith("the root (Stack) is in a backward with create_graph=True")
+    assert error < 1e-6
 
 
 class Leaking(Block):
@@ -205,31 +169,20 @@ class Regularized(Stack):
         return x + penalty
 
 
-def error_with_returned_weights(what: str, **options: Any) -> float:
-    """Of gradients, where units return weights of theirs."""
-    plain, model = _pair(lambda: Regularized(what), **options)
-    return _train(plain, model, _square)
-
-
-def said_of_returned_weights(what: str, pool: bool) -> list[str]:
-    """What forwards say at ZeRO-3, in training and in evaluation, after some good steps."""
-    plain, model = _pair(lambda: Regularized("copy"), enable_trace_pool=pool)
-    assert _train(plain, model, _square) < 1e-5
+@pytest.mark.parametrize("pool", [False, True], ids=["", "pool"])
+@pytest.mark.parametrize("what", ("weight", "view", "detached"))
+@on_ranks(2)
+def test_a_unit_that_returns_its_weight_is_an_error_that_names_both_at_zero_3(
+    pool: bool, what: str
+) -> None:
+    plain, model = pair(lambda: Regularized("copy"), enable_trace_pool=pool)
+    assert _train(plain, model) < 1e-5
     for block in model.blocks:
         block.what = what
-    with torch.no_grad():
-        evaluated = said(RuntimeError, lambda: model(batch(0)))
-    return [said(RuntimeError, lambda: model(batch(0))), evaluated]
-
-
-@pytest.mark.parametrize("pool", [False, True], ids=["", "pool"])
-def test_a_unit_that_returns_its_weight_is_an_error_that_names_both_at_zero_3(
-    pools: RankPools, pool: bool
-) -> None:
-    for what in ("weight", "view", "detached"):
-        for messages in pools(2).run(said_of_returned_weights, what, pool):
-            for message in messages:
-                assert "the forward of blocks.0 (Leaking) returns its weight up.weight" in message
+    for trains in (False, True):
+        with torch.set_grad_enabled(trains):
+            message = said(RuntimeError, lambda: model(batch(0)))
+        assert "the forward of blocks.0 (Leaking) returns its weight up.weight" in message
 
 
 @pytest.mark.parametrize(
@@ -240,10 +193,11 @@ def test_a_unit_that_returns_its_weight_is_an_error_that_names_both_at_zero_3(
         ("view", {"reshard_after_forward": False}),
     ],
 )
+@on_ranks(2)
 def test_a_unit_may_return_a_copy_of_its_weight_or_one_that_stays(
-    pools: RankPools, what: str, options: dict[str, Any]
+    what: str, options: dict[str, Any]
 ) -> None:
-    assert max(pools(2).run(error_with_returned_weights, what, **options)) < 1e-5
+    assert _train(*pair(lambda: Regularized(what), **options)) < 1e-5
 
 
 class TiedHead(Stack):
@@ -259,10 +213,6 @@ class TiedHead(Stack):
         return x + extra["regularized"][0].square().sum()
 
 
-def error_with_a_tied_weight() -> float:
-    """Of gradients, where a block returns a weight that the root holds."""
-    return _train(*_pair(TiedHead), _square)
-
-
-def test_a_block_may_return_a_weight_that_the_root_holds_as_well(pools: RankPools) -> None:
-    assert max(pools(2).run(error_with_a_tied_weight)) < 1e-5
+@on_ranks(2)
+def test_a_block_may_return_a_weight_that_the_root_holds_as_well() -> None:
+    assert _train(*pair(TiedHead)) < 1e-5

@@ -7,12 +7,19 @@ from typing import Any, override
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp_v2.runtime.fsdp_module import unit_of
-from tests.distributed.wrapping import STRATEGIES, held_error, said, wrap
-from tests.ranks import RankPools
+from tests.distributed.on_ranks import on_ranks
+from tests.distributed.wrapping import (
+    STRATEGIES,
+    backward_both,
+    batch,
+    gradient_error,
+    pair,
+    said,
+    wrap,
+)
 
 WIDTH = 4
 
@@ -143,48 +150,32 @@ def _gathered(model: Any) -> list[int]:
     return counts
 
 
-def trained_in_place(what: Any, call: Any) -> dict[str, list[float]]:
-    """By strategy, errors of gradients; at ZeRO-3 last the most units that were gathered."""
-    found = {}
-    for strategy in STRATEGIES:
-        torch.manual_seed(0)
-        plain = Model(what, call).double()
-        torch.manual_seed(0)
-        model = Model(what, call).double()
-        wrap(model, [model.first, *model.units, model.last], sharding_strategy=strategy)
-        gathered, errors = _gathered(model), []
-        for step in range(2):
-            for rank in range(dist.get_world_size()):
-                generator = torch.Generator().manual_seed(10 * step + rank)
-                x = torch.randn(3, WIDTH, generator=generator, dtype=torch.float64)
-                (plain(x).square().mean() / dist.get_world_size()).backward()
-                if rank == dist.get_rank():
-                    model(x.clone()).square().mean().backward()
-            for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-                if mine.grad is not None and theirs.grad is not None:
-                    errors.append(held_error(mine.grad, theirs.grad))
-        found[strategy] = [max(errors), max(gathered)]
-    return found
+def _loss(model: Any, rank: int, step: int) -> torch.Tensor:
+    x = batch(rank, step, dtype=torch.float64)[:, :WIDTH].clone()
+    return model(x).square().mean()
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
 def test_in_place_operations_around_units_train_as_in_a_plain_model(
-    pools: RankPools, case: str
+    strategy: str, case: str
 ) -> None:
-    for found in pools(2).run(trained_in_place, *CASES[case]):
-        for strategy, (error, gathered) in found.items():
-            assert error < 1e-12, strategy
-            # One at work, one ahead; none waits for the end of the backward.
-            assert strategy != "optim_grads_params" or gathered <= 3, gathered
+    def units(model: Any) -> list[nn.Module]:
+        return [model.first, *model.units, model.last]
+
+    plain, model = pair(lambda: Model(*CASES[case]).double(), units, sharding_strategy=strategy)
+    gathered, errors = _gathered(model), []
+    for step in range(2):
+        backward_both(plain, model, step, _loss)
+        errors.append(gradient_error(model, plain))
+    assert max(errors) < 1e-12
+    # One at work, one ahead; none waits for the end of the backward.
+    assert strategy != "optim_grads_params" or max(gathered) <= 3
 
 
-def input_that_is_a_leaf() -> str:
-    """What torch says of an operation in place on a leaf, as without sharding."""
+@on_ranks(2)
+def test_a_leaf_that_requires_a_gradient_is_still_not_changed() -> None:
     model = wrap(Unit(_relu_first), [])
     leaf = torch.ones(2, WIDTH, requires_grad=True)
-    return said(RuntimeError, lambda: model(leaf))
-
-
-def test_a_leaf_that_requires_a_gradient_is_still_not_changed(pools: RankPools) -> None:
-    for text in pools(2).run(input_that_is_a_leaf):
-        assert "a leaf Variable that requires grad" in text
+    assert "a leaf Variable that requires grad" in said(RuntimeError, lambda: model(leaf))

@@ -1,8 +1,7 @@
-"""Wrong numbers that others shipped, each with a direct test; numbers as in the requirements."""
+"""Wrong numbers that others shipped, each with a direct test; so that they stay mended."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,103 +9,71 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import set_model_state_dict
-from torch.utils.checkpoint import checkpoint
 
 from megatron_fsdp_v2 import MixedPrecisionPolicy
 from megatron_fsdp_v2.runtime.fsdp_module import unit_of
 from tests.distributed.allocations import peak_nbytes
-from tests.distributed.wrapping import STRATEGIES, batch, held_error, listen, mesh_of, wrap
+from tests.distributed.on_ranks import on_ranks
+from tests.distributed.wrapping import (
+    STRATEGIES,
+    backward_both,
+    batch,
+    gradient_error,
+    listen,
+    loss_of,
+    mesh_of,
+    of_all_ranks,
+    own_loss,
+    pair,
+    plain_loss,
+    step_all,
+    train_both,
+    weight_error,
+    wrap,
+)
 from tests.ranks import RankPools
-from tests.reference.models import INPUT, OUTPUT, Block, Nested, Stack, TiedInside
+from tests.reference.models import Block, Checkpointed, Nested, Stack, TiedInside
 
-ZERO_1_AND_2 = ("optim", "optim_grads")
-
-
-def _loss(model: nn.Module, rank: int, step: int = 0) -> torch.Tensor:
-    loss: torch.Tensor = model(batch(rank, step)).float().square().mean()
-    return loss
-
-
-def _mean_loss(model: nn.Module, step: int = 0) -> torch.Tensor:
-    size = dist.get_world_size()
-    return torch.stack([_loss(model, rank, step) for rank in range(size)]).mean()
-
-
-def _pair(build: Callable[[], Any] = Stack, **options: Any) -> tuple[Any, Any]:
-    """The same model twice: plain, and sharded."""
-    torch.manual_seed(0)
-    plain = build()
-    torch.manual_seed(0)
-    return plain, wrap(build(), **options)
-
-
-def _error(sharded: nn.Module, plain: nn.Module) -> float:
-    pairs = zip(sharded.parameters(), plain.parameters(), strict=True)
-    return max(held_error(mine, theirs) for mine, theirs in pairs)
-
-
-def _gradient_error(sharded: nn.Module, plain: nn.Module) -> float:
-    pairs = zip(sharded.parameters(), plain.parameters(), strict=True)
-    return max(held_error(p.grad, q.grad) for p, q in pairs if p.grad is not None)  # type: ignore[arg-type]
-
-
-# -- 1 --------------------------------------------------------------------------------------------
-
-
-def accumulated_over(shape: tuple[int, ...]) -> dict[str, list[float]]:
-    """Error of gradients after each of three micro-batches, by strategy."""
-    found = {}
-    for strategy in STRATEGIES:
-        plain, sharded = _pair(mesh=mesh_of(*shape), sharding_strategy=strategy)
-        found[strategy] = []
-        for micro in range(3):
-            _mean_loss(plain, micro).backward()
-            _loss(sharded, dist.get_rank(), micro).backward()
-            found[strategy].append(_gradient_error(sharded, plain))
-    return found
+# -- axes of one rank -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", [(1,), (1, 1), (1, 2), (2, 1)])
-def test_r7_1_gradients_do_not_double_along_an_axis_of_one_rank(
-    pools: RankPools, shape: tuple[int, ...]
-) -> None:
-    world_size = shape[0] * shape[-1] if len(shape) == 2 else shape[0]
-    for found in pools(world_size).run(accumulated_over, shape):
-        for strategy, errors in found.items():
-            assert max(errors) < 1e-6, (strategy, errors)
-
-
-# -- 2 --------------------------------------------------------------------------------------------
-
-
-def updates() -> dict[str, float]:
-    """Largest deviation of `(before - after) / (lr * mean gradient)` from 1, by strategy."""
+@on_ranks("shape")
+def test_gradients_do_not_double_along_an_axis_of_one_rank(shape: tuple[int, ...]) -> None:
     found = {}
     for strategy in STRATEGIES:
-        plain, sharded = _pair(sharding_strategy=strategy)
+        plain, sharded = pair(mesh=mesh_of(*shape), sharding_strategy=strategy)
+        found[strategy] = []
+        for micro in range(3):
+            backward_both(plain, sharded, micro)
+            found[strategy].append(gradient_error(sharded, plain))
+    for strategy, errors in found.items():
+        assert max(errors) < 1e-6, (strategy, errors)
+
+
+# -- updates --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks("world_size")
+def test_an_update_is_learning_rate_times_mean_gradient(world_size: int) -> None:
+    found = {}
+    for strategy in STRATEGIES:
+        plain, sharded = pair(sharding_strategy=strategy)
         before = [p.full_tensor() for p in sharded.parameters()]
-        _mean_loss(plain).backward()
-        _loss(sharded, dist.get_rank()).backward()
+        backward_both(plain, sharded)
         torch.optim.SGD(sharded.parameters(), lr=1.0).step()
         ratios = []
         for old, p, q in zip(before, sharded.parameters(), plain.parameters(), strict=True):
             moved = (old - p.full_tensor()).double()
             ratios.append(abs(float(moved.norm() / q.grad.double().norm()) - 1))
         found[strategy] = max(ratios)
-    return found
+    for strategy, deviation in found.items():
+        assert deviation < 1e-4, strategy
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_r7_2_an_update_is_learning_rate_times_mean_gradient(
-    pools: RankPools, world_size: int
-) -> None:
-    for found in pools(world_size).run(updates):
-        for strategy, deviation in found.items():
-            assert deviation < 1e-4, strategy
-
-
-def parameters_left_behind() -> list[str]:
-    """Parameters that a step leaves where they were, with gradients of another dtype."""
+@on_ranks(2)
+def test_a_step_with_gradients_of_another_dtype_moves_every_weight() -> None:
     found = []
     for grads in (torch.bfloat16, torch.float64):
         # Torch's other implementations reject this by themselves, for plain tensors too.
@@ -114,22 +81,18 @@ def parameters_left_behind() -> list[str]:
         model = wrap(Stack(), mp_policy=policy)
         before = [p.full_tensor() for p in model.parameters()]
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
-        _loss(model, dist.get_rank()).backward()
+        own_loss(model).backward()
         optimizer.step()
         for (name, param), old in zip(model.named_parameters(), before, strict=True):
             if torch.equal(param.full_tensor(), old):
                 found.append(f"{grads}: {name}")
-    return found
+    assert found == []
 
 
-def test_r7_2_a_step_with_gradients_of_another_dtype_moves_every_weight(pools: RankPools) -> None:
-    assert pools(2).run(parameters_left_behind) == [[], []]
+# -- weights that were written --------------------------------------------------------------------
 
 
-# -- 3 --------------------------------------------------------------------------------------------
-
-
-def _written(model: nn.Module, weights: dict[str, torch.Tensor], how: str) -> None:
+def _write(model: nn.Module, weights: dict[str, torch.Tensor], how: str) -> None:
     if how == "load_state_dict":
         model.load_state_dict(weights)
     elif how == "set_model_state_dict":
@@ -158,173 +121,107 @@ def _like(param: Any, full: torch.Tensor) -> Any:
     return donor
 
 
-def loaded(strategy: str, how: str, before: str) -> list[float]:
-    """Relative errors of the evaluation after loading, of the next one, and after a backward."""
+WRITTEN = [
+    ("load_state_dict", "step"),
+    ("load_state_dict", "evaluation"),
+    ("load_state_dict", "forward with gradients"),
+    ("set_model_state_dict", "evaluation"),
+    ("copy_", "evaluation"),
+    ("local", "evaluation"),
+    ("data", "evaluation"),
+    ("foreach", "evaluation"),
+]
+
+
+@pytest.mark.parametrize(("how", "before"), WRITTEN, ids=" after ".join)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_weights_that_were_written_are_used_by_the_next_forward(
+    strategy: str, how: str, before: str
+) -> None:
     torch.manual_seed(1)
     other = Stack()
     model = wrap(Stack(), sharding_strategy=strategy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    _loss(model, dist.get_rank()).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    if before == "evaluation":
-        with torch.no_grad():
+    own_loss(model).backward()
+    step_all(optimizer)
+    if before != "step":
+        with torch.set_grad_enabled(before == "forward with gradients"):
             model(batch(0))
-    elif before == "forward with gradients":
-        model(batch(0))
-    _written(model, {n: p.detach() for n, p in other.named_parameters()}, how)
+    _write(model, {n: p.detach() for n, p in other.named_parameters()}, how)
     expected = other(batch(0)).detach()
-    found = []
     for trains in (False, False, True, False):
         if trains:
-            _loss(model, dist.get_rank()).backward()
+            own_loss(model).backward()
             continue
         with torch.no_grad():
-            found.append(float((model(batch(0)) - expected).norm() / expected.norm()))
-    return found
+            assert float((model(batch(0)) - expected).norm() / expected.norm()) < 1e-6
 
 
-def _loads(how: str, before: str, strategies: tuple[str, ...], marks: Any = ()) -> Any:
-    return pytest.param(how, before, strategies, marks=marks, id=f"{how} after {before}")
+# -- uneven and empty shards ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("how", "before", "strategies"),
-    [
-        _loads("load_state_dict", "step", STRATEGIES),
-        _loads("load_state_dict", "evaluation", STRATEGIES),
-        _loads(
-            "load_state_dict",
-            "forward with gradients",
-            ("optim_grads_params",),
-        ),
-        _loads("set_model_state_dict", "evaluation", STRATEGIES[3:]),
-        _loads("copy_", "evaluation", STRATEGIES),
-        _loads("local", "evaluation", STRATEGIES),
-        _loads("data", "evaluation", ("no_shard", "optim_grads_params")),
-        _loads(
-            "data",
-            "evaluation",
-            ZERO_1_AND_2,
-        ),
-        _loads("foreach", "evaluation", ("no_shard", "optim_grads_params")),
-        _loads(
-            "foreach",
-            "evaluation",
-            ZERO_1_AND_2,
-        ),
-    ],
-)
-def test_r7_3_weights_that_were_written_are_used_by_the_next_forward(
-    pools: RankPools, how: str, before: str, strategies: tuple[str, ...]
-) -> None:
-    for strategy in strategies:
-        for errors in pools(2).run(loaded, strategy, how, before):
-            assert max(errors) < 1e-6, (strategy, errors)
-
-
-# -- 4, 5 -----------------------------------------------------------------------------------------
-
-
-def fused_steps() -> tuple[float, int, int, int]:
-    """Error of fused AdamW; empty shards, and how many of them have a gradient or a state."""
-    plain, sharded = _pair()
-    pair = [
-        torch.optim.AdamW(m.parameters(), lr=0.01, eps=1e-3, fused=True) for m in (plain, sharded)
-    ]
-    for step in range(3):
-        for optimizer in pair:
-            optimizer.zero_grad()
-        _mean_loss(plain, step).backward()
-        _loss(sharded, dist.get_rank(), step).backward()
-        for optimizer in pair:
-            optimizer.step()
+@on_ranks(3)
+def test_a_fused_optimizer_with_empty_shards_leaves_their_neighbors_right() -> None:
+    plain, sharded = pair()
+    options = {"lr": 0.01, "eps": 1e-3, "fused": True}
+    first, second = (torch.optim.AdamW(m.parameters(), **options) for m in (plain, sharded))
+    train_both(plain, sharded, (first, second), range(3))
     empty = [p for p in sharded.parameters() if p.to_local().numel() == 0]
-    return (
-        _error(sharded, plain),
-        len(empty),
-        sum(p.grad is not None for p in empty),
-        sum(p in pair[1].state for p in empty),
-    )
-
-
-def test_r7_4_a_fused_optimizer_with_empty_shards_leaves_their_neighbors_right(
-    pools: RankPools,
-) -> None:
-    results = pools(3).run(fused_steps)
-    assert sum(empty for _, empty, *_ in results) > 0
-    for error, _, with_gradient, with_state in results:
-        assert error < 1e-6
-        assert (with_gradient, with_state) == (0, 0)
-
-
-def tied_update() -> tuple[float, int, float]:
-    """Error of a tied weight after a step; rows of it here, and how far they moved at least."""
-    plain, sharded = _pair(TiedInside)
-    before = sharded.embedding.weight.to_local().detach().clone()
-    pair = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, sharded)]
-    _mean_loss(plain).backward()
-    _loss(sharded, dist.get_rank()).backward()
-    for optimizer in pair:
-        optimizer.step()
-    moved = (sharded.embedding.weight.to_local() - before).detach().abs().amax(1)
-    least = float(moved.min()) if moved.numel() else 1.0
-    return _error(sharded, plain), len(before), least
+    assert weight_error(sharded, plain) < 1e-6
+    assert not any(p.grad is not None or p in second.state for p in empty)
+    assert any(of_all_ranks(len(empty)))
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_r7_5_a_tied_weight_in_uneven_shards_is_updated_on_every_rank(
-    pools: RankPools, world_size: int
-) -> None:
-    results = pools(world_size).run(tied_update)
-    assert len({rows for _, rows, _ in results}) > 1
-    for error, _, least in results:
-        assert error < 1e-6
-        assert least > 0
+@on_ranks("world_size")
+def test_a_tied_weight_in_uneven_shards_is_updated_on_every_rank(world_size: int) -> None:
+    plain, sharded = pair(TiedInside)
+    before = sharded.embedding.weight.to_local().detach().clone()
+    backward_both(plain, sharded)
+    for model in (plain, sharded):
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert weight_error(sharded, plain) < 1e-6
+    # Every row that is here moved.
+    assert (sharded.embedding.weight.to_local() - before).detach().abs().amax(1).all()
+    assert len(set(of_all_ranks(len(before)))) > 1
 
 
-# -- 6 --------------------------------------------------------------------------------------------
-
-
-def norms(shape: tuple[int, ...], outer: str) -> list[tuple[str, float, float]]:
-    """The norm of gradients beside the reference's, by strategy."""
-    found = []
-    for strategy in STRATEGIES:
-        if outer == "optim" and strategy == "no_shard":
-            continue
-        plain, sharded = _pair(
-            mesh=mesh_of(*shape), sharding_strategy=strategy, outer_dp_sharding_strategy=outer
-        )
-        _mean_loss(plain).backward()
-        _loss(sharded, dist.get_rank()).backward()
-        norm: Any = nn.utils.clip_grad_norm_(sharded.parameters(), 1.0)
-        expected = nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
-        found.append((strategy, float(norm.item()), float(expected)))
-    return found
+# -- norms ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("shape", "outer"),
     [((3,), "no_shard"), ((2, 1), "no_shard"), ((1, 2), "no_shard"), ((2, 1), "optim")],
 )
-def test_r7_6_the_norm_counts_every_element_once(
-    pools: RankPools, shape: tuple[int, ...], outer: str
+@on_ranks("shape")
+def test_the_norm_counts_every_element_once(shape: tuple[int, ...], outer: str) -> None:
+    found = []
+    for strategy in STRATEGIES if outer == "no_shard" else STRATEGIES[1:]:
+        plain, sharded = pair(
+            mesh=mesh_of(*shape), sharding_strategy=strategy, outer_dp_sharding_strategy=outer
+        )
+        backward_both(plain, sharded)
+        norm: Any = nn.utils.clip_grad_norm_(sharded.parameters(), 1.0)
+        expected = nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        found.append((strategy, float(norm.item()), float(expected)))
+    for strategy, norm, expected in found:
+        assert norm == pytest.approx(expected, rel=1e-6), strategy
+
+
+# -- evaluations of some ranks --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("trains_first", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES[:3])
+@on_ranks(2)
+def test_ranks_may_evaluate_different_numbers_of_batches_below_zero_3(
+    strategy: str, trains_first: bool
 ) -> None:
-    world_size = shape[0] * shape[1] if len(shape) == 2 else shape[0]
-    for found in pools(world_size).run(norms, shape, outer):
-        for strategy, norm, expected in found:
-            assert norm == pytest.approx(expected, rel=1e-6), strategy
-
-
-# -- 7 --------------------------------------------------------------------------------------------
-
-
-def unequal_evaluations(strategy: str, trains_first: bool) -> int:
-    """Collectives of the evaluations that only some ranks make; training goes on after them."""
     model = wrap(Stack(), sharding_strategy=strategy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     if trains_first:
-        _loss(model, dist.get_rank()).backward()
+        own_loss(model).backward()
         optimizer.step()
     wire = listen(model)
 
@@ -338,22 +235,14 @@ def unequal_evaluations(strategy: str, trains_first: bool) -> int:
     evaluate(3 * dist.get_rank())
     collectives = len(wire.sent)
     optimizer.zero_grad()
-    _loss(model, dist.get_rank()).backward()
+    own_loss(model).backward()
     optimizer.step()
     evaluate(1)
-    return collectives
+    assert collectives == 0
 
 
-def test_r7_7_ranks_may_evaluate_different_numbers_of_batches_below_zero_3(
-    pools: RankPools,
-) -> None:
-    for strategy in STRATEGIES[:3]:
-        for trains_first in (False, True):
-            assert pools(2).run(unequal_evaluations, strategy, trains_first) == [0, 0], strategy
-
-
-def gathers_of_an_evaluation() -> tuple[int, int]:
-    """Gathers that one more evaluation makes, and how many units there are."""
+@on_ranks(2)
+def test_at_zero_3_every_evaluation_gathers_as_the_docs_say() -> None:
     model = wrap(Stack(), sharding_strategy="optim_grads_params")
     wire = listen(model)
     with torch.no_grad():
@@ -361,71 +250,47 @@ def gathers_of_an_evaluation() -> tuple[int, int]:
     first = wire.count("all_gather")
     with torch.no_grad():
         model(batch(0))
-    return wire.count("all_gather") - first, len(model.blocks) + 1
+    assert wire.count("all_gather") - first == len(model.blocks) + 1
 
 
-def test_r7_7_at_zero_3_every_evaluation_gathers_as_the_docs_say(pools: RankPools) -> None:
-    for gathers, units in pools(2).run(gathers_of_an_evaluation):
-        assert gathers == units
+# -- recomputation --------------------------------------------------------------------------------
 
 
-# -- 8 --------------------------------------------------------------------------------------------
+@on_ranks(2)
+def test_nested_units_recomputed_after_two_forwards() -> None:
+    plain, sharded = pair(Nested, lambda m: [u for o in m.outer for u in (o.first, o.second, o)])
+
+    def of_two(model: Any, rank: int, step: int) -> torch.Tensor:
+        return loss_of(model, rank, 0) + 0.5 * loss_of(model, rank, 1)
+
+    backward_both(plain, sharded, loss=of_two)
+    assert gradient_error(sharded, plain) < 1e-6
 
 
-def nested_recomputation() -> float:
-    """Error of gradients: nested units, a checkpointed one inside, two forwards, one backward."""
-    torch.manual_seed(0)
-    plain: Any = Nested()
-    torch.manual_seed(0)
-    sharded: Any = Nested()
-    wrap(sharded, units=[u for o in sharded.outer for u in (o.first, o.second, o)])
-    sums = [_mean_loss(plain, 0) + 0.5 * _mean_loss(plain, 1)]
-    rank = dist.get_rank()
-    sums.append(_loss(sharded, rank, 0) + 0.5 * _loss(sharded, rank, 1))
-    for total in sums:
-        total.backward()
-    return _gradient_error(sharded, plain)
-
-
-def test_r7_8_nested_units_recomputed_after_two_forwards(pools: RankPools) -> None:
-    assert max(pools(2).run(nested_recomputation)) < 1e-6
-
-
-class Recomputing(Stack):
-    """Blocks that are recomputed, which note the dtype they compute in."""
+class Recomputing(Checkpointed):
+    """Notes the dtype that its blocks compute in."""
 
     def __init__(self, use_reentrant: bool) -> None:
-        super().__init__(2)
-        self.use_reentrant = use_reentrant
+        super().__init__(use_reentrant=use_reentrant)
         self.seen: list[torch.dtype] = []
         for block in self.blocks:
             block.up.register_forward_hook(lambda m, a, output: self.seen.append(output.dtype))
 
-    def run_blocks(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=self.use_reentrant)
-        return x
-
-
-def autocast_recomputation(use_reentrant: bool) -> tuple[list[torch.dtype], float]:
-    """Dtypes of forwards and recomputations under autocast, and error of gradients."""
-    plain, sharded = _pair(lambda: Recomputing(use_reentrant))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        losses = [_mean_loss(plain), _loss(sharded, dist.get_rank())]
-    for loss in losses:
-        loss.backward()
-    return sharded.seen, _gradient_error(sharded, plain)
-
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_r7_8_autocast_holds_in_a_recomputation(pools: RankPools, use_reentrant: bool) -> None:
-    for seen, error in pools(2).run(autocast_recomputation, use_reentrant):
-        # Two blocks, each once in the forward and once more in the backward.
-        assert seen == [torch.bfloat16] * 4
-        assert error < 2e-3
+@on_ranks(2)
+def test_autocast_holds_in_a_recomputation(use_reentrant: bool) -> None:
+    plain, sharded = pair(lambda: Recomputing(use_reentrant))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        losses = [plain_loss(plain), own_loss(sharded)]
+    for loss in losses:
+        loss.backward()
+    # Three blocks, each once in the forward and once more in the backward.
+    assert sharded.seen == [torch.bfloat16] * 6
+    assert gradient_error(sharded, plain) < 2e-3
 
 
-# -- 9 --------------------------------------------------------------------------------------------
+# -- several dtypes -------------------------------------------------------------------------------
 
 
 class HalfBlock(Block):
@@ -449,61 +314,39 @@ class Mixed(Stack):
         self.blocks = nn.ModuleList(HalfBlock() for _ in range(2))
 
 
-def mixed_training() -> dict[str, float]:
-    """Error after a step of units with parameters of three dtypes, by strategy."""
+@on_ranks(2)
+def test_a_unit_may_have_parameters_of_different_dtypes() -> None:
     found = {}
     for strategy in STRATEGIES:
-        plain, sharded = _pair(Mixed, sharding_strategy=strategy)
-        for model, loss in (
-            (plain, _mean_loss(plain)),
-            (sharded, _loss(sharded, dist.get_rank())),
-        ):
-            loss.backward()
+        plain, sharded = pair(Mixed, sharding_strategy=strategy)
+        backward_both(plain, sharded)
+        for model in (plain, sharded):
             torch.optim.SGD(model.parameters(), lr=0.1).step()
-        found[strategy] = _error(sharded, plain)
-    return found
+        found[strategy] = weight_error(sharded, plain)
+    for strategy, error in found.items():
+        # bf16 weights of about 0.3 are rounded in steps of 2e-3.
+        assert error < 2.1e-3, strategy
 
 
-def test_r7_9_a_unit_may_have_parameters_of_different_dtypes(pools: RankPools) -> None:
-    for found in pools(2).run(mixed_training):
-        for strategy, error in found.items():
-            # bf16 weights of about 0.3 are rounded in steps of 2e-3.
-            assert error < 2.1e-3, strategy
-
-
-# -- 10 -------------------------------------------------------------------------------------------
+# -- memory ---------------------------------------------------------------------------------------
 
 WIDE = 64
-
-
-class Wide(nn.Module):
-    """Blocks whose parameters outweigh everything else."""
-
-    def __init__(self, num_blocks: int) -> None:
-        super().__init__()
-        self.input = nn.Linear(INPUT, WIDE)
-        self.blocks = nn.ModuleList(Block(WIDE) for _ in range(num_blocks))
-        self.output = nn.Linear(WIDE, OUTPUT)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        x = self.input(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.output(x)
-
-
 UNIT_NBYTES = 4 * sum(param.numel() for param in Block(WIDE).parameters())
+
+
+def _wide(num_blocks: int) -> Stack:
+    """Blocks whose parameters outweigh everything else."""
+    return Stack(num_blocks, WIDE)
 
 
 def bytes_of_a_step(strategy: str, num_blocks: int) -> tuple[int, int]:
     """Peak bytes of a step above those at rest, and bytes at rest."""
-    model = wrap(Wide(num_blocks), sharding_strategy=strategy)
+    model = wrap(_wide(num_blocks), sharding_strategy=strategy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
     def step() -> None:
         model(batch(dist.get_rank(), rows=1)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step_all(optimizer)
 
     step()
     step()
@@ -522,7 +365,7 @@ def all_bytes(num_blocks: int) -> dict[str, tuple[int, int]]:
     return {strategy: bytes_of_a_step(strategy, num_blocks) for strategy in STRATEGIES[1:]}
 
 
-def test_r7_10_the_meter_of_peaks_counts_what_is_allocated_and_freed() -> None:
+def test_the_meter_of_peaks_counts_what_is_allocated_and_freed() -> None:
     def call() -> None:
         first = torch.empty(1000)
         first.untyped_storage().resize_(20_000)
@@ -533,7 +376,7 @@ def test_r7_10_the_meter_of_peaks_counts_what_is_allocated_and_freed() -> None:
     assert peak_nbytes(call) == 24_000
 
 
-def test_r7_10_zero_2_peaks_at_most_where_zero_1_does_and_buffers_do_not_grow(
+def test_zero_2_peaks_at_most_where_zero_1_does_and_buffers_do_not_grow(
     pools: RankPools,
 ) -> None:
     few, many = pools(2).run(all_bytes, 3)[0], pools(2).run(all_bytes, 8)[0]
@@ -549,24 +392,13 @@ def test_r7_10_zero_2_peaks_at_most_where_zero_1_does_and_buffers_do_not_grow(
         assert growth < noise + UNIT_NBYTES / 2, (strategy, growth / UNIT_NBYTES)
 
 
-def weights_at_world_size_1() -> dict[str, bool]:
-    """Whether what the unit computes with is the storage the optimizer steps, by strategy."""
-    found = {}
+@on_ranks(1)
+def test_one_rank_needs_no_full_size_temporary() -> None:
     for strategy in STRATEGIES:
-        (group,) = unit_of(wrap(Wide(1), sharding_strategy=strategy).blocks[0]).groups
-        pointers = {
-            buffer.tensor.untyped_storage().data_ptr()
-            for buffer in (group.main_weight, group.model_weight, group.weights.gathered)
-        }
-        found[strategy] = len(pointers) == 1
-    return found
-
-
-def test_r7_10_one_rank_needs_no_full_size_temporary(pools: RankPools) -> None:
-    (shares,) = pools(1).run(weights_at_world_size_1)
-    assert all(shares.values()), shares
-    (found,) = pools(1).run(all_bytes, 8)
-    for strategy, (peak, resting) in found.items():
+        (group,) = unit_of(wrap(_wide(1), sharding_strategy=strategy).blocks[0]).groups
+        buffers = (group.main_weight, group.model_weight, group.weights.gathered)
+        assert len({b.tensor.untyped_storage().data_ptr() for b in buffers}) == 1, strategy
+    for strategy, (peak, resting) in all_bytes(8).items():
         # Weights and gradients rest; two units' gradients are under way, and one from autograd.
         assert resting == pytest.approx(2 * 8 * UNIT_NBYTES, rel=0.03), strategy
         assert peak < 3.5 * UNIT_NBYTES, (strategy, peak / UNIT_NBYTES)

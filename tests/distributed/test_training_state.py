@@ -10,27 +10,28 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn, optim
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_state_dict,
     set_model_state_dict,
-    set_state_dict,
 )
 from torch.utils.checkpoint import checkpoint
 
+from tests.distributed.checkpoint_trainings import torch_loads, torch_saves
+from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import (
     STRATEGIES,
-    batch,
+    backward_both,
     fp64_pair,
+    gradient_error,
     held_error,
+    pair,
     train_both,
     weight_error,
     wrap,
 )
-from tests.ranks import RankPool, RankPools
+from tests.ranks import RankPool
 from tests.reference.models import Block, Stack
 
 RANKS = 3
@@ -48,32 +49,23 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def scheduler_errors() -> dict[str, tuple[float, bool, int]]:
-    """By scheduler: error of the weights, whether rates are equal, how many rates there were."""
-    found = {}
-    for name, make in SCHEDULERS.items():
-        plain, sharded = fp64_pair()
-        pair = [optim.SGD(m.parameters(), lr=0.02, momentum=0.9) for m in (plain, sharded)]
-        schedulers = [make(optimizer) for optimizer in pair]
-        rates: list[list[float]] = [[], []]
+@pytest.mark.parametrize("name", SCHEDULERS)
+@on_ranks(RANKS)
+def test_learning_rate_schedulers_work(name: str) -> None:
+    plain, sharded = fp64_pair()
+    first, second = (optim.SGD(m.parameters(), lr=0.02, momentum=0.9) for m in (plain, sharded))
+    schedulers = [SCHEDULERS[name](optimizer) for optimizer in (first, second)]
+    rates: list[list[float]] = [[], []]
 
-        def advance(schedulers: list[Any] = schedulers, rates: list[list[float]] = rates) -> None:
-            for scheduler, seen in zip(schedulers, rates, strict=True):
-                scheduler.step()
-                seen.extend(scheduler.get_last_lr())
+    def advance() -> None:
+        for scheduler, seen in zip(schedulers, rates, strict=True):
+            scheduler.step()
+            seen.extend(scheduler.get_last_lr())
 
-        train_both(plain, sharded, (pair[0], pair[1]), range(5), advance)
-        found[name] = (weight_error(sharded, plain), rates[0] == rates[1], len(set(rates[1])))
-    return found
-
-
-def test_learning_rate_schedulers_work(pools: RankPools) -> None:
-    for found in pools(RANKS).run(scheduler_errors):
-        assert found.keys() == SCHEDULERS.keys()
-        for name, (error, equal, distinct) in found.items():
-            assert error < EXACT, name
-            assert equal, name
-            assert distinct > 1, name
+    train_both(plain, sharded, (first, second), range(5), advance)
+    assert weight_error(sharded, plain) < EXACT
+    assert rates[0] == rates[1]
+    assert len(set(rates[1])) > 1
 
 
 def _interrupted(strategy: str, hand_over: Callable[[Any, Any, Any, Any], None]) -> float:
@@ -95,51 +87,26 @@ def _interrupted(strategy: str, hand_over: Callable[[Any, Any, Any, Any], None])
     return weight_error(fresh, plain)
 
 
-def _through_state_dicts(model: Any, optimizer: Any, fresh: Any, resumed: Any) -> None:
-    fresh.load_state_dict(model.state_dict())
-    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(RANKS)
+def test_a_training_goes_on_through_state_dicts(strategy: str) -> None:
+    def hand_over(model: Any, optimizer: Any, fresh: Any, resumed: Any) -> None:
+        fresh.load_state_dict(model.state_dict())
+        resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+    assert _interrupted(strategy, hand_over) < EXACT
 
 
-def through_state_dicts() -> dict[str, float]:
-    """Error after `state_dict()` and `load_state_dict()`, by strategy."""
-    return {strategy: _interrupted(strategy, _through_state_dicts) for strategy in STRATEGIES}
-
-
-def test_a_training_goes_on_through_state_dicts(pools: RankPools) -> None:
-    for found in pools(RANKS).run(through_state_dicts):
-        for strategy, error in found.items():
-            assert error < EXACT, strategy
-
-
-def through_a_checkpoint(folder: str) -> dict[str, float]:
-    """Error after torch's distributed checkpoint of model and optimizer, by strategy."""
-
-    def errors_at(strategy: str) -> float:
-        def hand_over(model: Any, optimizer: Any, fresh: Any, resumed: Any) -> None:
-            path = f"{folder}/{strategy}"
-            weights, state = get_state_dict(model, optimizer)
-            dcp.save({"model": weights, "optimizer": state}, checkpoint_id=path)
-            weights, state = get_state_dict(fresh, resumed)
-            loaded = {"model": weights, "optimizer": state}
-            dcp.load(loaded, checkpoint_id=path)
-            set_state_dict(
-                fresh,
-                resumed,
-                model_state_dict=loaded["model"],
-                optim_state_dict=loaded["optimizer"],
-            )
-
-        return _interrupted(strategy, hand_over)
-
-    return {strategy: errors_at(strategy) for strategy in ("optim_grads_params", "optim")}
-
-
+@pytest.mark.parametrize("strategy", ["optim_grads_params", "optim"])
+@on_ranks(RANKS)
 def test_a_training_goes_on_through_torchs_distributed_checkpoint(
-    pools: RankPools, tmp_path: Path
+    tmp_path: Path, strategy: str
 ) -> None:
-    for found in pools(RANKS).run(through_a_checkpoint, str(tmp_path)):
-        for strategy, error in found.items():
-            assert error < EXACT, strategy
+    def hand_over(model: Any, optimizer: Any, fresh: Any, resumed: Any) -> None:
+        torch_saves(str(tmp_path), model, optimizer)
+        torch_loads(str(tmp_path), fresh, resumed)
+
+    assert _interrupted(strategy, hand_over) < EXACT
 
 
 FULL = StateDictOptions(full_state_dict=True)
@@ -147,7 +114,10 @@ FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
 
 def full_weights(from_rank_0: bool) -> tuple[bool, bool, float]:
-    """Whether all are plain, whether all are right, and error after loading them afresh."""
+    """Whether all are plain, whether all are right, and error after loading them afresh.
+
+    They are given on rank 0 and spread from there, or on every rank.
+    """
     plain, model = fp64_pair()
     weights = get_model_state_dict(model, options=FULL)
     are_plain = all(type(value) is torch.Tensor for value in weights.values())
@@ -160,21 +130,11 @@ def full_weights(from_rank_0: bool) -> tuple[bool, bool, float]:
     return are_plain, right, weight_error(fresh, plain)
 
 
-def full_weights_of_every_rank() -> tuple[bool, bool, float]:
-    """`full_weights`, given on every rank."""
-    return full_weights(False)
-
-
-def full_weights_of_rank_0() -> tuple[bool, bool, float]:
-    """`full_weights`, given on rank 0 and spread from there."""
-    return full_weights(True)
-
-
-@pytest.mark.parametrize("load", [full_weights_of_every_rank, full_weights_of_rank_0])
-def test_weights_are_gathered_in_full_and_loaded_from_full_ones(load: Any) -> None:
+@pytest.mark.parametrize("from_rank_0", [False, True], ids=["every rank", "rank 0"])
+def test_weights_are_gathered_in_full_and_loaded_from_full_ones(from_rank_0: bool) -> None:
     pool = RankPool(2)
     try:
-        for are_plain, right, error in pool.run(load, timeout_s=15):
+        for are_plain, right, error in pool.run(full_weights, from_rank_0, timeout_s=15):
             assert are_plain
             assert right
             assert error == 0.0
@@ -182,8 +142,8 @@ def test_weights_are_gathered_in_full_and_loaded_from_full_ones(load: Any) -> No
         pool.close()
 
 
-def small_weights_of_rank_0() -> float:
-    """Error of a layer whose two-row bias one rank holds alone, spread from rank 0."""
+@on_ranks(2)
+def test_weights_spread_from_rank_0_are_not_wrong_in_silence() -> None:
     torch.manual_seed(0)
     layer: Any = nn.Linear(5, 2)
     full = {name: value.detach().clone() for name, value in layer.state_dict().items()}
@@ -192,20 +152,15 @@ def small_weights_of_rank_0() -> float:
     wrap(layer, units=())
     given = dict(full) if dist.get_rank() == 0 else {}
     set_model_state_dict(layer, given, options=FROM_RANK_0)
-    return max(held_error(param, full[name]) for name, param in layer.named_parameters())
-
-
-def test_weights_spread_from_rank_0_are_not_wrong_in_silence(pools: RankPools) -> None:
-    assert pools(2).run(small_weights_of_rank_0) == [0.0, 0.0]
+    assert max(held_error(param, full[name]) for name, param in layer.named_parameters()) == 0.0
 
 
 class SharedInRegion(Stack):
     """A recomputed region that runs a unit with a unit inside three times."""
 
-    reentrant = False
-
-    def __init__(self) -> None:
+    def __init__(self, reentrant: bool) -> None:
         super().__init__()
+        self.reentrant = reentrant
         self.blocks[1] = nn.Sequential(nn.Linear(7, 7), nn.Tanh(), Block())
 
     def _region(self, x: torch.Tensor) -> torch.Tensor:
@@ -225,40 +180,23 @@ class SharedByUnits(Stack):
         self.blocks[2].up = self.blocks[0].up
 
 
-def _error_of_a_step(build: Any, units: Any, reentrant: bool = False) -> float:
-    torch.manual_seed(0)
-    plain = build()
-    torch.manual_seed(0)
-    model = build()
-    wrap(model, units(model))
-    plain.reentrant = model.reentrant = reentrant
-    size, rank = dist.get_world_size(), dist.get_rank()
+def _error_of_steps(build: Any, units: Any = None) -> float:
+    """Of gradients at ZeRO-3, after two backwards."""
+    plain, model = pair(build, units)
     for _ in range(2):
-        for other in range(size):
-            (plain(batch(other)).square().mean() / size).backward()
-        model(batch(rank)).square().mean().backward()
-    pairs = zip(model.parameters(), plain.parameters(), strict=True)
-    return max(held_error(a.grad, b.grad) for a, b in pairs if a.grad is not None)
-
-
-def error_of_shared_in_region(reentrant: bool) -> float:
-    """Of gradients at ZeRO-3."""
-
-    def units(model: Any) -> list[Any]:
-        return [model.blocks[1][2], *model.blocks]
-
-    return _error_of_a_step(SharedInRegion, units, reentrant)
+        backward_both(plain, model)
+    return gradient_error(model, plain)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_no_unit_is_dropped_while_it_is_recomputed_again(pools: RankPools, reentrant: bool) -> None:
-    assert max(pools(2).run(error_of_shared_in_region, reentrant)) < 1e-6
+@on_ranks(2)
+def test_no_unit_is_dropped_while_it_is_recomputed_again(reentrant: bool) -> None:
+    def units(model: Any) -> list[Any]:
+        return [model.blocks[1][2], *model.blocks]
+
+    assert _error_of_steps(lambda: SharedInRegion(reentrant), units) < 1e-6
 
 
-def error_of_shared_by_units() -> float:
-    """Of gradients at ZeRO-3."""
-    return _error_of_a_step(SharedByUnits, lambda model: list(model.blocks))
-
-
-def test_a_module_inside_two_units_is_tied_between_them(pools: RankPools) -> None:
-    assert max(pools(2).run(error_of_shared_by_units)) < 1e-6
+@on_ranks(2)
+def test_a_module_inside_two_units_is_tied_between_them() -> None:
+    assert _error_of_steps(SharedByUnits) < 1e-6

@@ -12,8 +12,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.distributed.wrapping import STRATEGIES, held_error, listen, wrap
-from tests.ranks import RankPools
+from tests.distributed.on_ranks import on_ranks
+from tests.distributed.wrapping import (
+    STRATEGIES,
+    backward_both,
+    batch,
+    gradient_error,
+    listen,
+    pair,
+    step_all,
+    weight_error,
+)
 
 WIDTH = 5
 
@@ -37,6 +46,10 @@ class Coder(nn.Module):
         return self.decode(self.encode(x)) * self.scale
 
 
+def _units(model: Any) -> list[nn.Module]:
+    return [model.encoder[0], model.encoder[2], model.encoder, model.decoder]
+
+
 CALLS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
     "all": lambda model, x: model(x),
     "encode": lambda model, x: model.encode(x),
@@ -48,33 +61,19 @@ CALLS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
 }
 
 
-def pair(strategy: str, **options: Any) -> tuple[Any, Any]:
-    """The same model twice: plain, and sharded with units inside of units."""
-    torch.manual_seed(0)
-    plain = Coder().double()
-    torch.manual_seed(0)
-    model = Coder().double()
-    inner = [model.encoder[0], model.encoder[2], model.encoder, model.decoder]
-    return plain, wrap(model, inner, sharding_strategy=strategy, **options)
+def difference(model: nn.Module, plain: nn.Module) -> float:
+    """Largest difference of weights, and of gradients."""
+    return max(weight_error(model, plain), gradient_error(model, plain))
+
+
+def square(how: str) -> Callable[[Any, int, int], torch.Tensor]:
+    """The loss of a call for one rank's data."""
+    return lambda model, rank, step: CALLS[how](model, data(step, rank)).square().mean()
 
 
 def data(step: int, rank: int) -> torch.Tensor:
     """Inputs of one rank: `(3, WIDTH)`."""
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randn(3, WIDTH, generator=generator, dtype=torch.float64)
-
-
-def difference(model: nn.Module, plain: nn.Module) -> float:
-    """Largest difference of weights, and of gradients (a missing one is zero)."""
-    worst = 0.0
-    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        worst = max(worst, held_error(mine, theirs))
-        expected = torch.zeros_like(theirs) if theirs.grad is None else theirs.grad
-        if mine.grad is not None:
-            worst = max(worst, held_error(mine.grad, expected))
-        elif mine.to_local().numel():  # type: ignore[attr-defined]
-            worst = max(worst, float(expected.abs().max()))
-    return worst
+    return batch(rank, step, rows=3, dtype=torch.float64)
 
 
 class _Planned(Exception):
@@ -89,7 +88,8 @@ class Both:
     """A plain and a sharded model that do the same."""
 
     def __init__(self, strategy: str, **options: Any) -> None:
-        self.plain, self.model = pair(strategy, **options)
+        options["sharding_strategy"] = strategy
+        self.plain, self.model = pair(lambda: Coder().double(), _units, **options)
         self.optimizers = [
             torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (self.plain, self.model)
         ]
@@ -100,11 +100,9 @@ class Both:
         kind, _, how = event.partition(" ")
         own = data(step, dist.get_rank())
         if kind == "step":
-            for optimizer in self.optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+            step_all(*self.optimizers)
         elif kind == "train":
-            self.train(how, step)
+            backward_both(self.plain, self.model, step, square(how))
         elif kind == "evaluate":
             with torch.no_grad():
                 error = CALLS[how](self.model, own) - CALLS[how](self.plain, own)
@@ -120,13 +118,6 @@ class Both:
             handle.remove()
             return
         self.differences.append((event, difference(self.model, self.plain)))
-
-    def train(self, how: str, step: int) -> None:
-        """Forward and backward, of the mean over all ranks' data on the plain side."""
-        size = dist.get_world_size()
-        for rank in range(size):
-            (CALLS[how](self.plain, data(step, rank)).square().mean() / size).backward()
-        CALLS[how](self.model, data(step, dist.get_rank())).square().mean().backward()
 
 
 PROGRAMS = {
@@ -155,56 +146,42 @@ PROGRAMS = {
 }
 
 
-def differences(program: list[str], **options: Any) -> dict[str, list[tuple[str, float]]]:
-    """By strategy, what differs from the plain model where."""
-    found = {}
-    for strategy in STRATEGIES:
-        both = Both(strategy, **options)
-        # Twice: the traced pool plans what it has seen.
-        for step, event in enumerate(2 * program):
-            both.do(event, step)
-        found[strategy] = [entry for entry in both.differences if not entry[1] < 1e-12]
-    return found
-
-
+@pytest.mark.parametrize("pool", [False, True], ids=["", "pool"])
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_units_run_without_their_root_as_in_a_plain_model(pools: RankPools, name: str) -> None:
-    for options in ({}, {"enable_trace_pool": True, "reshard_after_forward": False}):
-        for found in pools(2).run(differences, PROGRAMS[name], **options):
-            assert found == {strategy: [] for strategy in STRATEGIES}
-
-
-def different_calls() -> dict[str, list[float]]:
-    """By strategy: differences after losses of which every rank makes another one."""
-    found = {}
-    for strategy in STRATEGIES[:3]:
-        both, size, rank = Both(strategy), dist.get_world_size(), dist.get_rank()
-        found[strategy] = []
-        losses = [
-            ("encode", "method twice, then all", "all"),
-            ("all, then method", "all", "layer"),
-            ("all", "both methods", "method into all"),
-        ]
-        for step, calls in enumerate(2 * losses):
-            for other in range(size):
-                loss = CALLS[calls[other % 3]](both.plain, data(step, other)).square().mean()
-                (loss / size).backward()
-            CALLS[calls[rank % 3]](both.model, data(step, rank)).square().mean().backward()
-            both.do("step", step)
-            # Evaluations after the first one communicate nothing.
-            both.do("evaluate encode", step)
-            for how in ["layer", "all"][: rank % 3]:
-                both.do(f"evaluate {how}", step)
-        found[strategy] = [error for _, error in both.differences]
-    return found
-
-
-def test_below_zero_3_ranks_may_run_different_units_outside_of_their_root(
-    pools: RankPools,
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_units_run_without_their_root_as_in_a_plain_model(
+    strategy: str, name: str, pool: bool
 ) -> None:
-    for found in pools(3).run(different_calls):
-        for strategy, errors in found.items():
-            assert max(errors) < 1e-12, strategy
+    options = {"enable_trace_pool": True, "reshard_after_forward": False} if pool else {}
+    both = Both(strategy, **options)
+    # Twice: the traced pool plans what it has seen.
+    for step, event in enumerate(2 * PROGRAMS[name]):
+        both.do(event, step)
+    assert [entry for entry in both.differences if not entry[1] < 1e-12] == []
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES[:3])
+@on_ranks(3)
+def test_below_zero_3_ranks_may_run_different_units_outside_of_their_root(strategy: str) -> None:
+    both = Both(strategy)
+    losses = [
+        ("encode", "method twice, then all", "all"),
+        ("all, then method", "all", "layer"),
+        ("all", "both methods", "method into all"),
+    ]
+    for number, calls in enumerate(2 * losses):
+
+        def loss(model: Any, rank: int, step: int, calls: Any = calls) -> torch.Tensor:
+            return square(calls[rank])(model, rank, step)
+
+        backward_both(both.plain, both.model, number, loss)
+        both.do("step", number)
+        # Evaluations after the first one communicate nothing.
+        both.do("evaluate encode", number)
+        for how in ["layer", "all"][: dist.get_rank()]:
+            both.do(f"evaluate {how}", number)
+    assert max(error for _, error in both.differences) < 1e-12
 
 
 class _FallsBack(nn.Module):
@@ -222,45 +199,37 @@ class _FallsBack(nn.Module):
         return self.second(x)
 
 
-def falls_back(strategy: str) -> list[float]:
-    """Differences where a unit raises and the forward around it goes on."""
-    torch.manual_seed(0)
-    plain = _FallsBack().double()
-    torch.manual_seed(0)
-    built = _FallsBack().double()
-    model = wrap(built, [built.first, built.second], sharding_strategy=strategy)
-    found = []
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_a_forward_may_catch_what_one_of_its_units_raises(strategy: str) -> None:
+    options = {"sharding_strategy": strategy}
+    plain, model = pair(lambda: _FallsBack().double(), lambda m: [m.first, m.second], **options)
+    errors = []
     for step, fails in enumerate([False, True, True, False]):
-        for rank in range(dist.get_world_size()):
-            loss = plain(data(step, rank), fails).square().mean()
-            (loss / dist.get_world_size()).backward()
-        model(data(step, dist.get_rank()), fails).square().mean().backward()
-        found.append(difference(model, plain))
-    return found
+
+        def loss(model: Any, rank: int, step: int, fails: bool = fails) -> torch.Tensor:
+            return model(data(step, rank), fails).square().mean()
+
+        backward_both(plain, model, step, loss)
+        errors.append(difference(model, plain))
+    assert max(errors) < 1e-12
 
 
-def test_a_forward_may_catch_what_one_of_its_units_raises(pools: RankPools) -> None:
-    for strategy in STRATEGIES:
-        for errors in pools(2).run(falls_back, strategy):
-            assert max(errors) < 1e-12, strategy
-
-
-def gathers_of_a_step(evaluates: bool) -> tuple[int, bool]:
-    """All-gathers of the last of three steps, and whether all parameters are sharded after it."""
-    _, model = pair("optim_grads_params")
-    wire = listen(model)
-    for step in range(3):
-        if evaluates:
-            with torch.no_grad():
-                model.encode(data(step, 0))
-        before = wire.count("all_gather")
-        model(data(step, dist.get_rank())).square().mean().backward()
-    count = wire.count("all_gather") - before
-    return count, all(hasattr(param, "local_rows") for param in model.parameters())
-
-
-def test_units_alone_leave_the_order_of_the_root_and_nothing_gathered(pools: RankPools) -> None:
-    assert pools(2).run(gathers_of_a_step, True) == pools(2).run(gathers_of_a_step, False)
+@on_ranks(2)
+def test_units_alone_leave_the_order_of_the_root_and_nothing_gathered() -> None:
+    counts = []
+    for evaluates in (False, True):
+        model = Both("optim_grads_params").model
+        wire = listen(model)
+        for step in range(3):
+            if evaluates:
+                with torch.no_grad():
+                    model.encode(data(step, 0))
+            before = wire.count("all_gather")
+            model(data(step, dist.get_rank())).square().mean().backward()
+        counts.append(wire.count("all_gather") - before)
+        assert all(hasattr(param, "local_rows") for param in model.parameters())
+    assert counts[0] == counts[1]
 
 
 class _Around(nn.Module):
@@ -295,26 +264,23 @@ class _TwiceInARegion(nn.Module):
         return checkpoint(self._region, x, use_reentrant=False)
 
 
-def recomputed_twice(between: bool, depth: int) -> float:
-    """Largest difference over two steps at ZeRO-3."""
-    torch.manual_seed(0)
-    plain = _TwiceInARegion(between).double()
-    torch.manual_seed(0)
-    built = _TwiceInARegion(between).double()
-    units = [built.around.first, built.around.second, built.around, built.other]
-    model = wrap(built, units, unshard_prefetch_depth=depth)
-    worst = 0.0
-    for step in range(2):
-        for rank in range(dist.get_world_size()):
-            (plain(data(step, rank)).square().mean() / dist.get_world_size()).backward()
-        model(data(step, dist.get_rank()).requires_grad_()).square().mean().backward()
-        worst = max(worst, difference(model, plain))
-    return worst
-
-
+@pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("between", [False, True])
+@on_ranks(2)
 def test_a_unit_with_units_inside_is_recomputed_twice_in_one_region(
-    pools: RankPools, between: bool
+    between: bool, depth: int
 ) -> None:
-    for depth in (1, 2):
-        assert max(pools(2).run(recomputed_twice, between, depth)) < 1e-12
+    def units(model: Any) -> list[nn.Module]:
+        return [model.around.first, model.around.second, model.around, model.other]
+
+    def loss(model: Any, rank: int, step: int) -> torch.Tensor:
+        return model(data(step, rank).requires_grad_()).square().mean()
+
+    plain, model = pair(
+        lambda: _TwiceInARegion(between).double(), units, unshard_prefetch_depth=depth
+    )
+    errors = []
+    for step in range(2):
+        backward_both(plain, model, step, loss)
+        errors.append(difference(model, plain))
+    assert max(errors) < 1e-12

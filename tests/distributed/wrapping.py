@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, override
 
@@ -27,17 +28,39 @@ BF16 = MixedPrecisionPolicy(
 )
 
 
+MESHES: dict[str, tuple[tuple[int, ...], str]] = {
+    "1": ((1,), "no_shard"),
+    "2": ((2,), "no_shard"),
+    "3": ((3,), "no_shard"),
+    "4": ((4,), "no_shard"),
+    "HSDP 2x2": ((2, 2), "no_shard"),
+    "HFSDP 2x2": ((2, 2), "optim"),
+}
+"""By name: sizes of the axes, and the strategy along the outer one."""
+
+
 @functools.cache
 def mesh_of(*shape: int) -> DeviceMesh:
     """The mesh of a shape; once in a process, since its groups are never ended."""
-    names = ("outer", "inner")[-len(shape) :]
+    names = ("outermost", "outer", "inner")[-len(shape) :]
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+def on_mesh(name: str) -> dict[str, Any]:
+    """Arguments of `fully_shard` for one of `MESHES`."""
+    shape, outer = MESHES[name]
+    return {"mesh": mesh_of(*shape), "outer_dp_sharding_strategy": outer}
+
+
+def strategies_on(name: str) -> tuple[str, ...]:
+    """Strategies that one of `MESHES` takes: a replicated optimizer is sharded along no axis."""
+    return STRATEGIES if MESHES[name][1] == "no_shard" else STRATEGIES[1:]
 
 
 def wrap(model: Any, units: Iterable[nn.Module] | None = None, **options: Any) -> Any:
     """Shard a model: its `blocks` (or `units`) first, then the model, over all ranks."""
     options.setdefault("mesh", mesh_of(dist.get_world_size()))
-    for unit in model.blocks if units is None else units:
+    for unit in getattr(model, "blocks", ()) if units is None else units:
         fully_shard(unit, **options)
     return fully_shard(model, **options)
 
@@ -49,6 +72,12 @@ def said(kind: type[Exception], call: Callable[[], Any]) -> str:
     except kind as error:
         return str(error)
     return "no error"
+
+
+def check_said(kind: type[Exception], calls: Mapping[str, Callable[[], Any]]) -> None:
+    """See that every call is an error with the text it is listed by."""
+    for text, call in calls.items():
+        assert text in said(kind, call), text
 
 
 def batch(rank: int, step: int = 0, rows: int = 4, dtype: torch.dtype = torch.float32) -> Any:
@@ -132,32 +161,65 @@ def listen(model: nn.Module) -> Wire:
     return wire
 
 
+def of_all_ranks(value: Any) -> list[Any]:
+    """What every rank gives. Collective."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def shards_of(model: nn.Module) -> list[torch.Tensor]:
+    """Copies of the rows of all parameters that are held here."""
+    return [param.to_local().detach().clone() for param in model.parameters()]  # type: ignore[attr-defined]
+
+
+def train_own(model: Any, steps: int = 2, num_micro: int = 1) -> list[torch.Tensor]:
+    """Train a sharded model on this rank's data; return `shards_of` it.
+
+    Gradients of all but the last micro-batch of a step are not synchronized.
+    """
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
+    for step in range(steps):
+        for micro in range(num_micro):
+            waits = micro < num_micro - 1
+            with model.no_sync() if waits else contextlib.nullcontext():
+                own_loss(model, step).backward()
+        step_all(optimizer)
+    return shards_of(model)
+
+
+# -- beside a plain model -------------------------------------------------------------------------
+
+
+def pair(
+    build: Callable[[], Any] = Stack,
+    units: Callable[[Any], Iterable[nn.Module]] | None = None,
+    **options: Any,
+) -> tuple[Any, Any]:
+    """The same model twice: plain, and sharded.
+
+    Args:
+        build: Makes it.
+        units: Finds what is sharded first; the model's `blocks` if not given.
+        options: For `wrap`.
+    """
+    torch.manual_seed(0)
+    plain = build()
+    torch.manual_seed(0)
+    model = build()
+    return plain, wrap(model, None if units is None else units(model), **options)
+
+
+def fp64_pair(strategy: str = "optim_grads_params", **options: Any) -> tuple[Any, Any]:
+    """A `Stack` in fp64 twice: plain, and sharded."""
+    return pair(lambda: Stack().double(), sharding_strategy=strategy, **options)
+
+
 def held_error(param: Any, full: torch.Tensor) -> float:
     """Largest difference of the rows held here to those of a full tensor."""
     start, end = param.local_rows
     difference = param.to_local().detach().double() - full[start:end].detach().double()
     return float(difference.abs().max()) if difference.numel() else 0.0
-
-
-def fp64_pair(strategy: str = "optim_grads_params", **options: Any) -> tuple[Any, Any]:
-    """The same fp64 model twice: plain, and sharded."""
-    torch.manual_seed(0)
-    plain = Stack().double()
-    torch.manual_seed(0)
-    return plain, wrap(Stack().double(), sharding_strategy=strategy, **options)
-
-
-def plain_loss(model: nn.Module, step: int) -> torch.Tensor:
-    """Mean over all ranks' data."""
-    size = dist.get_world_size()
-    losses = [model(batch(rank, step, dtype=torch.float64)).square().mean() for rank in range(size)]
-    return torch.stack(losses).mean()
-
-
-def own_loss(model: nn.Module, step: int) -> torch.Tensor:
-    """Of this rank's data."""
-    loss: torch.Tensor = model(batch(dist.get_rank(), step, dtype=torch.float64)).square().mean()
-    return loss
 
 
 def weight_error(sharded: nn.Module, plain: nn.Module) -> float:
@@ -166,17 +228,62 @@ def weight_error(sharded: nn.Module, plain: nn.Module) -> float:
     return max(held_error(mine, theirs) for mine, theirs in pairs)
 
 
+def gradient_error(sharded: nn.Module, plain: nn.Module) -> float:
+    """Largest difference of the gradients held here; one that is missing is zero."""
+    worst = 0.0
+    for mine, theirs in zip(sharded.parameters(), plain.parameters(), strict=True):
+        wanted = torch.zeros_like(theirs) if theirs.grad is None else theirs.grad
+        grad = torch.zeros_like(mine) if mine.grad is None else mine.grad
+        worst = max(worst, held_error(grad, wanted))
+    return worst
+
+
+def loss_of(model: nn.Module, rank: int, step: int = 0) -> torch.Tensor:
+    """Mean square of the outputs for one rank's data of a step, in fp32 or fp64."""
+    output = model(batch(rank, step, dtype=next(model.parameters()).dtype))
+    loss: torch.Tensor = (output if output.dtype == torch.float64 else output.float()).square()
+    return loss.mean()
+
+
+def plain_loss(model: nn.Module, step: int = 0) -> torch.Tensor:
+    """Mean over all ranks' data."""
+    return torch.stack([loss_of(model, r, step) for r in range(dist.get_world_size())]).mean()
+
+
+def own_loss(model: nn.Module, step: int = 0) -> torch.Tensor:
+    """Of this rank's data."""
+    return loss_of(model, dist.get_rank(), step)
+
+
+def backward_both(
+    plain: nn.Module,
+    sharded: nn.Module,
+    step: int = 0,
+    loss: Callable[[Any, int, int], torch.Tensor] = loss_of,
+) -> None:
+    """Backwards of a plain model with all ranks' data, and of a sharded one with this rank's."""
+    size = dist.get_world_size()
+    for rank in range(size):
+        (loss(plain, rank, step) / size).backward()
+    loss(sharded, dist.get_rank(), step).backward()
+
+
+def step_all(*optimizers: Any) -> None:
+    """Step optimizers, and drop the gradients."""
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def train_both(
     plain: Any, sharded: Any, optimizers: tuple[Any, Any], steps: range, after: Any = None
 ) -> None:
     """Train both for some steps; `after` runs after every step."""
     for step in steps:
-        for model, optimizer, loss in (
-            (plain, optimizers[0], plain_loss),
-            (sharded, optimizers[1], own_loss),
-        ):
+        for optimizer in optimizers:
             optimizer.zero_grad()
-            loss(model, step).backward()
+        backward_both(plain, sharded, step)
+        for optimizer in optimizers:
             optimizer.step()
         if after is not None:
             after()

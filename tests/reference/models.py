@@ -30,11 +30,11 @@ class Block(nn.Module):
 class Stack(nn.Module):
     """Input layer, blocks, output layer."""
 
-    def __init__(self, num_blocks: int = 3) -> None:
+    def __init__(self, num_blocks: int = 3, width: int = WIDTH) -> None:
         super().__init__()
-        self.input = nn.Linear(INPUT, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
-        self.output = nn.Linear(WIDTH, OUTPUT)
+        self.input = nn.Linear(INPUT, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(num_blocks))
+        self.output = nn.Linear(width, OUTPUT)
 
     def run_blocks(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:

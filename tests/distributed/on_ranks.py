@@ -1,0 +1,75 @@
+"""Tests whose body runs on every rank of a pool."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import math
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from tests.distributed.wrapping import MESHES
+from tests.ranks import DEFAULT_TIMEOUT_S, RankPools
+
+MOST_CHARACTERS = 500
+"""Of a value that is shown where an assertion fails."""
+
+
+def on_ranks(
+    ranks: int | str, *, timeout_s: float = DEFAULT_TIMEOUT_S
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Have a test's body run on every rank, with the arguments that pytest gives it.
+
+    An assertion that fails on a rank fails the test, with the plain values of its function. An
+    assertion comes after all that ranks do together: one that fails does not keep others waiting.
+
+    Args:
+        ranks: How many; or which argument says so: a number, sizes of a mesh, or the name of one.
+        timeout_s: Time for all of it.
+    """
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def test(pools: RankPools, **given: Any) -> None:
+            number = _number(given[ranks]) if isinstance(ranks, str) else ranks
+            name = (body.__module__, body.__name__)
+            pools(number).run(_run_body, *name, given, timeout_s=timeout_s)
+
+        signature = inspect.signature(body)
+        pools = inspect.Parameter("pools", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        test.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=[pools, *signature.parameters.values()]
+        )
+        return test
+
+    return decorate
+
+
+def _number(size: Any) -> int:
+    if isinstance(size, int):
+        return size
+    # Cases of some tests have a mesh among other things.
+    return math.prod(MESHES[size][0] if isinstance(size, str) else getattr(size, "mesh", size))
+
+
+def _run_body(module: str, name: str, given: dict[str, Any]) -> None:
+    body = getattr(importlib.import_module(module), name).__wrapped__
+    try:
+        body(**given)
+    except AssertionError as error:
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        for key, value in frames[-1].f_locals.items():
+            if _is_plain(value):
+                error.add_note(f"{key} = {repr(value)[:MOST_CHARACTERS]}")
+        raise
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value can be shown without asking a tensor, which may ask other ranks."""
+    if isinstance(value, dict):
+        return all(_is_plain(part) for item in value.items() for part in item)
+    if isinstance(value, list | tuple | set | frozenset):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)

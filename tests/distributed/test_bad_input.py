@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,14 +14,17 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from megatron_fsdp_v2 import FSDPModule, fully_shard
 from megatron_fsdp_v2.runtime.fsdp_module import unit_of
-from tests.distributed.wrapping import said
-from tests.ranks import RankPools
+from tests.distributed.on_ranks import on_ranks
+from tests.distributed.wrapping import check_said, mesh_of, said, wrap
 from tests.reference.models import Stack
 
 
 def _shard(module: nn.Module, **options: Any) -> Any:
-    options.setdefault("mesh", init_device_mesh("cpu", (1,), mesh_dim_names=("dp",)))
-    return fully_shard(module, **options)
+    return fully_shard(module, **{"mesh": mesh_of(1), **options})
+
+
+def _linear(**options: Any) -> Any:
+    return _shard(nn.Linear(2, 2), **options)
 
 
 def _parent_before_child() -> None:
@@ -48,10 +52,6 @@ def _with_a_gather_of_its_own() -> None:
     _shard(module)
 
 
-def _twice() -> None:
-    _shard(_shard(nn.Linear(2, 2)))
-
-
 def _tied_but_different() -> None:
     first, second = nn.Linear(3, 3), nn.Linear(3, 3)
     second.weight = first.weight
@@ -67,91 +67,66 @@ class _Bare(nn.Module):
         self.weight = nn.Parameter(torch.empty(2, 2, device="meta"))
 
 
-def messages() -> dict[str, str]:
-    """What every bad call says."""
-    one_axis = init_device_mesh("cpu", (1,))
-    three_axes = init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("a", "b", "c"))
-    linear = nn.Linear
-    value, runtime = ValueError, RuntimeError
-    return {
-        "strategy": said(value, lambda: _shard(linear(2, 2), sharding_strategy="zero3")),
-        "axes": said(value, lambda: _shard(linear(2, 2), mesh=three_axes)),
-        "outer": said(
-            value,
-            lambda: _shard(linear(2, 2), mesh=one_axis, outer_dp_sharding_strategy="optim"),
-        ),
-        "mesh": said(value, lambda: _shard(linear(2, 2), mesh="dp")),
-        "module": said(value, lambda: _shard(lambda x: x)),  # type: ignore[arg-type]
-        "list": said(value, lambda: _shard(nn.ModuleList([linear(2, 2)]))),
-        "granularity": said(value, lambda: _shard(linear(2, 2), shard_granularity="rows")),
-        "missing": said(value, lambda: _shard(linear(2, 2), on_missing_grad="ignore")),
-        "pool": said(value, lambda: _shard(linear(2, 2), enable_trace_pool="yes")),
-        "twice": said(value, _twice),
-        "parent": said(value, _parent_before_child),
-        "zero-dim": said(value, _zero_dim),
-        "made of others": said(value, _made_of_others),
-        "gather": said(value, _with_a_gather_of_its_own),
-        "no columns": said(value, lambda: _shard(linear(0, 2))),
-        "tied": said(value, _tied_but_different),
-        "meta": said(runtime, lambda: _shard(_Bare())(torch.ones(1, 2))),
-        "check": said(value, lambda: _shard(linear(2, 2), check_ranks="sometimes")),
-        "deepcopy": said(runtime, lambda: copy.deepcopy(_shard(linear(2, 2)))),
-        "pickle": said(runtime, lambda: pickle.dumps(_shard(linear(2, 2)))),
-        "unsharded": said(value, lambda: unit_of(linear(2, 2))),
-    }
-
-
-EXPECTED = {
-    "strategy": "unknown sharding_strategy 'zero3'; choose one of no_shard, optim",
-    "axes": "a data-parallel mesh has 1 axis (dp) or 2 (outer dp, inner dp), got 3",
-    "outer": "needs a 2-D mesh",
-    "mesh": "mesh must be a DeviceMesh, got str",
-    "module": "needs an nn.Module",
-    "list": "ModuleList has no forward",
-    "granularity": "unknown shard_granularity 'rows'",
-    "missing": "on_missing_grad must be 'zero' or 'error', got 'ignore'",
-    "pool": "enable_trace_pool must be True or False, got 'yes'",
-    "twice": "fully_shard was already called on this",
-    "parent": "is sharded already, by a unit that contains it",
-    "zero-dim": "parameter scale is 0-dim",
-    "made of others": "parameter weight is a TwoTensor, which is made of other tensors",
-    "gather": "parameter bias is a Parameter, which is made of other tensors or says how it is",
-    "no columns": "parameter weight of shape (2, 0) has rows without elements",
-    "tied": "parameter weight is tied to weight of Linear/0, which was sharded with another mesh",
-    "meta": "weight of unit the root (_Bare) had no values on the meta device and got none since",
-    "check": "check_ranks must be 'never', 'once' or 'always', got 'sometimes'",
-    "deepcopy": "cannot be deep-copied",
-    "pickle": "cannot be pickled",
-    "unsharded": "Linear is not sharded; call fully_shard",
+VALUE: dict[str, Callable[[], Any]] = {
+    "unknown sharding_strategy 'zero3'; choose one of no_shard, optim": lambda: _linear(
+        sharding_strategy="zero3"
+    ),
+    "a data-parallel mesh has 1 axis (dp) or 2 (outer dp, inner dp), got 3": lambda: _linear(
+        mesh=init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("a", "b", "c"))
+    ),
+    "needs a 2-D mesh": lambda: _linear(outer_dp_sharding_strategy="optim"),
+    "mesh must be a DeviceMesh, got str": lambda: _linear(mesh="dp"),
+    "needs an nn.Module": lambda: _shard(lambda x: x),  # type: ignore[arg-type]
+    "ModuleList has no forward": lambda: _shard(nn.ModuleList([nn.Linear(2, 2)])),
+    "unknown shard_granularity 'rows'": lambda: _linear(shard_granularity="rows"),
+    "on_missing_grad must be 'zero' or 'error', got 'ignore'": lambda: _linear(
+        on_missing_grad="ignore"
+    ),
+    "enable_trace_pool must be True or False, got 'yes'": lambda: _linear(enable_trace_pool="yes"),
+    "fully_shard was already called on this": lambda: _shard(_linear()),
+    "is sharded already, by a unit that contains it": _parent_before_child,
+    "parameter scale is 0-dim": _zero_dim,
+    "parameter weight is a TwoTensor, which is made of other tensors": _made_of_others,
+    "parameter bias is a Parameter, which is made of other tensors or says how it is": (
+        _with_a_gather_of_its_own
+    ),
+    "parameter weight of shape (2, 0) has rows without elements": lambda: _shard(nn.Linear(0, 2)),
+    "parameter weight is tied to weight of Linear/0, which was sharded with another mesh": (
+        _tied_but_different
+    ),
+    "check_ranks must be 'never', 'once' or 'always', got 'sometimes'": lambda: _linear(
+        check_ranks="sometimes"
+    ),
+    "Linear is not sharded; call fully_shard": lambda: unit_of(nn.Linear(2, 2)),
+}
+RUNTIME: dict[str, Callable[[], Any]] = {
+    "weight of unit the root (_Bare) had no values on the meta device and got none since": (
+        lambda: _shard(_Bare())(torch.ones(1, 2))
+    ),
+    "cannot be deep-copied": lambda: copy.deepcopy(_linear()),
+    "cannot be pickled": lambda: pickle.dumps(_linear()),
 }
 
 
-def test_every_bad_call_says_what_is_wrong(pools: RankPools) -> None:
-    (found,) = pools(1).run(messages)
-    assert found.keys() == EXPECTED.keys()
-    for name, expected in EXPECTED.items():
-        assert expected in found[name], name
+@on_ranks(1)
+def test_every_bad_call_says_what_is_wrong() -> None:
+    check_said(ValueError, VALUE)
+    check_said(RuntimeError, RUNTIME)
 
 
-def missing_gradient() -> str:
-    """A parameter without gradient, where that is an error."""
-    module = Stack()
-    module.blocks[0].unused = nn.Parameter(torch.ones(2, 2))
-    _shard(module.blocks[0], on_missing_grad="error")
-    _shard(module, on_missing_grad="error")
-    return said(RuntimeError, lambda: module(torch.ones(2, 5)).sum().backward())
+@on_ranks(1)
+def test_a_missing_gradient_is_named() -> None:
+    model = Stack()
+    model.blocks[0].unused = nn.Parameter(torch.ones(2, 2))
+    wrap(model, on_missing_grad="error")
+    text = said(RuntimeError, lambda: model(torch.ones(2, 5)).sum().backward())
+    assert "no gradient arrived for unused" in text
 
 
-def test_a_missing_gradient_is_named(pools: RankPools) -> None:
-    (found,) = pools(1).run(missing_gradient)
-    assert "no gradient arrived for unused" in found
-
-
-def classes() -> tuple[bool, bool, bool]:
+@on_ranks(1)
+def test_the_class_stays_a_subclass_of_the_original() -> None:
     """A sharded module keeps its class and gains one; classes are made once."""
     first, second = _shard(nn.Linear(2, 2)), _shard(nn.Linear(3, 3))
-    return isinstance(first, nn.Linear), isinstance(first, FSDPModule), type(first) is type(second)
-
-
-def test_the_class_stays_a_subclass_of_the_original(pools: RankPools) -> None:
-    assert pools(1).run(classes) == [(True, True, True)]
+    assert isinstance(first, nn.Linear)
+    assert isinstance(first, FSDPModule)
+    assert type(first) is type(second)

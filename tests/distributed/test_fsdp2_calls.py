@@ -6,6 +6,7 @@ import copy
 import dataclasses
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -15,16 +16,17 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_fsdp_v2 import FSDPModule, MixedPrecisionPolicy, fully_shard
 from megatron_fsdp_v2.runtime.fsdp_module import unit_of
+from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import (
     STRATEGIES,
+    backward_both,
     batch,
     listen,
-    mesh_of,
     said,
+    step_all,
     weight_error,
     wrap,
 )
-from tests.ranks import RankPools
 from tests.reference.models import INPUT, Stack
 
 
@@ -51,43 +53,33 @@ def test_policies_of_other_libraries_mean_what_they_do_there() -> None:
     assert MixedPrecisionPolicy.of(fsdp.MixedPrecision(bf16)).param_dtype == bf16
 
 
-def refused_arguments() -> dict[str, str]:
-    """What arguments without a meaning here are told."""
-
-    def shard(**options: Any) -> str:
-        return said(ValueError, lambda: fully_shard(nn.Linear(4, 4), **options))
-
-    return {
-        "dtype for a policy": shard(mp_policy=torch.bfloat16),
-        "policy with more": shard(mp_policy=_Elsewhere(buffer_dtype=torch.float32)),
-        "fewer ranks": shard(mesh=mesh_of(4), reshard_after_forward=2),
-        "resharding": shard(reshard_after_forward="yes"),
-        "offloading": shard(offload_policy=fsdp.CPUOffloadPolicy()),
-        "axes": shard(dp_mesh_dims="dp"),
-        "columns": shard(shard_placement_fn=lambda param: Shard(1) if param.ndim > 1 else None),
-    }
-
-
-EXPECTED = {
-    "dtype for a policy": "mp_policy must be a MixedPrecisionPolicy",
-    "policy with more": "whose buffer_dtype cannot be honored",
-    "fewer ranks": "reshard_after_forward must be True, False or None, got 2",
-    "resharding": "reshard_after_forward must be True, False or None, got 'yes'",
-    "offloading": "offload_policy=CPUOffloadPolicy(pin_memory=True) cannot be honored",
-    "axes": "dp_mesh_dims='dp' cannot be honored: give the data-parallel axes as the mesh",
-    "columns": "shard_placement_fn returns S(1) for parameter weight; parameters are sharded by",
+REFUSED: dict[str, dict[str, Any]] = {
+    "mp_policy must be a MixedPrecisionPolicy": {"mp_policy": torch.bfloat16},
+    "whose buffer_dtype cannot be honored": {"mp_policy": _Elsewhere(buffer_dtype=torch.float32)},
+    "reshard_after_forward must be True, False or None, got 2": {"reshard_after_forward": 2},
+    "reshard_after_forward must be True, False or None, got 'yes'": {
+        "reshard_after_forward": "yes"
+    },
+    "offload_policy=CPUOffloadPolicy(pin_memory=True) cannot be honored": {
+        "offload_policy": fsdp.CPUOffloadPolicy()
+    },
+    "dp_mesh_dims='dp' cannot be honored: give the data-parallel axes as the mesh": {
+        "dp_mesh_dims": "dp"
+    },
+    "shard_placement_fn returns S(1) for parameter weight; parameters are sharded by": {
+        "shard_placement_fn": lambda param: Shard(1) if param.ndim > 1 else None
+    },
 }
 
 
-def test_arguments_without_a_meaning_here_say_so(pools: RankPools) -> None:
-    for found in pools(4).run(refused_arguments):
-        assert found.keys() == EXPECTED.keys()
-        for name, expected in EXPECTED.items():
-            assert expected in found[name], name
+@pytest.mark.parametrize("text", REFUSED)
+@on_ranks(4)
+def test_arguments_without_a_meaning_here_say_so(text: str) -> None:
+    assert text in said(ValueError, lambda: fully_shard(nn.Linear(4, 4), **REFUSED[text]))
 
 
-def trained_as_typed_for_fsdp2() -> tuple[list[set[torch.dtype]], bool, list[bool], bool]:
-    """Communication dtypes, whether FSDP2 has the same weights, who reshards, and equal meshes."""
+@on_ranks(2)
+def test_a_call_typed_for_fsdp2_trains_as_it_does_there() -> None:
     policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     options: dict[str, Any] = {
         "mesh": None,
@@ -111,26 +103,16 @@ def trained_as_typed_for_fsdp2() -> tuple[list[set[torch.dtype]], bool, list[boo
         for step in range(2):
             torch.manual_seed(10 * step + dist.get_rank())
             model(torch.randn(4, INPUT)).float().square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            step_all(optimizer)
     pairs = zip(*(model.parameters() for model in models), strict=True)
     same = all(torch.equal(a.full_tensor(), b.full_tensor()) for a, b in pairs)
     mine = models[0]
     units = [unit_of(module) for module in (mine, mine.blocks[0], mine.blocks[1])]
-    return (
-        [wire.dtypes(gathers=True), wire.dtypes(gathers=False)],
-        same,
-        [unit.reshard_after_forward for unit in units],
-        units[0].groups[0].mesh is units[1].groups[0].mesh,
-    )
-
-
-def test_a_call_typed_for_fsdp2_trains_as_it_does_there(pools: RankPools) -> None:
-    for dtypes, same, reshards, one_mesh in pools(2).run(trained_as_typed_for_fsdp2):
-        assert dtypes == [{torch.bfloat16}, {torch.float32}]
-        assert same
-        assert reshards == [True, False, True]
-        assert one_mesh
+    assert wire.dtypes(gathers=True) == {torch.bfloat16}
+    assert wire.dtypes(gathers=False) == {torch.float32}
+    assert same
+    assert [unit.reshard_after_forward for unit in units] == [True, False, True]
+    assert units[0].groups[0].mesh is units[1].groups[0].mesh
 
 
 class Framed(Stack):
@@ -155,32 +137,23 @@ class Framed(Stack):
 def _distance_of_steps(plain: Any, model: Any) -> float:
     """Largest difference of weights to those of a plain model, after steps on all ranks' data."""
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, model)]
-    size = dist.get_world_size()
+
+    def loss(model: Any, rank: int, step: int) -> torch.Tensor:
+        return model(batch(rank, step).requires_grad_()).square().mean()
+
     for step in range(2):
-        for rank in range(size):
-            x = batch(rank, step).requires_grad_()
-            (plain(x).square().mean() / size).backward()
         with torch.no_grad():
             model(batch(0))
-        x = batch(dist.get_rank(), step).requires_grad_()
-        model(x).square().mean().backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        backward_both(plain, model, step, loss)
+        step_all(*optimizers)
     return weight_error(model, plain)
 
 
-LISTS = [
-    ("", False),
-    ("input", False),
-    ("output", False),
-    ("block", True),
-    ("output", True),
-]
+LISTS = [("", False), ("input", False), ("output", False), ("block", True), ("output", True)]
 
 
-def several_as_one_unit() -> tuple[dict[str, float], int, int, list[str]]:
-    """Distances by case; gathers of an evaluation; of one that leaves a module out; names."""
+@on_ranks(2)
+def test_several_modules_are_one_unit_from_the_first_to_the_last() -> None:
     distances = {}
     torch.manual_seed(0)
     plain = Framed()
@@ -202,20 +175,17 @@ def several_as_one_unit() -> tuple[dict[str, float], int, int, list[str]]:
         model(batch(0))
     unit = unit_of(model.output)
     assert unit is unit_of(model.input) and not unit.is_unsharded and unit.is_idle
-    return distances, whole, wire.count("all_gather") - whole, [unit.name, *unit.groups[0].names]
+    without_output = wire.count("all_gather") - whole
+    names = [unit.name, *unit.groups[0].names]
+    assert len(distances) == 12
+    assert {name: d for name, d in distances.items() if d > 1e-6} == {}
+    assert whole == without_output == 4
+    assert names[0] == "input, output (Linear, Linear)"
+    assert set(names[1:]) == {"0.weight", "0.bias", "1.weight", "1.bias"}
 
 
-def test_several_modules_are_one_unit_from_the_first_to_the_last(pools: RankPools) -> None:
-    for distances, whole, without_output, names in pools(2).run(several_as_one_unit):
-        assert len(distances) == 12
-        assert {name: d for name, d in distances.items() if d > 1e-6} == {}
-        assert whole == without_output == 4
-        assert names[0] == "input, output (Linear, Linear)"
-        assert set(names[1:]) == {"0.weight", "0.bias", "1.weight", "1.bias"}
-
-
-def several_without_a_root() -> tuple[float, str, str]:
-    """Distance where the modules have no module around them; what bad lists are told."""
+@on_ranks(2)
+def test_several_modules_need_no_module_around_them() -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(INPUT, 4), nn.Tanh(), nn.Linear(4, 2))
     model = copy.deepcopy(plain)
@@ -225,15 +195,7 @@ def several_without_a_root() -> tuple[float, str, str]:
     around = nn.Sequential(inner)
     fully_shard([around, inner, around])
     assert not isinstance(inner, FSDPModule)
-    return (
-        found,
-        said(ValueError, lambda: fully_shard([])),
-        said(ValueError, lambda: fully_shard([nn.Linear(2, 2), "head"])),  # type: ignore[list-item]
-    )
-
-
-def test_several_modules_need_no_module_around_them(pools: RankPools) -> None:
-    for distance, empty, mixed in pools(2).run(several_without_a_root):
-        assert distance < 1e-6
-        assert "got an empty list" in empty
-        assert "needs an nn.Module, got str" in mixed
+    mixed = said(ValueError, lambda: fully_shard([nn.Linear(2, 2), "head"]))
+    assert found < 1e-6
+    assert "got an empty list" in said(ValueError, lambda: fully_shard([]))
+    assert "needs an nn.Module, got str" in mixed

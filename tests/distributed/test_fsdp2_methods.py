@@ -12,8 +12,17 @@ from torch import nn
 
 from megatron_fsdp_v2 import fully_shard
 from megatron_fsdp_v2.runtime.fsdp_module import unit_of
-from tests.distributed.wrapping import STRATEGIES, batch, listen, mesh_of, said, wrap
-from tests.ranks import RankPools
+from tests.distributed.on_ranks import on_ranks
+from tests.distributed.wrapping import (
+    STRATEGIES,
+    batch,
+    listen,
+    mesh_of,
+    own_loss,
+    plain_loss,
+    said,
+    wrap,
+)
 from tests.reference.models import Stack
 
 
@@ -34,25 +43,22 @@ def _gradients(model: nn.Module) -> list[torch.Tensor]:
     return found
 
 
-def _backward(model: nn.Module, rank: int) -> None:
-    model(batch(rank, dtype=torch.float64)).square().mean().backward()
-
-
-def ratios_of_factors(sums_only: bool) -> tuple[list[float], list[str]]:
-    """Gradients of a unit and of the root over the mean's, by divide factor; errors."""
+@pytest.mark.parametrize("sums_only", [False, True])
+@on_ranks(2)
+def test_a_divide_factor_is_of_one_unit_and_changes_between_steps(sums_only: bool) -> None:
     model: Any = wrap(Stack().double())
     model.set_force_sum_reduction_for_comms(sums_only)
     model.blocks[0].set_force_sum_reduction_for_comms(sums_only)
     names = [name for name, _ in model.named_parameters()]
     block, output = names.index("blocks.0.up.weight"), names.index("output.weight")
-    _backward(model, dist.get_rank())
+    own_loss(model).backward()
     mean = _gradients(model)
     wire = listen(model)
     ratios = []
     for factor in (1.0, 4, 2.0):
         # One of a unit, and of no unit inside it.
         model.blocks[0].set_gradient_divide_factor(factor)
-        _backward(model, dist.get_rank())
+        own_loss(model).backward()
         found = _gradients(model)
         ratios += [float((found[i] / mean[i]).nanmean()) for i in (block, output)]
     assert wire.count("reduce_scatter")
@@ -62,49 +68,36 @@ def ratios_of_factors(sums_only: bool) -> tuple[list[float], list[str]]:
     with other.no_sync():
         other(batch(0)).sum().backward()
     late = said(RuntimeError, lambda: other.set_gradient_divide_factor(2.0))
-    return ratios, [bad, late]
+    assert ratios == pytest.approx([2.0, 1.0, 0.5, 1.0, 1.0, 1.0])
+    assert "must be a positive number, got 0" in bad
+    assert "call set_gradient_divide_factor between steps" in late
 
 
-@pytest.mark.parametrize("sums_only", [False, True])
-def test_a_divide_factor_is_of_one_unit_and_changes_between_steps(
-    pools: RankPools, sums_only: bool
-) -> None:
-    for ratios, errors in pools(2).run(ratios_of_factors, sums_only):
-        assert ratios == pytest.approx([2.0, 1.0, 0.5, 1.0, 1.0, 1.0])
-        assert "must be a positive number, got 0" in errors[0]
-        assert "call set_gradient_divide_factor between steps" in errors[1]
-
-
-def unfrozen_with_a_factor() -> float:
-    """A gradient over the mean's, of a parameter that was frozen when the factor was set."""
+@on_ranks(2)
+def test_a_divide_factor_holds_for_parameters_unfrozen_later() -> None:
     model: Any = nn.Linear(4, 2, bias=False).requires_grad_(False)
     fully_shard(model)
     model.set_gradient_divide_factor(1.0)
     model.requires_grad_(True)
     model(torch.ones(1, 4)).sum().backward()
     (grad,) = _gradients(model)
-    return float(grad.mean())
+    assert float(grad.mean()) == 2.0
 
 
-def test_a_divide_factor_holds_for_parameters_unfrozen_later(pools: RankPools) -> None:
-    assert pools(2).run(unfrozen_with_a_factor) == [2.0, 2.0]
-
-
-def accumulated_without_all_reduce(strategy: str) -> tuple[float, list[bool], int]:
-    """Distance of accumulated gradients; whether `grad` is set between; outer collectives there."""
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(4)
+def test_gradients_accumulate_without_the_outer_axis(strategy: str) -> None:
     torch.manual_seed(0)
     plain = Stack().double()
     model: Any = wrap(copy.deepcopy(plain), sharding_strategy=strategy, mesh=mesh_of(2, 2))
     flat: Any = wrap(copy.deepcopy(plain), sharding_strategy=strategy, mesh=mesh_of(4))
-    size, has_grad, outer = dist.get_world_size(), [], 0
+    has_grad, outer = [], 0
     for micro in range(3):
-        for rank in range(size):
-            (plain(batch(rank, micro, dtype=torch.float64)).square().mean() / size).backward()
+        plain_loss(plain, micro).backward()
         for sharded in (model, flat):
             sharded.set_requires_all_reduce(micro == 2)
-            x = batch(dist.get_rank(), micro, dtype=torch.float64)
             wire = listen(sharded)
-            sharded(x).square().mean().backward()
+            own_loss(sharded, micro).backward()
             sent = [one for one in wire.sent if one.kind != "all_gather" and one.axis_size == 2]
             if micro < 2 and sharded is model and unit_of(model).groups[0].grads.has_partial:
                 # The inner axis only: one collective for each unit.
@@ -114,20 +107,14 @@ def accumulated_without_all_reduce(strategy: str) -> tuple[float, list[bool], in
     wanted = [param.grad for param in plain.parameters()]
     found = [*_gradients(model), *_gradients(flat)]
     pairs = zip(found, [*wanted, *wanted], strict=True)
-    return max(float((a - b).abs().max()) for a, b in pairs), has_grad, outer
+    assert max(float((a - b).abs().max()) for a, b in pairs) < 1e-12
+    # A 1-D mesh has no all-reduce to leave out.
+    assert has_grad == [True] * 3
+    assert outer == 0
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_gradients_accumulate_without_the_outer_axis(pools: RankPools, strategy: str) -> None:
-    for distance, has_grad, outer in pools(4).run(accumulated_without_all_reduce, strategy):
-        assert distance < 1e-12
-        # A 1-D mesh has no all-reduce to leave out.
-        assert has_grad == [True] * 3
-        assert outer == 0
-
-
-def accepted_and_rejected() -> list[str]:
-    """What methods say to values without a meaning here, and that others are taken."""
+@on_ranks(2)
+def test_values_without_a_meaning_are_rejected() -> None:
     model: Any = wrap(Stack())
     model.set_unshard_in_backward(True)
     model.set_post_optim_event(None)
@@ -136,15 +123,8 @@ def accepted_and_rejected() -> list[str]:
     with pytest.warns(UserWarning) as warned:
         model.set_unshard_in_backward(False)
     model(batch(0)).sum().backward()
-    return [
-        str(warned[0].message),
-        said(ValueError, lambda: model.set_reduce_scatter_max_input_buffers(0)),
-        said(RuntimeError, lambda: model.set_all_reduce_hook(print)),
-    ]
-
-
-def test_values_without_a_meaning_are_rejected(pools: RankPools) -> None:
-    for unshard, buffers, hook in pools(2).run(accepted_and_rejected):
-        assert "the root (Stack) is gathered in its backward all the same" in unshard
-        assert "max_input_buffers must be a whole number of at least 1, got 0" in buffers
-        assert "give fully_shard a 2-D mesh" in hook
+    buffers = said(ValueError, lambda: model.set_reduce_scatter_max_input_buffers(0))
+    hook = said(RuntimeError, lambda: model.set_all_reduce_hook(print))
+    assert "the root (Stack) is gathered in its backward all the same" in str(warned[0].message)
+    assert "max_input_buffers must be a whole number of at least 1, got 0" in buffers
+    assert "give fully_shard a 2-D mesh" in hook

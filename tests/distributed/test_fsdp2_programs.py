@@ -15,10 +15,11 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_fsdp_v2 import FSDPModule, fully_shard
-from tests.distributed.wrapping import weight_error
-from tests.ranks import RankPools
+from tests.distributed.on_ranks import on_ranks
+from tests.distributed.wrapping import backward_both, batch, step_all, weight_error
+from tests.reference.models import INPUT
 
-WIDTH = 5
+WIDTH = INPUT
 
 type Loss = Callable[[Any, torch.Tensor], torch.Tensor]
 
@@ -28,18 +29,13 @@ def _mean(model: Any, x: torch.Tensor) -> torch.Tensor:
     return output.square().mean()
 
 
-def _error(plain: Any, model: Any, loss: Loss = _mean, before: Any = None, steps: int = 3) -> float:
+def _error(plain: Any, model: Any, loss: Loss = _mean, before: Any = None) -> float:
     """Largest difference of any weight after Adam steps, the plain model on all ranks' data."""
     optimizers = [torch.optim.Adam(m.parameters(), lr=0.02, eps=1e-3) for m in (plain, model)]
-    size = dist.get_world_size()
-    for step in range(steps):
-        torch.manual_seed(step)
-        data = torch.randn(size, 4, WIDTH)
-        for m, parts in ((plain, data), (model, data[dist.get_rank()][None])):
-            if before is not None:
-                before(m, step)
-            for part in parts:
-                (loss(m, part) / len(parts)).backward()
+    for step in range(3):
+        for either in (plain, model) if before is not None else ():
+            before(either, step)
+        backward_both(plain, model, step, lambda m, rank, step: loss(m, batch(rank, step)))
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=step % 2 == 0)
@@ -66,63 +62,47 @@ class Layers(nn.Module):
         return x
 
 
-def repeated_layers() -> dict[str, float]:
-    """Error by what is said of resharding."""
-    found = {}
-    for reshard in (True, False, None):
-        torch.manual_seed(0)
-        plain = Layers()
-        model: Any = copy.deepcopy(plain)
-        for layer in (model.first, model.frozen, model.trained, model):
-            fully_shard(layer, reshard_after_forward=reshard)
-        found[str(reshard)] = _error(plain, model)
-    return found
-
-
-def test_layers_run_again_with_and_without_gradients(pools: RankPools) -> None:
-    for found in pools(2).run(repeated_layers):
-        assert max(found.values()) < 1e-5, found
+@pytest.mark.parametrize("reshard", [True, False, None])
+@on_ranks(2)
+def test_layers_run_again_with_and_without_gradients(reshard: bool | None) -> None:
+    plain = Layers()
+    model: Any = copy.deepcopy(plain)
+    for layer in (model.first, model.frozen, model.trained, model):
+        fully_shard(layer, reshard_after_forward=reshard)
+    assert _error(plain, model) < 1e-5
 
 
 def _mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, 8), nn.ReLU(), nn.Linear(8, WIDTH))
 
 
-def biases_alone() -> dict[str, float]:
-    """Error where biases are trained, frozen before or after sharding, unfrozen in between."""
-    found = {}
-    for when in ("before", "after", "unfrozen"):
-        for recomputes in (False, True):
-            torch.manual_seed(0)
-            plain = nn.Sequential(*(_mlp() for _ in range(3)))
-            model: Any = copy.deepcopy(plain)
-
-            def freeze(m: nn.Module, flag: bool = False) -> None:
-                for name, param in m.named_parameters():
-                    if "bias" not in name:
-                        param.requires_grad_(flag)
-
-            if when == "before":
-                freeze(plain), freeze(model)
-            for mlp in model:
-                if recomputes:
-                    checkpoint(mlp)
-                fully_shard(mlp)
-            fully_shard(model)
-            if when != "before":
-                freeze(plain), freeze(model)
-
-            def unfreeze(m: nn.Module, step: int, when: str = when, freeze: Any = freeze) -> None:
-                if when == "unfrozen" and step == 2:
-                    freeze(m, True)
-
-            found[f"{when} {recomputes}"] = _error(plain, model, before=unfreeze)
-    return found
+def _freeze(m: nn.Module, flag: bool = False) -> None:
+    for name, param in m.named_parameters():
+        if "bias" not in name:
+            param.requires_grad_(flag)
 
 
-def test_biases_train_alone_frozen_before_or_after(pools: RankPools) -> None:
-    for found in pools(2).run(biases_alone):
-        assert max(found.values()) < 1e-5, found
+@pytest.mark.parametrize("recomputes", [False, True], ids=["", "recomputed"])
+@pytest.mark.parametrize("when", ["before", "after", "unfrozen"])
+@on_ranks(2)
+def test_biases_train_alone_frozen_before_or_after(when: str, recomputes: bool) -> None:
+    plain = nn.Sequential(*(_mlp() for _ in range(3)))
+    model: Any = copy.deepcopy(plain)
+    if when == "before":
+        _freeze(plain), _freeze(model)
+    for mlp in model:
+        if recomputes:
+            checkpoint(mlp)
+        fully_shard(mlp)
+    fully_shard(model)
+    if when != "before":
+        _freeze(plain), _freeze(model)
+
+    def unfreeze(m: nn.Module, step: int) -> None:
+        if when == "unfrozen" and step == 2:
+            _freeze(m, True)
+
+    assert _error(plain, model, before=unfreeze) < 1e-5
 
 
 class Weight(nn.Module):
@@ -141,21 +121,15 @@ class NoParameters(nn.Module):
         return x + more[0] + more[1]
 
 
-def odd_modules() -> tuple[float, bool]:
-    """Error of a module without inputs; whether one without parameters runs."""
-    torch.manual_seed(0)
+@on_ranks(2)
+def test_modules_without_inputs_or_parameters_run() -> None:
     plain = Weight()
     model = fully_shard(copy.deepcopy(plain))
     error = _error(plain, model, lambda m, x: m().square().mean())
     x = torch.ones(3)
     empty = fully_shard(NoParameters())
-    return error, bool((empty(x, (x, x)) == 3).all())
-
-
-def test_modules_without_inputs_or_parameters_run(pools: RankPools) -> None:
-    for error, runs in pools(2).run(odd_modules):
-        assert error < 1e-5
-        assert runs
+    assert error < 1e-5
+    assert bool((empty(x, (x, x)) == 3).all())
 
 
 class Chunked(nn.Module):
@@ -196,49 +170,39 @@ def _set_kept(head: Any, flag: bool) -> None:
     head.set_reshard_after_backward(not flag)
 
 
-def chunked_heads(mode: str) -> float:
-    """Error with norm and head as one unit of which a forward runs a part."""
-    torch.manual_seed(0)
-    plain = Chunked(ties=mode == "tied")
-    model: Any = copy.deepcopy(plain)
-    fully_shard([model.norm, model.head])
-    fully_shard(model)
-    optimizers = [torch.optim.Adam(m.parameters(), lr=0.02, eps=1e-3) for m in (plain, model)]
-    size = dist.get_world_size()
-    for step in range(3):
-        for micro in range(2):
-            torch.manual_seed(2 * step + micro)
-            data = torch.randn(size, 4, WIDTH)
-            for part in data:
-                _run_chunked(plain, part, 1 / size)
-            x = data[dist.get_rank()]
-            if mode == "failed":
-                hook = model.head.register_forward_pre_hook(_fail)
-                with pytest.raises(KeyError):
-                    model(x)
-                hook.remove()
-            if mode == "kept":
-                _set_kept(model.head, True)
-            if mode == "accumulated":
-                model.set_requires_gradient_sync(micro == 1)
-                model.set_is_last_backward(micro == 1)
-            _run_chunked(model, x, 1.0)
-            if mode == "kept":
-                _set_kept(model.head, False)
-                model.head.reshard()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    return weight_error(model, plain)
-
-
 def _fail(module: nn.Module, args: Any) -> None:
     raise KeyError("in the middle of a forward")
 
 
 @pytest.mark.parametrize("mode", ["chunks", "tied", "kept", "accumulated", "failed"])
-def test_a_head_of_a_unit_of_several_modules_runs_by_chunks(pools: RankPools, mode: str) -> None:
-    assert max(pools(2).run(chunked_heads, mode)) < 1e-5
+@on_ranks(2)
+def test_a_head_of_a_unit_of_several_modules_runs_by_chunks(mode: str) -> None:
+    plain = Chunked(ties=mode == "tied")
+    model: Any = copy.deepcopy(plain)
+    fully_shard([model.norm, model.head])
+    fully_shard(model)
+    optimizers = [torch.optim.Adam(m.parameters(), lr=0.02, eps=1e-3) for m in (plain, model)]
+    for step in range(6):
+        x = batch(dist.get_rank(), step)
+        for rank in range(2):
+            _run_chunked(plain, batch(rank, step), 1 / 2)
+        if mode == "failed":
+            hook = model.head.register_forward_pre_hook(_fail)
+            with pytest.raises(KeyError):
+                model(x)
+            hook.remove()
+        if mode == "kept":
+            _set_kept(model.head, True)
+        if mode == "accumulated":
+            model.set_requires_gradient_sync(step % 2 == 1)
+            model.set_is_last_backward(step % 2 == 1)
+        _run_chunked(model, x, 1.0)
+        if mode == "kept":
+            _set_kept(model.head, False)
+            model.head.reshard()
+        if step % 2:
+            step_all(*optimizers)
+    assert weight_error(model, plain) < 1e-5
 
 
 class Outer(nn.Module):
@@ -254,9 +218,8 @@ class Outer(nn.Module):
         return output
 
 
-def inside_ddp() -> float:
-    """Error of a model in which DDP has what `fully_shard` was told to ignore, or never saw."""
-    torch.manual_seed(0)
+@on_ranks(2)
+def test_ddp_has_what_it_was_not_told_to_ignore() -> None:
     plain = Outer()
     model: Any = copy.deepcopy(plain)
     ignored = set(model.sharded[2].parameters())
@@ -264,29 +227,19 @@ def inside_ddp() -> float:
     names = [n for n, p in model.named_parameters() if p not in ignored and n != "addend"]
     assert names == ["sharded.0.weight", "sharded.0.bias"]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
-    return _error(plain, DistributedDataParallel(model))
+    assert _error(plain, DistributedDataParallel(model)) < 1e-5
 
 
-def test_ddp_has_what_it_was_not_told_to_ignore(pools: RankPools) -> None:
-    assert max(pools(2).run(inside_ddp)) < 1e-5
-
-
-def inside_replicate() -> float:
-    """Error of a model whose parts that are not sharded torch's `replicate` has."""
-    torch.manual_seed(0)
+@on_ranks(2)
+def test_replicate_leaves_alone_what_is_sharded() -> None:
     plain = Outer()
     model: Any = copy.deepcopy(plain)
     fully_shard(model.sharded)
-    return _error(plain, replicate(model))
+    assert _error(plain, replicate(model)) < 1e-5
 
 
-def test_replicate_leaves_alone_what_is_sharded(pools: RankPools) -> None:
-    assert max(pools(2).run(inside_replicate)) < 1e-5
-
-
-def prefetched_by_hand() -> float:
-    """Error where units are gathered by `unshard(async_op=True)` and by lists of modules."""
-    torch.manual_seed(0)
+@on_ranks(2)
+def test_gathering_by_hand_changes_nothing() -> None:
     plain = nn.Sequential(*(_mlp() for _ in range(4)))
     model: Any = copy.deepcopy(plain)
     for mlp in model:
@@ -301,8 +254,4 @@ def prefetched_by_hand() -> float:
         for part in (m, *m) if isinstance(m, FSDPModule) else ():
             part.unshard(async_op=True)
 
-    return _error(plain, model, before=gather)
-
-
-def test_gathering_by_hand_changes_nothing(pools: RankPools) -> None:
-    assert max(pools(2).run(prefetched_by_hand)) < 1e-5
+    assert _error(plain, model, before=gather) < 1e-5

@@ -7,13 +7,14 @@ import types
 import weakref
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp_v2 import MixedPrecisionPolicy
+from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import STRATEGIES, batch, wrap
-from tests.ranks import RankPools
 from tests.reference.models import Stack, TiedInside
 
 
@@ -49,8 +50,12 @@ def _differences(param: Any, index: int) -> list[str]:
     return wrong if getattr(param, "number", None) == index else [*wrong, "number"]
 
 
-def lost_marks(strategy: str, param_dtype: torch.dtype | None) -> list[str]:
-    """Marks that are missing or changed on any parameter at any time of a step."""
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("param_dtype", (None, torch.bfloat16))
+@on_ranks(2)
+def test_attributes_are_on_sharded_and_on_gathered_parameters(
+    strategy: str, param_dtype: torch.dtype
+) -> None:
     torch.manual_seed(0)
     model: Any = Stack(2)
     model.output.requires_grad_(False)
@@ -82,18 +87,11 @@ def lost_marks(strategy: str, param_dtype: torch.dtype | None) -> list[str]:
     look(model, "")
     per_block = len(list(model.blocks[0].parameters()))
     assert looks == 2 * len(numbers) + 4 * per_block
-    return found
+    assert found == [], (strategy, param_dtype)
 
 
-def test_attributes_are_on_sharded_and_on_gathered_parameters(pools: RankPools) -> None:
-    for strategy in STRATEGIES:
-        for param_dtype in (None, torch.bfloat16):
-            for found in pools(2).run(lost_marks, strategy, param_dtype):
-                assert found == [], (strategy, param_dtype)
-
-
-def tied_marks() -> tuple[bool, bool, Any]:
-    """Whether a tied parameter stays one, sharded and gathered, and its mark."""
+@on_ranks(2)
+def test_a_tied_parameter_stays_one_and_keeps_its_attributes() -> None:
     model: Any = TiedInside()
     model.embedding.weight.shared_embedding = True
     wrap(model)
@@ -103,31 +101,20 @@ def tied_marks() -> tuple[bool, bool, Any]:
         lambda *_: seen.append(model.embedding.weight is model.head.weight)
     )
     model(batch(0))
-    return tied, seen == [True], model.head.weight.shared_embedding
+    assert tied
+    assert seen == [True]
+    assert model.head.weight.shared_embedding
 
 
-def test_a_tied_parameter_stays_one_and_keeps_its_attributes(pools: RankPools) -> None:
-    assert pools(2).run(tied_marks) == [(True, True, True)] * 2
-
-
-def bound_method() -> tuple[int, bool, bool]:
-    """Result of a carried method, whose it is, and whether the original's memory is freed."""
+@on_ranks(2)
+def test_a_method_hung_on_a_parameter_is_carried_and_keeps_no_original_alive() -> None:
     linear: Any = nn.Linear(4, 6, bias=False)
-    linear.blocks = []
     linear.weight.base = 4
     linear.weight.compute = types.MethodType(lambda self, x: self.base + x, linear.weight)
     original = weakref.ref(linear.weight)
     wrap(linear)
     gc.collect()
     method = linear.weight.compute
-    return method(3), method.__self__ is linear.weight, original() is None
-
-
-def test_a_method_hung_on_a_parameter_is_carried(pools: RankPools) -> None:
-    assert [result for result, *_ in pools(2).run(bound_method)] == [7, 7]
-
-
-def test_a_carried_method_does_not_keep_the_original_alive(pools: RankPools) -> None:
-    for _, is_rebound, is_freed in pools(2).run(bound_method):
-        assert is_rebound
-        assert is_freed
+    assert method(3) == 7
+    assert method.__self__ is linear.weight
+    assert original() is None

@@ -2,46 +2,53 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.distributed.wrapping import held_error, mesh_of, wrap
-from tests.ranks import RankPools
+from tests.distributed.on_ranks import on_ranks
+from tests.distributed.wrapping import (
+    MESHES,
+    gradient_error,
+    of_all_ranks,
+    on_mesh,
+    pair,
+    weight_error,
+    wrap,
+)
 
 
-def sent_when_clipping(sizes: tuple[int, ...]) -> tuple[bool, list[str]]:
-    """Whether this rank holds any row, and what it communicates to clip a second time."""
-    model = nn.Linear(4, 3 if len(sizes) == 1 else 1, bias=False)
-    outer = "optim" if len(sizes) == 2 else "no_shard"
-    wrapped = wrap(model, [], mesh=mesh_of(*sizes), outer_dp_sharding_strategy=outer)
-    wrapped(torch.ones(2, 4)).square().sum().backward()
-    names = ("send", "recv", "all_reduce", "all_gather", "barrier")
-    originals = {name: getattr(dist, name) for name in names}
-    sent: list[str] = []
-    nn.utils.clip_grad_norm_(wrapped.parameters(), 0.5)
-    for name, original in originals.items():
-        setattr(dist, name, lambda *a, _n=name, _f=original, **k: (sent.append(_n), _f(*a, **k))[1])
-    try:
-        nn.utils.clip_grad_norm_(wrapped.parameters(), 0.5)
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
-    start, end = wrapped.weight.local_rows
-    return end > start, sent
-
-
-@pytest.mark.parametrize(("sizes", "num_holders"), [((4,), 3), ((2, 2), 1)])
+@pytest.mark.parametrize(("mesh_name", "num_holders"), [("4", 3), ("HFSDP 2x2", 1)])
+@on_ranks("mesh_name")
 def test_clipping_where_a_rank_is_empty_is_one_all_reduce_per_axis_on_every_rank(
-    pools: RankPools, sizes: tuple[int, ...], num_holders: int
+    mesh_name: str, num_holders: int
 ) -> None:
-    found = pools(4).run(sent_when_clipping, sizes)
-    assert sum(holds for holds, _ in found) == num_holders
-    for _, sent in found:
-        assert sent == ["all_reduce"] * len(sizes)
+    model = wrap(nn.Linear(4, num_holders, bias=False), **on_mesh(mesh_name))
+    model(torch.ones(2, 4)).square().sum().backward()
+    sent: list[str] = []
+
+    def noted(name: str) -> Any:
+        original = getattr(dist, name)
+        return mock.patch.object(
+            dist, name, lambda *a, **k: (sent.append(name), original(*a, **k))[1]
+        )
+
+    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    with contextlib.ExitStack() as stack:
+        for name in ("send", "recv", "all_reduce", "all_gather", "barrier"):
+            stack.enter_context(noted(name))
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    start, end = model.weight.local_rows
+    assert sum(of_all_ranks(end > start)) == num_holders
+    assert sent == ["all_reduce"] * len(MESHES[mesh_name][0])
+
+
+X = torch.arange(16.0).view(2, 8)
 
 
 class Two(nn.Module):
@@ -56,45 +63,36 @@ class Two(nn.Module):
         return self.few(x[:, :4]).square().sum() + self.many(x).square().sum()
 
 
-def two_trained() -> tuple[Any, Any]:
+def _two() -> tuple[Any, Any]:
     """The model with gradients twice: plain, and sharded over all ranks."""
-    models = []
-    for shards in (False, True):
-        torch.manual_seed(0)
-        model = Two()
-        models.append(wrap(model, [model.few]) if shards else model)
-        models[-1](torch.arange(16.0).view(2, 8)).backward()
-    return models[0], models[1]
+    plain, model = pair(Two, lambda m: [m.few])
+    for either in (plain, model):
+        either(X).backward()
+    return plain, model
 
 
-def clipped(name: str, order: float, foreach: bool) -> tuple[bool, float, float]:
-    """Whether this rank holds a row, relative error of the norm of a subset, and of gradients."""
-    plain, model = two_trained()
-    part, whole = getattr(model, name), getattr(plain, name)
+@pytest.mark.parametrize("order", [2.0, float("inf")])
+@pytest.mark.parametrize("foreach", [True, False])
+@pytest.mark.parametrize(("name", "num_holders"), [("few", 2), ("many", 3)])
+@on_ranks(4, timeout_s=20)
+def test_a_subset_that_some_rank_holds_no_row_of_is_clipped_to_the_unsharded_norm_on_all(
+    name: str, num_holders: int, foreach: bool, order: float
+) -> None:
+    part, whole = (getattr(model, name) for model in reversed(_two()))
     options: dict[str, Any] = {"norm_type": order, "foreach": foreach}
     for _ in range(2):
         expected = nn.utils.clip_grad_norm_(whole.parameters(), 0.5, **options)
-        norm = nn.utils.clip_grad_norm_(part.parameters(), 0.5, **options)
+        norm = nn.utils.clip_grad_norm_(part.parameters(), 0.5, **options).item()
     holds = part.weight.to_local().numel() > 0
+    assert sum(of_all_ranks(holds)) == num_holders
     assert holds == (part.weight.grad is not None)
-    error = held_error(part.weight.grad, whole.weight.grad) if holds else 0.0
-    return holds, abs(norm.item() / expected.item() - 1), error
+    assert norm == pytest.approx(expected.item(), rel=1e-6)
+    assert gradient_error(part, whole) < 1e-6
 
 
-@pytest.mark.parametrize("foreach", [True, False])
-@pytest.mark.parametrize(("name", "num_holders"), [("few", 2), ("many", 3)])
-def test_a_subset_that_some_rank_holds_no_row_of_is_clipped_to_the_unsharded_norm_on_all(
-    pools: RankPools, name: str, num_holders: int, foreach: bool
-) -> None:
-    for order in (2.0, float("inf")):
-        found = pools(4).run(clipped, name, order, foreach, timeout_s=20)
-        assert sum(holds for holds, _, _ in found) == num_holders
-        assert max(max(errors) for _, *errors in found) < 1e-6
-
-
-def seen_by_clipping() -> list[bool]:
-    """Whether clipping has a norm after a backward, after `zero_grad`, with zeros, and frozen."""
-    _, model = two_trained()
+@on_ranks(4, timeout_s=20)
+def test_ranks_without_rows_come_to_clip_exactly_where_others_have_gradients() -> None:
+    _, model = _two()
 
     def norm() -> bool:
         return bool(nn.utils.clip_grad_norm_(model.few.parameters(), 1.0).item())
@@ -109,46 +107,31 @@ def seen_by_clipping() -> list[bool]:
     model.few.requires_grad_(False)
     model.zero_grad()
     model(torch.ones(2, 8)).backward()
-    return [*found, norm()]
+    assert [*found, norm()] == [True, False, True, False, False]
 
 
-def test_ranks_without_rows_come_to_clip_exactly_where_others_have_gradients(
-    pools: RankPools,
+@pytest.mark.parametrize("broken", [None, 0, 3], ids=["whole", "inf on rank 0", "inf on rank 3"])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("name", ["few", "many", ""])
+@on_ranks(4, timeout_s=20)
+def test_grad_scaler_decides_alike_where_ranks_hold_no_rows(
+    name: str, fused: bool, broken: int | None
 ) -> None:
-    for found in pools(4).run(seen_by_clipping, timeout_s=20):
-        assert found == [True, False, True, False, False]
-
-
-def scaled_step(broken: int | None, name: str, fused: bool) -> tuple[float, float]:
-    """The next scale after a step where one rank may have an inf, and the error of weights."""
-    plain, model = two_trained()
-    x = torch.arange(16.0).view(2, 8)
+    plain, model = _two()
     optimizers = []
-    for one in (plain, model):
-        one.zero_grad()
-        params = getattr(one, name).parameters() if name else one.parameters()
+    for either in (plain, model):
+        either.zero_grad()
+        params = getattr(either, name).parameters() if name else either.parameters()
         optimizers.append(torch.optim.AdamW(params, lr=0.1, fused=fused))
     if broken is None:
-        plain(x).backward()
+        plain(X).backward()
         optimizers[0].step()
     scaler = torch.amp.GradScaler(device="cpu", init_scale=4.0, growth_interval=1)
-    scaler.scale(model(x * float("inf") if dist.get_rank() == broken else x)).backward()
+    scaler.scale(model(X * float("inf") if dist.get_rank() == broken else X)).backward()
     if not fused:
         scaler.unscale_(optimizers[1])
     scaler.step(optimizers[1])
     scaler.update()
-    pairs = zip(model.parameters(), plain.parameters(), strict=True)
-    return scaler.get_scale(), max(held_error(mine, theirs) for mine, theirs in pairs)
-
-
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("name", ["few", "many", ""])
-def test_grad_scaler_decides_alike_where_ranks_hold_no_rows(
-    pools: RankPools, name: str, fused: bool
-) -> None:
-    for broken in (None, 0, 3):
-        found = pools(4).run(scaled_step, broken, name, fused, timeout_s=20)
-        for scale, error in found:
-            # A step that only some ranks skip would leave weights that differ from the plain ones.
-            assert scale == (8.0 if broken is None else 2.0), (broken, found)
-            assert error < 1e-5, (broken, found)
+    # A step that only some ranks skip would leave weights that differ from the plain ones.
+    assert scaler.get_scale() == (8.0 if broken is None else 2.0)
+    assert weight_error(model, plain) < 1e-5

@@ -23,18 +23,17 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from megatron_fsdp_v2 import FSDPModule, fully_shard, register_fsdp_forward_method
 from megatron_fsdp_v2.runtime.torch_fsdp import REFUSED_METHODS
-from tests.distributed.wrapping import mesh_of
-from tests.ranks import RankPools
+from tests.distributed.on_ranks import on_ranks
+from tests.distributed.wrapping import (
+    STRATEGIES,
+    pair,
+    said,
+    shards_of,
+    step_all,
+    weight_error,
+    wrap,
+)
 from tests.reference.models import INPUT, WIDTH, Block, Stack
-
-STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
-
-
-def _sharded(model: Any, strategy: str = "optim_grads_params", mesh: Any = None) -> Any:
-    mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
-    for block in model.blocks if isinstance(model, Stack) else model:
-        fully_shard(block, mesh=mesh, sharding_strategy=strategy)
-    return fully_shard(model, mesh=mesh, sharding_strategy=strategy)
 
 
 def test_no_method_of_any_version_of_fsdp2_reaches_into_its_own_state() -> None:
@@ -44,14 +43,14 @@ def test_no_method_of_any_version_of_fsdp2_reaches_into_its_own_state() -> None:
     assert [n for n in functions if getattr(FSDPModule, n) is getattr(TheirModule, n)] == []
 
 
-def kinds_and_refusals() -> tuple[list[bool], list[str], list[str]]:
-    """Instances; what rejected methods say; types of a slice and of what is in it."""
-    model = _sharded(nn.Sequential(Block(), Block(), nn.Linear(WIDTH, 2)))
-    said = []
+@on_ranks(2)
+def test_units_are_instances_and_refuse_by_name_what_they_do_not_have() -> None:
+    model = nn.Sequential(Block(), Block(), nn.Linear(WIDTH, 2))
+    wrap(model, model)
     for name in REFUSED_METHODS:
-        with pytest.raises(RuntimeError) as raised:
-            getattr(model, name)(None)
-        said.append(str(raised.value))
+        assert f"has no {name}: " in said(
+            RuntimeError, lambda name=name: getattr(model, name)(None)
+        )
     with pytest.raises(AttributeError, match="has no '_lazy_init' of FSDP2's internals"):
         model._get_fsdp_state()._lazy_init()
     share_comm_ctx([model, model[0]])
@@ -63,33 +62,23 @@ def kinds_and_refusals() -> tuple[list[bool], list[str], list[str]]:
     handle.wait()
     model[0].reshard()
     part = model[:2]
-    return instances, said, [type(part).__name__, type(part[0]).__name__, type(model).__name__]
+    classes = [type(module).__name__ for module in (part, part[0], model)]
+    assert instances == [True, True, True, True, False, True]
+    assert classes == ["Sequential", "FSDPBlock", "FSDPSequential"]
 
 
-def test_units_are_instances_and_refuse_by_name_what_they_do_not_have(pools: RankPools) -> None:
-    for instances, said, classes in pools(2).run(kinds_and_refusals):
-        assert instances == [True, True, True, True, False, True]
-        for name, sentence in zip(REFUSED_METHODS, said, strict=True):
-            assert f"has no {name}: " in sentence
-        assert classes == ["Sequential", "FSDPBlock", "FSDPSequential"]
+@pytest.mark.parametrize("default", [{}, {"sharding_strategy": "optim"}], ids=["", "a default"])
+@on_ranks(2)
+def test_ours_can_be_put_in_the_place_of_theirs(default: dict[str, Any]) -> None:
+    with mock.patch(
+        "torch.distributed.fsdp.fully_shard", functools.partial(fully_shard, **default)
+    ):
+        from torch.distributed import fsdp
 
-
-def put_in_their_place() -> tuple[bool, bool]:
-    """Whether ours shards where a library imports theirs, with a default of one's own or not."""
-    found = []
-    for ours in (fully_shard, functools.partial(fully_shard, sharding_strategy="optim")):
-        with mock.patch("torch.distributed.fsdp.fully_shard", ours):
-            from torch.distributed import fsdp
-
-            model = fsdp.fully_shard(Block())
-        found.append(isinstance(model, FSDPModule))
-        with pytest.raises((AssertionError, ValueError, RuntimeError)):
-            their_fully_shard(model)
-    return found[0], found[1]
-
-
-def test_ours_can_be_put_in_the_place_of_theirs(pools: RankPools) -> None:
-    assert pools(2).run(put_in_their_place) == [(True, True)] * 2
+        model = fsdp.fully_shard(Block())
+    assert isinstance(model, FSDPModule)
+    with pytest.raises((AssertionError, ValueError, RuntimeError)):
+        their_fully_shard(model)
 
 
 class Scorer(Stack):
@@ -99,26 +88,13 @@ class Scorer(Stack):
         return self.forward(x).square().mean() * factor
 
 
-def _step(optimizers: list[torch.optim.Optimizer]) -> None:
-    for optimizer in optimizers:
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def _distance(model: nn.Module, plain: nn.Module) -> float:
-    """Largest difference of any weight."""
-    pairs = zip(model.parameters(), plain.parameters(), strict=True)
-    return max((a.full_tensor() - b).abs().max().item() for a, b in pairs)
-
-
-def trained_by_a_method(strategy: str, register: Any) -> tuple[float, bool]:
-    """Largest difference from the unsharded model's, through a registered forward method.
-
-    And whether the model dies with its last name.
-    """
-    torch.manual_seed(0)
-    plain = Scorer()
-    model = _sharded(copy.deepcopy(plain), strategy)
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+@pytest.mark.parametrize("register", [register_fsdp_forward_method, their_register])
+@on_ranks(2)
+def test_a_registered_forward_method_trains_as_the_forward_does(
+    strategy: str, register: Any
+) -> None:
+    plain, model = pair(Scorer, sharding_strategy=strategy)
     register(model, "score")
     x = torch.randn(2, 4, INPUT)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
@@ -126,21 +102,13 @@ def trained_by_a_method(strategy: str, register: Any) -> tuple[float, bool]:
         model.score(x[dist.get_rank()], factor=3.0).backward()
         for part in x:
             (plain.score(part, factor=3.0) / 2).backward()
-        _step(optimizers)
-    distance, reference = _distance(model, plain), weakref.ref(model)
+        step_all(*optimizers)
+    distance, reference = weight_error(model, plain), weakref.ref(model)
     register(plain, "score")  # not sharded: nothing happens
     del model, optimizers, part
-    return distance, reference() is None
-
-
-@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
-@pytest.mark.parametrize("register", [register_fsdp_forward_method, their_register])
-def test_a_registered_forward_method_trains_as_the_forward_does(
-    pools: RankPools, strategy: str, register: Any
-) -> None:
-    for distance, is_gone in pools(2).run(trained_by_a_method, strategy, register):
-        assert distance < 1e-6
-        assert is_gone or register is their_register
+    is_gone = reference() is None
+    assert distance < 1e-6
+    assert is_gone or register is their_register
 
 
 class Generator(nn.Module):
@@ -163,13 +131,11 @@ class Generator(nn.Module):
         return self.embedding(tokens) + x
 
 
-def trained_around_its_forward(strategy: str, register: Any) -> float:
-    """Largest difference from the unsharded model's, with steps of the method and the forward."""
-    torch.manual_seed(0)
-    plain = Generator()
-    model = copy.deepcopy(plain)
-    for unit in (model.block, model):
-        fully_shard(unit, mesh=mesh_of(dist.get_world_size()), sharding_strategy=strategy)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("register", [register_fsdp_forward_method, their_register])
+@on_ranks(2)
+def test_a_registered_method_may_run_the_forward_inside(strategy: str, register: Any) -> None:
+    plain, model = pair(Generator, lambda m: [m.block], sharding_strategy=strategy)
     register(model, "generate")
     tokens, x = torch.tensor([1, 3, 3]), torch.randn(4, WIDTH)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
@@ -182,36 +148,22 @@ def trained_around_its_forward(strategy: str, register: Any) -> float:
             differences.append(float((model.generate(tokens) - plain.generate(tokens)).abs().max()))
         for either in (model, plain):
             (either.generate(tokens).square().mean() + either(x).square().mean()).backward()
-        _step(optimizers)
-    return max(*differences, _distance(model, plain))
+        step_all(*optimizers)
+    assert max(*differences, weight_error(model, plain)) < 1e-6
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("register", [register_fsdp_forward_method, their_register])
-def test_a_registered_method_may_run_the_forward_inside(
-    pools: RankPools, strategy: str, register: Any
-) -> None:
-    assert max(pools(2).run(trained_around_its_forward, strategy, register)) < 1e-6
-
-
-def pipelined(strategy: str, schedule: str) -> float:
-    """Largest difference of weights from the unsharded model's, with torch's pipelining."""
+@on_ranks(4)
+def test_torchs_pipelining_trains_as_the_unsharded_loop_does(strategy: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    torch.manual_seed(0)
     stages = [nn.Sequential(Block(), Block()) for _ in range(2)]
     x, y = torch.randn(2, 2, 4, 3, WIDTH)
     plain = copy.deepcopy(stages)
     here, dp = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
-    module = _sharded(stages[here], strategy, mesh["dp"])
+    module = wrap(stages[here], stages[here], mesh=mesh["dp"], sharding_strategy=strategy)
     loss_fn = nn.functional.mse_loss
-    stage = PipelineStage(
-        module,
-        here,
-        2,
-        torch.device("cpu"),
-        group=mesh.get_group("pp"),
-    )
-    kind = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[schedule]
+    stage = PipelineStage(module, here, 2, torch.device("cpu"), group=mesh.get_group("pp"))
+    kind = ScheduleGPipe if strategy in ("optim", "optim_grads_params") else Schedule1F1B
     runner = kind(stage, n_microbatches=4, loss_fn=loss_fn)
     whole = nn.Sequential(*plain)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (module, whole)]
@@ -222,25 +174,17 @@ def pipelined(strategy: str, schedule: str) -> float:
             runner.step(target=y[dp])
         for part, target in zip(x, y, strict=True):
             (loss_fn(whole(part), target) / 2).backward()
-        _step(optimizers)
-    return _distance(module, plain[here])
+        step_all(*optimizers)
+    assert weight_error(module, plain[here]) < 1e-6
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_torchs_pipelining_trains_as_the_unsharded_loop_does(
-    pools: RankPools, strategy: str
-) -> None:
-    schedule = "gpipe" if strategy in ("optim", "optim_grads_params") else "1f1b"
-    assert max(pools(4).run(pipelined, strategy, schedule)) < 1e-6
-
-
-def kept_after_the_backward() -> tuple[bool, list[bool], bool]:
-    """Whether no bit changes; whether weights stay after micro-batches; and after a step."""
+@on_ranks(2)
+def test_weights_kept_after_a_backward_change_no_bit() -> None:
     torch.manual_seed(0)
     plain = Stack()
     weights, kept, after = [], [], True
     for keeps in (False, True):
-        model = _sharded(copy.deepcopy(plain))
+        model = wrap(copy.deepcopy(plain))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(2):
             for micro in range(3):
@@ -250,18 +194,12 @@ def kept_after_the_backward() -> tuple[bool, list[bool], bool]:
                 model(torch.randn(2, INPUT)).square().mean().backward()
                 if keeps:
                     kept.append(model.blocks[1]._fsdp_unit.is_unsharded)
-            optimizer.step()
-            optimizer.zero_grad()
-        weights.append([param.to_local().clone() for param in model.parameters()])
+            step_all(optimizer)
+        weights.append(shards_of(model))
         after = after and not model.blocks[1]._fsdp_unit.is_unsharded
-    return all(map(torch.equal, *weights)), kept, after
-
-
-def test_weights_kept_after_a_backward_change_no_bit(pools: RankPools) -> None:
-    for same, kept, after in pools(2).run(kept_after_the_backward):
-        assert same
-        assert kept == [True, True, False] * 2
-        assert after
+    assert all(map(torch.equal, *weights))
+    assert kept == [True, True, False] * 2
+    assert after
 
 
 class Failing(Stack):
@@ -274,46 +212,35 @@ class Failing(Stack):
         return self.output(x)
 
 
-def state_after_a_reset() -> tuple[bool, str]:
-    """Whether all parameters are sharded ones again, and what a unit that is no root says."""
-    model = _sharded(Failing())
+@on_ranks(2)
+def test_a_reset_after_an_exception_brings_sharded_parameters_back() -> None:
+    model = wrap(Failing())
     model.fails = True
     with pytest.raises(KeyError):
         model(torch.randn(2, INPUT))
     model.reset_iter_state()
     is_sharded = all(hasattr(param, "full_tensor") for param in model.parameters())
-    with pytest.raises(RuntimeError) as raised:
-        model.blocks[0].reset_iter_state()
+    text = said(RuntimeError, model.blocks[0].reset_iter_state)
     model.fails = False
     model(torch.randn(2, INPUT)).sum().backward()
-    return is_sharded, str(raised.value)
+    assert is_sharded
+    assert "blocks.0 (Block) is not the root" in text
 
 
-def test_a_reset_after_an_exception_brings_sharded_parameters_back(pools: RankPools) -> None:
-    for is_sharded, said in pools(2).run(state_after_a_reset):
-        assert is_sharded
-        assert "blocks.0 (Block) is not the root" in said
-
-
-def round_trip() -> bool:
-    """Whether torch's own state dicts bring a model and its optimizer back, bit by bit."""
-    model = _sharded(Stack())
+@on_ranks(2)
+def test_torchs_state_dicts_restore_model_and_optimizer() -> None:
+    model = wrap(Stack())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
 
     def step() -> list[torch.Tensor]:
         torch.manual_seed(3)
         model(torch.randn(2, INPUT)).square().mean().backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        return [param.to_local().clone() for param in model.parameters()]
+        step_all(optimizer)
+        return shards_of(model)
 
     step()
     weights, state = copy.deepcopy(get_state_dict(model, optimizer))
     first = step()
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
-    return all(map(torch.equal, first, step()))
-
-
-def test_torchs_state_dicts_restore_model_and_optimizer(pools: RankPools) -> None:
-    assert pools(2).run(round_trip) == [True] * 2
+    assert all(map(torch.equal, first, step()))

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp_v2 import fully_shard
-from tests.distributed.wrapping import mesh_of, said, wrap
-from tests.ranks import RankPools
+from tests.distributed.on_ranks import on_ranks
+from tests.distributed.wrapping import check_said, wrap
 from tests.reference.models import Stack
-
-
-def _sharded(strategy: str = "optim_grads_params") -> Any:
-    torch.manual_seed(0)
-    return wrap(Stack(), sharding_strategy=strategy)
 
 
 def _step(model: Any, optimizer: Any) -> float:
@@ -73,19 +68,16 @@ CHANGES = {
 }
 
 
-def losses_after(change: str, strategy: str) -> tuple[list[float], list[float]]:
-    """Losses of an untouched model, and of one changed before the optimizer was built."""
-    expected = _losses(_sharded(strategy))
-    model = _sharded(strategy)
-    CHANGES[change](model)
-    return expected, _losses(model)
-
-
 @pytest.mark.parametrize("change", CHANGES)
-def test_replaced_parameters_keep_their_values_and_train_on(pools: RankPools, change: str) -> None:
-    for strategy in ("optim_grads_params", "optim_grads", "no_shard"):
-        for expected, found in pools(2).run(losses_after, change, strategy):
-            assert found == expected, strategy
+@pytest.mark.parametrize("strategy", ("optim_grads_params", "optim_grads", "no_shard"))
+@on_ranks(2)
+def test_replaced_parameters_keep_their_values_and_train_on(change: str, strategy: str) -> None:
+    torch.manual_seed(0)
+    expected = _losses(wrap(Stack(), sharding_strategy=strategy))
+    torch.manual_seed(0)
+    model = wrap(Stack(), sharding_strategy=strategy)
+    CHANGES[change](model)
+    assert _losses(model) == expected
 
 
 def _stale_optimizer() -> None:
@@ -93,80 +85,64 @@ def _stale_optimizer() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for param in model.parameters():
         param.grad = torch.zeros_like(param)
-    mesh = mesh_of(dist.get_world_size())
-    fully_shard(model, mesh=mesh)
+    fully_shard(model)
     optimizer.step()
 
 
 def _optimizer_before_rebuilding() -> None:
-    model = _sharded()
+    model = wrap(Stack())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     _step(model, optimizer)
     _rebuild(model)
     _step(model, optimizer)
 
 
-def _changed(change: Any) -> Any:
+def _changed(path: str, value: Callable[[Any], Any]) -> Callable[[], None]:
+    """A use of a model in which something was set to a value."""
+    owner, _, name = path.rpartition(".")
+
     def call() -> None:
-        model = _sharded()
-        change(model)
+        model = wrap(Stack())
+        target = model.get_parameter(owner) if name == "data" else model.get_submodule(owner)
+        setattr(target, name, value(model))
         model(torch.ones(2, 5))
 
     return call
 
 
-def _tie(model: Any) -> None:
-    model.blocks[1].up.weight = model.blocks[0].up.weight
+def _new(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
+    return nn.Parameter(torch.ones(shape, dtype=dtype))
 
 
-def _resize(model: Any) -> None:
-    model.output.weight = nn.Parameter(torch.ones(4, 7))
-
-
-def _remove(model: Any) -> None:
-    model.blocks[0].up.bias = None
-
-
-def _plain_bf16(model: Any) -> None:
-    model.output.weight = nn.Parameter(torch.ones(3, 7, dtype=torch.bfloat16))
-
-
-def _resize_data(model: Any) -> None:
-    model.output.weight.data = torch.ones(4, 7)
-
-
-def messages() -> dict[str, str]:
-    """What every change that has no meaning says."""
-    value, runtime = ValueError, RuntimeError
-    return {
-        "optimizer": said(runtime, _stale_optimizer),
-        "rebuilt": said(runtime, _optimizer_before_rebuilding),
-        "dtype": said(value, lambda: _sharded().bfloat16()),
-        "half": said(value, lambda: nn.Sequential(_sharded()).half()),
-        "device": said(value, lambda: _sharded().to("meta")),
-        "tied": said(value, _changed(_tie)),
-        "size": said(value, _changed(_resize)),
-        "removed": said(value, _changed(_remove)),
-        "plain dtype": said(value, _changed(_plain_bf16)),
-        "data": said(value, _changed(_resize_data)),
-    }
-
-
-EXPECTED = {
-    "optimizer": "holds input.weight of Stack/0 as it was before fully_shard",
-    "rebuilt": "holds input.weight of Stack/0 as it was before the parameter was replaced",
-    "dtype": "the root (Stack) are torch.float32 and cannot become torch.bfloat16 once they are",
-    "half": "set the dtype to compute with by mp_policy=MixedPrecisionPolicy(param_dtype=...)",
-    "device": "stay on cpu, where their mesh is, and cannot move to meta",
-    "tied": "parameter up.weight of blocks.1/0 (registered as weight of Linear) was tied to",
-    "size": "shape (3, 7) before, (4, 7) now",
-    "removed": "was removed after fully_shard",
-    "plain dtype": "changed from torch.float32 to torch.bfloat16; keep its dtype",
-    "data": "cannot take the data of a tensor of shape (4, 7)",
+OPTIMIZERS = {
+    "holds input.weight of Stack/0 as it was before fully_shard": _stale_optimizer,
+    "holds input.weight of Stack/0 as it was before the parameter was replaced": (
+        _optimizer_before_rebuilding
+    ),
+}
+MEANINGLESS: dict[str, Callable[[], Any]] = {
+    "the root (Stack) are torch.float32 and cannot become torch.bfloat16 once they are": (
+        lambda: wrap(Stack()).bfloat16()
+    ),
+    "set the dtype to compute with by mp_policy=MixedPrecisionPolicy(param_dtype=...)": (
+        lambda: nn.Sequential(wrap(Stack())).half()
+    ),
+    "stay on cpu, where their mesh is, and cannot move to meta": lambda: wrap(Stack()).to("meta"),
+    "parameter up.weight of blocks.1/0 (registered as weight of Linear) was tied to": _changed(
+        "blocks.1.up.weight", lambda model: model.blocks[0].up.weight
+    ),
+    "shape (3, 7) before, (4, 7) now": _changed("output.weight", lambda _: _new(4, 7)),
+    "was removed after fully_shard": _changed("blocks.0.up.bias", lambda _: None),
+    "changed from torch.float32 to torch.bfloat16; keep its dtype": _changed(
+        "output.weight", lambda _: _new(3, 7, dtype=torch.bfloat16)
+    ),
+    "cannot take the data of a tensor of shape (4, 7)": _changed(
+        "output.weight.data", lambda _: torch.ones(4, 7)
+    ),
 }
 
 
-def test_changes_without_meaning_are_named(pools: RankPools) -> None:
-    for found in pools(2).run(messages):
-        for name, expected in EXPECTED.items():
-            assert expected in found[name], name
+@on_ranks(2)
+def test_changes_without_meaning_are_named() -> None:
+    check_said(RuntimeError, OPTIMIZERS)
+    check_said(ValueError, MEANINGLESS)

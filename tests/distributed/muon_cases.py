@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megatron_fsdp_v2 import fully_shard
 from megatron_fsdp_v2.dtensor.row_shards import TensorShard
 from megatron_fsdp_v2.dtensor.uneven_dtensor import local_of
+from tests.distributed.wrapping import mesh_of
 
 
 @dataclass(frozen=True)
@@ -50,12 +49,6 @@ class Place:
     outer: str = "no_shard"
     has_tensor_axis: bool = False
     granularity: str = "row"
-
-
-@functools.cache
-def _mesh(sizes: tuple[int, ...]) -> DeviceMesh:
-    names = tuple(f"axis{number}" for number in range(len(sizes)))
-    return init_device_mesh("cpu", sizes, mesh_dim_names=names)
 
 
 def full(seed: int, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -106,7 +99,7 @@ def sharded(
     specs: Sequence[Spec], place: Place, dtype: torch.dtype = torch.float32
 ) -> list[nn.Parameter]:
     """Sharded parameters: every second one in a unit inside the other. Collective."""
-    both = _mesh(place.mesh)
+    both = mesh_of(*place.mesh)
     data, size, rank = both, 1, 0
     if place.has_tensor_axis:
         names = both.mesh_dim_names

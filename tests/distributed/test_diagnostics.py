@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
+import itertools
 import math
 from pathlib import Path
 from typing import Any, override
@@ -13,11 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_fsdp_v2 import MixedPrecisionPolicy, fully_shard
+from megatron_fsdp_v2 import MixedPrecisionPolicy
 from megatron_fsdp_v2.diagnostics import (
     GroupRow,
     GroupSummary,
@@ -32,44 +31,25 @@ from megatron_fsdp_v2.dtensor.row_shards import RowShards
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2.layout.mixed_precision import GroupDtypes
 from megatron_fsdp_v2.runtime.fsdp_module import unit_of
-from tests.distributed.wrapping import BF16
-from tests.parity.patterns import batch
-from tests.ranks import RankPools
+from tests.distributed.on_ranks import on_ranks
+from tests.distributed.wrapping import (
+    BF16,
+    MESHES,
+    batch,
+    of_all_ranks,
+    on_mesh,
+    own_loss,
+    plain_loss,
+    said,
+    strategies_on,
+    wrap,
+)
 from tests.reference import models
 
 ROOT = Path(__file__).parents[2]
-STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-MESHES: dict[str, tuple[int, ...]] = {
-    "1": (1,),
-    "2": (2,),
-    "3": (3,),
-    "HSDP 2x2": (2, 2),
-    "HFSDP 2x2": (2, 2),
-}
-MODELS = {
-    cls.__name__: cls
-    for cls in (
-        models.Stack,
-        models.TiedInside,
-        models.PartlyFrozen,
-        models.UnusedParameter,
-        models.MixedDtypes,
-    )
-}
-
-
-@functools.cache
-def _mesh(shape: tuple[int, ...]) -> DeviceMesh:
-    # Once in a process: every new mesh makes process groups that are never ended.
-    return init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner")[-len(shape) :])
-
-
-def _strategies(mesh_name: str) -> list[str]:
-    return [s for s in STRATEGIES if not (mesh_name.startswith("HFSDP") and s == "no_shard")]
-
-
-def _ranks(mesh_name: str) -> int:
-    return math.prod(MESHES[mesh_name])
+MESH_NAMES = ("1", "2", "3", "HSDP 2x2", "HFSDP 2x2")
+KINDS = ("Stack", "TiedInside", "PartlyFrozen", "UnusedParameter", "MixedDtypes")
+MODELS = {name: getattr(models, name) for name in KINDS}
 
 
 def _sharded(
@@ -79,21 +59,7 @@ def _sharded(
     **options: Any,
 ) -> Any:
     torch.manual_seed(0)
-    model = build()
-    outer = "optim" if mesh_name.startswith("HFSDP") else "no_shard"
-    for module in [*model.blocks, model]:
-        fully_shard(
-            module,
-            mesh=_mesh(MESHES[mesh_name]),
-            sharding_strategy=strategy,
-            outer_dp_sharding_strategy=outer,
-            **options,
-        )
-    return model
-
-
-def _backward(model: nn.Module) -> None:
-    model(batch(0, 0, dist.get_rank())).square().mean().backward()
+    return wrap(build(), sharding_strategy=strategy, **on_mesh(mesh_name), **options)
 
 
 class _Collectives(TorchDispatchMode):
@@ -110,59 +76,47 @@ class _Collectives(TorchDispatchMode):
 # -- norms ------------------------------------------------------------------------------------
 
 
-def norms_and_reference(mesh_name: str, model_name: str) -> tuple[list[Any], list[Any], bool]:
-    """Norms of the sharded model by strategy and order, of the unsharded one by order."""
-    world_size, orders = dist.get_world_size(), (1.0, 2.0, 3.0, math.inf)
-    torch.manual_seed(0)
-    reference = MODELS[model_name]()
-    for rank in range(world_size):
-        (reference(batch(0, 0, rank)).square().mean() / world_size).backward()
-    expected = [
-        {
-            name: [
-                None if t is None else float(torch.linalg.vector_norm(t.detach().double(), order))
-                for t in (param, param.grad)
-            ]
-            for name, param in reference.named_parameters()
-        }
-        for order in orders
-    ]
-    found, has_empty_shard = [], False
-    for strategy in _strategies(mesh_name):
-        model = _sharded(mesh_name, strategy, MODELS[model_name])
-        _backward(model)
-        has_empty_shard |= any(p.to_local().numel() == 0 for p in model.parameters())
-        found.append([parameter_norms(model, order) for order in orders])
-    return found, expected, has_empty_shard
+def _norms(reference: nn.Module, order: float) -> dict[str, list[float | None]]:
+    """By name: the norm of a plain parameter, and of its gradient."""
+    return {
+        name: [
+            None if t is None else float(torch.linalg.vector_norm(t.detach().double(), order))
+            for t in (param, param.grad)
+        ]
+        for name, param in reference.named_parameters()
+    }
 
 
 @pytest.mark.parametrize("model_name", MODELS)
-@pytest.mark.parametrize("mesh_name", MESHES)
-def test_norms_are_those_of_the_unsharded_model(
-    pools: RankPools, mesh_name: str, model_name: str
-) -> None:
-    results = pools(_ranks(mesh_name)).run(norms_and_reference, mesh_name, model_name)
-    found, expected, _ = results[0]
-    assert all(other[0] == found for other in results), "ranks got different numbers"
-    if mesh_name not in ("1", "2"):
-        assert any(has_empty_shard for *_, has_empty_shard in results)
-    for by_order in found:
-        for norms, reference in zip(by_order, expected, strict=True):
-            assert list(norms) == list(reference)
-            floor = 0.33 * max(grad or 0.0 for _, grad in reference.values())
-            for name, (param, grad) in reference.items():
-                assert norms[name].param == pytest.approx(param, rel=1e-6), name
-                if "unused" in name:
-                    # No gradient there, zero here: others of its unit have one.
-                    assert (grad, norms[name].grad) == (None, 0.0)
-                elif grad is None:
-                    assert norms[name].grad is None, name
-                else:
-                    tolerance = 1e-6 * max(grad, floor)
-                    assert norms[name].grad == pytest.approx(grad, abs=tolerance), name
+@pytest.mark.parametrize("mesh_name", MESH_NAMES)
+@on_ranks("mesh_name")
+def test_norms_are_those_of_the_unsharded_model(mesh_name: str, model_name: str) -> None:
+    torch.manual_seed(0)
+    reference = MODELS[model_name]()
+    plain_loss(reference).backward()
+    for strategy, order in itertools.product(strategies_on(mesh_name), (1.0, 2.0, 3.0, math.inf)):
+        model = _sharded(mesh_name, strategy, MODELS[model_name])
+        own_loss(model).backward()
+        norms, expected = parameter_norms(model, order), _norms(reference, order)
+        has_empty = of_all_ranks(any(p.to_local().numel() == 0 for p in model.parameters()))
+        assert of_all_ranks(norms) == [norms] * dist.get_world_size()
+        assert any(has_empty) or strategy == "no_shard" or mesh_name in ("1", "2")
+        assert list(norms) == list(expected)
+        floor = 0.33 * max(grad or 0.0 for _, grad in expected.values())
+        for name, (param, grad) in expected.items():
+            assert norms[name].param == pytest.approx(param, rel=1e-6), name
+            if "unused" in name:
+                # No gradient there, zero here: others of its unit have one.
+                assert (grad, norms[name].grad) == (None, 0.0)
+            elif grad is None:
+                assert norms[name].grad is None, name
+            else:
+                tolerance = 1e-6 * max(grad, floor)
+                assert norms[name].grad == pytest.approx(grad, abs=tolerance), name
 
 
-def norms_in_other_states() -> None:
+@on_ranks(2)
+def test_norms_are_the_same_while_units_are_gathered_and_by_relative_name() -> None:
     model = _sharded()
     before = parameter_norms(model)
     assert all(norm.grad is None for norm in before.values())
@@ -177,85 +131,61 @@ def norms_in_other_states() -> None:
     assert parameter_norms(model.blocks[1])["up.bias"] == before["blocks.1.up.bias"]
 
 
-def test_norms_are_the_same_while_units_are_gathered_and_by_relative_name(
-    pools: RankPools,
-) -> None:
-    pools(2).run(norms_in_other_states)
-
-
-def norm_with_a_gradient_on_one_rank() -> tuple[float | None, float]:
+@on_ranks(2)
+def test_a_rank_without_gradient_adds_nothing_and_gets_the_norm() -> None:
     model = _sharded()
-    _backward(model)
+    own_loss(model).backward()
     param = model.blocks[0].up.weight
     if dist.get_rank() == 0:
         param.grad = None
-        return parameter_norms(model)["blocks.0.up.weight"].grad, 0.0
-    own = float(param.grad.to_local().double().norm())
-    return parameter_norms(model)["blocks.0.up.weight"].grad, own
-
-
-def test_a_rank_without_gradient_adds_nothing_and_gets_the_norm(pools: RankPools) -> None:
-    (first, _), (second, own) = pools(2).run(norm_with_a_gradient_on_one_rank)
-    assert first == second == pytest.approx(own, rel=1e-12)
+    _, own = of_all_ranks(
+        0.0 if param.grad is None else float(param.grad.to_local().double().norm())
+    )
+    assert parameter_norms(model)["blocks.0.up.weight"].grad == pytest.approx(own, rel=1e-12)
     assert own > 0
 
 
-def norms_of_ignored() -> bool:
-    torch.manual_seed(0)
+def _with_ignored() -> tuple[Any, nn.Parameter]:
     model = models.Stack()
     ignored = model.output.weight
-    for module in [*model.blocks, model]:
-        fully_shard(module, mesh=_mesh((2,)), ignored_params={ignored})
-    _backward(model)
+    return wrap(model, ignored_params={ignored}), ignored
+
+
+@on_ranks(2)
+def test_an_ignored_parameter_is_taken_as_it_is() -> None:
+    model, ignored = _with_ignored()
+    model(batch(dist.get_rank())).square().mean().backward()
     norm = parameter_norms(model)["output.weight"]
-    return norm.param == pytest.approx(float(ignored.detach().norm())) and (
-        norm.grad == pytest.approx(float(ignored.grad.norm()))
-    )
+    assert norm.param == pytest.approx(float(ignored.detach().norm()))
+    assert norm.grad == pytest.approx(float(ignored.grad.norm()))
 
 
-def test_an_ignored_parameter_is_taken_as_it_is(pools: RankPools) -> None:
-    assert all(pools(2).run(norms_of_ignored))
-
-
-def norms_of_planted(value: float, order: float) -> float:
+@pytest.mark.parametrize(("value", "order"), [(math.nan, 2.0), (math.nan, math.inf), (1e30, 2.0)])
+@on_ranks(2)
+def test_norms_neither_lose_a_nan_nor_overflow(value: float, order: float) -> None:
     model = _sharded()
     param = model.blocks[1].up.weight
     if dist.get_rank() == 1:
         param.to_local().detach()[-1, 0] = value
-    return parameter_norms(model, order)["blocks.1.up.weight"].param
+    norm = parameter_norms(model, order)["blocks.1.up.weight"].param
+    assert norm == pytest.approx(value, rel=1e-6, nan_ok=True)
 
 
-def test_norms_neither_lose_a_nan_nor_overflow(pools: RankPools) -> None:
-    for order in (2.0, math.inf):
-        assert all(math.isnan(norm) for norm in pools(2).run(norms_of_planted, math.nan, order))
-    for norm in pools(2).run(norms_of_planted, 1e30, 2.0):
-        assert norm == pytest.approx(1e30, rel=1e-6)
-
-
-def collectives_of_a_look(mesh_name: str) -> list[tuple[int, ...]]:
-    counts = []
-    for strategy in _strategies(mesh_name):
+@pytest.mark.parametrize("mesh_name", MESH_NAMES)
+@on_ranks("mesh_name")
+def test_one_collective_for_each_mesh_axis_and_none_for_what_layouts_tell(mesh_name: str) -> None:
+    shape, outer = MESHES[mesh_name]
+    axes = sum(size > 1 for size in shape)
+    for strategy in strategies_on(mesh_name):
         model = _sharded(mesh_name, strategy)
-        _backward(model)
-        row = []
+        own_loss(model).backward()
+        counts = []
         for look in (parameter_norms, find_nonfinite, group_summary, check_no_overlap):
             with _Collectives() as collectives:
                 look(model)
-            row.append(collectives.count)
-        counts.append(tuple(row))
-    return counts
-
-
-@pytest.mark.parametrize("mesh_name", MESHES)
-def test_one_collective_for_each_mesh_axis_and_none_for_what_layouts_tell(
-    pools: RankPools, mesh_name: str
-) -> None:
-    sharded_axes = {"1": 0, "2": 1, "3": 1, "HSDP 2x2": 1, "HFSDP 2x2": 2}[mesh_name]
-    axes = sum(size > 1 for size in MESHES[mesh_name])
-    for counts in pools(_ranks(mesh_name)).run(collectives_of_a_look, mesh_name):
-        for strategy, found in zip(_strategies(mesh_name), counts, strict=True):
-            along_shards = 0 if strategy == "no_shard" else sharded_axes
-            assert found == (along_shards, axes, 0, 0), strategy
+            counts.append(collectives.count)
+        sharded_axes = axes if outer == "optim" else min(axes, 1)
+        assert counts == [0 if strategy == "no_shard" else sharded_axes, axes, 0, 0], strategy
 
 
 # -- NaN and Inf ------------------------------------------------------------------------------
@@ -269,7 +199,7 @@ def nonfinite_planted(
         param_dtype=dtype, main_params_dtype=torch.float32, main_grads_dtype=dtype
     )
     model = _sharded(mesh_name, strategy, mp_policy=policy)
-    _backward(model)
+    own_loss(model).backward()
     check_finite(model)
     if every_replica or dist.get_rank() == 0:
         param, other = model.blocks[1].up.weight, model.blocks[2].down.weight
@@ -277,89 +207,68 @@ def nonfinite_planted(
             param.to_local().detach()[0, :3] = math.nan
         if other.local_rows[0] < other.local_rows[1] == other.shape[0]:
             other.grad.to_local()[-1, :2] = torch.tensor([math.inf, -math.inf])
-    try:
-        check_finite(model)
-    except RuntimeError as error:
-        return [dataclasses.astuple(item) for item in find_nonfinite(model)], str(error)
-    return [], ""
+    message = said(RuntimeError, lambda: check_finite(model))
+    return [dataclasses.astuple(item) for item in find_nonfinite(model)], message
 
 
-@pytest.mark.parametrize("mesh_name", MESHES)
+@pytest.mark.parametrize("mesh_name", MESH_NAMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@on_ranks("mesh_name")
 def test_nonfinite_numbers_are_named_and_counted_once_on_all_ranks(
-    pools: RankPools, mesh_name: str, dtype: torch.dtype
+    mesh_name: str, dtype: torch.dtype
 ) -> None:
-    for strategy in _strategies(mesh_name):
-        results = pools(_ranks(mesh_name)).run(nonfinite_planted, mesh_name, strategy, dtype, True)
-        for found, message in results:
-            assert found == [
-                ("blocks.1.up.weight", "param", 3, 0),
-                ("blocks.2.down.weight", "grad", 0, 2),
-            ], strategy
-            assert "blocks.1.up.weight: 3 NaN, 0 Inf" in message
-            assert "gradient of blocks.2.down.weight: 0 NaN, 2 Inf" in message
+    for strategy in strategies_on(mesh_name):
+        found, message = nonfinite_planted(mesh_name, strategy, dtype, True)
+        assert found == [
+            ("blocks.1.up.weight", "param", 3, 0),
+            ("blocks.2.down.weight", "grad", 0, 2),
+        ], strategy
+        assert "blocks.1.up.weight: 3 NaN, 0 Inf" in message
+        assert "gradient of blocks.2.down.weight: 0 NaN, 2 Inf" in message
 
 
-def test_what_is_wrong_on_one_replica_is_found_on_all_ranks(pools: RankPools) -> None:
-    for mesh_name, strategy in (("2", "no_shard"), ("HSDP 2x2", "optim_grads_params")):
-        results = pools(_ranks(mesh_name)).run(
-            nonfinite_planted, mesh_name, strategy, torch.float32, False
-        )
-        assert results[0][0], "nothing was planted on rank 0"
-        assert all(result == results[0] for result in results), mesh_name
+@pytest.mark.parametrize(
+    ("mesh_name", "strategy"), [("2", "no_shard"), ("HSDP 2x2", "optim_grads_params")]
+)
+@on_ranks("mesh_name")
+def test_what_is_wrong_on_one_replica_is_found_on_all_ranks(mesh_name: str, strategy: str) -> None:
+    found = nonfinite_planted(mesh_name, strategy, torch.float32, False)
+    assert found[0], "nothing was planted on rank 0"
+    assert of_all_ranks(found) == [found] * dist.get_world_size()
 
 
-def nonfinite_ignored() -> list[Any]:
-    torch.manual_seed(0)
-    model = models.Stack()
-    ignored = model.output.weight
-    for module in [*model.blocks, model]:
-        fully_shard(module, mesh=_mesh((2,)), ignored_params={ignored})
+@on_ranks(2)
+def test_a_nan_in_an_ignored_parameter_of_one_rank_is_found_on_all_ranks() -> None:
+    model, ignored = _with_ignored()
     if dist.get_rank() == 1:
         ignored.detach()[0, 0] = math.nan
-    return [dataclasses.astuple(item) for item in find_nonfinite(model)]
-
-
-def test_a_nan_in_an_ignored_parameter_of_one_rank_is_found_on_all_ranks(pools: RankPools) -> None:
-    assert pools(2).run(nonfinite_ignored) == [[("output.weight", "param", 1, 0)]] * 2
+    (item,) = find_nonfinite(model)
+    assert dataclasses.astuple(item) == ("output.weight", "param", 1, 0)
 
 
 # -- overlap ----------------------------------------------------------------------------------
 
 
-def overlap_errors(mesh_name: str) -> list[str]:
-    """Messages about sound models: none."""
-    messages = []
-    for strategy in _strategies(mesh_name):
-        for build, policy in (
-            (models.Stack, BF16),
-            (models.TiedInside, BF16),
-            (models.PartlyFrozen, None),
-            (models.MixedDtypes, None),
-        ):
-            model = _sharded(mesh_name, strategy, build, mp_policy=policy)
-            for _ in range(2):
-                messages.append(_overlap_message(model))
-                model(batch(0, 0, 0)).square().mean().backward()
-            messages.append(_overlap_message(model))
-    return [message for message in messages if message]
-
-
 def _overlap_message(model: nn.Module) -> str:
-    try:
+    return said(RuntimeError, lambda: check_no_overlap(model))
+
+
+SOUND = [("Stack", BF16), ("TiedInside", BF16), ("PartlyFrozen", None), ("MixedDtypes", None)]
+
+
+@pytest.mark.parametrize("mesh_name", MESH_NAMES)
+@on_ranks("mesh_name")
+def test_a_sound_model_has_no_overlap(mesh_name: str) -> None:
+    for strategy, (name, policy) in itertools.product(strategies_on(mesh_name), SOUND):
+        model = _sharded(mesh_name, strategy, MODELS[name], mp_policy=policy)
         check_no_overlap(model)
-    except RuntimeError as error:
-        return str(error)
-    return ""
+        for _ in range(2):
+            model(batch(0)).square().mean().backward()
+            check_no_overlap(model)
 
 
-@pytest.mark.parametrize("mesh_name", MESHES)
-def test_a_sound_model_has_no_overlap(pools: RankPools, mesh_name: str) -> None:
-    assert all(found == [] for found in pools(_ranks(mesh_name)).run(overlap_errors, mesh_name))
-
-
-def planted_overlaps() -> dict[str, str]:
-    """What is said about a model in which one thing was made wrong, by what it was."""
+@on_ranks(2)
+def test_a_planted_overlap_is_found_and_named() -> None:
     messages = {}
     model = _sharded()
     group = unit_of(model.blocks[1]).groups[0]
@@ -384,36 +293,29 @@ def planted_overlaps() -> dict[str, str]:
     model = _sharded()
     # Not every rank has rows of both.
     held = "up" if model.blocks[1].up.weight.to_local().numel() else "down"
-    messages["held"] = held
     mine, theirs = (getattr(model.blocks[block], held).weight for block in (1, 2))
     assert mine.to_local().numel()
     mine._local_tensor = theirs._local_tensor[: mine.to_local().shape[0]]
     messages["memory"] = _overlap_message(model)
 
     model = _sharded()
-    _backward(model)
+    own_loss(model).backward()
     weight = getattr(model.blocks[1], held).weight
     weight.grad = UnevenDTensor.from_rows(
         weight.to_local().detach(), weight.device_mesh, weight.row_shards, weight.shape
     )
     messages["gradient"] = _overlap_message(model)
-    return messages
-
-
-def test_a_planted_overlap_is_found_and_named(pools: RankPools) -> None:
-    for messages in pools(2).run(planted_overlaps):
-        up, down = "blocks.1.up.weight", "blocks.1.down.weight"
-        assert "overlap in their flat buffer" in messages["layout"]
-        assert up in messages["layout"] and down in messages["layout"]
-        assert f"rows 8 to 9 of {up} are held by two shards" in messages["twice"]
-        assert f"rows 7 to 8 of {up} are held by no shard" in messages["never"]
-        assert "not held once in every replica" in messages["replicas"]
-        assert "share memory on this rank" in messages["memory"]
-        held = f"{messages['held']}.weight"
-        assert f"blocks.1.{held}" in messages["memory"]
-        assert f"blocks.2.{held}" in messages["memory"]
-        assert f"gradient of blocks.1.{held}" in messages["gradient"]
-        assert "share memory on this rank" in messages["gradient"]
+    up, down = "blocks.1.up.weight", "blocks.1.down.weight"
+    assert "overlap in their flat buffer" in messages["layout"]
+    assert up in messages["layout"] and down in messages["layout"]
+    assert f"rows 8 to 9 of {up} are held by two shards" in messages["twice"]
+    assert f"rows 7 to 8 of {up} are held by no shard" in messages["never"]
+    assert "not held once in every replica" in messages["replicas"]
+    assert "share memory on this rank" in messages["memory"]
+    assert f"blocks.1.{held}.weight" in messages["memory"]
+    assert f"blocks.2.{held}.weight" in messages["memory"]
+    assert f"gradient of blocks.1.{held}.weight" in messages["gradient"]
+    assert "share memory on this rank" in messages["gradient"]
 
 
 # -- summary ----------------------------------------------------------------------------------
@@ -423,54 +325,46 @@ def _storage(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.untyped_storage().nbytes()
 
 
-def summary_and_storages(mesh_name: str, strategy: str, policy: Any) -> tuple[Any, Any, Any]:
-    """Rows before the first step, bytes of real storages after it, and numbers of elements."""
-    model = _sharded(mesh_name, strategy, models.PartlyFrozen, mp_policy=policy)
-    summary = group_summary(model)
-    _backward(model)
-    real = []
-    for module in [model, *model.blocks]:
-        for group in unit_of(module).groups:
-            main, own = group.main_weight.tensor, group.model_weight.tensor
-            gathered = group.weights._temporary
-            buffers = [gathered]
-            if group.grads is not None:
-                grads = group.grads.buffers
-                buffers += [grads.full, grads.grad_comm, grads.partial]
-            held = [0 if b is None else _storage(b.acquire()) for b in buffers]
-            grad = None if group.grads is None else group.grads.main.tensor
-            resting = (main, None if own.data_ptr() == main.data_ptr() else own, grad)
-            real.append((*(_storage(tensor) for tensor in resting), held[0], sum(held[1:])))
+@pytest.mark.parametrize("mesh_name", MESH_NAMES)
+@pytest.mark.parametrize("policy", [None, BF16], ids=["fp32", "bf16"])
+@on_ranks("mesh_name")
+def test_bytes_of_the_summary_are_those_of_real_storages(
+    mesh_name: str, policy: MixedPrecisionPolicy | None
+) -> None:
+    numels = [p.numel() for p in models.PartlyFrozen().parameters()]
     columns = [f"{role}_nbytes" for role in ("main_weight", "model_weight", "main_grad")]
     columns += ["gathered_nbytes", "full_grad_nbytes"]
-    told = [tuple(getattr(row, column) for column in columns) for row in summary.rows]
-    return told, real, (summary.num_params, summary.numel, summary.steady_nbytes)
+    for strategy in strategies_on(mesh_name):
+        model = _sharded(mesh_name, strategy, models.PartlyFrozen, mp_policy=policy)
+        summary = group_summary(model)
+        own_loss(model).backward()
+        real = []
+        for module in [model, *model.blocks]:
+            for group in unit_of(module).groups:
+                main, own = group.main_weight.tensor, group.model_weight.tensor
+                gathered = group.weights._temporary
+                buffers = [gathered]
+                if group.grads is not None:
+                    buffers += [
+                        group.grads._temporary,
+                        group.grads._comm_buffer,
+                        group.grads._partial,
+                    ]
+                held = [0 if b is None else _storage(b.acquire()) for b in buffers]
+                grad = None if group.grads is None else group.grads.main.tensor
+                resting = (main, None if own.data_ptr() == main.data_ptr() else own, grad)
+                real.append((*(_storage(tensor) for tensor in resting), held[0], sum(held[1:])))
+        told = [tuple(getattr(row, column) for column in columns) for row in summary.rows]
+        assert told == real, strategy
+        assert len(told) == 5, "root, frozen block, block of two groups, block"
+        assert any(row[2] == 0 for row in told) and any(row[2] for row in told)
+        assert (summary.num_params, summary.numel) == (len(numels), sum(numels))
+        assert summary.steady_nbytes == sum(sum(row[:3]) for row in real)
 
 
-@pytest.mark.parametrize("mesh_name", MESHES)
-@pytest.mark.parametrize("policy", [None, BF16], ids=["fp32", "bf16"])
-def test_bytes_of_the_summary_are_those_of_real_storages(
-    pools: RankPools, mesh_name: str, policy: MixedPrecisionPolicy | None
-) -> None:
-    reference = models.PartlyFrozen()
-    numel = sum(p.numel() for p in reference.parameters())
-    num_params = len(list(reference.parameters()))
-    for strategy in _strategies(mesh_name):
-        for told, real, totals in pools(_ranks(mesh_name)).run(
-            summary_and_storages, mesh_name, strategy, policy
-        ):
-            assert told == real, strategy
-            assert len(told) == 5, "root, frozen block, block of two groups, block"
-            assert any(row[2] == 0 for row in told) and any(row[2] for row in told)
-            assert totals == (num_params, numel, sum(sum(row[:3]) for row in real))
-
-
-def summary_rows() -> GroupSummary:
-    return group_summary(_sharded("HFSDP 2x2", mp_policy=BF16))
-
-
-def test_rows_say_dtypes_and_placements_of_each_axis(pools: RankPools) -> None:
-    summary = pools(4).run(summary_rows)[0]
+@on_ranks(4)
+def test_rows_say_dtypes_and_placements_of_each_axis() -> None:
+    summary = group_summary(_sharded("HFSDP 2x2", mp_policy=BF16))
     assert [row.unit for row in summary.rows] == ["", "blocks.0", "blocks.1", "blocks.2"]
     row = summary.rows[1]
     assert row.placements == "2:RSSP 2:SSSS"
@@ -524,44 +418,40 @@ def _partly_frozen() -> nn.Module:
     return model
 
 
-def printed_summary() -> str:
-    """What docs/diagnostics.md shows."""
-    return str(group_summary(_sharded(mp_policy=BF16, build=_partly_frozen)))
-
-
-def test_the_printed_summary_in_the_docs_is_real(pools: RankPools) -> None:
-    text = (ROOT / "docs" / "diagnostics.md").read_text()
-    assert pools(2).run(printed_summary)[0] in text
+@on_ranks(2)
+def test_the_printed_summary_in_the_docs_is_real() -> None:
+    summary = group_summary(_sharded(mp_policy=BF16, build=_partly_frozen))
+    assert str(summary) in (ROOT / "docs" / "diagnostics.md").read_text()
 
 
 # -- ranges -----------------------------------------------------------------------------------
 
 
-def range_names(is_async: bool) -> list[list[str]]:
-    """Names of ranges in a step: off, on, and off again."""
-    found = []
+PHASES = (
+    *("unshard", "wait_for_unshard", "reshard", "pre_forward", "post_forward"),
+    *("pre_backward", "post_backward", "reduce_grad"),
+)
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+@on_ranks(2)
+def test_ranges_of_every_phase_and_unit_are_in_a_trace_when_on_and_none_when_off(
+    is_async: bool,
+) -> None:
     model = _sharded(enable_async_reduce_grad=is_async, enable_unshard_prefetch=is_async)
+    names = []
     for enabled in (None, True, False):
         if enabled is not None:
             profile_ranges(model, enabled)
         with profile(activities=[ProfilerActivity.CPU]) as trace:
-            _backward(model)
-        found.append([e.name for e in trace.events() if e.name.startswith("fsdp::")])
-    return found
-
-
-def test_ranges_of_every_phase_and_unit_are_in_a_trace_when_on_and_none_when_off(
-    pools: RankPools,
-) -> None:
-    phases = ("unshard", "wait_for_unshard", "reshard", "pre_forward", "post_forward")
-    phases += ("pre_backward", "post_backward", "reduce_grad")
-    for is_async in (True, False):
-        for before, during, after in pools(2).run(range_names, is_async):
-            assert before == after == []
-            for unit in ("blocks.0", "blocks.1", "blocks.2"):
-                assert {f"fsdp::{phase} {unit}" for phase in phases} <= set(during)
-            assert "fsdp::pre_forward (root)" in during
-            assert during.count("fsdp::pre_forward blocks.1") == 1
+            own_loss(model).backward()
+        names.append([e.name for e in trace.events() if e.name.startswith("fsdp::")])
+    before, during, after = names
+    assert before == after == []
+    for unit in ("blocks.0", "blocks.1", "blocks.2"):
+        assert {f"fsdp::{phase} {unit}" for phase in PHASES} <= set(during)
+    assert "fsdp::pre_forward (root)" in during
+    assert during.count("fsdp::pre_forward blocks.1") == 1
 
 
 # -- bad input --------------------------------------------------------------------------------
@@ -573,12 +463,9 @@ def test_a_module_without_units_is_rejected_by_name() -> None:
             look(models.Stack())
 
 
-def orders_rejected() -> None:
+@on_ranks(1)
+def test_an_order_that_is_no_norm_is_rejected() -> None:
     model = _sharded("1")
     for order in (0.0, -math.inf, math.nan):
         with pytest.raises(ValueError, match="must be above 0"):
             parameter_norms(model, order)
-
-
-def test_an_order_that_is_no_norm_is_rejected(pools: RankPools) -> None:
-    pools(1).run(orders_rejected)

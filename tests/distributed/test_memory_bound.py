@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-import functools
+import itertools
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_fsdp_v2 import fully_shard
 from megatron_fsdp_v2.diagnostics import Role, memory_tracker
-from megatron_fsdp_v2.runtime.fsdp_module import unit_of
 from tests.distributed.allocations import peak_nbytes
-from tests.distributed.wrapping import BF16, STRATEGIES, mesh_of, said, wrap
+from tests.distributed.on_ranks import on_ranks
+from tests.distributed.wrapping import (
+    BF16,
+    STRATEGIES,
+    listen,
+    on_mesh,
+    said,
+    step_all,
+    strategies_on,
+    wrap,
+)
 from tests.parity.patterns import PATTERNS
 from tests.ranks import RankPools
 from tests.reference.training import train_sharded
@@ -23,12 +31,7 @@ from tests.reference.training import train_sharded
 WIDTH = 64
 NUM_BLOCKS = 6
 BLOCK_NUMEL = 6 * (WIDTH * WIDTH + WIDTH)
-FOUR_RANKS = [
-    (strategy, outer)
-    for strategy in STRATEGIES
-    for outer in ("no_shard", "optim")
-    if outer == "no_shard" or strategy != "no_shard"
-]
+ROOT_NUMEL = 2 * (WIDTH * WIDTH + WIDTH)
 POLICIES = {"fp32": None, "bf16": BF16}
 TEMPORARY = (Role.GATHERED, Role.GRAD_BUFFER, Role.COMMUNICATION)
 CHUNK_NBYTES = 4 << 14
@@ -105,8 +108,7 @@ def _step(model: Any, optimizer: Any, num_microbatches: int = 1) -> None:
         with model.no_sync():
             model(torch.ones(2, width)).square().mean().backward()
     model(torch.ones(2, width)).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    step_all(optimizer)
 
 
 def tracked(model: Any, num_microbatches: int = 1) -> Any:
@@ -118,83 +120,60 @@ def tracked(model: Any, num_microbatches: int = 1) -> Any:
     return memory
 
 
-def peaks(configurations: list[tuple[Any, ...]]) -> list[tuple[int, int, int, int]]:
-    """Per configuration: the peak, the bound, and of both what comes and goes."""
-    found = []
-    for shape, strategy, outer, policy, num_microbatches in configurations:
-        mesh = mesh_of(*(shape or (dist.get_world_size(),)))
-        model = wrap(
-            Deep(),
-            mesh=mesh,
-            sharding_strategy=strategy,
-            outer_dp_sharding_strategy=outer,
-            mp_policy=POLICIES[policy],
-        )
-        memory = tracked(model, num_microbatches)
+def check_peaks(mesh_name: str, policy: str, num_microbatches: int) -> None:
+    """See that peaks are at their bounds within two percent, in all and of what comes and goes."""
+    # Sums after accumulation in another dtype than that of the wire.
+    slack = CHUNK_NBYTES if policy == "bf16" and num_microbatches > 1 else 0
+    for strategy in strategies_on(mesh_name):
+        options = {"sharding_strategy": strategy, **on_mesh(mesh_name)}
+        memory = tracked(wrap(Deep(), mp_policy=POLICIES[policy], **options), num_microbatches)
+        peak, bound = memory.peak.total, memory.bound.total
         temporary = sum(memory.peak.of_role(role) for role in TEMPORARY)
-        found.append((memory.peak.total, memory.bound.total, temporary, memory.bound.temporary))
-    return found
-
-
-def _check(pools: RankPools, world_size: int, configurations: list[Any], slack: int = 0) -> None:
-    for found in pools(world_size).run(peaks, configurations):
-        for which, (peak, bound, temporary, of_bound) in zip(configurations, found, strict=True):
-            assert 0.98 * bound <= peak <= bound + slack, which
-            assert 0.98 * of_bound <= temporary <= of_bound + slack, which
+        assert 0.98 * bound <= peak <= bound + slack, strategy
+        bound = memory.bound.temporary
+        assert 0.98 * bound <= temporary <= bound + slack, strategy
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_step_peaks_at_its_bound_within_two_percent(pools: RankPools, policy: str) -> None:
-    _check(pools, 2, [(None, strategy, "no_shard", policy, 1) for strategy in STRATEGIES])
+@pytest.mark.parametrize("mesh_name", ["2", "HSDP 2x2", "HFSDP 2x2"])
+@on_ranks("mesh_name")
+def test_a_step_peaks_at_its_bound_within_two_percent(mesh_name: str, policy: str) -> None:
+    check_peaks(mesh_name, policy, 1)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_step_on_two_axes_peaks_at_its_bound_within_two_percent(
-    pools: RankPools, policy: str
-) -> None:
-    cases = [((2, 2), strategy, outer, policy, 1) for strategy, outer in FOUR_RANKS]
-    _check(pools, 4, cases)
-
-
-def test_an_accumulating_step_peaks_at_its_bound_within_two_percent(pools: RankPools) -> None:
-    _check(pools, 2, [(None, strategy, "no_shard", "fp32", 2) for strategy in STRATEGIES])
-    _check(pools, 2, [(None, s, "no_shard", "bf16", 2) for s in STRATEGIES], slack=CHUNK_NBYTES)
+@on_ranks(2)
+def test_an_accumulating_step_peaks_at_its_bound_within_two_percent(policy: str) -> None:
+    check_peaks("2", policy, 2)
 
 
 @pytest.mark.functional
 @pytest.mark.parametrize("policy", POLICIES)
-def test_an_accumulating_step_on_two_axes_peaks_at_its_bound(pools: RankPools, policy: str) -> None:
-    cases = [((2, 2), strategy, outer, policy, 2) for strategy, outer in FOUR_RANKS]
-    _check(pools, 4, cases, slack=CHUNK_NBYTES if policy == "bf16" else 0)
+@pytest.mark.parametrize("mesh_name", ["HSDP 2x2", "HFSDP 2x2"])
+@on_ranks("mesh_name")
+def test_an_accumulating_step_on_two_axes_peaks_at_its_bound(mesh_name: str, policy: str) -> None:
+    check_peaks(mesh_name, policy, 2)
 
 
-def by_knobs(knobs: list[dict[str, Any]]) -> list[tuple[int, int, int, int]]:
-    """Per set of knobs: peak, bound, most gathered bytes, most bytes of gradient buffers."""
-    found = []
-    for options in knobs:
-        memory = tracked(wrap(Deep(), **options))
-        roles = (memory.role_peaks[role] for role in (Role.GATHERED, Role.GRAD_BUFFER))
-        found.append((memory.peak.total, memory.bound.total, *roles))
-    return found
+# With a set of knobs: how many blocks are gathered, and have a gradient buffer, beside the root.
+COSTS: list[tuple[dict[str, Any], int, int]] = [
+    ({"enable_unshard_prefetch": False}, 1, 2),
+    *(({"unshard_prefetch_depth": depth}, 1 + depth, 2) for depth in (1, 2, 3)),
+    ({"enable_async_reduce_grad": False}, 2, 1),
+    *(({"max_live_grad_buffers": number}, 2, number) for number in (1, 2, 3)),
+]
 
 
+@pytest.mark.parametrize(("knobs", "num_gathered", "num_buffers"), COSTS, ids=str)
+@on_ranks(2)
 def test_each_unit_of_prefetch_depth_and_each_gradient_buffer_costs_one_buffer(
-    pools: RankPools,
+    knobs: dict[str, Any], num_gathered: int, num_buffers: int
 ) -> None:
-    knobs: list[dict[str, Any]] = [
-        {"enable_unshard_prefetch": False},
-        *({"unshard_prefetch_depth": depth} for depth in (1, 2, 3)),
-        {"enable_async_reduce_grad": False},
-        *({"max_live_grad_buffers": number} for number in (1, 2, 3)),
-    ]
-    block, root = 4 * BLOCK_NUMEL, 4 * 2 * (WIDTH * WIDTH + WIDTH)
-    for found in pools(2).run(by_knobs, knobs):
-        assert all(0.98 * bound <= peak <= bound for peak, bound, *_ in found), found
-        gathered, buffers = [f[2] for f in found], [f[3] for f in found]
-        assert gathered[:4] == [root + number * block for number in (1, 2, 3, 4)]
-        assert gathered[4:] == gathered[1:2] * 4
-        assert buffers[4:] == [root + number * block for number in (1, 1, 2, 3)]
-        assert buffers[:4] == buffers[6:7] * 4
+    memory = tracked(wrap(Deep(), **knobs))
+    block, root = 4 * BLOCK_NUMEL, 4 * ROOT_NUMEL
+    assert 0.98 * memory.bound.total <= memory.peak.total <= memory.bound.total
+    assert memory.role_peaks[Role.GATHERED] == root + num_gathered * block
+    assert memory.role_peaks[Role.GRAD_BUFFER] == root + num_buffers * block
 
 
 type Found = dict[str, tuple[int, tuple[int, ...]]]
@@ -245,84 +224,51 @@ def test_each_zero_level_peaks_no_higher_than_the_one_before(depths: Any) -> Non
         assert totals[0] > totals[1] > totals[3], case
 
 
-def roles_of_one_rank() -> dict[str, dict[Role, int]]:
-    return {
-        strategy: tracked(wrap(Deep(), sharding_strategy=strategy)).role_peaks
-        for strategy in STRATEGIES
-    }
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(1)
+def test_one_rank_gathers_nothing_and_has_no_buffer_for_communication(strategy: str) -> None:
+    found = tracked(wrap(Deep(), sharding_strategy=strategy)).role_peaks
+    assert found[Role.GATHERED] == found[Role.COMMUNICATION] == found[Role.MODEL_WEIGHT] == 0
+    assert found[Role.GRAD_BUFFER] == 4 * (ROOT_NUMEL + 2 * BLOCK_NUMEL)
 
 
-def test_one_rank_gathers_nothing_and_has_no_buffer_for_communication(pools: RankPools) -> None:
-    root = 2 * (WIDTH * WIDTH + WIDTH)
-    for strategy, found in pools(1).run(roles_of_one_rank)[0].items():
-        assert found[Role.GATHERED] == found[Role.COMMUNICATION] == 0, strategy
-        assert found[Role.MODEL_WEIGHT] == 0, strategy
-        assert found[Role.GRAD_BUFFER] == 4 * (root + 2 * BLOCK_NUMEL), strategy
-
-
-def region_peaks() -> tuple[int, int]:
+@on_ranks(2)
+def test_a_recomputed_region_of_units_keeps_two_of_them_gathered() -> None:
     memory = tracked(wrap(Region()))
-    return memory.role_peaks[Role.GATHERED], memory.bound.gathered
+    assert memory.role_peaks[Role.GATHERED] == memory.bound.gathered
 
 
-def test_a_recomputed_region_of_units_keeps_two_of_them_gathered(pools: RankPools) -> None:
-    for measured, bound in pools(2).run(region_peaks):
-        assert measured == bound
+@pytest.mark.parametrize(("depth", "buffers"), [(1, 2), (2, 1), (2, 3)])
+@on_ranks(2)
+def test_units_inside_units_stay_below_the_bound(depth: int, buffers: int) -> None:
+    model = Nested()
+    units = [unit for nest in model.blocks for unit in (nest.inner, nest)]
+    wrap(model, units, unshard_prefetch_depth=depth, max_live_grad_buffers=buffers)
+    memory = tracked(model)
+    assert 0.9 * memory.bound.total <= memory.peak.total <= memory.bound.total
+    assert memory.role_peaks[Role.GATHERED] <= memory.bound.gathered
+    assert memory.role_peaks[Role.GRAD_BUFFER] <= memory.bound.grad_buffer
 
 
-def nested_peaks() -> list[tuple[int, ...]]:
-    """Measured and bound, by role, with units inside units."""
-    found = []
-    for depth, buffers in ((1, 2), (2, 1), (2, 3)):
-        model = Nested()
-        units = [unit for nest in model.blocks for unit in (nest.inner, nest)]
-        wrap(model, units, unshard_prefetch_depth=depth, max_live_grad_buffers=buffers)
-        memory = tracked(model)
-        found.append(
-            (
-                memory.peak.total,
-                memory.bound.total,
-                memory.role_peaks[Role.GATHERED],
-                memory.bound.gathered,
-                memory.role_peaks[Role.GRAD_BUFFER],
-                memory.bound.grad_buffer,
-            )
-        )
-    return found
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+@on_ranks(2)
+def test_the_tracked_peak_is_what_the_allocator_hands_out(strategy: str, policy: str) -> None:
+    model = wrap(Deep(), sharding_strategy=strategy, mp_policy=POLICIES[policy])
+    optimizer = _optimizer(model)
 
+    def backward() -> None:
+        model(torch.ones(2, WIDTH)).square().mean().backward()
 
-def test_units_inside_units_stay_below_the_bound(pools: RankPools) -> None:
-    for found in pools(2).run(nested_peaks):
-        for peak, bound, gathered, of_bound, buffers, of_buffers in found:
-            assert 0.9 * bound <= peak <= bound
-            assert gathered <= of_bound
-            assert buffers <= of_buffers
-
-
-def allocated_and_tracked() -> dict[str, tuple[int, int]]:
-    """The peak of a forward and backward above what rests: by torch's allocator, and tracked."""
-    found, x = {}, torch.ones(2, WIDTH)
-    for strategy in ("no_shard", "optim_grads_params"):
-        for name, policy in POLICIES.items():
-            model = wrap(Deep(), sharding_strategy=strategy, mp_policy=policy)
-            optimizer = _optimizer(model)
-            _step(model, optimizer)
-            with memory_tracker(model, optimizer) as memory:
-                model(x).square().mean().backward()
-            optimizer.zero_grad()
-            resting = memory.bound.resting
-            allocated = peak_nbytes(lambda m=model: m(x).square().mean().backward())
-            found[f"{strategy} {name}"] = (allocated, memory.peak.total - resting)
-    return found
-
-
-def test_the_tracked_peak_is_what_the_allocator_hands_out(pools: RankPools) -> None:
-    for found in pools(2).run(allocated_and_tracked):
-        for which, (allocated, seen) in found.items():
-            # Gloo gathers into buffers of its own first; its threads free them when they next run.
-            itemsize = 4 if "fp32" in which else 2
-            own = 0 if "no_shard" in which else 2 * BLOCK_NUMEL * itemsize
-            assert seen <= allocated <= seen + own, which
+    _step(model, optimizer)
+    with memory_tracker(model, optimizer) as memory:
+        backward()
+    optimizer.zero_grad()
+    allocated, seen = peak_nbytes(backward), memory.peak.total - memory.bound.resting
+    # Gloo gathers into buffers of its own first; its threads free them when they next run.
+    itemsize = 4 if policy == "fp32" else 2
+    own = 0 if strategy == "no_shard" else 2 * BLOCK_NUMEL * itemsize
+    assert seen <= allocated <= seen + own
 
 
 KNOBS = (
@@ -342,76 +288,44 @@ KNOB_PATTERNS = (
 )
 
 
-def patterns_with_other_bits(shape: tuple[int, ...], strategy: str) -> list[str]:
-    """Patterns of training whose results depend on a knob."""
-    found = []
+CASES = [
+    pytest.param(*case, marks=[] if case == (STRATEGIES[-1], "2") else pytest.mark.functional)
+    for case in itertools.product(STRATEGIES, ("2", "HSDP 2x2"))
+]
+
+
+@pytest.mark.parametrize(("strategy", "mesh_name"), CASES)
+@on_ranks("mesh_name")
+def test_no_bit_of_any_result_depends_on_the_knobs(strategy: str, mesh_name: str) -> None:
     for name in KNOB_PATTERNS:
         traces = []
         for knobs in ({}, *KNOBS):
 
             def shard(module: nn.Module, name: str = name, knobs: Any = knobs) -> None:
-                options = {**PATTERNS[name].options, **knobs}
-                fully_shard(module, mesh=mesh_of(*shape), sharding_strategy=strategy, **options)
+                options = {**PATTERNS[name].options, **knobs, **on_mesh(mesh_name)}
+                fully_shard(module, sharding_strategy=strategy, **options)
 
             traces.append(train_sharded(PATTERNS[name], shard))
         first, *others = traces
         for other in others:
-            same = all(torch.equal(other.params[key], first.params[key]) for key in first.params)
-            if not same or other.losses != first.losses:
-                found.append(name)
-    return found
+            assert other.losses == first.losses, name
+            assert all(torch.equal(other.params[k], first.params[k]) for k in first.params), name
 
 
-def test_no_bit_of_any_result_depends_on_the_knobs(pools: RankPools) -> None:
-    assert pools(2).run(patterns_with_other_bits, (2,), "optim_grads_params") == [[], []]
+@pytest.mark.parametrize("depth", [1, 2, 3, 20])
+@on_ranks(2)
+def test_a_deeper_prefetch_gathers_nothing_twice(depth: int) -> None:
+    model = wrap(Deep(), unshard_prefetch_depth=depth)
+    optimizer = _optimizer(model)
+    _step(model, optimizer)
+    wire = listen(model)
+    _step(model, optimizer)
+    assert wire.count("all_gather") == 2 * NUM_BLOCKS + 1
 
 
-@pytest.mark.functional
-def test_no_bit_of_any_result_depends_on_the_knobs_of_any_strategy(pools: RankPools) -> None:
-    for strategy in STRATEGIES:
-        assert not any(pools(2).run(patterns_with_other_bits, (2,), strategy)), strategy
-        assert not any(pools(4).run(patterns_with_other_bits, (2, 2), strategy)), strategy
-
-
-def _counted(calls: list[Any], weights: Any, gather: Any, **options: Any) -> Any:
-    if not weights.is_gathered:
-        calls.append(weights)
-    return gather(**options)
-
-
-def gathers_by_depth() -> list[int]:
-    """Gathers of a step, by prefetch depth."""
-    found = []
-    for depth in (1, 2, 3, 20):
-        model = wrap(Deep(), unshard_prefetch_depth=depth)
-        optimizer = _optimizer(model)
-        _step(model, optimizer)
-        calls: list[Any] = []
-        for module in [*model.blocks, model]:
-            weights = unit_of(module).groups[0].weights
-            weights._gather = functools.partial(_counted, calls, weights, weights._gather)
-        _step(model, optimizer)
-        found.append(len(calls))
-    return found
-
-
-def test_a_deeper_prefetch_gathers_nothing_twice(pools: RankPools) -> None:
-    assert pools(2).run(gathers_by_depth) == [[2 * NUM_BLOCKS + 1] * 4] * 2
-
-
-def refusals() -> list[str]:
-    bad: list[dict[str, Any]] = [
-        {"unshard_prefetch_depth": 0},
-        {"unshard_prefetch_depth": 1.5},
-        {"max_live_grad_buffers": 0},
-        {"max_live_grad_buffers": True},
-    ]
-    return [said(ValueError, lambda b=b: wrap(Deep(1), **b)) for b in bad]
-
-
-def test_a_knob_below_one_is_rejected_by_name(pools: RankPools) -> None:
-    first, second, third, fourth = pools(1).run(refusals)[0]
-    assert "unshard_prefetch_depth must be a whole number of at least 1, got 0" in first
-    assert "unshard_prefetch_depth" in second and "1.5" in second
-    assert "max_live_grad_buffers must be a whole number of at least 1, got 0" in third
-    assert "max_live_grad_buffers" in fourth and "True" in fourth
+@pytest.mark.parametrize("value", [0, 1.5, True])
+@pytest.mark.parametrize("knob", ["unshard_prefetch_depth", "max_live_grad_buffers"])
+@on_ranks(1)
+def test_a_knob_below_one_is_rejected_by_name(knob: str, value: Any) -> None:
+    text = said(ValueError, lambda: wrap(Deep(1), **{knob: value}))
+    assert f"{knob} must be a whole number of at least 1, got {value}" in text

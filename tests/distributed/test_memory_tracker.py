@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import re
-import weakref
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 from megatron_fsdp_v2.diagnostics import Role, group_summary, memory_tracker, profile_ranges
 from megatron_fsdp_v2.runtime.fsdp_module import unit_of
+from tests.distributed.allocations import left_of
+from tests.distributed.on_ranks import on_ranks
 from tests.distributed.test_memory_bound import Deep
-from tests.distributed.wrapping import BF16, STRATEGIES, said, wrap
+from tests.distributed.wrapping import BF16, STRATEGIES, said, shards_of, step_all, wrap
 from tests.ranks import RankPools
 from tests.reference.models import INPUT, Stack
 
@@ -26,8 +27,7 @@ TEMPORARY = (Role.GATHERED, Role.GRAD_BUFFER, Role.COMMUNICATION, Role.ACTIVATIO
 def _step(model: Any, optimizer: Any) -> torch.Tensor:
     loss = model(torch.ones(4, INPUT)).square().mean()
     loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    step_all(optimizer)
     return loss.detach()
 
 
@@ -35,11 +35,11 @@ def _adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
-def resting_roles(strategy: str) -> list[tuple[dict[Role, int], tuple[int, ...]]]:
-    """After a first and a second step: what the tracker says lives, and what there is."""
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_between_steps_only_resting_roles_live_with_the_bytes_they_have(strategy: str) -> None:
     model = wrap(Stack(), sharding_strategy=strategy, mp_policy=BF16)
     optimizer = _adamw(model)
-    found = []
     for _ in range(2):
         with memory_tracker(model, optimizer) as memory:
             _step(model, optimizer)
@@ -50,23 +50,11 @@ def resting_roles(strategy: str) -> list[tuple[dict[Role, int], tuple[int, ...]]
             for value in values.values()
             for tensor in [getattr(value, "_local_tensor", value)]
         }
-        there = (
-            summary.main_weight_nbytes,
-            summary.model_weight_nbytes,
-            summary.main_grad_nbytes,
-            sum(state.values()),
-        )
-        found.append((memory.live, there))
-    return found
-
-
-def test_between_steps_only_resting_roles_live_with_the_bytes_they_have(pools: RankPools) -> None:
-    roles = (Role.MAIN_WEIGHT, Role.MODEL_WEIGHT, Role.MAIN_GRAD, Role.OPTIMIZER)
-    for strategy in STRATEGIES:
-        for found in pools(2).run(resting_roles, strategy):
-            for live, there in found:
-                assert tuple(live[role] for role in roles) == there, strategy
-                assert not any(live[role] for role in TEMPORARY), (strategy, live)
+        assert memory.live[Role.MAIN_WEIGHT] == summary.main_weight_nbytes
+        assert memory.live[Role.MODEL_WEIGHT] == summary.model_weight_nbytes
+        assert memory.live[Role.MAIN_GRAD] == summary.main_grad_nbytes
+        assert memory.live[Role.OPTIMIZER] == sum(state.values())
+        assert not any(memory.live[role] for role in TEMPORARY), memory.live
 
 
 class Tagged(Stack):
@@ -82,7 +70,8 @@ class Tagged(Stack):
         return x + wide.sin().mean()
 
 
-def activation_peaks() -> dict[str, int]:
+@on_ranks(2)
+def test_activations_belong_to_the_unit_that_made_them() -> None:
     model = wrap(Tagged())
     optimizer = _adamw(model)
     _step(model, optimizer)
@@ -90,18 +79,13 @@ def activation_peaks() -> dict[str, int]:
         _step(model, optimizer)
     accounts = memory.peak.accounts
     found = {a.unit: n for a, n in accounts.items() if a.role is Role.ACTIVATIONS}
-    return {**found, "other": memory.live[Role.OTHER]}
+    assert found["blocks.1"] >= 200_000
+    assert all(n < 20_000 for unit, n in found.items() if unit != "blocks.1")
+    assert memory.live[Role.OTHER] == 1200
 
 
-def test_activations_belong_to_the_unit_that_made_them(pools: RankPools) -> None:
-    for found in pools(2).run(activation_peaks):
-        assert found["blocks.1"] >= 200_000
-        assert all(n < 20_000 for unit, n in found.items() if unit != "blocks.1")
-        assert found["other"] == 1200
-
-
-def trained_with_and_without() -> tuple[bool, list[Any]]:
-    """Whether the tracker changes bits, and what it leaves in the units."""
+@on_ranks(2)
+def test_tracking_changes_no_bit_and_leaves_nothing_in_the_units() -> None:
     results = []
     for tracks in (False, True):
         torch.manual_seed(0)
@@ -112,19 +96,15 @@ def trained_with_and_without() -> tuple[bool, list[Any]]:
             tracker = memory_tracker(model, optimizer) if tracks else contextlib.nullcontext()
             with tracker:
                 losses.append(_step(model, optimizer))
-        results.append([*losses, *(p.to_local().clone() for p in model.parameters())])
+        results.append([*losses, *shards_of(model)])
     left = [type(unit_of(m).groups[0].weights._temporary).__name__ for m in [*model.blocks, model]]
     left += [unit_of(m).ranges for m in model.blocks] + [unit_of(model).context.reductions.ranges]
-    return all(torch.equal(a, b) for a, b in zip(*results, strict=True)), left
+    assert all(map(torch.equal, *results))
+    assert set(left) == {"ResizedBuffer", None}
 
 
-def test_tracking_changes_no_bit_and_leaves_nothing_in_the_units(pools: RankPools) -> None:
-    for same, left in pools(2).run(trained_with_and_without):
-        assert same
-        assert set(left) == {"ResizedBuffer", None}
-
-
-def after_an_exception() -> tuple[bool, int]:
+@on_ranks(2)
+def test_an_exception_inside_leaves_a_model_that_can_be_tracked_again() -> None:
     model = wrap(Stack())
     optimizer = _adamw(model)
 
@@ -137,51 +117,34 @@ def after_an_exception() -> tuple[bool, int]:
     clean = all(unit_of(m).ranges is None for m in [*model.blocks, model])
     with memory_tracker(model, optimizer) as memory:
         _step(model, optimizer)
-    return clean, memory.live[Role.GATHERED]
+    assert clean
+    assert memory.live[Role.GATHERED] == 0
 
 
-def test_an_exception_inside_leaves_a_model_that_can_be_tracked_again(pools: RankPools) -> None:
-    assert pools(2).run(after_an_exception) == [(True, 0)] * 2
-
-
-def storages_that_outlive_the_model() -> int:
-    gc.collect()
-    gc.disable()
-    try:
+@on_ranks(2)
+def test_what_was_tracked_keeps_no_model_alive() -> None:
+    def train() -> list[Any]:
         model = wrap(Stack())
         optimizer = _adamw(model)
         with memory_tracker(model, optimizer) as memory:
             _step(model, optimizer)
-        alive = []
-        for module in [*model.blocks, model]:
-            for group in unit_of(module).groups:
-                for buffer in (group.main_weight, group.main_grad, group.weights.gathered):
-                    alive.append(weakref.ref(buffer.tensor))
-        del group, module, buffer, optimizer, model
-        assert memory.peak.total > 0
-        return sum(ref() is not None for ref in alive)
-    finally:
-        gc.enable()
+        return [model, memory, optimizer]
+
+    num_alive, memory = left_of(train)
+    assert memory.peak.total > 0
+    assert num_alive == 0
 
 
-def test_what_was_tracked_keeps_no_model_alive(pools: RankPools) -> None:
-    assert pools(2).run(storages_that_outlive_the_model) == [0, 0]
-
-
-def beside_profiler_ranges() -> tuple[bool, int]:
+@on_ranks(2)
+def test_profiler_ranges_and_the_tracker_go_together() -> None:
     model = wrap(Stack())
     optimizer = _adamw(model)
     profile_ranges(model)
     before = [unit_of(m).ranges for m in model.blocks]
     with memory_tracker(model, optimizer) as memory:
         _step(model, optimizer)
-    return before == [unit_of(m).ranges for m in model.blocks], memory.role_peaks[Role.GATHERED]
-
-
-def test_profiler_ranges_and_the_tracker_go_together(pools: RankPools) -> None:
-    for restored, gathered in pools(2).run(beside_profiler_ranges):
-        assert restored
-        assert gathered > 0
+    assert before == [unit_of(m).ranges for m in model.blocks]
+    assert memory.role_peaks[Role.GATHERED] > 0
 
 
 def printed_report(path: str) -> str:
@@ -190,8 +153,7 @@ def printed_report(path: str) -> str:
 
     def step() -> None:
         model(torch.ones(2, 256)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step_all(optimizer)
 
     step()
     with memory_tracker(model, optimizer) as memory:
@@ -214,7 +176,8 @@ def test_the_printed_report_in_the_docs_is_real(pools: RankPools, tmp_path: Path
     assert (tmp_path / "step.png").stat().st_size > 10_000
 
 
-def refusals() -> tuple[str, ...]:
+@on_ranks(1)
+def test_a_module_that_is_no_root_and_an_early_question_are_rejected() -> None:
     model = wrap(Stack())
     outer = nn.Sequential(model)
 
@@ -226,22 +189,13 @@ def refusals() -> tuple[str, ...]:
         with memory_tracker(module):
             pass
 
-    return (
-        said(ValueError, lambda: track(Stack())),
-        said(ValueError, lambda: track(outer)),
-        said(RuntimeError, ask_early),
-    )
+    assert "Stack contains no sharded module" in said(ValueError, lambda: track(Stack()))
+    assert "Sequential is not sharded itself" in said(ValueError, lambda: track(outer))
+    assert "after the with block" in said(RuntimeError, ask_early)
 
 
-def test_a_module_that_is_no_root_and_an_early_question_are_rejected(pools: RankPools) -> None:
-    plain, outside, early = pools(1).run(refusals)[0]
-    assert "Stack contains no sharded module" in plain
-    assert "Sequential is not sharded itself" in outside
-    assert "after the with block" in early
-
-
-def moments_in_a_pool() -> list[Any]:
-    """Peaks without and with the pool, what the pool has, and what is left after releasing it."""
+@on_ranks(2)
+def test_a_pool_is_booked_once_whoever_uses_it() -> None:
     peaks: list[dict[Role, int]] = []
     for enable_trace_pool in (False, True):
         model = wrap(Stack(), enable_trace_pool=enable_trace_pool)
@@ -257,14 +211,10 @@ def moments_in_a_pool() -> list[Any]:
     pool.release()
     with memory_tracker(model, optimizer) as memory:
         pass
-    return [*peaks, block, left, memory.live[Role.POOL]]
-
-
-def test_a_pool_is_booked_once_whoever_uses_it(pools: RankPools) -> None:
-    for plain, pooled, block, left, released in pools(2).run(moments_in_a_pool):
-        used = [pooled[role] for role in (Role.GATHERED, Role.GRAD_BUFFER, Role.POOL)]
-        assert sum(used) == block > 0
-        assert left == block
-        assert released == 0
-        for role in (Role.MAIN_WEIGHT, Role.MODEL_WEIGHT, Role.MAIN_GRAD, Role.OPTIMIZER):
-            assert pooled[role] == plain[role], role
+    plain, pooled = peaks
+    used = [pooled[role] for role in (Role.GATHERED, Role.GRAD_BUFFER, Role.POOL)]
+    assert sum(used) == block > 0
+    assert left == block
+    assert memory.live[Role.POOL] == 0
+    for role in (Role.MAIN_WEIGHT, Role.MODEL_WEIGHT, Role.MAIN_GRAD, Role.OPTIMIZER):
+        assert pooled[role] == plain[role], role

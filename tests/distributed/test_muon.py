@@ -27,8 +27,15 @@ from tests.distributed.muon_cases import (
     sharded,
     whole,
 )
-from tests.distributed.wrapping import STRATEGIES, fp64_pair, mesh_of, train_both, weight_error
-from tests.ranks import RankPools
+from tests.distributed.on_ranks import on_ranks
+from tests.distributed.wrapping import (
+    STRATEGIES,
+    fp64_pair,
+    mesh_of,
+    of_all_ranks,
+    train_both,
+    weight_error,
+)
 from tests.reference.muon import ReferenceMuon
 
 EXACT = 1e-12
@@ -85,90 +92,78 @@ def _train(
     params: Sequence[nn.Parameter],
     optimizer: Any,
     dtype: torch.dtype,
-    steps: int = 3,
 ) -> None:
-    for step in range(steps):
+    for step in range(3):
         give(params, gradients(specs, step, dtype))
         optimizer.step()
 
 
-def update_errors(
-    places: Sequence[Place],
+def check_updates(
     specs: Sequence[Spec],
+    *places: Place,
     dtype: torch.dtype = torch.float64,
+    tolerance: float = EXACT,
     **options: Any,
-) -> list[tuple[float, float]]:
-    """Relative errors of weights and of momenta after three steps, by place."""
+) -> None:
+    """See that weights and momenta after three steps are those of whole matrices, at places."""
     # A rate at which weights are made of updates, so that an error of those is seen.
     options = {"lr": 0.5, **options}
     reference = ReferenceMuon(plain(specs, dtype), dtype=dtype, **options)
     _train(specs, reference.matrices, reference, dtype)
     trained = [number for number, spec in enumerate(specs) if not spec.is_frozen]
-    found = []
     for place in places:
         params = sharded(specs, place, dtype)
         optimizer = Muon(params, ns_dtype=dtype, **options)
         _train(specs, params, optimizer, dtype)
         momenta = [whole(optimizer.state[params[i]]["momentum_buffer"]) for i in trained]
         weights = error([whole(p) for p in params], [p.detach() for p in reference.matrices])
-        found.append((weights, error(momenta, [reference.momenta[i] for i in trained])))
+        assert weights < tolerance, f"weights of {place}"
+        assert error(momenta, [reference.momenta[i] for i in trained]) < tolerance, place
         assert not [p for p in params if not p.requires_grad and p in optimizer.state]
-    return found
-
-
-def _check(found: list[list[tuple[float, float]]], tolerance: float) -> None:
-    for by_place in found:
-        for place, (weights, momenta) in enumerate(by_place):
-            assert weights < tolerance, f"weights of place {place}"
-            assert momenta < tolerance, f"momenta of place {place}"
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_the_update_is_that_of_whole_matrices_at_every_strategy(
-    pools: RankPools, world_size: int
-) -> None:
+@on_ranks("world_size")
+def test_the_update_is_that_of_whole_matrices_at_every_strategy(world_size: int) -> None:
     places = [Place((world_size,), strategy) for strategy in STRATEGIES]
-    _check(pools(world_size).run(update_errors, places, SPECS), EXACT)
-    found = pools(world_size).run(update_errors, places[-1:], SPECS, torch.float32, **CUBIC)
-    _check(found, FP32)
+    check_updates(SPECS, *places)
+    check_updates(SPECS, places[-1], dtype=torch.float32, tolerance=FP32, **CUBIC)
     if world_size == 2:
-        _check(pools(2).run(update_errors, places[-1:], SPECS, torch.float32), STRETCHED)
+        check_updates(SPECS, places[-1], dtype=torch.float32, tolerance=STRETCHED)
 
 
+@pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_matrices_of_random_shapes(pools: RankPools, world_size: int) -> None:
-    for seed in range(2):
-        specs = random_specs(10 * world_size + seed)
-        places = [Place((world_size,)), Place((world_size,), "optim", granularity="block:2")]
-        _check(pools(world_size).run(update_errors, places, specs), EXACT)
-        found = pools(world_size).run(update_errors, places[:1], specs, torch.float32, **CUBIC)
-        _check(found, FP32)
+@on_ranks("world_size")
+def test_matrices_of_random_shapes(world_size: int, seed: int) -> None:
+    specs, place = random_specs(10 * world_size + seed), Place((world_size,))
+    check_updates(specs, place, Place((world_size,), "optim", granularity="block:2"))
+    check_updates(specs, place, dtype=torch.float32, tolerance=FP32, **CUBIC)
 
 
 @pytest.mark.parametrize("outer", ["no_shard", "optim"])
-def test_hsdp_and_hfsdp(pools: RankPools, outer: str) -> None:
+@on_ranks(4)
+def test_hsdp_and_hfsdp(outer: str) -> None:
     strategies = STRATEGIES if outer == "no_shard" else STRATEGIES[1:]
-    places = [Place((2, 2), strategy, outer) for strategy in strategies]
-    _check(pools(4).run(update_errors, places, SPECS), EXACT)
+    check_updates(SPECS, *(Place((2, 2), strategy, outer) for strategy in strategies))
 
 
-def test_matrices_that_tensor_parallelism_cut_are_put_together(pools: RankPools) -> None:
-    places = [*EVEN, Place((1, 4), has_tensor_axis=True), Place((4, 1), has_tensor_axis=True)]
+@on_ranks(4)
+def test_matrices_that_tensor_parallelism_cut_are_put_together() -> None:
+    wide, tall = Place((1, 4), has_tensor_axis=True), Place((4, 1), has_tensor_axis=True)
     specs = [spec for spec in TENSOR_SPECS if spec.dim is None or spec.shape[spec.dim] % 4 == 0]
     assert len(specs) > 6
-    _check(pools(4).run(update_errors, EVEN, TENSOR_SPECS), EXACT)
-    _check(pools(4).run(update_errors, places, specs), EXACT)
+    check_updates(TENSOR_SPECS, *EVEN)
+    check_updates(specs, *EVEN, wide, tall)
 
 
 @pytest.mark.slow
 @pytest.mark.functional
-def test_eight_ranks_of_one_and_of_three_axes(pools: RankPools) -> None:
-    _check(pools(8).run(update_errors, [Place((8,))], SPECS), EXACT)
-    places = [
-        Place((2, 2, 2), outer="optim", has_tensor_axis=True),
-        Place((2, 2, 2), outer="no_shard", has_tensor_axis=True),
-    ]
-    _check(pools(8).run(update_errors, places, TENSOR_SPECS), EXACT)
+@on_ranks(8)
+def test_eight_ranks_of_one_and_of_three_axes() -> None:
+    check_updates(SPECS, Place((8,)))
+    for outer in ("optim", "no_shard"):
+        check_updates(TENSOR_SPECS, Place((2, 2, 2), outer=outer, has_tensor_axis=True))
 
 
 @pytest.mark.parametrize(
@@ -181,10 +176,9 @@ def test_eight_ranks_of_one_and_of_three_axes(pools: RankPools) -> None:
         {"ns_coefficients": (3.0, -3.2, 1.2), "eps": 10.0},
     ],
 )
-def test_options_mean_what_they_do_for_whole_matrices(
-    pools: RankPools, options: dict[str, Any]
-) -> None:
-    _check(pools(2).run(update_errors, [Place((2,))], SPECS, **options), EXACT)
+@on_ranks(2)
+def test_options_mean_what_they_do_for_whole_matrices(options: dict[str, Any]) -> None:
+    check_updates(SPECS, Place((2,)), **options)
 
 
 # -- beside torch's own ---------------------------------------------------------------------------
@@ -193,69 +187,57 @@ def test_options_mean_what_they_do_for_whole_matrices(
 ONE_EACH = tuple(Spec(shape) for shape in ((7, 5), (5, 7), (1, 6), (33, 20), (20, 33), (16, 4)))
 
 
-def beside_torch(
-    places: Sequence[Place | None], dtype: torch.dtype, **options: Any
-) -> list[tuple[bool, bool, float]]:
-    """Whether momenta, and weights, are torch's bitwise, and relative error of weights."""
+BESIDE_TORCH = [None, Place((3,)), Place((3,), "no_shard")]
+BIT_FOR_BIT: list[dict[str, Any]] = [
+    {},
+    {"nesterov": False, "adjust_lr_fn": "match_rms_adamw", "lr": 0.02},
+]
+
+
+def beside_torch(place: Place | None, dtype: torch.dtype, **options: Any) -> tuple[list[Any], ...]:
+    """Weights here, and torch's; momenta are bitwise torch's."""
     theirs = plain(ONE_EACH, dtype)
     reference = torch.optim.Muon(theirs, **options)
-    _train(ONE_EACH, theirs, reference, dtype)
-    full_weights = [param.detach() for param in theirs]
-    found = []
-    for place in places:
-        mine = plain(ONE_EACH, dtype) if place is None else sharded(ONE_EACH, place, dtype)
-        optimizer = Muon(mine, **options)
-        _train(ONE_EACH, mine, optimizer, dtype)
-        weights = [whole(param) for param in mine]
-        momenta = all(
-            torch.equal(
-                whole(optimizer.state[a]["momentum_buffer"]), reference.state[b]["momentum_buffer"]
-            )
-            for a, b in zip(mine, theirs, strict=True)
-        )
-        equal = all(torch.equal(a, b) for a, b in zip(weights, full_weights, strict=True))
-        found.append((momenta, equal, error(weights, full_weights)))
-    return found
+    mine = plain(ONE_EACH, dtype) if place is None else sharded(ONE_EACH, place, dtype)
+    optimizer = Muon(mine, **options)
+    for params, who in ((theirs, reference), (mine, optimizer)):
+        _train(ONE_EACH, params, who, dtype)
+    for a, b in zip(mine, theirs, strict=True):
+        momentum = whole(optimizer.state[a]["momentum_buffer"])
+        assert torch.equal(momentum, reference.state[b]["momentum_buffer"])
+    return [whole(param) for param in mine], [param.detach() for param in theirs]
 
 
-BESIDE_TORCH = [None, Place((3,)), Place((3,), "no_shard")]
+@pytest.mark.parametrize("place", BESIDE_TORCH, ids=str)
+@pytest.mark.parametrize("options", BIT_FOR_BIT, ids=str)
+@on_ranks(3)
+def test_the_update_is_that_of_torch_to_the_bit(
+    options: dict[str, Any], place: Place | None
+) -> None:
+    assert all(map(torch.equal, *beside_torch(place, torch.float32, **options)))
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"nesterov": False, "adjust_lr_fn": "match_rms_adamw", "lr": 0.02}], ids=str
-)
-def test_the_update_is_that_of_torch_to_the_bit(pools: RankPools, options: dict[str, Any]) -> None:
-    for found in pools(3).run(beside_torch, BESIDE_TORCH, torch.float32, **options):
-        assert found == [(True, True, 0.0)] * 3
-
-
-def test_bf16_parameters_are_torchs_within_rounding(pools: RankPools) -> None:
+@pytest.mark.parametrize("place", BESIDE_TORCH, ids=str)
+@on_ranks(3)
+def test_bf16_parameters_are_torchs_within_rounding(place: Place | None) -> None:
     # Torch rounds `w + alpha * u` in bf16 once or twice, depending on strides and on lengths.
-    for found in pools(3).run(beside_torch, BESIDE_TORCH, torch.bfloat16):
-        for momenta, _, distance in found:
-            assert momenta
-            assert distance < 2**-8
+    assert error(*beside_torch(place, torch.bfloat16)) < 2**-8
 
 
-def batch_rounding(place: Place) -> float:
-    """How far matrices of one shape, worked on in one batch, are from torch's."""
+@on_ranks(2)
+def test_a_batch_in_bf16_is_torchs_within_rounding() -> None:
     specs = [Spec((24, 16))] * 5 + [Spec((16, 24))] * 5
-    theirs, mine = plain(specs), sharded(specs, place)
+    theirs, mine = plain(specs), sharded(specs, Place((2,)))
     for params, kind in ((theirs, torch.optim.Muon), (mine, Muon)):
         _train(specs, params, kind(params, lr=0.5), torch.float32)
-    return error([whole(param) for param in mine], [param.detach() for param in theirs])
-
-
-def test_a_batch_in_bf16_is_torchs_within_rounding(pools: RankPools) -> None:
-    for found in pools(2).run(batch_rounding, Place((2,))):
-        assert found < 2**-8
+    assert error([whole(param) for param in mine], [p.detach() for p in theirs]) < 2**-8
 
 
 # -- mixtures -------------------------------------------------------------------------------------
 
 
-def two_meshes() -> float:
-    """Error of one group with parameters on all ranks, on pairs of ranks, and plain ones."""
+@on_ranks(4)
+def test_one_group_may_have_parameters_of_several_meshes_and_plain_ones() -> None:
     specs = [*SPECS, *SPECS, *SPECS]
     dtype = torch.float64
     reference = ReferenceMuon(plain(specs, dtype), lr=0.5, dtype=dtype)
@@ -267,18 +249,16 @@ def two_meshes() -> float:
     optimizer = Muon(params, lr=0.5, ns_dtype=dtype)
     for who in (reference, optimizer):
         _train(specs, who.matrices if who is reference else params, who, dtype)
-    return error([whole(p) for p in params], [p.detach() for p in reference.matrices])
-
-
-def test_one_group_may_have_parameters_of_several_meshes_and_plain_ones(pools: RankPools) -> None:
-    assert max(pools(4).run(two_meshes)) < EXACT
+    assert error([whole(p) for p in params], [p.detach() for p in reference.matrices]) < EXACT
 
 
 OTHERS = (Spec((7,)), Spec((9, 4)), Spec((1,)), Spec((5, 2), is_frozen=True), Spec((2, 3, 4)))
 
 
-def adamw_errors(strategy: str, lr: Any) -> tuple[float, float, list[bool]]:
-    """Errors of weights of both kinds, and whether states of AdamW are like torch's own."""
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+@pytest.mark.parametrize("lr", [0.02, torch.tensor(0.02, dtype=torch.float64)], ids=str)
+@on_ranks(3)
+def test_groups_without_muon_are_stepped_by_adamw(strategy: str, lr: Any) -> None:
     specs, dtype = [*SPECS, *OTHERS], torch.float64
     theirs, mine = plain(specs, dtype), sharded(specs, Place((3,), strategy), dtype)
     count = len(SPECS)
@@ -293,34 +273,21 @@ def adamw_errors(strategy: str, lr: Any) -> tuple[float, float, list[bool]]:
                 params[count].grad = None
             who.step()
     assert reference.adamw is not None
-    states = []
     for a, b in zip(mine[count:], theirs[count:], strict=True):
         if not b.requires_grad:
-            states.append(a not in optimizer.state)
+            assert a not in optimizer.state
             continue
         state = reference.adamw.state[b]
         for key in ("exp_avg", "exp_avg_sq"):
-            states.append(error([whole(optimizer.state[a][key])], [state[key]]) < EXACT)
+            assert error([whole(optimizer.state[a][key])], [state[key]]) < EXACT
         if not hasattr(a, "row_shards") or local_of(a).numel():
-            states.append(float(optimizer.state[a]["step"]) == float(state["step"]))
-    errors = [
-        error([whole(p) for p in mine[which]], [p.detach() for p in theirs[which]])
-        for which in (slice(None, count), slice(count, None))
-    ]
-    return errors[0], errors[1], states
+            assert float(optimizer.state[a]["step"]) == float(state["step"])
+    assert error([whole(p) for p in mine], [p.detach() for p in theirs]) < EXACT
 
 
-@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
-@pytest.mark.parametrize("lr", [0.02, torch.tensor(0.02, dtype=torch.float64)], ids=str)
-def test_groups_without_muon_are_stepped_by_adamw(pools: RankPools, strategy: str, lr: Any) -> None:
-    for muon, adamw, states in pools(3).run(adamw_errors, strategy, lr):
-        assert muon < EXACT
-        assert adamw < EXACT
-        assert all(states)
-
-
-def training_error(strategy: str) -> float:
-    """Error of weights after training a model of both kinds of parameters."""
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_a_training_is_the_plain_loops(strategy: str) -> None:
     plain_model, model = fp64_pair(strategy)
 
     def kinds(module: Any) -> tuple[list[Any], list[Any]]:
@@ -333,12 +300,7 @@ def training_error(strategy: str) -> float:
     optimizer = Muon(groups, lr=0.01, ns_dtype=torch.float64)
     reference = ReferenceMuon(*kinds(plain_model), lr=0.01, dtype=torch.float64)
     train_both(plain_model, model, (reference, optimizer), range(5))
-    return weight_error(model, plain_model)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_training_is_the_plain_loops(pools: RankPools, strategy: str) -> None:
-    assert max(pools(2).run(training_error, strategy)) < EXACT
+    assert weight_error(model, plain_model) < EXACT
 
 
 # -- the engine by itself -------------------------------------------------------------------------
@@ -354,66 +316,33 @@ def _ranked(stack: torch.Tensor) -> torch.Tensor:
     return stack * stack.sum((-2, -1), keepdim=True) + stack.shape[-2]
 
 
-def parts_by_themselves(strategy: str) -> list[bool]:
-    """Whether every tensor-parallel part was a matrix of its own."""
+@pytest.mark.parametrize("strategy", ("optim_grads_params", "no_shard"))
+@on_ranks(4)
+def test_tensor_parallel_parts_can_be_matrices_of_their_own(strategy: str) -> None:
     place = Place((2, 2), strategy, has_tensor_axis=True)
     params = sharded(TENSOR_SPECS, place, torch.float64)
     engine = _engine(params, _ranked, joins_tensor_parallel=False)
     results = engine.run([local_of(p).detach() for p in params])
-    equal = []
     values = zip(TENSOR_SPECS, initial(TENSOR_SPECS, torch.float64), params, results, strict=True)
     for spec, value, param, result in values:
         rank = param.device_mesh.get_local_rank(1)  # type: ignore[attr-defined]
         mine = part(value, spec, rank, 2)
         expected = _ranked(mine if mine.ndim == 3 else mine[None]).view(mine.shape)
         start, end = param.local_rows  # type: ignore[attr-defined]
-        equal.append(torch.allclose(result, expected[start:end], rtol=1e-13))
-    return equal
+        assert torch.allclose(result, expected[start:end], rtol=1e-13)
 
 
-def test_tensor_parallel_parts_can_be_matrices_of_their_own(pools: RankPools) -> None:
-    for strategy in ("optim_grads_params", "no_shard"):
-        for equal in pools(4).run(parts_by_themselves, strategy):
-            assert all(equal)
-
-
-def unshared_replicas() -> tuple[bool, bool, list[int]]:
-    """Whether results are equal with and without sharing, and elements sent without."""
-    specs = (Spec((8, 6)), Spec((3, 4, 5)))
-    found = []
-    for place in (Place((2, 2)), Place((2, 2), "no_shard")):
-        params = sharded(specs, place, torch.float64)
-        values = [local_of(p).detach() for p in params]
-        shared, alone = (_engine(params, _ranked, shares_replicas=s) for s in (True, False))
-        pairs = zip(shared.run(values), alone.run(values), strict=True)
-        found.append(all(torch.equal(a, b) for a, b in pairs))
-        found.append(sum(work.sent_numel for work in alone.works))
-        found.append(all(axis.size == 2 for work in alone.works for axis in work.axes))
-    return found[0] and found[3], found[2] and found[5], [found[1], found[4]]
-
-
-def test_replicas_can_each_do_all_of_the_work(pools: RankPools) -> None:
-    for equal, within_pairs, (sharded_sent, replicated_sent) in pools(4).run(unshared_replicas):
-        assert equal
-        assert within_pairs
-        assert sharded_sent > 0
-        assert replicated_sent == 0
-
-
-def bucketed(place: Place) -> tuple[int, bool]:
-    """Number of small buckets, and whether they change a bit of the result."""
-    # One owner is busy with the first; what the others own leaves them idle in some buckets.
-    specs = [Spec((40, 7)), Spec((6, 6)), *(Spec((5, 6 + n)) for n in range(14)), Spec((3, 4, 5))]
-    params = sharded(specs, place)
+@pytest.mark.parametrize("place", [Place((2, 2)), Place((2, 2), "no_shard")], ids=str)
+@on_ranks(4)
+def test_replicas_can_each_do_all_of_the_work(place: Place) -> None:
+    params = sharded((Spec((8, 6)), Spec((3, 4, 5))), place, torch.float64)
     values = [local_of(p).detach() for p in params]
-    options = {"shares_replicas": True}
-    few, many = (_engine(params, _ranked, bucket_numel=n, **options) for n in (2**30, 36))
-    assert few.works[0].ownership.num_buckets == 1
-    equal = True
-    for _ in range(2):
-        pairs = zip(few.run(values), many.run(values), strict=True)
-        equal = equal and all(torch.equal(a, b) for a, b in pairs)
-    return many.works[0].ownership.num_buckets, equal
+    shared, alone = (_engine(params, _ranked, shares_replicas=s) for s in (True, False))
+    assert all(map(torch.equal, shared.run(values), alone.run(values)))
+    assert all(axis.size == 2 for work in alone.works for axis in work.axes)
+    # What every rank has whole is not sent.
+    sent = sum(work.sent_numel for work in alone.works)
+    assert (sent == 0) == (place.strategy == "no_shard")
 
 
 @pytest.mark.parametrize(
@@ -428,14 +357,22 @@ def bucketed(place: Place) -> tuple[int, bool]:
     ],
     ids=str,
 )
-def test_small_buckets_change_no_bit(pools: RankPools, place: Place) -> None:
-    for num_buckets, equal in pools(4).run(bucketed, place):
-        assert num_buckets > 3
-        assert equal
+@on_ranks(4)
+def test_small_buckets_change_no_bit(place: Place) -> None:
+    # One owner is busy with the first; what the others own leaves them idle in some buckets.
+    specs = [Spec((40, 7)), Spec((6, 6)), *(Spec((5, 6 + n)) for n in range(14)), Spec((3, 4, 5))]
+    params = sharded(specs, place)
+    values = [local_of(p).detach() for p in params]
+    options = {"shares_replicas": True}
+    few, many = (_engine(params, _ranked, bucket_numel=n, **options) for n in (2**30, 36))
+    assert few.works[0].ownership.num_buckets == 1
+    for _ in range(2):
+        assert all(map(torch.equal, few.run(values), many.run(values)))
+    assert many.works[0].ownership.num_buckets > 3
 
 
-def results_of_any_shape() -> bool:
-    """Whether functions of several kinds each get theirs, also where a result is a view."""
+@on_ranks(2)
+def test_functions_of_several_kinds_may_be_mixed() -> None:
     specs = [Spec((6, 6))] * 4
     params = sharded(specs, Place((2,)), torch.float64)
     kinds = [
@@ -449,14 +386,11 @@ def results_of_any_shape() -> bool:
     expected += [(values[2].T.float() * 2).double(), values[3].T]
     rows = [p.local_rows for p in params]  # type: ignore[attr-defined]
     pairs = zip(results, expected, rows, strict=True)
-    return all(torch.equal(mine, e[first:last]) for mine, e, (first, last) in pairs)
+    assert all(torch.equal(mine, e[first:last]) for mine, e, (first, last) in pairs)
 
 
-def test_functions_of_several_kinds_may_be_mixed(pools: RankPools) -> None:
-    assert pools(2).run(results_of_any_shape) == [True, True]
-
-
-def test_random_tensors_are_equal_everywhere(pools: RankPools) -> None:
+@on_ranks(2)
+def test_random_tensors_are_equal_everywhere() -> None:
     # What all of the above rests on: full() is a function of its arguments.
-    first, second = pools(2).run(full, 3, (4, 2))
-    assert torch.equal(first, second)
+    values = full(3, (4, 2)).tolist()
+    assert of_all_ranks(values) == [values] * 2

@@ -12,15 +12,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_fsdp_v2.comm.interface import Collective
 from megatron_fsdp_v2.dtensor.uneven_dtensor import local_of
 from megatron_fsdp_v2.optim import MatrixEngine, MatrixFunction, Muon, newton_schulz_flops
+from tests.distributed.checkpoint_trainings import torch_loads, torch_saves
 from tests.distributed.muon_cases import (
     Place,
     Spec,
@@ -32,7 +31,8 @@ from tests.distributed.muon_cases import (
     sharded,
     whole,
 )
-from tests.distributed.wrapping import mesh_of, said, wrap
+from tests.distributed.on_ranks import on_ranks
+from tests.distributed.wrapping import mesh_of, of_all_ranks, said, wrap
 from tests.ranks import RankPools
 from tests.reference.models import Stack
 from tests.reference.muon import ReferenceMuon
@@ -62,85 +62,65 @@ def _engine(optimizer: Muon) -> MatrixEngine:
 # -- counted --------------------------------------------------------------------------------------
 
 
-def collectives(place: Place) -> tuple[Counter[str], int]:
-    """Collectives of a step that is not the first, by name, and how many buckets there were."""
+def collectives(place: Place) -> Counter[str]:
+    """Collectives of a step that is not the first, of one bucket, by name."""
     _, optimizer = _stepped(SPECS, place)
     with torch.profiler.profile() as profile:
         optimizer.step()
+    assert sum(work.ownership.num_buckets for work in _engine(optimizer).works) == 1
     names = [event.name for event in profile.events()]
-    found = Counter(name for name in names if name.startswith(("gloo:", "c10d::")))
-    return found, sum(work.ownership.num_buckets for work in _engine(optimizer).works)
+    return Counter(name for name in names if name.startswith(("gloo:", "c10d::")))
 
 
-def test_a_bucket_is_one_pair_of_all_to_alls_and_nothing_else(pools: RankPools) -> None:
-    for found, num_buckets in pools(3).run(collectives, Place((3,))):
-        assert num_buckets == 1
-        assert found == {"gloo:all_to_all": 2, "c10d::alltoall_base_": 2}
+@on_ranks(3)
+def test_a_bucket_is_one_pair_of_all_to_alls_and_nothing_else() -> None:
+    assert collectives(Place((3,))) == {"gloo:all_to_all": 2, "c10d::alltoall_base_": 2}
 
 
-def test_replicas_are_sent_results_alone(pools: RankPools) -> None:
-    for found, num_buckets in pools(3).run(collectives, Place((3,), "no_shard")):
-        assert found["gloo:all_to_all"] == num_buckets == 1
-        assert len(found) == 2
+@on_ranks(3)
+def test_replicas_are_sent_results_alone() -> None:
+    found = collectives(Place((3,), "no_shard"))
+    assert found == {"gloo:all_to_all": 1, "c10d::alltoall_base_": 1}
 
 
 @pytest.mark.parametrize("place", [Place((1,)), Place((3,), granularity="tensor")], ids=str)
-def test_what_is_whole_on_its_rank_is_not_communicated(pools: RankPools, place: Place) -> None:
-    for found, num_buckets in pools(place.mesh[0]).run(collectives, place):
-        assert num_buckets == 1
-        assert not found
+@on_ranks("place")
+def test_what_is_whole_on_its_rank_is_not_communicated(place: Place) -> None:
+    assert not collectives(place)
 
 
 class _Counting:
-    """A communicator that counts all-to-alls and what this rank sends in them."""
+    """A communicator that notes how much this rank sends in every all-to-all."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
-        self.count = 0
-        self.numel = 0
+        self.sent: list[int] = []
 
-    def issue(self, collective: Collective, *, async_op: bool) -> Any:
-        own = collective.axis.rank
-        assert collective.input_numels[own] == 0, "what stays is not communicated"
-        assert collective.output_numels[own] == 0, "what stays is not communicated"
-        self.count += 1
-        self.numel += collective.input.numel()
-        return self._inner.issue(collective, async_op=async_op)
+    def all_to_all(
+        self, received: Any, sent: Any, into: Any, out: Any, axis: Any, *args: Any, **options: Any
+    ) -> Any:
+        assert out[axis.rank] == into[axis.rank] == 0, "what stays is not communicated"
+        self.sent.append(sent.numel())
+        return self._inner.all_to_all(received, sent, into, out, axis, *args, **options)
 
 
-def traffic(place: Place) -> tuple[int, int, int, int, int]:
-    """All-to-alls, buckets with a cut matrix, elements sent, planned, and of this rank's shard."""
-    params = sharded(SPECS, place)
+@on_ranks(4)
+def test_every_bucket_is_a_pair_and_sends_what_was_planned() -> None:
+    params = sharded(SPECS, Place((4,)))
     function = MatrixFunction(lambda stack: stack, lambda m, n: m * n)
     engine = MatrixEngine(params, [function] * len(params), bucket_numel=1)
     (work,) = engine.works
-    wire: Any = _Counting(work.communicator)
-    work.communicator = wire
+    work.communicator = wire = _Counting(work.communicator)
     values = [local_of(param).detach() for param in params]
     engine.run(values)
-    own = sum(value.numel() for value in values)
-    plan = work.ownership
-    pairs = zip(plan.matrices, plan.buckets, strict=True)
-    cut = {bucket for matrix, bucket in pairs if not matrix.whole_at}
-    return wire.count, len(cut), wire.numel, work.sent_numel, own
-
-
-def test_every_bucket_is_a_pair_and_sends_what_was_planned(pools: RankPools) -> None:
-    found = pools(4).run(traffic, Place((4,)))
-    for count, num_buckets, sent, planned, _ in found:
-        assert num_buckets > 1
-        assert count == 2 * num_buckets
-        assert sent == planned
-    assert 0 < sum(sent for *_, sent, _, _ in found) <= 2 * sum(own for *_, own in found)
-
-
-def measured_flops(place: Place) -> tuple[int, int]:
-    """Floating-point operations of a step on this rank: measured, and planned."""
-    _, optimizer = _stepped(SPECS, place)
-    with FlopCounterMode(display=False) as counter:
-        optimizer.step()
-    planned = sum(work.flops for work in _engine(optimizer).works)
-    return counter.get_total_flops(), planned
+    sent, own = sum(wire.sent), sum(value.numel() for value in values)
+    pairs = zip(work.ownership.matrices, work.ownership.buckets, strict=True)
+    num_cut = len({bucket for matrix, bucket in pairs if not matrix.whole_at})
+    all_sent, all_own = sum(of_all_ranks(sent)), sum(of_all_ranks(own))
+    assert num_cut > 1
+    assert len(wire.sent) == 2 * num_cut
+    assert sent == work.sent_numel
+    assert 0 < all_sent <= 2 * all_own
 
 
 @pytest.mark.parametrize(
@@ -148,35 +128,32 @@ def measured_flops(place: Place) -> tuple[int, int]:
     [Place((4,)), Place((4,), "no_shard"), Place((2, 2)), Place((2, 2), outer="optim")],
     ids=str,
 )
-def test_every_matrix_is_worked_on_once_where_it_was_planned(
-    pools: RankPools, place: Place
-) -> None:
-    found = pools(4).run(measured_flops, place)
-    assert [measured for measured, _ in found] == [planned for _, planned in found]
-    assert sum(measured for measured, _ in found) == TOTAL_FLOPS
+@on_ranks(4)
+def test_every_matrix_is_worked_on_once_where_it_was_planned(place: Place) -> None:
+    _, optimizer = _stepped(SPECS, place)
+    with FlopCounterMode(display=False) as counter:
+        optimizer.step()
+    measured = counter.get_total_flops()
+    everywhere = of_all_ranks(measured)
+    assert measured == sum(work.flops for work in _engine(optimizer).works)
+    assert sum(everywhere) == TOTAL_FLOPS
     # Seven matrices, the three of the stack where they are: nobody does more than half.
-    assert max(measured for measured, _ in found) < TOTAL_FLOPS / 2
+    assert measured < TOTAL_FLOPS / 2
 
 
 # -- state ----------------------------------------------------------------------------------------
 
 
-def _model(place: dict[str, Any]) -> tuple[Any, Muon]:
+def _model(**options: Any) -> tuple[Any, Muon]:
     torch.manual_seed(0)
     model = Stack().double()
-    if place:
-        shape = place["shape"]
-        rest = {key: value for key, value in place.items() if key != "shape"}
-        wrap(model, mesh=mesh_of(*shape), **rest)
-    return model, _optimizer(model)
-
-
-def _optimizer(model: nn.Module) -> Muon:
+    if options:
+        wrap(model, **{**options, "mesh": mesh_of(*options["mesh"])})
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "blocks" in n]
     known = {id(param) for param in matrices}
     others = [param for param in model.parameters() if id(param) not in known]
     groups = [{"params": matrices}, {"params": others, "use_muon": False}]
-    return Muon(groups, lr=0.05, ns_dtype=torch.float64)
+    return model, Muon(groups, lr=0.05, ns_dtype=torch.float64)
 
 
 def _go_on(model: nn.Module, optimizer: Muon, steps: range) -> None:
@@ -187,67 +164,46 @@ def _go_on(model: nn.Module, optimizer: Muon, steps: range) -> None:
         optimizer.step()
 
 
-def _facts(model: nn.Module, optimizer: Muon) -> dict[str, torch.Tensor]:
-    """All weights and states in full. Collective."""
-    found = {}
-    for name, param in model.named_parameters():
-        found[name] = whole(param).clone()
-        for key, value in optimizer.state[param].items():
-            found[f"{name}/{key}"] = whole(value).clone()
-    return found
-
-
-def save_trained(folder: str, place: dict[str, Any]) -> None:
+def save_trained(folder: str) -> None:
     """Two steps, and a checkpoint."""
-    model, optimizer = _model(place)
+    model, optimizer = _model(mesh=(3,))
     _go_on(model, optimizer, range(2))
-    weights, state = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
+    torch_saves(folder, model, optimizer)
 
 
-def go_on_from(folder: str, place: dict[str, Any]) -> tuple[list[str], float]:
-    """What differs from the unsharded training once loaded, and how much two steps later."""
-    plain_model, plain_optimizer = _model({})
+def check_going_on(folder: str, **options: Any) -> None:
+    """See that what is loaded is the unsharded training's state, and two steps later again."""
+    plain_model, plain_optimizer = _model()
     _go_on(plain_model, plain_optimizer, range(2))
-    model, optimizer = _model(place)
+    model, optimizer = _model(**options)
     with torch.no_grad():
         for param in model.parameters():
             param.zero_()
-    weights, state = get_state_dict(model, optimizer)
-    loaded = {"model": weights, "optimizer": state}
-    dcp.load(loaded, checkpoint_id=folder)
-    set_state_dict(
-        model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"]
-    )
-    mine, theirs = _facts(model, optimizer), _facts(plain_model, plain_optimizer)
-    assert mine.keys() == theirs.keys()
-    # Momenta of Muon are sums of gradients, bitwise identical; weights went through products.
-    exact = [name for name in mine if name.endswith(("momentum_buffer", "step"))]
-    assert len(exact) > 10
-    wrong = [name for name in exact if not torch.equal(mine[name], theirs[name])]
-    wrong += [name for name in mine if error([mine[name]], [theirs[name]]) > 1e-12]
-    _go_on(plain_model, plain_optimizer, range(2, 4))
-    _go_on(model, optimizer, range(2, 4))
-    pairs = zip(model.parameters(), plain_model.parameters(), strict=True)
-    return wrong, max(error([whole(a)], [b.detach()]) for a, b in pairs)
+    torch_loads(folder, model, optimizer)
+    pairs = list(zip(model.parameters(), plain_model.parameters(), strict=True))
+    for mine, theirs in pairs:
+        state = optimizer.state[mine]
+        assert state.keys() == plain_optimizer.state[theirs].keys()
+        for key, value in plain_optimizer.state[theirs].items():
+            found = whole(state[key])
+            # Momenta of Muon are sums of gradients, bitwise identical.
+            is_exact = key in ("momentum_buffer", "step")
+            assert torch.equal(found, value) if is_exact else error([found], [value]) < 1e-12, key
+        assert error([whole(mine)], [theirs.detach()]) < 1e-12
+    for either, its in ((plain_model, plain_optimizer), (model, optimizer)):
+        _go_on(either, its, range(2, 4))
+    assert max(error([whole(a)], [b.detach()]) for a, b in pairs) < 1e-12
 
 
 def test_a_training_goes_on_at_other_world_sizes_and_strategies(
     pools: RankPools, tmp_path: Path
 ) -> None:
-    pools(3).run(save_trained, str(tmp_path), {"shape": (3,)})
-    for place in (
-        {"shape": (1,)},
-        {"shape": (2,), "sharding_strategy": "optim"},
-        {"shape": (4,)},
-        {"shape": (2, 2), "outer_dp_sharding_strategy": "optim"},
-        {"shape": (4,), "sharding_strategy": "no_shard"},
-    ):
-        for wrong, distance in pools(math.prod(place["shape"])).run(
-            go_on_from, str(tmp_path), place
-        ):
-            assert wrong == [], place
-            assert distance < 1e-12, place
+    pools(3).run(save_trained, str(tmp_path))
+    pools(1).run(check_going_on, str(tmp_path), mesh=(1,))
+    pools(2).run(check_going_on, str(tmp_path), mesh=(2,), sharding_strategy="optim")
+    pools(4).run(check_going_on, str(tmp_path), mesh=(4,))
+    pools(4).run(check_going_on, str(tmp_path), mesh=(2, 2), outer_dp_sharding_strategy="optim")
+    pools(4).run(check_going_on, str(tmp_path), mesh=(4,), sharding_strategy="no_shard")
 
 
 def test_a_copied_optimizer_steps_like_the_original() -> None:
@@ -280,8 +236,8 @@ def test_state_dicts_are_handed_over() -> None:
 # -- options --------------------------------------------------------------------------------------
 
 
-def changed_between_steps() -> float:
-    """Error where options change, and a matrix is frozen, between steps."""
+@on_ranks(2)
+def test_options_may_change_between_steps() -> None:
     dtype = torch.float64
     theirs, mine = plain(SPECS, dtype), sharded(SPECS, Place((2,)), dtype)
     reference = ReferenceMuon(theirs, lr=0.1, dtype=dtype)
@@ -297,11 +253,7 @@ def changed_between_steps() -> float:
         for params, who in ((theirs, reference), (mine, optimizer)):
             give(params, gradients(SPECS, step, dtype))
             who.step()  # type: ignore[attr-defined]
-    return error([whole(p) for p in mine], [p.detach() for p in theirs])
-
-
-def test_options_may_change_between_steps(pools: RankPools) -> None:
-    assert max(pools(2).run(changed_between_steps)) < 1e-12
+    assert error([whole(p) for p in mine], [p.detach() for p in theirs]) < 1e-12
 
 
 def test_a_closure_computes_the_loss_with_gradients() -> None:
@@ -387,36 +339,29 @@ def test_a_missing_gradient_is_named_and_a_frozen_parameter_needs_none() -> None
     assert torch.equal(model[5].weight, before)
 
 
-def bad_on_ranks() -> dict[str, str]:
-    """What misuse of sharded parameters leads to on this rank."""
+@on_ranks(2)
+def test_misuse_of_sharded_parameters_is_named() -> None:
     specs = [Spec((4, 3)), Spec((6, 2)), Spec((4, 3))]
-    found = {}
     params = sharded(specs, Place((2,)))
     give(params, gradients(specs, 0))
     params[1].grad = None
-    found["gradient"] = said(RuntimeError, Muon(params).step)
+    missing = said(RuntimeError, Muon(params).step)
     vector = sharded([Spec((4, 3)), Spec((4,))], Place((2,)))
-    found["vector"] = said(ValueError, lambda: Muon(vector))
     foreign = nn.Parameter(distribute_tensor(torch.ones(4, 3), mesh_of(2), [Shard(0)]))
-    found["foreign"] = said(ValueError, lambda: Muon([foreign]))
     function = MatrixFunction(lambda stack: stack, lambda m, n: 1)
-    found["engine"] = said(ValueError, lambda: MatrixEngine([foreign], [function]))
-    found["shape"] = said(ValueError, lambda: MatrixEngine([vector[1]], [function]))
-    found["bucket"] = said(ValueError, lambda: MatrixEngine(params, [function] * 3, bucket_numel=0))
-    found["updates"] = said(ValueError, lambda: MatrixEngine(params, [function] * 3).run([]))
-    return found
-
-
-def test_misuse_of_sharded_parameters_is_named(pools: RankPools) -> None:
-    for found in pools(2).run(bad_on_ranks):
-        assert "no gradient for p0 of inner/0" in found["gradient"]
-        assert "p0 of inner/0 is 1-D" in found["vector"]
-        assert "parameter 0 of shape (4, 3) is a DTensor" in found["foreign"]
-        assert "not sharded by fully_shard" in found["foreign"]
-        assert "not sharded by fully_shard" in found["engine"]
-        assert "got shape (4,)" in found["shape"]
-        assert "bucket_numel must be at least 1" in found["bucket"]
-        assert "expected 3 updates, got 0" in found["updates"]
+    of_dtensor = said(ValueError, lambda: Muon([foreign]))
+    by_engine = said(ValueError, lambda: MatrixEngine([foreign], [function]))
+    of_vector = said(ValueError, lambda: MatrixEngine([vector[1]], [function]))
+    bucket = said(ValueError, lambda: MatrixEngine(params, [function] * 3, bucket_numel=0))
+    assert "no gradient for p0 of inner/0" in missing
+    assert "p0 of inner/0 is 1-D" in said(ValueError, lambda: Muon(vector))
+    assert "parameter 0 of shape (4, 3) is a DTensor" in of_dtensor
+    assert "not sharded by fully_shard" in of_dtensor
+    assert "not sharded by fully_shard" in by_engine
+    assert "got shape (4,)" in of_vector
+    assert "bucket_numel must be at least 1" in bucket
+    engine = MatrixEngine(params, [function] * 3)
+    assert "expected 3 updates, got 0" in said(ValueError, lambda: engine.run([]))
 
 
 def _ranks_differ(arrange: Callable[[list[Any], int], list[Any]]) -> str:
@@ -426,20 +371,13 @@ def _ranks_differ(arrange: Callable[[list[Any], int], list[Any]]) -> str:
     return said(RuntimeError, Muon(arrange(params, dist.get_rank())).step)
 
 
-def differing_ranks() -> dict[str, str]:
-    """What is said where ranks give an optimizer different parameters."""
-    return {
-        "order": _ranks_differ(lambda p, rank: p if rank else [p[2], p[1], p[0]]),
-        "alike": _ranks_differ(lambda p, rank: p if rank else [p[1], p[0], p[2]]),
-        "fewer": _ranks_differ(lambda p, rank: p[: 2 + rank]),
-        "same": _ranks_differ(lambda p, rank: p),
-    }
-
-
-def test_ranks_that_give_other_parameters_say_so_on_every_rank(pools: RankPools) -> None:
-    for found in pools(2).run(differing_ranks):
-        for case in ("order", "alike"):
-            assert "ranks differ at unit" in found[case]
-            assert "p0 of Bag/0" in found[case]
-        assert "ranks differ" in found["fewer"]
-        assert found["same"] == "no error"
+@on_ranks(2)
+def test_ranks_that_give_other_parameters_say_so_on_every_rank() -> None:
+    order = _ranks_differ(lambda p, rank: p if rank else [p[2], p[1], p[0]])
+    alike = _ranks_differ(lambda p, rank: p if rank else [p[1], p[0], p[2]])
+    fewer = _ranks_differ(lambda p, rank: p[: 2 + rank])
+    same = _ranks_differ(lambda p, rank: p)
+    for text in (order, alike):
+        assert "ranks differ at unit" in text and "p0 of Bag/0" in text
+    assert "ranks differ" in fewer
+    assert same == "no error"

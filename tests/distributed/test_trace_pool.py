@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -13,21 +14,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from megatron_fsdp_v2 import MixedPrecisionPolicy, fully_shard
 from megatron_fsdp_v2.diagnostics import pool_picture
 from megatron_fsdp_v2.runtime.fsdp_module import unit_of
+from tests.distributed.on_ranks import on_ranks
+from tests.distributed.wrapping import on_mesh, said, shards_of, step_all, wrap
 from tests.ranks import RankPools
 from tests.reference.models import Block, Stack
 
 WIDTH = 48
-
-
-@functools.cache
-def _mesh(shape: tuple[int, ...]) -> DeviceMesh:
-    return init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner")[-len(shape) :])
 
 
 class Deep(nn.Module):
@@ -67,13 +64,10 @@ class Mixture(Deep):
         self.blocks = nn.ModuleList(ExpertBlock() for _ in range(num_blocks))
 
 
-def _sharded(model: Any, shape: tuple[int, ...] = (2,), **options: Any) -> Any:
-    options = {"enable_trace_pool": True, **options}
-    for block in model.blocks:
-        if isinstance(block, ExpertBlock):
-            fully_shard(block.experts, mesh=_mesh(shape), **options)
-        fully_shard(block, mesh=_mesh(shape), **options)
-    return fully_shard(model, mesh=_mesh(shape), **options)
+def _sharded(model: Any, mesh_name: str = "2", **options: Any) -> Any:
+    inner = ([b.experts, b] if isinstance(b, ExpertBlock) else [b] for b in model.blocks)
+    options = {"enable_trace_pool": True, **on_mesh(mesh_name), **options}
+    return wrap(model, itertools.chain(*inner), **options)
 
 
 def _step(model: Any, *, num_micro: int = 1, evaluates: bool = False, rows: int = 2) -> None:
@@ -92,7 +86,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "recomputation": (lambda: Deep(32, recomputes=True), {}, {}),
     "4 micro-batches": (lambda: Deep(32), {}, {"num_micro": 4}),
     "mixture of experts": (lambda: Mixture(12), {}, {}),
-    "HSDP 2x2": (lambda: Deep(12), {"shape": (2, 2)}, {"num_micro": 2}),
+    "HSDP 2x2": (lambda: Deep(12), {"mesh_name": "HSDP 2x2"}, {"num_micro": 2}),
     "bf16 with fp32 gradients": (
         lambda: Deep(12),
         {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
@@ -102,42 +96,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-BOUNDED = (
-    "training",
-    "training with evaluations between",
-    "recomputation",
-    "4 micro-batches",
-)
-
-
-def plans_of_case(name: str) -> dict[str, Any]:
-    """What a plan is like, and what the steps after it allocate and where buffers lie."""
-    build, options, steps = CASES[name]
-    model = _sharded(build(), **options)
-    for _ in range(4):
-        _step(model, **steps)
-    pool = model.trace_pool()
-    before = pool.num_allocations
-    places = [_places(model, steps) for _ in range(2)]
-    reports = pool.reports()
-    return {
-        "excess": [report.plan.excess for report in reports if report.plan is not None],
-        "unplanned": [str(report.kind) for report in reports if report.plan is None],
-        "beside": [report.beside for report in reports],
-        "allocations": pool.num_allocations - before,
-        "places": places,
-        "programs": [len(report.programs) for report in reports],
-        "text": pool.report(),
-        "nbytes": sum(report.plan.nbytes for report in reports if report.plan is not None),
-        "peak": pool.peak_nbytes,
-        "two_units": _two_units(model),
-    }
-
-
-def _two_units(model: Any) -> int:
-    """Bytes of the root's buffers, two gathered blocks and two of their gradient buffers."""
-    root, block = (unit_of(module).groups[0].layout.numel for module in (model, model.blocks[0]))
-    return 4 * 2 * (root + 2 * block)
+BOUNDED = ("training", "training with evaluations between", "recomputation", "4 micro-batches")
 
 
 def _places(model: Any, steps: dict[str, Any]) -> dict[str, set[int]]:
@@ -160,25 +119,37 @@ def _places(model: Any, steps: dict[str, Any]) -> dict[str, set[int]]:
     return seen
 
 
+def check_plan(name: str) -> None:
+    """See what a plan is like, what the steps after it allocate, and where buffers lie."""
+    build, options, steps = CASES[name]
+    model = _sharded(build(), **options)
+    for _ in range(4):
+        _step(model, **steps)
+    pool = model.trace_pool()
+    before = pool.num_allocations
+    first, second = (_places(model, steps) for _ in range(2))
+    reports = pool.reports()
+    planned = sum(report.plan.nbytes for report in reports)
+    assert max(report.plan.excess for report in reports) <= 0.05, pool.report()
+    # Of everything at once: weights and gradients in one block could not be smaller either.
+    assert pool.peak_nbytes <= planned <= 1.05 * pool.peak_nbytes
+    if name in BOUNDED:
+        root, block = (unit_of(m).groups[0].layout.numel for m in (model, model.blocks[0]))
+        two_units = 4 * 2 * (root + 2 * block)
+        # The root's gradients come last, when no block is gathered any more.
+        assert 0.9 * two_units < pool.peak_nbytes <= two_units
+    assert pool.num_allocations == before
+    assert not any(report.beside for report in reports)
+    assert len(first) > 12
+    assert first == second
+    assert {name: len(at) for name, at in first.items() if len(at) > 1} == {}
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_plans_are_within_5_percent_and_nothing_is_allocated_after_warm_up(
     pools: RankPools, name: str
 ) -> None:
-    world_size = 4 if "shape" in CASES[name][1] else 2
-    for found in pools(world_size).run(plans_of_case, name):
-        assert found["unplanned"] == []
-        assert max(found["excess"]) <= 0.05, found["text"]
-        # Of everything at once: weights and gradients in one block could not be smaller either.
-        assert found["peak"] <= found["nbytes"] <= 1.05 * found["peak"]
-        if name in BOUNDED:
-            # The root's gradients come last, when no block is gathered any more.
-            assert 0.9 * found["two_units"] < found["peak"] <= found["two_units"]
-        assert found["allocations"] == 0
-        assert not any(found["beside"])
-        first, second = found["places"]
-        assert len(first) > 12
-        assert first == second
-        assert {name: len(at) for name, at in first.items() if len(at) > 1} == {}
+    pools(4 if "mesh_name" in CASES[name][1] else 2).run(check_plan, name)
 
 
 # -- the same bits, whatever happens --------------------------------------------------------------
@@ -204,8 +175,7 @@ class Scenario:
         self.bits += [
             p.grad.to_local().clone() for p in self.model.parameters() if p.grad is not None
         ]
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        step_all(self.optimizer)
 
     def train(self, times: int = 1, rows: int = 3) -> None:
         for _ in range(times):
@@ -313,34 +283,33 @@ def _a_view_is_kept(run: Scenario) -> None:
     run.train(2)
 
 
-SCENARIOS = [
-    _evaluation_before_a_backward,
-    _one_forward_one_backward,
-    _other_batch_sizes,
-    _another_reshard,
-    _modules_skipped,
-    _layers_frozen,
-    _memory_given_back,
-    _gathered_by_hand,
-    _a_view_is_kept,
-]
+SCENARIOS: dict[str, Callable[[Scenario], None]] = {
+    scenario.__name__: scenario
+    for scenario in (
+        _evaluation_before_a_backward,
+        _one_forward_one_backward,
+        _other_batch_sizes,
+        _another_reshard,
+        _modules_skipped,
+        _layers_frozen,
+        _memory_given_back,
+        _gathered_by_hand,
+        _a_view_is_kept,
+    )
+}
 
 
-def bits_of_scenario(number: int) -> tuple[bool, bool]:
-    """Whether a scenario gives the same bits on the pool, and ends with a plan."""
+@pytest.mark.parametrize("scenario", SCENARIOS)
+@on_ranks(2)
+def test_what_was_not_traced_gives_the_same_bits(scenario: str) -> None:
     bits = []
     for pooled in (False, True):
         torch.manual_seed(0)
         run = Scenario(_sharded(Stack(5), enable_trace_pool=pooled), pooled=pooled)
-        SCENARIOS[number](run)
-        bits.append([*run.bits, *(p.to_local().clone() for p in run.model.parameters())])
-    same = len(bits[0]) == len(bits[1]) and all(map(torch.equal, *bits))
-    return same, all(report.plan is not None for report in run.model.trace_pool().reports())
-
-
-@pytest.mark.parametrize("number", range(len(SCENARIOS)), ids=[s.__name__ for s in SCENARIOS])
-def test_what_was_not_traced_gives_the_same_bits(pools: RankPools, number: int) -> None:
-    assert pools(2).run(bits_of_scenario, number) == [(True, True)] * 2
+        SCENARIOS[scenario](run)
+        bits.append([*run.bits, *shards_of(run.model)])
+    assert all(torch.equal(a, b) for a, b in zip(*bits, strict=True))
+    assert all(report.plan is not None for report in run.model.trace_pool().reports())
 
 
 # -- misuse ---------------------------------------------------------------------------------------
@@ -349,9 +318,8 @@ def test_what_was_not_traced_gives_the_same_bits(pools: RankPools, number: int) 
 PAIRS = list(itertools.combinations(range(5), 2))
 
 
-def collision() -> tuple[str, list[bool]]:
-    """What is said when two units need the same bytes, and what of them it names."""
-    torch.manual_seed(0)
+@on_ranks(2)
+def test_two_units_that_need_the_same_bytes_are_both_named() -> None:
     model = _sharded(Stack(5))
     for _ in range(4):
         _step(model)
@@ -363,46 +331,31 @@ def collision() -> tuple[str, list[bool]]:
     )
     loss = model(torch.randn(2, 5)).square().mean()
     model.blocks[second].unshard()
-    said = ""
-    try:
-        model.blocks[first].unshard()
-    except RuntimeError as error:
-        said = str(error)
+    text = said(RuntimeError, model.blocks[first].unshard)
     del loss
     model.blocks[second].reshard()
     for _ in range(3):
         _step(model)
-    return said, [f"blocks.{index}/0/model_weight" in said for index in (first, second)]
+    assert "has to come back to the memory where a forward left views of it" in text
+    assert all(f"blocks.{index}/0/model_weight" in text for index in (first, second))
+    assert "reset()" in text
 
 
-def test_two_units_that_need_the_same_bytes_are_both_named(pools: RankPools) -> None:
-    for said, named in pools(2).run(collision):
-        assert "has to come back to the memory where a forward left views of it" in said
-        assert named == [True, True]
-        assert "reset()" in said
-
-
-def mixed_units() -> list[str]:
-    """What is said where only some units of a root have the pool."""
-    said = []
+@on_ranks(2)
+def test_units_of_one_root_must_agree_on_the_pool() -> None:
+    texts = []
     for inner in (False, True):
         model = Stack(2)
         for block in model.blocks:
-            fully_shard(block, mesh=_mesh((2,)), enable_trace_pool=inner)
-        with pytest.raises(ValueError, match="enable_trace_pool") as caught:
-            fully_shard(model, mesh=_mesh((2,)), enable_trace_pool=not inner)
-        said.append(str(caught.value))
-    return said
+            fully_shard(block, enable_trace_pool=inner)
+        others = partial(fully_shard, model, enable_trace_pool=not inner)
+        texts.append(said(ValueError, others))
+    assert "=True for Stack and enable_trace_pool=False for blocks.0 (Block):" in texts[0]
+    assert "give it to the root alone, or the same to all" in texts[1]
 
 
-def test_units_of_one_root_must_agree_on_the_pool(pools: RankPools) -> None:
-    for said in pools(2).run(mixed_units):
-        assert "=True for Stack and enable_trace_pool=False for blocks.0 (Block):" in said[0]
-        assert "give it to the root alone, or the same to all" in said[1]
-
-
-def bytes_given_back() -> tuple[int, int, int, int]:
-    """Bytes of the plan; given back at rest, a second time, and with a backward to come."""
+@on_ranks(2)
+def test_released_memory_goes_back_unless_a_backward_needs_it() -> None:
     model = _sharded(Stack(5))
     for _ in range(4):
         _step(model)
@@ -412,42 +365,30 @@ def bytes_given_back() -> tuple[int, int, int, int]:
     loss = model(torch.randn(2, 5)).square().mean()
     awaited = pool.release()
     loss.backward()
-    return planned, at_rest, again, awaited
+    assert planned == at_rest > 0
+    assert (again, awaited) == (0, 0)
 
 
-def test_released_memory_goes_back_unless_a_backward_needs_it(pools: RankPools) -> None:
-    for planned, at_rest, again, awaited in pools(2).run(bytes_given_back):
-        assert planned == at_rest > 0
-        assert (again, awaited) == (0, 0)
-
-
-def pictures_and_reports(folder: str) -> dict[str, Any]:
-    """What is written and said of a plan, and where there is none."""
-    path = Path(folder) / f"{dist.get_rank()}.svg"
+@on_ranks(2)
+def test_a_plan_is_reported_as_text_and_as_a_picture(tmp_path: Path) -> None:
+    path = tmp_path / f"{dist.get_rank()}.svg"
     plain, model = _sharded(Stack(2), enable_trace_pool=False), _sharded(Stack(5))
     early = model.trace_pool().report()
-    with pytest.raises(RuntimeError, match="no plan yet"):
-        pool_picture(model, path)
-    with pytest.raises(RuntimeError, match="Stack has no trace pool"):
-        plain.trace_pool()
-    with pytest.raises(RuntimeError, match="Stack has no trace pool"):
-        pool_picture(plain, path)
+    assert "no plan yet" in said(RuntimeError, lambda: pool_picture(model, path))
+    assert "Stack has no trace pool" in said(RuntimeError, plain.trace_pool)
+    assert "Stack has no trace pool" in said(RuntimeError, lambda: pool_picture(plain, path))
     for _ in range(4):
         _step(model)
     pool_picture(model, path)
-    return {"early": early, "text": model.trace_pool().report(), "path": path}
-
-
-def test_a_plan_is_reported_as_text_and_as_a_picture(pools: RankPools, tmp_path: Path) -> None:
-    for found in pools(2).run(pictures_and_reports, str(tmp_path)):
-        assert found["early"] == (
-            "float32 weights on cpu: no plan yet; traced: nothing\n\n"
-            "float32 gradients on cpu: no plan yet; traced: nothing"
-        )
-        assert "lower bound" in found["text"]
-        assert "forward and synchronized backward (3x)" in found["text"]
-        assert "blocks.0/0/model_weight, blocks.2/0/model_weight" in found["text"]
-        root = ElementTree.parse(found["path"]).getroot()
-        titles = [title.text for title in root.iter("{http://www.w3.org/2000/svg}title")]
-        # Each block is gathered twice in a pass, and two patterns were traced.
-        assert sum(title.startswith("blocks.1/0/model_weight") for title in titles) == 4
+    text = model.trace_pool().report()
+    assert early == (
+        "float32 weights on cpu: no plan yet; traced: nothing\n\n"
+        "float32 gradients on cpu: no plan yet; traced: nothing"
+    )
+    assert "lower bound" in text
+    assert "forward and synchronized backward (3x)" in text
+    assert "blocks.0/0/model_weight, blocks.2/0/model_weight" in text
+    root = ElementTree.parse(path).getroot()
+    titles = [title.text for title in root.iter("{http://www.w3.org/2000/svg}title")]
+    # Each block is gathered twice in a pass, and two patterns were traced.
+    assert sum(title.startswith("blocks.1/0/model_weight") for title in titles) == 4

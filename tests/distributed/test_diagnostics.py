@@ -345,11 +345,8 @@ def test_bytes_of_the_summary_are_those_of_real_storages(
                 gathered = group.weights._temporary
                 buffers = [gathered]
                 if group.grads is not None:
-                    buffers += [
-                        group.grads._temporary,
-                        group.grads._comm_buffer,
-                        group.grads._partial,
-                    ]
+                    grads = group.grads.buffers
+                    buffers += [grads.full, grads.grad_comm, grads.partial]
                 held = [0 if b is None else _storage(b.acquire()) for b in buffers]
                 grad = None if group.grads is None else group.grads.main.tensor
                 resting = (main, None if own.data_ptr() == main.data_ptr() else own, grad)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from megatron_fsdp_v2 import MixedPrecisionPolicy, fully_shard
+from megatron_fsdp_v2.comm.interface import Collective
 from megatron_fsdp_v2.runtime.fsdp_module import named_units, unit_of
 from tests.distributed.allocations import changes, left_of
 from tests.distributed.on_ranks import on_ranks
@@ -122,7 +123,7 @@ def test_between_steps_only_shards_are_alive(world_size: int) -> None:
             # fp32 main weight and gradient, bf16 model weight.
             expected += group.layout.shard_numel * (4 + 4 + 2)
             temporary += group.weights.gathered.tensor.untyped_storage().nbytes()
-            temporary += group.grads._temporary.tensor.untyped_storage().nbytes()
+            temporary += group.grads.buffers.full.tensor.untyped_storage().nbytes()
     assert alive == expected
     assert temporary == 0
 

@@ -96,12 +96,11 @@ class _Counting:
         self._inner = inner
         self.sent: list[int] = []
 
-    def all_to_all(
-        self, received: Any, sent: Any, into: Any, out: Any, axis: Any, *args: Any, **options: Any
-    ) -> Any:
-        assert out[axis.rank] == into[axis.rank] == 0, "what stays is not communicated"
-        self.sent.append(sent.numel())
-        return self._inner.all_to_all(received, sent, into, out, axis, *args, **options)
+    def issue(self, collective: Collective, *, async_op: bool) -> Any:
+        numels = (collective.input_numels, collective.output_numels)
+        assert not any(n[collective.axis.rank] for n in numels), "what stays is not communicated"
+        self.sent.append(collective.input.numel())
+        return self._inner.issue(collective, async_op=async_op)
 
 
 @on_ranks(4)

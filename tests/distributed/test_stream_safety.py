@@ -136,7 +136,7 @@ def test_a_recording_sees_forward_backward_optimizer_and_memory() -> None:
     kinds = Counter(type(record).__name__ for record in recording.schedule.records)
     freed = {r.buffer.name for r in recording.schedule.records if isinstance(r, Free)}
     stepped = {"blocks.1/0 weights model", "blocks.1/0 grads main"}
-    assert "blocks.1/0 weights temporary" in touched["addmm"] & touched["mm"]
+    assert "blocks.1/0 weights gathered" in touched["addmm"] & touched["mm"]
     assert "blocks.1/0 grads full" in touched["copy_"] & freed
     assert stepped <= touched["addcdiv_"] | touched["lerp_"]
     assert kinds["Allocation"] > 100 and kinds["EventWait"] > 10 and kinds["StreamWait"] > 10
@@ -390,7 +390,7 @@ def test_a_place_in_the_trace_pool_used_again_too_early_is_found(fault: str) -> 
     assert (Fault.UNORDERED.value, "trace pool, torch.float32") in found
 
 
-WEIGHTS, GRADS = "blocks.1/0 weights temporary", "blocks.1/0 grads full"
+WEIGHTS, GRADS = "blocks.1/0 weights gathered", "blocks.1/0 grads full"
 GATHERED, REDUCED = "all_gather on 'gather' (writes it)", "reduce_scatter on 'reduce' (reads it)"
 USED, FREED = "aten.addmm.default on 'compute' (reads it)", "free on 'compute'"
 MAIN = "blocks.1/0 grads main"

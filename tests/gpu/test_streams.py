@@ -90,7 +90,7 @@ def test_a_gather_comes_after_its_input_and_before_its_use(
     communicator: StreamCommunicator,
 ) -> None:
     output, shard = torch.zeros(2 * NUMEL, device="cuda"), _written_late(3.0)
-    work = communicator.all_gather(output, shard, _axis(), CommStream.GATHER, async_op=True)
+    work = communicator.issue(_gather(output, shard), async_op=True)
     # The host is far ahead of the device: nothing but the stream's order can make this right.
     work.wait()
     used = output.clone()

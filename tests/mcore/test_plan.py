@@ -124,20 +124,15 @@ def _counted(flags: Sequence[str]) -> tuple[dict[str, int], Counter[Any]]:
 
     counts: Counter[Any] = Counter()
 
-    def counting(name: str, original: Any) -> Any:
-        def counted(self: Any, target: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
-            axis = args[2] if name == "all_to_all" else args[0]
-            full = target if name == "all_gather" else source
-            if axis.size > 1:
-                counts[name, axis.size, full.numel() * full.element_size()] += 1
-            return original(self, target, source, *args, **kwargs)
+    original = backends.CpuCommunicator.issue
 
-        return counted
+    def counted(self: Any, collective: Any, *, async_op: bool) -> Any:
+        axis, full = collective.axis, collective.full
+        if axis.size > 1:
+            counts[collective.kind.value, axis.size, full.numel() * full.element_size()] += 1
+        return original(self, collective, async_op=async_op)
 
-    comm = backends.CpuCommunicator
-    names = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
-    counted = {name: counting(name, getattr(comm, name)) for name in names}
-    with mock.patch.multiple(comm, **counted):
+    with mock.patch.object(backends.CpuCommunicator, "issue", counted):
         result = train(flags, _bytes_by_role)
     assert all(count % STEPS == 0 for count in counts.values()), counts
     return result.extras, Counter({key: count // STEPS for key, count in counts.items()})

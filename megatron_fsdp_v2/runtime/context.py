@@ -5,11 +5,10 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Protocol
 
 from megatron_fsdp_v2.runtime.reduction_queue import ReductionQueue
 from megatron_fsdp_v2.runtime.schedule_rules import (
-    Gatherable,
     GatherSchedule,
     OrderedReductions,
     RootPass,
@@ -19,28 +18,9 @@ if TYPE_CHECKING:
     from megatron_fsdp_v2.comm.interface import Communicator
     from megatron_fsdp_v2.memory.allocator import Allocator
     from megatron_fsdp_v2.runtime.options import RuntimeOptions
+    from megatron_fsdp_v2.runtime.unit_base import UnitBase
 
-__all__ = ["Context", "Reshardable", "Use"]
-
-
-class Reshardable(Gatherable, Protocol):
-    """What the context needs to know of a unit."""
-
-    fqn: str
-
-    @property
-    def is_expected_back(self) -> bool:
-        """Whether its backward is under way or still to come, after a forward of this rank."""
-        ...
-
-    @property
-    def syncs_gradients(self) -> bool:
-        """Whether gradients are brought all the way into `param.grad` in this backward."""
-        ...
-
-    def is_inside(self, other: Self) -> bool:
-        """Whether its module is below another unit's."""
-        ...
+__all__ = ["Context", "Use"]
 
 
 class Use(Protocol):
@@ -53,7 +33,7 @@ class Use(Protocol):
         ...
 
 
-class Context[UnitT: Reshardable]:
+class Context:
     """State shared by the units under one root.
 
     Attributes:
@@ -86,30 +66,30 @@ class Context[UnitT: Reshardable]:
         self.communicator = communicator
         self.allocator = allocator
         self.options = options
-        self.gathers: GatherSchedule[UnitT] = GatherSchedule(options.prefetch_depth)
+        self.gathers: GatherSchedule[UnitBase] = GatherSchedule(options.prefetch_depth)
         self.reductions = ReductionQueue(
             options.max_live_grad_buffers, is_async=options.enable_async_reduce_grad
         )
-        self.ordered_reductions: OrderedReductions[UnitT] | None = None
+        self.ordered_reductions: OrderedReductions[UnitBase] | None = None
         self.weight_version = 0
-        self.root_pass: RootPass[UnitT] = RootPass()
+        self.root_pass: RootPass[UnitBase] = RootPass()
         self.backward_pass = self.root_pass
-        self.synced_in_backward: weakref.WeakSet[UnitT] = weakref.WeakSet()
+        self.synced_in_backward: weakref.WeakSet[UnitBase] = weakref.WeakSet()
         self.has_gradient = False
         self.has_unreduced = False
         self.pass_has_grad = False
         self.forward_failed = False
         self.is_checked = False
         self.num_scheduled = 0
-        self._pass_unit: weakref.ref[UnitT] | None = None
-        self._units: list[weakref.ref[UnitT]] = []
-        self._recomputed: deque[weakref.ref[UnitT]] = deque()
-        self._in_backward: weakref.ref[UnitT] | None = None
+        self._pass_unit: weakref.ref[UnitBase] | None = None
+        self._units: list[weakref.ref[UnitBase]] = []
+        self._recomputed: deque[weakref.ref[UnitBase]] = deque()
+        self._in_backward: weakref.ref[UnitBase] | None = None
         self._num_uses = 0
         self._nearly_over: list[Use] = []
         self._end_of_backward: weakref.ref[object] | None = None
 
-    def set_units(self, units: Sequence[UnitT], *, spread: bool, may_differ: bool) -> None:
+    def set_units(self, units: Sequence[UnitBase], *, spread: bool, may_differ: bool) -> None:
         """Register the units, parents before children as `modules()` lists them.
 
         Units hold the context; the context holds units weakly.
@@ -127,7 +107,7 @@ class Context[UnitT: Reshardable]:
         """Whether another rank may run other units than this one."""
         return self.ordered_reductions is not None and self.ordered_reductions.in_order
 
-    def units(self) -> list[UnitT]:
+    def units(self) -> list[UnitBase]:
         """Live units, parents before children."""
         return [unit for ref in self._units if (unit := ref()) is not None]
 
@@ -141,11 +121,11 @@ class Context[UnitT: Reshardable]:
         """Whether a pass is under way: the forward of the root, or of a unit outside of that."""
         return self._pass_unit is not None and self._pass_unit() is not None
 
-    def is_pass_of(self, unit: UnitT) -> bool:
+    def is_pass_of(self, unit: UnitBase) -> bool:
         """Whether the pass under way began with this unit."""
         return self._pass_unit is not None and self._pass_unit() is unit
 
-    def begin_forward(self, unit: UnitT, *, is_root: bool, has_grad: bool) -> None:
+    def begin_forward(self, unit: UnitBase, *, is_root: bool, has_grad: bool) -> None:
         """Note that a pass starts (not a recomputation).
 
         Where ranks may run different units, a backward reduces all of them once for every pass.
@@ -207,7 +187,7 @@ class Context[UnitT: Reshardable]:
         """
         return self._end_of_backward is not None and self._end_of_backward() is None
 
-    def begin_backward(self, passed: RootPass[UnitT], end_of_backward: object) -> None:
+    def begin_backward(self, passed: RootPass[UnitBase], end_of_backward: object) -> None:
         """Note that a backward starts.
 
         Args:
@@ -247,7 +227,7 @@ class Context[UnitT: Reshardable]:
         if use in self._nearly_over:
             self._nearly_over.remove(use)
 
-    def begin_turns(self, passed: RootPass[UnitT]) -> None:
+    def begin_turns(self, passed: RootPass[UnitBase]) -> None:
         """Start a new round of reductions, of the units of one forward."""
         self.backward_pass = passed
         passed.is_over = True
@@ -259,7 +239,7 @@ class Context[UnitT: Reshardable]:
         self._end_of_backward = None
         self._nearly_over.clear()
 
-    def _make_room_for_recomputed(self, unit: UnitT) -> None:
+    def _make_room_for_recomputed(self, unit: UnitBase) -> None:
         """Drop the oldest recomputed units that are in the way of one more."""
         waiting = list(self._recomputed)
         current = None if self._in_backward is None else self._in_backward()
@@ -277,17 +257,17 @@ class Context[UnitT: Reshardable]:
             if oldest is not None:
                 oldest.reshard()
 
-    def recompute(self, unit: UnitT) -> None:
+    def recompute(self, unit: UnitBase) -> None:
         """A unit is about to be recomputed: make room, and see that nobody drops it meanwhile."""
         self._drop_recomputed(unit)
         self._make_room_for_recomputed(unit)
 
-    def keep_recomputed(self, unit: UnitT) -> None:
+    def keep_recomputed(self, unit: UnitBase) -> None:
         """Leave a recomputed unit gathered for its backward."""
         self._drop_recomputed(unit)
         self._recomputed.append(weakref.ref(unit))
 
-    def forget_recomputed(self, unit: UnitT | None = None) -> None:
+    def forget_recomputed(self, unit: UnitBase | None = None) -> None:
         """A unit's own backward takes over from here, or (without one) the whole backward ends."""
         if unit is None:
             self._recomputed.clear()
@@ -296,6 +276,6 @@ class Context[UnitT: Reshardable]:
             self._drop_recomputed(unit)
             self._in_backward = weakref.ref(unit)
 
-    def _drop_recomputed(self, unit: UnitT) -> None:
+    def _drop_recomputed(self, unit: UnitBase) -> None:
         if self._recomputed:
             self._recomputed = deque(ref for ref in self._recomputed if ref() is not unit)

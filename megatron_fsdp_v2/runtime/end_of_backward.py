@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 from megatron_fsdp_v2._compiler import uncompiled
 from megatron_fsdp_v2.params.autograd import in_backward
-from megatron_fsdp_v2.runtime.context import Reshardable
 
 if TYPE_CHECKING:
     from megatron_fsdp_v2.params.grads import GroupGrads
-    from megatron_fsdp_v2.params.group import ParameterGroup
     from megatron_fsdp_v2.runtime.context import Context
+    from megatron_fsdp_v2.runtime.unit_base import UnitBase
 
 __all__ = [
     "EndOfBackward",
-    "Finishable",
     "bring_to_idle",
     "end_scheduled",
     "finish_ordered_reductions",
@@ -30,44 +28,13 @@ __all__ = [
 ]
 
 
-class Finishable(Reshardable, Protocol):
-    """What the end of a backward needs to know of a unit."""
-
-    groups: list[ParameterGroup]
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether neither its forward nor its backward is under way."""
-        ...
-
-    def expect_reduction(self) -> None:
-        """Have its next reduction take place also where no gradient arrived."""
-        ...
-
-    def reduce_grad(self, *, synchronize: bool) -> None:
-        """Reduce gradients that arrived. Collective."""
-        ...
-
-    def finish_gradients(self, *, synchronize: bool) -> None:
-        """Reduce what is left, along the outer axis too. Collective."""
-        ...
-
-    def finish_backward(self) -> None:
-        """Reduce what is left, rest. Collective."""
-        ...
-
-    def forget_failure(self) -> None:
-        """Rest, whatever was under way."""
-        ...
-
-
-class EndOfBackward[UnitT: Finishable]:
+class EndOfBackward:
     """The callback that the autograd engine runs at the end of a backward.
 
     Nobody but the engine holds it, so it is gone exactly when its backward is, finished or not.
     """
 
-    def __init__(self, context: Context[UnitT]) -> None:
+    def __init__(self, context: Context) -> None:
         self._context = context
 
     def queue(self) -> None:
@@ -95,7 +62,7 @@ class EndOfBackward[UnitT: Finishable]:
         _run_hooks_of_synced(context)
 
 
-def end_scheduled[UnitT: Finishable](context: Context[UnitT]) -> None:
+def end_scheduled(context: Context) -> None:
     """At the end of a micro-batch's backward in a schedule: reduce what is left. Collective.
 
     Units stay gathered for other micro-batches that use them.
@@ -114,41 +81,41 @@ def end_scheduled[UnitT: Finishable](context: Context[UnitT]) -> None:
     context.has_gradient = False
 
 
-def _synchronizes[UnitT: Finishable](context: Context[UnitT]) -> bool:
+def _synchronizes(context: Context) -> bool:
     return any(unit.syncs_gradients for unit in context.units())
 
 
-def _run_hooks_of_synced[UnitT: Finishable](context: Context[UnitT]) -> None:
+def _run_hooks_of_synced(context: Context) -> None:
     synced = [unit for unit in reversed(context.units()) if unit.syncs_gradients]
     # Nothing at all arrived in a backward to inputs alone (`torch.autograd.grad`).
     _run_hooks(synced, only_certain=not context.has_gradient)
 
 
-def _run(end: EndOfBackward[Any]) -> None:
+def _run(end: EndOfBackward) -> None:
     end.run()
 
 
-def finish_ordered_reductions[UnitT: Finishable](context: Context[UnitT]) -> None:
+def finish_ordered_reductions(context: Context) -> None:
     """Reduce the units that had no turn yet. Collective."""
     if context.ordered_reductions is not None:
         reduce_in_order(context.ordered_reductions.remaining())
 
 
-def reduce_in_order[UnitT: Finishable](units: Sequence[UnitT]) -> None:
+def reduce_in_order(units: Sequence[UnitBase]) -> None:
     """Reduce units whose turn it is, with or without a gradient here. Collective."""
     for unit in units:
         unit.expect_reduction()
         unit.reduce_grad(synchronize=unit.syncs_gradients)
 
 
-def needs_repair[UnitT: Finishable](context: Context[UnitT]) -> bool:
+def needs_repair(context: Context) -> bool:
     """Whether an exception left something behind. To be asked between passes."""
     if context.is_in_backward or context.is_scheduled or context.forward_failed:
         return True
     return not all(unit.is_idle for unit in context.units())
 
 
-def repair[UnitT: Finishable](context: Context[UnitT]) -> None:
+def repair(context: Context) -> None:
     """Clear away what a failed forward or backward left behind.
 
     A failed backward's gradients that were collected and not reduced yet are dropped, and so are
@@ -169,7 +136,7 @@ def repair[UnitT: Finishable](context: Context[UnitT]) -> None:
         unit.reshard()
 
 
-def _drop_gradients[UnitT: Finishable](context: Context[UnitT]) -> None:
+def _drop_gradients(context: Context) -> None:
     dropped = context.reductions.groups()
     late = _late_units(context)
     for unit in late:
@@ -188,14 +155,14 @@ def _drop_gradients[UnitT: Finishable](context: Context[UnitT]) -> None:
         grads.abandon()
 
 
-def _grads_of(units: Iterable[Finishable]) -> Iterator[GroupGrads]:
+def _grads_of(units: Iterable[UnitBase]) -> Iterator[GroupGrads]:
     for unit in units:
         for group in unit.groups:
             if group.grads is not None:
                 yield group.grads
 
 
-def _late_units[UnitT: Finishable](context: Context[UnitT]) -> list[UnitT]:
+def _late_units(context: Context) -> list[UnitBase]:
     """The units whose reductions a failed backward did not come to, and has to take part in.
 
     Where ranks run different units, another one may have had the turn of a unit that this one was
@@ -207,7 +174,7 @@ def _late_units[UnitT: Finishable](context: Context[UnitT]) -> list[UnitT]:
     return context.ordered_reductions.remaining()
 
 
-def bring_to_idle[UnitT: Finishable](contexts: set[Context[UnitT]]) -> None:
+def bring_to_idle(contexts: set[Context]) -> None:
     """Have every module hold its sharded parameters, as before the first step.
 
     To be called between passes, by whoever reads or writes sharded parameters. Backwards that are
@@ -226,9 +193,7 @@ def bring_to_idle[UnitT: Finishable](contexts: set[Context[UnitT]]) -> None:
             unit.reshard()
 
 
-def synchronize_gradients[UnitT: Finishable](
-    context: Context[UnitT], units: Sequence[UnitT]
-) -> None:
+def synchronize_gradients(context: Context, units: Sequence[UnitBase]) -> None:
     """Bring all gradients of these units into `param.grad`. Collective.
 
     Args:
@@ -246,14 +211,14 @@ def synchronize_gradients[UnitT: Finishable](
     _run_hooks(list(reversed(units)), only_certain=False)
 
 
-def _run_hooks[UnitT: Finishable](units: Sequence[UnitT], *, only_certain: bool) -> None:
+def _run_hooks(units: Sequence[UnitBase], *, only_certain: bool) -> None:
     """Call what users registered to be called when a parameter has its gradient."""
     with torch.no_grad():
         for grads in _grads_of(units):
             grads.param_grads.run_hooks(only_certain=only_certain)
 
 
-def _settle[UnitT: Finishable](context: Context[UnitT]) -> None:
+def _settle(context: Context) -> None:
     """Wait for all reductions, and take back what turned out to be no gradient at all."""
     context.reductions.drain()
     for grads in _grads_of(context.units()):

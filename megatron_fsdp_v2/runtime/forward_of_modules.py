@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from megatron_fsdp_v2.runtime.unit import Unit
+    from megatron_fsdp_v2.runtime.unit_base import UnitBase
 
 __all__ = [
     "after_forward",
@@ -70,7 +71,7 @@ def post_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
             if not torch.is_grad_enabled() and unit.context.pass_has_grad:
                 # Its recomputation has a backward of its own.
                 unit.note_use()
-            check_outputs(unit, output)
+            check_outputs(unit, output, unit.context)
             return unit.hand_on(output)
     if unit.is_root and not in_backward():
         for other in unit.context.units():
@@ -155,7 +156,7 @@ def _runs_method(unit: Unit) -> bool:
     return False
 
 
-def _end_early(unit: Unit) -> None:
+def _end_early(unit: UnitBase) -> None:
     """End a forward that some of the modules took no part in."""
     unit.left_to_run.clear()
     unit.end_forward()

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from megatron_fsdp_v2.runtime.context import Context
-    from megatron_fsdp_v2.runtime.unit import Unit
 
 __all__ = ["install_hooks", "watch_optimizers"]
 
@@ -96,14 +95,14 @@ class _OptimizerWatch:
     """
 
     def __init__(self) -> None:
-        self._contexts: weakref.WeakSet[Context[Unit]] = weakref.WeakSet()
+        self._contexts: weakref.WeakSet[Context] = weakref.WeakSet()
         self._checked: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = (
             weakref.WeakKeyDictionary()
         )
         self._with_sharded_state: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._is_registered = False
 
-    def add(self, context: Context[Unit]) -> None:
+    def add(self, context: Context) -> None:
         if not self._is_registered:
             before, after = uncompiled(self._before_step), uncompiled(self._after_step)
             register_optimizer_step_pre_hook(before)
@@ -111,7 +110,7 @@ class _OptimizerWatch:
             self._is_registered = True
         self._contexts.add(context)
 
-    def discard(self, context: Context[Unit]) -> None:
+    def discard(self, context: Context) -> None:
         self._contexts.discard(context)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -184,7 +183,7 @@ def _check_is_elementwise(optimizer: Optimizer) -> None:
 _WATCH = _OptimizerWatch()
 
 
-def watch_optimizers(context: Context[Unit], undo: ExitStack) -> None:
+def watch_optimizers(context: Context, undo: ExitStack) -> None:
     """Have a context's model weights brought up to date after optimizer steps."""
     undo.callback(_WATCH.discard, context)
     _WATCH.add(context)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["join"]
 
 
-def join(roots: Sequence[nn.Module], context: Context[Unit], undo: ExitStack) -> None:
+def join(roots: Sequence[nn.Module], context: Context, undo: ExitStack) -> None:
     """Have all units below a new root share its context, and know their names under it.
 
     Args:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -12,28 +12,12 @@ from megatron_fsdp_v2.params.autograd import tensors_within
 if TYPE_CHECKING:
     from megatron_fsdp_v2.params.group import ParameterGroup
     from megatron_fsdp_v2.runtime.context import Context
+    from megatron_fsdp_v2.runtime.unit_base import UnitBase
 
 __all__ = ["check_outputs"]
 
 
-class _Unit(Protocol):
-    """What is asked of a unit whose forward ends."""
-
-    held_groups: list[ParameterGroup]
-    context: Context[Any]
-
-    @property
-    def name(self) -> str:
-        """Name and class of the module, for messages."""
-        ...
-
-    @property
-    def drops_after_forward(self) -> bool:
-        """Whether the end of the forward drops gathered weights."""
-        ...
-
-
-def check_outputs(unit: _Unit, output: Any) -> None:
+def check_outputs(unit: UnitBase, output: Any, context: Context) -> None:
     """See that no output of a forward shares memory with weights that are dropped at its end.
 
     Few operations of torch look whether a tensor has memory: the others crash, or read what has
@@ -42,6 +26,7 @@ def check_outputs(unit: _Unit, output: Any) -> None:
     Args:
         unit: Whose forward ends; its weights are still gathered.
         output: What the forward returned.
+        context: The unit's.
 
     Raises:
         RuntimeError: One does.
@@ -57,7 +42,7 @@ def check_outputs(unit: _Unit, output: Any) -> None:
             continue
         for group in dropped:
             name = group.gathered_name_at(local)
-            if name is not None and local.numel() and not _is_held_around(group, unit):
+            if name is not None and local.numel() and not _is_held_around(group, unit, context):
                 raise RuntimeError(
                     f"the forward of {unit.name} returns its weight {name}, or a view of it, and "
                     "drops gathered weights when it ends: whoever used that would read freed "
@@ -67,10 +52,10 @@ def check_outputs(unit: _Unit, output: Any) -> None:
                 )
 
 
-def _is_held_around(group: ParameterGroup, unit: _Unit) -> bool:
+def _is_held_around(group: ParameterGroup, unit: UnitBase, context: Context) -> bool:
     """Whether a unit that runs this one holds the same weights, longer than this one."""
     return any(
         group in other.held_groups and other.is_unsharded and not other.is_idle
-        for other in unit.context.units()
+        for other in context.units()
         if other is not unit
     )

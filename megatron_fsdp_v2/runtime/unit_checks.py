@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,16 +19,15 @@ from megatron_fsdp_v2.comm.rank_checks import (
 )
 from megatron_fsdp_v2.layout.placement import Placement
 from megatron_fsdp_v2.params.unset_values import is_unset
-from megatron_fsdp_v2.runtime.context import Reshardable
 
 if TYPE_CHECKING:
     from torch import nn
 
     from megatron_fsdp_v2.params.group import ParameterGroup
     from megatron_fsdp_v2.runtime.context import Context
+    from megatron_fsdp_v2.runtime.unit_base import UnitBase
 
 __all__ = [
-    "Checkable",
     "buffer_of",
     "check_has_values",
     "check_units",
@@ -38,22 +37,7 @@ __all__ = [
 ]
 
 
-class Checkable(Reshardable, Protocol):
-    """What is compared of a unit."""
-
-    fqn: str
-    class_name: str
-    groups: list[ParameterGroup]
-    tied_groups: list[ParameterGroup]
-    unset: Sequence[tuple[str, Callable[[], torch.Tensor | None]]]
-
-    @property
-    def name(self) -> str:
-        """Name and class of the module, for messages."""
-        ...
-
-
-def check_units[UnitT: Checkable](context: Context[UnitT]) -> None:
+def check_units(context: Context) -> None:
     """At the first use: see that all ranks sharded the same. Collective.
 
     Raises:
@@ -70,7 +54,7 @@ def check_units[UnitT: Checkable](context: Context[UnitT]) -> None:
                 )
     if context.options.check_ranks is CheckRanks.NEVER:
         return
-    by_mesh: dict[Any, list[UnitT]] = {}
+    by_mesh: dict[Any, list[UnitBase]] = {}
     for unit in units:
         if unit.groups:
             by_mesh.setdefault(unit.groups[0].mesh, []).append(unit)
@@ -79,7 +63,7 @@ def check_units[UnitT: Checkable](context: Context[UnitT]) -> None:
         compare_units([_record(unit) for unit in members], group.axes, group.device)
 
 
-def _record(unit: Checkable) -> UnitRecord:
+def _record(unit: UnitBase) -> UnitRecord:
     options = [unit.class_name]
     copies = [0] * len(unit.groups[0].axes)
     for group in unit.groups:
@@ -95,7 +79,7 @@ def _record(unit: Checkable) -> UnitRecord:
     return UnitRecord(unit.fqn, " ".join(options), tuple(copies))
 
 
-def compare_unit[UnitT: Checkable](context: Context[UnitT], unit: UnitT, action: str) -> None:
+def compare_unit(context: Context, unit: UnitBase, action: str) -> None:
     """Before a collective: see that it is the same unit's on every rank. Collective.
 
     Args:
@@ -160,7 +144,7 @@ def without_values(
     return found
 
 
-def check_has_values(unit: Checkable) -> None:
+def check_has_values(unit: UnitBase) -> None:
     """Before a unit's first forward: see that what had no values has some. Collective.
 
     Raises:

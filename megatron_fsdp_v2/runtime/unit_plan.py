@@ -132,7 +132,7 @@ def make_unit(plan: UnitPlan) -> None:
             if parameter.stood_in is not None and parameter.dtensor is None:
                 describe_tensor_shard(parameter, plan.mesh, plan.tensor_shards)
         allocator = TracePoolAllocator() if plan.options.enable_trace_pool else PlainAllocator()
-        context: Context[Unit] = Context(communicator_for(plan.device), allocator, plan.options)
+        context: Context = Context(communicator_for(plan.device), allocator, plan.options)
         made = _make_groups(plan, context)
         groups = [group for group, _ in made]
         unit = Unit(
@@ -159,7 +159,7 @@ def make_unit(plan: UnitPlan) -> None:
 
 
 def _make_groups(
-    plan: UnitPlan, context: Context[Unit]
+    plan: UnitPlan, context: Context
 ) -> list[tuple[ParameterGroup, list[OwnedParameter]]]:
     """The parameter groups of a unit: those that are alike, in flat buffers of little padding."""
     spec_of = plan.spec.of

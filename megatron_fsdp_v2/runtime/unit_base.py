@@ -1,0 +1,329 @@
+"""What a unit is: its parameter groups, its phase, and what it does without asking others."""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from megatron_fsdp_v2.params.autograd import cast_floats, in_backward
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from megatron_fsdp_v2.layout.mixed_precision import MixedPrecisionPolicy
+    from megatron_fsdp_v2.params.group import ParameterGroup
+
+__all__ = ["Phase", "UnitBase"]
+
+
+class Phase(enum.Enum):
+    """What a unit is doing."""
+
+    IDLE = "idle"
+    """Not running; its modules hold sharded parameters unless something is kept gathered."""
+    FORWARD = "forward"
+    """Inside its forward, for the first time or as a recomputation."""
+    BACKWARD = "backward"
+    """Between the first gradient of its outputs and the last of its inputs."""
+
+
+LEGAL_MOVES = {
+    (Phase.IDLE, Phase.FORWARD),
+    (Phase.FORWARD, Phase.IDLE),
+    (Phase.IDLE, Phase.BACKWARD),
+    (Phase.BACKWARD, Phase.IDLE),
+    # A recomputation may stop in the middle of the forward, once it has all it needs.
+    (Phase.FORWARD, Phase.BACKWARD),
+}
+
+
+_NO_RANGE: AbstractContextManager[Any] = nullcontext()
+
+
+class UnitBase(ABC):
+    """The sharded parameters of one module, and what is done with them there alone.
+
+    What a step does with them, and with those of other units, is in `Unit`.
+
+    Attributes:
+        fqn: Name of its module under the root; empty for the root.
+        fqns: That, or the names of its modules where it has several.
+        class_name: Class of its module, as it was before it was sharded.
+        modules: Its module, weakly, or several that are gathered together.
+        left_to_run: Of several modules, those whose forward is still to come in this pass.
+        method_frame: Of whoever calls a method that runs as its forward, while that runs.
+        groups: Its parameter groups, which it reduces.
+        tied_groups: Groups of other units that hold a parameter tied to one of its own; gathered
+            with it, reduced by their owner.
+        held_groups: Groups it gathers: its own and those it shares.
+        policy: Dtypes of inputs and outputs.
+        given: Options of its root that it was given, by name; it follows the root in the others.
+        phase: What it is doing.
+        is_root: Whether its module is the outermost one.
+        reshard_after_forward: Whether gathered weights are dropped between forward and backward.
+        reshard_after_backward: Whether they are dropped after a backward.
+        requires_gradient_sync: Whether its backward is the one that synchronizes.
+        requires_all_reduce: Likewise, where there is an outer axis to synchronize along.
+        is_last_backward: Whether the next backward is the last before the optimizer steps.
+        forward_prefetch: Units to gather when its forward starts, instead of the recorded next.
+        backward_prefetch: Likewise for its backward.
+        unset: Names of parameters and buffers that had no values when it was made, and how to
+            look each one up.
+        num_users: Forwards and backwards that a schedule says are using it.
+        ranges: Makes a profiler range of a name, or None for no ranges.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        groups: Sequence[ParameterGroup],
+        tied_groups: Sequence[ParameterGroup],
+        policy: MixedPrecisionPolicy,
+        *,
+        reshard_after_forward: bool,
+        given: Mapping[str, Any],
+    ) -> None:
+        self.fqn = ""
+        self.fqns: Sequence[str] = ("",)
+        self.class_name = ", ".join(type(module).__name__ for module in modules)
+        self.modules = [weakref.ref(module) for module in modules]
+        self.left_to_run: set[int] = set()
+        self.method_frame: FrameType | None = None
+        self.groups = list(groups)
+        self.tied_groups = list(tied_groups)
+        self.held_groups = [*self.groups, *self.tied_groups]
+        self.policy = policy
+        self.given = dict(given)
+        self.phase = Phase.IDLE
+        self.is_root = True
+        self.reshard_after_forward = reshard_after_forward
+        self.reshard_after_backward = True
+        self.requires_gradient_sync = True
+        self.requires_all_reduce = True
+        self.is_last_backward = True
+        self.forward_prefetch: list[weakref.ref[UnitBase]] = []
+        self.backward_prefetch: list[weakref.ref[UnitBase]] = []
+        self.unset: Sequence[tuple[str, Callable[[], torch.Tensor | None]]] = ()
+        self.num_users = 0
+        self.ranges: Callable[[str], AbstractContextManager[Any]] | None = None
+        self._is_unsharded = False
+        # Forwards whose backward is still to come; some may never come.
+        self._num_awaited = 0
+        self._has_pending_reduction = False
+
+    @property
+    def name(self) -> str:
+        """Name and class of the module, for messages."""
+        return f"{self.fqn or 'the root'} ({self.class_name})"
+
+    def holds(self, parameter_ids: set[int]) -> bool:
+        """Whether one of its sharded parameters is among these `id()`s."""
+        return any(id(p) in parameter_ids for group in self.groups for p in group.sharded_params)
+
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether gathered weights are installed, or on their way."""
+        return self._is_unsharded
+
+    @property
+    def is_expected_back(self) -> bool:
+        """Whether its backward is under way, or to be expected after a forward."""
+        return self._num_awaited > 0 or self.phase is Phase.BACKWARD
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether neither its forward nor its backward is under way."""
+        return self.phase is Phase.IDLE
+
+    @property
+    def drops_after_forward(self) -> bool:
+        """Whether the end of a forward, run as things are now, drops gathered weights."""
+        # The root's backward comes right after its forward; others have to wait.
+        is_kept = torch.is_grad_enabled() and (self.is_root or not self.reshard_after_forward)
+        return not is_kept and not in_backward()
+
+    @property
+    def skips_safely(self) -> bool:
+        """Whether a rank may leave it out while others run it: no use of it is a collective."""
+        return not any(group.weights.gathers_for_use for group in self.groups)
+
+    @property
+    def syncs_gradients(self) -> bool:
+        """Whether gradients are brought all the way into `param.grad` in this backward."""
+        asked = self.requires_gradient_sync and self.is_last_backward
+        return asked and (self.requires_all_reduce or not self._has_outer_axis)
+
+    @property
+    def _has_outer_axis(self) -> bool:
+        return any(len(group.axes) > 1 for group in self.groups)
+
+    def is_inside(self, other: UnitBase) -> bool:
+        """Whether its module is below another unit's."""
+        return self is not other and any(
+            f"{mine}.".startswith(f"{theirs}." if theirs else "")
+            for mine in self.fqns
+            for theirs in other.fqns
+        )
+
+    def move(self, phase: Phase) -> None:
+        """Change phase.
+
+        Raises:
+            RuntimeError: The move is not legal.
+        """
+        if (self.phase, phase) not in LEGAL_MOVES:
+            raise RuntimeError(
+                f"unit {self.name} cannot go from {self.phase.value} to {phase.value}; "
+                "a module must not be run inside its own forward"
+            )
+        self.phase = phase
+
+    # -- weights ------------------------------------------------------------------------------
+
+    @abstractmethod
+    def unshard(self, *, async_op: bool) -> None:
+        """Gather weights, after bringing them up to date outside of a backward. Collective."""
+
+    def prefetch(self) -> None:
+        """Start gathering ahead of use, unless what is live is in the way; then use gathers."""
+        if self._is_unsharded:
+            return
+        # All are asked: each one that has no room is noted for the next plan.
+        if all([group.weights.is_held or group.weights.has_room() for group in self.held_groups]):
+            self.unshard(async_op=True)
+
+    def wait_for_unshard(self) -> None:
+        """Have gathered weights in place and installed on the modules."""
+        with self._range("wait_for_unshard"):
+            for group in self.held_groups:
+                group.wait_for_unshard()
+
+    def reshard(self) -> None:
+        """Install sharded parameters and drop gathered weights. Idempotent."""
+        if not self._is_unsharded:
+            return
+        with self._range("reshard"):
+            self._is_unsharded = False
+            for group in self.held_groups:
+                group.reshard()
+
+    def reshard_if_stale(self, weight_version: int) -> None:
+        """Drop weights left gathered that were stepped, frozen or unfrozen since.
+
+        Args:
+            weight_version: Of the weights as they are now.
+        """
+        if not self._is_unsharded:
+            return
+        if any(
+            group.is_stale(weight_version) or group.members.is_refrozen()
+            for group in self.held_groups
+        ):
+            self.reshard()
+
+    def reshard_if_replaced(self) -> None:
+        """Take in parameters that were assigned while weights were gathered."""
+        if self._is_unsharded and any([group.changes.is_replaced() for group in self.held_groups]):
+            for group in self.held_groups:
+                group.changes.sync()
+            self.reshard()
+
+    def check_no_late_gradient(self) -> None:
+        """See that no gradient came by another way than autograd. See `Members`."""
+        for group in self.groups:
+            group.members.check_no_late_gradient()
+
+    @abstractmethod
+    def end_forward(self) -> None:
+        """Reshard, and expect a backward, after a forward."""
+
+    # -- dtypes of the policy -----------------------------------------------------------------
+
+    def cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Forward inputs in the dtypes of the policy."""
+        dtype = self.policy.param_dtype
+        if dtype is not None and self.policy.cast_forward_inputs:
+            args, kwargs = cast_floats((args, kwargs), dtype)
+        return args, kwargs
+
+    def cast_outputs(self, output: Any) -> Any:
+        """Forward outputs in the dtype of the policy."""
+        dtype = self.policy.output_dtype
+        return output if dtype is None else cast_floats(output, dtype)
+
+    # -- gradients ----------------------------------------------------------------------------
+
+    @abstractmethod
+    def reduce_grad(self, *, synchronize: bool) -> None:
+        """Reduce gradients that arrived, as far as asked for. Collective.
+
+        A unit whose backward ran takes part with all its groups: which of them got a gradient
+        may differ between ranks.
+
+        Args:
+            synchronize: Whether to go all the way into `param.grad`, where gradients are
+                otherwise left unreduced between micro-batches.
+        """
+
+    @abstractmethod
+    def finish_gradients(self, *, synchronize: bool) -> None:
+        """Reduce what is left, also along the outer axis where that is all that is left."""
+
+    @abstractmethod
+    def finish_backward(self) -> None:
+        """At the end of a backward: reduce what is left, rest."""
+
+    def expect_reduction(self) -> None:
+        """Have its next reduction take place also where no gradient arrived."""
+        self._has_pending_reduction = True
+
+    def forget_failure(self) -> None:
+        """Rest, whatever was under way."""
+        self.phase = Phase.IDLE
+        self.left_to_run.clear()
+        self._num_awaited = 0
+        self.num_users = 0
+        self._has_pending_reduction = False
+
+    def set_reduces(self, reduces: bool) -> None:
+        """Say whether gradients are summed over ranks.
+
+        Raises:
+            RuntimeError: Gradients are waiting to be synchronized.
+        """
+        self._check_is_between_steps("set_requires_gradient_reduction")
+        for group in self.groups:
+            if group.grads is not None:
+                group.grads.reduces = reduces
+
+    def set_scale(self, method: str, scale: float) -> None:
+        """Change the factor of the gradient sum.
+
+        Args:
+            method: What was called, for a message.
+            scale: The factor.
+
+        Raises:
+            RuntimeError: Gradients are waiting to be synchronized.
+        """
+        self._check_is_between_steps(method)
+        for group in self.groups:
+            group.set_scale(scale)
+
+    def _check_is_between_steps(self, method: str) -> None:
+        for group in self.groups:
+            if group.grads is not None and (group.grads.has_partial or group.grads.has_gradient):
+                raise RuntimeError(
+                    f"{self.name} has gradients that are not synchronized yet; call {method} "
+                    "between steps"
+                )
+
+    def _range(self, name: str) -> AbstractContextManager[Any]:
+        return _NO_RANGE if self.ranges is None else self.ranges(name)

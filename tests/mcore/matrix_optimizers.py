@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -35,11 +36,8 @@ def train_with_whole_adaptive_muon(flags: Sequence[str]) -> Training:
             self.scaled_orthogonalize_fn = lambda grad, *_: newton_schulz(grad, steps, kind)
 
     entry = registry._EMERGING_OPTIMIZERS["adaptive_muon"]
-    original, entry.optimizer_cls = entry.optimizer_cls, Mended
-    try:
+    with mock.patch.object(entry, "optimizer_cls", Mended):
         return train(flags)
-    finally:
-        entry.optimizer_cls = original
 
 
 def whole_matrices(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:

@@ -11,54 +11,54 @@ import torch
 
 from megatron_fsdp_v2_mcore import FlagError
 from megatron_fsdp_v2_mcore.flags.arguments import accepted_by_megatron, check_before
+from tests.mcore import flags as f
 from tests.mcore import matrix_optimizers as on_ranks
-from tests.mcore.session import MODEL_FLAGS, Training, curves, distance, fsdp, train
+from tests.mcore.flags import ZERO3, fsdp
+from tests.mcore.session import Training, distance
+from tests.mcore.trained import assert_close, trained
 from tests.ranks import RankFailure, RankPools
 
-MODEL = [*MODEL_FLAGS, "--global-batch-size", "8", "--train-iters", "8"]
+STEPS = "--global-batch-size 8 --train-iters 8"
 # Fused projections of several groups, gated layers, and Newton-Schulz in fp32.
-FUSED = "--swiglu --group-query-attention --num-query-groups 2 --normalization RMSNorm"
-MUON = [*FUSED.split(), "--optimizer", "muon", "--muon-fp32-matmul-prec", "high"]
+MUON = f"{f.GATED} {f.MUON}"
 # Words that do not occur have gradients of zeros.
-_NORMS = "--log-num-zeros-in-grad --log-params-norm --clip-grad 0.5"
-_PADDED = "--untie-embeddings-and-output-weights --make-vocab-size-divisible-by 512"
-NORMS = [*_NORMS.split(), *_PADDED.split()]
+NORMS = (
+    "--log-num-zeros-in-grad --log-params-norm --clip-grad 0.5 "
+    f"{f.UNTIED} --make-vocab-size-divisible-by 512"
+)
 ZEROS_BY_CHANCE = 8
-ZERO3 = "optim_grads_params"
-STRATEGIES = ("no_shard", "optim", "optim_grads", ZERO3)
 
 
-def _train(pools: RankPools, *flags: str, probe: Any = None) -> Training:
-    return curves(pools(2).run(train, [*MODEL, *flags], probe=probe))
+def _train(pools: RankPools, *flags: f.Flags, **options: Any) -> Training:
+    return trained(pools, 2, STEPS, *flags, **options)
 
 
 @pytest.fixture(scope="module")
 def whole(megatron: RankPools) -> Training:
     """Megatron's own Muon on whole parameters, under plain data parallelism."""
-    return _train(megatron, *MUON, *NORMS)
+    return _train(megatron, MUON, NORMS)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", f.STRATEGIES)
 def test_it_trains_like_megatrons_own_on_whole_parameters(
     megatron: RankPools, whole: Training, strategy: str
 ) -> None:
-    ours = _train(megatron, *MUON, *NORMS, *fsdp(strategy))
-    assert distance(ours.losses, whole.losses) < 1e-6
-    assert distance(ours.grad_norms, whole.grad_norms) < 1e-6
-    assert distance(ours.params_norms, whole.params_norms) < 1e-6
+    ours = _train(megatron, MUON, NORMS, fsdp(strategy))
+    assert_close(ours, whole)
+    assert ours.params_norms
     assert min(whole.num_zeros) > 1000
     for mine, theirs in zip(ours.num_zeros, whole.num_zeros, strict=True):
         assert abs(mine - theirs) <= ZEROS_BY_CHANCE
 
 
-@pytest.mark.parametrize("strategy", ["no_shard", ZERO3])
+@pytest.mark.parametrize("strategy", [f.NO_SHARD, ZERO3])
 def test_it_is_megatrons_own_to_the_bit_where_sums_are_in_one_order(
     megatron: RankPools, strategy: str
 ) -> None:
     """At its default precision: gradients of one micro-batch, summed over two ranks, unclipped."""
-    flags = ["--optimizer", "muon", "--global-batch-size", "4", "--clip-grad", "0"]
-    ours = _train(megatron, *flags, *fsdp(strategy), probe=on_ranks.whole_matrices)
-    theirs = _train(megatron, *flags, probe=on_ranks.whole_matrices)
+    flags = "--optimizer muon --global-batch-size 4 --clip-grad 0"
+    ours = _train(megatron, flags, fsdp(strategy), probe=on_ranks.whole_matrices)
+    theirs = _train(megatron, flags, probe=on_ranks.whole_matrices, once=True)
     assert ours.losses == theirs.losses
     assert len(theirs.extras[0]) == 8
     for mine, other in zip(ours.extras, theirs.extras, strict=True):
@@ -69,26 +69,27 @@ def test_it_is_megatrons_own_to_the_bit_where_sums_are_in_one_order(
 def test_options_reach_the_optimizer(megatron: RankPools, whole: Training) -> None:
     options = "--muon-nesterov --muon-momentum 0.8 --muon-scale-mode unit_rms_norm --lion-beta1 0.8"
     options += " --muon-num-ns-steps 3 --muon-extra-scale-factor 0.5 --muon-coefficient-type simple"
-    flags = [*MUON, *options.split(), "--muon-no-split-qkv", "--weight-decay", "0.2"]
-    theirs = _train(megatron, *flags)
-    assert distance(_train(megatron, *flags, *fsdp()).losses, theirs.losses) < 1e-6
+    flags = f"{MUON} {options} --muon-no-split-qkv --weight-decay 0.2"
+    theirs = _train(megatron, flags)
+    assert distance(_train(megatron, flags, fsdp()).losses, theirs.losses) < 1e-6
     assert distance(theirs.losses, whole.losses) > 1e-3
 
 
 def test_adaptive_muon_is_that_of_emerging_optimizers(megatron: RankPools) -> None:
     """Megatron's own class fails in its first step; the reference is patched."""
-    flags = [*MODEL, *MUON, "--optimizer", "adaptive_muon", "--weight-decay", "0.1"]
-    reference = curves(megatron(2).run(on_ranks.train_with_whole_adaptive_muon, flags))
-    ours = _train(megatron, *flags, *fsdp())
+    flags = f"{MUON} --optimizer adaptive_muon --weight-decay 0.1"
+    reference = _train(megatron, flags, by=on_ranks.train_with_whole_adaptive_muon)
+    ours = _train(megatron, flags, fsdp())
     # Its first updates are signs, and rounding decides those of what is next to zero.
     assert distance(ours.losses, reference.losses) < 1e-3
-    assert distance(ours.losses, _train(megatron, *MUON, *fsdp()).losses) > 1e-2
+    assert distance(ours.losses, _train(megatron, MUON, fsdp()).losses) > 1e-2
 
 
 def test_matrices_are_spread_over_the_ranks(megatron: RankPools) -> None:
     """Of the work, not of the time: each of two ranks has about half of the operations."""
-    seen = _train(megatron, *MUON, *fsdp(), probe=on_ranks.work).extras
-    alone = _train(megatron, *MUON, *fsdp("no_shard"), probe=on_ranks.work).extras
+    short = f"{MUON} --train-iters 1"
+    seen = _train(megatron, short, fsdp(), probe=on_ranks.work).extras
+    alone = _train(megatron, short, fsdp(f.NO_SHARD), probe=on_ranks.work).extras
     total = alone[0]
     assert alone == [total, total]
     assert sum(seen) == total
@@ -96,7 +97,8 @@ def test_matrices_are_spread_over_the_ranks(megatron: RankPools) -> None:
 
 
 def test_state_is_sharded_and_one_to_a_checkpoint(megatron: RankPools) -> None:
-    found = _train(megatron, *MUON, *fsdp(), probe=on_ranks.state_of_all).extras
+    short = f"{MUON} --train-iters 1"
+    found = _train(megatron, short, fsdp(), probe=on_ranks.state_of_all).extras
     assert [rank["names"] for rank in found] == [found[0]["names"]] * 2
     muon = found[0]["options"]["momentum_buffer"]
     # Without rows Adam keeps no state, and Muon does.
@@ -120,25 +122,17 @@ def saved(
 ) -> tuple[Path, list[float]]:
     """A checkpoint of iteration 4 at 2 ranks, ZeRO-3, and the losses of the run that went on."""
     folder = tmp_path_factory.mktemp("muon")
-    save = ["--save", str(folder), "--save-interval", "4"]
-    return folder, _train(megatron, *MUON, *fsdp(ZERO3, *save)).losses
+    return folder, _train(megatron, MUON, fsdp(), f.saving(folder, 4)).losses
 
 
-def test_a_resumed_run_continues_to_the_bit(
-    megatron: RankPools, saved: tuple[Path, list[float]]
+@pytest.mark.parametrize("strategy", [ZERO3, f.ZERO1])
+def test_a_resumed_run_continues_to_the_bit_and_under_another_strategy_but_for_rounding(
+    megatron: RankPools, saved: tuple[Path, list[float]], strategy: str
 ) -> None:
     folder, uninterrupted = saved
-    load = ["--load", str(folder), "--ckpt-step", "4"]
-    assert _train(megatron, *MUON, *fsdp(ZERO3, *load)).losses == uninterrupted[4:]
-
-
-def test_a_checkpoint_loads_under_another_strategy(
-    megatron: RankPools, saved: tuple[Path, list[float]]
-) -> None:
-    folder, uninterrupted = saved
-    load = ["--load", str(folder), "--ckpt-step", "4"]
-    resumed = _train(megatron, *MUON, *fsdp("optim", *load)).losses
+    resumed = _train(megatron, MUON, fsdp(strategy), f.loading(folder, 4)).losses
     assert distance(resumed, uninterrupted[4:]) < 1e-6
+    assert strategy != ZERO3 or resumed == uninterrupted[4:]
 
 
 @pytest.mark.functional
@@ -146,10 +140,10 @@ def test_another_optimizers_state_is_not_loaded(
     megatron: RankPools, saved: tuple[Path, list[float]]
 ) -> None:
     folder, uninterrupted = saved
-    load = [*FUSED.split(), *fsdp(ZERO3, "--load", str(folder), "--ckpt-step", "4")]
+    flags = [f.GATED, fsdp(), f.loading(folder, 4)]
     with pytest.raises(RankFailure, match="--optimizer was muon and is adam: resume with"):
-        _train(megatron, *load)
-    afresh = _train(megatron, *load, "--no-load-optim").losses
+        _train(megatron, *flags)
+    afresh = _train(megatron, *flags, "--no-load-optim").losses
     assert afresh[0] == uninterrupted[4]
 
 
@@ -159,8 +153,8 @@ def test_a_bf16_run_starts_from_weights_alone(
 ) -> None:
     """Where weights are rounded, Megatron asks for main weights to be made of what was loaded."""
     folder, uninterrupted = saved
-    load = ["--load", str(folder), "--ckpt-step", "4", "--no-load-optim", "--bf16"]
-    losses = _train(megatron, *MUON, "--optimizer", optimizer, *fsdp(ZERO3, *load)).losses
+    flags = f"{MUON} --optimizer {optimizer} --no-load-optim --bf16 --train-iters 5"
+    losses = _train(megatron, flags, fsdp(), f.loading(folder, 4)).losses
     assert distance(losses[:1], uninterrupted[4:5]) < 1e-2
 
 
@@ -171,8 +165,9 @@ def test_weights_are_exported_without_the_state(
 
     folder, uninterrupted = saved
     assert export(folder, tmp_path, 4).left_out == "muon"
-    load = ["--ckpt-format", "torch_dist", "--load", str(tmp_path), "--no-load-optim"]
-    assert distance(_train(megatron, *MUON, *load).losses[:1], uninterrupted[4:5]) < 1e-6
+    flags = f"{MUON} --ckpt-format torch_dist --no-load-optim --train-iters 5"
+    losses = _train(megatron, flags, f.loading(tmp_path)).losses
+    assert distance(losses[:1], uninterrupted[4:5]) < 1e-6
 
 
 # -- classes --------------------------------------------------------------------------------------
@@ -214,38 +209,30 @@ def test_an_optimizer_that_touches_whole_weights_is_rejected() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("shape", "options", "message"),
     [
-        ({"tp_mode": "rowwise"}, "tp_mode must be one of blockwise, .* got 'rowwise'"),
-        ({"num_ns_steps": 0}, "num_ns_steps must be at least 1, got 0"),
-        ({"fp32_matmul_prec": "low"}, "fp32_matmul_prec must be one of .*, got 'low'"),
-        ({"coefficient_type": "cubic"}, "Invalid coefficient type: cubic"),
-        ({"scale_mode": "none"}, "Invalid mode for Muon update scale factor: none"),
+        ((2, 2), {"tp_mode": "rowwise"}, "tp_mode must be one of blockwise, .* got 'rowwise'"),
+        ((2, 2), {"num_ns_steps": 0}, "num_ns_steps must be at least 1, got 0"),
+        ((2, 2), {"fp32_matmul_prec": "low"}, "fp32_matmul_prec must be one of .*, got 'low'"),
+        ((2, 2), {"coefficient_type": "cubic"}, "Invalid coefficient type: cubic"),
+        ((2, 2), {"scale_mode": "none"}, "Invalid mode for Muon update scale factor: none"),
+        # Second moments of whole matrices.
+        ((2, 2), {"moment2_method": "normuon"}, "moment2_method 'normuon' cannot be used"),
+        ((2, 2), {"moment2_method": "namo"}, "moment2_method 'namo' cannot be used"),
+        ((4,), {}, "parameter 0 of shape .* is 1-D"),
+        ((2, 2, 2), {}, "parameter 0 of shape .* is 3-D"),
     ],
 )
-def test_options_out_of_range_are_rejected(options: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_stepped_is_rejected(
+    shape: tuple[int, ...], options: dict[str, Any], message: str
+) -> None:
     from megatron_fsdp_v2_mcore import FSDPZeROTensorParallelMuon
-
-    with pytest.raises(ValueError, match=message):
-        FSDPZeROTensorParallelMuon([torch.nn.Parameter(torch.ones(2, 2))], **options)
-
-
-@pytest.mark.parametrize("method", ["normuon", "namo"])
-def test_second_moments_of_whole_matrices_are_rejected(method: str) -> None:
     from megatron_fsdp_v2_mcore.optim.muon import FSDPZeROTensorParallelAdaptiveMuon
 
-    with pytest.raises(ValueError, match=f"moment2_method '{method}' cannot be used"):
-        FSDPZeROTensorParallelAdaptiveMuon(
-            [torch.nn.Parameter(torch.ones(2, 2))], moment2_method=method
-        )
-
-
-@pytest.mark.parametrize("shape", [(4,), (2, 2, 2)])
-def test_what_is_no_matrix_is_rejected(shape: tuple[int, ...]) -> None:
-    from megatron_fsdp_v2_mcore import FSDPZeROTensorParallelMuon
-
-    with pytest.raises(ValueError, match=f"parameter 0 of shape .* is {len(shape)}-D"):
-        FSDPZeROTensorParallelMuon([torch.nn.Parameter(torch.ones(shape))])
+    is_adaptive = "moment2_method" in options
+    make = FSDPZeROTensorParallelAdaptiveMuon if is_adaptive else FSDPZeROTensorParallelMuon
+    with pytest.raises(ValueError, match=message):
+        make([torch.nn.Parameter(torch.ones(shape))], **options)
 
 
 def test_a_fused_projection_that_does_not_divide_is_rejected() -> None:
@@ -277,7 +264,7 @@ def _parsed(*flags: str) -> argparse.Namespace:
     from megatron_fsdp_v2_mcore.flags.arguments import add_arguments
 
     parser = add_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
-    args = parser.parse_args([*MODEL_FLAGS, *fsdp(), *flags])
+    args = parser.parse_args(f.words(f.MODEL_FLAGS, fsdp(), *flags))
     args.world_size, args.rank = 2, 0
     return args
 

@@ -17,20 +17,16 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from tests.mcore import flags as f
 from tests.mcore.matrix_optimizers import whole_matrices
-from tests.mcore.session import MODEL_FLAGS, Training, curves, distance, fsdp, train
+from tests.mcore.session import Training, distance
+from tests.mcore.trained import trained
 from tests.ranks import RankPools
 
-MODEL = [*MODEL_FLAGS, "--global-batch-size", "8", "--train-iters", "8", "--optimizer", "muon"]
-TP2 = "--tensor-model-parallel-size 2 --sequence-parallel --muon-tp-mode duplicated"
-EP2 = (
-    "--expert-model-parallel-size 2 --num-experts 4 --moe-router-topk 2 --disable-bias-linear "
-    "--swiglu --moe-ffn-hidden-size 64 --moe-router-load-balancing-type none "
-    "--moe-token-dispatcher-type alltoall"
-)
+TP2 = f"{f.TP2_SP} --muon-tp-mode duplicated"
+EP2 = f"{f.ALLTOALL} {f.EP2} --moe-router-load-balancing-type none"
 SEQUENCES = 8
-MODEL = [*MODEL_FLAGS, "--global-batch-size", str(SEQUENCES), "--train-iters", "8"]
-MODEL += ["--optimizer", "muon"]
+STEPS = f"--global-batch-size {SEQUENCES} --train-iters 8 --optimizer muon"
 
 
 @dataclass(frozen=True)
@@ -90,21 +86,14 @@ class Distances:
 def measure(pools: RankPools, case: Case) -> tuple[Distances, Distances]:
     """How far Megatron's own is from itself, and from it what this package trains."""
 
-    def runs(ranks: int, flags: str, copies: int, *more: str) -> list[Training]:
-        sizes = [size for size in (1, 2, 4, 8) if size * copies <= SEQUENCES]
-        words = [*MODEL, *flags.split(), *more]
-        return [
-            curves(
-                pools(ranks).run(
-                    train, [*words, "--micro-batch-size", str(n)], probe=whole_matrices
-                )
-            )
-            for n in sizes
-        ]
+    def runs(ranks: int, flags: str, copies: int, *more: f.Flags) -> list[Training]:
+        batches = [f"--micro-batch-size {n}" for n in (1, 2, 4, 8) if n * copies <= SEQUENCES]
+        common = [STEPS, flags, *more]
+        return [trained(pools, ranks, *common, size, probe=whole_matrices) for size in batches]
 
     same = runs(case.ranks, case.flags, case.copies)
     own = [*same, *(run for other in case.others for run in runs(*other))]
-    ours = runs(case.ranks, case.flags, case.copies, *fsdp())
+    ours = runs(case.ranks, case.flags, case.copies, f.fsdp())
     return Distances.of(itertools.combinations(own, 2)), Distances.of(zip(ours, same, strict=True))
 
 

@@ -46,7 +46,7 @@ def unit_bytes(module: nn.Module) -> list[UnitBytes]:
         UnitBytes(
             tuple(group_bytes(group) for group in unit.groups),
             parent=_parent(name, names),
-            borrowed_gathered=sum(group_bytes(group).gathered for group in unit.tied_groups),
+            tied_gathered=sum(group_bytes(group).gathered for group in unit.tied_groups),
             # Several modules are gathered from the first that runs to the last.
             keeps_gathered=not unit.reshard_after_forward or len(unit.modules) > 1,
         )

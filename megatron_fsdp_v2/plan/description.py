@@ -65,7 +65,7 @@ class UnitDescription:
             name says so.
         params: Parameters it owns.
         mesh: Name of the mesh they are sharded over.
-        borrows: `(unit, parameter)` of tied parameters that another unit owns.
+        tied: `(unit, parameter)` of tied parameters that another unit owns.
         flops_per_token: Operations of its forward for a token, without units inside it.
         activation_nbytes: Bytes its forward keeps for a micro-batch's backward, likewise.
         keeps_gathered: Whether it stays gathered between forward and backward, as the root does.
@@ -74,7 +74,7 @@ class UnitDescription:
     name: str
     params: tuple[ParameterDescription, ...]
     mesh: str = DATA
-    borrows: tuple[tuple[str, str], ...] = ()
+    tied: tuple[tuple[str, str], ...] = ()
     flops_per_token: float = 0.0
     activation_nbytes: int = 0
     keeps_gathered: bool = False
@@ -196,7 +196,7 @@ class TrainingDescription:
     @property
     def has_ties(self) -> bool:
         """Whether a unit gathers a parameter that another one owns."""
-        return any(unit.borrows for unit in self.units)
+        return any(unit.tied for unit in self.units)
 
     @property
     def accumulates(self) -> bool:
@@ -280,12 +280,12 @@ class _Walk:
                 if param is not None:
                     full = f"{prefix}.{attribute}" if prefix else attribute
                     found.setdefault(id(param), (full, param))
-        borrows = tuple(self._homes[key] for key in found if key in self._homes)
+        tied = tuple(self._homes[key] for key in found if key in self._homes)
         owned = {key: item for key, item in found.items() if key not in self._homes}
         self._homes |= {key: (name, full) for key, (full, _) in owned.items()}
         params = tuple(self._describe_param(name, *item) for item in owned.values())
         flops = self._rules.flops_of(name, params)
-        return UnitDescription(name, params, self._rules.mesh_of(unit), borrows, flops)
+        return UnitDescription(name, params, self._rules.mesh_of(unit), tied, flops)
 
     def _describe_param(self, unit: str, name: str, param: nn.Parameter) -> ParameterDescription:
         if param.dim() == 0:

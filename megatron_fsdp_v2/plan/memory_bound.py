@@ -134,19 +134,19 @@ class UnitBytes:
     Attributes:
         groups: Its parameter groups.
         parent: Index of the unit it is inside of; None for the root.
-        borrowed_gathered: Gathered bytes of groups of other units that it gathers as well.
+        tied_gathered: Gathered bytes of groups of other units that it gathers as well.
         keeps_gathered: Whether its weights stay gathered between forward and backward.
     """
 
     groups: tuple[GroupBytes, ...]
     parent: int | None = None
-    borrowed_gathered: int = 0
+    tied_gathered: int = 0
     keeps_gathered: bool = False
 
     @property
     def gathered(self) -> int:
         """Bytes it computes with."""
-        return sum(group.gathered for group in self.groups) + self.borrowed_gathered
+        return sum(group.gathered for group in self.groups) + self.tied_gathered
 
     @property
     def is_trained(self) -> bool:

@@ -346,7 +346,7 @@ def unit_bytes(
     }
     units = []
     for index, (unit, planned) in enumerate(zip(training.units, groups, strict=True)):
-        tied_groups = {id(owners[key]): owners[key] for key in unit.borrows}
+        tied_groups = {id(owners[key]): owners[key] for key in unit.tied}
         units.append(
             UnitBytes(
                 tuple(group.nbytes for group in planned),

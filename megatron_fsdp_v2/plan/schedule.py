@@ -334,7 +334,7 @@ class _Replay:
                 for group in own:
                     by_param |= {(unit.name, p.name): (made, group) for p in group.planned.params}
         for unit in training.units:
-            shared = {id(by_param[key][1]): by_param[key] for key in unit.borrows}
+            shared = {id(by_param[key][1]): by_param[key] for key in unit.tied}
             units[unit.name].owners = [owner for owner, _ in shared.values()]
             units[unit.name].held += [group for _, group in shared.values()]
         return list(units.values())

@@ -126,7 +126,7 @@ def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
         enable_trace_pool: Put temporary buffers at planned addresses of one block of memory
             (`TracePoolAllocator`) instead of allocating them. One for a root; default False.
         check_ranks: `once`: at the first use, ranks compare what they sharded and see that
-            replicated weights start equal (a few integers over the mesh). `always`: before every
+            replicated weights are equal at first (a few integers over the mesh). `always`: before every
             gather and reduction as well, which turns a hang into an error that names the unit.
             `never`: trust. One for a root; default `once`.
         tensor_shards: How tensor parallelism cut parameters, for those it did: they become
@@ -136,7 +136,7 @@ def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
             modules of plain tensors.
         separate_params: Parameters that get flat buffers of their own, so that how one is cut
             depends on its shape alone: what pipeline stages hold copies of, each stage beside
-            other parameters, has to be cut alike.
+            other parameters, has to be sharded the same way.
         param_init_fn: Gives values to a module's own parameters and buffers that were on the meta
             device, in place of its `reset_parameters()`.
         shard_placement_fn: As with FSDP2, where it returns None or `Shard(0)`.

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "TiedParameter",
-    "borrowed_groups",
+    "tied_groups_of",
     "describe_tensor_shard",
     "numbered",
     "outermost",
@@ -176,7 +176,7 @@ def _check_tensor_shard(parameter: OwnedParameter, tensor: TensorShard, mesh: De
         )
 
 
-def borrowed_groups(
+def tied_groups_of(
     tied: Sequence[TiedParameter], spec_of: Callable[[nn.Parameter], GroupSpec], mesh: DeviceMesh
 ) -> list[ParameterGroup]:
     """The groups of other units that hold parameters tied to some here."""

@@ -363,15 +363,7 @@ class Unit(UnitBase):
 
     @override
     def reduce_grad(self, *, synchronize: bool) -> None:
-        """Reduce gradients that arrived, as far as asked for. Collective.
-
-        A unit whose backward ran takes part with all its groups: which of them got a gradient
-        may differ between ranks.
-
-        Args:
-            synchronize: Whether to go all the way into `param.grad`, where gradients are
-                otherwise left unreduced between micro-batches.
-        """
+        """See `UnitBase.reduce_grad`."""
         context, reductions = self.context, self.context.reductions
         is_pending, self._has_pending_reduction = self._has_pending_reduction, False
         with self._range("reduce_grad"):

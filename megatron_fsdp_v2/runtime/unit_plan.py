@@ -34,7 +34,7 @@ from megatron_fsdp_v2.runtime.materialize import materialize
 from megatron_fsdp_v2.runtime.options import RuntimeOptions
 from megatron_fsdp_v2.runtime.owned_parameters import (
     TiedParameter,
-    borrowed_groups,
+    tied_groups_of,
     describe_tensor_shard,
     own_modules,
     register_tied,
@@ -121,7 +121,7 @@ def make_unit(plan: UnitPlan) -> None:
     for parameter in owned:
         if not parameter.param.is_meta or isinstance(parameter.param, DTensor):
             describe_tensor_shard(parameter, plan.mesh, plan.tensor_shards)
-    tied_groups = borrowed_groups(plan.tied, plan.spec.of, plan.mesh)
+    tied_groups = tied_groups_of(plan.tied, plan.spec.of, plan.mesh)
     with ExitStack() as undo:
         own = list(own_modules(modules))
         for _, part in own:

@@ -291,7 +291,7 @@ def _renamed(units: Sequence[UnitDescription], chunk: int) -> list[UnitDescripti
         replace(
             unit,
             name=under(unit.name),
-            borrows=tuple((under(owner), param) for owner, param in unit.borrows),
+            tied=tuple((under(owner), param) for owner, param in unit.tied),
             keeps_gathered=not unit.name,
         )
         for unit in units

@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "TiedParameter",
-    "tied_groups_of",
     "describe_tensor_shard",
     "numbered",
     "outermost",
     "own_modules",
     "owned_parameters",
     "register_tied",
+    "tied_groups_of",
 ]
 
 

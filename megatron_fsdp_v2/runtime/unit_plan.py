@@ -34,10 +34,10 @@ from megatron_fsdp_v2.runtime.materialize import materialize
 from megatron_fsdp_v2.runtime.options import RuntimeOptions
 from megatron_fsdp_v2.runtime.owned_parameters import (
     TiedParameter,
-    tied_groups_of,
     describe_tensor_shard,
     own_modules,
     register_tied,
+    tied_groups_of,
 )
 from megatron_fsdp_v2.runtime.undo import keep_module
 from megatron_fsdp_v2.runtime.unit import Unit

@@ -7,14 +7,43 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, override
+from typing import Any, Protocol, override
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from megatron_fsdp_v2.layout.buffer_layout import RowRanges
 
-__all__ = ["Chunk", "Holders", "RowShards", "TensorShard", "knows_rows", "placements_with_rows"]
+__all__ = [
+    "Chunk",
+    "Holders",
+    "RowShards",
+    "ShardedGroup",
+    "TensorShard",
+    "knows_rows",
+    "placements_with_rows",
+]
+
+
+class ShardedGroup(Protocol):
+    """A `ParameterGroup`, as far as its parameters ask it something.
+
+    Attributes:
+        name: For reports.
+        names: Parameter names relative to the unit.
+    """
+
+    name: str
+    names: list[str]
+
+    def holds(self, param: torch.Tensor) -> bool:
+        """Whether it is one of its sharded parameters."""
+        ...
+
+    def name_of(self, param: torch.Tensor) -> str:
+        """What to call one of them in a message."""
+        ...
 
 
 def _nobody() -> None:
@@ -32,7 +61,7 @@ class Holders:
             that they come from; None for tensors of this job.
     """
 
-    group: Callable[[], Any] = _nobody
+    group: Callable[[], ShardedGroup | None] = _nobody
     empty: frozenset[tuple[int, ...]] = frozenset()
     stored: tuple[int, ...] | None = None
 

@@ -494,9 +494,8 @@ def _used_while_sharded(args: Sequence[Any], kwargs: dict[str, Any] | None) -> s
     for leaf in leaves:
         if type(leaf) is UnevenDTensor:
             group = leaf._row_shards.holders.group()
-            if group is not None and any(leaf is param for param in group.sharded_params):
-                name: str = group.name_of(leaf)
-                return name
+            if group is not None and group.holds(leaf):
+                return group.name_of(leaf)
     return None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
@@ -14,18 +14,11 @@ from megatron_fsdp_v2.params.attributes import propagate_attributes
 from megatron_fsdp_v2.params.registration import find_owner_slot, in_functional_call, mark_stale
 
 if TYPE_CHECKING:
+    from megatron_fsdp_v2.dtensor.row_shards import ShardedGroup
     from megatron_fsdp_v2.params.buffer import DataParallelBuffer
     from megatron_fsdp_v2.params.members import Members
 
 __all__ = ["ExternalChanges"]
-
-
-class _Owner(Protocol):
-    """The group whose parameters they are."""
-
-    def label(self, index: int) -> str:
-        """What to call one of the parameters in a message."""
-        ...
 
 
 class ExternalChanges:
@@ -36,7 +29,7 @@ class ExternalChanges:
     it came from, so that an optimizer built on it steps the right weights.
     """
 
-    def __init__(self, owner: _Owner, members: Members, main: DataParallelBuffer) -> None:
+    def __init__(self, owner: ShardedGroup, members: Members, main: DataParallelBuffer) -> None:
         """Watch the parameters of a group.
 
         Args:
@@ -45,6 +38,7 @@ class ExternalChanges:
             main: Their main weights.
         """
         self._owner = weakref.ref(owner)
+        self._members = members
         self._sharded = members.sharded
         self._gathered = members.gathered
         self._views = [main.view(index) for index in range(len(members.sharded))]
@@ -77,9 +71,7 @@ class ExternalChanges:
                 yield index, module, attribute, other
 
     def _label(self, index: int) -> str:
-        owner = self._owner()
-        assert owner is not None
-        return f"parameter {owner.label(index)}"
+        return f"parameter {self._members.label(index)}"
 
     def _rebind(self, index: int, param: nn.Parameter) -> None:
         """Have a DTensor whose local tensor was replaced use the flat buffer again."""
@@ -123,21 +115,26 @@ class ExternalChanges:
                 )
             with torch.no_grad():
                 own.copy_(other)
-            mark_stale(other, self._owner(), index, "before the parameter was sharded again")
+            self._mark_stale(other, index, "before the parameter was sharded again")
             return
         if other.row_shards != self._row_shards[index]:
             raise ValueError(f"{name} was replaced by a DTensor that is sharded differently")
         self._rebind(index, other)
         propagate_attributes(own, other)
         self._sharded[index] = other
-        mark_stale(own, self._owner(), index, "before the parameter was replaced")
+        self._mark_stale(own, index, "before the parameter was replaced")
+
+    def _mark_stale(self, param: torch.Tensor, index: int, since: str) -> None:
+        owner = self._owner()
+        assert owner is not None
+        mark_stale(param, owner, index, since)
 
     def _belongs_elsewhere(self, param: nn.Parameter, index: int) -> bool:
         """Whether a parameter stands, or stood, for another slot than this one."""
         slot = find_owner_slot(param)
         if slot is not None:
-            return slot[0] is not self._owner() or slot[1].index != index
+            return slot[0] != self._owner() or slot[1].index != index
         if not isinstance(param, UnevenDTensor):
             return False
         owner = param.row_shards.holders.group()
-        return owner is not None and any(param is known for known in owner.sharded_params)
+        return owner is not None and owner.holds(param)

@@ -188,9 +188,13 @@ class ParameterGroup:
         if self.grads is not None:
             self.grads.scale = scale
 
-    def name_of(self, param: nn.Parameter) -> str:
+    def name_of(self, param: torch.Tensor) -> str:
         """What to call a sharded parameter in a message: its name, and the group's."""
         return self.members.name_of(param)
+
+    def holds(self, param: torch.Tensor) -> bool:
+        """Whether it is one of the sharded parameters."""
+        return any(param is known for known in self.sharded_params)
 
     def label(self, index: int) -> str:
         """What to call one of the parameters in a message."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from megatron_fsdp_v2.comm.errors import Label
-    from megatron_fsdp_v2.dtensor.row_shards import RowShards
+    from megatron_fsdp_v2.dtensor.row_shards import RowShards, ShardedGroup
     from megatron_fsdp_v2.params.gathered_parameter import GradientOwner
     from megatron_fsdp_v2.params.weights import GroupWeights
 
@@ -138,14 +138,16 @@ class Members:
         """What to call one of the parameters in a message."""
         return f"{self.names[index]} of {self._label.name}"
 
-    def name_of(self, param: nn.Parameter) -> str:
+    def name_of(self, param: torch.Tensor) -> str:
         """What to call a sharded parameter in a message."""
         for index, known in enumerate(self.sharded):
             if known is param:
                 return self.label(index)
         return f"a parameter of {self._label.name}"
 
-    def take_over(self, group: object, owned: Sequence[OwnedParameter], undo: ExitStack) -> None:
+    def take_over(
+        self, group: ShardedGroup, owned: Sequence[OwnedParameter], undo: ExitStack
+    ) -> None:
         """Register the sharded parameters in place of the originals, which go out of use.
 
         Nothing that existed before the group is changed until then.

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.nn.utils import stateless
@@ -19,7 +19,7 @@ from megatron_fsdp_v2.params.parameter_hooks import NotAUsersHook
 if TYPE_CHECKING:
     import torch
 
-    from megatron_fsdp_v2.dtensor.row_shards import TensorShard
+    from megatron_fsdp_v2.dtensor.row_shards import ShardedGroup, TensorShard
     from megatron_fsdp_v2.dtensor.tp_params import DTensorPart
 
 __all__ = [
@@ -71,7 +71,7 @@ class OwnerSlot:
         since: What happened to the object, such as `before fully_shard`.
     """
 
-    group: weakref.ref[Any]
+    group: weakref.ref[ShardedGroup]
     index: int
     since: str
 
@@ -92,7 +92,7 @@ _STALE = _Retired()
 
 
 def mark_stale(
-    param: torch.Tensor, group: Any, index: int, since: str, undo: ExitStack | None = None
+    param: torch.Tensor, group: ShardedGroup, index: int, since: str, undo: ExitStack | None = None
 ) -> None:
     """Remember which slot of a group a parameter object stood for, and let no gradient reach it.
 
@@ -138,7 +138,7 @@ def num_retired() -> int:
     return _STALE.count
 
 
-def find_owner_slot(param: torch.Tensor) -> tuple[Any, OwnerSlot] | None:
+def find_owner_slot(param: torch.Tensor) -> tuple[ShardedGroup, OwnerSlot] | None:
     """The living `ParameterGroup` that took a stale parameter's place, if any."""
     slot: OwnerSlot | None = _STALE.slots.get(param)  # type: ignore[no-untyped-call]
     group = None if slot is None else slot.group()

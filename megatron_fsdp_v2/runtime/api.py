@@ -126,8 +126,8 @@ def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
         enable_trace_pool: Put temporary buffers at planned addresses of one block of memory
             (`TracePoolAllocator`) instead of allocating them. One for a root; default False.
         check_ranks: `once`: at the first use, ranks compare what they sharded and see that
-            replicated weights are equal at first (a few integers over the mesh). `always`: before every
-            gather and reduction as well, which turns a hang into an error that names the unit.
+            replicated weights are equal at first (a few integers over the mesh). `always`: before
+            every gather and reduction as well, which makes of a hang an error that names the unit.
             `never`: trust. One for a root; default `once`.
         tensor_shards: How tensor parallelism cut parameters, for those it did: they become
             DTensors over its axis as well, of the whole weight's shape. Looked up once they

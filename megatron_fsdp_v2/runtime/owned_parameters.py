@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from megatron_fsdp_v2.dtensor.row_shards import TensorShard
     from megatron_fsdp_v2.params.group import GroupSpec, ParameterGroup
+    from megatron_fsdp_v2.runtime.unit_base import UnitBase
 
 __all__ = [
     "TiedParameter",
@@ -64,7 +65,7 @@ def owned_parameters(
         slot = find_owner_slot(parameter.param)
         shared = _owner_of(parameter.param, modules)
         if slot is not None:
-            tied.append((parameter, slot[0], slot[1].index))
+            tied.append((parameter, cast("ParameterGroup", slot[0]), slot[1].index))
         elif shared is not None:
             tied.append((parameter, *shared))
         else:
@@ -82,11 +83,11 @@ def _owner_of(
     """
     if not isinstance(param, UnevenDTensor):
         return None
-    group = param.row_shards.holders.group()
-    unit = None if group is None else group.watcher()
+    group = cast("ParameterGroup | None", param.row_shards.holders.group())
+    unit = None if group is None else cast("UnitBase | None", group.watcher())
     owners = [owner for ref in (() if unit is None else unit.modules) if (owner := ref())]
     below = {id(part) for owner in owners for part in owner.modules()}
-    if not owners or any(id(module) in below for module in modules):
+    if group is None or not owners or any(id(module) in below for module in modules):
         return None
     return group, next(i for i, known in enumerate(group.sharded_params) if known is param)
 

@@ -24,7 +24,7 @@ def _probe(chunks: Any, optimizer: Any) -> list[str]:
     (unit,) = (unit for name, unit in named_units(chunks[0]) if name.endswith("decoder.layers.1"))
     (group,) = unit.groups
     weights, is_last = group.weights, rank() == torch.distributed.get_world_size() - 1
-    gather, config = weights.gather, chunks[0].ddp_config
+    gather, config = weights._gather, chunks[0].ddp_config
 
     def gather_wrongly(*, async_op: bool) -> Any:
         work = gather(async_op=async_op)
@@ -37,7 +37,7 @@ def _probe(chunks: Any, optimizer: Any) -> list[str]:
         weights.main.view(index).view(-1)[0] += 1.0
     elif is_last:
         # Nobody has a copy of main weights, so something goes wrong where they are gathered.
-        weights.gather = gather_wrongly
+        weights._gather = gather_wrongly
     try:
         compare(chunks)
     except RuntimeError as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import statistics
 import sys
@@ -15,12 +14,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
-from benchmarks.step import Block, free_port
-from megatron_fsdp_v2 import checkpoint, fully_shard
+from benchmarks import common
+from megatron_fsdp_v2 import checkpoint
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 
 MEASURED = "measured.json"
@@ -45,15 +43,9 @@ def _timed(function: Any) -> float:
     return time.perf_counter() - start
 
 
-def _work(rank: int, args: argparse.Namespace, port: int, folder: str) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=args.ranks)
-    mesh = init_device_mesh("cpu", (args.ranks,))
-    model = nn.Sequential(*(Block(args.width) for _ in range(args.layers)))
-    for block in model:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+def _work(mesh: DeviceMesh, args: argparse.Namespace, folder: str) -> None:
+    rank = dist.get_rank()
+    model = common.ours()(common.blocks(args), mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     inputs = torch.randn(args.batch, args.width)
 
@@ -82,8 +74,6 @@ def _work(rank: int, args: argparse.Namespace, port: int, folder: str) -> None:
         written = sum(file.stat().st_size for file in Path(folder, "0", "a").iterdir())
         medians = {k: statistics.median(v) for k, v in times.items()}
         Path(folder, MEASURED).write_text(json.dumps([medians, nbytes, written]))
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def _export_peak(source: Path, target: Path) -> int | None:
@@ -107,15 +97,7 @@ def _report(folder: Path, args: argparse.Namespace) -> None:
     times, nbytes, written = json.loads((folder / MEASURED).read_text())
     peak = _export_peak(folder / "0" / "a", folder / "model.safetensors")
     over = {name: value / times["step"] for name, value in times.items()}
-    record = {
-        "settings": vars(args),
-        "times_s": times,
-        "over_step": over,
-        "state_bytes": nbytes,
-        "written_over_state": written / nbytes,
-        "export_peak_bytes": peak,
-        "largest_tensor_bytes": 4 * args.width * args.width * 4,
-    }
+    largest = 4 * args.width * args.width * 4
     sys.stdout.write(
         f"{args.layers} blocks of width {args.width}, batch {args.batch}, {args.ranks} ranks; "
         f"state of {nbytes / 2**20:.1f} MiB, written {written / nbytes:.4f} of it\n"
@@ -123,27 +105,26 @@ def _report(folder: Path, args: argparse.Namespace) -> None:
         f"stall of an asynchronous one {over['stall']:.2f} (done after {over['in_all']:.2f})\n"
         "peak memory of an export above the process: "
         f"{'unknown' if peak is None else f'{peak / 2**20:.1f} MiB'}, largest tensor "
-        f"{record['largest_tensor_bytes'] / 2**20:.1f} MiB\n"
+        f"{largest / 2**20:.1f} MiB\n"
     )
-    out = Path(args.out)
-    out.mkdir(parents=True, exist_ok=True)
-    path = out / "checkpoint.json"
-    path.write_text(json.dumps(record, indent=2) + "\n")
-    sys.stdout.write(f"written: {path}\n")
+    common.write(
+        args,
+        "checkpoint.json",
+        times_s=times,
+        over_step=over,
+        state_bytes=nbytes,
+        written_over_state=written / nbytes,
+        export_peak_bytes=peak,
+        largest_tensor_bytes=largest,
+    )
 
 
 def main() -> None:
     """Run the benchmark and print what it found."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.checkpoint", description=__doc__)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", default="out/bench")
-    args = parser.parse_args()
+    sizes = {"ranks": 2, "layers": 8, "width": 512, "batch": 256, "rounds": 5}
+    args = common.options("benchmarks.checkpoint", __doc__, **sizes).parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_work, (args, free_port(), folder), args.ranks)
+        common.run_ranks(_work, args, folder)
         _report(Path(folder), args)
 
 

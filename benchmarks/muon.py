@@ -7,24 +7,17 @@ momentum on every rank and repeats every Newton-Schulz there, as published integ
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.device_mesh import DeviceMesh
 
-from benchmarks.step import Block, free_port
-from megatron_fsdp_v2 import fully_shard
+from benchmarks import common
 from megatron_fsdp_v2.optim import Muon, newton_schulz
 
 BASELINE = "AdamW, ZeRO-3"
@@ -57,39 +50,21 @@ class NaiveMuon(torch.optim.Optimizer):
             param.to_local().add_(result[first:last], alpha=-group["lr"] * scale)
 
 
-def _sharded(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    for block in model.children():
-        fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
-
-
-def _ddp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    del mesh
-    return DistributedDataParallel(model)
-
-
-Wrap = Callable[[nn.Module, DeviceMesh], nn.Module]
-CONTENDERS: dict[str, tuple[Wrap, Callable[[Any], torch.optim.Optimizer]]] = {
-    BASELINE: (_sharded, lambda params: torch.optim.AdamW(params, lr=1e-4)),
-    OURS: (_sharded, lambda params: Muon(params, lr=1e-4, nesterov=False)),
-    NAIVE: (_sharded, lambda params: NaiveMuon(params, lr=1e-4)),
+CONTENDERS: dict[str, tuple[common.Wrap, Callable[[Any], torch.optim.Optimizer]]] = {
+    BASELINE: (common.ours(), lambda params: torch.optim.AdamW(params, lr=1e-4)),
+    OURS: (common.ours(), lambda params: Muon(params, lr=1e-4, nesterov=False)),
+    NAIVE: (common.ours(), lambda params: NaiveMuon(params, lr=1e-4)),
     "torch.optim.Muon, DDP": (
-        _ddp,
+        common.wrap_with_ddp,
         lambda params: torch.optim.Muon(params, lr=1e-4, nesterov=False),
     ),
 }
 
 
-def _work(rank: int, args: argparse.Namespace, port: int) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=args.ranks)
-    mesh = init_device_mesh("cpu", (args.ranks,))
+def _work(mesh: DeviceMesh, args: argparse.Namespace) -> None:
     running = {}
     for name, (wrap, make) in CONTENDERS.items():
-        torch.manual_seed(0)
-        blocks = [Block(args.width, bias=False) for _ in range(args.layers)]
-        model = wrap(nn.Sequential(*blocks), mesh)
+        model = wrap(common.blocks(args, bias=False), mesh)
         running[name] = (model, make(model.parameters()))
     inputs = torch.randn(args.batch, args.width)
     steps: dict[str, list[float]] = {name: [] for name in CONTENDERS}
@@ -108,10 +83,8 @@ def _work(rank: int, args: argparse.Namespace, port: int) -> None:
             if round_number >= 2:
                 steps[name].append(end - start)
                 optimizers[name].append(end - middle)
-    if rank == 0:
+    if dist.get_rank() == 0:
         _report(steps, optimizers, args)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def _report(
@@ -133,31 +106,15 @@ def _report(
             f"{gain[name]:20.2f}"
         )
     sys.stdout.write("\n".join(lines) + "\n")
-    out = Path(args.out)
-    out.mkdir(parents=True, exist_ok=True)
-    record = {
-        "settings": vars(args),
-        "step_s": step,
-        "optimizer_s": alone,
-        "step_ratio": ratios,
-        "optimizer_ratio": gain,
-    }
-    path = out / f"muon_{args.ranks}.json"
-    path.write_text(json.dumps(record, indent=2) + "\n")
-    sys.stdout.write(f"written: {path}\n")
+    times = {"step_s": step, "optimizer_s": alone}
+    name = f"muon_{args.ranks}.json"
+    common.write(args, name, **times, step_ratio=ratios, optimizer_ratio=gain)
 
 
 def main() -> None:
     """Run the benchmark and print its table."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.muon", description=__doc__)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--out", default="out/bench")
-    args = parser.parse_args()
-    mp.spawn(_work, (args, free_port()), args.ranks)
+    sizes = {"ranks": 2, "layers": 8, "width": 256, "batch": 32, "rounds": 9}
+    common.run_ranks(_work, common.options("benchmarks.muon", __doc__, **sizes).parse_args())
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ is the work of Python and of dispatch, which on a GPU decides how long the devic
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -14,11 +13,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from benchmarks import common
 from benchmarks.host_time import CONTENDERS
 
 MODELS = {"unsharded": "unsharded", "FSDP2": "FSDP2", "ours": "ours, optim_grads_params"}
@@ -71,18 +68,23 @@ def _runs(params: list[nn.Parameter]) -> dict[str, Callable[[], Any]]:
 
 def measure(num_params: int, rounds: int) -> dict[str, dict[str, float]]:
     """Least times, by what is done and then by model: milliseconds, of attributes nanoseconds."""
-    torch.set_num_threads(1)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    mesh = init_device_mesh("cpu", (2,))
     runs: dict[str, dict[str, Callable[[], Any]]] = {}
     some: dict[str, nn.Parameter] = {}
-    for label, contender in MODELS.items():
-        model = CONTENDERS[contender](nn.Sequential(*(_Weight() for _ in range(num_params))), mesh)
-        model(torch.randn(4, 4)).square().mean().backward()
-        params = list(model.parameters())
-        some[label] = params[0]
-        for what, run in _runs(params).items():
-            runs.setdefault(what, {})[label] = run
+    with common.fake_ranks() as mesh:
+        for label, contender in MODELS.items():
+            whole = nn.Sequential(*(_Weight() for _ in range(num_params)))
+            model = CONTENDERS[contender](whole, mesh)
+            model(torch.randn(4, 4)).square().mean().backward()
+            params = list(model.parameters())
+            some[label] = params[0]
+            for what, run in _runs(params).items():
+                runs.setdefault(what, {})[label] = run
+        return _least(runs, some, rounds)
+
+
+def _least(
+    runs: dict[str, dict[str, Callable[[], Any]]], some: dict[str, nn.Parameter], rounds: int
+) -> dict[str, dict[str, float]]:
     found = {what: dict.fromkeys(by_model, float("inf")) for what, by_model in runs.items()}
     readers = {f"param.{attribute}": _reader(attribute) for attribute in ATTRIBUTES}
     found.update({what: dict.fromkeys(some, float("inf")) for what in readers})
@@ -95,17 +97,14 @@ def measure(num_params: int, rounds: int) -> dict[str, dict[str, float]]:
         for what, reader in readers.items():
             for label, param in some.items():
                 found[what][label] = min(found[what][label], reader(param))
-    dist.destroy_process_group()
     return found
 
 
 def main() -> None:
     """Measure and print a table, or JSON."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.optimizer_time", description=__doc__
+    parser = common.options(
+        "benchmarks.optimizer_time", __doc__, writes=False, params=300, rounds=20
     )
-    parser.add_argument("--params", type=int, default=300)
-    parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     found = measure(args.params, args.rounds)

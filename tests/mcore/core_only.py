@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import gc
+import functools
 import multiprocessing
 import sys
 import warnings
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
-import torch.distributed as dist
+
+from tests.mcore.session import end_groups
 
 _STACK = contextlib.ExitStack()
 
@@ -43,12 +45,7 @@ def _clean() -> Iterator[None]:
         yield
     finally:
         megatron_fsdp_v2_mcore.uninstall()
-        dist.barrier()
-        parallel_state.destroy_model_parallel()
-        for group in list(dist.distributed_c10d._world.pg_map):
-            if group is not dist.group.WORLD:
-                dist.destroy_process_group(group)
-        gc.collect()
+        end_groups(parallel_state)
     blocked = [name for name in sys.modules if name.startswith("megatron.training")]
     assert blocked == ["megatron.training"], blocked
     assert sys.modules["megatron.training"] is None
@@ -65,27 +62,25 @@ def train(options: dict[str, Any]) -> list[tuple[float | None, float]]:
 def train_ddp_with_distributed_optimizer(*, is_enabled: bool) -> list[tuple[float | None, float]]:
     """Megatron's own wrapper and optimizer, with this package enabled or not."""
     example = enter()
-    from megatron.core.distributed import DistributedDataParallelConfig
-    from megatron.core.optimizer import OptimizerConfig
-
     import megatron_fsdp_v2_mcore
 
-    def distributed(make: Any) -> Any:
-        return lambda **options: make(**{**options, "use_distributed_optimizer": True})
+    with (
+        _changed("DistributedDataParallelConfig", use_distributed_optimizer=True),
+        _changed("OptimizerConfig", use_distributed_optimizer=True),
+        _clean(),
+    ):
+        if is_enabled:
+            megatron_fsdp_v2_mcore.enable()
+        settings = example.Settings(iterations=3, ddp=True)
+        history: list[tuple[float | None, float]] = example.train(settings)
+        return history
 
-    example.DistributedDataParallelConfig = distributed(DistributedDataParallelConfig)
-    example.OptimizerConfig = distributed(OptimizerConfig)
-    try:
-        with _clean():
-            if is_enabled:
-                megatron_fsdp_v2_mcore.enable()
-            history: list[tuple[float | None, float]] = example.train(
-                example.Settings(iterations=3, ddp=True)
-            )
-            return history
-    finally:
-        example.DistributedDataParallelConfig = DistributedDataParallelConfig
-        example.OptimizerConfig = OptimizerConfig
+
+def _changed(name: str, **fields: Any) -> Any:
+    """Have the example make one of its configurations with other fields."""
+    example = enter()
+    make = getattr(example, name)
+    return mock.patch.object(example, name, lambda **options: make(**{**options, **fields}))
 
 
 def save_and_go_on(options: dict[str, Any], folder: str) -> tuple[list[Any], list[Any]]:
@@ -94,17 +89,19 @@ def save_and_go_on(options: dict[str, Any], folder: str) -> tuple[list[Any], lis
     from megatron_fsdp_v2 import checkpoint
 
     settings = example.Settings(iterations=2, **options)
-    with _clean():
+
+    def start() -> Any:
         example.start(settings)
-        model, data = example.build(settings), example.batches()
-        optimizer = example.build_optimizer(settings, model)
+        model = example.build(settings)
+        return model, example.build_optimizer(settings, model), example.batches()
+
+    with _clean():
+        model, optimizer, data = start()
         example.run(settings, model, optimizer, data)
         checkpoint.save(folder, model.module, optimizer.optimizer)
         uninterrupted = example.run(settings, model, optimizer, data)
     with _clean():
-        example.start(settings)
-        model, data = example.build(settings), example.batches()
-        optimizer = example.build_optimizer(settings, model)
+        model, optimizer, data = start()
         for _ in range(2 * settings.micro_batches):
             next(data)
         checkpoint.load(folder, model.module, optimizer.optimizer)
@@ -173,10 +170,7 @@ def _wrapping(groups: Any) -> Iterator[None]:
     if groups is None:
         yield
         return
-
-    def wrap(*args: Any, **kwargs: Any) -> Any:
-        return original(*args, pg_collection=groups, **kwargs)
-
+    wrap = functools.partial(original, pg_collection=groups)
     megatron_fsdp_v2_mcore.FullyShardedDataParallel = wrap  # type: ignore[attr-defined]
     try:
         yield
@@ -187,8 +181,6 @@ def _wrapping(groups: Any) -> Iterator[None]:
 def errors() -> dict[str, str]:
     """What a script is told that does it wrongly, by what is wrong."""
     example = enter()
-    from megatron.core.distributed import DistributedDataParallelConfig
-    from megatron.core.optimizer import OptimizerConfig
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     import megatron_fsdp_v2_mcore
@@ -199,51 +191,37 @@ def errors() -> dict[str, str]:
             setattr(config, name, value)
             return config
 
-        return make
+        return mock.patch.object(example, "TransformerConfig", make)
 
-    def changed(make: Any, **other: Any) -> Any:
-        return lambda **options: make(**{**options, **other})
-
-    wrapper = changed(DistributedDataParallelConfig, use_megatron_fsdp=False)
-    plain = changed(OptimizerConfig, use_distributed_optimizer=False)
-    sgd = changed(OptimizerConfig, optimizer="sgd")
     cases = {
-        "nothing wrong": (example, "VOCABULARY", example.VOCABULARY),
-        "no call": (megatron_fsdp_v2_mcore, "enable", lambda: None),
-        "another wrapper": (example, "DistributedDataParallelConfig", wrapper),
-        "fp8": (example, "TransformerConfig", with_field("fp8", "hybrid")),
-        "late": (example, "TransformerConfig", with_field("delay_wgrad_compute", True)),
-        "offload": (example, "TransformerConfig", with_field("cpu_offloading_weights", True)),
-        "plain optimizer": (example, "OptimizerConfig", plain),
-        "sgd": (example, "OptimizerConfig", sgd),
+        "nothing wrong": contextlib.nullcontext(),
+        "no call": mock.patch.object(megatron_fsdp_v2_mcore, "enable", lambda: None),
+        "another wrapper": _changed("DistributedDataParallelConfig", use_megatron_fsdp=False),
+        "fp8": with_field("fp8", "hybrid"),
+        "late": with_field("delay_wgrad_compute", True),
+        "offload": with_field("cpu_offloading_weights", True),
+        "plain optimizer": _changed("OptimizerConfig", use_distributed_optimizer=False),
+        "sgd": _changed("OptimizerConfig", optimizer="sgd"),
     }
     found: dict[str, str] = {}
-    for what, (owner, name, value) in cases.items():
-        original = getattr(owner, name)
-        setattr(owner, name, value)
+    for what, change in cases.items():
         try:
-            with _clean():
+            with change, _clean():
                 example.start(example.Settings())
                 example.build_optimizer(example.Settings(), example.build(example.Settings()))
         except (RuntimeError, ValueError) as error:
             found[what] = f"{type(error).__name__}: {error}"
-        finally:
-            setattr(owner, name, original)
     return found
 
 
 def warnings_of(**fields: Any) -> list[str]:
     """What a script is warned of that sets these fields of its configuration."""
     example = enter()
-    original = example.DistributedDataParallelConfig
-    example.DistributedDataParallelConfig = lambda **options: original(**{**options, **fields})
-    try:
-        with _clean(), warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            example.start(example.Settings())
-            example.build(example.Settings())
-    finally:
-        example.DistributedDataParallelConfig = original
+    change = _changed("DistributedDataParallelConfig", **fields)
+    with change, _clean(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        example.start(example.Settings())
+        example.build(example.Settings())
     return [str(warning.message) for warning in caught if warning.category is UserWarning]
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,11 +12,12 @@ import pytest
 
 from tests.docs.blocks import blocks_in
 from tests.mcore import core_only
-from tests.mcore.command_line import ROOT, torchrun
+from tests.mcore.command_line import ROOT, RUN, run_code, torchrun
+from tests.mcore.flags import STRATEGIES
 from tests.mcore.session import distance
+from tests.mcore.trained import longer
 from tests.ranks import RankPools, rank_pools
 
-RUN = "megatron_fsdp_v2_mcore.run"
 EXAMPLE = "examples/megatron_core_loop.py"
 
 
@@ -43,11 +42,11 @@ def _curves(core: RankPools, ranks: int, options: dict[str, Any]) -> tuple[list[
 def _case(
     name: str, ranks: int, options: dict[str, Any], strategy: str, *, is_quick: bool = False
 ) -> Any:
-    marks = [] if is_quick else [pytest.mark.functional]
-    return pytest.param(ranks, options, strategy, id=f"{name}-{strategy}", marks=marks)
+    make = pytest.param if is_quick else longer
+    return make(ranks, options, strategy, id=f"{name}-{strategy}")
 
 
-ALL = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+ALL = STRATEGIES
 TIED = {"pipeline_parallel": 2, "tied": True}
 MUON = {"optimizer": "muon"}
 
@@ -104,11 +103,7 @@ def test_what_is_not_sharded_trains_as_without_the_call(core: RankPools) -> None
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({}, id="data"),
-        pytest.param({"tensor_parallel": 2}, id="tensor", marks=pytest.mark.functional),
-    ],
+    "options", [pytest.param({}, id="data"), longer({"tensor_parallel": 2}, id="tensor")]
 )
 def test_the_packages_own_checkpoint_resumes_bit_by_bit(
     core: RankPools, tmp_path: Path, options: dict[str, Any]
@@ -120,18 +115,19 @@ def test_the_packages_own_checkpoint_resumes_bit_by_bit(
 
 
 def test_what_cannot_step_sharded_parameters_is_rejected_by_name(core: RankPools) -> None:
-    told = core(1).run(core_only.errors)[0]
-    assert "nothing wrong" not in told
-    assert told["no call"].startswith("RuntimeError: FullyShardedDataParallel needs")
+    told = core(2).run(core_only.errors)[0]
+    expected = {
+        "no call": "RuntimeError: FullyShardedDataParallel needs",
+        "another wrapper": "needs use_megatron_fsdp=True",
+        "plain optimizer": "ValueError: OptimizerConfig.use_distributed_optimizer = False",
+        "sgd": "'sgd' cannot step sharded parameters",
+        "fp8": "TransformerConfig.fp8 = 'hybrid'",
+        "late": "TransformerConfig.delay_wgrad_compute = True (--delay-wgrad-compute)",
+        "offload": "TransformerConfig.cpu_offloading_weights = True",
+    }
+    assert told.keys() == expected.keys()
+    assert all(text in told[what] for what, text in expected.items()), told
     assert "megatron_fsdp_v2_mcore.enable()" in told["no call"]
-    assert "needs use_megatron_fsdp=True" in told["another wrapper"]
-    assert told["plain optimizer"].startswith(
-        "ValueError: OptimizerConfig.use_distributed_optimizer = False"
-    )
-    assert "'sgd' cannot step sharded parameters" in told["sgd"]
-    assert "TransformerConfig.fp8 = 'hybrid'" in told["fp8"]
-    assert "TransformerConfig.delay_wgrad_compute = True (--delay-wgrad-compute)" in told["late"]
-    assert "TransformerConfig.cpu_offloading_weights = True" in told["offload"]
 
 
 def test_a_process_group_that_a_model_needs_is_missed_by_name(core: RankPools) -> None:
@@ -143,7 +139,7 @@ def test_a_process_group_that_a_model_needs_is_missed_by_name(core: RankPools) -
 
 
 def test_a_script_is_warned_of_what_is_done_in_another_way(core: RankPools) -> None:
-    (told,) = core(1).run(core_only.warnings_of, fsdp_double_buffer=True)
+    told, _ = core(2).run(core_only.warnings_of, fsdp_double_buffer=True)
     assert any(text.startswith("--fsdp-double-buffer: beside the root") for text in told)
 
 
@@ -163,15 +159,9 @@ print(json.dumps([ours, theirs, training, argv == sys.argv]))
 
 
 def test_enabling_imports_nothing_of_megatron_training_and_can_be_undone() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", ALONE],
-        check=True,
-        text=True,
-        capture_output=True,
-        cwd=ROOT,
-        env={"PYTHONPATH": f"{ROOT}:{ROOT / 'adapters'}", "PATH": "/usr/bin:/bin"},
-    )
-    ours, theirs, training, is_same = json.loads(done.stdout.splitlines()[-1])
+    run = run_code(ALONE)
+    assert run.code == 0, run.output
+    ours, theirs, training, is_same = json.loads(run.output.splitlines()[-1])
     assert ours == "megatron_fsdp_v2_mcore.optim.optimizer"
     assert theirs == "megatron.core.optimizer.distrib_optimizer"
     assert training == []
@@ -205,12 +195,7 @@ def test_the_page_wraps_and_trains_as_it_says(
     assert words[6] == "--cpu-rehearsal"
     # The script parses the rest; the longer test runs it.
     code = "import sys, examples.megatron_core_loop as it; print(it.parse())"
-    done = subprocess.run(
-        [sys.executable, "-c", code, *words[7:]],
-        check=True,
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-    )
-    assert "pipeline_parallel=2" in done.stdout
-    assert "tied=True" in done.stdout
+    run = run_code(code, *words[7:])
+    assert run.code == 0, run.output
+    assert "pipeline_parallel=2" in run.output
+    assert "tied=True" in run.output

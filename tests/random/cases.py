@@ -155,26 +155,20 @@ def _slim(value: Any) -> Any:
     return value
 
 
+_NESTED: dict[str, Any] = {"tree": Node, "children": Node, "options": Options, "program": Event}
+
+
 def from_json(text: str) -> Case:
     """The case that `to_json` made a text of."""
-    data = json.loads(text)
-    data["tree"] = _node(data["tree"]) if "tree" in data else Case.tree
-    data["ties"] = tuple((a, b) for a, b in data.get("ties", ()))
-    data["options"] = _options(data["options"])
-    data["program"] = tuple(_event(event) for event in data.get("program", ()))
-    return Case(**data)
+    case: Case = _made(Case, json.loads(text))
+    return case
 
 
-def _node(data: dict[str, Any]) -> Node:
-    children = tuple(_node(child) for child in data.get("children", ()))
-    return Node(**{**data, "children": children})
+def _made(kind: Any, data: dict[str, Any]) -> Any:
+    return kind(**{name: _value(value, _NESTED.get(name)) for name, value in data.items()})
 
 
-def _options(data: dict[str, Any]) -> Options:
-    return Options(**{**data, "mesh": tuple(data.get("mesh", (1,)))})
-
-
-def _event(data: dict[str, Any]) -> Event:
-    if "options" in data:
-        data = {**data, "options": _options(data["options"])}
-    return Event(**data)
+def _value(value: Any, kind: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(_value(item, kind) for item in value)
+    return _made(kind, value) if isinstance(value, dict) else value

@@ -292,7 +292,8 @@ class Run:
         for position, event in enumerate(self.case.program):
             self.position = position
             getattr(self, "do_" + event.do.replace(" ", "_"))(event)
-            if self._is_enough():
+            # All ranks stop together.
+            if _on_some_rank([bool(self.problems)])[0]:
                 break
         for snapshot in self.snapshots.values():
             snapshot.wait()
@@ -300,10 +301,6 @@ class Run:
             return Outcome("same")
         text = "\n".join(text for _, text in self.problems[:MOST_PROBLEMS])
         return Outcome("different", self.problems[0][0], text)
-
-    def _is_enough(self) -> bool:
-        """Whether some rank saw a difference: all stop together. Collective."""
-        return bool(_on_some_rank([bool(self.problems)])[0])
 
     def do_forward(self, event: Event) -> None:
         """Make a loss and keep it; `flag`: the input requires a gradient."""
@@ -430,19 +427,18 @@ class Run:
 
     def do_clip(self, event: Event) -> None:
         """Clip gradients to a norm."""
-        if self.unsynced or not self.has_grads or self._would_wait():
+        held = [p for p in self.params.values() if p.to_local().numel()]
+        if self.unsynced or not self.has_grads:
+            return
+        # The others would wait for a rank that has rows but no gradient of any.
+        if _on_some_rank([all(p.grad is None for p in held)])[0]:
             return
         limit = 0.05 * (1 + event.seed % 5)
         expected = nn.utils.clip_grad_norm_(self.plain.parameters(), limit)
         found: Any = nn.utils.clip_grad_norm_(self.params.values(), limit)
-        if any(p.to_local().numel() for p in self.params.values()):
+        if held:
             self.compare_numbers("norm", found.item(), expected)
         self.compare_grads()
-
-    def _would_wait(self) -> bool:
-        """Whether a rank has rows but no gradient of any: the others would wait for it."""
-        held = [p for p in self.params.values() if p.to_local().numel()]
-        return bool(_on_some_rank([all(p.grad is None for p in held)])[0])
 
     def do_step(self, event: Event) -> None:
         """Step both optimizers."""
@@ -524,7 +520,10 @@ class Run:
         """Save under a number; `how`: `async` or `torch`, whose own checkpoint it then is."""
         if self.unsynced:
             return
-        if event.how == "torch" and self._has_stateless():
+        state, params = self.plain_optimizer.state, self.plain.parameters()
+        is_stateless = any(param.requires_grad and param not in state for param in params)
+        # Torch's calls reject a trained parameter without state where others have some.
+        if event.how == "torch" and state and is_stateless:
             return
         path = str(self.folder / f"{event.slot}")
         if event.slot in self.snapshots:
@@ -541,13 +540,6 @@ class Run:
                 path, self.model, self.optimizer, async_save=event.how == "async"
             )
         self.snapshots[event.slot] = snapshot
-
-    def _has_stateless(self) -> bool:
-        """Whether a trained parameter has no state where others have: torch's calls reject that."""
-        state = self.plain_optimizer.state
-        return bool(state) and any(
-            param.requires_grad and param not in state for param in self.plain.parameters()
-        )
 
     def do_restore(self, event: Event) -> None:
         """Load what was saved; with `options`, into a new model that is sharded in that way."""

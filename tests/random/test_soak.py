@@ -47,16 +47,12 @@ class Quarter:
     loss: float
 
 
-def _resident() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
-
-
 def _seen(seconds: list[float], loss: float) -> Quarter:
     gc.collect()
     tensors = sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     threads, files = (len(os.listdir(f"/proc/self/{kind}")) for kind in ("task", "fd"))
-    return Quarter(statistics.median(seconds), _resident(), tensors, threads, files, loss)
+    return Quarter(statistics.median(seconds), resident, tensors, threads, files, loss)
 
 
 def soak(folder: str, steps: int) -> list[Quarter]:

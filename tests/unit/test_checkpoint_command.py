@@ -154,6 +154,7 @@ def test_convert_goes_there_and_back(folder: Path, tmp_path: Path) -> None:
         ("convert {0}/there.pt {0}/m", "cannot be loaded"),
         ("export {0}/checkpoint {0}/m.pt --prefix x.", "no tensors called x.*"),
     ],
+    ids=["nothing", "no file", "there", "suffix", "several", "damaged", "prefix"],
 )
 def test_what_is_not_possible_is_one_sentence_and_2(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str, problem: str
@@ -224,6 +225,7 @@ def test_a_format_of_another_program_takes_its_own_options(
         ("--to none", f"{__name__}:one_option", "no format is called 'none'; known are other"),
         ("--to other", "no_such.at_all:converter", "needs no_such, which cannot be imported"),
     ],
+    ids=["option of files", "option of no format", "no such format", "no such package"],
 )
 def test_a_format_that_does_not_fit_or_whose_package_is_missing_is_rejected(
     monkeypatch: pytest.MonkeyPatch, capsys: Any, words: str, point: str, problem: str

@@ -100,6 +100,7 @@ def test_after_damage_at_any_byte_everything_is_as_it_was_or_as_it_was_saved(
         ("Adam", "Adamax", "Adam, .*Adamax: it has no amsgrad"),
         ("Adam", "AdamW", "decoupled_weight_decay is False there"),
     ],
+    ids=["adamw-sgd", "sgd-adamw", "adam-adamax", "adam-adamw"],
 )
 def test_another_kind_of_optimizer_is_rejected(
     tmp_path: Path, there: str, here: str, problem: str, strict: bool

@@ -52,6 +52,7 @@ def value_of(flags: list[str], flag: str) -> str:
         *((blank, r"TEXT is empty.*leave TEXT out") for blank in ("", "   ")),
         ("/nowhere/at/all", "TEXT=/nowhere/at/all does not exist"),
     ],
+    ids=["empty", "blank", "nowhere"],
 )
 def test_empty_text_and_text_that_does_not_exist_are_rejected(given, said):
     with pytest.raises(TextError, match=said):
@@ -272,6 +273,7 @@ def test_equal_losses_prove_the_resume():
         ({5: "2.0", 6: "1.001"}, "iteration 6: 1.000 uninterrupted, 1.001 resumed"),
         ({5: "2.0"}, "1 of the losses 5 to 6 were not printed"),
     ],
+    ids=["another", "none"],
 )
 def test_a_loss_that_is_another_or_none_fails_the_proof_and_is_shown(resumed, said):
     proof = compare_resumed({5: "2.0", 6: "1.000"}, resumed, range(5, 7))

@@ -11,6 +11,11 @@ from typing import Any
 from megatron_fsdp_v2.layout.placement import STRATEGIES
 from megatron_fsdp_v2_mcore.flags.checkpoint_check import check_checkpoint_folder
 from megatron_fsdp_v2_mcore.flags.errors import FlagError
+from megatron_fsdp_v2_mcore.flags.offload import (
+    as_precision_aware,
+    check_offload_flags,
+    offloads,
+)
 from megatron_fsdp_v2_mcore.flags.settings import check_hybrid, reject_fields
 from megatron_fsdp_v2_mcore.flags.unsupported import (
     MODEL_REFUSALS,
@@ -110,9 +115,6 @@ UNSUPPORTED: tuple[UnsupportedFlag, ...] = (
         "--use-precision-aware-optimizer",
         "the optimizer reads param.grad, not a decoupled gradient",
     ),
-    UnsupportedFlag(
-        "optimizer_cpu_offload", "--optimizer-cpu-offload", "optimizer offload is not built yet"
-    ),
     UnsupportedFlag("fp8", "--fp8-format", "quantized parameters are not built yet"),
     UnsupportedFlag("fp4", "--fp4-format", "quantized parameters are not built yet"),
     UnsupportedFlag(
@@ -162,8 +164,12 @@ def check_before(args: Any) -> None:
             )
     reject_fields(args)
     check_hybrid(args, args.expert_data_parallel_sharding_strategy)
+    check_offload_flags(args)
     for refusal in UNSUPPORTED:
         value = getattr(args, refusal.name, None)
+        if refusal.name == "use_precision_aware_optimizer" and offloads(args):
+            # There it only has Megatron's validation pass.
+            continue
         if refusal.rejects(value):
             shown = "" if value is True else f" {value}"
             raise FlagError(
@@ -220,7 +226,12 @@ def accepted_by_megatron(args: Any) -> Iterator[None]:
     if not is_enabled(args):
         yield
         return
-    with _as_adam(args), _with_worker(args), _without_weight_check(args):
+    with (
+        _as_adam(args),
+        _with_worker(args),
+        _without_weight_check(args),
+        as_precision_aware(args),
+    ):
         yield
 
 

@@ -103,6 +103,45 @@ OTHERS: tuple[OtherFlag, ...] = (
         "parameters and ranks",
     ),
     OtherFlag(
+        "optimizer_cpu_offload",
+        "--optimizer-cpu-offload",
+        True,
+        "Adam's state of this rank's rows is in host memory, and torch's Adam steps them there "
+        "(see [offload.md](offload.md)). Of --optimizer muon its Adam part is. Not with lion",
+    ),
+    OtherFlag(
+        "optimizer_offload_fraction",
+        "--optimizer-offload-fraction",
+        True,
+        "of each rank's elements at least this fraction is offloaded, by whole parameters; less "
+        "than one of them beyond it",
+    ),
+    OtherFlag(
+        "overlap_cpu_optimizer_d2h_h2d",
+        "--overlap-cpu-optimizer-d2h-h2d",
+        True,
+        "a parameter's rows are copied while those of others are stepped",
+    ),
+    OtherFlag(
+        "pin_cpu_grads",
+        "--no-pin-cpu-grads",
+        True,
+        "copies of gradients are in pageable memory",
+    ),
+    OtherFlag(
+        "pin_cpu_params",
+        "--no-pin-cpu-params",
+        True,
+        "copies of parameters are in pageable memory (Megatron 0.19 alone pins them all the same)",
+    ),
+    OtherFlag(
+        "use_torch_optimizer_for_cpu_offload",
+        "--use-torch-optimizer-for-cpu-offload",
+        True,
+        "what stays on the device is stepped by torch's Adam too (Megatron 0.19 alone never reads "
+        "the flag)",
+    ),
+    OtherFlag(
         "cpu_offloading_num_layers",
         "--cpu-offloading-num-layers",
         False,

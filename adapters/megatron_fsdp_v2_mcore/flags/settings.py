@@ -234,7 +234,7 @@ FIELDS: tuple[FieldRule, ...] = (
     _rejected(
         "megatron_fsdp_use_decoupled_grad",
         "--use-precision-aware-optimizer",
-        "the optimizer reads param.grad",
+        "the optimizer reads param.grad; with --optimizer-cpu-offload the flag changes nothing",
     ),
     _rejected(
         "megatron_fsdp_cuda_graph_mode",

@@ -8,9 +8,7 @@ what it holds as the first of its replicas, and one sum goes over all ranks.
 
 from __future__ import annotations
 
-import copy
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, override
 
@@ -24,6 +22,8 @@ from megatron.core.transformer.module import param_is_not_shared
 from megatron_fsdp_v2.dtensor.optimizer_state import wrap_foreign_state
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of
 from megatron_fsdp_v2_mcore.checkpoint.names import canonical_parameter_names
+from megatron_fsdp_v2_mcore.optim.offload import ShardedHybridOptimizer, build_offloaded
+from megatron_fsdp_v2_mcore.optim.probes import state_after_a_step
 
 __all__ = ["ShardedOptimizer", "params_l2_norm", "with_checks"]
 
@@ -112,7 +112,8 @@ class ShardedOptimizer(DistributedOptimizer):
         Megatron makes a step with gradients of zeros for this. It counts, and decays weights, also
         where no file is found afterwards.
         """
-        probe = _probe(self.optimizer)
+        if isinstance(self.optimizer, ShardedHybridOptimizer):
+            return self.optimizer.state_to_fill()
         state: dict[Any, Any] = {}
         groups = []
         for group in self.optimizer.param_groups:
@@ -121,16 +122,9 @@ class ShardedOptimizer(DistributedOptimizer):
             # One by one, so that this takes no more memory than one parameter.
             for param in group["params"]:
                 mold = torch.zeros_like(param, requires_grad=False)
-                if local_of(param).numel():
-                    # Fused optimizers fail on empty tensors.
-                    mold.grad = torch.zeros_like(mold)
-                stepped = copy.deepcopy(options)
-                probe.state = defaultdict(dict)
-                probe.param_groups = [{**stepped, "params": [mold]}]
-                probe.step()
-                stepped = {k: v for k, v in probe.param_groups[0].items() if k != "params"}
-                if mold in probe.state:
-                    state[param] = probe.state[mold]
+                made, stepped = state_after_a_step(self.optimizer, options, mold)
+                if made is not None:
+                    state[param] = made
             groups.append({**stepped, "params": group["params"]})
         return state, groups
 
@@ -200,7 +194,6 @@ class ShardedOptimizer(DistributedOptimizer):
 _UNFIT: tuple[tuple[str, Any, str], ...] = (
     ("use_distributed_optimizer", True, "ranks step shards of the main weights"),
     ("use_precision_aware_optimizer", False, "the optimizer reads param.grad"),
-    ("optimizer_cpu_offload", False, "optimizer offload is not built yet"),
     (
         "overlap_param_gather_with_optimizer_step",
         False,
@@ -220,6 +213,8 @@ def with_checks(original: Callable[..., Any]) -> Callable[..., Any]:
     def build(config: Any, model_chunks: Any, param_groups: Any, *args: Any, **kwargs: Any) -> Any:
         params = (param for group in param_groups for param in group["params"])
         if any(isinstance(param, UnevenDTensor) for param in params):
+            if config.optimizer_cpu_offload:
+                return build_offloaded(build, config, model_chunks, param_groups, *args, **kwargs)
             for name, needed, reason in _UNFIT:
                 if bool(getattr(config, name)) is not needed:
                     raise ValueError(
@@ -235,20 +230,6 @@ def with_checks(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(config, model_chunks, param_groups, *args, **kwargs)
 
     return build
-
-
-def _probe(optimizer: torch.optim.Optimizer) -> Any:
-    """An optimizer of the same class and options, to be given other parameters and state."""
-    probe = object.__new__(type(optimizer))
-    # Its hooks are copied: what watches the one must not be told of the other.
-    probe.__dict__.update(
-        {
-            key: copy.copy(value) if isinstance(value, dict) else value
-            for key, value in vars(optimizer).items()
-            if key != "state"
-        }
-    )
-    return probe
 
 
 def counted_here(

@@ -25,6 +25,7 @@ from megatron_fsdp_v2_mcore.optim.muon_chain import (
     FSDPMuonChainedOptimizer,
     ShardedEmergingOptimizer,
 )
+from megatron_fsdp_v2_mcore.optim.offload import check_offload
 
 __all__ = ["build_emerging_optimizer"]
 
@@ -56,6 +57,9 @@ def build_emerging_optimizer(
     name = config.optimizer
     if name not in registry._EMERGING_OPTIMIZERS:
         raise ValueError(f"optimizer {name!r} is none that Megatron registers; use 'muon'")
+    if config.optimizer_cpu_offload:
+        # Of what Adam steps; matrices stay where they are.
+        check_offload(config)
     if config.fp16:
         raise ValueError(f"optimizer {name!r} cannot be used with fp16; use bf16")
     if config.use_layer_wise_distributed_optimizer:

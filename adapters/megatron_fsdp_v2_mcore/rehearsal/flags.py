@@ -115,8 +115,15 @@ GPU_FLAGS: tuple[GpuFlag, ...] = (
 
 
 _API_FLAG = "--use-fsdp-fully-shard-api"
-_FINE_WHEN_SHARDED = ("--use-nccl-ub",)
-"""What our wrapper does without where there is no GPU, and Megatron's cannot."""
+_FINE_WHEN_SHARDED = (
+    "--use-nccl-ub",
+    "--optimizer-cpu-offload",
+    "--use-precision-aware-optimizer",
+)
+"""What our wrapper does without where there is no GPU, or rejects by itself, and Megatron's cannot.
+
+An optimizer that is offloaded tells host from device by what it made, not by where it is.
+"""
 
 
 def is_requested(argv: Sequence[str]) -> bool:

@@ -1,0 +1,86 @@
+"""Flags of optimizers that are stepped on the host."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from megatron_fsdp_v2_mcore.flags.errors import FlagError
+
+__all__ = [
+    "DTYPES",
+    "MUON",
+    "NO_TWIN",
+    "ONE_DTYPE",
+    "as_precision_aware",
+    "check_offload_flags",
+    "offloads",
+]
+
+MUON = ("muon", "adaptive_muon")
+"""Optimizers of matrices, which leave other parameters to Adam or Lion."""
+
+DTYPES = ("main_params_dtype", "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+"""Options of `--use-precision-aware-optimizer`."""
+
+NO_TWIN = "there is no optimizer on the CPU that computes the same"
+ONE_DTYPE = (
+    "the Adam of the CPU keeps its state in the dtype of the main weights, which "
+    "--megatron-fsdp-main-params-dtype says"
+)
+
+
+def offloads(args: Any) -> bool:
+    """Whether Megatron's arguments ask for an optimizer on the host."""
+    return bool(getattr(args, "optimizer_cpu_offload", False))
+
+
+def check_offload_flags(args: Any) -> None:
+    """Check that an optimizer can be offloaded as the command line says.
+
+    Args:
+        args: Megatron's arguments, before Megatron validates them.
+
+    Raises:
+        FlagError: It cannot; names the flags.
+    """
+    fraction = args.optimizer_offload_fraction
+    if not 0.0 <= fraction <= 1.0:
+        raise FlagError(
+            f"--optimizer-offload-fraction {fraction} is no fraction; give it a number from 0 "
+            "(nothing is offloaded) to 1 (everything is)"
+        )
+    if not offloads(args):
+        return
+    name = "muon_scalar_optimizer" if args.optimizer in MUON else "optimizer"
+    if getattr(args, name) == "lion":
+        raise FlagError(
+            f"--{name.replace('_', '-')} lion cannot be used with --optimizer-cpu-offload: "
+            f"{NO_TWIN}; use adam, or leave it out"
+        )
+    for name in DTYPES:
+        value = getattr(args, name, torch.float32)
+        if value not in ("fp32", torch.float32):
+            raise FlagError(
+                f"--{name.replace('_', '-')} {value} cannot be used with --optimizer-cpu-offload: "
+                f"{ONE_DTYPE}; leave it out"
+            )
+
+
+@contextlib.contextmanager
+def as_precision_aware(args: Any) -> Iterator[None]:
+    """Have Megatron validate offload with the flag that it wants to see beside it.
+
+    For its own class that flag says that gradients are not in `param.grad`, where they are here.
+    """
+    if not offloads(args):
+        yield
+        return
+    args.use_precision_aware_optimizer = True
+    try:
+        yield
+    finally:
+        args.use_precision_aware_optimizer = False

@@ -1,0 +1,204 @@
+"""`--optimizer-cpu-offload`: trainings and checkpoints are those without it."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed.checkpoint as dcp
+
+from megatron_fsdp_v2_mcore.flags.checkpoint_check import read_metadata
+from tests.mcore.session import MODEL_FLAGS, Training, curves, distance, fsdp, train
+from tests.ranks import RankFailure, RankPools
+
+OFFLOAD = "--optimizer-cpu-offload"
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+WAYS = (
+    f"{OFFLOAD} --optimizer-offload-fraction 0",
+    f"{OFFLOAD} --optimizer-offload-fraction 0.5 --overlap-cpu-optimizer-d2h-h2d",
+    f"{OFFLOAD} --use-precision-aware-optimizer --no-pin-cpu-grads --no-pin-cpu-params",
+    f"{OFFLOAD} --optimizer-offload-fraction 0.25 --use-torch-optimizer-for-cpu-offload",
+)
+
+
+def _flags(strategy: str, iterations: int, *more: str) -> list[str]:
+    return [*MODEL_FLAGS, *fsdp(strategy), "--train-iters", str(iterations), *more]
+
+
+def _parts(optimizer: Any) -> list[Any]:
+    """Torch's optimizers inside of Megatron's."""
+    chained = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [part.optimizer for part in chained if part.optimizer is not None]
+
+
+def numel_on_host(model: Any, optimizer: Any) -> tuple[int, int]:
+    """Elements of moments that were offloaded, and of all moments."""
+    from megatron_fsdp_v2.dtensor.uneven_dtensor import local_of
+    from megatron_fsdp_v2.memory.host_memory import is_in_host_memory
+
+    del model
+    moments = [
+        local_of(state["exp_avg"])
+        for part in _parts(optimizer)
+        for state in part.state.values()
+        if "exp_avg" in state
+    ]
+    on_host = [moment.numel() for moment in moments if is_in_host_memory(moment)]
+    return sum(on_host), sum(moment.numel() for moment in moments)
+
+
+def _is(fraction: float, counts: Sequence[tuple[int, int]], slack: float = 0.05) -> bool:
+    """Whether every rank has offloaded a fraction, or a little more."""
+    return all(fraction <= host / total < fraction + slack for host, total in counts)
+
+
+def _train(pools: RankPools, world_size: int, flags: Sequence[str]) -> Training:
+    # Importing Megatron is part of the first one.
+    return curves(pools(world_size).run(train, flags, numel_on_host, timeout_s=180))
+
+
+def test_losses_and_norms_are_bit_for_bit_those_without_offload(megatron: RankPools) -> None:
+    flags = _flags("optim_grads_params", 4, "--log-params-norm")
+    plain = _train(megatron, 2, flags)
+    assert plain.extras[0][0] == 0
+    for way, fraction in zip(WAYS[1:3], (0.5, 1.0), strict=True):
+        offloaded = _train(megatron, 2, [*flags, *way.split()])
+        assert offloaded.losses == plain.losses, way
+        assert offloaded.grad_norms == plain.grad_norms, way
+        assert offloaded.params_norms == plain.params_norms, way
+        assert _is(fraction, offloaded.extras), way
+
+
+@pytest.mark.functional
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_strategy_fraction_and_size_trains_as_without_offload(
+    megatron: RankPools, strategy: str, world_size: int
+) -> None:
+    flags = _flags(strategy, 6, "--clip-grad", "0.5", "--log-params-norm")
+    plain = _train(megatron, world_size, flags)
+    for way in WAYS:
+        offloaded = _train(megatron, world_size, [*flags, *way.split()])
+        assert offloaded.losses == plain.losses, way
+        assert offloaded.grad_norms == plain.grad_norms, way
+        assert offloaded.params_norms == plain.params_norms, way
+
+
+@pytest.mark.functional
+@pytest.mark.parametrize(
+    "feature",
+    [
+        "--optimizer muon",
+        "--fp16 --initial-loss-scale 1024",
+        "--num-experts 4 --expert-model-parallel-size 2",
+        "--tensor-model-parallel-size 2",
+        "--pipeline-model-parallel-size 2",
+        "--num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim",
+        "--bf16 --megatron-fsdp-main-params-dtype bf16",
+        "--init-model-with-meta-device",
+        "--global-batch-size 24 --overlap-grad-reduce --overlap-param-gather --fsdp-trace-pool",
+    ],
+)
+def test_features_train_as_without_offload(megatron: RankPools, feature: str) -> None:
+    flags = _flags("optim_grads_params", 5, *feature.split())
+    plain = _train(megatron, 2, flags)
+    for way in WAYS[1:3]:
+        offloaded = _train(megatron, 2, [*flags, *way.split()])
+        assert offloaded.losses == plain.losses, way
+        assert offloaded.grad_norms == plain.grad_norms, way
+
+
+def test_of_muon_the_adam_part_is_offloaded(megatron: RankPools) -> None:
+    flags = _flags("optim_grads_params", 3, "--optimizer", "muon")
+    plain = _train(megatron, 2, flags)
+    offloaded = _train(megatron, 2, [*flags, OFFLOAD])
+    assert offloaded.losses == plain.losses
+    assert all(host == total > 0 for host, total in offloaded.extras)
+
+
+# -- checkpoints ----------------------------------------------------------------------------------
+
+
+def _entries(folder: Path) -> set[str]:
+    return set(read_metadata(folder).state_dict_metadata)
+
+
+@pytest.fixture(scope="module")
+def saved(
+    megatron: RankPools, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[float]]:
+    """A checkpoint of iteration 3 of an offloaded run, and the losses of the run that went on."""
+    folder = tmp_path_factory.mktemp("offloaded")
+    save = ["--save", str(folder), "--save-interval", "3", "--bf16", *WAYS[1].split()]
+    return folder, _train(megatron, 2, _flags("optim_grads_params", 6, *save)).losses
+
+
+def _resumed(
+    pools: RankPools, folder: Path, way: str, world_size: int = 2, strategy: str = STRATEGIES[-1]
+) -> list[float]:
+    load = ["--load", str(folder), "--ckpt-step", "3", "--bf16", *way.split()]
+    return _train(pools, world_size, _flags(strategy, 6, *load)).losses
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param("", id="not offloaded"),
+        pytest.param(OFFLOAD, id="everything offloaded"),
+        pytest.param(WAYS[1], id="as saved", marks=pytest.mark.functional),
+        pytest.param(WAYS[0], id="nothing offloaded", marks=pytest.mark.functional),
+    ],
+)
+def test_an_offloaded_run_goes_on_bit_for_bit_with_any_fraction_or_none(
+    megatron: RankPools, saved: tuple[Path, list[float]], way: str
+) -> None:
+    folder, uninterrupted = saved
+    assert _resumed(megatron, folder, way) == uninterrupted[3:]
+
+
+@pytest.mark.functional
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_an_offloaded_checkpoint_loads_at_any_size_and_strategy(
+    megatron: RankPools, saved: tuple[Path, list[float]], world_size: int, strategy: str
+) -> None:
+    folder, uninterrupted = saved
+    plain = _resumed(megatron, folder, "", world_size, strategy)
+    # Other ranks add up in other orders, with and without offload alike.
+    assert distance(plain, uninterrupted[3:]) < 1e-3
+    for way in WAYS:
+        assert _resumed(megatron, folder, way, world_size, strategy) == plain, way
+
+
+def test_a_checkpoint_has_what_it_has_without_offload(
+    megatron: RankPools, saved: tuple[Path, list[float]], tmp_path: Path
+) -> None:
+    save = ["--save", str(tmp_path), "--save-interval", "3", "--bf16"]
+    uninterrupted = _train(megatron, 2, _flags("optim_grads_params", 6, *save)).losses
+    mine, theirs = (_entries(folder / "iter_0000003") for folder in (saved[0], tmp_path))
+    assert mine == theirs
+    assert any(name.endswith("exp_avg") for name in mine)
+    # One that was saved without offload is loaded with it as well.
+    assert _resumed(megatron, tmp_path, OFFLOAD) == uninterrupted[3:]
+
+
+def test_a_checkpoint_that_lacks_a_state_is_rejected_by_name(
+    megatron: RankPools, saved: tuple[Path, list[float]], tmp_path: Path
+) -> None:
+    path = saved[0] / "iter_0000003"
+    missing = next(name for name in sorted(_entries(path)) if name.endswith("exp_avg_sq"))
+    target = tmp_path / "iter_0000003"
+    target.mkdir()
+    for file in path.iterdir():
+        (target / file.name).symlink_to(file)
+    reader = dcp.FileSystemReader(str(path))
+    metadata = reader.read_metadata()
+    del metadata.state_dict_metadata[missing]
+    (target / ".metadata").unlink()
+    (target / ".metadata").write_bytes(pickle.dumps(metadata))
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
+    with pytest.raises(RankFailure, match=f"FlagError.*does not hold {missing}"):
+        _resumed(megatron, tmp_path, OFFLOAD)

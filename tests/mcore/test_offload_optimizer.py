@@ -1,0 +1,348 @@
+"""The optimizer of two devices, by itself: what it steps, moves, says and loads."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, override
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.mcore.offloading import (
+    OPTIMIZERS,
+    DTensorCalls,
+    adam,
+    backward,
+    same,
+    sharded_model,
+    whole,
+)
+from tests.mcore.session import enter_rehearsal
+from tests.ranks import RankFailure, RankPools
+
+STEPS = 4
+
+
+def _offloaded(model: Any, kind: str = "adam", **options: Any) -> Any:
+    from megatron_fsdp_v2_mcore.optim.offload import ShardedHybridOptimizer
+
+    return ShardedHybridOptimizer(OPTIMIZERS[kind](model), **options)
+
+
+# -- which parameters -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "numels", [[5, 0, 3, 3, 0, 1], [78, 30, 24], [100, 1, 1, 1], [7], [0, 0], []]
+)
+def test_at_least_the_fraction_is_offloaded_and_less_than_a_parameter_beyond(
+    numels: list[int],
+) -> None:
+    from megatron_fsdp_v2_mcore.optim.offload import choose_offloaded
+
+    for fraction in (0.0, 0.1, 0.25, 0.5, 0.9, 1.0):
+        chosen = choose_offloaded(numels, fraction)
+        offloaded = sum(numels[i] for i in chosen)
+        assert all(numels[i] for i in chosen)
+        assert offloaded >= fraction * sum(numels)
+        # Without any one of them it would be too little.
+        if chosen:
+            assert offloaded - min(numels[i] for i in chosen) < fraction * sum(numels)
+        assert not chosen or fraction > 0
+        assert fraction < 1 or offloaded == sum(numels)
+
+
+# -- steps ----------------------------------------------------------------------------------------
+
+
+def _trained(kind: str, strategy: str, offload: dict[str, Any] | None) -> Any:
+    model = sharded_model(strategy)
+    make = OPTIMIZERS[kind] if offload is None else functools.partial(_offloaded, kind=kind)
+    optimizer = make(model, **(offload or {}))
+    for step in range(STEPS):
+        # In the third step a layer has no gradients: those of the second must not be used again.
+        # Another layer has its first ones then.
+        backward(model, step, without=[(2,), (2,), (1,), ()][step])
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.9
+        optimizer.step()
+    return whole(model)
+
+
+def train_all_ways(strategy: str) -> list[str]:
+    """Which ways of offloading give other parameters than none."""
+    plain = {kind: _trained(kind, strategy, None) for kind in OPTIMIZERS}
+    ways = [
+        (kind, {"fraction": fraction, "overlaps": overlaps})
+        for kind in OPTIMIZERS
+        for fraction, overlaps in ((0, False), (0.5, True), (0.5, False), (1, True))
+    ]
+    ways.append(("counting", {"fraction": 0.5, "uses_torch_on_device": True}))
+    return [
+        f"{kind} {options}"
+        for kind, options in ways
+        if not same(plain[kind], _trained(kind, strategy, options))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "strategy"), [(1, "optim"), (2, "no_shard"), (3, "optim_grads_params")]
+)
+def test_steps_are_bit_for_bit_those_without_offload(
+    megatron: RankPools, world_size: int, strategy: str
+) -> None:
+    assert megatron(world_size).run(train_all_ways, strategy) == [[]] * world_size
+
+
+def count_dtensor_calls() -> list[tuple[int, int, int]]:
+    """Per fraction: operations of steps, those on DTensors, and how many a DTensor step has."""
+    found = []
+    for fraction in (0.0, 0.5, 1.0):
+        model = sharded_model()
+        optimizer = _offloaded(model, fraction=fraction, overlaps=True)
+        calls = DTensorCalls()
+        # The first step makes state, the second copies weights that were changed.
+        for step in range(2):
+            backward(model, step)
+            with torch.no_grad():
+                next(model.parameters()).mul_(2)
+            with calls:
+                optimizer.step()
+        control = DTensorCalls()
+        with control:
+            next(model.parameters()).detach().clone()
+        found.append((calls.counts["plain"], calls.counts["dtensor"], control.counts["dtensor"]))
+    return found
+
+
+def test_nothing_is_dispatched_through_dtensor_in_a_step(megatron: RankPools) -> None:
+    for of_rank in megatron(2).run(count_dtensor_calls):
+        for plain, dtensor, control in of_rank:
+            assert plain > 20
+            assert dtensor == 0
+            assert control > 0
+
+
+def step_changed_weights() -> bool:
+    """Whether weights that somebody else changes between steps are what is stepped."""
+    results = []
+    for make in (adam, functools.partial(_offloaded, fraction=1.0)):
+        model = sharded_model()
+        optimizer = make(model)
+        for step in range(3):
+            backward(model, step)
+            optimizer.step()
+            params = list(model.parameters())
+            with torch.no_grad():
+                params[0].mul_(3)
+                torch._foreach_mul_(params[1:3], 0.5)
+                params[3].data.copy_(torch.ones_like(params[3]))
+        results.append(whole(model))
+    return same(*results)
+
+
+def test_weights_that_others_change_are_stepped_as_they_are(megatron: RankPools) -> None:
+    assert megatron(2).run(step_changed_weights) == [True, True]
+
+
+def pinned(**options: bool) -> list[tuple[str, bool]]:
+    """What is asked of host memory in two steps: of what kind, and whether pinned."""
+    from megatron_fsdp_v2_mcore.optim import offload
+
+    asked = []
+    make = offload.empty_in_host_memory
+
+    def empty(shape: Any, dtype: Any, *, pin_memory: bool) -> torch.Tensor:
+        kind = "params" if is_building else "grads"
+        asked.append((kind, pin_memory))
+        return make(shape, dtype, pin_memory=pin_memory)
+
+    model = sharded_model()
+    with mock.patch.object(offload, "empty_in_host_memory", empty):
+        is_building = True
+        optimizer = _offloaded(model, fraction=1.0, **options)
+        is_building = False
+        for step in range(2):
+            backward(model, step)
+            optimizer.step()
+    return asked
+
+
+@pytest.mark.parametrize("pins_params", [True, False])
+def test_copies_are_pinned_as_the_options_say_and_made_once(
+    megatron: RankPools, pins_params: bool
+) -> None:
+    asked = megatron(1).run(pinned, pin_params=pins_params, pin_grads=not pins_params)[0]
+    assert asked == [("params", pins_params)] * 6 + [("grads", not pins_params)] * 6
+
+
+# -- state ----------------------------------------------------------------------------------------
+
+
+def _continued(kind: str, model: Any, state: Any, fraction: float) -> Any:
+    optimizer = _offloaded(model, kind, fraction=fraction)
+    optimizer.load_state_dict(state)
+    for step in range(2, STEPS):
+        backward(model, step)
+        optimizer.step()
+    return whole(model)
+
+
+def load_at_other_fractions(kind: str) -> list[bool]:
+    """Whether a run goes on bit for bit with state that was saved with another fraction."""
+    results = []
+    for saved_with, loaded_with in ((1.0, 1.0), (0.5, 1.0), (1.0, 0.0), (0.0, 0.5)):
+        model = sharded_model()
+        optimizer = _offloaded(model, kind, fraction=saved_with)
+        plain = sharded_model()
+        reference = OPTIMIZERS[kind](plain)
+        for step in range(2):
+            backward(model, step)
+            optimizer.step()
+            backward(plain, step)
+            reference.step()
+        state = optimizer.state_dict()
+        theirs = reference.state_dict()
+        # As without offload, and so is what is in it.
+        keys = {k: sorted(v) for k, v in state["state"].items()}
+        results.append(keys == {k: sorted(v) for k, v in theirs["state"].items()})
+        results.append(state["param_groups"] == theirs["param_groups"])
+        weights = [param.detach().clone() for param in model.parameters()]
+        for step in range(2, STEPS):
+            backward(plain, step)
+            reference.step()
+        other = sharded_model()
+        with torch.no_grad():
+            for param, weight in zip(other.parameters(), weights, strict=True):
+                param.copy_(weight)
+        results.append(same(whole(plain), _continued(kind, other, state, loaded_with)))
+    return results
+
+
+@pytest.mark.parametrize("kind", ["adam", "counting"])
+def test_state_loads_at_another_fraction_and_is_that_without_offload(
+    megatron: RankPools, kind: str
+) -> None:
+    for results in megatron(2).run(load_at_other_fractions, kind):
+        assert results == [True] * 12
+
+
+def load_without(name: str) -> None:
+    """Load state in which one parameter lacks something."""
+    model = sharded_model()
+    optimizer = _offloaded(model, fraction=1.0)
+    backward(model, 0)
+    optimizer.step()
+    state = optimizer.state_dict()
+    del state["state"][0][name]
+    other = sharded_model()
+    _offloaded(other, fraction=0.5).load_state_dict(state)
+
+
+@pytest.mark.parametrize("name", ["exp_avg_sq", "step"])
+def test_state_that_lacks_something_is_rejected_by_name(megatron: RankPools, name: str) -> None:
+    with pytest.raises(RankFailure, match=rf"state of .*weight.* has no {name}; load a state"):
+        megatron(1).run(load_without, name)
+
+
+# -- bad input ------------------------------------------------------------------------------------
+
+
+def build_badly(case: str) -> None:
+    """Ask for what there is not."""
+    from megatron_fsdp_v2_mcore.optim.offload import ShardedHybridOptimizer
+
+    model = sharded_model()
+    if case == "fraction":
+        _offloaded(model, fraction=1.5)
+    elif case == "sgd":
+        ShardedHybridOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), fraction=1.0)
+    else:
+        optimizer = _offloaded(model, fraction=1.0)
+        optimizer.add_param_group({"params": [torch.zeros(1)]})
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("fraction", r"ValueError: optimizer_offload_fraction is from 0 to 1, got 1\.5"),
+        ("sgd", "ValueError: optimizer_cpu_offload cannot be used with SGD: there is no optimizer"),
+        ("group", "RuntimeError: an offloaded optimizer takes no further parameter groups"),
+    ],
+)
+def test_what_cannot_be_offloaded_is_rejected_by_name(
+    megatron: RankPools, case: str, message: str
+) -> None:
+    with pytest.raises(RankFailure, match=message):
+        megatron(1).run(build_badly, case)
+
+
+# -- others ---------------------------------------------------------------------------------------
+
+
+class OnDevice(torch.Tensor):
+    """A CPU tensor that says it is on a GPU, from which Megatron's class offloads."""
+
+    is_cuda = True
+
+    @override
+    def cpu(self, *args: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
+        return self.detach().as_subclass(torch.Tensor).clone()
+
+
+def _with_megatrons_own(optimizer_cls: Any, **options: Any) -> list[torch.Tensor]:
+    """Weights, and what is in the state dict, after steps of one that offloads."""
+    torch.manual_seed(5)
+    params = [torch.nn.Parameter(torch.randn(size).as_subclass(OnDevice)) for size in (30, 7, 3)]
+    optimizer = optimizer_cls([{"params": params, "lr": 1e-2}], **options)
+    for _ in range(3):
+        for param in params:
+            param.grad = torch.randn(param.shape).as_subclass(OnDevice)
+        optimizer.step()
+    state = optimizer.state_dict()["state"]
+    kept = [state[key][name] for key in sorted(state) for name in sorted(state[key])]
+    return [tensor.detach().as_subclass(torch.Tensor).clone() for tensor in (*params, *kept)]
+
+
+def step_unsharded() -> list[bool]:
+    """Megatron's own class: in its place, and what it steps and keeps."""
+    from megatron.core import optimizer as megatron_optimizers
+    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+
+    import megatron_fsdp_v2_mcore
+
+    def stepped() -> list[list[torch.Tensor]]:
+        return [
+            _with_megatrons_own(
+                megatron_optimizers.HybridDeviceOptimizer,
+                offload_fraction=fraction,
+                cpu_optimizer_cls=torch.optim.AdamW,
+                gpu_optimizer_cls=torch.optim.AdamW,
+                param_update_in_fp32=True,
+                overlap_cpu_optimizer_d2h_h2d=overlaps,
+                lr=1e-2,
+            )
+            for fraction in (0.0, 0.5, 1.0)
+            for overlaps in (False, True)
+        ]
+
+    enter_rehearsal()
+    alone = stepped()
+    megatron_fsdp_v2_mcore.enable()
+    try:
+        is_theirs = megatron_optimizers.HybridDeviceOptimizer is HybridDeviceOptimizer
+        beside = stepped()
+    finally:
+        megatron_fsdp_v2_mcore.uninstall()
+    plain = _with_megatrons_own(torch.optim.AdamW)
+    return [
+        is_theirs,
+        all(same(a, b) for a, b in zip(alone, beside, strict=True)),
+        # It does step them.
+        all(same(a[:3], plain[:3]) for a in alone),
+    ]
+
+
+def test_who_uses_the_optimizer_without_sharding_sees_no_change(megatron: RankPools) -> None:
+    assert megatron(1).run(step_unsharded) == [[True, True, True]]

@@ -52,13 +52,20 @@ _CHUNK = 1 << 16
 class _BackendWork:
     """An asynchronous operation of a CPU process group, and what to do with its result."""
 
-    __slots__ = ("_axis", "_c10d_work", "_call", "_kind", "_label")
+    __slots__ = ("_after", "_axis", "_c10d_work", "_call", "_kind", "_label")
 
     def __init__(
-        self, c10d_work: Any, call: _Call, kind: CollectiveKind, label: Label, axis: Axis
+        self,
+        c10d_work: Any,
+        call: _Call,
+        after: Callable[[], None] | None,
+        kind: CollectiveKind,
+        label: Label,
+        axis: Axis,
     ) -> None:
         self._c10d_work = c10d_work
         self._call: _Call | None = call
+        self._after = after
         self._kind = kind
         self._label = label
         self._axis = axis
@@ -73,6 +80,9 @@ class _BackendWork:
         call, self._c10d_work, self._call = self._call, None, None
         if call is not None and call.finish is not None:
             call.finish()
+        if self._after is not None:
+            self._after()
+        self._after = None
 
 
 class CpuCommunicator:
@@ -95,12 +105,14 @@ class CpuCommunicator:
         if axis.size == 1:
             run_alone(collective)
             return DONE
+        if collective.before is not None:
+            collective.before()
         call = _CALLS[kind](collective)
         try:
             c10d_work = call.operation(*call.operands, group=axis.group, async_op=True)
         except RuntimeError as error:
             raise self.label.failure(kind.title, axis.group, error) from error
-        work = _BackendWork(c10d_work, call, kind, self.label, axis)
+        work = _BackendWork(c10d_work, call, collective.after, kind, self.label, axis)
         if not async_op:
             work.wait()
         return work

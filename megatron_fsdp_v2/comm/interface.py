@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -94,6 +94,8 @@ class Collective:
         accumulate: Whether a sum is added to the output instead of overwriting it.
         output_numels: Elements that an all-to-all receives of each rank.
         input_numels: Elements that it sends to each rank.
+        before: Queues what fills the input, in the same queue.
+        after: Queues what becomes of the output, likewise.
     """
 
     kind: CollectiveKind
@@ -105,6 +107,8 @@ class Collective:
     accumulate: bool = False
     output_numels: Sequence[int] = ()
     input_numels: Sequence[int] = ()
+    before: Callable[[], None] | None = None
+    after: Callable[[], None] | None = None
 
     @property
     def full(self) -> torch.Tensor:
@@ -245,7 +249,11 @@ def store(into: torch.Tensor, value: torch.Tensor, scale: float, accumulate: boo
 def run_alone(collective: Collective) -> None:
     """A collective among one rank, which nobody has to be asked for."""
     output, given = collective.output, collective.input
+    if collective.before is not None:
+        collective.before()
     if collective.kind in (CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_REDUCE):
         store(output, given, collective.scale, collective.accumulate)
     elif output.data_ptr() != given.data_ptr():
         output.copy_(given)
+    if collective.after is not None:
+        collective.after()

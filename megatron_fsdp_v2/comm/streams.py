@@ -183,11 +183,15 @@ class StreamCommunicator:
             run_alone(collective)
             return DONE
         with self._on_stream(collective.comm_stream, async_op):
+            if collective.before is not None:
+                collective.before()
             try:
                 keep = self._run(collective)
             except RuntimeError as error:
                 kind, group = collective.kind.title, collective.axis.group
                 raise self.label.failure(kind, group, error) from error
+            if collective.after is not None:
+                collective.after()
             if not async_op:
                 return DONE
             event = self._device.current_stream().record_event()

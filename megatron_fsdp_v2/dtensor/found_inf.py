@@ -44,7 +44,10 @@ def unscale_and_check(
         for axis in sorted(sharded):
             group = mesh.get_group(axis)
             with naming_failures("all-reduce of whether a gradient is not finite", group):
-                dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=group)
+                # Of offloaded gradients it may be in host memory, where NCCL does not look.
+                found = found_inf.to(mesh.device_type)
+                dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+                found_inf.copy_(found)
 
 
 def _sharded_axes(grad: DTensor) -> set[int]:

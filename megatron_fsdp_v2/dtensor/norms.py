@@ -89,6 +89,8 @@ class ShardedNorm(torch.Tensor):
         is_max = self.order == float("inf")
         # Ranks may hold gradients of different dtypes, and one dtype has to be communicated.
         total = local.double() if is_max else local.double() ** self.order
+        # Norms of offloaded gradients are in host memory, where NCCL does not look.
+        total = total.to(self.mesh.device_type)
         op = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
         if self.empty:
             _reduce_among(tuple(self._peers()), total, op)
@@ -97,7 +99,7 @@ class ShardedNorm(torch.Tensor):
                 group = self.mesh.get_group(axis)
                 with naming_failures("all-reduce of the norm of sharded tensors", group):
                     dist.all_reduce(total, op=op, group=group)
-        total = (total if is_max else total ** (1.0 / self.order)).to(local.dtype)
+        total = (total if is_max else total ** (1.0 / self.order)).to(local)
         return DTensor.from_local(total, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
 
     def _peers(self) -> list[int]:

@@ -9,7 +9,7 @@ any one rank's, so such a count would replace the right ones.
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
-from typing import Any, override
+from typing import Any, cast, override
 
 import torch
 from torch.distributed.checkpoint.planner import WriteItem
@@ -81,7 +81,8 @@ def rows_like(local: torch.Tensor, like: UnevenDTensor) -> UnevenDTensor:
     """
     meta = TensorMeta(like.shape, like._spec.stride, local.dtype)
     spec = DTensorSpec(like.device_mesh, like._spec.placements, tensor_meta=meta)
-    result: UnevenDTensor = DTensor.__new__(UnevenDTensor, local, spec, requires_grad=False)
+    made = DTensor.__new__(UnevenDTensor, local, spec, requires_grad=False)
+    result = cast("UnevenDTensor", made)
     result._row_shards = like.row_shards
     return result
 

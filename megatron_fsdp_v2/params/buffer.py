@@ -14,8 +14,9 @@ from megatron_fsdp_v2.layout.buffer_layout import BufferLayout
 from megatron_fsdp_v2.layout.mixed_precision import GroupDtypes
 from megatron_fsdp_v2.layout.placement import AxisPlacements, Placement
 from megatron_fsdp_v2.memory.allocator import TemporaryBuffer, alias_of
+from megatron_fsdp_v2.memory.host_memory import empty_in_host_memory
 
-__all__ = ["DataParallelBuffer", "FlatSpec", "ShardGrid", "Span"]
+__all__ = ["DataParallelBuffer", "FlatSpec", "Offload", "ShardGrid", "Span"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +180,17 @@ class DataParallelBuffer:
 
 
 @dataclass(frozen=True, slots=True)
+class Offload:
+    """Where main weights and main gradients are that are offloaded.
+
+    Attributes:
+        pin_memory: Whether a device can read and write them by itself, beside other work.
+    """
+
+    pin_memory: bool
+
+
+@dataclass(frozen=True, slots=True)
 class FlatSpec:
     """What the flat buffers of a group have in common, those of weights and of gradients.
 
@@ -189,6 +201,7 @@ class FlatSpec:
         placements: Placements per mesh axis, outermost first.
         dtypes: Dtypes of weights and gradients.
         device: Where the buffers are.
+        host: Where main weights and main gradients are instead, if they are offloaded.
     """
 
     name: str
@@ -197,6 +210,7 @@ class FlatSpec:
     placements: tuple[AxisPlacements, ...]
     dtypes: GroupDtypes
     device: torch.device
+    host: Offload | None = None
 
     @property
     def whole(self) -> Span:
@@ -210,6 +224,15 @@ class FlatSpec:
     def zeros(self, span: Span, dtype: torch.dtype) -> DataParallelBuffer:
         """A span with memory of its own."""
         return DataParallelBuffer.empty(self.layout, span, dtype, self.device)
+
+    def main_zeros(self, span: Span, dtype: torch.dtype) -> DataParallelBuffer:
+        """A span with memory of its own, for what the optimizer reads and writes."""
+        if self.host is None:
+            return self.zeros(span, dtype)
+        numel = span.count * self.layout.shard_numel
+        is_pinned = self.host.pin_memory and self.device.type != "cpu"
+        held = empty_in_host_memory((numel,), dtype, pin_memory=is_pinned).zero_()
+        return DataParallelBuffer(self.layout, span, held)
 
     def innermost_sharded(self) -> int:
         """Index of the only axis that model weights are sharded along.

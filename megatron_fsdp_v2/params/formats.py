@@ -137,7 +137,7 @@ class DenseFormat:
     def write(self, main: DataParallelBuffer, payload: torch.Tensor, axes: Sequence[Axis]) -> None:
         """Cast."""
         del axes
-        payload.copy_(main.tensor)
+        payload.copy_(main.tensor, non_blocking=True)
 
 
 _REGISTERED: list[type[WeightFormat]] = []

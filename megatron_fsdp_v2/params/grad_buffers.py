@@ -22,19 +22,21 @@ class MainGradient:
     Attributes:
         span: Which slices are here.
         contributed: Whether this rank had a gradient in any reduction that led to it as it is.
+        is_offloaded: Whether it is in host memory.
     """
 
     def __init__(self, flat: FlatSpec) -> None:
         self._flat = flat
         self.span = flat.span([p.main_grad for p in flat.placements])
         self.contributed = False
+        self.is_offloaded = flat.host is not None
         self._buffer: DataParallelBuffer | None = None
 
     @property
     def buffer(self) -> DataParallelBuffer:
         """Its memory, allocated on first use and kept."""
         if self._buffer is None:
-            self._buffer = self._flat.zeros(self.span, self._flat.dtypes.main_grad)
+            self._buffer = self._flat.main_zeros(self.span, self._flat.dtypes.main_grad)
         return self._buffer
 
     @property
@@ -68,6 +70,8 @@ class GradBuffers:
         grad_comm: Copy of it in the communication dtype, where that is another one; else None.
         partial: Shard that waits for the reduction along an outer axis; None without one.
         outer_grad_comm: Copy of that in the communication dtype, likewise.
+        offloading: The sum on the device, on its way to the main gradient in host memory; None
+            where that is on the device.
     """
 
     def __init__(
@@ -103,6 +107,10 @@ class GradBuffers:
                 self.outer_grad_comm = temporary(
                     "outer_grad_comm", communication, numel, dtypes.grad_comm
                 )
+        self.offloading: TemporaryBuffer | None = None
+        if flat.host is not None:
+            numel = flat.span([p.main_grad for p in placements]).count * layout.shard_numel
+            self.offloading = temporary("offloading", communication, numel, dtypes.main_grad)
         self.filled = [False] * len(layout.slots)
         # Side streams that wrote to the full buffer, and which one wrote a parameter's gradient.
         self._writers: set[Any] = set()
@@ -213,6 +221,7 @@ class GradBuffers:
             "grad_comm": self.grad_comm,
             "partial_grad": self.partial,
             "outer_grad_comm": self.outer_grad_comm,
+            "offloading": self.offloading,
         }
         return {kind: buffer for kind, buffer in held.items() if buffer is not None}
 
@@ -225,6 +234,8 @@ class GradBuffers:
             self.partial = replacement(self.partial)
         if self.outer_grad_comm is not None:
             self.outer_grad_comm = replacement(self.outer_grad_comm)
+        if self.offloading is not None:
+            self.offloading = replacement(self.offloading)
 
     def replace_communicator(self, communicator: Communicator) -> Communicator:
         """Order streams by another one from now on; return the one until now."""

@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from megatron_fsdp_v2.comm.backends import wait_for_device
 from megatron_fsdp_v2.comm.interface import (
     DONE,
+    Axis,
     Collective,
     CollectiveKind,
     CommStream,
     Communicator,
     Work,
-    store,
 )
 from megatron_fsdp_v2.layout.placement import Placement
 from megatron_fsdp_v2.params.gathered_parameter import GatheredParameter
@@ -26,7 +27,6 @@ from megatron_fsdp_v2.params.sharded_grads import ShardedGrads
 if TYPE_CHECKING:
     from torch import nn
 
-    from megatron_fsdp_v2.comm.interface import Axis
     from megatron_fsdp_v2.layout.placement import AxisPlacements
     from megatron_fsdp_v2.memory.allocator import Allocator, TemporaryBuffer
     from megatron_fsdp_v2.params.buffer import DataParallelBuffer, FlatSpec
@@ -248,33 +248,72 @@ class GroupGrads:
         buffers = self.buffers
         if not self.reduces:
             first = self._main.span.first * self._flat.layout.shard_numel
-            main = self.main.tensor
-            store(main, buffers.full.tensor.narrow(0, first, main.numel()), 1.0, accumulate)
-            return DONE
+            numel = self._main.span.count * self._flat.layout.shard_numel
+            collective = self._into_main(
+                CollectiveKind.REDUCE_SCATTER,
+                buffers.full.tensor.narrow(0, first, numel),
+                Axis(self._inner.group, 1, 0),
+                CommStream.REDUCE,
+                scale=1.0,
+                accumulate=accumulate,
+            )
+            return self._comm.issue(collective, async_op=False)
         before, after = self._factors()
-        if buffers.partial is not None:
-            accumulate, after = self.has_partial, 1.0
-            into = buffers.take(buffers.partial)
-            self._partial_state = self._moved(self._partial_state, GradState.ACCUMULATED)
-        else:
-            into = self.main.tensor
+        into = None if buffers.partial is None else buffers.take(buffers.partial)
         if before != 1.0:
             buffers.full.tensor.mul_(before)
-        collective = Collective(
-            self._inner_kind,
-            into,
-            buffers.in_comm_dtype(buffers.full, buffers.grad_comm),
-            self._inner,
-            CommStream.REDUCE,
-            scale=after,
-            accumulate=accumulate,
-        )
+        terms = buffers.in_comm_dtype(buffers.full, buffers.grad_comm)
+        where = self._inner_kind, terms, self._inner, CommStream.REDUCE
+        if into is None:
+            collective = self._into_main(*where, scale=after, accumulate=accumulate)
+        else:
+            kind, terms, axis, comm_stream = where
+            collective = Collective(
+                kind, into, terms, axis, comm_stream, accumulate=self.has_partial
+            )
+            self._partial_state = self._moved(self._partial_state, GradState.ACCUMULATED)
         return self._comm.issue(collective, async_op=async_op)
+
+    def _into_main(
+        self,
+        kind: CollectiveKind,
+        terms: torch.Tensor,
+        axis: Axis,
+        comm_stream: CommStream,
+        *,
+        scale: float,
+        accumulate: bool,
+    ) -> Collective:
+        """A sum that ends in the main gradient, by way of the device where that is offloaded."""
+        main, offloading = self.main.tensor, self.buffers.offloading
+        if offloading is None:
+            return Collective(kind, main, terms, axis, comm_stream, scale, accumulate)
+        here = self.buffers.take(offloading)
+
+        def load() -> None:
+            here.copy_(main, non_blocking=True)
+
+        def store() -> None:
+            main.copy_(here, non_blocking=True)
+
+        return Collective(
+            kind,
+            here,
+            terms,
+            axis,
+            comm_stream,
+            scale,
+            accumulate,
+            before=load if accumulate else None,
+            after=store,
+        )
 
     def end_inner(self) -> None:
         """The reduction along the inner axis has been waited for: drop the full buffer."""
         self._full_state = self._moved(self._full_state, GradState.REDUCED)
         self.buffers.drop(self.buffers.full, self.buffers.grad_comm)
+        if not self.has_outer_axis:
+            self.buffers.drop(self.buffers.offloading)
 
     def reduce_outer(self, *, async_op: bool) -> Work:
         """Issue the reduction of the partial shard along the outer axis. Collective."""
@@ -288,9 +327,8 @@ class GroupGrads:
         if buffers.partial is None or not self.has_partial:
             return DONE
         self._partial_state = self._moved(self._partial_state, GradState.REDUCING)
-        collective = Collective(
+        collective = self._into_main(
             self._outer_kind,
-            self.main.tensor,
             buffers.in_comm_dtype(buffers.partial, buffers.outer_grad_comm),
             self._outer,
             CommStream.OUTER,
@@ -304,7 +342,13 @@ class GroupGrads:
         if self._partial_state is GradState.REDUCING:
             self._partial_state = self._moved(self._partial_state, GradState.REDUCED)
             self.buffers.drop(self.buffers.partial)
-        self.buffers.drop(self.buffers.outer_grad_comm)
+        self.buffers.drop(self.buffers.outer_grad_comm, self.buffers.offloading)
+
+    def settle(self) -> None:
+        """All reductions have been waited for: have the host see what they brought, too."""
+        if self._main.is_offloaded:
+            wait_for_device(self._flat.device)
+        self.param_grads.drop_unused()
 
     def _factors(self) -> tuple[float, float]:
         """What is applied to the terms, and what to their sum; `scale` is the product.

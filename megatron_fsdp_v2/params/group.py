@@ -16,7 +16,7 @@ from megatron_fsdp_v2.dtensor.row_shards import Holders
 from megatron_fsdp_v2.dtensor.uneven_dtensor import plain_attributes
 from megatron_fsdp_v2.layout.buffer_layout import Granularity
 from megatron_fsdp_v2.layout.mixed_precision import GroupDtypes
-from megatron_fsdp_v2.params.buffer import DataParallelBuffer, FlatSpec, ShardGrid
+from megatron_fsdp_v2.params.buffer import DataParallelBuffer, FlatSpec, Offload, ShardGrid
 from megatron_fsdp_v2.params.external_changes import ExternalChanges
 from megatron_fsdp_v2.params.formats import DenseFormat, WeightFormat
 from megatron_fsdp_v2.params.grads import GroupGrads
@@ -52,6 +52,7 @@ class GroupSpec:
         errors_on_missing_grad: Whether a parameter without gradient is an error or zero.
         reduces: Whether gradients are summed over data-parallel ranks.
         format_type: What bytes their model weights are.
+        offload: Where main weights and gradients are instead of on the device; None for there.
     """
 
     dtypes: GroupDtypes
@@ -62,6 +63,7 @@ class GroupSpec:
     errors_on_missing_grad: bool
     reduces: bool = True
     format_type: type[WeightFormat] = DenseFormat
+    offload: Offload | None = None
 
     @property
     def smallest_itemsize(self) -> int:
@@ -131,7 +133,7 @@ class ParameterGroup:
         self._label = Label(name)
         communicator = communicator.labeled(self._label)
         grid = ShardGrid.of(axes, [p.main_weight for p in spec.placements])
-        flat = FlatSpec(name, layout, grid, spec.placements, spec.dtypes, device)
+        flat = FlatSpec(name, layout, grid, spec.placements, spec.dtypes, device, spec.offload)
         self.weights = GroupWeights(flat, spec.format_type(spec.dtypes), communicator, allocator)
         self.holders = Holders(weakref.ref(self))
         self.empty_ranks = grid.coordinates_of(layout.empty_shards())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -30,6 +32,8 @@ class GroupWeights:
     `main` is what the optimizer steps. `model` is what rests between uses: it shares the
     storage of `main` where neither dtype nor placement differs. `gathered` is the whole buffer
     the unit computes with: temporary where `model` is sharded, `model` itself where it is not.
+    Where `main` is offloaded and placed as `model` would be, there is no `model` besides it: a
+    gather begins with a copy from host memory into this rank's piece of `gathered`.
     What the bytes of `model` and `gathered` mean is known to the format alone.
 
     Units that share a tied parameter hold one group together: weights are gathered from the first
@@ -55,8 +59,12 @@ class GroupWeights:
         dtype = weight_format.payload_dtype
         main_span = flat.span([p.main_weight for p in flat.placements])
         model_span = flat.span([p.model_weight for p in flat.placements])
-        self.main = flat.zeros(main_span, flat.dtypes.main_weight)
-        if model_span == main_span and dtype == flat.dtypes.main_weight:
+        self.main = flat.main_zeros(main_span, flat.dtypes.main_weight)
+        self._is_offloaded = flat.host is not None
+        # Straight from host memory into the buffer that is gathered: nothing rests on the device.
+        self._is_streamed = self._is_offloaded and model_span == main_span != flat.whole
+        is_same = dtype == flat.dtypes.main_weight and not self._is_offloaded
+        if self._is_streamed or (is_same and model_span == main_span):
             self.model = self.main
         else:
             self.model = flat.zeros(model_span, dtype)
@@ -87,8 +95,11 @@ class GroupWeights:
 
     @property
     def is_refreshed_locally(self) -> bool:
-        """Whether `refresh` needs no communication."""
-        return self.model.span == self.main.span and not self.format.communicates
+        """Whether `refresh` is cheap and needs no communication."""
+        if self.model is self.main:
+            return True
+        is_here = self.model.span == self.main.span and not self._is_offloaded
+        return is_here and not self.format.communicates
 
     @property
     def is_temporary(self) -> bool:
@@ -183,7 +194,12 @@ class GroupWeights:
             return DONE
         with self._comm.memory():
             gathered = self._temporary.acquire()
-        gather = self._gather_of(gathered, self.model.tensor, self._axes[self._gather_axis])
+        axis, shard = self._axes[self._gather_axis], self.model.tensor
+        if not self._is_streamed:
+            return self._comm.issue(self._gather_of(gathered, shard, axis), async_op=async_op)
+        shard = self.gathered.piece(self.main.span)
+        write = functools.partial(self.format.write, self.main, shard, self._axes)
+        gather = dataclasses.replace(self._gather_of(gathered, shard, axis), before=write)
         return self._comm.issue(gather, async_op=async_op)
 
     def wait(self) -> bool:

@@ -17,10 +17,11 @@ from megatron_fsdp_v2.layout.buffer_layout import Granularity
 from megatron_fsdp_v2.layout.mixed_precision import MixedPrecisionPolicy
 from megatron_fsdp_v2.layout.placement import resolve_placements
 from megatron_fsdp_v2.runtime.fsdp2_arguments import (
+    check_can_offload,
     check_mesh_dims,
-    check_offload_policy,
     check_shard_placement,
     default_mesh,
+    offload_of,
     reshards_after_forward,
 )
 from megatron_fsdp_v2.runtime.fsdp_module import FSDPModule, named_units
@@ -140,7 +141,10 @@ def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
         param_init_fn: Gives values to a module's own parameters and buffers that were on the meta
             device, in place of its `reset_parameters()`.
         shard_placement_fn: As with FSDP2, where it returns None or `Shard(0)`.
-        offload_policy: As with FSDP2, where it offloads nothing: `OffloadPolicy()`.
+        offload_policy: As with FSDP2. `CPUOffloadPolicy(pin_memory)`: main weights, gradients and
+            so optimizer states are in host memory, and the optimizer steps there; weights are
+            copied to the device for every gather, and gradients from it as they are reduced.
+            `OffloadPolicy()` offloads nothing.
         dp_mesh_dims: None; `mesh` has the data-parallel axes and no others.
         gather_group: A process group of the same ranks as the (inner) axis of the mesh, in the same
             order, that weights are gathered in. With NCCL, gathers and reductions then go side by
@@ -153,7 +157,7 @@ def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
         ValueError: An argument is bad, the module is sharded already, or a parameter of it is.
         RuntimeError: A unit inside is in use, or there is no memory.
     """
-    check_offload_policy(offload_policy)
+    offload = offload_of(offload_policy)
     check_mesh_dims(dp_mesh_dims)
     given = given_options(
         enable_unshard_prefetch=enable_unshard_prefetch,
@@ -174,10 +178,13 @@ def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
         granularity=Granularity.parse(shard_granularity),
         scale=1.0 / mesh.size() if gradient_scaling_factor is None else gradient_scaling_factor,
         errors_on_missing_grad=on_missing_grad == "error",
+        offload=offload,
     )
     device = _device_of(mesh)
     owned, tied = owned_parameters(modules, ignored_params or frozenset(), device)
     check_shard_placement(shard_placement_fn, owned)
+    if offload is not None:
+        check_can_offload(owned)
     for parameter in owned:
         parameter.is_separate = parameter.param in (separate_params or frozenset())
     plan = UnitPlan(

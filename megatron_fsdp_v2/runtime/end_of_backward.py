@@ -222,4 +222,4 @@ def _settle(context: Context) -> None:
     """Wait for all reductions, and take back what turned out to be no gradient at all."""
     context.reductions.drain()
     for grads in _grads_of(context.units()):
-        grads.param_grads.drop_unused()
+        grads.settle()

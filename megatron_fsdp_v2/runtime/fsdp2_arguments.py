@@ -9,17 +9,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import Shard
+
+from megatron_fsdp_v2.params.buffer import Offload
+from megatron_fsdp_v2.params.formats import format_of
 
 if TYPE_CHECKING:
     from megatron_fsdp_v2.params.registration import OwnedParameter
 
 __all__ = [
+    "check_can_offload",
     "check_mesh_dims",
-    "check_offload_policy",
     "check_shard_placement",
     "default_mesh",
+    "offload_of",
     "reshards_after_forward",
 ]
 
@@ -69,18 +73,37 @@ def reshards_after_forward(given: object, mesh: DeviceMesh) -> bool:
     )
 
 
-def check_offload_policy(policy: object) -> None:
-    """Reject policies that offload.
+def offload_of(policy: object) -> Offload | None:
+    """What a policy of FSDP2's asks to be offloaded; None for nothing.
 
     Raises:
-        ValueError: It is not None or torch's `OffloadPolicy()`, which offloads nothing.
+        ValueError: It is none of torch's policies.
     """
     if policy is None or type(policy) is OffloadPolicy:
-        return
+        return None
+    if isinstance(policy, CPUOffloadPolicy):
+        return Offload(pin_memory=bool(policy.pin_memory))
     raise ValueError(
-        f"offload_policy={policy!r} cannot be honored: parameters, gradients and optimizer state "
-        "stay on the device of the mesh; leave it out, or shard over more ranks"
+        f"offload_policy={policy!r} cannot be honored; give torch.distributed.fsdp's "
+        "CPUOffloadPolicy() to have weights, gradients and optimizer states in host memory, or "
+        "OffloadPolicy() or None to have them on the device"
     )
+
+
+def check_can_offload(owned: Sequence[OwnedParameter]) -> None:
+    """See that weights can be made of main weights in host memory.
+
+    Raises:
+        ValueError: A parameter is of a format whose ranks talk about main weights.
+    """
+    for parameter in owned:
+        found = format_of(parameter.param)
+        if found is not None and found.communicates:
+            raise ValueError(
+                f"parameter {parameter.name} is a {type(parameter.param).__name__}, whose scales "
+                "ranks find together from main weights on the device; leave offload_policy out, or "
+                "give this module a unit of its own without it"
+            )
 
 
 def check_mesh_dims(dims: object) -> None:

@@ -22,7 +22,7 @@ from megatron_fsdp_v2.layout.mixed_precision import MixedPrecisionPolicy
 from megatron_fsdp_v2.layout.placement import AxisPlacements
 from megatron_fsdp_v2.memory.allocator import PlainAllocator
 from megatron_fsdp_v2.memory.trace_pool import TracePoolAllocator
-from megatron_fsdp_v2.params.buffer import ShardGrid
+from megatron_fsdp_v2.params.buffer import Offload, ShardGrid
 from megatron_fsdp_v2.params.formats import DenseFormat, format_of
 from megatron_fsdp_v2.params.group import GroupSpec, ParameterGroup
 from megatron_fsdp_v2.params.registration import OwnedParameter
@@ -55,6 +55,7 @@ class UnitSpec:
     granularity: Granularity
     scale: float
     errors_on_missing_grad: bool
+    offload: Offload | None = None
 
     def of(self, param: nn.Parameter) -> GroupSpec:
         """What the group of a parameter has in common."""
@@ -69,6 +70,7 @@ class UnitSpec:
             errors_on_missing_grad=self.errors_on_missing_grad,
             reduces=getattr(param, "requires_gradient_reduction", True),
             format_type=format_type,
+            offload=self.offload,
         )
 
 

@@ -60,9 +60,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "reshard_after_forward must be True, False or None, got 'yes'": {
         "reshard_after_forward": "yes"
     },
-    "offload_policy=CPUOffloadPolicy(pin_memory=True) cannot be honored": {
-        "offload_policy": fsdp.CPUOffloadPolicy()
-    },
+    "offload_policy='cpu' cannot be honored; give": {"offload_policy": "cpu"},
     "dp_mesh_dims='dp' cannot be honored: give the data-parallel axes as the mesh": {
         "dp_mesh_dims": "dp"
     },

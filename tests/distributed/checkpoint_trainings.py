@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -64,11 +66,20 @@ def net(sharding: Sharding | None = None, width: int = 8) -> Any:
     return fully_shard(model, **options)
 
 
-def muon(model: nn.Module, lr: float = 0.1) -> Muon:
+def muon(model: nn.Module, lr: float = 0.1, **options: Any) -> Muon:
     """Muon for matrices, its AdamW for the rest."""
     matrices = [p for p in model.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if p.ndim != 2]
-    return Muon([{"params": matrices}, {"params": others, "use_muon": False}], lr=lr)
+    groups = [{"params": matrices}, {"params": others, "use_muon": False}]
+    return Muon(groups, lr=lr, **options)
+
+
+def block_muon(model: Any, **options: Any) -> Muon:
+    """Muon for matrices of a model's `blocks`, its AdamW for the rest."""
+    matrices = [p for p in model.blocks.parameters() if p.ndim == 2]
+    known = set(map(id, matrices))
+    others = [p for p in model.parameters() if p.requires_grad and id(p) not in known]
+    return Muon([{"params": matrices}, {"params": others, "use_muon": False}], **options)
 
 
 def train(model: Any, optimizer: Any, steps: int, first: int = 0) -> list[float]:
@@ -111,6 +122,16 @@ def _digest(tensor: Any) -> str:
     whole = tensor.full_tensor() if isinstance(tensor, UnevenDTensor) else torch.as_tensor(tensor)
     assert type(whole.detach()) is torch.Tensor, type(tensor)
     return hashlib.sha1(whole.detach().contiguous().numpy().tobytes()).hexdigest()
+
+
+def flip(file: Path, at: Callable[[int], int]) -> None:
+    """Rank 0 flips a bit of a file, in the byte that its length says. Collective."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        content = bytearray(file.read_bytes())
+        content[at(len(content))] ^= 1
+        file.write_bytes(content)
+    dist.barrier()
 
 
 def torch_saves(path: str, model: Any, optimizer: Any) -> None:

@@ -7,8 +7,10 @@ import importlib
 import inspect
 import math
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
+
+import pytest
 
 from tests.distributed.wrapping import MESHES
 from tests.ranks import DEFAULT_TIMEOUT_S, RankPools
@@ -18,7 +20,7 @@ MOST_CHARACTERS = 500
 
 
 def on_ranks(
-    ranks: int | str, *, timeout_s: float = DEFAULT_TIMEOUT_S
+    ranks: int | str, *, timeout_s: float = DEFAULT_TIMEOUT_S, **cases: Iterable[Any]
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Have a test's body run on every rank, with the arguments that pytest gives it.
 
@@ -28,6 +30,7 @@ def on_ranks(
     Args:
         ranks: How many; or which argument says so: a number, sizes of a mesh, or the name of one.
         timeout_s: Time for all of it.
+        cases: Values of arguments by name, of which every combination is a case.
     """
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
@@ -42,6 +45,8 @@ def on_ranks(
         test.__signature__ = signature.replace(  # type: ignore[attr-defined]
             parameters=[pools, *signature.parameters.values()]
         )
+        for argument, values in cases.items():
+            test = pytest.mark.parametrize(argument, values)(test)
         return test
 
     return decorate

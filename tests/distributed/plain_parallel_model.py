@@ -27,6 +27,7 @@ CUT = {
     "up.bias": 0,
     "gated.weight": 0,
     "down.weight": 1,
+    "gated_down.weight": 1,
     "experts_up.weight": 1,
     "experts_down.weight": 2,
 }
@@ -154,8 +155,6 @@ class PlainParts(nn.Module):
         x = x + self.gated_down(self.gated(x))
         return x + self.experts_down(self.experts_up(x))
 
-
-CUT["gated_down.weight"] = 1
 
 RULES = (
     TensorParallelRule(Gated, {"weight": FusedShard(-2, 2)}),

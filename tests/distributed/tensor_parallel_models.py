@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from megatron_fsdp_v2 import fully_shard
+from tests.distributed.checkpoint_trainings import WAYS, digests
 from tests.distributed.wrapping import STRATEGIES
 from tests.ranks import RankPools
 
@@ -146,5 +147,21 @@ def assert_loads_everywhere(
         strategy = STRATEGIES[number % len(STRATEGIES)]
         for of_rank in pools(shape[0] * shape[1]).run(loaded, str(folder), shape, strategy):
             assert len(of_rank) == 2
-            for digests in of_rank:
-                assert digests == saved, shape
+            for found in of_rank:
+                assert found == saved, shape
+
+
+def full_error(model: nn.Module, reference: nn.Module) -> float:
+    """Largest difference of weights to those of a model on one rank. Collective."""
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
+    return max(float((p.full_tensor() - q).abs().max()) for p, q in pairs)  # type: ignore[attr-defined]
+
+
+def loaded_in_both_ways(folder: str, make: Callable[[], tuple[Any, Any]]) -> list[dict[str, str]]:
+    """Digests of models and optimizers into which this package and torch load from a folder."""
+    found = []
+    for way, (_, load) in WAYS.items():
+        model, optimizer = make()
+        load(f"{folder}/{way}", model, optimizer)
+        found.append(digests(model, optimizer))
+    return found

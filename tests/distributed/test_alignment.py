@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,32 +20,19 @@ from megatron_fsdp_v2.memory.address_plan import ALIGNMENT
 from megatron_fsdp_v2.runtime.fsdp_module import unit_of
 from tests.distributed.checkpoint_trainings import Net, digests, net, train
 from tests.distributed.on_ranks import on_ranks
-from tests.distributed.wrapping import BF16, wrap
+from tests.distributed.wrapping import BF16, batch, wrap
+from tests.reference.models import Stack
 
+WIDTH = 300
+"""Of rows and biases that are multiples of nothing, and long enough for lines."""
 FROM_MALLOC = 64
 """Bytes that memory of a CPU starts at multiples of; those of CUDA do at 512."""
-
-
-class Odd(nn.Module):
-    """Blocks whose rows and biases are no multiples of anything, and are long enough for lines."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(300, 300) for _ in range(3))
-        self.last = nn.Linear(300, 9)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = torch.relu(block(x))
-        return self.last(x)
 
 
 @pytest.mark.parametrize("pooled", [False, True], ids=["plain", "pool"])
 @on_ranks(3)
 def test_weights_gradients_and_shards_start_where_their_layout_promises(pooled: bool) -> None:
-    options = {"enable_trace_pool": pooled}
-    torch.manual_seed(0)
-    model = wrap(Odd(), mp_policy=BF16, **options)
+    model = wrap(Stack(3, WIDTH), mp_policy=BF16, enable_trace_pool=pooled)
     wrong: list[tuple[str, int, int]] = []
     num_checked = 0
 
@@ -66,9 +53,7 @@ def test_weights_gradients_and_shards_start_where_their_layout_promises(pooled: 
     for module in [*model.blocks, model]:
         module.register_forward_pre_hook(look)
     for _ in range(4):
-        model(
-            torch.randn(2, 300, generator=torch.Generator().manual_seed(dist.get_rank()))
-        ).sum().backward()
+        model(batch(dist.get_rank())).sum().backward()
     for module in [*model.blocks, model]:
         for group in unit_of(module).groups:
             alignment = group.layout.alignment
@@ -89,7 +74,7 @@ def test_weights_gradients_and_shards_start_where_their_layout_promises(pooled: 
 
 @on_ranks(2)
 def test_buffers_in_the_pool_lie_at_multiples_of_512_bytes() -> None:
-    model = wrap(Odd(), enable_trace_pool=True)
+    model = wrap(Stack(3, WIDTH), enable_trace_pool=True)
     found = []
 
     def look(module: Any, *_: Any) -> None:
@@ -102,12 +87,12 @@ def test_buffers_in_the_pool_lie_at_multiples_of_512_bytes() -> None:
         block.register_forward_pre_hook(look)
         block.register_full_backward_hook(look)
     for _ in range(6):
-        model(torch.randn(2, 300)).sum().backward()
+        model(batch(0)).sum().backward()
     assert len(set(found)) > 1
     assert {offset % ALIGNMENT for offset in found} == {0}
 
 
-@contextmanager
+@contextlib.contextmanager
 def unaligned_layouts() -> Iterator[None]:
     """Layouts as they were before anything was aligned."""
     aligned = Alignment.of
@@ -133,11 +118,8 @@ def test_a_checkpoint_of_an_unaligned_layout_loads_into_an_aligned_one_and_back(
     folder = str(tmp_path / "saved")
 
     def made(is_aligned: bool) -> tuple[Any, torch.optim.Optimizer]:
-        if is_aligned:
+        with contextlib.nullcontext() if is_aligned else unaligned_layouts():
             model = net(width=10)
-        else:
-            with unaligned_layouts():
-                model = net(width=10)
         return model, torch.optim.AdamW(model.parameters(), lr=0.05)
 
     model, optimizer = made(saves_aligned)
@@ -151,17 +133,9 @@ def test_a_checkpoint_of_an_unaligned_layout_loads_into_an_aligned_one_and_back(
     plain = Net(10)
     plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=0.05)
     checkpoint.load(folder, plain, plain_optimizer)
-    found = {
-        "rows": (_rows(model), _rows(other)),
-        "digests": [
-            digests(model, optimizer),
-            digests(other, other_optimizer),
-            digests(plain, plain_optimizer),
-        ],
-        "losses": (train(model, optimizer, 2), train(other, other_optimizer, 2)),
-    }
-    before, after = found["rows"]
-    assert before != after
-    first, second, plain = found["digests"]
-    assert first == second == plain
-    assert found["losses"][0] == pytest.approx(found["losses"][1], rel=1e-5)
+    all_three = [(model, optimizer), (other, other_optimizer), (plain, plain_optimizer)]
+    first, second, third = (digests(*both) for both in all_three)
+    losses = train(model, optimizer, 2), train(other, other_optimizer, 2)
+    assert _rows(model) != _rows(other)
+    assert first == second == third
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)

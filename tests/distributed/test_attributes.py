@@ -7,7 +7,6 @@ import types
 import weakref
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -45,14 +44,7 @@ MARKS: dict[str, Any] = {
 }
 
 
-def _differences(param: Any, index: int) -> list[str]:
-    wrong = [n for n, v in MARKS.items() if getattr(param, n, "missing") is not v]
-    return wrong if getattr(param, "number", None) == index else [*wrong, "number"]
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("param_dtype", (None, torch.bfloat16))
-@on_ranks(2)
+@on_ranks(2, param_dtype=(None, torch.bfloat16), strategy=STRATEGIES)
 def test_attributes_are_on_sharded_and_on_gathered_parameters(
     strategy: str, param_dtype: torch.dtype
 ) -> None:
@@ -67,14 +59,16 @@ def test_attributes_are_on_sharded_and_on_gathered_parameters(
             setattr(param, attribute, value)
     policy = MixedPrecisionPolicy(param_dtype=param_dtype)
     wrap(model, sharding_strategy=strategy, mp_policy=policy)
-    found: list[str] = []
     looks = 0
 
     def look(module: nn.Module, prefix: str) -> None:
         nonlocal looks
         for name, param in module.named_parameters(prefix=prefix):
             looks += 1
-            found.extend(f"{name}: {n}" for n in _differences(param, numbers[name]))
+            assert [n for n, v in MARKS.items() if getattr(param, n, "missing") is not v] == [], (
+                name
+            )
+            assert param.number == numbers[name], name
 
     look(model, "")
     for index, block in enumerate(model.blocks):
@@ -87,7 +81,6 @@ def test_attributes_are_on_sharded_and_on_gathered_parameters(
     look(model, "")
     per_block = len(list(model.blocks[0].parameters()))
     assert looks == 2 * len(numbers) + 4 * per_block
-    assert found == [], (strategy, param_dtype)
 
 
 @on_ranks(2)

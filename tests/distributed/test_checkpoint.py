@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,10 @@ from megatron_fsdp_v2.checkpoint import CheckpointError, saving
 from megatron_fsdp_v2.checkpoint.exporting import export
 from megatron_fsdp_v2.checkpoint.manifest import Manifest
 from megatron_fsdp_v2.checkpoint.verifying import verify
-from tests.distributed.checkpoint_trainings import Net, Sharding, digests, net, train
+from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
+from tests.distributed.checkpoint_trainings import Net, Sharding, digests, flip, net, train
 from tests.distributed.on_ranks import on_ranks
-from tests.distributed.wrapping import STRATEGIES, mesh_of, said
+from tests.distributed.wrapping import STRATEGIES, said, wrap
 from tests.ranks import RankPools
 
 
@@ -28,8 +30,7 @@ def _over_all(strategy: str) -> Sharding:
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["blocking", "async"])
-@pytest.mark.parametrize("world_size", [1, 3])
-@on_ranks("world_size")
+@on_ranks("world_size", world_size=[1, 3])
 def test_training_goes_on_as_if_it_had_not_stopped(
     tmp_path: Path, world_size: int, is_async: bool
 ) -> None:
@@ -51,12 +52,14 @@ def test_training_goes_on_as_if_it_had_not_stopped(
     assert train(again, other, 3, first=3) == uninterrupted
 
 
-def _saves_hybrid(folder: str) -> dict[str, str]:
-    model = net(Sharding((2, 2)))
+def _saves(folder: str, *mesh: int) -> tuple[dict[str, str], dict[str, Any]]:
+    """Digests of all, and full weights."""
+    model = net(Sharding(mesh))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     train(model, optimizer, 2)
     checkpoint.save(folder, model, optimizer)
-    return digests(model, optimizer)
+    weights = {name: param.full_tensor().tolist() for name, param in model.named_parameters()}
+    return digests(model, optimizer), weights
 
 
 def _loads_plain(folder: str) -> dict[str, str]:
@@ -69,7 +72,7 @@ def _loads_plain(folder: str) -> dict[str, str]:
 def test_replicas_write_once_and_an_unsharded_model_loads_it(
     pools: RankPools, tmp_path: Path
 ) -> None:
-    saved = pools(4).run(_saves_hybrid, str(tmp_path / "saved"))[0]
+    saved, _ = pools(4).run(_saves, str(tmp_path / "saved"), 2, 2)[0]
     assert pools(1).run(_loads_plain, str(tmp_path / "saved"))[0] == saved
     manifest = Manifest.read(tmp_path / "saved")
     assert manifest is not None
@@ -81,7 +84,7 @@ def test_replicas_write_once_and_an_unsharded_model_loads_it(
 def test_an_export_of_a_sharded_run_is_the_plain_models_state_dict(
     pools: RankPools, tmp_path: Path, suffix: str
 ) -> None:
-    weights = pools(3).run(_saves_weights, str(tmp_path / "saved"))[0]
+    _, weights = pools(3).run(_saves, str(tmp_path / "saved"), 3)[0]
     (file,) = export(tmp_path / "saved", tmp_path / f"model{suffix}").files
     loaded = load_file(file) if suffix == ".safetensors" else torch.load(file, weights_only=True)
     plain = Net()
@@ -89,16 +92,9 @@ def test_an_export_of_a_sharded_run_is_the_plain_models_state_dict(
     assert {name: p.tolist() for name, p in plain.named_parameters()} == weights
 
 
-def _saves_weights(folder: str) -> dict[str, Any]:
-    model = net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    train(model, optimizer, 2)
-    checkpoint.save(folder, model, optimizer)
-    return {name: param.full_tensor().tolist() for name, param in model.named_parameters()}
-
-
-def _weights_are_active(folder: str, strategy: str) -> tuple[float, float]:
-    model = net(_over_all(strategy))
+@on_ranks(2, strategy=STRATEGIES)
+def test_loaded_weights_are_used_by_the_next_forward(tmp_path: Path, strategy: str) -> None:
+    folder, model = str(tmp_path / "saved"), net(_over_all(strategy))
     x = torch.ones(2, 5)
     with torch.no_grad():
         expected = model(x).sum().item()
@@ -108,15 +104,7 @@ def _weights_are_active(folder: str, strategy: str) -> tuple[float, float]:
             param.zero_()
         model(x)
         checkpoint.load(folder, model)
-        return expected, model(x).sum().item()
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_loaded_weights_are_used_by_the_next_forward(
-    pools: RankPools, tmp_path: Path, strategy: str
-) -> None:
-    for expected, found in pools(2).run(_weights_are_active, str(tmp_path / "saved"), strategy):
-        assert found == expected
+        assert model(x).sum().item() == expected
 
 
 # -- what does not fit ---------------------------------------------------------------------------
@@ -127,105 +115,146 @@ def test_another_model_is_rejected_with_names_and_shapes(tmp_path: Path) -> None
     folder = str(tmp_path / "saved")
     checkpoint.save(folder, net(), extra=1)
     other = net(width=9)
-    errors = [said(CheckpointError, lambda: checkpoint.load(folder, other))]
-    smaller = fully_shard(Net().up, mesh=mesh_of(dist.get_world_size()))
-    errors.append(said(CheckpointError, lambda: checkpoint.load(folder, smaller)))
+    shapes = said(CheckpointError, lambda: checkpoint.load(folder, other))
+    smaller = fully_shard(Net().up)
+    names = said(CheckpointError, lambda: checkpoint.load(folder, smaller))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         checkpoint.load(folder, smaller, strict=False)
-    errors.append(str(caught[-1].message))
     difference = checkpoint.compare(folder, smaller)
-    errors.append(f"{len(difference.missing)} {len(difference.unexpected)}")
-    shapes, names, warning, counts = errors
     assert "model.up.weight is (8, 5) there and (9, 5) here" in shapes
     assert "missing in the checkpoint: model.weight, model.bias" in names
     assert "strict=False loads what both have" in names
-    assert "not in the model: model." in warning
-    assert counts == "2 5"
+    assert "not in the model: model." in str(caught[-1].message)
+    assert (len(difference.missing), len(difference.unexpected)) == (2, 5)
 
 
 @on_ranks(1)
 def test_what_cannot_be_saved_or_found_is_said(tmp_path: Path) -> None:
-    folder = str(tmp_path)
-    model = net()
-    Path(folder, "mine").mkdir(exist_ok=True)
+    model, extra = net(), {"net": object()}
     stranger = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1.0)
-    folder = said(ValueError, lambda: checkpoint.save(f"{folder}/mine", model))
-    extra = said(
-        CheckpointError, lambda: checkpoint.save(f"{folder}/a", model, extra={"net": object()})
-    )
-    optimizer = said(ValueError, lambda: checkpoint.save(f"{folder}/b", model, stranger))
-    nowhere = said(CheckpointError, lambda: checkpoint.load(f"{folder}/nowhere", model))
-    assert "exists and is no checkpoint" in folder
-    assert "extra['net'] is of the type object, which a checkpoint does not keep" in extra
-    assert "is not one of the model" in optimizer
+    Path(tmp_path, "mine").mkdir()
+    taken = said(ValueError, lambda: checkpoint.save(f"{tmp_path}/mine", model))
+    unkept = said(CheckpointError, lambda: checkpoint.save(f"{tmp_path}/a", model, extra=extra))
+    strange = said(ValueError, lambda: checkpoint.save(f"{tmp_path}/b", model, stranger))
+    nowhere = said(CheckpointError, lambda: checkpoint.load(f"{tmp_path}/nowhere", model))
+    assert "exists and is no checkpoint" in taken
+    assert "extra['net'] is of the type object, which a checkpoint does not keep" in unkept
+    assert "is not one of the model" in strange
     assert "there is no checkpoint at" in nowhere
 
 
-def _two_saves(folder: str) -> list[Any]:
-    model = net()
+@on_ranks(2)
+def test_two_saves_to_one_path_do_not_mix(tmp_path: Path) -> None:
+    folder, model = str(tmp_path / "saved"), net()
     first = checkpoint.save(folder, model, extra=1, async_save=True)
     assert first is not None
     second = said(RuntimeError, lambda: checkpoint.save(folder, model, extra=2))
     first.result()
     checkpoint.save(folder, model, extra=3)
-    return [second, checkpoint.load(folder, model)]
-
-
-def test_two_saves_to_one_path_do_not_mix(pools: RankPools, tmp_path: Path) -> None:
-    for rejected, extra in pools(2).run(_two_saves, str(tmp_path / "saved")):
-        assert "is under way" in rejected
-        assert extra == 3
+    assert "is under way" in second
+    assert checkpoint.load(folder, model) == 3
     assert sorted(path.name for path in tmp_path.iterdir()) == ["saved"]
 
 
-def _rejected_on_one_rank(folder: str) -> list[str]:
-    """Errors where only the last rank cannot save, and what is there afterwards."""
-    model, last = net(), dist.get_rank() == dist.get_world_size() - 1
-    kind: Any = CheckpointError
-    unkept = object() if last else 1
-    errors = [said(kind, lambda: checkpoint.save(folder, model, extra=unkept))]
-    busy = Path(folder)
+@on_ranks(3)
+def test_what_one_rank_cannot_save_is_an_error_on_all(tmp_path: Path) -> None:
+    """Only the last rank cannot save."""
+    busy, model, last = tmp_path / "saved", net(), dist.get_rank() == 2
+    extra = object() if last else 1
+    unkept = said(CheckpointError, lambda: checkpoint.save(str(busy), model, extra=extra))
     if last:
         saving._UNDER_WAY.add(busy)
-    kind = RuntimeError if last else CheckpointError
-    errors.append(said(kind, lambda: checkpoint.save(folder, model, async_save=True)))
+    kind: Any = RuntimeError if last else CheckpointError
+    second = said(kind, lambda: checkpoint.save(str(busy), model, async_save=True))
     saving._UNDER_WAY.discard(busy)
-    checkpoint.save(f"{folder}/../{busy.name}", model, extra=2)
-    return [*errors, checkpoint.load(folder, model)]
-
-
-def test_what_one_rank_cannot_save_is_an_error_on_all(pools: RankPools, tmp_path: Path) -> None:
-    first, second, last = pools(3).run(_rejected_on_one_rank, str(tmp_path / "saved"))
-    for unkept, busy, extra in (first, second):
+    checkpoint.save(f"{busy}/../{busy.name}", model, extra=2)
+    assert checkpoint.load(str(busy), model) == 2
+    if last:
+        assert unkept.startswith("extra is of the type object")
+        assert second.startswith("a save to")
+    else:
         assert "rank 2 could not save to" in unkept and "does not keep" in unkept
-        assert "rank 2 could not save to" in busy and "is under way" in busy
-        assert extra == 2
-    assert last[0].startswith("extra is of the type object")
-    assert last[1].startswith("a save to")
-    assert last[2] == 2
+        assert "rank 2 could not save to" in second and "is under way" in second
 
 
-def _damaged(folder: str) -> list[str]:
-    model = net()
-    checkpoint.save(folder, model)
-    dist.barrier()
-    if dist.get_rank() == 0:
-        file = Path(folder) / "__1_0.distcp"
-        content = bytearray(file.read_bytes())
-        manifest = Manifest.read(Path(folder))
-        assert manifest is not None
-        item = manifest.files[file.name].items[0]
-        content[item.offset + item.length // 2] ^= 1
-        file.write_bytes(content)
-    dist.barrier()
-    return [said(CheckpointError, lambda: checkpoint.load(folder, model))]
-
-
-def test_a_flipped_byte_is_found_on_load_on_every_rank_and_by_verify(
-    pools: RankPools, tmp_path: Path
-) -> None:
-    for (error,) in pools(2).run(_damaged, str(tmp_path / "saved")):
-        assert "__1_0.distcp" in error
-    (problem,) = verify(tmp_path / "saved").problems
+@on_ranks(2)
+def test_a_flipped_byte_is_found_on_load_on_every_rank_and_by_verify(tmp_path: Path) -> None:
+    folder, model = tmp_path / "saved", net()
+    checkpoint.save(str(folder), model)
+    manifest = Manifest.read(folder)
+    assert manifest is not None
+    item = manifest.files["__1_0.distcp"].items[0]
+    flip(folder / "__1_0.distcp", lambda _: item.offset + item.length // 2)
+    error = said(CheckpointError, lambda: checkpoint.load(str(folder), model))
+    (problem,) = verify(folder).problems
+    assert "__1_0.distcp" in error
     assert "__1_0.distcp" in problem
+
+
+# -- what a save costs ----------------------------------------------------------------------------
+
+MOST_BYTES = 1.02
+"""Bytes written over bytes of state."""
+
+
+@on_ranks(2)
+def test_little_more_is_written_than_there_is_state(tmp_path: Path) -> None:
+    folder = str(tmp_path / "saved")
+    layers = [nn.Linear(512, 512, bias=False) for _ in range(4)]
+    model = wrap(nn.Sequential(*layers), units=layers)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 512)).sum().backward()
+    optimizer.step()
+    checkpoint.save(folder, model, optimizer)
+    tensors: list[Any] = [*model.parameters()]
+    for state in optimizer.state.values():
+        tensors += [value for value in state.values() if isinstance(value, UnevenDTensor)]
+    local = torch.tensor(sum(tensor.to_local().nbytes for tensor in tensors))
+    dist.all_reduce(local)
+    nbytes = int(local)
+    written = sum(file.stat().st_size for file in Path(folder).iterdir())
+    assert nbytes == 3 * 4 * 512 * 512 * 4
+    assert nbytes < written <= MOST_BYTES * nbytes
+
+
+@on_ranks(2)
+def test_training_waits_for_a_copy_and_for_no_writing(tmp_path: Path) -> None:
+    """A save whose writing may not begin before training has gone on."""
+    folder = str(tmp_path / "saved")
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    train(model, optimizer, 2)
+    saved = digests(model, optimizer)
+    may_write = threading.Event()
+    saving._BACKGROUND.submit(may_write.wait)
+    future = checkpoint.save(folder, model, optimizer, async_save=True)
+    assert future is not None
+    waits = not future.done() and not list(Path(folder).parent.rglob("*.distcp"))
+    train(model, optimizer, 2, first=2)
+    moved = digests(model, optimizer)
+    dist.barrier()
+    may_write.set()
+    future.result()
+    checkpoint.load(folder, model, optimizer)
+    assert waits
+    assert moved != saved == digests(model, optimizer)
+
+
+@on_ranks(3)
+def test_saves_that_run_at_once_do_not_meet(tmp_path: Path) -> None:
+    model, futures = net(width=64), []
+    for number in range(5):
+        with torch.no_grad():
+            for param in model.parameters():
+                param.fill_(number)
+        path = f"{tmp_path}/{number}"
+        futures.append(checkpoint.save(path, model, extra=number, async_save=True))
+    assert checkpoint.save(f"{tmp_path}/blocking", model, extra="blocking") is None
+    for number, future in enumerate(futures):
+        assert future is not None
+        future.result()
+        assert checkpoint.load(f"{tmp_path}/{number}", model) == number
+        values = torch.cat([p.full_tensor().flatten() for p in model.parameters()]).unique()
+        assert values.tolist() == [float(number)]
+    assert all(verify(path).is_good for path in tmp_path.iterdir())

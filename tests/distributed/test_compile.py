@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,8 +16,8 @@ from torch._dynamo.utils import counters
 
 from megatron_fsdp_v2 import checkpoint, fully_shard, register_fsdp_forward_method
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
+from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import BF16, STRATEGIES, batch, said, wrap
-from tests.ranks import RankPools
 from tests.reference import models
 
 STEPS = 3
@@ -132,80 +131,96 @@ def built(make: Callable[[], Any] = models.Stack) -> Any:
     return make()
 
 
-def compiled_blocks(name: str, strategy: str, orders: tuple[bool, ...] = (False, True)) -> None:
-    """Train with blocks compiled after sharding, and with blocks compiled before."""
+def compare(
+    way: Callable[[Any, Compiler], Any],
+    make: Callable[[], Any] = models.Stack,
+    how: dict[str, Any] | None = None,
+    name: str = "eager",
+    **options: Any,
+) -> Shown:
+    """See that a model trains compiled as it does uncompiled; what the former showed.
+
+    Args:
+        way: Compiles some of a sharded model; gives what makes a loss.
+        make: Builds the model.
+        how: Other arguments of `train`.
+        name: The backend.
+        options: For `wrap`.
+    """
+    plain = train(_wrapped(built(make), options), **(how or {}))
+    with compiler(name) as backend:
+        model = _wrapped(built(make), options)
+        found = train(model, way(model, backend), backend, **(how or {}))
+    check_same(found, plain, tolerance=1e-6 if name == "inductor" else 0.0)
+    assert found.graphs[0] > 0
+    return found
+
+
+def _compile_blocks(model: Any, backend: Compiler) -> Any:
+    for block in _units(model):
+        block.compile(backend=backend, fullgraph=True)
+    return forward_and_loss
+
+
+def compare_blocks(name: str, strategy: str) -> None:
+    """Train with blocks compiled after sharding."""
+    found = compare(_compile_blocks, name=name, sharding_strategy=strategy)
+    # One for training and one for evaluation, whatever the number of blocks.
+    assert found.graphs == [2] * len(found.graphs)
+    assert not found.breaks
+
+
+@on_ranks(2, order=["sharded first", "compiled first"], strategy=STRATEGIES)
+def test_compiled_blocks_train_as_they_do_uncompiled(strategy: str, order: str) -> None:
+    name = "aot_eager" if strategy == "optim_grads_params" else "eager"
+    if order == "sharded first":
+        compare_blocks(name, strategy)
+        return
     plain = train(wrap(built(), sharding_strategy=strategy))
-    for compiles_first in orders:
-        with compiler(name) as backend:
-            model = built()
-            for block in model.blocks if compiles_first else ():
-                block.compile(backend=backend, fullgraph=True)
-            wrap(model, sharding_strategy=strategy)
-            for block in () if compiles_first else model.blocks:
-                block.compile(backend=backend, fullgraph=True)
-            found = train(model, backend=backend)
-        check_same(found, plain, tolerance=1e-6 if name == "inductor" else 0.0)
-        # One for training and one for evaluation, whatever the number of blocks.
-        assert found.graphs == [2] * len(found.graphs)
-        assert not found.breaks
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_compiled_blocks_train_as_they_do_uncompiled(pools: RankPools, strategy: str) -> None:
-    backend = "aot_eager" if strategy == "optim_grads_params" else "eager"
-    pools(2).run(compiled_blocks, backend, strategy)
+    with compiler(name) as backend:
+        model = built()
+        _compile_blocks(model, backend)
+        found = train(wrap(model, sharding_strategy=strategy), backend=backend)
+    check_same(found, plain)
+    assert found.graphs == [2] * len(found.graphs)
+    assert not found.breaks
 
 
 @pytest.mark.functional
-def test_blocks_compiled_to_machine_code_train_as_they_do_uncompiled(pools: RankPools) -> None:
-    how = ("inductor", "optim_grads_params", (False,))
-    pools(2).run(compiled_blocks, *how, timeout_s=300.0)
+@on_ranks(2, timeout_s=300.0)
+def test_blocks_compiled_to_machine_code_train_as_they_do_uncompiled() -> None:
+    compare_blocks("inductor", "optim_grads_params")
 
 
-# What is trained, and what the compiled blocks have to be compiled for: models whose blocks differ.
-VARIANTS: dict[str, tuple[Callable[[], Any], dict[str, Any], dict[str, Any]]] = {
-    "recomputed": (functools.partial(models.Checkpointed, use_reentrant=False), {}, {}),
-    "recomputed inside the engine": (
-        functools.partial(models.Checkpointed, use_reentrant=True),
-        {},
-        {},
-    ),
-    "recomputed together": (
-        functools.partial(models.CheckpointedRegion, use_reentrant=False),
-        {},
-        {},
-    ),
-    "recomputed in part": (models.Nested, {}, {}),
-    "used twice": (models.UsedTwice, {}, {}),
-    "with a detached input": (models.Detached, {}, {}),
-    "with nested outputs": (models.NestedOutputs, {}, {}),
-    "with tied weights": (models.TiedInside, {}, {}),
-    "frozen in part": (models.PartlyFrozen, {}, {}),
-    "of two dtypes": (models.MixedDtypes, {}, {}),
-    "in bf16": (models.Stack, {"mp_policy": BF16}, {}),
-    "kept gathered": (models.Stack, {"reshard_after_forward": False}, {}),
-    "in a traced pool": (models.Stack, {"enable_trace_pool": True}, {}),
-    "with micro-batches": (models.Stack, {}, {"micro": 3}),
-    "with batches of several sizes": (
-        models.Stack,
-        {},
-        {"rows": lambda number: (4, 3, 4, 2, 6)[number], "settled": 2},
+# Models whose blocks differ, and what compiled blocks have to be compiled for.
+@dataclass
+class Variant:
+    """A model, options of `wrap`, and arguments of `train`."""
+
+    make: Callable[[], Any] = models.Stack
+    options: dict[str, Any] = field(default_factory=dict)
+    how: dict[str, Any] = field(default_factory=dict)
+
+
+VARIANTS = {
+    "recomputed": Variant(lambda: models.Checkpointed(use_reentrant=False)),
+    "recomputed inside the engine": Variant(lambda: models.Checkpointed(use_reentrant=True)),
+    "recomputed together": Variant(lambda: models.CheckpointedRegion(use_reentrant=False)),
+    "recomputed in part": Variant(models.Nested),
+    "used twice": Variant(models.UsedTwice),
+    "with a detached input": Variant(models.Detached),
+    "with nested outputs": Variant(models.NestedOutputs),
+    "with tied weights": Variant(models.TiedInside),
+    "frozen in part": Variant(models.PartlyFrozen),
+    "of two dtypes": Variant(models.MixedDtypes),
+    "in bf16": Variant(options={"mp_policy": BF16}),
+    "kept gathered": Variant(options={"reshard_after_forward": False}),
+    "in a traced pool": Variant(options={"enable_trace_pool": True}),
+    "with micro-batches": Variant(how={"micro": 3}),
+    "with batches of several sizes": Variant(
+        how={"rows": lambda number: (4, 3, 4, 2, 6)[number], "settled": 2}
     ),
 }
-
-
-def compiled_variant(name: str) -> None:
-    """Train a model of some kind with its blocks compiled after sharding."""
-    make, options, how = VARIANTS[name]
-    plain = train(_wrapped(built(make), options), **how)
-    with compiler() as backend:
-        model = _wrapped(built(make), options)
-        for block in _units(model):
-            block.compile(backend=backend, fullgraph=True)
-        found = train(model, backend=backend, **how)
-    check_same(found, plain)
-    assert found.graphs[0] > 0
-    assert not found.breaks
 
 
 def _units(model: Any) -> Any:
@@ -221,15 +236,12 @@ QUICK = ("recomputed", "with tied weights", "with batches of several sizes")
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[] if name in QUICK else pytest.mark.functional)
-        for name in VARIANTS
-    ],
+    [pytest.param(n, marks=[] if n in QUICK else pytest.mark.functional) for n in VARIANTS],
 )
-def test_compiled_blocks_of_all_kinds_train_as_they_do_uncompiled(
-    pools: RankPools, name: str
-) -> None:
-    pools(2).run(compiled_variant, name)
+@on_ranks(2)
+def test_compiled_blocks_of_all_kinds_train_as_they_do_uncompiled(name: str) -> None:
+    case = VARIANTS[name]
+    assert not compare(_compile_blocks, case.make, case.how, **case.options).breaks
 
 
 def _compile_model(model: Any, backend: Compiler) -> Any:
@@ -253,14 +265,6 @@ def _compile_loss(model: Any, backend: Compiler) -> Any:
     return lambda model, x: loss(model(x))
 
 
-def _compile_step(model: Any, backend: Compiler) -> Any:
-    return torch.compile(forward_and_loss, backend=backend)
-
-
-def _compile_step_with_backward(model: Any, backend: Compiler) -> Any:
-    return torch.compile(_forward_and_backward, backend=backend)
-
-
 def _forward_and_backward(model: Any, x: torch.Tensor) -> torch.Tensor:
     loss = loss_of(model(x))
     loss.backward()
@@ -272,50 +276,33 @@ WAYS: dict[str, Callable[[Any, Compiler], Any]] = {
     "torch.compile(model)": _wrap_model,
     "torch.compile(block)": _compile_blocks_in_place,
     "the loss": _compile_loss,
-    "forward and loss": _compile_step,
-    "forward, loss and backward": _compile_step_with_backward,
+    "forward and loss": lambda _, backend: torch.compile(forward_and_loss, backend=backend),
+    "forward, loss and backward": lambda _, backend: torch.compile(
+        _forward_and_backward, backend=backend
+    ),
 }
 
 
-def compiled_in_some_way(way: str) -> list[str]:
-    """Train with something compiled after sharding; return why graphs were broken."""
-    plain = train(wrap(built()))
-    with compiler() as backend:
-        model = wrap(built())
-        found = train(model, WAYS[way](model, backend), backend)
-    check_same(found, plain)
-    assert found.graphs[0] > 0
+@on_ranks(2, way=WAYS)
+def test_graphs_of_models_and_steps_end_where_units_begin_and_at_backwards_only(way: str) -> None:
+    found = compare(WAYS[way])
+    breaks = found.breaks
     assert found.graphs == found.graphs[:1] * len(found.graphs)
-    return found.breaks
+    for reason in breaks:
+        assert "megatron_fsdp_v2 gathers weights" in reason or "Tensor.backward()" in reason
+    if way in ("torch.compile(block)", "the loss"):
+        assert not breaks
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_graphs_of_models_and_steps_end_where_units_begin_and_at_backwards_only(
-    pools: RankPools, way: str
-) -> None:
-    for breaks in pools(2).run(compiled_in_some_way, way):
-        for reason in breaks:
-            assert "megatron_fsdp_v2 gathers weights" in reason or "Tensor.backward()" in reason
-        if way in ("torch.compile(block)", "the loss"):
-            assert not breaks
-
-
-def graph_of_a_whole_model() -> str:
-    """What is said where a model of units is to be one graph."""
+@on_ranks(2)
+def test_a_model_of_units_as_one_graph_is_rejected_with_what_to_do() -> None:
     with compiler() as backend:
         model = wrap(built())
         compiled = torch.compile(forward_and_loss, backend=backend, fullgraph=True)
-        try:
-            compiled(model, batch(dist.get_rank()))
-        except torch._dynamo.exc.Unsupported as error:
-            return str(error)
-    return "no error"
-
-
-def test_a_model_of_units_as_one_graph_is_rejected_with_what_to_do(pools: RankPools) -> None:
-    for message in pools(2).run(graph_of_a_whole_model):
-        assert "megatron_fsdp_v2 gathers weights" in message
-        assert "module.compile(fullgraph=True)" in message
+        error = torch._dynamo.exc.Unsupported
+        message = said(error, lambda: compiled(model, batch(dist.get_rank())))
+    assert "megatron_fsdp_v2 gathers weights" in message
+    assert "module.compile(fullgraph=True)" in message
 
 
 class AsksForParameters(models.Block):
@@ -332,40 +319,28 @@ def stack_of(block: Callable[[], Any]) -> Any:
     return model
 
 
-def asking_blocks() -> None:
-    """Train blocks that ask for their parameters, each in one graph."""
-    plain = train(wrap(stack_of(AsksForParameters)))
-    with compiler() as backend:
-        model = wrap(stack_of(AsksForParameters))
-        for block in model.blocks:
-            block.compile(backend=backend, fullgraph=True)
-        check_same(train(model, backend=backend), plain)
+@on_ranks(2)
+def test_a_compiled_forward_may_ask_for_its_parameters() -> None:
+    compare(_compile_blocks, lambda: stack_of(AsksForParameters))
 
 
-def test_a_compiled_forward_may_ask_for_its_parameters(pools: RankPools) -> None:
-    pools(2).run(asking_blocks)
-
-
-def modules_compiled_twice() -> str:
-    """Train with wrapped blocks sharded inside of a wrapped model; how a block may not be."""
+@on_ranks(2)
+def test_what_the_compiler_made_of_a_module_is_sharded_like_it_and_once() -> None:
+    """Train with wrapped blocks sharded inside of a wrapped model."""
     plain = train(wrap(built()))
     with compiler() as backend:
         model = built()
         for index, block in enumerate(model.blocks):
             model.blocks[index] = torch.compile(block, backend=backend)
         wrap(model)
-        compiled = torch.compile(model, backend=backend)
-        check_same(train(model, lambda _, x: loss_of(compiled(x)), backend), plain)
+        check_same(train(model, _wrap_model(model, backend), backend), plain)
         again = torch.compile(model, backend=backend)
-        return said(ValueError, lambda: fully_shard(again))
+        message = said(ValueError, lambda: fully_shard(again))
+    assert "fully_shard was already called" in message
 
 
-def test_what_the_compiler_made_of_a_module_is_sharded_like_it_and_once(pools: RankPools) -> None:
-    for message in pools(2).run(modules_compiled_twice):
-        assert "fully_shard was already called" in message
-
-
-def whole_steps() -> None:
+@on_ranks(2)
+def test_a_compiled_step_of_everything_trains_as_it_does_uncompiled() -> None:
     """Compile all of a step: forward, backward, clipping, the optimizer."""
 
     def trained(compile_it: Callable[[Any], Any]) -> list[torch.Tensor]:
@@ -390,11 +365,8 @@ def whole_steps() -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
 
 
-def test_a_compiled_step_of_everything_trains_as_it_does_uncompiled(pools: RankPools) -> None:
-    pools(2).run(whole_steps)
-
-
-def doubled_parameters() -> str:
+@on_ranks(2)
+def test_sharded_parameters_keep_their_rows_in_compiled_functions() -> None:
     """Compute with sharded parameters in a compiled function, and in one graph."""
     weight = wrap(built()).blocks[0].up.weight.detach()
     with compiler("aot_eager") as backend:
@@ -403,12 +375,8 @@ def doubled_parameters() -> str:
         assert type(doubled) is UnevenDTensor
         assert torch.equal(doubled.full_tensor(), 2 * weight.full_tensor())
         graph: Any = torch.compile(lambda tensor: tensor + tensor, backend=backend, fullgraph=True)
-        return said(torch._dynamo.exc.Unsupported, lambda: graph(weight))
-
-
-def test_sharded_parameters_keep_their_rows_in_compiled_functions(pools: RankPools) -> None:
-    for message in pools(2).run(doubled_parameters):
-        assert "a sharded tensor of shape (15, 7) is not traced" in message
+        message = said(torch._dynamo.exc.Unsupported, lambda: graph(weight))
+    assert "a sharded tensor of shape (15, 7) is not traced" in message
 
 
 class Doubling(models.Block):
@@ -418,7 +386,8 @@ class Doubling(models.Block):
         return 2 * self(x)
 
 
-def forward_methods() -> None:
+@on_ranks(2)
+def test_methods_that_run_as_forwards_may_be_called_in_compiled_functions() -> None:
     """Train through a registered method in a compiled function."""
 
     def loss(model: Any, x: torch.Tensor) -> torch.Tensor:
@@ -437,28 +406,20 @@ def forward_methods() -> None:
     assert all("megatron_fsdp_v2 gathers weights" in reason for reason in found.breaks)
 
 
-def test_methods_that_run_as_forwards_may_be_called_in_compiled_functions(
-    pools: RankPools,
-) -> None:
-    pools(2).run(forward_methods)
-
-
-def compiled_backward() -> str:
-    """What is said of a backward that is compiled itself."""
+@on_ranks(2)
+def test_compiled_autograd_is_rejected() -> None:
     with compiler() as backend:
         model = wrap(built())
         with torch._dynamo.config.patch(compiled_autograd=True):
             step = torch.compile(_forward_and_backward, backend=backend)
-            return said(RuntimeError, lambda: step(model, batch(dist.get_rank())))
+            message = said(RuntimeError, lambda: step(model, batch(dist.get_rank())))
+    assert "the root (Stack) runs in compiled autograd" in message
 
 
-def test_compiled_autograd_is_rejected(pools: RankPools) -> None:
-    for message in pools(2).run(compiled_backward):
-        assert "the root (Stack) runs in compiled autograd" in message
-
-
-def resumed_uncompiled(folder: str) -> None:
+@on_ranks(2)
+def test_a_checkpoint_of_a_compiled_model_is_one_of_the_model(tmp_path: Path) -> None:
     """Save a compiled model and its optimizer, load them into one that is not."""
+    folder = str(tmp_path / "k")
     with compiler() as backend:
         model = built()
         for index, block in enumerate(model.blocks):
@@ -476,9 +437,3 @@ def resumed_uncompiled(folder: str) -> None:
         if mine.to_local().numel():
             moments = (other.state[mine]["exp_avg"], optimizer.state[theirs]["exp_avg"])
             assert torch.equal(*(moment.to_local() for moment in moments))
-
-
-def test_a_checkpoint_of_a_compiled_model_is_one_of_the_model(
-    pools: RankPools, tmp_path: Path
-) -> None:
-    pools(2).run(resumed_uncompiled, str(tmp_path / "k"))

@@ -30,11 +30,13 @@ from megatron_fsdp_v2.diagnostics import (
 from megatron_fsdp_v2.dtensor.row_shards import RowShards
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2.layout.mixed_precision import GroupDtypes
+from megatron_fsdp_v2.runtime.finite_grads import not_finite
 from megatron_fsdp_v2.runtime.fsdp_module import unit_of
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import (
     BF16,
     MESHES,
+    Operations,
     batch,
     of_all_ranks,
     on_mesh,
@@ -44,6 +46,7 @@ from tests.distributed.wrapping import (
     strategies_on,
     wrap,
 )
+from tests.ranks import RankPools
 from tests.reference import models
 
 ROOT = Path(__file__).parents[2]
@@ -87,9 +90,7 @@ def _norms(reference: nn.Module, order: float) -> dict[str, list[float | None]]:
     }
 
 
-@pytest.mark.parametrize("model_name", MODELS)
-@pytest.mark.parametrize("mesh_name", MESH_NAMES)
-@on_ranks("mesh_name")
+@on_ranks("mesh_name", mesh_name=MESH_NAMES, model_name=MODELS)
 def test_norms_are_those_of_the_unsharded_model(mesh_name: str, model_name: str) -> None:
     torch.manual_seed(0)
     reference = MODELS[model_name]()
@@ -171,8 +172,7 @@ def test_norms_neither_lose_a_nan_nor_overflow(value: float, order: float) -> No
     assert norm == pytest.approx(value, rel=1e-6, nan_ok=True)
 
 
-@pytest.mark.parametrize("mesh_name", MESH_NAMES)
-@on_ranks("mesh_name")
+@on_ranks("mesh_name", mesh_name=MESH_NAMES)
 def test_one_collective_for_each_mesh_axis_and_none_for_what_layouts_tell(mesh_name: str) -> None:
     shape, outer = MESHES[mesh_name]
     axes = sum(size > 1 for size in shape)
@@ -212,8 +212,7 @@ def nonfinite_planted(
 
 
 @pytest.mark.parametrize("mesh_name", MESH_NAMES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@on_ranks("mesh_name")
+@on_ranks("mesh_name", dtype=[torch.float32, torch.bfloat16, torch.float16])
 def test_nonfinite_numbers_are_named_and_counted_once_on_all_ranks(
     mesh_name: str, dtype: torch.dtype
 ) -> None:
@@ -246,6 +245,43 @@ def test_a_nan_in_an_ignored_parameter_of_one_rank_is_found_on_all_ranks() -> No
     assert dataclasses.astuple(item) == ("output.weight", "param", 1, 0)
 
 
+BAD = "blocks.1.up.weight"
+
+
+def checked(strategy: str) -> tuple[set[int], bool, dict[str, list[str]]]:
+    """Operations of a check, of 2 and of 5 blocks; whether BAD has rows here; names found."""
+    counts = set()
+    for num_blocks in (5, 2):
+        model: Any = wrap(models.Stack(num_blocks), [], sharding_strategy=strategy)
+        model(batch(0)).sum().backward()
+        with Operations() as check:
+            found = {"finite": not_finite(model)}
+        counts.add(len(check.names))
+    grad = model.get_parameter(BAD).grad
+    for value in ("nan", "-inf") if grad is not None else ():
+        grad.to_local()[-1, -1] = float(value)
+        found[value] = not_finite(model)
+    for param in model.parameters():
+        param.grad = None
+    # The memory has it still, but no gradient has.
+    found["dropped"] = not_finite(model)
+    if grad is not None:
+        model.get_parameter(BAD).grad = torch.full_like(grad, float("inf"))
+        found["another"] = not_finite(model)
+    return counts, grad is not None, found
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+def test_gradients_are_checked_in_one_pass_and_named(pools: RankPools, strategy: str) -> None:
+    results = pools(2).run(checked, strategy)
+    assert any(has_rows for _, has_rows, _ in results)
+    for counts, has_rows, found in results:
+        assert len(counts) == 1
+        assert max(counts) < 10
+        assert found.pop("finite") == found.pop("dropped") == []
+        assert found == {key: [BAD] for key in ("nan", "-inf", "another") if has_rows}
+
+
 # -- overlap ----------------------------------------------------------------------------------
 
 
@@ -256,8 +292,7 @@ def _overlap_message(model: nn.Module) -> str:
 SOUND = [("Stack", BF16), ("TiedInside", BF16), ("PartlyFrozen", None), ("MixedDtypes", None)]
 
 
-@pytest.mark.parametrize("mesh_name", MESH_NAMES)
-@on_ranks("mesh_name")
+@on_ranks("mesh_name", mesh_name=MESH_NAMES)
 def test_a_sound_model_has_no_overlap(mesh_name: str) -> None:
     for strategy, (name, policy) in itertools.product(strategies_on(mesh_name), SOUND):
         model = _sharded(mesh_name, strategy, MODELS[name], mp_policy=policy)
@@ -269,7 +304,7 @@ def test_a_sound_model_has_no_overlap(mesh_name: str) -> None:
 
 @on_ranks(2)
 def test_a_planted_overlap_is_found_and_named() -> None:
-    messages = {}
+    up, down = "blocks.1.up.weight", "blocks.1.down.weight"
     model = _sharded()
     group = unit_of(model.blocks[1]).groups[0]
     # Units that are alike share a layout.
@@ -278,17 +313,22 @@ def test_a_planted_overlap_is_found_and_named() -> None:
     first, second = group.names.index("up.weight"), group.names.index("down.weight")
     slots[second] = dataclasses.replace(slots[second], offset=slots[first].end - 1)
     object.__setattr__(group.layout, "slots", tuple(slots))
-    messages["layout"] = _overlap_message(model)
+    message = _overlap_message(model)
+    assert "overlap in their flat buffer" in message
+    assert up in message and down in message
 
-    for what, ranges in (("twice", ((0, 9), (8, 15))), ("never", ((0, 7), (8, 15)))):
+    for ranges, text in (
+        (((0, 9), (8, 15)), f"rows 8 to 9 of {up} are held by two shards"),
+        (((0, 7), (8, 15)), f"rows 7 to 8 of {up} are held by no shard"),
+    ):
         model = _sharded()
         model.blocks[1].up.weight._row_shards = RowShards(ranges, (1,))
-        messages[what] = _overlap_message(model)
+        assert text in _overlap_message(model)
 
     model = _sharded()
     for param in model.blocks[1].parameters():
         param._row_shards = dataclasses.replace(param.row_shards, strides=(0,))
-    messages["replicas"] = _overlap_message(model)
+    assert "not held once in every replica" in _overlap_message(model)
 
     model = _sharded()
     # Not every rank has rows of both.
@@ -296,7 +336,9 @@ def test_a_planted_overlap_is_found_and_named() -> None:
     mine, theirs = (getattr(model.blocks[block], held).weight for block in (1, 2))
     assert mine.to_local().numel()
     mine._local_tensor = theirs._local_tensor[: mine.to_local().shape[0]]
-    messages["memory"] = _overlap_message(model)
+    message = _overlap_message(model)
+    assert "share memory on this rank" in message
+    assert f"blocks.1.{held}.weight" in message and f"blocks.2.{held}.weight" in message
 
     model = _sharded()
     own_loss(model).backward()
@@ -304,18 +346,9 @@ def test_a_planted_overlap_is_found_and_named() -> None:
     weight.grad = UnevenDTensor.from_rows(
         weight.to_local().detach(), weight.device_mesh, weight.row_shards, weight.shape
     )
-    messages["gradient"] = _overlap_message(model)
-    up, down = "blocks.1.up.weight", "blocks.1.down.weight"
-    assert "overlap in their flat buffer" in messages["layout"]
-    assert up in messages["layout"] and down in messages["layout"]
-    assert f"rows 8 to 9 of {up} are held by two shards" in messages["twice"]
-    assert f"rows 7 to 8 of {up} are held by no shard" in messages["never"]
-    assert "not held once in every replica" in messages["replicas"]
-    assert "share memory on this rank" in messages["memory"]
-    assert f"blocks.1.{held}.weight" in messages["memory"]
-    assert f"blocks.2.{held}.weight" in messages["memory"]
-    assert f"gradient of blocks.1.{held}.weight" in messages["gradient"]
-    assert "share memory on this rank" in messages["gradient"]
+    message = _overlap_message(model)
+    assert f"gradient of blocks.1.{held}.weight" in message
+    assert "share memory on this rank" in message
 
 
 # -- summary ----------------------------------------------------------------------------------
@@ -430,8 +463,7 @@ PHASES = (
 )
 
 
-@pytest.mark.parametrize("is_async", [True, False])
-@on_ranks(2)
+@on_ranks(2, is_async=[True, False])
 def test_ranges_of_every_phase_and_unit_are_in_a_trace_when_on_and_none_when_off(
     is_async: bool,
 ) -> None:

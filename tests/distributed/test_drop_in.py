@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import (
+    MESHES,
     STRATEGIES,
     backward_both,
     batch,
@@ -21,7 +24,9 @@ from tests.distributed.wrapping import (
     gradient_error,
     listen,
     of_all_ranks,
+    on_mesh,
     own_loss,
+    pair,
     said,
     shards_of,
     train_both,
@@ -29,7 +34,7 @@ from tests.distributed.wrapping import (
     wrap,
 )
 from tests.ranks import RankPools
-from tests.reference.models import Stack
+from tests.reference.models import Formula, Stack
 
 RANKS = 3
 EXACT = 1e-12
@@ -98,8 +103,7 @@ def test_an_optimizer_steps_shards_like_the_whole(optimizers: Any, name: str) ->
         assert found[name] < EXACT
 
 
-@pytest.mark.parametrize("cls", [optim.Adafactor, optim.LBFGS])
-@on_ranks(2)
+@on_ranks(2, cls=[optim.Adafactor, optim.LBFGS])
 def test_an_optimizer_that_needs_whole_tensors_is_rejected_by_name(cls: Any) -> None:
     model = wrap(nn.Linear(5, 8, bias=False).double(), [])
 
@@ -119,9 +123,7 @@ def _number(norm: Any) -> float:
     return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
 
-@pytest.mark.parametrize("order", [1.0, 2.0, float("inf")])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@on_ranks(RANKS)
+@on_ranks(RANKS, strategy=STRATEGIES, order=[1.0, 2.0, float("inf")])
 def test_clip_grad_norm_returns_and_applies_the_global_norm_on_every_rank(
     strategy: str, order: float
 ) -> None:
@@ -223,35 +225,29 @@ def test_a_sharded_module_is_still_a_module() -> None:
     model = WithBuffers()
     buffers = dict(model.named_buffers())
     wrap(model)
-    x = batch(0)
-    kept = all(buffer is buffers[name] for name, buffer in model.named_buffers())
-    checks = {"buffers are the same tensors": kept}
-    checks["buffers are in the state dict"] = set(buffers) <= set(model.state_dict())
+    x, up = batch(0), model.blocks[0].up
+    assert all(buffer is buffers[name] for name, buffer in model.named_buffers())
+    assert set(buffers) <= set(model.state_dict())
     model.train()
     model(x)
-    checks["running statistics are updated"] = int(model.statistics.num_batches_tracked) == 1
+    assert int(model.statistics.num_batches_tracked) == 1
     model.eval()
     with torch.no_grad():
-        checks["eval() reaches children"] = torch.equal(model(x), model(x))
-    checks["eval() leaves statistics"] = int(model.statistics.num_batches_tracked) == 1
+        assert torch.equal(model(x), model(x)), "eval() does not reach children"
+    assert int(model.statistics.num_batches_tracked) == 1
     model.train()
-    model.blocks[0].up.requires_grad_(False)
-    model(x).square().mean().backward()
-    checks["frozen after wrapping: no gradient"] = all(
-        p.grad is None for p in model.blocks[0].up.parameters()
-    )
-    model.blocks[0].up.requires_grad_(True)
-    model.zero_grad()
-    model(x).square().mean().backward()
-    checks["trained again: a gradient"] = all(
-        p.grad is not None for p in model.blocks[0].up.parameters() if p.to_local().numel()
-    )
+    for trains in (False, True):
+        up.requires_grad_(trains)
+        model.zero_grad()
+        model(x).square().mean().backward()
+        held = [param for param in up.parameters() if param.to_local().numel()]
+        assert all((param.grad is not None) is trains for param in held)
     model.requires_grad_(False)
-    checks["all frozen: no graph"] = not model(x).requires_grad
-    checks["named_parameters keep names and shapes"] = [
-        (n, tuple(p.shape)) for n, p in model.named_parameters()
-    ] == [(n, tuple(p.shape)) for n, p in WithBuffers().named_parameters()]
-    assert [claim for claim, holds in checks.items() if not holds] == []
+    assert not model(x).requires_grad
+    shapes = [
+        [(n, tuple(p.shape)) for n, p in m.named_parameters()] for m in (model, WithBuffers())
+    ]
+    assert shapes[0] == shapes[1]
 
 
 @on_ranks(2)
@@ -292,3 +288,115 @@ def test_a_partial_reshard_after_forward_is_rejected() -> None:
     """A number of ranks, as FSDP2 takes one."""
     text = said(ValueError, lambda: wrap(Stack(1), reshard_after_forward=3))
     assert "reshard_after_forward" in text
+
+
+# -- what is communicated to clip gradients -------------------------------------------------------
+
+
+@pytest.mark.parametrize(("mesh_name", "num_holders"), [("4", 3), ("HFSDP 2x2", 1)])
+@on_ranks("mesh_name")
+def test_clipping_where_a_rank_is_empty_is_one_all_reduce_per_axis_on_every_rank(
+    mesh_name: str, num_holders: int
+) -> None:
+    model = wrap(nn.Linear(4, num_holders, bias=False), **on_mesh(mesh_name))
+    model(torch.ones(2, 4)).square().sum().backward()
+    sent: list[str] = []
+
+    def noted(name: str) -> Any:
+        original = getattr(dist, name)
+        return mock.patch.object(
+            dist, name, lambda *a, **k: (sent.append(name), original(*a, **k))[1]
+        )
+
+    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    with contextlib.ExitStack() as stack:
+        for name in ("send", "recv", "all_reduce", "all_gather", "barrier"):
+            stack.enter_context(noted(name))
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    start, end = model.weight.local_rows
+    assert sum(of_all_ranks(end > start)) == num_holders
+    assert sent == ["all_reduce"] * len(MESHES[mesh_name][0])
+
+
+X = torch.arange(16.0).view(2, 8)
+
+
+def two_layers() -> Formula:
+    """Over four ranks, `few` is on two of them and `many` on three."""
+    return Formula(
+        lambda model, x: model.few(x[:, :4]).square().sum() + model.many(x).square().sum(),
+        few=nn.Linear(4, 2, bias=False),
+        many=nn.Linear(8, 6, bias=False),
+    )
+
+
+def _two() -> tuple[Any, Any]:
+    """The model with gradients twice: plain, and sharded over all ranks."""
+    plain, model = pair(two_layers, lambda m: [m.few])
+    for either in (plain, model):
+        either(X).backward()
+    return plain, model
+
+
+@pytest.mark.parametrize("order", [2.0, float("inf")])
+@pytest.mark.parametrize("foreach", [True, False])
+@pytest.mark.parametrize(("name", "num_holders"), [("few", 2), ("many", 3)])
+@on_ranks(4, timeout_s=20)
+def test_a_subset_that_some_rank_holds_no_row_of_is_clipped_to_the_unsharded_norm_on_all(
+    name: str, num_holders: int, foreach: bool, order: float
+) -> None:
+    part, whole = (getattr(model, name) for model in reversed(_two()))
+    options: dict[str, Any] = {"norm_type": order, "foreach": foreach}
+    for _ in range(2):
+        expected = nn.utils.clip_grad_norm_(whole.parameters(), 0.5, **options)
+        norm = nn.utils.clip_grad_norm_(part.parameters(), 0.5, **options).item()
+    holds = part.weight.to_local().numel() > 0
+    assert sum(of_all_ranks(holds)) == num_holders
+    assert holds == (part.weight.grad is not None)
+    assert norm == pytest.approx(expected.item(), rel=1e-6)
+    assert gradient_error(part, whole) < 1e-6
+
+
+@on_ranks(4, timeout_s=20)
+def test_ranks_without_rows_come_to_clip_exactly_where_others_have_gradients() -> None:
+    _, model = _two()
+
+    def norm() -> bool:
+        return bool(nn.utils.clip_grad_norm_(model.few.parameters(), 1.0).item())
+
+    found = [norm()]
+    model.zero_grad()
+    found.append(norm())
+    model(torch.ones(2, 8)).backward()
+    found.append(norm())
+    model.zero_grad(set_to_none=False)
+    found.append(norm())
+    model.few.requires_grad_(False)
+    model.zero_grad()
+    model(torch.ones(2, 8)).backward()
+    assert [*found, norm()] == [True, False, True, False, False]
+
+
+@pytest.mark.parametrize("broken", [None, 0, 3], ids=["whole", "inf on rank 0", "inf on rank 3"])
+@on_ranks(4, timeout_s=20, name=["few", "many", ""], fused=[False, True])
+def test_grad_scaler_decides_alike_where_ranks_hold_no_rows(
+    name: str, fused: bool, broken: int | None
+) -> None:
+    plain, model = _two()
+    optimizers = []
+    for either in (plain, model):
+        either.zero_grad()
+        params = getattr(either, name).parameters() if name else either.parameters()
+        optimizers.append(torch.optim.AdamW(params, lr=0.1, fused=fused))
+    if broken is None:
+        plain(X).backward()
+        optimizers[0].step()
+    scaler = torch.amp.GradScaler(device="cpu", init_scale=4.0, growth_interval=1)
+    scaler.scale(model(X * float("inf") if dist.get_rank() == broken else X)).backward()
+    if not fused:
+        scaler.unscale_(optimizers[1])
+    scaler.step(optimizers[1])
+    scaler.update()
+    # A step that only some ranks skip would leave weights that differ from the plain ones.
+    assert scaler.get_scale() == (8.0 if broken is None else 2.0)
+    assert weight_error(model, plain) < 1e-5

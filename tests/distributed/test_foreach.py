@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +22,7 @@ from torch.utils._foreach_utils import _has_foreach_support
 from megatron_fsdp_v2.dtensor.row_shards import RowShards, TensorShard
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, plain_attributes
 from megatron_fsdp_v2.runtime.fsdp_module import unit_of
+from tests.distributed.on_ranks import on_ranks
 from tests.distributed.test_drop_in import CLASSES, WITH_FUSED
 from tests.distributed.wrapping import (
     STRATEGIES,
@@ -30,11 +33,11 @@ from tests.distributed.wrapping import (
     own_loss,
     plain_loss,
     said,
+    step_all,
     train_both,
     weight_error,
     wrap,
 )
-from tests.ranks import RankPools
 from tests.reference.models import Stack
 
 
@@ -53,24 +56,18 @@ def _foreach_on_cpu() -> Iterator[None]:
 # -- what PyTorch chooses --------------------------------------------------------------------------
 
 
-def choices() -> tuple[Any, Any, bool]:
-    """Fused and foreach, where fused is asked for and where not; and what clipping chooses."""
+@on_ranks(2)
+def test_pytorch_chooses_fused_and_foreach_for_sharded_parameters() -> None:
     params = list(wrap(Stack()).parameters())
     with _foreach_on_cpu():
         choose = optimizers._default_to_fused_or_foreach
-        return (
-            choose(params, differentiable=False, use_fused=True),
-            choose(params, differentiable=False, use_fused=False),
-            _has_foreach_support(params, torch.device("cpu")),
-        )
+        assert choose(params, differentiable=False, use_fused=True) == (True, False)
+        assert choose(params, differentiable=False, use_fused=False) == (False, True)
+        assert _has_foreach_support(params, torch.device("cpu"))
 
 
-def test_pytorch_chooses_fused_and_foreach_for_sharded_parameters(pools: RankPools) -> None:
-    assert set(pools(2).run(choices)) == {((True, False), (False, True), True)}
-
-
-def operations_of_a_step() -> list[tuple[list[str], list[str]]]:
-    """Operations of a step by default and of clipping, of models of 2 and of 5 blocks."""
+@on_ranks(2)
+def test_a_step_and_clipping_take_as_many_operations_for_more_parameters() -> None:
     found = []
     for num_blocks in (2, 5):
         model = wrap(Stack(num_blocks), sharding_strategy="no_shard")
@@ -83,34 +80,13 @@ def operations_of_a_step() -> list[tuple[list[str], list[str]]]:
                 with Operations() as step:
                     optimizer.step()
         found.append((step.names, clipping.names))
-    return found
-
-
-def test_a_step_and_clipping_take_as_many_operations_for_more_parameters(pools: RankPools) -> None:
-    for few, many in pools(2).run(operations_of_a_step):
-        assert few == many
-        assert "_foreach_addcdiv_" in few[0]
-        assert "_foreach_norm" in few[1]
+    few, many = found
+    assert few == many
+    assert "_foreach_addcdiv_" in few[0]
+    assert "_foreach_norm" in few[1]
 
 
 # -- optimizers ------------------------------------------------------------------------------------
-
-
-def optimizer_errors(strategy: str, sizes: tuple[int, ...]) -> dict[str, float]:
-    """Error of every optimizer as it is by default on a GPU, and fused."""
-    found = {}
-    mesh = mesh_of(*sizes)
-    cases: list[tuple[Any, dict[str, Any]]] = [(cls, {}) for cls in CLASSES]
-    for cls, fused in [*cases, *((cls, {"fused": True}) for cls in WITH_FUSED)]:
-        plain, sharded = fp64_pair(strategy, mesh=mesh)
-        options = {"weight_decay": 0.1, **fused}
-        if cls is optim.Rprop:
-            options.pop("weight_decay")
-        pair = tuple(cls(m.parameters(), lr=0.01, **options) for m in (plain, sharded))
-        with _foreach_on_cpu():
-            train_both(plain, sharded, pair, range(2))
-        found[f"{cls.__name__} {fused}"] = weight_error(sharded, plain)
-    return found
 
 
 @pytest.mark.parametrize(
@@ -125,69 +101,45 @@ def optimizer_errors(strategy: str, sizes: tuple[int, ...]) -> dict[str, float]:
         ),
     ],
 )
+@on_ranks("sizes")
 def test_optimizers_as_chosen_on_a_gpu_step_shards_like_the_whole(
-    pools: RankPools, sizes: tuple[int, ...], strategy: str
+    sizes: tuple[int, ...], strategy: str
 ) -> None:
-    for found in pools(3 if len(sizes) == 1 else 4).run(optimizer_errors, strategy, sizes):
-        assert max(found.values()) < 1e-12, found
+    cases: list[tuple[Any, dict[str, Any]]] = [(cls, {}) for cls in CLASSES]
+    for cls, fused in [*cases, *((cls, {"fused": True}) for cls in WITH_FUSED)]:
+        plain, sharded = fp64_pair(strategy, mesh=mesh_of(*sizes))
+        options = {"weight_decay": 0.1, **fused}
+        if cls is optim.Rprop:
+            options.pop("weight_decay")
+        pair = tuple(cls(m.parameters(), lr=0.01, **options) for m in (plain, sharded))
+        with _foreach_on_cpu():
+            train_both(plain, sharded, pair, range(2))
+        assert weight_error(sharded, plain) < 1e-12, (cls, fused)
 
 
-def _pair_of(shard: Callable[[Any], Any], seed: int) -> tuple[Any, Any]:
-    """The same fp64 model twice: plain, and as `shard` leaves it."""
-    made: list[Any] = []
-    for _ in range(2):
-        torch.manual_seed(seed)
-        made.append(Stack().double())
-    shard(made[1])
-    return made[0], made[1]
-
-
-def trained_among_others(how: str) -> list[float]:
-    """Errors of plain, FSDP2's and our parameters in one optimizer."""
-    mesh = mesh_of(dist.get_world_size())
-    pairs = [
-        _pair_of(lambda model: None, 1),
-        _pair_of(lambda model: their_fully_shard(model, mesh=mesh), 2),
-        _pair_of(lambda model: wrap(model, mesh=mesh), 3),
-    ]
+@on_ranks(2, how=["foreach", "fused"])
+def test_one_optimizer_steps_ours_and_fsdp2s_and_plain_parameters(how: str) -> None:
+    wholes = [Stack().double() for _ in range(3)]
+    others: list[Any] = [copy.deepcopy(model) for model in wholes]
+    their_fully_shard(others[1], mesh=mesh_of(2))
+    wrap(others[2])
     optimizers = [
-        optim.AdamW(
-            [param for pair in pairs for param in pair[index].parameters()],
-            lr=0.01,
-            eps=1e-2,
-            **{how: True},
-        )
-        for index in range(2)
+        optim.AdamW([p for m in models for p in m.parameters()], lr=0.01, eps=1e-2, **{how: True})
+        for models in (wholes, others)
     ]
     for step in range(2):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        for plain, other in pairs:
-            plain_loss(plain, step).backward()
-            (plain_loss if plain is pairs[0][0] else own_loss)(other, step).backward()
-        for plain, other in pairs[1:]:
-            nn.utils.clip_grad_norm_(plain.parameters(), 0.1, foreach=True)
-            nn.utils.clip_grad_norm_(other.parameters(), 0.1, foreach=True)
-        for optimizer in optimizers:
-            optimizer.step()
-    (alone, same), (whole, theirs), (plain, ours) = pairs
-    return [
-        _distance(same.parameters(), alone.parameters()),
-        _distance((p.full_tensor() for p in theirs.parameters()), whole.parameters()),
-        weight_error(ours, plain),
-    ]
-
-
-def _distance(mine: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> float:
-    return max(float((a - b).abs().max()) for a, b in zip(mine, others, strict=True))
-
-
-@pytest.mark.parametrize("how", ["foreach", "fused"])
-def test_one_optimizer_steps_ours_and_fsdp2s_and_plain_parameters(
-    pools: RankPools, how: str
-) -> None:
-    for errors in pools(2).run(trained_among_others, how):
-        assert max(errors) < 1e-12, errors
+        for model in (*wholes, others[0]):
+            plain_loss(model, step).backward()
+        for model in others[1:]:
+            own_loss(model, step).backward()
+        for model in (*wholes[1:], *others[1:]):
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1, foreach=True)
+        step_all(*optimizers)
+    same = zip(others[0].parameters(), wholes[0].parameters(), strict=True)
+    theirs = zip(others[1].parameters(), wholes[1].parameters(), strict=True)
+    errors = [float((a - b).abs().max()) for a, b in same]
+    errors += [float((a.full_tensor() - b).abs().max()) for a, b in theirs]
+    assert max(*errors, weight_error(others[2], wholes[2])) < 1e-12
 
 
 # -- operations ------------------------------------------------------------------------------------
@@ -255,9 +207,9 @@ def _applied(function: Any, rest: tuple[Any, ...], describe: Callable[..., Any])
     return first if function.__name__.endswith("_") else result
 
 
-def wrong_operations() -> tuple[int, list[str]]:
-    """How many operations were run, and those that gave something else than on whole tensors."""
-    wrong, count = [], 0
+@on_ranks(4)
+def test_every_foreach_operation_runs_on_uneven_empty_and_mixed_shards() -> None:
+    count = 0
     for (name, rest), suffix in itertools.product(_calls(), ("", "_")):
         function = getattr(torch, f"_foreach_{name}{suffix}", None)
         if function is None:
@@ -267,23 +219,14 @@ def wrong_operations() -> tuple[int, list[str]]:
         found = _applied(function, rest, _described)
         kinds = [type(tensor) for tensor in found]
         whole = [t.full_tensor() if isinstance(t, DTensor) else t for t in found]
-        if kinds != [UnevenDTensor] * 3 + [torch.Tensor]:
-            wrong.append(f"{function.__name__}: {kinds}")
-        elif not all(map(torch.allclose, whole, expected)):
-            wrong.append(function.__name__)
-    return count, wrong
+        assert kinds == [UnevenDTensor] * 3 + [torch.Tensor], function.__name__
+        assert all(map(torch.allclose, whole, expected)), function.__name__
+    assert count > 80
 
 
-def test_every_foreach_operation_runs_on_uneven_empty_and_mixed_shards(pools: RankPools) -> None:
-    for count, wrong in pools(4).run(wrong_operations):
-        assert count > 80
-        assert wrong == []
-
-
-def refused_operations() -> list[str]:
-    """What is said of lists whose tensors have no meaning together, or of a leaf in training."""
+@on_ranks(2)
+def test_operands_of_different_rows_and_leaves_in_training_are_rejected() -> None:
     mesh = mesh_of(2)
-    rank = dist.get_rank()
 
     def uneven(*ranges: tuple[int, int]) -> UnevenDTensor:
         rows = torch.ones(2, 2)
@@ -294,19 +237,13 @@ def refused_operations() -> list[str]:
     leaf = nn.Parameter(uneven((0, 2), (2, 4)))
     scale = distribute_tensor(torch.tensor(3.0), mesh, [Replicate()])
     torch._foreach_mul_([mine, theirs], scale)
-    assert float(mine.to_local().sum()) == float(theirs.to_local().sum()) == 12.0, rank
-    return [
-        said(ValueError, lambda: torch._foreach_add_([mine], [other])),
-        said(ValueError, lambda: torch._foreach_add([mine], [other])),
-        said(RuntimeError, lambda: torch._foreach_mul_([leaf], 2.0)),
-    ]
-
-
-def test_operands_of_different_rows_and_leaves_in_training_are_rejected(pools: RankPools) -> None:
-    for in_place, out_of_place, leaf in pools(2).run(refused_operations):
-        assert "_foreach_add_ mixes two tensors" in in_place
-        assert "sharded differently" in out_of_place
-        assert "a leaf Variable that requires grad" in leaf
+    assert float(mine.to_local().sum()) == float(theirs.to_local().sum()) == 12.0
+    in_place = said(ValueError, lambda: torch._foreach_add_([mine], [other]))
+    out_of_place = said(ValueError, lambda: torch._foreach_add([mine], [other]))
+    of_leaf = said(RuntimeError, lambda: torch._foreach_mul_([leaf], 2.0))
+    assert "_foreach_add_ mixes two tensors" in in_place
+    assert "sharded differently" in out_of_place
+    assert "a leaf Variable that requires grad" in of_leaf
 
 
 # -- attributes ------------------------------------------------------------------------------------
@@ -329,68 +266,52 @@ def _num_frames(read: Callable[[], Any]) -> int:
     return len(calls) - 1
 
 
-def attribute_costs() -> list[str]:
-    """Attributes that differ from those PyTorch has, or are more than one call away."""
+@on_ranks(2)
+def test_reading_an_attribute_is_one_call_and_what_pytorch_has() -> None:
     model: Any = wrap(Stack())
     model(batch(0)).sum().backward()
-    wrong = []
+    base = torch._C.TensorBase
+    reads: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+        **{n: (lambda p, n=n: getattr(p, n), base.__dict__[n].__get__) for n in READ},
+        **{n: (lambda p, n=n: getattr(p, n)(), getattr(base, n)) for n in CALLED},
+    }
     for param in model.parameters():
-        for name in READ:
+        for name, (read, plainly) in reads.items():
             with plain_attributes():
-                expected = torch._C.TensorBase.__dict__[name].__get__(param)
-            if getattr(param, name) is not expected and getattr(param, name) != expected:
-                wrong.append(name)
-            if _num_frames(lambda p=param, n=name: getattr(p, n)) > 1:
-                wrong.append(f"{name}: frames")
-        for name in CALLED:
-            with plain_attributes():
-                expected = getattr(torch._C.TensorBase, name)(param)
-            if getattr(param, name)() != expected:
-                wrong.append(name)
-            if _num_frames(lambda p=param, n=name: getattr(p, n)()) > 1:
-                wrong.append(f"{name}: frames")
+                expected = plainly(param)
+            found = read(param)
+            assert found is expected or found == expected, name
+            assert _num_frames(functools.partial(read, param)) <= 1, name
         param.grad = None
         param.requires_grad = False
-        if param.grad is not None or param.requires_grad:
-            wrong.append("written")
-    return wrong
+        assert param.grad is None and not param.requires_grad
 
 
-def test_reading_an_attribute_is_one_call_and_what_pytorch_has(pools: RankPools) -> None:
-    assert pools(2).run(attribute_costs) == [[], []]
-
-
-def grad_of_a_penalty() -> tuple[str, bool]:
-    """Kind and value of a gradient that autograd makes of the sharded parameter itself."""
+@on_ranks(2)
+def test_a_gradient_that_autograd_makes_of_a_shard_knows_its_rows() -> None:
     model: Any = wrap(Stack())
     param = model.output.weight
     (3 * param).backward(param.detach())
     with plain_attributes():
         before = type(torch._C.TensorBase.__dict__["grad"].__get__(param)).__name__
-    return before, type(param.grad) is UnevenDTensor and torch.equal(
+    assert before == "DTensor"
+    assert type(param.grad) is UnevenDTensor and torch.equal(
         param.grad.to_local(), 3 * param.detach().to_local()
     )
 
 
-def test_a_gradient_that_autograd_makes_of_a_shard_knows_its_rows(pools: RankPools) -> None:
-    assert set(pools(2).run(grad_of_a_penalty)) == {("DTensor", True)}
-
-
-def operations_that_fill() -> tuple[list[str], int, bool]:
-    """What zeroes missing gradients and gaps, how many of those there are, and whether it did."""
+@on_ranks(2)
+def test_missing_gradients_and_gaps_are_zeroed_in_one_operation() -> None:
     module = nn.Sequential(*(nn.Linear(5, n, bias=False) for n in (7, 3, 1)))
     (group,) = unit_of(wrap(module, [])).groups
-    grads, view = group.grads.buffers, group.grads.buffers.views[0]
-    grads.take(grads.full).fill_(1.0)
+    grads, view = group.grads, group.grads.views[0]
+    grads.acquire()
+    grads._temporary.tensor.fill_(1.0)
     grads.add(0, torch.full_like(view, 2.0))
     with Operations() as filling:
         grads.fill_missing()
-    left = grads.full.tensor.sum() - view.sum()
-    return filling.names, 2 + len(group.layout.gaps()), bool(left == 0 and (view == 2.0).all())
-
-
-def test_missing_gradients_and_gaps_are_zeroed_in_one_operation(pools: RankPools) -> None:
-    for names, num_ranges, is_filled in pools(2).run(operations_that_fill):
-        assert is_filled
-        assert num_ranges > 2
-        assert [name for name in names if name != "slice"] == ["_foreach_zero_"]
+    left = grads._temporary.tensor.sum() - view.sum()
+    num_ranges = 2 + len(group.layout.gaps())
+    assert bool(left == 0 and (view == 2.0).all())
+    assert num_ranges > 2
+    assert [name for name in filling.names if name != "slice"] == ["_foreach_zero_"]

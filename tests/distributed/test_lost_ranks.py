@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_fsdp_v2 import fully_shard
 from megatron_fsdp_v2.comm import errors as comm_errors
+from tests.distributed.wrapping import wrap
 from tests.ranks import RankFailure, RankPool, RankPools
 
 TIMEOUT_S = 1.5
@@ -42,22 +43,20 @@ class Block(nn.Module):
         return x @ self.weight
 
 
+def _mesh_of_its_own(timeout_s: float) -> DeviceMesh:
+    ranks = list(range(dist.get_world_size()))
+    group = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s))
+    assert isinstance(group, dist.ProcessGroup)
+    return DeviceMesh.from_group(group, "cpu")
+
+
 def _model(timeout_s: float, strategy: str) -> tuple[nn.Module, list[Block]]:
     """A model of three units over a process group of its own, after one whole step."""
-    group = dist.new_group(list(range(dist.get_world_size())), timeout=timedelta(seconds=timeout_s))
-    assert isinstance(group, dist.ProcessGroup)
-    mesh = DeviceMesh.from_group(group, "cpu")
-    model = nn.Sequential(Block(), Block(), Block())
-    blocks = [block for block in model if isinstance(block, Block)]
-    for unit in [*blocks, model]:
-        # One collective at a time, so that the first one that misses a rank is the one reported.
-        fully_shard(
-            unit,
-            mesh=mesh,
-            sharding_strategy=strategy,
-            enable_unshard_prefetch=False,
-            enable_async_reduce_grad=False,
-        )
+    blocks = [Block(), Block(), Block()]
+    # One collective at a time, so that the first one that misses a rank is the one reported.
+    options: dict[str, Any] = {"enable_unshard_prefetch": False, "enable_async_reduce_grad": False}
+    options |= {"mesh": _mesh_of_its_own(timeout_s), "sharding_strategy": strategy}
+    model = wrap(nn.Sequential(*blocks), blocks, **options)
     _step(model)
     return model, blocks
 
@@ -124,9 +123,7 @@ def test_a_rank_that_is_late_within_the_timeout_fails_nothing(pools: RankPools) 
 
 
 def _first_use_misses_a_rank() -> str:
-    group = dist.new_group([0, 1], timeout=timedelta(seconds=TIMEOUT_S))
-    assert isinstance(group, dist.ProcessGroup)
-    model = fully_shard(Block(), mesh=DeviceMesh.from_group(group, "cpu"))
+    model = fully_shard(Block(), mesh=_mesh_of_its_own(TIMEOUT_S))
     if dist.get_rank() == 1:
         time.sleep(TIMEOUT_S + 0.3)
         return ""

@@ -12,55 +12,30 @@ import torch
 from torch import nn
 
 from megatron_fsdp_v2 import MixedPrecisionPolicy, fully_shard
-from megatron_fsdp_v2.comm.interface import Collective
 from megatron_fsdp_v2.runtime.fsdp_module import named_units, unit_of
 from tests.distributed.allocations import changes, left_of
 from tests.distributed.on_ranks import on_ranks
-from tests.distributed.wrapping import on_mesh, wrap
+from tests.distributed.wrapping import Wire, listen, on_mesh, wrap
 from tests.reference.models import Stack
 
 NUM_BLOCKS = 5
 
 
-class Recorder:
-    """A communicator that counts, and looks at what lives, around the real one."""
+def _record(model: Any) -> tuple[Wire, Counter[str]]:
+    """Collectives from now on, and most blocks that are gathered, or have gradient buffers."""
+    units = [unit_of(block) for block in model.blocks]
+    most: Counter[str] = Counter()
 
-    def __init__(self, inner: Any, units: list[Any]) -> None:
-        self._inner = inner
-        self._units = units
-        self.calls: Counter[str] = Counter()
-        self.nbytes: Counter[str] = Counter()
-        self.most_gathered = 0
-        self.most_gradients = 0
+    def look(*_: Any) -> None:
+        gathered = sum(any(g.weights.is_gathered for g in unit.groups) for unit in units)
+        gradients = sum(any(g.grads.is_live for g in unit.groups) for unit in units)
+        most["gathered"] = max(most["gathered"], gathered)
+        most["gradients"] = max(most["gradients"], gradients)
 
-    def look(self) -> None:
-        gathered = sum(any(g.weights.is_gathered for g in unit.groups) for unit in self._units)
-        gradients = sum(any(g.grads.is_live for g in unit.groups) for unit in self._units)
-        self.most_gathered = max(self.most_gathered, gathered)
-        self.most_gradients = max(self.most_gradients, gradients)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def issue(self, collective: Collective, *, async_op: bool) -> Any:
-        name = collective.kind.value
-        self.calls[name] += 1
-        self.nbytes[name] += collective.full.numel() * collective.full.element_size()
-        self.look()
-        return self._inner.issue(collective, async_op=async_op)
-
-
-def _record(model: Any) -> Recorder:
-    blocks = [unit_of(block) for block in model.blocks]
-    recorder = Recorder(unit_of(model).context.communicator, blocks)
-    for unit in [*blocks, unit_of(model)]:
-        for group in unit.groups:
-            group.weights.replace_communicator(recorder)
-            group.grads.replace_communicator(recorder)
     for block in model.blocks:
-        block.register_forward_hook(lambda *_: recorder.look())
-        block.register_full_backward_hook(lambda *_: recorder.look())
-    return recorder
+        block.register_forward_hook(look)
+        block.register_full_backward_hook(look)
+    return listen(model, look), most
 
 
 def _trained(steps: int, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
@@ -84,34 +59,32 @@ def _trained(steps: int, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
         ("no_shard", 0, "all_reduce"),
     ],
 )
-@pytest.mark.parametrize("world_size", [2, 3])
-@on_ranks("world_size")
+@on_ranks("world_size", world_size=[2, 3])
 def test_collectives_and_bytes_of_a_step_are_the_theoretical_ones(
     world_size: int, strategy: str, gathers: int, reduction: str
 ) -> None:
     model, _ = _trained(1, sharding_strategy=strategy)
-    recorder = _record(model)
+    wire, _ = _record(model)
     model(torch.randn(4, 5)).square().mean().backward()
     numels = [group.layout.numel for _, unit in named_units(model) for group in unit.groups]
     total = 4 * sum(numels)
     root = sum(group.layout.numel * 4 for group in unit_of(model).groups)
     gathered = 2 * total - root if strategy == "optim_grads_params" else total
-    assert recorder.calls["all_gather"] == gathers
-    assert recorder.calls[reduction] == NUM_BLOCKS + 1
-    assert recorder.nbytes[reduction] == total
-    assert recorder.nbytes["all_gather"] == (gathered if gathers else 0)
+    assert wire.count("all_gather") == gathers
+    assert wire.count(reduction) == NUM_BLOCKS + 1
+    assert wire.nbytes(reduction) == total
+    assert wire.nbytes("all_gather") == (gathered if gathers else 0)
 
 
 @on_ranks(2)
 def test_at_most_two_units_are_gathered_and_two_have_gradient_buffers() -> None:
     model, _ = _trained(1)
-    recorder = _record(model)
+    _, most = _record(model)
     model(torch.randn(4, 5)).square().mean().backward()
-    assert recorder.most_gathered == recorder.most_gradients == 2
+    assert most == {"gathered": 2, "gradients": 2}
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@on_ranks("world_size")
+@on_ranks("world_size", world_size=[2, 3])
 def test_between_steps_only_shards_are_alive(world_size: int) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, main_params_dtype=torch.float32)
     model, _ = _trained(2, mp_policy=policy)
@@ -123,14 +96,12 @@ def test_between_steps_only_shards_are_alive(world_size: int) -> None:
             # fp32 main weight and gradient, bf16 model weight.
             expected += group.layout.shard_numel * (4 + 4 + 2)
             temporary += group.weights.gathered.tensor.untyped_storage().nbytes()
-            temporary += group.grads.buffers.full.tensor.untyped_storage().nbytes()
+            temporary += group.grads._temporary.tensor.untyped_storage().nbytes()
     assert alive == expected
     assert temporary == 0
 
 
-@pytest.mark.parametrize("trace_pool", [False, True])
-@pytest.mark.parametrize("mesh_name", ["2", "HSDP 2x2", "HFSDP 2x2"])
-@on_ranks("mesh_name")
+@on_ranks("mesh_name", mesh_name=["2", "HSDP 2x2", "HFSDP 2x2"], trace_pool=[False, True])
 def test_sharding_a_model_allocates_nothing_but_its_shards(
     mesh_name: str, trace_pool: bool
 ) -> None:
@@ -151,8 +122,7 @@ def test_sharding_a_model_allocates_nothing_but_its_shards(
     assert peak == pytest.approx(originals + shards[0], rel=0.03)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-@on_ranks("world_size")
+@on_ranks("world_size", world_size=[2, 4])
 def test_parameters_and_gradients_are_views_of_the_flat_buffers(world_size: int) -> None:
     model = wrap(Stack(NUM_BLOCKS))
     group = unit_of(model.blocks[0]).groups[0]

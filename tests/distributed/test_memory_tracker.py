@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
@@ -31,15 +30,15 @@ def _step(model: Any, optimizer: Any) -> torch.Tensor:
     return loss.detach()
 
 
-def _adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=0.01)
+def _made(build: Any = Stack, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
+    """A sharded model and its optimizer."""
+    model = wrap(build(), **options)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@on_ranks(2)
+@on_ranks(2, strategy=STRATEGIES)
 def test_between_steps_only_resting_roles_live_with_the_bytes_they_have(strategy: str) -> None:
-    model = wrap(Stack(), sharding_strategy=strategy, mp_policy=BF16)
-    optimizer = _adamw(model)
+    model, optimizer = _made(sharding_strategy=strategy, mp_policy=BF16)
     for _ in range(2):
         with memory_tracker(model, optimizer) as memory:
             _step(model, optimizer)
@@ -72,8 +71,7 @@ class Tagged(Stack):
 
 @on_ranks(2)
 def test_activations_belong_to_the_unit_that_made_them() -> None:
-    model = wrap(Tagged())
-    optimizer = _adamw(model)
+    model, optimizer = _made(Tagged)
     _step(model, optimizer)
     with memory_tracker(model, optimizer) as memory:
         _step(model, optimizer)
@@ -89,8 +87,7 @@ def test_tracking_changes_no_bit_and_leaves_nothing_in_the_units() -> None:
     results = []
     for tracks in (False, True):
         torch.manual_seed(0)
-        model = wrap(Stack())
-        optimizer = _adamw(model)
+        model, optimizer = _made()
         losses = []
         for _ in range(3):
             tracker = memory_tracker(model, optimizer) if tracks else contextlib.nullcontext()
@@ -105,8 +102,7 @@ def test_tracking_changes_no_bit_and_leaves_nothing_in_the_units() -> None:
 
 @on_ranks(2)
 def test_an_exception_inside_leaves_a_model_that_can_be_tracked_again() -> None:
-    model = wrap(Stack())
-    optimizer = _adamw(model)
+    model, optimizer = _made()
 
     def fail() -> None:
         with memory_tracker(model, optimizer):
@@ -124,8 +120,7 @@ def test_an_exception_inside_leaves_a_model_that_can_be_tracked_again() -> None:
 @on_ranks(2)
 def test_what_was_tracked_keeps_no_model_alive() -> None:
     def train() -> list[Any]:
-        model = wrap(Stack())
-        optimizer = _adamw(model)
+        model, optimizer = _made()
         with memory_tracker(model, optimizer) as memory:
             _step(model, optimizer)
         return [model, memory, optimizer]
@@ -137,8 +132,7 @@ def test_what_was_tracked_keeps_no_model_alive() -> None:
 
 @on_ranks(2)
 def test_profiler_ranges_and_the_tracker_go_together() -> None:
-    model = wrap(Stack())
-    optimizer = _adamw(model)
+    model, optimizer = _made()
     profile_ranges(model)
     before = [unit_of(m).ranges for m in model.blocks]
     with memory_tracker(model, optimizer) as memory:
@@ -198,8 +192,7 @@ def test_a_module_that_is_no_root_and_an_early_question_are_rejected() -> None:
 def test_a_pool_is_booked_once_whoever_uses_it() -> None:
     peaks: list[dict[Role, int]] = []
     for enable_trace_pool in (False, True):
-        model = wrap(Stack(), enable_trace_pool=enable_trace_pool)
-        optimizer = _adamw(model)
+        model, optimizer = _made(enable_trace_pool=enable_trace_pool)
         # Not planned yet, planned while it is looked at, and planned before.
         for _ in range(6):
             with memory_tracker(model, optimizer) as memory:

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from megatron_fsdp_v2.comm.backends import NcclRegistrar, registrar_for
 from megatron_fsdp_v2.memory.registered_memory import Registrar, deregister_all
 from megatron_fsdp_v2.runtime.registered_pool import register_pool
-from tests.distributed.wrapping import batch, mesh_of, said, wrap
-from tests.ranks import RankPools
+from tests.distributed.on_ranks import on_ranks
+from tests.distributed.wrapping import mesh_of, said, train_own, wrap
 from tests.reference.models import Stack
 
 
@@ -49,90 +49,57 @@ class Recorder:
         return [(pool, group) for kind, pool, group in self.calls if kind == what]
 
 
-def _train(model: Any, steps: int) -> list[torch.Tensor]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(steps):
-        model(batch(dist.get_rank(), step)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return [param.to_local().clone() for param in model.parameters()]
-
-
-def _life(shape: tuple[int, ...]) -> dict[str, Any]:
-    facts: dict[str, Any] = {}
+@on_ranks("shape", shape=[(2,), pytest.param((2, 2), marks=pytest.mark.functional)])
+def test_blocks_are_registered_once_with_every_group_and_taken_back(shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
-    plain = _train(wrap(Stack(), mesh=mesh_of(*shape), enable_trace_pool=True), 6)
+    plain = train_own(wrap(Stack(), mesh=mesh_of(*shape), enable_trace_pool=True), 6)
     torch.manual_seed(0)
     model = wrap(Stack(), mesh=mesh_of(*shape), enable_trace_pool=True)
     recorder = Recorder()
-    facts["is on"] = register_pool(model, recorder)
-    facts["before a plan"] = list(recorder.calls)
-    weights = _train(model, 6)
-    facts["same weights"] = all(map(torch.equal, weights, plain))
+    assert register_pool(model, recorder)
+    assert not recorder.calls
+    assert all(map(torch.equal, train_own(model, 6), plain))
     first = recorder.told("register")
-    blocks = {b.data_ptr() for b in model.trace_pool().blocks()}
-    facts["in use"] = blocks <= {int(block[0]) for block in recorder.blocks.values()}
-    facts["groups"] = sorted({group for _, group in first})
-    _train(model, 3)
-    facts["once"] = recorder.told("register") == first and len(set(first)) == len(first)
-    facts["kept"] = recorder.told("deregister")
+    used = {b.data_ptr() for b in model.trace_pool().blocks()}
+    assert used <= {int(block[0]) for block in recorder.blocks.values()}
+    assert len({group for _, group in first}) == len(shape)
+    train_own(model, 3)
+    assert recorder.told("register") == first and len(set(first)) == len(first)
+    assert not recorder.told("deregister")
     # Another plan is another block; what was there is given up.
     model.trace_pool().reset()
     gc.collect()
-    facts["given up"] = sorted(recorder.told("deregister")) == sorted(first)
-    _train(model, 6)
+    assert sorted(recorder.told("deregister")) == sorted(first)
+    train_own(model, 6)
     deregister_all()
-    facts["at the end"] = sorted(recorder.told("deregister")) == sorted(recorder.told("register"))
+    assert sorted(recorder.told("deregister")) == sorted(recorder.told("register"))
     deregister_all()
     del model
     gc.collect()
-    facts["no more"] = len(recorder.told("deregister")) == len(recorder.told("register")) > 2
-    return facts
+    assert len(recorder.told("deregister")) == len(recorder.told("register")) > 2
 
 
-@pytest.mark.parametrize("shape", [(2,), pytest.param((2, 2), marks=pytest.mark.functional)])
-def test_blocks_are_registered_once_with_every_group_and_taken_back(
-    pools: RankPools, shape: tuple[int, ...]
-) -> None:
-    size = 2 if len(shape) == 1 else 4
-    for facts in pools(size).run(_life, shape):
-        assert len(facts.pop("groups")) == len(shape)
-        assert facts.pop("before a plan") == facts.pop("kept") == []
-        assert set(facts.values()) == {True}, facts
-
-
-def _rejected() -> tuple[int, list[str]]:
+@on_ranks(2)
+def test_memory_that_cannot_be_registered_is_used_all_the_same() -> None:
     model = wrap(Stack(), mesh=mesh_of(2), enable_trace_pool=True)
     register_pool(model, Recorder(rejects=True))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        weights = _train(model, 5)
-    return len(weights), [str(warning.message) for warning in caught]
+        weights = train_own(model, 5)
+    messages = [str(warning.message) for warning in caught]
+    assert len(weights)
+    assert messages
+    assert all("could not be registered with process group" in text for text in messages)
+    assert all(text.endswith("no such driver") for text in messages)
 
 
-def test_memory_that_cannot_be_registered_is_used_all_the_same(pools: RankPools) -> None:
-    for num_weights, messages in pools(2).run(_rejected):
-        assert num_weights
-        assert messages
-        assert all("could not be registered with process group" in text for text in messages)
-        assert all(text.endswith("no such driver") for text in messages)
-
-
-def _without() -> tuple[bool, str, str]:
+@on_ranks(2)
+def test_there_is_nothing_to_register_on_a_cpu_or_without_a_pool() -> None:
     on_a_cpu = register_pool(wrap(Stack(), mesh=mesh_of(2), enable_trace_pool=True))
     plain = wrap(Stack(), mesh=mesh_of(2))
-    return (
-        on_a_cpu,
-        said(RuntimeError, lambda: register_pool(plain)),
-        said(ValueError, lambda: register_pool(Stack())),
-    )
-
-
-def test_there_is_nothing_to_register_on_a_cpu_or_without_a_pool(pools: RankPools) -> None:
-    for on_a_cpu, plain, unsharded in pools(2).run(_without):
-        assert on_a_cpu is False
-        assert "has no trace pool" in plain
-        assert "Stack is not sharded" in unsharded
+    assert on_a_cpu is False
+    assert "has no trace pool" in said(RuntimeError, lambda: register_pool(plain))
+    assert "Stack is not sharded" in said(ValueError, lambda: register_pool(Stack()))
 
 
 class _Backend:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from megatron_fsdp_v2.params.gathered_parameter import is_gathered_weight
 from megatron_fsdp_v2.params.saved_activations import save_activations_on_cpu
 from megatron_fsdp_v2.runtime.fsdp_module import named_units
-from tests.distributed.wrapping import batch, mesh_of, wrap
-from tests.ranks import RankPools
+from tests.distributed.on_ranks import on_ranks
+from tests.distributed.wrapping import batch, step_all, wrap
 from tests.reference.models import INPUT
 
 WIDTH = 12
@@ -56,29 +57,27 @@ class _Recorder(saved_tensors_hooks):
         super().__init__(pack, lambda packed: packed)
 
 
-def _steps(hooks: Any, *, pool: bool, recomputes: bool) -> tuple[list[torch.Tensor], Any]:
-    """Gradients of all steps, and what is known of the model after the last forward."""
+def _steps(hooks: Any, *, pool: bool, recomputes: bool) -> list[torch.Tensor]:
+    """Gradients of all steps."""
     torch.manual_seed(0)
     blocks = [Block(recomputes) for _ in range(3)]
-    options: dict[str, Any] = {"mesh": mesh_of(2), "enable_trace_pool": pool}
-    model = wrap(nn.Sequential(*blocks), units=blocks, **options)
+    model = wrap(nn.Sequential(*blocks), units=blocks, enable_trace_pool=pool)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    grads, facts = [], None
+    grads = []
     for step in range(4):
         with hooks:
             loss = model(batch(torch.distributed.get_rank(), step)).square().mean()
-        facts = _facts(model, hooks)
+        if isinstance(hooks, _Recorder) and not pool:
+            _check_saved(model, hooks)
         loss.backward()
         # A rank without rows of a parameter has no gradient of it.
         grads += [p.grad.to_local().clone() for p in model.parameters() if p.grad is not None]
-        optimizer.step()
-        optimizer.zero_grad()
-    return grads, facts
+        step_all(optimizer)
+    return grads
 
 
-def _facts(model: Any, hooks: Any) -> Any:
-    if not isinstance(hooks, _Recorder):
-        return None
+def _check_saved(model: Any, hooks: _Recorder) -> None:
+    """See that saved weights, of which there are some, are known and have no memory."""
     weights = {
         buffer.tensor.untyped_storage()._cdata
         for name, unit in named_units(model)
@@ -88,64 +87,40 @@ def _facts(model: Any, hooks: Any) -> Any:
     }
     seen = [t for t in hooks.saved if t.untyped_storage()._cdata in weights]
     hooks.saved = []
-    return (
-        len(seen),
-        all(map(is_gathered_weight, seen)),
-        [t.untyped_storage().nbytes() for t in seen],
-    )
+    # Each block saves the weights of its norm and, transposed, of its layers.
+    assert len(seen) >= 3 * 2
+    assert all(map(is_gathered_weight, seen))
+    assert not any(t.untyped_storage().nbytes() for t in seen)
 
 
-def _compare(pool: bool, recomputes: bool) -> list[str]:
-    options = {"pool": pool, "recomputes": recomputes}
-    plain, _ = _steps(contextlib.nullcontext(), **options)
-    wrong = []
-    for make in (save_on_cpu, _Copies, _Recorder, save_activations_on_cpu):
-        grads, facts = _steps(make(), **options)
-        if not all(torch.equal(a, b) for a, b in zip(grads, plain, strict=True)):
-            wrong.append(make.__name__)
-        if facts is not None and not pool:
-            number, are_known, sizes = facts
-            # Each block saves the weights of its norm and, transposed, of its layers.
-            if number < 3 * 2 or not are_known or any(sizes):
-                wrong.append(f"{number} weights saved, known {are_known}, bytes {sizes}")
-    return wrong
-
-
+@pytest.mark.parametrize("make", [save_on_cpu, _Copies, _Recorder, save_activations_on_cpu])
 @pytest.mark.parametrize("recomputes", [False, True], ids=["saved", "recomputed"])
 @pytest.mark.parametrize("pool", [False, True], ids=["plain", "pool"])
+@on_ranks(2)
 def test_hooks_on_saved_tensors_change_no_gradient(
-    pools: RankPools, pool: bool, recomputes: bool
+    pool: bool, recomputes: bool, make: Callable[[], Any]
 ) -> None:
-    assert pools(2).run(_compare, pool, recomputes) == [[], []]
+    options = {"pool": pool, "recomputes": recomputes}
+    plain = _steps(contextlib.nullcontext(), **options)
+    assert all(map(torch.equal, _steps(make(), **options), plain))
 
 
-def _copied() -> tuple[set[tuple[int, ...]], set[tuple[int, ...]]]:
-    """Shapes of what is copied by torch's own hooks, and by ours."""
-    found = []
+@on_ranks(2)
+def test_activations_go_to_the_host_and_weights_do_not() -> None:
     original = torch.Tensor.copy_
-    for make in (lambda: save_on_cpu(pin_memory=False), save_activations_on_cpu):
-        shapes: set[tuple[int, ...]] = set()
+    shapes: set[tuple[int, ...]] = set()
 
-        def noted(tensor: Any, source: Any, *rest: Any, seen: Any = shapes) -> Any:
-            seen.add(tuple(source.shape))
-            return original(tensor, source, *rest)
+    def noted(tensor: Any, source: Any, *rest: Any) -> Any:
+        shapes.add(tuple(source.shape))
+        return original(tensor, source, *rest)
 
-        layer = Block(recomputes=False)
-        model = wrap(nn.Sequential(layer), units=[layer], mesh=mesh_of(2))
-        torch.Tensor.copy_ = noted  # type: ignore[method-assign, assignment]
-        try:
-            with make():
-                model(batch(0))
-        finally:
-            torch.Tensor.copy_ = original  # type: ignore[method-assign]
-        found.append(shapes)
-    return found[0], found[1]
-
-
-def test_activations_go_to_the_host_and_weights_do_not(pools: RankPools) -> None:
-    for _, ours in pools(2).run(_copied):
-        assert (4, WIDTH) in ours
-        assert not ours & {(WIDTH, INPUT), (INPUT, WIDTH), (INPUT,)}
+    layer = Block(recomputes=False)
+    model = wrap(nn.Sequential(layer), units=[layer])
+    with pytest.MonkeyPatch.context() as patch, save_activations_on_cpu():
+        patch.setattr(torch.Tensor, "copy_", noted)
+        model(batch(0))
+    assert (4, WIDTH) in shapes
+    assert not shapes & {(WIDTH, INPUT), (INPUT, WIDTH), (INPUT,)}
 
 
 def test_a_threshold_that_is_no_number_of_bytes_is_an_error() -> None:

@@ -7,15 +7,24 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, override
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp_v2.runtime.fsdp_module import named_units
 from megatron_fsdp_v2.runtime.scheduled import ScheduledUnits
-from tests.distributed.wrapping import STRATEGIES, held_error, mesh_of, said, wrap
-from tests.ranks import RankPools
+from tests.distributed.on_ranks import on_ranks
+from tests.distributed.wrapping import (
+    STRATEGIES,
+    batch,
+    check_said,
+    gradient_error,
+    on_mesh,
+    pair,
+    said,
+    step_all,
+    weight_error,
+)
 
 WIDTH = 5
 MICRO_BATCHES = 3
@@ -166,31 +175,35 @@ class MicroBatch:
 
 def data(step: int, rank: int) -> torch.Tensor:
     """Inputs of one rank's micro-batches: `(MICRO_BATCHES, 3, WIDTH)`."""
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randn(MICRO_BATCHES, 3, WIDTH, generator=generator, dtype=torch.float64)
+    inputs = batch(rank, step, rows=3 * MICRO_BATCHES, dtype=torch.float64)
+    return inputs.view(MICRO_BATCHES, 3, WIDTH)
 
 
 class Trained:
     """A plain model, and a sharded one that a schedule runs."""
 
     def __init__(
-        self, strategy: str, sizes: tuple[int, ...], *, fuses: bool = False, **options: Any
+        self, strategy: str, mesh_name: str = "2", *, fuses: bool = False, **options: Any
     ) -> None:
-        torch.manual_seed(0)
-        self.plain = Model().double()
-        torch.manual_seed(0)
-        model = Model().double()
-        for module in model.modules():
-            if isinstance(module, LateLinear):
-                module.later, module.fuses = [], fuses
-        parts = [part for layer in model.layers for part in (layer.experts, layer)]
-        options = {"sharding_strategy": strategy, "mesh": mesh_of(*sizes), **options}
-        self.model = wrap(model, parts, **options)
-        self.units = ScheduledUnits(self.model, parts)
+        def parts(model: Any) -> list[nn.Module]:
+            return [part for layer in model.layers for part in (layer.experts, layer)]
+
+        options = {"sharding_strategy": strategy, **on_mesh(mesh_name), **options}
+        self.plain, self.model = pair(lambda: Model().double(), parts, **options)
+        self.late = [m for m in self.model.modules() if isinstance(m, LateLinear)]
+        for module in self.late:
+            module.fuses = fuses
+        self.set_late(is_late=True)
+        self.units = ScheduledUnits(self.model, parts(self.model))
         self.optimizers = [
             torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (self.plain, self.model)
         ]
         self.most_gathered = 0
+
+    def set_late(self, *, is_late: bool) -> None:
+        """Have gradients of weights made in calls of their own, or not; drop those to come."""
+        for module in self.late:
+            module.later = [] if is_late else None
 
     def _watch(self, *passes: Iterator[None]) -> None:
         """Run forwards and backwards in turn, node by node."""
@@ -215,80 +228,63 @@ class Trained:
         for rank in range(dist.get_world_size()):
             for x in data(step, rank):
                 (self.plain(x) / dist.get_world_size()).backward()
-        worst = self.difference(with_gradients=True)
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        return max(worst, self.difference(with_gradients=False))
-
-    def difference(self, *, with_gradients: bool) -> float:
-        """Largest difference of weights, and of gradients."""
-        worst = 0.0
-        for mine, theirs in zip(self.model.parameters(), self.plain.parameters(), strict=True):
-            worst = max(worst, held_error(mine, theirs))
-            # A rank without rows of a parameter has no gradient of it.
-            if with_gradients and (mine.grad is not None or mine.to_local().numel()):
-                worst = max(worst, held_error(mine.grad, theirs.grad))
-        return worst
+        worst = gradient_error(self.model, self.plain)
+        step_all(*self.optimizers)
+        return max(worst, weight_error(self.model, self.plain))
 
     def evaluate(self) -> float:
         """Difference of an evaluation, which calls the model."""
         x = data(99, dist.get_rank())[0]
-        for module in self.model.modules():
-            if isinstance(module, LateLinear):
-                module.later = None
+        self.set_late(is_late=False)
         with torch.no_grad():
             error = abs(float(self.model(x) - self.plain(x)))
-        for module in self.model.modules():
-            if isinstance(module, LateLinear):
-                module.later = []
+        self.set_late(is_late=True)
         return error
 
 
-def _train(strategy: str, sizes: tuple[int, ...], options: dict[str, Any]) -> tuple[float, int]:
-    trained = Trained(strategy, sizes, **options)
-    worst = 0.0
+def _train(*how: str, **options: Any) -> int:
+    """Train both for three steps; return the most units that were gathered."""
+    trained, errors = Trained(*how, **options), []
     for step in range(3):
-        worst = max(worst, trained.step(step), trained.evaluate())
+        errors += [trained.step(step), trained.evaluate()]
     at_rest = [unit for _, unit in named_units(trained.model) if unit.is_unsharded]
     assert not at_rest, "something stayed gathered"
-    return worst, trained.most_gathered
+    assert max(errors) < 1e-12
+    return trained.most_gathered
 
 
 PLAIN = {"enable_unshard_prefetch": False, "enable_async_reduce_grad": False}
-OPTIONS: list[dict[str, Any]] = [{}, PLAIN, {"enable_trace_pool": True}, {"fuses": True}]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "": {},
+    "in turn": PLAIN,
+    "pool": {"enable_trace_pool": True},
+    "fused": {"fuses": True},
+}
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2, strategy=STRATEGIES, options=OPTIONS)
 def test_a_schedule_of_parts_and_late_gradients_trains_like_a_plain_loop(
-    pools: RankPools, strategy: str
+    strategy: str, options: str
 ) -> None:
-    for options in OPTIONS:
-        for worst, _ in pools(2).run(_train, strategy, (2,), options):
-            assert worst < 1e-12, options
+    _train(strategy, **OPTIONS[options])
 
 
-@pytest.mark.parametrize("outer", ["no_shard", "optim"])
-def test_a_schedule_of_parts_trains_with_an_outer_axis(pools: RankPools, outer: str) -> None:
-    options = {"outer_dp_sharding_strategy": outer, "check_ranks": "always"}
-    for worst, _ in pools(4).run(_train, "optim_grads_params", (2, 2), options):
-        assert worst < 1e-12
+@on_ranks("mesh_name", mesh_name=["HSDP 2x2", "HFSDP 2x2"])
+def test_a_schedule_of_parts_trains_with_an_outer_axis(mesh_name: str) -> None:
+    _train("optim_grads_params", mesh_name, check_ranks="always")
 
 
-def test_units_are_gathered_for_the_parts_that_use_them(pools: RankPools) -> None:
+@on_ranks(2)
+def test_units_are_gathered_for_the_parts_that_use_them() -> None:
     # The root; a layer in its forward, one in its backward; the experts of one. And one ahead.
-    for _, most in pools(2).run(_train, "optim_grads_params", (2,), PLAIN):
-        assert most == 4
-    for _, most in pools(2).run(_train, "optim_grads_params", (2,), {}):
-        assert most == 5
+    assert _train("optim_grads_params", **PLAIN) == 4
+    assert _train("optim_grads_params") == 5
 
 
-def _fail(strategy: str, how: str) -> float:
-    trained = Trained(strategy, (2,))
+@on_ranks(2, how=["abandon", "evaluate"], strategy=["optim", "optim_grads_params"])
+def test_what_an_exception_leaves_of_a_schedule_is_cleared_away(strategy: str, how: str) -> None:
+    trained = Trained(strategy)
     worst = trained.step(0)
-    for module in trained.model.modules():
-        if isinstance(module, LateLinear):
-            module.later = []
     with contextlib.suppress(KeyError):
         trained.run(1, fails=True)
     assert trained.units.is_open
@@ -298,51 +294,35 @@ def _fail(strategy: str, how: str) -> float:
         worst = max(worst, trained.evaluate())
     assert not trained.units.is_open
     trained.optimizers[1].zero_grad()
-    for module in trained.model.modules():
-        if isinstance(module, LateLinear):
-            module.later = []
-    return max(worst, trained.step(2))
+    trained.set_late(is_late=True)
+    assert max(worst, trained.step(2)) < 1e-12
 
 
-@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
-@pytest.mark.parametrize("how", ["abandon", "evaluate"])
-def test_what_an_exception_leaves_of_a_schedule_is_cleared_away(
-    pools: RankPools, strategy: str, how: str
-) -> None:
-    assert max(pools(2).run(_fail, strategy, how)) < 1e-12
-
-
-def _misuse() -> dict[str, str]:
-    trained = Trained("optim_grads_params", (2,))
+@on_ranks(2)
+def test_uses_that_a_schedule_does_not_tell_are_errors_that_name_the_unit() -> None:
+    trained = Trained("optim_grads_params")
     model, units = trained.model, trained.units
     layer = model.layers[0]
     x = torch.randn(3, WIDTH, dtype=torch.float64)
-    told = {"not begun": said(RuntimeError, lambda: units.begin_forward(layer))}
+    not_begun = said(RuntimeError, lambda: units.begin_forward(layer))
     with torch.no_grad():
-        told["no gradients"] = said(RuntimeError, units.begin)
+        no_gradients = said(RuntimeError, units.begin)
     units.begin()
-    told["not used"] = said(RuntimeError, lambda: layer.experts(x))
-    told["never begun"] = said(RuntimeError, lambda: units.end_forward(layer))
+    not_used = said(RuntimeError, lambda: layer.experts(x))
+    never_begun = said(RuntimeError, lambda: units.end_forward(layer))
     units.begin_forward(layer.experts)
     output = layer.experts(x)
     units.end_forward(layer.experts)
-    told["gradient"] = said(RuntimeError, lambda: output.sum().backward())
+    gradient = said(RuntimeError, lambda: output.sum().backward())
     units.abandon()
-    told["over"] = said(RuntimeError, units.end)
-    told["no root"] = said(ValueError, lambda: ScheduledUnits(layer, []))
-    told["no unit"] = said(ValueError, lambda: ScheduledUnits(model, [model.input]))
-    return told
-
-
-def test_uses_that_a_schedule_does_not_tell_are_errors_that_name_the_unit(
-    pools: RankPools,
-) -> None:
-    for told in pools(2).run(_misuse):
-        assert "begin_forward was called with no micro-batch under way" in told["not begun"]
-        assert "gradients switched off" in told["no gradients"]
-        assert told["not used"].startswith("layers.0.experts (Sequential) runs where its schedule")
-        assert told["never begun"].startswith("layers.0 (Layer) is not in use")
-        assert told["gradient"].startswith("a gradient of layers.0.experts (Sequential) arrived")
-        assert "end was called with no micro-batch under way" in told["over"]
-        assert "layers.0 (Layer) is inside another unit" in told["no root"]
-        assert "Linear is not sharded" in told["no unit"]
+    assert "end was called with no micro-batch under way" in said(RuntimeError, units.end)
+    assert "begin_forward was called with no micro-batch under way" in not_begun
+    assert "gradients switched off" in no_gradients
+    assert not_used.startswith("layers.0.experts (Sequential) runs where its schedule")
+    assert never_begun.startswith("layers.0 (Layer) is not in use")
+    assert gradient.startswith("a gradient of layers.0.experts (Sequential) arrived")
+    no_root: dict[str, Callable[[], Any]] = {
+        "layers.0 (Layer) is inside another unit": lambda: ScheduledUnits(layer, []),
+        "Linear is not sharded": lambda: ScheduledUnits(model, [model.input]),
+    }
+    check_said(ValueError, no_root)

@@ -46,26 +46,31 @@ def _error(plain: list[torch.Tensor], numbers: list[torch.Tensor]) -> float:
     return max(float((a - b).norm() / (a.norm() + 1e-3)) for a, b in pairs)
 
 
-def _trained(model: Any, *, recorded: bool) -> tuple[list[torch.Tensor], Recording | None]:
+def _recorded(model: Any) -> tuple[list[torch.Tensor], Recording]:
+    """`_trained`, and what was recorded."""
+    with record_streams(model) as recording:
+        return _trained(model), recording
+
+
+def _trained(model: Any) -> list[torch.Tensor]:
     """Two steps of two micro-batches, evaluations between; this rank's gradients and weights."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
     grads = []
-    with record_streams(model) if recorded else contextlib.nullcontext() as recording:
-        for step in range(2):
-            optimizer.zero_grad()
-            for micro in range(2):
-                # Once each way: gradients synchronized in every backward, and in the last one.
-                unsynced = model.no_sync() if step == 1 and micro == 0 else None
-                with unsynced or contextlib.nullcontext():
-                    batch = torch.randn(4, 5, generator=generator)
-                    model(batch).float().square().mean().backward()
-                with torch.no_grad():
-                    model(torch.ones(2, 5))
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            grads += [p.grad.to_local().clone() for p in model.parameters() if p.grad is not None]
-            optimizer.step()
-    return [*grads, *shards_of(model)], recording
+    for step in range(2):
+        optimizer.zero_grad()
+        for micro in range(2):
+            # Once each way: gradients synchronized in every backward, and in the last one.
+            unsynced = model.no_sync() if step == 1 and micro == 0 else None
+            with unsynced or contextlib.nullcontext():
+                batch = torch.randn(4, 5, generator=generator)
+                model(batch).float().square().mean().backward()
+            with torch.no_grad():
+                model(torch.ones(2, 5))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        grads += [p.grad.to_local().clone() for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+    return [*grads, *shards_of(model)]
 
 
 @pytest.mark.parametrize(
@@ -83,12 +88,11 @@ def test_two_whole_steps_have_no_race_and_the_numbers_of_the_plain_communicator(
     mesh_name: str, strategy: str, precision: str
 ) -> None:
     case, policy = (mesh_name, strategy), POLICIES[precision]
-    plain, _ = _trained(_recomputed(*case, mp_policy=policy), recorded=False)
+    plain = _trained(_recomputed(*case, mp_policy=policy))
     for prefetch, asynchronous in itertools.product((True, False), repeat=2):
         options = {"enable_unshard_prefetch": prefetch, "enable_async_reduce_grad": asynchronous}
         model = _recomputed(*case, mp_policy=policy, **options)
-        numbers, recording = _trained(model, recorded=True)
-        assert recording is not None
+        numbers, recording = _recorded(model)
         assert [str(violation) for violation in recording.violations()] == []
         assert _error(plain, numbers) < (1e-5 if precision == "fp32" else 2e-2)
         _assert_lanes_are_used(recording, *case, prefetch=prefetch, asynchronous=asynchronous)
@@ -126,8 +130,7 @@ def _assert_lanes_are_used(
 @on_ranks(2)
 def test_a_recording_sees_forward_backward_optimizer_and_memory() -> None:
     model = _sharded(Checkpointed(use_reentrant=True))
-    _, recording = _trained(model, recorded=True)
-    assert recording is not None
+    _, recording = _recorded(model)
     operations = recording.schedule.operations("compute")
     touched: dict[str, set[str]] = {}
     for op in operations:
@@ -146,10 +149,9 @@ def test_a_recording_sees_forward_backward_optimizer_and_memory() -> None:
 @on_ranks("mesh_name")
 def test_steps_on_the_trace_pool_have_no_race(mesh_name: str, precision: str) -> None:
     policy = POLICIES[precision]
-    plain, _ = _trained(_recomputed(mesh_name, mp_policy=policy), recorded=False)
+    plain = _trained(_recomputed(mesh_name, mp_policy=policy))
     pooled = _recomputed(mesh_name, mp_policy=policy, enable_trace_pool=True)
-    numbers, recording = _trained(pooled, recorded=True)
-    assert recording is not None
+    numbers, recording = _recorded(pooled)
     on_pool = [
         op
         for op in recording.schedule.operations()
@@ -197,8 +199,7 @@ def _strategies_of_patterns(gathers: bool) -> dict[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.functional
-@pytest.mark.parametrize("gathers", [True, False])
-@on_ranks(2)
+@on_ranks(2, gathers=[True, False])
 def test_no_pattern_of_the_parity_matrix_has_a_race(gathers: bool) -> None:
     found = {}
     for name, strategy in _strategies_of_patterns(gathers).items():
@@ -224,7 +225,7 @@ def test_after_a_recording_the_model_is_what_it_was() -> None:
             pass
         after = [*vars(group.weights).values(), unit_of(model).context.communicator]
         models.append(all(a is b for a, b in zip(before, after, strict=True)))
-        models.append(_trained(model, recorded=False)[0])
+        models.append(_trained(model))
     kept, first, kept_recorded, second = models
     same = [kept, kept_recorded, *map(torch.equal, first, second)]
     assert len(same) > 20

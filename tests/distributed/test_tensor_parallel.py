@@ -23,6 +23,7 @@ from megatron_fsdp_v2.tensor_parallel import (
     tensor_shards,
 )
 from tests.distributed.checkpoint_trainings import digests
+from tests.distributed.on_ranks import on_ranks
 from tests.distributed.plain_parallel_model import CUT, RULES, WORDS, Column, parts, whole
 from tests.distributed.tensor_parallel_models import (
     assert_loads_everywhere,
@@ -65,50 +66,37 @@ def _train(model: Any, optimizer: Any, data_ranks: list[int], steps: int) -> lis
     return norms
 
 
-def _parity(shape: tuple[int, ...]) -> dict[str, float]:
-    mesh = mesh_with_tp(*shape)
-    num_data = mesh.size() // shape[-1]
-    found = {}
-    for strategy, kind in [*((s, "sgd") for s in STRATEGIES), ("optim_grads_params", "adamw")]:
-        model, reference = _sharded(shape, strategy), whole()
-        mine = _train(model, _optimizer(kind, model), [data_rank_of(mesh)], STEPS)
-        theirs = _train(reference, _optimizer(kind, reference), list(range(num_data)), STEPS)
-        expected = dict(reference.named_parameters())
-        errors = [abs(a / b - 1) for a, b in zip(mine, theirs, strict=True)]
-        for name, param in model.named_parameters():
-            errors.append(float((param.full_tensor() - expected[name]).abs().max()))
-        found[f"{strategy} {kind}"] = max(errors)
-    return found
+CASES = [*((strategy, "sgd") for strategy in STRATEGIES), ("optim_grads_params", "adamw")]
 
 
+@pytest.mark.parametrize(("strategy", "kind"), CASES)
 @pytest.mark.parametrize("shape", [(1, 2), (2, 1), (2, 2)], ids=str)
-def test_training_equals_the_unsharded_loop(pools: RankPools, shape: tuple[int, ...]) -> None:
-    for found in pools(torch.Size(shape).numel()).run(_parity, shape):
-        assert len(found) == len(STRATEGIES) + 1
-        for case, error in found.items():
-            assert error < 1e-6, case
+@on_ranks("shape")
+def test_training_equals_the_unsharded_loop(
+    shape: tuple[int, ...], strategy: str, kind: str
+) -> None:
+    mesh = mesh_with_tp(*shape)
+    model, reference = _sharded(shape, strategy), whole()
+    mine = _train(model, _optimizer(kind, model), [data_rank_of(mesh)], STEPS)
+    ranks = list(range(mesh.size() // shape[-1]))
+    theirs = _train(reference, _optimizer(kind, reference), ranks, STEPS)
+    expected = dict(reference.named_parameters())
+    for name, param in model.named_parameters():
+        assert float((param.full_tensor() - expected[name]).abs().max()) < 1e-6, name
+    assert mine == pytest.approx(theirs, rel=1e-6)
 
 
-def _described() -> dict[str, tuple[Any, ...]]:
+@on_ranks(2)
+def test_every_parameter_is_described_and_stacked_weights_are_cut_one_dimension_on() -> None:
     mesh = mesh_with_tp(1, 2)
     model = parts(mesh)
     shards = tensor_shards(model, mesh=mesh, rules=RULES)
-    return {
-        name: (shards[param].dim, len(shards[param].pieces), tuple(param.shape))
-        for name, param in model.named_parameters()
-    }
-
-
-def test_every_parameter_is_described_and_stacked_weights_are_cut_one_dimension_on(
-    pools: RankPools,
-) -> None:
-    expected = {name: p.shape for name, p in whole().named_parameters()}
-    for found in pools(2).run(_described):
-        assert found.keys() == expected.keys()
-        assert {name: dim for name, (dim, _, _) in found.items() if dim is not None} == CUT
-        assert found["experts_up.weight"][0] == 1
-        assert found["gated.weight"][1] == 2
-        assert "experts_up.bias" not in found
+    found = {name: shards[param] for name, param in model.named_parameters()}
+    assert found.keys() == {name for name, _ in whole().named_parameters()}
+    assert {name: s.dim for name, s in found.items() if s.dim is not None} == CUT
+    assert found["experts_up.weight"].dim == 1
+    assert len(found["gated.weight"].pieces) == 2
+    assert "experts_up.bias" not in found
 
 
 # -- checkpoints ---------------------------------------------------------------------------------
@@ -161,34 +149,26 @@ class _WithEmptyParameters(nn.Linear):
         return super().forward(x) + self.none.sum() + self.no_rows.sum()
 
 
-def _empty_parameters(folder: str) -> list[int]:
-    def sharded_pair() -> Any:
+@on_ranks(2)
+def test_parameters_without_elements_are_in_a_checkpoint_and_have_no_state(tmp_path: Path) -> None:
+    def made() -> tuple[Any, torch.optim.Optimizer]:
         model = fully_shard(_WithEmptyParameters(), mesh=mesh_with_tp(2, 1)["dp"])
         return model, _optimizer("adamw", model)
 
-    model, optimizer = sharded_pair()
+    model, optimizer = made()
     model(torch.ones(2, 4)).sum().backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
-    found = [sum(p in optimizer.state for p in (model.none, model.no_rows))]
-    checkpoint.save(f"{folder}/ours", model, optimizer)
-    dcp.save({"model": model.state_dict()}, checkpoint_id=f"{folder}/torch")
+    assert not any(param in optimizer.state for param in (model.none, model.no_rows))
+    checkpoint.save(f"{tmp_path}/ours", model, optimizer)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=f"{tmp_path}/torch")
     for kind in ("ours", "torch"):
-        fresh, other = sharded_pair()
+        fresh, other = made()
         if kind == "ours":
-            checkpoint.load(f"{folder}/{kind}", fresh, other)
+            checkpoint.load(f"{tmp_path}/{kind}", fresh, other)
         else:
-            dcp.load({"model": fresh.state_dict()}, checkpoint_id=f"{folder}/{kind}")
-        found.append(int(torch.equal(fresh.weight.full_tensor(), model.weight.full_tensor())))
-    return found
-
-
-def test_parameters_without_elements_are_in_a_checkpoint_and_have_no_state(
-    pools: RankPools, tmp_path: Path
-) -> None:
-    for num_states, ours, torchs in pools(2).run(_empty_parameters, str(tmp_path)):
-        assert num_states == 0
-        assert ours and torchs
+            dcp.load({"model": fresh.state_dict()}, checkpoint_id=f"{tmp_path}/{kind}")
+        assert torch.equal(fresh.weight.full_tensor(), model.weight.full_tensor())
     stored = CheckpointFolder(tmp_path / "ours").metadata.state_dict_metadata
     assert stored["model.no_rows"].size == (0, 3)
     assert not any(key.startswith("optimizer.state.no") for key in stored)
@@ -197,7 +177,8 @@ def test_parameters_without_elements_are_in_a_checkpoint_and_have_no_state(
 # -- tables that do not fit ----------------------------------------------------------------------
 
 
-def _misfits() -> list[str]:
+@on_ranks(2)
+def test_a_table_that_does_not_fit_is_rejected_by_name() -> None:
     mesh = mesh_with_tp(1, 2)
 
     def described(module: nn.Module, *rules: TensorParallelRule, over: Any = mesh) -> str:
@@ -205,29 +186,18 @@ def _misfits() -> list[str]:
 
     tied = nn.ModuleDict({"column": Column(4, 4), "linear": nn.Linear(4, 4, bias=False)})
     tied["linear"].weight = tied["column"].weight
-    return [
-        described(nn.Sequential(nn.Linear(4, 4)), *RULES),
-        described(Column(4, 4), TensorParallelRule(Column, {"kernel": Shard(0)})),
-        described(Column(4, 4), TensorParallelRule(Column, {"*": Shard(2)})),
-        described(Column(4, 4), TensorParallelRule(Column, {"*": Partial()})),
-        described(Column(4, 4), TensorParallelRule(Column, {"*": FusedShard(0, 3)})),
-        described(tied, *RULES, TensorParallelRule(nn.Linear, REPLICATED)),
-        described(nn.LayerNorm(4), *NORM_RULES, over=mesh["tp"]),
-        said(ValueError, lambda: TensorParallelRule("Linear", COLUMN)),
-        said(ValueError, lambda: TensorParallelRule(torch.Tensor, COLUMN)),  # type: ignore[arg-type]
-    ]
-
-
-def test_a_table_that_does_not_fit_is_rejected_by_name(pools: RankPools) -> None:
-    for no_rule, no_pattern, no_dim, partial, pieces, tied, mesh, path, cls in pools(2).run(
-        _misfits
-    ):
-        assert "parameter 0.weight of shape (4, 4) of Linear: no rule matches" in no_rule
-        assert "has no pattern for it" in no_pattern
-        assert "has no dimension 2" in no_dim
-        assert "use Shard, Replicate or FusedShard" in partial
-        assert "does not fall into 3 equal pieces" in pieces
-        assert "linear.weight is tied" in tied
-        assert "then the tensor-parallel one" in mesh
-        assert "import path" in path
-        assert "import path" in cls
+    for text, placements in {
+        "has no pattern for it": {"kernel": Shard(0)},
+        "has no dimension 2": {"*": Shard(2)},
+        "use Shard, Replicate or FusedShard": {"*": Partial()},
+        "does not fall into 3 equal pieces": {"*": FusedShard(0, 3)},
+    }.items():
+        assert text in described(Column(4, 4), TensorParallelRule(Column, placements))
+    no_rule = described(nn.Sequential(nn.Linear(4, 4)), *RULES)
+    assert "parameter 0.weight of shape (4, 4) of Linear: no rule matches" in no_rule
+    linear = TensorParallelRule(nn.Linear, REPLICATED)
+    assert "linear.weight is tied" in described(tied, *RULES, linear)
+    one_axis = described(nn.LayerNorm(4), *NORM_RULES, over=mesh["tp"])
+    assert "then the tensor-parallel one" in one_axis
+    for cls in ("Linear", torch.Tensor):
+        assert "import path" in said(ValueError, lambda cls=cls: TensorParallelRule(cls, COLUMN))

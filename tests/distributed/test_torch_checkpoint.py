@@ -2,32 +2,40 @@
 
 from __future__ import annotations
 
-import functools
 import io
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn, optim
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
-    get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
-    set_state_dict,
 )
 
-from megatron_fsdp_v2 import checkpoint, fully_shard
+from megatron_fsdp_v2 import fully_shard
 from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder
-from tests.distributed.checkpoint_trainings import Sharding, digests, muon, net, train
-from tests.distributed.wrapping import mesh_of
+from tests.distributed.checkpoint_trainings import (
+    WAYS,
+    Sharding,
+    digests,
+    muon,
+    net,
+    torch_loads,
+    torch_saves,
+    train,
+)
+from tests.distributed.on_ranks import on_ranks
+from tests.distributed.wrapping import step_all
 from tests.ranks import RankPools
+from tests.reference.models import Formula
+from tests.reference.wrapping_adam import WrappingAdam
 
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "SGD": lambda model: optim.SGD(model.parameters(), lr=0.1),
@@ -59,24 +67,7 @@ Digests = dict[str, dict[str, str]]
 
 
 def ranks(sharding: Sharding) -> int:
-    return functools.reduce(int.__mul__, sharding.mesh)
-
-
-def torch_saves(path: str, model: Any, optimizer: Any) -> None:
-    weights, state = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=path)
-
-
-def torch_loads(path: str, model: Any, optimizer: Any) -> None:
-    weights, state = get_state_dict(model, optimizer)
-    loaded = {"model": weights, "optimizer": state}
-    dcp.load(loaded, checkpoint_id=path)
-    set_state_dict(
-        model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"]
-    )
-
-
-WAYS = {"torch": (torch_saves, torch_loads), "ours": (checkpoint.save, checkpoint.load)}
+    return math.prod(sharding.mesh)
 
 
 def _saved(folder: str, way: str, names: list[str], sharding: Sharding) -> tuple[Digests, bool]:
@@ -133,44 +124,25 @@ def test_every_optimizer_loads_bit_equal_at_other_sizes_and_strategies(
     _check_loads(pools, tmp_path, results[0][0], names, labels)
 
 
-class OfNoRows(nn.Module):
-    """A parameter that no rank holds a row of, beside one of some rows."""
-
-    def __init__(self, rows: int) -> None:
-        super().__init__()
-        # Rows of 16 bytes, so that ranks can hold single ones.
-        self.none = nn.Parameter(torch.zeros(0, 4))
-        self.some = nn.Parameter(torch.ones(rows, 4))
-
-    def forward(self) -> torch.Tensor:
-        return torch.cat([self.none, self.some]).square().sum()
-
-
-def state_of_no_rows(folder: str, rows: int) -> list[float]:
-    """Counts of steps after two of them, saved and loaded by torch into a new optimizer."""
-    counts = []
-    for trains in (True, False):
-        model: Any = fully_shard(OfNoRows(rows), mesh=mesh_of(dist.get_world_size()))
-        optimizer = optim.AdamW(model.parameters(), lr=0.1)
-        for _ in range(2 if trains else 0):
-            model().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        if trains:
-            torch_saves(folder, model, optimizer)
-        else:
-            torch_loads(folder, model, optimizer)
-            state = get_optimizer_state_dict(model, optimizer)["state"]
-            counts = [float(of_one["step"]) for of_one in state.values()]
-    return counts
-
-
 @pytest.mark.parametrize("rows", [4, 1], ids=["ranks hold others", "a rank holds nothing"])
-def test_state_of_a_parameter_of_no_rows_is_saved_and_loaded(
-    pools: RankPools, tmp_path: Path, rows: int
-) -> None:
-    for counts in pools(2).run(state_of_no_rows, str(tmp_path), rows):
-        assert counts == [2.0, 2.0]
+@on_ranks(2)
+def test_state_of_a_parameter_of_no_rows_is_saved_and_loaded(tmp_path: Path, rows: int) -> None:
+    def made() -> tuple[Any, optim.Optimizer]:
+        # Rows of 16 bytes, so that ranks can hold single ones.
+        parts = {"none": torch.zeros(0, 4), "some": torch.ones(rows, 4)}
+        params = {name: nn.Parameter(part) for name, part in parts.items()}
+        model = fully_shard(Formula(lambda m: torch.cat([m.none, m.some]).square().sum(), **params))
+        return model, optim.AdamW(model.parameters(), lr=0.1)
+
+    model, optimizer = made()
+    for _ in range(2):
+        model().backward()
+        step_all(optimizer)
+    torch_saves(str(tmp_path), model, optimizer)
+    model, optimizer = made()
+    torch_loads(str(tmp_path), model, optimizer)
+    state = get_optimizer_state_dict(model, optimizer)["state"]
+    assert [float(of_one["step"]) for of_one in state.values()] == [2.0, 2.0]
 
 
 @pytest.mark.parametrize("saving", ["HSDP, 2x2", "HFSDP, 2x2", "ZeRO-0, 1"])
@@ -195,57 +167,37 @@ def test_folders_of_torch_and_of_this_package_are_the_same(
 # -- ranks without rows --------------------------------------------------------------------------
 
 
-def _steps_of_second_saves(folder: str) -> dict[str, set[float]]:
-    """Counts in a checkpoint of a training that had itself gone on from one."""
-    found = {}
-    for name in ("AdamW", "Adagrad", "NAdam", "Muon"):
-        for way, (save, load) in WAYS.items():
-            path = f"{folder}/{name}-{way}"
-            model = net()
-            optimizer = OPTIMIZERS[name](model)
-            train(model, optimizer, 2)
-            save(f"{path}-first", model, optimizer)
-            model = net()
-            optimizer = OPTIMIZERS[name](model)
-            load(f"{path}-first", model, optimizer)
-            train(model, optimizer, 3)
-            save(f"{path}-second", model, optimizer)
-            saved = CheckpointFolder(f"{path}-second")
-            keys = [key for key, _ in saved.tensors() if key.endswith(".step")]
-            found[f"{name}, {way}"] = {float(saved.read_tensor(key)) for key in keys}
-    return found
-
-
+@on_ranks(3, name=["AdamW", "Adagrad", "NAdam", "Muon"], way=WAYS)
 def test_a_run_that_went_on_saves_the_count_of_all_its_steps(
-    pools: RankPools, tmp_path: Path
+    tmp_path: Path, name: str, way: str
 ) -> None:
-    for found in pools(3).run(_steps_of_second_saves, str(tmp_path)):
-        assert len(found) == 8
-        assert set(map(frozenset, found.values())) == {frozenset({5.0})}, found
-
-
-ROLLED_BACK = ["SGD, momentum", "AdamW", "Adagrad", "ASGD", "Muon"]
-
-
-def _rolled_back(folder: str) -> dict[str, bool]:
-    found = {}
-    for name in ROLLED_BACK:
+    save, load = WAYS[way]
+    first, second = str(tmp_path / "first"), str(tmp_path / "second")
+    for loads, saves, steps in ((None, first, 2), (first, second, 3)):
         model = net()
         optimizer = OPTIMIZERS[name](model)
-        train(model, optimizer, 2)
-        torch_saves(f"{folder}/{name}", model, optimizer)
-        saved = digests(model, optimizer)
-        train(model, optimizer, 2, first=2)
-        moved = digests(model, optimizer) != saved
-        optimizer.zero_grad()
-        torch_loads(f"{folder}/{name}", model, optimizer)
-        found[name] = moved and digests(model, optimizer) == saved
-    return found
+        if loads is not None:
+            load(loads, model, optimizer)
+        train(model, optimizer, steps)
+        save(saves, model, optimizer)
+    saved = CheckpointFolder(second)
+    keys = [key for key, _ in saved.tensors() if key.endswith(".step")]
+    assert {float(saved.read_tensor(key)) for key in keys} == {5.0}
 
 
-def test_a_training_in_progress_goes_back_to_a_checkpoint(pools: RankPools, tmp_path: Path) -> None:
-    for found in pools(3).run(_rolled_back, str(tmp_path)):
-        assert found == dict.fromkeys(ROLLED_BACK, True)
+@on_ranks(3, name=["SGD, momentum", "AdamW", "Adagrad", "ASGD", "Muon"])
+def test_a_training_in_progress_goes_back_to_a_checkpoint(tmp_path: Path, name: str) -> None:
+    model = net()
+    optimizer = OPTIMIZERS[name](model)
+    train(model, optimizer, 2)
+    torch_saves(str(tmp_path), model, optimizer)
+    saved = digests(model, optimizer)
+    train(model, optimizer, 2, first=2)
+    moved = digests(model, optimizer)
+    optimizer.zero_grad()
+    torch_loads(str(tmp_path), model, optimizer)
+    assert moved != saved
+    assert digests(model, optimizer) == saved
 
 
 def _full_state(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -291,3 +243,29 @@ def test_full_state_dicts_are_whole_and_alike_on_all_ranks_and_load(
 
 def _size(nested: Any) -> int:
     return sum(map(_size, nested)) if isinstance(nested, list) else 1
+
+
+# -- state of plain DTensors -----------------------------------------------------------------------
+
+
+def losses_around_a_save(folder: str, way: str, strategy: str, *, saves: bool) -> list[float]:
+    """Losses of steps 3 to 5, with a save before them here, or on other ranks."""
+    model = net(Sharding((2,), strategy) if saves else Sharding((3,)))
+    optimizer = WrappingAdam(model.parameters(), lr=0.05)
+    save, load = WAYS[way]
+    if saves:
+        train(model, optimizer, 3)
+    (save if saves else load)(folder, model, optimizer)
+    return train(model, optimizer, 3, first=3)
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+@pytest.mark.parametrize("way", ["ours", "torch"])
+def test_training_with_state_of_plain_dtensors_goes_on_at_another_size(
+    pools: RankPools, tmp_path: Path, way: str, strategy: str
+) -> None:
+    folder = str(tmp_path / "saved")
+    expected = pools(2).run(losses_around_a_save, folder, way, strategy, saves=True)
+    found = pools(3).run(losses_around_a_save, folder, way, strategy, saves=False)
+    for losses in found:
+        assert losses == pytest.approx(expected[0], rel=1e-6)

@@ -11,29 +11,26 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from megatron_fsdp_v2 import checkpoint, fully_shard
+from megatron_fsdp_v2 import checkpoint
 from megatron_fsdp_v2.diagnostics import check_finite, memory_tracker, parameter_norms
 from megatron_fsdp_v2.diagnostics.stream_safety import record_streams
-from megatron_fsdp_v2.optim import Muon
-from tests.ranks import RankPools
+from tests.distributed.checkpoint_trainings import block_muon
+from tests.distributed.on_ranks import on_ranks
+from tests.distributed.wrapping import STRATEGIES, batch, wrap
 from tests.reference.models import Stack
 
 CORE = Path(__file__).parents[2] / "megatron_fsdp_v2"
-STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
 
 
-def warned_of(strategy: str, folder: str) -> list[str]:
+@on_ranks(2, strategy=STRATEGIES)
+def test_a_training_warns_of_nothing_that_will_change(strategy: str, tmp_path: Path) -> None:
     """Warnings about what will change, in a training with everything around it."""
+    folder = str(tmp_path)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("outer", "inner"))
-        model: Any = Stack()
-        for unit in (*model.blocks, model):
-            fully_shard(unit, mesh=mesh, sharding_strategy=strategy, check_ranks="always")
-        matrices = [p for block in model.blocks for p in block.parameters() if p.ndim == 2]
-        known = set(map(id, matrices))
-        others = [p for p in model.parameters() if id(p) not in known]
-        optimizer = Muon([{"params": matrices}, {"params": others, "use_muon": False}], lr=0.01)
+        model = wrap(Stack(), mesh=mesh, sharding_strategy=strategy, check_ranks="always")
+        optimizer = block_muon(model, lr=0.01)
         for _ in range(2):
             with record_streams(model), memory_tracker(model, optimizer):
                 model(torch.randn(2, 5)).square().mean().backward()
@@ -47,14 +44,7 @@ def warned_of(strategy: str, folder: str) -> list[str]:
         for param in model.parameters():
             param.full_tensor()
     kinds = (FutureWarning, DeprecationWarning, PendingDeprecationWarning)
-    return [str(w.message) for w in caught if issubclass(w.category, kinds)]
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_training_warns_of_nothing_that_will_change(
-    pools: RankPools, strategy: str, tmp_path: Path
-) -> None:
-    assert pools(2).run(warned_of, strategy, str(tmp_path)) == [[]] * 2
+    assert [str(w.message) for w in caught if issubclass(w.category, kinds)] == []
 
 
 def test_names_that_differ_between_versions_are_in_one_file() -> None:
@@ -69,8 +59,8 @@ def test_names_that_differ_between_versions_are_in_one_file() -> None:
     assert named == set()
 
 
-def collectives_called() -> list[str]:
-    """Names of the gathers that an evaluation calls in torch, where others may replace them."""
+@on_ranks(2)
+def test_a_gather_is_one_call_of_the_name_that_torch_has() -> None:
     name = "all_gather_single" if hasattr(torch.distributed, "all_gather_single") else ""
     name = name or "all_gather_into_tensor"
     calls: list[str] = []
@@ -80,18 +70,9 @@ def collectives_called() -> list[str]:
         calls.append(name)
         return original(*args, **kwargs)
 
-    model = fully_shard(Stack(), mesh=init_device_mesh("cpu", (2,)))
-    with torch.no_grad():
-        model(torch.randn(2, 5))
-    setattr(torch.distributed, name, counted)
-    try:
-        with torch.no_grad():
-            model(torch.randn(2, 5))
-    finally:
-        setattr(torch.distributed, name, original)
-    return calls
-
-
-def test_a_gather_is_one_call_of_the_name_that_torch_has(pools: RankPools) -> None:
-    for calls in pools(2).run(collectives_called):
-        assert len(calls) == 1
+    model = wrap(Stack(), [])
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        model(batch(0))
+        patch.setattr(torch.distributed, name, counted)
+        model(batch(0))
+    assert len(calls) == 1

@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_fsdp_v2 import FSDPModule, MixedPrecisionPolicy, fully_shard
-from megatron_fsdp_v2.comm.interface import Collective
 from megatron_fsdp_v2.runtime.fsdp_module import unit_of
 from tests.reference.models import INPUT, Stack
 
@@ -26,7 +25,6 @@ BF16 = MixedPrecisionPolicy(
     main_grads_dtype=torch.float32,
     grad_comm_dtype=torch.bfloat16,
 )
-
 
 MESHES: dict[str, tuple[tuple[int, ...], str]] = {
     "1": ((1,), "no_shard"),
@@ -59,7 +57,8 @@ def strategies_on(name: str) -> tuple[str, ...]:
 
 def wrap(model: Any, units: Iterable[nn.Module] | None = None, **options: Any) -> Any:
     """Shard a model: its `blocks` (or `units`) first, then the model, over all ranks."""
-    options.setdefault("mesh", mesh_of(dist.get_world_size()))
+    if "mesh" not in options:
+        options["mesh"] = mesh_of(dist.get_world_size())
     for unit in getattr(model, "blocks", ()) if units is None else units:
         fully_shard(unit, **options)
     return fully_shard(model, **options)
@@ -91,7 +90,7 @@ class Sent:
     """One collective.
 
     Attributes:
-        kind: `all_gather`, `reduce_scatter` or `all_reduce`.
+        kind: `all_gather`, `reduce_scatter`, `all_reduce` or `all_to_all`.
         dtype: Communication dtype.
         numel: Elements of the full buffer.
         axis_size: Ranks that take part.
@@ -103,6 +102,10 @@ class Sent:
     numel: int
     axis_size: int
     group: str = field(default="", compare=False)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
 
 
 NOT_LAUNCHED = ("detach", "alias", "_local_scalar_dense")
@@ -125,39 +128,49 @@ class Operations(TorchDispatchMode):
 
 
 class Wire:
-    """A communicator that notes every collective, around the real one."""
+    """A communicator that notes every collective, around the real one; `look` runs before each."""
 
-    def __init__(self, inner: Any) -> None:
-        self._inner = inner
+    def __init__(self, inner: Any, look: Callable[[], Any] = lambda: None) -> None:
+        self._inner, self._look = inner, look
         self.sent: list[Sent] = []
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
+        inner = getattr(self._inner, name)
+        if name not in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
+            return inner
 
-    def issue(self, collective: Collective, *, async_op: bool) -> Any:
-        full, axis = collective.full, collective.axis
-        name, group = collective.kind.value, axis.group.group_name
-        self.sent.append(Sent(name, full.dtype, full.numel(), axis.size, group))
-        return self._inner.issue(collective, async_op=async_op)
+        def noted(target: torch.Tensor, source: torch.Tensor, *args: Any, **kw: Any) -> Any:
+            full = target if name == "all_gather" else source
+            axis = args[2] if name == "all_to_all" else args[0]
+            name_of_group = axis.group.group_name
+            self.sent.append(Sent(name, full.dtype, full.numel(), axis.size, name_of_group))
+            self._look()
+            return inner(target, source, *args, **kw)
+
+        return noted
 
     def count(self, kind: str) -> int:
         """Collectives of a kind."""
         return sum(sent.kind == kind for sent in self.sent)
+
+    def nbytes(self, kind: str) -> int:
+        """Bytes of the full buffers of a kind."""
+        return sum(sent.nbytes for sent in self.sent if sent.kind == kind)
 
     def dtypes(self, *, gathers: bool) -> set[torch.dtype]:
         """Dtypes of gathers, or of reductions."""
         return {sent.dtype for sent in self.sent if (sent.kind == "all_gather") is gathers}
 
 
-def listen(model: nn.Module) -> Wire:
-    """Note the collectives of a sharded model from now on."""
+def listen(model: nn.Module, look: Callable[[], Any] = lambda: None) -> Wire:
+    """Note the collectives of a sharded model from now on; `look` runs before each."""
     units = [unit_of(module) for module in model.modules() if isinstance(module, FSDPModule)]
-    wire = Wire(units[-1].context.communicator)
+    wire = Wire(units[-1].context.communicator, look)
     for unit in units:
         for group in unit.groups:
-            group.weights.replace_communicator(wire)  # type: ignore[arg-type]
+            group.weights._comm = wire  # type: ignore[assignment]
             if group.grads is not None:
-                group.grads.replace_communicator(wire)  # type: ignore[arg-type]
+                group.grads._comm = wire  # type: ignore[assignment]
     return wire
 
 

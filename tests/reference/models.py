@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,19 @@ from torch.utils.checkpoint import checkpoint
 WIDTH = 7
 INPUT = 5
 OUTPUT = 3
+
+
+class Formula(nn.Module):
+    """Parts by name, and a forward that is a function of the module and its arguments."""
+
+    def __init__(self, function: Callable[..., Any], **parts: Any) -> None:
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self, *args, **kwargs)
 
 
 class Block(nn.Module):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from megatron_fsdp_v2 import checkpoint, fully_shard
 from tests.distributed.checkpoint_trainings import Sharding, digests, muon
 from tests.distributed.test_tensor_shards import _Parts, _sharded
 from tests.distributed.wrapping import STRATEGIES
+from tests.reference.pages import page, table
 
 OPTIMIZERS = ("AdamW", "SGD, momentum", "Muon")
 SIZES = ((1, 1), (2, 1), (4, 1), (2, 2), (3, 1))
@@ -147,32 +147,25 @@ _ABOUT = (
 Outcome = tuple[Arrangement, Arrangement, str]
 
 
-def page(outcomes: Mapping[Outcome, bool]) -> str:
+def matrix_page(outcomes: Mapping[Outcome, bool]) -> str:
     """The page: loads that are bit-equal, by sizes and by strategies."""
     about = _ABOUT.format(
         number=len(outcomes), ways=len(ARRANGEMENTS), optimizers=" / ".join(OPTIMIZERS)
     )
-    lines = ["# Reshard matrix", "", *textwrap.wrap(about, 90), ""]
+    parts = []
     for title, names, attribute in (
         ("data-parallel x tensor-parallel ranks", [f"{d}x{t}" for d, t in SIZES], "size"),
         ("strategies", list(KINDS), "kind"),
     ):
-        lines += [f"## By {title}", "", "Rows saved, columns load.", ""]
-        lines += _table(outcomes, names, attribute)
-        lines.append("")
-    return "\n".join(lines).rstrip() + "\n"
+        parts += [f"## By {title}", "Rows saved, columns load."]
+        parts.append(_table(outcomes, names, attribute))
+    return page("Reshard matrix", about, *parts)
 
 
-def _table(outcomes: Mapping[Outcome, bool], names: list[str], attribute: str) -> list[str]:
-    lines = ["| | " + " | ".join(names) + " |", "|" + "---|" * (len(names) + 1)]
-    for row in names:
-        cells = []
-        for column in names:
-            equal = [
-                is_equal
-                for (saves, loads, _), is_equal in outcomes.items()
-                if (getattr(saves, attribute), getattr(loads, attribute)) == (row, column)
-            ]
-            cells.append(f"{sum(equal)} of {len(equal)}")
-        lines.append(f"| {row} | " + " | ".join(cells) + " |")
-    return lines
+def _table(outcomes: Mapping[Outcome, bool], names: list[str], attribute: str) -> str:
+    found: dict[tuple[str, str], list[bool]] = {}
+    for (saves, loads, _), is_equal in outcomes.items():
+        cell = (getattr(saves, attribute), getattr(loads, attribute))
+        found.setdefault(cell, []).append(is_equal)
+    counts = {cell: f"{sum(equal)} of {len(equal)}" for cell, equal in found.items()}
+    return table("", names, {row: [counts[row, column] for column in names] for row in names})

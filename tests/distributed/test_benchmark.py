@@ -6,28 +6,30 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 
 def _run(module: str, *words: str) -> str:
     """Standard output of a benchmark."""
-    done = subprocess.run(
-        [sys.executable, "-m", module, *words],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    command = [sys.executable, "-m", module, *words]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
 
 
+def _measured(tmp_path: Path, module: str, file: str, width: int) -> tuple[Any, str]:
+    """What a small run of a benchmark records, and what it prints."""
+    sizes = ["--layers", "2", "--width", str(width), "--rounds", "1", "--out", str(tmp_path)]
+    shown = _run(module, *sizes)
+    return json.loads((tmp_path / file).read_text()), shown
+
+
 @pytest.mark.functional
 def test_the_benchmark_reports_a_ratio_for_every_contender(tmp_path: Path) -> None:
-    sizes = ["--layers", "2", "--width", "8", "--rounds", "1", "--out", str(tmp_path)]
-    shown = _run("benchmarks", *sizes)
-    ratios = json.loads((tmp_path / "bench.json").read_text())["ratio"]
+    record, shown = _measured(tmp_path, "benchmarks", "bench.json", 8)
+    ratios = record["ratio"]
     assert ratios["FSDP2"] == 1.0
     assert len(ratios) == 6
     assert all(name in shown for name in ratios)
@@ -36,9 +38,7 @@ def test_the_benchmark_reports_a_ratio_for_every_contender(tmp_path: Path) -> No
 
 @pytest.mark.functional
 def test_muon_is_measured_beside_adamw_and_beside_repeating_the_work(tmp_path: Path) -> None:
-    sizes = ["--layers", "2", "--width", "16", "--rounds", "1", "--out", str(tmp_path)]
-    shown = _run("benchmarks.muon", *sizes)
-    record = json.loads((tmp_path / "muon_2.json").read_text())
+    record, shown = _measured(tmp_path, "benchmarks.muon", "muon_2.json", 16)
     assert record["step_ratio"]["AdamW, ZeRO-3"] == 1.0
     assert record["optimizer_ratio"]["Muon, ZeRO-3"] == 1.0
     assert all(name in shown for name in record["step_s"])
@@ -46,9 +46,7 @@ def test_muon_is_measured_beside_adamw_and_beside_repeating_the_work(tmp_path: P
 
 @pytest.mark.functional
 def test_saves_are_measured_beside_a_step(tmp_path: Path) -> None:
-    sizes = ["--layers", "2", "--width", "32", "--rounds", "1", "--out", str(tmp_path)]
-    shown = _run("benchmarks.checkpoint", *sizes)
-    record = json.loads((tmp_path / "checkpoint.json").read_text())
+    record, shown = _measured(tmp_path, "benchmarks.checkpoint", "checkpoint.json", 32)
     assert record["over_step"].keys() == {"step", "save", "stall", "in_all"}
     assert record["state_bytes"] == 3 * 4 * 2 * (2 * 4 * 32 * 32 + 5 * 32)
     assert "peak memory of an export" in shown

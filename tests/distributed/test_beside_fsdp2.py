@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,35 +17,24 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as TheirPolicy
 from torch.distributed.fsdp import fully_shard as their_fully_shard
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp_v2 import FSDPModule, MixedPrecisionPolicy
-from tests.distributed.wrapping import batch, mesh_of, wrap
-from tests.ranks import RankPools
+from megatron_fsdp_v2 import FSDPModule, MixedPrecisionPolicy, fully_shard
+from tests.distributed.on_ranks import on_ranks
+from tests.distributed.wrapping import batch, mesh_of, own_loss, step_all
 from tests.reference.models import Stack
 
 
-def _theirs(**options: Any) -> Any:
+def _wrapped(shard: Any, **options: Any) -> Any:
     torch.manual_seed(0)
     model: Any = Stack()
-    mesh = mesh_of(dist.get_world_size())
-    for block in model.blocks:
-        their_fully_shard(block, mesh=mesh, **options)
-    return their_fully_shard(model, mesh=mesh, **options)
+    for unit in (*model.blocks, model):
+        shard(unit, mesh=mesh_of(dist.get_world_size()), **options)
+    return model
 
 
-def _ours(**options: Any) -> Any:
-    torch.manual_seed(0)
-    return wrap(Stack(), **options)
+_theirs, _ours = partial(_wrapped, their_fully_shard), partial(_wrapped, fully_shard)
 
 
 BOTH: tuple[Callable[..., Any], ...] = (_theirs, _ours)
-
-
-def _backward(model: nn.Module, step: int = 0) -> None:
-    model(batch(dist.get_rank(), step)).float().square().mean().backward()
-
-
-def _full(tensors: Any) -> list[torch.Tensor]:
-    return [tensor.full_tensor().detach().clone() for tensor in tensors]
 
 
 def _distance(first: list[torch.Tensor], second: list[torch.Tensor]) -> float:
@@ -59,36 +49,28 @@ def _distance(first: list[torch.Tensor], second: list[torch.Tensor]) -> float:
 def weights_after(make: Callable[..., Any], optimizer: str, bf16: bool) -> list[torch.Tensor]:
     """Weights after 5 steps."""
     options: dict[str, Any] = {}
-    if bf16 and make is _theirs:
+    if bf16:
         options["mp_policy"] = TheirPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    elif bf16:
+    if bf16 and make is _ours:
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     model = make(**options)
-    made: Any = (
-        torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        if optimizer == "SGD"
-        else torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
-    )
+    kinds: dict[str, Any] = {
+        "SGD": partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+        "AdamW": partial(torch.optim.AdamW, lr=0.01, eps=1e-3),
+    }
+    made = kinds[optimizer](model.parameters())
     for step in range(5):
-        made.zero_grad()
-        _backward(model, step)
+        own_loss(model, step).backward()
         norm: Any = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         assert float(norm.full_tensor()) > 0
-        made.step()
-    return _full(model.parameters())
+        step_all(made)
+    return [param.full_tensor().detach() for param in model.parameters()]
 
 
-def training_distances() -> dict[tuple[str, bool], float]:
-    """Largest relative difference of weights, by optimizer and whether in bf16."""
-    cases = [("SGD", False), ("AdamW", False), ("SGD", True)]
-    return {case: _distance(*(weights_after(make, *case) for make in BOTH)) for case in cases}
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_five_steps_of_training_equal_fsdp2s(pools: RankPools, world_size: int) -> None:
-    for found in pools(world_size).run(training_distances):
-        for case, distance in found.items():
-            assert distance < 1e-6, case
+@pytest.mark.parametrize(("optimizer", "bf16"), [("SGD", False), ("AdamW", False), ("SGD", True)])
+@on_ranks("world_size", world_size=[2, 3])
+def test_five_steps_of_training_equal_fsdp2s(world_size: int, optimizer: str, bf16: bool) -> None:
+    assert _distance(*(weights_after(make, optimizer, bf16) for make in BOTH)) < 1e-6
 
 
 # -- methods --------------------------------------------------------------------------------------
@@ -138,19 +120,6 @@ def methods(make: Callable[..., Any]) -> dict[str, Any]:
     return found
 
 
-def accumulated(make: Callable[..., Any], how: str) -> list[torch.Tensor]:
-    """Gradients of three micro-batches, of which the last one synchronizes."""
-    model = make()
-    for micro in range(3):
-        is_last = micro == 2
-        if how == "set_requires_gradient_sync":
-            model.set_requires_gradient_sync(is_last)
-        else:
-            model.set_is_last_backward(is_last)
-        _backward(model, micro)
-    return _full_gradients(model)
-
-
 def _full_gradients(model: nn.Module) -> list[torch.Tensor]:
     # An empty shard has no gradient here and an empty one there.
     full = []
@@ -169,43 +138,45 @@ def _full_gradients(model: nn.Module) -> list[torch.Tensor]:
     return full
 
 
-def prefetched(make: Callable[..., Any]) -> list[torch.Tensor]:
-    """Gradients with explicit prefetching in both directions."""
-    model = make()
-    first, second, third = model.blocks
-    first.set_modules_to_forward_prefetch([second, third])
-    third.set_modules_to_backward_prefetch([second, first])
-    for step in range(2):
-        model.zero_grad()
-        _backward(model, step)
-    return _full_gradients(model)
+@on_ranks(2)
+def test_methods_do_what_fsdp2s_do() -> None:
+    assert methods(_ours) == methods(_theirs)
 
 
-def all_methods() -> dict[str, Any]:
-    """What differs between theirs and ours."""
-    theirs, ours = methods(_theirs), methods(_ours)
-    found = {
-        claim: (theirs[claim], ours[claim]) for claim in theirs if theirs[claim] != ours[claim]
-    }
-    numbers: dict[str, Any] = {
-        how: _distance(*(accumulated(make, how) for make in BOTH))
-        for how in ("set_requires_gradient_sync", "set_is_last_backward")
-    }
-    numbers["prefetch lists"] = _distance(*(prefetched(make) for make in BOTH))
-    found.update({name: error for name, error in numbers.items() if error > 1e-6})
-    return found
+@on_ranks(2, method=["set_requires_gradient_sync", "set_is_last_backward"])
+def test_gradients_of_micro_batches_are_accumulated_as_fsdp2_does(method: str) -> None:
+    found = []
+    for make in BOTH:
+        model = make()
+        for micro in range(3):
+            getattr(model, method)(micro == 2)
+            own_loss(model, micro).backward()
+        found.append(_full_gradients(model))
+    assert _distance(*found) < 1e-6
 
 
-def test_methods_do_what_fsdp2s_do(pools: RankPools) -> None:
-    for different in pools(2).run(all_methods):
-        assert different == {}
+@on_ranks(2)
+def test_prefetch_lists_in_both_directions_change_no_gradient() -> None:
+    found = []
+    for make in BOTH:
+        model = make()
+        first, second, third = model.blocks
+        first.set_modules_to_forward_prefetch([second, third])
+        third.set_modules_to_backward_prefetch([second, first])
+        for step in range(2):
+            model.zero_grad()
+            own_loss(model, step).backward()
+        found.append(_full_gradients(model))
+    assert _distance(*found) < 1e-6
 
 
 # -- state dicts ----------------------------------------------------------------------------------
 
 
-def state_dict_kinds(make: Callable[..., Any]) -> list[bool]:
-    """Whether a state dict is sharded: at rest, while a unit is gathered, after a forward."""
+@pytest.mark.parametrize("make", [_theirs, _ours], ids=["theirs", "ours"])
+@on_ranks(2)
+def test_a_state_dict_is_sharded_also_while_a_unit_is_gathered(make: Callable[..., Any]) -> None:
+    """At rest, while a unit is gathered, after a forward."""
     model = make()
     found = [model.state_dict()]
     model.unshard()
@@ -213,16 +184,8 @@ def state_dict_kinds(make: Callable[..., Any]) -> list[bool]:
     model.reshard()
     model(batch(0))
     found.append(model.state_dict())
-    return [all(isinstance(value, DTensor) for value in state.values()) for state in found]
-
-
-def test_fsdp2s_state_dict_is_always_sharded(pools: RankPools) -> None:
-    # What the next test asks of ours.
-    assert pools(2).run(state_dict_kinds, _theirs) == [[True] * 3] * 2
-
-
-def test_a_state_dict_is_sharded_also_while_a_unit_is_gathered(pools: RankPools) -> None:
-    assert pools(2).run(state_dict_kinds, _ours) == [[True] * 3] * 2
+    for state in found:
+        assert all(isinstance(value, DTensor) for value in state.values())
 
 
 # -- documentation --------------------------------------------------------------------------------
@@ -230,23 +193,17 @@ def test_a_state_dict_is_sharded_also_while_a_unit_is_gathered(pools: RankPools)
 PAGE = Path(__file__).parents[2] / "docs" / "coming_from_fsdp2.md"
 
 
-def weights_of_blocks(blocks: list[str]) -> list[list[torch.Tensor]]:
-    """What blocks of code leave in `weights`."""
-    found = []
-    for block in blocks:
+@on_ranks(2)
+def test_the_documented_code_runs_and_trains_as_before() -> None:
+    before, after = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert "torch.distributed.fsdp" in before
+    assert "megatron_fsdp_v2" in after
+    weights = []
+    for code in (before, after):
         names: dict[str, Any] = {}
-        exec(block, names)
-        found.append(names["weights"])
-    return found
-
-
-def test_the_documented_code_runs_and_trains_as_before(pools: RankPools) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert len(blocks) == 2
-    assert "torch.distributed.fsdp" in blocks[0]
-    assert "megatron_fsdp_v2" in blocks[1]
-    for before, after in pools(2).run(weights_of_blocks, blocks):
-        assert _distance(before, after) < 1e-6
+        exec(code, names)
+        weights.append(names["weights"])
+    assert _distance(*weights) < 1e-6
 
 
 def test_the_page_has_every_public_method_of_fsdp2_and_of_ours() -> None:

@@ -22,8 +22,8 @@ from megatron_fsdp_v2 import FSDPModule, fully_shard
 from megatron_fsdp_v2.params import registration
 from megatron_fsdp_v2.runtime import hooks
 from megatron_fsdp_v2.runtime.fsdp_module import unit_of
+from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import mesh_of, said
-from tests.ranks import RankPools
 
 WIDTH = 5
 PACKAGE = str(Path(megatron_fsdp_v2.__file__).parent)
@@ -66,7 +66,9 @@ class Mixed(nn.Module):
         return self.last(self.tied(self.late(self.first(x))) * self.frozen)
 
 
-OPTIONS: dict[str, Any] = {"enable_trace_pool": True, "gradient_scaling_factor": 1.0}
+def _options() -> dict[str, Any]:
+    mesh = mesh_of(dist.get_world_size())
+    return {"mesh": mesh, "enable_trace_pool": True, "gradient_scaling_factor": 1.0}
 
 
 def _built() -> Any:
@@ -76,16 +78,12 @@ def _built() -> Any:
     model.calls = []
     model.last.weight.register_post_accumulate_grad_hook(lambda _: model.calls.append("weight"))
     model.last.register_forward_hook(lambda *_: model.calls.append("forward"))
-    fully_shard(model.first, mesh=_mesh(), **OPTIONS)
+    fully_shard(model.first, **_options())
     for _ in range(4):
         model.first(torch.ones(2, WIDTH)).sum().backward()
     model.zero_grad()
     assert model.first.trace_pool().reports()[0].plan is not None
     return model
-
-
-def _mesh() -> DeviceMesh:
-    return mesh_of(dist.get_world_size())
 
 
 class _Same:
@@ -208,7 +206,9 @@ def fail_at(number: int, call: Callable[[], Any], events: tuple[str, ...]) -> bo
 
 
 def _train(model: Any) -> list[bytes]:
-    """Losses and own rows of the weights in some steps."""
+    """Losses and own rows of the weights in some steps, of a model that is sharded by now."""
+    if not isinstance(model, FSDPModule):
+        fully_shard(model, **_options())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     found = []
     for step in range(3):
@@ -221,60 +221,41 @@ def _train(model: Any) -> list[bytes]:
     return found + [param.to_local().detach().numpy().tobytes() for param in model.parameters()]
 
 
-def failures(
-    of: str, events: tuple[str, ...] = ("call",), every: int = 1
-) -> tuple[int, list[Any], bool, list[str]]:
-    """How many failures there were, what each changed, whether training is as ever, and calls."""
-    call: Callable[[Any], Any] = functools.partial(_SHARDED[of], **OPTIONS)
+def check_failures(
+    of: str, least: int, events: tuple[str, ...] = ("call",), every: int = 1
+) -> None:
+    """See that failures, of which there are some, change nothing, and that the next call trains."""
+    call: Callable[[Any], Any] = functools.partial(_SHARDED[of], **_options())
     expected, model = _built(), _built()
     torch.manual_seed(1)
     call(expected)
-    expected_bits = _train(_whole(expected))
+    expected_bits = _train(expected)
     torch.manual_seed(1)
     originals = [*model.parameters(), *model.buffers()]
-    before, changed, number = _snapshot(model, originals), [], 1
+    before, number = _snapshot(model, originals), 1
     while fail_at(number, lambda: call(model), events):
-        changes = _changes(before, _snapshot(model, originals))
-        if changes:
-            changed.append((number, changes))
-            break
+        assert _changes(before, _snapshot(model, originals)) == [], number
         number += every
-    return number // every, changed, _train(_whole(model)) == expected_bits, model.calls
+    assert number // every >= least
+    assert _train(model) == expected_bits
+    assert model.calls == ["forward", "weight"] * 3
 
 
-def _whole(model: Any) -> Any:
-    return model if isinstance(model, FSDPModule) else fully_shard(model, mesh=_mesh(), **OPTIONS)
+_SHARDED: dict[str, Callable[..., Any]] = {
+    "root": fully_shard,
+    "some": lambda model, **options: fully_shard([model.late, model.tied], **options),
+}
 
 
-def _root(model: Any, **options: Any) -> None:
-    fully_shard(model, mesh=_mesh(), **options)
-
-
-def _some(model: Any, **options: Any) -> None:
-    fully_shard([model.late, model.tied], mesh=_mesh(), **options)
-
-
-_SHARDED: dict[str, Callable[..., None]] = {"root": _root, "some": _some}
-
-
-def _check(found: list[Any], least: int) -> None:
-    for number, changed, trains, calls in found:
-        assert number >= least
-        assert changed == []
-        assert trains
-        assert calls == ["forward", "weight"] * 3
-
-
-def test_a_failure_at_any_step_changes_nothing_and_the_next_call_trains(pools: RankPools) -> None:
-    _check(pools(1).run(failures, "root", every=11), 50)
+@on_ranks(1)
+def test_a_failure_at_any_step_changes_nothing_and_the_next_call_trains() -> None:
+    check_failures("root", 50, every=11)
 
 
 @pytest.mark.functional
-@pytest.mark.parametrize("of", ["root", "some"])
-def test_a_failure_where_any_function_begins_or_ends_changes_nothing(
-    pools: RankPools, of: str
-) -> None:
-    _check(pools(2).run(failures, of, ("call", "return"), timeout_s=600), 500)
+@on_ranks(2, timeout_s=600, of=["root", "some"])
+def test_a_failure_where_any_function_begins_or_ends_changes_nothing(of: str) -> None:
+    check_failures(of, 500, ("call", "return"))
 
 
 def _raise(*args: Any, **kwargs: Any) -> None:
@@ -291,7 +272,7 @@ def _initialize_and_raise(module: Any) -> None:
 def _out_of_memory(model: Any) -> None:
     model.huge = nn.Parameter(torch.zeros(1).expand(1 << 55))
     try:
-        assert "memory" in said(RuntimeError, lambda: _root(model, **OPTIONS))
+        assert "memory" in said(RuntimeError, lambda: fully_shard(model, **_options()))
     finally:
         del model.huge
 
@@ -306,18 +287,18 @@ def _failed_collective(model: Any) -> None:
             "broadcast",
             lambda *args, **kwargs: (_raise if next(calls) else broadcast)(*args, **kwargs),
         )
-        _expect_injected(lambda: _root(model, **OPTIONS))
+        _fails(model)
 
 
-def _expect_injected(call: Callable[[], Any]) -> None:
+def _fails(model: Any, **options: Any) -> None:
     with pytest.raises(Injected):
-        call()
+        fully_shard(model, **options, **_options())
 
 
 def _gathered_inside(model: Any) -> None:
     model.first.unshard()
     before = _snapshot(model, [])
-    assert "is gathered" in said(RuntimeError, lambda: _root(model, **OPTIONS))
+    assert "is gathered" in said(RuntimeError, lambda: fully_shard(model, **_options()))
     assert not _changes(before, _snapshot(model, []))
     model.first.reshard()
 
@@ -327,37 +308,31 @@ def _mesh_of_another_rank(model: Any) -> None:
         # Both ranks make both.
         mesh = DeviceMesh("cpu", [other])
         if dist.get_rank() != other:
-            text = said(ValueError, lambda m=mesh: fully_shard(model, mesh=m, **OPTIONS))
+            text = said(ValueError, lambda m=mesh: fully_shard(model, **{**_options(), "mesh": m}))
             assert f"this is rank {dist.get_rank()}, and mesh has the ranks [{other}]" in text
 
 
 REAL: dict[str, Callable[[Any], None]] = {
     "no memory for a buffer": _out_of_memory,
-    "an initialization that raises": lambda model: _expect_injected(
-        lambda: _root(model, param_init_fn=_initialize_and_raise, **OPTIONS)
+    "an initialization that raises": lambda model: _fails(
+        model, param_init_fn=_initialize_and_raise
     ),
     "a collective that fails": _failed_collective,
     "a mesh of another rank": _mesh_of_another_rank,
 }
 
 
-def real_errors() -> tuple[dict[str, list[str]], bool, list[str]]:
-    """What each error changed, whether the model trains as ever after all of them, and calls."""
+@on_ranks(2)
+def test_real_errors_change_nothing_and_the_next_call_trains() -> None:
     expected, model = _built(), _built()
     torch.manual_seed(1)
-    expected_bits = _train(_whole(expected))
+    expected_bits = _train(expected)
     torch.manual_seed(1)
     _gathered_inside(model)
-    originals, changed = [*model.parameters(), *model.buffers()], {}
+    originals = [*model.parameters(), *model.buffers()]
     for name, fail in REAL.items():
         before = _snapshot(model, originals)
         fail(model)
-        changed[name] = _changes(before, _snapshot(model, originals))
-    return changed, _train(_whole(model)) == expected_bits, model.calls
-
-
-def test_real_errors_change_nothing_and_the_next_call_trains(pools: RankPools) -> None:
-    for changed, trains, calls in pools(2).run(real_errors):
-        assert changed == {name: [] for name in REAL}
-        assert trains
-        assert calls == ["forward", "weight"] * 3
+        assert _changes(before, _snapshot(model, originals)) == [], name
+    assert _train(model) == expected_bits
+    assert model.calls == ["forward", "weight"] * 3

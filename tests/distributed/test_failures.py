@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,18 +44,22 @@ def _fail_when_it_comes_back(module: Any, args: Any, output: torch.Tensor) -> No
     output.register_hook(_raise)
 
 
+@contextlib.contextmanager
+def _failing(handle: Any) -> Iterator[None]:
+    """Nobody hears of what a hook raises; it is removed in the end."""
+    with contextlib.suppress(Planned):
+        yield
+    handle.remove()
+
+
 def _fail_in_forward(model: Any) -> None:
-    handle = model.blocks[1].register_forward_pre_hook(_raise)
-    with contextlib.suppress(Planned):
+    with _failing(model.blocks[1].register_forward_pre_hook(_raise)):
         own_loss(model, 7)
-    handle.remove()
 
 
-def _fail_in_backward(model: Any) -> None:
-    handle = model.blocks[1].register_forward_hook(_fail_when_it_comes_back)
-    with contextlib.suppress(Planned):
+def _fail_in_backward(model: Any, block: int = 1) -> None:
+    with _failing(model.blocks[block].register_forward_hook(_fail_when_it_comes_back)):
         own_loss(model, 7).backward()
-    handle.remove()
 
 
 def _leave_a_forward(model: Any) -> None:
@@ -72,9 +77,16 @@ def _adamw(*models: Any) -> list[Any]:
     return [torch.optim.AdamW(model.parameters(), lr=0.05) for model in models]
 
 
+def _trained(strategy: str) -> tuple[Any, Any, list[Any]]:
+    """A plain and a sharded model and their optimizers after two steps."""
+    plain, model = fp64_pair(strategy)
+    optimizers = _adamw(plain, model)
+    train_both(plain, model, optimizers, range(2))
+    return plain, model, optimizers
+
+
 @pytest.mark.parametrize("options", [{}, {"enable_trace_pool": True}], ids=["", "pool"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@on_ranks(2)
+@on_ranks(2, strategy=STRATEGIES)
 def test_the_backward_of_another_graph_after_a_failed_one_is_right(
     strategy: str, options: dict[str, Any]
 ) -> None:
@@ -92,16 +104,12 @@ def test_the_backward_of_another_graph_after_a_failed_one_is_right(
     assert gradient_error(model, plain) < EXACT
 
 
-@pytest.mark.parametrize("kind", INTERRUPTIONS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@on_ranks(2)
+@on_ranks(2, strategy=STRATEGIES, kind=INTERRUPTIONS)
 def test_loaded_weights_count_whatever_was_interrupted(
     tmp_path: Path, strategy: str, kind: str
 ) -> None:
     folder = str(tmp_path / "saved")
-    plain, model = fp64_pair(strategy)
-    optimizers = _adamw(plain, model)
-    train_both(plain, model, optimizers, range(2))
+    plain, model, optimizers = _trained(strategy)
     checkpoint.save(folder, model, optimizers[1])
     weights, state = copy.deepcopy((plain.state_dict(), optimizers[0].state_dict()))
     train_both(plain, model, optimizers, range(2, 4))
@@ -117,16 +125,12 @@ def test_loaded_weights_count_whatever_was_interrupted(
     assert max(errors) < EXACT, errors
 
 
-@pytest.mark.parametrize("kind", INTERRUPTIONS)
-@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
-@on_ranks(2)
+@on_ranks(2, strategy=["optim", "optim_grads_params"], kind=INTERRUPTIONS)
 def test_a_save_after_an_interruption_holds_weights_and_optimizer(
     tmp_path: Path, strategy: str, kind: str
 ) -> None:
     folder = str(tmp_path / "saved")
-    plain, model = fp64_pair(strategy)
-    optimizers = _adamw(plain, model)
-    train_both(plain, model, optimizers, range(2))
+    plain, model, optimizers = _trained(strategy)
     INTERRUPTIONS[kind](model)
     optimizers[1].zero_grad()
     checkpoint.save(folder, model, optimizers[1])
@@ -138,8 +142,7 @@ def test_a_save_after_an_interruption_holds_weights_and_optimizer(
     assert weight_error(model, again) == 0.0
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@on_ranks(2)
+@on_ranks(2, strategy=STRATEGIES)
 def test_an_optimizer_of_gathered_weights_says_so_at_its_first_step(strategy: str) -> None:
     plain, model = fp64_pair(strategy)
     _leave_a_forward(model)
@@ -154,15 +157,11 @@ def test_an_optimizer_of_gathered_weights_says_so_at_its_first_step(strategy: st
 
 
 @pytest.mark.parametrize("as_parameters", [False, True], ids=["tensors", "parameters"])
-@pytest.mark.parametrize("before_it", ["", "gathered", *INTERRUPTIONS])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@on_ranks(2)
+@on_ranks(2, strategy=STRATEGIES, before_it=["", "gathered", *INTERRUPTIONS])
 def test_weights_for_one_call_are_rejected_and_replace_nothing(
     strategy: str, before_it: str, as_parameters: bool
 ) -> None:
-    plain, model = fp64_pair(strategy)
-    optimizers = _adamw(plain, model)
-    train_both(plain, model, optimizers, range(2))
+    plain, model, optimizers = _trained(strategy)
     if before_it == "gathered":
         model.unshard()
     elif before_it:
@@ -182,8 +181,7 @@ def test_weights_for_one_call_are_rejected_and_replace_nothing(
     assert weight_error(model, plain) < EXACT
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@on_ranks(2)
+@on_ranks(2, strategy=STRATEGIES)
 def test_a_failed_forward_costs_no_accumulated_gradient(strategy: str) -> None:
     """A micro-batch, a forward that raises, and the last micro-batch: both gradients are there."""
     plain, model = fp64_pair(strategy)
@@ -196,24 +194,20 @@ def test_a_failed_forward_costs_no_accumulated_gradient(strategy: str) -> None:
     assert gradient_error(model, plain) < EXACT
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@on_ranks(2)
+@on_ranks(2, strategy=STRATEGIES)
 def test_zeros_written_after_a_failed_backward_stay_zeros(strategy: str) -> None:
     plain, model = fp64_pair(strategy)
     own_loss(model, 0).backward()
     model.zero_grad(set_to_none=False)
-    handle = model.input.register_full_backward_hook(_raise)
-    with contextlib.suppress(Planned):
+    with _failing(model.input.register_full_backward_hook(_raise)):
         own_loss(model, 7).backward()
-    handle.remove()
     model.zero_grad(set_to_none=False)
     own_loss(model, 1).backward()
     plain_loss(plain, 1).backward()
     assert gradient_error(model, plain) < EXACT
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@on_ranks(2)
+@on_ranks(2, strategy=STRATEGIES)
 def test_freezing_counts_also_while_weights_are_gathered(strategy: str) -> None:
     _, model = fp64_pair(strategy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -231,8 +225,7 @@ def test_freezing_counts_also_while_weights_are_gathered(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("evaluates", [False, True], ids=["reset", "evaluation"])
-@pytest.mark.parametrize("strategy", STRATEGIES[:-1])
-@on_ranks(2)
+@on_ranks(2, strategy=STRATEGIES[:-1])
 def test_a_failed_backward_leaves_no_rank_ahead_of_the_others(
     strategy: str, evaluates: bool
 ) -> None:
@@ -240,10 +233,7 @@ def test_a_failed_backward_leaves_no_rank_ahead_of_the_others(
     options = {"sharding_strategy": strategy, "check_ranks": "always"}
     plain, model = pair(lambda: Skipping().double(), **options)
     model.skip = 1 if dist.get_rank() == 1 else None
-    handle = model.blocks[0].register_forward_hook(_fail_when_it_comes_back)
-    with contextlib.suppress(Planned):
-        own_loss(model, 7).backward()
-    handle.remove()
+    _fail_in_backward(model, block=0)
     if evaluates:
         with torch.inference_mode():
             own_loss(model, 3)

@@ -17,20 +17,19 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from megatron_fsdp_v2 import MixedPrecisionPolicy, fully_shard
+from megatron_fsdp_v2 import MixedPrecisionPolicy
 from megatron_fsdp_v2.comm import streams as comm_streams
 from megatron_fsdp_v2.optim import Muon, engine
 from tests.distributed import fake_cuda
-from tests.distributed.wrapping import BF16
+from tests.distributed.wrapping import BF16, MESHES, STRATEGIES, strategies_on, wrap
 from tests.ranks import RankPool, rank_pools
 from tests.reference.models import Checkpointed, Skipping, Stack, TiedInside, UnusedParameter
 
 WORLD_SIZE = 4
 RANK = 1
+ON_MESHES = ("4", "HSDP 2x2", "HFSDP 2x2")
 LONGER = [pytest.mark.functional]
 QUICK_OPTIMIZERS = ("AdamW, fused", "Muon")
-STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-MESHES = {"1-D": ((4,), "no_shard"), "HSDP": ((2, 2), "no_shard"), "HFSDP": ((2, 2), "optim")}
 POLICIES = {"fp32": MixedPrecisionPolicy(), "bf16": BF16}
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW": torch.optim.AdamW,
@@ -65,8 +64,8 @@ def process() -> Iterator[RankPool]:
 @functools.cache
 def _host() -> fake_cuda.FakeCuda:
     host = fake_cuda.enter(WORLD_SIZE, RANK)
-    for shape, _ in MESHES.values():
-        _mesh(shape)
+    for name in ON_MESHES:
+        _mesh(MESHES[name][0])
     host.mode.__enter__()
     # Ranks compare values at the first use, and there are none here.
     engine.compare_units = lambda records, axes, device: None
@@ -95,16 +94,15 @@ def walk(
     shape, outer = MESHES[mesh_name]
     with torch.device("cuda"):
         built = MODELS[model]()
-    for module in [*built.blocks, built]:
-        fully_shard(
-            module,
-            mesh=_mesh(shape),
-            sharding_strategy=strategy,
-            outer_dp_sharding_strategy=outer,
-            mp_policy=POLICIES[precision],
-            check_ranks="never",
-            **options,
-        )
+    wrap(
+        built,
+        mesh=_mesh(shape),
+        sharding_strategy=strategy,
+        outer_dp_sharding_strategy=outer,
+        mp_policy=POLICIES[precision],
+        check_ranks="never",
+        **options,
+    )
     host.follow(built)
     stepped = OPTIMIZERS[optimizer](built.parameters())
     with _PLANTS[plant](built), host.step():
@@ -190,12 +188,12 @@ _PLANTS: dict[str, Callable[[Any], contextlib.AbstractContextManager[Any]]] = {
 
 
 def _cells() -> Iterator[Any]:
-    for mesh_name, strategy, precision in itertools.product(MESHES, STRATEGIES, POLICIES):
-        if (mesh_name, strategy) == ("HFSDP", "no_shard"):
-            continue
-        quick = mesh_name == "1-D" and precision == "bf16" and strategy != "optim_grads"
-        quick = quick or (mesh_name, strategy, precision) == ("HFSDP", STRATEGIES[-1], "fp32")
-        yield pytest.param(mesh_name, strategy, precision, marks=[] if quick else LONGER)
+    for mesh_name, precision in itertools.product(ON_MESHES, POLICIES):
+        for strategy in strategies_on(mesh_name):
+            quick = mesh_name == "4" and precision == "bf16" and strategy != "optim_grads"
+            case = (mesh_name, strategy, precision)
+            quick = quick or case == ("HFSDP 2x2", STRATEGIES[-1], "fp32")
+            yield pytest.param(mesh_name, strategy, precision, marks=[] if quick else LONGER)
 
 
 @pytest.mark.parametrize(("mesh_name", "strategy", "precision"), list(_cells()))
@@ -212,40 +210,44 @@ def test_no_step_waits_for_the_device_and_streams_are_ordered(
 
 
 @pytest.mark.parametrize(
-    "optimizer",
-    [pytest.param(name, marks=[] if name in QUICK_OPTIMIZERS else LONGER) for name in OPTIMIZERS],
-)
-def test_no_optimizer_step_waits_for_the_device(process: RankPool, optimizer: str) -> None:
-    (seen,) = process.run(walk, "1-D", STRATEGIES[-1], optimizer=optimizer)
-    assert seen["waits"] == []
-    assert seen["violations"] == []
-
-
-@pytest.mark.parametrize(
-    ("model", "strategy", "options"),
+    ("strategy", "options"),
     [
-        pytest.param("plain", "optim_grads", {"enable_unshard_prefetch": False}, marks=LONGER),
-        pytest.param(
-            "checkpointing, reentrant",
-            "optim_grads_params",
-            {"enable_async_reduce_grad": False},
-            marks=LONGER,
+        *(
+            pytest.param(
+                STRATEGIES[-1],
+                {"optimizer": name},
+                marks=[] if name in QUICK_OPTIMIZERS else LONGER,
+                id=name,
+            )
+            for name in OPTIMIZERS
         ),
-        pytest.param("tied", "optim_grads_params", {}, marks=LONGER),
-        ("unused parameter", "optim_grads_params", {}),
+        pytest.param(
+            "optim_grads",
+            {"model": "plain", "enable_unshard_prefetch": False},
+            marks=LONGER,
+            id="no prefetch",
+        ),
+        pytest.param(
+            STRATEGIES[-1],
+            {"model": "checkpointing, reentrant", "enable_async_reduce_grad": False},
+            marks=LONGER,
+            id="checkpointing, reentrant",
+        ),
+        pytest.param(STRATEGIES[-1], {"model": "tied"}, marks=LONGER, id="tied"),
+        pytest.param(STRATEGIES[-1], {"model": "unused parameter"}, id="unused parameter"),
     ],
 )
-def test_no_step_of_a_model_waits_for_the_device(
-    process: RankPool, model: str, strategy: str, options: dict[str, Any]
+def test_no_step_of_an_optimizer_or_a_model_waits_for_the_device(
+    process: RankPool, strategy: str, options: dict[str, Any]
 ) -> None:
-    (seen,) = process.run(walk, "1-D", strategy, model=model, **options)
+    (seen,) = process.run(walk, "4", strategy, **options)
     assert seen["waits"] == []
     assert seen["violations"] == []
 
 
 @pytest.mark.functional
 def test_only_a_unit_that_nothing_used_is_asked_for_its_gradient(process: RankPool) -> None:
-    (seen,) = process.run(walk, "1-D", "optim_grads", model="unused unit")
+    (seen,) = process.run(walk, "4", "optim_grads", model="unused unit")
     # Whether another rank used it; once for each of four backwards, which all reduce at ZeRO-2.
     assert len(seen["waits"]) == 4
     assert all("a device tensor's value at grads.py" in wait for wait in seen["waits"])
@@ -272,16 +274,16 @@ def test_only_a_unit_that_nothing_used_is_asked_for_its_gradient(process: RankPo
     ],
 )
 def test_a_wait_is_found(process: RankPool, plant: str, named: str) -> None:
-    (seen,) = process.run(walk, "1-D", "optim_grads_params", plant=plant)
+    (seen,) = process.run(walk, "4", "optim_grads_params", plant=plant)
     assert any(named in wait and "test_fake_cuda.py" in wait for wait in seen["waits"])
 
 
 def test_a_mix_of_devices_is_found(process: RankPool) -> None:
     with pytest.raises(AssertionError, match="found two different devices"):
-        process.run(walk, "1-D", "optim_grads_params", plant="mix of devices")
+        process.run(walk, "4", "optim_grads_params", plant="mix of devices")
 
 
 def test_a_stream_that_does_not_wait_is_found(process: RankPool) -> None:
-    (seen,) = process.run(walk, "1-D", "optim_grads_params", plant="no wait for work")
+    (seen,) = process.run(walk, "4", "optim_grads_params", plant="no wait for work")
     assert any("reduce_scatter" in violation for violation in seen["violations"])
     assert any("allgather" in violation for violation in seen["violations"])

@@ -6,7 +6,6 @@ import copy
 import dataclasses
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -70,8 +69,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("text", REFUSED)
-@on_ranks(4)
+@on_ranks(4, text=REFUSED)
 def test_arguments_without_a_meaning_here_say_so(text: str) -> None:
     assert text in said(ValueError, lambda: fully_shard(nn.Linear(4, 4), **REFUSED[text]))
 

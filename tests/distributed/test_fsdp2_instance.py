@@ -89,8 +89,7 @@ class Scorer(Stack):
 
 
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
-@pytest.mark.parametrize("register", [register_fsdp_forward_method, their_register])
-@on_ranks(2)
+@on_ranks(2, register=[register_fsdp_forward_method, their_register])
 def test_a_registered_forward_method_trains_as_the_forward_does(
     strategy: str, register: Any
 ) -> None:
@@ -131,9 +130,7 @@ class Generator(nn.Module):
         return self.embedding(tokens) + x
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("register", [register_fsdp_forward_method, their_register])
-@on_ranks(2)
+@on_ranks(2, register=[register_fsdp_forward_method, their_register], strategy=STRATEGIES)
 def test_a_registered_method_may_run_the_forward_inside(strategy: str, register: Any) -> None:
     plain, model = pair(Generator, lambda m: [m.block], sharding_strategy=strategy)
     register(model, "generate")
@@ -152,8 +149,7 @@ def test_a_registered_method_may_run_the_forward_inside(strategy: str, register:
     assert max(*differences, weight_error(model, plain)) < 1e-6
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@on_ranks(4)
+@on_ranks(4, strategy=STRATEGIES)
 def test_torchs_pipelining_trains_as_the_unsharded_loop_does(strategy: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     stages = [nn.Sequential(Block(), Block()) for _ in range(2)]

@@ -43,8 +43,7 @@ def _gradients(model: nn.Module) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("sums_only", [False, True])
-@on_ranks(2)
+@on_ranks(2, sums_only=[False, True])
 def test_a_divide_factor_is_of_one_unit_and_changes_between_steps(sums_only: bool) -> None:
     model: Any = wrap(Stack().double())
     model.set_force_sum_reduction_for_comms(sums_only)
@@ -84,8 +83,7 @@ def test_a_divide_factor_holds_for_parameters_unfrozen_later() -> None:
     assert float(grad.mean()) == 2.0
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@on_ranks(4)
+@on_ranks(4, strategy=STRATEGIES)
 def test_gradients_accumulate_without_the_outer_axis(strategy: str) -> None:
     torch.manual_seed(0)
     plain = Stack().double()

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megatron_fsdp_v2 import FSDPModule, fully_shard
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import backward_both, batch, step_all, weight_error
-from tests.reference.models import INPUT
+from tests.reference.models import INPUT, Formula
 
 WIDTH = INPUT
 
@@ -62,8 +62,7 @@ class Layers(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("reshard", [True, False, None])
-@on_ranks(2)
+@on_ranks(2, reshard=[True, False, None])
 def test_layers_run_again_with_and_without_gradients(reshard: bool | None) -> None:
     plain = Layers()
     model: Any = copy.deepcopy(plain)
@@ -83,8 +82,7 @@ def _freeze(m: nn.Module, flag: bool = False) -> None:
 
 
 @pytest.mark.parametrize("recomputes", [False, True], ids=["", "recomputed"])
-@pytest.mark.parametrize("when", ["before", "after", "unfrozen"])
-@on_ranks(2)
+@on_ranks(2, when=["before", "after", "unfrozen"])
 def test_biases_train_alone_frozen_before_or_after(when: str, recomputes: bool) -> None:
     plain = nn.Sequential(*(_mlp() for _ in range(3)))
     model: Any = copy.deepcopy(plain)
@@ -105,29 +103,17 @@ def test_biases_train_alone_frozen_before_or_after(when: str, recomputes: bool) 
     assert _error(plain, model, before=unfreeze) < 1e-5
 
 
-class Weight(nn.Module):
-    """A module whose forward takes nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
-
-    def forward(self) -> torch.Tensor:
-        return self.weight @ self.weight
-
-
-class NoParameters(nn.Module):
-    def forward(self, x: torch.Tensor, more: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        return x + more[0] + more[1]
+def _weight(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(*shape))
 
 
 @on_ranks(2)
 def test_modules_without_inputs_or_parameters_run() -> None:
-    plain = Weight()
+    plain = Formula(lambda m: m.weight @ m.weight, weight=_weight(WIDTH, WIDTH))
     model = fully_shard(copy.deepcopy(plain))
     error = _error(plain, model, lambda m, x: m().square().mean())
     x = torch.ones(3)
-    empty = fully_shard(NoParameters())
+    empty = fully_shard(Formula(lambda m, x, more: x + more[0] + more[1]))
     assert error < 1e-5
     assert bool((empty(x, (x, x)) == 3).all())
 
@@ -174,8 +160,7 @@ def _fail(module: nn.Module, args: Any) -> None:
     raise KeyError("in the middle of a forward")
 
 
-@pytest.mark.parametrize("mode", ["chunks", "tied", "kept", "accumulated", "failed"])
-@on_ranks(2)
+@on_ranks(2, mode=["chunks", "tied", "kept", "accumulated", "failed"])
 def test_a_head_of_a_unit_of_several_modules_runs_by_chunks(mode: str) -> None:
     plain = Chunked(ties=mode == "tied")
     model: Any = copy.deepcopy(plain)
@@ -205,22 +190,14 @@ def test_a_head_of_a_unit_of_several_modules_runs_by_chunks(mode: str) -> None:
     assert weight_error(model, plain) < 1e-5
 
 
-class Outer(nn.Module):
+def _outer() -> Formula:
     """Parameters that DDP replicates around a sharded unit, with more of those inside it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sharded = _mlp()
-        self.addend = nn.Parameter(torch.randn(WIDTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.sharded(x) + self.addend
-        return output
+    return Formula(lambda m, x: m.sharded(x) + m.addend, sharded=_mlp(), addend=_weight(WIDTH))
 
 
 @on_ranks(2)
 def test_ddp_has_what_it_was_not_told_to_ignore() -> None:
-    plain = Outer()
+    plain = _outer()
     model: Any = copy.deepcopy(plain)
     ignored = set(model.sharded[2].parameters())
     fully_shard(model.sharded, ignored_params=ignored)
@@ -232,7 +209,7 @@ def test_ddp_has_what_it_was_not_told_to_ignore() -> None:
 
 @on_ranks(2)
 def test_replicate_leaves_alone_what_is_sharded() -> None:
-    plain = Outer()
+    plain = _outer()
     model: Any = copy.deepcopy(plain)
     fully_shard(model.sharded)
     assert _error(plain, replicate(model)) < 1e-5

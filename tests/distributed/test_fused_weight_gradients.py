@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 from typing import Any
 
 import pytest
@@ -10,11 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_fsdp_v2 import MixedPrecisionPolicy, fully_shard
-from tests.distributed.wrapping import mesh_of, said
-from tests.ranks import RankPools
-
-STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
+from megatron_fsdp_v2 import fully_shard
+from tests.distributed.on_ranks import on_ranks
+from tests.distributed.wrapping import STRATEGIES, gradient_error, mesh_of, said, wrap
 
 
 class _FusedLinear(torch.autograd.Function):
@@ -81,10 +80,7 @@ def gradients(
     """Gradients after three micro-batches, over two steps; the first forwards run ahead."""
     torch.manual_seed(0)
     model = nn.Sequential(Linear(kind, twice, tied), Linear(kind, False))
-    mesh = mesh_of(dist.get_world_size())
-    for layer in model:
-        fully_shard(layer, mesh=mesh, sharding_strategy=strategy)
-    fully_shard(model, mesh=mesh, sharding_strategy=strategy)
+    wrap(model, model, sharding_strategy=strategy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found = []
     for step in range(2):
@@ -102,94 +98,61 @@ def gradients(
     return found
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+def check_gradients(kind: str, *how: Any) -> None:
+    """See that a kind of kernel leaves the gradients of the plain one."""
+    found, expected = gradients(kind, *how), gradients("plain", *how)
+    assert len(found) > 2
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["add", "overwrite", "late", "none"])
+@pytest.mark.parametrize("twice", [False, True], ids=["once", "twice"])
+@on_ranks(2, strategy=STRATEGIES)
 def test_fused_weight_gradients_are_neither_doubled_nor_lost(
-    pools: RankPools, strategy: str
+    strategy: str, twice: bool, kind: str
 ) -> None:
-    for twice in (False, True):
-        expected = pools(2).run(gradients, "plain", strategy, twice)
-        for kind in ("add", "overwrite", "late", "none"):
-            found = pools(2).run(gradients, kind, strategy, twice)
-            for mine, theirs in zip(found, expected, strict=True):
-                assert len(mine) > 2
-                torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
+    check_gradients(kind, strategy, twice)
 
 
-@pytest.mark.parametrize("warm_up", [1, 2])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2, strategy=STRATEGIES, warm_up=[1, 2])
 def test_a_kernel_that_asked_in_a_warm_up_forward_erases_no_earlier_micro_batch(
-    pools: RankPools, strategy: str, warm_up: int
+    strategy: str, warm_up: int
 ) -> None:
-    expected = pools(2).run(gradients, "plain", strategy, True, False, warm_up)
-    found = pools(2).run(gradients, "overwrite", strategy, True, False, warm_up)
-    for mine, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
+    check_gradients("overwrite", strategy, True, False, warm_up)
 
 
-def test_a_tied_weight_keeps_the_gradient_of_the_use_that_is_not_fused(pools: RankPools) -> None:
-    for strategy in ("no_shard", "optim_grads_params"):
-        expected = pools(2).run(gradients, "plain", strategy, False, True)
-        found = pools(2).run(gradients, "add", strategy, False, True)
-        for mine, theirs in zip(found, expected, strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
+@on_ranks(2, strategy=["no_shard", "optim_grads_params"])
+def test_a_tied_weight_keeps_the_gradient_of_the_use_that_is_not_fused(strategy: str) -> None:
+    check_gradients("add", strategy, False, True)
 
 
-def outside_of_a_backward() -> tuple[bool, str]:
-    """Whether main_grad seems to be there in a forward, and what writing another tensor says."""
-    model = fully_shard(nn.Linear(3, 3), mesh=mesh_of(1))
+@on_ranks(1)
+def test_main_grad_exists_in_a_backward_only() -> None:
+    model = fully_shard(nn.Linear(3, 3))
     model.unshard()
-    seen = hasattr(model.weight, "main_grad")
-    try:
-        model.weight.main_grad = torch.ones(3, 3)
-    except AttributeError as error:
-        return seen, str(error)
-    return seen, "no error"
+    assert not hasattr(model.weight, "main_grad")
+    text = said(AttributeError, lambda: setattr(model.weight, "main_grad", torch.ones(3, 3)))
+    assert "main_grad exists in the backward of a trained parameter only" in text
 
 
-def test_main_grad_exists_in_a_backward_only(pools: RankPools) -> None:
-    ((seen, said),) = pools(1).run(outside_of_a_backward)
-    assert not seen
-    assert "main_grad exists in the backward of a trained parameter only" in said
-
-
-def own_gradients(strategy: str, sizes: tuple[int, ...]) -> bool:
-    """Whether those that opt out have this rank's own gradient, and the others the mean."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+@on_ranks("sizes", sizes=[(2,), (3,), (2, 2)], strategy=STRATEGIES)
+def test_parameters_and_modules_opt_out_of_gradient_reduction(
+    sizes: tuple[int, ...], strategy: str
+) -> None:
+    """Those that opt out have this rank's own gradient, and the others the mean."""
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    model: Any = copy.deepcopy(plain)
     model[0].bias.requires_gradient_reduction = False
-    plain = [p.detach().clone().requires_grad_() for p in model.parameters()]
-    mesh = mesh_of(*sizes)
-    policy = MixedPrecisionPolicy()
-    for layer in model:
-        fully_shard(layer, mesh=mesh, sharding_strategy=strategy, mp_policy=policy)
-    fully_shard(model, mesh=mesh, sharding_strategy=strategy, mp_policy=policy)
+    wrap(model, model, mesh=mesh_of(*sizes), sharding_strategy=strategy)
     model[2].set_requires_gradient_reduction(False)
     x = torch.randn(3, 4, generator=torch.Generator().manual_seed(dist.get_rank()))
-    for _ in range(2):
-        model(x).square().mean().backward()
-    y = x
-    for weight, bias in zip(plain[::2], plain[1::2], strict=True):
-        y = y @ weight.t() + bias
-    own = [2 * g for g in torch.autograd.grad(y.square().mean(), plain)]
-    mean = [g.clone() for g in own]
-    for grad in mean:
-        dist.all_reduce(grad)
-        grad.div_(dist.get_world_size())
-    expected = [mean[0], own[1], mean[2], mean[3], own[4], own[5]]
-    for param, grad in zip(model.parameters(), expected, strict=True):
-        start, end = param.local_rows
-        if start < end and not torch.allclose(param.grad.to_local(), grad[start:end], atol=1e-6):
-            return False
-    return True
-
-
-@pytest.mark.parametrize("sizes", [(2,), (3,), (2, 2)])
-def test_parameters_and_modules_opt_out_of_gradient_reduction(
-    pools: RankPools, sizes: tuple[int, ...]
-) -> None:
-    world_size = 4 if len(sizes) == 2 else sizes[0]
-    for strategy in STRATEGIES:
-        assert all(pools(world_size).run(own_gradients, strategy, sizes)), strategy
+    for either in (plain, model, plain, model):
+        either(x).square().mean().backward()
+    for number, param in enumerate(plain.parameters()):
+        if number in (0, 2, 3):
+            dist.all_reduce(param.grad)
+            param.grad.div_(dist.get_world_size())
+    assert gradient_error(model, plain) < 1e-6
 
 
 class _LateLinear(torch.autograd.Function):
@@ -208,7 +171,8 @@ class _LateLinear(torch.autograd.Function):
         return grad @ weight, None, None
 
 
-def _late(strategy: str) -> str:
+@on_ranks(2, strategy=["no_shard", "optim_grads_params"])
+def test_a_weight_gradient_that_is_made_after_the_backward_is_an_error(strategy: str) -> None:
     class Layer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -219,21 +183,12 @@ def _late(strategy: str) -> str:
             return result
 
     later: list[Any] = []
-    layers = [Layer(), Layer()]
-    for layer in layers:
-        fully_shard(layer, mesh=mesh_of(2), sharding_strategy=strategy)
-    model: Any = fully_shard(nn.Sequential(*layers), mesh=mesh_of(2), sharding_strategy=strategy)
+    model = nn.Sequential(Layer(), Layer())
+    wrap(model, model, sharding_strategy=strategy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(torch.randn(3, 6, requires_grad=True)).sum().backward()
     for weight, grad in later:
         weight.grad = grad
-    return said(RuntimeError, optimizer.step)
-
-
-@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
-def test_a_weight_gradient_that_is_made_after_the_backward_is_an_error(
-    pools: RankPools, strategy: str
-) -> None:
-    for message in pools(2).run(_late, strategy):
-        assert message.startswith("a gradient was assigned to the gathered weight of weight of 0/0")
-        assert "delay_wgrad_compute" in message and "ScheduledUnits" in message
+    message = said(RuntimeError, optimizer.step)
+    assert message.startswith("a gradient was assigned to the gathered weight of weight of 0/0")
+    assert "delay_wgrad_compute" in message and "ScheduledUnits" in message

@@ -80,8 +80,7 @@ def _train(plain: Any, model: Any, loss: Any = loss_of) -> float:
 
 
 @pytest.mark.parametrize("pool", [False, True], ids=["", "pool"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@on_ranks(2)
+@on_ranks(2, strategy=STRATEGIES)
 def test_units_that_return_plain_objects_train_like_one_process(strategy: str, pool: bool) -> None:
     plain, model = pair(
         lambda: Unpacking(ObjectBlock), sharding_strategy=strategy, enable_trace_pool=pool
@@ -107,8 +106,7 @@ def test_outputs_that_cannot_be_found_are_an_error_that_names_the_unit_at_zero_3
         assert "returns tensors inside something that is not searched" in message
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES[:-1])
-@on_ranks(2)
+@on_ranks(2, strategy=STRATEGIES[:-1])
 def test_outputs_that_cannot_be_found_change_nothing_below_zero_3(strategy: str) -> None:
     assert _train(*pair(_hiding, sharding_strategy=strategy)) < 1e-6
 
@@ -120,8 +118,7 @@ def _penalty(model: Any, rank: int, step: int) -> torch.Tensor:
     return loss + grad.square().sum()
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES[:-1])
-@on_ranks(2)
+@on_ranks(2, strategy=STRATEGIES[:-1])
 def test_a_gradient_penalty_is_that_of_one_process_below_zero_3(strategy: str) -> None:
     assert _train(*pair(sharding_strategy=strategy), _penalty) < 1e-6
 
@@ -170,8 +167,7 @@ class Regularized(Stack):
 
 
 @pytest.mark.parametrize("pool", [False, True], ids=["", "pool"])
-@pytest.mark.parametrize("what", ("weight", "view", "detached"))
-@on_ranks(2)
+@on_ranks(2, what=("weight", "view", "detached"))
 def test_a_unit_that_returns_its_weight_is_an_error_that_names_both_at_zero_3(
     pool: bool, what: str
 ) -> None:
@@ -200,17 +196,13 @@ def test_a_unit_may_return_a_copy_of_its_weight_or_one_that_stays(
     assert _train(*pair(lambda: Regularized(what), **options)) < 1e-5
 
 
-class TiedHead(Stack):
-    """Returns the weight of its head, which is that of a block as well: the root holds it."""
+class TiedHead(Regularized):
+    """The root holds the weight that its only block returns: it is that of its head as well."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.blocks = torch.nn.ModuleList([Leaking("weight")])
+        super().__init__("weight")
+        self.blocks = self.blocks[:1]
         self.tied = self.blocks[0].up.weight
-
-    def run_blocks(self, x: torch.Tensor) -> torch.Tensor:
-        x, extra = self.blocks[0](x)
-        return x + extra["regularized"][0].square().sum()
 
 
 @on_ranks(2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -37,56 +38,41 @@ from tests.reference.models import Block, Checkpointed, Nested, Stack, TiedInsid
 # -- axes of one rank -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [(1,), (1, 1), (1, 2), (2, 1)])
-@on_ranks("shape")
-def test_gradients_do_not_double_along_an_axis_of_one_rank(shape: tuple[int, ...]) -> None:
-    found = {}
-    for strategy in STRATEGIES:
-        plain, sharded = pair(mesh=mesh_of(*shape), sharding_strategy=strategy)
-        found[strategy] = []
-        for micro in range(3):
-            backward_both(plain, sharded, micro)
-            found[strategy].append(gradient_error(sharded, plain))
-    for strategy, errors in found.items():
-        assert max(errors) < 1e-6, (strategy, errors)
+@on_ranks("shape", shape=[(1,), (1, 1), (1, 2), (2, 1)], strategy=STRATEGIES)
+def test_gradients_do_not_double_along_an_axis_of_one_rank(
+    shape: tuple[int, ...], strategy: str
+) -> None:
+    plain, sharded = pair(mesh=mesh_of(*shape), sharding_strategy=strategy)
+    for micro in range(3):
+        backward_both(plain, sharded, micro)
+        assert gradient_error(sharded, plain) < 1e-6, micro
 
 
 # -- updates --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@on_ranks("world_size")
-def test_an_update_is_learning_rate_times_mean_gradient(world_size: int) -> None:
-    found = {}
-    for strategy in STRATEGIES:
-        plain, sharded = pair(sharding_strategy=strategy)
-        before = [p.full_tensor() for p in sharded.parameters()]
-        backward_both(plain, sharded)
-        torch.optim.SGD(sharded.parameters(), lr=1.0).step()
-        ratios = []
-        for old, p, q in zip(before, sharded.parameters(), plain.parameters(), strict=True):
-            moved = (old - p.full_tensor()).double()
-            ratios.append(abs(float(moved.norm() / q.grad.double().norm()) - 1))
-        found[strategy] = max(ratios)
-    for strategy, deviation in found.items():
-        assert deviation < 1e-4, strategy
+@on_ranks("world_size", world_size=[1, 2, 3], strategy=STRATEGIES)
+def test_an_update_is_learning_rate_times_mean_gradient(world_size: int, strategy: str) -> None:
+    plain, sharded = pair(sharding_strategy=strategy)
+    before = [p.full_tensor() for p in sharded.parameters()]
+    backward_both(plain, sharded)
+    torch.optim.SGD(sharded.parameters(), lr=1.0).step()
+    for old, p, q in zip(before, sharded.parameters(), plain.parameters(), strict=True):
+        moved = (old - p.full_tensor()).double()
+        assert abs(float(moved.norm() / q.grad.double().norm()) - 1) < 1e-4
 
 
+@pytest.mark.parametrize("grads", [torch.bfloat16, torch.float64], ids=str)
 @on_ranks(2)
-def test_a_step_with_gradients_of_another_dtype_moves_every_weight() -> None:
-    found = []
-    for grads in (torch.bfloat16, torch.float64):
-        # Torch's other implementations reject this by themselves, for plain tensors too.
-        policy = MixedPrecisionPolicy(main_grads_dtype=grads)
-        model = wrap(Stack(), mp_policy=policy)
-        before = [p.full_tensor() for p in model.parameters()]
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
-        own_loss(model).backward()
-        optimizer.step()
-        for (name, param), old in zip(model.named_parameters(), before, strict=True):
-            if torch.equal(param.full_tensor(), old):
-                found.append(f"{grads}: {name}")
-    assert found == []
+def test_a_step_with_gradients_of_another_dtype_moves_every_weight(grads: torch.dtype) -> None:
+    model = wrap(Stack(), mp_policy=MixedPrecisionPolicy(main_grads_dtype=grads))
+    before = [p.full_tensor() for p in model.parameters()]
+    # Torch's other implementations reject this by themselves, for plain tensors too.
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
+    own_loss(model).backward()
+    optimizer.step()
+    after = [p.full_tensor() for p in model.parameters()]
+    assert not any(map(torch.equal, before, after))
 
 
 # -- weights that were written --------------------------------------------------------------------
@@ -134,8 +120,7 @@ WRITTEN = [
 
 
 @pytest.mark.parametrize(("how", "before"), WRITTEN, ids=" after ".join)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@on_ranks(2)
+@on_ranks(2, strategy=STRATEGIES)
 def test_weights_that_were_written_are_used_by_the_next_forward(
     strategy: str, how: str, before: str
 ) -> None:
@@ -173,8 +158,7 @@ def test_a_fused_optimizer_with_empty_shards_leaves_their_neighbors_right() -> N
     assert any(of_all_ranks(len(empty)))
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@on_ranks("world_size")
+@on_ranks("world_size", world_size=[2, 3])
 def test_a_tied_weight_in_uneven_shards_is_updated_on_every_rank(world_size: int) -> None:
     plain, sharded = pair(TiedInside)
     before = sharded.embedding.weight.to_local().detach().clone()
@@ -191,30 +175,28 @@ def test_a_tied_weight_in_uneven_shards_is_updated_on_every_rank(world_size: int
 
 
 @pytest.mark.parametrize(
-    ("shape", "outer"),
-    [((3,), "no_shard"), ((2, 1), "no_shard"), ((1, 2), "no_shard"), ((2, 1), "optim")],
+    ("shape", "outer", "strategy"),
+    [
+        *itertools.product([(3,), (2, 1), (1, 2)], ["no_shard"], STRATEGIES),
+        *itertools.product([(2, 1)], ["optim"], STRATEGIES[1:]),
+    ],
 )
 @on_ranks("shape")
-def test_the_norm_counts_every_element_once(shape: tuple[int, ...], outer: str) -> None:
-    found = []
-    for strategy in STRATEGIES if outer == "no_shard" else STRATEGIES[1:]:
-        plain, sharded = pair(
-            mesh=mesh_of(*shape), sharding_strategy=strategy, outer_dp_sharding_strategy=outer
-        )
-        backward_both(plain, sharded)
-        norm: Any = nn.utils.clip_grad_norm_(sharded.parameters(), 1.0)
-        expected = nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
-        found.append((strategy, float(norm.item()), float(expected)))
-    for strategy, norm, expected in found:
-        assert norm == pytest.approx(expected, rel=1e-6), strategy
+def test_the_norm_counts_every_element_once(
+    shape: tuple[int, ...], outer: str, strategy: str
+) -> None:
+    options = {"sharding_strategy": strategy, "outer_dp_sharding_strategy": outer}
+    plain, sharded = pair(mesh=mesh_of(*shape), **options)
+    backward_both(plain, sharded)
+    norm: Any = nn.utils.clip_grad_norm_(sharded.parameters(), 1.0)
+    expected = nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+    assert float(norm.item()) == pytest.approx(float(expected), rel=1e-6)
 
 
 # -- evaluations of some ranks --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("trains_first", [False, True])
-@pytest.mark.parametrize("strategy", STRATEGIES[:3])
-@on_ranks(2)
+@on_ranks(2, strategy=STRATEGIES[:3], trains_first=[False, True])
 def test_ranks_may_evaluate_different_numbers_of_batches_below_zero_3(
     strategy: str, trains_first: bool
 ) -> None:
@@ -277,8 +259,7 @@ class Recomputing(Checkpointed):
             block.up.register_forward_hook(lambda m, a, output: self.seen.append(output.dtype))
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@on_ranks(2)
+@on_ranks(2, use_reentrant=[False, True])
 def test_autocast_holds_in_a_recomputation(use_reentrant: bool) -> None:
     plain, sharded = pair(lambda: Recomputing(use_reentrant))
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -314,18 +295,14 @@ class Mixed(Stack):
         self.blocks = nn.ModuleList(HalfBlock() for _ in range(2))
 
 
-@on_ranks(2)
-def test_a_unit_may_have_parameters_of_different_dtypes() -> None:
-    found = {}
-    for strategy in STRATEGIES:
-        plain, sharded = pair(Mixed, sharding_strategy=strategy)
-        backward_both(plain, sharded)
-        for model in (plain, sharded):
-            torch.optim.SGD(model.parameters(), lr=0.1).step()
-        found[strategy] = weight_error(sharded, plain)
-    for strategy, error in found.items():
-        # bf16 weights of about 0.3 are rounded in steps of 2e-3.
-        assert error < 2.1e-3, strategy
+@on_ranks(2, strategy=STRATEGIES)
+def test_a_unit_may_have_parameters_of_different_dtypes(strategy: str) -> None:
+    plain, sharded = pair(Mixed, sharding_strategy=strategy)
+    backward_both(plain, sharded)
+    for model in (plain, sharded):
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    # bf16 weights of about 0.3 are rounded in steps of 2e-3.
+    assert weight_error(sharded, plain) < 2.1e-3
 
 
 # -- memory ---------------------------------------------------------------------------------------

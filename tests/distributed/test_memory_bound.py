@@ -38,17 +38,11 @@ CHUNK_NBYTES = 4 << 14
 """What a sum in another dtype than that of the wire takes on a CPU besides."""
 
 
-class Layers(nn.Module):
+class Layers(nn.Sequential):
     """A unit of several layers, so that the gradient autograd hands over is a small part of it."""
 
     def __init__(self, width: int = WIDTH) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(6))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
+        super().__init__(*(nn.Linear(width, width) for _ in range(6)))
 
 
 class Deep(nn.Module):
@@ -79,17 +73,11 @@ class Region(Deep):
         return self.output(checkpoint(run, self.input(x), use_reentrant=False))
 
 
-class Nest(nn.Module):
+class Nest(nn.Sequential):
     """A unit with layers before and after the unit inside it."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.before = Layers()
-        self.inner = Layers()
-        self.after = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.after(self.inner(self.before(x)))
+        super().__init__(Layers(), Layers(), nn.Linear(WIDTH, WIDTH))
 
 
 class Nested(Deep):
@@ -120,8 +108,18 @@ def tracked(model: Any, num_microbatches: int = 1) -> Any:
     return memory
 
 
-def check_peaks(mesh_name: str, policy: str, num_microbatches: int) -> None:
-    """See that peaks are at their bounds within two percent, in all and of what comes and goes."""
+PEAKS = [
+    pytest.param(*case, marks=[] if case[0] == "2" or case[2] == 1 else pytest.mark.functional)
+    for case in itertools.product(("2", "HSDP 2x2", "HFSDP 2x2"), POLICIES, (1, 2))
+]
+
+
+@pytest.mark.parametrize(("mesh_name", "policy", "num_microbatches"), PEAKS)
+@on_ranks("mesh_name")
+def test_a_step_peaks_at_its_bound_within_two_percent(
+    mesh_name: str, policy: str, num_microbatches: int
+) -> None:
+    """In all, and of what comes and goes."""
     # Sums after accumulation in another dtype than that of the wire.
     slack = CHUNK_NBYTES if policy == "bf16" and num_microbatches > 1 else 0
     for strategy in strategies_on(mesh_name):
@@ -132,27 +130,6 @@ def check_peaks(mesh_name: str, policy: str, num_microbatches: int) -> None:
         assert 0.98 * bound <= peak <= bound + slack, strategy
         bound = memory.bound.temporary
         assert 0.98 * bound <= temporary <= bound + slack, strategy
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("mesh_name", ["2", "HSDP 2x2", "HFSDP 2x2"])
-@on_ranks("mesh_name")
-def test_a_step_peaks_at_its_bound_within_two_percent(mesh_name: str, policy: str) -> None:
-    check_peaks(mesh_name, policy, 1)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@on_ranks(2)
-def test_an_accumulating_step_peaks_at_its_bound_within_two_percent(policy: str) -> None:
-    check_peaks("2", policy, 2)
-
-
-@pytest.mark.functional
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("mesh_name", ["HSDP 2x2", "HFSDP 2x2"])
-@on_ranks("mesh_name")
-def test_an_accumulating_step_on_two_axes_peaks_at_its_bound(mesh_name: str, policy: str) -> None:
-    check_peaks(mesh_name, policy, 2)
 
 
 # With a set of knobs: how many blocks are gathered, and have a gradient buffer, beside the root.
@@ -224,8 +201,7 @@ def test_each_zero_level_peaks_no_higher_than_the_one_before(depths: Any) -> Non
         assert totals[0] > totals[1] > totals[3], case
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@on_ranks(1)
+@on_ranks(1, strategy=STRATEGIES)
 def test_one_rank_gathers_nothing_and_has_no_buffer_for_communication(strategy: str) -> None:
     found = tracked(wrap(Deep(), sharding_strategy=strategy)).role_peaks
     assert found[Role.GATHERED] == found[Role.COMMUNICATION] == found[Role.MODEL_WEIGHT] == 0
@@ -242,7 +218,7 @@ def test_a_recomputed_region_of_units_keeps_two_of_them_gathered() -> None:
 @on_ranks(2)
 def test_units_inside_units_stay_below_the_bound(depth: int, buffers: int) -> None:
     model = Nested()
-    units = [unit for nest in model.blocks for unit in (nest.inner, nest)]
+    units = [unit for nest in model.blocks for unit in (nest[1], nest)]
     wrap(model, units, unshard_prefetch_depth=depth, max_live_grad_buffers=buffers)
     memory = tracked(model)
     assert 0.9 * memory.bound.total <= memory.peak.total <= memory.bound.total
@@ -250,9 +226,7 @@ def test_units_inside_units_stay_below_the_bound(depth: int, buffers: int) -> No
     assert memory.role_peaks[Role.GRAD_BUFFER] <= memory.bound.grad_buffer
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
-@on_ranks(2)
+@on_ranks(2, strategy=["no_shard", "optim_grads_params"], policy=POLICIES)
 def test_the_tracked_peak_is_what_the_allocator_hands_out(strategy: str, policy: str) -> None:
     model = wrap(Deep(), sharding_strategy=strategy, mp_policy=POLICIES[policy])
     optimizer = _optimizer(model)
@@ -312,8 +286,7 @@ def test_no_bit_of_any_result_depends_on_the_knobs(strategy: str, mesh_name: str
             assert all(torch.equal(other.params[k], first.params[k]) for k in first.params), name
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3, 20])
-@on_ranks(2)
+@on_ranks(2, depth=[1, 2, 3, 20])
 def test_a_deeper_prefetch_gathers_nothing_twice(depth: int) -> None:
     model = wrap(Deep(), unshard_prefetch_depth=depth)
     optimizer = _optimizer(model)
@@ -323,9 +296,7 @@ def test_a_deeper_prefetch_gathers_nothing_twice(depth: int) -> None:
     assert wire.count("all_gather") == 2 * NUM_BLOCKS + 1
 
 
-@pytest.mark.parametrize("value", [0, 1.5, True])
-@pytest.mark.parametrize("knob", ["unshard_prefetch_depth", "max_live_grad_buffers"])
-@on_ranks(1)
+@on_ranks(1, knob=["unshard_prefetch_depth", "max_live_grad_buffers"], value=[0, 1.5, True])
 def test_a_knob_below_one_is_rejected_by_name(knob: str, value: Any) -> None:
     text = said(ValueError, lambda: wrap(Deep(1), **{knob: value}))
     assert f"{knob} must be a whole number of at least 1, got {value}" in text

@@ -66,8 +66,7 @@ class Model(nn.Module):
 
 
 @pytest.mark.parametrize("strategy", ["optim_grads_params", "no_shard"])
-@pytest.mark.parametrize("sizes", [(1,), (2,), (3,), (2, 2)])
-@on_ranks("sizes")
+@on_ranks("sizes", sizes=[(1,), (2,), (3,), (2, 2)])
 def test_a_meta_model_is_the_same_on_every_rank_and_peaks_at_one_unit(
     sizes: tuple[int, ...], strategy: str
 ) -> None:
@@ -128,8 +127,7 @@ class Bare(nn.Module):
         return self.linear(x[:, self.table] @ self.weight)
 
 
-@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
-@on_ranks(2)
+@on_ranks(2, strategy=["optim", "optim_grads_params"])
 def test_modules_that_cannot_initialize_themselves_take_a_state_dict(strategy: str) -> None:
     mesh = mesh_of(dist.get_world_size())
     torch.manual_seed(0)
@@ -209,8 +207,7 @@ class Rewrapping(nn.Module):
         return x @ self.weight
 
 
-@pytest.mark.parametrize("copies", [False, True])
-@on_ranks(2)
+@on_ranks(2, copies=[False, True])
 def test_what_an_initialization_registered_anew_keeps_its_marks_and_values(copies: bool) -> None:
     with torch.device("meta"):
         module: Any = Rewrapping(copies=copies)

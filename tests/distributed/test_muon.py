@@ -13,6 +13,7 @@ from torch import nn
 from megatron_fsdp_v2 import fully_shard
 from megatron_fsdp_v2.dtensor.uneven_dtensor import local_of
 from megatron_fsdp_v2.optim import MatrixEngine, MatrixFunction, Muon
+from tests.distributed.checkpoint_trainings import block_muon
 from tests.distributed.muon_cases import (
     Bag,
     Place,
@@ -122,8 +123,7 @@ def check_updates(
         assert not [p for p in params if not p.requires_grad and p in optimizer.state]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@on_ranks("world_size")
+@on_ranks("world_size", world_size=[1, 2, 3, 4])
 def test_the_update_is_that_of_whole_matrices_at_every_strategy(world_size: int) -> None:
     places = [Place((world_size,), strategy) for strategy in STRATEGIES]
     check_updates(SPECS, *places)
@@ -132,17 +132,14 @@ def test_the_update_is_that_of_whole_matrices_at_every_strategy(world_size: int)
         check_updates(SPECS, places[-1], dtype=torch.float32, tolerance=STRETCHED)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-@on_ranks("world_size")
+@on_ranks("world_size", world_size=[2, 3, 4], seed=[0, 1])
 def test_matrices_of_random_shapes(world_size: int, seed: int) -> None:
     specs, place = random_specs(10 * world_size + seed), Place((world_size,))
     check_updates(specs, place, Place((world_size,), "optim", granularity="block:2"))
     check_updates(specs, place, dtype=torch.float32, tolerance=FP32, **CUBIC)
 
 
-@pytest.mark.parametrize("outer", ["no_shard", "optim"])
-@on_ranks(4)
+@on_ranks(4, outer=["no_shard", "optim"])
 def test_hsdp_and_hfsdp(outer: str) -> None:
     strategies = STRATEGIES if outer == "no_shard" else STRATEGIES[1:]
     check_updates(SPECS, *(Place((2, 2), strategy, outer) for strategy in strategies))
@@ -285,20 +282,12 @@ def test_groups_without_muon_are_stepped_by_adamw(strategy: str, lr: Any) -> Non
     assert error([whole(p) for p in mine], [p.detach() for p in theirs]) < EXACT
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@on_ranks(2)
+@on_ranks(2, strategy=STRATEGIES)
 def test_a_training_is_the_plain_loops(strategy: str) -> None:
     plain_model, model = fp64_pair(strategy)
-
-    def kinds(module: Any) -> tuple[list[Any], list[Any]]:
-        matrices = [p for p in module.blocks.parameters() if p.ndim == 2]
-        known = {id(p) for p in matrices}
-        return matrices, [p for p in module.parameters() if id(p) not in known]
-
-    matrices, others = kinds(model)
-    groups = [{"params": matrices}, {"params": others, "use_muon": False, "lr": 0.01}]
-    optimizer = Muon(groups, lr=0.01, ns_dtype=torch.float64)
-    reference = ReferenceMuon(*kinds(plain_model), lr=0.01, dtype=torch.float64)
+    optimizer = block_muon(model, lr=0.01, ns_dtype=torch.float64)
+    matrices, others = (group["params"] for group in block_muon(plain_model).param_groups)
+    reference = ReferenceMuon(matrices, others, lr=0.01, dtype=torch.float64)
     train_both(plain_model, model, (reference, optimizer), range(5))
     assert weight_error(model, plain_model) < EXACT
 
@@ -316,8 +305,7 @@ def _ranked(stack: torch.Tensor) -> torch.Tensor:
     return stack * stack.sum((-2, -1), keepdim=True) + stack.shape[-2]
 
 
-@pytest.mark.parametrize("strategy", ("optim_grads_params", "no_shard"))
-@on_ranks(4)
+@on_ranks(4, strategy=("optim_grads_params", "no_shard"))
 def test_tensor_parallel_parts_can_be_matrices_of_their_own(strategy: str) -> None:
     place = Place((2, 2), strategy, has_tensor_axis=True)
     params = sharded(TENSOR_SPECS, place, torch.float64)

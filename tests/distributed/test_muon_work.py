@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatron_fsdp_v2.comm.interface import Collective
 from megatron_fsdp_v2.dtensor.uneven_dtensor import local_of
 from megatron_fsdp_v2.optim import MatrixEngine, MatrixFunction, Muon, newton_schulz_flops
-from tests.distributed.checkpoint_trainings import torch_loads, torch_saves
+from tests.distributed.checkpoint_trainings import block_muon, torch_loads, torch_saves
 from tests.distributed.muon_cases import (
     Place,
     Spec,
@@ -148,11 +148,7 @@ def _model(**options: Any) -> tuple[Any, Muon]:
     model = Stack().double()
     if options:
         wrap(model, **{**options, "mesh": mesh_of(*options["mesh"])})
-    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "blocks" in n]
-    known = {id(param) for param in matrices}
-    others = [param for param in model.parameters() if id(param) not in known]
-    groups = [{"params": matrices}, {"params": others, "use_muon": False}]
-    return model, Muon(groups, lr=0.05, ns_dtype=torch.float64)
+    return model, block_muon(model, lr=0.05, ns_dtype=torch.float64)
 
 
 def _go_on(model: nn.Module, optimizer: Muon, steps: range) -> None:

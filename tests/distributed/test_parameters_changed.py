@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
@@ -68,9 +67,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("strategy", ("optim_grads_params", "optim_grads", "no_shard"))
-@on_ranks(2)
+@on_ranks(2, strategy=("optim_grads_params", "optim_grads", "no_shard"), change=CHANGES)
 def test_replaced_parameters_keep_their_values_and_train_on(change: str, strategy: str) -> None:
     torch.manual_seed(0)
     expected = _losses(wrap(Stack(), sharding_strategy=strategy))

@@ -1,11 +1,11 @@
-"""Every dtype of a policy is where it says, and gradients are scaled as documented."""
+"""Dtypes are where a policy says, also unusual ones, and gradients are scaled as documented."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, override
 
 import pytest
 import torch
@@ -17,17 +17,21 @@ from megatron_fsdp_v2.runtime.fsdp_module import unit_of
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import (
     STRATEGIES,
+    backward_both,
     batch,
     held_error,
     listen,
     mesh_of,
     on_mesh,
+    pair,
+    said,
     shards_of,
     step_all,
     strategies_on,
+    weight_error,
     wrap,
 )
-from tests.reference.models import MixedDtypes, Stack
+from tests.reference.models import Formula, MixedDtypes, Stack
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
@@ -73,9 +77,7 @@ POLICIES: dict[str, tuple[dict[str, Any], Dtypes]] = {
 }
 
 
-@pytest.mark.parametrize("name", POLICIES)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@on_ranks(2)
+@on_ranks(2, strategy=STRATEGIES, name=POLICIES)
 def test_each_dtype_of_a_policy_is_seen_where_it_says(strategy: str, name: str) -> None:
     options, expected = POLICIES[name]
     policy = MixedPrecisionPolicy(**options)
@@ -176,9 +178,7 @@ def test_without_cast_forward_inputs_inputs_stay_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("param_dtype", [None, BF16], ids=str)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("world_size", [1, 2])
-@on_ranks("world_size")
+@on_ranks("world_size", world_size=[1, 2], strategy=STRATEGIES)
 def test_main_weights_exist_only_where_dtype_or_placement_differs(
     world_size: int, strategy: str, param_dtype: torch.dtype | None
 ) -> None:
@@ -213,8 +213,7 @@ class MixedUnit(nn.Module):
         return y[:, self.table[:4]]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@on_ranks("world_size")
+@on_ranks("world_size", world_size=[2, 3])
 def test_a_unit_takes_mixed_dtypes_and_requires_grad(world_size: int) -> None:
     model = wrap(MixedUnit())
     wire = listen(model)
@@ -236,15 +235,9 @@ def test_a_unit_takes_mixed_dtypes_and_requires_grad(world_size: int) -> None:
 # -- gradient scaling -----------------------------------------------------------------------------
 
 
-class Dot(nn.Module):
+def _dot() -> Any:
     """A loss whose gradient is its input, whatever the dtype."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(7, 3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.weight * x).sum()
+    return Formula(lambda m, x: (m.weight * x).sum(), weight=nn.Parameter(torch.zeros(7, 3)))
 
 
 def _small_integers(rank: int) -> torch.Tensor:
@@ -253,8 +246,7 @@ def _small_integers(rank: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("wire", [FP32, BF16, FP16], ids=str)
-@pytest.mark.parametrize("mesh_name", ["1", "2", "3", "HSDP 2x2", "HFSDP 2x2"])
-@on_ranks("mesh_name")
+@on_ranks("mesh_name", mesh_name=["1", "2", "3", "HSDP 2x2", "HFSDP 2x2"])
 def test_a_gradient_is_the_factor_times_the_sum_over_ranks_of_both_axes(
     mesh_name: str, wire: torch.dtype
 ) -> None:
@@ -263,7 +255,7 @@ def test_a_gradient_is_the_factor_times_the_sum_over_ranks_of_both_axes(
     policy = MixedPrecisionPolicy(grad_comm_dtype=wire)
     for strategy, factor in itertools.product(strategies_on(mesh_name), (None, 1.0, 0.25)):
         options = {"sharding_strategy": strategy, "gradient_scaling_factor": factor}
-        model = wrap(Dot(), mp_policy=policy, **on_mesh(mesh_name), **options)
+        model = wrap(_dot(), mp_policy=policy, **on_mesh(mesh_name), **options)
         # The factor is applied once, in the dtype of the main gradient.
         expected = total * (1.0 / size if factor is None else factor)
         start, end = model.weight.local_rows
@@ -342,9 +334,7 @@ TRAININGS: dict[str, tuple[Any, MixedPrecisionPolicy, float]] = {
 }
 
 
-@pytest.mark.parametrize("name", TRAININGS)
-@pytest.mark.parametrize("world_size", [2, 3])
-@on_ranks("world_size")
+@on_ranks("world_size", world_size=[2, 3], name=TRAININGS)
 def test_mixed_precision_trainings_equal_an_unsharded_emulation(world_size: int, name: str) -> None:
     build, policy, tolerance = TRAININGS[name]
     expected = _emulate(build, policy, world_size)
@@ -359,3 +349,94 @@ def test_mixed_precision_trainings_equal_an_unsharded_emulation(world_size: int,
         pairs = zip(model.parameters(), expected, strict=True)
         error = max(held_error(param, full) for param, full in pairs)
         assert error / largest < tolerance, strategy
+
+
+# -- neither dense nor of a dtype that every backend knows ----------------------------------------
+
+
+class Quantized(nn.Module):
+    """A frozen weight of another dtype, its scale, and a trained layer."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        values = torch.linspace(-2, 2, 35).view(7, 5)
+        values = torch.complex(values, 2 * values) if dtype.is_complex else values
+        self.weight = nn.Parameter(values.to(dtype), requires_grad=False)
+        self.scale = nn.Parameter(torch.tensor([0.5]), requires_grad=False)
+        self.layer = nn.Linear(7, 3)
+
+    @override
+    def forward(self, x: torch.Tensor) -> Any:
+        weight = self.weight.abs() if self.weight.is_complex() else self.weight
+        self.seen = self.weight.dtype
+        # Only as wide as what it is multiplied with.
+        return self.layer(x @ weight.to(x.dtype).t() * self.scale.to(x.dtype))
+
+
+FROZEN = [
+    (torch.float8_e4m3fn, False, (2,)),
+    (torch.float8_e5m2, True, (2,)),
+    (torch.float8_e4m3fn, True, (2, 2)),
+    (torch.complex64, False, (2,)),
+    (torch.complex128, False, (2, 2)),
+]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("dtype", "casts", "shape"), FROZEN)
+@on_ranks("shape")
+def test_a_frozen_weight_of_any_dtype_is_gathered_bit_by_bit(
+    dtype: torch.dtype, casts: bool, shape: tuple[int, ...], strategy: str
+) -> None:
+    options: dict[str, Any] = {"sharding_strategy": strategy, "mesh": mesh_of(*shape)}
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if casts else None)
+    plain, model = pair(lambda: Quantized(dtype), lambda m: [], mp_policy=policy, **options)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, model)]
+    x = torch.linspace(-1, 1, 20).view(4, 5)
+    for _ in range(3):
+        for either in (plain, model):
+            either(x).float().square().mean().backward()
+        step_all(*optimizers)
+    with torch.no_grad():
+        model(x)
+    full, frozen = model.weight.full_tensor(), plain.weight.detach()
+    assert held_error(model.layer.weight, plain.layer.weight) < (0.05 if casts else 1e-6)
+    assert bool((full.view(torch.uint8) == frozen.view(torch.uint8)).all())
+    assert model.seen == dtype
+
+
+@on_ranks(2)
+def test_trained_complex_and_8_bit_weights_are_rejected_by_name() -> None:
+    found = []
+    for dtype in (torch.complex64, torch.float8_e4m3fn):
+        model = Quantized(dtype)
+        model.weight = nn.Parameter(model.weight.detach())
+        found.append(said(ValueError, lambda model=model: wrap(model, [])))
+    complex_one, small = found
+    assert "parameter weight is complex (torch.complex64) and trained" in complex_one
+    assert "parameter weight is of 8 bits (torch.float8_e4m3fn) and trained" in small
+
+
+def _sparse() -> nn.Module:
+    """An embedding with sparse gradients, used twice, and a layer."""
+    return Formula(
+        lambda m, tokens: m.layer(m.table(tokens)) + m.table(tokens.flip(0)),
+        table=nn.Embedding(11, 4, sparse=True),
+        layer=nn.Linear(4, 4),
+    ).double()
+
+
+@on_ranks(2, strategy=STRATEGIES)
+def test_sparse_gradients_train_as_in_a_plain_model(strategy: str) -> None:
+    options = {"sharding_strategy": strategy}
+    plain, model = pair(_sparse, lambda m: [m.table], **options)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, model)]
+
+    def loss(model: Any, rank: int, step: int) -> torch.Tensor:
+        return model(torch.arange(4) * (step + rank + 1) % 11).square().mean()
+
+    for step in range(6):
+        backward_both(plain, model, step, loss)
+        if step % 2:
+            step_all(*optimizers)
+    assert weight_error(model, plain) < 1e-12

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -83,15 +84,13 @@ def _losses(model: Any, num_evaluations: int = 0) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads", "optim_grads_params"])
-@on_ranks(2)
+@on_ranks(2, strategy=["no_shard", "optim_grads", "optim_grads_params"])
 def test_the_check_before_every_collective_passes_where_ranks_agree(strategy: str) -> None:
     losses = _losses(wrap(Stack(), sharding_strategy=strategy, check_ranks="always"))
     assert losses[0] > losses[1] > losses[2]
 
 
-@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
-@on_ranks(2)
+@on_ranks(2, strategy=["no_shard", "optim", "optim_grads"])
 def test_a_unit_left_out_everywhere_has_no_gradient_and_one_left_out_somewhere_has(
     strategy: str,
 ) -> None:
@@ -109,12 +108,23 @@ def test_a_unit_left_out_everywhere_has_no_gradient_and_one_left_out_somewhere_h
     assert all(somewhere)
 
 
-@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
-@on_ranks(2)
+@on_ranks(2, strategy=["no_shard", "optim", "optim_grads"])
 def test_unequal_numbers_of_evaluations_need_no_partner_below_zero_3(strategy: str) -> None:
     losses = _losses(wrap(Stack(), sharding_strategy=strategy), 1 + 2 * dist.get_rank())
     assert of_all_ranks(losses) == [losses] * 2
     assert losses[0] > losses[2]
+
+
+def _check_gradients(plain: Any, model: Any, arrange: Callable[..., None], steps: int = 1) -> None:
+    """See that they are right where `arrange(model, rank, step)` has ranks run other things."""
+
+    def loss(model: Any, rank: int, step: int) -> torch.Tensor:
+        arrange(model, rank, step)
+        return loss_of(model, rank, step)
+
+    for step in range(steps):
+        backward_both(plain, model, step, loss)
+    assert gradient_error(model, plain) < 1e-6
 
 
 class Uneven(Stack):
@@ -145,8 +155,7 @@ def _backward(model: Any, backwards: str, rank: int, factor: float) -> None:
 
 
 @pytest.mark.parametrize("backwards", ["kept", "in turn", "together"])
-@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
-@on_ranks(3)
+@on_ranks(3, strategy=["no_shard", "optim", "optim_grads"])
 def test_units_that_ranks_run_a_different_number_of_times_train_like_one_process(
     strategy: str, backwards: str
 ) -> None:
@@ -167,21 +176,17 @@ def _frozen_in_part() -> Skipping:
     return model
 
 
-@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
-@on_ranks(2)
+@on_ranks(2, strategy=["no_shard", "optim", "optim_grads"])
 def test_a_unit_that_is_trained_from_now_on_may_be_left_out_by_a_rank(strategy: str) -> None:
     """A block that was frozen when it was sharded is trained, and rank 1 leaves it out at first."""
     plain, model = pair(_frozen_in_part, sharding_strategy=strategy)
-
-    def loss(model: Any, rank: int, step: int) -> torch.Tensor:
-        model.skip = 1 if rank == 1 and step == 0 else None
-        return loss_of(model, rank, step)
-
     for both in (plain, model):
         both.blocks[1].requires_grad_(True)
-    for step in range(2):
-        backward_both(plain, model, step, loss)
-    assert gradient_error(model, plain) < 1e-6
+
+    def skip(model: Any, rank: int, step: int) -> None:
+        model.skip = 1 if rank == 1 and step == 0 else None
+
+    _check_gradients(plain, model, skip, steps=2)
 
 
 class TiedOnSomeRanks(Stack):
@@ -204,13 +209,7 @@ class TiedOnSomeRanks(Stack):
 def test_a_tied_weight_that_one_rank_uses_twice_is_reduced_once_at_zero_3() -> None:
     """At ZeRO-3, rank 0 alone computes with a weight in a second place."""
     plain, model = pair(TiedOnSomeRanks)
-
-    def loss(model: Any, rank: int, step: int) -> torch.Tensor:
-        model.uses = rank == 0
-        return loss_of(model, rank, step)
-
-    backward_both(plain, model, loss=loss)
-    assert gradient_error(model, plain) < 1e-6
+    _check_gradients(plain, model, lambda model, rank, _: setattr(model, "uses", rank == 0))
 
 
 class BranchingRegion(Stack):
@@ -243,10 +242,6 @@ class RegionWithBranch(torch.nn.Module):
 def test_an_output_handed_on_from_an_inner_unit_starts_the_outer_backward_first() -> None:
     """At ZeRO-3, rank 1 alone has one more layer at the end of a recomputed region."""
     plain, model = pair(BranchingRegion, lambda m: [m.blocks[0].inner, m.blocks[0]])
-
-    def loss(model: Any, rank: int, step: int) -> torch.Tensor:
-        model.blocks[0].branches = rank == 1
-        return loss_of(model, rank, step)
-
-    backward_both(plain, model, loss=loss)
-    assert gradient_error(model, plain) < 1e-6
+    _check_gradients(
+        plain, model, lambda model, rank, _: setattr(model.blocks[0], "branches", rank == 1)
+    )

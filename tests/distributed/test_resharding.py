@@ -17,7 +17,7 @@ from tests.distributed.reshard_matrix import (
     Outcome,
     covering_pairs,
     loaded,
-    page,
+    matrix_page,
     saved,
 )
 from tests.ranks import RankPools
@@ -32,12 +32,9 @@ def outcomes(request: pytest.FixtureRequest) -> Iterator[dict[Outcome, bool]]:
     """Whether a load was bit-equal; written to the docs on request, when all are known."""
     found: dict[Outcome, bool] = {}
     yield found
-    if request.config.getoption("--write-docs") and len(found) == _num_outcomes():
-        PAGE.write_text(page(found))
-
-
-def _num_outcomes() -> int:
-    return len(ARRANGEMENTS) ** 2 * len(OPTIMIZERS)
+    is_whole = len(found) == len(ARRANGEMENTS) ** 2 * len(OPTIMIZERS)
+    if request.config.getoption("--write-docs") and is_whole:
+        PAGE.write_text(matrix_page(found))
 
 
 def test_the_quick_pairs_have_every_pair_of_sizes_and_of_strategies() -> None:
@@ -90,7 +87,7 @@ def test_a_checkpoint_loads_bit_equal_in_every_other_way(
 
 def test_the_page_shows_the_whole_matrix_and_every_load_bit_equal() -> None:
     every = itertools.product(ARRANGEMENTS, ARRANGEMENTS, OPTIMIZERS)
-    expected = page(dict.fromkeys(every, True))
+    expected = matrix_page(dict.fromkeys(every, True))
     assert PAGE.read_text() == expected, "run pytest tests/distributed -k every_other_way " + (
         "--write-docs"
     )

@@ -6,6 +6,7 @@ Megatron does so with its shared expert. A wait that such a module leaves out is
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_fsdp_v2 import MixedPrecisionPolicy
 from megatron_fsdp_v2.diagnostics.stream_safety import Fault, record_streams
-from tests.distributed.wrapping import BF16, STRATEGIES, batch, mesh_of, wrap
+from tests.distributed.on_ranks import on_ranks
+from tests.distributed.wrapping import BF16, STRATEGIES, on_mesh, train_own, wrap
 from tests.ranks import RankPools
 from tests.reference.models import WIDTH, Stack
 
@@ -99,60 +101,53 @@ class Overlapped(Stack):
                 setattr(block, name, value)
 
 
-def _sharded(shape: tuple[int, ...], strategy: str, precision: str = "fp32", **options: Any) -> Any:
-    own = {name: options.pop(name) for name in ("tied", "recomputed", "whole") if name in options}
+def _sharded(
+    mesh_name: str = "2",
+    strategy: str = STRATEGIES[-1],
+    precision: str = "fp32",
+    own: Any = (),
+    **options: Any,
+) -> Any:
+    """A model of which `own` are arguments, and `options` those of its units."""
     torch.manual_seed(0)
-    return wrap(
-        Overlapped(**own),
-        mesh=mesh_of(*shape),
-        sharding_strategy=strategy,
-        mp_policy=POLICIES[precision],
-        **options,
-    )
-
-
-def _steps(model: Any, num_steps: int = 2) -> list[torch.Tensor]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
-    for step in range(num_steps):
-        optimizer.zero_grad()
-        for micro in range(2):
-            with model.no_sync() if micro == 0 else contextlib.nullcontext():
-                model(batch(torch.distributed.get_rank(), step)).float().square().mean().backward()
-        optimizer.step()
-    return [param.to_local().detach().clone() for param in model.parameters()]
-
-
-def recorded(*case: Any, **options: Any) -> tuple[list[str], dict[str, int], float]:
-    """Violations, operations on the side by what they are, distance of the weights."""
-    plain = _steps(_sharded(*case, **options))
-    model = _sharded(*case, **options)
-    with record_streams(model) as recording:
-        model.record(recording)
-        found = _steps(model)
-    on_side: dict[str, int] = {}
-    for op in recording.schedule.operations("side"):
-        for region in op.writes:
-            is_gradient = region.buffer.name.endswith("grads full") or op.name == COPY
-            name = "gradients" if is_gradient else op.name
-            on_side[name] = on_side.get(name, 0) + 1
-    error = max(
-        float((a - b).norm() / (a.norm() + 1e-3)) for a, b in zip(plain, found, strict=True)
-    )
-    return [str(violation) for violation in recording.violations()], on_side, error
+    options = {"sharding_strategy": strategy, "mp_policy": POLICIES[precision], **options}
+    return wrap(Overlapped(**dict(own)), **on_mesh(mesh_name), **options)
 
 
 QUICK = ("no_shard", "optim_grads_params", "bf16", "tied", "trace pool", "recomputed", "whole unit")
-CASES = {
-    **{strategy: (((2,), strategy), {}) for strategy in STRATEGIES},
-    "bf16": (((2,), STRATEGIES[-1], "bf16"), {}),
-    "hsdp": (((2, 2), STRATEGIES[-1], "bf16"), {}),
-    "tied": (((2,), STRATEGIES[-1]), {"tied": True}),
-    "tied, collected": (((2,), STRATEGIES[1]), {"tied": True}),
-    "recomputed": (((2,), STRATEGIES[-1]), {"recomputed": True}),
-    "whole unit": (((2,), STRATEGIES[-1]), {"whole": True}),
-    "trace pool": (((2,), STRATEGIES[-1]), {"enable_trace_pool": True}),
-    "waiting": (((2,), STRATEGIES[-1]), {"enable_async_reduce_grad": False}),
+CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    **{strategy: (("2", strategy), {}) for strategy in STRATEGIES},
+    "bf16": (("2", STRATEGIES[-1], "bf16"), {}),
+    "hsdp": (("HSDP 2x2", STRATEGIES[-1], "bf16"), {}),
+    "tied": (("2",), {"own": {"tied": True}}),
+    "tied, collected": (("2", STRATEGIES[1]), {"own": {"tied": True}}),
+    "recomputed": (("2",), {"own": {"recomputed": True}}),
+    "whole unit": (("2",), {"own": {"whole": True}}),
+    "trace pool": (("2",), {"enable_trace_pool": True}),
+    "waiting": (("2",), {"enable_async_reduce_grad": False}),
 }
+
+
+def check_side_stream(name: str) -> None:
+    """See that nothing is out of order, that gradients are on the side, and weights right."""
+    case, options = CASES[name]
+    plain = train_own(_sharded(*case, **options), num_micro=2)
+    model = _sharded(*case, **options)
+    with record_streams(model) as recording:
+        model.record(recording)
+        found = train_own(model, num_micro=2)
+    on_side: Counter[str] = Counter()
+    for op in recording.schedule.operations("side"):
+        for region in op.writes:
+            is_gradient = region.buffer.name.endswith("grads full") or op.name == COPY
+            on_side["gradients" if is_gradient else op.name] += 1
+    pairs = zip(plain, found, strict=True)
+    error = max(float((a - b).norm() / (a.norm() + 1e-3)) for a, b in pairs)
+    assert [str(violation) for violation in recording.violations()] == []
+    # Weights and biases of two layers of three blocks, in four backwards.
+    assert on_side["gradients"] >= 4 * 3 * 4
+    assert on_side["aten.tanh_backward.default"] >= 4 * 3
+    assert error < (2e-2 if "bf16" in case else 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -162,37 +157,25 @@ CASES = {
 def test_gradients_of_a_side_stream_are_reduced_after_they_arrived(
     pools: RankPools, name: str
 ) -> None:
-    case, options = CASES[name]
-    ranks = pools(len(case[0]) * 2)
-    for violations, on_side, error in ranks.run(recorded, *case, **options):
-        assert violations == []
-        # Weights and biases of two layers of three blocks, in four backwards.
-        assert on_side["gradients"] >= 4 * 3 * 4
-        assert on_side["aten.tanh_backward.default"] >= 4 * 3
-        assert error < (2e-2 if "bf16" in case else 1e-5)
+    pools(4 if name == "hsdp" else 2).run(check_side_stream, name)
 
 
-def faults_of(**options: bool) -> list[tuple[str, str, str]]:
-    """What is found where a module leaves a wait out: fault, buffer, explanation."""
-    model = _sharded((2,), STRATEGIES[-1])
+def violations_of(**options: bool) -> list[Any]:
+    """What is found of the second block's weights where a module leaves a wait out."""
+    model = _sharded()
     with record_streams(model) as recording:
         model.record(recording, **options)
-        _steps(model)
-    return [(v.fault.value, v.buffer.name, str(v)) for v in recording.violations()]
+        train_own(model, num_micro=2)
+    return [v for v in recording.violations() if v.buffer.name == "blocks.1/0 weights temporary"]
 
 
-def test_a_side_stream_that_does_not_wait_for_the_gather_is_found(pools: RankPools) -> None:
-    for found in pools(2).run(faults_of, starts=False):
-        texts = [text for _, name, text in found if name == "blocks.1/0 weights gathered"]
-        assert any(
-            "all_gather on 'gather'" in text and "on 'side' (reads it)" in text for text in texts
-        )
+@on_ranks(2)
+def test_a_side_stream_that_does_not_wait_for_the_gather_is_found() -> None:
+    texts = map(str, violations_of(starts=False))
+    assert any("all_gather on 'gather'" in t and "on 'side' (reads it)" in t for t in texts)
 
 
-def test_a_side_stream_that_still_reads_weights_when_they_go_is_found(pools: RankPools) -> None:
-    for found in pools(2).run(faults_of, joins=False):
-        assert any(
-            (fault, name) == (Fault.PREMATURE_FREE.value, "blocks.1/0 weights gathered")
-            and "on 'side' (reads it), then" in text
-            for fault, name, text in found
-        )
+@on_ranks(2)
+def test_a_side_stream_that_still_reads_weights_when_they_go_is_found() -> None:
+    found = [v for v in violations_of(joins=False) if v.fault is Fault.PREMATURE_FREE]
+    assert any("on 'side' (reads it), then" in str(v) for v in found)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_fsdp_v2 import fully_shard
 from megatron_fsdp_v2.dtensor.row_shards import TensorShard
+from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import STRATEGIES, mesh_of, said
 from tests.ranks import RankPools
 
@@ -53,24 +52,19 @@ class _Parts(nn.Module):
         return x.sum() * sum((p**3).sum() for p in self.parameters())  # type: ignore[return-value]
 
 
-def _meshes(dp: int, tp: int) -> tuple[DeviceMesh, DeviceMesh]:
-    mesh = mesh_of(dp, tp)
-    return mesh["outer"], mesh
-
-
 def _sharded(dp: int, tp: int, strategy: str) -> Any:
-    data, both = _meshes(dp, tp)
+    both = mesh_of(dp, tp)
     model = _Parts(both.get_local_rank(1), tp)
     shards = {}
     for name, param in model.named_parameters():
         dim, num_pieces = WEIGHTS[name][1:]
         pieces = (param.shape[0] // num_pieces,) * num_pieces if num_pieces > 1 else ()
         shards[param] = TensorShard(both, dim, pieces)
-    return fully_shard(model, mesh=data, sharding_strategy=strategy, tensor_shards=shards)
+    return fully_shard(model, mesh=both["outer"], sharding_strategy=strategy, tensor_shards=shards)
 
 
-def _trained(dp: int, tp: int, strategy: str, steps: int = 2) -> tuple[Any, Any]:
-    model = _sharded(dp, tp, strategy)
+def _stepped(model: Any, steps: int = 2) -> tuple[Any, Any]:
+    """A model after some steps, and its optimizer."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     for _ in range(steps):
         optimizer.zero_grad()
@@ -79,74 +73,46 @@ def _trained(dp: int, tp: int, strategy: str, steps: int = 2) -> tuple[Any, Any]
     return model, optimizer
 
 
-def _reference(steps: int = 2) -> dict[str, torch.Tensor]:
-    model = _Parts(0, 1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        model(torch.ones(3)).backward()
-        optimizer.step()
+def _reference() -> dict[str, torch.Tensor]:
+    model, _ = _stepped(_Parts(0, 1))
     return {name: param.detach() for name, param in model.named_parameters()}
 
 
-def _global_views(strategy: str) -> list[str]:
-    model, optimizer = _trained(2, 2, strategy)
-    wrong = []
+@on_ranks(4, strategy=STRATEGIES)
+def test_parameters_are_dtensors_of_the_whole_weight_and_train_like_it(strategy: str) -> None:
+    model, optimizer = _stepped(_sharded(2, 2, strategy))
     for name, expected in _reference().items():
         param = getattr(model, name)
-        facts = {
-            "shape": tuple(param.shape) == WEIGHTS[name][0],
-            "mesh": param.device_mesh.ndim == 2,
-            "whole": torch.equal(param.full_tensor(), expected),
-            # A rank without rows has no state.
-            "state": param not in optimizer.state
-            or optimizer.state[param]["exp_avg"].shape == expected.shape,
-        }
-        wrong += [f"{name}: {fact}" for fact, holds in facts.items() if not holds]
-    return wrong
+        assert tuple(param.shape) == WEIGHTS[name][0]
+        assert param.device_mesh.ndim == 2
+        assert torch.equal(param.full_tensor(), expected)
+        # A rank without rows has no state.
+        if param in optimizer.state:
+            assert optimizer.state[param]["exp_avg"].shape == expected.shape
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_parameters_are_dtensors_of_the_whole_weight_and_train_like_it(
-    pools: RankPools, strategy: str
-) -> None:
-    for wrong in pools(4).run(_global_views, strategy):
-        assert wrong == []
-
-
-def _norms(strategy: str) -> list[float]:
-    model = _sharded(2, 2, strategy)
-    model(torch.ones(3)).backward()
-    total = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-    left = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-    return [float(total.full_tensor()), float(left.full_tensor())]
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_clipping_counts_replicated_parameters_once(pools: RankPools, strategy: str) -> None:
-    plain = _Parts(0, 1)
-    plain(torch.ones(3)).backward()
+@on_ranks(4, strategy=STRATEGIES)
+def test_clipping_counts_replicated_parameters_once(strategy: str) -> None:
+    plain, model = _Parts(0, 1), _sharded(2, 2, strategy)
+    for either in (plain, model):
+        either(torch.ones(3)).backward()
     expected = float(nn.utils.clip_grad_norm_(plain.parameters(), 0.5))
-    for total, left in pools(4).run(_norms, strategy):
-        assert total == pytest.approx(expected, rel=1e-6)
-        assert left == pytest.approx(0.5, rel=1e-4)
+    total = nn.utils.clip_grad_norm_(model.parameters(), 0.5).full_tensor()
+    left = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    left = left.full_tensor()
+    assert float(total) == pytest.approx(expected, rel=1e-6)
+    assert float(left) == pytest.approx(0.5, rel=1e-4)
 
 
-def _pieces() -> list[bool]:
+@on_ranks(4)
+def test_pieces_of_a_gated_layer_are_whole_halves() -> None:
     model = _sharded(2, 2, "optim_grads_params")
     gate, up = model.gated.pieces()
     whole = _whole("gated")
-    return [
-        gate.shape == up.shape == (FFN, HIDDEN),
-        torch.equal(gate.full_tensor(), whole[:FFN]),
-        torch.equal(up.full_tensor(), whole[FFN:]),
-        [piece.shape for piece in model.row.pieces()] == [model.row.shape],
-    ]
-
-
-def test_pieces_of_a_gated_layer_are_whole_halves(pools: RankPools) -> None:
-    for facts in pools(4).run(_pieces):
-        assert all(facts), facts
+    assert gate.shape == up.shape == (FFN, HIDDEN)
+    assert torch.equal(gate.full_tensor(), whole[:FFN])
+    assert torch.equal(up.full_tensor(), whole[FFN:])
+    assert [piece.shape for piece in model.row.pieces()] == [model.row.shape]
 
 
 def _state(model: Any, optimizer: Any) -> dict[str, Any]:
@@ -158,38 +124,35 @@ def _state(model: Any, optimizer: Any) -> dict[str, Any]:
     return {"model": dict(model.named_parameters()), "optimizer": state}
 
 
-def _save(folder: str, dp: int, tp: int, strategy: str) -> None:
-    dcp.save(_state(*_trained(dp, tp, strategy)), checkpoint_id=folder)
+def _saves(folder: str) -> None:
+    model, optimizer = _stepped(_sharded(2, 2, "optim_grads_params"))
+    dcp.save(_state(model, optimizer), checkpoint_id=folder)
 
 
-def _load(folder: str, dp: int, tp: int, strategy: str) -> list[str]:
-    model, optimizer = _trained(dp, tp, strategy, steps=1)
+def check_load(folder: str, dp: int, tp: int, strategy: str) -> None:
+    """See that what is loaded over other weights is the reference."""
+    model, optimizer = _stepped(_sharded(dp, tp, strategy), steps=1)
     state = _state(model, optimizer)
     with torch.no_grad():
         for param in model.parameters():
             param.zero_()
     dcp.load(state, checkpoint_id=folder)
-    wrong = []
     for name, expected in _reference().items():
-        if not torch.equal(state["model"][name].full_tensor(), expected):
-            wrong.append(name)
-    return wrong
+        assert torch.equal(state["model"][name].full_tensor(), expected), name
 
 
 @pytest.mark.parametrize(("dp", "tp"), [(4, 1), (1, 4), (2, 2), (2, 1), (1, 2), (1, 1)])
 def test_a_checkpoint_loads_at_any_data_and_tensor_parallel_size(
-    pools: RankPools, dp: int, tp: int
+    pools: RankPools, tmp_path: Path, dp: int, tp: int
 ) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        path = str(Path(folder) / "saved")
-        pools(4).run(_save, path, 2, 2, "optim_grads_params")
-        for strategy in ("optim_grads_params", "no_shard"):
-            for wrong in pools(dp * tp).run(_load, path, dp, tp, strategy):
-                assert wrong == []
+    pools(4).run(_saves, str(tmp_path))
+    for strategy in ("optim_grads_params", "no_shard"):
+        pools(dp * tp).run(check_load, str(tmp_path), dp, tp, strategy)
 
 
-def _bad_shards() -> list[str]:
-    data, both = _meshes(2, 2)
+@on_ranks(4)
+def test_bad_shards_are_rejected_by_name() -> None:
+    data, both = mesh_of(2, 2)["outer"], mesh_of(2, 2)
 
     def shard(**kwargs: Any) -> Any:
         model = nn.Linear(4, 4, bias=False)
@@ -199,34 +162,19 @@ def _bad_shards() -> list[str]:
     swapped = DeviceMesh.from_group(
         [both.get_group(1), both.get_group(0)], "cpu", mesh=both.mesh.T, mesh_dim_names=("a", "b")
     )
-    return [
-        said(ValueError, lambda: shard(mesh=data)),
-        said(ValueError, lambda: shard(mesh=swapped)),
-        said(ValueError, lambda: shard(dim=2)),
-        said(ValueError, lambda: shard(pieces=(1, 2))),
-    ]
+    one = said(ValueError, lambda: shard(mesh=data))
+    assert "parameter weight" in one and "one more" in one
+    assert "one more" in said(ValueError, lambda: shard(mesh=swapped))
+    assert "no dimension 2" in said(ValueError, lambda: shard(dim=2))
+    assert "add up to the 4" in said(ValueError, lambda: shard(pieces=(1, 2)))
 
 
-def test_bad_shards_are_rejected_by_name(pools: RankPools) -> None:
-    for one, swapped, dim, pieces in pools(4).run(_bad_shards):
-        assert "parameter weight" in one and "one more" in one
-        assert "one more" in swapped
-        assert "no dimension 2" in dim
-        assert "add up to the 4" in pieces
-
-
-def _separate() -> list[Any]:
-    mesh = mesh_of(dist.get_world_size())
-
+@on_ranks(3)
+def test_a_separate_parameter_is_cut_alike_beside_any_others() -> None:
     def cuts(rows: int) -> Any:
         model = nn.ModuleDict({"shared": nn.Linear(4, 5), "other": nn.Linear(3, rows)})
         model.__class__ = type("Both", (nn.ModuleDict,), {"forward": lambda self, x: x})
-        fully_shard(model, mesh=mesh, separate_params={model["shared"].weight})
+        fully_shard(model, separate_params={model["shared"].weight})
         return model["shared"].weight.local_rows
 
-    return [cuts(2), cuts(31)]
-
-
-def test_a_separate_parameter_is_cut_alike_beside_any_others(pools: RankPools) -> None:
-    for few, many in pools(3).run(_separate):
-        assert few == many
+    assert cuts(2) == cuts(31)

@@ -299,8 +299,7 @@ SCENARIOS: dict[str, Callable[[Scenario], None]] = {
 }
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS)
-@on_ranks(2)
+@on_ranks(2, scenario=SCENARIOS)
 def test_what_was_not_traced_gives_the_same_bits(scenario: str) -> None:
     bits = []
     for pooled in (False, True):

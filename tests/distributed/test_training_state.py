@@ -49,8 +49,7 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", SCHEDULERS)
-@on_ranks(RANKS)
+@on_ranks(RANKS, name=SCHEDULERS)
 def test_learning_rate_schedulers_work(name: str) -> None:
     plain, sharded = fp64_pair()
     first, second = (optim.SGD(m.parameters(), lr=0.02, momentum=0.9) for m in (plain, sharded))
@@ -87,8 +86,7 @@ def _interrupted(strategy: str, hand_over: Callable[[Any, Any, Any, Any], None])
     return weight_error(fresh, plain)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@on_ranks(RANKS)
+@on_ranks(RANKS, strategy=STRATEGIES)
 def test_a_training_goes_on_through_state_dicts(strategy: str) -> None:
     def hand_over(model: Any, optimizer: Any, fresh: Any, resumed: Any) -> None:
         fresh.load_state_dict(model.state_dict())
@@ -97,8 +95,7 @@ def test_a_training_goes_on_through_state_dicts(strategy: str) -> None:
     assert _interrupted(strategy, hand_over) < EXACT
 
 
-@pytest.mark.parametrize("strategy", ["optim_grads_params", "optim"])
-@on_ranks(RANKS)
+@on_ranks(RANKS, strategy=["optim_grads_params", "optim"])
 def test_a_training_goes_on_through_torchs_distributed_checkpoint(
     tmp_path: Path, strategy: str
 ) -> None:
@@ -188,8 +185,7 @@ def _error_of_steps(build: Any, units: Any = None) -> float:
     return gradient_error(model, plain)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@on_ranks(2)
+@on_ranks(2, reentrant=[False, True])
 def test_no_unit_is_dropped_while_it_is_recomputed_again(reentrant: bool) -> None:
     def units(model: Any) -> list[Any]:
         return [model.blocks[1][2], *model.blocks]

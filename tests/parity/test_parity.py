@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import math
-import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,30 +11,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megatron_fsdp_v2 import fully_shard
+from tests.distributed.on_ranks import on_ranks
+from tests.distributed.wrapping import MESHES, STRATEGIES, on_mesh, strategies_on
 from tests.parity.patterns import PATTERNS
 from tests.ranks import RankPools
+from tests.reference.pages import page, table
 from tests.reference.training import Trace, distances, train_reference, train_sharded
 
+PAGE = Path(__file__).parents[2] / "docs" / "parity_matrix.md"
 TOLERANCE = 1e-6
-STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-MESHES: dict[str, tuple[int, ...]] = {
-    "1": (1,),
-    "2": (2,),
-    "3": (3,),
-    "4": (4,),
-    "HSDP 2x2": (2, 2),
-    "HFSDP 2x2": (2, 2),
-}
 SWITCHES = ("enable_unshard_prefetch", "enable_async_reduce_grad")
-
-
-@functools.cache
-def _mesh(shape: tuple[int, ...]) -> DeviceMesh:
-    # Once in a process: every new mesh makes process groups that are never ended.
-    return init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner")[-len(shape) :])
 
 
 def _sharded(
@@ -44,47 +30,43 @@ def _sharded(
     strategy: str,
     mesh_name: str,
     see: Callable[[nn.Module], None] = lambda module: None,
-    **switches: bool,
+    **switches: Any,
 ) -> Trace:
-    mesh = _mesh(MESHES[mesh_name])
-    outer = "optim" if mesh_name.startswith("HFSDP") else "no_shard"
+    options = {"sharding_strategy": strategy, **on_mesh(mesh_name), **switches}
 
     def shard(module: nn.Module) -> None:
-        fully_shard(
-            module,
-            mesh=mesh,
-            sharding_strategy=strategy,
-            outer_dp_sharding_strategy=outer,
-            **PATTERNS[pattern].options,
-            **switches,  # type: ignore[arg-type]
-        )
+        fully_shard(module, **PATTERNS[pattern].options, **options)
         see(module)
 
     return train_sharded(PATTERNS[pattern], shard)
 
 
-def errors_of_pattern(pattern: str, mesh_name: str, strategies: list[str]) -> dict[str, float]:
+def _strategies(pattern: str, mesh_name: str) -> list[str]:
+    """Strategies that a pattern can be trained with."""
+    skips = PATTERNS[pattern].skips and mesh_name != "1"
+    return [s for s in strategies_on(mesh_name) if not (skips and s == "optim_grads_params")]
+
+
+def errors_of_pattern(pattern: str, mesh_name: str) -> dict[str, float]:
     """On every rank: the largest relative error of a pattern, per strategy."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    reference = train_reference(PATTERNS[pattern], world_size, evaluates_rank=rank)
-    found = {}
-    for strategy in strategies:
-        trace = _sharded(pattern, strategy, mesh_name)
-        found[strategy] = compare(trace, reference)
-    return found
+    size, rank = dist.get_world_size(), dist.get_rank()
+    reference = train_reference(PATTERNS[pattern], size, evaluates_rank=rank)
+    return {
+        strategy: compare(_sharded(pattern, strategy, mesh_name), reference)
+        for strategy in _strategies(pattern, mesh_name)
+    }
 
 
 def compare(trace: Trace, reference: Trace) -> float:
     """The largest relative error of losses, evaluations, gradients and parameters."""
-    errors = [abs(a - b) / abs(b) for a, b in zip(trace.losses, reference.losses, strict=True)]
-    errors += [
-        abs(a - b) / abs(b) for a, b in zip(trace.evaluations, reference.evaluations, strict=True)
-    ]
-    for mine, theirs in zip(trace.grads, reference.grads, strict=True):
-        assert mine.keys() == theirs.keys()
+    mine, theirs = ([*t.losses, *t.evaluations] for t in (trace, reference))
+    assert len(trace.losses) == len(reference.losses)
+    errors = [abs(a - b) / abs(b) for a, b in zip(mine, theirs, strict=True)]
+    for found, expected in zip(trace.grads, reference.grads, strict=True):
+        assert found.keys() == expected.keys()
         trained = {}
-        for name, grad in theirs.items():
-            (start, end), other = trace.rows[name], mine[name]
+        for name, grad in expected.items():
+            (start, end), other = trace.rows[name], found[name]
             if grad is None or not grad.any():
                 # Nothing used it: no gradient, or zero where others of its unit have one.
                 assert other is None or not other.any(), name
@@ -93,28 +75,10 @@ def compare(trace: Trace, reference: Trace) -> float:
             else:
                 assert other is not None, f"{name} has no gradient"
                 trained[name] = grad
-        errors += distances({n: (trace.rows[n], mine[n]) for n in trained}, trained)
+        errors += distances({n: (trace.rows[n], found[n]) for n in trained}, trained)
     held = {name: (trace.rows[name], param) for name, param in trace.params.items()}
     errors += distances(held, reference.params)
     return max(errors)
-
-
-def bits_of_switches(pattern: str, strategy: str) -> bool:
-    """Whether a pattern gives the same bits with every switch off and on, the pool included."""
-    on = _sharded(pattern, strategy, str(dist.get_world_size()))
-    # Prefetching matters where weights are gathered for use; then both are switched off at once.
-    steps = [SWITCHES] if strategy != "optim_grads_params" else [SWITCHES[:1], SWITCHES]
-    for switches in steps:
-        off = _sharded(
-            pattern, strategy, str(dist.get_world_size()), **dict.fromkeys(switches, False)
-        )
-        if not _same_bits(off, on):
-            return False
-    # Weights that are gathered for use are what the pool can do wrong.
-    gathers = strategy == "optim_grads_params"
-    if not gathers and not PATTERNS[pattern].skips:
-        return True
-    return _pool_changes_nothing(on, pattern, strategy, str(dist.get_world_size()))
 
 
 def _pool_changes_nothing(plain: Trace, pattern: str, strategy: str, mesh_name: str) -> bool:
@@ -125,17 +89,6 @@ def _pool_changes_nothing(plain: Trace, pattern: str, strategy: str, mesh_name: 
         # A test of a pool that was never planned would show nothing.
         assert report.plan is not None or not report.programs
     return _same_bits(plain, pooled)
-
-
-def bits_of_pool(pattern: str, strategies: list[str], mesh_name: str) -> list[str]:
-    """The strategies for which the traced pool changes a bit of a pattern."""
-    return [
-        strategy
-        for strategy in strategies
-        if not _pool_changes_nothing(
-            _sharded(pattern, strategy, mesh_name), pattern, strategy, mesh_name
-        )
-    ]
 
 
 def _same_bits(first: Trace, second: Trace) -> bool:
@@ -153,7 +106,7 @@ def matrix(request: pytest.FixtureRequest) -> Iterator[dict[tuple[str, str, str]
     errors: dict[tuple[str, str, str], float] = {}
     yield errors
     if request.config.getoption("--write-docs"):
-        _write_table(errors, Path(request.config.rootpath) / "docs" / "parity_matrix.md")
+        PAGE.write_text(_page(errors))
 
 
 _ABOUT = (
@@ -168,22 +121,11 @@ _ABOUT = (
 )
 
 
-def _write_table(errors: dict[tuple[str, str, str], float], path: Path) -> None:
+def _page(errors: dict[tuple[str, str, str], float]) -> str:
     columns = sorted({key[1:] for key in errors}, key=lambda c: (list(MESHES).index(c[1]), c[0]))
-    lines = [
-        "# Parity matrix",
-        "",
-        *textwrap.wrap(_ABOUT, 90),
-        "",
-        "| pattern | " + " | ".join(f"{s}, {m}" for s, m in columns) + " |",
-        "|---" * (len(columns) + 1) + "|",
-    ]
-    for pattern in PATTERNS:
-        cells = [
-            f"{errors[pattern, s, m]:.0e}" if (pattern, s, m) in errors else "" for s, m in columns
-        ]
-        lines.append(f"| {pattern} | " + " | ".join(cells) + " |")
-    path.write_text("\n".join(lines) + "\n")
+    known = {key: f"{error:.0e}" for key, error in errors.items()}
+    rows = {name: [known.get((name, *column), "") for column in columns] for name in PATTERNS}
+    return page("Parity matrix", _ABOUT, table("pattern", [f"{s}, {m}" for s, m in columns], rows))
 
 
 def _cells() -> Iterator[Any]:
@@ -198,12 +140,9 @@ def _cells() -> Iterator[Any]:
 def test_a_pattern_trains_like_the_reference(
     pools: RankPools, matrix: dict[tuple[str, str, str], float], pattern: str, mesh_name: str
 ) -> None:
-    world_size = 4 if "x" in mesh_name else int(mesh_name)
-    strategies = [s for s in STRATEGIES if not (mesh_name.startswith("HFSDP") and s == "no_shard")]
-    if PATTERNS[pattern].skips and world_size > 1:
-        strategies.remove("optim_grads_params")
-    results = pools(world_size).run(errors_of_pattern, pattern, mesh_name, strategies)
-    for strategy in strategies:
+    ranks = pools(math.prod(MESHES[mesh_name][0]))
+    results = ranks.run(errors_of_pattern, pattern, mesh_name)
+    for strategy in _strategies(pattern, mesh_name):
         error = max(result[strategy] for result in results)
         matrix[pattern, strategy, mesh_name] = error
         assert error < TOLERANCE, f"{strategy}: {error}"
@@ -220,18 +159,22 @@ def _switched() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("pattern", "strategy"), list(_switched()))
-def test_switches_change_no_bit(pools: RankPools, pattern: str, strategy: str) -> None:
-    assert all(pools(3).run(bits_of_switches, pattern, strategy))
+@on_ranks(3)
+def test_switches_change_no_bit(pattern: str, strategy: str) -> None:
+    on = _sharded(pattern, strategy, "3")
+    # Weights that are gathered for use are what prefetching and the pool can do wrong; then both
+    # switches are off at once, too.
+    gathers = strategy == "optim_grads_params"
+    for switches in [SWITCHES[:1], SWITCHES] if gathers else [SWITCHES]:
+        off = _sharded(pattern, strategy, "3", **dict.fromkeys(switches, False))
+        assert _same_bits(off, on), switches
+    if gathers or PATTERNS[pattern].skips:
+        assert _pool_changes_nothing(on, pattern, strategy, "3")
 
 
 @pytest.mark.functional
-@pytest.mark.parametrize("mesh_name", MESHES)
-@pytest.mark.parametrize("pattern", PATTERNS)
-def test_the_trace_pool_changes_no_bit_in_the_whole_matrix(
-    pools: RankPools, pattern: str, mesh_name: str
-) -> None:
-    ranks = pools(math.prod(MESHES[mesh_name]))
-    strategies = [s for s in STRATEGIES if not (mesh_name.startswith("HFSDP") and s == "no_shard")]
-    if PATTERNS[pattern].skips and ranks.world_size > 1:
-        strategies.remove("optim_grads_params")
-    assert ranks.run(bits_of_pool, pattern, strategies, mesh_name) == [[]] * ranks.world_size
+@on_ranks("mesh_name", pattern=PATTERNS, mesh_name=MESHES)
+def test_the_trace_pool_changes_no_bit_in_the_whole_matrix(pattern: str, mesh_name: str) -> None:
+    for strategy in _strategies(pattern, mesh_name):
+        plain = _sharded(pattern, strategy, mesh_name)
+        assert _pool_changes_nothing(plain, pattern, strategy, mesh_name), strategy

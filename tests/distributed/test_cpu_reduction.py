@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fsdp_v2.comm import backends
-from megatron_fsdp_v2.comm.interface import Axis, CommStream
+from megatron_fsdp_v2.comm.interface import Axis, Collective, CollectiveKind, CommStream
 from tests.distributed.allocations import peak_nbytes
 from tests.distributed.on_ranks import on_ranks
 
@@ -19,8 +19,9 @@ NUMEL = 5000
 
 def _reduced(into: torch.Tensor, full: torch.Tensor, scale: float, accumulate: bool) -> Any:
     axis = Axis(dist.group.WORLD, dist.get_world_size(), dist.get_rank())
-    options: dict[str, Any] = {"scale": scale, "accumulate": accumulate, "async_op": True}
-    return backends.CpuCommunicator().reduce_scatter(into, full, axis, CommStream.REDUCE, **options)
+    kind = CollectiveKind.REDUCE_SCATTER
+    collective = Collective(kind, into, full, axis, CommStream.REDUCE, scale, accumulate)
+    return backends.CpuCommunicator().issue(collective, async_op=True)
 
 
 def _full(rank: int, dtype: torch.dtype) -> torch.Tensor:

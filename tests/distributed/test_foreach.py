@@ -304,13 +304,12 @@ def test_a_gradient_that_autograd_makes_of_a_shard_knows_its_rows() -> None:
 def test_missing_gradients_and_gaps_are_zeroed_in_one_operation() -> None:
     module = nn.Sequential(*(nn.Linear(5, n, bias=False) for n in (7, 3, 1)))
     (group,) = unit_of(wrap(module, [])).groups
-    grads, view = group.grads, group.grads.views[0]
-    grads.acquire()
-    grads._temporary.tensor.fill_(1.0)
+    grads, view = group.grads.buffers, group.grads.buffers.views[0]
+    grads.take(grads.full).fill_(1.0)
     grads.add(0, torch.full_like(view, 2.0))
     with Operations() as filling:
         grads.fill_missing()
-    left = grads._temporary.tensor.sum() - view.sum()
+    left = grads.full.tensor.sum() - view.sum()
     num_ranges = 2 + len(group.layout.gaps())
     assert bool(left == 0 and (view == 2.0).all())
     assert num_ranges > 2

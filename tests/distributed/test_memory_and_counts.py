@@ -96,7 +96,7 @@ def test_between_steps_only_shards_are_alive(world_size: int) -> None:
             # fp32 main weight and gradient, bf16 model weight.
             expected += group.layout.shard_numel * (4 + 4 + 2)
             temporary += group.weights.gathered.tensor.untyped_storage().nbytes()
-            temporary += group.grads._temporary.tensor.untyped_storage().nbytes()
+            temporary += group.grads.buffers.full.tensor.untyped_storage().nbytes()
     assert alive == expected
     assert temporary == 0
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-from collections import Counter
-from dataclasses import dataclass, field
-from typing import Any
+import itertools
+from collections import Counter, deque
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp_v2 import FSDPModule, MixedPrecisionPolicy
@@ -30,12 +32,16 @@ from megatron_fsdp_v2.plan.memory_bound import UnitBytes
 from megatron_fsdp_v2.plan.schedule import Issued
 from megatron_fsdp_v2.plan.sharding import shard
 from megatron_fsdp_v2.runtime.fsdp_module import unit_of
-from tests.distributed.checkpoint_trainings import block_muon
-from tests.distributed.wrapping import BF16, listen, mesh_of, own_loss, wrap
+from tests.distributed.wrapping import BF16, batch, mesh_of, wrap
 from tests.ranks import RankPools
-from tests.reference.models import Checkpointed, Experts, Stack
+from tests.reference.models import Checkpointed, Stack
 
-FP32_SUMS = dataclasses.replace(BF16, grad_comm_dtype=torch.float32)
+FP32_SUMS = MixedPrecisionPolicy(
+    param_dtype=torch.bfloat16,
+    main_params_dtype=torch.float32,
+    main_grads_dtype=torch.float32,
+    grad_comm_dtype=torch.float32,
+)
 
 
 @dataclass(frozen=True)
@@ -143,7 +149,7 @@ def build(case: Case) -> tuple[Any, list[nn.Module]]:
     """The model and its units, inner ones first."""
     if case.model == "special":
         model: Any = Nested()
-        return model, [model.blocks[1].shared, *model.blocks]
+        return model, [model.blocks[1].inner, *model.blocks]
     torch.manual_seed(0)
     model = Stack(5)
     if case.model.startswith("recomputed"):
@@ -156,10 +162,61 @@ class Nested(Stack):
 
     def __init__(self) -> None:
         super().__init__(3)
-        self.blocks[1] = Experts()
+        self.blocks[1] = Outer()
         self.blocks[2].down.bias = self.blocks[0].down.bias
         self.blocks[0].norm.weight.requires_grad_(False)
         self.output.weight.requires_grad_(False)
+
+
+class Outer(nn.Module):
+    """A block with a unit inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(7, 7)
+        self.inner = nn.Sequential(nn.Linear(7, 19), nn.Tanh(), nn.Linear(19, 7))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = x + self.inner(self.first(x))
+        return y
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A collective that was issued.
+
+    Attributes:
+        issued: What a plan says of it.
+        size: Ranks that took part.
+        nbytes: Of the full buffer, or what this rank sent.
+    """
+
+    issued: Issued
+    size: int
+    nbytes: int
+
+
+class Noting:
+    """A communicator that notes what is sent, around the real one."""
+
+    def __init__(self, inner: Any, axes: Any, unit: str, sent: list[Sent]) -> None:
+        self._inner, self._axes, self._unit, self._sent = inner, axes, unit, sent
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def issue(self, collective: Collective, *, async_op: bool) -> Any:
+        axis, full = collective.axis, collective.full
+        where = "inner" if axis == self._axes[-1] else "outer"
+        # Among one rank nothing is sent.
+        if axis.size > 1:
+            issued = Issued(collective.kind.value, self._unit, full.numel(), where)
+            self._sent.append(Sent(issued, axis.size, full.numel() * full.element_size()))
+        return self._inner.issue(collective, async_op=async_op)
+
+
+OPTIMIZER = "the optimizer"
+"""Where a unit's name is, for what whole matrices are exchanged with."""
 
 
 def optimizer_of(case: Case, model: Any) -> torch.optim.Optimizer:
@@ -168,15 +225,27 @@ def optimizer_of(case: Case, model: Any) -> torch.optim.Optimizer:
         return torch.optim.AdamW(trained)
     if case.optimizer == "sgd_momentum":
         return torch.optim.SGD(trained, lr=0.01, momentum=0.9)
-    return block_muon(model, lr=0.01)
+    matrices = [p for block in model.blocks for p in block.parameters() if p.ndim == 2]
+    known = {id(p) for p in matrices}
+    others = [p for p in trained if id(p) not in known]
+    return Muon([{"params": matrices}, {"params": others, "use_muon": False}], lr=0.01)
 
 
 def step(case: Case, model: Any, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
-    for number in range(case.num_microbatches):
-        waits = number < case.num_microbatches - 1
-        with model.no_sync() if waits else contextlib.nullcontext():
-            own_loss(model, number).backward()
+    losses: deque[torch.Tensor] = deque()
+    for number in range(case.num_microbatches + case.num_in_flight - 1):
+        if number < case.num_microbatches:
+            outputs = model(batch(dist.get_rank(), number))
+            losses.append(outputs.float().square().mean())
+        backward = number - case.num_in_flight + 1
+        if backward >= 0:
+            is_last = backward == case.num_microbatches - 1
+            synchronizes = case.syncs == "each" or (case.syncs == "last" and is_last)
+            with nullcontext() if synchronizes else model.no_sync():
+                losses.popleft().backward()
+    if case.syncs == "after":
+        model.reduce_grad()
     optimizer.step()
 
 
@@ -197,25 +266,20 @@ def measure(case: Case) -> tuple[dict[str, int], list[Sent], list[UnitBytes]]:
     optimizer = optimizer_of(case, model)
     for _ in range(2):
         step(case, model, optimizer)
-    groups = [
-        group
-        for module in model.modules()
-        if isinstance(module, FSDPModule)
-        for group in unit_of(module).groups
-    ]
-    wire, inner = listen(model), groups[0].axes[-1].group.group_name
+    owners = [unit_of(module) for module in model.modules() if isinstance(module, FSDPModule)]
+    sent: list[Sent] = []
+    for unit in owners:
+        for group in unit.groups:
+            for holder in filter(None, (group.weights, group.grads)):
+                noting = Noting(None, group.axes, unit.fqn, sent)
+                noting._inner = holder.replace_communicator(noting)
+    groups = [group for unit in owners for group in unit.groups]
     if isinstance(optimizer, Muon):
         assert optimizer._engine is not None
         for work in optimizer._engine[1].works:
-            work.communicator = wire  # type: ignore[assignment]
+            work.communicator = Noting(work.communicator, groups[0].axes, OPTIMIZER, sent)
     step(case, model, optimizer)
-    counts = Counter(
-        (sent.kind, "inner" if sent.group == inner else "outer", sent.axis_size, sent.nbytes)
-        for sent in wire.sent
-        # Among one rank nothing is sent.
-        if sent.axis_size > 1
-    )
-    return bytes_by_role(groups, optimizer), counts, unit_bytes(model)
+    return bytes_by_role(groups, optimizer), sent, unit_bytes(model)
 
 
 def bytes_by_role(groups: list[Any], optimizer: torch.optim.Optimizer) -> dict[str, int]:

@@ -166,7 +166,7 @@ def violations_of(**options: bool) -> list[Any]:
     with record_streams(model) as recording:
         model.record(recording, **options)
         train_own(model, num_micro=2)
-    return [v for v in recording.violations() if v.buffer.name == "blocks.1/0 weights temporary"]
+    return [v for v in recording.violations() if v.buffer.name == "blocks.1/0 weights gathered"]
 
 
 @on_ranks(2)

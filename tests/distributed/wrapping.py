@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_fsdp_v2 import FSDPModule, MixedPrecisionPolicy, fully_shard
+from megatron_fsdp_v2.comm.interface import Collective
 from megatron_fsdp_v2.runtime.fsdp_module import unit_of
 from tests.reference.models import INPUT, Stack
 
@@ -135,19 +136,14 @@ class Wire:
         self.sent: list[Sent] = []
 
     def __getattr__(self, name: str) -> Any:
-        inner = getattr(self._inner, name)
-        if name not in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
-            return inner
+        return getattr(self._inner, name)
 
-        def noted(target: torch.Tensor, source: torch.Tensor, *args: Any, **kw: Any) -> Any:
-            full = target if name == "all_gather" else source
-            axis = args[2] if name == "all_to_all" else args[0]
-            name_of_group = axis.group.group_name
-            self.sent.append(Sent(name, full.dtype, full.numel(), axis.size, name_of_group))
-            self._look()
-            return inner(target, source, *args, **kw)
-
-        return noted
+    def issue(self, collective: Collective, *, async_op: bool) -> Any:
+        full, axis = collective.full, collective.axis
+        name, group = collective.kind.value, axis.group.group_name
+        self.sent.append(Sent(name, full.dtype, full.numel(), axis.size, group))
+        self._look()
+        return self._inner.issue(collective, async_op=async_op)
 
     def count(self, kind: str) -> int:
         """Collectives of a kind."""
@@ -168,9 +164,9 @@ def listen(model: nn.Module, look: Callable[[], Any] = lambda: None) -> Wire:
     wire = Wire(units[-1].context.communicator, look)
     for unit in units:
         for group in unit.groups:
-            group.weights._comm = wire  # type: ignore[assignment]
+            group.weights.replace_communicator(wire)  # type: ignore[arg-type]
             if group.grads is not None:
-                group.grads._comm = wire  # type: ignore[assignment]
+                group.grads.replace_communicator(wire)  # type: ignore[arg-type]
     return wire
 
 

@@ -26,6 +26,7 @@ def group_bytes(group: ParameterGroup) -> GroupBytes:
         is_trained=group.grads is not None,
         on_cpu=group.device.type == "cpu",
         reduces=group.grads is None or group.grads.reduces,
+        offloaded=group.spec.offload is not None,
     )
 
 

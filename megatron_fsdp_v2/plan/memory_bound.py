@@ -38,7 +38,8 @@ class GroupBytes:
         grad_comm: A copy of it in the communication dtype; 0 where it has that dtype.
         partial_grad: A gradient reduced along the inner axis that waits for the outer one.
         outer_comm: A copy of that in the communication dtype; 0 where it has that dtype.
-        received: What arrives in an inner reduction, on a CPU. NCCL needs no such buffer.
+        received: What arrives in an inner reduction, on a CPU (NCCL needs no such buffer), and a
+            sum on its way to host memory.
         outer_received: Likewise in an outer one.
         accumulates_unreduced: Whether the full gradient buffer lives between micro-batches.
     """
@@ -66,6 +67,7 @@ class GroupBytes:
         is_trained: bool,
         on_cpu: bool,
         reduces: bool = True,
+        offloaded: bool = False,
     ) -> GroupBytes:
         """Derive the bytes of a group from its layout, placements and dtypes.
 
@@ -77,12 +79,16 @@ class GroupBytes:
             is_trained: Whether it has gradients.
             on_cpu: Whether reductions run on a CPU (gloo).
             reduces: Whether gradients are summed over ranks.
+            offloaded: Whether main weights and gradients are in host memory, which is not counted.
         """
         main = _held(numel, axis_sizes, [p.main_weight for p in placements])
         model = _held(numel, axis_sizes, [p.model_weight for p in placements])
         shares = model == main and dtypes.model_weight == dtypes.main_weight
+        if offloaded:
+            # Copied from host memory into the gathered buffer where that is made of one's shard.
+            shares = model == main < numel
         weights = cls(
-            main_weight=main * dtypes.main_weight.itemsize,
+            main_weight=0 if offloaded else main * dtypes.main_weight.itemsize,
             model_weight=0 if shares else model * dtypes.model_weight.itemsize,
             gathered=numel * dtypes.model_weight.itemsize if model < numel else 0,
         )
@@ -93,12 +99,14 @@ class GroupBytes:
         buffer = dtypes.main_grad if collects else comm
         trained = replace(
             weights,
-            main_grad=main * dtypes.main_grad.itemsize,
+            main_grad=0 if offloaded else main * dtypes.main_grad.itemsize,
             grad_buffer=numel * buffer.itemsize,
             accumulates_unreduced=collects,
         )
+        # A sum on its way to host memory, beside what is received for it.
+        offloading = main * dtypes.main_grad.itemsize if offloaded else 0
         if not reduces:
-            return trained
+            return replace(trained, received=offloading)
         inner = placements[-1].main_grad
         partial = _held(numel, axis_sizes[-1:], [inner]) if len(axis_sizes) > 1 else 0
         outer = placements[0].main_grad
@@ -107,8 +115,10 @@ class GroupBytes:
             grad_comm=numel * comm.itemsize if buffer != comm else 0,
             partial_grad=partial * dtypes.main_grad.itemsize,
             outer_comm=partial * comm.itemsize if dtypes.main_grad != comm else 0,
-            received=_received(numel, axis_sizes[-1], inner, on_cpu) * comm.itemsize,
-            outer_received=_received(partial, axis_sizes[0], outer, on_cpu) * comm.itemsize,
+            received=_received(numel, axis_sizes[-1], inner, on_cpu) * comm.itemsize
+            + (0 if partial else offloading),
+            outer_received=_received(partial, axis_sizes[0], outer, on_cpu) * comm.itemsize
+            + (offloading if partial else 0),
         )
 
     @property

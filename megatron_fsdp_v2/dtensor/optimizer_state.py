@@ -72,8 +72,7 @@ def wrap_foreign_state(param: torch.Tensor, state: MutableMapping[str, Any]) -> 
 def rows_like(local: torch.Tensor, like: UnevenDTensor) -> UnevenDTensor:
     """Describe rows of the same numbers as a sharded tensor's, where they are.
 
-    `UnevenDTensor.from_rows` would move them to the device of the mesh, as `DTensor.from_local`
-    does. No communication, no copy.
+    No communication, no copy.
 
     Args:
         local: As many rows as this rank has of `like`, of any dtype, on any device.

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from megatron_fsdp_v2._compiler import leave_to_python
 from megatron_fsdp_v2.comm.calls import all_gather_single
@@ -62,12 +63,17 @@ class UnevenDTensor(AttributesAtOnce):
         """Describe local rows as part of a global tensor. No communication, no copy.
 
         Args:
-            local: This rank's rows, of shape `(rows, *part shape[1:])`.
+            local: This rank's rows, of shape `(rows, *part shape[1:])`, on any device.
             mesh: The mesh; this rank is in it.
             row_shards: Row ranges over the mesh.
             shape: Global shape, contiguous.
         """
         stride = torch.empty(tuple(shape), device="meta").stride()
+        if local.device.type not in (mesh.device_type, "meta"):
+            # `from_local` would copy what is offloaded to the device of the mesh.
+            meta = TensorMeta(torch.Size(shape), stride, local.dtype)
+            spec = DTensorSpec(mesh, row_shards.placements, tensor_meta=meta)
+            return _wrap(DTensor.__new__(DTensor, local, spec, requires_grad=False), row_shards)
         plain = DTensor.from_local(
             local,
             mesh,

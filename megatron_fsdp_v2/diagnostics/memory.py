@@ -32,10 +32,12 @@ class TrackedMemory:
 
     Args:
         ledger: What was booked.
+        host_ledger: What was booked of host memory that something is offloaded to.
     """
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, host_ledger: Ledger) -> None:
         self._ledger = ledger
+        self._host_ledger = host_ledger
         self._bound: PeakBytes | None = None
         self._allocated: int | None = None
 
@@ -47,10 +49,21 @@ class TrackedMemory:
     @property
     def live(self) -> dict[Role, int]:
         """Bytes that live now, or lived when tracking ended, by role."""
-        found = dict.fromkeys(Role, 0)
-        for account, nbytes in self._ledger.live.items():
-            found[account.role] += nbytes
-        return found
+        return _by_role(self._ledger)
+
+    @property
+    def offloaded(self) -> dict[Role, int]:
+        """Bytes that live in host memory now, or did when tracking ended, by role.
+
+        What is there because something was offloaded, and what steps make of it. None of it is in
+        any other number.
+        """
+        return _by_role(self._host_ledger)
+
+    @property
+    def offloaded_peaks(self) -> dict[Role, int]:
+        """The most of these bytes of each role, at whatever moment."""
+        return dict(self._host_ledger.role_peaks)
 
     @property
     def role_peaks(self) -> dict[Role, int]:
@@ -99,6 +112,8 @@ class TrackedMemory:
                 live=self.live,
                 bound=self.bound,
                 allocated=self.max_memory_allocated,
+                offloaded=self.offloaded,
+                offloaded_peaks=self.offloaded_peaks,
             )
         )
 
@@ -114,16 +129,24 @@ class TrackedMemory:
         plot_moments(self.intervals, self.bound, Path(path))
 
 
+def _by_role(ledger: Ledger) -> dict[Role, int]:
+    found = dict.fromkeys(Role, 0)
+    for account, nbytes in ledger.live.items():
+        found[account.role] += nbytes
+    return found
+
+
 @contextlib.contextmanager
 def memory_tracker(
     module: nn.Module, optimizer: torch.optim.Optimizer | None = None
 ) -> Iterator[TrackedMemory]:
     """Track the memory of a sharded model on this rank, by role and unit. No communication.
 
-    Counts storages on the model's device: what rests, temporary buffers as they are given memory
-    and lose it, and whatever operations of torch make. What a library allocates by itself (gloo,
-    NCCL, cuBLAS) is not seen; on CUDA the report has torch's own peak beside it, whose statistics
-    start again here. Results do not change; every operation takes longer.
+    Counts storages on the model's device, and apart from them what is offloaded: what rests,
+    temporary buffers as they are given memory and lose it, and whatever operations of torch make.
+    What a library allocates by itself (gloo, NCCL, cuBLAS) is not seen; on CUDA the report has
+    torch's own peak beside it, whose statistics start again here. Results do not change; every
+    operation takes longer.
 
     Args:
         module: The root.
@@ -133,9 +156,9 @@ def memory_tracker(
         ValueError: The module is not sharded, or is no root.
     """
     units = unit_bytes(module)
-    ledger = Ledger()
-    tracked = TrackedMemory(ledger)
-    watch = MemoryWatch(module, optimizer, ledger)
+    ledger, host_ledger = Ledger(), Ledger()
+    tracked = TrackedMemory(ledger, host_ledger)
+    watch = MemoryWatch(module, optimizer, ledger, host_ledger)
     on_cuda = watch.device.type == "cuda"
     if on_cuda:
         torch.cuda.reset_peak_memory_stats(watch.device)

@@ -27,6 +27,8 @@ class MemoryText:
         live: Bytes of each role in the end.
         bound: What the peak never passes.
         allocated: The peak by CUDA's statistics.
+        offloaded: Bytes of each role in host memory in the end.
+        offloaded_peaks: The most of them.
     """
 
     peak: Moment
@@ -35,6 +37,8 @@ class MemoryText:
     live: Mapping[Role, int]
     bound: PeakBytes
     allocated: int | None
+    offloaded: Mapping[Role, int]
+    offloaded_peaks: Mapping[Role, int]
 
 
 def render_memory(memory: MemoryText) -> str:
@@ -49,6 +53,13 @@ def render_memory(memory: MemoryText) -> str:
         "",
         *_by_unit(memory),
     ]
+    found = [
+        f"{role.value} {_size(memory.offloaded[role])} (peak {_size(peak)})"
+        for role, peak in memory.offloaded_peaks.items()
+        if peak
+    ]
+    if found:
+        lines += ["", f"Offloaded to host memory: {', '.join(found)}."]
     if memory.allocated is not None:
         lines += ["", f"Peak by torch.cuda.max_memory_allocated: {_size(memory.allocated)}."]
     return "\n".join(lines)

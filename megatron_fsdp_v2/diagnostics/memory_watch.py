@@ -23,6 +23,11 @@ from torch.utils._pytree import tree_leaves
 from megatron_fsdp_v2.diagnostics.memory_ledger import Account, Ledger, Role
 from megatron_fsdp_v2.diagnostics.walk import parameters_below, units_below
 from megatron_fsdp_v2.memory.allocator import BufferUse, ObservedBuffer, TemporaryBuffer
+from megatron_fsdp_v2.memory.host_memory import (
+    is_in_host_memory,
+    is_storage_in_host_memory,
+    storages_in_host_memory,
+)
 from megatron_fsdp_v2.memory.trace_pool import TracePoolAllocator
 
 if TYPE_CHECKING:
@@ -46,12 +51,14 @@ class _Known:
     """A storage that is booked.
 
     Attributes:
+        ledger: In which ledger.
         account: Where; None until something tells, with the next operation at the latest.
         nbytes: Its size when it was first seen.
         guess: Where it is booked unless it turns out to be something else.
         ref: Tells when it is free.
     """
 
+    ledger: Ledger
     account: Account | None
     nbytes: int
     guess: Account
@@ -92,21 +99,28 @@ class MemoryWatch(TorchDispatchMode):
         module: The root.
         optimizer: What steps it, if its memory is to be told from that of activations.
         ledger: Where to book.
+        host_ledger: Where to book what is offloaded to host memory, and what is made of it there.
 
     Attributes:
         ledger: Likewise.
+        host_ledger: Likewise.
         device: Whose memory is looked at.
         accumulates: Whether a forward began with gradients that were not synchronized.
     """
 
     def __init__(
-        self, module: nn.Module, optimizer: torch.optim.Optimizer | None, ledger: Ledger
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        ledger: Ledger,
+        host_ledger: Ledger,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._units = units_below(module)
         self._module = module
         self._optimizer = optimizer
         self.ledger = ledger
+        self.host_ledger = host_ledger
         devices = [group.device for _, unit in self._units for group in unit.groups]
         if not devices:
             raise ValueError(f"{type(module).__name__} has no parameters that are sharded")
@@ -178,6 +192,7 @@ class MemoryWatch(TorchDispatchMode):
             for value in tree_leaves(state):
                 if isinstance(value, torch.Tensor):
                     self._book(value, account)
+        self._book_offloaded(account)
 
         def begin(*args: Any) -> None:
             del args
@@ -187,6 +202,8 @@ class MemoryWatch(TorchDispatchMode):
         def end(*args: Any) -> None:
             del args
             self._settle()
+            self._move_offloaded()
+            self._book_offloaded(account)
             self._scopes.remove(account)
             self.ledger.enter("after the step", "")
 
@@ -248,37 +265,71 @@ class MemoryWatch(TorchDispatchMode):
             return NotImplemented
         self._settle()
         result = func(*args, **(kwargs or {}))
-        for value in tree_leaves(result):
-            if isinstance(value, torch.Tensor) and value.device == self.device:
-                self._see(value)
+        made = [value for value in tree_leaves(result) if isinstance(value, torch.Tensor)]
+        new = [value for value in made if self._is_new(value)]
+        if new:
+            of_host = any(self._is_of_host(value) for value in tree_leaves((args, kwargs)))
+            for value in new:
+                on_host = is_in_host_memory(value) or (of_host and value.device.type == "cpu")
+                if on_host or value.device == self.device:
+                    self._see(value, self.host_ledger if on_host else self.ledger)
         return result
 
-    def _see(self, tensor: torch.Tensor) -> None:
-        if tensor.layout is not torch.strided:
-            return
+    def _is_new(self, tensor: torch.Tensor) -> bool:
+        is_strided = tensor.layout is torch.strided
+        return is_strided and tensor.untyped_storage()._cdata not in self._known
+
+    def _is_of_host(self, value: Any) -> bool:
+        """Whether something is a tensor that is offloaded, or was made of one on the host."""
+        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+            return False
+        known = self._known.get(value.untyped_storage()._cdata)
+        if known is not None:
+            return known.ledger is self.host_ledger
+        return is_in_host_memory(value)
+
+    def _see(self, tensor: torch.Tensor, ledger: Ledger) -> None:
         storage = tensor.untyped_storage()
-        if storage._cdata in self._known:
-            return
         if self._scopes:
             guess = self._scopes[-1]
         else:
             guess = Account(Role.ACTIVATIONS, self._running[-1][1] if self._running else "")
-        self._note(storage, guess, storage.nbytes(), is_settled=False)
+        self._note(storage, guess, storage.nbytes(), is_settled=False, ledger=ledger)
         self._fresh.append(storage._cdata)
 
     def _book(self, tensor: torch.Tensor, account: Account) -> None:
         """A tensor that is there already."""
         local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
         storage = local.untyped_storage()
-        if local.device == self.device and storage._cdata not in self._known:
-            self._note(storage, account, storage.nbytes())
-            self.ledger.add(account, storage.nbytes())
+        on_host = is_in_host_memory(local)
+        if (on_host or local.device == self.device) and storage._cdata not in self._known:
+            ledger = self.host_ledger if on_host else self.ledger
+            self._note(storage, account, storage.nbytes(), ledger=ledger)
+            ledger.add(account, storage.nbytes())
+
+    def _book_offloaded(self, account: Account) -> None:
+        """Everything that is known as offloaded and not booked yet."""
+        for storage in storages_in_host_memory():
+            if storage._cdata not in self._known:
+                self._note(storage, account, storage.nbytes(), ledger=self.host_ledger)
+                self.host_ledger.add(account, storage.nbytes())
+
+    def _move_offloaded(self) -> None:
+        """Book in the other ledger what became known as offloaded after it was made."""
+        for known in self._known.values():
+            storage = known.ref()
+            if storage is None or known.account is None or known.ledger is self.host_ledger:
+                continue
+            if is_storage_in_host_memory(storage):
+                known.ledger.remove(known.account, known.nbytes)
+                known.ledger = self.host_ledger
+                known.ledger.add(known.account, known.nbytes)
 
     def claim(self, storage: torch.UntypedStorage, account: Account) -> None:
         """Operations put out views of a buffer's storage, which the buffer itself books."""
         known = self._known.get(storage._cdata)
         if known is not None and known.account is not None:
-            self.ledger.remove(known.account, known.nbytes)
+            known.ledger.remove(known.account, known.nbytes)
         if known is None or known.account is None or known.nbytes:
             self._note(storage, account, 0)
 
@@ -299,6 +350,7 @@ class MemoryWatch(TorchDispatchMode):
         nbytes: int,
         *,
         is_settled: bool = True,
+        ledger: Ledger | None = None,
     ) -> None:
         key = storage._cdata
         # Weak, or what is freed after the watch would find it alive.
@@ -310,7 +362,11 @@ class MemoryWatch(TorchDispatchMode):
                 watching._freed(key, ref)
 
         self._known[key] = _Known(
-            account if is_settled else None, nbytes, account, weakref.ref(storage, freed)
+            ledger or self.ledger,
+            account if is_settled else None,
+            nbytes,
+            account,
+            weakref.ref(storage, freed),
         )
 
     def _freed(self, key: int, ref: weakref.ref[torch.UntypedStorage]) -> None:
@@ -321,14 +377,14 @@ class MemoryWatch(TorchDispatchMode):
         del self._known[key]
         self._resizable.pop(key, None)
         if known.account is not None:
-            self.ledger.remove(known.account, known.nbytes)
+            known.ledger.remove(known.account, known.nbytes)
 
     def _settle(self) -> None:
         """Book what the last operation made, now that it has got where it belongs."""
         for held in list(self._resizable.values()):
             storage = held.ref()
             if storage is not None and storage.nbytes() < held.nbytes:
-                self.ledger.remove(held.guess, held.nbytes - storage.nbytes())
+                held.ledger.remove(held.guess, held.nbytes - storage.nbytes())
                 held.nbytes = storage.nbytes()
         fresh, self._fresh = self._fresh, []
         if not fresh:
@@ -342,8 +398,11 @@ class MemoryWatch(TorchDispatchMode):
         for key in fresh:
             known = self._known.get(key)
             if known is not None and known.account is None:
+                storage = known.ref()
+                if storage is not None and is_storage_in_host_memory(storage):
+                    known.ledger = self.host_ledger
                 known.account = mains.get(key, known.guess)
-                self.ledger.add(known.account, known.nbytes)
+                known.ledger.add(known.account, known.nbytes)
                 if known.account.role is Role.COMMUNICATION:
                     # Emptied by hand when it was received, and freed some time later.
                     self._resizable[key] = known

@@ -45,7 +45,15 @@ _DTYPES = {
 }
 _MODEL_OPTIONS = (
     *("units", "param_dtype", "main_params_dtype", "main_grads_dtype", "grad_comm_dtype"),
-    *("granularity", "optimizer", "micro_batches", "tokens", "activations", "recompute"),
+    *(
+        "granularity",
+        "optimizer",
+        "offload_fraction",
+        "micro_batches",
+        "tokens",
+        "activations",
+        "recompute",
+    ),
     *("prefetch_depth", "grad_buffers"),
 )
 """Options that training flags say themselves."""
@@ -130,6 +138,12 @@ def _add_model_options(group: argparse._ArgumentGroup) -> None:
         )
     group.add_argument("--granularity", help="row, block:<rows> or tensor; default: row")
     group.add_argument("--optimizer", choices=list(OPTIMIZERS), help="default: adam")
+    group.add_argument(
+        "--offload-fraction",
+        type=float,
+        metavar="F",
+        help="of what Adam steps, how much is stepped in host memory, from 0 to 1; default: 0",
+    )
     group.add_argument(
         "--micro-batches", type=_count, metavar="N", help="of a step; all but the last in no_sync()"
     )
@@ -304,6 +318,7 @@ def _own_model(args: argparse.Namespace) -> TrainingDescription:
         policy,
         granularity=args.granularity or "row",
         optimizer=args.optimizer or "adam",
+        offload_fraction=args.offload_fraction or 0.0,
         num_microbatches=args.micro_batches or 1,
         tokens=args.tokens or 0,
         recompute_factor=1.0 if args.recompute else 0.0,

@@ -131,6 +131,7 @@ class TrainingDescription:
         optimizer: One of `optimizer_state.OPTIMIZERS`.
         optimizer_dtype: Dtype of its state; that of the main weights when None.
         matrix_dtype: Dtype in which an optimizer of whole matrices exchanges them.
+        offload_fraction: Of what Adam steps, how much is stepped in host memory, from 0 to 1.
         num_microbatches: Forwards and backwards of a step.
         defers_sync: Whether all but the last of them run in `no_sync()`.
         syncs_afterwards: Whether gradients are synchronized after the last backward, all at once,
@@ -160,6 +161,7 @@ class TrainingDescription:
     optimizer: str = "adam"
     optimizer_dtype: torch.dtype | None = None
     matrix_dtype: torch.dtype = torch.bfloat16
+    offload_fraction: float = 0.0
     num_microbatches: int = 1
     defers_sync: bool = True
     syncs_afterwards: bool = False
@@ -184,6 +186,8 @@ class TrainingDescription:
             raise ValueError("the model has no parameters, so there is nothing to plan")
         if self.num_microbatches < 1:
             raise ValueError(f"num_microbatches must be at least 1, got {self.num_microbatches}")
+        if not 0.0 <= self.offload_fraction <= 1.0:
+            raise ValueError(f"offload_fraction is from 0 to 1, got {self.offload_fraction}")
         unknown = {unit.mesh for unit in self.units} - set(self.meshes)
         if unknown:
             raise ValueError(f"units are on meshes {sorted(unknown)} that meshes does not have")

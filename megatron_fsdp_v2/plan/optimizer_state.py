@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -12,7 +13,13 @@ if TYPE_CHECKING:
     from megatron_fsdp_v2.plan.description import ParameterDescription, TrainingDescription
     from megatron_fsdp_v2.plan.sharding import PlannedGroup
 
-__all__ = ["OPTIMIZERS", "OptimizerKind", "state_nbytes", "step_counter_nbytes"]
+__all__ = [
+    "OPTIMIZERS",
+    "OptimizerKind",
+    "offloaded_nbytes",
+    "state_nbytes",
+    "step_counter_nbytes",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,16 +53,57 @@ OPTIMIZERS: dict[str, OptimizerKind] = {
 """By name; `muon` steps what is no matrix of a unit by AdamW."""
 
 _COUNTER_NBYTES = 4
+_COPIES = 2
+"""Of a parameter that is stepped in host memory: of its main weight and of its gradient."""
 
 
 def state_nbytes(training: TrainingDescription, groups: Sequence[tuple[PlannedGroup, ...]]) -> int:
-    """Bytes of state on the rank that has most of it: padding has none, and ranks differ in it.
+    """Bytes of state on the device of the rank that has most of it.
+
+    Padding has none, and ranks differ in it. Of what is offloaded there is nothing.
 
     Args:
         training: What is trained.
         groups: Of every unit.
     """
     kind = OPTIMIZERS[training.optimizer]
+    here = 1.0 - training.offload_fraction
+    of_matrices = kind.per_matrix * (1.0 if kind.is_of_matrices else here)
+    return _largest(training, groups, of_matrices, kind.per_other * here)
+
+
+def offloaded_nbytes(
+    training: TrainingDescription, groups: Sequence[tuple[PlannedGroup, ...]]
+) -> int:
+    """Bytes of host memory that an offloaded optimizer takes on the rank that has most of it.
+
+    State, and copies of main weights and gradients. A rank offloads whole parameters, so that it
+    can be more by less than one of them.
+
+    Args:
+        training: What is trained.
+        groups: Of every unit.
+    """
+    kind = OPTIMIZERS[training.optimizer]
+    there = training.offload_fraction
+    of_matrices = 0.0 if kind.is_of_matrices else (kind.per_matrix + _COPIES) * there
+    return _largest(training, groups, of_matrices, (kind.per_other + _COPIES) * there)
+
+
+def _largest(
+    training: TrainingDescription,
+    groups: Sequence[tuple[PlannedGroup, ...]],
+    per_matrix: float,
+    per_other: float,
+) -> int:
+    """Bytes on the rank with most of them.
+
+    Args:
+        training: What is trained.
+        groups: Of every unit.
+        per_matrix: Tensors of a matrix's size.
+        per_other: Likewise of every other parameter.
+    """
     by_mesh: dict[tuple[str, int], torch.Tensor] = {}
     known: dict[int, torch.Tensor] = {}
     for unit, planned in zip(training.units, groups, strict=True):
@@ -63,19 +111,13 @@ def state_nbytes(training: TrainingDescription, groups: Sequence[tuple[PlannedGr
             if not group.requires_grad:
                 continue
             if id(group) not in known:
-                known[id(group)] = _per_slice(training, group, kind)
+                dtype = training.optimizer_dtype or group.dtypes.main_weight
+                matrices, others = (numels.double() for numels in group.state_numels)
+                known[id(group)] = (matrices * per_matrix + others * per_other) * dtype.itemsize
             per_slice = known[id(group)]
             key = (unit.mesh, len(per_slice))
             by_mesh[key] = by_mesh.get(key, 0) + per_slice
-    return sum(int(per_slice.max()) for per_slice in by_mesh.values())
-
-
-def _per_slice(
-    training: TrainingDescription, group: PlannedGroup, kind: OptimizerKind
-) -> torch.Tensor:
-    dtype = training.optimizer_dtype or group.dtypes.main_weight
-    matrices, others = group.state_numels
-    return (matrices * kind.per_matrix + others * kind.per_other) * dtype.itemsize
+    return sum(math.ceil(per_slice.max()) for per_slice in by_mesh.values())
 
 
 def step_counter_nbytes(training: TrainingDescription) -> int:

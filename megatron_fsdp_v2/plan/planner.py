@@ -12,7 +12,11 @@ from megatron_fsdp_v2.plan.description import MeshDescription, TrainingDescripti
 from megatron_fsdp_v2.plan.machine import Machine
 from megatron_fsdp_v2.plan.matrix_work import matrix_work
 from megatron_fsdp_v2.plan.memory_bound import PeakBytes, UnitBytes, peak_bytes
-from megatron_fsdp_v2.plan.optimizer_state import state_nbytes, step_counter_nbytes
+from megatron_fsdp_v2.plan.optimizer_state import (
+    offloaded_nbytes,
+    state_nbytes,
+    step_counter_nbytes,
+)
 from megatron_fsdp_v2.plan.schedule import Collective, Step, parent_of, replay
 from megatron_fsdp_v2.plan.sharding import PlannedGroup, Strategy, mesh_sizes, shard
 
@@ -98,7 +102,8 @@ class Plan:
         numel: Elements of parameters of this rank's part of the model.
         padding_numel: Elements of flat buffers that belong to none, of the whole buffers.
         plain_nbytes: Bytes of buffers and parameters that are not sharded.
-        host_nbytes: Bytes of step counters, which an optimizer may keep in host memory.
+        host_nbytes: Bytes of host memory: step counters, which an optimizer may keep there, and
+            what is offloaded.
         optimizer_seconds: Time of what is exchanged and computed for whole matrices.
         idle_seconds: Time in which other pipeline stages work and this one cannot.
         machine: What it was estimated for.
@@ -205,7 +210,7 @@ def plan_one(
         numel=training.numel,
         padding_numel=sum(group.layout.padding_numel for group in planned),
         plain_nbytes=training.plain_nbytes,
-        host_nbytes=step_counter_nbytes(training),
+        host_nbytes=step_counter_nbytes(training) + offloaded_nbytes(training, groups),
         optimizer_seconds=optimizer_seconds,
         idle_seconds=idle_seconds,
         machine=machine,

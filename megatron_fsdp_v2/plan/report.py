@@ -78,6 +78,13 @@ def lines(report: Report) -> Iterator[str]:
     yield ""
     yield from _LEGEND
     yield ""
+    if report.training.offload_fraction:
+        yield (
+            f"host memory with {report.shown.strategy.name}: {_size(report.shown.host_nbytes)} a "
+            f"rank for {report.training.offload_fraction:.0%} of what Adam steps: state, and "
+            "copies of main weights and gradients"
+        )
+        yield ""
     yield from _units(report.shown)
     yield ""
     yield from _traffic(report.shown)
@@ -206,6 +213,7 @@ def as_dict(report: Report) -> dict[str, Any]:
         "num_ranks": report.num_ranks,
         "meshes": {name: mesh.num_ranks for name, mesh in report.training.meshes.items()},
         "optimizer": report.training.optimizer,
+        "offload_fraction": report.training.offload_fraction,
         "num_microbatches": report.training.num_microbatches,
         "numel": report.training.numel,
         "memory_nbytes": report.memory_nbytes,

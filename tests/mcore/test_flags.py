@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_fsdp_v2_mcore import FlagError
 from megatron_fsdp_v2_mcore.flags.arguments import (
     UNSUPPORTED,
+    accepted_by_megatron,
     add_arguments,
     check_before,
     check_no_yaml,
@@ -122,6 +124,24 @@ def test_a_rejected_flag_ends_the_start_with_its_name(
             "--moe-latent-size cannot be used with --overlap-moe-expert-parallel-comm",
         ),
         (
+            "--optimizer-cpu-offload --optimizer-offload-fraction 1.5",
+            "--optimizer-offload-fraction 1.5 is no fraction",
+        ),
+        ("--optimizer-offload-fraction -0.1", "--optimizer-offload-fraction -0.1 is no fraction"),
+        (
+            "--optimizer-cpu-offload --optimizer lion",
+            "--optimizer lion cannot be used with --optimizer-cpu-offload: there is no optimizer",
+        ),
+        (
+            "--optimizer-cpu-offload --optimizer muon --muon-scalar-optimizer lion",
+            "--muon-scalar-optimizer lion cannot be used with --optimizer-cpu-offload",
+        ),
+        (
+            "--optimizer-cpu-offload --use-precision-aware-optimizer --exp-avg-dtype bf16",
+            "--exp-avg-dtype .*bf.* cannot be used with --optimizer-cpu-offload",
+        ),
+        ("--optimizer-cpu-offload --optimizer sgd", "--optimizer sgd cannot be used with"),
+        (
             "--outer-dp-sharding-strategy optim",
             "optim shards between optimizer instances, and there is one; "
             "add --num-distributed-optimizer-instances",
@@ -151,6 +171,50 @@ def test_data_that_pretrain_gpt_does_not_build_is_rejected(name: str) -> None:
     check_data(argparse.Namespace(**{name: False}))
     with pytest.raises(FlagError, match=f"--{name.replace('_', '-')} asks for data"):
         check_data(argparse.Namespace(**{name: True}))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"optimizer_offload_fraction": 2.0}, r"optimizer_offload_fraction = 2\.0 is no fraction"),
+        ({"optimizer": "lion"}, "OptimizerConfig.optimizer = 'lion' cannot be used with"),
+        ({"optimizer": "muon", "muon_scalar_optimizer": "lion"}, "muon_scalar_optimizer = 'lion'"),
+        (
+            {"use_precision_aware_optimizer": True, "exp_avg_dtype": torch.bfloat16},
+            "exp_avg_dtype = torch.bfloat16 cannot be used with optimizer_cpu_offload",
+        ),
+    ],
+)
+def test_offload_that_a_script_asks_for_in_vain_names_the_field(
+    options: dict[str, Any], message: str
+) -> None:
+    from megatron.core.optimizer import OptimizerConfig
+
+    from megatron_fsdp_v2_mcore.optim.offload import check_offload
+
+    common = {"optimizer_cpu_offload": True, "use_distributed_optimizer": True, "lr": 0.1}
+    check_offload(OptimizerConfig(**common, optimizer_offload_fraction=1.0))
+    with pytest.raises(ValueError, match=message):
+        check_offload(OptimizerConfig(**(common | options)))
+
+
+def test_precision_aware_is_accepted_with_offload_and_rejected_without(
+    parser: argparse.ArgumentParser,
+) -> None:
+    args = _parsed(parser, "--use-precision-aware-optimizer", "--optimizer-cpu-offload")
+    check_before(args)
+    with accepted_by_megatron(args):
+        assert args.use_precision_aware_optimizer
+    assert not args.use_precision_aware_optimizer
+    args = _parsed(parser, "--optimizer-cpu-offload")
+    check_before(args)
+    with accepted_by_megatron(args):
+        # Megatron's own check of offload looks for it.
+        assert args.use_precision_aware_optimizer
+    assert not args.use_precision_aware_optimizer
+    args = _parsed(parser, "--use-precision-aware-optimizer")
+    with pytest.raises(FlagError, match="--use-precision-aware-optimizer"):
+        check_before(args)
 
 
 def test_without_our_flag_nothing_is_checked(parser: argparse.ArgumentParser) -> None:

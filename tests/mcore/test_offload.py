@@ -50,7 +50,7 @@ def numel_on_host(model: Any, optimizer: Any) -> tuple[int, int]:
     return sum(on_host), sum(moment.numel() for moment in moments)
 
 
-def _is(fraction: float, counts: Sequence[tuple[int, int]], slack: float = 0.05) -> bool:
+def _is(fraction: float, counts: Sequence[tuple[int, int]], slack: float = 0.1) -> bool:
     """Whether every rank has offloaded a fraction, or a little more."""
     return all(fraction <= host / total < fraction + slack for host, total in counts)
 

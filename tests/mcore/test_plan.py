@@ -57,6 +57,7 @@ def described() -> dict[str, Any]:
         "for GPUs": "--use-flash-attn --num-workers 8 --tp-comm-overlap",
         "overlapping": f"{overlapping} --delay-wgrad-compute",
         "overlapping, experts but in the first": f"{overlapping} {dense_first}",
+        "offloaded": "--optimizer-cpu-offload --optimizer-offload-fraction 0.25",
     }
     calls = {name: ([*single, *flags], 2) for name, flags in TRAININGS.items()}
     calls |= {name: (f.words(base, flags), 8) for name, flags in more.items()}
@@ -87,6 +88,13 @@ def test_flags_that_only_a_gpu_honours_are_no_obstacle(described: dict[str, Any]
     found = described["for GPUs"]
     assert not isinstance(found, str), found
     assert found.stages[0].meshes["dp"].num_ranks == 8
+
+
+def test_an_offloaded_optimizer_is_planned_with_its_fraction(described: dict[str, Any]) -> None:
+    found = described["offloaded"]
+    assert not isinstance(found, str), found
+    assert found.stages[0].offload_fraction == 0.25
+    assert described["for GPUs"].stages[0].offload_fraction == 0.0
 
 
 def test_a_layer_that_is_held_while_micro_batches_overlap_is_counted(

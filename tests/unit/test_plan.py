@@ -337,6 +337,35 @@ def test_what_is_sharded_follows_from_the_number_of_ranks() -> None:
             )
 
 
+def test_what_is_offloaded_is_in_host_memory_and_not_on_the_device() -> None:
+    strategy = Strategy("optim_grads_params")
+    peaks, hosts = [], []
+    for fraction in (0.0, 0.5, 1.0):
+        plan = plan_one(training(4, offload_fraction=fraction), strategy)
+        peaks.append(plan.peak.optimizer)
+        hosts.append(plan.host_nbytes)
+    assert peaks[0] > 0
+    assert peaks == [peaks[0], peaks[0] // 2, 0]
+    # Two moments, and copies of the main weight and of its gradient, each as large as a moment.
+    assert [host - hosts[0] for host in hosts] == [0, peaks[0], 2 * peaks[0]]
+    of_muon = plan_one(training(4, offload_fraction=1.0, optimizer="muon"), strategy)
+    all_of_muon = plan_one(training(4, optimizer="muon"), strategy)
+    assert of_muon.peak.optimizer <= all_of_muon.peak.optimizer
+    with pytest.raises(ValueError, match=r"offload_fraction is from 0 to 1, got 1\.5"):
+        training(4, offload_fraction=1.5)
+
+
+def test_the_plan_says_what_the_host_needs(capsys: Any) -> None:
+    words = ("--ranks", "4", "--model", "tests.unit.test_plan:stack", "--strategy", "optim")
+    _, said, _ = run(capsys, *words, "--offload-fraction", "0.5")
+    assert "host memory with optim: " in said
+    assert "for 50% of what Adam steps" in said
+    assert "host memory" not in run(capsys, *words)[1]
+    status, _, error = run(capsys, *words, "--offload-fraction", "2")
+    assert status == 2
+    assert "offload_fraction is from 0 to 1" in error
+
+
 def test_the_best_plan_is_as_fast_as_any_that_fits() -> None:
     described = training(tokens=1000)
     plans = plan_all(described, list(strategies(described)), MACHINE)

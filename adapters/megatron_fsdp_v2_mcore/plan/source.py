@@ -99,6 +99,8 @@ def _arguments(argv: Sequence[str], flags: Sequence[str]) -> tuple[Any, bool]:
                 f"the size of the vocabulary is not known: the tokenizer cannot be read here "
                 f"({error}); add --vocab-size"
             ) from None
+    # Stripped before, as only a GPU can support it where this package is not there.
+    args.optimizer_cpu_offload = asked.optimizer_cpu_offload
     global_vars.set_args(args)
     return args, getattr(asked.attention_backend, "name", "") in ("unfused", "local")
 
@@ -131,6 +133,7 @@ def _describe(args: Any, num_ranks: int, *, keeps_attention: bool) -> SourceResu
         meshes=_meshes(args, num_ranks),
         policy=settings.policy,
         optimizer=args.optimizer,
+        offload_fraction=args.optimizer_offload_fraction if args.optimizer_cpu_offload else 0.0,
         matrix_dtype=settings.policy.main_params_dtype or args.params_dtype,
         num_microbatches=_num_microbatches(args, num_ranks),
         syncs_afterwards=not settings.enable_async_reduce_grad,

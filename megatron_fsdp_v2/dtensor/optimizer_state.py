@@ -80,10 +80,9 @@ def rows_like(local: torch.Tensor, like: UnevenDTensor) -> UnevenDTensor:
     """
     meta = TensorMeta(like.shape, like._spec.stride, local.dtype)
     spec = DTensorSpec(like.device_mesh, like._spec.placements, tensor_meta=meta)
-    made = DTensor.__new__(UnevenDTensor, local, spec, requires_grad=False)
-    result = cast("UnevenDTensor", made)
+    result: Any = DTensor.__new__(UnevenDTensor, local, spec, requires_grad=False)
     result._row_shards = like.row_shards
-    return result
+    return cast("UnevenDTensor", result)
 
 
 def watch_state(optimizer: Optimizer) -> None:

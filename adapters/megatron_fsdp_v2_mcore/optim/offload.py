@@ -338,7 +338,7 @@ class ShardedHybridOptimizer(HybridDeviceOptimizer):
             for key, param in zip(keys, params, strict=True)
             if key in state_dict["state"]
         }
-        self.state: defaultdict[Any, Any] = defaultdict(dict)
+        self.state: dict[Any, Any] = defaultdict(dict)
         self._known = {}
         owners = self._group_of()
         for optimizer in self.sub_optimizers:

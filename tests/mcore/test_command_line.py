@@ -10,21 +10,22 @@ import pytest
 
 from megatron_fsdp_v2_mcore.run import main as run_script
 from tests.mcore.command_line import (
+    PRETRAIN,
     PRINTED,
     ROOT,
+    RUN,
     Run,
     printed_losses,
     run_each,
     run_module,
     torchrun,
 )
-from tests.mcore.session import MODEL_FLAGS, curves, fsdp, train
+from tests.mcore.flags import MODEL_FLAGS, ZERO1, Flags, fsdp, words
+from tests.mcore.trained import longer, trained
 from tests.ranks import RankPools
 
-PRETRAIN = "megatron_fsdp_v2_mcore.pretrain_gpt"
-RUN = "megatron_fsdp_v2_mcore.run"
-CHECK = ["--log-per-param-norm"]
-LONGER = [*MODEL_FLAGS, "--train-iters", "21"]
+STEPS = "--train-iters 21"
+LONGER = words(MODEL_FLAGS, STEPS)
 UNCLEAN = ("destroy_process_group", "Warning", "Traceback", "leaked")
 
 STAND_IN = Path(__file__).parent / "pretrain_as_megatron_does.py"
@@ -33,7 +34,7 @@ STAND_IN = Path(__file__).parent / "pretrain_as_megatron_does.py"
 @pytest.fixture(scope="module")
 def losses_of_ddp(megatron: RankPools) -> dict[int, float]:
     """What is printed of 20 iterations under Megatron's own DDP, which trains in process."""
-    return printed_losses(curves(megatron(2).run(train, LONGER)).losses[:20])
+    return printed_losses(trained(megatron, 2, STEPS).losses[:20])
 
 
 @pytest.fixture(scope="module")
@@ -75,17 +76,13 @@ def test_without_our_flags_the_command_trains_megatrons_ddp(
 
 
 @pytest.mark.parametrize(
-    "own_flags",
-    [
-        pytest.param([], id="by-config", marks=pytest.mark.functional),
-        pytest.param(["--by-provider"], id="by-provider", marks=pytest.mark.functional),
-    ],
+    "own_flags", [longer([], id="by-config"), longer(["--by-provider"], id="by-provider")]
 )
 def test_run_trains_a_script_like_megatrons_as_pretrain_gpt_does(
     typed: Run, own_flags: list[str]
 ) -> None:
     script = str(STAND_IN.relative_to(ROOT))
-    flags = [*LONGER, *fsdp("optim_grads_params", *CHECK), "--cpu-rehearsal"]
+    flags = words(LONGER, fsdp(), "--log-per-param-norm --cpu-rehearsal")
     ours = torchrun(2, RUN, [script, *own_flags, *flags])
     assert ours.code == 0, ours.output[-3000:]
     # This one goes on to its end.
@@ -100,7 +97,7 @@ def test_run_trains_a_script_like_megatrons_as_pretrain_gpt_does(
 
 @pytest.mark.functional
 def test_verbose_prints_what_megatron_prints() -> None:
-    flags = [*MODEL_FLAGS, "--train-iters", "1", "--cpu-rehearsal", "--rehearsal-verbose"]
+    flags = words(MODEL_FLAGS, "--train-iters 1 --cpu-rehearsal --rehearsal-verbose")
     run = torchrun(1, PRETRAIN, flags)
     assert run.code == 0, run.output[-3000:]
     assert "end of arguments" in run.output
@@ -143,8 +140,7 @@ def test_a_script_that_comes_too_late_is_told_so(tmp_path: Path) -> None:
         "parse_and_validate_args()\n"
         "install()\n"
     )
-    flags = [*MODEL_FLAGS, "--train-iters", "1", "--cpu-rehearsal"]
-    run = run_module(RUN, [str(script), *flags])
+    run = run_module(RUN, words(str(script), MODEL_FLAGS, "--train-iters 1 --cpu-rehearsal"))
     assert run.code == 1
     assert "Megatron has parsed its arguments already" in run.output
 
@@ -180,66 +176,52 @@ def test_one_rank_speaks_for_all() -> None:
     assert run.output.count("No GPU was found.") == 1
 
 
-BAD: dict[str, tuple[list[str], str]] = {
-    "api-alone": (["--use-fsdp-fully-shard-api"], "needs --use-megatron-fsdp"),
-    "unknown-strategy": (
-        fsdp("optim_grads_parameters"),
-        "invalid choice: 'optim_grads_parameters'",
-    ),
-    "ckpt-format": (
-        fsdp("optim_grads_params", "--ckpt-format", "torch_dist"),
-        "--ckpt-format torch_dist",
-    ),
-    "load-nothing": (
-        fsdp("optim_grads_params", "--load", "no/such/folder"),
-        "--load no/such/folder does not",
-    ),
-    "gpu-flag": (["--transformer-impl", "transformer_engine"], "cannot be used on a CPU"),
-    "reads-internals": (
-        fsdp("optim_grads_params", "--qk-clip"),
-        "--qk-clip cannot be used with",
-    ),
+# What is typed beside `START`, and what is said.
+BAD: dict[str, tuple[Flags, str]] = {
+    "api-alone": ("--use-fsdp-fully-shard-api", "needs --use-megatron-fsdp"),
+    "unknown-strategy": (fsdp("optim_gradients"), "invalid choice: 'optim_gradients'"),
+    "ckpt-format": (fsdp(ZERO1, "--ckpt-format torch_dist"), "--ckpt-format torch_dist"),
+    "load-nothing": (fsdp(ZERO1, "--load no/such/folder"), "--load no/such/folder does not"),
+    "gpu-flag": ("--transformer-impl transformer_engine", "cannot be used on a CPU"),
+    "reads-internals": (fsdp(ZERO1, "--qk-clip"), "--qk-clip cannot be used with"),
     "norms-alone": (
-        ["--log-per-param-norm"],
+        "--log-per-param-norm",
         "--log-per-param-norm needs --use-fsdp-fully-shard-api",
     ),
-    "pool-alone": (
-        ["--fsdp-trace-pool"],
-        "--fsdp-trace-pool needs --use-fsdp-fully-shard-api",
-    ),
+    "pool-alone": ("--fsdp-trace-pool", "--fsdp-trace-pool needs --use-fsdp-fully-shard-api"),
     "depth-alone": (
-        ["--fsdp-unshard-prefetch-depth", "2"],
+        "--fsdp-unshard-prefetch-depth 2",
         "--fsdp-unshard-prefetch-depth needs --use-fsdp-fully-shard-api",
     ),
     "depth-without-prefetch": (
-        fsdp("optim", "--fsdp-unshard-prefetch-depth", "2"),
+        fsdp(ZERO1, "--fsdp-unshard-prefetch-depth 2"),
         "--fsdp-unshard-prefetch-depth needs --overlap-param-gather",
     ),
     "buffers-without-overlap": (
-        fsdp("optim", "--fsdp-max-live-grad-buffers", "3"),
+        fsdp(ZERO1, "--fsdp-max-live-grad-buffers 3"),
         "--fsdp-max-live-grad-buffers needs --overlap-grad-reduce",
     ),
     "no-buffers": (
-        fsdp("optim", "--fsdp-max-live-grad-buffers", "0"),
+        fsdp(ZERO1, "--fsdp-max-live-grad-buffers 0"),
         "expected a whole number of at least 1, got '0'",
     ),
-    "other-data": (["--fim-data"], "--fim-data asks for data that this pretrain_gpt does not"),
+    "other-data": ("--fim-data", "--fim-data asks for data that this pretrain_gpt does not"),
     "megatrons-own": (
-        ["--mtp-num-layers", "1"],
+        "--mtp-num-layers 1",
         "Megatron rejects these flags: Multi-Token Prediction (MTP) is not supported with",
     ),
     "experts": (
-        fsdp("optim", "--num-experts", "3", "--expert-model-parallel-size", "2"),
+        fsdp(ZERO1, "--num-experts 3 --expert-model-parallel-size 2"),
         "--num-experts 3 cannot be divided by --expert-model-parallel-size 2",
     ),
 }
-START = [*MODEL_FLAGS, "--train-iters", "2", "--cpu-rehearsal"]
+START = words(MODEL_FLAGS, "--train-iters 2 --cpu-rehearsal")
 
 
 @pytest.fixture(scope="module")
 def rejected() -> dict[str, Run]:
     """What became of every bad command line, one after the other in one process."""
-    lines = [[*START, *flags] for flags, _ in BAD.values()]
+    lines = [words(START, flags) for flags, _ in BAD.values()]
     return dict(zip(BAD, run_each(PRETRAIN, lines), strict=True))
 
 
@@ -248,9 +230,10 @@ def test_a_bad_command_line_ends_with_a_sentence(rejected: dict[str, Run], name:
     _check_rejected(rejected[name], name)
 
 
+@pytest.mark.functional
 def test_a_bad_command_line_ends_its_process_with_that_sentence() -> None:
     name = "reads-internals"
-    _check_rejected(run_module(PRETRAIN, [*START, *BAD[name][0]]), name)
+    _check_rejected(run_module(PRETRAIN, words(START, BAD[name][0])), name)
 
 
 def _check_rejected(run: Run, name: str) -> None:

@@ -15,6 +15,8 @@ from torch.distributed import fsdp
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp_v2 import checkpoint, fully_shard
+from megatron_fsdp_v2.diagnostics import memory_tracker
+from megatron_fsdp_v2.diagnostics.memory_ledger import Role
 from megatron_fsdp_v2.diagnostics.stream_safety import record_streams
 from megatron_fsdp_v2.dtensor.uneven_dtensor import local_of
 from megatron_fsdp_v2.memory.host_memory import is_in_host_memory
@@ -132,6 +134,27 @@ def test_what_the_optimizer_steps_and_makes_is_in_host_memory_and_nothing_rests_
     for param in model.parameters():
         assert is_in_host_memory(local_of(param))
         assert local_of(param).numel() == 0 or is_in_host_memory(local_of(param.grad))
+
+
+@pytest.mark.parametrize("name", ["bf16", "optim", "hfsdp"])
+@on_ranks(4)
+def test_the_device_has_none_of_it_and_never_more_than_the_bound(name: str) -> None:
+    case = dataclasses.replace(CASES[name], mesh=(2, 2) if name == "hfsdp" else (4,))
+    model = _sharded(case, offload_policy=POLICY)
+    optimizer = _optimizer(case, model)
+    _train(model, optimizer, range(1))
+    with memory_tracker(model, optimizer) as memory:
+        optimizer.zero_grad()
+        model(batch(dist.get_rank())).square().mean().backward()
+        optimizer.step()
+    main = sum(4 * local_of(param).numel() for param in model.parameters())
+    here, there = memory.live, memory.offloaded
+    for role in (Role.MAIN_WEIGHT, Role.MAIN_GRAD):
+        assert here[role] == 0
+        assert there[role] >= main
+    assert (here[Role.MODEL_WEIGHT] == 0) == (name == "bf16")
+    # What blocks compute with is no part of it: these are small.
+    assert memory.peak.total <= memory.bound.total + 8192
 
 
 @on_ranks(2)

@@ -14,7 +14,13 @@ from megatron_fsdp_v2_mcore.patches import (
     megatron_version,
 )
 from megatron_fsdp_v2_mcore.patching import Patch
-from megatron_fsdp_v2_mcore.rehearsal.patches import PATCHES as REHEARSAL_PATCHES
+from megatron_fsdp_v2_mcore.rehearsal.patches import (
+    PATCHES as REHEARSAL_PATCHES,
+)
+from megatron_fsdp_v2_mcore.rehearsal.patches import (
+    WITH_TRANSFORMER_ENGINE,
+    WITHOUT_TRANSFORMER_ENGINE,
+)
 
 __all__ = ["command"]
 
@@ -32,8 +38,13 @@ class _PatchesCommand:
         """Print the table; return 1 if some patch does not fit."""
         rows = [_describe(patch, _when(patch), "uninstall()") for patch in PATCHES]
         rehearsal = [
-            _describe(patch, "under --cpu-rehearsal", "the end of the rehearsal")
-            for patch in REHEARSAL_PATCHES
+            _describe(patch, when, "the end of the rehearsal")
+            for patches, when in (
+                (REHEARSAL_PATCHES, "under --cpu-rehearsal"),
+                (WITHOUT_TRANSFORMER_ENGINE, "under --cpu-rehearsal --transformer-impl local"),
+                (WITH_TRANSFORMER_ENGINE, "under --cpu-rehearsal with Transformer Engine"),
+            )
+            for patch in patches
         ]
         if args.json:
             versions = {"megatron_core": megatron_version(), "supported": f"{SUPPORTED}.x"}

@@ -168,7 +168,8 @@ def _sharding_flags(strategy: str) -> list[str]:
 
 def _device_flags(on_cpu: bool) -> list[str]:
     if on_cpu:
-        return ["--cpu-rehearsal"]
+        # Megatron's own layers: on a CPU they start and run faster than Transformer Engine's.
+        return ["--cpu-rehearsal", "--transformer-impl", "local"]
     if importlib.util.find_spec("transformer_engine"):
         return []
     # Megatron's default layers are Transformer Engine's; its own ones need no fused kernels.

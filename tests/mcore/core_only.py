@@ -16,6 +16,7 @@ import torch
 from tests.mcore.session import end_groups
 
 _STACK = contextlib.ExitStack()
+LOCAL = ["--transformer-impl", "local"]
 
 
 def enter() -> Any:
@@ -27,7 +28,7 @@ def enter() -> Any:
         multiprocessing.current_process().daemon = False
         from megatron_fsdp_v2_mcore.rehearsal import rehearse
 
-        _STACK.enter_context(rehearse([], into_parser=True))
+        _STACK.enter_context(rehearse(LOCAL, into_parser=True))
     torch.manual_seed(1)
     from examples import megatron_core_loop
 

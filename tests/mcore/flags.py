@@ -18,7 +18,10 @@ _MODEL = """
 --attention-dropout 0 --hidden-dropout 0
 --mock-data --tokenizer-type NullTokenizer --vocab-size 256
 """
-MODEL_FLAGS = _MODEL.split()
+LOCAL = ["--transformer-impl", "local"]
+TRANSFORMER_ENGINE = ["--transformer-impl", "transformer_engine"]
+MODEL_FLAGS = [*_MODEL.split(), *LOCAL]
+"""A tiny model of Megatron's own layers; `TRANSFORMER_ENGINE` after them has the default ones."""
 
 _FSDP = """
 --use-megatron-fsdp --use-fsdp-fully-shard-api --ckpt-format fsdp_dtensor

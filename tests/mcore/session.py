@@ -16,13 +16,14 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 # For tests that train with these and need no more.
-from tests.mcore.flags import MODEL_FLAGS, fsdp  # noqa: F401
+from tests.mcore.flags import LOCAL, MODEL_FLAGS, TRANSFORMER_ENGINE, fsdp  # noqa: F401
 
 
 @dataclass
@@ -64,7 +65,7 @@ def train(
             built, which Megatron has no flag for.
         exact_norms: Add up norms of gradients in fp64, where the order of the terms does not show.
     """
-    modules = enter_rehearsal()
+    modules = enter_rehearsal(impl_of(flags))
     result = Training()
     argv, patches = sys.argv, modules["Patches"]()
     _watch(patches, modules["training"], result, probe)
@@ -177,8 +178,20 @@ _MODULES: dict[str, Any] = {}
 _STACK = contextlib.ExitStack()
 
 
-def enter_rehearsal() -> dict[str, Any]:
-    """Make this rank rehearse, for good; return the parts of Megatron that `train` uses."""
+def impl_of(flags: Sequence[str]) -> str:
+    """Whose layers a command line names last."""
+    named = [value for name, value in pairwise(flags) if name == "--transformer-impl"]
+    return named[-1] if named else "local"
+
+
+def enter_rehearsal(impl: str = "local") -> dict[str, Any]:
+    """Make this rank rehearse, for good; return the parts of Megatron that `train` uses.
+
+    Args:
+        impl: Whose layers. Megatron looks for Transformer Engine once per process: a pool whose
+            ranks have it trains nothing else.
+    """
+    assert _MODULES.get("impl", impl) == impl, f"this pool is for {_MODULES['impl']}"
     if not _MODULES:
         os.environ["MEGATRON_LOGGING_LEVEL"] = "40"
         # Megatron's torch_dist checkpoints start processes, which daemons may not.
@@ -187,13 +200,14 @@ def enter_rehearsal() -> dict[str, Any]:
         from megatron_fsdp_v2_mcore.patching import Patches
         from megatron_fsdp_v2_mcore.rehearsal.flags import cpu_environment, with_cpu_flags
 
-        _STACK.enter_context(rehearsal.rehearse([]))
+        _STACK.enter_context(rehearsal.rehearse(["--transformer-impl", impl]))
         from megatron.training import training
 
         from megatron_fsdp_v2_mcore.pretrain_gpt import gpt
 
         _remember_help_texts()
         _MODULES.update(
+            impl=impl,
             training=training,
             gpt=gpt,
             with_cpu_flags=with_cpu_flags,

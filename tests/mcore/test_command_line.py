@@ -182,7 +182,7 @@ BAD: dict[str, tuple[Flags, str]] = {
     "unknown-strategy": (fsdp("optim_gradients"), "invalid choice: 'optim_gradients'"),
     "ckpt-format": (fsdp(ZERO1, "--ckpt-format torch_dist"), "--ckpt-format torch_dist"),
     "load-nothing": (fsdp(ZERO1, "--load no/such/folder"), "--load no/such/folder does not"),
-    "gpu-flag": ("--transformer-impl transformer_engine", "cannot be used on a CPU"),
+    "gpu-flag": ("--attention-backend flash", "cannot be used on a CPU"),
     "reads-internals": (fsdp(ZERO1, "--qk-clip"), "--qk-clip cannot be used with"),
     "norms-alone": (
         "--log-per-param-norm",

@@ -17,9 +17,15 @@ import pytest
 from megatron_fsdp_v2 import cli
 from megatron_fsdp_v2_mcore import install, patches, uninstall
 from megatron_fsdp_v2_mcore.patches_command import command
-from megatron_fsdp_v2_mcore.rehearsal.patches import PATCHES as REHEARSAL_PATCHES
+from megatron_fsdp_v2_mcore.rehearsal.patches import PATCHES as ALWAYS
+from megatron_fsdp_v2_mcore.rehearsal.patches import (
+    WITH_TRANSFORMER_ENGINE,
+    WITHOUT_TRANSFORMER_ENGINE,
+)
 from tests.mcore.command_line import run_module
 from tests.mcore.trained import quick_only
+
+REHEARSAL_PATCHES = (*ALWAYS, *WITHOUT_TRANSFORMER_ENGINE, *WITH_TRANSFORMER_ENGINE)
 
 
 @pytest.fixture(autouse=True)

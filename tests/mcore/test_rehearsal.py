@@ -23,13 +23,14 @@ from megatron_fsdp_v2_mcore.rehearsal.flags import (
     with_cpu_defaults,
     with_cpu_flags,
 )
-from tests.mcore.session import enter_rehearsal
+from tests.mcore.session import LOCAL, enter_rehearsal
 from tests.ranks import RankPools
 
 
 def test_flags_a_cpu_needs_are_added_and_the_users_are_kept() -> None:
-    flags = with_cpu_flags(["--bf16", "--num-workers", "2", "--no-rope-fusion"])
-    assert flags[:4] == ["--bf16", "--num-workers", "2", "--no-rope-fusion"]
+    given = ["--bf16", "--num-workers", "2", "--no-rope-fusion", *LOCAL]
+    flags = with_cpu_flags(given)
+    assert flags[: len(given)] == given
     assert flags.count("--no-rope-fusion") == 1
     assert flags.count("--num-workers") == 1
     for flag in CPU_FLAGS:
@@ -39,7 +40,7 @@ def test_flags_a_cpu_needs_are_added_and_the_users_are_kept() -> None:
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--transformer-impl", "transformer_engine"],
+        ["--transformer-impl", "inference_optimized"],
         ["--distributed-backend=nccl"],
         ["--attention-backend", "flash"],
         *[[flag.name, *flag.values[:1]] for flag in GPU_FLAGS],
@@ -89,7 +90,7 @@ def _comparable(args: argparse.Namespace) -> dict[str, Any]:
 def test_what_a_cpu_needs_is_the_same_as_flags_and_as_defaults_of_the_parser(
     megatron: RankPools,
 ) -> None:
-    flags = ["--bf16", "--num-workers", "2", "--attention-backend=unfused"]
+    flags = ["--bf16", "--num-workers", "2", "--attention-backend=unfused", *LOCAL]
     as_flags, as_defaults = megatron(1).run(_parsed_with_defaults, flags)[0]
     assert as_defaults == as_flags
     assert as_defaults["num_workers"] == "2"

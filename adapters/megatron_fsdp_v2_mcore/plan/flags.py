@@ -12,7 +12,7 @@ from megatron_fsdp_v2.plan.sources import FlagsError
 from megatron_fsdp_v2_mcore.flags.arguments import API_FLAG, check_before, is_enabled
 from megatron_fsdp_v2_mcore.flags.errors import FlagError, rejections_as_flag_errors
 from megatron_fsdp_v2_mcore.rehearsal import FLAG, VERBOSE_FLAG
-from megatron_fsdp_v2_mcore.rehearsal.flags import CPU_FLAGS, GPU_FLAGS
+from megatron_fsdp_v2_mcore.rehearsal.flags import CPU_FLAGS, GPU_FLAGS, IMPL_FLAG
 
 __all__ = ["fake_world_size", "parsed", "rejections_as_errors", "without_gpu_flags"]
 
@@ -57,6 +57,8 @@ def without_gpu_flags(argv: Sequence[str]) -> list[str]:
     """
     values = {flag.name: flag.values for flag in GPU_FLAGS}
     values |= {flag.name: () for flag in CPU_FLAGS}
+    # A plan is made of Megatron's own layers, whose parameters are the same.
+    values[IMPL_FLAG] = ()
     # Megatron rejects it without --use-nccl-ub, which only a GPU can support.
     values["--fsdp-manual-registration"] = ()
     kept: list[str] = []

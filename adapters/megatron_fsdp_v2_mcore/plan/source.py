@@ -36,6 +36,7 @@ from megatron_fsdp_v2_mcore.plan.flags import (
 )
 from megatron_fsdp_v2_mcore.plan.model import build_stage
 from megatron_fsdp_v2_mcore.rehearsal import rehearse
+from megatron_fsdp_v2_mcore.rehearsal.flags import IMPL_FLAG, LOCAL
 
 __all__ = ["describe"]
 
@@ -74,7 +75,7 @@ def _quiet_megatron(flags: Sequence[str], num_ranks: int) -> Iterator[list[str]]
     with (
         fake_world_size(num_ranks),
         contextlib.redirect_stdout(io.StringIO()),
-        rehearse(without_gpu_flags(flags)) as argv,
+        rehearse([*without_gpu_flags(flags), IMPL_FLAG, LOCAL]) as argv,
     ):
         install()
         try:

@@ -14,10 +14,12 @@ import torch
 
 from megatron_fsdp_v2_mcore.rehearsal.flags import (
     FLAG,
+    TRANSFORMER_ENGINE,
     VERBOSE_FLAG,
     RehearsalError,
     cpu_environment,
     is_requested,
+    transformer_impl,
     with_cpu_defaults,
     with_cpu_flags,
 )
@@ -49,7 +51,8 @@ def rehearse(
 ) -> Iterator[list[str]]:
     """Make Megatron run on the CPU for as long as the context lasts.
 
-    Enter it before anything imports Megatron. `megatron.training` need not be installed.
+    Enter it before anything imports Megatron. `megatron.training` need not be installed. The flags
+    decide whether Megatron finds Transformer Engine, which is for the whole process.
 
     Args:
         argv: The user's flags.
@@ -68,11 +71,18 @@ def rehearse(
     from megatron_fsdp_v2_mcore.rehearsal.cuda_stubs import stand_in
     from megatron_fsdp_v2_mcore.rehearsal.devices import CpuDevices
     from megatron_fsdp_v2_mcore.rehearsal.output import quiet
-    from megatron_fsdp_v2_mcore.rehearsal.patches import PATCHES, parser_patch
+    from megatron_fsdp_v2_mcore.rehearsal.patches import (
+        PATCHES,
+        WITH_TRANSFORMER_ENGINE,
+        WITHOUT_TRANSFORMER_ENGINE,
+        parser_patch,
+    )
+    from megatron_fsdp_v2_mcore.rehearsal.te import load
 
     flags = [word for word in argv if word not in (FLAG, VERBOSE_FLAG)]
     if not into_parser:
         flags = with_cpu_flags(flags)
+    with_te = transformer_impl(flags) == TRANSFORMER_ENGINE
     patches = Patches()
     num_threads = torch.get_num_threads()
     with contextlib.ExitStack() as stack:
@@ -88,7 +98,9 @@ def rehearse(
         stand_in(patches)
         if not verbose:
             stack.enter_context(quiet(patches))
-        for patch in PATCHES:
+        stack.enter_context(load.loaded() if with_te else load.kept_out())
+        chosen = WITH_TRANSFORMER_ENGINE if with_te else WITHOUT_TRANSFORMER_ENGINE
+        for patch in (*PATCHES, *chosen):
             patches.apply(patch)
         if into_parser:
             patches.apply(parser_patch(with_cpu_defaults(flags)))

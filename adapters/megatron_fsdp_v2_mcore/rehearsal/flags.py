@@ -8,19 +8,27 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_fsdp_v2_mcore.flags.errors import FlagError
+from megatron_fsdp_v2_mcore.rehearsal.te import load
 
 __all__ = [
     "FLAG",
+    "IMPL_FLAG",
+    "LOCAL",
+    "TRANSFORMER_ENGINE",
     "VERBOSE_FLAG",
     "RehearsalError",
     "cpu_environment",
     "is_requested",
+    "transformer_impl",
     "with_cpu_defaults",
     "with_cpu_flags",
 ]
 
 FLAG = "--cpu-rehearsal"
 VERBOSE_FLAG = "--rehearsal-verbose"
+
+TRANSFORMER_ENGINE, LOCAL = "transformer_engine", "local"
+IMPL_FLAG = "--transformer-impl"
 
 
 class RehearsalError(FlagError):
@@ -35,11 +43,13 @@ class CpuFlag:
         name: The flag.
         value: Its value; `None` for a switch.
         reason: Why a CPU needs it.
+        only_local: Whether Transformer Engine's layers do without it.
     """
 
     name: str
     value: str | None
     reason: str
+    only_local: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +69,15 @@ class GpuFlag:
 
 CPU_FLAGS: tuple[CpuFlag, ...] = (
     CpuFlag("--distributed-backend", "gloo", "nccl needs GPUs"),
-    CpuFlag("--transformer-impl", "local", "Transformer Engine's kernels need a GPU"),
-    CpuFlag("--no-persist-layer-norm", None, "the persistent layer norm is a CUDA kernel"),
-    CpuFlag("--no-gradient-accumulation-fusion", None, "the fusion is a CUDA kernel"),
+    CpuFlag(
+        "--no-persist-layer-norm",
+        None,
+        "the persistent layer norm is a CUDA kernel",
+        only_local=True,
+    ),
+    CpuFlag(
+        "--no-gradient-accumulation-fusion", None, "the fusion is a CUDA kernel", only_local=True
+    ),
     CpuFlag("--no-masked-softmax-fusion", None, "the fusion is a CUDA kernel"),
     CpuFlag("--no-bias-gelu-fusion", None, "the fusion is compiled for a GPU"),
     CpuFlag("--no-bias-swiglu-fusion", None, "the fusion is compiled for a GPU"),
@@ -131,6 +147,30 @@ def is_requested(argv: Sequence[str]) -> bool:
     return FLAG in argv
 
 
+def transformer_impl(argv: Sequence[str]) -> str:
+    """Whose layers a command line trains: `transformer_engine` or `local`, Megatron's own.
+
+    Without `--transformer-impl` it is Transformer Engine's, as in Megatron, where its Python can be
+    loaded.
+
+    Raises:
+        RehearsalError: It asks for other layers, or for Transformer Engine where that cannot be.
+    """
+    given = _values(argv).get(IMPL_FLAG)
+    why_not = load.why_not()
+    if given is None:
+        return LOCAL if why_not else TRANSFORMER_ENGINE
+    if given not in (TRANSFORMER_ENGINE, LOCAL):
+        raise RehearsalError(
+            f"{IMPL_FLAG} {given} cannot be used on a CPU: give {TRANSFORMER_ENGINE} or {LOCAL}"
+        )
+    if given == TRANSFORMER_ENGINE and why_not:
+        raise RehearsalError(
+            f"{IMPL_FLAG} {given} cannot be used here: {why_not}; leave it out or give {LOCAL}"
+        )
+    return given
+
+
 def with_cpu_flags(argv: Sequence[str]) -> list[str]:
     """A command line with the flags added that a CPU needs and it does not have yet.
 
@@ -138,14 +178,17 @@ def with_cpu_flags(argv: Sequence[str]) -> list[str]:
         RehearsalError: It asks for something else where a CPU leaves no choice.
     """
     given = _values(argv)
+    impl = transformer_impl(argv)
     for flag in GPU_FLAGS:
         if flag.name in _FINE_WHEN_SHARDED and _API_FLAG in given:
             continue
         if flag.name in given and (not flag.values or given[flag.name] in flag.values):
             shown = f"{flag.name} {given[flag.name]}" if flag.values else flag.name
             raise RehearsalError(f"{shown} cannot be used on a CPU: {flag.reason}; leave it out")
-    added: list[str] = []
+    added: list[str] = [] if IMPL_FLAG in given else [IMPL_FLAG, impl]
     for default in CPU_FLAGS:
+        if default.only_local and impl != LOCAL:
+            continue
         if default.name not in given:
             added += [default.name] if default.value is None else [default.name, default.value]
         elif default.value is not None and default.name != "--num-workers":
@@ -174,14 +217,13 @@ def with_cpu_defaults(argv: Sequence[str]) -> Callable[[Callable[..., Any]], Cal
     def replace(add_arguments: Callable[..., Any]) -> Callable[..., Any]:
         def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             parser = add_arguments(parser)
-            names = set(with_cpu_flags(argv)[len(argv) :])
+            added = _values(with_cpu_flags(argv)[len(argv) :])
             actions = {name: a for a in parser._actions for name in a.option_strings}
-            for flag in CPU_FLAGS:
-                if flag.name in names:
-                    action = actions[flag.name]
-                    value = action.const if flag.value is None else flag.value
-                    # A string is converted as one on the command line.
-                    parser.set_defaults(**{action.dest: value})
+            for name, given in added.items():
+                action = actions[name]
+                # A string is converted as one on the command line.
+                value = given if action.nargs != 0 else action.const
+                parser.set_defaults(**{action.dest: value})
             return parser
 
         return add_megatron_arguments

@@ -231,6 +231,28 @@ PATCHES: tuple[Patch, ...] = (
         with_head_widths,
     ),
     _patch(
+        "megatron.core.transformer.experimental_attention_variant.dsa:rotate_activation",
+        "fast_hadamard_transform's kernel needs a GPU, and bf16",
+        lambda rotate: hadamard_rotation,
+    ),
+    _patch("megatron.core.ssm.gated_delta_net.common:HAVE_FLA", _FLA, lambda have: True),
+    _patch("megatron.core.ssm.gated_delta_net.common:l2norm", _FLA, lambda kernel: l2norm),
+    _patch(
+        "megatron.core.ssm.gated_delta_net.gdn:causal_conv1d", _FLA, lambda kernel: causal_conv1d
+    ),
+    _patch(
+        "megatron.core.ssm.mamba_mixer:mamba_split_conv1d_scan_combined",
+        _MAMBA,
+        lambda kernel: split_conv1d_scan,
+    ),
+    _patch("megatron.core.ssm.gated_delta_net.gdn:chunk_gated_delta_rule", _FLA, torch_delta_rule),
+    _patch("megatron.core.ssm.mamba_mixer:ExtendedRMSNorm", _MAMBA, _gated_norm),
+    _patch("megatron.core.ssm.mamba_mixer:HAVE_MAMBA_SSM", _MAMBA, lambda have: True),
+)
+"""For every rehearsal."""
+
+WITHOUT_TRANSFORMER_ENGINE: tuple[Patch, ...] = (
+    _patch(
         "megatron.core.transformer.multi_latent_attention:MLASelfAttention.__init__",
         "the local specification of multi-latent attention cuts its projections to the latents "
         "over tensor-parallel ranks and drops gradients of the keys they share; Transformer "
@@ -289,28 +311,10 @@ PATCHES: tuple[Patch, ...] = (
         replicated_linear,
     ),
     _patch(
-        "megatron.core.transformer.experimental_attention_variant.dsa:rotate_activation",
-        "fast_hadamard_transform's kernel needs a GPU, and bf16",
-        lambda rotate: hadamard_rotation,
-    ),
-    _patch("megatron.core.ssm.gated_delta_net.common:HAVE_FLA", _FLA, lambda have: True),
-    _patch("megatron.core.ssm.gated_delta_net.common:l2norm", _FLA, lambda kernel: l2norm),
-    _patch(
-        "megatron.core.ssm.gated_delta_net.gdn:causal_conv1d", _FLA, lambda kernel: causal_conv1d
-    ),
-    _patch("megatron.core.ssm.gated_delta_net.gdn:chunk_gated_delta_rule", _FLA, torch_delta_rule),
-    _patch(
         "megatron.training.models.gpt:_te_or_local_layer_spec",
         "the local specification of a layer without experts forgets --qk-l2-norm",
         layer_with_l2_norms,
     ),
-    _patch(
-        "megatron.core.ssm.mamba_mixer:mamba_split_conv1d_scan_combined",
-        _MAMBA,
-        lambda kernel: split_conv1d_scan,
-    ),
-    _patch("megatron.core.ssm.mamba_mixer:ExtendedRMSNorm", _MAMBA, _gated_norm),
-    _patch("megatron.core.ssm.mamba_mixer:HAVE_MAMBA_SSM", _MAMBA, lambda have: True),
     _patch("megatron.core.models.hybrid.hybrid_block:TENorm", _HYBRID_SPEC, _torch_norm),
     _patch(
         "megatron.core.models.hybrid.hybrid_layer_specs:hybrid_stack_spec",
@@ -340,6 +344,10 @@ PATCHES: tuple[Patch, ...] = (
         _with_steps_of_their_own,
     ),
 )
+"""Where Megatron has Transformer Engine alone in mind and is rehearsed without."""
+
+WITH_TRANSFORMER_ENGINE: tuple[Patch, ...] = ()
+"""Where Megatron is rehearsed with Transformer Engine's Python over reference kernels."""
 
 
 def parser_patch(with_defaults: Callable[[Any], Any]) -> Patch:

@@ -43,7 +43,7 @@ def row(name: str) -> Row:
 
 def _device_flags(request: Request) -> list[str]:
     if not request.on_cuda:
-        return ["--cpu-rehearsal"]
+        return ["--cpu-rehearsal", "--transformer-impl", "local"]
     if has_transformer_engine():
         return []
     return [

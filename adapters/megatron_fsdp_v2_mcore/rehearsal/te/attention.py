@@ -1,0 +1,87 @@
+"""Softmax of attention scores, scaled and masked.
+
+Scores are `(batch, heads, queries, keys)`, or `(batch * heads, queries, keys)` under the square
+causal mask. All compute in fp32 and round once.
+"""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = [
+    "get_fused_attn_backend",
+    "scaled_aligned_causal_masked_softmax_backward",
+    "scaled_aligned_causal_masked_softmax_forward",
+    "scaled_masked_softmax_backward",
+    "scaled_masked_softmax_forward",
+    "scaled_softmax_backward",
+    "scaled_softmax_forward",
+    "scaled_upper_triang_masked_softmax_backward",
+    "scaled_upper_triang_masked_softmax_forward",
+]
+
+_MASKED = -10000.0
+
+
+def get_fused_attn_backend(*params: object) -> tuple[int, str]:
+    """No fused attention: cuDNN's kernels are not emulated."""
+    del params
+    return -1, "the CPU rehearsal has no fused attention"
+
+
+def scaled_softmax_forward(input: torch.Tensor, scale_factor: float) -> torch.Tensor:
+    """`softmax(scale_factor * input)` over the keys."""
+    return torch.softmax(input.float() * scale_factor, -1).to(input.dtype)
+
+
+def scaled_masked_softmax_forward(
+    input: torch.Tensor, mask: torch.Tensor, scale_factor: float
+) -> torch.Tensor:
+    """As `scaled_softmax_forward`; masked scores become -10000, rows without any other zero.
+
+    Args:
+        input: Scores.
+        mask: `(batch or 1, 1, queries, keys)`; what is 1 is masked.
+        scale_factor: Of the scores.
+    """
+    is_masked = mask.bool().expand(input.shape)
+    scores = (input.float() * scale_factor).masked_fill(is_masked, _MASKED)
+    probabilities = torch.softmax(scores, -1).masked_fill(is_masked.all(-1, keepdim=True), 0.0)
+    return probabilities.to(input.dtype)
+
+
+def _causal(input: torch.Tensor, scale_factor: float) -> torch.Tensor:
+    """Softmax where the last query sees every key and each one before it one less."""
+    queries, keys = input.shape[-2:]
+    later = torch.ones(queries, keys, dtype=torch.bool).triu(1 + keys - queries)
+    scores = (input.float() * scale_factor).masked_fill(later, -torch.inf)
+    # A query that sees no key at all has no probabilities.
+    return torch.softmax(scores, -1).nan_to_num(nan=0.0).to(input.dtype)
+
+
+def scaled_upper_triang_masked_softmax_forward(
+    input: torch.Tensor, scale_factor: float
+) -> torch.Tensor:
+    """As `scaled_softmax_forward`, over keys that are not later than the query: `(b, n, n)`."""
+    return _causal(input, scale_factor)
+
+
+def scaled_aligned_causal_masked_softmax_forward(
+    input: torch.Tensor, scale_factor: float
+) -> torch.Tensor:
+    """The same with other numbers of queries and keys, aligned at their last ones."""
+    return _causal(input, scale_factor)
+
+
+def scaled_softmax_backward(
+    output_grads: torch.Tensor, softmax_results: torch.Tensor, scale_factor: float
+) -> torch.Tensor:
+    """`scale_factor * p * (grad - sum(grad * p))` with probabilities `p`; of every softmax here."""
+    p, grad = softmax_results.float(), output_grads.float()
+    values = scale_factor * p * (grad - (grad * p).sum(-1, keepdim=True))
+    return values.to(output_grads.dtype)
+
+
+scaled_masked_softmax_backward = scaled_softmax_backward
+scaled_upper_triang_masked_softmax_backward = scaled_softmax_backward
+scaled_aligned_causal_masked_softmax_backward = scaled_softmax_backward

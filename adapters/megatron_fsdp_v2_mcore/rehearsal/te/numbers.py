@@ -1,0 +1,158 @@
+"""Number formats: 8-bit floats, their scales, and blocks that share one.
+
+Pure functions of tensors, which know nothing of Transformer Engine's classes. Bytes are `uint8`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = [
+    "LARGEST",
+    "block_amax",
+    "e8m0_of",
+    "expand_blocks",
+    "from_fp8",
+    "power_of_e8m0",
+    "reciprocal_of_e8m0",
+    "scale_of_amax",
+    "to_fp8",
+]
+
+LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+"""Largest finite value of each 8-bit float."""
+
+_FP32_MANTISSA_BITS = 23
+_E8M0_BIAS = 127
+_E8M0_NAN = 255
+
+
+def to_fp8(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Round to an 8-bit float: to nearest, ties to even, saturating.
+
+    What is beyond the largest finite value, infinity too, becomes that value with its sign, as
+    CUDA's conversion does it; torch's own makes a NaN or an infinity of it. A NaN stays one.
+
+    Args:
+        values: Of any floating dtype and shape.
+        dtype: `float8_e4m3fn` (4 bits of exponent, 3 of mantissa) or `float8_e5m2`.
+
+    Returns:
+        Bytes, of the same shape.
+    """
+    limit = LARGEST[dtype]
+    return values.float().clamp(-limit, limit).to(dtype).view(torch.uint8)
+
+
+def from_fp8(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Read bytes as an 8-bit float, exactly, into fp32."""
+    return data.view(dtype).float()
+
+
+def scale_of_amax(
+    amax: torch.Tensor,
+    largest: float,
+    *,
+    power_of_two: bool = False,
+    epsilon: float = 0.0,
+    largest_scale: float = torch.finfo(torch.float32).max,
+) -> torch.Tensor:
+    """What values are multiplied with before they are rounded to an 8-bit float.
+
+    `scale = largest / max(amax, epsilon)` in fp32. A quotient that overflows becomes
+    `largest_scale`; then a power of two keeps the exponent alone, which rounds down. Where the amax
+    is zero, infinite or a NaN, the scale is 1.
+
+    Args:
+        amax: Largest absolute value of what shares a scale, fp32.
+        largest: Largest finite value of the 8-bit float.
+        power_of_two: Whether scales are powers of two.
+        epsilon: Least amax.
+        largest_scale: What an overflow becomes.
+
+    Returns:
+        fp32, of the shape of `amax`.
+    """
+    amax = torch.where(amax < epsilon, epsilon, amax.float())
+    usable = amax.isfinite() & (amax != 0)
+    scale = torch.full_like(amax, largest) / torch.where(usable, amax, 1.0)
+    scale = torch.where(scale.isinf(), largest_scale, scale)
+    if power_of_two:
+        bits = scale.view(torch.int32) & ~((1 << _FP32_MANTISSA_BITS) - 1)
+        scale = bits.view(torch.float32)
+    return torch.where(usable, scale, 1.0)
+
+
+def e8m0_of(values: torch.Tensor) -> torch.Tensor:
+    """The least power of two that is not below a value, as an E8M0 byte `e`: `2 ** (e - 127)`.
+
+    Args:
+        values: fp32, not negative.
+
+    Returns:
+        Bytes: 0 for zero and for what is at most `2 ** -127`, 254 for infinity and for what is
+        above `2 ** 127`, 255 for a NaN.
+    """
+    bits = values.contiguous().view(torch.int32)
+    exponent = bits >> _FP32_MANTISSA_BITS
+    mantissa = bits & ((1 << _FP32_MANTISSA_BITS) - 1)
+    # A subnormal of at most half its range is at most 2 ** -127, the least power there is.
+    least = (exponent == 0) & (mantissa <= 1 << (_FP32_MANTISSA_BITS - 1))
+    exponent = exponent + ((mantissa > 0) & ~least).int()
+    exponent = exponent.clamp(max=_E8M0_NAN - 1)
+    return torch.where(values.isnan(), _E8M0_NAN, exponent).to(torch.uint8)
+
+
+def power_of_e8m0(data: torch.Tensor) -> torch.Tensor:
+    """The power of two an E8M0 byte stands for, in fp32."""
+    return _power(data.int())
+
+
+def reciprocal_of_e8m0(data: torch.Tensor) -> torch.Tensor:
+    """The reciprocal of the power of two an E8M0 byte stands for, in fp32."""
+    exponent = data.int()
+    return _power(torch.where(exponent == _E8M0_NAN, _E8M0_NAN, 2 * _E8M0_BIAS - exponent))
+
+
+def _power(exponent: torch.Tensor) -> torch.Tensor:
+    bits = exponent << _FP32_MANTISSA_BITS
+    # 2 ** -127 is subnormal in fp32: its exponent is zero and the mantissa's first bit is set.
+    bits = torch.where(exponent == 0, 1 << (_FP32_MANTISSA_BITS - 1), bits)
+    power = bits.view(torch.float32)
+    return torch.where(exponent == _E8M0_NAN, torch.nan, power)
+
+
+def block_amax(values: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
+    """Largest absolute value of each block of a matrix.
+
+    Args:
+        values: `(M, K)`.
+        rows: Rows of a block; blocks at the end may have fewer.
+        cols: Columns of a block, likewise.
+
+    Returns:
+        fp32, `(ceil(M / rows), ceil(K / cols))`.
+    """
+    height, width = values.shape
+    down, across = -height % rows, -width % cols
+    padded = torch.nn.functional.pad(values.float().abs(), (0, across, 0, down))
+    blocks = padded.view((height + down) // rows, rows, (width + across) // cols, cols)
+    return blocks.amax((1, 3))
+
+
+def expand_blocks(
+    per_block: torch.Tensor, rows: int, cols: int, shape: tuple[int, int]
+) -> torch.Tensor:
+    """Give each element of a matrix what its block has.
+
+    Args:
+        per_block: One number per block, or more than the matrix has (padding).
+        rows: Rows of a block.
+        cols: Columns of a block.
+        shape: Of the matrix, `(M, K)`.
+
+    Returns:
+        `(M, K)`.
+    """
+    wide = per_block.repeat_interleave(rows, 0)[: shape[0]]
+    return wide.repeat_interleave(cols, 1)[:, : shape[1]]

@@ -1,0 +1,26 @@
+"""Ranks whose Megatron has Transformer Engine, which is decided once per process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.ranks import RankPools, rank_pools
+
+__all__ = ["megatron_te"]
+
+
+@pytest.fixture(scope="session")
+def megatron_te() -> Iterator[RankPools]:
+    """Process groups for Megatron with Transformer Engine's layers.
+
+    Tests that use it are skipped where Transformer Engine's Python is not installed.
+    """
+    from megatron_fsdp_v2_mcore.rehearsal.te import load
+
+    why_not = load.why_not()
+    if why_not:
+        pytest.skip(why_not)
+    with rank_pools() as pools:
+        yield pools

@@ -1,0 +1,175 @@
+"""Megatron's default layers, Transformer Engine's, train sharded as under its own DDP."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_fsdp_v2_mcore.rehearsal import RehearsalError
+from megatron_fsdp_v2_mcore.rehearsal.flags import transformer_impl, with_cpu_flags
+from megatron_fsdp_v2_mcore.rehearsal.te import load
+from tests.mcore.session import (
+    LOCAL,
+    MODEL_FLAGS,
+    TRANSFORMER_ENGINE,
+    Training,
+    curves,
+    distance,
+    fsdp,
+    train,
+)
+from tests.ranks import RankPools
+
+FLAGS = [
+    *MODEL_FLAGS,
+    *TRANSFORMER_ENGINE,
+    *("--global-batch-size", "8", "--train-iters", "4", "--log-params-norm"),
+]
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+_MODERN = """
+--swiglu --normalization RMSNorm --group-query-attention --num-query-groups 2
+--disable-bias-linear --untie-embeddings-and-output-weights
+"""
+MODERN = _MODERN.split()
+_EXPERTS = """
+--num-experts 4 --moe-router-topk 2 --moe-grouped-gemm --moe-ffn-hidden-size 64
+--disable-bias-linear --swiglu --moe-router-load-balancing-type aux_loss
+--moe-aux-loss-coeff 0.01 --moe-token-dispatcher-type alltoall
+"""
+EXPERTS = _EXPERTS.split()
+TENSOR = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
+_MEMO: dict[tuple[str, ...], Training] = {}
+
+# The first training of a pool imports Megatron and Transformer Engine on every rank.
+TIMEOUT_S = 240.0
+
+
+def _trained(megatron_te: RankPools, *flags: str, probe: Any = None) -> Training:
+    if flags not in _MEMO:
+        seen = megatron_te(2).run(train, [*FLAGS, *flags], probe, timeout_s=TIMEOUT_S)
+        _MEMO[flags] = curves(seen)
+    return _MEMO[flags]
+
+
+def _classes(model: Any, optimizer: Any) -> list[str]:
+    """Modules and optimizers that were used, by package."""
+    found = {type(module) for chunk in model for module in chunk.modules()}
+    found |= {
+        type(each.optimizer) for each in getattr(optimizer, "chained_optimizers", [optimizer])
+    }
+    bases = {base for kind in found for base in kind.__mro__}
+    names = {f"{base.__module__.split('.')[0]}.{base.__name__}" for base in bases}
+    return sorted(name for name in names if name.startswith("transformer_engine."))
+
+
+def _assert_equal(mine: Training, theirs: Training) -> None:
+    assert len(mine.losses) == len(theirs.losses) == 4
+    assert mine.losses[0] != mine.losses[-1]
+    assert distance(mine.losses, theirs.losses) <= 1e-6
+    assert distance(mine.grad_norms, theirs.grad_norms) <= 1e-6
+    assert distance(mine.params_norms, theirs.params_norms) <= 1e-6
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_default_layers_train_as_under_megatrons_ddp(
+    megatron_te: RankPools, strategy: str
+) -> None:
+    theirs = _trained(megatron_te, probe=_classes)
+    _assert_equal(_trained(megatron_te, *fsdp(strategy), probe=_classes), theirs)
+    used = set(_MEMO[tuple(fsdp(strategy))].extras[0])
+    wanted = ("LayerNormLinear", "Linear", "DotProductAttention", "LayerNorm", "FusedAdam")
+    assert {f"transformer_engine.{name}" for name in wanted} <= used
+
+
+@pytest.mark.parametrize(
+    "flags", [MODERN, EXPERTS, TENSOR], ids=["GQA SwiGLU RMSNorm", "grouped experts", "TP2 SP"]
+)
+def test_other_models_train_as_under_megatrons_ddp(
+    megatron_te: RankPools, flags: list[str]
+) -> None:
+    theirs = _trained(megatron_te, *flags)
+    _assert_equal(_trained(megatron_te, *flags, *fsdp()), theirs)
+
+
+def test_the_default_layers_compute_what_megatrons_own_do(
+    megatron: RankPools, megatron_te: RankPools
+) -> None:
+    """Weights of equal shapes are drawn in the same order, so they start equal."""
+    theirs = _trained(megatron_te)
+    own = curves(megatron(2).run(train, [*FLAGS, *LOCAL], timeout_s=TIMEOUT_S))
+    assert distance(own.losses, theirs.losses) <= 1e-6
+
+
+def test_a_fused_weight_gradient_changes_nothing(megatron_te: RankPools) -> None:
+    fused = _trained(megatron_te, *fsdp())
+    apart = _trained(megatron_te, *fsdp(), "--no-gradient-accumulation-fusion")
+    assert distance(fused.losses, apart.losses) <= 1e-6
+
+
+# ------------------------------------------------------------------------------- how it is chosen
+
+
+def _fake(folder: Path, version: str) -> None:
+    """A Transformer Engine of another version, as far as one looks before it is imported."""
+    package = folder / load.FOLDER / "transformer_engine" / "pytorch"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    info = folder / load.FOLDER / f"transformer_engine-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: transformer_engine\nVersion: {version}\n"
+    )
+
+
+def test_an_untested_version_is_said_and_not_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    _fake(tmp_path, "2.99.1")
+    message = "kernels are those of Transformer Engine 2.20, and 2.99.1 is installed"
+    with pytest.raises(RehearsalError, match=message):
+        with_cpu_flags(TRANSFORMER_ENGINE)
+    with pytest.raises(load.TransformerEngineError, match=message), load.loaded():
+        pass
+    assert transformer_impl([]) == "local"
+
+
+def test_without_transformer_engine_megatrons_own_layers_are_the_default(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(load, "find", lambda: None)
+    added = with_cpu_flags([])
+    assert added[:2] == LOCAL
+    assert {"--no-persist-layer-norm", "--no-gradient-accumulation-fusion"} <= set(added)
+    with pytest.raises(RehearsalError, match="is not installed"):
+        with_cpu_flags(TRANSFORMER_ENGINE)
+
+
+def test_where_it_is_installed_it_is_the_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    _fake(tmp_path, "2.20.7")
+    added = with_cpu_flags([])
+    assert added[:2] == TRANSFORMER_ENGINE
+    assert not {"--no-persist-layer-norm", "--no-gradient-accumulation-fusion"} & set(added)
+    assert "--no-gradient-accumulation-fusion" in with_cpu_flags(LOCAL)
+
+
+def test_a_wheel_that_cannot_be_imported_alone_is_kept_from_megatron(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "transformer_engine"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('not without its extension')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with load.kept_out(), pytest.raises(ImportError):
+        importlib.import_module("transformer_engine")
+    with contextlib.suppress(RuntimeError):
+        importlib.import_module("transformer_engine")
+        pytest.fail("it can be imported")

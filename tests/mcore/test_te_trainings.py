@@ -161,6 +161,20 @@ def test_where_it_is_installed_it_is_the_default(
     assert "--no-gradient-accumulation-fusion" in with_cpu_flags(LOCAL)
 
 
+def test_what_needs_fused_attention_has_megatrons_own_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    _fake(tmp_path, "2.20.2")
+    context = ["--context-parallel-size", "2"]
+    assert (
+        transformer_impl(context) == transformer_impl(["--hybrid-layer-pattern", "M*"]) == "local"
+    )
+    assert transformer_impl(["--context-parallel-size", "1"]) == "transformer_engine"
+    with pytest.raises(RehearsalError, match="cuDNN's or flash attention"):
+        with_cpu_flags([*context, *TRANSFORMER_ENGINE])
+
+
 def test_a_wheel_that_cannot_be_imported_alone_is_kept_from_megatron(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

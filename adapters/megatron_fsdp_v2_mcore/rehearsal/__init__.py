@@ -96,9 +96,10 @@ def rehearse(
         stack.enter_context(rounded_once())
         stack.enter_context(CpuDevices())
         stand_in(patches)
+        # Before anything imports Megatron, as the next line does.
+        stack.enter_context(load.loaded() if with_te else load.kept_out())
         if not verbose:
             stack.enter_context(quiet(patches))
-        stack.enter_context(load.loaded() if with_te else load.kept_out())
         chosen = WITH_TRANSFORMER_ENGINE if with_te else WITHOUT_TRANSFORMER_ENGINE
         for patch in (*PATCHES, *chosen):
             patches.apply(patch)

@@ -142,6 +142,11 @@ An optimizer that is offloaded tells host from device by what it made, not by wh
 """
 
 
+_CONTEXT_FLAG = "--context-parallel-size"
+_LOCAL_UNLESS_ASKED = ("--experimental-attention-variant", "--hybrid-layer-pattern")
+"""What chooses layers whose kernels for a CPU are those of Megatron's own."""
+
+
 def is_requested(argv: Sequence[str]) -> bool:
     """Whether a command line asks for a rehearsal."""
     return FLAG in argv
@@ -151,15 +156,21 @@ def transformer_impl(argv: Sequence[str]) -> str:
     """Whose layers a command line trains: `transformer_engine` or `local`, Megatron's own.
 
     Without `--transformer-impl` it is Transformer Engine's, as in Megatron, where its Python can be
-    loaded.
+    loaded and has kernels for what the flags ask for.
 
     Raises:
         RehearsalError: It asks for other layers, or for Transformer Engine where that cannot be.
     """
-    given = _values(argv).get(IMPL_FLAG)
+    flags = _values(argv)
+    given = flags.get(IMPL_FLAG)
     why_not = load.why_not()
+    if flags.get(_CONTEXT_FLAG, "1") != "1":
+        why_not = why_not or (
+            f"its attention under {_CONTEXT_FLAG} is cuDNN's or flash attention, which need a GPU"
+        )
     if given is None:
-        return LOCAL if why_not else TRANSFORMER_ENGINE
+        is_local = why_not or any(name in flags for name in _LOCAL_UNLESS_ASKED)
+        return LOCAL if is_local else TRANSFORMER_ENGINE
     if given not in (TRANSFORMER_ENGINE, LOCAL):
         raise RehearsalError(
             f"{IMPL_FLAG} {given} cannot be used on a CPU: give {TRANSFORMER_ENGINE} or {LOCAL}"

@@ -43,6 +43,11 @@ _EXPERTS = """
 """
 EXPERTS = _EXPERTS.split()
 TENSOR = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
+# Blocks of FP8 have 128 elements, so no dimension has fewer.
+_FP8 = """
+--bf16 --hidden-size 128 --ffn-hidden-size 256 --seq-length 64 --max-position-embeddings 64
+"""
+FP8 = _FP8.split()
 _MEMO: dict[tuple[str, ...], Training] = {}
 
 # The first training of a pool imports Megatron and Transformer Engine on every rank.
@@ -109,6 +114,15 @@ def test_a_fused_weight_gradient_changes_nothing(megatron_te: RankPools) -> None
     fused = _trained(megatron_te, *fsdp())
     apart = _trained(megatron_te, *fsdp(), "--no-gradient-accumulation-fusion")
     assert distance(fused.losses, apart.losses) <= 1e-6
+
+
+@pytest.mark.functional
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise"])
+def test_fp8_products_train_under_megatrons_ddp(megatron_te: RankPools, recipe: str) -> None:
+    plain = _trained(megatron_te, *FP8)
+    quantized = _trained(megatron_te, *FP8, "--fp8-format", "hybrid", "--fp8-recipe", recipe)
+    assert 1e-6 < distance(quantized.losses, plain.losses) < 1e-2
+    assert quantized.losses[-1] < quantized.losses[0]
 
 
 # ------------------------------------------------------------------------------- how it is chosen

@@ -17,6 +17,7 @@ from megatron_fsdp_v2_mcore.rehearsal.flags import (
     TRANSFORMER_ENGINE,
     VERBOSE_FLAG,
     RehearsalError,
+    cpu_capability,
     cpu_environment,
     is_requested,
     transformer_impl,
@@ -95,7 +96,7 @@ def rehearse(
         stack.enter_context(torch._dynamo.config.patch(disable=True))
         stack.enter_context(rounded_once())
         stack.enter_context(CpuDevices())
-        stand_in(patches)
+        stand_in(patches, cpu_capability(flags))
         # Before anything imports Megatron, as the next line does.
         stack.enter_context(load.loaded() if with_te else load.kept_out())
         if not verbose:

@@ -83,12 +83,19 @@ class Event:
 _STREAM = Stream()
 
 
-def _properties(device: Any = None) -> SimpleNamespace:
-    del device
-    # Megatron asks for the architecture to choose settings of communication; 9 (Hopper) keeps
-    # them at their defaults.
+# Megatron asks for the architecture to choose settings of communication; 9 (Hopper) keeps them at
+# their defaults.
+_HOPPER = (9, 0)
+
+
+def _properties(capability: tuple[int, int]) -> SimpleNamespace:
+    major, minor = capability
     return SimpleNamespace(
-        name="CPU rehearsal", major=9, minor=0, total_memory=1 << 34, multi_processor_count=1
+        name="CPU rehearsal",
+        major=major,
+        minor=minor,
+        total_memory=1 << 34,
+        multi_processor_count=1,
     )
 
 
@@ -151,8 +158,8 @@ STANDINS: dict[str, Any] = {
     "set_stream": _returns(None),
     "stream": lambda stream=None: contextlib.nullcontext(),
     "is_current_stream_capturing": _returns(False),
-    "get_device_properties": _properties,
-    "get_device_capability": lambda device=None: (9, 0),
+    "get_device_properties": lambda device=None: _properties(_HOPPER),
+    "get_device_capability": lambda device=None: _HOPPER,
     "get_device_name": lambda device=None: "CPU rehearsal",
     "memory_stats": _statistics,
     "memory_allocated": _returns(0),
@@ -176,10 +183,20 @@ STANDINS: dict[str, Any] = {
 }
 
 
-def stand_in(patches: Patches) -> None:
-    """Put the stubs in place."""
+def stand_in(patches: Patches, capability: tuple[int, int] = _HOPPER) -> None:
+    """Put the stubs in place.
+
+    Args:
+        patches: What undoes it.
+        capability: Compute capability the device is said to have.
+    """
     for name, value in STANDINS.items():
         patches.set(torch.cuda, name, value)
+    if capability != _HOPPER:
+        patches.set(
+            torch.cuda, "get_device_properties", lambda device=None: _properties(capability)
+        )
+        patches.set(torch.cuda, "get_device_capability", lambda device=None: capability)
     for name in ("get_rng_state", "set_rng_state", "manual_seed"):
         patches.set(torch.cuda.random, name, STANDINS[name])
     for name in ("range_push", "range_pop", "mark"):

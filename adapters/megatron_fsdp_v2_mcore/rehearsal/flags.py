@@ -17,6 +17,7 @@ __all__ = [
     "TRANSFORMER_ENGINE",
     "VERBOSE_FLAG",
     "RehearsalError",
+    "cpu_capability",
     "cpu_environment",
     "is_requested",
     "transformer_impl",
@@ -60,11 +61,14 @@ class GpuFlag:
         name: The flag.
         reason: Why.
         values: Values that are rejected; none: the flag itself is.
+        only_local: Whether Transformer Engine has kernels for it in a rehearsal, so that it is
+            rejected with Megatron's own layers alone.
     """
 
     name: str
     reason: str
     values: tuple[str, ...] = ()
+    only_local: bool = False
 
 
 CPU_FLAGS: tuple[CpuFlag, ...] = (
@@ -97,7 +101,11 @@ _OFFLOAD = "there is no device memory to move it from"
 
 GPU_FLAGS: tuple[GpuFlag, ...] = (
     GpuFlag("--use-flash-attn", "fused attention needs a GPU"),
-    GpuFlag("--fp8-format", _TE),
+    GpuFlag(
+        "--fp8-format",
+        f"it is part of Transformer Engine, which {IMPL_FLAG} {TRANSFORMER_ENGINE} has",
+        only_local=True,
+    ),
     GpuFlag("--fp4-format", _TE),
     GpuFlag("--tp-comm-overlap", _TE),
     GpuFlag("--te-rng-tracker", _TE),
@@ -193,6 +201,8 @@ def with_cpu_flags(argv: Sequence[str]) -> list[str]:
     for flag in GPU_FLAGS:
         if flag.name in _FINE_WHEN_SHARDED and _API_FLAG in given:
             continue
+        if flag.only_local and impl != LOCAL:
+            continue
         if flag.name in given and (not flag.values or given[flag.name] in flag.values):
             shown = f"{flag.name} {given[flag.name]}" if flag.values else flag.name
             raise RehearsalError(f"{shown} cannot be used on a CPU: {flag.reason}; leave it out")
@@ -243,6 +253,18 @@ def with_cpu_defaults(argv: Sequence[str]) -> Callable[[Callable[..., Any]], Cal
 
 
 _ONE_CONNECTION_FLAGS = ("--tensor-model-parallel-size", "--context-parallel-size")
+_BLACKWELL_RECIPES = ("mxfp8",)
+
+
+def cpu_capability(argv: Sequence[str]) -> tuple[int, int]:
+    """Compute capability a command line needs: Hopper's, or Blackwell's where a recipe wants it.
+
+    Args:
+        argv: The user's flags.
+    """
+    return (10, 0) if _values(argv).get("--fp8-recipe") in _BLACKWELL_RECIPES else (9, 0)
+
+
 _MANY_CONNECTIONS_FLAGS = (
     "--use-megatron-fsdp",
     "--use-torch-fsdp2",

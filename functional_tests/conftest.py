@@ -8,15 +8,18 @@ import pytest
 
 from functional_tests.table import Table
 from functional_tests.trainings import Trainings, trainings_of
+from tests.mcore.te_pools import megatron_te
 from tests.ranks import RankPools
+
+__all__ = ["megatron_te"]
 
 PAGE = Path("docs") / "functional_matrix.md"
 
 
 @pytest.fixture(scope="session")
-def trainings(megatron: RankPools) -> Trainings:
+def trainings(megatron: RankPools, request: pytest.FixtureRequest) -> Trainings:
     """Runs by what they are asked to do; equal runs are made once."""
-    return trainings_of(megatron)
+    return trainings_of(megatron, lambda: request.getfixturevalue("megatron_te"))
 
 
 @pytest.fixture(scope="session")

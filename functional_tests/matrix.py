@@ -72,6 +72,9 @@ EVERY_KIND = (
     f"--num-experts 2 --moe-router-topk 2 {LATENT_SIZES} {DELTA_SIZES} --q-lora-rank 24 "
     "--swiglu --normalization RMSNorm --disable-bias-linear"
 )
+TE = "--transformer-impl transformer_engine"
+UNFUSED_GRADS = "--no-gradient-accumulation-fusion"
+GROUPED = f"{ALLTOALL} --moe-grouped-gemm"
 META = "--init-model-with-meta-device"
 BATCH1 = "--micro-batch-size 1"
 
@@ -210,6 +213,21 @@ ROWS: tuple[Row, ...] = (
     Row("hybrid of every kind of layer", 2, EVERY_KIND, strategies=(ZERO3,)),
     Row("hybrid Mamba", 2, MAMBA, strategies=(ZERO3, ZERO2)),
     Row("Muon", 2, f"{MODERN} {MUON} {NORMS}", strategies=STRATEGIES),
+    Row("default layers", 2, f"{TE} {NORMS}", strategies=STRATEGIES),
+    Row("default layers, bf16", 2, f"{TE} --bf16", strategies=(ZERO3, ZERO1)),
+    Row("default layers, weight gradients apart", 2, f"{TE} {UNFUSED_GRADS}"),
+    Row("default layers, GQA, SwiGLU, QK norm, untied", 2, f"{TE} {MODERN} {UNTIED}"),
+    Row("default layers, full recompute", 2, f"{TE} {FULL}"),
+    Row("default layers, selective recompute", 2, f"{TE} {SELECTIVE} {MODERN}",
+        strategies=(ZERO2,)),
+    Row("default layers, grouped experts", 2, f"{TE} {GROUPED}", strategies=(ZERO3, ZERO1)),
+    Row("default layers, latent attention", 2, f"{TE} {LOW_RANK_QUERIES}"),
+    Row("default layers, multi-token prediction", 2, f"{TE} {MTP}"),
+    Row("default layers, PP2, tied", 2, f"{TE} {PP2}"),
+    Row("default layers, TP2", 2, f"{TE} {TP2_SP}"),
+    Row("default layers, EP2", 2, f"{TE} {GROUPED} {EP2}", strategies=(ZERO2,)),
+    Row("default layers, hybrid Mamba", 2, f"{TE} {MAMBA}"),
+    Row("default layers, Muon", 2, f"{TE} {MODERN} {MUON}"),
     Row("TP2", 2, f"{TP2} {NORMS}", strategies=(ZERO3, NO_SHARD)),
     Row("PP2, tied", 2, f"{PP2} {NORMS}", strategies=(ZERO3, ZERO1)),
     Row("CP2", 2, CP2, strategies=(ZERO3, ZERO2)),
@@ -221,6 +239,7 @@ ROWS: tuple[Row, ...] = (
     Row("TP2 x DP2, sequence parallel, GQA, SwiGLU", 4, f"{TP2_SP} {MODERN} {UNTIED}",
         strategies=(ZERO1,)),
     Row("TP2 x DP2, sequence parallel, bf16", 4, f"{TP2_SP} --bf16"),
+    Row("default layers, TP2 x DP2, sequence parallel", 4, f"{TE} {TP2_SP} {MODERN}"),
     Row("PP2 x DP2, tied", 4, f"{PP2} {NORMS}", strategies=STRATEGIES, quick=True, types=True),
     Row("PP2 x DP2, untied, per-token loss", 4, f"{PP2} {UNTIED} {PER_TOKEN}",
         strategies=(ZERO2,)),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from functional_tests.matrix import ITERATIONS, Run
 from tests.mcore.overlapped import train_in_fp32
-from tests.mcore.session import Training, train
+from tests.mcore.session import Training, impl_of, train
 from tests.mcore.trained import run_of_ranks
 from tests.ranks import RankPools
 
@@ -19,8 +19,13 @@ Trainings = Callable[[Run], Training]
 """Makes a run, if none that is equal was made: what all its ranks saw, taken together."""
 
 
-def trainings_of(pools: RankPools) -> Trainings:
-    """Trainings on the ranks of these pools."""
+def trainings_of(pools: RankPools, pools_with_te: Callable[[], RankPools]) -> Trainings:
+    """Trainings on the ranks of pools.
+
+    Args:
+        pools: Process groups for Megatron.
+        pools_with_te: Finds those for Megatron with Transformer Engine.
+    """
 
     def make(run: Run) -> Training:
         is_fp32 = {"--bf16", "--fp16"}.isdisjoint(run.flags)
@@ -28,7 +33,8 @@ def trainings_of(pools: RankPools) -> Trainings:
         overlaps = is_fp32 and "--overlap-moe-expert-parallel-comm" in run.flags
         options = {"freezes": run.freezes, "exact_norms": run.exact_norms}
         by = train_in_fp32 if overlaps else train
-        return run_of_ranks(pools, run.world_size, run.flags, by=by, once=True, **options)
+        ranks = pools_with_te() if impl_of(run.flags) == "transformer_engine" else pools
+        return run_of_ranks(ranks, run.world_size, run.flags, by=by, once=True, **options)
 
     return make
 

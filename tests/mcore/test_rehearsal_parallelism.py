@@ -201,7 +201,8 @@ def _layers(model: list[Any], optimizer: Any) -> list[str]:
 
 @pytest.mark.functional
 def test_a_pattern_says_which_layers_a_pipeline_stage_has(megatron: RankPools) -> None:
-    flags = f"{f.MAMBA} --hybrid-layer-pattern M*|-ME {f.PP2} --num-experts 2 --moe-router-topk 2"
+    experts = "--num-experts 2 --moe-router-topk 2 --disable-bias-linear"
+    flags = f"{f.MAMBA} --hybrid-layer-pattern M*|-ME {f.PP2} {experts}"
     result = _train(megatron, 2, flags, probe=_layers)
     assert result.losses[-1] < result.losses[0]
     assert result.extras == [

@@ -35,10 +35,6 @@ _REJECTED, _DIFFERS, _INTERNAL, _GPU = (
     functools.partial(Reason, kind) for kind in ("rejected", "differs", "internal", "gpu")
 )
 REASONS = {
-    "offload": _REJECTED(
-        r"offload_policy=CPUOffloadPolicy\(.* cannot be honored",
-        "`CPUOffloadPolicy`",
-    ),
     "placement": _REJECTED(
         r"ValueError: shard_placement_fn returns",
         "`shard_placement_fn` that shards another dimension than 0",

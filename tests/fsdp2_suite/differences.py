@@ -85,7 +85,7 @@ REASONS = {
     "accepted": _DIFFERS(
         r"AssertionError: (NotImplementedError|RuntimeError|AssertionError) not raised",
         "taken where FSDP2 rejects: parameters that are not contiguous, a 2-D mesh without names, "
-        "modules on the meta device that can initialize themselves",
+        "modules on the meta device that can initialize themselves, a state dict on another device",
     ),
     "threads": _INTERNAL(
         r"(?!)",

@@ -15,6 +15,9 @@ readonly TORCH="${TORCH:-}"
 readonly VENV="${VENV:-.venv${TORCH:+-torch-$TORCH}}"
 readonly STAMP="$VENV/.setup-stamp"
 readonly LOG="$VENV/setup.log"
+# Where the rehearsal looks for Transformer Engine, and nothing else does.
+readonly REHEARSAL="$VENV/rehearsal-packages"
+readonly REHEARSAL_PINNED="tools/rehearsal-packages.txt"
 
 say() { printf 'setup: %s\n' "$*"; }
 
@@ -72,7 +75,7 @@ constraints() {
 
 # What the environment depends on: these files, the way they are installed, and where the tree is.
 fingerprint() {
-    { pwd -P && cat pyproject.toml tools/setup.sh && constraints; } | cksum
+    { pwd -P && cat pyproject.toml tools/setup.sh "$REHEARSAL_PINNED" && constraints; } | cksum
 }
 
 # Runs a command into the log; shows the end of the log and stops if the command fails.
@@ -131,6 +134,15 @@ install_project() {
     fi
 }
 
+# Nothing is compiled and no dependency is looked for: the pure wheel's would be compiled packages.
+install_rehearsal_packages() {
+    say "installing Transformer Engine's Python for rehearsals"
+    rm -rf "$REHEARSAL"
+    logged "installing $REHEARSAL_PINNED" "$VENV/bin/python" -m pip install --disable-pip-version-check \
+        --no-input --progress-bar off --no-deps --only-binary :all: --target "$REHEARSAL" \
+        --requirement "$REHEARSAL_PINNED"
+}
+
 main() {
     local wanted
     wanted="$(fingerprint)"
@@ -142,6 +154,7 @@ main() {
     create_environment
     rm -f "$STAMP"
     install_project
+    install_rehearsal_packages
     printf '%s\n' "$wanted" >"$STAMP"
     say "done: $VENV is ready"
 }

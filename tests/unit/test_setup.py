@@ -16,6 +16,7 @@ from tests.processes import ROOT, ran
 
 (NEWEST,) = ROOT.glob("constraints-torch-*.txt")
 NEWEST_TORCH = NEWEST.stem.removeprefix("constraints-torch-")
+DEPENDENCIES = ("pyproject.toml", "constraints.txt", "tools/rehearsal-packages.txt")
 TOOLS = ("awk", "bash", "cat", "cksum", "cp", "dirname", "mkdir", "rm", "sed", "tail", "tee")
 
 # Answers what the script asks of an interpreter, and notes what it was asked to install.
@@ -44,7 +45,7 @@ class Tree:
         self.calls = home / "calls"
         (home / "tools").mkdir(parents=True)
         self.bin.mkdir()
-        for name in ("pyproject.toml", "constraints.txt", NEWEST.name, "tools/setup.sh"):
+        for name in (*DEPENDENCIES, NEWEST.name, "tools/setup.sh"):
             shutil.copy(ROOT / name, home / name)
         for tool in TOOLS:
             found = shutil.which(tool)
@@ -126,7 +127,19 @@ def test_a_second_setup_installs_nothing_and_takes_less_than_a_second(tree):
     assert tree.num_installs == 1
 
 
-@pytest.mark.parametrize("name", ["pyproject.toml", "constraints.txt"])
+def test_transformer_engine_comes_without_dependencies_to_a_folder_of_its_own(tree):
+    tree.add_python("python3.12", "3.12.1")
+    assert tree.setup().returncode == 0
+    (call,) = [line for line in tree.calls.read_text().splitlines() if "--target" in line]
+    words = call.split()
+    assert words[words.index("--target") + 1] == ".venv/rehearsal-packages"
+    assert words[words.index("--requirement") + 1] == "tools/rehearsal-packages.txt"
+    assert {"--no-deps", "--only-binary"} <= set(words)
+    pinned = (tree.home / "tools/rehearsal-packages.txt").read_text().splitlines()
+    assert all("==" in line for line in pinned if line and not line.startswith("#"))
+
+
+@pytest.mark.parametrize("name", DEPENDENCIES)
 def test_a_changed_dependency_file_installs_again(tree, name):
     tree.setup()
     with (tree.home / name).open("a") as file:

@@ -17,10 +17,8 @@ from megatron_fsdp_v2_mcore.patching import Patch
 from megatron_fsdp_v2_mcore.rehearsal.patches import (
     PATCHES as REHEARSAL_PATCHES,
 )
-from megatron_fsdp_v2_mcore.rehearsal.patches import (
-    WITH_TRANSFORMER_ENGINE,
-    WITHOUT_TRANSFORMER_ENGINE,
-)
+from megatron_fsdp_v2_mcore.rehearsal.patches import WITHOUT_TRANSFORMER_ENGINE
+from megatron_fsdp_v2_mcore.rehearsal.te.patches import BEFORE_IMPORT
 
 __all__ = ["command"]
 
@@ -42,7 +40,7 @@ class _PatchesCommand:
             for patches, when in (
                 (REHEARSAL_PATCHES, "under --cpu-rehearsal"),
                 (WITHOUT_TRANSFORMER_ENGINE, "under --cpu-rehearsal --transformer-impl local"),
-                (WITH_TRANSFORMER_ENGINE, "under --cpu-rehearsal with Transformer Engine"),
+                (BEFORE_IMPORT, "under --cpu-rehearsal --transformer-impl transformer_engine"),
             )
             for patch in patches
         ]

@@ -1,7 +1,7 @@
 """One record for every attribute that is replaced, and the registry that puts originals back.
 
-The lists are in `patches.py` (Megatron, for every training) and `rehearsal/patches.py` (what no CPU
-gets past).
+The lists are in `patches.py` (Megatron, for every training), `rehearsal/patches.py` (what no CPU
+gets past) and `rehearsal/te/patches.py` (the same of Transformer Engine).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 __all__ = ["Patch", "Patches"]
 
 _ABSENT = object()
+_OPTIONAL = ("megatron.training", "transformer_engine")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class Patch:
 
         Returns:
             None where the module is part of `megatron.training`, which some installations of
-            megatron-core lack.
+            megatron-core lack, or of Transformer Engine.
 
         Raises:
             AttributeError: The module exists and the attribute does not.
@@ -51,7 +52,7 @@ class Patch:
         try:
             owner: Any = importlib.import_module(module_name)
         except ModuleNotFoundError as error:
-            if (error.name or "").startswith("megatron.training"):
+            if (error.name or "").startswith(_OPTIONAL):
                 return None
             raise
         *parents, attribute = path.split(".")

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_fsdp_v2_mcore.patching import Patches
 from megatron_fsdp_v2_mcore.rehearsal.te import NotEmulatedError, module, numbers
 from megatron_fsdp_v2_mcore.rehearsal.te.enums import DType
+from megatron_fsdp_v2_mcore.rehearsal.te.patches import BEFORE_IMPORT
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 # Bits of exponent and mantissa, bias, largest finite value.
@@ -484,6 +486,23 @@ def test_delayed_scaling_shifts_its_history_and_makes_the_next_scale(algo: str) 
     assert history.tolist() == [[0.0, 0.0, 0.0], [1.0, 5.0, 2.0], [2.0, 6.0, 4.0]]
     amax = [8.0, 0.0, 4.0] if algo == "max" else [2.0, 0.0, 4.0]
     assert scales.tolist() == [224.0 / amax[0], 9.0, 224.0 / amax[2]]
+
+
+def test_tensors_are_on_a_gpu_to_transformer_engine_alone() -> None:
+    (patch,) = [each for each in BEFORE_IMPORT if each.target == "torch:Tensor.is_cuda"]
+    ask = "answer = torch.zeros(1).is_cuda"
+    theirs = {"__name__": "transformer_engine.pytorch.module.base", "torch": torch}
+    others = {"__name__": "transformer_engineering", "torch": torch}
+    patches = Patches()
+    patches.apply(patch)
+    try:
+        exec(ask, theirs)
+        exec(ask, others)
+        assert not torch.zeros(1).is_cuda
+    finally:
+        patches.undo()
+    assert (theirs["answer"], others["answer"]) == (True, False)
+    assert "is_cuda" not in vars(torch.Tensor)
 
 
 def test_rows_are_padded_and_unpadded() -> None:

@@ -128,8 +128,11 @@ def test_fp8_products_train_under_megatrons_ddp(megatron_te: RankPools, recipe: 
 # ------------------------------------------------------------------------------- how it is chosen
 
 
-def _fake(folder: Path, version: str) -> None:
-    """A Transformer Engine of another version, as far as one looks before it is imported."""
+def _fake(monkeypatch: pytest.MonkeyPatch, folder: Path, version: str) -> None:
+    """Install a Transformer Engine, as far as one looks before it is imported."""
+    monkeypatch.setattr(sys, "prefix", str(folder))
+    # Other tests of this process may have imported Megatron, which decides for the process.
+    monkeypatch.delitem(sys.modules, "megatron.core.extensions.transformer_engine", raising=False)
     package = folder / load.FOLDER / "transformer_engine" / "pytorch"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
@@ -143,8 +146,7 @@ def _fake(folder: Path, version: str) -> None:
 def test_an_untested_version_is_said_and_not_tried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "prefix", str(tmp_path))
-    _fake(tmp_path, "2.99.1")
+    _fake(monkeypatch, tmp_path, "2.99.1")
     message = "kernels are those of Transformer Engine 2.20, and 2.99.1 is installed"
     with pytest.raises(RehearsalError, match=message):
         with_cpu_flags(TRANSFORMER_ENGINE)
@@ -167,8 +169,7 @@ def test_without_transformer_engine_megatrons_own_layers_are_the_default(
 def test_where_it_is_installed_it_is_the_default(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "prefix", str(tmp_path))
-    _fake(tmp_path, "2.20.7")
+    _fake(monkeypatch, tmp_path, "2.20.7")
     added = with_cpu_flags([])
     assert added[:2] == TRANSFORMER_ENGINE
     assert not {"--no-persist-layer-norm", "--no-gradient-accumulation-fusion"} & set(added)
@@ -178,8 +179,7 @@ def test_where_it_is_installed_it_is_the_default(
 def test_what_needs_fused_attention_has_megatrons_own_layers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "prefix", str(tmp_path))
-    _fake(tmp_path, "2.20.2")
+    _fake(monkeypatch, tmp_path, "2.20.2")
     context = ["--context-parallel-size", "2"]
     assert (
         transformer_impl(context) == transformer_impl(["--hybrid-layer-pattern", "M*"]) == "local"

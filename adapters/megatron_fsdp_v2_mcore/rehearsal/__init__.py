@@ -74,7 +74,6 @@ def rehearse(
     from megatron_fsdp_v2_mcore.rehearsal.output import quiet
     from megatron_fsdp_v2_mcore.rehearsal.patches import (
         PATCHES,
-        WITH_TRANSFORMER_ENGINE,
         WITHOUT_TRANSFORMER_ENGINE,
         parser_patch,
     )
@@ -101,8 +100,7 @@ def rehearse(
         stack.enter_context(load.loaded() if with_te else load.kept_out())
         if not verbose:
             stack.enter_context(quiet(patches))
-        chosen = WITH_TRANSFORMER_ENGINE if with_te else WITHOUT_TRANSFORMER_ENGINE
-        for patch in (*PATCHES, *chosen):
+        for patch in (*PATCHES, *(() if with_te else WITHOUT_TRANSFORMER_ENGINE)):
             patches.apply(patch)
         if into_parser:
             patches.apply(parser_patch(with_cpu_defaults(flags)))

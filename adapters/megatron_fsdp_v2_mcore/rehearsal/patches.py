@@ -346,9 +346,6 @@ WITHOUT_TRANSFORMER_ENGINE: tuple[Patch, ...] = (
 )
 """Where Megatron has Transformer Engine alone in mind and is rehearsed without."""
 
-WITH_TRANSFORMER_ENGINE: tuple[Patch, ...] = ()
-"""Where Megatron is rehearsed with Transformer Engine's Python over reference kernels."""
-
 
 def parser_patch(with_defaults: Callable[[Any], Any]) -> Patch:
     """Where Megatron makes its parser: what a CPU needs becomes defaults there.

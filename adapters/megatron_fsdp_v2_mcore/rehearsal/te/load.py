@@ -30,6 +30,7 @@ __all__ = [
     "loaded",
     "version_in",
     "why_not",
+    "why_not_installed",
 ]
 
 TESTED_VERSION = "2.20"
@@ -64,8 +65,8 @@ def version_in(folder: Path) -> str | None:
     return None
 
 
-def why_not() -> str | None:
-    """Why Transformer Engine cannot be loaded, in one sentence, or None where it can."""
+def why_not_installed() -> str | None:
+    """Why there is no Transformer Engine these kernels are for, or None where there is."""
     folder = find()
     if folder is None:
         return "Transformer Engine's Python package is not installed (make setup does)"
@@ -75,6 +76,14 @@ def why_not() -> str | None:
             f"the rehearsal's kernels are those of Transformer Engine {TESTED_VERSION}, and "
             f"{version or 'a version that does not say its number'} is installed"
         )
+    return None
+
+
+def why_not() -> str | None:
+    """Why this process cannot load Transformer Engine, in one sentence, or None where it can."""
+    reason = why_not_installed()
+    if reason is not None:
+        return reason
     extensions = sys.modules.get("megatron.core.extensions.transformer_engine")
     if extensions is not None and not extensions.HAVE_TE:
         return "Megatron was imported without Transformer Engine before the rehearsal began"

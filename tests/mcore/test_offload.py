@@ -97,7 +97,6 @@ def test_every_strategy_fraction_and_size_trains_as_without_offload(
         "--tensor-model-parallel-size 2",
         "--pipeline-model-parallel-size 2",
         "--num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim",
-        "--bf16 --megatron-fsdp-main-params-dtype bf16",
         "--init-model-with-meta-device",
         "--global-batch-size 24 --overlap-grad-reduce --overlap-param-gather --fsdp-trace-pool",
     ],

@@ -125,6 +125,9 @@ class TrainingDescription:
 
     Attributes:
         units: Parents before children and siblings in the order they run; the root first.
+        runs: Names of all units but the root in the order they run, where that is another one or a
+            unit runs more than once; a unit inside another one runs as often as that. Empty for
+            the order they are listed in.
         meshes: Ranks, by name of the mesh.
         policy: Dtypes.
         granularity: See `fully_shard(shard_granularity=...)`.
@@ -165,6 +168,7 @@ class TrainingDescription:
     num_microbatches: int = 1
     defers_sync: bool = True
     syncs_afterwards: bool = False
+    runs: tuple[str, ...] = ()
     tokens: int = 0
     recompute_factor: float = 0.0
     reshard_after_forward: bool = True
@@ -191,6 +195,12 @@ class TrainingDescription:
         unknown = {unit.mesh for unit in self.units} - set(self.meshes)
         if unknown:
             raise ValueError(f"units are on meshes {sorted(unknown)} that meshes does not have")
+        different = {unit.name for unit in self.units[1:]} ^ set(self.runs)
+        if self.runs and different:
+            raise ValueError(
+                f"runs has to name every unit but the root, and no others; {sorted(different)} are "
+                "in units or in runs alone"
+            )
 
     @property
     def numel(self) -> int:

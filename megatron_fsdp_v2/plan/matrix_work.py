@@ -15,7 +15,7 @@ from megatron_fsdp_v2.optim.matrix_layout import Grid, MatrixLayout
 from megatron_fsdp_v2.optim.newton_schulz import newton_schulz_flops
 from megatron_fsdp_v2.optim.ownership import Matrix, Ownership
 from megatron_fsdp_v2.plan.optimizer_state import OPTIMIZERS
-from megatron_fsdp_v2.plan.schedule import Collective
+from megatron_fsdp_v2.plan.step import Collective
 
 if TYPE_CHECKING:
     from megatron_fsdp_v2.plan.description import TrainingDescription

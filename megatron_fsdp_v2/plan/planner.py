@@ -17,8 +17,9 @@ from megatron_fsdp_v2.plan.optimizer_state import (
     state_nbytes,
     step_counter_nbytes,
 )
-from megatron_fsdp_v2.plan.schedule import Collective, Step, parent_of, replay
+from megatron_fsdp_v2.plan.schedule import parent_of, replay
 from megatron_fsdp_v2.plan.sharding import PlannedGroup, Strategy, mesh_sizes, shard
+from megatron_fsdp_v2.plan.step import Collective, Step
 
 __all__ = [
     "Plan",

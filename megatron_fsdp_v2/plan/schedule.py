@@ -8,14 +8,15 @@ number.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import override
 
 from megatron_fsdp_v2.plan.description import TrainingDescription
 from megatron_fsdp_v2.plan.machine import Machine
 from megatron_fsdp_v2.plan.sharding import PlannedGroup
+from megatron_fsdp_v2.plan.step import Collective, Event, Step
 from megatron_fsdp_v2.runtime.schedule_rules import (
     GatherSchedule,
     OrderedReductions,
@@ -24,66 +25,7 @@ from megatron_fsdp_v2.runtime.schedule_rules import (
     RootPass,
 )
 
-__all__ = ["Collective", "Issued", "Step", "parent_of", "replay"]
-
-
-@dataclass(frozen=True, slots=True)
-class Collective:
-    """A collective that a step issues, once or more often.
-
-    Attributes:
-        kind: `all_gather`, `reduce_scatter`, `all_reduce` or `all_to_all`.
-        purpose: `unshard`, `refresh`, `reduce` or `optimizer`.
-        mesh: Name of the mesh.
-        axis: `inner` or `outer`.
-        size: Ranks that take part, at least 2: among one rank nothing is issued.
-        stride: Ranks of the job from one of them to the next.
-        nbytes: Of the full buffer; of an all-to-all, what this rank sends.
-    """
-
-    kind: str
-    purpose: str
-    mesh: str
-    axis: str
-    size: int
-    stride: int
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Issued:
-    """A collective in the place where a step issues it.
-
-    Attributes:
-        kind: See `Collective`.
-        unit: Name of the unit whose weights or gradients it is for; empty for the root.
-        numel: Elements of the full buffer.
-        axis: `inner` or `outer`.
-        times: Micro-batches that it stands for: those in the middle are replayed once.
-    """
-
-    kind: str
-    unit: str
-    numel: int
-    axis: str
-    times: int = 1
-
-
-@dataclass(slots=True)
-class Step:
-    """What a step comes to.
-
-    Attributes:
-        issued: Its collectives in their order, without the optimizer's.
-        collectives: How often each is issued.
-        compute_seconds: Time of computation alone.
-        seconds: Time of the step; both 0 without a machine.
-    """
-
-    issued: list[Issued] = field(default_factory=list)
-    collectives: Counter[Collective] = field(default_factory=Counter)
-    compute_seconds: float = 0.0
-    seconds: float = 0.0
+__all__ = ["parent_of", "replay"]
 
 
 def replay(
@@ -117,6 +59,10 @@ class _Network:
         self._meshes = training.meshes
         self._machine = machine
         self._link_free = {False: 0.0, True: 0.0}
+
+    def note(self, kind: str, unit: str, numel: int = 0, axis: str = "") -> None:
+        """Note what is done now; see `Event`."""
+        self.step.events.append(Event(kind, unit, numel, axis, self.times))
 
     def compute(self, seconds: float) -> None:
         """Let time pass in computation."""
@@ -156,7 +102,7 @@ class _Network:
         nbytes = numel * itemsize
         collective = Collective(kind, purpose, group.mesh, name, size, stride, nbytes)
         self.step.collectives[collective] += self.times
-        self.step.issued.append(Issued(kind, group.unit, numel, name, self.times))
+        self.note(kind, group.unit, numel, name)
         if self._machine is None:
             return self.now
         # Collectives of all communication streams share the links; those of a node and the network
@@ -218,7 +164,7 @@ class _Reductions(ReductionSchedule[_Group, float]):
     @override
     def finish_inner(self, done: Sequence[Reduction[_Group, float]]) -> None:
         for reduction in done:
-            self._network.wait(reduction.work)
+            self._wait(reduction.group, reduction.group.planned.layout.numel, reduction.work)
 
     @override
     def issue_outer(self, groups: Sequence[_Group]) -> list[float]:
@@ -228,8 +174,12 @@ class _Reductions(ReductionSchedule[_Group, float]):
 
     @override
     def finish_outer(self, done: Sequence[tuple[_Group, float]]) -> None:
-        for _, done_at in done:
-            self._network.wait(done_at)
+        for group, done_at in done:
+            self._wait(group, group.planned.partial_numel, done_at, axis="outer")
+
+    def _wait(self, group: _Group, numel: int, until: float, axis: str = "inner") -> None:
+        self._network.note("wait", group.unit, numel, axis)
+        self._network.wait(until)
 
     def _issue(self, group: _Group, axis: int, numel: int) -> float:
         kind = "reduce_scatter" if group.planned.grid.parts[axis] > 1 else "all_reduce"
@@ -241,19 +191,27 @@ class _Unit:
     """A unit while it is replayed.
 
     Attributes:
+        name: See `UnitDescription`.
         own: Its groups.
         held: Those it gathers: its own and those it shares.
         owners: The owner of every group that it shares.
-        children: Units inside it, in the order they run.
+        children: Units inside it, in the order they run; one that runs twice is there twice.
         keeps_gathered: Whether its weights stay gathered between forward and backward.
         forward_seconds: Time of its forward, without units inside it.
         is_unsharded: Whether its weights are gathered, or on their way.
     """
 
     def __init__(
-        self, replay: _Replay, own: Sequence[_Group], *, keeps_gathered: bool, seconds: float
+        self,
+        replay: _Replay,
+        name: str,
+        own: Sequence[_Group],
+        *,
+        keeps_gathered: bool,
+        seconds: float,
     ) -> None:
         self._replay = replay
+        self.name = name
         self.own = own
         self.held = list(own)
         self.owners: list[_Unit] = []
@@ -288,6 +246,9 @@ class _Unit:
         self.is_unsharded = False
         for group in self.held:
             group.holders -= 1
+            if not group.holders and group.planned.gathers_for_use:
+                numel = group.planned.layout.numel
+                self._replay.network.note("reshard", group.unit, numel)
 
 
 class _Replay:
@@ -310,6 +271,8 @@ class _Replay:
             not group.planned.gathers_for_use for unit in self._units for group in unit.own
         )
         self._turns = OrderedReductions(self._units, in_order=self._ranks_may_differ)
+        self._arrivals = self._find_arrivals()
+        self._num_computed = 0
         self._passes: deque[RootPass[_Unit]] = deque()
         self._refreshes = False
         self._synchronizes = False
@@ -326,18 +289,40 @@ class _Replay:
                 seconds = machine.compute_seconds(unit.flops_per_token * training.tokens)
             own = [_Group(group, unit.name, unit.mesh) for group in planned]
             keeps_gathered = unit.keeps_gathered or not training.reshard_after_forward or not units
-            made = _Unit(self, own, keeps_gathered=keeps_gathered, seconds=seconds)
-            if units:
-                units[parent_of(unit.name, units)].children.append(made)
+            made = _Unit(self, unit.name, own, keeps_gathered=keeps_gathered, seconds=seconds)
             units[unit.name] = made
             if training.has_ties:
                 for group in own:
                     by_param |= {(unit.name, p.name): (made, group) for p in group.planned.params}
+        for name in training.runs or list(units)[1:]:
+            units[parent_of(name, units)].children.append(units[name])
         for unit in training.units:
             shared = {id(by_param[key][1]): by_param[key] for key in unit.tied}
             units[unit.name].owners = [owner for owner, _ in shared.values()]
             units[unit.name].held += [group for _, group in shared.values()]
         return list(units.values())
+
+    def _find_arrivals(self) -> list[list[_Group]]:
+        """For every run of a unit in a backward, the groups that get their first gradient there.
+
+        A parameter that is used several times has its gradient once the last of these uses is over.
+        In which order the groups of one run get theirs is the module's to say, and not known.
+        """
+        order = list(_backwards(self._root))
+        last = {unit.name: position for position, unit in enumerate(order)}
+        tied: dict[tuple[str, str], int] = {}
+        for unit in self._training.units:
+            for owner, param in unit.tied:
+                latest = tied.get((owner, param), last[owner])
+                tied[owner, param] = max(latest, last[unit.name])
+        arrivals: list[list[_Group]] = [[] for _ in order]
+        for made in self._units:
+            for group in made.own:
+                if group.planned.requires_grad:
+                    own, params = last[made.name], group.planned.params if tied else ()
+                    found = (tied.get((made.name, param.name), own) for param in params)
+                    arrivals[min(found, default=own)].append(group)
+        return arrivals
 
     # -- the step -----------------------------------------------------------------------------
 
@@ -391,15 +376,16 @@ class _Replay:
         self._synchronizes = self._syncs_every_one or is_final
         self._gathers.begin_backward()
         self._turns.begin(self._passes.popleft())
+        self._num_computed = 0
         self._run_backward(self._root)
         self._reduce(self._turns.remaining())
         self._finish()
-        self._gathers.drop_prefetched()
 
     def _run_forward(self, unit: _Unit) -> None:
         self._gathers.before_use(unit)
         unit.unshard()
         self._gathers.in_forward(unit)
+        self.network.note("forward", unit.name)
         # What the root has most of is the output layer, which comes last; units inside another
         # one come after its own layers.
         is_root = unit is self._root
@@ -416,16 +402,17 @@ class _Replay:
         self._gathers.before_use(unit)
         unit.unshard()
         self._gathers.in_backward(unit)
-        is_root = unit is self._root
-        if is_root:
-            self._compute_gradients(unit, 2 * unit.forward_seconds)
+        self.network.note("backward", unit.name)
+        if unit is self._root:
+            # Its inputs need no gradients, so nothing tells that it is over but the end of all.
+            self._compute_gradients(2 * unit.forward_seconds)
         for child in reversed(unit.children):
             self._run_backward(child)
-        if not is_root:
+        if unit is not self._root:
             factor = 2 + self._training.recompute_factor
-            self._compute_gradients(unit, factor * unit.forward_seconds)
-        self._reduce(self._turns.done(unit, *unit.owners))
-        unit.reshard()
+            self._compute_gradients(factor * unit.forward_seconds)
+            self._reduce(self._turns.done(unit, *unit.owners))
+            unit.reshard()
 
     # -- weights ------------------------------------------------------------------------------
 
@@ -451,12 +438,14 @@ class _Replay:
 
     # -- gradients ----------------------------------------------------------------------------
 
-    def _compute_gradients(self, unit: _Unit, seconds: float) -> None:
+    def _compute_gradients(self, seconds: float) -> None:
         """Compute gradients into full buffers, once there is room for these."""
-        for group in unit.held:
-            if group.planned.requires_grad and not group.has_buffer:
+        for group in self._arrivals[self._num_computed]:
+            if not group.has_buffer:
                 self._reductions.reserve(group)
+                self.network.note("collect", group.unit, group.planned.layout.numel)
                 group.has_buffer = True
+        self._num_computed += 1
         self.network.compute(seconds)
 
     def _reduce(self, units: Sequence[_Unit]) -> None:
@@ -472,6 +461,7 @@ class _Replay:
             if self._synchronizes:
                 self._reductions.reduce_partials(unit.own)
             unit.reshard()
+        self._gathers.drop_prefetched()
         self._reductions.drain()
 
 
@@ -488,3 +478,14 @@ def _preorder(unit: _Unit) -> Iterator[_Unit]:
     yield unit
     for child in unit.children:
         yield from _preorder(child)
+
+
+def _backwards(unit: _Unit) -> Iterator[_Unit]:
+    """Every run of a unit in a backward, in the order their gradients are computed."""
+    is_root = not unit.name
+    if is_root:
+        yield unit
+    for child in reversed(unit.children):
+        yield from _backwards(child)
+    if not is_root:
+        yield unit

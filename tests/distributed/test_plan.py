@@ -1,4 +1,4 @@
-"""Plans against trainings that run: bytes by role, and every collective of a step in its place."""
+"""Plans against trainings that run: bytes by role, and what a step does, in order."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, override
 
 import pytest
 import torch
@@ -18,7 +18,9 @@ from megatron_fsdp_v2 import FSDPModule, MixedPrecisionPolicy
 from megatron_fsdp_v2.comm.interface import Collective
 from megatron_fsdp_v2.diagnostics.memory_units import unit_bytes
 from megatron_fsdp_v2.dtensor.uneven_dtensor import local_of
+from megatron_fsdp_v2.memory.allocator import BufferUse, ObservedBuffer, TemporaryBuffer
 from megatron_fsdp_v2.optim import Muon
+from megatron_fsdp_v2.params.autograd import in_backward
 from megatron_fsdp_v2.plan import (
     MeshDescription,
     Plan,
@@ -29,12 +31,13 @@ from megatron_fsdp_v2.plan import (
     planner,
 )
 from megatron_fsdp_v2.plan.memory_bound import UnitBytes
-from megatron_fsdp_v2.plan.schedule import Issued
 from megatron_fsdp_v2.plan.sharding import shard
+from megatron_fsdp_v2.plan.step import Event
 from megatron_fsdp_v2.runtime.fsdp_module import unit_of
+from megatron_fsdp_v2.runtime.unit import Unit
 from tests.distributed.wrapping import BF16, batch, mesh_of, wrap
 from tests.ranks import RankPools
-from tests.reference.models import Checkpointed, Stack
+from tests.reference.models import Checkpointed, Stack, UsedTwice
 
 FP32_SUMS = MixedPrecisionPolicy(
     param_dtype=torch.bfloat16,
@@ -114,6 +117,12 @@ CASES = {
     "optim_grads, forwards first": Case("optim_grads", num_microbatches=3, num_in_flight=3),
     "nested, tied and frozen": Case("optim_grads_params", model="special", policy=BF16),
     "nested, tied and frozen, in a fixed order": Case("optim_grads", model="special", policy=BF16),
+    "owners run after those who share": Case("optim_grads_params", model="tied"),
+    "owners run after those who share, in a fixed order": Case(
+        "optim_grads", model="tied", num_microbatches=2, syncs="each"
+    ),
+    "used twice": Case("optim_grads_params", model="used twice", num_microbatches=2),
+    "used twice, in a fixed order": Case("optim_grads", model="used twice"),
     "recomputed": Case("optim_grads_params", model="recomputed", num_microbatches=2),
     "recomputed, not reentrant": Case(
         "optim_grads_params",
@@ -133,6 +142,9 @@ CASES = {
         "optim_grads", (2, 2), options=(("enable_async_reduce_grad", False),), num_microbatches=2
     ),
     "HSDP, nested, tied and frozen": Case("optim_grads_params", (2, 2), model="special"),
+    "HSDP, owners run after those who share": Case(
+        "optim_grads_params", (2, 2), model="tied", options=(("max_live_grad_buffers", 1),)
+    ),
     "HSDP, recomputed": Case("optim_grads_params", (2, 2), model="recomputed"),
     "HSDP, synchronized afterwards": Case(
         "optim_grads_params", (2, 2), num_microbatches=2, syncs="after"
@@ -150,11 +162,28 @@ def build(case: Case) -> tuple[Any, list[nn.Module]]:
     if case.model == "special":
         model: Any = Nested()
         return model, [model.blocks[1].inner, *model.blocks]
+    if case.model == "tied":
+        model = Tied()
+        return model, [*reversed(model.blocks)]
     torch.manual_seed(0)
-    model = Stack(5)
+    model = UsedTwice(3) if case.model == "used twice" else Stack(5)
     if case.model.startswith("recomputed"):
         model = Checkpointed(use_reentrant=case.model == "recomputed")
     return model, list(model.blocks)
+
+
+class Tied(Stack):
+    """The last block, and one before it, have parameters that others use before them.
+
+    Units are made from last to first, so these own them. Of the last block nothing else is trained.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(5)
+        self.blocks[4].requires_grad_(False)
+        self.blocks[4].down.bias.requires_grad_(True)
+        self.blocks[1].norm.bias = self.blocks[4].down.bias
+        self.input.bias = self.blocks[3].norm.bias
 
 
 class Nested(Stack):
@@ -182,25 +211,25 @@ class Outer(nn.Module):
 
 
 @dataclass(frozen=True)
-class Sent:
-    """A collective that was issued.
+class Done:
+    """Something that a rank did.
 
     Attributes:
-        issued: What a plan says of it.
-        size: Ranks that took part.
-        nbytes: Of the full buffer, or what this rank sent.
+        event: What a plan says of it.
+        size: Of a collective, ranks that took part.
+        nbytes: Of its full buffer, or what this rank sent.
     """
 
-    issued: Issued
-    size: int
-    nbytes: int
+    event: Event
+    size: int = 0
+    nbytes: int = 0
 
 
 class Noting:
     """A communicator that notes what is sent, around the real one."""
 
-    def __init__(self, inner: Any, axes: Any, unit: str, sent: list[Sent]) -> None:
-        self._inner, self._axes, self._unit, self._sent = inner, axes, unit, sent
+    def __init__(self, inner: Any, axes: Any, unit: str, done: list[Done]) -> None:
+        self._inner, self._axes, self._unit, self._done = inner, axes, unit, done
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -210,9 +239,86 @@ class Noting:
         where = "inner" if axis == self._axes[-1] else "outer"
         # Among one rank nothing is sent.
         if axis.size > 1:
-            issued = Issued(collective.kind.value, self._unit, full.numel(), where)
-            self._sent.append(Sent(issued, axis.size, full.numel() * full.element_size()))
+            event = Event(collective.kind.value, self._unit, full.numel(), where)
+            self._done.append(Done(event, axis.size, full.numel() * full.element_size()))
         return self._inner.issue(collective, async_op=async_op)
+
+
+class NotingBuffer(ObservedBuffer):
+    """A buffer that notes when gathered weights are dropped, or a gradient buffer is used."""
+
+    def __init__(self, inner: TemporaryBuffer, unit: str, done: list[Done]) -> None:
+        super().__init__(inner)
+        self._unit, self._done = unit, done
+
+    @override
+    def gained(self) -> None:
+        if self.use is BufferUse.GRADIENT:
+            self._done.append(Done(Event("collect", self._unit, self.tensor.numel())))
+
+    @override
+    def losing(self) -> None:
+        if self.use is BufferUse.GATHERED:
+            self._done.append(Done(Event("reshard", self._unit, self.tensor.numel())))
+
+
+def note_units(units: Sequence[Unit], done: list[Done]) -> None:
+    """Note what units do from now on: compute, communicate, wait, gain and lose buffers."""
+    for unit in units:
+        for module in filter(None, (ref() for ref in unit.modules)):
+            note_computing(module, unit.fqn, done)
+        for group in unit.groups:
+            for holder in filter(None, (group.weights, group.grads)):
+                noting = Noting(None, group.axes, unit.fqn, done)
+                noting._inner = holder.replace_communicator(noting)
+            note_buffers(group, unit.fqn, done)
+    owners = {id(group.grads): unit.fqn for unit in units for group in unit.groups}
+    reductions: Any = units[0].context.reductions
+    finish_inner, finish_outer = reductions.finish_inner, reductions.finish_outer
+
+    def note_wait(grads: Any, buffer: TemporaryBuffer, axis: str) -> None:
+        done.append(Done(Event("wait", owners[id(grads)], buffer.tensor.numel(), axis)))
+
+    def finish_and_note_inner(waited: Any) -> None:
+        for reduction in waited:
+            note_wait(reduction.group, reduction.group.buffers.full, "inner")
+        finish_inner(waited)
+
+    def finish_and_note_outer(waited: Any) -> None:
+        for grads, _ in waited:
+            note_wait(grads, grads.buffers.partial, "outer")
+        finish_outer(waited)
+
+    reductions.finish_inner = finish_and_note_inner
+    reductions.finish_outer = finish_and_note_outer
+
+
+def note_computing(module: nn.Module, unit: str, done: list[Done]) -> None:
+    """Note when a module begins to compute, in a forward and in a backward."""
+
+    def note_forward(module: nn.Module, args: Any) -> None:
+        # A plan counts what is recomputed as a part of the backward.
+        if not in_backward():
+            done.append(Done(Event("forward", unit)))
+
+    def watch_output(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(lambda grad: done.append(Done(Event("backward", unit))))
+
+    module.register_forward_pre_hook(note_forward)
+    module.register_forward_hook(watch_output)
+
+
+def note_buffers(group: Any, unit: str, done: list[Done]) -> None:
+    """Note when a group's gathered weights are dropped and its gradients begin to arrive."""
+    full = None if group.grads is None else group.grads.buffers.full
+
+    def noting(buffer: TemporaryBuffer) -> TemporaryBuffer:
+        is_noted = buffer is full or buffer.use is BufferUse.GATHERED
+        return NotingBuffer(buffer, unit, done) if is_noted else buffer
+
+    for holder in filter(None, (group.weights, group.grads)):
+        holder.replace_buffers(noting)
 
 
 OPTIMIZER = "the optimizer"
@@ -249,8 +355,8 @@ def step(case: Case, model: Any, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
-def measure(case: Case) -> tuple[dict[str, int], list[Sent], list[UnitBytes]]:
-    """Bytes of this rank by role after some steps, what one more step sends, and the units."""
+def measure(case: Case) -> tuple[dict[str, int], list[Done], list[UnitBytes]]:
+    """Bytes of this rank by role after some steps, what one more step does, and the units."""
     model, units = build(case)
     options: dict[str, Any] = dict(case.options)
     if len(case.mesh) > 1:
@@ -267,19 +373,15 @@ def measure(case: Case) -> tuple[dict[str, int], list[Sent], list[UnitBytes]]:
     for _ in range(2):
         step(case, model, optimizer)
     owners = [unit_of(module) for module in model.modules() if isinstance(module, FSDPModule)]
-    sent: list[Sent] = []
-    for unit in owners:
-        for group in unit.groups:
-            for holder in filter(None, (group.weights, group.grads)):
-                noting = Noting(None, group.axes, unit.fqn, sent)
-                noting._inner = holder.replace_communicator(noting)
+    done: list[Done] = []
+    note_units(owners, done)
     groups = [group for unit in owners for group in unit.groups]
     if isinstance(optimizer, Muon):
         assert optimizer._engine is not None
         for work in optimizer._engine[1].works:
-            work.communicator = Noting(work.communicator, groups[0].axes, OPTIMIZER, sent)
+            work.communicator = Noting(work.communicator, groups[0].axes, OPTIMIZER, done)
     step(case, model, optimizer)
-    return bytes_by_role(groups, optimizer), sent, unit_bytes(model)
+    return bytes_by_role(groups, optimizer), done, unit_bytes(model)
 
 
 def bytes_by_role(groups: list[Any], optimizer: torch.optim.Optimizer) -> dict[str, int]:
@@ -328,6 +430,7 @@ def planned(case: Case) -> tuple[TrainingDescription, Plan]:
         num_in_flight=case.num_in_flight,
         defers_sync=case.syncs == "last",
         syncs_afterwards=case.syncs == "after",
+        runs=RUNS.get(case.model, ()),
         plain_nbytes=plain_nbytes,
         on_cpu=True,
         **options,
@@ -349,15 +452,19 @@ def planned_bytes(training: TrainingDescription, plan: Plan) -> dict[str, int]:
     return found
 
 
-def in_order(issued: Sequence[Issued]) -> list[Issued]:
-    """What a plan says is issued, with all micro-batches that one stands for."""
-    runs = itertools.groupby(issued, key=lambda each: each.times)
+RUNS = {"used twice": ("blocks.0", "blocks.1", "blocks.2", "blocks.0")}
+"""By model, the order in which units run where that is not the order they are listed in."""
+
+
+def in_order(events: Sequence[Event]) -> list[Event]:
+    """What a plan says is done, with all micro-batches that one stands for."""
+    runs = itertools.groupby(events, key=lambda each: each.times)
     every = itertools.chain.from_iterable(list(run) * times for times, run in runs)
     return [replace(each, times=1) for each in every]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_plan_has_the_bytes_of_the_training_and_its_collectives_in_order(
+def test_a_plan_has_the_bytes_of_the_training_and_does_what_it_does_in_order(
     name: str, pools: RankPools
 ) -> None:
     case = CASES[name]
@@ -369,16 +476,16 @@ def test_a_plan_has_the_bytes_of_the_training_and_its_collectives_in_order(
     # An optimizer may leave out the counters of empty shards.
     counters = max(found.get("counters", 0) for found, *_ in results)
     assert counters <= plan.host_nbytes <= 4 * sum(len(unit.params) for unit in training.units)
-    order = in_order(plan.step.issued)
-    for _, sent, _ in results:
-        assert [each.issued for each in sent if each.issued.unit != OPTIMIZER] == order
+    order = in_order(plan.step.events)
+    for _, done, _ in results:
+        assert [each.event for each in done if each.event.unit != OPTIMIZER] == order
     counts: Counter[Any] = Counter()
     for collective, count in plan.step.collectives.items():
         key = (collective.kind, collective.axis, collective.size, collective.nbytes)
         counts[key] += count
     measured_counts = [
-        Counter((each.issued.kind, each.issued.axis, each.size, each.nbytes) for each in sent)
-        for _, sent, _ in results
+        Counter((e.event.kind, e.event.axis, e.size, e.nbytes) for e in done if e.size)
+        for _, done, _ in results
     ]
     if case.optimizer == "muon":
         # Ranks send other parts of matrices; the plan is of the one that sends most.

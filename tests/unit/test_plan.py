@@ -418,6 +418,11 @@ def test_a_model_without_parameters_cannot_be_planned() -> None:
         TrainingDescription(units, {"dp": MeshDescription(2)})
 
 
+def test_an_order_of_runs_names_every_unit_below_the_root() -> None:
+    with pytest.raises(ValueError, match=r"\['layers.2', 'layers.3', 'layers.7'\]"):
+        training(runs=("layers.0", "layers.1", "layers.7", "layers.0"))
+
+
 def test_groups_of_units_that_are_alike_are_planned_once() -> None:
     groups = shard(training(64), ZERO_3)
     assert all(a is b for planned in groups[2:] for a, b in zip(groups[1], planned, strict=True))

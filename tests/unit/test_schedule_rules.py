@@ -26,8 +26,9 @@ def _step(num_blocks: int, **options: int | bool) -> list[str]:
         model: nn.Module = Stack(num_blocks)
     units, _ = describe_module(model)
     training = TrainingDescription(units, {"dp": MeshDescription(4)}, **options)  # type: ignore[arg-type]
-    issued = replay(training, shard(training, Strategy(outer_size=2))).issued
+    events = replay(training, shard(training, Strategy(outer_size=2))).events
     words = {"all_gather": "gather", "reduce_scatter": "reduce", "all_reduce": "outer"}
+    issued = [each for each in events if each.kind in words]
     return [f"{words[each.kind]} {each.unit[7:] or 'root'}" for each in issued]
 
 

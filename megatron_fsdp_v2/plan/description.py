@@ -141,6 +141,8 @@ class TrainingDescription:
             instead of in it.
         tokens: Tokens of a micro-batch on a rank.
         recompute_factor: Part of the forward that the backward repeats.
+        recomputes_reentrantly: Whether units run inside reentrant checkpoints, one in each: without
+            gradients in the forward, so that nothing stays gathered whatever `fully_shard` is told.
         reshard_after_forward: See `fully_shard`.
         unshard_prefetch_depth: Likewise; 0 without prefetching.
         num_held_beside: Further units that are gathered at a time, where a schedule holds some.
@@ -171,6 +173,7 @@ class TrainingDescription:
     runs: tuple[str, ...] = ()
     tokens: int = 0
     recompute_factor: float = 0.0
+    recomputes_reentrantly: bool = False
     reshard_after_forward: bool = True
     unshard_prefetch_depth: int = 1
     num_held_beside: int = 0

@@ -288,7 +288,8 @@ class _Replay:
             if machine is not None:
                 seconds = machine.compute_seconds(unit.flops_per_token * training.tokens)
             own = [_Group(group, unit.name, unit.mesh) for group in planned]
-            keeps_gathered = unit.keeps_gathered or not training.reshard_after_forward or not units
+            drops = training.reshard_after_forward or training.recomputes_reentrantly
+            keeps_gathered = unit.keeps_gathered or not drops or not units
             made = _Unit(self, unit.name, own, keeps_gathered=keeps_gathered, seconds=seconds)
             units[unit.name] = made
             if training.has_ties:

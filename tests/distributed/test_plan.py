@@ -129,6 +129,9 @@ CASES = {
         model="recomputed, not reentrant",
         options=(("unshard_prefetch_depth", 2),),
     ),
+    "recomputed, told to keep gathered": Case(
+        "optim_grads_params", model="recomputed", options=(("reshard_after_forward", False),)
+    ),
     "muon": Case("optim_grads_params", optimizer="muon"),
     "muon, replicated": Case("optim", mesh=(4,), optimizer="muon"),
     "HSDP": Case("optim_grads_params", (2, 2), policy=BF16, num_microbatches=2),
@@ -431,6 +434,7 @@ def planned(case: Case) -> tuple[TrainingDescription, Plan]:
         defers_sync=case.syncs == "last",
         syncs_afterwards=case.syncs == "after",
         runs=RUNS.get(case.model, ()),
+        recomputes_reentrantly=case.model == "recomputed",
         plain_nbytes=plain_nbytes,
         on_cpu=True,
         **options,

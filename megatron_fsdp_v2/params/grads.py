@@ -49,6 +49,9 @@ class GradState(enum.Enum):
     REDUCED = "reduced"
     """Nothing: its sum has gone on, into the partial shard or the main gradient."""
 
+    # That of enums is a Python function.
+    __hash__ = object.__hash__
+
 
 _MOVES = {
     GradState.ABSENT: {GradState.ARRIVING, GradState.ACCUMULATED},
@@ -221,7 +224,8 @@ class GroupGrads:
         Raises:
             RuntimeError: A gradient is missing where that is an error.
         """
-        missing = self.missing_names() if self._errors_on_missing and self.has_gradient else []
+        has_gradient = self.buffers.has_gradient
+        missing = self.missing_names() if self._errors_on_missing and has_gradient else []
         if missing:
             raise RuntimeError(
                 f"no gradient arrived for {', '.join(missing)} of unit {self.name}; freeze what "
@@ -236,7 +240,7 @@ class GroupGrads:
             self._outer_work.wait()
             self._outer_work = None
         accumulate = self.param_grads.settle() if is_final else False
-        self._main.contributed = self._main.contributed or self.has_gradient
+        self._main.contributed |= has_gradient
         self._full_state = self._moved(self._full_state, GradState.REDUCING)
         buffers.forget_filled()
         work = self._sum_inner(accumulate=accumulate, async_op=async_op)

@@ -252,15 +252,15 @@ class ParameterGroup:
             with plain_attributes():
                 self.unfreeze_if_trained()
                 self.members.follow_trained()
-            self.members.install_gathered()
+            self.registrations.install(self.unsharded_params)
 
     def reshard(self) -> None:
         """Give up one hold; the last one drops the gathered weights."""
         if not self.weights.let_go():
             return
-        if not self.weights.wait():
+        if not self.weights.wait() and self.members.is_refrozen():
             self.members.take_refrozen()
-        self.members.install_sharded()
+        self.registrations.install(self.sharded_params)
         if self.grads is not None:
             # What wrote gradients beside the compute stream may still be reading weights.
             self.grads.buffers.wait_for_writers()
@@ -286,12 +286,12 @@ class ParameterGroup:
     def show_sharded(self) -> None:
         """Register the sharded parameters, also while weights are gathered."""
         if self.weights.is_held:
-            self.members.install_sharded()
+            self.registrations.install(self.sharded_params)
 
     def show_unsharded(self) -> None:
         """Register the gathered parameters again, if weights are gathered."""
         if self.weights.is_held and not self.weights.is_gathering:
-            self.members.install_gathered()
+            self.registrations.install(self.unsharded_params)
 
     # -- gradients ----------------------------------------------------------------------------
 

@@ -165,15 +165,7 @@ class Members:
                     keep_hooks(original, undo)
                     move_hooks(original, self.sharded[index])
                 mark_stale(original, group, index, "before fully_shard", undo)
-        self.install_sharded()
-
-    def install_sharded(self) -> None:
-        """Have modules hold the sharded parameters."""
         self.registrations.install(self.sharded)
-
-    def install_gathered(self) -> None:
-        """Have modules hold what they compute with."""
-        self.registrations.install(self.gathered)
 
     # -- trained or frozen --------------------------------------------------------------------
 
@@ -198,9 +190,8 @@ class Members:
 
     def take_refrozen(self) -> None:
         """Train or freeze sharded parameters as was said of gathered ones."""
-        if self.is_refrozen():
-            for sharded, gathered in zip(self.sharded, self.gathered, strict=True):
-                sharded.requires_grad_(gathered.requires_grad)
+        for sharded, gathered in zip(self.sharded, self.gathered, strict=True):
+            sharded.requires_grad_(gathered.requires_grad)
 
     def prepare_training(self, watch: Callable[[nn.Parameter, int], None]) -> None:
         """Be ready for gradients where none were expected at first.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -134,7 +133,7 @@ class GroupWeights:
     @property
     def is_ready(self) -> bool:
         """Whether there are weights to compute with, here and now."""
-        return self._temporary is None or (self.is_held and self._gathering is None)
+        return self._temporary is None or (self._num_holders > 0 and self._gathering is None)
 
     # -- model weights from main weights ------------------------------------------------------
 
@@ -199,12 +198,13 @@ class GroupWeights:
             return self._comm.issue(self._gather_of(gathered, shard, axis), async_op=async_op)
         shard = self.gathered.piece(self.main.span)
         write = functools.partial(self.format.write, self.main, shard, self._axes)
-        gather = dataclasses.replace(self._gather_of(gathered, shard, axis), before=write)
+        gather = self._gather_of(gathered, shard, axis)._replace(before=write)
         return self._comm.issue(gather, async_op=async_op)
 
     def wait(self) -> bool:
         """Have gathered weights in place; return whether they were on their way."""
-        self.wait_for_refresh()
+        if self._refreshing is not None:
+            self.wait_for_refresh()
         if self._gathering is None:
             return False
         self._gathering.wait()

@@ -461,7 +461,11 @@ class ReductionSchedule[GroupT, WorkT](ABC):
         return any(other == group for under_way in self._outer for other, _ in under_way)
 
     def _has_inner(self, group: GroupT) -> bool:
-        return any(r.group == group for issued in self._inner for r in issued)
+        for issued in self._inner:
+            for reduction in issued:
+                if reduction.group == group:
+                    return True
+        return False
 
     def _go_on(self, groups: Sequence[GroupT]) -> None:
         if not groups:

@@ -341,9 +341,7 @@ class Unit(UnitBase):
                     "weights were not gathered and what was computed is wrong; tell the uses of "
                     "the unit, from begin_backward to end_backward"
                 )
-        elif not (
-            context.is_in_backward and not context.backward_failed and group.weights.is_ready
-        ):
+        elif not (is_ready and context.is_in_backward and not context.backward_failed):
             self._check_is_gathered([group])
             self._join_backward(context.root_pass)
         context.has_gradient = True
@@ -367,12 +365,14 @@ class Unit(UnitBase):
         context, reductions = self.context, self.context.reductions
         is_pending, self._has_pending_reduction = self._has_pending_reduction, False
         with self._range("reduce_grad"):
-            arrived = (
+            arrived = [
                 group.grads
                 for group in self.groups
                 if group.grads is not None
-                and (group.grads.has_gradient or (is_pending and group.is_trained))
-            )
+                and (group.grads.buffers.has_gradient or (is_pending and group.is_trained))
+            ]
+            if not arrived and reductions.is_async:
+                return
             due = reductions.due(arrived, synchronize=synchronize)
             if due and context.options.check_ranks is CheckRanks.ALWAYS:
                 compare_unit(context, self, "reduce")

@@ -278,7 +278,7 @@ class DropsTickets(Tampering):
     """Hands over a copy, and forgets the work at once, and with it the copy."""
 
     def issue(self, collective: Collective, *, async_op: bool) -> Any:
-        copied = dataclasses.replace(collective, input=collective.input.clone())
+        copied = collective._replace(input=collective.input.clone())
         self.inner.issue(copied, async_op=async_op)
         return NoWait(None)
 
@@ -304,7 +304,7 @@ class GathersIntoAnother(Tampering):
     def issue(self, collective: Collective, *, async_op: bool) -> Any:
         if async_op and self.group.weights.is_gathered:
             other = self.group.weights.gathered.tensor
-            collective = dataclasses.replace(collective, output=other)
+            collective = collective._replace(output=other)
         return self.inner.issue(collective, async_op=async_op)
 
 

@@ -240,7 +240,7 @@ ROWS: tuple[Row, ...] = (
         strategies=(ZERO1,)),
     Row("TP2 x DP2, sequence parallel, bf16", 4, f"{TP2_SP} --bf16"),
     Row("default layers, TP2 x DP2, sequence parallel", 4, f"{TE} {TP2_SP} {MODERN}"),
-    Row("PP2 x DP2, tied", 4, f"{PP2} {NORMS}", strategies=STRATEGIES, quick=True, types=True),
+    Row("PP2 x DP2, tied", 4, f"{PP2} {NORMS}", strategies=STRATEGIES, types=True),
     Row("PP2 x DP2, untied, per-token loss", 4, f"{PP2} {UNTIED} {PER_TOKEN}",
         strategies=(ZERO2,)),
     Row("PP2 x DP2, overlap flags", 4, f"{PP2} {OVERLAP_GRADS} --global-batch-size 16",

@@ -66,7 +66,7 @@ CASES = {
     "hsdp": _case(FULL, 2, 2),
     "hfsdp": _case(FULL, 2, 2, outer_dp_sharding_strategy="optim"),
 }
-QUICK = (*STRATEGIES, "bf16", "hfsdp", "three ranks", "fused")
+QUICK = (*STRATEGIES, "bf16", "hfsdp")
 
 
 def _sharded(case: Case, **more: Any) -> Any:

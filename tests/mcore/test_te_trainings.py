@@ -92,7 +92,12 @@ def test_the_default_layers_train_as_under_megatrons_ddp(
 
 
 @pytest.mark.parametrize(
-    "flags", [MODERN, EXPERTS, TENSOR], ids=["GQA SwiGLU RMSNorm", "grouped experts", "TP2 SP"]
+    "flags",
+    [
+        pytest.param(MODERN, id="GQA SwiGLU RMSNorm"),
+        pytest.param(EXPERTS, id="grouped experts"),
+        pytest.param(TENSOR, id="TP2 SP", marks=pytest.mark.functional),
+    ],
 )
 def test_other_models_train_as_under_megatrons_ddp(
     megatron_te: RankPools, flags: list[str]

@@ -23,7 +23,7 @@ LONGER := $(PY) -m pytest --one-in "$(ONE_IN)"
 # classes, distributed checkpoint, streams and storages; and a training with Megatron.
 TORCH_SAMPLE = $(addprefix tests/distributed/test_, beside_fsdp2.py checkpoint.py cpu_reduction.py \
   drop_in.py fsdp2_calls.py fsdp2_instance.py fsdp2_methods.py known_failures.py meta_device.py \
-  other_wrappers.py parallelize_module.py parameters_changed.py pickled_state.py precision.py \
+  misuse.py parallelize_module.py parameters_changed.py pickled_state.py precision.py \
   stream_safety.py torch_checkpoint.py torch_versions.py training_state.py uneven_dtensor.py) \
   $(addprefix tests/unit/test_, checkpoint_export.py fsdp2_surface.py row_shards.py) \
   tests/mcore/test_parity_with_ddp.py

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -69,3 +70,13 @@ def test_a_share_of_less_than_one_is_an_error(suite: pytest.Pytester) -> None:
     result = suite.runpytest("--one-in", "0")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["*--one-in must be at least 1, got 0*"])
+
+
+def test_the_sample_for_another_torch_names_files_that_are_there() -> None:
+    root = Path(__file__).parents[2]
+    run = subprocess.run(
+        ["make", "-n", "sample"], cwd=root, capture_output=True, text=True, check=True
+    )
+    named = [word for word in run.stdout.split() if word.startswith("tests/")]
+    assert len(named) > 10
+    assert [name for name in named if not (root / name).is_file()] == []

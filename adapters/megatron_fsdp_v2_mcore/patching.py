@@ -6,13 +6,34 @@ gets past) and `rehearsal/te/patches.py` (the same of Transformer Engine).
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Patch", "Patches"]
+__all__ = ["Patch", "Patches", "environment"]
+
+
+@contextlib.contextmanager
+def environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Have environment variables for as long as the context lasts.
+
+    Args:
+        values: By name; what others were is put back.
+    """
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
 
 _ABSENT = object()
 _OPTIONAL = ("megatron.training", "transformer_engine")

@@ -51,37 +51,35 @@ _CHUNK = 1 << 16
 class _BackendWork:
     """An asynchronous operation of a CPU process group, and what to do with its result."""
 
-    __slots__ = ("_after", "_axis", "_c10d_work", "_call", "_kind", "_label")
+    __slots__ = ("_c10d_work", "_finish", "_label", "_of")
 
     def __init__(
         self,
         c10d_work: Any,
-        call: _Call,
-        after: Callable[[], None] | None,
-        kind: CollectiveKind,
+        of: Collective,
+        finish: Callable[[], None] | None,
         label: Label,
-        axis: Axis,
     ) -> None:
         self._c10d_work = c10d_work
-        self._call: _Call | None = call
-        self._after = after
-        self._kind = kind
+        # Holds the tensors, which have to stay until it is done.
+        self._of: Collective | None = of
+        self._finish = finish
         self._label = label
-        self._axis = axis
 
     def wait(self) -> None:
-        if self._c10d_work is None:
+        collective = self._of
+        if collective is None:
             return
         try:
             self._c10d_work.wait()
         except RuntimeError as error:
-            raise self._label.failure(self._kind.title, self._axis.group, error) from error
-        call, self._c10d_work, self._call = self._call, None, None
-        if call is not None and call.finish is not None:
-            call.finish()
-        if self._after is not None:
-            self._after()
-        self._after = None
+            kind, group = collective.kind.title, collective.axis.group
+            raise self._label.failure(kind, group, error) from error
+        finish, self._c10d_work, self._of, self._finish = self._finish, None, None, None
+        if finish is not None:
+            finish()
+        if collective.after is not None:
+            collective.after()
 
 
 class CpuCommunicator:
@@ -111,7 +109,7 @@ class CpuCommunicator:
             c10d_work = call.operation(*call.operands, group=axis.group, async_op=True)
         except RuntimeError as error:
             raise self.label.failure(kind.title, axis.group, error) from error
-        work = _BackendWork(c10d_work, call, collective.after, kind, self.label, axis)
+        work = _BackendWork(c10d_work, collective, call.finish, self.label)
         if not async_op:
             work.wait()
         return work
@@ -140,18 +138,16 @@ class _Call(NamedTuple):
     Attributes:
         operation: The function.
         operands: Its arguments.
-        keep: Tensors that have to stay until it is done.
         finish: Makes the result of what arrived.
     """
 
     operation: Callable[..., Any]
     operands: tuple[Any, ...]
-    keep: tuple[torch.Tensor, ...]
     finish: Callable[[], None] | None = None
 
 
 def _all_gather(c: Collective) -> _Call:
-    return _Call(all_gather_single, (c.output, c.input), (c.output, c.input))
+    return _Call(all_gather_single, (c.output, c.input))
 
 
 def _reduce_scatter(c: Collective) -> _Call:
@@ -175,7 +171,7 @@ def _reduce_scatter(c: Collective) -> _Call:
         received.untyped_storage().resize_(0)
 
     operands = (received, sent.view(-1), numels, numels)
-    return _Call(dist.all_to_all_single, operands, (full,), finish)
+    return _Call(dist.all_to_all_single, operands, finish)
 
 
 def _all_reduce(c: Collective) -> _Call:
@@ -185,12 +181,12 @@ def _all_reduce(c: Collective) -> _Call:
         else:
             _sum_into(c.output, [c.input], c.scale, c.accumulate)
 
-    return _Call(dist.all_reduce, (c.input,), (c.input, c.output), finish)
+    return _Call(dist.all_reduce, (c.input,), finish)
 
 
 def _all_to_all(c: Collective) -> _Call:
     operands = (c.output, c.input, list(c.output_numels), list(c.input_numels))
-    return _Call(dist.all_to_all_single, operands, (c.output, c.input))
+    return _Call(dist.all_to_all_single, operands)
 
 
 _CALLS: dict[CollectiveKind, Callable[[Collective], _Call]] = {

@@ -109,8 +109,8 @@ class Collective(NamedTuple):
     accumulate: bool = False
     output_numels: Sequence[int] = ()
     input_numels: Sequence[int] = ()
-    before: Callable[[], None] | None = None
-    after: Callable[[], None] | None = None
+    before: Callable[[], object] | None = None
+    after: Callable[[], object] | None = None
 
     @property
     def full(self) -> torch.Tensor:

@@ -65,6 +65,11 @@ class Holders:
     empty: frozenset[tuple[int, ...]] = frozenset()
     stored: tuple[int, ...] | None = None
 
+    def name_of(self, param: torch.Tensor) -> str | None:
+        """What to call a parameter in a message; None where its group is gone, or never was."""
+        group = self.group()
+        return None if group is None else group.name_of(param)
+
 
 @dataclass(frozen=True, slots=True)
 class TensorShard:

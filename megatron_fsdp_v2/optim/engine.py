@@ -298,8 +298,7 @@ def _place_sharded(param: UnevenDTensor, joins: bool, shares: bool) -> _Placed:
         tuple(kinds[axis][1] for axis in used),
         None if tensor_axis is None else used.index(tensor_axis),
     )
-    owner = shards.holders.group()
-    name = "" if owner is None else str(owner.name_of(param))
+    name = shards.holders.name_of(param) or ""
     return _Placed(layout, axes, tuple(axis.group.group_name for axis in axes), name)
 
 

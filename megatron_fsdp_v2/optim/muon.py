@@ -321,11 +321,8 @@ def parameter_name(group: dict[str, Any], index: int) -> str:
     if "param_names" in group:
         return str(group["param_names"][index])
     param = group["params"][index]
-    if isinstance(param, UnevenDTensor):
-        owner = param.row_shards.holders.group()
-        if owner is not None:
-            return str(owner.name_of(param))
-    return f"parameter {index} of shape {tuple(param.shape)}"
+    name = param.row_shards.holders.name_of(param) if isinstance(param, UnevenDTensor) else None
+    return name or f"parameter {index} of shape {tuple(param.shape)}"
 
 
 def _check_options(group: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
@@ -249,68 +250,43 @@ class GroupGrads:
         return work
 
     def _sum_inner(self, *, accumulate: bool, async_op: bool) -> Work:
-        buffers = self.buffers
+        buffers, main = self.buffers, self._main
         if not self.reduces:
-            first = self._main.span.first * self._flat.layout.shard_numel
-            numel = self._main.span.count * self._flat.layout.shard_numel
-            collective = self._into_main(
-                CollectiveKind.REDUCE_SCATTER,
-                buffers.full.tensor.narrow(0, first, numel),
-                Axis(self._inner.group, 1, 0),
-                CommStream.REDUCE,
-                scale=1.0,
-                accumulate=accumulate,
+            piece_numel = self._flat.layout.shard_numel
+            own = buffers.full.tensor.narrow(
+                0, main.span.first * piece_numel, main.span.count * piece_numel
             )
+            alone = Axis(self._inner.group, 1, 0)
+            kind = CollectiveKind.REDUCE_SCATTER
+            collective = Collective(kind, self.main.tensor, own, alone, CommStream.REDUCE)
+            collective = self._into_main(collective._replace(accumulate=accumulate))
             return self._comm.issue(collective, async_op=False)
         before, after = self._factors()
-        into = None if buffers.partial is None else buffers.take(buffers.partial)
+        partial = None if buffers.partial is None else buffers.take(buffers.partial)
         if before != 1.0:
             buffers.full.tensor.mul_(before)
         terms = buffers.in_comm_dtype(buffers.full, buffers.grad_comm)
-        where = self._inner_kind, terms, self._inner, CommStream.REDUCE
-        if into is None:
-            collective = self._into_main(*where, scale=after, accumulate=accumulate)
-        else:
-            kind, terms, axis, comm_stream = where
-            collective = Collective(
-                kind, into, terms, axis, comm_stream, accumulate=self.has_partial
+        where = self._inner, CommStream.REDUCE
+        if partial is None:
+            collective = self._into_main(
+                Collective(self._inner_kind, self.main.tensor, terms, *where, after, accumulate)
             )
+        else:
+            accumulate = self.has_partial
             self._partial_state = self._moved(self._partial_state, GradState.ACCUMULATED)
+            collective = Collective(self._inner_kind, partial, terms, *where, 1.0, accumulate)
         return self._comm.issue(collective, async_op=async_op)
 
-    def _into_main(
-        self,
-        kind: CollectiveKind,
-        terms: torch.Tensor,
-        axis: Axis,
-        comm_stream: CommStream,
-        *,
-        scale: float,
-        accumulate: bool,
-    ) -> Collective:
-        """A sum that ends in the main gradient, by way of the device where that is offloaded."""
-        main, offloading = self.main.tensor, self.buffers.offloading
+    def _into_main(self, collective: Collective) -> Collective:
+        """A sum that ends in the main gradient: by way of the device where that is offloaded."""
+        offloading = self.buffers.offloading
         if offloading is None:
-            return Collective(kind, main, terms, axis, comm_stream, scale, accumulate)
-        here = self.buffers.take(offloading)
-
-        def load() -> None:
-            here.copy_(main, non_blocking=True)
-
-        def store() -> None:
-            main.copy_(here, non_blocking=True)
-
-        return Collective(
-            kind,
-            here,
-            terms,
-            axis,
-            comm_stream,
-            scale,
-            accumulate,
-            before=load if accumulate else None,
-            after=store,
-        )
+            return collective
+        main, here = collective.output, self.buffers.take(offloading)
+        load = functools.partial(here.copy_, main, non_blocking=True)
+        store = functools.partial(main.copy_, here, non_blocking=True)
+        before = load if collective.accumulate else None
+        return collective._replace(output=here, before=before, after=store)
 
     def end_inner(self) -> None:
         """The reduction along the inner axis has been waited for: drop the full buffer."""
@@ -331,15 +307,12 @@ class GroupGrads:
         if buffers.partial is None or not self.has_partial:
             return DONE
         self._partial_state = self._moved(self._partial_state, GradState.REDUCING)
-        collective = self._into_main(
-            self._outer_kind,
-            buffers.in_comm_dtype(buffers.partial, buffers.outer_grad_comm),
-            self._outer,
-            CommStream.OUTER,
-            scale=self._factors()[1],
-            accumulate=accumulate,
+        terms = buffers.in_comm_dtype(buffers.partial, buffers.outer_grad_comm)
+        where, scale = (self._outer, CommStream.OUTER), self._factors()[1]
+        collective = Collective(
+            self._outer_kind, self.main.tensor, terms, *where, scale, accumulate
         )
-        return self._comm.issue(collective, async_op=async_op)
+        return self._comm.issue(self._into_main(collective), async_op=async_op)
 
     def end_outer(self) -> None:
         """The reduction along the outer axis has been waited for: drop the partial shard."""

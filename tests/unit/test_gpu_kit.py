@@ -100,7 +100,10 @@ def test_what_fails_in_any_way_is_reported_as_failed_and_stops_nothing(tmp_path:
         _check("a crash", functools.partial(_ranks_that, _crash, 30.0)),
         _check("a hang", functools.partial(_ranks_that, _hang, 0.2)),
         _check("a late command", functools.partial(_command_of, "import time; time.sleep(60)")),
-        _check("a failed command", functools.partial(_command_of, f"exit({WRONG!r})")),
+        _check(
+            "a failed command",
+            functools.partial(_command_of, f"exit({WRONG[::-1]!r}[::-1])"),
+        ),
         _check("the next one", _passes),
     ]
     assert main(["--device", "cpu", "--out", str(tmp_path)], checks) == 1

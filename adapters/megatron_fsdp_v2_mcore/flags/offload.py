@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -11,12 +11,10 @@ import torch
 from megatron_fsdp_v2_mcore.flags.errors import FlagError
 
 __all__ = [
-    "DTYPES",
-    "MUON",
     "NO_TWIN",
-    "ONE_DTYPE",
     "as_precision_aware",
     "check_offload_flags",
+    "offload_problem",
     "offloads",
 ]
 
@@ -47,27 +45,41 @@ def check_offload_flags(args: Any) -> None:
     Raises:
         FlagError: It cannot; names the flags.
     """
-    fraction = args.optimizer_offload_fraction
+    problem = offload_problem(
+        args, lambda name, value: f"--{name.replace('_', '-')} {value}", "--optimizer-cpu-offload"
+    )
+    if problem:
+        raise FlagError(problem)
+
+
+def offload_problem(source: Any, said: Callable[[str, Any], str], switch: str) -> str | None:
+    """What keeps an optimizer from being offloaded as its options say; None for nothing.
+
+    Args:
+        source: Megatron's arguments, or its `OptimizerConfig`.
+        said: How a field and its value are written where they were given.
+        switch: What asks for offload there.
+    """
+    fraction = source.optimizer_offload_fraction
     if not 0.0 <= fraction <= 1.0:
-        raise FlagError(
-            f"--optimizer-offload-fraction {fraction} is no fraction; give it a number from 0 "
-            "(nothing is offloaded) to 1 (everything is)"
+        return (
+            f"{said('optimizer_offload_fraction', fraction)} is no fraction; give it a number "
+            "from 0 (nothing is offloaded) to 1 (everything is)"
         )
-    if not offloads(args):
-        return
-    name = "muon_scalar_optimizer" if args.optimizer in MUON else "optimizer"
-    if getattr(args, name) == "lion":
-        raise FlagError(
-            f"--{name.replace('_', '-')} lion cannot be used with --optimizer-cpu-offload: "
-            f"{NO_TWIN}; use adam, or leave it out"
+    if not offloads(source):
+        return None
+    name = "muon_scalar_optimizer" if source.optimizer in MUON else "optimizer"
+    chosen = getattr(source, name)
+    if chosen == "lion":
+        return (
+            f"{said(name, chosen)} cannot be used with {switch}: {NO_TWIN}; use adam, or leave "
+            "it out"
         )
     for name in DTYPES:
-        value = getattr(args, name, torch.float32)
+        value = getattr(source, name, torch.float32)
         if value not in ("fp32", torch.float32):
-            raise FlagError(
-                f"--{name.replace('_', '-')} {value} cannot be used with --optimizer-cpu-offload: "
-                f"{ONE_DTYPE}; leave it out"
-            )
+            return f"{said(name, value)} cannot be used with {switch}: {ONE_DTYPE}; leave it out"
+    return None
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from megatron_fsdp_v2.dtensor.optimizer_state import rows_like
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of, plain_attributes
 from megatron_fsdp_v2.memory.host_memory import empty_in_host_memory, keep_in_host_memory
-from megatron_fsdp_v2_mcore.flags.offload import DTYPES, MUON, NO_TWIN, ONE_DTYPE
+from megatron_fsdp_v2_mcore.flags.offload import NO_TWIN, offload_problem
 from megatron_fsdp_v2_mcore.optim.probes import optimizer_like, state_after_a_step
 
 __all__ = ["ShardedHybridOptimizer", "build_offloaded", "check_offload", "choose_offloaded"]
@@ -367,8 +367,9 @@ class ShardedHybridOptimizer(HybridDeviceOptimizer):
             found[STEP] = torch.tensor(float(options[STEP]))
         missing = sorted(needed.keys() - found.keys())
         if missing:
+            name = _shards(param).holders.name_of(param) or "a parameter"
             raise RuntimeError(
-                f"the loaded state of {_name(param)} has no {', '.join(missing)}; load a state "
+                f"the loaded state of {name} has no {', '.join(missing)}; load a state "
                 f"dict of the same optimizer, which has {', '.join(sorted(needed))}"
             )
         placed: dict[str, Any] = {}
@@ -430,24 +431,13 @@ def check_offload(config: Any) -> None:
     Raises:
         ValueError: It cannot; names the field.
     """
-    fraction = config.optimizer_offload_fraction
-    if not 0.0 <= fraction <= 1.0:
-        raise ValueError(
-            f"OptimizerConfig.optimizer_offload_fraction = {fraction} is no fraction; it is from 0 "
-            "(nothing is offloaded) to 1 (everything is)"
-        )
-    name = "muon_scalar_optimizer" if config.optimizer in MUON else "optimizer"
-    if getattr(config, name) == "lion":
-        raise ValueError(
-            f"OptimizerConfig.{name} = 'lion' cannot be used with optimizer_cpu_offload: "
-            f"{NO_TWIN}; use 'adam', or leave it out"
-        )
-    for name in DTYPES:
-        if getattr(config, name) != torch.float32:
-            raise ValueError(
-                f"OptimizerConfig.{name} = {getattr(config, name)} cannot be used with "
-                f"optimizer_cpu_offload: {ONE_DTYPE}; set it to torch.float32"
-            )
+    problem = offload_problem(
+        config,
+        lambda field, value: f"OptimizerConfig.{field} = {value!r}",
+        "optimizer_cpu_offload",
+    )
+    if problem:
+        raise ValueError(problem)
 
 
 def _without_params(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -498,8 +488,3 @@ def _rows_of(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
 
 def _shards(param: torch.Tensor) -> Any:
     return cast("UnevenDTensor", param).row_shards
-
-
-def _name(param: torch.Tensor) -> str:
-    group = _shards(param).holders.group()
-    return "a parameter" if group is None else str(group.name_of(param))

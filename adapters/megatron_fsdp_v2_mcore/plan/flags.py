@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from megatron_fsdp_v2.plan.sources import FlagsError
 from megatron_fsdp_v2_mcore.flags.arguments import API_FLAG, check_before, is_enabled
 from megatron_fsdp_v2_mcore.flags.errors import FlagError, rejections_as_flag_errors
+from megatron_fsdp_v2_mcore.patching import environment
 from megatron_fsdp_v2_mcore.rehearsal import FLAG, VERBOSE_FLAG
 from megatron_fsdp_v2_mcore.rehearsal.flags import CPU_FLAGS, GPU_FLAGS, IMPL_FLAG
 
@@ -34,17 +34,8 @@ def rejections_as_errors() -> Iterator[None]:
 @contextlib.contextmanager
 def fake_world_size(num_ranks: int) -> Iterator[None]:
     """Have the environment say that this is the first of so many ranks."""
-    wanted = {"WORLD_SIZE": str(num_ranks), "RANK": "0", "LOCAL_RANK": "0"}
-    before = {name: os.environ.get(name) for name in wanted}
-    os.environ.update(wanted)
-    try:
+    with environment({"WORLD_SIZE": str(num_ranks), "RANK": "0", "LOCAL_RANK": "0"}):
         yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 def without_gpu_flags(argv: Sequence[str]) -> list[str]:

@@ -10,14 +10,13 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
-import os
 import sys
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
 from megatron_fsdp_v2_mcore.flags.errors import FlagError
-from megatron_fsdp_v2_mcore.patching import Patches
+from megatron_fsdp_v2_mcore.patching import Patches, environment
 from megatron_fsdp_v2_mcore.rehearsal.te import apex, module
 from megatron_fsdp_v2_mcore.rehearsal.te.patches import BEFORE_IMPORT
 
@@ -114,7 +113,7 @@ def loaded() -> Iterator[None]:
         for kernels in (module, apex):
             if kernels.NAME not in sys.modules:
                 sys.modules[kernels.NAME] = kernels.make()
-        with _environment():
+        with environment(_BUILDING):
             _import_without_kernels(patches)
         yield
 
@@ -134,20 +133,6 @@ def kept_out() -> Iterator[None]:
         yield
     finally:
         sys.modules.pop(_PACKAGE, None)
-
-
-@contextlib.contextmanager
-def _environment() -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in _BUILDING}
-    os.environ.update(_BUILDING)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def _import_without_kernels(patches: Patches) -> None:

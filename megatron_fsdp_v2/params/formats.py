@@ -6,7 +6,9 @@ model-weight shard that rests between uses, and the gathered buffer that it is g
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import enum
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
@@ -18,9 +20,23 @@ from megatron_fsdp_v2.dtensor.tp_params import part_of
 if TYPE_CHECKING:
     from megatron_fsdp_v2.comm.interface import Axis
     from megatron_fsdp_v2.layout.mixed_precision import GroupDtypes
+    from megatron_fsdp_v2.layout.placement import AxisPlacements
     from megatron_fsdp_v2.params.buffer import DataParallelBuffer
 
-__all__ = ["DenseFormat", "WeightFormat", "format_of", "register_format"]
+__all__ = ["DenseFormat", "WeightFormat", "WeightUse", "format_of", "register_format"]
+
+
+class WeightUse(enum.Flag):
+    """What gathered weights are to be used for."""
+
+    FORWARD = enum.auto()
+    """A forward, for the first time or as a recomputation."""
+    BACKWARD = enum.auto()
+    """The gradients of inputs and weights."""
+    BOTH = FORWARD | BACKWARD
+
+
+_ONE_PAYLOAD: Mapping[str, WeightUse] = MappingProxyType({"model_weight": WeightUse.BOTH})
 
 
 class WeightFormat(Protocol):
@@ -35,12 +51,17 @@ class WeightFormat(Protocol):
             else is there was written by others, and is handed on to what the parameter becomes.
         communicates: Whether `write` talks to other ranks. Such weights are written once a step
             and not before every use.
+        payloads: The flat buffers that the weights of a group are, by name, and which use each of
+            them is gathered for.
+        prepares: Whether `prepare` and `forget` do anything.
         payload_dtype: Of one element of the flat buffers. One element stands for one of the
             parameter.
     """
 
     own_attributes: ClassVar[frozenset[str]]
     communicates: ClassVar[bool]
+    payloads: ClassVar[Mapping[str, WeightUse]]
+    prepares: ClassVar[bool]
     payload_dtype: torch.dtype
 
     def __init__(self, dtypes: GroupDtypes) -> None: ...
@@ -52,7 +73,17 @@ class WeightFormat(Protocol):
 
     @staticmethod
     def itemsize(dtypes: GroupDtypes) -> int:
-        """Bytes of one element of the payload."""
+        """Bytes of one element of a payload."""
+        ...
+
+    @staticmethod
+    def problem(dtypes: GroupDtypes, placements: Sequence[AxisPlacements]) -> str | None:
+        """Why such parameters cannot be sharded so, in one sentence, or None where they can.
+
+        Args:
+            dtypes: Dtypes of weights and gradients.
+            placements: Placements per mesh axis, outermost first.
+        """
         ...
 
     @staticmethod
@@ -67,35 +98,55 @@ class WeightFormat(Protocol):
         """
         ...
 
-    def bind(self, view: torch.Tensor, index: int, like: torch.Tensor) -> torch.Tensor:
-        """What modules are to compute with, over its part of the gathered buffer.
+    def bind(self, views: Sequence[torch.Tensor], index: int, like: torch.Tensor) -> torch.Tensor:
+        """What modules are to compute with, over its part of the gathered buffers.
 
-        Asked once for each parameter; the memory of the buffer comes and goes afterwards.
+        Asked once for each parameter; the memory of the buffers comes and goes afterwards.
 
         Args:
-            view: Its payload, of its shape.
+            views: Its payloads, of its shape.
             index: Which parameter of the group.
             like: What was given to `fully_shard`.
         """
         ...
 
-    def memory(self, bound: torch.Tensor) -> torch.Tensor:
-        """The tensor inside what `bind` returned that has the memory of the gathered buffer."""
+    def adopt(self, params: Sequence[torch.Tensor]) -> None:
+        """Take note of the parameters that were made of what `bind` returned; asked once.
+
+        Args:
+            params: Those of the group, in order.
+        """
+        ...
+
+    def memory(self, bound: torch.Tensor, index: int) -> Sequence[torch.Tensor]:
+        """The tensors inside what `bind` returned that have the memory of the gathered buffers."""
+        ...
+
+    def prepare(self, uses: WeightUse) -> None:
+        """Have parameters ready to compute with, after a gather.
+
+        Args:
+            uses: Whatever payloads are there for.
+        """
+        ...
+
+    def forget(self) -> None:
+        """Drop what was made of gathered payloads, whose memory is about to be dropped."""
         ...
 
     def write(
         self,
         main: DataParallelBuffer,
-        payload: torch.Tensor,
+        payloads: Sequence[torch.Tensor],
         axes: Sequence[Axis],
     ) -> None:
-        """Make the payload from the main weights. Collective if `communicates`.
+        """Make the payloads from the main weights. Collective if `communicates`.
 
         Args:
             main: Main weights of this rank's span; `main.view(index)` is its rows of a parameter.
-            payload: The payload of the same span, flat.
-            axes: Axes of the data-parallel mesh; ranks along one that cuts main weights hold other
-                rows, those along one that replicates hold the same.
+            payloads: Those of the same span, flat.
+            axes: Axes of the data-parallel mesh that cut main weights, whose ranks hold other rows;
+                the innermost one where none does, whose ranks hold the same.
         """
         ...
 
@@ -105,6 +156,8 @@ class DenseFormat:
 
     own_attributes: ClassVar[frozenset[str]] = frozenset()
     communicates: ClassVar[bool] = False
+    payloads: ClassVar[Mapping[str, WeightUse]] = _ONE_PAYLOAD
+    prepares: ClassVar[bool] = False
 
     def __init__(self, dtypes: GroupDtypes) -> None:
         self.payload_dtype = dtypes.model_weight
@@ -121,23 +174,41 @@ class DenseFormat:
         return dtypes.model_weight.itemsize
 
     @staticmethod
+    def problem(dtypes: GroupDtypes, placements: Sequence[AxisPlacements]) -> str | None:
+        """None: a cast works everywhere."""
+        del dtypes, placements
+        return None
+
+    @staticmethod
     def values(param: torch.Tensor) -> torch.Tensor:
         """The parameter itself, or its local tensor."""
         return part_of(param)
 
-    def bind(self, view: torch.Tensor, index: int, like: torch.Tensor) -> torch.Tensor:
+    def bind(self, views: Sequence[torch.Tensor], index: int, like: torch.Tensor) -> torch.Tensor:
         """A view of the buffer is what modules compute with."""
         del index, like
-        return view
+        return views[0]
 
-    def memory(self, bound: torch.Tensor) -> torch.Tensor:
+    def adopt(self, params: Sequence[torch.Tensor]) -> None:
+        """Nothing is to be noted."""
+
+    def memory(self, bound: torch.Tensor, index: int) -> Sequence[torch.Tensor]:
         """See `bind`."""
-        return bound
+        del index
+        return [bound]
 
-    def write(self, main: DataParallelBuffer, payload: torch.Tensor, axes: Sequence[Axis]) -> None:
+    def prepare(self, uses: WeightUse) -> None:
+        """Nothing: a view is ready when its memory is filled."""
+
+    def forget(self) -> None:
+        """Nothing is made of views."""
+
+    def write(
+        self, main: DataParallelBuffer, payloads: Sequence[torch.Tensor], axes: Sequence[Axis]
+    ) -> None:
         """Cast."""
         del axes
-        payload.copy_(main.tensor, non_blocking=True)
+        payloads[0].copy_(main.tensor, non_blocking=True)
 
 
 _REGISTERED: list[type[WeightFormat]] = []

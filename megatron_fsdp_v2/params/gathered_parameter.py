@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Protocol
@@ -11,7 +12,14 @@ from torch import nn
 
 from megatron_fsdp_v2.params.autograd import in_backward
 
-__all__ = ["GatheredParameter", "gathered_name", "is_gathered_weight", "mark_gathered"]
+__all__ = [
+    "FusedGradient",
+    "GatheredParameter",
+    "gathered_name",
+    "gathered_parameter",
+    "is_gathered_weight",
+    "mark_gathered",
+]
 
 
 class GradientOwner(Protocol):
@@ -55,8 +63,8 @@ def _nothing() -> None:
     """The owner of a tensor that has none."""
 
 
-class GatheredParameter(nn.Parameter):
-    """A view of the gathered buffer, and the way into the flat gradient buffer for fused kernels.
+class FusedGradient:
+    """The way of fused kernels into the flat gradient buffer, as attributes of a parameter.
 
     A kernel that accumulates weight gradients itself (Megatron's and Transformer Engine's
     `gradient_accumulation_fusion`) writes into `main_grad` in the backward, sets
@@ -64,20 +72,12 @@ class GatheredParameter(nn.Parameter):
     `zero_out_wgrad` (tied, with uses that no kernel fuses) is brought zeros instead, so that what
     arrives is the gradient of the other uses, and is added. `main_grad` is
     zeroed on its first use in a reduction period, so a kernel has to add, always:
-    `overwrite_main_grad` is False. It is a parameter like any other for everything else.
+    `overwrite_main_grad` is False.
     """
 
     grad_added_to_main_grad: bool = False
+    requires_grad: bool
     _owner_slot: tuple[Callable[[], GradientOwner | None], int]
-
-    @staticmethod
-    def of(
-        view: torch.Tensor, requires_grad: bool, owner: GradientOwner, index: int
-    ) -> GatheredParameter:
-        """Make the parameter for a view of the gathered buffer."""
-        param = GatheredParameter(view, requires_grad=requires_grad)
-        mark_gathered(param, owner, index)
-        return param
 
     def get_main_grad(self) -> torch.Tensor:
         """The full gradient of this parameter, a view of the flat buffer, of `self.shape`.
@@ -119,3 +119,37 @@ class GatheredParameter(nn.Parameter):
     def overwrite_main_grad(self, value: bool) -> None:
         # Model code asks for it where it knows of no earlier gradient; that is not known here.
         del value
+
+
+class GatheredParameter(FusedGradient, nn.Parameter):
+    """A view of the gathered buffer that fused kernels can give a gradient to.
+
+    It is a parameter like any other for everything else.
+    """
+
+
+def gathered_parameter(
+    bound: torch.Tensor, requires_grad: bool, owner: GradientOwner, index: int
+) -> nn.Parameter:
+    """Make the parameter that a module computes with.
+
+    Args:
+        bound: What it is over the gathered buffer: a view, or a tensor of a class of its own. That
+            class is derived from, so that the parameter is one of it and has a `main_grad` as well.
+        requires_grad: Whether it is trained.
+        owner: The group it belongs to, which it knows weakly.
+        index: Where in it.
+    """
+    param: nn.Parameter
+    if type(bound) is torch.Tensor:
+        param = GatheredParameter(bound, requires_grad=requires_grad)
+    else:
+        param = nn.Parameter(bound, requires_grad=requires_grad)
+        param.__class__ = _gathered_class(type(param))
+    mark_gathered(param, owner, index)
+    return param
+
+
+@functools.cache
+def _gathered_class(of: type) -> type:
+    return type(f"Gathered{of.__name__}", (FusedGradient, of), {"__module__": of.__module__})

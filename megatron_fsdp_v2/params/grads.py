@@ -21,7 +21,7 @@ from megatron_fsdp_v2.comm.interface import (
     Work,
 )
 from megatron_fsdp_v2.layout.placement import Placement
-from megatron_fsdp_v2.params.gathered_parameter import GatheredParameter
+from megatron_fsdp_v2.params.gathered_parameter import FusedGradient
 from megatron_fsdp_v2.params.grad_buffers import GradBuffers, MainGradient
 from megatron_fsdp_v2.params.sharded_grads import ShardedGrads
 
@@ -185,7 +185,7 @@ class GroupGrads:
         dtensor = self._members.dtensors[index]
         if dtensor is not None:
             grad = dtensor.part_of_gradient(grad)
-        elif isinstance(param, GatheredParameter) and param.grad_added_to_main_grad:
+        elif isinstance(param, FusedGradient) and param.grad_added_to_main_grad:
             # A kernel has written it already; what autograd brings is a placeholder, unless that
             # is zeros, added to what other uses of a tied parameter bring.
             param.grad_added_to_main_grad = False

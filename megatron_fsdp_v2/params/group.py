@@ -18,7 +18,7 @@ from megatron_fsdp_v2.layout.buffer_layout import Granularity
 from megatron_fsdp_v2.layout.mixed_precision import GroupDtypes
 from megatron_fsdp_v2.params.buffer import DataParallelBuffer, FlatSpec, Offload, ShardGrid
 from megatron_fsdp_v2.params.external_changes import ExternalChanges
-from megatron_fsdp_v2.params.formats import DenseFormat, WeightFormat
+from megatron_fsdp_v2.params.formats import DenseFormat, WeightFormat, WeightUse
 from megatron_fsdp_v2.params.grads import GroupGrads
 from megatron_fsdp_v2.params.members import Members
 from megatron_fsdp_v2.params.registration import OwnedParameter
@@ -232,10 +232,13 @@ class ParameterGroup:
 
     # -- weights ------------------------------------------------------------------------------
 
-    def unshard(self, weight_version: int, *, in_forward: bool, async_op: bool) -> None:
+    def unshard(
+        self, uses: WeightUse, weight_version: int, *, in_forward: bool, async_op: bool
+    ) -> None:
         """Start gathering for one more holder. Collective for the first one.
 
         Args:
+            uses: What the weights are to be used for.
             weight_version: Of the weights; see `is_stale`.
             in_forward: Whether to bring the weights up to date first. In a backward they have to
                 be those of the forward.
@@ -244,7 +247,7 @@ class ParameterGroup:
         if in_forward and not self.weights.is_held:
             self.changes.sync()
             self.refresh(weight_version, async_op=False)
-        self.weights.hold(async_op=async_op)
+        self.weights.hold(uses, async_op=async_op)
 
     def wait_for_unshard(self) -> None:
         """Have gathered weights in place and registered, trained or frozen as is said now."""
@@ -252,6 +255,7 @@ class ParameterGroup:
             with plain_attributes():
                 self.unfreeze_if_trained()
                 self.members.follow_trained()
+            self.members.prepare(self.weights.uses)
             self.registrations.install(self.unsharded_params)
 
     def reshard(self) -> None:
@@ -264,6 +268,8 @@ class ParameterGroup:
         if self.grads is not None:
             # What wrote gradients beside the compute stream may still be reading weights.
             self.grads.buffers.wait_for_writers()
+        if self.weights.gathers_for_use:
+            self.members.forget()
         self.weights.release()
 
     def is_stale(self, weight_version: int) -> bool:

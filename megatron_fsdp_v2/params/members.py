@@ -12,7 +12,7 @@ from torch import nn
 
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of, plain_attributes
 from megatron_fsdp_v2.params.attributes import propagate_attributes
-from megatron_fsdp_v2.params.gathered_parameter import GatheredParameter, mark_gathered
+from megatron_fsdp_v2.params.gathered_parameter import gathered_parameter, mark_gathered
 from megatron_fsdp_v2.params.parameter_hooks import keep_hooks, move_hooks, tensor_hook_rejection
 from megatron_fsdp_v2.params.registration import OwnedParameter, Registrations, mark_stale
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from megatron_fsdp_v2.comm.errors import Label
     from megatron_fsdp_v2.dtensor.row_shards import RowShards, ShardedGroup
+    from megatron_fsdp_v2.params.formats import WeightUse
     from megatron_fsdp_v2.params.gathered_parameter import GradientOwner
     from megatron_fsdp_v2.params.weights import GroupWeights
 
@@ -73,7 +74,9 @@ class Members:
         with torch.no_grad():
             for index, parameter in enumerate(owned):
                 start, end = weights.main.rows(index)
-                values = self._format.values(parameter.param)
+                values = parameter.values
+                if values is None:
+                    values = self._format.values(parameter.param)
                 weights.main.view(index).copy_(values[start:end])
         self.sharded = [
             self._sharded(index, p, weights.main.view(index), mesh, requires_grad=requires_grad)
@@ -117,22 +120,32 @@ class Members:
         """
         for index, parameter in enumerate(owned):
             trained = self._trained[index]
-            view, dtensor = weights.gathered.view(index), self.dtensors[index]
+            buffers, dtensor = [p.gathered for p in weights.payloads], self.dtensors[index]
+            views = [buffer.view(index) for buffer in buffers]
             if dtensor is not None:
-                param = nn.Parameter(dtensor.whole(view), requires_grad=trained)
+                param = nn.Parameter(dtensor.whole(views[0]), requires_grad=trained)
                 mark_gathered(param, owner, index)
                 # A DTensor has no memory but its part's.
-                weights.gathered.follow(local_of(param))
+                memory: Sequence[torch.Tensor] = [local_of(param)]
             else:
-                bound = self._format.bind(view, index, parameter.param)
-                if type(bound) is torch.Tensor:
-                    param = GatheredParameter.of(bound, trained, owner, index)
-                else:
-                    param = nn.Parameter(bound, requires_grad=trained)
-                    mark_gathered(param, owner, index)
-                weights.gathered.follow(self._format.memory(param))
+                bound = self._format.bind(views, index, parameter.param)
+                param = gathered_parameter(bound, trained, owner, index)
+                memory = self._format.memory(param, index)
+            for buffer, part in zip(buffers, memory, strict=True):
+                buffer.follow(part)
             propagate_attributes(self.sharded[index], param)
             self.gathered.append(param)
+        self._format.adopt(self.gathered)
+
+    def prepare(self, uses: WeightUse) -> None:
+        """Have gathered parameters ready to compute with, after a gather."""
+        if self._format.prepares:
+            self._format.prepare(uses)
+
+    def forget(self) -> None:
+        """Drop what was made of gathered weights, which are about to be dropped."""
+        if self._format.prepares:
+            self._format.forget()
 
     def label(self, index: int) -> str:
         """What to call one of the parameters in a message."""

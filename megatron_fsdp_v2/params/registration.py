@@ -45,6 +45,7 @@ class OwnedParameter:
         tensor: How tensor parallelism cut it, if it was said.
         dtensor: How its module computes with it, where it is a DTensor already.
         is_separate: Whether it has flat buffers of its own.
+        values: What its main weight begins with, where that is not asked of its format.
     """
 
     name: str
@@ -54,6 +55,7 @@ class OwnedParameter:
     tensor: TensorShard | None = None
     dtensor: DTensorPart | None = None
     is_separate: bool = False
+    values: torch.Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from megatron_fsdp_v2.comm.interface import (
-    DONE,
     Axis,
     Collective,
     CollectiveKind,
@@ -15,9 +14,10 @@ from megatron_fsdp_v2.comm.interface import (
     Communicator,
     Work,
 )
-from megatron_fsdp_v2.memory.allocator import Allocator, BufferUse, TemporaryBuffer
+from megatron_fsdp_v2.memory.allocator import Allocator, TemporaryBuffer
 from megatron_fsdp_v2.params.buffer import DataParallelBuffer, FlatSpec, Span
-from megatron_fsdp_v2.params.formats import WeightFormat
+from megatron_fsdp_v2.params.formats import WeightFormat, WeightUse
+from megatron_fsdp_v2.params.payloads import Payload
 
 if TYPE_CHECKING:
     import torch
@@ -28,21 +28,22 @@ __all__ = ["GroupWeights"]
 class GroupWeights:
     """Main weights -> model weights -> gathered weights, each made from the one before.
 
-    `main` is what the optimizer steps. `model` is what rests between uses: it shares the
-    storage of `main` where neither dtype nor placement differs. `gathered` is the whole buffer
-    the unit computes with: temporary where `model` is sharded, `model` itself where it is not.
-    Where `main` is offloaded and placed as `model` would be, there is no `model` besides it: a
-    gather begins with a copy from host memory into this rank's piece of `gathered`.
-    What the bytes of `model` and `gathered` mean is known to the format alone.
+    `main` is what the optimizer steps. Of each payload of the format, `model` is what rests between
+    uses: it shares the storage of `main` where neither dtype nor placement differs. `gathered` is
+    the whole buffer the unit computes with: temporary where `model` is sharded, `model` itself
+    where it is not. Where `main` is offloaded and placed as `model` would be, there is no `model`
+    besides it: a gather begins with a copy from host memory into this rank's piece of `gathered`.
+    What the bytes of payloads mean is known to the format alone, and for which use each of them is
+    gathered.
 
     Units that share a tied parameter hold one group together: weights are gathered from the first
     `hold` to the last `let_go`.
 
     Attributes:
-        format: Of `model` and `gathered`.
+        format: Of the payloads.
         main: Main weights of this rank's span.
-        model: Model weights at rest.
-        gathered: The whole buffer.
+        payloads: Model weights and gathered weights, in every form that the format has.
+        has_one_payload: Whether that is one form, for every use.
     """
 
     def __init__(
@@ -55,55 +56,61 @@ class GroupWeights:
         self._comm = communicator
         self._grid = flat.grid
         self.format = weight_format
-        dtype = weight_format.payload_dtype
         main_span = flat.span([p.main_weight for p in flat.placements])
         model_span = flat.span([p.model_weight for p in flat.placements])
         self.main = flat.main_zeros(main_span, flat.dtypes.main_weight)
         self._is_offloaded = flat.host is not None
         # Straight from host memory into the buffer that is gathered: nothing rests on the device.
         self._is_streamed = self._is_offloaded and model_span == main_span != flat.whole
-        is_same = dtype == flat.dtypes.main_weight and not self._is_offloaded
-        if self._is_streamed or (is_same and model_span == main_span):
-            self.model = self.main
-        else:
-            self.model = flat.zeros(model_span, dtype)
-        self._temporary: TemporaryBuffer | None = None
-        if model_span == flat.whole:
-            self.gathered = self.model
-        else:
-            self._temporary = allocator.buffer(
-                f"{flat.name}/model_weight",
-                BufferUse.GATHERED,
-                flat.layout.numel,
+        is_same = weight_format.payload_dtype == flat.dtypes.main_weight and not self._is_offloaded
+        self._is_main = self._is_streamed or (is_same and model_span == main_span)
+        dtype = weight_format.payload_dtype
+        self.payloads = [
+            Payload(
+                name,
+                uses,
+                self.main if self._is_main else flat.zeros(model_span, dtype),
+                flat,
                 dtype,
-                flat.device,
+                allocator,
             )
-            self.gathered = DataParallelBuffer.over(flat.layout, flat.whole, self._temporary)
-        self._gather_axis = flat.innermost_sharded() if self._temporary else None
+            for name, uses in weight_format.payloads.items()
+        ]
+        self.has_one_payload = len(self.payloads) == 1
+        self._gather_axis = None if model_span == flat.whole else flat.innermost_sharded()
         self._axes: Sequence[Axis] = []
+        self._cut_axes: Sequence[Axis] = []
         self.gather_along(flat.grid.axes)
         self._num_holders = 0
-        self._gathering: Work | None = None
+        # What is on its way; None where nothing is to be put in place.
+        self._gathering: list[Work] | None = None
         self._refreshing: Work | None = None
 
     def gather_along(self, axes: Sequence[Axis]) -> None:
         """Gather along these axes from now on: the same ranks, maybe in other groups."""
         self._axes = [axis.for_gathers() for axis in axes]
+        cut = [a for a, parts in zip(self._axes, self._grid.parts, strict=True) if parts > 1]
+        self._cut_axes = cut or self._axes[-1:]
 
     # -- what they are ------------------------------------------------------------------------
 
     @property
+    def model(self) -> DataParallelBuffer:
+        """Model weights at rest, in the first form that the format has."""
+        return self.payloads[0].model
+
+    @property
+    def gathered(self) -> DataParallelBuffer:
+        """The whole buffer, in the first form that the format has."""
+        return self.payloads[0].gathered
+
+    @property
     def is_refreshed_locally(self) -> bool:
         """Whether `refresh` is cheap and needs no communication."""
-        if self.model is self.main:
+        if self._is_main:
             return True
         is_here = self.model.span == self.main.span and not self._is_offloaded
         return is_here and not self.format.communicates
-
-    @property
-    def is_temporary(self) -> bool:
-        """Whether gathering takes communication and memory at all."""
-        return self._temporary is not None
 
     @property
     def gathers_for_use(self) -> bool:
@@ -113,7 +120,8 @@ class GroupWeights:
     @property
     def steady_nbytes(self) -> int:
         """Bytes of main and model weights, storage shared by both counted once."""
-        return self.main.nbytes + (0 if self.model is self.main else self.model.nbytes)
+        resting = 0 if self._is_main else sum(p.model.nbytes for p in self.payloads)
+        return self.main.nbytes + resting
 
     @property
     def is_held(self) -> bool:
@@ -127,13 +135,26 @@ class GroupWeights:
 
     @property
     def is_gathered(self) -> bool:
-        """Whether the whole buffer has memory."""
-        return self._temporary is None or self._temporary.is_live
+        """Whether a whole buffer has memory."""
+        return any(payload.is_whole for payload in self.payloads)
 
     @property
     def is_ready(self) -> bool:
         """Whether there are weights to compute with, here and now."""
-        return self._temporary is None or (self._num_holders > 0 and self._gathering is None)
+        return self._gather_axis is None or (self._num_holders > 0 and self._gathering is None)
+
+    @property
+    def uses(self) -> WeightUse:
+        """What gathered weights are there for."""
+        uses = WeightUse(0)
+        for payload in self.payloads:
+            if payload.is_whole:
+                uses |= payload.uses
+        return uses
+
+    def lacks(self, uses: WeightUse) -> bool:
+        """Whether a payload is to be gathered for these uses."""
+        return any(p.uses & uses and not p.is_whole for p in self.payloads)
 
     # -- model weights from main weights ------------------------------------------------------
 
@@ -144,23 +165,26 @@ class GroupWeights:
         rank's inner piece, then along the inner axis the pieces of the whole.
 
         Args:
-            async_op: Whether to return before it is done. Two gathers in a row are waited for:
-                the second one could not be issued in the same order on every rank.
+            async_op: Whether to return before it is done. Several gathers are waited for: a second
+                one along another axis could not be issued in the same order on every rank.
         """
         self.wait_for_refresh()
-        if self.model is self.main:
+        if self._is_main:
             return
         held = self.main.span
-        self.format.write(self.main, self.model.piece(held), self._axes)
+        models = [payload.model for payload in self.payloads]
+        self.format.write(self.main, [model.piece(held) for model in models], self._cut_axes)
         steps = []
         for axis, parts in zip(self._axes, self._grid.parts, strict=True):
             if parts > 1 and held.count < self.model.span.count:
                 wider = self._widened(held, axis, parts)
                 steps.append((axis, held, wider))
                 held = wider
+        is_one = len(steps) * len(models) == 1
         for axis, narrow, wide in steps:
-            gather = self._gather_of(self.model.piece(wide), self.model.piece(narrow), axis)
-            self._refreshing = self._comm.issue(gather, async_op=async_op and len(steps) == 1)
+            for model in models:
+                gather = self._gather_of(model.piece(wide), model.piece(narrow), axis)
+                self._refreshing = self._comm.issue(gather, async_op=async_op and is_one)
 
     @staticmethod
     def _gather_of(output: torch.Tensor, shard: torch.Tensor, axis: Axis) -> Collective:
@@ -178,28 +202,36 @@ class GroupWeights:
 
     # -- gathered weights from model weights --------------------------------------------------
 
-    def has_room(self) -> bool:
-        """Whether there is memory to gather ahead of use."""
-        return self._temporary is None or self._temporary.has_room()
+    def has_room(self, uses: WeightUse) -> bool:
+        """Whether there is memory to gather ahead of use, or nothing to gather."""
+        return all([p.has_room() for p in self.payloads if p.uses & uses])
 
-    def hold(self, *, async_op: bool) -> None:
-        """Gather for one more holder. Collective for the first one."""
+    def hold(self, uses: WeightUse, *, async_op: bool) -> None:
+        """Gather for one more holder. Collective for the first one, and where something lacks."""
         if not self._num_holders:
-            self._gathering = self._gather(async_op=async_op)
+            self._gathering = []
+        self.gather(uses, async_op=async_op)
         self._num_holders += 1
 
-    def _gather(self, *, async_op: bool) -> Work:
-        if self._temporary is None or self._gather_axis is None or self._temporary.is_live:
-            return DONE
-        with self._comm.memory():
-            gathered = self._temporary.acquire()
-        axis, shard = self._axes[self._gather_axis], self.model.tensor
-        if not self._is_streamed:
-            return self._comm.issue(self._gather_of(gathered, shard, axis), async_op=async_op)
-        shard = self.gathered.piece(self.main.span)
-        write = functools.partial(self.format.write, self.main, shard, self._axes)
-        gather = self._gather_of(gathered, shard, axis)._replace(before=write)
-        return self._comm.issue(gather, async_op=async_op)
+    def gather(self, uses: WeightUse, *, async_op: bool) -> None:
+        """Start gathering what lacks for these uses. Collective if anything does."""
+        if self._gather_axis is None:
+            return
+        axis = self._axes[self._gather_axis]
+        for payload in self.payloads:
+            if payload.temporary is None or not payload.uses & uses or payload.temporary.is_live:
+                continue
+            with self._comm.memory():
+                gathered = payload.temporary.acquire()
+            if self._is_streamed:
+                shard = payload.gathered.piece(self.main.span)
+                write = functools.partial(self.format.write, self.main, [shard], self._cut_axes)
+                gather = self._gather_of(gathered, shard, axis)._replace(before=write)
+            else:
+                gather = self._gather_of(gathered, payload.model.tensor, axis)
+            if self._gathering is None:
+                self._gathering = []
+            self._gathering.append(self._comm.issue(gather, async_op=async_op))
 
     def wait(self) -> bool:
         """Have gathered weights in place; return whether they were on their way."""
@@ -207,7 +239,8 @@ class GroupWeights:
             self.wait_for_refresh()
         if self._gathering is None:
             return False
-        self._gathering.wait()
+        for work in self._gathering:
+            work.wait()
         self._gathering = None
         return True
 
@@ -217,22 +250,24 @@ class GroupWeights:
         return not self._num_holders
 
     def release(self) -> None:
-        """Drop the gathered buffer's memory, if it is temporary."""
-        if self._temporary is not None:
-            if self._temporary.is_live:
-                self._comm.settle()
-            self._temporary.release()
+        """Drop the memory of gathered buffers that are temporary."""
+        for payload in self.payloads:
+            if payload.temporary is not None:
+                if payload.temporary.is_live:
+                    self._comm.settle()
+                payload.temporary.release()
 
     # -- what others put in its place ---------------------------------------------------------
 
     def temporaries(self) -> dict[str, TemporaryBuffer]:
         """Its temporary buffers by what they hold."""
-        return {} if self._temporary is None else {"model_weight": self._temporary}
+        return {p.name: p.temporary for p in self.payloads if p.temporary is not None}
 
     def replace_buffers(self, replacement: Callable[[TemporaryBuffer], TemporaryBuffer]) -> None:
         """Put something in the place of temporary buffers that does the same, and tells of it."""
-        if self._temporary is not None:
-            self._temporary = replacement(self._temporary)
+        for payload in self.payloads:
+            if payload.temporary is not None:
+                payload.temporary = replacement(payload.temporary)
 
     def replace_communicator(self, communicator: Communicator) -> Communicator:
         """Communicate by another one from now on; return the one until now."""

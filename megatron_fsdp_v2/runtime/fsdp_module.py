@@ -17,6 +17,7 @@ from torch.distributed import fsdp
 from megatron_fsdp_v2._compiler import runs_as_written, uncompiled
 from megatron_fsdp_v2.comm.gather_groups import group_of_same_ranks
 from megatron_fsdp_v2.memory.trace_pool import TracePoolAllocator
+from megatron_fsdp_v2.params.formats import WeightUse
 from megatron_fsdp_v2.runtime.end_of_backward import bring_to_idle, synchronize_gradients
 from megatron_fsdp_v2.runtime.forward_of_modules import begin_method, end_method, fail_method
 from megatron_fsdp_v2.runtime.options import check_at_least_one
@@ -54,7 +55,7 @@ class FSDPModule(TorchFSDPModule):
             async_op: Return a handle whose `wait()` installs them, instead of waiting.
         """
         unit = unit_of(self)
-        unit.unshard(async_op=async_op)
+        unit.unshard(WeightUse.BOTH, async_op=async_op)
         handle = UnshardHandle(unit)
         if async_op:
             return handle

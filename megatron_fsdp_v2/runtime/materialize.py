@@ -13,6 +13,7 @@ from torch import nn
 from megatron_fsdp_v2.comm.errors import naming_failures
 from megatron_fsdp_v2.dtensor.tp_params import part_of
 from megatron_fsdp_v2.params.attributes import propagate_attributes
+from megatron_fsdp_v2.params.formats import DenseFormat, format_of
 from megatron_fsdp_v2.params.unset_values import is_unset, mark_unset, unset_like
 from megatron_fsdp_v2.runtime.undo import keep_random_numbers, keep_values
 
@@ -83,13 +84,17 @@ def materialize(
     for parameter in fresh:
         if parameter.dtensor is not None and parameter.dtensor.placement.is_replicate():
             _share_along(part_of(parameter.param), parameter.dtensor.mesh.get_group())
-    tensors = [part_of(parameter.param) for parameter in fresh]
+    tensors = [_values(parameter) for parameter in fresh]
     tensors += [buffer for buffer, _ in buffers if buffer is not None]
     for tensor in tensors:
         _share(tensor, axes)
     # Asked of what ranks share: memory that a module left as it got it may look so on some ranks.
-    unset = {p.name for p in fresh if is_unset(part_of(p.param))}
+    unset = {p.name for p in fresh if is_unset(_values(p))}
     return unset, [one for buffer, one in buffers if buffer is not None and is_unset(buffer)]
+
+
+def _values(parameter: OwnedParameter) -> torch.Tensor:
+    return part_of(parameter.param) if parameter.values is None else parameter.values
 
 
 def _children_first(modules: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
@@ -146,6 +151,13 @@ def _take_over(parameter: OwnedParameter) -> None:
                 f"{tuple(found.shape)} on {found.device}, where it was of {tuple(made.shape)}; "
                 "write the values into the parameter that is there"
             )
+        found_format = format_of(found)
+        if found_format not in (None, DenseFormat):
+            # The initialization quantized what it drew: that is what the module is to have.
+            assert found_format is not None
+            propagate_attributes(made, found)
+            parameter.param, parameter.values = found, found_format.values(found)
+            return
         if found.data_ptr() != made.data_ptr():
             with torch.no_grad():
                 made.copy_(found)

@@ -33,7 +33,7 @@ def check_outputs(unit: UnitBase, output: Any, context: Context) -> None:
     """
     if not unit.drops_after_forward:
         return
-    dropped = [group for group in unit.held_groups if group.weights.is_temporary]
+    dropped = [group for group in unit.held_groups if group.weights.gathers_for_use]
     if not dropped:
         return
     for tensor in tensors_within(output):

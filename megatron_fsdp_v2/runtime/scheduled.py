@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from megatron_fsdp_v2.params.formats import WeightUse
 from megatron_fsdp_v2.runtime.end_of_backward import end_scheduled, reduce_in_order, repair
 from megatron_fsdp_v2.runtime.fsdp_module import named_units, unit_of
 from megatron_fsdp_v2.runtime.unit_checks import check_has_values
@@ -187,7 +188,7 @@ class ScheduledUnits:
         context = unit.context
         unit.num_users += 1
         context.gathers.before_use(unit)
-        unit.unshard(async_op=False)
+        unit.unshard(WeightUse.BOTH, async_op=False)
         unit.wait_for_unshard()
         # A prefetch is for the use that came next in the last step, forward or backward.
         context.gathers.in_schedule(unit)

@@ -17,6 +17,7 @@ from megatron_fsdp_v2.params.autograd import (
     watch_inputs,
     watch_outputs,
 )
+from megatron_fsdp_v2.params.formats import WeightUse
 from megatron_fsdp_v2.runtime.end_of_backward import (
     EndOfBackward,
     finish_ordered_reductions,
@@ -71,9 +72,11 @@ class Unit(UnitBase):
     # -- weights ------------------------------------------------------------------------------
 
     @override
-    def unshard(self, *, async_op: bool) -> None:
-        """Gather weights, after bringing them up to date outside of a backward. Collective."""
+    def unshard(self, uses: WeightUse, *, async_op: bool) -> None:
+        """See `UnitBase.unshard`."""
         if self._is_unsharded:
+            if not self._has_one_payload:
+                self._unshard_more(uses, async_op=async_op)
             return
         with self._range("unshard"):
             if not self.context.is_checked:
@@ -83,12 +86,23 @@ class Unit(UnitBase):
             weight_version, in_forward = self.context.weight_version, not in_backward()
             for index, group in enumerate(self.held_groups):
                 try:
-                    group.unshard(weight_version, in_forward=in_forward, async_op=async_op)
+                    group.unshard(uses, weight_version, in_forward=in_forward, async_op=async_op)
                 except Exception:
                     for held in self.held_groups[:index]:
                         held.reshard()
                     raise
             self._is_unsharded = True
+
+    def _unshard_more(self, uses: WeightUse, *, async_op: bool) -> None:
+        """Gather what lacks for these uses of a unit that is gathered for others."""
+        lacking = [group for group in self.held_groups if group.weights.lacks(uses)]
+        if not lacking:
+            return
+        with self._range("unshard"):
+            if self.context.options.check_ranks is CheckRanks.ALWAYS:
+                compare_unit(self.context, self, "gather")
+            for group in lacking:
+                group.weights.gather(uses, async_op=async_op)
 
     # -- forward ------------------------------------------------------------------------------
 
@@ -102,10 +116,11 @@ class Unit(UnitBase):
                 self.move(Phase.FORWARD)
             self.context.gathers.before_use(self)
             if recomputes:
+                self.is_recomputed = self._was_recomputed = True
                 self.context.recompute(self)
             else:
                 self.reshard_if_replaced()
-            self.unshard(async_op=False)
+            self.unshard(WeightUse.FORWARD, async_op=False)
             self.wait_for_unshard()
             if not recomputes:
                 self.context.gathers.in_forward(self, self.forward_prefetch)
@@ -277,9 +292,10 @@ class Unit(UnitBase):
             if not use.tells_its_end:
                 context.note_nearly_over(use)
             self._has_pending_reduction = True
+            self.is_recomputed, self._was_recomputed = self._was_recomputed, False
             context.forget_recomputed(self)
             context.gathers.before_use(self)
-            self.unshard(async_op=False)
+            self.unshard(WeightUse.BACKWARD, async_op=False)
             self.wait_for_unshard()
             context.gathers.in_backward(self, self.backward_prefetch)
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from megatron_fsdp_v2.params.autograd import cast_floats, in_backward
+from megatron_fsdp_v2.params.formats import WeightUse
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -77,6 +78,7 @@ class UnitBase(ABC):
         unset: Names of parameters and buffers that had no values when it was made, and how to
             look each one up.
         num_users: Forwards and backwards that a schedule says are using it.
+        is_recomputed: Whether its forward ran again in the latest backward.
         ranges: Makes a profiler range of a name, or None for no ranges.
     """
 
@@ -113,7 +115,10 @@ class UnitBase(ABC):
         self.unset: Sequence[tuple[str, Callable[[], torch.Tensor | None]]] = ()
         self.num_users = 0
         self.ranges: Callable[[str], AbstractContextManager[Any]] | None = None
+        self.is_recomputed = False
+        self._was_recomputed = False
         self._is_unsharded = False
+        self._has_one_payload = all(group.weights.has_one_payload for group in self.held_groups)
         # Forwards whose backward is still to come; some may never come.
         self._num_awaited = 0
         self._has_pending_reduction = False
@@ -188,16 +193,25 @@ class UnitBase(ABC):
     # -- weights ------------------------------------------------------------------------------
 
     @abstractmethod
-    def unshard(self, *, async_op: bool) -> None:
-        """Gather weights, after bringing them up to date outside of a backward. Collective."""
+    def unshard(self, uses: WeightUse, *, async_op: bool) -> None:
+        """Gather weights, after bringing them up to date outside of a backward. Collective.
+
+        Args:
+            uses: What they are to be used for.
+            async_op: Whether to return before they are there.
+        """
 
     def prefetch(self) -> None:
         """Start gathering ahead of use, unless what is live is in the way; then use gathers."""
-        if self._is_unsharded:
+        if self._is_unsharded and self._has_one_payload:
             return
+        uses = WeightUse.FORWARD
+        if in_backward():
+            # What is recomputed is so before anything else.
+            uses = WeightUse.BOTH if self.is_recomputed else WeightUse.BACKWARD
         # All are asked: each one that has no room is noted for the next plan.
-        if all([group.weights.is_held or group.weights.has_room() for group in self.held_groups]):
-            self.unshard(async_op=True)
+        if all([group.weights.has_room(uses) for group in self.held_groups]):
+            self.unshard(uses, async_op=True)
 
     def wait_for_unshard(self) -> None:
         """Have gathered weights in place and installed on the modules."""

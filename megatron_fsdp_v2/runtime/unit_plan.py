@@ -175,6 +175,9 @@ def _make_groups(
     )
     made = []
     for number, ((spec, _), members, layout) in enumerate(buffers):
+        problem = spec.format_type.problem(spec.dtypes, spec.placements)
+        if problem is not None:
+            raise ValueError(f"parameter {members[0].name}: {problem}")
         group = ParameterGroup(
             f"{class_names(plan.modules)}/{number}",
             members,

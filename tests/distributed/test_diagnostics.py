@@ -375,7 +375,7 @@ def test_bytes_of_the_summary_are_those_of_real_storages(
         for module in [model, *model.blocks]:
             for group in unit_of(module).groups:
                 main, own = group.main_weight.tensor, group.model_weight.tensor
-                gathered = group.weights._temporary
+                gathered = group.weights.temporaries().get("model_weight")
                 buffers = [gathered]
                 if group.grads is not None:
                     grads = group.grads.buffers

@@ -94,7 +94,8 @@ def test_tracking_changes_no_bit_and_leaves_nothing_in_the_units() -> None:
             with tracker:
                 losses.append(_step(model, optimizer))
         results.append([*losses, *shards_of(model)])
-    left = [type(unit_of(m).groups[0].weights._temporary).__name__ for m in [*model.blocks, model]]
+    weights = [unit_of(m).groups[0].weights for m in [*model.blocks, model]]
+    left = [type(each.temporaries()["model_weight"]).__name__ for each in weights]
     left += [unit_of(m).ranges for m in model.blocks] + [unit_of(model).context.reductions.ranges]
     assert all(map(torch.equal, *results))
     assert set(left) == {"ResizedBuffer", None}

@@ -396,7 +396,7 @@ def bytes_by_role(groups: list[Any], optimizer: torch.optim.Optimizer) -> dict[s
         found["main_weight"] += nbytes(group.main_weight.tensor)
         if group.model_weight is not group.main_weight:
             found["model_weight"] += nbytes(group.model_weight.tensor)
-        if group.weights.is_temporary:
+        if group.weights.gathers_for_use:
             found["gathered"] += nbytes(group.weights.gathered.tensor)
         if group.grads is None:
             continue

@@ -17,6 +17,7 @@ from megatron_fsdp_v2.comm.interface import Collective
 from megatron_fsdp_v2.comm.streams import StreamCommunicator
 from megatron_fsdp_v2.diagnostics.stream_safety import Fault, Recording, record_streams
 from megatron_fsdp_v2.diagnostics.stream_safety.schedule import Free
+from megatron_fsdp_v2.params.formats import WeightUse
 from megatron_fsdp_v2.runtime.fsdp_module import unit_of
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import BF16, STRATEGIES, on_mesh, shards_of, strategies_on, wrap
@@ -369,7 +370,7 @@ def faults_found(fault: str) -> list[tuple[str, str, str]]:
             optimizer.zero_grad(set_to_none=False)
             model(torch.randn(4, 5)).square().mean().backward()
             if fault == "gathered weights freed early":
-                unit_of(model.blocks[1]).unshard(async_op=True)
+                unit_of(model.blocks[1]).unshard(WeightUse.BOTH, async_op=True)
                 unit_of(model.blocks[1]).groups[0].weights.release()
                 unit_of(model.blocks[1]).reshard()
             optimizer.step()

@@ -5,7 +5,7 @@ What an adapter writes for a real format, with nothing of a library in it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +15,9 @@ from torch.utils._pytree import tree_map_only
 
 from megatron_fsdp_v2.comm.interface import Axis
 from megatron_fsdp_v2.layout.mixed_precision import GroupDtypes
+from megatron_fsdp_v2.layout.placement import AxisPlacements
 from megatron_fsdp_v2.params.buffer import DataParallelBuffer
+from megatron_fsdp_v2.params.formats import WeightUse
 
 LARGEST = 448.0
 """Of `float8_e4m3fn`."""
@@ -88,6 +90,8 @@ class ScaledFloat8Format:
 
     own_attributes: ClassVar[frozenset[str]] = frozenset({"payload", "scale"})
     communicates: ClassVar[bool] = True
+    payloads: ClassVar[Mapping[str, WeightUse]] = {"model_weight": WeightUse.BOTH}
+    prepares: ClassVar[bool] = False
 
     def __init__(self, dtypes: GroupDtypes) -> None:
         del dtypes
@@ -108,21 +112,38 @@ class ScaledFloat8Format:
         assert isinstance(param, ScaledFloat8)
         return param.numbers()
 
-    def bind(self, view: torch.Tensor, index: int, like: torch.Tensor) -> torch.Tensor:
+    def bind(self, views: Sequence[torch.Tensor], index: int, like: torch.Tensor) -> torch.Tensor:
         assert index == len(self._scales) and isinstance(like, ScaledFloat8)
         self._scales.append(like.scale.clone())
-        return ScaledFloat8(view, self._scales[index])
+        return ScaledFloat8(views[0], self._scales[index])
 
-    def memory(self, bound: torch.Tensor) -> torch.Tensor:
+    @staticmethod
+    def problem(dtypes: GroupDtypes, placements: Sequence[AxisPlacements]) -> str | None:
+        del dtypes, placements
+        return None
+
+    def adopt(self, params: Sequence[torch.Tensor]) -> None:
+        pass
+
+    def memory(self, bound: torch.Tensor, index: int) -> Sequence[torch.Tensor]:
+        del index
         assert isinstance(bound, ScaledFloat8)
-        return bound.payload
+        return [bound.payload]
 
-    def write(self, main: DataParallelBuffer, payload: torch.Tensor, axes: Sequence[Axis]) -> None:
+    def prepare(self, uses: WeightUse) -> None:
+        pass
+
+    def forget(self) -> None:
+        pass
+
+    def write(
+        self, main: DataParallelBuffer, payloads: Sequence[torch.Tensor], axes: Sequence[Axis]
+    ) -> None:
         rows = [main.view(index) for index in range(len(self._scales))]
         largest = torch.stack([r.abs().max() if r.numel() else r.new_zeros(()) for r in rows])
         for axis in axes:
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=axis.group)
-        written = DataParallelBuffer(main.layout, main.span, payload)
+        written = DataParallelBuffer(main.layout, main.span, payloads[0])
         for index, (mine, scale) in enumerate(zip(rows, scale_of(largest), strict=True)):
             self._scales[index].copy_(scale)
             written.view(index).copy_(mine / scale)

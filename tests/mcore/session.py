@@ -65,7 +65,7 @@ def train(
             built, which Megatron has no flag for.
         exact_norms: Add up norms of gradients in fp64, where the order of the terms does not show.
     """
-    modules = enter_rehearsal(impl_of(flags))
+    modules = enter_rehearsal(impl_of(flags), flags)
     result = Training()
     argv, patches = sys.argv, modules["Patches"]()
     _watch(patches, modules["training"], result, probe)
@@ -184,14 +184,20 @@ def impl_of(flags: Sequence[str]) -> str:
     return named[-1] if named else "local"
 
 
-def enter_rehearsal(impl: str = "local") -> dict[str, Any]:
+def enter_rehearsal(impl: str = "local", flags: Sequence[str] = ()) -> dict[str, Any]:
     """Make this rank rehearse, for good; return the parts of Megatron that `train` uses.
 
     Args:
         impl: Whose layers. Megatron looks for Transformer Engine once per process: a pool whose
             ranks have it trains nothing else.
+        flags: Of a training; some decide which GPU is rehearsed, and a process rehearses one.
     """
-    assert _MODULES.get("impl", impl) == impl, f"this pool is for {_MODULES['impl']}"
+    from megatron_fsdp_v2_mcore.rehearsal.flags import cpu_capability
+
+    recipe = [*flags, "--fp8-recipe", "delayed"]
+    recipe = recipe[recipe.index("--fp8-recipe") :][:2]
+    kind = f"{impl} {cpu_capability(recipe)}"
+    assert _MODULES.get("kind", kind) == kind, f"this pool is for {_MODULES['kind']}"
     if not _MODULES:
         os.environ["MEGATRON_LOGGING_LEVEL"] = "40"
         # Megatron's torch_dist checkpoints start processes, which daemons may not.
@@ -200,14 +206,14 @@ def enter_rehearsal(impl: str = "local") -> dict[str, Any]:
         from megatron_fsdp_v2_mcore.patching import Patches
         from megatron_fsdp_v2_mcore.rehearsal.flags import cpu_environment, with_cpu_flags
 
-        _STACK.enter_context(rehearsal.rehearse(["--transformer-impl", impl]))
+        _STACK.enter_context(rehearsal.rehearse(["--transformer-impl", impl, *recipe[:2]]))
         from megatron.training import training
 
         from megatron_fsdp_v2_mcore.pretrain_gpt import gpt
 
         _remember_help_texts()
         _MODULES.update(
-            impl=impl,
+            kind=kind,
             training=training,
             gpt=gpt,
             with_cpu_flags=with_cpu_flags,
@@ -268,6 +274,10 @@ def _tear_down() -> None:
     for child in multiprocessing.active_children():
         child.terminate()
         child.join()
+    quantization = sys.modules.get("transformer_engine.pytorch.quantization")
+    if quantization is not None:
+        # Amaxes of modules that are gone would be reduced with those of the next training.
+        quantization.FP8GlobalStateManager.reset()
     end_groups(mpu)
 
 

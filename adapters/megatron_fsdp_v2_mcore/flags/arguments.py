@@ -115,7 +115,6 @@ UNSUPPORTED: tuple[UnsupportedFlag, ...] = (
         "--use-precision-aware-optimizer",
         "the optimizer reads param.grad, not a decoupled gradient",
     ),
-    UnsupportedFlag("fp8", "--fp8-format", "quantized parameters are not built yet"),
     UnsupportedFlag("fp4", "--fp4-format", "quantized parameters are not built yet"),
     UnsupportedFlag(
         "cuda_graph_impl",

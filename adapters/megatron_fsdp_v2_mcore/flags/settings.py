@@ -218,7 +218,12 @@ FIELDS: tuple[FieldRule, ...] = (
         "use --megatron-fsdp-main-grads-dtype fp32 for all parameters instead",
         argument="ddp_param_name_patterns_for_fp32_local_accumulation",
     ),
-    _rejected("fp8_param_gather", "--fp8-param-gather", "quantized parameters are not built yet"),
+    _supported(
+        "fp8_param_gather",
+        "--fp8-param-gather",
+        "weights are quantized from fp32 main weights once a step, each rank its rows with the "
+        "scales of whole weights, and gathered as bytes",
+    ),
     _rejected("fp4_param_gather", "--fp4-param-gather", "quantized parameters are not built yet"),
     _rejected(
         "keep_fp8_transpose_cache",

@@ -19,6 +19,7 @@ from torch import nn
 from megatron_fsdp_v2._text import listed
 from megatron_fsdp_v2.comm.interface import Axis
 from megatron_fsdp_v2.layout.placement import Placement
+from megatron_fsdp_v2.params.formats import WeightUse
 from megatron_fsdp_v2.params.group import ParameterGroup
 from megatron_fsdp_v2.runtime.fsdp_module import make_idle, named_units
 
@@ -74,7 +75,7 @@ def compare(chunks: Iterable[nn.Module]) -> None:
         make_idle(chunk)
         for _, unit in named_units(chunk):
             was_gathered = unit.is_unsharded
-            unit.unshard(async_op=False)
+            unit.unshard(WeightUse.BOTH, async_op=False)
             unit.wait_for_unshard()
             for group in unit.groups:
                 _hash_group(group, columns)

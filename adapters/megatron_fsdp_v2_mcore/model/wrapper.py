@@ -28,6 +28,7 @@ from megatron_fsdp_v2_mcore.flags.arguments import reject_model_options
 from megatron_fsdp_v2_mcore.flags.errors import FlagError
 from megatron_fsdp_v2_mcore.flags.options import Options
 from megatron_fsdp_v2_mcore.flags.settings import ShardingSettings, notices, sharding_settings
+from megatron_fsdp_v2_mcore.formats import register_formats
 from megatron_fsdp_v2_mcore.model.initialize import initializer
 from megatron_fsdp_v2_mcore.model.mamba_parameters import follow_parameters
 from megatron_fsdp_v2_mcore.model.meshes import Meshes, dense_meshes, expert_meshes, gather_groups
@@ -116,6 +117,8 @@ class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
         if any(is_expert(param) for param in module.parameters()):
             self._expert = expert_meshes(groups, device_type, is_hybrid=hybrid)
         follow_parameters(module)
+        if getattr(config, "fp8", None):
+            register_formats()
         apart = self.options.gathers_apart
         self._gather_groups = gather_groups(groups, self._dense, self._expert, are_made=apart)
         self._shard_units(tuple(fsdp_unit_modules or UNIT_CLASSES))

@@ -1,0 +1,181 @@
+"""What the formats of Transformer Engine's quantized tensors have in common.
+
+Bytes are quantized from the rows of the main weights that a rank has, by Transformer Engine's own
+`quantize_master_weights`: it reduces what scales are made of over the ranks, so that the bytes of
+all ranks together are those of the whole weight, quantized. Scales are whole on every rank.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from transformer_engine.pytorch.tensor.utils import quantize_master_weights
+
+from megatron_fsdp_v2.layout.placement import Placement
+from megatron_fsdp_v2.params.buffer import DataParallelBuffer
+from megatron_fsdp_v2.params.formats import WeightUse
+
+if TYPE_CHECKING:
+    from megatron_fsdp_v2.comm.interface import Axis
+    from megatron_fsdp_v2.layout.mixed_precision import GroupDtypes
+    from megatron_fsdp_v2.layout.placement import AxisPlacements
+
+__all__ = ["QuantizedFormat"]
+
+_OWN_ATTRIBUTES = """
+_columnwise_data _columnwise_scale_inv _data _dtype _fp8_dtype _high_precision_init_val
+_is_2D_scaled _is_param _quantizer _requires_grad _rowwise_data _rowwise_scale_inv _scale_inv
+_transpose _transpose_invalid _with_gemm_swizzled_scales clear_high_precision_init_val
+get_high_precision_init_val
+"""
+
+
+class QuantizedFormat(ABC):
+    """See `WeightFormat`. Main weights are the high-precision values.
+
+    Attributes:
+        keeps_transposes: Whether transposes that modules make of gathered weights outlive these, to
+            be used again until the weights change.
+    """
+
+    own_attributes: ClassVar[frozenset[str]] = frozenset(_OWN_ATTRIBUTES.split())
+    communicates: ClassVar[bool] = True
+    payloads: ClassVar[Mapping[str, WeightUse]] = MappingProxyType({"fp8_weight": WeightUse.BOTH})
+    prepares: ClassVar[bool] = True
+    payload_dtype: torch.dtype = torch.uint8
+    tensor_class: ClassVar[Any]
+
+    def __init__(self, dtypes: GroupDtypes) -> None:
+        del dtypes
+        self.keeps_transposes = False
+        self._params: Sequence[Any] = []
+        self._views: list[Sequence[torch.Tensor]] = []
+
+    @classmethod
+    def takes(cls, param: torch.Tensor) -> bool:
+        """Whether it is of this class of quantized tensors."""
+        return isinstance(param, cls.tensor_class)
+
+    @staticmethod
+    def itemsize(dtypes: GroupDtypes) -> int:
+        """One byte, of FP8."""
+        del dtypes
+        return 1
+
+    @staticmethod
+    def problem(dtypes: GroupDtypes, placements: Sequence[AxisPlacements]) -> str | None:
+        """Why such parameters cannot be sharded so, or None."""
+        if dtypes.main_weight.itemsize < 4:
+            return (
+                f"a quantized weight needs main weights of fp32, not {dtypes.main_weight}: what "
+                "the optimizer adds would be lost when they are quantized again; set "
+                "MixedPrecisionPolicy(main_params_dtype=torch.float32) "
+                "(--megatron-fsdp-main-params-dtype fp32)"
+            )
+        if sum(p.main_weight is Placement.SHARD for p in placements) > 1:
+            return (
+                "a quantized weight cannot be sharded along two axes (HFSDP): its scales are "
+                "reduced in one process group; use no_shard for the outer axis"
+            )
+        return None
+
+    @staticmethod
+    def values(param: torch.Tensor) -> torch.Tensor:
+        """The values it was quantized from, where the module kept them; else what it stands for."""
+        kept = getattr(param, "get_high_precision_init_val", None)
+        values = None if kept is None else kept()
+        if values is None:
+            values = param.dequantize()
+        return values.to(param.device)
+
+    def bind(self, views: Sequence[torch.Tensor], index: int, like: Any) -> torch.Tensor:
+        """A quantized tensor of the same class over the gathered bytes, with scales of its own."""
+        assert index == len(self._views)
+        self._views.append(views)
+        metadata = self._over(like.get_metadata(), views, like)
+        device = views[0].device
+        made: torch.Tensor = self.tensor_class(
+            shape=like.shape, dtype=like.dtype, device=device, **metadata
+        )
+        return made
+
+    def adopt(self, params: Sequence[torch.Tensor]) -> None:
+        """See `WeightFormat.adopt`."""
+        self._params = params
+
+    def memory(self, bound: torch.Tensor, index: int) -> Sequence[torch.Tensor]:
+        """The views themselves: quantized tensors hold them and have no memory of their own."""
+        del bound
+        return self._views[index]
+
+    def write(
+        self, main: DataParallelBuffer, payloads: Sequence[torch.Tensor], axes: Sequence[Axis]
+    ) -> None:
+        """Quantize this rank's rows with the scales of whole weights."""
+        written = [DataParallelBuffer(main.layout, main.span, payload) for payload in payloads]
+        masters: list[torch.Tensor | None] = []
+        starts: list[int | None] = []
+        fragments: list[Any] = []
+        for index, param in enumerate(self._params):
+            # Modules may have taken out what they did not need.
+            self._present(index, param, WeightUse.BOTH)
+            first, last = main.rows(index)
+            if first == last:
+                masters.append(None)
+                starts.append(None)
+                fragments.append(None)
+                continue
+            masters.append(main.view(index).reshape(-1))
+            starts.append(first * main.layout.slots[index].row_numel)
+            parts = [buffer.view(index).reshape(-1) for buffer in written]
+            fragments.append(parts if len(parts) > 1 else parts[0])
+        with torch.no_grad():
+            quantize_master_weights(
+                list(self._params),
+                masters,
+                starts,
+                axes[-1].group,
+                fragments,
+                # Modules make what they need of gathered bytes when they need it.
+                manual_post_all_gather_processing=True,
+            )
+            for param in self._params:
+                self._drop_derived(param)
+
+    def prepare(self, uses: WeightUse) -> None:
+        """Put the gathered bytes back where a module took them out, as far as they are there."""
+        for index, param in enumerate(self._params):
+            self._present(index, param, uses)
+
+    def forget(self) -> None:
+        """Drop transposes, unless they are to be kept until the weights change."""
+        if not self.keeps_transposes:
+            for param in self._params:
+                self._drop_derived(param)
+
+    # -- what differs -------------------------------------------------------------------------
+
+    @abstractmethod
+    def _over(
+        self, metadata: dict[str, Any], views: Sequence[torch.Tensor], like: Any
+    ) -> dict[str, Any]:
+        """Arguments of a tensor's class for one over other bytes.
+
+        Args:
+            metadata: Those of `like`.
+            views: The bytes.
+            like: What was given to `fully_shard`.
+        """
+
+    @abstractmethod
+    def _present(self, index: int, param: Any, uses: WeightUse) -> None:
+        """Have a parameter's bytes and scales be there for these uses, and no others."""
+
+    @staticmethod
+    @abstractmethod
+    def _drop_derived(param: Any) -> None:
+        """Drop what a module made of gathered bytes."""

@@ -1,0 +1,124 @@
+"""What ranks do with quantized modules of Transformer Engine, without Megatron."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from megatron_fsdp_v2 import MixedPrecisionPolicy, fully_shard
+from megatron_fsdp_v2_mcore.formats import register_formats
+from tests.mcore.session import enter_rehearsal
+
+POLICY = MixedPrecisionPolicy(main_params_dtype=torch.float32, main_grads_dtype=torch.float32)
+SIZES = (256, 384, 320)
+
+
+def recipe_of(name: str) -> Any:
+    """A recipe by the name that Megatron's `--fp8-recipe` has for it."""
+    from transformer_engine.common import recipe
+
+    made = {
+        "delayed": recipe.DelayedScaling,
+        "tensorwise": recipe.Float8CurrentScaling,
+        "blockwise": recipe.Float8BlockScaling,
+        "mxfp8": recipe.MXFP8BlockScaling,
+    }
+    return made[name]()
+
+
+def enter(recipe: str) -> Any:
+    """Make this rank rehearse with the kernels a recipe needs; return Transformer Engine."""
+    enter_rehearsal("transformer_engine", ["--fp8-recipe", recipe] if recipe == "mxfp8" else [])
+    import transformer_engine.pytorch as te
+
+    assert register_formats()
+    return te
+
+
+def layers(te: Any, recipe: str, *, quantized: bool = True) -> nn.Sequential:
+    """Three linear layers, the first and last of other heights than blocks have."""
+    torch.manual_seed(0)
+    shapes = zip(SIZES, (*SIZES[1:], 128), strict=True)
+    kept = {"preserve_high_precision_init_val": True} if quantized else {}
+    with te.quantized_model_init(enabled=quantized, recipe=recipe_of(recipe), **kept):
+        return nn.Sequential(
+            *(
+                te.Linear(
+                    inner,
+                    outer,
+                    bias=outer != 320,
+                    params_dtype=torch.bfloat16,
+                    fuse_wgrad_accumulation=True,
+                    device="cpu",
+                )
+                for inner, outer in shapes
+            )
+        )
+
+
+def sharded(model: nn.Sequential, strategy: str, **options: Any) -> nn.Sequential:
+    """Every layer as a unit, and the model."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    for layer in [*model, model]:
+        fully_shard(layer, mesh=mesh, sharding_strategy=strategy, mp_policy=POLICY, **options)
+    return model
+
+
+def step(te: Any, model: nn.Sequential, recipe: str, seed: int = 0) -> torch.Tensor:
+    """Forward and backward of this rank's batch; return the loss."""
+    generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
+    inputs = torch.randn(32, SIZES[0], generator=generator).bfloat16()
+    with te.autocast(enabled=True, recipe=recipe_of(recipe)):
+        loss = model(inputs).float().square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+FIELDS = {
+    "Float8Tensor": ("_data", "_scale_inv"),
+    "Float8BlockwiseQTensor": ("_rowwise_data", "_rowwise_scale_inv"),
+    "MXFP8Tensor": (
+        "_rowwise_data",
+        "_rowwise_scale_inv",
+        "_columnwise_data",
+        "_columnwise_scale_inv",
+    ),
+}
+
+
+def bytes_differ(recipe: str, strategy: str, num_steps: int) -> list[str]:
+    """Train, then gather: which fields are not those of whole main weights that are quantized."""
+    te = enter(recipe)
+    model = sharded(layers(te, recipe), strategy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for seed in range(num_steps):
+        step(te, model, recipe, seed)
+        optimizer.step()
+        optimizer.zero_grad()
+    whole = [layer.weight.full_tensor() for layer in model]
+    found = []
+    for index, layer in enumerate(model):
+        layer.unshard()
+        weight: Any = layer.weight
+        name = next(base.__name__ for base in type(weight).__mro__ if base.__name__ in FIELDS)
+        quantizer = weight._quantizer.copy()
+        quantizer.set_usage(rowwise=True, columnwise=True)
+        if recipe == "delayed":
+            # What was quantized last was so with the scale of then.
+            quantizer.scale = weight._scale_inv.reciprocal().view(1)
+            quantizer.amax = torch.zeros(1)
+        expected = quantizer(whole[index].bfloat16())
+        for field in FIELDS[name]:
+            mine, theirs = getattr(weight, field), getattr(expected, field)
+            if not torch.equal(_unpadded(mine, theirs), theirs):
+                found.append(f"{index} {field}")
+        layer.reshard()
+    return found
+
+
+def _unpadded(mine: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
+    return mine.reshape(theirs.shape) if mine.numel() == theirs.numel() else mine

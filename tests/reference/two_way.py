@@ -1,0 +1,146 @@
+"""A weight format with two payloads: one that a forward computes with, one for a backward.
+
+Forward: bf16. Backward: fp16. Both travel as 16-bit integers, so that neither can stand in for the
+other, and a module that computes with what was not gathered computes with zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from megatron_fsdp_v2.comm.interface import Axis
+from megatron_fsdp_v2.layout.mixed_precision import GroupDtypes
+from megatron_fsdp_v2.layout.placement import AxisPlacements
+from megatron_fsdp_v2.params.buffer import DataParallelBuffer
+from megatron_fsdp_v2.params.formats import WeightUse
+
+FORMS = (torch.bfloat16, torch.float16)
+
+
+class TwoWay(torch.Tensor):
+    """A weight in two forms, of 16-bit integers each; None for one that is not there."""
+
+    forms: list[torch.Tensor | None]
+
+    @staticmethod
+    def __new__(cls, forms: Sequence[torch.Tensor | None], shape: Sequence[int]) -> TwoWay:
+        made = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=torch.float32)  # type: ignore[attr-defined]
+        made.forms = list(forms)
+        return made  # type: ignore[no-any-return]
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        raise NotImplementedError
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"TwoWay({tuple(self.shape)})"
+
+    def numbers(self, way: int) -> torch.Tensor:
+        """What a forward (0) or a backward (1) computes with, in fp32."""
+        form = self.forms[way]
+        assert form is not None, f"the form for use {way} is not there"
+        return form.view(FORMS[way]).float()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types, kwargs
+        assert func is torch.ops.aten.detach.default, f"{func} of a weight in two forms"
+        return TwoWay(args[0].forms, args[0].shape)
+
+
+def in_two_ways(weight: torch.Tensor) -> TwoWay:
+    """A whole weight in this format."""
+    return TwoWay([weight.detach().to(form).view(torch.int16) for form in FORMS], weight.shape)
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: TwoWay) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.numbers(0).t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        return grad @ weight.numbers(1), grad.flatten(0, -2).t() @ x.flatten(0, -2)
+
+
+class TwoWayLinear(nn.Module):
+    """A linear layer of such a weight, without bias."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(in_two_ways(weight))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """See `_Product`."""
+        return _Product.apply(x, self.weight)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class TwoWayFormat:
+    """See `WeightFormat`."""
+
+    own_attributes: ClassVar[frozenset[str]] = frozenset({"forms"})
+    communicates: ClassVar[bool] = False
+    payloads: ClassVar[Mapping[str, WeightUse]] = {
+        "for_forward": WeightUse.FORWARD,
+        "for_backward": WeightUse.BACKWARD,
+    }
+    prepares: ClassVar[bool] = True
+
+    def __init__(self, dtypes: GroupDtypes) -> None:
+        del dtypes
+        self.payload_dtype = torch.int16
+        self._views: list[Sequence[torch.Tensor]] = []
+        self._params: Sequence[Any] = []
+
+    @staticmethod
+    def takes(param: torch.Tensor) -> bool:
+        return isinstance(param, TwoWay)
+
+    @staticmethod
+    def itemsize(dtypes: GroupDtypes) -> int:
+        del dtypes
+        return 2
+
+    @staticmethod
+    def problem(dtypes: GroupDtypes, placements: Sequence[AxisPlacements]) -> str | None:
+        del dtypes, placements
+        return None
+
+    @staticmethod
+    def values(param: torch.Tensor) -> torch.Tensor:
+        assert isinstance(param, TwoWay)
+        return param.numbers(0)
+
+    def bind(self, views: Sequence[torch.Tensor], index: int, like: torch.Tensor) -> torch.Tensor:
+        assert index == len(self._views)
+        self._views.append(views)
+        return TwoWay(views, like.shape)
+
+    def adopt(self, params: Sequence[torch.Tensor]) -> None:
+        self._params = params
+
+    def memory(self, bound: torch.Tensor, index: int) -> Sequence[torch.Tensor]:
+        del bound
+        return self._views[index]
+
+    def prepare(self, uses: WeightUse) -> None:
+        wanted = [bool(uses & use) for use in self.payloads.values()]
+        for param, views in zip(self._params, self._views, strict=True):
+            for way, view in enumerate(views):
+                param.forms[way] = view if wanted[way] else None
+
+    def forget(self) -> None:
+        for param in self._params:
+            param.forms[:] = [None, None]
+
+    def write(
+        self, main: DataParallelBuffer, payloads: Sequence[torch.Tensor], axes: Sequence[Axis]
+    ) -> None:
+        del axes
+        for payload, form in zip(payloads, FORMS, strict=True):
+            payload.copy_(main.tensor.to(form).view(torch.int16))

@@ -177,4 +177,5 @@ def memory_tracker(
             max_live_grad_buffers=context.reductions.max_live_grad_buffers,
             is_reduction_async=context.options.enable_async_reduce_grad,
             accumulates=watch.accumulates,
+            has_gradients=watch.has_gradients,
         )

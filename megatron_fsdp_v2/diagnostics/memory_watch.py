@@ -106,6 +106,7 @@ class MemoryWatch(TorchDispatchMode):
         host_ledger: Likewise.
         device: Whose memory is looked at.
         accumulates: Whether a forward began with gradients that were not synchronized.
+        has_gradients: Whether a forward began with main gradients that were set.
     """
 
     def __init__(
@@ -125,11 +126,10 @@ class MemoryWatch(TorchDispatchMode):
         if not devices:
             raise ValueError(f"{type(module).__name__} has no parameters that are sharded")
         self.device = devices[0]
-        self.accumulates = False
+        self.accumulates = self.has_gradients = False
         self._known: dict[int, _Known] = {}
         self._fresh: list[int] = []
         self._resizable: dict[int, _Known] = {}
-        self._without_grad: list[tuple[str, ParameterGroup]] = []
         self._running: list[tuple[str, str]] = []
         self._scopes: list[Account] = []
         self._undo = contextlib.ExitStack()
@@ -174,10 +174,11 @@ class MemoryWatch(TorchDispatchMode):
         self._undo.callback(group.weights.replace_buffers, _unwatched_buffer)
         if group.grads is None:
             return
-        if group.grads.has_main:
-            self._book(group.grads.main.tensor, Account(Role.MAIN_GRAD, name))
-        else:
-            self._without_grad.append((name, group))
+        account = Account(Role.MAIN_GRAD, name)
+        if group.grads.main is not None:
+            self._book(group.grads.main.tensor, account)
+        told = functools.partial(self._main_has_memory, account)
+        self._undo.callback(group.grads.watch_main, group.grads.watch_main(told))
         group.grads.replace_buffers(watched)
         self._undo.callback(group.grads.replace_buffers, _unwatched_buffer)
 
@@ -226,6 +227,11 @@ class MemoryWatch(TorchDispatchMode):
             if unit.is_root and direction == "forward":
                 self._running.clear()
                 self.accumulates |= unit.context.has_unreduced
+                self.has_gradients |= any(
+                    group.grads is not None and group.grads.has_main
+                    for _, other in self._units
+                    for group in other.groups
+                )
             self._running.append((direction, name))
             self.ledger.enter(direction, name)
         other = contextlib.nullcontext() if others is None else others(phase)
@@ -325,6 +331,16 @@ class MemoryWatch(TorchDispatchMode):
                 known.ledger = self.host_ledger
                 known.ledger.add(known.account, known.nbytes)
 
+    def _main_has_memory(self, account: Account, flat: torch.Tensor) -> None:
+        """A main gradient was given memory, by the operation that was seen last."""
+        known = self._known[flat.untyped_storage()._cdata]
+        known.guess = account
+        self._settle()
+        if known.account is not None and known.account != account:
+            known.ledger.remove(known.account, known.nbytes)
+            known.account = account
+            known.ledger.add(account, known.nbytes)
+
     def claim(self, storage: torch.UntypedStorage, account: Account) -> None:
         """Operations put out views of a buffer's storage, which the buffer itself books."""
         known = self._known.get(storage._cdata)
@@ -389,19 +405,13 @@ class MemoryWatch(TorchDispatchMode):
         fresh, self._fresh = self._fresh, []
         if not fresh:
             return
-        mains = {}
-        for name, group in list(self._without_grad):
-            if group.grads is not None and group.grads.has_main:
-                storage = group.grads.main.tensor.untyped_storage()
-                mains[storage._cdata] = Account(Role.MAIN_GRAD, name)
-                self._without_grad.remove((name, group))
         for key in fresh:
             known = self._known.get(key)
             if known is not None and known.account is None:
                 storage = known.ref()
                 if storage is not None and is_storage_in_host_memory(storage):
                     known.ledger = self.host_ledger
-                known.account = mains.get(key, known.guess)
+                known.account = known.guess
                 known.ledger.add(known.account, known.nbytes)
                 if known.account.role is Role.COMMUNICATION:
                     # Emptied by hand when it was received, and freed some time later.

@@ -67,7 +67,8 @@ class GroupRow:
         main_weight_nbytes: Bytes of the main weight on this rank.
         model_weight_nbytes: Bytes of the model weight on this rank; 0 where it shares the main
             weight's storage.
-        main_grad_nbytes: Bytes of the main gradient on this rank, from the first backward on.
+        main_grad_nbytes: Bytes of the main gradient on this rank, from a reduction until gradients
+            are None.
         gathered_nbytes: Bytes of the temporary buffer of gathered weights; 0 where the model
             weight is whole.
         full_grad_nbytes: Bytes of the temporary buffers a gradient passes through: the full one,
@@ -90,8 +91,8 @@ class GroupRow:
 
     @property
     def steady_nbytes(self) -> int:
-        """Bytes on this rank between steps."""
-        return self.main_weight_nbytes + self.model_weight_nbytes + self.main_grad_nbytes
+        """Bytes on this rank between steps, when gradients are None."""
+        return self.main_weight_nbytes + self.model_weight_nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +251,8 @@ def _render(summary: GroupSummary) -> str:
 
 def _closing(summary: GroupSummary) -> list[str]:
     lines = [
-        f"At rest {_bytes(summary.steady_nbytes)} on this rank; the largest unit gathers "
+        f"At rest {_bytes(summary.steady_nbytes)} on this rank, besides "
+        f"{_bytes(summary.main_grad_nbytes)} while gradients are set; the largest unit gathers "
         f"{_bytes(summary.largest_gathered_nbytes)} and has gradient buffers of "
         f"{_bytes(summary.largest_full_grad_nbytes)}."
     ]

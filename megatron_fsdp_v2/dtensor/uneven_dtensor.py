@@ -55,6 +55,8 @@ class UnevenDTensor(AttributesAtOnce):
     """
 
     _row_shards: RowShards
+    held_memory: object = None
+    """What has to live for as long as this tensor does, of a gradient that `param.grad` shows."""
 
     @staticmethod
     def from_rows(
@@ -73,7 +75,7 @@ class UnevenDTensor(AttributesAtOnce):
             # `from_local` would copy what is offloaded to the device of the mesh.
             meta = TensorMeta(torch.Size(shape), stride, local.dtype)
             spec = DTensorSpec(mesh, row_shards.placements, tensor_meta=meta)
-            return _wrap(DTensor.__new__(DTensor, local, spec, requires_grad=False), row_shards)
+            return UnevenDTensor.from_spec(local, spec, row_shards)
         plain = DTensor.from_local(
             local,
             mesh,
@@ -83,6 +85,13 @@ class UnevenDTensor(AttributesAtOnce):
             stride=stride,
         )
         return _wrap(plain, row_shards)
+
+    @staticmethod
+    def from_spec(
+        local: torch.Tensor, spec: DTensorSpec, row_shards: RowShards
+    ) -> UnevenDTensor:
+        """`from_rows` for one more tensor like another, whose spec it shares; far cheaper."""
+        return _wrap(DTensor.__new__(DTensor, local, spec, requires_grad=False), row_shards)
 
     @property
     def row_shards(self) -> RowShards:

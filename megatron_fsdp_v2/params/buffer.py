@@ -16,7 +16,7 @@ from megatron_fsdp_v2.layout.placement import AxisPlacements, Placement
 from megatron_fsdp_v2.memory.allocator import TemporaryBuffer, alias_of
 from megatron_fsdp_v2.memory.host_memory import empty_in_host_memory
 
-__all__ = ["DataParallelBuffer", "FlatSpec", "Offload", "ShardGrid", "Span"]
+__all__ = ["DataParallelBuffer", "FlatSpec", "Offload", "ShardGrid", "Span", "place_in"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,23 +147,14 @@ class DataParallelBuffer:
 
     def rows(self, index: int) -> tuple[int, int]:
         """Rows of a parameter inside this span."""
-        layout, slot = self.layout, self.layout.slots[index]
-        first = self.span.first * layout.shard_numel
-        last = first + self.span.count * layout.shard_numel
-        start = min(max(first - slot.offset, 0), slot.numel)
-        end = min(max(last - slot.offset, 0), slot.numel)
-        return start // slot.row_numel, end // slot.row_numel
+        return _rows_in(self.layout, self.span, index)
 
     def view(self, index: int) -> torch.Tensor:
         """This span's rows of a parameter, as a view of the storage: `(rows, *shape[1:])`.
 
         Where the span is the whole buffer, that is the whole parameter.
         """
-        slot = self.layout.slots[index]
-        start, end = self.rows(index)
-        offset = slot.offset + start * slot.row_numel - self.span.first * self.layout.shard_numel
-        shape = (end - start, *slot.shape[1:])
-        offset = offset if end > start else 0
+        offset, shape = place_in(self.layout, self.span, index)
         if self._temporary is not None:
             return self._temporary.alias(offset, shape)
         return alias_of(self.tensor, offset, shape)
@@ -177,6 +168,29 @@ class DataParallelBuffer:
         """The flat part of this buffer that holds a narrower span."""
         start = (span.first - self.span.first) * self.layout.shard_numel
         return self.tensor.narrow(0, start, span.count * self.layout.shard_numel)
+
+
+def _rows_in(layout: BufferLayout, span: Span, index: int) -> tuple[int, int]:
+    slot = layout.slots[index]
+    first = span.first * layout.shard_numel
+    last = first + span.count * layout.shard_numel
+    start = min(max(first - slot.offset, 0), slot.numel)
+    end = min(max(last - slot.offset, 0), slot.numel)
+    return start // slot.row_numel, end // slot.row_numel
+
+
+def place_in(layout: BufferLayout, span: Span, index: int) -> tuple[int, tuple[int, ...]]:
+    """Where a span's rows of a parameter are in it: first element, and shape.
+
+    Args:
+        layout: Of the whole flat buffer.
+        span: The slices there are.
+        index: Which parameter.
+    """
+    slot = layout.slots[index]
+    start, end = _rows_in(layout, span, index)
+    offset = slot.offset + start * slot.row_numel - span.first * layout.shard_numel
+    return offset if end > start else 0, (end - start, *slot.shape[1:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +238,13 @@ class FlatSpec:
     def zeros(self, span: Span, dtype: torch.dtype) -> DataParallelBuffer:
         """A span with memory of its own."""
         return DataParallelBuffer.empty(self.layout, span, dtype, self.device)
+
+    def unset(self, span: Span, dtype: torch.dtype) -> DataParallelBuffer:
+        """A span with memory of its own whose content, padding too, is still to be written."""
+        numel = span.count * self.layout.shard_numel
+        return DataParallelBuffer(
+            self.layout, span, torch.empty(numel, dtype=dtype, device=self.device)
+        )
 
     def main_zeros(self, span: Span, dtype: torch.dtype) -> DataParallelBuffer:
         """A span with memory of its own, for what the optimizer reads and writes."""

@@ -3,54 +3,177 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from megatron_fsdp_v2.comm.interface import Communicator
+from megatron_fsdp_v2.dtensor.uneven_dtensor import local_of
 from megatron_fsdp_v2.layout.placement import Placement
 from megatron_fsdp_v2.memory.allocator import Allocator, BufferUse, TemporaryBuffer
-from megatron_fsdp_v2.params.buffer import DataParallelBuffer, FlatSpec
+from megatron_fsdp_v2.params.buffer import DataParallelBuffer, FlatSpec, place_in
 
-__all__ = ["GradBuffers", "MainGradient"]
+__all__ = ["GradBuffers", "GradientMemory", "MainGradient"]
+
+
+class GradientMemory:
+    """Memory of a main gradient. Every `param.grad` over it holds it, so it goes with the last.
+
+    Attributes:
+        flat: The flat tensor.
+        views: This rank's rows of every parameter; None where it has none.
+    """
+
+    __slots__ = ("__weakref__", "_shown", "flat", "views")
+
+    def __init__(self, flat: torch.Tensor, views: Sequence[torch.Tensor | None]) -> None:
+        self.flat = flat
+        self.views = views
+        self._shown: list[weakref.ref[torch.Tensor] | None] = [None] * len(views)
+
+    def show(self, index: int, grad: torch.Tensor) -> None:
+        """Take a tensor over one of the views for the gradient of that parameter; held weakly."""
+        self._shown[index] = weakref.ref(grad)
+
+    def shown(self, index: int) -> torch.Tensor | None:
+        """What was shown last, if it lives."""
+        ref = self._shown[index]
+        return None if ref is None else ref()
+
+    def owns(self, index: int, grad: torch.Tensor | None) -> bool:
+        """Whether a parameter's `grad` is the tensor shown for it, or there is nothing to show."""
+        if self.views[index] is None:
+            return True
+        return grad is not None and grad is self.shown(index)
+
+    def is_held_besides(self, grads: Sequence[torch.Tensor | None]) -> bool:
+        """Whether anybody has a tensor on it that no parameter has as its `grad`.
+
+        Args:
+            grads: Every `param.grad`.
+        """
+        shown = [self.shown(index) for index in range(len(grads))]
+        if any(mine is not None and mine is not g for mine, g in zip(shown, grads, strict=True)):
+            return True
+        tensors = [self.flat, *(view for view in self.views if view is not None)]
+        tensors += [local_of(mine) for mine in shown if mine is not None]
+        # One more reference is the storage object itself.
+        known = 1 + len({id(tensor) for tensor in tensors})
+        return int(torch._C._storage_Use_Count(self.flat.untyped_storage()._cdata)) > known
 
 
 class MainGradient:
     """The reduced gradient of a group: what every `param.grad` is a view of.
 
+    It has memory from a reduction until no `param.grad` is left that is on it, as the gradients of
+    plain parameters have: nothing here holds it between steps, so that setting gradients to None,
+    by whatever means, gives it back at once. Whoever keeps a gradient keeps the memory, and the
+    next reduction is given other memory. In host memory it stays: what a device can reach there
+    takes long to get.
+
     Attributes:
         span: Which slices are here.
         contributed: Whether this rank had a gradient in any reduction that led to it as it is.
         is_offloaded: Whether it is in host memory.
+        on_memory: Called with the flat tensor whenever it is given memory.
     """
 
-    def __init__(self, flat: FlatSpec) -> None:
+    def __init__(self, flat: FlatSpec, communicator: Communicator) -> None:
         self._flat = flat
+        self._comm = communicator
         self.span = flat.span([p.main_grad for p in flat.placements])
         self.contributed = False
         self.is_offloaded = flat.host is not None
-        self._buffer: DataParallelBuffer | None = None
+        self.on_memory: Callable[[torch.Tensor], None] | None = None
+        layout = flat.layout
+        places = [place_in(layout, self.span, index) for index in range(len(layout.slots))]
+        self._shapes = [shape for _, shape in places]
+        # Of every parameter with rows here: shape, strides, offset.
+        self._places = [
+            (shape, torch.empty(shape, device="meta").stride(), offset) if 0 not in shape else None
+            for offset, shape in places
+        ]
+        self._memory: weakref.ref[GradientMemory] | None = None
+        # While reductions are under way, and in host memory for good.
+        self._held: GradientMemory | None = None
 
     @property
-    def buffer(self) -> DataParallelBuffer:
-        """Its memory, allocated on first use and kept."""
-        if self._buffer is None:
-            self._buffer = self._flat.main_zeros(self.span, self._flat.dtypes.main_grad)
-        return self._buffer
+    def memory(self) -> GradientMemory | None:
+        """What it has now; None where there is no gradient."""
+        return None if self._memory is None else self._memory()
 
     @property
-    def is_allocated(self) -> bool:
-        """Whether it has memory, from the first reduction on."""
-        return self._buffer is not None
+    def buffer(self) -> DataParallelBuffer | None:
+        """That as a span of the flat buffer."""
+        memory = self.memory
+        if memory is None:
+            return None
+        return DataParallelBuffer(self._flat.layout, self.span, memory.flat)
+
+    def has_rows(self, index: int) -> bool:
+        """Whether rows of a parameter's gradient are here."""
+        return self._places[index] is not None
+
+    def no_rows(self, index: int) -> torch.Tensor:
+        """The gradient of a parameter without rows here, which takes no memory."""
+        device = torch.device("cpu") if self.is_offloaded else self._flat.device
+        return torch.empty(self._shapes[index], dtype=self._flat.dtypes.main_grad, device=device)
+
+    def begin(self, grads: Sequence[torch.Tensor | None]) -> GradientMemory:
+        """Have memory for a reduction, and keep it until `end`.
+
+        What somebody holds of gradients that no parameter has any more is not written, as with
+        torch's own.
+
+        Args:
+            grads: Every `param.grad`. Where there is none, all of it is about to be written;
+                where there are some, new memory is zeros.
+        """
+        memory = self.memory
+        if all(grad is None for grad in grads):
+            is_usable = self.is_offloaded and memory and not memory.is_held_besides(grads)
+            if memory is None or not is_usable:
+                memory = self._new(is_overwritten=True)
+        elif memory is None or (
+            not all(memory.owns(index, grad) for index, grad in enumerate(grads))
+            and memory.is_held_besides(grads)
+        ):
+            memory = self._new(is_overwritten=False)
+        self._held = memory
+        return memory
+
+    def _new(self, *, is_overwritten: bool) -> GradientMemory:
+        spec, dtype = self._flat, self._flat.dtypes.main_grad
+        # What is made in inference mode, by a reduction asked for there, nobody could change.
+        with torch.inference_mode(False), torch.no_grad(), self._comm.memory():
+            make = spec.unset if is_overwritten and not self.is_offloaded else spec.main_zeros
+            flat = make(self.span, dtype).tensor
+            if self.on_memory is not None:
+                self.on_memory(flat)
+            # `data`: a view with a version counter of its own, see `alias_of`.
+            views = [place and torch.as_strided(flat, *place).data for place in self._places]
+        memory = GradientMemory(flat, views)
+        self._memory = weakref.ref(memory)
+        return memory
+
+    def end(self) -> None:
+        """Reductions are over: from now on it lives for as long as a gradient does."""
+        if not self.is_offloaded:
+            self._held = None
 
     def is_unused(self) -> bool:
         """Whether it is the sum of no gradients (see `GradBuffers.fill_missing`).
 
-        Waits for the device. To be asked only where this rank had no gradient.
+        Waits for the device. To be asked only where this rank had no gradient, and before `end`.
         """
-        main = self.buffer.tensor
-        return bool(((main == 0) & main.signbit()).all())
+        memory = self.memory
+        return memory is not None and bool(((memory.flat == 0) & memory.flat.signbit()).all())
+
+    def replace_communicator(self, communicator: Communicator) -> None:
+        """Order streams by another one from now on."""
+        self._comm = communicator
 
 
 class GradBuffers:

@@ -122,7 +122,7 @@ class GroupGrads:
         self.buffers = GradBuffers(
             flat, communicator, allocator, keeps_collecting=self.accumulates_unreduced
         )
-        self._main = MainGradient(flat)
+        self._main = MainGradient(flat, communicator)
         self.param_grads = ShardedGrads(members.sharded, self._main, members.row_shards)
         self._full_state = self._partial_state = GradState.ABSENT
         self._outer_work: Work | None = None
@@ -150,19 +150,14 @@ class GroupGrads:
         return self._partial_state is GradState.ACCUMULATED
 
     @property
-    def main(self) -> DataParallelBuffer:
-        """The main gradient, allocated on first use and kept."""
+    def main(self) -> DataParallelBuffer | None:
+        """The main gradient; None where it has no memory, since every `param.grad` is None."""
         return self._main.buffer
 
     @property
     def has_main(self) -> bool:
-        """Whether the main gradient is allocated, from the first reduction on."""
-        return self._main.is_allocated
-
-    @property
-    def steady_nbytes(self) -> int:
-        """Bytes of the main gradient, 0 before the first backward."""
-        return self._main.buffer.nbytes if self._main.is_allocated else 0
+        """Whether the main gradient has memory: from a reduction until gradients are None."""
+        return self._main.memory is not None
 
     def missing_names(self) -> list[str]:
         """Names of trained parameters that no gradient arrived for since the last reduction."""
@@ -258,7 +253,7 @@ class GroupGrads:
             )
             alone = Axis(self._inner.group, 1, 0)
             kind = CollectiveKind.REDUCE_SCATTER
-            collective = Collective(kind, self.main.tensor, own, alone, CommStream.REDUCE)
+            collective = Collective(kind, self._main_tensor, own, alone, CommStream.REDUCE)
             collective = self._into_main(collective._replace(accumulate=accumulate))
             return self._comm.issue(collective, async_op=False)
         before, after = self._factors()
@@ -269,13 +264,20 @@ class GroupGrads:
         where = self._inner, CommStream.REDUCE
         if partial is None:
             collective = self._into_main(
-                Collective(self._inner_kind, self.main.tensor, terms, *where, after, accumulate)
+                Collective(self._inner_kind, self._main_tensor, terms, *where, after, accumulate)
             )
         else:
             accumulate = self.has_partial
             self._partial_state = self._moved(self._partial_state, GradState.ACCUMULATED)
             collective = Collective(self._inner_kind, partial, terms, *where, 1.0, accumulate)
         return self._comm.issue(collective, async_op=async_op)
+
+    @property
+    def _main_tensor(self) -> torch.Tensor:
+        """The main gradient, while a reduction of it is under way."""
+        memory = self._main.memory
+        assert memory is not None, self.name
+        return memory.flat
 
     def _into_main(self, collective: Collective) -> Collective:
         """A sum that ends in the main gradient: by way of the device where that is offloaded."""
@@ -297,6 +299,8 @@ class GroupGrads:
 
     def reduce_outer(self, *, async_op: bool) -> Work:
         """Issue the reduction of the partial shard along the outer axis. Collective."""
+        if not self.has_partial:
+            return DONE
         accumulate = self.param_grads.settle()
         self._outer_work = self._sum_outer(accumulate=accumulate, async_op=async_op)
         self.param_grads.install(accumulated=accumulate)
@@ -304,13 +308,12 @@ class GroupGrads:
 
     def _sum_outer(self, *, accumulate: bool, async_op: bool) -> Work:
         buffers = self.buffers
-        if buffers.partial is None or not self.has_partial:
-            return DONE
+        assert buffers.partial is not None
         self._partial_state = self._moved(self._partial_state, GradState.REDUCING)
         terms = buffers.in_comm_dtype(buffers.partial, buffers.outer_grad_comm)
         where, scale = (self._outer, CommStream.OUTER), self._factors()[1]
         collective = Collective(
-            self._outer_kind, self.main.tensor, terms, *where, scale, accumulate
+            self._outer_kind, self._main_tensor, terms, *where, scale, accumulate
         )
         return self._comm.issue(self._into_main(collective), async_op=async_op)
 
@@ -326,6 +329,7 @@ class GroupGrads:
         if self._main.is_offloaded:
             wait_for_device(self._flat.device)
         self.param_grads.drop_unused()
+        self._main.end()
 
     def _factors(self) -> tuple[float, float]:
         """What is applied to the terms, and what to their sum; `scale` is the product.
@@ -354,6 +358,7 @@ class GroupGrads:
         self._main.contributed = False
         self._full_state = self._partial_state = GradState.ABSENT
         self._outer_work = None
+        self._main.end()
         buffers.drop(*buffers.temporaries().values())
 
     # -- what others put in its place ---------------------------------------------------------
@@ -366,9 +371,21 @@ class GroupGrads:
         """Put something in the place of temporary buffers that does the same, and tells of it."""
         self.buffers.replace_buffers(replacement)
 
+    def watch_main(
+        self, watcher: Callable[[torch.Tensor], None] | None
+    ) -> Callable[[torch.Tensor], None] | None:
+        """Tell somebody whenever the main gradient is given memory; return who was told before.
+
+        Args:
+            watcher: Called with the flat tensor; None for nobody.
+        """
+        before, self._main.on_memory = self._main.on_memory, watcher
+        return before
+
     def replace_communicator(self, communicator: Communicator) -> Communicator:
         """Communicate by another one from now on; return the one until now."""
         self.buffers.replace_communicator(communicator)
+        self._main.replace_communicator(communicator)
         before, self._comm = self._comm, communicator
         return before
 

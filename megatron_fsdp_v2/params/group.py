@@ -227,7 +227,7 @@ class ParameterGroup:
 
     @property
     def main_grad(self) -> DataParallelBuffer | None:
-        """The reduced gradient; `None` for frozen parameters."""
+        """The reduced gradient; None where no parameter has one, and so none of them has memory."""
         return None if self.grads is None else self.grads.main
 
     # -- weights ------------------------------------------------------------------------------

@@ -19,7 +19,9 @@ from megatron_fsdp_v2.dtensor.uneven_dtensor import (
 from megatron_fsdp_v2.params.parameter_hooks import has_hooks, run_hooks
 
 if TYPE_CHECKING:
-    from megatron_fsdp_v2.params.grad_buffers import MainGradient
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+    from megatron_fsdp_v2.params.grad_buffers import GradientMemory, MainGradient
 
 __all__ = ["ShardedGrads"]
 
@@ -40,40 +42,30 @@ class ShardedGrads:
         self._params = params
         self._main = main
         self._row_shards = row_shards
-        self._views: list[torch.Tensor] | None = None
-        self._dtensors: list[UnevenDTensor | None] | None = None
+        self._specs: list[DTensorSpec | None] = [None] * len(params)
         self._empty: dict[int, torch.Tensor] = {}
         self._may_be_unused = False
         # Whether reductions may have brought something since users' hooks were run.
         self._is_new = False
         self._is_certainly_new = False
 
-    @property
-    def views(self) -> list[torch.Tensor]:
-        """This rank's rows of every main gradient."""
-        if self._views is None:
-            buffer = self._main.buffer
-            self._views = [buffer.view(index) for index in range(len(self._params))]
-        return self._views
-
     def settle(self) -> bool:
-        """Bring the main gradient in line with `param.grad`.
+        """Bring the main gradient in line with `param.grad`, and give it memory.
 
         Returns:
             Whether a reduction adds to the main gradient (some `param.grad` is set) or
             overwrites it (none is).
         """
-        with plain_attributes():
-            grads = [param.grad for param in self._params]
+        grads = self.state()
+        memory = self._main.begin(grads)
         if all(grad is None for grad in grads):
             return False
-        owns = self._dtensors or [None] * len(grads)
-        for view, grad, own in zip(self.views, grads, owns, strict=True):
-            if view.numel() == 0:
+        for index, (view, grad) in enumerate(zip(memory.views, grads, strict=True)):
+            if view is None:
                 continue
             if grad is None:
                 view.zero_()
-            elif grad is not own:
+            elif not memory.owns(index, grad):
                 view.copy_(local_of(grad))
         return True
 
@@ -92,42 +84,54 @@ class ShardedGrads:
         self._is_new = True
         self._is_certainly_new |= self._main.contributed or not accumulated
         self._main.contributed = False
-        if self._dtensors is None:
-            self._dtensors = [
-                self._dtensor(index) if view.numel() else None
-                for index, view in enumerate(self.views)
-            ]
+        memory = self._main.memory
+        assert memory is not None
         with plain_attributes():
-            pairs = zip(self._params, self._dtensors, strict=True)
-            for index, (param, dtensor) in enumerate(pairs):
+            for index, param in enumerate(self._params):
                 if not param.requires_grad:
                     continue
-                if dtensor is not None:
-                    param.grad = dtensor
+                if self._main.has_rows(index):
+                    param.grad = self._shown(index, memory)
                 elif param.grad is None:
                     self._note_empty(index)
+
+    def _shown(self, index: int, memory: GradientMemory) -> torch.Tensor:
+        """The DTensor over a parameter's rows of the main gradient, which holds its memory."""
+        shown = memory.shown(index)
+        if shown is None:
+            view = memory.views[index]
+            assert view is not None
+            shown = self._dtensor(index, view)
+            shown.held_memory = memory
+            memory.show(index, shown)
+        return shown
 
     def _note_empty(self, index: int) -> None:
         """Have what communicates about gradients find one where a parameter has no rows here."""
         param = cast("UnevenDTensor", self._params[index])
         param.empty_grad = self._empty.get(index)
         if param.empty_grad is None:
-            param.empty_grad = self._empty[index] = self._dtensor(index)
+            made = self._dtensor(index, self._main.no_rows(index))
+            param.empty_grad = self._empty[index] = made
 
     def memory(self) -> list[torch.Tensor]:
         """Few tensors that hold all of every `param.grad`, and perhaps what others have left.
 
         The flat main gradient, and whatever somebody put in the place of one.
         """
-        own: Sequence[torch.Tensor | None] = self._dtensors or [None] * len(self._params)
-        grads = self.state()
+        grads, memory = self.state(), self._main.memory
+        is_own = [
+            memory is not None and memory.owns(index, grad) for index, grad in enumerate(grads)
+        ]
         found = [
             rows_of(grad)
-            for grad, mine in zip(grads, own, strict=True)
-            if grad is not None and grad is not mine
+            for grad, mine in zip(grads, is_own, strict=True)
+            if grad is not None and not mine
         ]
-        if any(grad is not None and grad is mine for grad, mine in zip(grads, own, strict=True)):
-            found.append(self._main.buffer.tensor)
+        if memory is not None and any(
+            mine and grad is not None for grad, mine in zip(grads, is_own, strict=True)
+        ):
+            found.append(memory.flat)
         return found
 
     def state(self) -> list[torch.Tensor | None]:
@@ -145,12 +149,12 @@ class ShardedGrads:
             before: What `state()` was before the last of them.
         """
         self._may_be_unused = self._is_new = self._is_certainly_new = False
-        own = self._dtensors or [None] * len(self._params)
-        for param, dtensor, grad in zip(self._params, own, before, strict=True):
+        memory = self._main.memory
+        for index, (param, grad) in enumerate(zip(self._params, before, strict=True)):
             if grad is None:
                 param.grad = None
-            elif dtensor is not None and grad is dtensor:
-                local_of(dtensor).zero_()
+            elif memory is not None and grad is memory.shown(index):
+                local_of(grad).zero_()
 
     def drop_unused(self) -> None:
         """Take gradients back that turned out to come from no rank. Reductions are done."""
@@ -177,11 +181,11 @@ class ShardedGrads:
         with plain_attributes():
             hooked = [has_hooks(param) and param.requires_grad for param in self._params]
         for index, param in itertools.compress(enumerate(self._params), hooked):
-            if self.views[index].numel():
+            if self._main.has_rows(index):
                 if param.grad is not None:
                     run_hooks(param)
                 continue
-            shown = param.grad = self._dtensor(index)
+            shown = param.grad = self._dtensor(index, self._main.no_rows(index))
             try:
                 run_hooks(param)
             finally:
@@ -190,7 +194,11 @@ class ShardedGrads:
                 if is_kept:
                     self._note_empty(index)
 
-    def _dtensor(self, index: int) -> UnevenDTensor:
-        param = cast("UnevenDTensor", self._params[index])
-        view, shards = self.views[index], self._row_shards[index]
-        return UnevenDTensor.from_rows(view, param.device_mesh, shards, tuple(param.shape))
+    def _dtensor(self, index: int, rows: torch.Tensor) -> UnevenDTensor:
+        shards, spec = self._row_shards[index], self._specs[index]
+        if spec is None:
+            param = cast("UnevenDTensor", self._params[index])
+            made = UnevenDTensor.from_rows(rows, param.device_mesh, shards, tuple(param.shape))
+            self._specs[index] = made._spec
+            return made
+        return UnevenDTensor.from_spec(rows, spec, shards)

@@ -222,6 +222,13 @@ class TrainingDescription:
         return several or self.syncs_afterwards
 
     @property
+    def has_gradients(self) -> bool | None:
+        """Which main gradients are there before the last backward. See `peak_bytes`."""
+        if self.num_microbatches == 1:
+            return False
+        return None if self.accumulates else True
+
+    @property
     def activation_nbytes(self) -> int:
         """Bytes of activations at most, of all micro-batches in flight."""
         return self.num_in_flight * sum(unit.activation_nbytes for unit in self.units)

@@ -12,6 +12,7 @@ run. All numbers are bytes on one rank.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -27,12 +28,12 @@ __all__ = ["GroupBytes", "PeakBytes", "UnitBytes", "peak_bytes"]
 class GroupBytes:
     """Bytes of the tensors of one parameter group on one rank.
 
-    The first three rest between steps, the others come and go.
+    The first two rest between steps, the others come and go.
 
     Attributes:
         main_weight: What the optimizer steps.
         model_weight: What the forward computes with; 0 where it shares the main weight's storage.
-        main_grad: What the optimizer reads, from the first backward on.
+        main_grad: What the optimizer reads, from its reduction until gradients are None.
         gathered: Gathered weights; 0 where the model weight is whole.
         grad_buffer: The full gradient buffer.
         grad_comm: A copy of it in the communication dtype; 0 where it has that dtype.
@@ -124,7 +125,7 @@ class GroupBytes:
     @property
     def resting(self) -> int:
         """Bytes between steps."""
-        return self.main_weight + self.model_weight + self.main_grad
+        return self.main_weight + self.model_weight
 
 
 def _held(numel: int, sizes: Sequence[int], placements: Sequence[Placement]) -> int:
@@ -175,13 +176,13 @@ class PeakBytes:
     Attributes:
         model_weight: Model weights, all units.
         main_weight: Main weights, all units.
-        main_grad: Main gradients, all units.
+        main_grad: Main gradients of the units that have theirs already.
         optimizer: State of the optimizer.
         gathered: Gathered weights.
         grad_buffer: Full gradient buffers, and shards that wait for the outer axis.
         communication: Copies in the communication dtype, and what is received on a CPU.
         activations: Everything else.
-        unit: Index of the unit whose gradients are being reduced at that moment.
+        unit: Index of the unit at work at that moment.
     """
 
     model_weight: int
@@ -196,8 +197,8 @@ class PeakBytes:
 
     @property
     def resting(self) -> int:
-        """Bytes that are alive between steps."""
-        return self.model_weight + self.main_weight + self.main_grad + self.optimizer
+        """Bytes that are alive between steps, with no gradients."""
+        return self.model_weight + self.main_weight + self.optimizer
 
     @property
     def temporary(self) -> int:
@@ -207,7 +208,7 @@ class PeakBytes:
     @property
     def total(self) -> int:
         """All of them."""
-        return self.resting + self.temporary + self.activations
+        return self.resting + self.main_grad + self.temporary + self.activations
 
 
 def peak_bytes(
@@ -219,13 +220,15 @@ def peak_bytes(
     max_live_grad_buffers: int = 2,
     is_reduction_async: bool = True,
     accumulates: bool = False,
+    has_gradients: bool | None = False,
 ) -> PeakBytes:
     """The most bytes that a step holds at once, for units that run in the order they are listed.
 
     That is what rests, and the largest sum over the backward of: gathered weights of the unit at
     work, of those it is inside of and of the next `unshard_prefetch_depth` ones; full gradient
-    buffers of `max_live_grad_buffers` units and of those they are inside of; and what reductions
-    under way take besides.
+    buffers of `max_live_grad_buffers` units and of those they are inside of; what reductions
+    under way take besides; and main gradients of the units reduced so far. Also looked at are the
+    forward, and what there is when the optimizer steps.
 
     Args:
         units: All units of one root, the root first, parents before children.
@@ -235,6 +238,9 @@ def peak_bytes(
         max_live_grad_buffers: Units whose gradients are in full buffers.
         is_reduction_async: Whether reductions overlap the next unit's backward.
         accumulates: Whether gradients of earlier micro-batches wait to be synchronized.
+        has_gradients: Whether gradients are set before the backward begins: those of another
+            backward, or the zeros of `zero_grad(set_to_none=False)`. None: those are that earlier
+            micro-batches leave in main gradients, before they are synchronized.
 
     Raises:
         ValueError: There is no unit, or a parent is not listed before its child.
@@ -244,12 +250,20 @@ def peak_bytes(
             raise ValueError(f"units: unit {index} has parent {unit.parent}; list parents first")
     if not units:
         raise ValueError("units is empty; list at least the root")
+    settled = 0
+    if has_gradients is not False:
+        is_set = functools.partial(_is_set, but_waiting=has_gradients is None)
+        settled = sum(g.main_grad for unit in units for g in unit.groups if is_set(g))
+        units = [
+            replace(u, groups=tuple(replace(g, main_grad=0) if is_set(g) else g for g in u.groups))
+            for u in units
+        ]
     tree = _Tree(units)
     drain = max_live_grad_buffers if is_reduction_async else 0
-    best = PeakBytes(
+    resting = PeakBytes(
         model_weight=sum(unit.sum("model_weight") for unit in units),
         main_weight=sum(unit.sum("main_weight") for unit in units),
-        main_grad=sum(unit.sum("main_grad") for unit in units),
+        main_grad=settled,
         optimizer=optimizer_state,
         gathered=0,
         grad_buffer=0,
@@ -257,16 +271,23 @@ def peak_bytes(
         activations=activations,
         unit=0,
     )
-    resting = best
+    buffers, comm, main = tree.last_gradients(drain)
+    best = replace(resting, main_grad=settled + main, grad_buffer=buffers, communication=comm)
+    unreduced = sum(_unreduced(unit, is_filling=False) for unit in units) if accumulates else 0
     for index in range(len(units)):
+        in_forward = tree.gathered_in_forward(index, unshard_prefetch_depth)
+        gathered = sum(units[i].gathered for i in in_forward)
+        moment = replace(resting, gathered=gathered, grad_buffer=unreduced, unit=index)
+        best = max(best, moment, key=lambda peak: peak.total)
         gathered = sum(units[i].gathered for i in tree.gathered_at(index, unshard_prefetch_depth))
         *outside, _ = tree.path(index)
         kept = sum(units[i].sum("grad_buffer") for i in outside)
         if accumulates:
             kept += sum(_unreduced(units[i], is_filling=i in outside) for i in range(index))
-        for buffers, comm in tree.gradients_at(index, drain):
+        for buffers, comm, main in tree.gradients_at(index, drain):
             moment = replace(
                 resting,
+                main_grad=settled + main,
                 gathered=gathered,
                 grad_buffer=kept + buffers,
                 communication=comm,
@@ -274,6 +295,17 @@ def peak_bytes(
             )
             best = max(best, moment, key=lambda peak: peak.total)
     return best
+
+
+def _is_set(group: GroupBytes, *, but_waiting: bool) -> bool:
+    """Whether a group's main gradient is there before the last backward of a step.
+
+    Args:
+        group: The group.
+        but_waiting: Whether it is not where gradients wait somewhere else to be synchronized.
+    """
+    waits = group.accumulates_unreduced or group.partial_grad
+    return not (but_waiting and waits)
 
 
 class _Tree:
@@ -289,6 +321,9 @@ class _Tree:
         # A backward enters a unit before those inside it, and leaves it after them.
         self._entered = [0, *itertools.chain(*(self._enter(i) for i in reversed(children[0])))]
         self._position = {index: position for position, index in enumerate(self._entered)}
+        sums = (unit.sum("main_grad") for unit in reversed(units))
+        # Main gradients of each unit and all that are listed after it, in reverse.
+        self._main_from_end = list(itertools.accumulate(sums, initial=0))
 
     def _enter(self, index: int) -> Iterator[int]:
         pending = [index]
@@ -313,20 +348,32 @@ class _Tree:
         kept = (i for i in following if self.units[i].keeps_gathered)
         return {*self.path(index), *following[:depth], *kept}
 
-    def gradients_at(self, index: int, drain: int) -> Iterator[tuple[int, int]]:
-        """Bytes of gradient buffers and of communication as a unit's gradients are made."""
+    def gathered_in_forward(self, index: int, depth: int) -> set[int]:
+        """Units that are gathered when a unit computes in the forward."""
+        kept = (i for i in range(index) if self.units[i].keeps_gathered)
+        return {*self.path(index), *range(len(self.units))[index + 1 : index + 1 + depth], *kept}
+
+    def gradients_at(self, index: int, drain: int) -> Iterator[tuple[int, int, int]]:
+        """Bytes of gradient buffers, communication, main gradients as a unit's gradients are made.
+
+        Main gradients are those that come in this backward.
+        """
         unit = self.units[index]
         is_outside = any(self.units[i].is_trained for i in self._children[index])
         # A unit that others are inside of has its buffer before theirs are reduced.
         num_inner = drain if is_outside or not unit.is_trained else max(drain - 1, 0)
-        buffers, comm = self._under_way(index, num_inner, drain)
-        yield buffers + unit.sum("grad_buffer"), comm
-        buffers, comm = self._under_way(index, max(drain - 1, 0), drain)
-        for more_buffers, more_comm in _reducing(unit):
-            yield buffers + more_buffers, comm + more_comm
+        buffers, comm, main = self._under_way(index, num_inner, drain)
+        yield buffers + unit.sum("grad_buffer"), comm, main
+        buffers, comm, main = self._under_way(index, max(drain - 1, 0), drain)
+        for more_buffers, more_comm, more_main in _reducing(unit):
+            yield buffers + more_buffers, comm + more_comm, main + more_main
 
-    def _under_way(self, index: int, num_inner: int, num_outer: int) -> tuple[int, int]:
-        """Bytes of gradient buffers and of communication of reductions issued earlier."""
+    def last_gradients(self, drain: int) -> tuple[int, int, int]:
+        """The same when the last reductions of a backward are waited for, and nothing computes."""
+        return self._under_way(-1, 0, drain)
+
+    def _under_way(self, index: int, num_inner: int, num_outer: int) -> tuple[int, int, int]:
+        """Bytes of gradient buffers, communication, main gradients of reductions issued earlier."""
         # Units are reduced in the reverse of the order they are listed in.
         earlier = (i for i in range(index + 1, len(self.units)) if self.units[i].is_trained)
         units = [self.units[i] for i in itertools.islice(earlier, num_inner + num_outer)]
@@ -336,7 +383,10 @@ class _Tree:
         buffers += sum(g.grad_buffer for u in inner for g in u.groups if not g.grad_comm)
         comm = sum(u.sum("grad_comm") + u.sum("received") for u in inner)
         comm += sum(u.sum("outer_comm") + u.sum("outer_received") for u in outer)
-        return buffers, comm
+        main = self._main_from_end[len(self.units) - 1 - index]
+        # Along the outer axis comes later.
+        main -= sum(g.main_grad for unit in inner for g in unit.groups if g.partial_grad)
+        return buffers, comm, main
 
 
 def _unreduced(unit: UnitBytes, *, is_filling: bool) -> int:
@@ -350,16 +400,17 @@ def _unreduced(unit: UnitBytes, *, is_filling: bool) -> int:
     return full + sum(g.partial_grad for g in unit.groups if not g.accumulates_unreduced)
 
 
-def _reducing(unit: UnitBytes) -> Iterator[tuple[int, int]]:
-    """Bytes of gradient buffers and of communication while a unit's groups are handed over.
+def _reducing(unit: UnitBytes) -> Iterator[tuple[int, int, int]]:
+    """Bytes of gradient buffers, communication, main gradients as a unit's groups are handed over.
 
     A copy in the communication dtype takes the place of the buffer it was made from, group by
     group.
     """
-    buffers, comm = unit.sum("grad_buffer"), 0
+    buffers, comm, main = unit.sum("grad_buffer"), 0, 0
     for group in unit.groups:
         buffers += group.partial_grad
-        yield buffers, comm + group.grad_comm
+        main += 0 if group.partial_grad else group.main_grad
+        yield buffers, comm + group.grad_comm, main
         buffers -= group.grad_buffer if group.grad_comm else 0
         comm += group.grad_comm + group.received
-        yield buffers, comm
+        yield buffers, comm, main

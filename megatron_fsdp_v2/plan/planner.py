@@ -370,17 +370,20 @@ def _peak(
     optimizer_temporary: int,
 ) -> PeakBytes:
     """The larger of two moments: one of the backward, and the optimizer's step."""
+    units = unit_bytes(training, groups)
     backward = peak_bytes(
-        unit_bytes(training, groups),
+        units,
         optimizer_state=state_nbytes(training, groups),
         activations=training.activation_nbytes,
         unshard_prefetch_depth=training.unshard_prefetch_depth + training.num_held_beside,
         max_live_grad_buffers=training.max_live_grad_buffers,
         is_reduction_async=training.enable_async_reduce_grad,
         accumulates=training.accumulates,
+        has_gradients=training.has_gradients,
     )
     at_step = replace(
         backward,
+        main_grad=sum(unit.sum("main_grad") for unit in units),
         gathered=0,
         grad_buffer=0,
         communication=optimizer_temporary,

@@ -24,7 +24,10 @@ ROLES = (
     "communication",
     "activations",
 )
-"""What bytes are for, as in `memory_bound.PeakBytes`; the first four rest between steps."""
+"""What bytes are for, as in `memory_bound.PeakBytes`."""
+
+_RESTING = ("model_weight", "main_weight", "optimizer")
+"""Those that are there between steps, when gradients are None."""
 
 _HEAD = (
     *("strategy", "model", "main", "grads", "optim", "gather", "reduce", "comm", "activ."),
@@ -32,13 +35,13 @@ _HEAD = (
 )
 _TIME_HEAD = ("step", "exposed")
 _LEGEND = (
-    "Bytes on the rank with most. model, main: weights the forward computes with (0 where they are "
-    "the main weights) and",
-    "weights the optimizer steps; grads: main gradients; optim: its state. At the peak also "
-    "gathered weights, gradient",
-    "buffers being reduced, copies in the communication dtype, activations. calls, moved: "
-    "collectives of a step, bytes of",
-    "their full buffers.",
+    "Bytes on the rank with most, at the peak of a step. model, main: weights the forward computes "
+    "with (0 where they are",
+    "the main weights) and weights the optimizer steps; optim: its state; these rest. grads: main "
+    "gradients that are there",
+    "by then. gather, reduce, comm, activ.: gathered weights, gradient buffers being reduced, "
+    "copies in the communication",
+    "dtype, activations. calls, moved: collectives of a step, bytes of their full buffers.",
 )
 
 
@@ -231,7 +234,7 @@ def _plan_as_dict(plan: Plan, report: Report) -> dict[str, Any]:
         "sharding_strategy": plan.strategy.inner,
         "outer_dp_sharding_strategy": plan.strategy.outer,
         "outer_size": plan.strategy.outer_size,
-        "resting": {role: getattr(plan.peak, role) for role in ROLES[:4]},
+        "resting": {role: getattr(plan.peak, role) for role in _RESTING},
         "peak": {role: getattr(plan.peak, role) for role in ROLES},
         "other_nbytes": plan.plain_nbytes,
         "host_nbytes": plan.host_nbytes,

@@ -54,7 +54,8 @@ def left_of(train: Callable[[], list[Any]]) -> tuple[int, Any]:
         for _, unit in named_units(model):
             for group in unit.groups:
                 for buffer in (group.main_weight, group.main_grad, group.weights.gathered):
-                    alive.append(weakref.ref(buffer.tensor))
+                    if buffer is not None:
+                        alive.append(weakref.ref(buffer.tensor))
         del _, unit, group, buffer, rest, model
         return sum(ref() is not None for ref in alive), keeps
     finally:

@@ -87,18 +87,24 @@ def test_at_most_two_units_are_gathered_and_two_have_gradient_buffers() -> None:
 @on_ranks("world_size", world_size=[2, 3])
 def test_between_steps_only_shards_are_alive(world_size: int) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, main_params_dtype=torch.float32)
-    model, _ = _trained(2, mp_policy=policy)
+    model, optimizer = _trained(2, mp_policy=policy)
     alive, expected, temporary = 0, 0, 0
-    for module in [*model.blocks, model]:
-        for group in unit_of(module).groups:
-            buffers = [group.main_weight.tensor, group.model_weight.tensor, group.main_grad.tensor]
-            alive += sum(b.untyped_storage().nbytes() for b in buffers)
-            # fp32 main weight and gradient, bf16 model weight.
-            expected += group.layout.shard_numel * (4 + 4 + 2)
-            temporary += group.weights.gathered.tensor.untyped_storage().nbytes()
-            temporary += group.grads.buffers.full.tensor.untyped_storage().nbytes()
+    groups = [group for unit in [*model.blocks, model] for group in unit_of(unit).groups]
+    for group in groups:
+        buffers = [group.main_weight, group.model_weight]
+        # Without rows of any parameter there is no gradient here that would need memory.
+        has_rows = any(param.to_local().numel() for param in group.sharded_params)
+        assert (group.main_grad is not None) is has_rows
+        buffers += [group.main_grad] * has_rows
+        alive += sum(b.tensor.untyped_storage().nbytes() for b in buffers)
+        # fp32 main weight and gradient, bf16 model weight.
+        expected += group.layout.shard_numel * (4 + 4 * has_rows + 2)
+        temporary += group.weights.gathered.tensor.untyped_storage().nbytes()
+        temporary += group.grads.buffers.full.tensor.untyped_storage().nbytes()
     assert alive == expected
     assert temporary == 0
+    optimizer.zero_grad()
+    assert all(group.main_grad is None for group in groups)
 
 
 @on_ranks("mesh_name", mesh_name=["2", "HSDP 2x2", "HFSDP 2x2"], trace_pool=[False, True])

@@ -1,4 +1,4 @@
-"""Bytes alive in a step never pass the bound and come within 2 % of it, on `fully_shard` itself."""
+"""Bytes alive in a step never pass the bound, and are within 2 % of it but for activations."""
 
 from __future__ import annotations
 
@@ -108,6 +108,12 @@ def tracked(model: Any, num_microbatches: int = 1) -> Any:
     return memory
 
 
+def without_activations(memory: Any) -> tuple[int, int]:
+    """What the peak and the bound have of all other roles."""
+    peak, bound = memory.peak, memory.bound
+    return peak.total - peak.of_role(Role.ACTIVATIONS), bound.total - bound.activations
+
+
 PEAKS = [
     pytest.param(*case, marks=[] if case[0] == "2" or case[2] == 1 else pytest.mark.functional)
     for case in itertools.product(("2", "HSDP 2x2", "HFSDP 2x2"), POLICIES, (1, 2))
@@ -119,17 +125,15 @@ PEAKS = [
 def test_a_step_peaks_at_its_bound_within_two_percent(
     mesh_name: str, policy: str, num_microbatches: int
 ) -> None:
-    """In all, and of what comes and goes."""
+    """In all, and without activations, which are not at their own peak when all else is."""
     # Sums after accumulation in another dtype than that of the wire.
     slack = CHUNK_NBYTES if policy == "bf16" and num_microbatches > 1 else 0
     for strategy in strategies_on(mesh_name):
         options = {"sharding_strategy": strategy, **on_mesh(mesh_name)}
         memory = tracked(wrap(Deep(), mp_policy=POLICIES[policy], **options), num_microbatches)
-        peak, bound = memory.peak.total, memory.bound.total
-        temporary = sum(memory.peak.of_role(role) for role in TEMPORARY)
+        assert memory.peak.total <= memory.bound.total + slack, strategy
+        peak, bound = without_activations(memory)
         assert 0.98 * bound <= peak <= bound + slack, strategy
-        bound = memory.bound.temporary
-        assert 0.98 * bound <= temporary <= bound + slack, strategy
 
 
 # With a set of knobs: how many blocks are gathered, and have a gradient buffer, beside the root.
@@ -148,7 +152,9 @@ def test_each_unit_of_prefetch_depth_and_each_gradient_buffer_costs_one_buffer(
 ) -> None:
     memory = tracked(wrap(Deep(), **knobs))
     block, root = 4 * BLOCK_NUMEL, 4 * ROOT_NUMEL
-    assert 0.98 * memory.bound.total <= memory.peak.total <= memory.bound.total
+    assert memory.peak.total <= memory.bound.total
+    peak, bound = without_activations(memory)
+    assert 0.98 * bound <= peak
     assert memory.role_peaks[Role.GATHERED] == root + num_gathered * block
     assert memory.role_peaks[Role.GRAD_BUFFER] == root + num_buffers * block
 

@@ -85,11 +85,41 @@ def model(*, num_blocks: int = 5, root: GroupBytes | None = None, **options: Any
 
 def test_a_step_holds_two_gathered_units_and_two_gradient_buffers() -> None:
     peak = peak_bytes(model(), optimizer_state=1000, activations=50)
-    assert (peak.main_weight, peak.main_grad, peak.model_weight) == (5 * 96, 5 * 96, 0)
+    # Before the last unit: there is a next one to be gathered, and its gradient is still to come.
+    assert (peak.main_weight, peak.main_grad, peak.model_weight) == (5 * 96, 4 * 96, 0)
     assert (peak.gathered, peak.grad_buffer, peak.communication) == (2 * 384, 2 * 384, 0)
-    assert peak.total == 10 * 96 + 1000 + 4 * 384 + 50
-    assert peak.resting == 10 * 96 + 1000
+    assert peak.total == 9 * 96 + 1000 + 4 * 384 + 50
+    assert peak.resting == 5 * 96 + 1000
     assert peak.temporary == 4 * 384
+
+
+def test_main_gradients_of_earlier_backwards_are_there_from_the_start() -> None:
+    zero_3 = model()
+    assert peak_bytes(zero_3, has_gradients=True).main_grad == 5 * 96
+    # Where micro-batches leave none: full buffers, or shards before the outer axis, have them.
+    assert peak_bytes(zero_3, accumulates=True, has_gradients=None).main_grad == 5 * 96
+    for waiting in (model(strategy="optim"), model(sizes=(2, 4))):
+        waits = peak_bytes(waiting, accumulates=True, has_gradients=None)
+        assert waits == peak_bytes(waiting, accumulates=True)
+        assert waits.main_grad < 5 * 96
+
+
+def test_all_gradients_are_there_when_the_optimizer_steps() -> None:
+    heavy = [dataclasses.replace(group(), main_grad=10_000)]
+    peak = peak_bytes([UnitBytes(()), *[UnitBytes(tuple(heavy), parent=0)] * 5])
+    assert (peak.main_grad, peak.gathered) == (50_000, 384)
+    alone = [dataclasses.replace(group(), gathered=0, grad_buffer=1, main_grad=10_000)]
+    peak = peak_bytes([UnitBytes(()), UnitBytes(tuple(alone), parent=0)], optimizer_state=7)
+    assert peak.total == 96 + 10_000 + 7 + 1
+
+
+def test_a_forward_may_gather_more_at_a_time_than_any_moment_of_the_backward() -> None:
+    small = dataclasses.replace(group(), gathered=10, grad_buffer=0, main_grad=0)
+    large = dataclasses.replace(small, gathered=1000)
+    # The large units: the last one inside of the first layer, and the second layer.
+    units = [UnitBytes(()), UnitBytes((small,), parent=0), UnitBytes((large,), parent=1)]
+    peak = peak_bytes([*units, UnitBytes((large,), parent=0)])
+    assert peak.gathered == 2010
 
 
 def test_knobs_change_the_number_of_units() -> None:

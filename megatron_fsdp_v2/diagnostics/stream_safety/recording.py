@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 from megatron_fsdp_v2.comm.streams import StreamCommunicator
@@ -132,9 +134,6 @@ def record_streams(module: nn.Module) -> Iterator[Recording]:
             _record_holder(name, holder, recording, undo)
         with OperationMode(recording.recorder):
             yield recording
-        for name, holder in holders:
-            # Again: main gradients are made in the first backward.
-            _name_buffers(name, holder, recording.recorder)
         # Storages that died by now are freed in the schedule, those that die later are not.
         recording.recorder.stop()
 
@@ -156,6 +155,9 @@ def _record_holder(
         unwatched[watching] = buffer
         return watching
 
+    if isinstance(holder, GroupGrads):
+        told = functools.partial(_main_has_memory, f"{name} main", recording.recorder)
+        undo.callback(holder.watch_main, holder.watch_main(told))
     holder.replace_buffers(watched)
     undo.callback(holder.replace_buffers, lambda buffer: unwatched.get(buffer, buffer))
 
@@ -164,10 +166,17 @@ def _name_buffers(name: str, holder: GroupWeights | GroupGrads, recorder: Stream
     if isinstance(holder, GroupWeights):
         recorder.name(holder.main.tensor, f"{name} main")
         recorder.name(holder.model.tensor, f"{name} model")
-    elif holder.has_main:
+    elif holder.main is not None:
         recorder.name(holder.main.tensor, f"{name} main")
     for kind, buffer in holder.temporaries().items():
         recorder.name(buffer.tensor, f"{name} {_KINDS.get(kind, kind)}", has_memory=buffer.is_live)
+
+
+def _main_has_memory(name: str, recorder: StreamRecorder, flat: torch.Tensor) -> None:
+    """A main gradient was given memory, which is freed when the last view of it goes."""
+    if not recorder.is_known(flat):
+        recorder.gains_memory(flat)
+    recorder.name(flat, name)
 
 
 _KINDS = {"model_weight": "gathered", "main_grad": "full"}

@@ -189,10 +189,7 @@ class MemoryWatch(TorchDispatchMode):
 
     def _watch_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         account = Account(Role.OPTIMIZER, "")
-        for state in optimizer.state.values():
-            for value in tree_leaves(state):
-                if isinstance(value, torch.Tensor):
-                    self._book(value, account)
+        self._book_state(optimizer, account)
         self._book_offloaded(account)
 
         def begin(*args: Any) -> None:
@@ -204,12 +201,26 @@ class MemoryWatch(TorchDispatchMode):
             del args
             self._settle()
             self._move_offloaded()
+            self._book_state(optimizer, account)
             self._book_offloaded(account)
             self._scopes.remove(account)
             self.ledger.enter("after the step", "")
 
         self._undo.callback(optimizer.register_step_pre_hook(begin).remove)
         self._undo.callback(optimizer.register_step_post_hook(end).remove)
+
+    def _book_state(self, optimizer: torch.optim.Optimizer, account: Account) -> None:
+        """State that is not booked yet; that of an offloaded parameter is offloaded with it."""
+        for param, state in optimizer.state.items():
+            of_host = isinstance(param, torch.Tensor) and is_in_host_memory(_local_of(param))
+            for value in tree_leaves(state):
+                if not isinstance(value, torch.Tensor):
+                    continue
+                known = self._known.get(_local_of(value).untyped_storage()._cdata)
+                if known is None:
+                    self._book(value, account, of_host=of_host)
+                elif of_host and value.device.type == "cpu":
+                    self._move(known)
 
     # -- what is going on -----------------------------------------------------------------------
 
@@ -303,11 +314,11 @@ class MemoryWatch(TorchDispatchMode):
         self._note(storage, guess, storage.nbytes(), is_settled=False, ledger=ledger)
         self._fresh.append(storage._cdata)
 
-    def _book(self, tensor: torch.Tensor, account: Account) -> None:
+    def _book(self, tensor: torch.Tensor, account: Account, *, of_host: bool = False) -> None:
         """A tensor that is there already."""
-        local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        local = _local_of(tensor)
         storage = local.untyped_storage()
-        on_host = is_in_host_memory(local)
+        on_host = is_in_host_memory(local) or (of_host and local.device.type == "cpu")
         if (on_host or local.device == self.device) and storage._cdata not in self._known:
             ledger = self.host_ledger if on_host else self.ledger
             self._note(storage, account, storage.nbytes(), ledger=ledger)
@@ -324,12 +335,14 @@ class MemoryWatch(TorchDispatchMode):
         """Book in the other ledger what became known as offloaded after it was made."""
         for known in self._known.values():
             storage = known.ref()
-            if storage is None or known.account is None or known.ledger is self.host_ledger:
-                continue
-            if is_storage_in_host_memory(storage):
-                known.ledger.remove(known.account, known.nbytes)
-                known.ledger = self.host_ledger
-                known.ledger.add(known.account, known.nbytes)
+            if storage is not None and is_storage_in_host_memory(storage):
+                self._move(known)
+
+    def _move(self, known: _Known) -> None:
+        if known.account is not None and known.ledger is not self.host_ledger:
+            known.ledger.remove(known.account, known.nbytes)
+            known.ledger = self.host_ledger
+            known.ledger.add(known.account, known.nbytes)
 
     def _main_has_memory(self, account: Account, flat: torch.Tensor) -> None:
         """A main gradient was given memory, by the operation that was seen last."""
@@ -416,6 +429,10 @@ class MemoryWatch(TorchDispatchMode):
                 if known.account.role is Role.COMMUNICATION:
                     # Emptied by hand when it was received, and freed some time later.
                     self._resizable[key] = known
+
+
+def _local_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _unwatched_buffer(buffer: TemporaryBuffer) -> TemporaryBuffer:

@@ -49,6 +49,7 @@ _MODEL_OPTIONS = (
         "granularity",
         "optimizer",
         "offload_fraction",
+        "cpu_offload",
         "micro_batches",
         "tokens",
         "activations",
@@ -143,6 +144,12 @@ def _add_model_options(group: argparse._ArgumentGroup) -> None:
         type=float,
         metavar="F",
         help="of what Adam steps, how much is stepped in host memory, from 0 to 1; default: 0",
+    )
+    group.add_argument(
+        "--cpu-offload",
+        action="store_const",
+        const=True,
+        help="main weights, main gradients and optimizer state in host memory: CPUOffloadPolicy",
     )
     group.add_argument(
         "--micro-batches", type=_count, metavar="N", help="of a step; all but the last in no_sync()"
@@ -312,6 +319,8 @@ def _own_model(args: argparse.Namespace) -> TrainingDescription:
         notes.append("without --tokens a step computes nothing, and all communication is exposed")
     if args.activations is None:
         notes.append("activations are not counted; --activations says how many bytes they take")
+    if args.cpu_offload and args.machine is not None:
+        notes.append("times leave out copies from and to host memory, and the optimizer there")
     return TrainingDescription(
         units,
         {DATA: MeshDescription(args.ranks)},
@@ -319,6 +328,7 @@ def _own_model(args: argparse.Namespace) -> TrainingDescription:
         granularity=args.granularity or "row",
         optimizer=args.optimizer or "adam",
         offload_fraction=args.offload_fraction or 0.0,
+        cpu_offload=args.cpu_offload or False,
         num_microbatches=args.micro_batches or 1,
         tokens=args.tokens or 0,
         recompute_factor=1.0 if args.recompute else 0.0,

@@ -135,6 +135,8 @@ class TrainingDescription:
         optimizer_dtype: Dtype of its state; that of the main weights when None.
         matrix_dtype: Dtype in which an optimizer of whole matrices exchanges them.
         offload_fraction: Of what Adam steps, how much is stepped in host memory, from 0 to 1.
+        cpu_offload: Whether main weights, main gradients and optimizer state are in host memory, as
+            with `CPUOffloadPolicy`.
         num_microbatches: Forwards and backwards of a step.
         defers_sync: Whether all but the last of them run in `no_sync()`.
         syncs_afterwards: Whether gradients are synchronized after the last backward, all at once,
@@ -167,6 +169,7 @@ class TrainingDescription:
     optimizer_dtype: torch.dtype | None = None
     matrix_dtype: torch.dtype = torch.bfloat16
     offload_fraction: float = 0.0
+    cpu_offload: bool = False
     num_microbatches: int = 1
     defers_sync: bool = True
     syncs_afterwards: bool = False
@@ -195,6 +198,11 @@ class TrainingDescription:
             raise ValueError(f"num_microbatches must be at least 1, got {self.num_microbatches}")
         if not 0.0 <= self.offload_fraction <= 1.0:
             raise ValueError(f"offload_fraction is from 0 to 1, got {self.offload_fraction}")
+        if self.cpu_offload and self.offload_fraction:
+            raise ValueError(
+                f"cpu_offload has all state in host memory, so that offload_fraction="
+                f"{self.offload_fraction} says nothing; leave one of them out"
+            )
         unknown = {unit.mesh for unit in self.units} - set(self.meshes)
         if unknown:
             raise ValueError(f"units are on meshes {sorted(unknown)} that meshes does not have")

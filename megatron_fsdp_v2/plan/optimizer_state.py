@@ -67,6 +67,8 @@ def state_nbytes(training: TrainingDescription, groups: Sequence[tuple[PlannedGr
         groups: Of every unit.
     """
     kind = OPTIMIZERS[training.optimizer]
+    if training.cpu_offload:
+        return 0
     here = 1.0 - training.offload_fraction
     of_matrices = kind.per_matrix * (1.0 if kind.is_of_matrices else here)
     return _largest(training, groups, of_matrices, kind.per_other * here)
@@ -75,16 +77,21 @@ def state_nbytes(training: TrainingDescription, groups: Sequence[tuple[PlannedGr
 def offloaded_nbytes(
     training: TrainingDescription, groups: Sequence[tuple[PlannedGroup, ...]]
 ) -> int:
-    """Bytes of host memory that an offloaded optimizer takes on the rank that has most of it.
+    """Bytes of host memory that what is offloaded takes on the rank that has most of it.
 
-    State, and copies of main weights and gradients. A rank offloads whole parameters, so that it
-    can be more by less than one of them.
+    With `cpu_offload`: main weights, main gradients and state. Of an offloaded optimizer: state,
+    and copies of main weights and gradients; a rank offloads whole parameters, so that it can be
+    more by less than one of them.
 
     Args:
         training: What is trained.
         groups: Of every unit.
     """
     kind = OPTIMIZERS[training.optimizer]
+    if training.cpu_offload:
+        planned = [group for unit in groups for group in unit]
+        main = sum(group.main_weight_nbytes + group.main_grad_nbytes for group in planned)
+        return main + _largest(training, groups, kind.per_matrix, kind.per_other)
     there = training.offload_fraction
     of_matrices = 0.0 if kind.is_of_matrices else (kind.per_matrix + _COPIES) * there
     return _largest(training, groups, of_matrices, (kind.per_other + _COPIES) * there)

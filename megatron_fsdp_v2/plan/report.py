@@ -33,6 +33,7 @@ _HEAD = (
     *("strategy", "model", "main", "grads", "optim", "gather", "reduce", "comm", "activ."),
     *("peak", "padding", "calls", "moved"),
 )
+_HOST_HEAD = ("host", "h2d", "d2h")
 _TIME_HEAD = ("step", "exposed")
 _LEGEND = (
     "Bytes on the rank with most, at the peak of a step. model, main: weights the forward computes "
@@ -42,6 +43,11 @@ _LEGEND = (
     "by then. gather, reduce, comm, activ.: gathered weights, gradient buffers being reduced, "
     "copies in the communication",
     "dtype, activations. calls, moved: collectives of a step, bytes of their full buffers.",
+)
+_HOST_LEGEND = (
+    "host: main weights, main gradients and optimizer state in host memory. h2d, d2h: what a step "
+    "copies from there to the",
+    "device, and back.",
 )
 
 
@@ -80,6 +86,8 @@ def lines(report: Report) -> Iterator[str]:
     yield from _strategies(report)
     yield ""
     yield from _LEGEND
+    if report.training.cpu_offload:
+        yield from _HOST_LEGEND
     yield ""
     if report.training.offload_fraction:
         yield (
@@ -119,6 +127,8 @@ def _header(report: Report) -> Iterator[str]:
 
 def _strategies(report: Report) -> Iterator[str]:
     head = [*_HEAD]
+    if report.training.cpu_offload:
+        head += _HOST_HEAD
     if report.machine is not None:
         head += _TIME_HEAD
     if report.memory_nbytes is not None:
@@ -129,6 +139,9 @@ def _strategies(report: Report) -> Iterator[str]:
         row += [_size(getattr(plan.peak, role)) for role in ROLES]
         row += [_size(plan.peak_nbytes), f"{plan.padding_numel / plan.numel:.2%}"]
         row += [str(sum(t.count for t in plan.traffic)), _size(plan.moved_nbytes)]
+        if report.training.cpu_offload:
+            copied = plan.step.to_device_nbytes, plan.step.to_host_nbytes
+            row += [_size(nbytes) for nbytes in (plan.host_nbytes, *copied)]
         if report.machine is not None:
             row += [_seconds(plan.seconds), _seconds(plan.exposed_seconds)]
         if report.memory_nbytes is not None:
@@ -217,6 +230,7 @@ def as_dict(report: Report) -> dict[str, Any]:
         "meshes": {name: mesh.num_ranks for name, mesh in report.training.meshes.items()},
         "optimizer": report.training.optimizer,
         "offload_fraction": report.training.offload_fraction,
+        "cpu_offload": report.training.cpu_offload,
         "num_microbatches": report.training.num_microbatches,
         "numel": report.training.numel,
         "memory_nbytes": report.memory_nbytes,
@@ -238,6 +252,8 @@ def _plan_as_dict(plan: Plan, report: Report) -> dict[str, Any]:
         "peak": {role: getattr(plan.peak, role) for role in ROLES},
         "other_nbytes": plan.plain_nbytes,
         "host_nbytes": plan.host_nbytes,
+        "to_device_nbytes": plan.step.to_device_nbytes,
+        "to_host_nbytes": plan.step.to_host_nbytes,
         "steady_nbytes": plan.steady_nbytes,
         "peak_nbytes": plan.peak_nbytes,
         "padding_numel": plan.padding_numel,

@@ -64,6 +64,11 @@ class _Network:
         """Note what is done now; see `Event`."""
         self.step.events.append(Event(kind, unit, numel, axis, self.times))
 
+    def copy(self, *, to_device: int = 0, to_host: int = 0) -> None:
+        """Count bytes that are copied from and to host memory. They take no time here."""
+        self.step.to_device_nbytes += self.times * to_device
+        self.step.to_host_nbytes += self.times * to_host
+
     def compute(self, seconds: float) -> None:
         """Let time pass in computation."""
         self.now += seconds
@@ -125,6 +130,7 @@ class _Group:
         ready_at: When its weights are there.
         has_buffer: Whether gradients are in its full buffer, which no reduction has yet.
         has_partial: Whether gradients wait for the outer reduction.
+        has_main: Whether there is a sum in the main gradient, which the next one is added to.
     """
 
     planned: PlannedGroup
@@ -134,6 +140,7 @@ class _Group:
     ready_at: float = 0.0
     has_buffer: bool = False
     has_partial: bool = False
+    has_main: bool = False
 
 
 class _Reductions(ReductionSchedule[_Group, float]):
@@ -159,6 +166,8 @@ class _Reductions(ReductionSchedule[_Group, float]):
     def issue_inner(self, group: _Group) -> float:
         group.has_buffer = False
         group.has_partial = self.has_outer_axis(group)
+        if not group.has_partial:
+            self._copy_sum(group)
         return self._issue(group, -1, group.planned.layout.numel)
 
     @override
@@ -170,12 +179,20 @@ class _Reductions(ReductionSchedule[_Group, float]):
     def issue_outer(self, groups: Sequence[_Group]) -> list[float]:
         for group in groups:
             group.has_partial = False
+            self._copy_sum(group)
         return [self._issue(group, 0, group.planned.partial_numel) for group in groups]
 
     @override
     def finish_outer(self, done: Sequence[tuple[_Group, float]]) -> None:
         for group, done_at in done:
             self._wait(group, group.planned.partial_numel, done_at, axis="outer")
+
+    def _copy_sum(self, group: _Group) -> None:
+        """Of an offloaded main gradient: sums are made on the device."""
+        if group.planned.is_offloaded:
+            nbytes = group.planned.main_grad_nbytes
+            self._network.copy(to_device=nbytes if group.has_main else 0, to_host=nbytes)
+        group.has_main = True
 
     def _wait(self, group: _Group, numel: int, until: float, axis: str = "inner") -> None:
         self._network.note("wait", group.unit, numel, axis)
@@ -423,6 +440,8 @@ class _Replay:
             # Not asynchronous: the gather that follows reads what it writes.
             self.network.wait(self._refresh(group))
         planned = group.planned
+        if planned.is_streamed:
+            self.network.copy(to_device=planned.main_weight_nbytes)
         if planned.gathers_for_use:
             numel, itemsize = planned.layout.numel, planned.dtypes.model_weight.itemsize
             group.ready_at = self.network.issue("all_gather", "unshard", group, -1, numel, itemsize)
@@ -430,6 +449,8 @@ class _Replay:
     def _refresh(self, group: _Group) -> float:
         """Gather model weights out of main weights cut finer; return when that is done."""
         planned, ready = group.planned, self.network.now
+        if planned.is_offloaded and not planned.is_streamed:
+            self.network.copy(to_device=planned.main_weight_nbytes)
         numel, itemsize = planned.main_numel, planned.dtypes.model_weight.itemsize
         for axis, parts in enumerate(planned.grid.parts):
             if parts > 1 and numel < planned.model_numel:

@@ -71,6 +71,7 @@ class PlannedGroup:
         dtypes: Of weights and gradients.
         requires_grad: Whether it is trained.
         on_cpu: Whether reductions run on a CPU.
+        is_offloaded: Whether main weights and main gradients are in host memory.
     """
 
     params: tuple[ParameterDescription, ...]
@@ -80,6 +81,7 @@ class PlannedGroup:
     dtypes: GroupDtypes
     requires_grad: bool
     on_cpu: bool = False
+    is_offloaded: bool = False
 
     @functools.cached_property
     def grid(self) -> ShardGrid:
@@ -111,6 +113,21 @@ class PlannedGroup:
         return self.model_numel < self.layout.numel
 
     @property
+    def is_streamed(self) -> bool:
+        """Whether every gather begins with a copy of this rank's piece from host memory."""
+        return self.is_offloaded and self.main_numel == self.model_numel < self.layout.numel
+
+    @property
+    def main_weight_nbytes(self) -> int:
+        """Bytes of the main weight on a rank, wherever it is."""
+        return self.main_numel * self.dtypes.main_weight.itemsize
+
+    @property
+    def main_grad_nbytes(self) -> int:
+        """Likewise of the main gradient."""
+        return self.main_numel * self.dtypes.main_grad.itemsize if self.requires_grad else 0
+
+    @property
     def accumulates_unreduced(self) -> bool:
         """Whether the full gradient buffer collects until the synchronized backward."""
         return self.placements[-1].unreduced_grad is Placement.PARTIAL
@@ -130,6 +147,7 @@ class PlannedGroup:
             self.dtypes,
             is_trained=self.requires_grad,
             on_cpu=self.on_cpu,
+            offloaded=self.is_offloaded,
         )
 
     @functools.cached_property
@@ -173,7 +191,15 @@ def shard(training: TrainingDescription, strategy: Strategy) -> list[tuple[Plann
         inner = strategy.inner_of(unit.mesh)
         placements = resolve_placements(inner, strategy.outer, sizes)
         found.append(
-            _groups(unit.params, sizes, placements, training.policy, granularity, training.on_cpu)
+            _groups(
+                unit.params,
+                sizes,
+                placements,
+                training.policy,
+                granularity,
+                training.on_cpu,
+                training.cpu_offload,
+            )
         )
     return found
 
@@ -186,6 +212,7 @@ def _groups(
     policy: MixedPrecisionPolicy,
     granularity: Granularity,
     on_cpu: bool,
+    is_offloaded: bool,
 ) -> tuple[PlannedGroup, ...]:
     """Groups of one unit, in the order `fully_shard` makes them.
 
@@ -206,7 +233,16 @@ def _groups(
         granularity,
     )
     return tuple(
-        PlannedGroup(tuple(members), layout, placements, sizes, dtypes, requires_grad, on_cpu)
+        PlannedGroup(
+            tuple(members),
+            layout,
+            placements,
+            sizes,
+            dtypes,
+            requires_grad,
+            on_cpu,
+            is_offloaded,
+        )
         for (dtypes, requires_grad, _), members, layout in found
     )
 

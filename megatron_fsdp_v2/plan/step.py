@@ -62,9 +62,14 @@ class Step:
         collectives: How often each is issued.
         compute_seconds: Time of computation alone.
         seconds: Time of the step; both 0 without a machine.
+        to_device_nbytes: Bytes copied from host memory, where main weights and gradients are there;
+            they are copied in the dtype they have there.
+        to_host_nbytes: Bytes copied to host memory.
     """
 
     events: list[Event] = field(default_factory=list)
     collectives: Counter[Collective] = field(default_factory=Counter)
     compute_seconds: float = 0.0
     seconds: float = 0.0
+    to_device_nbytes: int = 0
+    to_host_nbytes: int = 0

@@ -152,6 +152,9 @@ def test_the_device_has_none_of_it_and_never_more_than_the_bound(name: str) -> N
     for role in (Role.MAIN_WEIGHT, Role.MAIN_GRAD):
         assert here[role] == 0
         assert there[role] >= main
+    # That was made before, as the state of a run that is under way is.
+    assert here[Role.OPTIMIZER] == 0
+    assert there[Role.OPTIMIZER] >= 2 * main
     assert (here[Role.MODEL_WEIGHT] == 0) == (name == "bf16")
     # What blocks compute with is no part of it: these are small.
     assert memory.peak.total <= memory.bound.total + 8192

@@ -376,6 +376,38 @@ def test_the_plan_says_what_the_host_needs(capsys: Any) -> None:
     assert "offload_fraction is from 0 to 1" in error
 
 
+def test_with_cpu_offload_the_plan_says_what_is_where_and_what_is_copied(capsys: Any) -> None:
+    words = ("tests.unit.test_plan:stack", "--ranks", "4", "--micro-batches", "3")
+    here = described_by(capsys, *words)["plans"]
+    there = described_by(capsys, *words, "--cpu-offload")["plans"]
+    for plain, offloaded in zip(here, there, strict=True):
+        of_optimizer = ("main_weight", "main_grad", "optimizer")
+        moved = sum(plain["peak"][role] for role in of_optimizer)
+        assert moved
+        assert offloaded["host_nbytes"] == plain["host_nbytes"] + moved
+        assert not any(offloaded["peak"][role] for role in of_optimizer)
+        main, grads = plain["peak"]["main_weight"], plain["peak"]["main_grad"]
+        strategy = offloaded["strategy"]
+        # At ZeRO-3 units gather in every forward and backward, the root once for both.
+        assert offloaded["to_device_nbytes"] >= main * (
+            3 if strategy == "optim_grads_params" else 1
+        )
+        reductions = 1 if strategy in ("no_shard", "optim") else 3
+        assert offloaded["to_host_nbytes"] == reductions * grads
+        assert (plain["to_device_nbytes"], plain["to_host_nbytes"]) == (0, 0)
+    _, said, _ = run(
+        capsys, "--ranks", "4", "--cpu-offload", "--machine", "h100", "--model", *words
+    )
+    assert "h2d, d2h: what a step" in said
+    assert "times leave out copies from and to host memory" in said
+    status, _, error = run(capsys, "--cpu-offload", "--offload-fraction", "0.5", "--model", *words)
+    assert status == 2
+    assert "cpu_offload has all state in host memory" in error
+    status, _, error = run(capsys, "--ranks", "4", "--cpu-offload", "--", "--train-iters", "1")
+    assert status == 2
+    assert "--cpu-offload: training flags say this themselves" in error
+
+
 def test_the_best_plan_is_as_fast_as_any_that_fits() -> None:
     described = training(tokens=1000)
     plans = plan_all(described, list(strategies(described)), MACHINE)

@@ -233,6 +233,49 @@ def test_state_loads_at_another_fraction_and_is_that_without_offload(
         assert results == [True] * 12
 
 
+def load_rows_of_others(form: str) -> list[bool]:
+    """Per moment, whether rows of this rank are what the loaded state has of them."""
+    from megatron_fsdp_v2.dtensor.uneven_dtensor import local_of
+
+    # Every rank has all rows, as one rank of a run on one has.
+    model = sharded_model("no_shard")
+    optimizer = adam(model)
+    backward(model, 0)
+    optimizer.step()
+    state = optimizer.state_dict()
+    whole_moments = {
+        (index, name): value.full_tensor().clone()
+        for index, values in state["state"].items()
+        for name, value in values.items()
+        if name != "step"
+    }
+    if form == "whole":
+        for index, name in whole_moments:
+            state["state"][index][name] = whole_moments[index, name]
+    other = sharded_model()
+    loaded = _offloaded(other, fraction=0.5)
+    loaded.load_state_dict(state)
+    found = []
+    for index, param in enumerate(other.parameters()):
+        if not local_of(param).numel():
+            continue
+        start, end = param.local_rows
+        for name in ("exp_avg", "exp_avg_sq"):
+            expected = whole_moments[index, name][start:end]
+            moment = local_of(loaded.state[param][name])
+            found.append(bool(expected.any()) and torch.equal(moment, expected))
+    return found
+
+
+@pytest.mark.parametrize("form", ["rows of a run on one rank", "whole"])
+def test_state_of_another_number_of_ranks_is_cut_to_the_rows_here(
+    megatron: RankPools, form: str
+) -> None:
+    for found in megatron(2).run(load_rows_of_others, form):
+        assert len(found) >= 6
+        assert all(found)
+
+
 def load_without(name: str) -> None:
     """Load state in which one parameter lacks something."""
     model = sharded_model()

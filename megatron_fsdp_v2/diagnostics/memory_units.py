@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING
 
 from torch import nn
 
 from megatron_fsdp_v2.diagnostics.walk import units_below
+from megatron_fsdp_v2.params.formats import DenseFormat, PayloadBytes, payload_bytes
 from megatron_fsdp_v2.plan.memory_bound import GroupBytes, UnitBytes
 
 if TYPE_CHECKING:
@@ -22,12 +22,18 @@ def group_bytes(group: ParameterGroup) -> GroupBytes:
         group.layout.numel,
         [axis.size for axis in group.axes],
         group.spec.placements,
-        dataclasses.replace(group.spec.dtypes, model_weight=group.weights.format.payload_dtype),
+        group.spec.dtypes,
         is_trained=group.grads is not None,
         on_cpu=group.device.type == "cpu",
         reduces=group.grads is None or group.grads.reduces,
         offloaded=group.spec.offload is not None,
+        payload=_payload(group),
     )
+
+
+def _payload(group: ParameterGroup) -> PayloadBytes | None:
+    format_type = group.spec.format_type
+    return None if format_type is DenseFormat else payload_bytes(format_type, group.spec.dtypes)
 
 
 def unit_bytes(module: nn.Module) -> list[UnitBytes]:
@@ -50,6 +56,7 @@ def unit_bytes(module: nn.Module) -> list[UnitBytes]:
             tied_gathered=sum(group_bytes(group).gathered for group in unit.tied_groups),
             # Several modules are gathered from the first that runs to the last.
             keeps_gathered=not unit.reshard_after_forward or len(unit.modules) > 1,
+            recomputes=unit.is_recomputed,
         )
         for name, unit in named
     ]

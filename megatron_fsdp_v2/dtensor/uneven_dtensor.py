@@ -87,9 +87,7 @@ class UnevenDTensor(AttributesAtOnce):
         return _wrap(plain, row_shards)
 
     @staticmethod
-    def from_spec(
-        local: torch.Tensor, spec: DTensorSpec, row_shards: RowShards
-    ) -> UnevenDTensor:
+    def from_spec(local: torch.Tensor, spec: DTensorSpec, row_shards: RowShards) -> UnevenDTensor:
         """`from_rows` for one more tensor like another, whose spec it shares; far cheaper."""
         return _wrap(DTensor.__new__(DTensor, local, spec, requires_grad=False), row_shards)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
@@ -23,7 +24,15 @@ if TYPE_CHECKING:
     from megatron_fsdp_v2.layout.placement import AxisPlacements
     from megatron_fsdp_v2.params.buffer import DataParallelBuffer
 
-__all__ = ["DenseFormat", "WeightFormat", "WeightUse", "format_of", "register_format"]
+__all__ = [
+    "DenseFormat",
+    "PayloadBytes",
+    "WeightFormat",
+    "WeightUse",
+    "format_of",
+    "payload_bytes",
+    "register_format",
+]
 
 
 class WeightUse(enum.Flag):
@@ -34,6 +43,38 @@ class WeightUse(enum.Flag):
     BACKWARD = enum.auto()
     """The gradients of inputs and weights."""
     BOTH = FORWARD | BACKWARD
+
+
+@dataclass(frozen=True, slots=True)
+class PayloadBytes:
+    """What the payloads of a format take, as far as a plan or a bound needs to know.
+
+    Attributes:
+        itemsize: Bytes of one element of a payload.
+        uses: Of every payload, what it is gathered for.
+    """
+
+    itemsize: int
+    uses: tuple[WeightUse, ...] = (WeightUse.BOTH,)
+
+    def count(self, uses: WeightUse = WeightUse.BOTH) -> int:
+        """Payloads that are gathered for these uses."""
+        return sum(bool(uses & payload) for payload in self.uses)
+
+    @property
+    def most_for_one_use(self) -> int:
+        """Payloads that a forward or a backward gathers, whichever are more."""
+        return max(self.count(WeightUse.FORWARD), self.count(WeightUse.BACKWARD))
+
+
+def payload_bytes(format_type: type[WeightFormat], dtypes: GroupDtypes) -> PayloadBytes:
+    """What the payloads of a format take.
+
+    Args:
+        format_type: The format.
+        dtypes: Dtypes of weights and gradients.
+    """
+    return PayloadBytes(format_type.itemsize(dtypes), tuple(format_type.payloads.values()))
 
 
 _ONE_PAYLOAD: Mapping[str, WeightUse] = MappingProxyType({"model_weight": WeightUse.BOTH})

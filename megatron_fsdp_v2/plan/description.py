@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from megatron_fsdp_v2.layout.mixed_precision import MixedPrecisionPolicy
+from megatron_fsdp_v2.params.formats import DenseFormat, PayloadBytes, format_of, payload_bytes
 
 __all__ = [
     "DATA",
@@ -41,6 +42,7 @@ class ParameterDescription:
         requires_grad: Whether it is trained.
         is_separate: Whether it has flat buffers of its own.
         is_matrix: Whether an optimizer of whole matrices steps it, where there is one.
+        payload: What its model weight takes; None for numbers of the compute dtype.
     """
 
     name: str
@@ -49,6 +51,7 @@ class ParameterDescription:
     requires_grad: bool = True
     is_separate: bool = False
     is_matrix: bool = False
+    payload: PayloadBytes | None = None
 
     @property
     def numel(self) -> int:
@@ -252,6 +255,8 @@ class Rules:
             unit and the parameter.
         separate: Parameters that get flat buffers of their own.
         flops_of: Operations of a unit's forward for a token, from its name and its parameters.
+        payload_of: What the model weight of a parameter takes, from the name of its unit and the
+            parameter; None for numbers of the compute dtype.
     """
 
     mesh_of: Callable[[nn.Module], str] = lambda unit: DATA
@@ -263,6 +268,17 @@ class Rules:
     flops_of: Callable[[str, Sequence[ParameterDescription]], float] = lambda unit, params: sum(
         2.0 * param.numel for param in params if len(param.shape) > 1
     )
+    payload_of: Callable[[str, nn.Parameter], PayloadBytes | None] = lambda unit, param: (
+        _payload_of(param)
+    )
+
+
+def _payload_of(param: nn.Parameter) -> PayloadBytes | None:
+    found = format_of(param)
+    if found in (None, DenseFormat):
+        return None
+    assert found is not None
+    return payload_bytes(found, MixedPrecisionPolicy().resolve(param.dtype))
 
 
 def describe_module(
@@ -332,6 +348,7 @@ class _Walk:
             param.requires_grad,
             is_separate=param in self._rules.separate,
             is_matrix=self._rules.is_matrix(unit, param),
+            payload=self._rules.payload_of(unit, param),
         )
 
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 
 from megatron_fsdp_v2.layout.mixed_precision import GroupDtypes
 from megatron_fsdp_v2.layout.placement import AxisPlacements, Placement
+from megatron_fsdp_v2.params.formats import PayloadBytes
 
 __all__ = ["GroupBytes", "PeakBytes", "UnitBytes", "peak_bytes"]
 
@@ -34,7 +35,7 @@ class GroupBytes:
         main_weight: What the optimizer steps.
         model_weight: What the forward computes with; 0 where it shares the main weight's storage.
         main_grad: What the optimizer reads, from its reduction until gradients are None.
-        gathered: Gathered weights; 0 where the model weight is whole.
+        gathered: Weights gathered for one use; 0 where the model weight is whole.
         grad_buffer: The full gradient buffer.
         grad_comm: A copy of it in the communication dtype; 0 where it has that dtype.
         partial_grad: A gradient reduced along the inner axis that waits for the outer one.
@@ -43,6 +44,8 @@ class GroupBytes:
             sum on its way to host memory.
         outer_received: Likewise in an outer one.
         accumulates_unreduced: Whether the full gradient buffer lives between micro-batches.
+        gathered_besides: What the other one of a forward and a backward gathers besides, where
+            these compute with different bytes.
     """
 
     main_weight: int
@@ -56,6 +59,7 @@ class GroupBytes:
     received: int = 0
     outer_received: int = 0
     accumulates_unreduced: bool = False
+    gathered_besides: int = 0
 
     @classmethod
     def of(
@@ -69,6 +73,7 @@ class GroupBytes:
         on_cpu: bool,
         reduces: bool = True,
         offloaded: bool = False,
+        payload: PayloadBytes | None = None,
     ) -> GroupBytes:
         """Derive the bytes of a group from its layout, placements and dtypes.
 
@@ -81,17 +86,21 @@ class GroupBytes:
             on_cpu: Whether reductions run on a CPU (gloo).
             reduces: Whether gradients are summed over ranks.
             offloaded: Whether main weights and gradients are in host memory, which is not counted.
+            payload: What model weights take; None for numbers of the compute dtype.
         """
         main = _held(numel, axis_sizes, [p.main_weight for p in placements])
         model = _held(numel, axis_sizes, [p.model_weight for p in placements])
-        shares = model == main and dtypes.model_weight == dtypes.main_weight
+        shares = payload is None and model == main and dtypes.model_weight == dtypes.main_weight
         if offloaded:
             # Copied from host memory into the gathered buffer where that is made of one's shard.
             shares = model == main < numel
+        each = payload or PayloadBytes(dtypes.model_weight.itemsize)
+        whole = numel * each.itemsize if model < numel else 0
         weights = cls(
             main_weight=0 if offloaded else main * dtypes.main_weight.itemsize,
-            model_weight=0 if shares else model * dtypes.model_weight.itemsize,
-            gathered=numel * dtypes.model_weight.itemsize if model < numel else 0,
+            model_weight=0 if shares else model * each.itemsize * each.count(),
+            gathered=whole * each.most_for_one_use,
+            gathered_besides=whole * (each.count() - each.most_for_one_use),
         )
         if not is_trained:
             return weights
@@ -147,17 +156,26 @@ class UnitBytes:
         parent: Index of the unit it is inside of; None for the root.
         tied_gathered: Gathered bytes of groups of other units that it gathers as well.
         keeps_gathered: Whether its weights stay gathered between forward and backward.
+        recomputes: Whether its forward runs again in the backward.
     """
 
     groups: tuple[GroupBytes, ...]
     parent: int | None = None
     tied_gathered: int = 0
     keeps_gathered: bool = False
+    recomputes: bool = False
 
     @property
     def gathered(self) -> int:
-        """Bytes it computes with."""
+        """Bytes a forward computes with, or a backward."""
         return sum(group.gathered for group in self.groups) + self.tied_gathered
+
+    @property
+    def gathered_in_backward(self) -> int:
+        """Bytes that are gathered in its backward, with what its forward left or needs again."""
+        if self.parent is not None and not self.keeps_gathered and not self.recomputes:
+            return self.gathered
+        return self.gathered + self.sum("gathered_besides")
 
     @property
     def is_trained(self) -> bool:
@@ -279,7 +297,8 @@ def peak_bytes(
         gathered = sum(units[i].gathered for i in in_forward)
         moment = replace(resting, gathered=gathered, grad_buffer=unreduced, unit=index)
         best = max(best, moment, key=lambda peak: peak.total)
-        gathered = sum(units[i].gathered for i in tree.gathered_at(index, unshard_prefetch_depth))
+        in_backward = tree.gathered_at(index, unshard_prefetch_depth)
+        gathered = sum(units[i].gathered_in_backward for i in in_backward)
         *outside, _ = tree.path(index)
         kept = sum(units[i].sum("grad_buffer") for i in outside)
         if accumulates:

@@ -359,6 +359,7 @@ def unit_bytes(
                 indices[parent_of(unit.name, indices)] if index else None,
                 sum(group.nbytes.gathered for group in tied_groups.values()),
                 unit.keeps_gathered or not training.reshard_after_forward,
+                recomputes=bool(index) and training.recompute_factor > 0,
             )
         )
     return units
@@ -411,10 +412,11 @@ def _unit_sizes(
             numel=unit.numel,
             padding_numel=sum(group.layout.padding_numel for group in planned),
             alignment_nbytes=min(
-                group.layout.alignment.line * group.dtypes.smallest_itemsize for group in planned
+                group.layout.alignment.line * group.smallest_itemsize for group in planned
             ),
             gathered_nbytes=sum(
-                group.layout.numel * group.dtypes.model_weight.itemsize for group in planned
+                group.layout.numel * group.payload.itemsize * group.payload.most_for_one_use
+                for group in planned
             ),
             grad_buffer_nbytes=sum(group.nbytes.grad_buffer for group in planned),
         )

@@ -13,6 +13,7 @@ from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import override
 
+from megatron_fsdp_v2.params.formats import WeightUse
 from megatron_fsdp_v2.plan.description import TrainingDescription
 from megatron_fsdp_v2.plan.machine import Machine
 from megatron_fsdp_v2.plan.sharding import PlannedGroup
@@ -127,6 +128,7 @@ class _Group:
         unit: Name of the unit that owns it.
         mesh: Name of its mesh.
         holders: Units that have it gathered.
+        uses: What it is gathered for.
         ready_at: When its weights are there.
         has_buffer: Whether gradients are in its full buffer, which no reduction has yet.
         has_partial: Whether gradients wait for the outer reduction.
@@ -137,6 +139,7 @@ class _Group:
     unit: str
     mesh: str
     holders: int = 0
+    uses: WeightUse = WeightUse(0)  # noqa: RUF009
     ready_at: float = 0.0
     has_buffer: bool = False
     has_partial: bool = False
@@ -239,22 +242,22 @@ class _Unit:
 
     def prefetch(self) -> None:
         """Start gathering ahead of use."""
-        self._unshard()
+        self._unshard(self._replay.uses)
 
-    def unshard(self) -> None:
+    def unshard(self, uses: WeightUse) -> None:
         """Have its weights gathered."""
-        self._unshard()
+        self._unshard(uses)
         for group in self.held:
             self._replay.network.wait(group.ready_at)
 
-    def _unshard(self) -> None:
-        if self.is_unsharded:
-            return
-        self.is_unsharded = True
+    def _unshard(self, uses: WeightUse) -> None:
+        was_unsharded, self.is_unsharded = self.is_unsharded, True
         for group in self.held:
-            group.holders += 1
-            if group.holders == 1:
-                self._replay.gather(group)
+            if not was_unsharded:
+                group.holders += 1
+                if group.holders == 1:
+                    self._replay.bring_up_to_date(group)
+            self._replay.gather(group, uses)
 
     def reshard(self) -> None:
         """Drop its weights."""
@@ -263,13 +266,21 @@ class _Unit:
         self.is_unsharded = False
         for group in self.held:
             group.holders -= 1
-            if not group.holders and group.planned.gathers_for_use:
-                numel = group.planned.layout.numel
-                self._replay.network.note("reshard", group.unit, numel)
+            if group.holders:
+                continue
+            for payload in group.planned.payload.uses:
+                if payload & group.uses:
+                    self._replay.network.note("reshard", group.unit, group.planned.layout.numel)
+            group.uses = WeightUse(0)
 
 
 class _Replay:
-    """A step of units that do what modules and autograd have the units of a training do."""
+    """A step of units that do what modules and autograd have the units of a training do.
+
+    Attributes:
+        network: What is sent and copied, and when.
+        uses: What units are gathered for that are gathered ahead now.
+    """
 
     def __init__(
         self,
@@ -289,6 +300,7 @@ class _Replay:
         )
         self._turns = OrderedReductions(self._units, in_order=self._ranks_may_differ)
         self._arrivals = self._find_arrivals()
+        self.uses = WeightUse.FORWARD
         self._num_computed = 0
         self._passes: deque[RootPass[_Unit]] = deque()
         self._refreshes = False
@@ -376,6 +388,7 @@ class _Replay:
         return not self._training.defers_sync and not self._training.syncs_afterwards
 
     def _forward_pass(self, number: int) -> None:
+        self.uses = WeightUse.FORWARD
         self._gathers.begin_forward(self._root)
         self._gathers.forget_backwards()
         self._passes.append(RootPass())
@@ -393,6 +406,9 @@ class _Replay:
         is_final = is_last and not self._training.syncs_afterwards
         self._synchronizes = self._syncs_every_one or is_final
         self._gathers.begin_backward()
+        # What is recomputed is so before anything else.
+        recomputes = self._training.recompute_factor > 0
+        self.uses = WeightUse.BOTH if recomputes else WeightUse.BACKWARD
         self._turns.begin(self._passes.popleft())
         self._num_computed = 0
         self._run_backward(self._root)
@@ -401,7 +417,7 @@ class _Replay:
 
     def _run_forward(self, unit: _Unit) -> None:
         self._gathers.before_use(unit)
-        unit.unshard()
+        unit.unshard(WeightUse.FORWARD)
         self._gathers.in_forward(unit)
         self.network.note("forward", unit.name)
         # What the root has most of is the output layer, which comes last; units inside another
@@ -418,7 +434,8 @@ class _Replay:
 
     def _run_backward(self, unit: _Unit) -> None:
         self._gathers.before_use(unit)
-        unit.unshard()
+        # The root is not recomputed.
+        unit.unshard(WeightUse.BACKWARD if unit is self._root else self.uses)
         self._gathers.in_backward(unit)
         self.network.note("backward", unit.name)
         if unit is self._root:
@@ -434,16 +451,24 @@ class _Replay:
 
     # -- weights ------------------------------------------------------------------------------
 
-    def gather(self, group: _Group) -> None:
-        """Start gathering a group, after bringing its weights up to date."""
+    def bring_up_to_date(self, group: _Group) -> None:
+        """Bring the weights of a group up to date before it is gathered, where that is due."""
         if self._refreshes:
             # Not asynchronous: the gather that follows reads what it writes.
             self.network.wait(self._refresh(group))
+
+    def gather(self, group: _Group, uses: WeightUse) -> None:
+        """Start gathering of a group what lacks for these uses."""
         planned = group.planned
-        if planned.is_streamed:
-            self.network.copy(to_device=planned.main_weight_nbytes)
-        if planned.gathers_for_use:
-            numel, itemsize = planned.layout.numel, planned.dtypes.model_weight.itemsize
+        if not planned.gathers_for_use:
+            return
+        numel, itemsize = planned.layout.numel, planned.payload.itemsize
+        for payload in planned.payload.uses:
+            if not payload & uses or payload & group.uses:
+                continue
+            group.uses |= payload
+            if planned.is_streamed:
+                self.network.copy(to_device=planned.main_weight_nbytes)
             group.ready_at = self.network.issue("all_gather", "unshard", group, -1, numel, itemsize)
 
     def _refresh(self, group: _Group) -> float:
@@ -451,11 +476,14 @@ class _Replay:
         planned, ready = group.planned, self.network.now
         if planned.is_offloaded and not planned.is_streamed:
             self.network.copy(to_device=planned.main_weight_nbytes)
-        numel, itemsize = planned.main_numel, planned.dtypes.model_weight.itemsize
+        numel, itemsize = planned.main_numel, planned.payload.itemsize
         for axis, parts in enumerate(planned.grid.parts):
             if parts > 1 and numel < planned.model_numel:
                 numel *= parts
-                ready = self.network.issue("all_gather", "refresh", group, axis, numel, itemsize)
+                for _ in planned.payload.uses:
+                    ready = self.network.issue(
+                        "all_gather", "refresh", group, axis, numel, itemsize
+                    )
         return ready
 
     # -- gradients ----------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from megatron_fsdp_v2.layout.flat_buffers import flat_buffers
 from megatron_fsdp_v2.layout.mixed_precision import GroupDtypes, MixedPrecisionPolicy
 from megatron_fsdp_v2.layout.placement import AxisPlacements, Placement, resolve_placements
 from megatron_fsdp_v2.params.buffer import ShardGrid
+from megatron_fsdp_v2.params.formats import PayloadBytes
 from megatron_fsdp_v2.plan.memory_bound import GroupBytes
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ class PlannedGroup:
         requires_grad: Whether it is trained.
         on_cpu: Whether reductions run on a CPU.
         is_offloaded: Whether main weights and main gradients are in host memory.
+        quantized: What model weights take that are no numbers of the compute dtype.
     """
 
     params: tuple[ParameterDescription, ...]
@@ -82,6 +84,17 @@ class PlannedGroup:
     requires_grad: bool
     on_cpu: bool = False
     is_offloaded: bool = False
+    quantized: PayloadBytes | None = None
+
+    @property
+    def payload(self) -> PayloadBytes:
+        """What model weights take."""
+        return self.quantized or PayloadBytes(self.dtypes.model_weight.itemsize)
+
+    @property
+    def smallest_itemsize(self) -> int:
+        """Bytes of the smallest element; what is aligned in these elements is so in all."""
+        return _smallest(self.dtypes, self.quantized)
 
     @functools.cached_property
     def grid(self) -> ShardGrid:
@@ -148,6 +161,7 @@ class PlannedGroup:
             is_trained=self.requires_grad,
             on_cpu=self.on_cpu,
             offloaded=self.is_offloaded,
+            payload=self.quantized,
         )
 
     @functools.cached_property
@@ -226,9 +240,10 @@ def _groups(
             policy.resolve(param.dtype),
             param.requires_grad,
             param.is_separate and param.name,
+            param.payload,
         ),
         lambda param: param.shape,
-        lambda key: key[0].smallest_itemsize,
+        lambda key: _smallest(key[0], key[3]),
         num_slices,
         granularity,
     )
@@ -242,9 +257,14 @@ def _groups(
             requires_grad,
             on_cpu,
             is_offloaded,
+            quantized,
         )
-        for (dtypes, requires_grad, _), members, layout in found
+        for (dtypes, requires_grad, _, quantized), members, layout in found
     )
+
+
+def _smallest(dtypes: GroupDtypes, quantized: PayloadBytes | None) -> int:
+    return min(dtypes.smallest_itemsize, quantized.itemsize if quantized else 8)
 
 
 def _grid(sizes: Sequence[int], placements: Sequence[AxisPlacements]) -> ShardGrid:

@@ -25,6 +25,7 @@ from megatron_fsdp_v2.memory.allocator import BufferUse, ObservedBuffer, Tempora
 from megatron_fsdp_v2.memory.host_memory import is_in_host_memory
 from megatron_fsdp_v2.optim import Muon
 from megatron_fsdp_v2.params.autograd import in_backward
+from megatron_fsdp_v2.params.formats import register_format
 from megatron_fsdp_v2.plan import (
     MeshDescription,
     Plan,
@@ -40,9 +41,11 @@ from megatron_fsdp_v2.plan.sharding import shard
 from megatron_fsdp_v2.plan.step import Event
 from megatron_fsdp_v2.runtime.fsdp_module import unit_of
 from megatron_fsdp_v2.runtime.unit import Unit
+from tests.distributed.test_payloads import Layers
 from tests.distributed.wrapping import BF16, batch, mesh_of, wrap
 from tests.ranks import RankPools
 from tests.reference.models import Checkpointed, Stack, UsedTwice
+from tests.reference.two_way import TwoWayFormat
 
 FP32_SUMS = MixedPrecisionPolicy(
     param_dtype=torch.bfloat16,
@@ -177,6 +180,15 @@ CASES = {
     "offloaded, HFSDP": Case(
         "optim_grads_params", (2, 2), "optim", num_microbatches=4, syncs="each", is_offloaded=True
     ),
+    "two payloads": Case("optim_grads_params", model="two ways", num_microbatches=2),
+    "two payloads, kept gathered": Case(
+        "optim_grads_params", model="two ways", options=(("reshard_after_forward", False),)
+    ),
+    "two payloads, recomputed": Case(
+        "optim_grads_params", model="two ways, recomputed", num_microbatches=2
+    ),
+    "two payloads, ZeRO-1": Case("optim", model="two ways", num_microbatches=3),
+    "two payloads, HSDP": Case("optim_grads_params", (2, 2), model="two ways"),
     "outer axis of one rank": Case("optim_grads_params", (1, 2), "optim"),
 }
 
@@ -189,6 +201,10 @@ def build(case: Case) -> tuple[Any, list[nn.Module]]:
     if case.model == "tied":
         model = Tied()
         return model, [*reversed(model.blocks)]
+    if case.model.startswith("two ways"):
+        register_format(TwoWayFormat)
+        model = Layers(recompute="not reentrant" if "recomputed" in case.model else "")
+        return model, [*model.blocks]
     torch.manual_seed(0)
     model = UsedTwice(3) if case.model == "used twice" else Stack(5)
     if case.model.startswith("recomputed"):
@@ -445,13 +461,19 @@ def bytes_by_role(groups: list[Any], optimizer: torch.optim.Optimizer) -> Counte
     found: Counter[str] = Counter()
     for group in groups:
         found["main_weight"] += nbytes(group.main_weight.tensor)
-        if group.model_weight is not group.main_weight:
-            found["model_weight"] += nbytes(group.model_weight.tensor)
-        if group.weights.gathers_for_use:
-            found["gathered"] += nbytes(group.weights.gathered.tensor)
+        for payload in group.weights.payloads:
+            if payload.model is not group.main_weight:
+                found["model_weight"] += nbytes(payload.model.tensor)
+            if group.weights.gathers_for_use:
+                is_first = payload is group.weights.payloads[0]
+                role = "gathered" if is_first else "gathered_besides"
+                found[role] += nbytes(payload.gathered.tensor)
         if group.grads is None:
             continue
-        found["main_grad"] += nbytes(group.grads.main.tensor)
+        # It has memory where there are gradients, which not every rank has.
+        of_each = group.spec.dtypes.main_grad.itemsize
+        if not is_in_host_memory(group.main_weight.tensor):
+            found["main_grad"] += group.main_weight.tensor.numel() * of_each
         found["grad_buffer"] += nbytes(group.grads.buffers.full.tensor)
         if group.grads.buffers.partial is not None:
             found["partial_grad"] += nbytes(group.grads.buffers.partial.tensor)
@@ -486,6 +508,7 @@ def planned(case: Case) -> tuple[TrainingDescription, Plan]:
         syncs_afterwards=case.syncs == "after",
         runs=RUNS.get(case.model, ()),
         recomputes_reentrantly=case.model == "recomputed",
+        recompute_factor=1.0 if "recomputed" in case.model else 0.0,
         plain_nbytes=plain_nbytes,
         on_cpu=True,
         cpu_offload=case.is_offloaded,
@@ -500,8 +523,8 @@ def planned_bytes(training: TrainingDescription, plan: Plan) -> dict[str, int]:
     found = {
         role: sum(getattr(group.nbytes, role) for group in groups)
         for role in (
-            *("main_weight", "model_weight", "main_grad", "gathered", "grad_buffer"),
-            *("partial_grad", "grad_comm"),
+            *("main_weight", "model_weight", "main_grad", "gathered", "gathered_besides"),
+            *("grad_buffer", "partial_grad", "grad_comm"),
         )
     }
     found["optimizer"] = plan.peak.optimizer

@@ -71,7 +71,7 @@ def test_an_outer_axis_adds_the_shard_that_waits_for_it() -> None:
 
 def test_a_frozen_group_has_weights_only_and_an_unreduced_one_no_communication() -> None:
     frozen = group(is_trained=False)
-    assert dataclasses.astuple(frozen) == (96, 0, 0, 384, *(0 for _ in range(6)), False)
+    assert dataclasses.astuple(frozen) == (96, 0, 0, 384, *(0 for _ in range(6)), False, 0)
     own = group("optim", sizes=(2, 4), dtypes=MIXED, on_cpu=True, reduces=False)
     assert own.grad_buffer == 384
     assert own.grad_comm == own.partial_grad == own.received == 0

@@ -381,12 +381,14 @@ def test_with_cpu_offload_the_plan_says_what_is_where_and_what_is_copied(capsys:
     here = described_by(capsys, *words)["plans"]
     there = described_by(capsys, *words, "--cpu-offload")["plans"]
     for plain, offloaded in zip(here, there, strict=True):
-        of_optimizer = ("main_weight", "main_grad", "optimizer")
-        moved = sum(plain["peak"][role] for role in of_optimizer)
+        # Main gradients, as many bytes as main weights, are not all there at the peak.
+        moved = 2 * plain["peak"]["main_weight"] + plain["peak"]["optimizer"]
         assert moved
         assert offloaded["host_nbytes"] == plain["host_nbytes"] + moved
-        assert not any(offloaded["peak"][role] for role in of_optimizer)
-        main, grads = plain["peak"]["main_weight"], plain["peak"]["main_grad"]
+        assert not any(
+            offloaded["peak"][role] for role in ("main_weight", "main_grad", "optimizer")
+        )
+        main = grads = plain["peak"]["main_weight"]
         strategy = offloaded["strategy"]
         # At ZeRO-3 units gather in every forward and backward, the root once for both.
         assert offloaded["to_device_nbytes"] >= main * (

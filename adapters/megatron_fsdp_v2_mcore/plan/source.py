@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch.distributed as dist
 from torch import nn
 
+from megatron_fsdp_v2.params.formats import PayloadBytes, WeightUse
 from megatron_fsdp_v2.plan.description import (
     DATA,
     MeshDescription,
@@ -102,6 +103,11 @@ def _arguments(argv: Sequence[str], flags: Sequence[str]) -> tuple[Any, bool]:
             ) from None
     # Stripped before, as only a GPU can support it where this package is not there.
     args.optimizer_cpu_offload = asked.optimizer_cpu_offload
+    # The model is built of Megatron's own layers, which have no such parameters.
+    args.plans_quantized = bool(asked.fp8 and asked.fp8_param_gather)
+    args.fp8_param_gather = False
+    for name in ("fp8_recipe", "first_last_layers_bf16"):
+        setattr(args, name, getattr(asked, name))
     global_vars.set_args(args)
     return args, getattr(asked.attention_backend, "name", "") in ("unfused", "local")
 
@@ -187,7 +193,7 @@ def _stage(
     layers: list[bool] = []
     for number, chunk in enumerate(chunks):
         kinds = _layers(chunk)
-        found, buffers = _chunk(chunk, strategy, costs[number], kinds)
+        found, buffers = _chunk(args, chunk, strategy, costs[number], kinds)
         layers += kinds.values()
         units += _renamed(found, number) if len(chunks) > 1 else found
         plain_nbytes += buffers
@@ -242,7 +248,7 @@ def _layers(chunk: nn.Module) -> dict[str, bool]:
 
 
 def _chunk(
-    chunk: nn.Module, strategy: Strategy, costs: Costs, layers: dict[str, bool]
+    args: Any, chunk: nn.Module, strategy: Strategy, costs: Costs, layers: dict[str, bool]
 ) -> tuple[list[UnitDescription], int]:
     """The units of a model chunk, as `FullyShardedDataParallel` makes them."""
     from megatron_fsdp_v2_mcore.model.mamba_parameters import follow_parameters
@@ -265,14 +271,38 @@ def _chunk(
     if dict(strategy.others):
         experts = {id(layer.experts) for layer in chunk.modules() if hasattr(layer, "experts")}
         apart |= {id(unit.module) for unit in planned} & experts
+    quantized = {id(param) for name in layers for param in _quantized(args, chunk, name)}
+    two_forms = (WeightUse.FORWARD, WeightUse.BACKWARD)
+    payload = PayloadBytes(1, two_forms if args.fp8_recipe == "mxfp8" else (WeightUse.BOTH,))
     rules = Rules(
         mesh_of=lambda unit: EXPERT if id(unit) in apart else DATA,
         is_matrix=lambda unit, param: _is_matrix(param),
         separate=shared_by_stages(chunk),
         flops_of=costs.flops,
+        payload_of=lambda unit, param: payload if id(param) in quantized else None,
     )
     units, plain_nbytes = describe_module(chunk, [unit.module for unit in planned], rules)
     return [_with_activations(unit, layers, costs) for unit in units], plain_nbytes
+
+
+def _quantized(args: Any, chunk: nn.Module, name: str) -> Iterator[nn.Parameter]:
+    """Parameters of a layer that Transformer Engine would make quantized: those of its products."""
+    from megatron.core.fp8_utils import is_first_last_bf16_layer
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+    from megatron_fsdp_v2_mcore.model.tensor_shards import is_expert
+
+    layer: Any = chunk.get_submodule(name)
+    number = getattr(layer, "layer_number", None)
+    if not args.plans_quantized:
+        return
+    if number is not None and is_first_last_bf16_layer(args, number - 1):
+        return
+    for part in layer.modules():
+        is_product = isinstance(part, ColumnParallelLinear | RowParallelLinear)
+        for param in part.parameters(recurse=False):
+            if param.dim() > 1 and (is_product or is_expert(param)):
+                yield param
 
 
 def _with_activations(

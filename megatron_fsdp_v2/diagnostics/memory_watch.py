@@ -78,6 +78,8 @@ class _WatchedBuffer(ObservedBuffer):
 
     @override
     def gained(self) -> None:
+        # What was freed for it is not to be counted beside it.
+        self._watch.settle()
         if self.pool_memory is not None:
             self._watch.book_block(self.pool_memory)
             self._watch.ledger.remove(_IDLE, self._nbytes)
@@ -162,7 +164,7 @@ class MemoryWatch(TorchDispatchMode):
     @override
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
-        self._settle()
+        self.settle()
         self._undo.close()
         self._known.clear()
 
@@ -199,7 +201,7 @@ class MemoryWatch(TorchDispatchMode):
 
         def end(*args: Any) -> None:
             del args
-            self._settle()
+            self.settle()
             self._move_offloaded()
             self._book_state(optimizer, account)
             self._book_offloaded(account)
@@ -270,7 +272,7 @@ class MemoryWatch(TorchDispatchMode):
         try:
             yield
         finally:
-            self._settle()
+            self.settle()
             self._scopes.pop()
 
     # -- storages -------------------------------------------------------------------------------
@@ -280,7 +282,7 @@ class MemoryWatch(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             # What they hold comes by in the operations they are made of.
             return NotImplemented
-        self._settle()
+        self.settle()
         result = func(*args, **(kwargs or {}))
         made = [value for value in tree_leaves(result) if isinstance(value, torch.Tensor)]
         new = [value for value in made if self._is_new(value)]
@@ -348,7 +350,7 @@ class MemoryWatch(TorchDispatchMode):
         """A main gradient was given memory, by the operation that was seen last."""
         known = self._known[flat.untyped_storage()._cdata]
         known.guess = account
-        self._settle()
+        self.settle()
         if known.account is not None and known.account != account:
             known.ledger.remove(known.account, known.nbytes)
             known.account = account
@@ -402,13 +404,13 @@ class MemoryWatch(TorchDispatchMode):
         known = self._known.get(key)
         if known is None or known.ref is not ref:
             return
-        self._settle()
+        self.settle()
         del self._known[key]
         self._resizable.pop(key, None)
         if known.account is not None:
             known.ledger.remove(known.account, known.nbytes)
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Book what the last operation made, now that it has got where it belongs."""
         for held in list(self._resizable.values()):
             storage = held.ref()

@@ -52,10 +52,13 @@ class PayloadBytes:
     Attributes:
         itemsize: Bytes of one element of a payload.
         uses: Of every payload, what it is gathered for.
+        rests: Whether they are made once a step and kept, and not for every gather where main
+            weights are placed alike.
     """
 
     itemsize: int
     uses: tuple[WeightUse, ...] = (WeightUse.BOTH,)
+    rests: bool = False
 
     def count(self, uses: WeightUse = WeightUse.BOTH) -> int:
         """Payloads that are gathered for these uses."""
@@ -74,7 +77,9 @@ def payload_bytes(format_type: type[WeightFormat], dtypes: GroupDtypes) -> Paylo
         format_type: The format.
         dtypes: Dtypes of weights and gradients.
     """
-    return PayloadBytes(format_type.itemsize(dtypes), tuple(format_type.payloads.values()))
+    uses = tuple(format_type.payloads.values())
+    rests = format_type.communicates or len(uses) > 1
+    return PayloadBytes(format_type.itemsize(dtypes), uses, rests)
 
 
 _ONE_PAYLOAD: Mapping[str, WeightUse] = MappingProxyType({"model_weight": WeightUse.BOTH})

@@ -31,10 +31,11 @@ class GroupWeights:
     `main` is what the optimizer steps. Of each payload of the format, `model` is what rests between
     uses: it shares the storage of `main` where neither dtype nor placement differs. `gathered` is
     the whole buffer the unit computes with: temporary where `model` is sharded, `model` itself
-    where it is not. Where `main` is offloaded and placed as `model` would be, there is no `model`
-    besides it: a gather begins with a copy from host memory into this rank's piece of `gathered`.
-    What the bytes of payloads mean is known to the format alone, and for which use each of them is
-    gathered.
+    where it is not. Where `main` is placed as `model` would be, in another dtype or offloaded,
+    there is no `model` besides it: a gather begins with a cast, or a copy from host memory, into
+    this rank's piece of `gathered`. A format that communicates when it writes, or writes several
+    payloads at once, has one all the same. What the bytes of payloads mean is known to the format
+    alone, and for which use each of them is gathered.
 
     Units that share a tied parameter hold one group together: weights are gathered from the first
     `hold` to the last `let_go`.
@@ -60,9 +61,12 @@ class GroupWeights:
         model_span = flat.span([p.model_weight for p in flat.placements])
         self.main = flat.main_zeros(main_span, flat.dtypes.main_weight)
         self._is_offloaded = flat.host is not None
-        # Straight from host memory into the buffer that is gathered: nothing rests on the device.
-        self._is_streamed = self._is_offloaded and model_span == main_span != flat.whole
         is_same = weight_format.payload_dtype == flat.dtypes.main_weight and not self._is_offloaded
+        self.has_one_payload = len(weight_format.payloads) == 1
+        # Straight into the buffer that is gathered: nothing but main weights rests.
+        is_written = self.has_one_payload and not weight_format.communicates
+        is_cast = self._is_offloaded or not is_same
+        self._is_streamed = is_written and is_cast and model_span == main_span != flat.whole
         self._is_main = self._is_streamed or (is_same and model_span == main_span)
         dtype = weight_format.payload_dtype
         self.payloads = [
@@ -76,7 +80,6 @@ class GroupWeights:
             )
             for name, uses in weight_format.payloads.items()
         ]
-        self.has_one_payload = len(self.payloads) == 1
         self._gather_axis = None if model_span == flat.whole else flat.innermost_sharded()
         self._axes: Sequence[Axis] = []
         self._cut_axes: Sequence[Axis] = []

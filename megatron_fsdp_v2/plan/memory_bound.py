@@ -33,7 +33,8 @@ class GroupBytes:
 
     Attributes:
         main_weight: What the optimizer steps.
-        model_weight: What the forward computes with; 0 where it shares the main weight's storage.
+        model_weight: What the forward computes with; 0 where it shares the main weight's storage,
+            or is made of it for every gather.
         main_grad: What the optimizer reads, from its reduction until gradients are None.
         gathered: Weights gathered for one use; 0 where the model weight is whole.
         grad_buffer: The full gradient buffer.
@@ -90,11 +91,11 @@ class GroupBytes:
         """
         main = _held(numel, axis_sizes, [p.main_weight for p in placements])
         model = _held(numel, axis_sizes, [p.model_weight for p in placements])
-        shares = payload is None and model == main and dtypes.model_weight == dtypes.main_weight
-        if offloaded:
-            # Copied from host memory into the gathered buffer where that is made of one's shard.
-            shares = model == main < numel
         each = payload or PayloadBytes(dtypes.model_weight.itemsize)
+        # Written into the gathered buffer where that is made of one's shard.
+        shares = model == main < numel and not each.rests
+        if not offloaded and payload is None and dtypes.model_weight == dtypes.main_weight:
+            shares = model == main
         whole = numel * each.itemsize if model < numel else 0
         weights = cls(
             main_weight=0 if offloaded else main * dtypes.main_weight.itemsize,
@@ -303,11 +304,12 @@ def peak_bytes(
         kept = sum(units[i].sum("grad_buffer") for i in outside)
         if accumulates:
             kept += sum(_unreduced(units[i], is_filling=i in outside) for i in range(index))
-        for buffers, comm, main in tree.gradients_at(index, drain):
+        for buffers, comm, main, is_over in tree.gradients_at(index, drain):
             moment = replace(
                 resting,
                 main_grad=settled + main,
-                gathered=gathered,
+                # Dropped before its gradients are reduced.
+                gathered=gathered - (units[index].gathered_in_backward if is_over else 0),
                 grad_buffer=kept + buffers,
                 communication=comm,
                 unit=index,
@@ -372,20 +374,22 @@ class _Tree:
         kept = (i for i in range(index) if self.units[i].keeps_gathered)
         return {*self.path(index), *range(len(self.units))[index + 1 : index + 1 + depth], *kept}
 
-    def gradients_at(self, index: int, drain: int) -> Iterator[tuple[int, int, int]]:
+    def gradients_at(self, index: int, drain: int) -> Iterator[tuple[int, int, int, bool]]:
         """Bytes of gradient buffers, communication, main gradients as a unit's gradients are made.
 
-        Main gradients are those that come in this backward.
+        Main gradients are those that come in this backward. And whether it has computed them all.
         """
         unit = self.units[index]
+        # Before it has a gradient, nobody waits for reductions.
+        yield *self._under_way(index, drain, drain), False
         is_outside = any(self.units[i].is_trained for i in self._children[index])
         # A unit that others are inside of has its buffer before theirs are reduced.
         num_inner = drain if is_outside or not unit.is_trained else max(drain - 1, 0)
         buffers, comm, main = self._under_way(index, num_inner, drain)
-        yield buffers + unit.sum("grad_buffer"), comm, main
+        yield buffers + unit.sum("grad_buffer"), comm, main, False
         buffers, comm, main = self._under_way(index, max(drain - 1, 0), drain)
         for more_buffers, more_comm, more_main in _reducing(unit):
-            yield buffers + more_buffers, comm + more_comm, main + more_main
+            yield buffers + more_buffers, comm + more_comm, main + more_main, True
 
     def last_gradients(self, drain: int) -> tuple[int, int, int]:
         """The same when the last reductions of a backward are waited for, and nothing computes."""

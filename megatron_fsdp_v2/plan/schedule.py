@@ -446,8 +446,8 @@ class _Replay:
         if unit is not self._root:
             factor = 2 + self._training.recompute_factor
             self._compute_gradients(factor * unit.forward_seconds)
-            self._reduce(self._turns.done(unit, *unit.owners))
             unit.reshard()
+            self._reduce(self._turns.done(unit, *unit.owners))
 
     # -- weights ------------------------------------------------------------------------------
 
@@ -507,10 +507,10 @@ class _Replay:
     def _finish(self) -> None:
         """Reduce what is left, wait for all of it."""
         for unit in reversed(self._units):
+            unit.reshard()
             self._reduce([unit])
             if self._synchronizes:
                 self._reductions.reduce_partials(unit.own)
-            unit.reshard()
         self._gathers.drop_prefetched()
         self._reductions.drain()
 

@@ -31,6 +31,7 @@ from megatron_fsdp_v2.runtime.owned_parameters import (
     numbered,
     outermost,
     owned_parameters,
+    used_parameters,
 )
 from megatron_fsdp_v2.runtime.unit_plan import UnitPlan, UnitSpec, class_names, make_unit
 
@@ -66,6 +67,7 @@ def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
     check_ranks: str | None = None,
     tensor_shards: Mapping[nn.Parameter, TensorShard] | None = None,
     separate_params: AbstractSet[nn.Parameter] | None = None,
+    used_params: AbstractSet[nn.Parameter] | None = None,
     param_init_fn: Callable[[nn.Module], None] | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
     offload_policy: OffloadPolicy | None = None,
@@ -138,6 +140,9 @@ def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
         separate_params: Parameters that get flat buffers of their own, so that how one is cut
             depends on its shape alone: what pipeline stages hold copies of, each stage beside
             other parameters, has to be sharded the same way.
+        used_params: Sharded parameters of units beside this one that it computes with although it
+            has them not, such as an output layer that is handed the weight of the embedding: what
+            is gathered for it. A module that has a tied parameter itself needs no word of it.
         param_init_fn: Gives values to a module's own parameters and buffers that were on the meta
             device, in place of its `reset_parameters()`.
         shard_placement_fn: As with FSDP2, where it returns None or `Shard(0)`.
@@ -182,6 +187,7 @@ def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
     )
     device = _device_of(mesh)
     owned, tied = owned_parameters(modules, ignored_params or frozenset(), device)
+    tied += used_parameters(modules, used_params or frozenset())
     check_shard_placement(shard_placement_fn, owned)
     if offload is not None:
         check_can_offload(owned)

@@ -36,6 +36,7 @@ __all__ = [
     "owned_parameters",
     "register_tied",
     "tied_groups_of",
+    "used_parameters",
 ]
 
 
@@ -72,6 +73,28 @@ def owned_parameters(
             _check_parameter(parameter.name, parameter.param, device)
             owned.append(parameter)
     return owned, tied
+
+
+def used_parameters(
+    modules: Sequence[nn.Module], used: AbstractSet[nn.Parameter]
+) -> list[TiedParameter]:
+    """Parameters that some modules compute with and do not have, as if tied to one nowhere.
+
+    Raises:
+        ValueError: One is not sharded, or by a unit that contains one of the modules.
+    """
+    tied: list[TiedParameter] = []
+    for param in used:
+        owner = _owner_of(param, modules)
+        if owner is None:
+            raise ValueError(
+                f"used_params has a parameter of shape {tuple(param.shape)} that no unit beside "
+                "this one has sharded; call fully_shard on the module that has it first, and take "
+                "the parameter from there afterwards"
+            )
+        group, index = owner
+        tied.append((OwnedParameter(group.names[index], param), group, index))
+    return tied
 
 
 def _owner_of(

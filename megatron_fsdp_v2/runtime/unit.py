@@ -328,14 +328,15 @@ class Unit(UnitBase):
         self.context.forget_nearly_over(use)
         with self._range("post_backward"):
             self._num_awaited = max(0, self._num_awaited - 1)
+            if self.reshard_after_backward:
+                # First, since a reduction may take memory, and wait for others.
+                self.reshard()
             turns = self.context.ordered_reductions
             if turns is None:
                 self._has_pending_reduction = True
                 self.reduce_grad(synchronize=self.syncs_gradients)
             else:
                 reduce_in_order(turns.done(self, *self._owners()))
-            if self.reshard_after_backward:
-                self.reshard()
             self.move(Phase.IDLE)
 
     def before_gradient(self, group: ParameterGroup) -> ReductionQueue:
@@ -405,9 +406,9 @@ class Unit(UnitBase):
     @override
     def finish_backward(self) -> None:
         """At the end of a backward: reduce what is left, rest."""
-        self.finish_gradients(synchronize=self.syncs_gradients)
         if self.reshard_after_backward:
             self.reshard()
+        self.finish_gradients(synchronize=self.syncs_gradients)
         if self.phase is Phase.BACKWARD:
             # Its inputs need no gradients, so nothing told the end of its backward.
             self._num_awaited = max(0, self._num_awaited - 1)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any
@@ -10,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from megatron_fsdp_v2._text import readable_size
 from megatron_fsdp_v2.comm.rank_checks import (
     CheckRanks,
     UnitRecord,
@@ -33,6 +36,7 @@ __all__ = [
     "check_units",
     "compare_unit",
     "parameter_of",
+    "warn_of_large_root",
     "without_values",
 ]
 
@@ -52,6 +56,8 @@ def check_units(context: Context) -> None:
                     f"{unit.name} shares a parameter with {group.name}, which belongs to "
                     "another root; call fully_shard on a module that contains both"
                 )
+    if units[0].is_root:
+        warn_of_large_root(units)
     if context.options.check_ranks is CheckRanks.NEVER:
         return
     by_mesh: dict[Any, list[UnitBase]] = {}
@@ -61,6 +67,43 @@ def check_units(context: Context) -> None:
     for members in by_mesh.values():
         group = members[0].groups[0]
         compare_units([_record(unit) for unit in members], group.axes, group.device)
+
+
+NOTABLE_NBYTES = 64 << 20
+"""Gathered bytes that a root may have before anything is said of it."""
+
+
+def warn_of_large_root(units: Sequence[UnitBase]) -> None:
+    """Say so where a root has more parameters itself than any of its units.
+
+    They are gathered, and their gradients whole, for as long as anything inside it computes. That
+    is what becomes of an embedding and an output layer where layers alone were made units.
+
+    Args:
+        units: All of it, the root first.
+    """
+    root, *others = units
+    sizes = {unit: sum(map(_whole_nbytes, unit.groups)) for unit in units}
+    largest = max(others, key=lambda unit: sizes[unit], default=None)
+    if largest is None or sizes[root] <= max(sizes[largest], NOTABLE_NBYTES):
+        return
+    modules: Counter[str] = Counter()
+    for group in root.groups:
+        itemsize = group.weights.format.payload_dtype.itemsize
+        for name, slot in zip(group.names, group.layout.slots, strict=True):
+            modules[name.rpartition(".")[0]] += slot.numel * itemsize
+    parts = [f"{name} ({readable_size(n)})" for name, n in modules.most_common(3) if name]
+    warnings.warn(
+        f"the root, {root.name}, has {readable_size(sizes[root])} of weights itself, and its "
+        f"largest unit, {largest.name}, has {readable_size(sizes[largest])}. A root's weights stay "
+        "gathered, and their gradients whole, while anything inside it computes: call fully_shard "
+        f"on what has most of them before the root{': ' + ', '.join(parts) if parts else ''}",
+        stacklevel=2,
+    )
+
+
+def _whole_nbytes(group: ParameterGroup) -> int:
+    return group.layout.numel * group.weights.format.payload_dtype.itemsize
 
 
 def _record(unit: UnitBase) -> UnitRecord:

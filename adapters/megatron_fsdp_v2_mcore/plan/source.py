@@ -272,8 +272,10 @@ def _chunk(
         experts = {id(layer.experts) for layer in chunk.modules() if hasattr(layer, "experts")}
         apart |= {id(unit.module) for unit in planned} & experts
     quantized = {id(param) for name in layers for param in _quantized(args, chunk, name)}
-    two_forms = (WeightUse.FORWARD, WeightUse.BACKWARD)
-    payload = PayloadBytes(1, two_forms if args.fp8_recipe == "mxfp8" else (WeightUse.BOTH,))
+    forms: tuple[WeightUse, ...] = (WeightUse.BOTH,)
+    if args.fp8_recipe == "mxfp8":
+        forms = (WeightUse.FORWARD, WeightUse.BACKWARD)
+    payload = PayloadBytes(1, forms, rests=True)
     rules = Rules(
         mesh_of=lambda unit: EXPERT if id(unit) in apart else DATA,
         is_matrix=lambda unit, param: _is_matrix(param),

@@ -117,6 +117,20 @@ class AttributesAtOnce(DTensor):
         """What `grad` answers where it is a plain DTensor."""
         return grad
 
+    @property
+    def decoupled_grad(self) -> torch.Tensor | None:
+        """Another name of `grad`, which may be of another dtype than the parameter here.
+
+        Fused optimizers that are told to step such gradients (Transformer Engine's
+        `use_decoupled_grad`) look for them here, and take a parameter without for one that has
+        no gradient.
+        """
+        return self.grad
+
+    @decoupled_grad.setter
+    def decoupled_grad(self, value: torch.Tensor | None) -> None:
+        self.grad = value
+
     @override
     def dim(self) -> int:
         """Number of dimensions."""

@@ -19,6 +19,7 @@ from megatron_fsdp_v2_mcore.flags.arguments import (
     check_no_yaml,
 )
 from megatron_fsdp_v2_mcore.flags.others import OTHERS
+from megatron_fsdp_v2_mcore.flags.precision import check_has_fused_adam
 from megatron_fsdp_v2_mcore.flags.settings import FIELDS, FieldRule, Handling
 from megatron_fsdp_v2_mcore.flags.unsupported import UnsupportedFlag
 from tests.mcore.flags import MODEL_FLAGS, fsdp
@@ -142,6 +143,23 @@ def test_a_rejected_flag_ends_the_start_with_its_name(
         ),
         ("--optimizer-cpu-offload --optimizer sgd", "--optimizer sgd cannot be used with"),
         (
+            "--exp-avg-sq-dtype fp8",
+            "--exp-avg-sq-dtype fp8 needs --use-precision-aware-optimizer; add it",
+        ),
+        (
+            "--use-precision-aware-optimizer --optimizer muon",
+            "--use-precision-aware-optimizer cannot be used with --optimizer muon: only Transf",
+        ),
+        (
+            "--use-precision-aware-optimizer --main-params-dtype fp16",
+            r"--main-params-dtype fp16 asks .* leave it out \(--megatron-fsdp-main-params-dtype",
+        ),
+        (
+            "--use-precision-aware-optimizer --main-grads-dtype bf16 "
+            "--megatron-fsdp-main-grads-dtype fp32",
+            "--main-grads-dtype bf16 and --megatron-fsdp-main-grads-dtype fp32 say different",
+        ),
+        (
             "--outer-dp-sharding-strategy optim",
             "optim shards between optimizer instances, and there is one; "
             "add --num-distributed-optimizer-instances",
@@ -198,7 +216,7 @@ def test_offload_that_a_script_asks_for_in_vain_names_the_field(
         check_offload(OptimizerConfig(**(common | options)))
 
 
-def test_precision_aware_is_accepted_with_offload_and_rejected_without(
+def test_precision_aware_does_nothing_beside_offload(
     parser: argparse.ArgumentParser,
 ) -> None:
     args = _parsed(parser, "--use-precision-aware-optimizer", "--optimizer-cpu-offload")
@@ -212,9 +230,57 @@ def test_precision_aware_is_accepted_with_offload_and_rejected_without(
         # Megatron's own check of offload looks for it.
         assert args.use_precision_aware_optimizer
     assert not args.use_precision_aware_optimizer
+
+
+def test_dtype_of_main_gradients_is_one_whichever_flag_says_it(
+    parser: argparse.ArgumentParser,
+) -> None:
+    aware = ("--use-precision-aware-optimizer", "--main-grads-dtype", "bf16")
+    args = _parsed(parser, *aware)
+    check_before(args)
+    with accepted_by_megatron(args):
+        assert args.megatron_fsdp_main_grads_dtype == "bf16"
+    check_before(_parsed(parser, *aware, "--megatron-fsdp-main-grads-dtype", "bf16"))
+    assert _parsed(parser).megatron_fsdp_main_grads_dtype == "auto"
+
+
+def test_an_adam_without_state_in_other_dtypes_is_named(
+    parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.core import optimizer
+
     args = _parsed(parser, "--use-precision-aware-optimizer")
-    with pytest.raises(FlagError, match="--use-precision-aware-optimizer"):
-        check_before(args)
+    monkeypatch.setattr(optimizer, "Adam", torch.optim.AdamW)
+    with pytest.raises(FlagError, match=r"Megatron found torch\.optim\.adamw\.AdamW; inst"):
+        check_has_fused_adam(args)
+    check_has_fused_adam(_parsed(parser))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"main_params_dtype": torch.float16},
+            "main_params_dtype = torch.float16 asks the optimizer for main weights of its own",
+        ),
+        ({"main_grads_dtype": torch.bfloat16}, "gradients of sharded parameters are in torch.flo"),
+    ],
+)
+def test_dtypes_that_a_script_asks_for_in_vain_name_the_field(
+    options: dict[str, Any], message: str
+) -> None:
+    from megatron_fsdp_v2_mcore.optim.precision import check_precision
+
+    common = {
+        "optimizer": "adam",
+        "use_precision_aware_optimizer": True,
+        "main_params_dtype": torch.float32,
+        "main_grads_dtype": torch.float32,
+    }
+    params = [torch.nn.Parameter(torch.ones(2))]
+    check_precision(argparse.Namespace(**common), params)
+    with pytest.raises(ValueError, match=message):
+        check_precision(argparse.Namespace(**(common | options)), params)
 
 
 def test_without_our_flag_nothing_is_checked(parser: argparse.ArgumentParser) -> None:

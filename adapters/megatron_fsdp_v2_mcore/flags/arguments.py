@@ -11,10 +11,11 @@ from typing import Any
 from megatron_fsdp_v2.layout.placement import STRATEGIES
 from megatron_fsdp_v2_mcore.flags.checkpoint_check import check_checkpoint_folder
 from megatron_fsdp_v2_mcore.flags.errors import FlagError
-from megatron_fsdp_v2_mcore.flags.offload import (
-    as_precision_aware,
-    check_offload_flags,
-    offloads,
+from megatron_fsdp_v2_mcore.flags.offload import as_precision_aware, check_offload_flags
+from megatron_fsdp_v2_mcore.flags.precision import (
+    check_has_fused_adam,
+    check_precision_flags,
+    with_main_grads,
 )
 from megatron_fsdp_v2_mcore.flags.settings import check_hybrid, reject_fields
 from megatron_fsdp_v2_mcore.flags.unsupported import (
@@ -110,11 +111,6 @@ EMERGING = ("muon", "adaptive_muon", "lion")
 """Optimizers of Megatron's registry that step shards, beside Adam."""
 
 UNSUPPORTED: tuple[UnsupportedFlag, ...] = (
-    UnsupportedFlag(
-        "use_precision_aware_optimizer",
-        "--use-precision-aware-optimizer",
-        "the optimizer reads param.grad, not a decoupled gradient",
-    ),
     UnsupportedFlag("fp4", "--fp4-format", "quantized parameters are not built yet"),
     UnsupportedFlag(
         "cuda_graph_impl",
@@ -166,9 +162,6 @@ def check_before(args: Any) -> None:
     check_offload_flags(args)
     for refusal in UNSUPPORTED:
         value = getattr(args, refusal.name, None)
-        if refusal.name == "use_precision_aware_optimizer" and offloads(args):
-            # There it only has Megatron's validation pass.
-            continue
         if refusal.rejects(value):
             shown = "" if value is True else f" {value}"
             raise FlagError(
@@ -184,6 +177,7 @@ def check_before(args: Any) -> None:
             f"--fp16 cannot be used with --optimizer {args.optimizer}: Megatron offers it with "
             "bf16 and fp32 only; use --bf16"
         )
+    check_precision_flags(args)
     check_parallel_sizes(args)
     check_overlapping_experts(args)
     if args.load is not None:
@@ -230,6 +224,7 @@ def accepted_by_megatron(args: Any) -> Iterator[None]:
         _with_worker(args),
         _without_weight_check(args),
         as_precision_aware(args),
+        with_main_grads(args),
     ):
         yield
 
@@ -296,6 +291,8 @@ def check_after(args: Any) -> None:
     """
     if is_enabled(args) and not args.use_distributed_optimizer:
         raise FlagError(f"{API_FLAG} needs Megatron's distributed optimizer, which was turned off")
+    if is_enabled(args):
+        check_has_fused_adam(args)
 
 
 def check_no_yaml(args: Any, argv: Sequence[str]) -> None:

@@ -30,6 +30,10 @@ _ACTIVATIONS = (
     "activations go to host memory as without it; gathered weights are parameters, which neither "
     "Megatron nor Transformer Engine moves there. cpu_offloading_weights is rejected"
 )
+_MOMENTS = (
+    "with --use-precision-aware-optimizer: Adam keeps it in this dtype; checkpoints have the "
+    "values in fp32 (bf16 as it is), and load into any (see [optimizers.md](optimizers.md))"
+)
 
 OTHERS: tuple[OtherFlag, ...] = (
     OtherFlag(
@@ -102,6 +106,22 @@ OTHERS: tuple[OtherFlag, ...] = (
         "compared, as are copies of main weights (no_shard, optimizer instances); an error names "
         "parameters and ranks",
     ),
+    OtherFlag(
+        "main_grads_dtype",
+        "--main-grads-dtype",
+        True,
+        "with --use-precision-aware-optimizer: as --megatron-fsdp-main-grads-dtype, which Megatron "
+        "alone would have to be given too",
+    ),
+    OtherFlag(
+        "main_params_dtype",
+        "--main-params-dtype",
+        False,
+        "the optimizer makes no main weights beside the sharded parameters; anything but fp32 is "
+        "rejected, and --megatron-fsdp-main-params-dtype says their dtype",
+    ),
+    OtherFlag("exp_avg_dtype", "--exp-avg-dtype", True, f"{_MOMENTS}; fp16 and fp8 with a scale"),
+    OtherFlag("exp_avg_sq_dtype", "--exp-avg-sq-dtype", True, f"{_MOMENTS}; as --exp-avg-dtype"),
     OtherFlag(
         "optimizer_cpu_offload",
         "--optimizer-cpu-offload",

@@ -236,10 +236,13 @@ FIELDS: tuple[FieldRule, ...] = (
         "with --overlap-moe-expert-parallel-comm, which it needs: a unit is reduced after the "
         "gradients of its weights that are made late",
     ),
-    _rejected(
+    _supported(
         "megatron_fsdp_use_decoupled_grad",
         "--use-precision-aware-optimizer",
-        "the optimizer reads param.grad; with --optimizer-cpu-offload the flag changes nothing",
+        "--exp-avg-dtype, --exp-avg-sq-dtype and --main-grads-dtype take effect, see "
+        "[optimizers.md](optimizers.md); param.decoupled_grad is another name of param.grad, "
+        "which may be of another dtype than the weight anyway. With --optimizer-cpu-offload the "
+        "flag changes nothing",
     ),
     _rejected(
         "megatron_fsdp_cuda_graph_mode",

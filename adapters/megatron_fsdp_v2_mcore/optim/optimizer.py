@@ -23,7 +23,20 @@ from megatron_fsdp_v2.dtensor.optimizer_state import wrap_foreign_state
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of
 from megatron_fsdp_v2_mcore.checkpoint.names import canonical_parameter_names
 from megatron_fsdp_v2_mcore.optim.offload import ShardedHybridOptimizer, build_offloaded
+from megatron_fsdp_v2_mcore.optim.precision import (
+    check_gradients,
+    check_precision,
+    clipping_any,
+    over_main_weights,
+)
 from megatron_fsdp_v2_mcore.optim.probes import state_after_a_step
+from megatron_fsdp_v2_mcore.optim.scaled_states import (
+    load_scaled,
+    scaled_names,
+    unscaled,
+    unscaled_zeros,
+    watch_scales,
+)
 
 __all__ = ["ShardedOptimizer", "params_l2_norm", "with_checks"]
 
@@ -93,6 +106,8 @@ class ShardedOptimizer(DistributedOptimizer):
         groups: list[dict[str, Any]] = self.optimizer.param_groups
         if is_loading:
             state, groups = self._state_to_load_into()
+        else:
+            state = {p: unscaled(self.optimizer, p, entry) for p, entry in state.items()}
         for param, entry in state.items():
             wrap_foreign_state(param, entry)
         state_dict: dict[str, Any] = {
@@ -114,6 +129,7 @@ class ShardedOptimizer(DistributedOptimizer):
         """
         if isinstance(self.optimizer, ShardedHybridOptimizer):
             return self.optimizer.state_to_fill()
+        scaled = scaled_names(self.optimizer)
         state: dict[Any, Any] = {}
         groups = []
         for group in self.optimizer.param_groups:
@@ -124,7 +140,7 @@ class ShardedOptimizer(DistributedOptimizer):
                 mold = torch.zeros_like(param, requires_grad=False)
                 made, stepped = state_after_a_step(self.optimizer, options, mold)
                 if made is not None:
-                    state[param] = made
+                    state[param] = made | unscaled_zeros(param, scaled)
             groups.append({**stepped, "params": group["params"]})
         return state, groups
 
@@ -133,7 +149,13 @@ class ShardedOptimizer(DistributedOptimizer):
         """Load what `sharded_param_state_fsdp_dtensor` made, once it was filled."""
         state_dict = dict(state_dict)
         scale = state_dict.pop("grad_scaler", None)
-        super().load_state_dict(state_dict)
+        if scaled_names(self.optimizer):
+            groups = self.optimizer.param_groups
+            meta = state_dict.pop("param_to_group_meta")
+            options = self._param2group_meta_to_param_groups(meta, groups)
+            load_scaled(self.optimizer, {**state_dict, "param_groups": options})
+        else:
+            super().load_state_dict(state_dict)
         if self.grad_scaler is not None and scale:
             self.grad_scaler.load_state_dict(scale)
 
@@ -193,7 +215,6 @@ class ShardedOptimizer(DistributedOptimizer):
 
 _UNFIT: tuple[tuple[str, Any, str], ...] = (
     ("use_distributed_optimizer", True, "ranks step shards of the main weights"),
-    ("use_precision_aware_optimizer", False, "the optimizer reads param.grad"),
     (
         "overlap_param_gather_with_optimizer_step",
         False,
@@ -227,6 +248,15 @@ def with_checks(original: Callable[..., Any]) -> Callable[..., Any]:
                     "parameters: Megatron's distributed optimizer keeps no state of it; use "
                     "'adam', 'muon', 'adaptive_muon' or 'lion'"
                 )
+            sharded = [param for group in param_groups for param in group["params"]]
+            check_precision(config, sharded)
+            config = over_main_weights(config)
+            built = original(config, model_chunks, param_groups, *args, **kwargs)
+            if built.optimizer is not None:
+                check_gradients(built.optimizer, sharded)
+                watch_scales(built.optimizer)
+            built.config = clipping_any(built.config, sharded)
+            return built
         return original(config, model_chunks, param_groups, *args, **kwargs)
 
     return build

@@ -26,6 +26,7 @@ from megatron_fsdp_v2_mcore.optim.muon_chain import (
     ShardedEmergingOptimizer,
 )
 from megatron_fsdp_v2_mcore.optim.offload import check_offload
+from megatron_fsdp_v2_mcore.optim.precision import check_gradients, clipping_any
 
 __all__ = ["build_emerging_optimizer"]
 
@@ -67,6 +68,8 @@ def build_emerging_optimizer(
             "use_layer_wise_distributed_optimizer cannot be used with sharded parameters; leave it "
             "out: matrices are spread over the ranks without it"
         )
+    params = [param for chunk in model_chunks for param in chunk.parameters()]
+    config = clipping_any(config, [p for p in params if isinstance(p, UnevenDTensor)])
     _tag_fused_projections(model_chunks)
     if config_overrides is None:
         config_overrides = megatron_optimizers.get_standard_config_overrides(config)
@@ -135,6 +138,8 @@ def _build_part(
         # A chain wants one configuration for all its optimizers.
         part.config = config
         return part
+    if isinstance(optimizer, Lion):
+        check_gradients(optimizer, [p for group in param_groups for p in group["params"]])
     part = ShardedEmergingOptimizer(
         optimizer,
         config,

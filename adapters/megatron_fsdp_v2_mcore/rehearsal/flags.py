@@ -94,6 +94,7 @@ CPU_FLAGS: tuple[CpuFlag, ...] = (
 )
 
 _TE = "it is part of Transformer Engine, whose kernels need a GPU"
+_ITS_IMPL = f"it is part of Transformer Engine, which {IMPL_FLAG} {TRANSFORMER_ENGINE} has"
 _FUSED = "the fusion is a CUDA kernel"
 _GRAPHS = "CUDA graphs need a GPU"
 _NCCL = "it is part of NCCL, which needs GPUs"
@@ -101,17 +102,13 @@ _OFFLOAD = "there is no device memory to move it from"
 
 GPU_FLAGS: tuple[GpuFlag, ...] = (
     GpuFlag("--use-flash-attn", "fused attention needs a GPU"),
-    GpuFlag(
-        "--fp8-format",
-        f"it is part of Transformer Engine, which {IMPL_FLAG} {TRANSFORMER_ENGINE} has",
-        only_local=True,
-    ),
+    GpuFlag("--fp8-format", _ITS_IMPL, only_local=True),
     GpuFlag("--fp4-format", _TE),
     GpuFlag("--tp-comm-overlap", _TE),
     GpuFlag("--te-rng-tracker", _TE),
     GpuFlag("--use-te-activation-func", _TE),
     GpuFlag("--use-transformer-engine-op-fuser", _TE),
-    GpuFlag("--use-precision-aware-optimizer", _TE),
+    GpuFlag("--use-precision-aware-optimizer", _ITS_IMPL, only_local=True),
     GpuFlag("--delay-wgrad-compute", _TE),
     GpuFlag("--moe-single-grouped-weight", _TE),
     GpuFlag("--moe-single-grouped-bias", _TE),
@@ -142,7 +139,6 @@ _API_FLAG = "--use-fsdp-fully-shard-api"
 _FINE_WHEN_SHARDED = (
     "--use-nccl-ub",
     "--optimizer-cpu-offload",
-    "--use-precision-aware-optimizer",
 )
 """What our wrapper does without where there is no GPU, or rejects by itself, and Megatron's cannot.
 
@@ -150,6 +146,8 @@ An optimizer that is offloaded tells host from device by what it made, not by wh
 """
 
 
+_PRECISION_FLAG = "--use-precision-aware-optimizer"
+_OFFLOAD_FLAG = "--optimizer-cpu-offload"
 _CONTEXT_FLAG = "--context-parallel-size"
 _LOCAL_UNLESS_ASKED = ("--experimental-attention-variant", "--hybrid-layer-pattern")
 """What chooses layers whose kernels for a CPU are those of Megatron's own."""
@@ -200,6 +198,9 @@ def with_cpu_flags(argv: Sequence[str]) -> list[str]:
     impl = transformer_impl(argv)
     for flag in GPU_FLAGS:
         if flag.name in _FINE_WHEN_SHARDED and _API_FLAG in given:
+            continue
+        if flag.name == _PRECISION_FLAG and _OFFLOAD_FLAG in given:
+            # Which Megatron wants to see together.
             continue
         if flag.only_local and impl != LOCAL:
             continue

@@ -1,0 +1,150 @@
+"""Transformer Engine's FusedAdam over sharded parameters, beside the same steps in fp64."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_fsdp_v2 import MixedPrecisionPolicy, fully_shard
+from megatron_fsdp_v2.dtensor.uneven_dtensor import local_of
+from tests.mcore.session import enter_rehearsal
+
+STEPS = 5
+LR, BETAS, EPS, DECAY = 0.05, (0.9, 0.99), 1e-6, 0.1
+LARGEST = {torch.float16: 32752.0, torch.uint8: 448.0}
+
+
+class Model(nn.Module):
+    """Uneven, and a vector that not every rank has an element of; `unused` has gradients of 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(7, 5))
+        self.scalar = nn.Parameter(torch.randn(1))
+        self.unused = nn.Parameter(torch.randn(6, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.weight.T).square().mean() * self.scalar + 0.0 * self.unused.sum()
+
+
+def make(policy: MixedPrecisionPolicy | None = None, **options: Any) -> tuple[nn.Module, Any]:
+    """A sharded model, equal on all ranks, and a FusedAdam of its parameters."""
+    enter_rehearsal("transformer_engine")
+    from transformer_engine.pytorch.optimizers import FusedAdam
+
+    from megatron_fsdp_v2_mcore.optim.scaled_states import watch_scales
+
+    torch.manual_seed(0)
+    model = fully_shard(Model(), mp_policy=policy or MixedPrecisionPolicy())
+    optimizer = FusedAdam(
+        list(model.parameters()), lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, **options
+    )
+    watch_scales(optimizer)
+    return model, optimizer
+
+
+def run(model: nn.Module, optimizer: Any, first: int, steps: int) -> Any:
+    """Steps of the model on inputs that depend on their number; yields the gradients of each."""
+    for number in range(first, first + steps):
+        generator = torch.Generator().manual_seed(number)
+        model(torch.randn(4, 5, generator=generator)).backward()
+        yield [None if p.grad is None else local_of(p.grad).double() for p in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _stored(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What fp64 values are once they were kept in a dtype, with one scale for all."""
+    if dtype not in LARGEST:
+        return values.to(dtype).double()
+    scale = values.abs().max() / LARGEST[dtype]
+    if scale == 0:
+        return values
+    if dtype is torch.float16:
+        return (values / scale).half().double() * scale
+    return (values / scale).clamp(-448, 448).to(torch.float8_e4m3fn).double() * scale
+
+
+def distance_from_fp64(
+    first: torch.dtype, second: torch.dtype, policy: MixedPrecisionPolicy | None, decoupled: bool
+) -> tuple[float, set[str], set[str]]:
+    """Train, and make the same steps in fp64 with moments rounded as they are kept.
+
+    Returns:
+        The largest difference of a parameter, names of state, dtypes of parameters and gradients.
+    """
+    model, optimizer = make(
+        policy, exp_avg_dtype=first, exp_avg_sq_dtype=second, use_decoupled_grad=decoupled
+    )
+    params = list(model.parameters())
+    values = [local_of(p).detach().double() for p in params]
+    moments = [(torch.zeros_like(v), torch.zeros_like(v)) for v in values]
+    dtypes: set[str] = set()
+    for number, grads in enumerate(run(model, optimizer, 1, STEPS), 1):
+        for at, (grad, param) in enumerate(zip(grads, params, strict=True)):
+            if grad is None:
+                continue
+            dtypes |= {str(param.dtype), str(param.grad.dtype)}
+            mean = BETAS[0] * moments[at][0] + (1 - BETAS[0]) * grad
+            square = BETAS[1] * moments[at][1] + (1 - BETAS[1]) * grad * grad
+            scale = (square / (1 - BETAS[1] ** number)).sqrt() + EPS
+            update = mean / (1 - BETAS[0] ** number) / scale + DECAY * values[at]
+            values[at] = (values[at] - LR * update).to(param.dtype).double()
+            moments[at] = (_stored(mean, first), _stored(square, second))
+    found = [
+        (local_of(p).double() - v).abs().max().item() if v.numel() else 0.0
+        for p, v in zip(params, values, strict=True)
+    ]
+    assert not any(math.isnan(value) for value in found), found
+    names = {name for state in optimizer.state.values() for name in state}
+    return max(found), names, dtypes
+
+
+def reloaded(first: torch.dtype, second: torch.dtype) -> tuple[bool, bool]:
+    """Save state, load it into another optimizer, go on with both.
+
+    Returns:
+        Whether what is stored was equal after loading, and parameters after further steps.
+    """
+    from megatron_fsdp_v2_mcore.optim.scaled_states import load_scaled, unscaled
+
+    options = {"exp_avg_dtype": first, "exp_avg_sq_dtype": second}
+    model, optimizer = make(**options)
+    for _ in run(model, optimizer, 1, STEPS):
+        pass
+    other, again = make(**options)
+    for mine, theirs in zip(other.parameters(), model.parameters(), strict=True):
+        local_of(mine).copy_(local_of(theirs))
+    params = list(model.parameters())
+    groups = optimizer.state_dict()["param_groups"]
+    state = {
+        at: {k: v.clone() for k, v in unscaled(optimizer, p, optimizer.state[p]).items()}
+        for at, p in enumerate(params)
+    }
+    load_scaled(again, {"state": state, "param_groups": groups})
+    same = all(
+        torch.equal(_bits(a, p, name), _bits(b, q, name))
+        for a, b in [(optimizer, again)]
+        for p, q in zip(params, other.parameters(), strict=True)
+        for name in ("exp_avg", "exp_avg_sq")
+        if local_of(p).numel()
+    )
+    for _ in itertools.chain(run(model, optimizer, 9, 3), run(other, again, 9, 3)):
+        pass
+    return same, all(
+        torch.equal(local_of(a), local_of(b))
+        for a, b in zip(model.parameters(), other.parameters(), strict=True)
+    )
+
+
+def _bits(optimizer: Any, param: torch.Tensor, name: str) -> torch.Tensor:
+    """Everything that one moment is read from."""
+    value = local_of(optimizer.state[param][name])
+    if hasattr(value, "_scale_inv"):
+        return torch.cat([value._data.flatten().double(), value._scale_inv.flatten().double()])
+    scale = optimizer._scales.get(param, {}).get(name, torch.ones(1))
+    return torch.cat([value.flatten().double(), scale.double()])

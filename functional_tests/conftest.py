@@ -8,10 +8,10 @@ import pytest
 
 from functional_tests.table import Table
 from functional_tests.trainings import Trainings, trainings_of
-from tests.mcore.te_pools import megatron_te
+from tests.mcore.te_pools import blackwell_te, megatron_te
 from tests.ranks import RankPools
 
-__all__ = ["megatron_te"]
+__all__ = ["blackwell_te", "megatron_te"]
 
 PAGE = Path("docs") / "functional_matrix.md"
 

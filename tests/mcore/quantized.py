@@ -8,9 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.utils.checkpoint import checkpoint
 
 from megatron_fsdp_v2 import MixedPrecisionPolicy, fully_shard
+from megatron_fsdp_v2.runtime.fsdp_module import unit_of
 from megatron_fsdp_v2_mcore.formats import register_formats
+from tests.distributed.wrapping import listen
 from tests.mcore.session import enter_rehearsal
 
 POLICY = MixedPrecisionPolicy(main_params_dtype=torch.float32, main_grads_dtype=torch.float32)
@@ -114,11 +118,96 @@ def bytes_differ(recipe: str, strategy: str, num_steps: int) -> list[str]:
         expected = quantizer(whole[index].bfloat16())
         for field in FIELDS[name]:
             mine, theirs = getattr(weight, field), getattr(expected, field)
-            if not torch.equal(_unpadded(mine, theirs), theirs):
+            if not torch.equal(*_without_padding(mine, theirs)):
                 found.append(f"{index} {field}")
         layer.reshard()
     return found
 
 
-def _unpadded(mine: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
-    return mine.reshape(theirs.shape) if mine.numel() == theirs.numel() else mine
+def _without_padding(mine: torch.Tensor, theirs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales of blocks are padded with zeros on one way of quantizing, and not on the other."""
+    if mine.dim() < 2:
+        return mine.reshape(-1), theirs.reshape(-1)
+    rows, columns = (min(pair) for pair in zip(mine.shape, theirs.shape, strict=True))
+    used = int((theirs != 0).any(0).sum()) if theirs.dtype == torch.float32 else columns
+    columns = min(columns, used)
+    return mine[:rows, :columns], theirs[:rows, :columns]
+
+
+def gathered_bytes(recipe: str, *, recomputes: bool = False) -> list[tuple[int, int]]:
+    """Bytes that are gathered in a forward and in a backward: of FP8 weights, then of bf16 ones."""
+    te = enter(recipe)
+    found = []
+    for quantized in (True, False):
+        model = sharded(layers(te, recipe, quantized=quantized), "optim_grads_params")
+        step(te, model, recipe)
+        wire = listen(model)
+        inputs = torch.randn(32, SIZES[0]).bfloat16()
+        with te.autocast(enabled=True, recipe=recipe_of(recipe)):
+            x = inputs
+            for layer in model:
+                x = checkpoint(layer, x, use_reentrant=False) if recomputes else layer(x)
+            loss = x.float().square().mean()
+        forward = wire.nbytes("all_gather")
+        loss.backward()
+        found.append((forward, wire.nbytes("all_gather") - forward))
+    return found
+
+
+def frozen_beside_others() -> tuple[bool, list[str]]:
+    """Whether a frozen FP8 weight stays as it is while others train, and the groups of a unit."""
+    te = enter("tensorwise")
+    model = layers(te, "tensorwise")
+    model[1].weight.requires_grad_(False)
+    model = sharded(model, "optim_grads_params")
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    before = model[1].weight.full_tensor().clone()
+    for seed in range(2):
+        step(te, model, "tensorwise", seed)
+        optimizer.step()
+        optimizer.zero_grad()
+    groups = unit_of(model[1]).groups
+    kinds = sorted(
+        f"{group.weights.format.payload_dtype} {group.spec.requires_grad}" for group in groups
+    )
+    return torch.equal(model[1].weight.full_tensor(), before), kinds
+
+
+def rejections() -> dict[str, str]:
+    """What is said of quantized weights that cannot be sharded as asked."""
+    te = enter("tensorwise")
+    said = {}
+    for name, options in {
+        "bf16 main weights": {"mp_policy": MixedPrecisionPolicy()},
+        "HFSDP": {
+            "mesh": init_device_mesh("cpu", (2, 1), mesh_dim_names=("outer", "inner")),
+            "outer_dp_sharding_strategy": "optim",
+            "mp_policy": POLICY,
+        },
+        "offload": {"mp_policy": POLICY, "offload_policy": CPUOffloadPolicy()},
+    }.items():
+        model = layers(te, "tensorwise")
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        try:
+            fully_shard(model[0], **{"mesh": mesh, **options})
+        except ValueError as error:
+            said[name] = str(error)
+        # As it was: it can be sharded as it should be.
+        sharded(model, "optim_grads_params")
+        step(te, model, "tensorwise")
+    return said
+
+
+def on_meta() -> tuple[bool, bool]:
+    """Whether weights made on the meta device are FP8 when gathered, and main weights finer."""
+    te = enter("tensorwise")
+    recipe = recipe_of("tensorwise")
+    with te.quantized_model_init(recipe=recipe, preserve_high_precision_init_val=True):
+        layer = te.Linear(64, 32, params_dtype=torch.bfloat16, device="meta")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    fully_shard(layer, mesh=mesh, mp_policy=POLICY)
+    whole = layer.weight.full_tensor()
+    layer.unshard()
+    weight: Any = layer.weight
+    is_quantized = weight._data.dtype is torch.uint8
+    return is_quantized, not torch.equal(weight.dequantize().float(), whole)

@@ -188,21 +188,6 @@ def test_a_training_passes_where_it_prints_the_losses_of_ddp(
     assert [e["CUDA_DEVICE_MAX_CONNECTIONS"] for _, e in seen[-2:]] == ["1", None]
 
 
-@pytest.mark.parametrize(
-    ("code", "said", "status"),
-    [
-        (2, "--fp8-format: quantized parameters are not built yet", Status.NOT_SUPPORTED),
-        (1, "Segmentation fault", Status.FAILED),
-    ],
-)
-def test_fp8_is_not_supported_yet_only_where_it_is_rejected_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, said: str, status: Status
-) -> None:
-    monkeypatch.setattr(trainings, "command", lambda *a, **more: trainings.Done(code, said))
-    (result,) = _results([_check("FP8", trainings.fp8)], tmp_path).values()
-    assert result.outcome.status is status
-
-
 def test_a_row_that_only_transformer_engine_can_train_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,3 +195,4 @@ def test_a_row_that_only_transformer_engine_can_train_says_so(
     request = Request("cuda", 4, tmp_path)
     outcome = trainings.beside_ddp(request, "TP2 x DP2, sequence parallel")
     assert outcome.status is Status.NEEDS_LAYERS
+    assert trainings.fp8(request).status is Status.NEEDS_LAYERS

@@ -17,7 +17,7 @@ from megatron_fsdp_v2_mcore.flags.precision import (
     check_precision_flags,
     with_main_grads,
 )
-from megatron_fsdp_v2_mcore.flags.settings import check_hybrid, reject_fields
+from megatron_fsdp_v2_mcore.flags.settings import check_hybrid, check_quantized, reject_fields
 from megatron_fsdp_v2_mcore.flags.unsupported import (
     MODEL_REFUSALS,
     MORE_REFUSALS,
@@ -111,7 +111,9 @@ EMERGING = ("muon", "adaptive_muon", "lion")
 """Optimizers of Megatron's registry that step shards, beside Adam."""
 
 UNSUPPORTED: tuple[UnsupportedFlag, ...] = (
-    UnsupportedFlag("fp4", "--fp4-format", "quantized parameters are not built yet"),
+    UnsupportedFlag(
+        "fp4", "--fp4-format", "no weight format of FP4 is built; FP8 is (--fp8-format)"
+    ),
     UnsupportedFlag(
         "cuda_graph_impl",
         "--cuda-graph-impl",
@@ -159,6 +161,7 @@ def check_before(args: Any) -> None:
             )
     reject_fields(args)
     check_hybrid(args, args.expert_data_parallel_sharding_strategy)
+    check_quantized(args)
     check_offload_flags(args)
     for refusal in UNSUPPORTED:
         value = getattr(args, refusal.name, None)

@@ -21,6 +21,7 @@ __all__ = [
     "Handling",
     "ShardingSettings",
     "check_hybrid",
+    "check_quantized",
     "notices",
     "reject_fields",
     "sharding_settings",
@@ -224,11 +225,16 @@ FIELDS: tuple[FieldRule, ...] = (
         "weights are quantized from fp32 main weights once a step, each rank its rows with the "
         "scales of whole weights, and gathered as bytes",
     ),
-    _rejected("fp4_param_gather", "--fp4-param-gather", "quantized parameters are not built yet"),
     _rejected(
+        "fp4_param_gather",
+        "--fp4-param-gather",
+        "no weight format of FP4 is built; FP8 is (--fp8-param-gather)",
+    ),
+    _supported(
         "keep_fp8_transpose_cache",
         "--keep-fp8-transpose-cache",
-        "quantized parameters are not built yet",
+        "with sharded weights, quantized and transposed copies outlive the gathered weights that "
+        "they are made of: a whole copy in FP8 on every rank; without, they are made again",
     ),
     _supported(
         "delay_wgrad_compute",
@@ -308,7 +314,11 @@ def notices(source: Any, options: Options) -> list[str]:
         source: A `DistributedDataParallelConfig`, or Megatron's arguments.
         options: Our own options.
     """
-    return [*_about_double_buffers(source, options), *_about_registration(source, options)]
+    return [
+        *_about_double_buffers(source, options),
+        *_about_registration(source, options),
+        *_about_fp8_copies(source),
+    ]
 
 
 def _about_double_buffers(source: Any, options: Options) -> list[str]:
@@ -337,6 +347,19 @@ def _about_registration(source: Any, options: Options) -> list[str]:
     return [
         "--use-nccl-ub: nothing is registered, since gathered weights and gradients are at "
         "changing addresses; add --fsdp-trace-pool to have them at fixed ones"
+    ]
+
+
+def _about_fp8_copies(source: Any) -> list[str]:
+    is_sharded = source.data_parallel_sharding_strategy == "optim_grads_params"
+    if not (getattr(source, "fp8", None) and is_sharded):
+        return []
+    if source.fp8_param_gather or source.keep_fp8_transpose_cache:
+        return []
+    return [
+        "--fp8-format: weights are gathered in bf16, and Transformer Engine may keep them "
+        "quantized from one micro-batch to the next, whole, on every rank; add --fp8-param-gather "
+        "to gather half the bytes and keep nothing"
     ]
 
 
@@ -370,6 +393,32 @@ def check_hybrid(source: Any, expert_strategy: str | None = None) -> None:
             )
 
 
+def check_quantized(source: Any) -> None:
+    """See that quantized weights have what they need, if they are asked for.
+
+    Args:
+        source: A `DistributedDataParallelConfig`, or Megatron's arguments.
+
+    Raises:
+        FlagError: They do not; names the flags.
+    """
+    if not source.fp8_param_gather:
+        return
+    main_weights = source.megatron_fsdp_main_params_dtype
+    if main_weights not in ("fp32", torch.float32):
+        raise FlagError(
+            "--fp8-param-gather quantizes main weights, and what the optimizer adds to these is "
+            "lost where they are no finer than the weights of the model; use "
+            f"--megatron-fsdp-main-params-dtype fp32, not {main_weights or 'auto'}"
+        )
+    if source.outer_dp_sharding_strategy != "no_shard":
+        raise FlagError(
+            f"--outer-dp-sharding-strategy {source.outer_dp_sharding_strategy} cannot be used with "
+            "--fp8-param-gather: scales are reduced in one process group, and main weights would "
+            "be sharded over two; use no_shard (HSDP)"
+        )
+
+
 def sharding_settings(ddp_config: Any) -> ShardingSettings:
     """Map a `DistributedDataParallelConfig` onto `fully_shard` arguments.
 
@@ -378,6 +427,7 @@ def sharding_settings(ddp_config: Any) -> ShardingSettings:
     """
     reject_fields(ddp_config)
     check_hybrid(ddp_config)
+    check_quantized(ddp_config)
     wants_fp32 = ddp_config.grad_reduce_in_fp32
     main_grads = ddp_config.megatron_fsdp_main_grads_dtype
     if main_grads is None and wants_fp32:

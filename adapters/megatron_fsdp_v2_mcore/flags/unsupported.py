@@ -48,7 +48,7 @@ _LATE_GRADS = (
     "it makes gradients of weights after the backward of their layer, which reduces what there is "
     "when it ends"
 )
-_QUANTIZED = "quantized parameters are not built yet"
+_QUANTIZED = "it may quantize weights in ways that no weight format is built for; --fp8-recipe does"
 _READ_BACK = "Megatron cannot read such a checkpoint back in the fsdp_dtensor format"
 _GTP = "weights are sharded over data-parallel ranks already; leave it out"
 _GROUPED = "experts stacked in Transformer Engine's GroupedTensor cannot be sharded by rows"

@@ -29,6 +29,7 @@ from megatron_fsdp_v2_mcore.flags.errors import FlagError
 from megatron_fsdp_v2_mcore.flags.options import Options
 from megatron_fsdp_v2_mcore.flags.settings import ShardingSettings, notices, sharding_settings
 from megatron_fsdp_v2_mcore.formats import register_formats
+from megatron_fsdp_v2_mcore.model.fp8_weights import limit_copies
 from megatron_fsdp_v2_mcore.model.initialize import initializer
 from megatron_fsdp_v2_mcore.model.mamba_parameters import follow_parameters
 from megatron_fsdp_v2_mcore.model.meshes import Meshes, dense_meshes, expert_meshes, gather_groups
@@ -117,11 +118,18 @@ class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
         if any(is_expert(param) for param in module.parameters()):
             self._expert = expert_meshes(groups, device_type, is_hybrid=hybrid)
         follow_parameters(module)
-        if getattr(config, "fp8", None):
-            register_formats()
+        has_fp8 = bool(getattr(config, "fp8", None)) and register_formats()
         apart = self.options.gathers_apart
         self._gather_groups = gather_groups(groups, self._dense, self._expert, are_made=apart)
         self._shard_units(tuple(fsdp_unit_modules or UNIT_CLASSES))
+        if has_fp8:
+            # Delayed scales change with every forward: what is quantized again is other bytes.
+            is_delayed = config.fp8_recipe == "delayed"
+            limit_copies(
+                module,
+                keeps_weights=ddp_config.keep_fp8_transpose_cache or is_delayed,
+                keeps_transposes=ddp_config.keep_fp8_transpose_cache,
+            )
         for param in module.parameters():
             # Megatron's norms, clipping and checkpoints look for this mark to know a DTensor.
             param.__fsdp_param__ = True  # type: ignore[attr-defined]

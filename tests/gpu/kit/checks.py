@@ -240,7 +240,7 @@ CHECKS: tuple[Check, ...] = (
     _like_ddp("TP2 x PP2 x DP2", "three parallelisms at once"),
     Check(
         "Megatron, FP8",
-        "FP8 trains as DDP does, or is rejected by name",
+        "weights gathered in FP8 train as under DDP, which quantizes whole ones",
         trainings.fp8,
         least_ranks=2,
     ),

@@ -18,7 +18,6 @@ _COLORS = {
     Status.NEEDS_GPU: "tab:gray",
     Status.NEEDS_RANKS: "lightgrey",
     Status.NEEDS_LAYERS: "lightgrey",
-    Status.NOT_SUPPORTED: "tab:orange",
 }
 _SHOWN = 300
 
@@ -90,7 +89,7 @@ def _draw(results: Sequence[Result], out: Path) -> list[str]:
             [r.check.name for r in results],
             [max(r.seconds, 0.1) for r in results],
             [_COLORS[r.outcome.status] for r in results],
-            "seconds; green passed, red failed, gray needs something, orange not supported",
+            "seconds; green passed, red failed, gray needs something",
             out / "checks.png",
         )
         pictures.append("checks.png")

@@ -33,7 +33,6 @@ class Status(enum.Enum):
     NEEDS_GPU = "needs a GPU"
     NEEDS_RANKS = "needs more ranks"
     NEEDS_LAYERS = "needs Transformer Engine"
-    NOT_SUPPORTED = "not supported yet"
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,223 @@
+"""Megatron trains in FP8 as under its own DDP, with weights gathered in bf16 or as FP8 bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_fsdp_v2_mcore.flags.errors import FlagError
+from megatron_fsdp_v2_mcore.flags.settings import check_quantized
+from tests.mcore.flags import (
+    FULL_RECOMPUTE,
+    GATED,
+    HSDP,
+    OVERLAP,
+    PP2,
+    STRATEGIES,
+    TP2_SP,
+    ZERO1,
+    ZERO3,
+    fsdp,
+    loading,
+    saving,
+    words,
+)
+from tests.mcore.session import TRANSFORMER_ENGINE, Training, distance
+from tests.mcore.trained import longer, trained
+from tests.ranks import RankPools
+
+# Blocks of FP8 have 128 elements, so no dimension has fewer. Norms of gradients that are added up
+# in another order would differ in the last bit, and a bit of a bf16 weight in one of FP8.
+COMMON = words(
+    TRANSFORMER_ENGINE,
+    "--bf16 --hidden-size 128 --ffn-hidden-size 256 --seq-length 64 --max-position-embeddings 64",
+    "--global-batch-size 8 --train-iters 4 --log-params-norm",
+)
+EXACT: dict[str, Any] = {"exact_norms": True}
+GATHERED = "--fp8-param-gather"
+EXPERTS = (
+    "--num-experts 4 --moe-router-topk 2 --moe-grouped-gemm --moe-ffn-hidden-size 128 "
+    "--disable-bias-linear --swiglu --moe-router-load-balancing-type aux_loss "
+    "--moe-aux-loss-coeff 0.01 --moe-token-dispatcher-type alltoall --moe-router-padding-for-fp8"
+)
+RECIPES = ("delayed", "tensorwise", "blockwise")
+
+
+def _fp8(recipe: str) -> str:
+    return f"--fp8-format hybrid --fp8-recipe {recipe}"
+
+
+def _run(pools: RankPools, ranks: int, *flags: str | Sequence[str]) -> Training:
+    return trained(pools, ranks, COMMON, *flags, **EXACT)
+
+
+def _assert_equal(mine: Training, theirs: Training) -> None:
+    assert len(mine.losses) == len(theirs.losses) == 4
+    assert distance(mine.losses, theirs.losses) <= 1e-6
+    assert distance(mine.params_norms, theirs.params_norms) <= 1e-6
+
+
+_QUICK = ("tensorwise", ZERO3)
+
+
+@pytest.mark.parametrize("gathers", ["", GATHERED], ids=["bf16 gathers", "FP8 gathers"])
+@pytest.mark.parametrize(
+    ("recipe", "strategy"),
+    [
+        (longer(r, s) if (r, s) != _QUICK else pytest.param(r, s))
+        for r in RECIPES
+        for s in STRATEGIES
+    ],
+)
+def test_fp8_trains_as_under_megatrons_ddp(
+    megatron_te: RankPools, recipe: str, strategy: str, gathers: str
+) -> None:
+    theirs = _run(megatron_te, 2, _fp8(recipe))
+    mine = _run(megatron_te, 2, _fp8(recipe), fsdp(strategy), gathers)
+    _assert_equal(mine, theirs)
+    assert distance(mine.grad_norms, theirs.grad_norms) <= 1e-6
+
+
+@pytest.mark.functional
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("gathers", ["", GATHERED], ids=["bf16 gathers", "FP8 gathers"])
+def test_mxfp8_trains_as_under_megatrons_ddp(
+    blackwell_te: RankPools, strategy: str, gathers: str
+) -> None:
+    theirs = _run(blackwell_te, 2, _fp8("mxfp8"))
+    _assert_equal(_run(blackwell_te, 2, _fp8("mxfp8"), fsdp(strategy), gathers), theirs)
+
+
+@pytest.mark.functional
+@pytest.mark.parametrize("more", [FULL_RECOMPUTE, EXPERTS, PP2], ids=["recompute", "MoE", "PP2"])
+def test_mxfp8_trains_other_models(blackwell_te: RankPools, more: str) -> None:
+    theirs = _run(blackwell_te, 2, _fp8("mxfp8"), more)
+    _assert_equal(_run(blackwell_te, 2, _fp8("mxfp8"), fsdp(ZERO3), GATHERED, more), theirs)
+
+
+@pytest.mark.functional
+@pytest.mark.parametrize(
+    ("recipe", "ranks", "more"),
+    [
+        pytest.param("tensorwise", 2, FULL_RECOMPUTE, id="recompute"),
+        pytest.param("tensorwise", 2, TP2_SP, id="TP2 SP"),
+        pytest.param("tensorwise", 4, TP2_SP, id="TP2 SP, DP2"),
+        pytest.param("delayed", 2, EXPERTS, id="MoE"),
+        pytest.param("tensorwise", 2, EXPERTS, id="MoE, tensorwise"),
+        pytest.param("delayed", 2, f"{GATED} --disable-bias-linear", id="GQA SwiGLU"),
+        pytest.param("delayed", 2, PP2, id="PP2"),
+        pytest.param("tensorwise", 4, PP2, id="PP2, DP2"),
+    ],
+)
+def test_fp8_weights_train_other_models(
+    megatron_te: RankPools, recipe: str, ranks: int, more: str
+) -> None:
+    theirs = _run(megatron_te, ranks, _fp8(recipe), more)
+    _assert_equal(_run(megatron_te, ranks, _fp8(recipe), fsdp(ZERO3), GATHERED, more), theirs)
+
+
+@pytest.mark.functional
+@pytest.mark.parametrize(
+    ("ranks", "more", "without"),
+    [
+        pytest.param(2, f"{OVERLAP} --fsdp-trace-pool", "", id="overlap, pool"),
+        pytest.param(2, "--keep-fp8-transpose-cache", "", id="transposes kept"),
+        pytest.param(2, "--init-model-with-meta-device", "", id="meta device"),
+        pytest.param(4, HSDP, "", id="HSDP"),
+        pytest.param(
+            2, "--optimizer-cpu-offload --use-precision-aware-optimizer", "", id="offload"
+        ),
+    ],
+)
+def test_how_weights_are_gathered_changes_no_bit(
+    megatron_te: RankPools, ranks: int, more: str, without: str
+) -> None:
+    recipe = _fp8("delayed")
+    plain = _run(megatron_te, ranks, recipe, fsdp(ZERO3), GATHERED, without)
+    other = _run(megatron_te, ranks, recipe, fsdp(ZERO3), GATHERED, more)
+    if more == HSDP:
+        # Sums over four ranks are made in another order.
+        assert distance(other.losses, plain.losses) < 1e-3
+    else:
+        assert other.losses == plain.losses
+
+
+@pytest.mark.functional
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param("--first-last-layers-bf16 --num-layers 4", id="first and last layer in bf16"),
+        pytest.param("--optimizer muon --muon-fp32-matmul-prec high", id="Muon"),
+        pytest.param(GATED, id="GQA SwiGLU"),
+    ],
+)
+def test_fp8_gathers_are_bf16_gathers_to_the_bit(megatron_te: RankPools, more: str) -> None:
+    common = [_fp8("tensorwise"), fsdp(ZERO3), more]
+    assert _run(megatron_te, 2, *common, GATHERED).losses == _run(megatron_te, 2, *common).losses
+
+
+@pytest.fixture(scope="module")
+def saved(
+    megatron_te: RankPools, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Training]:
+    """A checkpoint of iteration 2 of an FP8 run at 2 ranks, and the run that went on."""
+    folder = tmp_path_factory.mktemp("fp8")
+    flags = [_fp8("tensorwise"), fsdp(ZERO3), GATHERED, saving(folder, 2)]
+    return folder, _run(megatron_te, 2, *flags)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [
+        pytest.param(2, [_fp8("tensorwise"), fsdp(ZERO3), GATHERED], id="as it was"),
+        longer(2, [_fp8("tensorwise"), fsdp(ZERO3)], id="gathered in bf16"),
+        longer(1, [_fp8("tensorwise"), fsdp(ZERO1), GATHERED], id="one rank, ZeRO-1"),
+        longer(4, [_fp8("tensorwise"), fsdp(ZERO3), GATHERED], id="four ranks"),
+    ],
+)
+def test_a_checkpoint_of_an_fp8_run_goes_on_at_any_size(
+    megatron_te: RankPools, saved: tuple[Path, Training], ranks: int, flags: list[Any]
+) -> None:
+    folder, whole = saved
+    resumed = _run(megatron_te, ranks, *flags, loading(folder, 2))
+    bound = 0 if ranks == 2 else 1e-4
+    assert distance(resumed.losses, whole.losses[2:]) <= bound
+
+
+@pytest.mark.functional
+def test_main_weights_are_what_a_checkpoint_has(
+    megatron_te: RankPools, saved: tuple[Path, Training], tmp_path: Path
+) -> None:
+    """So a run in bf16 loads one of FP8, another TP size does, and the other way round."""
+    folder, whole = saved
+    for more in ([fsdp(ZERO3)], [_fp8("tensorwise"), fsdp(ZERO3), GATHERED, TP2_SP]):
+        resumed = _run(megatron_te, 2, *more, loading(folder, 2))
+        assert distance(resumed.losses, whole.losses[2:]) < 1e-3
+    plain = _run(megatron_te, 2, fsdp(ZERO3), saving(tmp_path, 2))
+    resumed = _run(megatron_te, 2, _fp8("tensorwise"), fsdp(ZERO3), GATHERED, loading(tmp_path, 2))
+    assert distance(resumed.losses, plain.losses[2:]) < 1e-3
+
+
+class _Flags:
+    fp8_param_gather = True
+    megatron_fsdp_main_params_dtype: Any = "fp32"
+    outer_dp_sharding_strategy = "no_shard"
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", None])
+def test_quantized_weights_need_finer_main_weights(dtype: str | None) -> None:
+    flags = _Flags()
+    check_quantized(flags)
+    flags.megatron_fsdp_main_params_dtype = dtype
+    with pytest.raises(FlagError, match="use --megatron-fsdp-main-params-dtype fp32"):
+        check_quantized(flags)
+
+
+def test_scales_are_reduced_in_one_process_group() -> None:
+    flags = _Flags()
+    flags.outer_dp_sharding_strategy = "optim"
+    with pytest.raises(FlagError, match="--outer-dp-sharding-strategy optim cannot be used with"):
+        check_quantized(flags)

@@ -10,6 +10,8 @@ import pytest
 
 from megatron_fsdp_v2_mcore.flags.errors import FlagError
 from megatron_fsdp_v2_mcore.flags.settings import check_quantized
+from tests.docs.blocks import ROOT, blocks_in
+from tests.mcore.command_line import torchrun
 from tests.mcore.flags import (
     FULL_RECOMPUTE,
     GATED,
@@ -199,6 +201,20 @@ def test_main_weights_are_what_a_checkpoint_has(
     plain = _run(megatron_te, 2, fsdp(ZERO3), saving(tmp_path, 2))
     resumed = _run(megatron_te, 2, _fp8("tensorwise"), fsdp(ZERO3), GATHERED, loading(tmp_path, 2))
     assert distance(resumed.losses, plain.losses[2:]) < 1e-3
+
+
+@pytest.mark.functional
+def test_the_command_on_the_page_trains() -> None:
+    page = "docs/fp8.md"
+    blocks = blocks_in(page, (ROOT / page).read_text())
+    (command,) = (block.code for block in blocks if block.language == "bash")
+    launcher, _, script = command.replace("\\\n", " ").partition(" -m ")
+    assert launcher.split() == ["torchrun", "--nproc-per-node", "2"]
+    module, *flags = script.split()
+    run = torchrun(2, module, flags)
+    assert run.code == 0, run.output[-3000:]
+    assert sorted(run.losses) == [1, 2, 3, 4]
+    assert run.losses[4] < run.losses[1]
 
 
 class _Flags:

@@ -396,7 +396,7 @@ def with_rows_of(value: Any, like: Any) -> UnevenDTensor | None:
     if type(value) is not DTensor or not isinstance(like, UnevenDTensor):
         return None
     local = value._local_tensor
-    is_whole = not any(like._row_shards.strides)
+    is_whole = like._row_shards.is_replicated
     placements = value._spec.placements
     if (
         value.shape != like.shape

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_fsdp_v2.dtensor.tp_params import tensor_shard_of
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
-from megatron_fsdp_v2.params.formats import format_of
+from megatron_fsdp_v2.params.formats import DenseFormat, format_of
 from megatron_fsdp_v2.params.parameter_hooks import tensor_hook_rejection
 from megatron_fsdp_v2.params.registration import OwnedParameter, find_owner_slot
 from megatron_fsdp_v2.runtime.fsdp_module import FSDPModule
@@ -115,14 +115,28 @@ def _owner_of(
     return group, next(i for i, known in enumerate(group.sharded_params) if known is param)
 
 
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's elements are its own: not of one that only stands for others."""
+    # Torch's own kinds without memory, such as fake tensors, are meant to have none.
+    is_torchs = type(tensor).__module__.partition(".")[0] == "torch"
+    if is_torchs or tensor.is_meta or not tensor.numel():
+        return True
+    try:
+        return tensor.untyped_storage().data_ptr() != 0
+    except RuntimeError:
+        # What torch answers where there is none.
+        return False
+
+
 def _check_parameter(name: str, param: nn.Parameter, device: torch.device) -> None:
     if isinstance(param, UnevenDTensor):
         raise ValueError(
             f"parameter {name} is sharded already, by a unit that contains it; wrap inner units "
             "before outer ones"
         )
-    if format_of(param) is None:
-        local = param._local_tensor if isinstance(param, DTensor) else param
+    local = param._local_tensor if isinstance(param, DTensor) else param
+    known = format_of(param)
+    if known is None or (known is DenseFormat and not _has_memory(local)):
         raise ValueError(
             f"parameter {name} is a {type(local).__name__}, which is made of other tensors or says "
             "how it is gathered (fsdp_pre_all_gather), and no weight format that is registered "

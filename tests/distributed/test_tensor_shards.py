@@ -12,10 +12,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_fsdp_v2 import fully_shard
+from megatron_fsdp_v2.checkpoint.entries import state_entries
 from megatron_fsdp_v2.dtensor.row_shards import TensorShard
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import STRATEGIES, mesh_of, said
 from tests.ranks import RankPools
+from tests.reference.wrapping_adam import WrappingAdam
 
 HIDDEN, FFN = 6, 12
 # Name, shape of the whole, dimension that is cut, number of pieces.
@@ -71,6 +73,25 @@ def _stepped(model: Any, steps: int = 2) -> tuple[Any, Any]:
         model(torch.ones(3)).backward()
         optimizer.step()
     return model, optimizer
+
+
+def _wraps(dp: int, tp: int, strategy: str) -> list[tuple[str, str]]:
+    """State whose optimizer wrapped it as plain DTensors, as the checkpoint sees it."""
+    model = _sharded(dp, tp, strategy)
+    optimizer = WrappingAdam(model.parameters(), lr=0.1)
+    model(torch.ones(3)).backward()
+    optimizer.step()
+    entries = state_entries(optimizer, {p: name for name, p in model.named_parameters()})
+    return [(name, type(value).__name__) for name, value in entries.items()]
+
+
+@on_ranks(2, sizes=[(1, 2), (2, 1)], strategy=STRATEGIES)
+def test_state_that_an_optimizer_wraps_itself_is_of_the_same_rows(
+    sizes: tuple[int, int], strategy: str
+) -> None:
+    found = _wraps(*sizes, strategy)
+    assert len(found) == 2 * len(WEIGHTS)
+    assert {kind for _, kind in found} == {"UnevenDTensor"}
 
 
 def _reference() -> dict[str, torch.Tensor]:

@@ -36,7 +36,9 @@ the adapter's own `tensor_shards` adds them."""
 def _linear(module: nn.Module) -> Cuts:
     mode = getattr(module, "parallel_mode", None)
     by_mode: Cuts = {"column": COLUMN, "row": ROW}.get(str(mode), {"*": Replicate()})
-    return {"layer_norm_*": Replicate(), **by_mode}
+    # With `parameters_split` there are several weights, such as query_weight, key_weight.
+    split = {f"*_{pattern}": cut for pattern, cut in by_mode.items()}
+    return {"layer_norm_*": Replicate(), **by_mode, **split}
 
 
 def _mlp(module: nn.Module) -> Cuts:

@@ -140,8 +140,8 @@ def test_how_weights_are_gathered_changes_no_bit(
     recipe = _fp8("delayed")
     plain = _run(megatron_te, ranks, recipe, fsdp(ZERO3), GATHERED, without)
     other = _run(megatron_te, ranks, recipe, fsdp(ZERO3), GATHERED, more)
-    if more == HSDP:
-        # Sums over four ranks are made in another order.
+    if more == HSDP or "offload" in more:
+        # Sums over four ranks are made in another order; the CPU's Adam is torch's.
         assert distance(other.losses, plain.losses) < 1e-3
     else:
         assert other.losses == plain.losses

@@ -257,6 +257,7 @@ class Rules:
         flops_of: Operations of a unit's forward for a token, from its name and its parameters.
         payload_of: What the model weight of a parameter takes, from the name of its unit and the
             parameter; None for numbers of the compute dtype.
+        used: Parameters that a unit computes with and does not have, those of units before it.
     """
 
     mesh_of: Callable[[nn.Module], str] = lambda unit: DATA
@@ -271,6 +272,7 @@ class Rules:
     payload_of: Callable[[str, nn.Parameter], PayloadBytes | None] = lambda unit, param: (
         _payload_of(param)
     )
+    used: Mapping[nn.Module, AbstractSet[nn.Parameter]] = field(default_factory=dict)
 
 
 def _payload_of(param: nn.Parameter) -> PayloadBytes | None:
@@ -328,7 +330,8 @@ class _Walk:
                 if param is not None:
                     full = f"{prefix}.{attribute}" if prefix else attribute
                     found.setdefault(id(param), (full, param))
-        tied = tuple(self._homes[key] for key in found if key in self._homes)
+        keys = [*found, *map(id, self._rules.used.get(unit, ()))]
+        tied = tuple(self._homes[key] for key in keys if key in self._homes)
         owned = {key: item for key, item in found.items() if key not in self._homes}
         self._homes |= {key: (name, full) for key, (full, _) in owned.items()}
         params = tuple(self._describe_param(name, *item) for item in owned.values())

@@ -304,7 +304,8 @@ def peak_bytes(
         kept = sum(units[i].sum("grad_buffer") for i in outside)
         if accumulates:
             kept += sum(_unreduced(units[i], is_filling=i in outside) for i in range(index))
-        for buffers, comm, main, is_over in tree.gradients_at(index, drain):
+        moments = tree.gradients_at(index, drain, accumulates=accumulates)
+        for buffers, comm, main, is_over in moments:
             moment = replace(
                 resting,
                 main_grad=settled + main,
@@ -374,19 +375,24 @@ class _Tree:
         kept = (i for i in range(index) if self.units[i].keeps_gathered)
         return {*self.path(index), *range(len(self.units))[index + 1 : index + 1 + depth], *kept}
 
-    def gradients_at(self, index: int, drain: int) -> Iterator[tuple[int, int, int, bool]]:
+    def gradients_at(
+        self, index: int, drain: int, *, accumulates: bool
+    ) -> Iterator[tuple[int, int, int, bool]]:
         """Bytes of gradient buffers, communication, main gradients as a unit's gradients are made.
 
         Main gradients are those that come in this backward. And whether it has computed them all.
         """
         unit = self.units[index]
         # Before it has a gradient, nobody waits for reductions.
-        yield *self._under_way(index, drain, drain), False
+        buffers, comm, main = self._under_way(index, drain, drain)
+        waiting = _unreduced(unit, is_filling=False) if accumulates else 0
+        yield buffers + waiting, comm, main, False
         is_outside = any(self.units[i].is_trained for i in self._children[index])
         # A unit that others are inside of has its buffer before theirs are reduced.
         num_inner = drain if is_outside or not unit.is_trained else max(drain - 1, 0)
         buffers, comm, main = self._under_way(index, num_inner, drain)
-        yield buffers + unit.sum("grad_buffer"), comm, main, False
+        waiting = _unreduced(unit, is_filling=True) if accumulates else 0
+        yield buffers + unit.sum("grad_buffer") + waiting, comm, main, False
         buffers, comm, main = self._under_way(index, max(drain - 1, 0), drain)
         for more_buffers, more_comm, more_main in _reducing(unit):
             yield buffers + more_buffers, comm + more_comm, main + more_main, True

@@ -91,14 +91,15 @@ def test_between_steps_only_shards_are_alive(world_size: int) -> None:
     alive, expected, temporary = 0, 0, 0
     groups = [group for unit in [*model.blocks, model] for group in unit_of(unit).groups]
     for group in groups:
-        buffers = [group.main_weight, group.model_weight]
+        buffers = [group.main_weight]
+        # Cast into the buffer that is gathered: there is no bf16 shard besides.
+        assert group.model_weight is group.main_weight
         # Without rows of any parameter there is no gradient here that would need memory.
         has_rows = any(param.to_local().numel() for param in group.sharded_params)
         assert (group.main_grad is not None) is has_rows
         buffers += [group.main_grad] * has_rows
         alive += sum(b.tensor.untyped_storage().nbytes() for b in buffers)
-        # fp32 main weight and gradient, bf16 model weight.
-        expected += group.layout.shard_numel * (4 + 4 * has_rows + 2)
+        expected += group.layout.shard_numel * (4 + 4 * has_rows)
         temporary += group.weights.gathered.tensor.untyped_storage().nbytes()
         temporary += group.grads.buffers.full.tensor.untyped_storage().nbytes()
     assert alive == expected

@@ -470,10 +470,12 @@ def bytes_by_role(groups: list[Any], optimizer: torch.optim.Optimizer) -> Counte
                 found[role] += nbytes(payload.gathered.tensor)
         if group.grads is None:
             continue
-        # It has memory where there are gradients, which not every rank has.
-        of_each = group.spec.dtypes.main_grad.itemsize
+        # It is as large as the main weight, and is not there where nothing but padding is.
+        numel, main = group.main_weight.tensor.numel(), group.main_grad
+        has_rows = any(local_of(param).numel() for param in group.sharded_params)
+        assert (main is not None) is has_rows and (main is None or main.tensor.numel() == numel)
         if not is_in_host_memory(group.main_weight.tensor):
-            found["main_grad"] += group.main_weight.tensor.numel() * of_each
+            found["main_grad"] += numel * group.spec.dtypes.main_grad.itemsize
         found["grad_buffer"] += nbytes(group.grads.buffers.full.tensor)
         if group.grads.buffers.partial is not None:
             found["partial_grad"] += nbytes(group.grads.buffers.partial.tensor)

@@ -179,7 +179,7 @@ def test_without_cast_forward_inputs_inputs_stay_as_they_are() -> None:
 
 @pytest.mark.parametrize("param_dtype", [None, BF16], ids=str)
 @on_ranks("world_size", world_size=[1, 2], strategy=STRATEGIES)
-def test_main_weights_exist_only_where_dtype_or_placement_differs(
+def test_model_weights_exist_only_where_placement_or_dtype_of_the_whole_differs(
     world_size: int, strategy: str, param_dtype: torch.dtype | None
 ) -> None:
     policy = MixedPrecisionPolicy(param_dtype=param_dtype)
@@ -190,7 +190,10 @@ def test_main_weights_exist_only_where_dtype_or_placement_differs(
     # ZeRO-1 and ZeRO-2 keep the whole model weight and a piece of the main weight; along an axis
     # of one rank the piece is the whole.
     placement_differs = strategy in ("optim", "optim_grads") and world_size > 1
-    assert shares is (param_dtype is None and not placement_differs)
+    # What is gathered for every use is cast into the buffer that is gathered.
+    is_cast = param_dtype is not None
+    is_gathered = strategy == "optim_grads_params" and world_size > 1
+    assert shares is (not placement_differs and (is_gathered or not is_cast))
 
 
 # -- mixed dtypes and requires_grad ---------------------------------------------------------------

@@ -38,6 +38,7 @@ from megatron_fsdp_v2_mcore.model.tensor_shards import is_expert, tensor_shards
 from megatron_fsdp_v2_mcore.model.units import (
     UNIT_CLASSES,
     broadcast_parameters,
+    hand_gathered_weights,
     plan_units,
     share_late_embeddings,
     shared_by_stages,
@@ -147,7 +148,7 @@ class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
             self._root.set_requires_gradient_sync(False)
 
     def _shard_units(self, unit_classes: tuple[type, ...]) -> None:
-        """Shard experts, then layers, then the rest, so that inner units come first."""
+        """Shard experts, layers, embedding and output layer, the rest: inner units come first."""
         settings, dense = self.settings, self._dense
         shards = tensor_shards(self.module, dense, self._expert)
         shared, initialize = shared_by_stages(self.module), initializer(self.config, self.module)
@@ -164,7 +165,13 @@ class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
             "max_live_grad_buffers": self.options.max_live_grad_buffers,
         }
         for unit in plan_units(
-            self.module, unit_classes, dense, self._expert, strategy, expert_strategy
+            self.module,
+            unit_classes,
+            dense,
+            self._expert,
+            strategy,
+            expert_strategy,
+            runs_whole=not self.config.overlap_moe_expert_parallel_comm,
         ):
             data = unit.meshes.data
             if self.options.broadcasts_parameters:
@@ -180,9 +187,11 @@ class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
                 **(of_root if unit.module is self.module else {}),
                 tensor_shards=shards,
                 separate_params=shared,
+                used_params=unit.used_params,
                 param_init_fn=initialize,
                 gather_group=self._gather_groups.get(data),
             )
+        hand_gathered_weights(self.module)
 
     @property
     def _has_command_line(self) -> bool:

@@ -266,6 +266,7 @@ def _chunk(
         expert if has_experts else None,
         strategy.inner,
         strategy.inner_of(EXPERT),
+        runs_whole=not costs.args.overlap_moe_expert_parallel_comm,
     )
     apart = {id(unit.module) for unit in planned if unit.meshes is expert}
     if dict(strategy.others):
@@ -280,6 +281,7 @@ def _chunk(
         mesh_of=lambda unit: EXPERT if id(unit) in apart else DATA,
         is_matrix=lambda unit, param: _is_matrix(param),
         separate=shared_by_stages(chunk),
+        used={unit.module: unit.used_params for unit in planned},
         flops_of=costs.flops,
         payload_of=lambda unit, param: payload if id(param) in quantized else None,
     )

@@ -1,0 +1,216 @@
+"""Main gradients have memory from a reduction until gradients are None, and nobody's is reused."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
+
+from megatron_fsdp_v2 import fully_shard
+from megatron_fsdp_v2.runtime import unit_checks
+from megatron_fsdp_v2.runtime.fsdp_module import named_units
+from tests.distributed.on_ranks import on_ranks
+from tests.distributed.wrapping import STRATEGIES, on_mesh, said, wrap
+from tests.reference.models import INPUT, Stack
+
+
+def _groups(model: Any) -> list[Any]:
+    return [group for _, unit in named_units(model) for group in unit.groups]
+
+
+def _num_with_memory(model: Any) -> int:
+    return sum(group.main_grad is not None for group in _groups(model))
+
+
+def _backward(model: Any, seed: int = 0) -> None:
+    torch.manual_seed(seed)
+    model(torch.randn(4, INPUT)).square().mean().backward()
+
+
+def _grads(model: Any) -> dict[str, torch.Tensor]:
+    return {
+        name: param.grad.to_local().clone()
+        for name, param in model.named_parameters()
+        if param.grad is not None
+    }
+
+
+def _none_by_hand(model: Any, optimizer: Any) -> None:
+    del optimizer
+    for param in model.parameters():
+        param.grad = None
+
+
+WAYS: dict[str, Any] = {
+    "optimizer": lambda model, optimizer: optimizer.zero_grad(),
+    "module": lambda model, optimizer: model.zero_grad(set_to_none=True),
+    "by hand": _none_by_hand,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks("mesh_name", mesh_name=["2", "HSDP 2x2"])
+def test_whoever_sets_gradients_to_none_frees_their_memory_at_once(
+    mesh_name: str, way: str
+) -> None:
+    for strategy in STRATEGIES if mesh_name == "2" else STRATEGIES[2:]:
+        model = wrap(Stack(), sharding_strategy=strategy, **on_mesh(mesh_name))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(2):
+                assert _num_with_memory(model) == 0, strategy
+                _backward(model)
+                assert _num_with_memory(model) == len(_groups(model)), strategy
+                optimizer.step()
+                WAYS[way](model, optimizer)
+                assert _num_with_memory(model) == 0, strategy
+        finally:
+            gc.enable()
+
+
+@on_ranks(2)
+def test_zeros_keep_their_memory_and_are_added_to() -> None:
+    model = wrap(Stack())
+    _backward(model)
+    before = [group.main_grad.tensor.data_ptr() for group in _groups(model)]
+    expected = _grads(model)
+    model.zero_grad(set_to_none=False)
+    _backward(model)
+    assert before == [group.main_grad.tensor.data_ptr() for group in _groups(model)]
+    found = _grads(model)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@on_ranks(2, form=["gradient", "local", "view"], offloaded=[False, True])
+def test_a_gradient_that_somebody_keeps_is_not_written_by_later_steps(
+    form: str, offloaded: bool
+) -> None:
+    policy = CPUOffloadPolicy(pin_memory=False) if offloaded else None
+    torch.manual_seed(7)
+    model = wrap(Stack(), offload_policy=policy)
+    _backward(model)
+    kept = {}
+    for name, param in model.named_parameters():
+        if param.grad is not None:
+            local = param.grad.to_local()
+            kept[name] = {"gradient": param.grad, "local": local, "view": local.view(-1)}[form]
+    values = {name: getattr(g, "_local_tensor", g).clone() for name, g in kept.items()}
+    for seed in (1, 2):
+        model.zero_grad()
+        _backward(model, seed)
+        for name, grad in kept.items():
+            assert torch.equal(getattr(grad, "_local_tensor", grad), values[name]), name
+    assert len(kept) > 5
+    # And what came meanwhile is what comes without anybody keeping anything.
+    torch.manual_seed(7)
+    fresh = wrap(Stack(), offload_policy=policy)
+    _backward(fresh, 2)
+    expected, found = _grads(fresh), _grads(model)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@on_ranks(2, form=["gradient", "local"])
+def test_of_some_gradients_set_to_none_a_kept_one_is_not_written(form: str) -> None:
+    model = wrap(Stack())
+    _backward(model)
+    chosen = {n: p for n, p in model.named_parameters() if "weight" in n and p.grad is not None}
+    kept = {n: p.grad if form == "gradient" else p.grad.to_local() for n, p in chosen.items()}
+    values = {name: getattr(g, "_local_tensor", g).clone() for name, g in kept.items()}
+    first = _grads(model)
+    for param in chosen.values():
+        param.grad = None
+    _backward(model)
+    for name, grad in kept.items():
+        assert torch.equal(getattr(grad, "_local_tensor", grad), values[name]), name
+    for name, found in _grads(model).items():
+        assert torch.equal(found, first[name] if name in chosen else 2 * first[name]), name
+
+
+@on_ranks(2)
+def test_a_large_root_is_named_once_with_what_to_make_units_of() -> None:
+    before, unit_checks.NOTABLE_NBYTES = unit_checks.NOTABLE_NBYTES, 100
+    try:
+        model = wrap(Large())
+        with pytest.warns(UserWarning, match="the root, the root .Large") as found:
+            _backward(model)
+        texts = [str(warning.message) for warning in found]
+        texts = [text for text in texts if "the root, the root" in text]
+        assert len(texts) == 1 and "input.0 (" in texts[0], texts
+        _expect_no_warning(lambda: _backward(model))
+        apart = Large()
+        _expect_no_warning(lambda: _backward(wrap(apart, [apart.input, *apart.blocks])))
+    finally:
+        unit_checks.NOTABLE_NBYTES = before
+    _expect_no_warning(lambda: _backward(wrap(Large())))
+
+
+class Large(Stack):
+    """Most of it is before the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        width = self.input.out_features
+        self.input = nn.Sequential(nn.Linear(INPUT, 64 * width), nn.Linear(64 * width, width))
+
+
+def _expect_no_warning(call: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        call()
+
+
+class Handed(nn.Module):
+    """A layer without a weight, that is handed one."""
+
+    def forward(self, x: torch.Tensor, weight: Any) -> torch.Tensor:
+        return x @ weight().t()
+
+
+class Tied(nn.Module):
+    """An output layer that is handed the weight of the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(INPUT, 16)
+        self.block = nn.Linear(16, 16)
+        self.output = Handed()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.block(self.embedding(x))
+        return self.output(x, lambda: self.embedding.weight)
+
+
+@on_ranks(2, strategy=STRATEGIES)
+def test_a_unit_may_use_parameters_that_it_has_not(strategy: str) -> None:
+    tokens = torch.arange(INPUT).view(1, -1)
+    plain, model = Tied(), Tied()
+    for unit in (model.embedding, model.block):
+        fully_shard(unit, sharding_strategy=strategy)
+    used = {model.embedding.weight}
+    fully_shard(model.output, sharding_strategy=strategy, used_params=used)
+    fully_shard(model, sharding_strategy=strategy)
+    for one in (plain, model):
+        one(tokens).square().mean().backward()
+    for name, param in model.named_parameters():
+        expected = plain.get_parameter(name).grad
+        grad = param.grad
+        if grad is not None:
+            first, last = grad.local_rows
+            torch.testing.assert_close(grad.to_local(), expected[first:last])
+    names = [name for name, _ in model.state_dict().items()]
+    assert names == [name for name, _ in plain.state_dict().items()]
+
+
+@on_ranks(2)
+def test_a_used_parameter_that_nobody_has_sharded_is_rejected() -> None:
+    model = Tied()
+    text = said(ValueError, lambda: fully_shard(model.output, used_params={model.embedding.weight}))
+    assert "used_params has a parameter of shape (5, 16) that no unit beside this one" in text

@@ -118,3 +118,4 @@ bench: setup ## benchmark against peers on this machine
 	@$(PY) -m benchmarks.muon --ranks 2
 	@$(PY) -m benchmarks.muon --ranks 4
 	@$(PY) -m benchmarks.checkpoint
+	@$(PY) -m benchmarks.memory

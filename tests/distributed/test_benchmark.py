@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -9,6 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.device_mesh import init_device_mesh
+
+from benchmarks import memory
+from tests.distributed.on_ranks import on_ranks
 
 
 def _run(module: str, *words: str) -> str:
@@ -50,6 +55,17 @@ def test_saves_are_measured_beside_a_step(tmp_path: Path) -> None:
     assert record["over_step"].keys() == {"step", "save", "stall", "in_all"}
     assert record["state_bytes"] == 3 * 4 * 2 * (2 * 4 * 32 * 32 + 5 * 32)
     assert "peak memory of an export" in shown
+
+
+@on_ranks(2, dtype=["fp32", "bf16"])
+def test_at_rest_zero_3_holds_what_fsdp2_does_and_builds_with_no_more(dtype: str) -> None:
+    args = argparse.Namespace(layers=3, width=64, batch=1, length=4, steps=2)
+    mesh = init_device_mesh("cpu", (2,))
+    shards = memory.contenders(dtype == "bf16")
+    theirs, ours = (memory.measure(shards[n], mesh, args) for n in ("FSDP2", "ours, ZeRO-3"))
+    assert ours["at rest"] <= 1.01 * theirs["at rest"]
+    assert ours["building"] <= 1.01 * theirs["building"]
+    assert ours["at rest"] < ours["peak"] < 1.2 * theirs["peak"]
 
 
 def test_host_time_of_a_unit_is_at_most_half_of_fsdp2s() -> None:

@@ -11,12 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_fsdp_v2._text import listed
 from megatron_fsdp_v2.checkpoint.coverage import coverage_problems
+from megatron_fsdp_v2_mcore.checkpoint.fp8_names import is_fp8_state, is_history
 from megatron_fsdp_v2_mcore.flags.checkpoint_check import read_metadata
 from megatron_fsdp_v2_mcore.flags.errors import FlagError
 
@@ -66,6 +68,7 @@ class Verdict:
         loads_rng: Whether every rank finds a state of its random number generators.
         loads_grad_scaler: Whether the file has the state of the loss scale.
         without_state: Optimizer entries of parameters that were saved before their first step.
+        without_scales: Entries of FP8's delayed scaling that start anew.
     """
 
     problem: str = ""
@@ -73,6 +76,7 @@ class Verdict:
     loads_rng: bool = True
     loads_grad_scaler: bool = True
     without_state: set[str] = field(default_factory=set)
+    without_scales: set[str] = field(default_factory=set)
 
 
 def compare_with_file(path: str, request: dict[str, Any], saved_args: Any, args: Any) -> Verdict:
@@ -114,11 +118,20 @@ def judge(path: str, asked: dict[str, Shape], saved_args: Any, args: Any) -> Ver
         args: Those of this run.
     """
     metadata = read_metadata(Path(path)).state_dict_metadata
+    verdict = Verdict()
+    scales = {key: shape for key, shape in asked.items() if is_fp8_state(key)}
+    verdict.notes += _scales(path, scales, metadata, verdict.without_scales)
+    # No run is of another model because of what it quantizes with.
+    metadata = {
+        k: entry
+        for k, entry in metadata.items()
+        if not is_fp8_state(k) or (k in scales and k not in verdict.without_scales)
+    }
+    asked = {k: shape for k, shape in asked.items() if k not in verdict.without_scales}
     there: dict[str, Shape] = {
         key: tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None
         for key, entry in metadata.items()
     }
-    verdict = Verdict()
     if not any(key.startswith("optimizer.") for key in there) and any(
         key.startswith("optimizer.") for key in asked
     ):
@@ -140,6 +153,42 @@ def judge(path: str, asked: dict[str, Shape], saved_args: Any, args: Any) -> Ver
         path, asked, there, verdict, saved_args, args
     )
     return verdict
+
+
+def _scales(
+    path: str, asked: dict[str, Shape], metadata: dict[str, Any], left_out: set[str]
+) -> list[str]:
+    """Find out which entries of FP8's delayed scaling a file cannot answer, and say why."""
+    missing, shorter, other = [], [], []
+    for key, shape in asked.items():
+        entry = metadata.get(key)
+        if not isinstance(entry, TensorStorageMetadata):
+            missing.append(key)
+        elif tuple(entry.size) != shape or entry.properties.dtype != torch.float32:
+            saved = tuple(entry.size)
+            is_other_length = is_history(key) and shape is not None and saved[1:] == shape[1:]
+            if is_other_length and len(saved) == 2 and entry.properties.dtype == torch.float32:
+                shorter.append(f"{saved[0]} steps, and {shape[0]} here" if shape else "")
+            else:
+                other.append(f"{key} {saved} of {entry.properties.dtype}, here {shape}")
+        else:
+            continue
+        left_out.add(key)
+    anew = "what FP8 is quantized with starts anew"
+    if missing and len(missing) == len(asked):
+        return [f"{path} holds no scales of delayed scaling: {anew}"]
+    notes = []
+    if missing:
+        notes.append(f"{path} holds no {listed(sorted(missing), _SHOWN)}: {anew} there")
+    if shorter:
+        notes.append(
+            f"amax histories in {path} have {listed(sorted(set(shorter)), _SHOWN)} "
+            "(--fp8-amax-history-len): they start anew, with the scales that were saved"
+        )
+    if other:
+        shown = listed(sorted(other), _SHOWN)
+        notes.append(f"{path} holds FP8 state of another shape: {shown}: {anew} there")
+    return notes
 
 
 def _without_state(asked: Collection[str], there: Collection[str]) -> set[str]:

@@ -16,6 +16,7 @@ from megatron_fsdp_v2.checkpoint.errors import CheckpointError
 from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder
 from megatron_fsdp_v2.checkpoint.model_tensors import MODEL, ModelTensor, Piece
 from megatron_fsdp_v2.checkpoint.plain_tensors import PlainTensor
+from megatron_fsdp_v2_mcore.checkpoint.fp8_names import is_fp8_state
 from megatron_fsdp_v2_mcore.flags.checkpoint_check import is_torch_dist
 
 __all__ = ["ORDERS", "joined", "model_tensors"]
@@ -53,7 +54,8 @@ def model_tensors(folder: CheckpointFolder) -> Sequence[ModelTensor] | None:
         return None
     whole = []
     for key, entry in folder.tensors():
-        if key.startswith(MODEL):
+        # What FP8 is quantized with is not a weight: an export leaves it out, and says so.
+        if key.startswith(MODEL) and not is_fp8_state(key):
             name = _WRAPPERS.sub("", key.removeprefix(MODEL), count=1)
             shape = tuple(entry.size)
             piece = Piece(key, (0,) * len(shape), shape)

@@ -7,8 +7,7 @@ name is that of the plain model in one piece, so that every rank of every run ag
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,14 +15,22 @@ from megatron.core.models.common.language_module.language_module import Language
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from torch import Tensor, nn
 
+from megatron_fsdp_v2_mcore.checkpoint.fp8_names import OF_ONE_EXPERT
 from megatron_fsdp_v2_mcore.model.tensor_shards import PIECES_ATTRIBUTE
 
-__all__ = ["CanonicalName", "canonical_names", "canonical_parameter_names", "unwrapped"]
+__all__ = [
+    "CanonicalName",
+    "canonical_modules",
+    "canonical_names",
+    "canonical_parameter_names",
+    "unwrapped",
+]
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
 
-_OF_ONE_EXPERT = re.compile(r"(weight|bias)(\d+)")
+Renaming = Callable[[str], str]
+"""Makes the name of something below a module the one it has in the whole model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +75,7 @@ def canonical_names(chunks: Sequence[nn.Module]) -> list[dict[str, CanonicalName
         named: dict[str, CanonicalName] = {}
         seen: dict[int, CanonicalName] = {}
         unused = _unused(chunk)
-        for local, fqn, tensor in _walk(chunk, "", ""):
+        for local, fqn, tensor in _tensors(chunk):
             name = seen.setdefault(id(tensor), _name(fqn, tensor, is_unused=id(tensor) in unused))
             if owners.setdefault(name.fqn, id(tensor)) != id(tensor):
                 raise RuntimeError(
@@ -91,6 +98,20 @@ def canonical_parameter_names(chunks: Sequence[nn.Module]) -> dict[nn.Parameter,
         for chunk, named in zip(chunks, canonical_names(chunks), strict=True)
         for local, param in chunk.named_parameters()
     }
+
+
+def canonical_modules(chunks: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, Renaming]]:
+    """All modules of model chunks, each once, and what a checkpoint calls what they own.
+
+    Args:
+        chunks: As in `canonical_names`.
+    """
+    seen: set[int] = set()
+    for chunk in chunks:
+        for _, module, renamed in _walk(chunk, "", lambda rest: rest):
+            if id(module) not in seen:
+                seen.add(id(module))
+                yield module, renamed
 
 
 def unwrapped(name: str) -> str:
@@ -121,23 +142,31 @@ def _name(fqn: str, tensor: Tensor, *, is_unused: bool) -> CanonicalName:
     return replace(name, fqn=owner + EMBEDDING, is_copy=True)
 
 
-def _walk(module: nn.Module, local: str, canonical: str) -> Iterator[tuple[str, str, Tensor]]:
-    """Own names, canonical names and tensors below a module, in the order of a state dict."""
-    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-        if tensor is not None and name not in module._non_persistent_buffers_set:
-            yield local + name, canonical + name, tensor
+def _tensors(chunk: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
+    """Own names, canonical names and tensors below a chunk, in the order of a state dict."""
+    for local, module, renamed in _walk(chunk, "", lambda rest: rest):
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and name not in module._non_persistent_buffers_set:
+                yield local + name, renamed(name), tensor
+
+
+def _walk(
+    module: nn.Module, local: str, canonical: Renaming
+) -> Iterator[tuple[str, nn.Module, Renaming]]:
+    """Prefixes of own names, modules and canonical names of what they own, parents first."""
+    yield local, module, canonical
     for name, child in module._modules.items():
-        if child is None:
-            continue
-        if not canonical and name == "module":
-            yield from _walk(child, f"{local}module.", "")
-            continue
-        below = _walk(child, f"{local}{name}.", "")
-        renamed = _renamed(module, name, child)
-        yield from ((mine, f"{canonical}{renamed(rest)}", tensor) for mine, rest, tensor in below)
+        if child is not None:
+            below = canonical if name == "module" else _within(canonical, module, name, child)
+            yield from _walk(child, f"{local}{name}.", below)
 
 
-def _renamed(module: nn.Module, name: str, child: nn.Module) -> Any:
+def _within(canonical: Renaming, module: nn.Module, name: str, child: nn.Module) -> Renaming:
+    renamed = _renamed(module, name, child)
+    return lambda rest: canonical(renamed(rest))
+
+
+def _renamed(module: nn.Module, name: str, child: nn.Module) -> Renaming:
     """How names below a child become names below its parent."""
     if name == "layers" and isinstance(child, nn.ModuleList):
         numbers = [getattr(layer, "layer_number", None) for layer in child]
@@ -164,7 +193,7 @@ def _first_expert(experts: Any) -> int:
 
 
 def _of_expert(name: str, first: int, *, several: bool) -> str:
-    match = _OF_ONE_EXPERT.fullmatch(name)
+    match = OF_ONE_EXPERT.fullmatch(name)
     if match is not None:
         return f"{match[1]}{first + int(match[2])}"
     if several and name in ("weight", "bias"):

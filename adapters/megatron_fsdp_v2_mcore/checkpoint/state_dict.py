@@ -12,10 +12,12 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
+from megatron_fsdp_v2_mcore.checkpoint import fp8_state
 from megatron_fsdp_v2_mcore.checkpoint.fit import Verdict, compare_with_file
 from megatron_fsdp_v2_mcore.checkpoint.names import (
     CanonicalName,
@@ -30,6 +32,7 @@ __all__ = ["load_by_model", "save_by_model", "with_chunks"]
 CHUNKS = "_chunks_of_megatron_fsdp_v2"
 """Entry of a state dict under construction: the model chunks it was made from."""
 
+MODEL = "model."
 META = "param_to_group_meta"
 
 
@@ -96,12 +99,14 @@ class _Translation:
 
     def __init__(self, chunks: Sequence[nn.Module], raw: dict[str, Any]) -> None:
         self.raw = raw
+        self.chunks = chunks
         self.chunk_keys = (
             ["model"] if len(chunks) == 1 else [f"model{i}" for i, _ in enumerate(chunks)]
         )
         self._names = canonical_names(chunks)
         by_param = canonical_parameter_names(chunks)
         self.of_param = {name.fqn: name for name in by_param.values()}
+        self.scales: dict[str, torch.Tensor] = {}
         self._written_here = {name.fqn for param, name in by_param.items() if _is_first(param)}
 
     def name(self, chunk: int, local: str) -> CanonicalName:
@@ -124,6 +129,7 @@ class _Translation:
             if not (name.is_copy or name.is_unused)
             for key, value in _pieces(name, value)
         }
+        model.update(fp8_state.saved_tensors(self.chunks, _is_first))
         result = {**rest, "model": model}
         if "optimizer" in self.raw:
             result["optimizer"] = self.optimizer_entries(self._saves)
@@ -131,12 +137,15 @@ class _Translation:
 
     def for_loading(self) -> dict[str, Any]:
         """What this rank reads: everything it holds."""
+        fp8_state.allocate(self.chunks)
+        self.scales = fp8_state.wanted_tensors(self.chunks)
         model = {
             key: value
             for name, value in self._model_entries()
             if not name.is_unused
             for key, value in _pieces(name, value)
         }
+        model.update(self.scales)
         result = {**self._rest(), "model": model}
         if "optimizer" in self.raw:
             result["optimizer"] = self.optimizer_entries(lambda name, value: not name.is_unused)
@@ -176,7 +185,8 @@ class _Translation:
     def _model_entries(self) -> Iterator[tuple[CanonicalName, Any]]:
         for chunk, key in enumerate(self.chunk_keys):
             for local, value in self.raw[key].items():
-                # What Transformer Engine calls its extra state is rebuilt from the weights.
+                # What Transformer Engine calls its extra state is in bytes that are of this rank,
+                # and would have to be unpickled: what counts of it is saved as tensors.
                 if not local.endswith("_extra_state"):
                     yield self.name(chunk, local), value
 
@@ -200,6 +210,10 @@ class _Request:
         self._verdict = verdict
         if dist.get_rank() == 0 and verdict.notes:
             sys.stdout.write("".join(f"{note}\n" for note in verdict.notes))
+        for key in verdict.without_scales:
+            name = key.removeprefix(MODEL)
+            self.state_dict["model"].pop(name, None)
+            self._translation.scales.pop(name, None)
         if not verdict.loads_rng:
             self.state_dict.pop("rng_state", None)
         optimizer = self.state_dict.get("optimizer")
@@ -213,6 +227,7 @@ class _Request:
     def restored(self, loaded: dict[str, Any]) -> dict[str, Any]:
         """The state dict Megatron goes on with: its own names, what was read in them."""
         raw = self._translation.raw
+        fp8_state.restore(self._translation.chunks, self._translation.scales)
         result = {k: v for k, v in loaded.items() if k not in ("model", "optimizer")}
         result.update({key: raw[key] for key in self._translation.chunk_keys})
         if "rng_state" in raw and "rng_state" not in result:

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_fsdp_v2._text import readable_size
 from megatron_fsdp_v2.checkpoint.writing import FolderWriter
+from megatron_fsdp_v2_mcore.checkpoint.fp8_names import is_fp8_state
 from megatron_fsdp_v2_mcore.checkpoint.torch_dist.common import (
     COMMON,
     FULLY_RESHARDABLE,
@@ -176,7 +177,11 @@ class _Export:
 
     def _tensors(self, prefix: str) -> Iterator[str]:
         for key, entry in self._folder.metadata.state_dict_metadata.items():
-            if key.startswith(prefix) and isinstance(entry, TensorStorageMetadata):
+            if (
+                key.startswith(prefix)
+                and isinstance(entry, TensorStorageMetadata)
+                and not is_fp8_state(key)
+            ):
                 yield key
 
     def _objects(self) -> dict[str, Any]:

@@ -1,0 +1,76 @@
+"""What Transformer Engine's modules remember between steps to quantize with: delayed scaling.
+
+A module has a scale for every tensor it quantizes, and a history of the largest magnitudes (amax)
+that scales are made of. Both belong to the module alone and are in none of its parameters.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformer_engine.pytorch import DotProductAttention, LayerNormMLP
+from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+
+__all__ = ["allocate", "amax_group", "live_state", "num_grouped"]
+
+_DIRECTIONS = {"fwd": "scaling_fwd", "bwd": "scaling_bwd"}
+
+
+def allocate(module: nn.Module) -> None:
+    """Have a module make its state now that its first forward would make. Idempotent.
+
+    Where it is called decides what is made: inside of `autocast`, with the recipe of that.
+    """
+    if not isinstance(module, TransformerEngineBaseModule):
+        return
+    num_products = num_grouped(module) or 1
+    if isinstance(module, DotProductAttention):
+        num_products = 3
+    elif isinstance(module, LayerNormMLP):
+        num_products = 2
+    module.init_fp8_metadata(num_gemms=num_products)
+
+
+def live_state(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors a module works with, not copies; empty where it has none.
+
+    Returns:
+        `scale_fwd` and `scale_bwd`, fp32 of shape `(tensors,)`, and `amax_history_fwd` and
+        `amax_history_bwd`, fp32 of shape `(steps, tensors)`. Three tensors are quantized for each
+        product in the forward, and two in the backward.
+    """
+    if not isinstance(module, TransformerEngineBaseModule):
+        return {}
+    if isinstance(module, DotProductAttention) and not _quantizes_attention(module):
+        return {}
+    found: dict[str, torch.Tensor] = {}
+    for direction, key in _DIRECTIONS.items():
+        state = module.fp8_meta.get(key)
+        scale = getattr(state, "scale", None)
+        history = getattr(state, "amax_history", None)
+        if scale is None or history is None:
+            return {}
+        found[f"scale_{direction}"] = scale
+        found[f"amax_history_{direction}"] = history
+    return found
+
+
+def num_grouped(module: nn.Module) -> int | None:
+    """How many products a grouped layer does with weights of its own; None for other modules.
+
+    Of its state, each product has the columns that belong to it one after the other.
+    """
+    number: int | None = getattr(module, "num_gemms", None)
+    return number
+
+
+def amax_group(module: nn.Module) -> Any:
+    """The ranks whose maxima are reduced; None where the module has not been used in FP8."""
+    return getattr(module, "fp8_meta", {}).get("fp8_group")
+
+
+def _quantizes_attention(module: Any) -> bool:
+    recipe = module.fp8_meta.get("recipe")
+    return bool(getattr(recipe, "fp8_dpa", False) or getattr(recipe, "fp8_mha", False))

@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
-from megatron_fsdp_v2.checkpoint.exporting import export
-from megatron_fsdp_v2.checkpoint.verifying import verify
-from megatron_fsdp_v2_mcore.checkpoint.fit import judge
-from megatron_fsdp_v2_mcore.checkpoint.fp8_names import is_fp8_state
-from megatron_fsdp_v2_mcore.checkpoint.layout import model_tensors
 from tests.mcore import flags as f
-from tests.mcore.session import Training, distance
-from tests.mcore.test_checkpoint_fit import _args
-from tests.mcore.trained import assert_equal, longer, saved_and_resumed, trained
-from tests.ranks import RankFailure, RankPools
+from tests.mcore.trained import assert_equal, longer, saved_and_resumed
+from tests.ranks import RankPools
 
 # A history that is longer than the run before the checkpoint, so that all of it counts.
 HISTORY = "--fp8-amax-history-len 4 --fp8-amax-compute-algo max"
 DELAYED = f"--fp8-format hybrid --fp8-recipe delayed {HISTORY}"
 MAIN = "--megatron-fsdp-main-params-dtype fp32"
 GATHERED = f"{DELAYED} --fp8-param-gather {MAIN}"
-COMMON = f"""
+COMMON = """
 --transformer-impl transformer_engine --bf16 --hidden-size 128 --ffn-hidden-size 256
 --seq-length 64 --max-position-embeddings 64 --global-batch-size 8 --train-iters 4
 """

@@ -161,12 +161,13 @@ def _owner(module: nn.Module, expert: int | None) -> nn.Parameter | None:
 def _reduced(histories: Sequence[_Tensor]) -> dict[str, torch.Tensor]:
     """The newest row of histories, each with the largest of all ranks. Collective."""
     groups = {id(t.group): t.group for t in histories if t.group is not None}
-    result = {}
+    result: dict[str, torch.Tensor] = {}
     for identity, group in groups.items():
         own = [tensor for tensor in histories if id(tensor.group) == identity]
         rows = [tensor.live[0].detach() for tensor in own]
         flat = torch.cat(rows)
         dist.all_reduce(flat, dist.ReduceOp.MAX, group=group)
         names = [tensor.name for tensor in own]
-        result.update(zip(names, flat.split([len(row) for row in rows]), strict=True))
+        parts = torch.split(flat, [len(row) for row in rows])  # type: ignore[no-untyped-call]
+        result.update(zip(names, parts, strict=True))
     return result

@@ -98,7 +98,8 @@ def plan_units(
     planned += [PlannedUnit(layer, dense, strategy) for layer in _outermost(chunk, unit_classes)]
     inside = {id(below) for unit in planned for below in unit.module.modules()}
     for model in chunk.modules() if runs_whole else ():
-        if isinstance(model, LANGUAGE_MODELS) and not model.config.mtp_num_layers:
+        config: Any = getattr(model, "config", None)
+        if isinstance(model, LANGUAGE_MODELS) and not config.mtp_num_layers:
             for part, uses in _ends(model):
                 if id(part) not in inside:
                     planned.append(PlannedUnit(part, dense, strategy, uses))
@@ -111,9 +112,9 @@ def _ends(model: Any) -> Iterator[tuple[nn.Module, nn.Module | None]]:
     if isinstance(embedding, nn.Module):
         yield embedding, None
     if isinstance(output, nn.Module):
-        # Tied, it is handed the weight of the embedding where there is one; elsewhere it has a copy.
-        is_handed = model.share_embeddings_and_output_weights and isinstance(embedding, nn.Module)
-        yield output, embedding.word_embeddings if is_handed else None
+        # Tied, it is handed the weight of the embedding, or has a copy where there is none.
+        handed: Any = embedding if model.share_embeddings_and_output_weights else None
+        yield output, None if handed is None else handed.word_embeddings
 
 
 def hand_gathered_weights(chunk: nn.Module) -> None:

@@ -168,6 +168,6 @@ def _reduced(histories: Sequence[_Tensor]) -> dict[str, torch.Tensor]:
         flat = torch.cat(rows)
         dist.all_reduce(flat, dist.ReduceOp.MAX, group=group)
         names = [tensor.name for tensor in own]
-        parts = torch.split(flat, [len(row) for row in rows])  # type: ignore[no-untyped-call]
+        parts = torch.split(flat, [len(row) for row in rows])
         result.update(zip(names, parts, strict=True))
     return result

@@ -106,6 +106,10 @@ def plan_units(
     return [*planned, PlannedUnit(chunk, dense, strategy)]
 
 
+def _language_models(chunk: nn.Module) -> Iterator[Any]:
+    return (module for module in chunk.modules() if isinstance(module, LANGUAGE_MODELS))
+
+
 def _ends(model: Any) -> Iterator[tuple[nn.Module, nn.Module | None]]:
     """Embedding and output layer of a model, as far as it has them, with what they are handed."""
     embedding, output = (getattr(model, name, None) for name in ("embedding", "output_layer"))
@@ -127,9 +131,9 @@ def hand_gathered_weights(chunk: nn.Module) -> None:
     Args:
         chunk: A sharded chunk.
     """
-    for model in chunk.modules():
+    for model in _language_models(chunk):
         output = getattr(model, "output_layer", None)
-        if isinstance(model, LANGUAGE_MODELS) and isinstance(output, nn.Module):
+        if isinstance(output, nn.Module):
             hand = functools.partial(_hand_gathered_weight, weakref.ref(model))
             output.register_forward_pre_hook(_put_weight_aside, prepend=True, with_kwargs=True)
             output.register_forward_pre_hook(hand, with_kwargs=True)

@@ -127,7 +127,7 @@ GPU_FLAGS: tuple[GpuFlag, ...] = (
     GpuFlag("--use-sharp", _NCCL),
     GpuFlag("--use-ring-exchange-p2p", _NCCL),
     GpuFlag("--fine-grained-activation-offloading", _OFFLOAD),
-    GpuFlag("--cpu-offloading-num-layers", _OFFLOAD),
+    GpuFlag("--cpu-offloading-num-layers", _ITS_IMPL, only_local=True),
     GpuFlag("--optimizer-cpu-offload", _OFFLOAD),
     GpuFlag("--profile", "it records CUDA activity"),
     GpuFlag("--record-memory-history", "it records device memory"),

@@ -146,8 +146,21 @@ def groups_entry(
 
 
 def kind_entry(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What an optimizer is: its class by name, and the options it is made with."""
+    """What an optimizer is: its class by name, and the options it is made with.
+
+    Raises:
+        ValueError: What it keeps means nothing without scales that it has beside its state.
+    """
     kind = type(optimizer)
+    # Transformer Engine's FusedAdam, which is not imported here.
+    dtypes: Mapping[str, torch.dtype] = getattr(optimizer, "name_to_dtype_map", {})
+    scaled = [f"{name} in {dtype}" for name, dtype in dtypes.items() if dtype != torch.float32]
+    if scaled:
+        raise ValueError(
+            f"{kind.__name__} keeps {', '.join(scaled)}, which has scales of this rank's rows "
+            "beside it that would be lost; keep it in torch.float32, or put the values that "
+            "its own state_dict() returns into torch.distributed.checkpoint"
+        )
     return {
         "class": f"{kind.__module__}.{kind.__qualname__}",
         "options": sorted(optimizer.defaults),

@@ -180,11 +180,11 @@ def sharded(dp: int, tp: int, strategy: str = "optim_grads_params") -> tuple[Any
     return model, mesh
 
 
-def optimizer_of(model: nn.Module) -> Any:
+def optimizer_of(model: nn.Module, **options: Any) -> Any:
     """Transformer Engine's own."""
     from transformer_engine.pytorch.optimizers import FusedAdam
 
-    return FusedAdam(list(model.parameters()), lr=0.01)
+    return FusedAdam(list(model.parameters()), lr=0.01, **options)
 
 
 def train(model: Any, mesh: DeviceMesh, optimizer: Any, steps: range) -> list[float]:
@@ -363,3 +363,19 @@ def shard_grouped_tensor() -> str:
         assert type(experts) is te.GroupedLinear
         return str(error)
     return ""
+
+
+def save_with_scales(folder: str, dtype: torch.dtype) -> list[str]:
+    """What is said against saving and loading state in a dtype, by this package's checkpoint."""
+    model, mesh = sharded(dist.get_world_size(), 1)
+    optimizer = optimizer_of(model)
+    checkpoint.save(folder, model, optimizer)
+    scaled = optimizer_of(model, exp_avg_dtype=dtype)
+    train(model, mesh, scaled, range(1))
+    said = []
+    for call in (checkpoint.save, checkpoint.load):
+        try:
+            call(folder, model, scaled)
+        except (ValueError, RuntimeError) as error:
+            said.append(str(error))
+    return said

@@ -80,6 +80,16 @@ def test_experts_stacked_in_a_grouped_tensor_are_rejected_by_name(megatron_te: R
         assert said.startswith("parameter weight is a GroupedTensor, which is made of other tensor")
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, longer(torch.uint8)], ids=str)
+def test_state_with_scales_is_not_saved_without_them(
+    megatron_te: RankPools, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    function, folder = te_tensor_parallel.save_with_scales, str(tmp_path / "checkpoint")
+    for said in megatron_te(2).run(function, folder, dtype, timeout_s=TIMEOUT_S):
+        assert len(said) == 2
+        assert all(f"FusedAdam keeps exp_avg in {dtype}, which has scales" in line for line in said)
+
+
 def test_a_mesh_for_amaxes_that_nothing_could_use_is_rejected() -> None:
     with pytest.raises(ValueError, match="the mesh for amaxes must have one axis"):
         name_amax_mesh(nn.Linear(2, 2), None)  # type: ignore[arg-type]

@@ -135,7 +135,8 @@ class TrainingDescription:
         policy: Dtypes.
         granularity: See `fully_shard(shard_granularity=...)`.
         optimizer: One of `optimizer_state.OPTIMIZERS`.
-        optimizer_dtype: Dtype of its state; that of the main weights when None.
+        optimizer_dtype: Dtype of its state, or of each tensor of it in turn; that of the main
+            weights when None.
         matrix_dtype: Dtype in which an optimizer of whole matrices exchanges them.
         offload_fraction: Of what Adam steps, how much is stepped in host memory, from 0 to 1.
         cpu_offload: Whether main weights, main gradients and optimizer state are in host memory, as
@@ -169,7 +170,7 @@ class TrainingDescription:
     policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
     granularity: str = "row"
     optimizer: str = "adam"
-    optimizer_dtype: torch.dtype | None = None
+    optimizer_dtype: torch.dtype | tuple[torch.dtype, ...] | None = None
     matrix_dtype: torch.dtype = torch.bfloat16
     offload_fraction: float = 0.0
     cpu_offload: bool = False

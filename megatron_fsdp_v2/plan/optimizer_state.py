@@ -118,13 +118,20 @@ def _largest(
             if not group.requires_grad:
                 continue
             if id(group) not in known:
-                dtype = training.optimizer_dtype or group.dtypes.main_weight
+                itemsize = _mean_itemsize(training, group.dtypes.main_weight)
                 matrices, others = (numels.double() for numels in group.state_numels)
-                known[id(group)] = (matrices * per_matrix + others * per_other) * dtype.itemsize
+                known[id(group)] = (matrices * per_matrix + others * per_other) * itemsize
             per_slice = known[id(group)]
             key = (unit.mesh, len(per_slice))
             by_mesh[key] = by_mesh.get(key, 0) + per_slice
     return sum(math.ceil(per_slice.max()) for per_slice in by_mesh.values())
+
+
+def _mean_itemsize(training: TrainingDescription, main_weight: torch.dtype) -> float:
+    """Bytes of an element of state, over all tensors that there are of it."""
+    dtypes = training.optimizer_dtype or main_weight
+    each = dtypes if isinstance(dtypes, tuple) else (dtypes,)
+    return sum(dtype.itemsize for dtype in each) / len(each)
 
 
 def step_counter_nbytes(training: TrainingDescription) -> int:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
+from megatron_fsdp_v2.plan.planner import plan_one
+from megatron_fsdp_v2.plan.sharding import Strategy
 from tests.mcore import flags as f
 from tests.mcore import planned
 from tests.mcore.session import train
@@ -57,6 +61,8 @@ def described() -> dict[str, Any]:
         "for GPUs": "--use-flash-attn --num-workers 8 --tp-comm-overlap",
         "overlapping": f"{overlapping} --delay-wgrad-compute",
         "overlapping, experts but in the first": f"{overlapping} {dense_first}",
+        "state in other dtypes": "--bf16 --use-precision-aware-optimizer --main-grads-dtype bf16 "
+        "--exp-avg-dtype fp8 --exp-avg-sq-dtype bf16",
         "offloaded": "--optimizer-cpu-offload --optimizer-offload-fraction 0.25",
     }
     calls = {name: ([*single, *flags], 2) for name, flags in TRAININGS.items()}
@@ -95,6 +101,19 @@ def test_an_offloaded_optimizer_is_planned_with_its_fraction(described: dict[str
     assert not isinstance(found, str), found
     assert found.stages[0].offload_fraction == 0.25
     assert described["for GPUs"].stages[0].offload_fraction == 0.0
+
+
+def test_adams_state_is_planned_in_the_dtypes_it_is_kept_in(described: dict[str, Any]) -> None:
+    found = described["state in other dtypes"]
+    assert not isinstance(found, str), found
+    stage = found.stages[0]
+    assert stage.optimizer_dtype == (torch.uint8, torch.bfloat16)
+    assert stage.policy.main_grads_dtype == torch.bfloat16
+    plain = replace(stage, optimizer_dtype=None)
+    strategy = Strategy("optim_grads_params")
+    kept, full = (plan_one(each, strategy).peak.optimizer for each in (stage, plain))
+    # 3 bytes of every element instead of 8.
+    assert kept * 8 == full * 3
 
 
 def test_a_layer_that_is_held_while_micro_batches_overlap_is_counted(

@@ -99,5 +99,5 @@ def test_activations_are_moved_and_gathered_weights_are_not(
 
 
 def test_it_is_part_of_transformer_engine() -> None:
-    with pytest.raises(RehearsalError, match="--cpu-offloading-num-layers .*part of Transformer"):
+    with pytest.raises(RehearsalError, match=r"--cpu-offloading-num-layers .*part of Transf"):
         with_cpu_flags([*LOCAL, *OFFLOAD.split()])

@@ -12,7 +12,15 @@ import torch
 from megatron_fsdp_v2_mcore.flags.errors import FlagError
 from megatron_fsdp_v2_mcore.flags.offload import DTYPES, offloads
 
-__all__ = ["check_has_fused_adam", "check_precision_flags", "precision_problem", "with_main_grads"]
+__all__ = [
+    "check_has_fused_adam",
+    "check_precision_flags",
+    "dtype_of",
+    "is_precision_aware",
+    "precision_problem",
+    "state_dtypes",
+    "with_main_grads",
+]
 
 SWITCH = "use_precision_aware_optimizer"
 FULL = ("fp32", torch.float32)
@@ -77,6 +85,23 @@ def precision_problem(source: Any, said: Callable[[str, Any], str], of_ours: str
             "dtype)"
         )
     return None
+
+
+def is_precision_aware(args: Any) -> bool:
+    """Whether Adam keeps its state in dtypes of its own: with offload the flag changes nothing."""
+    return bool(getattr(args, SWITCH, False)) and not offloads(args)
+
+
+def dtype_of(word: Any) -> torch.dtype | None:
+    """The dtype that a word on the command line means; of fp8 the one of its bytes."""
+    words = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    return word if isinstance(word, torch.dtype) else {**words, "fp8": torch.uint8}.get(word)
+
+
+def state_dtypes(args: Any) -> tuple[torch.dtype, ...]:
+    """Dtypes of Adam's two moments."""
+    found = (dtype_of(args.exp_avg_dtype), dtype_of(args.exp_avg_sq_dtype))
+    return tuple(dtype for dtype in found if dtype is not None)
 
 
 def check_has_fused_adam(args: Any) -> None:

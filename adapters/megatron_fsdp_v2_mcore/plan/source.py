@@ -28,6 +28,12 @@ from megatron_fsdp_v2.plan.description import (
 from megatron_fsdp_v2.plan.sharding import Strategy
 from megatron_fsdp_v2.plan.sources import FlagsError, SourceResult
 from megatron_fsdp_v2_mcore.flags.options import Options
+from megatron_fsdp_v2_mcore.flags.precision import (
+    dtype_of,
+    is_precision_aware,
+    state_dtypes,
+    with_main_grads,
+)
 from megatron_fsdp_v2_mcore.plan.costs import Costs
 from megatron_fsdp_v2_mcore.plan.flags import (
     fake_world_size,
@@ -103,6 +109,11 @@ def _arguments(argv: Sequence[str], flags: Sequence[str]) -> tuple[Any, bool]:
             ) from None
     # Stripped before, as only a GPU can support it where this package is not there.
     args.optimizer_cpu_offload = asked.optimizer_cpu_offload
+    args.use_precision_aware_optimizer = is_precision_aware(asked)
+    if args.use_precision_aware_optimizer:
+        args.exp_avg_dtype, args.exp_avg_sq_dtype = state_dtypes(asked)
+        with with_main_grads(asked):
+            args.megatron_fsdp_main_grads_dtype = dtype_of(asked.megatron_fsdp_main_grads_dtype)
     # The model is built of Megatron's own layers, which have no such parameters.
     args.plans_quantized = bool(asked.fp8 and asked.fp8_param_gather)
     args.fp8_param_gather = False
@@ -140,6 +151,7 @@ def _describe(args: Any, num_ranks: int, *, keeps_attention: bool) -> SourceResu
         meshes=_meshes(args, num_ranks),
         policy=settings.policy,
         optimizer=args.optimizer,
+        optimizer_dtype=state_dtypes(args) if args.use_precision_aware_optimizer else None,
         offload_fraction=args.optimizer_offload_fraction if args.optimizer_cpu_offload else 0.0,
         matrix_dtype=settings.policy.main_params_dtype or args.params_dtype,
         num_microbatches=_num_microbatches(args, num_ranks),

@@ -33,7 +33,8 @@ What is not upstream's, beside sizes: data are mock data; learning rates are hig
 (`--use-torch-fsdp2`) gives way to this one. DDP trains without the distributed optimizer, hence
 without `--overlap-param-gather`, `--num-distributed-optimizer-instances` and what else only
 sharded state has, and without what says how checkpoints are written, since none are. Flags that
-choose kernels of a GPU, which change nothing in what is computed, are left out on both sides.
+choose kernels of a GPU, which change nothing in what is computed, are left out on both sides, and
+so is FP8, which Transformer Engine's layers have alone: [fp8.md](fp8.md) has what is compared.
 """
 _TRAINED = """
 Shown is the largest relative difference from DDP of the losses and of the norms (of gradients

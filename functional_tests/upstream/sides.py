@@ -37,6 +37,13 @@ _SAVING = """
 SAVING = set(_SAVING.split())
 """How checkpoints are written, of which there are none: many configurations have one reference."""
 
+_FP8 = """
+--first-last-layers-bf16 --fp8-format --fp8-param-gather --fp8-recipe --keep-fp8-transpose-cache
+--num-layers-at-end-in-bf16 --num-layers-at-start-in-bf16
+"""
+FP8 = set(_FP8.split())
+"""What only Transformer Engine's layers have; `docs/fp8.md` says what of it is compared where."""
+
 GRADS_IN_FP32 = "--accumulate-allreduce-grads-in-fp32"
 """What Megatron does by itself with bf16, and not with fp16."""
 
@@ -67,6 +74,7 @@ def _on_cpu(words: Sequence[str]) -> tuple[str, ...]:
         # The flexible dispatcher exchanges tokens as this one does.
         kept = _without(kept, {"--moe-flex-dispatcher-backend"})
         kept += ["--moe-token-dispatcher-type", "alltoall"]
+    kept = _without(kept, FP8)
     # Whose layers they are makes no difference to what is compared; Megatron's own are faster.
     return (*kept, "--transformer-impl", "local")
 

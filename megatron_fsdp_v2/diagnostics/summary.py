@@ -32,9 +32,8 @@ HEADER = (
 )
 LEFT_ALIGNED = {"unit", "dtypes", "placements", "state"}
 LEGEND = (
-    "A folded row shows one of its units. Bytes on this rank: main, model at rest; grad while "
-    "gradients are set; gather, reduce in",
-    "temporary buffers.",
+    "A folded row shows one of its units. Bytes on this rank: main, model at rest; grad while set; "
+    "gather, reduce in temporary buffers.",
     "Dtypes of model weight/main weight/main gradient/communication. Placements: size of a "
     "mesh axis, then model weight,",
     "main weight, main gradient, gradient between micro-batches: R replicated, S sharded, "

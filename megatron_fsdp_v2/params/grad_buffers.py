@@ -145,15 +145,18 @@ class MainGradient:
         return memory
 
     def _new(self, *, is_overwritten: bool) -> GradientMemory:
+        if torch.is_inference_mode_enabled():
+            # By a reduction asked for there; what is made in it nobody could change afterwards.
+            with torch.inference_mode(False):
+                return self._new(is_overwritten=is_overwritten)
         spec, dtype = self._flat, self._flat.dtypes.main_grad
-        # What is made in inference mode, by a reduction asked for there, nobody could change.
-        with torch.inference_mode(False), torch.no_grad(), self._comm.memory():
-            make = spec.unset if is_overwritten and not self.is_offloaded else spec.main_zeros
+        make = spec.unset if is_overwritten and not self.is_offloaded else spec.main_zeros
+        with self._comm.memory():
             flat = make(self.span, dtype).tensor
-            if self.on_memory is not None:
-                self.on_memory(flat)
-            # `data`: a view with a version counter of its own, see `alias_of`.
-            views = [place and torch.as_strided(flat, *place).data for place in self._places]
+        if self.on_memory is not None:
+            self.on_memory(flat)
+        # `data`: a view with a version counter of its own, see `alias_of`.
+        views = [place and torch.as_strided(flat, *place).data for place in self._places]
         memory = GradientMemory(flat, views)
         self._memory = weakref.ref(memory)
         return memory

@@ -63,6 +63,7 @@ def described() -> dict[str, Any]:
         "overlapping, experts but in the first": f"{overlapping} {dense_first}",
         "state in other dtypes": "--bf16 --use-precision-aware-optimizer --main-grads-dtype bf16 "
         "--exp-avg-dtype fp8 --exp-avg-sq-dtype bf16",
+        "untied": "--untie-embeddings-and-output-weights",
         "offloaded": "--optimizer-cpu-offload --optimizer-offload-fraction 0.25",
     }
     calls = {name: ([*single, *flags], 2) for name, flags in TRAININGS.items()}
@@ -124,6 +125,20 @@ def test_a_layer_that_is_held_while_micro_batches_overlap_is_counted(
         assert not isinstance(found, str), found
         assert found.stages[0].num_held_beside == held
         assert any(note.startswith("micro-batches that overlap") for note in found.stages[0].notes)
+
+
+def test_the_root_has_neither_embedding_nor_output_layer(described: dict[str, Any]) -> None:
+    tied, untied = (described[name].stages[0] for name in ("for GPUs", "untied"))
+    for stage in (tied, untied):
+        units = {unit.name: unit for unit in stage.units}
+        root, embedding, output = (units[name] for name in ("", "embedding", "output_layer"))
+        # Its final norm.
+        assert max(len(param.shape) for param in root.params) == 1
+        assert "word_embeddings.weight" in [param.name for param in embedding.params]
+    assert not output.tied and [param.name for param in output.params] == ["weight"]
+    # Tied, the one has the weight, and it is gathered for the other one as well.
+    output = {unit.name: unit for unit in tied.units}["output_layer"]
+    assert not output.params and output.tied == (("embedding", "word_embeddings.weight"),)
 
 
 def test_layers_keep_what_their_kind_keeps(described: dict[str, Any]) -> None:

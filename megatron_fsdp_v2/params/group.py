@@ -352,5 +352,7 @@ def _nobody() -> None:
 
 def _collect(group_ref: weakref.ref[ParameterGroup], index: int, param: nn.Parameter) -> None:
     group = group_ref()
-    if group is not None:
+    # Megatron's and Transformer Engine's mark of a gradient that a module's own call makes after
+    # the backward: what autograd brings may be memory that nobody has written yet.
+    if group is not None and not getattr(param, "skip_backward_post_hook", False):
         group.collect(index, param)

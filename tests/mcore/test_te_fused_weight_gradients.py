@@ -8,12 +8,14 @@ import torch
 from tests.mcore import te_modules
 from tests.mcore.flags import (
     ALLTOALL,
+    EP2,
     FULL_RECOMPUTE,
     OVERLAP,
     STRATEGIES,
     TP2_SP,
     TRANSFORMER_ENGINE,
     UNTIED,
+    ZERO1,
     ZERO3,
     fsdp,
     words,
@@ -76,3 +78,16 @@ def test_under_megatron_fusing_changes_no_bit_in_fp32(
         fused = trained(megatron_te, world_size, *common, fsdp(strategy))
         assert_equal(fused, trained(megatron_te, world_size, *common, fsdp(strategy), APART))
     assert_close(fused, trained(megatron_te, world_size, *[TE, UNTIED], flags.replace(OVERLAP, "")))
+
+
+@pytest.mark.functional
+@pytest.mark.parametrize("fusion", ["", APART], ids=["fused", "apart"])
+@pytest.mark.parametrize("strategy", [ZERO1, ZERO3])
+def test_gradients_that_are_made_later_are_the_same(
+    megatron_te: RankPools, strategy: str, fusion: str
+) -> None:
+    """Apart, autograd is given memory for them that nobody has written."""
+    overlaps = f"{ALLTOALL} --moe-grouped-gemm {EP2} --overlap-moe-expert-parallel-comm --bf16"
+    common = [TE, "--global-batch-size 8", overlaps, fusion, fsdp(strategy)]
+    at_once = trained(megatron_te, 2, *common)
+    assert_equal(trained(megatron_te, 2, *common, "--delay-wgrad-compute"), at_once)

@@ -109,7 +109,7 @@ GPU_FLAGS: tuple[GpuFlag, ...] = (
     GpuFlag("--use-te-activation-func", _TE),
     GpuFlag("--use-transformer-engine-op-fuser", _TE),
     GpuFlag("--use-precision-aware-optimizer", _ITS_IMPL, only_local=True),
-    GpuFlag("--delay-wgrad-compute", _TE),
+    GpuFlag("--delay-wgrad-compute", _ITS_IMPL, only_local=True),
     GpuFlag("--moe-single-grouped-weight", _TE),
     GpuFlag("--moe-single-grouped-bias", _TE),
     GpuFlag("--fused-residual-rmsnorm", _TE),

@@ -402,7 +402,7 @@ def with_rows_of(value: Any, like: Any) -> UnevenDTensor | None:
         value.shape != like.shape
         or local.shape != like._local_tensor.shape
         or value.device_mesh != like.device_mesh
-        or not (all(p.is_replicate() for p in placements) if is_whole else knows_rows(placements))
+        or not (placements == like._spec.placements if is_whole else knows_rows(placements))
     ):
         return None
     return UnevenDTensor.from_rows(local, like.device_mesh, like._row_shards, like.shape)

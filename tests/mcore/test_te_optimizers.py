@@ -15,8 +15,10 @@ from megatron_fsdp_v2_mcore.rehearsal.flags import with_cpu_flags
 from tests.mcore import fused_adam
 from tests.mcore.flags import (
     LOCAL,
+    NO_SHARD,
     PP2,
     STRATEGIES,
+    TP2,
     TRANSFORMER_ENGINE,
     ZERO1,
     ZERO3,
@@ -26,7 +28,7 @@ from tests.mcore.flags import (
     words,
 )
 from tests.mcore.session import Training, distance
-from tests.mcore.trained import assert_equal, longer, trained
+from tests.mcore.trained import assert_equal, longer, saved_and_resumed, trained
 from tests.ranks import RankPools
 
 FP32, BF16, FP16, FP8 = torch.float32, torch.bfloat16, torch.float16, torch.uint8
@@ -136,6 +138,18 @@ def test_a_run_with_scaled_state_goes_on_as_if_it_had_not_stopped(
     for seen in whole.extras:
         assert seen["bytes"] == 3 * seen["elements"]
         assert seen["gradients"] == {"torch.bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "strategy"), [(2, ZERO3), longer(4, NO_SHARD), longer(4, ZERO1)]
+)
+def test_state_of_tensor_parallel_ranks_goes_on(
+    megatron_te: RankPools, tmp_path: Path, world_size: int, strategy: str
+) -> None:
+    """Of one data-parallel rank, or not sharded over them: weights are split by tensor ranks."""
+    flags = [TE, TP2, fsdp(strategy)]
+    whole, resumed = saved_and_resumed(megatron_te, tmp_path, *flags, at=2, world_size=world_size)
+    assert_equal(resumed, whole, after=2)
 
 
 @pytest.mark.functional

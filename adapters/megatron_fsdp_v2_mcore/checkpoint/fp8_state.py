@@ -1,7 +1,7 @@
 """The state of FP8's delayed scaling in checkpoints: scales and histories of maxima.
 
 Transformer Engine has it in the `_extra_state` of its modules, as pickled bytes, which say nothing
-of which expert or layer they are and must not be unpickled from a file. Here it is saved as plain
+of which expert they are, and must not be unpickled from a file. Here it is saved as plain
 tensors under names of the whole model. Tensor- and data-parallel ranks have the same state, for
 maxima are reduced over them, so that it loads at any sizes.
 """
@@ -168,6 +168,5 @@ def _reduced(histories: Sequence[_Tensor]) -> dict[str, torch.Tensor]:
         flat = torch.cat(rows)
         dist.all_reduce(flat, dist.ReduceOp.MAX, group=group)
         names = [tensor.name for tensor in own]
-        parts = torch.split(flat, [len(row) for row in rows])
-        result.update(zip(names, parts, strict=True))
+        result.update(zip(names, torch.split(flat, [len(row) for row in rows]), strict=True))
     return result

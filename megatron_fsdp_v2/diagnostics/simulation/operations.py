@@ -1,0 +1,246 @@
+"""Operations of a step: their times, the memory of their results, and, if wanted, no values."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterator
+from typing import Any, override
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from megatron_fsdp_v2.diagnostics.simulation.costs import COPY_IN, Costs
+from megatron_fsdp_v2.diagnostics.simulation.devices import Device
+
+__all__ = ["LiveBytes", "Operations"]
+
+MOST_COMPUTED = 1 << 20
+"""Bytes of arguments and results of an operation that is computed in fact."""
+
+_aten = torch.ops.aten
+_UNSEEN = frozenset({"prim", "c10d", "profiler"})
+_FACTORIES = frozenset({_aten.empty, _aten.empty_strided, _aten.empty_like, _aten.new_empty})
+_ITEMS = (_aten._local_scalar_dense, _aten.equal, _aten.is_nonzero)
+
+
+class LiveBytes:
+    """Bytes of all storages that were made while operations were watched, and the most there were.
+
+    Attributes:
+        now: Bytes that live.
+        peak: The most at a time since `begin`.
+    """
+
+    def __init__(self) -> None:
+        self.now = 0
+        self.peak = 0
+        self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], list[int]]] = {}
+        self._may_change: set[int] = set()
+
+    def begin(self) -> None:
+        """Forget the most there was."""
+        self.look_again()
+        self.peak = self.now
+
+    def see(self, tensor: torch.Tensor, *, may_change: bool = False) -> None:
+        """Take a result into account.
+
+        Args:
+            tensor: The result.
+            may_change: Whether somebody may take its memory away, and give it back, by hand.
+        """
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known:
+            return
+        held = [0]
+
+        def forget(ref: weakref.ref[torch.UntypedStorage]) -> None:
+            known = self._known.get(key)
+            if known is not None and known[0] is ref:
+                del self._known[key]
+                self._may_change.discard(key)
+                self.now -= held[0]
+
+        self._known[key] = weakref.ref(storage, forget), held
+        if may_change:
+            self._may_change.add(key)
+        self.look_again()
+        self._change(held, storage.nbytes())
+
+    def look_again(self) -> None:
+        """Find what was taken away or given back by hand."""
+        for key in tuple(self._may_change):
+            ref, held = self._known[key]
+            storage = ref()
+            if storage is not None and storage.nbytes() != held[0]:
+                self._change(held, storage.nbytes())
+
+    def _change(self, held: list[int], nbytes: int) -> None:
+        self.now += nbytes - held[0]
+        held[0] = nbytes
+        self.peak = max(self.peak, self.now)
+
+
+class Operations(TorchDispatchMode):
+    """Has a device take the time of every operation, and counts memory.
+
+    Without values an operation is not computed: its results are memory that nobody writes, which
+    takes none as long as nobody reads it either. So a model runs on a CPU that has neither the
+    memory nor the time for it. Small operations are computed in fact, as programs look at their
+    results.
+
+    Args:
+        device: What takes the time.
+        costs: How long.
+        has_values: Whether everything is computed.
+
+    Attributes:
+        live: Bytes of storages.
+        seconds_of: Seconds by name of operation, for reports.
+    """
+
+    def __init__(self, device: Device, costs: Costs, *, has_values: bool = False) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live = LiveBytes()
+        self.seconds_of: dict[str, float] = {}
+        self._device = device
+        self._costs = costs
+        self._has_values = has_values
+        self._without: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            # What they are made of comes by itself.
+            return NotImplemented
+        kwargs = kwargs or {}
+        if func.namespace in _UNSEEN or func.is_view:
+            return func(*args, **kwargs)
+        given = [*_tensors((args, kwargs))]
+        if any(isinstance(tensor, FakeTensor) for tensor in given):
+            # Torch asks for the shape of something, and nothing happens.
+            return func(*args, **kwargs)
+        result = self._run(func, args, kwargs, given)
+        if func.overloadpacket in _ITEMS:
+            return result
+        before = {id(tensor) for tensor in given}
+        for made in _tensors(result):
+            if isinstance(made, FakeTensor) or made.device.type == "meta":
+                return result
+            if id(made) not in before:
+                self.live.see(made, may_change=func.overloadpacket in _FACTORIES)
+        seconds = self._costs.seconds(func, args, kwargs, result)
+        if seconds:
+            name = str(func.overloadpacket)
+            self.seconds_of[name] = self.seconds_of.get(name, 0.0) + seconds
+            self._device.compute(seconds)
+        return result
+
+    def _run(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> Any:
+        packet = func.overloadpacket
+        is_structural = torch.Tag.inplace_view in func.tags or packet in _SHAPES
+        # It copies into a view that it returns: what it writes to is for it to find.
+        is_structural |= func.name() == COPY_IN
+        if self._has_values or is_structural or any(t.device.type == "meta" for t in given):
+            return func(*args, **kwargs)
+        if packet in _FACTORIES:
+            made = func(*args, **kwargs)
+            if made.nbytes > MOST_COMPUTED:
+                self._forget_values(made)
+            return made
+        is_small = sum(tensor.nbytes for tensor in given) <= MOST_COMPUTED
+        if is_small and all(map(self._knows, given)) and (given or _is_small_factory(args)):
+            return func(*args, **kwargs)
+        if packet in _ITEMS:
+            # Nothing is wrong, nothing differs.
+            is_bool = given[0].dtype is torch.bool
+            return packet is _aten.equal or (False if is_bool else 1)
+        written = _written(func, args, kwargs)
+        if not written:
+            return self._without_values(func, args, kwargs, given)
+        for tensor in _tensors(written):
+            self._forget_values(tensor)
+        return _returned(func, written)
+
+    def _knows(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor's values were computed."""
+        storage = tensor.untyped_storage()
+        ref = self._without.get(storage._cdata)
+        return ref is None or ref() is not storage
+
+    def _forget_values(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self._without[storage._cdata] = weakref.ref(storage)
+
+    def _without_values(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> Any:
+        """Memory of the results, which meta tensors know the shapes of."""
+        device = given[0].device if given else torch.device(kwargs.get("device") or "cpu")
+        if device.type == "meta":
+            return func(*args, **kwargs)
+        on_meta = tree_map_only(torch.Tensor, _as_meta, (args, dict(kwargs)))
+        if "device" in kwargs or not given:
+            on_meta[1]["device"] = torch.device("meta")
+        result = func(*on_meta[0], **on_meta[1])
+        if "device" in kwargs and kwargs["device"] is not None:
+            device = torch.device(kwargs["device"])
+        return tree_map_only(torch.Tensor, lambda like: self._allocated(like, device), result)
+
+    def _allocated(self, like: torch.Tensor, device: torch.device) -> torch.Tensor:
+        made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
+        self._forget_values(made)
+        return made
+
+
+_SHAPES = frozenset({_aten.set_, _aten.resize_, _aten.detach, _aten.alias, _aten.lift_fresh})
+
+
+def _is_small_factory(args: Any) -> bool:
+    """Whether what is made from a shape alone, or from numbers, is small."""
+    shape = args[0] if args and isinstance(args[0], (list, tuple)) else ()
+    return math.prod(shape) * 8 <= MOST_COMPUTED
+
+
+def _as_meta(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    for value in tree_leaves(values):
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+            yield value
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """What an operation writes to among its arguments, by the name that its schema has for it."""
+    written: dict[str, Any] = {}
+    for position, argument in enumerate(func._schema.arguments):
+        alias = argument.alias_info
+        if alias is None or not alias.is_write:
+            continue
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        written[next(iter(alias.before_set), argument.name)] = value
+    return written
+
+
+def _returned(func: Any, written: dict[str, Any]) -> Any:
+    """What such an operation returns: what it wrote to, or nothing.
+
+    Raises:
+        RuntimeError: It makes something besides.
+    """
+    returned = []
+    for result in func._schema.returns:
+        if result.alias_info is None:
+            raise RuntimeError(
+                f"{func} writes to its arguments and makes something besides, which cannot be "
+                "simulated without values; leave it out of the model"
+            )
+        returned.append(written[next(iter(result.alias_info.before_set))])
+    if not returned:
+        return None
+    return returned[0] if len(returned) == 1 else tuple(returned)

@@ -1,0 +1,305 @@
+"""The c10d backend `sim`: collectives of one rank among many that are not there.
+
+Results have the right shapes. What is small enough to matter to a program (what ranks compare, the
+loss) is as if all ranks had what this one has; everything else is left as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, override
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, Work
+from torch.utils._python_dispatch import _disable_current_modes
+
+from megatron_fsdp_v2.diagnostics.simulation.devices import Device, Done
+from megatron_fsdp_v2.diagnostics.simulation.network import Network
+
+__all__ = ["BACKEND", "SimulatedProcessGroup", "simulated_groups", "simulated_ranks"]
+
+BACKEND = "sim"
+MOST_FILLED = 1 << 20
+"""Bytes of a result that has values."""
+
+
+class _Work(Work):
+    """A simulated collective under way."""
+
+    def __init__(self, done: Done, results: list[Any]) -> None:
+        super().__init__()
+        self._done = done
+        self._results = results
+
+    @override
+    def wait(self, timeout: Any = None) -> bool:
+        del timeout
+        self._done.wait()
+        return True
+
+    @override
+    def synchronize(self) -> None:
+        self._done.wait()
+
+    @override
+    def is_completed(self) -> bool:
+        return True
+
+    @override
+    def get_future(self) -> Any:
+        future: Any = torch.futures.Future()
+        future.set_result(self._results)
+        return future
+
+
+class SimulatedProcessGroup(dist.ProcessGroup):
+    """A process group of which this process is one rank, and the others are a network's times.
+
+    Args:
+        rank: This rank in the group.
+        size: Ranks of the group.
+        ranks: Their global ranks.
+        name: Of its communicator.
+        device: What collectives are queued on.
+        network: How long they take.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        ranks: Sequence[int],
+        name: str,
+        device: Device,
+        network: Network,
+    ) -> None:
+        # The one with a store makes a group that C++ alone answers for.
+        make: Any = super().__init__
+        make(rank, size)
+        self._ranks = ranks
+        self._communicator = name
+        self._device = device
+        self._network = network
+
+    def getBackendName(self) -> str:
+        """Asked for by c10d."""
+        return BACKEND
+
+    # C++ asks for names by these methods, and keeps those of its own groups with their backends.
+
+    def getGroupName(self) -> str:
+        """Asked for by c10d."""
+        return self._communicator
+
+    def getGroupDesc(self) -> str:
+        """Asked for by c10d."""
+        return BACKEND
+
+    @override
+    def _set_group_name(self, name: Any) -> None:
+        self._communicator = name
+
+    @override
+    def _set_group_desc(self, desc: str) -> None:
+        del desc
+
+    @property
+    @override
+    def group_name(self) -> Any:
+        return self._communicator
+
+    @property
+    @override
+    def group_desc(self) -> str:
+        return BACKEND
+
+    def _issue(self, kind: str, nbytes: int, results: list[Any]) -> _Work:
+        seconds, link = 0.0, f"{self._communicator} alone"
+        if len(self._ranks) > 1:
+            seconds = self._network.seconds(kind, nbytes, self._ranks)
+            link = self._network.link(self._ranks)
+        return _Work(self._device.communicate(self._communicator, link, seconds), results)
+
+    # -- collectives, by the names that c10d calls them by ------------------------------------
+
+    @override
+    def _allgather_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
+        _fill(output.view(self.size(), -1), lambda: input.reshape(1, -1))
+        return self._issue("all_gather", output.nbytes, [output])
+
+    @override
+    def _reduce_scatter_base(
+        self, outputTensor: torch.Tensor, inputTensor: torch.Tensor, opts: Any = None
+    ) -> Any:
+        def own() -> torch.Tensor:
+            piece = inputTensor.reshape(self.size(), -1)[self.rank()]
+            return self._reduced(piece, opts).view_as(outputTensor)
+
+        _fill(outputTensor, own, inputTensor.nbytes)
+        return self._issue("reduce_scatter", inputTensor.nbytes, [outputTensor])
+
+    @override
+    def allreduce(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]
+        for tensor in tensors:
+            _fill(tensor, functools.partial(self._reduced, tensor, opts))
+        return self._issue("all_reduce", sum(tensor.nbytes for tensor in tensors), tensors)
+
+    @override
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
+        return self.allreduce(tensors, opts)
+
+    @override
+    def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Any:
+        nbytes = 0
+        for outputs, given in zip(output_tensors, input_tensors, strict=True):
+            for output in outputs:
+                nbytes += output.nbytes
+                _fill(output, functools.partial(given.view_as, output))
+        return self._issue("all_gather", nbytes, output_tensors)
+
+    @override
+    def allgather_into_tensor_coalesced(
+        self, output_lists: Any, input_list: Any, opts: Any = None
+    ) -> Any:
+        work = None
+        for output, given in zip(output_lists, input_list, strict=True):
+            work = self._allgather_base(output, given, opts)
+        return work
+
+    @override
+    def reduce_scatter(  # type: ignore[override]
+        self, output_tensors: Any, input_tensors: Any, opts: Any = None
+    ) -> Any:
+        nbytes = 0
+        for output, inputs in zip(output_tensors, input_tensors, strict=True):
+            nbytes += sum(given.nbytes for given in inputs)
+            _fill(output, functools.partial(self._reduced, inputs[self.rank()], opts))
+        return self._issue("reduce_scatter", nbytes, output_tensors)
+
+    @override
+    def reduce_scatter_tensor_coalesced(
+        self, outputTensors: Any, inputTensors: Any, opts: Any = None
+    ) -> Any:
+        work = None
+        for output, given in zip(outputTensors, inputTensors, strict=True):
+            work = self._reduce_scatter_base(output, given, opts)
+        return work
+
+    @override
+    def alltoall_base(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        output_split_sizes: Any,
+        input_split_sizes: Any,
+        opts: Any = None,
+    ) -> Any:
+        _fill(output_tensor, lambda: torch.zeros_like(output_tensor))
+        return self._issue("all_to_all", input_tensor.nbytes, [output_tensor])
+
+    @override
+    def alltoall(self, output_tensor: Any, input_tensor: Any, opts: Any = None) -> Any:
+        return self._issue("all_to_all", sum(t.nbytes for t in input_tensor), output_tensor)
+
+    @override
+    def broadcast(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]
+        return self._issue("broadcast", sum(tensor.nbytes for tensor in tensors), tensors)
+
+    @override
+    def barrier(self, opts: Any = None) -> Any:
+        return self._issue("barrier", 0, [])
+
+    def _reduced(self, tensor: torch.Tensor, opts: Any) -> torch.Tensor:
+        op = getattr(opts, "reduceOp", dist.ReduceOp.SUM)
+        return tensor * self.size() if op == dist.ReduceOp.SUM else tensor
+
+
+def _fill(output: torch.Tensor, value: Callable[[], torch.Tensor], nbytes: int = 0) -> None:
+    """Give a result its value, if that is small enough, without anybody counting it."""
+    if max(output.nbytes, nbytes) <= MOST_FILLED:
+        with _disable_current_modes(), torch.no_grad():
+            # A shard may be a view of what it is gathered into.
+            output.copy_(value().clone())
+
+
+@contextlib.contextmanager
+def simulated_groups(device: Device, network: Network) -> Iterator[None]:
+    """Have `torch.distributed.new_group(backend="sim")` make simulated groups in the context.
+
+    They may be beside real ones, of as many ranks as there are.
+
+    Args:
+        device: What collectives are queued on.
+        network: How long they take.
+    """
+
+    def make(options: Any, backend_options: Any) -> SimulatedProcessGroup:
+        del backend_options
+        size = options.group_size
+        return SimulatedProcessGroup(
+            options.group_rank,
+            size,
+            options.global_ranks_in_group or range(size),
+            str(options.group_id),
+            device,
+            network,
+        )
+
+    if BACKEND.upper() not in dist.Backend.__dict__:
+        dist.Backend.register_backend(BACKEND, _make, extended_api=True, devices=["cpu", "cuda"])
+    _makers.append(make)
+    try:
+        yield
+    finally:
+        _makers.remove(make)
+
+
+@contextlib.contextmanager
+def simulated_ranks(
+    size: int, device: Device, network: Network, *, rank: int = 0
+) -> Iterator[None]:
+    """Have this process be one rank of many while the context lasts: `sim` is the default group.
+
+        device = HostDevice()
+        with simulated_ranks(1024, device, MachineNetwork(find_machine("h100"))):
+            model = fully_shard(model, mesh=init_device_mesh("cpu", (128, 8)))
+
+    Args:
+        size: Ranks there are.
+        device: What collectives are queued on.
+        network: How long they take.
+        rank: Which one this is.
+
+    Raises:
+        RuntimeError: There is a default process group already.
+        ValueError: There is no such rank.
+    """
+    if dist.is_initialized():
+        raise RuntimeError(
+            "simulated_ranks needs a process without a process group; call "
+            "torch.distributed.destroy_process_group() first"
+        )
+    if not 0 <= rank < size:
+        raise ValueError(f"rank {rank} is none of {size} ranks; give one from 0 to {size - 1}")
+    with simulated_groups(device, network):
+        dist.init_process_group(BACKEND, store=HashStore(), rank=rank, world_size=size)
+        try:
+            yield
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+_makers: list[Callable[[Any, Any], SimulatedProcessGroup]] = []
+
+
+def _make(options: Any, backend_options: Any) -> SimulatedProcessGroup:
+    """A process group of the simulation under way."""
+    if not _makers:
+        raise RuntimeError(
+            "backend 'sim' is of simulated_ranks() and simulated_groups(); use it inside of one"
+        )
+    return _makers[-1](options, backend_options)

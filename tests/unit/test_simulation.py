@@ -1,0 +1,273 @@
+"""The simulated cluster: its clock, its collectives at any number of ranks, its operations."""
+
+from __future__ import annotations
+
+import re
+import resource
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from megatron_fsdp_v2.diagnostics.simulation import (
+    AlphaBeta,
+    HostDevice,
+    LiveBytes,
+    MachineNetwork,
+    MeasuredNetwork,
+    Operations,
+    RooflineCosts,
+    VirtualStreams,
+    run_on_streams,
+    simulated_ranks,
+)
+from megatron_fsdp_v2.plan import find_machine
+from tests.docs.blocks import blocks_in
+from tests.processes import ROOT
+
+MACHINE = find_machine("h100")
+NETWORK = MachineNetwork(MACHINE)
+MIB = 2**20
+
+
+@pytest.fixture
+def streams() -> VirtualStreams:
+    return VirtualStreams()
+
+
+@pytest.fixture
+def many() -> Iterator[HostDevice]:
+    """16,384 ranks of which this is the fourth."""
+    device = HostDevice()
+    with simulated_ranks(16384, device, NETWORK, rank=3):
+        yield device
+
+
+# -- the clock --------------------------------------------------------------------------------
+
+
+def test_a_host_computes_while_collectives_of_a_communicator_run_one_after_the_other() -> None:
+    device = HostDevice()
+    first = device.communicate("a", "link", 3.0)
+    second = device.communicate("a", "other link", 2.0)
+    device.compute(1.0)
+    assert device.timeline.now == 1.0
+    first.wait()
+    assert device.timeline.now == 3.0
+    second.wait()
+    assert device.timeline.now == 5.0
+    second.wait()
+    assert device.timeline.now == 5.0
+
+
+def test_communicators_take_turns_on_a_link_and_work_side_by_side_on_two() -> None:
+    device = HostDevice()
+    ends = []
+    for communicator, link in (("a", "node"), ("b", "network"), ("c", "node")):
+        work = device.communicate(communicator, link, 2.0)
+        ends.append(work._done_at)  # type: ignore[attr-defined]
+    assert ends == [2.0, 2.0, 4.0]
+
+
+def test_a_collective_begins_after_its_stream_and_the_host_does_not_wait(
+    streams: VirtualStreams,
+) -> None:
+    side: Any = streams.new_stream("side")
+    streams.compute(1.0)
+    side.wait_stream(streams.current_stream())
+    with streams.use(side):
+        streams.communicate("a", "link", 2.0).wait()
+        event = side.record_event()
+    streams.compute(1.0)
+    compute = streams.current_stream()
+    # Both worked from the first second on.
+    assert (compute.queue.ready, side.queue.ready) == (2.0, 3.0)
+    compute.wait_event(event)
+    streams.compute(1.0)
+    assert (compute.queue.ready, compute.queue.busy) == (4.0, 3.0)
+    assert streams.timeline.now == 0.0
+    compute.synchronize()
+    assert streams.timeline.now == 4.0
+
+
+# -- networks ---------------------------------------------------------------------------------
+
+
+def test_a_line_through_measured_times_has_their_latency_and_bandwidth() -> None:
+    line = AlphaBeta.fitted({n: 1e-4 + n * 2e-9 for n in (1000, 10**6, 10**7)})
+    assert line.seconds == pytest.approx(1e-4)
+    assert line.seconds_per_byte == pytest.approx(2e-9)
+    network = MeasuredNetwork({"all_gather": line})
+    assert network.seconds("all_gather", 10**6, (0, 1)) == pytest.approx(2.1e-3)
+    assert network.seconds("all_gather", 10**6, (0,)) == 0.0
+    # Unknown ones are as slow as the slowest.
+    assert network.seconds("barrier", 0, (0, 1)) == pytest.approx(1e-4)
+    with pytest.raises(ValueError, match=r"two sizes at least, got \[5\]"):
+        AlphaBeta.fitted({5: 1.0})
+
+
+def test_ranks_of_a_node_and_ranks_across_nodes_have_links_of_their_own() -> None:
+    assert NETWORK.link(range(8)) == "node"
+    assert NETWORK.link(range(0, 64, 8)) == "network"
+    inside = NETWORK.seconds("all_gather", 10**9, range(8))
+    assert inside == MACHINE.collective_seconds("all_gather", 10**9, 8, 1)
+    across = NETWORK.seconds("all_gather", 10**9, range(0, 64, 8))
+    assert across == MACHINE.collective_seconds("all_gather", 10**9, 8, 8)
+
+
+# -- collectives ------------------------------------------------------------------------------
+
+
+def test_results_have_the_shapes_of_all_ranks_and_the_values_of_ranks_alike(many: Any) -> None:
+    size = 16384
+    gathered = torch.empty(2 * size)
+    dist.all_gather_into_tensor(gathered, torch.tensor([1.0, 2.0]))
+    assert gathered.view(size, 2).unique(dim=0).tolist() == [[1.0, 2.0]]
+    piece = torch.empty(2)
+    dist.reduce_scatter_tensor(piece, torch.arange(2.0 * size))
+    # That of the fourth rank, from every rank.
+    assert piece.tolist() == [6.0 * size, 7.0 * size]
+    total = torch.tensor([1.0])
+    dist.all_reduce(total)
+    assert total.item() == size
+    dist.all_reduce(total, op=dist.ReduceOp.MAX)
+    assert total.item() == size
+    assert (dist.get_rank(), dist.get_world_size()) == (3, size)
+
+
+def test_a_collective_takes_what_the_machine_says_of_its_axis(many: Any) -> None:
+    mesh = init_device_mesh("cpu", (2048, 8), mesh_dim_names=("outer", "inner"))
+    for axis, stride in (("outer", 8), ("inner", 1)):
+        group = mesh.get_group(axis)
+        before, full = many.timeline.now, torch.empty(group.size() * 100)
+        work = dist.all_gather_into_tensor(full, full[:100], group=group, async_op=True)
+        assert many.timeline.now == before
+        work.wait()
+        took = many.timeline.now - before
+        expected = MACHINE.collective_seconds("all_gather", full.nbytes, group.size(), stride)
+        assert took == pytest.approx(expected)
+
+
+def test_a_large_result_is_not_touched(many: Any) -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    full = torch.empty(16384 * 100_000)
+    dist.all_gather_into_tensor(full, torch.empty(100_000))
+    assert full.nbytes > 6 * 10**9
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000
+
+
+def test_what_cannot_be_simulated_is_said() -> None:
+    with pytest.raises(ValueError, match="rank 8 is none of 8 ranks"):
+        simulated_ranks(8, HostDevice(), NETWORK, rank=8).__enter__()
+    with simulated_ranks(8, HostDevice(), NETWORK):
+        with pytest.raises(RuntimeError, match="needs a process without a process group"):
+            simulated_ranks(8, HostDevice(), NETWORK).__enter__()
+        with pytest.raises(ValueError, match="Linear holds no unit; call fully_shard"):
+            run_on_streams(nn.Linear(2, 2), VirtualStreams())
+    assert not dist.is_initialized()
+    with pytest.raises(RuntimeError, match="backend 'sim' is of simulated_ranks"):
+        dist.init_process_group("sim", store=dist.HashStore(), rank=0, world_size=8)
+
+
+def test_the_example_on_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "simulation.md").read_text()
+    (block,) = [b for b in blocks_in("simulation.md", page) if b.language == "python"]
+    exec(compile(block.code, block.name, "exec"), {"__name__": "page"})
+    found = re.fullmatch(r"(\d+\.\d) ms, at most (\d+\.\d\d) GiB\n", capsys.readouterr().out)
+    assert found is not None
+    # Two gathers and a reduction of four units of 256 MiB, and the products of three passes.
+    assert float(found[1]) > MACHINE.compute_seconds(3 * 4 * 2 * 4096 * 8192 * 8192) * 1e3
+    assert 1 < float(found[2]) < 4
+
+
+# -- operations -------------------------------------------------------------------------------
+
+
+def test_operations_take_their_products_or_their_bytes(streams: VirtualStreams) -> None:
+    costs = RooflineCosts(MACHINE, 1e12, memory_efficiency=0.5)
+    with Operations(streams, costs) as operations:
+        weight = torch.empty(4096, 4096)
+        product = torch.empty(8192, 4096) @ weight
+        total = product + product
+        total.view(-1).add_(1)
+    products = MACHINE.compute_seconds(2 * 8192 * 4096 * 4096)
+    # One tensor twice is read once; a result is written, and an argument in place.
+    moved = (2 * total.nbytes + total.nbytes) / 0.5e12
+    assert streams.current_stream().queue.busy == pytest.approx(products + moved)
+    assert set(operations.seconds_of) == {"aten.mm", "aten.add", "aten.add_"}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_takes_two_products_forwards_and_five_backwards(
+    streams: VirtualStreams, causal: bool
+) -> None:
+    with Operations(streams, RooflineCosts(MACHINE, float("inf"))) as operations:
+        q, k, v = (torch.empty(2, 4, 4096, 64).requires_grad_() for _ in range(3))
+        attend = nn.functional.scaled_dot_product_attention
+        attend(q, k, v, is_causal=causal).sum().backward()
+    forward, backward = (s for n, s in operations.seconds_of.items() if "attention" in n)
+    pairs = 2 * 4 * 4096 * 4096 * (0.5 if causal else 1)
+    assert forward == pytest.approx(MACHINE.compute_seconds(2 * 2 * pairs * 64))
+    assert backward == pytest.approx(2.5 * forward)
+
+
+def test_without_values_nothing_is_computed_and_no_memory_is_touched(
+    streams: VirtualStreams,
+) -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with Operations(streams, RooflineCosts(MACHINE, 1e12)) as operations:
+        layer = nn.Linear(2**15, 2**15, bias=False)
+        optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
+        for _ in range(2):
+            loss = layer(torch.empty(64, 2**15)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert not loss.isnan().item()
+    one = 4 * 2**30
+    # Weight, two moments, gradient.
+    assert 4 * one <= operations.live.peak < 4.1 * one
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000
+
+
+def test_small_operations_are_computed_and_with_values_all_are(streams: VirtualStreams) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(700, 700)
+    for has_values in (False, True):
+        with Operations(streams, RooflineCosts(MACHINE, 1e12), has_values=has_values):
+            assert (torch.tensor([1, 2]) + 1).tolist() == [2, 3]
+            found = x @ x
+        assert torch.equal(found, x @ x) == has_values
+
+
+def test_a_module_on_the_meta_device_takes_memory_when_it_gets_some(
+    streams: VirtualStreams,
+) -> None:
+    with Operations(streams, RooflineCosts(MACHINE, 1e12)) as operations:
+        with torch.device("meta"):
+            layer = nn.Linear(1024, 1024, bias=False)
+        assert operations.live.now == 0
+        layer.to_empty(device="cpu")
+        assert operations.live.now == 4 * MIB
+    assert streams.current_stream().queue.busy == 0
+
+
+def test_live_bytes_are_those_of_storages_also_where_memory_is_taken_away_by_hand() -> None:
+    live = LiveBytes()
+    tensor, buffer = torch.empty(MIB, dtype=torch.uint8), torch.empty(MIB, dtype=torch.uint8)
+    live.see(tensor)
+    live.see(tensor[1:])
+    live.see(buffer, may_change=True)
+    assert (live.now, live.peak) == (2 * MIB, 2 * MIB)
+    buffer.untyped_storage().resize_(0)
+    live.begin()
+    assert (live.now, live.peak) == (MIB, MIB)
+    buffer.untyped_storage().resize_(3 * MIB)
+    live.look_again()
+    assert live.peak == 4 * MIB
+    del tensor, buffer
+    assert live.now == 0

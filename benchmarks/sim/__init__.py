@@ -1,0 +1,1 @@
+"""Both engines on a simulated cluster: `python -m benchmarks.sim`."""

@@ -1,0 +1,81 @@
+"""Both engines on a simulated cluster, and what `plan` says of the same training."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+
+import pytest
+
+from benchmarks.sim import gloo
+from benchmarks.sim.__main__ import main
+from benchmarks.sim.engines import ENGINES
+from benchmarks.sim.estimate import planned
+from benchmarks.sim.models import Shape
+from benchmarks.sim.steps import Job, Measured, measure
+from megatron_fsdp_v2.plan import find_machine
+
+MACHINE = find_machine("h100")
+SHAPE = Shape(width=4096, hidden=14336, num_layers=2, vocabulary=32_000)
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Measured]:
+    job = Job(SHAPE, 16384, sequence=2048)
+    return {engine: measure(engine, job, MACHINE) for engine in ENGINES}
+
+
+def test_both_engines_run_on_16384_ranks_and_communicate_about_as_much(
+    found: dict[str, Measured],
+) -> None:
+    ours, theirs = found["ours"], found["fsdp2"]
+    assert ours.model == theirs.model > 0
+    assert ours.communicating <= theirs.communicating
+    # FSDP2 cuts every parameter by itself: the 1024 rows of keys and values are 16384 then.
+    for measured in (ours, theirs):
+        assert measured.step == pytest.approx(
+            measured.model + measured.optimizer + measured.exposed
+        )
+        assert 0 < measured.waits < measured.communicating
+        assert measured.resting < measured.peak
+
+
+def test_ours_exposes_less(found: dict[str, Measured]) -> None:
+    assert found["ours"].exposed < found["fsdp2"].exposed
+
+
+def test_times_are_the_same_every_time(found: dict[str, Measured]) -> None:
+    job = Job(SHAPE, 16384, sequence=2048)
+    again = measure("ours", job, MACHINE)
+    assert dataclasses.astuple(again) == pytest.approx(dataclasses.astuple(found["ours"]))
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        Job(SHAPE, 64, sequence=1024, products_only=True),
+        Job(SHAPE, 1024, sequence=4096, products_only=True, recomputes=True),
+        Job(SHAPE, 64, sequence=2048, products_only=True, outer=8),
+    ],
+    ids=["network decides", "recomputed", "HSDP"],
+)
+def test_a_plan_has_the_step_time_of_the_simulation(job: Job) -> None:
+    measured = measure("ours", job, MACHINE)
+    assert planned(job, MACHINE).step.seconds == pytest.approx(measured.step, rel=0.1)
+
+
+def test_the_command_compares_both(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--model", "8b", "--layers", "2", "--ranks", "8", "--sequence", "512"])
+    said = capsys.readouterr().out
+    assert "ours / FSDP2: step " in said
+    assert [line.split()[1] for line in said.splitlines()[2:4]] == ["ours", "fsdp2"]
+
+
+@pytest.mark.functional
+@pytest.mark.parametrize("num_ranks", ["2", "4"])
+def test_a_step_on_gloo_takes_what_the_simulation_says(num_ranks: str, tmp_path: Path) -> None:
+    if os.getloadavg()[0] > 1:
+        pytest.skip("others use this machine, and real steps wait for them")
+    words = ["--ranks", num_ranks, "--pauses", "20", "--out", str(tmp_path)]
+    assert gloo.main(words) == pytest.approx([1.0, 1.0], rel=0.15)

@@ -20,19 +20,25 @@ MACHINE = find_machine("h100")
 SHAPE = Shape(width=4096, hidden=14336, num_layers=2, vocabulary=32_000)
 
 
+@pytest.fixture(scope="module", params=[2048, pytest.param(16384, marks=pytest.mark.functional)])
+def job(request: pytest.FixtureRequest) -> Job:
+    return Job(SHAPE, request.param, sequence=2048)
+
+
 @pytest.fixture(scope="module")
-def found() -> dict[str, Measured]:
-    job = Job(SHAPE, 16384, sequence=2048)
+def found(job: Job) -> dict[str, Measured]:
     return {engine: measure(engine, job, MACHINE) for engine in ENGINES}
 
 
-def test_both_engines_run_on_16384_ranks_and_communicate_about_as_much(
+def test_both_engines_run_on_thousands_of_ranks_and_communicate_about_as_much(
+    job: Job,
     found: dict[str, Measured],
 ) -> None:
     ours, theirs = found["ours"], found["fsdp2"]
     assert ours.model == theirs.model > 0
-    assert ours.communicating <= theirs.communicating
-    # FSDP2 cuts every parameter by itself: the 1024 rows of keys and values are 16384 then.
+    # Whole rows are padding here, of a few percent; FSDP2 has less until ranks outnumber rows.
+    outnumber = job.num_ranks > SHAPE.hidden
+    assert ours.communicating < theirs.communicating * (1.0 if outnumber else 1.1)
     for measured in (ours, theirs):
         assert measured.step == pytest.approx(
             measured.model + measured.optimizer + measured.exposed
@@ -45,14 +51,13 @@ def test_ours_exposes_less(found: dict[str, Measured]) -> None:
     assert found["ours"].exposed < found["fsdp2"].exposed
 
 
-def test_times_are_the_same_every_time(found: dict[str, Measured]) -> None:
-    job = Job(SHAPE, 16384, sequence=2048)
+def test_times_are_the_same_every_time(job: Job, found: dict[str, Measured]) -> None:
     again = measure("ours", job, MACHINE)
     assert dataclasses.astuple(again) == pytest.approx(dataclasses.astuple(found["ours"]))
 
 
 @pytest.mark.parametrize(
-    "job",
+    "planned_job",
     [
         Job(SHAPE, 64, sequence=1024, products_only=True),
         Job(SHAPE, 1024, sequence=4096, products_only=True, recomputes=True),
@@ -60,9 +65,9 @@ def test_times_are_the_same_every_time(found: dict[str, Measured]) -> None:
     ],
     ids=["network decides", "recomputed", "HSDP"],
 )
-def test_a_plan_has_the_step_time_of_the_simulation(job: Job) -> None:
-    measured = measure("ours", job, MACHINE)
-    assert planned(job, MACHINE).step.seconds == pytest.approx(measured.step, rel=0.1)
+def test_a_plan_has_the_step_time_of_the_simulation(planned_job: Job) -> None:
+    measured = measure("ours", planned_job, MACHINE)
+    assert planned(planned_job, MACHINE).step.seconds == pytest.approx(measured.step, rel=0.1)
 
 
 def test_the_command_compares_both(capsys: pytest.CaptureFixture[str]) -> None:

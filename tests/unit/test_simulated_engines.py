@@ -36,7 +36,7 @@ def test_both_engines_run_on_thousands_of_ranks_and_communicate_about_as_much(
 ) -> None:
     ours, theirs = found["ours"], found["fsdp2"]
     assert ours.model == theirs.model > 0
-    # Whole rows are padding here, of a few percent; FSDP2 has less until ranks outnumber rows.
+    # Units of more than one flat buffer cost latency here; FSDP2 pads where ranks outnumber rows.
     outnumber = job.num_ranks > SHAPE.hidden
     assert ours.communicating < theirs.communicating * (1.0 if outnumber else 1.1)
     for measured in (ours, theirs):

@@ -250,7 +250,7 @@ def test_only_a_unit_that_nothing_used_is_asked_for_its_gradient(process: RankPo
     (seen,) = process.run(walk, "4", "optim_grads", model="unused unit")
     # Whether another rank used it; once for each of four backwards, which all reduce at ZeRO-2.
     assert len(seen["waits"]) == 4
-    assert all("a device tensor's value at grads.py" in wait for wait in seen["waits"])
+    assert all("a device tensor's value at grad_buffers.py" in wait for wait in seen["waits"])
 
 
 @pytest.mark.parametrize(

@@ -232,6 +232,13 @@ def test_quantized_weights_need_finer_main_weights(dtype: str | None) -> None:
         check_quantized(flags)
 
 
+def test_weights_drawn_on_the_cpu_have_no_finer_values() -> None:
+    flags: Any = _Flags()
+    flags.use_cpu_initialization = True
+    with pytest.raises(FlagError, match="--use-cpu-initialization cannot be used with"):
+        check_quantized(flags)
+
+
 def test_scales_are_reduced_in_one_process_group() -> None:
     flags = _Flags()
     flags.outer_dp_sharding_strategy = "optim"

@@ -404,6 +404,11 @@ def check_quantized(source: Any) -> None:
     """
     if not source.fp8_param_gather:
         return
+    if getattr(source, "use_cpu_initialization", False):
+        raise FlagError(
+            "--use-cpu-initialization cannot be used with --fp8-param-gather: Megatron draws values "
+            "into quantized weights then, and what these keep in higher precision is left unset"
+        )
     main_weights = source.megatron_fsdp_main_params_dtype
     if main_weights not in ("fp32", torch.float32):
         raise FlagError(

@@ -406,8 +406,8 @@ def check_quantized(source: Any) -> None:
         return
     if getattr(source, "use_cpu_initialization", False):
         raise FlagError(
-            "--use-cpu-initialization cannot be used with --fp8-param-gather: Megatron draws values "
-            "into quantized weights then, and what these keep in higher precision is left unset"
+            "--use-cpu-initialization cannot be used with --fp8-param-gather: Megatron draws "
+            "values into quantized weights then, and what these keep in higher precision is unset"
         )
     main_weights = source.megatron_fsdp_main_params_dtype
     if main_weights not in ("fp32", torch.float32):

@@ -255,7 +255,7 @@ class ParameterGroup:
             with plain_attributes():
                 self.unfreeze_if_trained()
                 self.members.follow_trained()
-            self.members.prepare(self.weights.uses)
+            self.members.prepare(self.weights)
             self.registrations.install(self.unsharded_params)
 
     def reshard(self) -> None:

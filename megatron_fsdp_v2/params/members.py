@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from megatron_fsdp_v2.comm.errors import Label
     from megatron_fsdp_v2.dtensor.row_shards import RowShards, ShardedGroup
-    from megatron_fsdp_v2.params.formats import WeightUse
     from megatron_fsdp_v2.params.gathered_parameter import GradientOwner
     from megatron_fsdp_v2.params.weights import GroupWeights
 
@@ -137,10 +136,10 @@ class Members:
             self.gathered.append(param)
         self._format.adopt(self.gathered)
 
-    def prepare(self, uses: WeightUse) -> None:
+    def prepare(self, weights: GroupWeights) -> None:
         """Have gathered parameters ready to compute with, after a gather."""
         if self._format.prepares:
-            self._format.prepare(uses)
+            self._format.prepare(weights.uses)
 
     def forget(self) -> None:
         """Drop what was made of gathered weights, which are about to be dropped."""

@@ -473,8 +473,9 @@ def bytes_by_role(groups: list[Any], optimizer: torch.optim.Optimizer) -> Counte
         # It is as large as the main weight, and is not there where nothing but padding is.
         numel, main = group.main_weight.tensor.numel(), group.main_grad
         has_rows = any(local_of(param).numel() for param in group.sharded_params)
-        assert (main is not None) is has_rows and (main is None or main.tensor.numel() == numel)
+        assert main is None or main.tensor.numel() == numel
         if not is_in_host_memory(group.main_weight.tensor):
+            assert (main is not None) is has_rows
             found["main_grad"] += numel * group.spec.dtypes.main_grad.itemsize
         found["grad_buffer"] += nbytes(group.grads.buffers.full.tensor)
         if group.grads.buffers.partial is not None:

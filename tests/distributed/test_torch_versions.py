@@ -54,7 +54,10 @@ def test_names_that_differ_between_versions_are_in_one_file() -> None:
         str(file.relative_to(CORE))
         for file in CORE.rglob("*.py")
         for node in ast.walk(ast.parse(file.read_text()))
-        if isinstance(node, ast.Attribute) and node.attr in renamed
+        if isinstance(node, ast.Attribute)
+        and node.attr in renamed
+        # What a backend has itself is called by torch, in every version by the same name.
+        and not (isinstance(node.value, ast.Name) and node.value.id == "self")
     }
     assert named == set()
 

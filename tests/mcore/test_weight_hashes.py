@@ -24,20 +24,19 @@ def _probe(chunks: Any, optimizer: Any) -> list[str]:
     (unit,) = (unit for name, unit in named_units(chunks[0]) if name.endswith("decoder.layers.1"))
     (group,) = unit.groups
     weights, is_last = group.weights, rank() == torch.distributed.get_world_size() - 1
-    gather, config = weights._gather, chunks[0].ddp_config
+    wait, config = weights.wait, chunks[0].ddp_config
 
-    def gather_wrongly(*, async_op: bool) -> Any:
-        work = gather(async_op=async_op)
-        work.wait()
+    def wait_for_wrong_ones() -> bool:
+        is_new = wait()
         weights.gathered.view(0).view(-1)[0] += 1.0
-        return work
+        return is_new
 
     if is_last and "no_shard" in (config.data_parallel_sharding_strategy, *_outer(config)):
         index = next(i for i, _ in enumerate(group.names) if weights.main.view(i).numel())
         weights.main.view(index).view(-1)[0] += 1.0
     elif is_last:
         # Nobody has a copy of main weights, so something goes wrong where they are gathered.
-        weights._gather = gather_wrongly
+        weights.wait = wait_for_wrong_ones
     try:
         compare(chunks)
     except RuntimeError as error:

@@ -6,6 +6,7 @@ Outlines of Llama 3: parameters of the right shapes, built on the meta device an
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import nn
 
@@ -23,12 +24,21 @@ class Shape:
         hidden: Of the gated MLP.
         num_layers: Layers.
         key_width: Of keys and values, of all their heads.
+        vocabulary: Rows of embedding and output layer.
     """
 
     width: int
     hidden: int
     num_layers: int
     key_width: int = 1024
+    vocabulary: int = VOCABULARY
+
+
+SHAPES = {
+    "8b": Shape(4096, 14336, 32),
+    "70b": Shape(8192, 28672, 80),
+    "405b": Shape(16384, 53248, 126),
+}
 
 
 class Layer(nn.Module):
@@ -59,24 +69,26 @@ class Decoder(nn.Module):
         shape: Sizes.
     """
 
+    layer_type: ClassVar[type[Layer]] = Layer
+
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, shape.width)
-        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.num_layers))
+        self.embedding = nn.Embedding(shape.vocabulary, shape.width)
+        self.layers = nn.ModuleList(self.layer_type(shape) for _ in range(shape.num_layers))
         self.norm = nn.RMSNorm(shape.width)
-        self.output = nn.Linear(shape.width, VOCABULARY, bias=False)
+        self.output = nn.Linear(shape.width, shape.vocabulary, bias=False)
 
 
 def llama_8b() -> nn.Module:
     """Llama-3 8B."""
-    return Decoder(Shape(4096, 14336, 32))
+    return Decoder(SHAPES["8b"])
 
 
 def llama_70b() -> nn.Module:
     """Llama-3 70B."""
-    return Decoder(Shape(8192, 28672, 80))
+    return Decoder(SHAPES["70b"])
 
 
 def llama_405b() -> nn.Module:
     """Llama-3 405B."""
-    return Decoder(Shape(16384, 53248, 126))
+    return Decoder(SHAPES["405b"])

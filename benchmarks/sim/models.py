@@ -1,60 +1,26 @@
-"""Llama 3 with a forward: shapes of `examples.plan_models`, attention of torch's."""
+"""Llama 3 with a forward: the models of `examples.plan_models`, attention of torch's."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from examples import plan_models
+from examples.plan_models import SHAPES, Shape
+
+__all__ = ["SHAPES", "Decoder", "Shape"]
+
 HEAD = 128
-VOCABULARY = 128_256
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of a model.
-
-    Attributes:
-        width: Of the residual stream.
-        hidden: Of the gated MLP.
-        num_layers: Layers.
-        key_width: Of keys and values, of all their heads.
-        vocabulary: Rows of embedding and output layer.
-    """
-
-    width: int
-    hidden: int
-    num_layers: int
-    key_width: int = 1024
-    vocabulary: int = VOCABULARY
-
-
-SHAPES = {
-    "8b": Shape(4096, 14336, 32),
-    "70b": Shape(8192, 28672, 80),
-    "405b": Shape(16384, 53248, 126),
-}
-
-
-class Layer(nn.Module):
+class Layer(plan_models.Layer):
     """A transformer layer, without positions, which have no parameters."""
 
-    def __init__(self, shape: Shape, *, recomputes: bool) -> None:
-        super().__init__()
-        width, hidden, keys = shape.width, shape.hidden, shape.key_width
-        self.recomputes = recomputes
-        self.attention_norm = nn.RMSNorm(width)
-        self.query = nn.Linear(width, width, bias=False)
-        self.key = nn.Linear(width, keys, bias=False)
-        self.value = nn.Linear(width, keys, bias=False)
-        self.output = nn.Linear(width, width, bias=False)
-        self.mlp_norm = nn.RMSNorm(width)
-        self.gate = nn.Linear(width, hidden, bias=False)
-        self.up = nn.Linear(width, hidden, bias=False)
-        self.down = nn.Linear(hidden, width, bias=False)
+    recomputes = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Apply the layer to `(batch, sequence, width)`."""
@@ -79,17 +45,15 @@ def _heads(x: torch.Tensor) -> torch.Tensor:
     return x.unflatten(-1, (-1, HEAD)).transpose(1, 2)
 
 
-class Decoder(nn.Module):
+class Decoder(plan_models.Decoder):
     """Embedding, layers, output layer, loss."""
 
+    layer_type: ClassVar[type[plan_models.Layer]] = Layer
+
     def __init__(self, shape: Shape, *, recomputes: bool = False) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(shape.vocabulary, shape.width)
-        self.layers = nn.ModuleList(
-            Layer(shape, recomputes=recomputes) for _ in range(shape.num_layers)
-        )
-        self.norm = nn.RMSNorm(shape.width)
-        self.output = nn.Linear(shape.width, shape.vocabulary, bias=False)
+        super().__init__(shape)
+        for layer in self.layers:
+            layer.recomputes = recomputes
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Loss of `(batch, sequence)` tokens, of which each is its own label."""

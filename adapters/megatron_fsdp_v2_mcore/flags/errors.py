@@ -5,12 +5,18 @@ from __future__ import annotations
 import contextlib
 import traceback
 from collections.abc import Iterator
+from typing import Any
 
-__all__ = ["FlagError", "rejections_as_flag_errors"]
+__all__ = ["FlagError", "optimizer_field", "rejections_as_flag_errors"]
 
 
 class FlagError(ValueError):
     """A flag, or a combination of flags, that this package cannot support; the message names it."""
+
+
+def optimizer_field(name: str, value: Any) -> str:
+    """How a field of Megatron's `OptimizerConfig` is written in a message, where no flag set it."""
+    return f"OptimizerConfig.{name} = {value!r}"
 
 
 @contextlib.contextmanager

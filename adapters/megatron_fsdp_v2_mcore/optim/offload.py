@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from megatron_fsdp_v2.dtensor.optimizer_state import rows_like
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of, plain_attributes
 from megatron_fsdp_v2.memory.host_memory import empty_in_host_memory, keep_in_host_memory
+from megatron_fsdp_v2_mcore.flags.errors import optimizer_field
 from megatron_fsdp_v2_mcore.flags.offload import NO_TWIN, offload_problem
 from megatron_fsdp_v2_mcore.optim.probes import optimizer_like, state_after_a_step
 
@@ -431,11 +432,7 @@ def check_offload(config: Any) -> None:
     Raises:
         ValueError: It cannot; names the field.
     """
-    problem = offload_problem(
-        config,
-        lambda field, value: f"OptimizerConfig.{field} = {value!r}",
-        "optimizer_cpu_offload",
-    )
+    problem = offload_problem(config, optimizer_field, "optimizer_cpu_offload")
     if problem:
         raise ValueError(problem)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from megatron_fsdp_v2_mcore.flags.errors import optimizer_field
 from megatron_fsdp_v2_mcore.flags.precision import precision_problem
 from megatron_fsdp_v2_mcore.optim.scaled_states import reads_any_gradient
 
@@ -26,7 +27,7 @@ def check_precision(config: Any, params: Iterable[torch.Tensor]) -> None:
     """
     problem = precision_problem(
         config,
-        lambda field, value: f"OptimizerConfig.{field} = {value!r}",
+        optimizer_field,
         "DistributedDataParallelConfig.megatron_fsdp_main_params_dtype",
     )
     if problem:

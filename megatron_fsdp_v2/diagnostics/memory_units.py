@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from megatron_fsdp_v2.diagnostics.walk import units_below
-from megatron_fsdp_v2.params.formats import DenseFormat, PayloadBytes, payload_bytes
+from megatron_fsdp_v2.params.formats import payload_bytes
 from megatron_fsdp_v2.plan.memory_bound import GroupBytes, UnitBytes
 
 if TYPE_CHECKING:
@@ -27,13 +27,8 @@ def group_bytes(group: ParameterGroup) -> GroupBytes:
         on_cpu=group.device.type == "cpu",
         reduces=group.grads is None or group.grads.reduces,
         offloaded=group.spec.offload is not None,
-        payload=_payload(group),
+        payload=payload_bytes(group.spec.format_type, group.spec.dtypes),
     )
-
-
-def _payload(group: ParameterGroup) -> PayloadBytes | None:
-    format_type = group.spec.format_type
-    return None if format_type is DenseFormat else payload_bytes(format_type, group.spec.dtypes)
 
 
 def unit_bytes(module: nn.Module) -> list[UnitBytes]:

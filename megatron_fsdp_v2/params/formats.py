@@ -70,13 +70,17 @@ class PayloadBytes:
         return max(self.count(WeightUse.FORWARD), self.count(WeightUse.BACKWARD))
 
 
-def payload_bytes(format_type: type[WeightFormat], dtypes: GroupDtypes) -> PayloadBytes:
-    """What the payloads of a format take.
+def payload_bytes(
+    format_type: type[WeightFormat] | None, dtypes: GroupDtypes
+) -> PayloadBytes | None:
+    """What the payloads of a format take; None for numbers of the compute dtype.
 
     Args:
-        format_type: The format.
+        format_type: The format; None where no registered one takes a parameter.
         dtypes: Dtypes of weights and gradients.
     """
+    if format_type is None or format_type is DenseFormat:
+        return None
     uses = tuple(format_type.payloads.values())
     rests = format_type.communicates or len(uses) > 1
     return PayloadBytes(format_type.itemsize(dtypes), uses, rests)

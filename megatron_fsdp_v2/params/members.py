@@ -117,9 +117,9 @@ class Members:
             owned: The originals.
             weights: Of the group.
         """
+        buffers = [payload.gathered for payload in weights.payloads]
         for index, parameter in enumerate(owned):
-            trained = self._trained[index]
-            buffers, dtensor = [p.gathered for p in weights.payloads], self.dtensors[index]
+            trained, dtensor = self._trained[index], self.dtensors[index]
             views = [buffer.view(index) for buffer in buffers]
             if dtensor is not None:
                 param = nn.Parameter(dtensor.whole(views[0]), requires_grad=trained)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from megatron_fsdp_v2.layout.mixed_precision import MixedPrecisionPolicy
-from megatron_fsdp_v2.params.formats import DenseFormat, PayloadBytes, format_of, payload_bytes
+from megatron_fsdp_v2.params.formats import PayloadBytes, format_of, payload_bytes
 
 __all__ = [
     "DATA",
@@ -271,17 +271,9 @@ class Rules:
         2.0 * param.numel for param in params if len(param.shape) > 1
     )
     payload_of: Callable[[str, nn.Parameter], PayloadBytes | None] = lambda unit, param: (
-        _payload_of(param)
+        payload_bytes(format_of(param), MixedPrecisionPolicy().resolve(param.dtype))
     )
     used: Mapping[nn.Module, AbstractSet[nn.Parameter]] = field(default_factory=dict)
-
-
-def _payload_of(param: nn.Parameter) -> PayloadBytes | None:
-    found = format_of(param)
-    if found in (None, DenseFormat):
-        return None
-    assert found is not None
-    return payload_bytes(found, MixedPrecisionPolicy().resolve(param.dtype))
 
 
 def describe_module(

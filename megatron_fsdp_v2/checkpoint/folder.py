@@ -316,8 +316,9 @@ class CheckpointFolder:
             is_gone = isinstance(error, FileNotFoundError)
             if is_gone and find_folder(path) is not None:
                 return False
-            # This finds words for what is wrong.
-            read_metadata(self.path, Manifest.read(self.path))
+            # This finds words for what is wrong, unless the folder has just come back.
+            with contextlib.suppress(FileNotFoundError):
+                read_metadata(self.path, Manifest.read(self.path))
             if is_gone:
                 return False
             raise
@@ -325,7 +326,8 @@ class CheckpointFolder:
         try:
             self.manifest = Manifest.read(self.path)
             self.metadata = read_metadata(self.path, self.manifest)
-        except CheckpointError:
+        except (CheckpointError, OSError):
+            # Between its two renames a save leaves no folder to find the files in.
             if not self._is_replaced():
                 raise
         if not self._is_replaced():

@@ -23,6 +23,7 @@ from torch import nn
 from megatron_fsdp_v2 import checkpoint
 from megatron_fsdp_v2.checkpoint import replacing, save_lock
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError
+from megatron_fsdp_v2.checkpoint.metadata import METADATA
 from megatron_fsdp_v2.checkpoint.save_lock import STALE_S, SaveLock, lock_file_of
 from tests.unit.checkpoints import names_in
 
@@ -256,6 +257,32 @@ def test_a_folder_that_is_gone_for_a_moment_is_opened_again(
     monkeypatch.setattr(os, "open", between_renames)
     assert load(path) == 1
     assert not left
+
+
+def test_a_folder_that_is_replaced_before_its_metadata_is_read_is_opened_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, other = tmp_path / "k", tmp_path / "other"
+    save(path, 1)
+    save(other, 2)
+    read, reads = Path.read_bytes, 0
+
+    def while_it_is_replaced(file: Path) -> bytes:
+        nonlocal reads
+        if file.name != METADATA:
+            return read(file)
+        reads += 1
+        if reads > 1:
+            return read(file)
+        path.rename(tmp_path / "gone")
+        try:
+            return read(file)
+        finally:
+            other.rename(path)
+
+    monkeypatch.setattr(Path, "read_bytes", while_it_is_replaced)
+    assert load(path) == 2
+    assert reads == 2
 
 
 def test_no_two_looks_find_a_folder_missing_that_is_replaced_in_between(

@@ -12,7 +12,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from types import CodeType, FrameType
-from typing import Any, override
+from typing import Any, Protocol, override
 
 import torch
 from torch.amp.grad_scaler import GradScaler
@@ -21,12 +21,23 @@ from torch.distributed.tensor import DTensor
 __all__ = [
     "PLAIN_FUNCTIONS",
     "AttributesAtOnce",
+    "ShownGradient",
+    "grad_at_once",
     "is_clipping",
+    "requires_grad_at_once",
+    "version_at_once",
     "without_torch_function",
 ]
 
 without_torch_function: Callable[..., Any] = torch._C._disabled_torch_function_impl
 """`(function, types, args, kwargs)`: call it as for a DTensor, in C all the way."""
+
+_BASE: Any = torch._C.TensorBase
+grad_at_once: Callable[[torch.Tensor], Any] = _BASE.grad.__get__
+requires_grad_at_once: Callable[[torch.Tensor], bool] = _BASE.requires_grad.__get__
+version_at_once: Callable[[torch.Tensor], int] = _BASE._version.__get__
+"""Attributes of any tensor, in C; to be called where `torch._C.DisableTorchFunctionSubclass()` is
+in force, and else much slower than the attributes themselves."""
 
 PLAIN_FUNCTIONS = frozenset({torch.is_complex, torch.is_floating_point, torch.numel})
 """Functions of one tensor that return no tensor."""
@@ -60,7 +71,6 @@ def is_clipping() -> bool:
     return False
 
 
-_BASE: Any = torch._C.TensorBase
 _READ = (
     "_grad_fn",
     "_has_symbolic_sizes_strides",
@@ -100,6 +110,19 @@ _READ_AND_WRITTEN = (
 )
 
 
+class ShownGradient(Protocol):
+    """Whoever made a tensor to be `param.grad`, and may use it again."""
+
+    def retire(self, index: int, held: list[AttributesAtOnce]) -> None:
+        """It was `param.grad`, which was set to None.
+
+        Args:
+            index: What it was made for.
+            held: The tensor, alone, which nobody else on the way here refers to.
+        """
+        ...
+
+
 class AttributesAtOnce(DTensor):
     """A DTensor whose attributes and questions of size go past `__torch_function__`.
 
@@ -109,9 +132,12 @@ class AttributesAtOnce(DTensor):
         empty_grad: Of a parameter without rows here, a gradient without rows, where other ranks
             have one. It is `grad` for functions of torch that communicate about gradients, and
             goes where `grad` is set.
+        shown_by: Of a tensor that is shown as a parameter's `grad`, whose memory it is, which
+            lives for as long as the tensor does, and for what.
     """
 
     empty_grad: torch.Tensor | None = None
+    shown_by: tuple[ShownGradient, int] | None = None
 
     def _with_rows(self, grad: torch.Tensor) -> torch.Tensor:
         """What `grad` answers where it is a plain DTensor."""
@@ -196,13 +222,25 @@ def _grad() -> property:
         return self._with_rows(grad) if type(grad) is DTensor else grad
 
     def write(self: AttributesAtOnce, value: torch.Tensor | None) -> None:
-        without_torch_function(put, None, (self, value))
+        if value is None:
+            forget(self, put, None)
+        else:
+            without_torch_function(put, None, (self, value))
         if self.empty_grad is not None:
             self.empty_grad = None
 
     def remove(self: AttributesAtOnce) -> None:
-        without_torch_function(delete, None, (self,))
+        forget(self, delete)
         self.empty_grad = None
+
+    def forget(self: AttributesAtOnce, how: Callable[..., None], *args: Any) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            # Referred to from here alone, if nobody keeps it.
+            held = [get(self)]
+            how(self, *args)
+            shown_by = getattr(held[0], "shown_by", None)
+            if shown_by is not None:
+                shown_by[0].retire(shown_by[1], held)
 
     return property(read, write, remove)
 

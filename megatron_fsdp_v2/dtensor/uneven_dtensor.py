@@ -55,8 +55,6 @@ class UnevenDTensor(AttributesAtOnce):
     """
 
     _row_shards: RowShards
-    held_memory: object = None
-    """What has to live for as long as this tensor does, of a gradient that `param.grad` shows."""
 
     @staticmethod
     def from_rows(

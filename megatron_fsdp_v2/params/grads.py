@@ -22,7 +22,8 @@ from megatron_fsdp_v2.comm.interface import (
 )
 from megatron_fsdp_v2.layout.placement import Placement
 from megatron_fsdp_v2.params.gathered_parameter import FusedGradient
-from megatron_fsdp_v2.params.grad_buffers import GradBuffers, MainGradient
+from megatron_fsdp_v2.params.grad_buffers import GradBuffers
+from megatron_fsdp_v2.params.main_gradient import MainGradient
 from megatron_fsdp_v2.params.sharded_grads import ShardedGrads
 
 if TYPE_CHECKING:
@@ -379,8 +380,7 @@ class GroupGrads:
         Args:
             watcher: Called with the flat tensor; None for nobody.
         """
-        before, self._main.on_memory = self._main.on_memory, watcher
-        return before
+        return self._main.watch(watcher)
 
     def replace_communicator(self, communicator: Communicator) -> Communicator:
         """Communicate by another one from now on; return the one until now."""

@@ -21,7 +21,7 @@ from megatron_fsdp_v2.params.parameter_hooks import has_hooks, run_hooks
 if TYPE_CHECKING:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-    from megatron_fsdp_v2.params.grad_buffers import GradientMemory, MainGradient
+    from megatron_fsdp_v2.params.main_gradient import GradientMemory, MainGradient
 
 __all__ = ["ShardedGrads"]
 
@@ -97,12 +97,11 @@ class ShardedGrads:
 
     def _shown(self, index: int, memory: GradientMemory) -> torch.Tensor:
         """The DTensor over a parameter's rows of the main gradient, which holds its memory."""
-        shown = memory.shown(index)
+        shown = memory.shown_again(index)
         if shown is None:
             view = memory.views[index]
             assert view is not None
             shown = self._dtensor(index, view)
-            shown.held_memory = memory
             memory.show(index, shown)
         return shown
 

@@ -1,0 +1,295 @@
+"""The reduced gradient of a group, whose memory comes and goes with `param.grad`."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+
+from megatron_fsdp_v2.comm.interface import Communicator
+from megatron_fsdp_v2.dtensor.attributes import requires_grad_at_once
+from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of
+from megatron_fsdp_v2.params.buffer import DataParallelBuffer, FlatSpec, place_in
+
+__all__ = ["GradientMemory", "MainGradient"]
+
+
+def _num_references(held: Sequence[object]) -> int:
+    """References to the first of them; what they are where this is the only place, see `_ONE`."""
+    return sys.getrefcount(held[0])
+
+
+_ONE = _num_references([object()])
+
+
+_NUM_OWN_ATTRIBUTES = 2
+"""What a sharded gradient has in its `__dict__`: its row shards and whose it is."""
+
+_num_uses: Callable[[torch.Tensor], int] = torch._C.TensorBase._use_count  # type: ignore[attr-defined]
+
+
+class GradientMemory:
+    """Memory of a main gradient. Every `param.grad` over it holds it, so it goes with the last.
+
+    A `param.grad` that is set to None and that nobody else has is kept, without holding the memory:
+    making a DTensor and the view in it costs more than what a step does with them. Once all are
+    back, the memory is given back, and they wait for the next gradient.
+
+    Attributes:
+        flat: The flat tensor.
+        views: This rank's rows of every parameter; None where it has none.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_main",
+        "_num_shown",
+        "_uses",
+        "_retired",
+        "_shown",
+        "flat",
+        "views",
+    )
+
+    def __init__(
+        self, main: MainGradient, flat: torch.Tensor, views: Sequence[torch.Tensor | None]
+    ) -> None:
+        self._main = weakref.ref(main)
+        self.flat = flat
+        self.views = views
+        self._shown: list[weakref.ref[UnevenDTensor] | None] = [None] * len(views)
+        self._num_shown = 0
+        # In C++, of every view; a DTensor may have one.
+        self._uses = [1] * len(views)
+        self._retired: dict[int, UnevenDTensor] = {}
+
+    def show(self, index: int, grad: UnevenDTensor) -> None:
+        """Take a tensor over one of the views for the gradient of that parameter; held weakly."""
+        self._shown[index] = weakref.ref(grad)
+        self._num_shown += 1
+        self._uses[index] = _num_uses(local_of(grad))
+        grad.shown_by = (self, index)
+
+    def shown(self, index: int) -> UnevenDTensor | None:
+        """What was shown last, if it lives."""
+        ref = self._shown[index]
+        return None if ref is None else ref()
+
+    def shown_again(self, index: int) -> UnevenDTensor | None:
+        """What was shown last, to be so again; None where another one is to be made."""
+        grad = self._retired.pop(index, None)
+        if grad is None:
+            return self.shown(index)
+        self._num_shown += 1
+        grad.shown_by = (self, index)
+        return grad
+
+    def retire(self, index: int, held: list[UnevenDTensor]) -> None:
+        """See `ShownGradient.retire`."""
+        main = self._main()
+        if main is None or not main.reuses or not self._is_as_made(index, held):
+            return
+        grad = self._retired[index] = held.pop()
+        # Or it would hold what holds it.
+        grad.shown_by = None
+        self._num_shown -= 1
+        if not self._num_shown and not self._is_viewed():
+            main.rest(self)
+
+    def _is_as_made(self, index: int, held: Sequence[UnevenDTensor]) -> bool:
+        """Whether a tensor, which is in `held` alone, is as it was made and nobody has it."""
+        if _num_references(held) > _ONE or _num_uses(held[0]) > 1 or requires_grad_at_once(held[0]):
+            return False
+        view = self.views[index : index + 1]
+        # Whoever changed what it is made of, or noted something on it, would find that again.
+        if local_of(held[0]) is not view[0] or len(vars(held[0])) > _NUM_OWN_ATTRIBUTES:
+            return False
+        # Here, in all views, and in the DTensor.
+        return _num_references(view) <= _ONE + 2 and _num_uses(view[0]) <= self._uses[index]
+
+    def _is_viewed(self) -> bool:
+        """Whether somebody has a view of it, or the flat tensor; asked when all are retired."""
+        tensors = 1 + sum(view is not None for view in self.views)
+        is_held = _num_references([self.flat]) > _ONE + 1 or _num_uses(self.flat) > 1
+        return is_held or self._num_on_storage() > tensors
+
+    def _num_on_storage(self) -> int:
+        """Tensors on its storage; the storage object itself is one more reference."""
+        storage = self.flat.untyped_storage()
+        return int(torch._C._storage_Use_Count(storage._cdata)) - 1
+
+    def owns(self, index: int, grad: torch.Tensor | None) -> bool:
+        """Whether a parameter's `grad` is the tensor shown for it, or there is nothing to show."""
+        if self.views[index] is None:
+            return True
+        return grad is not None and grad is self.shown(index)
+
+    def is_held_besides(self, grads: Sequence[torch.Tensor | None]) -> bool:
+        """Whether anybody has a tensor on it that no parameter has as its `grad`.
+
+        Args:
+            grads: Every `param.grad`.
+        """
+        for index, grad in enumerate(grads):
+            shown = None if index in self._retired else self.shown(index)
+            if shown is not None and shown is not grad:
+                return True
+        tensors = [self.flat, *(view for view in self.views if view is not None)]
+        shown_too = (self.shown(index) for index in range(len(grads)))
+        tensors += [local_of(grad) for grad in shown_too if grad is not None]
+        return self._num_on_storage() > len({id(tensor) for tensor in tensors})
+
+
+class MainGradient:
+    """The reduced gradient of a group: what every `param.grad` is a view of.
+
+    It has memory from a reduction until no `param.grad` is left that is on it, as the gradients of
+    plain parameters have: nothing here holds it between steps, so that setting gradients to None,
+    by whatever means, gives it back at once. Whoever keeps a gradient keeps the memory, and the
+    next reduction is given other memory. In host memory it stays: what a device can reach there
+    takes long to get.
+
+    Attributes:
+        span: Which slices are here.
+        contributed: Whether this rank had a gradient in any reduction that led to it as it is.
+        is_offloaded: Whether it is in host memory.
+    """
+
+    def __init__(self, flat: FlatSpec, communicator: Communicator) -> None:
+        self._flat = flat
+        self._comm = communicator
+        self.span = flat.span([p.main_grad for p in flat.placements])
+        self.contributed = False
+        self.is_offloaded = flat.host is not None
+        self._on_memory: Callable[[torch.Tensor], None] | None = None
+        layout = flat.layout
+        places = [place_in(layout, self.span, index) for index in range(len(layout.slots))]
+        self._shapes = [shape for _, shape in places]
+        # Of every parameter with rows here: shape, strides, offset.
+        self._places = [
+            (shape, torch.empty(shape, device="meta").stride(), offset) if 0 not in shape else None
+            for offset, shape in places
+        ]
+        self._nbytes = 0
+        self._memory: weakref.ref[GradientMemory] | None = None
+        # While reductions are under way, and in host memory for good.
+        self._held: GradientMemory | None = None
+        # Between steps: without memory, with the tensors to be shown in it.
+        self._resting: GradientMemory | None = None
+
+    @property
+    def memory(self) -> GradientMemory | None:
+        """What it has now; None where there is no gradient."""
+        return None if self._memory is None else self._memory()
+
+    @property
+    def buffer(self) -> DataParallelBuffer | None:
+        """That as a span of the flat buffer."""
+        memory = self.memory
+        if memory is None:
+            return None
+        return DataParallelBuffer(self._flat.layout, self.span, memory.flat)
+
+    def has_rows(self, index: int) -> bool:
+        """Whether rows of a parameter's gradient are here."""
+        return self._places[index] is not None
+
+    def no_rows(self, index: int) -> torch.Tensor:
+        """The gradient of a parameter without rows here, which takes no memory."""
+        device = torch.device("cpu") if self.is_offloaded else self._flat.device
+        return torch.empty(self._shapes[index], dtype=self._flat.dtypes.main_grad, device=device)
+
+    def begin(self, grads: Sequence[torch.Tensor | None]) -> GradientMemory:
+        """Have memory for a reduction, and keep it until `end`.
+
+        What somebody holds of gradients that no parameter has any more is not written, as with
+        torch's own.
+
+        Args:
+            grads: Every `param.grad`. Where there is none, all of it is about to be written;
+                where there are some, new memory is zeros.
+        """
+        memory = self.memory
+        if all(grad is None for grad in grads):
+            is_usable = self.is_offloaded and memory and not memory.is_held_besides(grads)
+            if memory is None or not is_usable:
+                memory = self._revived() or self._new(is_overwritten=True)
+        elif memory is None or (
+            not all(memory.owns(index, grad) for index, grad in enumerate(grads))
+            and memory.is_held_besides(grads)
+        ):
+            memory = self._new(is_overwritten=False)
+        self._held = memory
+        return memory
+
+    def _new(self, *, is_overwritten: bool) -> GradientMemory:
+        if torch.is_inference_mode_enabled():
+            # By a reduction asked for there; what is made in it nobody could change afterwards.
+            with torch.inference_mode(False):
+                return self._new(is_overwritten=is_overwritten)
+        spec, dtype = self._flat, self._flat.dtypes.main_grad
+        make = spec.unset if is_overwritten and not self.is_offloaded else spec.main_zeros
+        with self._comm.memory():
+            flat = make(self.span, dtype).tensor
+        if self._on_memory is not None:
+            self._on_memory(flat)
+        # `data`: a view with a version counter of its own, see `alias_of`.
+        views = [place and torch.as_strided(flat, *place).data for place in self._places]
+        memory = GradientMemory(self, flat, views)
+        self._memory = weakref.ref(memory)
+        return memory
+
+    def _revived(self) -> GradientMemory | None:
+        """What rests, with memory again, of undefined content; None where nothing does."""
+        memory, self._resting = self._resting, None
+        if memory is not None:
+            with self._comm.memory():
+                memory.flat.untyped_storage().resize_(self._nbytes)
+            self._memory = weakref.ref(memory)
+        return memory
+
+    @property
+    def reuses(self) -> bool:
+        """Whether tensors that were shown are to be shown again.
+
+        Not while somebody watches, who learns of memory given back from the end of a storage.
+        """
+        return self._held is None and self._on_memory is None
+
+    def rest(self, memory: GradientMemory) -> None:
+        """Take the memory away; nobody has a tensor on it."""
+        self._memory = None
+        self._nbytes = memory.flat.untyped_storage().nbytes()
+        memory.flat.untyped_storage().resize_(0)
+        self._resting = memory
+
+    def watch(
+        self, watcher: Callable[[torch.Tensor], None] | None
+    ) -> Callable[[torch.Tensor], None] | None:
+        """Have somebody told of the flat tensor whenever it is given memory.
+
+        Returns:
+            Who was told before.
+        """
+        before, self._on_memory = self._on_memory, watcher
+        self._resting = None
+        return before
+
+    def end(self) -> None:
+        """Reductions are over: from now on it lives for as long as a gradient does."""
+        if not self.is_offloaded:
+            self._held = None
+
+    def is_unused(self) -> bool:
+        """Whether it is the sum of no gradients (see `GradBuffers.fill_missing`).
+
+        Waits for the device. To be asked only where this rank had no gradient, and before `end`.
+        """
+        memory = self.memory
+        return memory is not None and bool(((memory.flat == 0) & memory.flat.signbit()).all())
+
+    def replace_communicator(self, communicator: Communicator) -> None:
+        """Order streams by another one from now on."""
+        self._comm = communicator

@@ -23,7 +23,9 @@ __all__ = [
     "AttributesAtOnce",
     "ShownGradient",
     "grad_at_once",
+    "hooks_at_once",
     "is_clipping",
+    "post_hooks_at_once",
     "requires_grad_at_once",
     "version_at_once",
     "without_torch_function",
@@ -34,7 +36,9 @@ without_torch_function: Callable[..., Any] = torch._C._disabled_torch_function_i
 
 _BASE: Any = torch._C.TensorBase
 grad_at_once: Callable[[torch.Tensor], Any] = _BASE.grad.__get__
+post_hooks_at_once: Callable[[torch.Tensor], Any] = _BASE._post_accumulate_grad_hooks.__get__
 requires_grad_at_once: Callable[[torch.Tensor], bool] = _BASE.requires_grad.__get__
+hooks_at_once: Callable[[torch.Tensor], Any] = _BASE._backward_hooks.__get__
 version_at_once: Callable[[torch.Tensor], int] = _BASE._version.__get__
 """Attributes of any tensor, in C; to be called where `torch._C.DisableTorchFunctionSubclass()` is
 in force, and else much slower than the attributes themselves."""
@@ -113,7 +117,7 @@ _READ_AND_WRITTEN = (
 class ShownGradient(Protocol):
     """Whoever made a tensor to be `param.grad`, and may use it again."""
 
-    def retire(self, index: int, held: list[AttributesAtOnce]) -> None:
+    def retire(self, index: int, held: list[Any]) -> None:
         """It was `param.grad`, which was set to None.
 
         Args:

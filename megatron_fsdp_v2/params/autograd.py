@@ -27,9 +27,14 @@ __all__ = [
 ]
 
 
+# Looked up once: both are asked for many times a step.
+_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+_NO_GRAPH_TASK = -1
+
+
 def in_backward() -> bool:
     """Whether the calling thread is inside the autograd engine: a forward is a recomputation."""
-    return bool(torch._C._current_graph_task_id() != -1)
+    return _graph_task() != _NO_GRAPH_TASK
 
 
 class _Watcher(Protocol):

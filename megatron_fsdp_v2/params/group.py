@@ -306,6 +306,12 @@ class ParameterGroup:
         """Whether a parameter requires a gradient as things are now."""
         return self.grads is not None and self.members.is_any_trained
 
+    @property
+    def has_unreduced(self) -> bool:
+        """Whether gradients arrived that are not in the main gradient, and not on their way."""
+        grads = self.grads
+        return grads is not None and (grads.has_partial or grads.has_gradient)
+
     def unfreeze_if_trained(self) -> None:
         """Be ready for gradients, if parameters that were frozen at first are trained now."""
         if self.grads is None and self.members.is_any_trained:

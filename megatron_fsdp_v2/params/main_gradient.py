@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -46,9 +47,10 @@ class GradientMemory:
         "__weakref__",
         "_main",
         "_num_shown",
-        "_uses",
+        "_own_storage_references",
         "_retired",
         "_shown",
+        "_uses",
         "flat",
         "views",
     )
@@ -64,6 +66,7 @@ class GradientMemory:
         # In C++, of every view; a DTensor may have one.
         self._uses = [1] * len(views)
         self._retired: dict[int, UnevenDTensor] = {}
+        self._own_storage_references = self._num_storage_references()
 
     def show(self, index: int, grad: UnevenDTensor) -> None:
         """Take a tensor over one of the views for the gradient of that parameter; held weakly."""
@@ -86,7 +89,7 @@ class GradientMemory:
         grad.shown_by = (self, index)
         return grad
 
-    def retire(self, index: int, held: list[UnevenDTensor]) -> None:
+    def retire(self, index: int, held: list[Any]) -> None:
         """See `ShownGradient.retire`."""
         main = self._main()
         if main is None or not main.reuses or not self._is_as_made(index, held):
@@ -102,18 +105,30 @@ class GradientMemory:
         """Whether a tensor, which is in `held` alone, is as it was made and nobody has it."""
         if _num_references(held) > _ONE or _num_uses(held[0]) > 1 or requires_grad_at_once(held[0]):
             return False
-        view = self.views[index : index + 1]
         # Whoever changed what it is made of, or noted something on it, would find that again.
-        if local_of(held[0]) is not view[0] or len(vars(held[0])) > _NUM_OWN_ATTRIBUTES:
+        if local_of(held[0]) is not self.views[index]:
             return False
+        return len(vars(held[0])) <= _NUM_OWN_ATTRIBUTES and not self._is_view_held(index)
+
+    def _is_view_held(self, index: int) -> bool:
+        """Whether somebody has one of the views itself."""
+        view = self.views[index : index + 1]
+        is_shown = self.shown(index) is not None
         # Here, in all views, and in the DTensor.
-        return _num_references(view) <= _ONE + 2 and _num_uses(view[0]) <= self._uses[index]
+        if _num_references(view) > _ONE + 1 + is_shown:
+            return True
+        return view[0] is not None and _num_uses(view[0]) > (self._uses[index] if is_shown else 1)
 
     def _is_viewed(self) -> bool:
         """Whether somebody has a view of it, or the flat tensor; asked when all are retired."""
         tensors = 1 + sum(view is not None for view in self.views)
         is_held = _num_references([self.flat]) > _ONE + 1 or _num_uses(self.flat) > 1
+        is_held |= self._num_storage_references() > self._own_storage_references
         return is_held or self._num_on_storage() > tensors
+
+    def _num_storage_references(self) -> int:
+        """References to the storage object, in Python."""
+        return _num_references([self.flat.untyped_storage()])
 
     def _num_on_storage(self) -> int:
         """Tensors on its storage; the storage object itself is one more reference."""
@@ -136,6 +151,10 @@ class GradientMemory:
             shown = None if index in self._retired else self.shown(index)
             if shown is not None and shown is not grad:
                 return True
+            if self.views[index] is not None and self._is_view_held(index):
+                return True
+        if self._num_storage_references() > self._own_storage_references:
+            return True
         tensors = [self.flat, *(view for view in self.views if view is not None)]
         shown_too = (self.shown(index) for index in range(len(grads)))
         tensors += [local_of(grad) for grad in shown_too if grad is not None]
@@ -155,6 +174,7 @@ class MainGradient:
         span: Which slices are here.
         contributed: Whether this rank had a gradient in any reduction that led to it as it is.
         is_offloaded: Whether it is in host memory.
+        has_rows: Of every parameter, whether rows of its gradient are here.
     """
 
     def __init__(self, flat: FlatSpec, communicator: Communicator) -> None:
@@ -173,6 +193,7 @@ class MainGradient:
             for offset, shape in places
         ]
         self._nbytes = 0
+        self.has_rows = [place is not None for place in self._places]
         self._memory: weakref.ref[GradientMemory] | None = None
         # While reductions are under way, and in host memory for good.
         self._held: GradientMemory | None = None
@@ -191,10 +212,6 @@ class MainGradient:
         if memory is None:
             return None
         return DataParallelBuffer(self._flat.layout, self.span, memory.flat)
-
-    def has_rows(self, index: int) -> bool:
-        """Whether rows of a parameter's gradient are here."""
-        return self._places[index] is not None
 
     def no_rows(self, index: int) -> torch.Tensor:
         """The gradient of a parameter without rows here, which takes no memory."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
@@ -10,6 +9,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from megatron_fsdp_v2.dtensor.attributes import (
+    hooks_at_once,
+    requires_grad_at_once,
+    version_at_once,
+)
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of, plain_attributes
 from megatron_fsdp_v2.params.attributes import propagate_attributes
 from megatron_fsdp_v2.params.gathered_parameter import gathered_parameter, mark_gathered
@@ -184,14 +188,20 @@ class Members:
     @property
     def is_any_trained(self) -> bool:
         """Whether a parameter requires a gradient as things are now."""
-        return any(param.requires_grad for param in self.sharded)
+        with plain_attributes():
+            return any(map(requires_grad_at_once, self.sharded))
 
     def follow_trained(self) -> None:
         """Train or freeze gathered parameters as is said of sharded ones now."""
-        self._trained = [param.requires_grad for param in self.sharded]
-        for trained, gathered in zip(self._trained, self.gathered, strict=True):
-            if gathered.requires_grad != trained:
-                gathered.requires_grad_(trained)
+        with plain_attributes():
+            trained = [requires_grad_at_once(param) for param in self.sharded]
+        # Some may have been frozen while they were registered.
+        if trained == self._trained == [param.requires_grad for param in self.gathered]:
+            return
+        self._trained = trained
+        for is_trained, gathered in zip(trained, self.gathered, strict=True):
+            if gathered.requires_grad != is_trained:
+                gathered.requires_grad_(is_trained)
 
     def is_refrozen(self) -> bool:
         """Whether gathered parameters were frozen or unfrozen while they were registered.
@@ -223,11 +233,10 @@ class Members:
     def versions(self) -> tuple[int, ...]:
         """Differ after any in-place operation that torch counts, also through `to_local()`."""
         with plain_attributes():
-            return tuple(
-                itertools.chain.from_iterable(
-                    (param._version, local_of(param)._version) for param in self.sharded
-                )
-            )
+            found = [version_at_once(param) for param in self.sharded]
+            # Looked up every time: who replaces `data` puts another one there.
+            found += [version_at_once(local_of(param)) for param in self.sharded]
+            return tuple(found)
 
     def check_hooks(self) -> None:
         """See that no parameter has a hook that would never be called.
@@ -237,7 +246,7 @@ class Members:
         """
         with plain_attributes():
             for index, param in enumerate(self.sharded):
-                if param._backward_hooks:
+                if hooks_at_once(param):
                     refusal = tensor_hook_rejection(self.label(index), param)
                     if refusal:
                         raise RuntimeError(refusal)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 
+from megatron_fsdp_v2.dtensor.attributes import post_hooks_at_once
+
 __all__ = [
     "NotAUsersHook",
-    "has_hooks",
+    "hooked",
     "keep_hooks",
     "move_hooks",
     "run_hooks",
@@ -54,9 +56,11 @@ def run_hooks(param: torch.Tensor) -> None:
             hook(param)
 
 
-def has_hooks(param: torch.Tensor) -> bool:
-    """Whether there may be some."""
-    return bool(_post_accumulate_hooks(param))
+def hooked(params: Sequence[torch.Tensor]) -> list[int]:
+    """Which of some parameters may have such hooks."""
+    with torch._C.DisableTorchFunctionSubclass():
+        tables = list(map(post_hooks_at_once, params))
+    return [index for index, table in enumerate(tables) if table] if any(tables) else []
 
 
 def _post_accumulate_hooks(param: torch.Tensor) -> dict[int, Callable[[torch.Tensor], None]]:

@@ -169,6 +169,11 @@ class Registrations:
 
     def __init__(self, owned: Sequence[OwnedParameter]) -> None:
         self._sites = [[(weakref.ref(m), attribute) for m, attribute in p.sites] for p in owned]
+        self._lay_flat()
+
+    def _lay_flat(self) -> None:
+        """Have all places in one list, which is gone through several times a step."""
+        self._flat = [(index, *site) for index, sites in enumerate(self._sites) for site in sites]
 
     def add(self, index: int, module: nn.Module, attribute: str, undo: ExitStack) -> None:
         """Add one more place for a parameter, unless it is known.
@@ -181,26 +186,26 @@ class Registrations:
         """
         site, sites = (weakref.ref(module), attribute), self._sites[index]
         if site not in sites:
+            undo.callback(self._lay_flat)
             undo.callback(sites.__setitem__, slice(None), list(sites))
             sites.append(site)
+            self._lay_flat()
 
     def install(self, params: Sequence[nn.Parameter]) -> None:
         """Register these parameters at every place."""
-        for param, sites in zip(params, self._sites, strict=True):
-            for module_ref, attribute in sites:
-                module = module_ref()
-                if module is not None:
-                    module._parameters[attribute] = param
+        for index, module_ref, attribute in self._flat:
+            module = module_ref()
+            if module is not None:
+                module._parameters[attribute] = params[index]
 
     def unexpected(
         self, expected: Sequence[nn.Parameter]
     ) -> Iterator[tuple[int, nn.Module, str, torch.Tensor | None]]:
         """Places where something else is registered than expected: index, module, name, what."""
-        for index, (param, sites) in enumerate(zip(expected, self._sites, strict=True)):
-            for module_ref, attribute in sites:
-                module = module_ref()
-                if module is None:
-                    continue
-                found = module._parameters.get(attribute)
-                if found is not param:
-                    yield index, module, attribute, found
+        for index, module_ref, attribute in self._flat:
+            module = module_ref()
+            if module is None:
+                continue
+            found = module._parameters.get(attribute)
+            if found is not expected[index]:
+                yield index, module, attribute, found

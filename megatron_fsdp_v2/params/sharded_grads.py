@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from megatron_fsdp_v2.dtensor.attributes import grad_at_once, requires_grad_at_once
 from megatron_fsdp_v2.dtensor.row_shards import RowShards
 from megatron_fsdp_v2.dtensor.uneven_dtensor import (
     UnevenDTensor,
@@ -16,7 +17,7 @@ from megatron_fsdp_v2.dtensor.uneven_dtensor import (
     plain_attributes,
     rows_of,
 )
-from megatron_fsdp_v2.params.parameter_hooks import has_hooks, run_hooks
+from megatron_fsdp_v2.params.parameter_hooks import hooked, run_hooks
 
 if TYPE_CHECKING:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -87,10 +88,12 @@ class ShardedGrads:
         memory = self._main.memory
         assert memory is not None
         with plain_attributes():
-            for index, param in enumerate(self._params):
-                if not param.requires_grad:
+            for index, (param, has_rows) in enumerate(
+                zip(self._params, self._main.has_rows, strict=True)
+            ):
+                if not requires_grad_at_once(param):
                     continue
-                if self._main.has_rows(index):
+                if has_rows:
                     param.grad = self._shown(index, memory)
                 elif param.grad is None:
                     self._note_empty(index)
@@ -136,7 +139,12 @@ class ShardedGrads:
     def state(self) -> list[torch.Tensor | None]:
         """Every `param.grad`, for `forget`."""
         with plain_attributes():
-            return [param.grad for param in self._params]
+            grads = [grad_at_once(param) for param in self._params]
+        # Autograd may have made one, of a loss of the sharded parameter itself; it lacks its rows.
+        return [
+            param.grad if type(grad) is DTensor else grad
+            for param, grad in zip(self._params, grads, strict=True)
+        ]
 
     def forget(self, before: Sequence[torch.Tensor | None]) -> None:
         """Take back what a failed backward has written into gradients. Its reductions are done.
@@ -152,7 +160,7 @@ class ShardedGrads:
         for index, (param, grad) in enumerate(zip(self._params, before, strict=True)):
             if grad is None:
                 param.grad = None
-            elif memory is not None and grad is memory.shown(index):
+            elif memory is not None and memory.owns(index, grad):
                 local_of(grad).zero_()
 
     def drop_unused(self) -> None:
@@ -177,10 +185,11 @@ class ShardedGrads:
         self._is_new = self._is_certainly_new = False
         if not is_new:
             return
-        with plain_attributes():
-            hooked = [has_hooks(param) and param.requires_grad for param in self._params]
-        for index, param in itertools.compress(enumerate(self._params), hooked):
-            if self._main.has_rows(index):
+        for index in hooked(self._params):
+            param = self._params[index]
+            if not param.requires_grad:
+                continue
+            if self._main.has_rows[index]:
                 if param.grad is not None:
                     run_hooks(param)
                 continue
@@ -198,6 +207,5 @@ class ShardedGrads:
         if spec is None:
             param = cast("UnevenDTensor", self._params[index])
             made = UnevenDTensor.from_rows(rows, param.device_mesh, shards, tuple(param.shape))
-            self._specs[index] = made._spec
-            return made
+            spec = self._specs[index] = made._spec
         return UnevenDTensor.from_spec(rows, spec, shards)

@@ -207,7 +207,8 @@ class GroupWeights:
 
     def has_room(self, uses: WeightUse) -> bool:
         """Whether there is memory to gather ahead of use, or nothing to gather."""
-        return all([p.has_room() for p in self.payloads if p.uses & uses])
+        is_one = self.has_one_payload
+        return all([p.has_room() for p in self.payloads if is_one or p.uses & uses])
 
     def hold(self, uses: WeightUse, *, async_op: bool) -> None:
         """Gather for one more holder. Collective for the first one, and where something lacks."""
@@ -222,7 +223,10 @@ class GroupWeights:
             return
         axis = self._axes[self._gather_axis]
         for payload in self.payloads:
-            if payload.temporary is None or not payload.uses & uses or payload.temporary.is_live:
+            if payload.temporary is None or payload.temporary.is_live:
+                continue
+            # Arithmetic with flags is Python.
+            if not (self.has_one_payload or payload.uses & uses):
                 continue
             with self._comm.memory():
                 gathered = payload.temporary.acquire()

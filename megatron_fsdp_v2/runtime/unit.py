@@ -408,7 +408,8 @@ class Unit(UnitBase):
         """At the end of a backward: reduce what is left, rest."""
         if self.reshard_after_backward:
             self.reshard()
-        self.finish_gradients(synchronize=self.syncs_gradients)
+        if self._has_pending_reduction or any(group.has_unreduced for group in self.groups):
+            self.finish_gradients(synchronize=self.syncs_gradients)
         if self.phase is Phase.BACKWARD:
             # Its inputs need no gradients, so nothing told the end of its backward.
             self._num_awaited = max(0, self._num_awaited - 1)

@@ -34,6 +34,9 @@ class Phase(enum.Enum):
     BACKWARD = "backward"
     """Between the first gradient of its outputs and the last of its inputs."""
 
+    # That of enums is a Python function.
+    __hash__ = object.__hash__
+
 
 LEGAL_MOVES = {
     (Phase.IDLE, Phase.FORWARD),
@@ -333,7 +336,7 @@ class UnitBase(ABC):
 
     def _check_is_between_steps(self, method: str) -> None:
         for group in self.groups:
-            if group.grads is not None and (group.grads.has_partial or group.grads.has_gradient):
+            if group.has_unreduced:
                 raise RuntimeError(
                     f"{self.name} has gradients that are not synchronized yet; call {method} "
                     "between steps"

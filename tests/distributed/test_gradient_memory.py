@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_fsdp_v2 import fully_shard
 from megatron_fsdp_v2.runtime import unit_checks
@@ -88,25 +90,54 @@ def test_zeros_keep_their_memory_and_are_added_to() -> None:
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-@on_ranks(2, form=["gradient", "local", "view"], offloaded=[False, True])
+def _saved(grad: Any) -> Any:
+    """Saved for a backward alone: nothing in Python refers to it."""
+    factor = torch.ones_like(grad._local_tensor, requires_grad=True)
+    product = factor * grad._local_tensor
+    return lambda: torch.autograd.grad(product.sum(), factor, retain_graph=True)[0]
+
+
+def _of_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype).set_(storage)
+
+
+# How somebody keeps a gradient, and looks at it later.
+KEPT: dict[str, Any] = {
+    "gradient": lambda grad: lambda: grad._local_tensor,
+    "its rows": lambda grad: partial(torch.Tensor.detach, grad._local_tensor),
+    "local": lambda grad: grad.to_local,
+    "view": lambda grad: partial(
+        torch.Tensor.view, grad.to_local().view(-1), grad.to_local().shape
+    ),
+    "array": lambda grad: partial(torch.from_numpy, grad._local_tensor.numpy()),
+    "storage": lambda grad: partial(_of_storage, grad.to_local().untyped_storage(), grad.dtype),
+    "saved": _saved,
+    "attribute": lambda grad: setattr(grad, "mine", grad._local_tensor) or grad.to_local,
+}
+
+
+@on_ranks(2, form=KEPT, offloaded=[False, True])
 def test_a_gradient_that_somebody_keeps_is_not_written_by_later_steps(
     form: str, offloaded: bool
 ) -> None:
     policy = CPUOffloadPolicy(pin_memory=False) if offloaded else None
     torch.manual_seed(7)
     model = wrap(Stack(), offload_policy=policy)
+    # The tensors of a step before, that nobody kept, are those of this one.
     _backward(model)
-    kept = {}
-    for name, param in model.named_parameters():
-        if param.grad is not None:
-            local = param.grad.to_local()
-            kept[name] = {"gradient": param.grad, "local": local, "view": local.view(-1)}[form]
-    values = {name: getattr(g, "_local_tensor", g).clone() for name, g in kept.items()}
+    model.zero_grad()
+    _backward(model)
+    kept = {
+        name: KEPT[form](param.grad)
+        for name, param in model.named_parameters()
+        if param.grad is not None
+    }
+    values = {name: look().clone() for name, look in kept.items()}
     for seed in (1, 2):
         model.zero_grad()
         _backward(model, seed)
-        for name, grad in kept.items():
-            assert torch.equal(getattr(grad, "_local_tensor", grad), values[name]), name
+        for name, look in kept.items():
+            assert torch.equal(look(), values[name]), name
     assert len(kept) > 5
     # And what came meanwhile is what comes without anybody keeping anything.
     torch.manual_seed(7)
@@ -131,6 +162,57 @@ def test_of_some_gradients_set_to_none_a_kept_one_is_not_written(form: str) -> N
         assert torch.equal(getattr(grad, "_local_tensor", grad), values[name]), name
     for name, found in _grads(model).items():
         assert torch.equal(found, first[name] if name in chosen else 2 * first[name]), name
+
+
+@on_ranks(2, strategy=STRATEGIES)
+def test_gradients_that_nobody_keeps_are_the_same_objects_and_have_no_memory_between(
+    strategy: str,
+) -> None:
+    model = wrap(Stack(), sharding_strategy=strategy)
+    shown: list[list[int]] = []
+    for seed in range(3):
+        _backward(model, seed)
+        shown.append([id(param.grad) for param in model.parameters() if param.grad is not None])
+        # Weakly, since whoever has a storage keeps its memory.
+        storages = [StorageWeakRef(_storage_of(group)) for group in _groups(model)]
+        assert all(map(_nbytes, storages))
+        model.zero_grad()
+        assert not any(storage.expired() for storage in storages)
+        assert not any(map(_nbytes, storages))
+    assert len(shown[0]) > 5
+    assert shown[0] == shown[1] == shown[2]
+
+
+def _storage_of(group: Any) -> torch.UntypedStorage:
+    storage: torch.UntypedStorage = group.main_grad.tensor.untyped_storage()
+    return storage
+
+
+def _nbytes(storage: StorageWeakRef) -> int:
+    return int(torch.UntypedStorage._new_with_weak_ptr(storage.cdata).nbytes())
+
+
+@on_ranks(2)
+def test_what_was_noted_on_a_gradient_is_not_found_on_the_next_one() -> None:
+    model = wrap(Stack())
+    for change in (
+        lambda grad: setattr(grad, "mine", 1),
+        lambda grad: grad.requires_grad_(),
+        lambda grad: setattr(grad, "data", torch.zeros_like(grad)),
+    ):
+        _backward(model)
+        expected = _grads(model)
+        for param in model.parameters():
+            if param.grad is not None:
+                change(param.grad)
+        model.zero_grad()
+        _backward(model)
+        for name, param in model.named_parameters():
+            if param.grad is not None:
+                assert not hasattr(param.grad, "mine")
+                assert not param.grad.requires_grad
+                assert torch.equal(param.grad.to_local(), expected[name])
+        model.zero_grad()
 
 
 @on_ranks(2)

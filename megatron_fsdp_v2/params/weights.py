@@ -127,6 +127,16 @@ class GroupWeights:
         return self.main.nbytes + resting
 
     @property
+    def gathered_nbytes(self) -> int:
+        """Bytes that one use gathers, a forward or a backward, whichever are more."""
+        return max(
+            sum(
+                p.gathered.nbytes for p in self.payloads if p.temporary is not None and p.uses & use
+            )
+            for use in (WeightUse.FORWARD, WeightUse.BACKWARD)
+        )
+
+    @property
     def is_held(self) -> bool:
         """Whether a unit has gathered weights installed, or on their way."""
         return self._num_holders > 0

@@ -55,7 +55,7 @@ _MODEL_OPTIONS = (
         "activations",
         "recompute",
     ),
-    *("prefetch_depth", "grad_buffers"),
+    *("prefetch_depth", "prefetch_bytes", "grad_buffers"),
 )
 """Options that training flags say themselves."""
 
@@ -162,6 +162,12 @@ def _add_model_options(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--prefetch-depth", type=_count, metavar="N", help="units gathered ahead; default: 1"
+    )
+    group.add_argument(
+        "--prefetch-bytes",
+        type=_size,
+        metavar="SIZE",
+        help="of weights gathered ahead, such as 2GiB, but always those of one unit; default: any",
     )
     group.add_argument(
         "--grad-buffers", type=_count, metavar="N", help="live at a time; default: 2"
@@ -332,7 +338,8 @@ def _own_model(args: argparse.Namespace) -> TrainingDescription:
         num_microbatches=args.micro_batches or 1,
         tokens=args.tokens or 0,
         recompute_factor=1.0 if args.recompute else 0.0,
-        unshard_prefetch_depth=args.prefetch_depth or 1,
+        unshard_prefetch_depth=args.prefetch_depth,
+        unshard_prefetch_bytes=args.prefetch_bytes,
         max_live_grad_buffers=args.grad_buffers or 2,
         plain_nbytes=plain_nbytes,
         alternatives=alternatives,

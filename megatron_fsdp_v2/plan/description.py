@@ -151,6 +151,7 @@ class TrainingDescription:
             gradients in the forward, so that nothing stays gathered whatever `fully_shard` is told.
         reshard_after_forward: See `fully_shard`.
         unshard_prefetch_depth: Likewise; 0 without prefetching.
+        unshard_prefetch_bytes: Likewise.
         num_held_beside: Further units that are gathered at a time, where a schedule holds some.
         enable_async_reduce_grad: Likewise.
         max_live_grad_buffers: Likewise.
@@ -182,7 +183,8 @@ class TrainingDescription:
     recompute_factor: float = 0.0
     recomputes_reentrantly: bool = False
     reshard_after_forward: bool = True
-    unshard_prefetch_depth: int = 1
+    unshard_prefetch_depth: int | None = None
+    unshard_prefetch_bytes: int | None = None
     num_held_beside: int = 0
     enable_async_reduce_grad: bool = True
     max_live_grad_buffers: int = 2

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from megatron_fsdp_v2.layout.mixed_precision import GroupDtypes
 from megatron_fsdp_v2.layout.placement import AxisPlacements, Placement
 from megatron_fsdp_v2.params.formats import PayloadBytes
+from megatron_fsdp_v2.runtime.schedule_rules import PrefetchLimit
 
 __all__ = ["GroupBytes", "PeakBytes", "UnitBytes", "peak_bytes"]
 
@@ -235,7 +236,9 @@ def peak_bytes(
     *,
     optimizer_state: int = 0,
     activations: int = 0,
-    unshard_prefetch_depth: int = 1,
+    unshard_prefetch_depth: int | None = None,
+    unshard_prefetch_bytes: int | None = None,
+    num_held_beside: int = 0,
     max_live_grad_buffers: int = 2,
     is_reduction_async: bool = True,
     accumulates: bool = False,
@@ -244,16 +247,19 @@ def peak_bytes(
     """The most bytes that a step holds at once, for units that run in the order they are listed.
 
     That is what rests, and the largest sum over the backward of: gathered weights of the unit at
-    work, of those it is inside of and of the next `unshard_prefetch_depth` ones; full gradient
-    buffers of `max_live_grad_buffers` units and of those they are inside of; what reductions
-    under way take besides; and main gradients of the units reduced so far. Also looked at are the
-    forward, and what there is when the optimizer steps.
+    work, of those it is inside of and of those that may be gathered ahead; full gradient buffers
+    of `max_live_grad_buffers` units and of those they are inside of; what reductions under way
+    take besides; and main gradients of the units reduced so far. Also looked at are the forward,
+    and what there is when the optimizer steps.
 
     Args:
         units: All units of one root, the root first, parents before children.
         optimizer_state: Bytes of optimizer state on this rank.
         activations: Bytes of everything else at its peak.
-        unshard_prefetch_depth: Units gathered ahead; 0 without prefetching.
+        unshard_prefetch_depth: Units gathered ahead; 0 without prefetching. None: any number with
+            `unshard_prefetch_bytes`, and 1 without.
+        unshard_prefetch_bytes: Bytes of weights gathered ahead; None for any number.
+        num_held_beside: Further units that are gathered at a time.
         max_live_grad_buffers: Units whose gradients are in full buffers.
         is_reduction_async: Whether reductions overlap the next unit's backward.
         accumulates: Whether gradients of earlier micro-batches wait to be synchronized.
@@ -278,6 +284,7 @@ def peak_bytes(
             for u in units
         ]
     tree = _Tree(units)
+    limit = PrefetchLimit.of(unshard_prefetch_depth, unshard_prefetch_bytes)
     drain = max_live_grad_buffers if is_reduction_async else 0
     resting = PeakBytes(
         model_weight=sum(unit.sum("model_weight") for unit in units),
@@ -294,11 +301,11 @@ def peak_bytes(
     best = replace(resting, main_grad=settled + main, grad_buffer=buffers, communication=comm)
     unreduced = sum(_unreduced(unit, is_filling=False) for unit in units) if accumulates else 0
     for index in range(len(units)):
-        in_forward = tree.gathered_in_forward(index, unshard_prefetch_depth)
+        in_forward = tree.gathered_in_forward(index, limit, num_held_beside)
         gathered = sum(units[i].gathered for i in in_forward)
         moment = replace(resting, gathered=gathered, grad_buffer=unreduced, unit=index)
         best = max(best, moment, key=lambda peak: peak.total)
-        in_backward = tree.gathered_at(index, unshard_prefetch_depth)
+        in_backward = tree.gathered_at(index, limit, num_held_beside)
         gathered = sum(units[i].gathered_in_backward for i in in_backward)
         *outside, _ = tree.path(index)
         kept = sum(units[i].sum("grad_buffer") for i in outside)
@@ -361,19 +368,26 @@ class _Tree:
             path.append(parent)
         return path[::-1]
 
-    def gathered_at(self, index: int, depth: int) -> set[int]:
+    def gathered_at(self, index: int, limit: PrefetchLimit, num_beside: int) -> set[int]:
         """Units that are gathered when a unit's gradients are reduced."""
         last = index
         while self._children[last]:
             last = self._children[last][0]
         following = self._entered[self._position[last] + 1 :]
         kept = (i for i in following if self.units[i].keeps_gathered)
-        return {*self.path(index), *following[:depth], *kept}
+        return {*self.path(index), *self._ahead(following, limit, num_beside), *kept}
 
-    def gathered_in_forward(self, index: int, depth: int) -> set[int]:
+    def gathered_in_forward(self, index: int, limit: PrefetchLimit, num_beside: int) -> set[int]:
         """Units that are gathered when a unit computes in the forward."""
         kept = (i for i in range(index) if self.units[i].keeps_gathered)
-        return {*self.path(index), *range(len(self.units))[index + 1 : index + 1 + depth], *kept}
+        following = range(index + 1, len(self.units))
+        return {*self.path(index), *self._ahead(following, limit, num_beside), *kept}
+
+    def _ahead(
+        self, following: Sequence[int], limit: PrefetchLimit, num_beside: int
+    ) -> Sequence[int]:
+        """Of the units that come next, those that are gathered ahead or held."""
+        return following[: limit.count(self.units[i].gathered for i in following) + num_beside]
 
     def gradients_at(
         self, index: int, drain: int, *, accumulates: bool

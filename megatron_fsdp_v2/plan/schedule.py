@@ -8,6 +8,7 @@ number.
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from megatron_fsdp_v2.plan.step import Collective, Event, Step
 from megatron_fsdp_v2.runtime.schedule_rules import (
     GatherSchedule,
     OrderedReductions,
+    PrefetchLimit,
     Reduction,
     ReductionSchedule,
     RootPass,
@@ -240,6 +242,11 @@ class _Unit:
         self.forward_seconds = seconds
         self.is_unsharded = False
 
+    @functools.cached_property
+    def gathered_nbytes(self) -> int:
+        """Bytes of gathered weights that one use of it takes."""
+        return sum(group.planned.nbytes.gathered for group in self.held)
+
     def prefetch(self) -> None:
         """Start gathering ahead of use."""
         self._unshard(self._replay.uses)
@@ -292,7 +299,9 @@ class _Replay:
         self.network = _Network(training, machine)
         self._units = self._make_units(groups, machine)
         self._root = self._units[0]
-        self._gathers: GatherSchedule[_Unit] = GatherSchedule(training.unshard_prefetch_depth)
+        self._gathers: GatherSchedule[_Unit] = GatherSchedule(
+            PrefetchLimit.of(training.unshard_prefetch_depth, training.unshard_prefetch_bytes)
+        )
         self._reductions = _Reductions(training, self.network)
         # Where no use of a unit is a collective, ranks may run different ones.
         self._ranks_may_differ = all(

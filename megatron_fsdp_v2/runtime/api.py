@@ -62,6 +62,7 @@ def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
     enable_unshard_prefetch: bool | None = None,
     enable_async_reduce_grad: bool | None = None,
     unshard_prefetch_depth: int | None = None,
+    unshard_prefetch_bytes: int | None = None,
     max_live_grad_buffers: int | None = None,
     enable_trace_pool: bool | None = None,
     check_ranks: str | None = None,
@@ -122,7 +123,12 @@ def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
             default True.
         unshard_prefetch_depth: Units gathered ahead of the one at work, at least 1. Each costs the
             gathered weights of one more unit; more than one helps where a gather takes longer
-            than a unit computes. One for a root; default 1.
+            than a unit computes. One for a root; default 1, or any number where
+            `unshard_prefetch_bytes` is given.
+        unshard_prefetch_bytes: Bytes of gathered weights that the units gathered ahead take at
+            most, all together, though the next one is gathered whatever it takes: small units are
+            gathered many ahead, large ones one by one. With `unshard_prefetch_depth`, both limit.
+            One for a root; default: no limit of bytes.
         max_live_grad_buffers: Units that have full gradient buffers at a time, at least 1. With 1
             every reduction is waited for before the next unit has a gradient; each further one
             costs one more buffer. One for a root; default 2.
@@ -168,6 +174,7 @@ def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
         enable_unshard_prefetch=enable_unshard_prefetch,
         enable_async_reduce_grad=enable_async_reduce_grad,
         unshard_prefetch_depth=unshard_prefetch_depth,
+        unshard_prefetch_bytes=unshard_prefetch_bytes,
         max_live_grad_buffers=max_live_grad_buffers,
         enable_trace_pool=enable_trace_pool,
         check_ranks=check_ranks,

@@ -66,7 +66,7 @@ class Context:
         self.communicator = communicator
         self.allocator = allocator
         self.options = options
-        self.gathers: GatherSchedule[UnitBase] = GatherSchedule(options.prefetch_depth)
+        self.gathers: GatherSchedule[UnitBase] = GatherSchedule(options.prefetch_limit)
         self.reductions = ReductionQueue(
             options.max_live_grad_buffers, is_async=options.enable_async_reduce_grad
         )
@@ -250,8 +250,11 @@ class Context:
             and current.is_unsharded
             and not unit.is_inside(current)
         )
-        room = max(0, self.gathers.depth - is_for_another)
-        for ref in waiting[: max(0, len(waiting) - room)]:
+        # What waits comes next in the backward, the newest first.
+        ahead = [unit] if is_for_another else []
+        ahead += [each for ref in reversed(waiting) if (each := ref()) is not None]
+        room = self.gathers.limit.count(each.gathered_nbytes for each in ahead) - is_for_another
+        for ref in waiting[: max(0, len(waiting) - max(0, room))]:
             self._recomputed.remove(ref)
             oldest = ref()
             if oldest is not None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_fsdp_v2.comm.rank_checks import CheckRanks
+from megatron_fsdp_v2.runtime.schedule_rules import NOTHING_AHEAD, PrefetchLimit
 
 __all__ = ["RuntimeOptions", "check_at_least_one", "given_options", "options_of_root"]
 
@@ -18,7 +19,10 @@ class RuntimeOptions:
 
     Attributes:
         enable_unshard_prefetch: Gather the next unit while one computes.
-        unshard_prefetch_depth: Units gathered ahead of the one at work.
+        unshard_prefetch_depth: Units gathered ahead of the one at work; None for any number where
+            `unshard_prefetch_bytes` says how much, and for one elsewhere.
+        unshard_prefetch_bytes: Bytes of weights gathered ahead, but always those of one unit; None
+            for no such limit.
         enable_async_reduce_grad: Reduce a unit's gradients while the next one computes.
         max_live_grad_buffers: Units that have full gradient buffers at a time.
         enable_trace_pool: Have temporary buffers at planned addresses of one block of memory.
@@ -26,16 +30,19 @@ class RuntimeOptions:
     """
 
     enable_unshard_prefetch: bool = True
-    unshard_prefetch_depth: int = 1
+    unshard_prefetch_depth: int | None = None
+    unshard_prefetch_bytes: int | None = None
     enable_async_reduce_grad: bool = True
     max_live_grad_buffers: int = 2
     enable_trace_pool: bool = False
     check_ranks: CheckRanks = CheckRanks.ONCE
 
     @property
-    def prefetch_depth(self) -> int:
-        """Units gathered ahead while one computes; 0 for none."""
-        return self.unshard_prefetch_depth if self.enable_unshard_prefetch else 0
+    def prefetch_limit(self) -> PrefetchLimit:
+        """How much is gathered ahead while a unit computes."""
+        if not self.enable_unshard_prefetch:
+            return NOTHING_AHEAD
+        return PrefetchLimit.of(self.unshard_prefetch_depth, self.unshard_prefetch_bytes)
 
 
 def check_at_least_one(name: str, value: object) -> None:
@@ -55,7 +62,7 @@ def given_options(**options: Any) -> dict[str, Any]:
         ValueError: One has a value that it cannot have.
     """
     given = {name: value for name, value in options.items() if value is not None}
-    for name in ("unshard_prefetch_depth", "max_live_grad_buffers"):
+    for name in ("unshard_prefetch_depth", "unshard_prefetch_bytes", "max_live_grad_buffers"):
         if name in given:
             check_at_least_one(name, given[name])
     for name in ("enable_unshard_prefetch", "enable_async_reduce_grad", "enable_trace_pool"):

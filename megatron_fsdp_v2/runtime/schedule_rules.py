@@ -6,8 +6,9 @@ order.
 
 * **Order**: units are expected in the order of the last pass, backwards in the reverse order of
   the forwards that they are of (`ExecutionOrder`).
-* **Prefetch**: once a unit is gathered, the next ones are on their way; whatever was expected
-  before a unit that is used now, and was not used, is dropped (`GatherSchedule`).
+* **Prefetch**: once a unit is gathered, the next ones are on their way, as many as a limit of units
+  or bytes allows (`PrefetchLimit`); whatever was expected before a unit that is used now, and was
+  not used, is dropped (`GatherSchedule`).
 * **Turns**: a unit is reduced once in a backward, after the last use of its parameters
   (`OrderedReductions`).
 * **Drain**: the oldest reduction is waited for before one more full gradient buffer is given
@@ -19,6 +20,7 @@ Nothing here knows tensors or process groups. Units are held weakly, so that a m
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
@@ -27,10 +29,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 __all__ = [
+    "NOTHING_AHEAD",
     "ExecutionOrder",
     "GatherSchedule",
     "Gatherable",
     "OrderedReductions",
+    "PrefetchLimit",
     "Reduction",
     "ReductionSchedule",
     "RootPass",
@@ -48,6 +52,11 @@ class Gatherable(Protocol):
         """Whether its weights are gathered, or on their way."""
         ...
 
+    @property
+    def gathered_nbytes(self) -> int:
+        """Bytes of gathered weights that one use of it takes; 0 where it has no need to gather."""
+        ...
+
     def prefetch(self) -> None:
         """Start gathering ahead of use, if there is room."""
         ...
@@ -57,7 +66,49 @@ class Gatherable(Protocol):
         ...
 
 
-class ExecutionOrder[UnitT]:
+@dataclass(frozen=True, slots=True)
+class PrefetchLimit:
+    """How much may be gathered ahead of the unit at work.
+
+    Where there is any prefetching at all, the next unit is gathered ahead whatever it takes.
+
+    Attributes:
+        units: Units at most; 0 for none, None for any number.
+        nbytes: Bytes of their gathered weights at most, of all together; None for any number.
+    """
+
+    units: int | None = 1
+    nbytes: int | None = None
+
+    @property
+    def is_none(self) -> bool:
+        """Whether nothing is gathered ahead."""
+        return self.units == 0
+
+    def count(self, sizes: Iterable[int]) -> int:
+        """How many of the units that come next may be gathered ahead.
+
+        Args:
+            sizes: Bytes of gathered weights of each, the next one first.
+        """
+        number, total = 0, 0
+        for size in itertools.islice(sizes, self.units):
+            total += size
+            if number and self.nbytes is not None and total > self.nbytes:
+                break
+            number += 1
+        return number
+
+    @classmethod
+    def of(cls, units: int | None, nbytes: int | None) -> PrefetchLimit:
+        """What was asked for: a number of units, of bytes, both, or neither for one unit."""
+        return cls(1 if units is None and nbytes is None else units, nbytes)
+
+
+NOTHING_AHEAD = PrefetchLimit(0)
+
+
+class ExecutionOrder[UnitT: Gatherable]:
     """The order units ran in, as a guess of the order they will run in.
 
     A wrong guess costs a gather for nothing, never a result: it is symmetric on all ranks as long
@@ -79,18 +130,18 @@ class ExecutionOrder[UnitT]:
             self._current = []
         self._cursor = 0
 
-    def record(self, unit: UnitT, depth: int = 0) -> list[UnitT]:
+    def record(self, unit: UnitT, limit: PrefetchLimit = NOTHING_AHEAD) -> list[UnitT]:
         """Note that a unit runs now; return the ones that ran after it in the last pass.
 
         Args:
             unit: The unit.
-            depth: How many of them.
+            limit: How many of them.
         """
         self.note(unit)
         for position in range(self._cursor, len(self._last)):
             if self._last[position]() is unit:
                 self._cursor = position + 1
-                return self._live(self._last[position + 1 : position + 1 + depth])
+                return self._ahead(self._last, range(position + 1, len(self._last)), limit)
         return []
 
     def note(self, unit: UnitT) -> None:
@@ -103,17 +154,26 @@ class ExecutionOrder[UnitT]:
         """Start walking the current pass from its end."""
         self._cursor = len(self._current) - 1
 
-    def before(self, unit: UnitT, depth: int) -> list[UnitT]:
+    def before(self, unit: UnitT, limit: PrefetchLimit) -> list[UnitT]:
         """The units that ran before this one in the current pass, the latest first."""
         for position in range(min(self._cursor, len(self._current) - 1), -1, -1):
             if self._current[position]() is unit:
                 self._cursor = position - 1
-                return self._live(self._current[max(0, position - depth) : position][::-1])
+                return self._ahead(self._current, range(position - 1, -1, -1), limit)
         return []
 
     @staticmethod
-    def _live(refs: list[weakref.ref[UnitT]]) -> list[UnitT]:
-        return [unit for ref in refs if (unit := ref()) is not None]
+    def _ahead(
+        refs: list[weakref.ref[UnitT]], positions: range, limit: PrefetchLimit
+    ) -> list[UnitT]:
+        """The units at these positions, as far as the limit goes."""
+        if limit.nbytes is None:
+            positions = positions[: limit.units]
+            return [unit for position in positions if (unit := refs[position]()) is not None]
+        live, priced = itertools.tee(
+            unit for position in positions if (unit := refs[position]()) is not None
+        )
+        return list(itertools.islice(live, limit.count(unit.gathered_nbytes for unit in priced)))
 
 
 class GatherSchedule[UnitT: Gatherable]:
@@ -123,11 +183,11 @@ class GatherSchedule[UnitT: Gatherable]:
     and `in_schedule`, which start the gathers of what comes next.
 
     Attributes:
-        depth: Units gathered ahead of the one at work; 0 for none.
+        limit: How much is gathered ahead of the unit at work.
     """
 
-    def __init__(self, depth: int) -> None:
-        self.depth = depth
+    def __init__(self, limit: PrefetchLimit) -> None:
+        self.limit = limit
         # By the unit that a pass begins with.
         self._forward_orders: weakref.WeakKeyDictionary[UnitT, ExecutionOrder[UnitT]] = (
             weakref.WeakKeyDictionary()
@@ -189,18 +249,18 @@ class GatherSchedule[UnitT: Gatherable]:
             unit: The unit.
             chosen: What a user asked for instead.
         """
-        self._look_ahead(self._forward_order.record(unit, self.depth), chosen)
+        self._look_ahead(self._forward_order.record(unit, self.limit), chosen)
 
     def in_backward(self, unit: UnitT, chosen: Sequence[weakref.ref[UnitT]] = ()) -> None:
         """Likewise for its backward."""
-        self._look_ahead(self._backward_order.before(unit, self.depth), chosen)
+        self._look_ahead(self._backward_order.before(unit, self.limit), chosen)
 
     def in_schedule(self, unit: UnitT) -> None:
         """Likewise for a use that a schedule tells, be it a forward or a backward."""
-        self._look_ahead(self._scheduled_order.record(unit, self.depth), ())
+        self._look_ahead(self._scheduled_order.record(unit, self.limit), ())
 
     def _look_ahead(self, following: Sequence[UnitT], chosen: Sequence[weakref.ref[UnitT]]) -> None:
-        if not self.depth:
+        if self.limit.is_none:
             return
         if chosen:
             # They stay until they ran or the pass ends.

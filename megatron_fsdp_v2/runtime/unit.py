@@ -231,7 +231,7 @@ class Unit(UnitBase):
                 group.unfreeze_if_trained()
                 if not group.weights.is_refreshed_locally and not group.weights.is_held:
                     group.changes.sync()
-                    ahead = context.gathers.depth > 0
+                    ahead = not context.gathers.limit.is_none
                     group.refresh(context.weight_version, async_op=ahead)
 
     def begin_schedule(self) -> None:

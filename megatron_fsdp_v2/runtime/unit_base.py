@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -139,6 +140,11 @@ class UnitBase(ABC):
     def is_unsharded(self) -> bool:
         """Whether gathered weights are installed, or on their way."""
         return self._is_unsharded
+
+    @functools.cached_property
+    def gathered_nbytes(self) -> int:
+        """Bytes of gathered weights that one use of it takes; 0 where nothing is gathered."""
+        return sum(group.weights.gathered_nbytes for group in self.held_groups)
 
     @property
     def is_expected_back(self) -> bool:

@@ -140,6 +140,9 @@ def test_a_step_peaks_at_its_bound_within_two_percent(
 COSTS: list[tuple[dict[str, Any], int, int]] = [
     ({"enable_unshard_prefetch": False}, 1, 2),
     *(({"unshard_prefetch_depth": depth}, 1 + depth, 2) for depth in (1, 2, 3)),
+    # Less than one block takes, and as much as two and a half do.
+    ({"unshard_prefetch_bytes": 1}, 2, 2),
+    ({"unshard_prefetch_bytes": 4 * 5 * BLOCK_NUMEL // 2}, 3, 2),
     ({"enable_async_reduce_grad": False}, 2, 1),
     *(({"max_live_grad_buffers": number}, 2, number) for number in (1, 2, 3)),
 ]
@@ -254,6 +257,7 @@ def test_the_tracked_peak_is_what_the_allocator_hands_out(strategy: str, policy:
 KNOBS = (
     {"unshard_prefetch_depth": 2, "max_live_grad_buffers": 1},
     {"unshard_prefetch_depth": 3, "max_live_grad_buffers": 4},
+    {"unshard_prefetch_bytes": 2500, "enable_trace_pool": True},
 )
 KNOB_PATTERNS = (
     "accumulation under no_sync",
@@ -302,7 +306,11 @@ def test_a_deeper_prefetch_gathers_nothing_twice(depth: int) -> None:
     assert wire.count("all_gather") == 2 * NUM_BLOCKS + 1
 
 
-@on_ranks(1, knob=["unshard_prefetch_depth", "max_live_grad_buffers"], value=[0, 1.5, True])
+@on_ranks(
+    1,
+    knob=["unshard_prefetch_depth", "unshard_prefetch_bytes", "max_live_grad_buffers"],
+    value=[0, 1.5, True],
+)
 def test_a_knob_below_one_is_rejected_by_name(knob: str, value: Any) -> None:
     text = said(ValueError, lambda: wrap(Deep(1), **{knob: value}))
     assert f"{knob} must be a whole number of at least 1, got {value}" in text

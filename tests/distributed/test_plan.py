@@ -114,6 +114,12 @@ CASES = {
         "optim_grads_params",
         options=(("unshard_prefetch_depth", 3), ("max_live_grad_buffers", 1)),
     ),
+    "optim_grads_params, ahead by bytes": Case(
+        "optim_grads_params",
+        policy=BF16,
+        num_microbatches=2,
+        options=(("unshard_prefetch_bytes", 1300),),
+    ),
     "optim_grads_params, each synchronized": Case(
         "optim_grads_params",
         num_microbatches=2,
@@ -126,6 +132,9 @@ CASES = {
     ),
     "optim_grads, forwards first": Case("optim_grads", num_microbatches=3, num_in_flight=3),
     "nested, tied and frozen": Case("optim_grads_params", model="special", policy=BF16),
+    "nested, tied and frozen, ahead by bytes": Case(
+        "optim_grads_params", model="special", options=(("unshard_prefetch_bytes", 2200),)
+    ),
     "nested, tied and frozen, in a fixed order": Case("optim_grads", model="special", policy=BF16),
     "owners run after those who share": Case("optim_grads_params", model="tied"),
     "owners run after those who share, in a fixed order": Case(
@@ -138,6 +147,11 @@ CASES = {
         "optim_grads_params",
         model="recomputed, not reentrant",
         options=(("unshard_prefetch_depth", 2),),
+    ),
+    "recomputed, ahead by bytes": Case(
+        "optim_grads_params",
+        model="recomputed",
+        options=(("unshard_prefetch_bytes", 1 << 20), ("unshard_prefetch_depth", 3)),
     ),
     "recomputed, told to keep gathered": Case(
         "optim_grads_params", model="recomputed", options=(("reshard_after_forward", False),)

@@ -197,6 +197,14 @@ BAD: dict[str, tuple[Flags, str]] = {
         fsdp(ZERO1, "--fsdp-unshard-prefetch-depth 2"),
         "--fsdp-unshard-prefetch-depth needs --overlap-param-gather",
     ),
+    "ahead-twice": (
+        fsdp(
+            ZERO1,
+            "--overlap-param-gather --fsdp-unshard-prefetch-bytes 2GiB",
+            "--suggested-communication-unit-size 1000",
+        ),
+        "--suggested-communication-unit-size and --fsdp-unshard-prefetch-bytes both say",
+    ),
     "buffers-without-overlap": (
         fsdp(ZERO1, "--fsdp-max-live-grad-buffers 3"),
         "--fsdp-max-live-grad-buffers needs --overlap-grad-reduce",

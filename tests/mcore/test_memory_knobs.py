@@ -1,4 +1,4 @@
-"""Prefetch depth and gradient buffers, set on Megatron's command line."""
+"""How much is gathered ahead and reduced at a time, set on Megatron's command line."""
 
 from __future__ import annotations
 
@@ -10,23 +10,32 @@ from tests.mcore.trained import assert_equal, trained
 from tests.ranks import RankPools
 
 KNOBS = "--fsdp-unshard-prefetch-depth 2 --fsdp-max-live-grad-buffers 3"
+BYTES = "--fsdp-unshard-prefetch-bytes 1MiB"
+SUGGESTED = "--suggested-communication-unit-size 100001"
 DOUBLE = "--fsdp-double-buffer --fsdp-db-use-persist-buf-on-alloc-fail"
 REGISTERED = "--use-nccl-ub --disable-symmetric-registration"
 POOLED = f"{REGISTERED} --fsdp-trace-pool"
 
 
-def _knobs(chunks: Any, optimizer: Any) -> tuple[int, int]:
+def _knobs(chunks: Any, optimizer: Any) -> tuple[int | None, int | None, int]:
     """What the shared context of the units was told."""
     del optimizer
     context = named_units(chunks[0].module)[0][1].context
-    return context.options.prefetch_depth, context.reductions.max_live_grad_buffers
+    limit = context.gathers.limit
+    return limit.units, limit.nbytes, context.reductions.max_live_grad_buffers
 
 
 def test_the_knobs_reach_the_units_and_change_no_loss(megatron: RankPools) -> None:
     common = ["--global-batch-size 8 --train-iters 3", fsdp(), OVERLAP]
     plain = trained(megatron, 2, *common, probe=_knobs)
-    assert plain.extras[0] == (1, 2)
-    for flags in (KNOBS, DOUBLE, REGISTERED, POOLED):
+    assert plain.extras[0] == (1, None, 2)
+    told: dict[str, tuple[int | None, int | None, int]] = {
+        KNOBS: (2, None, 3),
+        BYTES: (None, 1 << 20, 2),
+        # Half of the elements, of four bytes each.
+        SUGGESTED: (None, 200_000, 2),
+    }
+    for flags in (*told, DOUBLE, REGISTERED, POOLED):
         found = trained(megatron, 2, *common, flags, probe=_knobs)
         assert_equal(found, plain)
-        assert found.extras[0] == ((2, 3) if flags == KNOBS else (1, 2))
+        assert found.extras[0] == told.get(flags, (1, None, 2))

@@ -13,7 +13,13 @@ from megatron.core.distributed import DistributedDataParallelConfig
 
 from megatron_fsdp_v2_mcore import FlagError, Options
 from megatron_fsdp_v2_mcore.flags.checkpoint_check import check_checkpoint_folder
-from megatron_fsdp_v2_mcore.flags.settings import FIELDS, Handling, notices, sharding_settings
+from megatron_fsdp_v2_mcore.flags.settings import (
+    FIELDS,
+    Handling,
+    ShardingSettings,
+    notices,
+    sharding_settings,
+)
 
 
 def _config(**fields: Any) -> DistributedDataParallelConfig:
@@ -43,6 +49,27 @@ def test_dtypes_and_overlap_reach_fully_shard() -> None:
     assert settings.policy.main_params_dtype == torch.float32
     assert settings.policy.main_grads_dtype == torch.float32
     assert settings.policy.grad_comm_dtype == torch.bfloat16
+
+
+def test_half_of_the_suggested_communication_unit_is_gathered_ahead() -> None:
+    def settings(suggested: int | None) -> ShardingSettings:
+        return sharding_settings(
+            _config(overlap_param_gather=True, suggested_communication_unit_size=suggested)
+        )
+
+    options = Options()
+    assert settings(None).prefetch_bytes(options, torch.bfloat16) is None
+    assert settings(1001).prefetch_bytes(options, torch.bfloat16) == 1000
+    # As with Megatron-FSDP, a small value switches gathering ahead off.
+    assert not settings(1).enable_unshard_prefetch
+    assert settings(2).enable_unshard_prefetch
+    ours = Options(unshard_prefetch_bytes=7)
+    assert settings(None).prefetch_bytes(ours, torch.bfloat16) == 7
+    with pytest.raises(FlagError, match="both say how much is gathered ahead"):
+        settings(1001).prefetch_bytes(ours, torch.bfloat16)
+    config = _config(fsdp_double_buffer=True, suggested_communication_unit_size=1001)
+    (said,) = notices(config, options)
+    assert "no more than one unit and what is gathered ahead of it are gathered" in said
 
 
 def test_double_buffers_are_accepted_and_a_notice_says_what_serves_them() -> None:
@@ -155,6 +182,7 @@ def test_an_iteration_that_was_not_saved_is_named(checkpoint: Path) -> None:
     [
         ({"expert_strategy": "zero3"}, "expert_strategy is one of no_shard, .* got 'zero3'"),
         ({"unshard_prefetch_depth": 0}, "unshard_prefetch_depth is at least 1, got 0"),
+        ({"unshard_prefetch_bytes": 0}, "unshard_prefetch_bytes is at least 1, got 0"),
         ({"max_live_grad_buffers": -1}, "max_live_grad_buffers is at least 1, got -1"),
     ],
 )

@@ -134,6 +134,16 @@ def test_knobs_change_the_number_of_units() -> None:
     assert all_of_them.grad_buffer + all_of_them.gathered == (5 + 1) * 384
 
 
+def test_bytes_gathered_ahead_limit_the_bound_and_one_unit_is_always_ahead() -> None:
+    for nbytes, num_ahead in ((1, 1), (384, 1), (767, 1), (768, 2), (4 * 384, 3), (10**9, 3)):
+        peak = peak_bytes(model(), unshard_prefetch_bytes=nbytes)
+        assert peak.gathered == (1 + num_ahead) * 384, nbytes
+    both = peak_bytes(model(), unshard_prefetch_bytes=10**9, unshard_prefetch_depth=2)
+    assert both.gathered == 3 * 384
+    beside = peak_bytes(model(), unshard_prefetch_bytes=1, num_held_beside=1)
+    assert beside.gathered == 3 * 384
+
+
 def test_a_root_with_parameters_adds_its_own_to_those_of_two_units() -> None:
     root = dataclasses.replace(group(), gathered=1000, grad_buffer=2000)
     peak = peak_bytes(model(root=root))

@@ -14,7 +14,12 @@ from torch import nn
 from megatron_fsdp_v2.plan import MeshDescription, Strategy, TrainingDescription, describe_module
 from megatron_fsdp_v2.plan.schedule import replay
 from megatron_fsdp_v2.plan.sharding import shard
-from megatron_fsdp_v2.runtime.schedule_rules import GatherSchedule, Reduction, ReductionSchedule
+from megatron_fsdp_v2.runtime.schedule_rules import (
+    GatherSchedule,
+    PrefetchLimit,
+    Reduction,
+    ReductionSchedule,
+)
 from tests.reference.models import Stack
 
 # -- a whole step -----------------------------------------------------------------------------
@@ -53,6 +58,17 @@ def test_a_step_gathers_further_ahead_and_reduces_one_by_one_when_told_so() -> N
     ]
 
 
+def test_a_step_gathers_small_units_further_ahead_than_large_ones_when_bytes_limit_it() -> None:
+    unlimited = _step(3, unshard_prefetch_bytes=1 << 30)
+    assert unlimited[:8] == [
+        *("gather root", "gather 0", "gather 1", "gather 2"),
+        *("gather 2", "gather 1", "gather 0", "reduce 2"),
+    ]
+    # Less than a unit takes: the next one alone.
+    assert _step(3, unshard_prefetch_bytes=1) == _step(3)
+    assert _step(3, unshard_prefetch_bytes=1 << 30, unshard_prefetch_depth=1) == _step(3)
+
+
 def test_a_step_in_turn_overlaps_nothing() -> None:
     assert _step(2, unshard_prefetch_depth=0, enable_async_reduce_grad=False) == [
         *("gather root", "gather 0", "gather 1"),
@@ -70,6 +86,7 @@ class FakeUnit:
 
     name: str
     log: list[str]
+    gathered_nbytes: int = 0
     is_unsharded: bool = False
 
     def prefetch(self) -> None:
@@ -85,13 +102,17 @@ class FakeUnit:
 class Gathering:
     """Units under a schedule, and what it had them do."""
 
-    depth: int = 1
+    depth: int | None = 1
     names: str = "abcd"
+    sizes: tuple[int, ...] = (0, 0, 0, 0)
+    nbytes: int | None = None
     log: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.units = {name: FakeUnit(name, self.log) for name in self.names}
-        self.schedule: GatherSchedule[FakeUnit] = GatherSchedule(self.depth)
+        sizes = zip(self.names, self.sizes, strict=True)
+        self.units = {name: FakeUnit(name, self.log, nbytes) for name, nbytes in sizes}
+        limit = PrefetchLimit(self.depth, self.nbytes)
+        self.schedule: GatherSchedule[FakeUnit] = GatherSchedule(limit)
 
     def forward(self, ran: str, chosen: str = "") -> list[str]:
         """A pass through these units; what was gathered ahead and dropped unused."""
@@ -122,6 +143,42 @@ def test_as_many_units_are_gathered_ahead_as_told() -> None:
     still = Gathering(depth=0)
     still.forward("abcd")
     assert still.forward("abcd", chosen="c") == []
+
+
+def test_units_are_gathered_ahead_while_their_bytes_fit_and_the_next_one_whatever_it_takes() -> (
+    None
+):
+    # b and c fit together after a; d does not, neither with c after b, nor alone.
+    gathering = Gathering(None, sizes=(1, 40, 60, 101), nbytes=100)
+    gathering.forward("abcd")
+    log = gathering.forward("abcd")
+    assert [entry for entry in log if entry[0] == "+"] == ["+b", "+c", "+d"]
+    # Both of them while a is at work.
+    assert log.index("+c") == 1
+    limit = PrefetchLimit(None, 100)
+    following = ((40, 60, 101), (60, 101), (101,), ())
+    assert [limit.count(left) for left in following] == [2, 1, 1, 0]
+    # Both limits hold; and nothing is gathered ahead where no unit may be.
+    assert PrefetchLimit(1, 100).count((40, 60)) == 1
+    assert PrefetchLimit(0, 100).count((40, 60)) == 0
+    assert PrefetchLimit.of(None, None) == PrefetchLimit(1, None)
+
+
+def test_a_backward_gathers_ahead_as_many_units_as_fit() -> None:
+    gathering = Gathering(None, sizes=(60, 50, 50, 1), nbytes=100)
+    units = gathering.units
+    for name in "abcd":
+        gathering.schedule.expect_backward(units[name])
+    gathering.schedule.begin_backward()
+    steps = []
+    for name in "dcba":
+        gathering.log.clear()
+        gathering.schedule.before_use(units[name])
+        units[name].is_unsharded = True
+        gathering.schedule.in_backward(units[name])
+        units[name].is_unsharded = False
+        steps.append("".join(gathering.log))
+    assert steps == ["+c+b", "", "+a", ""]
 
 
 def test_what_was_expected_and_skipped_is_dropped_where_the_next_unit_is_used() -> None:

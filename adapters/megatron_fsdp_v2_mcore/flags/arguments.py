@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from megatron_fsdp_v2._text import parse_size
 from megatron_fsdp_v2.layout.placement import STRATEGIES
 from megatron_fsdp_v2_mcore.flags.checkpoint_check import check_checkpoint_folder
 from megatron_fsdp_v2_mcore.flags.errors import FlagError
@@ -17,7 +18,12 @@ from megatron_fsdp_v2_mcore.flags.precision import (
     check_precision_flags,
     with_main_grads,
 )
-from megatron_fsdp_v2_mcore.flags.settings import check_hybrid, check_quantized, reject_fields
+from megatron_fsdp_v2_mcore.flags.settings import (
+    check_hybrid,
+    check_prefetch,
+    check_quantized,
+    reject_fields,
+)
 from megatron_fsdp_v2_mcore.flags.unsupported import (
     MODEL_REFUSALS,
     MORE_REFUSALS,
@@ -42,10 +48,12 @@ _OUR_OTHER_FLAGS = (
     "fsdp_trace_pool",
     "log_per_param_norm",
     "fsdp_unshard_prefetch_depth",
+    "fsdp_unshard_prefetch_bytes",
     "fsdp_max_live_grad_buffers",
 )
 _NEEDED_FOR = {
     "fsdp_unshard_prefetch_depth": "overlap_param_gather",
+    "fsdp_unshard_prefetch_bytes": "overlap_param_gather",
     "fsdp_max_live_grad_buffers": "overlap_grad_reduce",
 }
 
@@ -76,8 +84,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         type=_at_least_one,
         metavar="N",
         default=None,
-        help="Units gathered ahead of the one at work; default 1. Each costs the gathered weights "
-        "of one more unit. Needs --overlap-param-gather.",
+        help="Units gathered ahead of the one at work; default 1, or any number where bytes limit "
+        "it. Each costs the gathered weights of one more unit. Needs --overlap-param-gather.",
+    )
+    group.add_argument(
+        "--fsdp-unshard-prefetch-bytes",
+        type=_size,
+        metavar="SIZE",
+        default=None,
+        help="Bytes of gathered weights that units gathered ahead take together at most, such as "
+        "2GiB; the next unit is gathered ahead whatever it takes. Default: what "
+        "--suggested-communication-unit-size says, or no limit of bytes. Needs "
+        "--overlap-param-gather.",
     )
     group.add_argument(
         "--fsdp-max-live-grad-buffers",
@@ -100,6 +118,13 @@ def _at_least_one(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
     return int(text)
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def is_enabled(args: Any) -> bool:
@@ -163,6 +188,7 @@ def check_before(args: Any) -> None:
     check_hybrid(args, args.expert_data_parallel_sharding_strategy)
     check_quantized(args)
     check_offload_flags(args)
+    check_prefetch(args.suggested_communication_unit_size, args.fsdp_unshard_prefetch_bytes)
     for refusal in UNSUPPORTED:
         value = getattr(args, refusal.name, None)
         if refusal.rejects(value):

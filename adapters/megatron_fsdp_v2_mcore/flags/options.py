@@ -23,6 +23,7 @@ class Options:
         logs_parameter_norms: Whether norms of every parameter are logged.
         uses_trace_pool: Whether temporary buffers are at planned addresses.
         unshard_prefetch_depth: See `fully_shard`.
+        unshard_prefetch_bytes: See `fully_shard`.
         max_live_grad_buffers: See `fully_shard`.
         gathers_apart: Whether weights are gathered in process groups of their own.
 
@@ -34,7 +35,8 @@ class Options:
     broadcasts_parameters: bool = False
     logs_parameter_norms: bool = False
     uses_trace_pool: bool = False
-    unshard_prefetch_depth: int = 1
+    unshard_prefetch_depth: int | None = None
+    unshard_prefetch_bytes: int | None = None
     max_live_grad_buffers: int = 2
     gathers_apart: bool = False
 
@@ -43,9 +45,10 @@ class Options:
             raise ValueError(
                 f"expert_strategy is one of {', '.join(STRATEGIES)}, got {self.expert_strategy!r}"
             )
-        for name in ("unshard_prefetch_depth", "max_live_grad_buffers"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is at least 1, got {getattr(self, name)}")
+        for name in ("unshard_prefetch_depth", "unshard_prefetch_bytes", "max_live_grad_buffers"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is at least 1, got {value}")
 
     @classmethod
     def from_args(cls, args: Any) -> Options:
@@ -55,7 +58,8 @@ class Options:
             broadcasts_parameters=bool(getattr(args, "data_parallel_random_init", False)),
             logs_parameter_norms=bool(getattr(args, "log_per_param_norm", False)),
             uses_trace_pool=bool(getattr(args, "fsdp_trace_pool", False)),
-            unshard_prefetch_depth=getattr(args, "fsdp_unshard_prefetch_depth", None) or 1,
+            unshard_prefetch_depth=getattr(args, "fsdp_unshard_prefetch_depth", None),
+            unshard_prefetch_bytes=getattr(args, "fsdp_unshard_prefetch_bytes", None),
             max_live_grad_buffers=getattr(args, "fsdp_max_live_grad_buffers", None) or 2,
             gathers_apart=bool(getattr(args, "create_all_gather_group", False)),
         )

@@ -21,6 +21,7 @@ __all__ = [
     "Handling",
     "ShardingSettings",
     "check_hybrid",
+    "check_prefetch",
     "check_quantized",
     "notices",
     "reject_fields",
@@ -98,6 +99,13 @@ FIELDS: tuple[FieldRule, ...] = (
     _supported("overlap_grad_reduce", "--overlap-grad-reduce", "enable_async_reduce_grad"),
     _supported("overlap_param_gather", "--overlap-param-gather", "enable_unshard_prefetch"),
     _supported(
+        "suggested_communication_unit_size",
+        "--suggested-communication-unit-size",
+        "half of it, as with Megatron-FSDP, is how many elements are gathered ahead at most "
+        "(unshard_prefetch_bytes), but one unit always is; below 2 none is. Reductions under way "
+        "are limited by --fsdp-max-live-grad-buffers",
+    ),
+    _supported(
         "grad_reduce_in_fp32",
         "--accumulate-allreduce-grads-in-fp32",
         "grad_comm_dtype and main_grads_dtype, where the Megatron-FSDP dtype flags say 'auto': "
@@ -151,11 +159,6 @@ FIELDS: tuple[FieldRule, ...] = (
         "align_param_gather",
         "--no-align-param-gather",
         "gathers are issued by the units, the same in every pipeline stage",
-    ),
-    _no_op(
-        "suggested_communication_unit_size",
-        "--suggested-communication-unit-size",
-        "units decide how much is gathered at a time",
     ),
     _no_op(
         "fsdp_all_gather_in_start_param_sync",
@@ -273,6 +276,7 @@ class ShardingSettings:
         outer_sharding_strategy: The outer axis' strategy.
         policy: Dtypes.
         enable_unshard_prefetch: See `fully_shard`.
+        unshard_prefetch_numel: Elements of weights gathered ahead at most; None for no limit.
         enable_async_reduce_grad: See `fully_shard`.
         checks_grads_for_nan: Whether reduced gradients are checked.
     """
@@ -281,8 +285,24 @@ class ShardingSettings:
     outer_sharding_strategy: str
     policy: MixedPrecisionPolicy
     enable_unshard_prefetch: bool
+    unshard_prefetch_numel: int | None
     enable_async_reduce_grad: bool
     checks_grads_for_nan: bool
+
+    def prefetch_bytes(self, options: Options, params_dtype: torch.dtype) -> int | None:
+        """`unshard_prefetch_bytes` of `fully_shard`.
+
+        Args:
+            options: Our own options.
+            params_dtype: Dtype that weights are gathered in.
+
+        Raises:
+            FlagError: Both Megatron's flag and ours say it.
+        """
+        check_prefetch(self.unshard_prefetch_numel, options.unshard_prefetch_bytes)
+        if self.unshard_prefetch_numel is None:
+            return options.unshard_prefetch_bytes
+        return max(1, self.unshard_prefetch_numel * params_dtype.itemsize)
 
 
 def reject_fields(source: Any) -> None:
@@ -334,10 +354,13 @@ def _about_double_buffers(source: Any, options: Options) -> list[str]:
         how = "--fsdp-trace-pool keeps their memory between steps at fixed addresses"
     else:
         how = "add --fsdp-trace-pool to keep their memory between steps at fixed addresses"
+    suggested = getattr(source, "suggested_communication_unit_size", None)
+    ahead = f"{(options.unshard_prefetch_depth or 1) + 1} units are"
+    if options.unshard_prefetch_bytes is not None or suggested is not None:
+        ahead = "one unit and what is gathered ahead of it are"
     return [
-        f"{' and '.join(asked)}: beside the root no more than {options.unshard_prefetch_depth + 1} "
-        f"units are gathered and {options.max_live_grad_buffers} have full gradient buffers at any "
-        f"time as it is; {how}"
+        f"{' and '.join(asked)}: beside the root no more than {ahead} gathered and "
+        f"{options.max_live_grad_buffers} have full gradient buffers at any time as it is; {how}"
     ]
 
 
@@ -361,6 +384,23 @@ def _about_fp8_copies(source: Any) -> list[str]:
         "quantized from one micro-batch to the next, whole, on every rank; add --fp8-param-gather "
         "to gather half the bytes and keep nothing"
     ]
+
+
+def check_prefetch(suggested: int | None, nbytes: int | None) -> None:
+    """See that one flag at most says how much is gathered ahead.
+
+    Args:
+        suggested: What Megatron's says.
+        nbytes: What ours says.
+
+    Raises:
+        FlagError: Both say something.
+    """
+    if suggested is not None and nbytes is not None:
+        raise FlagError(
+            "--suggested-communication-unit-size and --fsdp-unshard-prefetch-bytes both say how "
+            "much is gathered ahead; leave one of them out"
+        )
 
 
 def check_hybrid(source: Any, expert_strategy: str | None = None) -> None:
@@ -437,6 +477,8 @@ def sharding_settings(ddp_config: Any) -> ShardingSettings:
     main_grads = ddp_config.megatron_fsdp_main_grads_dtype
     if main_grads is None and wants_fp32:
         main_grads = torch.float32
+    suggested = ddp_config.suggested_communication_unit_size
+    ahead = None if suggested is None else max(0, suggested // 2)
     return ShardingSettings(
         sharding_strategy=ddp_config.data_parallel_sharding_strategy,
         outer_sharding_strategy=ddp_config.outer_dp_sharding_strategy,
@@ -447,7 +489,8 @@ def sharding_settings(ddp_config: Any) -> ShardingSettings:
             # Megatron's own wrapper casts what needs casting, and leaves rotary tables in fp32.
             cast_forward_inputs=False,
         ),
-        enable_unshard_prefetch=ddp_config.overlap_param_gather,
+        enable_unshard_prefetch=ddp_config.overlap_param_gather and ahead != 0,
+        unshard_prefetch_numel=ahead,
         enable_async_reduce_grad=ddp_config.overlap_grad_reduce,
         checks_grads_for_nan=ddp_config.check_for_nan_in_grad,
     )

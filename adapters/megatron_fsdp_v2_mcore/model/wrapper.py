@@ -162,6 +162,7 @@ class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
             "enable_async_reduce_grad": settings.enable_async_reduce_grad,
             "enable_trace_pool": self.options.uses_trace_pool,
             "unshard_prefetch_depth": self.options.unshard_prefetch_depth,
+            "unshard_prefetch_bytes": settings.prefetch_bytes(self.options, self._gathered_dtype),
             "max_live_grad_buffers": self.options.max_live_grad_buffers,
         }
         for unit in plan_units(
@@ -192,6 +193,13 @@ class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
                 gather_group=self._gather_groups.get(data),
             )
         hand_gathered_weights(self.module)
+
+    @property
+    def _gathered_dtype(self) -> torch.dtype:
+        """Dtype of an element of most weights that are gathered."""
+        is_quantized = self.ddp_config.fp8_param_gather
+        dtype: torch.dtype = torch.uint8 if is_quantized else self.config.params_dtype
+        return dtype
 
     @property
     def _has_command_line(self) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -140,6 +141,7 @@ def _describe(args: Any, num_ranks: int, *, keeps_attention: bool) -> SourceResu
     options = Options.from_args(args)
     expert_strategy = options.expert_strategy
     depth = options.unshard_prefetch_depth if settings.enable_unshard_prefetch else 0
+    gathered_dtype = torch.uint8 if args.plans_quantized else args.params_dtype
     instances = args.num_distributed_optimizer_instances
     strategy = Strategy(
         settings.sharding_strategy,
@@ -157,6 +159,7 @@ def _describe(args: Any, num_ranks: int, *, keeps_attention: bool) -> SourceResu
         num_microbatches=_num_microbatches(args, num_ranks),
         syncs_afterwards=not settings.enable_async_reduce_grad,
         unshard_prefetch_depth=depth,
+        unshard_prefetch_bytes=settings.prefetch_bytes(options, gathered_dtype),
         enable_async_reduce_grad=settings.enable_async_reduce_grad,
         max_live_grad_buffers=options.max_live_grad_buffers,
         stages=args.pipeline_model_parallel_size,

@@ -174,6 +174,9 @@ def distance(mine: Sequence[float], theirs: Sequence[float]) -> float:
     return max(abs(a - b) / abs(b) for a, b in zip(mine, theirs, strict=True))
 
 
+MOST_ORDERS = 6
+"""Of samples that are remembered: those of two trainings, 25 MB each."""
+
 _MODULES: dict[str, Any] = {}
 _STACK = contextlib.ExitStack()
 
@@ -212,6 +215,7 @@ def enter_rehearsal(impl: str = "local", flags: Sequence[str] = ()) -> dict[str,
         from megatron_fsdp_v2_mcore.pretrain_gpt import gpt
 
         _remember_help_texts()
+        _remember_orders_of_samples()
         _MODULES.update(
             kind=kind,
             training=training,
@@ -220,6 +224,9 @@ def enter_rehearsal(impl: str = "local", flags: Sequence[str] = ()) -> dict[str,
             cpu_environment=cpu_environment,
             Patches=Patches,
         )
+        # Every teardown collects: what was imported, most of all there is, need not be looked at.
+        gc.collect()
+        gc.freeze()
     from megatron_fsdp_v2_mcore import install
 
     install()
@@ -244,6 +251,28 @@ def _remember_help_texts() -> None:
         return dict(known[source])
 
     ArgumentGroupFactory._get_field_docstrings = remembered
+
+
+def _remember_orders_of_samples() -> None:
+    """Have Megatron shuffle data of one size and seed once.
+
+    Its mock data have millions of samples, of which a training here takes a dozen.
+    """
+    from megatron.core.datasets import gpt_dataset
+
+    shuffle: Any = gpt_dataset._build_shuffle_index
+    known: dict[tuple[Any, ...], Any] = {}
+
+    def remembered(num_samples: int, total_size: int, random: Any) -> Any:
+        _, words, *rest = random.get_state()
+        key = (num_samples, total_size, words.tobytes(), *rest)
+        if key not in known:
+            if len(known) >= MOST_ORDERS:
+                known.clear()
+            known[key] = shuffle(num_samples, total_size, random)
+        return known[key]
+
+    gpt_dataset._build_shuffle_index = remembered
 
 
 def _tear_down() -> None:

@@ -67,5 +67,5 @@ def pools() -> Iterator[RankPools]:
 @pytest.fixture(scope="session")
 def megatron() -> Iterator[RankPools]:
     """Process groups for Megatron, apart: a rehearsal changes torch in its processes for good."""
-    with rank_pools() as pools:
+    with rank_pools(["tests.mcore.preloaded_local"]) as pools:
         yield pools

@@ -8,14 +8,19 @@ and returns something picklable. A failure on any rank comes back as that rank's
 from __future__ import annotations
 
 import contextlib
+import functools
+import gc
 import multiprocessing
 import os
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any
+from unittest import mock
 
 DEFAULT_TIMEOUT_S = 60.0
 CUDA_START_S = 300.0
@@ -27,7 +32,7 @@ MOST_THREADS = 100
 """Of a rank between two functions; a fresh one has about ten."""
 
 # What every rank imports is imported once, before processes are forked. The last ones are most of
-# what importing Megatron imports, which itself has to wait for its rehearsal.
+# what importing Megatron imports.
 PRELOADED = [
     "torch",
     "torch.distributed.tensor",
@@ -64,6 +69,8 @@ def _serve(
         GLOO_SOCKET_IFNAME="lo",
     )
     torch.set_num_threads(1)
+    # What is imported by now is never garbage: no collection has to look at it.
+    gc.freeze()
     if device == "cuda":
         torch.cuda.set_device(rank)
         # What is exchanged on the host goes over gloo, as it does in a training of Megatron's.
@@ -91,6 +98,32 @@ def _serve(
     os._exit(0)
 
 
+@functools.cache
+def _server(preloaded: tuple[str, ...]) -> forkserver.ForkServer:
+    server = forkserver.ForkServer()
+    server.set_forkserver_preload([*PRELOADED, *preloaded])
+    return server
+
+
+@contextlib.contextmanager
+def _forked_from(preloaded: Sequence[str]) -> Iterator[None]:
+    """Have processes forked from one that has imported these modules as well.
+
+    Python's own server, the default, is one for all and imports what its first user asks for.
+    """
+    if not preloaded:
+        yield
+        return
+    server = _server(tuple(preloaded))
+    # A server looks for modules where Python started with `-c` does, and nowhere else.
+    found_here = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with (
+        mock.patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process),
+        mock.patch.dict(os.environ, found_here),
+    ):
+        yield
+
+
 class RankPool:
     """Worker processes of one world size.
 
@@ -103,7 +136,7 @@ class RankPool:
     def __init__(self, world_size: int, preloaded: Sequence[str] = (), device: str = "cpu") -> None:
         self.world_size = world_size
         self._device = device
-        self._preloaded = [*PRELOADED, *preloaded]
+        self._preloaded = preloaded
         for attempt in range(STARTS):
             try:
                 self._start(free_port())
@@ -120,7 +153,7 @@ class RankPool:
             "spawn" if self._device == "cuda" else "forkserver"
         )
         if self._device == "cpu":
-            context.set_forkserver_preload(self._preloaded)
+            context.set_forkserver_preload(PRELOADED)
         self._connections: list[Connection] = []
         self._processes = []
         for rank in range(self.world_size):
@@ -130,7 +163,8 @@ class RankPool:
                 args=(rank, self.world_size, port, theirs, self._device),
                 daemon=True,
             )
-            process.start()
+            with _forked_from(self._preloaded):
+                process.start()
             theirs.close()
             self._connections.append(mine)
             self._processes.append(process)
@@ -235,7 +269,7 @@ def rank_pools(preloaded: Sequence[str] = ()) -> Iterator[RankPools]:
     """Pools for as long as the context lasts.
 
     Args:
-        preloaded: Modules to import before processes are forked, if these are the first pools.
+        preloaded: Further modules to import before processes are forked.
     """
     pools = RankPools(preloaded)
     try:

@@ -6,9 +6,11 @@ of a pool of their own, in which a CPU rehearsal is entered once and never left.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import gc
+import importlib
 import math
 import multiprocessing
 import os
@@ -188,7 +190,27 @@ def impl_of(flags: Sequence[str]) -> str:
 
 
 def enter_rehearsal(impl: str = "local", flags: Sequence[str] = ()) -> dict[str, Any]:
-    """Make this rank rehearse, for good; return the parts of Megatron that `train` uses.
+    """Make this rank one that trains: it rehearses for good, and this package is installed.
+
+    Args:
+        impl: See `rehearse_for_good`, which is done where no process before this one has.
+        flags: The same.
+
+    Returns:
+        The parts of Megatron that `train` uses.
+    """
+    modules = rehearse_for_good(impl, flags)
+    from megatron_fsdp_v2_mcore import install
+
+    # Megatron's torch_dist checkpoints start processes, which daemons may not.
+    multiprocessing.current_process().daemon = False
+    install()
+    torch.manual_seed(0)
+    return modules
+
+
+def rehearse_for_good(impl: str = "local", flags: Sequence[str] = ()) -> dict[str, Any]:
+    """Make this process and those forked from it rehearse; return what `train` uses of Megatron.
 
     Args:
         impl: Whose layers. Megatron looks for Transformer Engine once per process: a pool whose
@@ -203,18 +225,19 @@ def enter_rehearsal(impl: str = "local", flags: Sequence[str] = ()) -> dict[str,
     assert _MODULES.get("kind", kind) == kind, f"this pool is for {_MODULES['kind']}"
     if not _MODULES:
         os.environ["MEGATRON_LOGGING_LEVEL"] = "40"
-        # Megatron's torch_dist checkpoints start processes, which daemons may not.
-        multiprocessing.current_process().daemon = False
         from megatron_fsdp_v2_mcore import rehearsal
         from megatron_fsdp_v2_mcore.patching import Patches
         from megatron_fsdp_v2_mcore.rehearsal.flags import cpu_environment, with_cpu_flags
 
         _STACK.enter_context(rehearsal.rehearse(["--transformer-impl", impl, *recipe[:2]]))
-        from megatron.training import training
+        from megatron.training import arguments, training
 
         from megatron_fsdp_v2_mcore.pretrain_gpt import gpt
 
+        # What the first training would import and read otherwise, on every rank.
+        importlib.import_module("megatron.core.tokenizers.text")
         _remember_help_texts()
+        arguments.add_megatron_arguments(argparse.ArgumentParser())
         _remember_orders_of_samples()
         _MODULES.update(
             kind=kind,
@@ -227,10 +250,6 @@ def enter_rehearsal(impl: str = "local", flags: Sequence[str] = ()) -> dict[str,
         # Every teardown collects: what was imported, most of all there is, need not be looked at.
         gc.collect()
         gc.freeze()
-    from megatron_fsdp_v2_mcore import install
-
-    install()
-    torch.manual_seed(0)
     return _MODULES
 
 

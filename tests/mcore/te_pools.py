@@ -18,7 +18,7 @@ def megatron_te() -> Iterator[RankPools]:
     Tests that use it are skipped where Transformer Engine's Python is not installed.
     """
     _skip_without_transformer_engine()
-    with rank_pools() as pools:
+    with rank_pools(["tests.mcore.preloaded_te"]) as pools:
         yield pools
 
 
@@ -26,7 +26,7 @@ def megatron_te() -> Iterator[RankPools]:
 def blackwell_te() -> Iterator[RankPools]:
     """The same on a GPU that has MXFP8, which is decided once per process as well."""
     _skip_without_transformer_engine()
-    with rank_pools() as pools:
+    with rank_pools(["tests.mcore.preloaded_blackwell"]) as pools:
         yield pools
 
 

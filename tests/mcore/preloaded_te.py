@@ -1,0 +1,5 @@
+"""What ranks have imported before they are forked: Megatron with Transformer Engine."""
+
+from tests.mcore.session import rehearse_for_good
+
+rehearse_for_good("transformer_engine")

@@ -78,8 +78,13 @@ def run_module(module: str, arguments: Sequence[str], **environment: str) -> Run
 
 
 def run_code(code: str, *arguments: str) -> Run:
-    """Run a program of a few lines in one process."""
-    return _run([sys.executable, "-c", code, *arguments], {})
+    """Run a program of a few lines in a process of its own, which has imported torch alone."""
+    found: Run = answer_of_a_process(_run_code, code, arguments)
+    return found
+
+
+def _run_code(code: str, arguments: Sequence[str]) -> Run:
+    return _ended(lambda: exec(code, {"__name__": "__main__"}), ["-c", *arguments])
 
 
 def run_each(module: str, command_lines: Sequence[Sequence[str]]) -> list[Run]:
@@ -98,10 +103,15 @@ def _run_each(module: str, command_lines: Sequence[Sequence[str]]) -> list[Run]:
 
 def _main(module: str, arguments: Sequence[str]) -> Run:
     """What `python -m module` does in this process."""
-    written, sys.argv = io.StringIO(), [module, *arguments]
+    return _ended(lambda: runpy.run_module(module, run_name="__main__"), [module, *arguments])
+
+
+def _ended(program: Callable[[], object], argv: list[str]) -> Run:
+    """What a program does in this process."""
+    written, sys.argv = io.StringIO(), argv
     with contextlib.redirect_stdout(written), contextlib.redirect_stderr(written):
         try:
-            runpy.run_module(module, run_name="__main__")
+            program()
         except SystemExit as leaving:
             code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
             return Run(code, written.getvalue())

@@ -20,16 +20,22 @@ LOCAL = ["--transformer-impl", "local"]
 
 
 def enter() -> Any:
-    """Make this rank rehearse without `megatron.training`, for good; return the example."""
+    """Make this rank one that trains, without `megatron.training`; return the example."""
+    example = rehearse_for_good()
+    multiprocessing.current_process().daemon = False
+    torch.manual_seed(1)
+    return example
+
+
+def rehearse_for_good() -> Any:
+    """Make this process and those forked from it rehearse without `megatron.training`."""
     if "examples.megatron_core_loop" not in sys.modules:
         assert not [name for name in sys.modules if name.startswith("megatron")]
         # To Python a module that is None cannot be imported.
         sys.modules["megatron.training"] = None  # type: ignore[assignment]
-        multiprocessing.current_process().daemon = False
         from megatron_fsdp_v2_mcore.rehearsal import rehearse
 
         _STACK.enter_context(rehearse(LOCAL, into_parser=True))
-    torch.manual_seed(1)
     from examples import megatron_core_loop
 
     return megatron_core_loop
@@ -248,6 +254,13 @@ def missing_groups() -> dict[str, str]:
             except ValueError as error:
                 found[what] = str(error)
     return found
+
+
+def parsed(words: list[str]) -> str:
+    """What the example's own parser makes of its flags."""
+    example = enter()
+    with mock.patch.object(sys, "argv", ["example", *words]):
+        return str(example.parse())
 
 
 def train_page(blocks: list[str]) -> list[tuple[float | None, float]]:

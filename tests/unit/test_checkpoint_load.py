@@ -67,6 +67,8 @@ def test_after_damage_at_any_byte_everything_is_as_it_was_or_as_it_was_saved(
     positions = random.Random(3)
     files = [file for file in sorted(path.iterdir()) for _ in range(3)]
     num_found = 0
+    model, optimizer = trained(seed=1)
+    before = bits(model, optimizer)
     for number in range(NUM_DAMAGED):
         file = files[number % len(files)]
         content = file.read_bytes()
@@ -75,8 +77,6 @@ def test_after_damage_at_any_byte_everything_is_as_it_was_or_as_it_was_saved(
         damaged[position] ^= positions.randrange(1, 256)
         kind = positions.randrange(4)
         file.write_bytes(damaged if kind else content[:position])
-        model, optimizer = trained(seed=1)
-        before = bits(model, optimizer)
         try:
             checkpoint.load(path, model, optimizer)
         except CheckpointError:
@@ -84,9 +84,9 @@ def test_after_damage_at_any_byte_everything_is_as_it_was_or_as_it_was_saved(
             assert bits(model, optimizer) == before, (file.name, position)
         else:
             assert bits(model, optimizer) == saved, (file.name, position)
+            model, optimizer = trained(seed=1)
         file.write_bytes(content)
     assert num_found > NUM_DAMAGED * 0.9
-    model, optimizer = trained(seed=1)
     checkpoint.load(path, model, optimizer)
     assert bits(model, optimizer) == saved
 

@@ -1,0 +1,5 @@
+"""What ranks have imported before they are forked: Megatron without `megatron.training`."""
+
+from tests.mcore.core_only import rehearse_for_good
+
+rehearse_for_good()

@@ -15,12 +15,14 @@ from tests.mcore.command_line import torchrun
 from tests.mcore.flags import (
     FULL_RECOMPUTE,
     GATED,
+    HFSDP,
     HSDP,
     OVERLAP,
     PP2,
     STRATEGIES,
     TP2_SP,
     ZERO1,
+    ZERO2,
     ZERO3,
     fsdp,
     loading,
@@ -147,6 +149,31 @@ def test_how_weights_are_gathered_changes_no_bit(
         assert other.losses == plain.losses
 
 
+def _assert_two_axes(pools: RankPools, recipe: str, strategy: str) -> None:
+    common = [_fp8(recipe), fsdp(strategy), GATHERED]
+    one, two = (_run(pools, 4, *common, axes) for axes in (HSDP, HFSDP))
+    assert len(one.losses) == 4
+    # Along the outer axis gradients are scattered instead of reduced whole, of equal sums.
+    assert distance(two.losses, one.losses) <= 1e-6
+    assert distance(two.params_norms, one.params_norms) <= 1e-6
+
+
+@pytest.mark.functional
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("strategy", [ZERO1, ZERO2, ZERO3])
+def test_main_weights_sharded_over_instances_too_train_as_over_one(
+    megatron_te: RankPools, recipe: str, strategy: str
+) -> None:
+    _assert_two_axes(megatron_te, recipe, strategy)
+
+
+@pytest.mark.functional
+def test_main_weights_of_mxfp8_sharded_over_instances_too_train_as_over_one(
+    blackwell_te: RankPools,
+) -> None:
+    _assert_two_axes(blackwell_te, "mxfp8", ZERO3)
+
+
 @pytest.mark.functional
 @pytest.mark.parametrize(
     "more",
@@ -220,7 +247,6 @@ def test_the_command_on_the_page_trains() -> None:
 class _Flags:
     fp8_param_gather = True
     megatron_fsdp_main_params_dtype: Any = "fp32"
-    outer_dp_sharding_strategy = "no_shard"
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", None])
@@ -236,11 +262,4 @@ def test_weights_drawn_on_the_cpu_have_no_finer_values() -> None:
     flags: Any = _Flags()
     flags.use_cpu_initialization = True
     with pytest.raises(FlagError, match="--use-cpu-initialization cannot be used with"):
-        check_quantized(flags)
-
-
-def test_scales_are_reduced_in_one_process_group() -> None:
-    flags = _Flags()
-    flags.outer_dp_sharding_strategy = "optim"
-    with pytest.raises(FlagError, match="--outer-dp-sharding-strategy optim cannot be used with"):
         check_quantized(flags)

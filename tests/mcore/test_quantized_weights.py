@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.mcore import quantized
+from tests.mcore.trained import longer
 from tests.ranks import RankPools
 
 TIMEOUT_S = 240.0
@@ -43,6 +44,34 @@ def test_gathered_bytes_of_mxfp8_are_those_of_quantizing_the_whole_weight(
     for steps in (0, 2):
         for differing in run(quantized.bytes_differ, "mxfp8", strategy, steps, timeout_s=TIMEOUT_S):
             assert differing == []
+
+
+def _assert_bytes_of_two_axes(pools: RankPools, recipe: str, strategy: str) -> None:
+    run = pools(4).run
+    for differing in run(quantized.bytes_differ, recipe, strategy, 2, 2, timeout_s=TIMEOUT_S):
+        assert differing == []
+
+
+@pytest.mark.parametrize(
+    ("recipe", "strategy"),
+    [
+        (pytest.param if (r, s) == ("tensorwise", "optim_grads_params") else longer)(r, s)
+        for r in RECIPES
+        for s in ("optim", "optim_grads", "optim_grads_params")
+    ],
+)
+def test_rows_cut_along_two_axes_are_quantized_with_the_scales_of_whole_weights(
+    megatron_te: RankPools, recipe: str, strategy: str
+) -> None:
+    _assert_bytes_of_two_axes(megatron_te, recipe, strategy)
+
+
+@pytest.mark.functional
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+def test_rows_of_mxfp8_cut_along_two_axes_are_quantized_with_the_scales_of_whole_weights(
+    blackwell_te: RankPools, strategy: str
+) -> None:
+    _assert_bytes_of_two_axes(blackwell_te, "mxfp8", strategy)
 
 
 def _assert_half(gathered: tuple[tuple[int, int], tuple[int, int]]) -> None:
@@ -87,7 +116,6 @@ def test_what_cannot_be_done_with_quantized_weights_is_said_by_name(megatron_te:
         assert "parameter weight: a quantized weight needs main weights of fp32" in said.pop(
             "bf16 main weights"
         )
-        assert "cannot be sharded along two axes (HFSDP)" in said.pop("HFSDP")
         assert "leave offload_policy out" in said.pop("offload")
         assert not said
 

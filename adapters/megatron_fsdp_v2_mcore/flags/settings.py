@@ -456,12 +456,6 @@ def check_quantized(source: Any) -> None:
             "lost where they are no finer than the weights of the model; use "
             f"--megatron-fsdp-main-params-dtype fp32, not {main_weights or 'auto'}"
         )
-    if source.outer_dp_sharding_strategy != "no_shard":
-        raise FlagError(
-            f"--outer-dp-sharding-strategy {source.outer_dp_sharding_strategy} cannot be used with "
-            "--fp8-param-gather: scales are reduced in one process group, and main weights would "
-            "be sharded over two; use no_shard (HSDP)"
-        )
 
 
 def sharding_settings(ddp_config: Any) -> ShardingSettings:

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from transformer_engine.pytorch.tensor.utils import quantize_master_weights
 
-from megatron_fsdp_v2.layout.placement import Placement
 from megatron_fsdp_v2.params.buffer import DataParallelBuffer
 from megatron_fsdp_v2.params.formats import WeightUse
+from megatron_fsdp_v2_mcore.formats.axes import group_over
 
 if TYPE_CHECKING:
     from megatron_fsdp_v2.comm.interface import Axis
@@ -69,17 +69,13 @@ class QuantizedFormat(ABC):
     @staticmethod
     def problem(dtypes: GroupDtypes, placements: Sequence[AxisPlacements]) -> str | None:
         """Why such parameters cannot be sharded so, or None."""
+        del placements
         if dtypes.main_weight.itemsize < 4:
             return (
                 f"a quantized weight needs main weights of fp32, not {dtypes.main_weight}: what "
                 "the optimizer adds would be lost when they are quantized again; set "
                 "MixedPrecisionPolicy(main_params_dtype=torch.float32) "
                 "(--megatron-fsdp-main-params-dtype fp32)"
-            )
-        if sum(p.main_weight is Placement.SHARD for p in placements) > 1:
-            return (
-                "a quantized weight cannot be sharded along two axes (HFSDP): its scales are "
-                "reduced in one process group; use no_shard for the outer axis"
             )
         return None
 
@@ -138,7 +134,7 @@ class QuantizedFormat(ABC):
                 list(self._params),
                 masters,
                 starts,
-                axes[-1].group,
+                group_over(axes),
                 fragments,
                 # Modules make what they need of gathered bytes when they need it.
                 manual_post_all_gather_processing=True,

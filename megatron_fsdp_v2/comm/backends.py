@@ -15,7 +15,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp_v2.comm.calls import all_gather_single, reduce_scatter_single
+from megatron_fsdp_v2.comm.calls import (
+    all_gather_several,
+    all_gather_single,
+    in_one_launch,
+    reduce_scatter_single,
+)
 from megatron_fsdp_v2.comm.errors import Label
 from megatron_fsdp_v2.comm.interface import (
     DONE,
@@ -29,6 +34,7 @@ from megatron_fsdp_v2.comm.interface import (
     store,
 )
 from megatron_fsdp_v2.comm.streams import Stream, StreamCommunicator
+from megatron_fsdp_v2.comm.together import Labeled, Together
 
 __all__ = [
     "CpuCommunicator",
@@ -56,30 +62,31 @@ class _BackendWork:
     def __init__(
         self,
         c10d_work: Any,
-        of: Collective,
+        of: Sequence[Collective],
         finish: Callable[[], None] | None,
         label: Label,
     ) -> None:
         self._c10d_work = c10d_work
         # Holds the tensors, which have to stay until it is done.
-        self._of: Collective | None = of
+        self._of = of
         self._finish = finish
         self._label = label
 
     def wait(self) -> None:
-        collective = self._of
-        if collective is None:
+        collectives = self._of
+        if not collectives:
             return
         try:
             self._c10d_work.wait()
         except RuntimeError as error:
-            kind, group = collective.kind.title, collective.axis.group
+            kind, group = collectives[0].kind.title, collectives[0].axis.group
             raise self._label.failure(kind, group, error) from error
-        finish, self._c10d_work, self._of, self._finish = self._finish, None, None, None
+        finish, self._c10d_work, self._of, self._finish = self._finish, None, (), None
         if finish is not None:
             finish()
-        if collective.after is not None:
-            collective.after()
+        for collective in collectives:
+            if collective.after is not None:
+                collective.after()
 
 
 class CpuCommunicator:
@@ -98,21 +105,22 @@ class CpuCommunicator:
 
     def issue(self, collective: Collective, *, async_op: bool) -> Work:
         """See `Communicator.issue`. Communication streams mean nothing here."""
-        kind, axis = collective.kind, collective.axis
-        if axis.size == 1:
+        if collective.axis.size == 1:
             run_alone(collective)
             return DONE
-        if collective.before is not None:
-            collective.before()
-        call = _CALLS[kind](collective)
-        try:
-            c10d_work = call.operation(*call.operands, group=axis.group, async_op=True)
-        except RuntimeError as error:
-            raise self.label.failure(kind.title, axis.group, error) from error
-        work = _BackendWork(c10d_work, collective, call.finish, self.label)
+        if _CPU_TOGETHER.is_open:
+            if async_op:
+                return _CPU_TOGETHER.put_off(collective, self.label)
+            # The order has to be the same on all ranks.
+            _CPU_TOGETHER.issue()
+        work = _issue([collective], self.label)
         if not async_op:
             work.wait()
         return work
+
+    def together(self) -> contextlib.AbstractContextManager[None]:
+        """See `Communicator.together`."""
+        return _CPU_TOGETHER()
 
     def begin_pass(self) -> None:
         """There are no streams."""
@@ -130,6 +138,30 @@ class CpuCommunicator:
 
     def settle(self) -> None:
         """There are no streams."""
+
+
+def _issue(collectives: Sequence[Collective], label: Label) -> Work:
+    """Start a collective, or several alike in one."""
+    for collective in collectives:
+        if collective.before is not None:
+            collective.before()
+    kind, group = collectives[0].kind, collectives[0].axis.group
+    is_one = len(collectives) == 1
+    call = _CALLS[kind](collectives[0]) if is_one else _CALLS_IN_ONE[kind](collectives)
+    try:
+        c10d_work = call.operation(*call.operands, group=group, async_op=True)
+    except RuntimeError as error:
+        raise label.failure(kind.title, group, error) from error
+    return _BackendWork(c10d_work, collectives, call.finish, label)
+
+
+def _issue_alike(labeled: Sequence[Labeled]) -> Sequence[Work]:
+    label = Label.of_several([each.label for each in labeled])
+    return [_issue([each.collective for each in labeled], label)] * len(labeled)
+
+
+# Of all CPU communicators: units are sharded one by one, each with its own.
+_CPU_TOGETHER = Together(_issue_alike)
 
 
 class _Call(NamedTuple):
@@ -194,6 +226,54 @@ _CALLS: dict[CollectiveKind, Callable[[Collective], _Call]] = {
     CollectiveKind.REDUCE_SCATTER: _reduce_scatter,
     CollectiveKind.ALL_REDUCE: _all_reduce,
     CollectiveKind.ALL_TO_ALL: _all_to_all,
+}
+
+
+def _all_gather_in_one(cs: Sequence[Collective]) -> _Call:
+    return _Call(all_gather_several, ([c.output for c in cs], [c.input for c in cs]))
+
+
+def _reduce_scatter_in_one(cs: Sequence[Collective]) -> _Call:
+    """As `_reduce_scatter`: what goes to a rank is what each of them sends it."""
+    size, rank = cs[0].axis.size, cs[0].axis.rank
+    matrices = [c.input.view(size, -1) for c in cs]
+    widths = [matrix.shape[1] for matrix in matrices]
+    others = [r for r in range(size) if r != rank]
+    sent = torch.cat([matrix[r] for r in others for matrix in matrices])
+    received = torch.empty_like(sent)
+    numels = [sum(widths) if r != rank else 0 for r in range(size)]
+
+    def finish() -> None:
+        parts = [torch.split(row, widths) for row in received.view(len(others), -1)]
+        for index, (c, matrix) in enumerate(zip(cs, matrices, strict=True)):
+            pieces = [part[index] for part in parts]
+            pieces.insert(rank, matrix[rank])
+            _sum_into(c.output, pieces, c.scale, c.accumulate)
+        for tensor in (sent, received):
+            tensor.untyped_storage().resize_(0)
+
+    return _Call(dist.all_to_all_single, (received, sent, numels, numels), finish)
+
+
+def _all_reduce_in_one(cs: Sequence[Collective]) -> _Call:
+    packed = torch.cat([c.input for c in cs])
+
+    def finish() -> None:
+        totals = torch.split(packed, [c.input.numel() for c in cs])
+        for c, total in zip(cs, totals, strict=True):
+            if total.dtype == c.output.dtype:
+                store(c.output, total, c.scale, c.accumulate)
+            else:
+                _sum_into(c.output, [total], c.scale, c.accumulate)
+        packed.untyped_storage().resize_(0)
+
+    return _Call(dist.all_reduce, (packed,), finish)
+
+
+_CALLS_IN_ONE: dict[CollectiveKind, Callable[[Sequence[Collective]], _Call]] = {
+    CollectiveKind.ALL_GATHER: _all_gather_in_one,
+    CollectiveKind.REDUCE_SCATTER: _reduce_scatter_in_one,
+    CollectiveKind.ALL_REDUCE: _all_reduce_in_one,
 }
 
 
@@ -277,6 +357,10 @@ class NcclCollectives:
     def all_reduce(self, full: torch.Tensor, axis: Axis) -> None:
         """Replace `full` by its sum over ranks."""
         dist.all_reduce(full, op=dist.ReduceOp.SUM, group=axis.group)
+
+    def in_one(self, axis: Axis) -> contextlib.AbstractContextManager[Any]:
+        """Have the collectives of a context, all alike, be one kernel."""
+        return in_one_launch(axis.group)
 
     def all_to_all(
         self,

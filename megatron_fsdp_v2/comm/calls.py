@@ -6,12 +6,14 @@ which are the only ones before it. This is the only file that knows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["all_gather_single", "reduce_scatter_single"]
+__all__ = ["all_gather_several", "all_gather_single", "in_one_launch", "reduce_scatter_single"]
 
 _HAS_NEW_NAMES = hasattr(dist, "all_gather_single")
 _ALL_GATHER = "all_gather_single" if _HAS_NEW_NAMES else "all_gather_into_tensor"
@@ -41,6 +43,39 @@ def all_gather_single(
         output, shard = output.view(torch.uint8), shard.view(torch.uint8)
     # Looked up when it is called: who counts collectives replaces torch's function.
     return getattr(dist, _ALL_GATHER)(output, shard, group=group, async_op=async_op)
+
+
+def all_gather_several(
+    outputs: Sequence[torch.Tensor],
+    shards: Sequence[torch.Tensor],
+    *,
+    group: dist.ProcessGroup,
+    async_op: bool = False,
+) -> Any:
+    """Fill each of `outputs` as `all_gather_single` does, all of them in one collective.
+
+    Args:
+        outputs: See `all_gather_single`; all of one dtype.
+        shards: Likewise.
+        group: Ranks that take part.
+        async_op: Return a handle to wait for, instead of waiting.
+    """
+    if outputs[0].dtype not in _KNOWN_DTYPES:
+        outputs = [output.view(torch.uint8) for output in outputs]
+        shards = [shard.view(torch.uint8) for shard in shards]
+    work = group.allgather_into_tensor_coalesced(list(outputs), list(shards))
+    if async_op:
+        return work
+    work.wait()
+    return None
+
+
+def in_one_launch(group: dist.ProcessGroup) -> AbstractContextManager[Any]:
+    """Have the collectives that a context issues in a group, all of one kind, be one of its.
+
+    They are issued at its end.
+    """
+    return dist._coalescing_manager(group)  # type: ignore[attr-defined]
 
 
 def reduce_scatter_single(

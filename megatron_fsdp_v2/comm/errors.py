@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -27,6 +27,11 @@ class Label:
 
     def __init__(self, name: str = "") -> None:
         self.name = name
+
+    @classmethod
+    def of_several(cls, labels: Sequence[Label]) -> Label:
+        """What a collective is for that is several in one."""
+        return cls(listed([label.name for label in labels if label.name], 4))
 
     def failure(self, kind: str, group: dist.ProcessGroup, error: Exception) -> RuntimeError:
         """The error to raise where a collective raised one.

@@ -153,6 +153,14 @@ class Communicator(Protocol):
         """
         ...
 
+    def together(self) -> AbstractContextManager[None]:
+        """Put asynchronous collectives off to the end of a context, and issue those alike in one.
+
+        That is, gathers or sums of one dtype among the same ranks. What is issued in the context is
+        waited for after it. Also of communicators that share labels with this one.
+        """
+        ...
+
     def begin_pass(self) -> None:
         """Take the stream that operations are queued on now for the compute stream."""
         ...

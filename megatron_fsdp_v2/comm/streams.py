@@ -25,8 +25,13 @@ from megatron_fsdp_v2.comm.interface import (
     run_alone,
     store,
 )
+from megatron_fsdp_v2.comm.together import Labeled, Together
 
 __all__ = ["Collectives", "Stream", "StreamCommunicator", "StreamDevice"]
+
+_ONE: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+
+_SUMS = (CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_REDUCE)
 
 
 class Stream(Protocol):
@@ -85,6 +90,10 @@ class Collectives(Protocol):
 
     def all_reduce(self, full: torch.Tensor, axis: Axis) -> None:
         """Replace `full` by its sum over ranks."""
+        ...
+
+    def in_one(self, axis: Axis) -> contextlib.AbstractContextManager[Any]:
+        """Have the collectives of a context be one: they are alike, and read at its end."""
         ...
 
     def all_to_all(
@@ -169,6 +178,8 @@ class StreamCommunicator:
             comm_stream: device.new_stream(comm_stream.value) for comm_stream in CommStream
         }
         self._compute = _ComputeStream(device)
+        # Shared by the copies that have labels.
+        self._together = Together(self._issue_alike)
         self.label = Label()
 
     def labeled(self, label: Label) -> StreamCommunicator:
@@ -182,23 +193,52 @@ class StreamCommunicator:
         if collective.axis.size == 1:
             run_alone(collective)
             return DONE
-        with self._on_stream(collective.comm_stream, async_op):
-            if collective.before is not None:
-                collective.before()
-            try:
-                keep = self._run(collective)
-            except RuntimeError as error:
-                kind, group = collective.kind.title, collective.axis.group
-                raise self.label.failure(kind, group, error) from error
-            if collective.after is not None:
-                collective.after()
-            if not async_op:
-                return DONE
-            event = self._device.current_stream().record_event()
-            return _EventWork(self._device, self._compute, event, keep)
+        if self._together.is_open:
+            if async_op:
+                return self._together.put_off(collective, self.label)
+            # The order has to be the same on all ranks.
+            self._together.issue()
+        return self._issue([collective], self.label, async_op=async_op)[0]
 
-    def _run(self, c: Collective) -> tuple[torch.Tensor, ...]:
-        """Queue a collective; return the tensors that have to stay until it is done."""
+    def together(self) -> contextlib.AbstractContextManager[None]:
+        """See `Communicator.together`."""
+        return self._together()
+
+    def _issue_alike(self, labeled: Sequence[Labeled]) -> Sequence[Work]:
+        label = Label.of_several([each.label for each in labeled])
+        return self._issue([each.collective for each in labeled], label, async_op=True)
+
+    def _issue(
+        self, collectives: Sequence[Collective], label: Label, *, async_op: bool
+    ) -> Sequence[Work]:
+        """Queue a collective, or several alike in one."""
+        axis = collectives[0].axis
+        with self._on_stream(collectives[0].comm_stream, async_op):
+            for collective in collectives:
+                if collective.before is not None:
+                    collective.before()
+            try:
+                in_one = self._collectives.in_one(axis) if len(collectives) > 1 else _ONE
+                with in_one:
+                    results = [self._run(collective) for collective in collectives]
+            except RuntimeError as error:
+                raise label.failure(collectives[0].kind.title, axis.group, error) from error
+            for collective, result in zip(collectives, results, strict=True):
+                if collective.kind in _SUMS:
+                    store(collective.output, result, collective.scale, collective.accumulate)
+                if collective.after is not None:
+                    collective.after()
+            if not async_op:
+                return [DONE] * len(collectives)
+            event = self._device.current_stream().record_event()
+            # The tensors have to stay until it is done.
+            return [
+                _EventWork(self._device, self._compute, event, (c.output, c.input, result))
+                for c, result in zip(collectives, results, strict=True)
+            ]
+
+    def _run(self, c: Collective) -> torch.Tensor:
+        """Queue a collective; return where its result is, which sums are stored from."""
         collectives, axis = self._collectives, c.axis
         match c.kind:
             case CollectiveKind.ALL_GATHER:
@@ -208,15 +248,14 @@ class StreamCommunicator:
                 # In place otherwise: NCCL takes this rank's slice of the input for the output.
                 shard = c.output if direct else c.input.view(axis.size, -1)[axis.rank]
                 collectives.reduce_scatter(shard, c.input, axis)
-                store(c.output, shard, c.scale, c.accumulate)
-                return c.output, c.input, shard
+                return shard
             case CollectiveKind.ALL_REDUCE:
                 collectives.all_reduce(c.input, axis)
-                store(c.output, c.input, c.scale, c.accumulate)
+                return c.input
             case CollectiveKind.ALL_TO_ALL:
                 numels = c.output_numels, c.input_numels
                 collectives.all_to_all(c.output, c.input, *numels, axis)
-        return c.output, c.input
+        return c.output
 
     def begin_pass(self) -> None:
         """See `Communicator.begin_pass`."""

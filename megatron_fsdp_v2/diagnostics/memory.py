@@ -176,6 +176,7 @@ def memory_tracker(
             unshard_prefetch_depth=context.options.prefetch_limit.units,
             unshard_prefetch_bytes=context.options.prefetch_limit.nbytes,
             max_live_grad_buffers=context.reductions.max_live_grad_buffers,
+            bucket_bytes=context.options.bucket_bytes,
             is_reduction_async=context.options.enable_async_reduce_grad,
             accumulates=watch.accumulates,
             has_gradients=watch.has_gradients,

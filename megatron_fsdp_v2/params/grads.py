@@ -141,6 +141,11 @@ class GroupGrads:
         return self.buffers.full.is_live
 
     @property
+    def full_nbytes(self) -> int:
+        """Bytes of the full buffer when it has memory."""
+        return self.buffers.full.tensor.nbytes
+
+    @property
     def has_outer_axis(self) -> bool:
         """Whether a second reduction follows, along an outer axis."""
         return self.buffers.partial is not None and self.reduces

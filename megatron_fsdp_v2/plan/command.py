@@ -55,7 +55,7 @@ _MODEL_OPTIONS = (
         "activations",
         "recompute",
     ),
-    *("prefetch_depth", "prefetch_bytes", "grad_buffers"),
+    *("prefetch_depth", "prefetch_bytes", "grad_buffers", "bucket_bytes"),
 )
 """Options that training flags say themselves."""
 
@@ -171,6 +171,12 @@ def _add_model_options(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--grad-buffers", type=_count, metavar="N", help="live at a time; default: 2"
+    )
+    group.add_argument(
+        "--bucket-bytes",
+        type=_size,
+        metavar="SIZE",
+        help="up to which small units share a collective, such as 4MiB; default: none do",
     )
     group.add_argument(
         "--recompute", action="store_const", const=True, help="units run their forward twice"
@@ -341,6 +347,7 @@ def _own_model(args: argparse.Namespace) -> TrainingDescription:
         unshard_prefetch_depth=args.prefetch_depth,
         unshard_prefetch_bytes=args.prefetch_bytes,
         max_live_grad_buffers=args.grad_buffers or 2,
+        bucket_bytes=args.bucket_bytes,
         plain_nbytes=plain_nbytes,
         alternatives=alternatives,
         notes=tuple(notes),

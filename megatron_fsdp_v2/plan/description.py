@@ -155,6 +155,7 @@ class TrainingDescription:
         num_held_beside: Further units that are gathered at a time, where a schedule holds some.
         enable_async_reduce_grad: Likewise.
         max_live_grad_buffers: Likewise.
+        bucket_bytes: Likewise.
         on_cpu: Whether reductions run on a CPU, where they receive into buffers of their own.
         plain_nbytes: Bytes of buffers and parameters that are not sharded.
         num_in_flight: Micro-batches whose activations are alive at once: one more than forwards
@@ -188,6 +189,7 @@ class TrainingDescription:
     num_held_beside: int = 0
     enable_async_reduce_grad: bool = True
     max_live_grad_buffers: int = 2
+    bucket_bytes: int | None = None
     on_cpu: bool = False
     plain_nbytes: int = 0
     num_in_flight: int = 1

@@ -240,6 +240,7 @@ def peak_bytes(
     unshard_prefetch_bytes: int | None = None,
     num_held_beside: int = 0,
     max_live_grad_buffers: int = 2,
+    bucket_bytes: int | None = None,
     is_reduction_async: bool = True,
     accumulates: bool = False,
     has_gradients: bool | None = False,
@@ -261,6 +262,8 @@ def peak_bytes(
         unshard_prefetch_bytes: Bytes of weights gathered ahead; None for any number.
         num_held_beside: Further units that are gathered at a time.
         max_live_grad_buffers: Units whose gradients are in full buffers.
+        bucket_bytes: Bytes up to which small units are gathered and reduced together; None for one
+            by one. What is so is counted with full buckets.
         is_reduction_async: Whether reductions overlap the next unit's backward.
         accumulates: Whether gradients of earlier micro-batches wait to be synchronized.
         has_gradients: Whether gradients are set before the backward begins: those of another
@@ -283,8 +286,8 @@ def peak_bytes(
             replace(u, groups=tuple(replace(g, main_grad=0) if is_set(g) else g for g in u.groups))
             for u in units
         ]
-    tree = _Tree(units)
-    limit = PrefetchLimit.of(unshard_prefetch_depth, unshard_prefetch_bytes)
+    tree = _Tree(units, bucket_bytes or 0)
+    limit = PrefetchLimit.of(unshard_prefetch_depth, unshard_prefetch_bytes, bucket_bytes)
     drain = max_live_grad_buffers if is_reduction_async else 0
     resting = PeakBytes(
         model_weight=sum(unit.sum("model_weight") for unit in units),
@@ -340,8 +343,11 @@ def _is_set(group: GroupBytes, *, but_waiting: bool) -> bool:
 class _Tree:
     """Orders in which a backward goes through units inside units."""
 
-    def __init__(self, units: Sequence[UnitBytes]) -> None:
+    def __init__(self, units: Sequence[UnitBytes], bucket_nbytes: int) -> None:
         self.units = units
+        self._bucket_nbytes = bucket_nbytes
+        self._has_partial = any(unit.sum("partial_grad") for unit in units)
+        self._has_received = any(unit.sum("received") for unit in units)
         children: list[list[int]] = [[] for _ in units]
         for index, unit in enumerate(units):
             if unit.parent is not None:
@@ -387,7 +393,7 @@ class _Tree:
         self, following: Sequence[int], limit: PrefetchLimit, num_beside: int
     ) -> Sequence[int]:
         """Of the units that come next, those that are gathered ahead or held."""
-        return following[: limit.count(self.units[i].gathered for i in following) + num_beside]
+        return following[: limit.most(self.units[i].gathered for i in following) + num_beside]
 
     def gradients_at(
         self, index: int, drain: int, *, accumulates: bool
@@ -426,10 +432,23 @@ class _Tree:
         buffers += sum(g.grad_buffer for u in inner for g in u.groups if not g.grad_comm)
         comm = sum(u.sum("grad_comm") + u.sum("received") for u in inner)
         comm += sum(u.sum("outer_comm") + u.sum("outer_received") for u in outer)
+        if num_inner + num_outer:
+            more_buffers, more_comm = self._in_buckets(num_inner, num_outer)
+            buffers, comm = buffers + more_buffers, comm + more_comm
         main = self._main_from_end[len(self.units) - 1 - index]
         # Along the outer axis comes later.
         main -= sum(g.main_grad for unit in inner for g in unit.groups if g.partial_grad)
         return buffers, comm, main
+
+    def _in_buckets(self, num_inner: int, num_outer: int) -> tuple[int, int]:
+        """What small units may take besides, where a bucket of them counts as one unit.
+
+        One bucket fills while others are under way, in full buffers, then in partial shards; on a
+        CPU it is sent from a copy and received beside it.
+        """
+        nbytes = self._bucket_nbytes
+        buffers = (1 + num_inner) * nbytes + (num_inner + num_outer) * nbytes * self._has_partial
+        return buffers, 2 * (1 + num_inner) * nbytes * self._has_received
 
 
 def _unreduced(unit: UnitBytes, *, is_filling: bool) -> int:

@@ -380,6 +380,7 @@ def _peak(
         unshard_prefetch_bytes=training.unshard_prefetch_bytes,
         num_held_beside=training.num_held_beside,
         max_live_grad_buffers=training.max_live_grad_buffers,
+        bucket_bytes=training.bucket_bytes,
         is_reduction_async=training.enable_async_reduce_grad,
         accumulates=training.accumulates,
         has_gradients=training.has_gradients,

@@ -8,10 +8,11 @@ number.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import deque
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import override
 
 from megatron_fsdp_v2.params.formats import WeightUse
@@ -46,6 +47,13 @@ def replay(
     return _Replay(training, groups, machine).run()
 
 
+@dataclass(slots=True)
+class _Done:
+    """When a collective is done: known once all that are one with it are issued."""
+
+    at: float
+
+
 class _Network:
     """Issues collectives: counts them and, where a machine says how long they take, times them.
 
@@ -62,6 +70,8 @@ class _Network:
         self._meshes = training.meshes
         self._machine = machine
         self._link_free = {False: 0.0, True: 0.0}
+        # What is one collective with what: bytes, and how often; None outside of `together`.
+        self._alike: dict[Collective, tuple[int, list[_Done]]] | None = None
 
     def note(self, kind: str, unit: str, numel: int = 0, axis: str = "") -> None:
         """Note what is done now; see `Event`."""
@@ -77,9 +87,24 @@ class _Network:
         self.now += seconds
         self.step.compute_seconds += self.times * seconds
 
-    def wait(self, until: float) -> None:
-        """Let time pass up to a moment, if that is to come."""
-        self.now = max(self.now, until)
+    def wait(self, until: _Done) -> None:
+        """Let time pass up to when something is done, if that is to come."""
+        self.now = max(self.now, until.at)
+
+    def done(self) -> _Done:
+        """What is done by now."""
+        return _Done(self.now)
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Issue what is alike in one collective, at the end. See `Communicator.together`."""
+        self._alike = {}
+        yield
+        alike, self._alike = self._alike, None
+        for collective, (nbytes, parts) in alike.items():
+            at = self._issue(replace(collective, nbytes=nbytes))
+            for part in parts:
+                part.at = at
 
     def skip(self, seconds: float) -> None:
         """Let time pass in micro-batches that are not replayed."""
@@ -88,7 +113,7 @@ class _Network:
 
     def issue(
         self, kind: str, purpose: str, group: _Group, axis: int, numel: int, itemsize: int
-    ) -> float:
+    ) -> _Done:
         """Issue a collective; return when it is done.
 
         Args:
@@ -102,21 +127,31 @@ class _Network:
         sizes = group.planned.sizes
         size = sizes[axis]
         if size == 1 or not numel:
-            return self.now
+            return self.done()
         mesh = self._meshes[group.mesh]
         is_inner = axis in (-1, len(sizes) - 1)
         stride = mesh.stride if is_inner else mesh.stride * sizes[-1]
         name = "inner" if is_inner else "outer"
         nbytes = numel * itemsize
         collective = Collective(kind, purpose, group.mesh, name, size, stride, nbytes)
-        self.step.collectives[collective] += self.times
         self.note(kind, group.unit, numel, name)
+        if self._alike is None:
+            return _Done(self._issue(collective))
+        alike = replace(collective, nbytes=itemsize)
+        total, parts = self._alike.get(alike, (0, []))
+        done = _Done(self.now)
+        self._alike[alike] = total + nbytes, [*parts, done]
+        return done
+
+    def _issue(self, collective: Collective) -> float:
+        self.step.collectives[collective] += self.times
         if self._machine is None:
             return self.now
         # Collectives of all communication streams share the links; those of a node and the network
         # work side by side.
+        size, stride = collective.size, collective.stride
         link = self._machine.crosses_nodes(size, stride)
-        seconds = self._machine.collective_seconds(kind, nbytes, size, stride)
+        seconds = self._machine.collective_seconds(collective.kind, collective.nbytes, size, stride)
         self._link_free[link] = max(self._link_free[link], self.now) + seconds
         return self._link_free[link]
 
@@ -142,17 +177,22 @@ class _Group:
     mesh: str
     holders: int = 0
     uses: WeightUse = WeightUse(0)  # noqa: RUF009
-    ready_at: float = 0.0
+    ready_at: _Done = field(default_factory=lambda: _Done(0.0))
     has_buffer: bool = False
     has_partial: bool = False
     has_main: bool = False
 
 
-class _Reductions(ReductionSchedule[_Group, float]):
+class _Reductions(ReductionSchedule[_Group, _Done]):
     """Reductions under way, each with the moment when it is done."""
 
     def __init__(self, training: TrainingDescription, network: _Network) -> None:
-        super().__init__(training.max_live_grad_buffers, is_async=training.enable_async_reduce_grad)
+        super().__init__(
+            training.max_live_grad_buffers,
+            is_async=training.enable_async_reduce_grad,
+            bucket_nbytes=training.bucket_bytes or 0,
+            together=network.together,
+        )
         self._network = network
 
     @override
@@ -168,7 +208,11 @@ class _Reductions(ReductionSchedule[_Group, float]):
         return group.has_partial
 
     @override
-    def issue_inner(self, group: _Group) -> float:
+    def full_nbytes(self, group: _Group) -> int:
+        return group.planned.nbytes.grad_buffer
+
+    @override
+    def issue_inner(self, group: _Group) -> _Done:
         group.has_buffer = False
         group.has_partial = self.has_outer_axis(group)
         if not group.has_partial:
@@ -176,19 +220,19 @@ class _Reductions(ReductionSchedule[_Group, float]):
         return self._issue(group, -1, group.planned.layout.numel)
 
     @override
-    def finish_inner(self, done: Sequence[Reduction[_Group, float]]) -> None:
+    def finish_inner(self, done: Sequence[Reduction[_Group, _Done]]) -> None:
         for reduction in done:
             self._wait(reduction.group, reduction.group.planned.layout.numel, reduction.work)
 
     @override
-    def issue_outer(self, groups: Sequence[_Group]) -> list[float]:
+    def issue_outer(self, groups: Sequence[_Group]) -> list[_Done]:
         for group in groups:
             group.has_partial = False
             self._copy_sum(group)
         return [self._issue(group, 0, group.planned.partial_numel) for group in groups]
 
     @override
-    def finish_outer(self, done: Sequence[tuple[_Group, float]]) -> None:
+    def finish_outer(self, done: Sequence[tuple[_Group, _Done]]) -> None:
         for group, done_at in done:
             self._wait(group, group.planned.partial_numel, done_at, axis="outer")
 
@@ -199,11 +243,11 @@ class _Reductions(ReductionSchedule[_Group, float]):
             self._network.copy(to_device=nbytes if group.has_main else 0, to_host=nbytes)
         group.has_main = True
 
-    def _wait(self, group: _Group, numel: int, until: float, axis: str = "inner") -> None:
+    def _wait(self, group: _Group, numel: int, until: _Done, axis: str = "inner") -> None:
         self._network.note("wait", group.unit, numel, axis)
         self._network.wait(until)
 
-    def _issue(self, group: _Group, axis: int, numel: int) -> float:
+    def _issue(self, group: _Group, axis: int, numel: int) -> _Done:
         kind = "reduce_scatter" if group.planned.grid.parts[axis] > 1 else "all_reduce"
         itemsize = group.planned.dtypes.grad_comm.itemsize
         return self._network.issue(kind, "reduce", group, axis, numel, itemsize)
@@ -300,7 +344,12 @@ class _Replay:
         self._units = self._make_units(groups, machine)
         self._root = self._units[0]
         self._gathers: GatherSchedule[_Unit] = GatherSchedule(
-            PrefetchLimit.of(training.unshard_prefetch_depth, training.unshard_prefetch_bytes)
+            PrefetchLimit.of(
+                training.unshard_prefetch_depth,
+                training.unshard_prefetch_bytes,
+                training.bucket_bytes,
+            ),
+            self.network.together,
         )
         self._reductions = _Reductions(training, self.network)
         # Where no use of a unit is a collective, ranks may run different ones.
@@ -480,9 +529,9 @@ class _Replay:
                 self.network.copy(to_device=planned.main_weight_nbytes)
             group.ready_at = self.network.issue("all_gather", "unshard", group, -1, numel, itemsize)
 
-    def _refresh(self, group: _Group) -> float:
+    def _refresh(self, group: _Group) -> _Done:
         """Gather model weights out of main weights cut finer; return when that is done."""
-        planned, ready = group.planned, self.network.now
+        planned, ready = group.planned, self.network.done()
         if planned.is_offloaded and not planned.is_streamed:
             self.network.copy(to_device=planned.main_weight_nbytes)
         numel, itemsize = planned.main_numel, planned.payload.itemsize

@@ -64,6 +64,7 @@ def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
     unshard_prefetch_depth: int | None = None,
     unshard_prefetch_bytes: int | None = None,
     max_live_grad_buffers: int | None = None,
+    bucket_bytes: int | None = None,
     enable_trace_pool: bool | None = None,
     check_ranks: str | None = None,
     tensor_shards: Mapping[nn.Parameter, TensorShard] | None = None,
@@ -132,6 +133,11 @@ def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
         max_live_grad_buffers: Units that have full gradient buffers at a time, at least 1. With 1
             every reduction is waited for before the next unit has a gradient; each further one
             costs one more buffer. One for a root; default 2.
+        bucket_bytes: Units smaller than this share collectives: those that follow each other are
+            gathered in one, up to so many bytes of gathered weights, and reduced in one, up to so
+            many bytes of gradients, as DDP's buckets are. Costs as much of both, and changes no
+            result where a collective's sums do not depend on where in it a number is. For models
+            of many small units. One for a root; default: one collective for every unit.
         enable_trace_pool: Put temporary buffers at planned addresses of one block of memory
             (`TracePoolAllocator`) instead of allocating them. One for a root; default False.
         check_ranks: `once`: at the first use, ranks compare what they sharded and see that
@@ -176,6 +182,7 @@ def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
         unshard_prefetch_depth=unshard_prefetch_depth,
         unshard_prefetch_bytes=unshard_prefetch_bytes,
         max_live_grad_buffers=max_live_grad_buffers,
+        bucket_bytes=bucket_bytes,
         enable_trace_pool=enable_trace_pool,
         check_ranks=check_ranks,
     )

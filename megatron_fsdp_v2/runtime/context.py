@@ -66,9 +66,14 @@ class Context:
         self.communicator = communicator
         self.allocator = allocator
         self.options = options
-        self.gathers: GatherSchedule[UnitBase] = GatherSchedule(options.prefetch_limit)
+        self.gathers: GatherSchedule[UnitBase] = GatherSchedule(
+            options.prefetch_limit, communicator.together
+        )
         self.reductions = ReductionQueue(
-            options.max_live_grad_buffers, is_async=options.enable_async_reduce_grad
+            options.max_live_grad_buffers,
+            is_async=options.enable_async_reduce_grad,
+            bucket_nbytes=options.bucket_bytes or 0,
+            together=communicator.together,
         )
         self.ordered_reductions: OrderedReductions[UnitBase] | None = None
         self.weight_version = 0

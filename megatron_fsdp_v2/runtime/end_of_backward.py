@@ -146,7 +146,8 @@ def _drop_gradients(context: Context) -> None:
     for unit in late:
         unit.expect_reduction()
         unit.reduce_grad(synchronize=unit in context.synced_in_backward)
-    if late:
+    # Where ranks run different units, what waits for others here may be under way there.
+    if late or (context.ranks_may_differ and context.reductions.has_bucket):
         context.reductions.drain()
     context.reductions.abandon()
     for param_grads, state in before:

@@ -25,6 +25,8 @@ class RuntimeOptions:
             for no such limit.
         enable_async_reduce_grad: Reduce a unit's gradients while the next one computes.
         max_live_grad_buffers: Units that have full gradient buffers at a time.
+        bucket_bytes: Bytes of weights or gradients up to which units that follow each other are
+            gathered, or reduced, in one collective; None for one collective for every unit.
         enable_trace_pool: Have temporary buffers at planned addresses of one block of memory.
         check_ranks: How often ranks compare what they do.
     """
@@ -34,6 +36,7 @@ class RuntimeOptions:
     unshard_prefetch_bytes: int | None = None
     enable_async_reduce_grad: bool = True
     max_live_grad_buffers: int = 2
+    bucket_bytes: int | None = None
     enable_trace_pool: bool = False
     check_ranks: CheckRanks = CheckRanks.ONCE
 
@@ -42,7 +45,9 @@ class RuntimeOptions:
         """How much is gathered ahead while a unit computes."""
         if not self.enable_unshard_prefetch:
             return NOTHING_AHEAD
-        return PrefetchLimit.of(self.unshard_prefetch_depth, self.unshard_prefetch_bytes)
+        return PrefetchLimit.of(
+            self.unshard_prefetch_depth, self.unshard_prefetch_bytes, self.bucket_bytes
+        )
 
 
 def check_at_least_one(name: str, value: object) -> None:
@@ -62,7 +67,8 @@ def given_options(**options: Any) -> dict[str, Any]:
         ValueError: One has a value that it cannot have.
     """
     given = {name: value for name, value in options.items() if value is not None}
-    for name in ("unshard_prefetch_depth", "unshard_prefetch_bytes", "max_live_grad_buffers"):
+    numbers = ("unshard_prefetch_depth", "unshard_prefetch_bytes", "max_live_grad_buffers")
+    for name in (*numbers, "bucket_bytes"):
         if name in given:
             check_at_least_one(name, given[name])
     for name in ("enable_unshard_prefetch", "enable_async_reduce_grad", "enable_trace_pool"):

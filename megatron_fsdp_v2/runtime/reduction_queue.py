@@ -35,6 +35,10 @@ class ReductionQueue(ReductionSchedule[GroupGrads, Work]):
         return group.has_partial
 
     @override
+    def full_nbytes(self, group: GroupGrads) -> int:
+        return group.full_nbytes
+
+    @override
     def issue_inner(self, group: GroupGrads) -> Work:
         return group.reduce(self, async_op=self.is_async)
 
@@ -62,6 +66,7 @@ class ReductionQueue(ReductionSchedule[GroupGrads, Work]):
 
     def abandon(self) -> None:
         """Forget everything after a failed backward; waits, since buffers may be in use."""
+        self.forget_bucket()
         for issued in self._inner:
             for reduction in issued:
                 reduction.work.wait()

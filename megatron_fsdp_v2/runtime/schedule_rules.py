@@ -9,6 +9,8 @@ order.
 * **Prefetch**: once a unit is gathered, the next ones are on their way, as many as a limit of units
   or bytes allows (`PrefetchLimit`); whatever was expected before a unit that is used now, and was
   not used, is dropped (`GatherSchedule`).
+* **Buckets**: where a number of bytes is given, small units that follow each other are gathered in
+  one collective, and reduced in one (`buckets`).
 * **Turns**: a unit is reduced once in a backward, after the last use of its parameters
   (`OrderedReductions`).
 * **Drain**: the oldest reduction is waited for before one more full gradient buffer is given
@@ -20,11 +22,13 @@ Nothing here knows tensors or process groups. Units are held weakly, so that a m
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -75,10 +79,13 @@ class PrefetchLimit:
     Attributes:
         units: Units at most; 0 for none, None for any number.
         nbytes: Bytes of their gathered weights at most, of all together; None for any number.
+        bucket_nbytes: Bytes of gathered weights up to which units are gathered in one collective,
+            where one of them is to be gathered; 0 for none.
     """
 
     units: int | None = 1
     nbytes: int | None = None
+    bucket_nbytes: int = 0
 
     @property
     def is_none(self) -> bool:
@@ -99,13 +106,77 @@ class PrefetchLimit:
             number += 1
         return number
 
+    def split[UnitT: Gatherable](
+        self, following: Iterable[UnitT]
+    ) -> tuple[Sequence[UnitT], Iterable[UnitT]]:
+        """The units that may be gathered ahead of those that come next, and the others."""
+        left = iter(following)
+        if self.nbytes is None:
+            return list(itertools.islice(left, self.units)), left
+        ahead: list[UnitT] = []
+        total = 0
+        for unit in left:
+            total += unit.gathered_nbytes
+            if len(ahead) == self.units or (ahead and total > self.nbytes):
+                return ahead, itertools.chain([unit], left)
+            ahead.append(unit)
+        return ahead, left
+
+    def most(self, sizes: Iterable[int]) -> int:
+        """How many may be gathered at most, with those of a bucket that the last one begins.
+
+        Args:
+            sizes: See `count`.
+        """
+        sizes = list(sizes)
+        number = self.count(sizes)
+        if not number or not self.bucket_nbytes:
+            return number
+        total = sizes[number - 1]
+        for size in sizes[number:]:
+            total += size
+            if not size or total > self.bucket_nbytes:
+                break
+            number += 1
+        return number
+
     @classmethod
-    def of(cls, units: int | None, nbytes: int | None) -> PrefetchLimit:
+    def of(
+        cls, units: int | None, nbytes: int | None, bucket_nbytes: int | None = None
+    ) -> PrefetchLimit:
         """What was asked for: a number of units, of bytes, both, or neither for one unit."""
-        return cls(1 if units is None and nbytes is None else units, nbytes)
+        units = 1 if units is None and nbytes is None else units
+        return cls(units, nbytes, bucket_nbytes or 0)
 
 
 NOTHING_AHEAD = PrefetchLimit(0)
+
+
+def buckets[ItemT](
+    items: Iterable[ItemT], nbytes: Callable[[ItemT], int], most: int
+) -> Iterator[list[ItemT]]:
+    """Items that follow each other, as many together as take so many bytes at most, or one.
+
+    Args:
+        items: The items.
+        nbytes: What one takes; nothing is put together with one that takes none.
+        most: Bytes.
+    """
+    bucket: list[ItemT] = []
+    total = 0
+    for item in items:
+        size = nbytes(item)
+        if bucket and (not size or not total or total + size > most):
+            yield bucket
+            bucket, total = [], 0
+        bucket.append(item)
+        total += size
+    if bucket:
+        yield bucket
+
+
+type Together = Callable[[], AbstractContextManager[object]]
+"""A context in which collectives are put off to its end, and issued in one."""
 
 
 class ExecutionOrder[UnitT: Gatherable]:
@@ -130,19 +201,14 @@ class ExecutionOrder[UnitT: Gatherable]:
             self._current = []
         self._cursor = 0
 
-    def record(self, unit: UnitT, limit: PrefetchLimit = NOTHING_AHEAD) -> list[UnitT]:
-        """Note that a unit runs now; return the ones that ran after it in the last pass.
-
-        Args:
-            unit: The unit.
-            limit: How many of them.
-        """
+    def record(self, unit: UnitT) -> Iterable[UnitT]:
+        """Note that a unit runs now; return the ones that ran after it in the last pass."""
         self.note(unit)
         for position in range(self._cursor, len(self._last)):
             if self._last[position]() is unit:
                 self._cursor = position + 1
-                return self._ahead(self._last, range(position + 1, len(self._last)), limit)
-        return []
+                return self._live(self._last, range(position + 1, len(self._last)))
+        return ()
 
     def note(self, unit: UnitT) -> None:
         """Note that a unit runs now."""
@@ -154,26 +220,18 @@ class ExecutionOrder[UnitT: Gatherable]:
         """Start walking the current pass from its end."""
         self._cursor = len(self._current) - 1
 
-    def before(self, unit: UnitT, limit: PrefetchLimit) -> list[UnitT]:
+    def before(self, unit: UnitT) -> Iterable[UnitT]:
         """The units that ran before this one in the current pass, the latest first."""
         for position in range(min(self._cursor, len(self._current) - 1), -1, -1):
             if self._current[position]() is unit:
                 self._cursor = position - 1
-                return self._ahead(self._current, range(position - 1, -1, -1), limit)
-        return []
+                return self._live(self._current, range(position - 1, -1, -1))
+        return ()
 
     @staticmethod
-    def _ahead(
-        refs: list[weakref.ref[UnitT]], positions: range, limit: PrefetchLimit
-    ) -> list[UnitT]:
-        """The units at these positions, as far as the limit goes."""
-        if limit.nbytes is None:
-            positions = positions[: limit.units]
-            return [unit for position in positions if (unit := refs[position]()) is not None]
-        live, priced = itertools.tee(
-            unit for position in positions if (unit := refs[position]()) is not None
-        )
-        return list(itertools.islice(live, limit.count(unit.gathered_nbytes for unit in priced)))
+    def _live(refs: list[weakref.ref[UnitT]], positions: range) -> Iterator[UnitT]:
+        """The units at these positions, one by one: few of them are asked for."""
+        return (unit for position in positions if (unit := refs[position]()) is not None)
 
 
 class GatherSchedule[UnitT: Gatherable]:
@@ -182,12 +240,16 @@ class GatherSchedule[UnitT: Gatherable]:
     A use of a unit is `before_use`, then its own gather, then one of `in_forward`, `in_backward`
     and `in_schedule`, which start the gathers of what comes next.
 
+    Args:
+        together: Where there are buckets, what makes one of gathers.
+
     Attributes:
         limit: How much is gathered ahead of the unit at work.
     """
 
-    def __init__(self, limit: PrefetchLimit) -> None:
+    def __init__(self, limit: PrefetchLimit, together: Together = contextlib.nullcontext) -> None:
         self.limit = limit
+        self._together = together
         # By the unit that a pass begins with.
         self._forward_orders: weakref.WeakKeyDictionary[UnitT, ExecutionOrder[UnitT]] = (
             weakref.WeakKeyDictionary()
@@ -249,17 +311,17 @@ class GatherSchedule[UnitT: Gatherable]:
             unit: The unit.
             chosen: What a user asked for instead.
         """
-        self._look_ahead(self._forward_order.record(unit, self.limit), chosen)
+        self._look_ahead(self._forward_order.record(unit), chosen)
 
     def in_backward(self, unit: UnitT, chosen: Sequence[weakref.ref[UnitT]] = ()) -> None:
         """Likewise for its backward."""
-        self._look_ahead(self._backward_order.before(unit, self.limit), chosen)
+        self._look_ahead(self._backward_order.before(unit), chosen)
 
     def in_schedule(self, unit: UnitT) -> None:
         """Likewise for a use that a schedule tells, be it a forward or a backward."""
-        self._look_ahead(self._scheduled_order.record(unit, self.limit), ())
+        self._look_ahead(self._scheduled_order.record(unit), ())
 
-    def _look_ahead(self, following: Sequence[UnitT], chosen: Sequence[weakref.ref[UnitT]]) -> None:
+    def _look_ahead(self, following: Iterable[UnitT], chosen: Sequence[weakref.ref[UnitT]]) -> None:
         if self.limit.is_none:
             return
         if chosen:
@@ -270,12 +332,30 @@ class GatherSchedule[UnitT: Gatherable]:
                     requested.prefetch()
                     self._requested.append(ref)
             return
-        for unit in following:
-            # One that is in use, or kept for its backward, is not this list's to drop.
-            if not unit.is_unsharded:
-                # Also one that had no room: it is expected all the same.
-                unit.prefetch()
-                self._prefetched.append(weakref.ref(unit))
+        ahead, further = self.limit.split(following)
+        # One that is in use, or kept for its backward, is not this list's to drop.
+        due = [unit for unit in ahead if not unit.is_unsharded]
+        if not self.limit.bucket_nbytes:
+            self._prefetch(due)
+        elif due:
+            self._prefetch_in_buckets(due, further)
+
+    def _prefetch_in_buckets(self, due: Sequence[UnitT], further: Iterable[UnitT]) -> None:
+        """Gather some units ahead, and with the last ones those that come next."""
+        more = itertools.takewhile(lambda u: u.gathered_nbytes and not u.is_unsharded, further)
+        num_due, nbytes = len(due), self.limit.bucket_nbytes
+        for bucket in buckets(itertools.chain(due, more), lambda u: u.gathered_nbytes, nbytes):
+            if num_due <= 0:
+                return
+            num_due -= len(bucket)
+            with self._together():
+                self._prefetch(bucket)
+
+    def _prefetch(self, units: Sequence[UnitT]) -> None:
+        for unit in units:
+            # Also one that has no room: it is expected all the same.
+            unit.prefetch()
+            self._prefetched.append(weakref.ref(unit))
 
     def drop_prefetched(self) -> None:
         """The pass is over: no mispredicted prefetch may outlive it."""
@@ -410,15 +490,33 @@ class ReductionSchedule[GroupT, WorkT](ABC):
 
     Whoever derives from it says what a group is, issues the collectives and waits for them.
 
+    Args:
+        together: Where there are buckets, what makes one of reductions.
+
     Attributes:
         max_live_grad_buffers: Units that may have full gradient buffers at a time, and units
-            that may be in an outer reduction.
+            that may be in an outer reduction. A bucket counts as one.
         is_async: Whether they overlap what comes next.
+        bucket_nbytes: Bytes of full buffers up to which units that are reduced one after the other
+            are reduced in one collective; 0 for none.
     """
 
-    def __init__(self, max_live_grad_buffers: int, *, is_async: bool) -> None:
+    def __init__(
+        self,
+        max_live_grad_buffers: int,
+        *,
+        is_async: bool,
+        bucket_nbytes: int = 0,
+        together: Together = contextlib.nullcontext,
+    ) -> None:
         self.max_live_grad_buffers = max_live_grad_buffers
         self.is_async = is_async
+        # What is waited for at once has nothing to be put together with.
+        self.bucket_nbytes = bucket_nbytes if is_async else 0
+        self._together = together
+        # Reductions that wait for others, until a bucket is full: group, and `then_outer`.
+        self._bucket: dict[GroupT, bool] = {}
+        self._bucket_total = 0
         self._inner: deque[list[Reduction[GroupT, WorkT]]] = deque()
         self._outer: deque[list[tuple[GroupT, WorkT]]] = deque()
 
@@ -438,6 +536,10 @@ class ReductionSchedule[GroupT, WorkT](ABC):
     @abstractmethod
     def has_partial(self, group: GroupT) -> bool:
         """Whether a shard of it waits for that one."""
+
+    @abstractmethod
+    def full_nbytes(self, group: GroupT) -> int:
+        """Bytes of its full buffer."""
 
     # What is done with it.
 
@@ -475,22 +577,63 @@ class ReductionSchedule[GroupT, WorkT](ABC):
             due: What `due` said.
             synchronize: Likewise.
         """
-        if due:
-            # Full buffers that collected several micro-batches are all there, and none had to wait.
-            while len(self._inner) >= self.max_live_grad_buffers:
-                self.drain_one()
-            issued = []
+        if self.bucket_nbytes:
             for group in due:
-                work = self.issue_inner(group)
-                issued.append(Reduction(group, work, synchronize and self.has_outer_axis(group)))
-            self._inner.append(issued)
+                self._put_off(group, then_outer=synchronize and self.has_outer_axis(group))
+            return
+        if due:
+            self._start({g: synchronize and self.has_outer_axis(g) for g in due})
         if not self.is_async:
             self.drain()
+
+    def _put_off(self, group: GroupT, *, then_outer: bool) -> None:
+        """Reduce a group with those that come next, if they are small.
+
+        Where ranks run different units, they call this in the same order all the same, and what it
+        does depends on nothing else.
+        """
+        if group in self._bucket:
+            # A later gradient of it is in the same full buffer.
+            self._bucket[group] |= then_outer
+            return
+        nbytes = self.full_nbytes(group)
+        if self._bucket_total + nbytes > self.bucket_nbytes:
+            self.issue_bucket()
+        self._bucket[group] = then_outer
+        self._bucket_total += nbytes
+        if nbytes > self.bucket_nbytes:
+            self.issue_bucket()
+
+    @property
+    def has_bucket(self) -> bool:
+        """Whether a reduction waits for others."""
+        return bool(self._bucket)
+
+    def forget_bucket(self) -> None:
+        """Leave out what waits for others."""
+        self._bucket, self._bucket_total = {}, 0
+
+    def issue_bucket(self) -> None:
+        """Reduce what waits for others."""
+        if self._bucket:
+            bucket = self._bucket
+            self.forget_bucket()
+            self._start(bucket)
+
+    def _start(self, groups: Mapping[GroupT, bool]) -> None:
+        # Full buffers that collected several micro-batches are all there, and none had to wait.
+        while len(self._inner) >= self.max_live_grad_buffers:
+            self.drain_one()
+        with self._together() if self.bucket_nbytes else contextlib.nullcontext():
+            self._inner.append(
+                [Reduction(group, self.issue_inner(group), to) for group, to in groups.items()]
+            )
 
     def reduce_partials(self, groups: Iterable[GroupT]) -> None:
         """Go on along the outer axis with groups whose inner reductions are all done."""
         for group in groups:
-            if self.has_partial(group) and not self._has_inner(group):
+            is_waiting = group in self._bucket or self._has_inner(group)
+            if self.has_partial(group) and not is_waiting:
                 self._go_on([group])
 
     def reserve(self, group: GroupT) -> None:
@@ -506,14 +649,16 @@ class ReductionSchedule[GroupT, WorkT](ABC):
 
     def drain(self) -> None:
         """Wait for everything."""
+        self.issue_bucket()
         while self._inner:
             self.drain_one()
         while self._outer:
             self.finish_outer(self._outer.popleft())
 
     def groups(self) -> list[GroupT]:
-        """The groups whose main gradients are being written."""
+        """The groups whose main gradients are being written, or that wait for others."""
         inner = [reduction.group for issued in self._inner for reduction in issued]
+        inner += self._bucket
         return inner + [group for under_way in self._outer for group, _ in under_way]
 
     def is_in_outer(self, group: GroupT) -> bool:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, override
@@ -17,6 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_fsdp_v2 import FSDPModule, MixedPrecisionPolicy
+from megatron_fsdp_v2.comm import backends
 from megatron_fsdp_v2.comm.interface import Collective
 from megatron_fsdp_v2.diagnostics import memory_tracker
 from megatron_fsdp_v2.diagnostics.memory_units import unit_bytes
@@ -119,6 +121,22 @@ CASES = {
         policy=BF16,
         num_microbatches=2,
         options=(("unshard_prefetch_bytes", 1300),),
+    ),
+    "optim_grads_params, in buckets": Case(
+        "optim_grads_params",
+        policy=BF16,
+        num_microbatches=2,
+        options=(("bucket_bytes", 2100),),
+    ),
+    "no_shard, in buckets": Case("no_shard", options=(("bucket_bytes", 2100),)),
+    "HSDP, in buckets": Case(
+        "optim_grads_params", (2, 2), num_microbatches=2, options=(("bucket_bytes", 4096),)
+    ),
+    "nested, tied and frozen, in buckets": Case(
+        "optim_grads_params", model="special", options=(("bucket_bytes", 2200),)
+    ),
+    "recomputed, in buckets": Case(
+        "optim_grads_params", model="recomputed", options=(("bucket_bytes", 4096),)
     ),
     "optim_grads_params, each synchronized": Case(
         "optim_grads_params",
@@ -270,13 +288,9 @@ class Done:
 
     Attributes:
         event: What a plan says of it.
-        size: Of a collective, ranks that took part.
-        nbytes: Of its full buffer, or what this rank sent.
     """
 
     event: Event
-    size: int = 0
-    nbytes: int = 0
 
 
 class Noting:
@@ -293,8 +307,7 @@ class Noting:
         where = "inner" if axis == self._axes[-1] else "outer"
         # Among one rank nothing is sent.
         if axis.size > 1:
-            event = Event(collective.kind.value, self._unit, full.numel(), where)
-            self._done.append(Done(event, axis.size, full.numel() * full.element_size()))
+            self._done.append(Done(Event(collective.kind.value, self._unit, full.numel(), where)))
         return self._inner.issue(collective, async_op=async_op)
 
 
@@ -409,7 +422,26 @@ def step(case: Case, model: Any, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
-def measure(case: Case) -> tuple[dict[str, int], list[Done], list[UnitBytes]]:
+@contextlib.contextmanager
+def sends(axes: Any) -> Iterator[Counter[Any]]:
+    """Counts what is sent: kind, axis, ranks that take part, bytes of all full buffers in it."""
+    found: Counter[Any] = Counter()
+    issue = backends._issue
+
+    def counted(collectives: Sequence[Collective], label: Any) -> Any:
+        first, nbytes = collectives[0], sum(each.full.nbytes for each in collectives)
+        where = "inner" if first.axis == axes[-1] else "outer"
+        found[first.kind.value, where, first.axis.size, nbytes] += 1
+        return issue(collectives, label)
+
+    backends._issue = counted
+    try:
+        yield found
+    finally:
+        backends._issue = issue
+
+
+def measure(case: Case) -> tuple[dict[str, int], list[Done], Counter[Any], list[UnitBytes]]:
     """Bytes of this rank by role after some steps, what one more step does, and the units."""
     model, units = build(case)
     options: dict[str, Any] = dict(case.options)
@@ -436,11 +468,12 @@ def measure(case: Case) -> tuple[dict[str, int], list[Done], list[UnitBytes]]:
         assert optimizer._engine is not None
         for work in optimizer._engine[1].works:
             work.communicator = Noting(work.communicator, groups[0].axes, OPTIMIZER, done)
-    step(case, model, optimizer)
+    with sends(groups[0].axes) as sent:
+        step(case, model, optimizer)
     found = bytes_by_role(groups, optimizer)
     if case.is_offloaded:
         offloaded["host"] -= found["counters"]
-    return {**found, **offloaded}, done, unit_bytes(model)
+    return {**found, **offloaded}, done, sent, unit_bytes(model)
 
 
 class Copies(TorchDispatchMode):
@@ -580,16 +613,13 @@ def test_a_plan_has_the_bytes_of_the_training_and_does_what_it_does_in_order(
     assert counters <= most <= 4 * sum(len(unit.params) for unit in training.units)
     assert case.is_offloaded or plan.host_nbytes == most
     order = in_order(plan.step.events)
-    for _, done, _ in results:
+    for _, done, *_ in results:
         assert [each.event for each in done if each.event.unit != OPTIMIZER] == order
     counts: Counter[Any] = Counter()
     for collective, count in plan.step.collectives.items():
         key = (collective.kind, collective.axis, collective.size, collective.nbytes)
         counts[key] += count
-    measured_counts = [
-        Counter((e.event.kind, e.event.axis, e.size, e.nbytes) for e in done if e.size)
-        for _, done, _ in results
-    ]
+    measured_counts = [sent for _, _, sent, _ in results]
     if case.optimizer == "muon":
         # Ranks send other parts of matrices; the plan is of the one that sends most.
         assert counts in measured_counts

@@ -22,6 +22,8 @@ from tests.reference.training import Trace, distances, train_reference, train_sh
 
 PAGE = Path(__file__).parents[2] / "docs" / "parity_matrix.md"
 TOLERANCE = 1e-6
+BUCKET = 4800
+"""Bytes that two blocks take, or a little more."""
 SWITCHES = ("enable_unshard_prefetch", "enable_async_reduce_grad")
 
 
@@ -170,6 +172,39 @@ def test_switches_change_no_bit(pattern: str, strategy: str) -> None:
         assert _same_bits(off, on), switches
     if gathers or PATTERNS[pattern].skips:
         assert _pool_changes_nothing(on, pattern, strategy, "3")
+    assert _same_bits(_sharded(pattern, strategy, "3", bucket_bytes=BUCKET), on)
+
+
+def _bucket_cells() -> Iterator[Any]:
+    """Every pattern on every mesh of several ranks; in `make test` one of them in turn."""
+    names = list(MESHES)[1:]
+    for number, pattern in enumerate(PATTERNS):
+        for place, name in enumerate(names):
+            is_quick = number % 3 == 0 and place == (number // 3) % len(names)
+            yield pytest.param(pattern, name, marks=[] if is_quick else [pytest.mark.functional])
+
+
+@pytest.mark.parametrize(("pattern", "mesh_name"), list(_bucket_cells()))
+@on_ranks("mesh_name")
+def test_buckets_change_no_bit_but_where_an_all_reduce_sums_by_position(
+    pattern: str, mesh_name: str
+) -> None:
+    for strategy in _strategies(pattern, mesh_name):
+        plain = _sharded(pattern, strategy, mesh_name)
+        bucketed = _sharded(pattern, strategy, mesh_name, bucket_bytes=BUCKET)
+        pooled = _sharded(pattern, strategy, mesh_name, bucket_bytes=BUCKET, enable_trace_pool=True)
+        # Of two ranks there is one order of summands; along an outer axis sums may be all-reduces.
+        if "no_shard" not in (strategy, *MESHES[mesh_name][1:]) or mesh_name == "2":
+            assert _same_bits(plain, bucketed), strategy
+            assert _same_bits(plain, pooled), strategy
+        else:
+            for trace in (bucketed, pooled):
+                losses = torch.tensor(trace.losses, dtype=torch.float64)
+                torch.testing.assert_close(
+                    losses, losses.new_tensor(plain.losses), rtol=1e-6, atol=0
+                )
+                for name, param in plain.params.items():
+                    torch.testing.assert_close(trace.params[name], param, rtol=2e-6, atol=1e-6)
 
 
 @pytest.mark.functional

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import override
 
@@ -106,13 +107,20 @@ class Gathering:
     names: str = "abcd"
     sizes: tuple[int, ...] = (0, 0, 0, 0)
     nbytes: int | None = None
+    bucket: int = 0
     log: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         sizes = zip(self.names, self.sizes, strict=True)
         self.units = {name: FakeUnit(name, self.log, nbytes) for name, nbytes in sizes}
-        limit = PrefetchLimit(self.depth, self.nbytes)
-        self.schedule: GatherSchedule[FakeUnit] = GatherSchedule(limit)
+        limit = PrefetchLimit(self.depth, self.nbytes, self.bucket)
+        self.schedule: GatherSchedule[FakeUnit] = GatherSchedule(limit, self._in_one)
+
+    @contextlib.contextmanager
+    def _in_one(self) -> Iterator[None]:
+        self.log.append("(")
+        yield
+        self.log.append(")")
 
     def forward(self, ran: str, chosen: str = "") -> list[str]:
         """A pass through these units; what was gathered ahead and dropped unused."""
@@ -181,6 +189,22 @@ def test_a_backward_gathers_ahead_as_many_units_as_fit() -> None:
     assert steps == ["+c+b", "", "+a", ""]
 
 
+def test_small_units_that_come_next_are_gathered_in_one_up_to_the_bytes_of_a_bucket() -> None:
+    gathering = Gathering(1, "abcdef", (9, 2, 2, 3, 8, 1), bucket=5)
+    gathering.forward("abcdef")
+    log = "".join(gathering.forward("abcdef"))
+    # After a: b and c, and nothing more until d is next; e is larger than a bucket.
+    assert log == "(+b+c)(+d)(+e)(+f)"
+    # With two ahead, the second of them begins a bucket as well.
+    gathering = Gathering(2, "abcdef", (9, 2, 2, 3, 1, 1), bucket=5)
+    gathering.forward("abcdef")
+    assert "".join(gathering.forward("abcdef")) == "(+b+c)(+d+e+f)"
+    limit = PrefetchLimit(2, None, 5)
+    assert limit.most((2, 2, 3, 1, 1)) == 3
+    assert limit.most((9, 2, 3, 1, 1)) == 3
+    assert limit.most((9, 2, 0, 0)) == 2
+
+
 def test_what_was_expected_and_skipped_is_dropped_where_the_next_unit_is_used() -> None:
     gathering = Gathering()
     gathering.forward("abcd")
@@ -227,10 +251,23 @@ def test_a_backward_takes_the_forwards_in_reverse() -> None:
 class FakeReductions(ReductionSchedule[str, int]):
     """Reductions of groups that are names: `x` of one axis, `X` of two."""
 
-    def __init__(self, bound: int, *, is_async: bool = True) -> None:
-        super().__init__(bound, is_async=is_async)
+    def __init__(self, bound: int, *, is_async: bool = True, bucket_nbytes: int = 0) -> None:
         self.log: list[str] = []
+        super().__init__(
+            bound, is_async=is_async, bucket_nbytes=bucket_nbytes, together=self._in_one
+        )
         self.partial: set[str] = set()
+
+    @contextlib.contextmanager
+    def _in_one(self) -> Iterator[None]:
+        self.log.append("(")
+        yield
+        self.log.append(")")
+
+    @override
+    def full_nbytes(self, group: str) -> int:
+        """One for `a`, two for `b`."""
+        return ord(group.lower()) - ord("a") + 1
 
     @override
     def accumulates_unreduced(self, group: str) -> bool:
@@ -317,6 +354,44 @@ def test_what_collects_unreduced_is_due_when_gradients_are_synchronized() -> Non
     reductions = FakeReductions(2)
     assert reductions.due("au", synchronize=False) == ["a"]
     assert reductions.due("au", synchronize=True) == ["a", "u"]
+
+
+def test_small_groups_are_reduced_in_one_up_to_the_bytes_of_a_bucket() -> None:
+    reductions = FakeReductions(2, bucket_nbytes=4)
+    for group in "abc":
+        reductions.reduce([group], synchronize=True)
+    # c does not fit with a and b.
+    first = ["(", "inner a", "inner b", ")"]
+    assert reductions.log == first
+    assert reductions.groups() == ["a", "b", "c"]
+    # A later gradient of c goes with what waits already.
+    reductions.reduce("c", synchronize=True)
+    # What is larger than a bucket is one by itself, after what came before it.
+    reductions.reduce("f", synchronize=True)
+    assert reductions.log[4:] == ["(", "inner c", ")", "free ab", "(", "inner f", ")"]
+    reductions.drain()
+    assert reductions.log[11:] == ["free c", "free f"]
+
+
+def test_a_partial_shard_waits_for_the_bucket_that_its_group_is_in() -> None:
+    reductions = FakeReductions(2, bucket_nbytes=100)
+    reductions.reduce("A", synchronize=False)
+    reductions.drain()
+    reductions.log.clear()
+    reductions.reduce("A", synchronize=True)
+    reductions.reduce_partials("A")
+    assert reductions.log == []
+    reductions.drain()
+    assert reductions.log == ["(", "inner A", ")", "free A", "outer A", "done A"]
+
+
+def test_a_bucket_that_is_forgotten_is_not_reduced() -> None:
+    reductions = FakeReductions(2, bucket_nbytes=100)
+    reductions.reduce("a", synchronize=True)
+    assert reductions.has_bucket
+    reductions.forget_bucket()
+    reductions.drain()
+    assert reductions.log == []
 
 
 def test_reductions_that_overlap_nothing_are_waited_for_at_once() -> None:

@@ -50,12 +50,15 @@ _OUR_OTHER_FLAGS = (
     "fsdp_unshard_prefetch_depth",
     "fsdp_unshard_prefetch_bytes",
     "fsdp_max_live_grad_buffers",
+    "fsdp_bucket_bytes",
 )
 _NEEDED_FOR = {
-    "fsdp_unshard_prefetch_depth": "overlap_param_gather",
-    "fsdp_unshard_prefetch_bytes": "overlap_param_gather",
-    "fsdp_max_live_grad_buffers": "overlap_grad_reduce",
+    "fsdp_unshard_prefetch_depth": ("overlap_param_gather",),
+    "fsdp_unshard_prefetch_bytes": ("overlap_param_gather",),
+    "fsdp_max_live_grad_buffers": ("overlap_grad_reduce",),
+    "fsdp_bucket_bytes": ("overlap_param_gather", "overlap_grad_reduce"),
 }
+"""Flags that say how to overlap, and one of which flags says that there is something to."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -104,6 +107,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         default=None,
         help="Units that have full gradient buffers at a time; default 2. Each costs one more "
         "buffer. Needs --overlap-grad-reduce.",
+    )
+    group.add_argument(
+        "--fsdp-bucket-bytes",
+        type=_size,
+        metavar="SIZE",
+        default=None,
+        help="Units smaller than this share collectives: those that follow each other are gathered "
+        "in one, and reduced in one, up to so many bytes, such as 4MiB. Default: a collective for "
+        "every unit. Needs --overlap-param-gather or --overlap-grad-reduce.",
     )
     group.add_argument(
         "--log-per-param-norm",
@@ -179,11 +191,9 @@ def check_before(args: Any) -> None:
             "use --ckpt-format fsdp_dtensor"
         )
     for name, needed in _NEEDED_FOR.items():
-        if getattr(args, name, None) is not None and not getattr(args, needed):
-            raise FlagError(
-                f"--{name.replace('_', '-')} needs --{needed.replace('_', '-')}; add it, or leave "
-                "both out"
-            )
+        if getattr(args, name, None) is not None and not any(getattr(args, n) for n in needed):
+            flags = " or ".join(f"--{each.replace('_', '-')}" for each in needed)
+            raise FlagError(f"--{name.replace('_', '-')} needs {flags}; add it, or leave both out")
     reject_fields(args)
     check_hybrid(args, args.expert_data_parallel_sharding_strategy)
     check_quantized(args)

@@ -25,6 +25,7 @@ class Options:
         unshard_prefetch_depth: See `fully_shard`.
         unshard_prefetch_bytes: See `fully_shard`.
         max_live_grad_buffers: See `fully_shard`.
+        bucket_bytes: See `fully_shard`.
         gathers_apart: Whether weights are gathered in process groups of their own.
 
     Raises:
@@ -38,6 +39,7 @@ class Options:
     unshard_prefetch_depth: int | None = None
     unshard_prefetch_bytes: int | None = None
     max_live_grad_buffers: int = 2
+    bucket_bytes: int | None = None
     gathers_apart: bool = False
 
     def __post_init__(self) -> None:
@@ -45,7 +47,8 @@ class Options:
             raise ValueError(
                 f"expert_strategy is one of {', '.join(STRATEGIES)}, got {self.expert_strategy!r}"
             )
-        for name in ("unshard_prefetch_depth", "unshard_prefetch_bytes", "max_live_grad_buffers"):
+        numbers = ("unshard_prefetch_depth", "unshard_prefetch_bytes", "max_live_grad_buffers")
+        for name in (*numbers, "bucket_bytes"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is at least 1, got {value}")
@@ -61,5 +64,6 @@ class Options:
             unshard_prefetch_depth=getattr(args, "fsdp_unshard_prefetch_depth", None),
             unshard_prefetch_bytes=getattr(args, "fsdp_unshard_prefetch_bytes", None),
             max_live_grad_buffers=getattr(args, "fsdp_max_live_grad_buffers", None) or 2,
+            bucket_bytes=getattr(args, "fsdp_bucket_bytes", None),
             gathers_apart=bool(getattr(args, "create_all_gather_group", False)),
         )

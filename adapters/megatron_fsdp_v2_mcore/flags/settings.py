@@ -79,6 +79,8 @@ def _rejected(
     return FieldRule(name, flag, Handling.REFUSED, meaning, rejects, argument)
 
 
+_ONE_BUCKET = "a unit's gradients are one bucket; --fsdp-bucket-bytes has small units share one"
+
 FIELDS: tuple[FieldRule, ...] = (
     _supported(
         "data_parallel_sharding_strategy",
@@ -148,8 +150,8 @@ FIELDS: tuple[FieldRule, ...] = (
         "--no-gradient-reduce-div-fusion",
         "the factor is applied once, inside the reduction where the dtype allows it",
     ),
-    _no_op("bucket_size", "--ddp-bucket-size", "a unit's gradients are one bucket"),
-    _no_op("num_buckets", "--ddp-num-buckets", "a unit's gradients are one bucket"),
+    _no_op("bucket_size", "--ddp-bucket-size", _ONE_BUCKET),
+    _no_op("num_buckets", "--ddp-num-buckets", _ONE_BUCKET),
     _no_op(
         "pad_buckets_for_high_nccl_busbw",
         "--ddp-pad-buckets-for-high-nccl-busbw",

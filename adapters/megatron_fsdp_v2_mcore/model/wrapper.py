@@ -164,6 +164,7 @@ class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
             "unshard_prefetch_depth": self.options.unshard_prefetch_depth,
             "unshard_prefetch_bytes": settings.prefetch_bytes(self.options, self._gathered_dtype),
             "max_live_grad_buffers": self.options.max_live_grad_buffers,
+            "bucket_bytes": self.options.bucket_bytes,
         }
         for unit in plan_units(
             self.module,

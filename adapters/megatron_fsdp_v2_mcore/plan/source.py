@@ -162,6 +162,7 @@ def _describe(args: Any, num_ranks: int, *, keeps_attention: bool) -> SourceResu
         unshard_prefetch_bytes=settings.prefetch_bytes(options, gathered_dtype),
         enable_async_reduce_grad=settings.enable_async_reduce_grad,
         max_live_grad_buffers=options.max_live_grad_buffers,
+        bucket_bytes=options.bucket_bytes,
         stages=args.pipeline_model_parallel_size,
         recompute_factor=1.0 if args.recompute_granularity == "full" else 0.0,
     )

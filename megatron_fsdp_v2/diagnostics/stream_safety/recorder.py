@@ -335,6 +335,11 @@ class RecordedCollectives:
         with self._recorder.paused():
             dist.all_reduce(full, group=axis.group)
 
+    def in_one(self, axis: Axis) -> contextlib.AbstractContextManager[None]:
+        """Nothing: of several that are one, each is run, and written down."""
+        del axis
+        return contextlib.nullcontext()
+
     def all_to_all(
         self,
         received: torch.Tensor,

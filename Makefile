@@ -15,9 +15,11 @@ SEED     ?= 0
 DEVICE   ?= cuda
 GPUS     ?=
 GPU_OUT  ?= out/gpu
+WRITE    ?=
 
 PY := $(VENV)/bin/python
 LONGER := $(PY) -m pytest --one-in "$(ONE_IN)"
+PEERS := $(VENV)-peers
 
 # What torch changes from version to version: collectives, DTensor, the autograd engine, FSDP2's own
 # classes, distributed checkpoint, streams and storages; and a training with Megatron.
@@ -53,7 +55,8 @@ help: ## list the targets and their variables
 	  '  SEED=n         test-random: seed of the first one (0)' \
 	  '  DEVICE=name    test-gpu: cuda, or cpu for a rehearsal of the checks (cuda)' \
 	  '  GPUS=n         test-gpu: number of ranks (every GPU; 2 on a CPU)' \
-	  '  GPU_OUT=path   test-gpu: where the report goes (out/gpu)'
+	  '  GPU_OUT=path   test-gpu: where the report goes (out/gpu)' \
+	  '  WRITE=1        bench: write what was found into docs/benchmarks.md'
 
 setup: ## create the environment with pinned dependencies
 	@VENV="$(VENV)" PYTHON="$(PYTHON)" TORCH="$(TORCH)" tools/setup.sh
@@ -111,11 +114,15 @@ lint: setup ## ruff, format check, type check, import layering
 test-gpu: setup ## every check that needs a GPU, on all GPUs of this machine, and one report
 	@$(PY) -m tests.gpu.kit --device "$(DEVICE)" $(if $(GPUS),--ranks "$(GPUS)") --out "$(GPU_OUT)"
 
-bench: setup ## benchmark against peers on this machine
-	@$(PY) -m benchmarks
-	@$(PY) -m benchmarks.host_time
+$(PEERS): tools/peer-packages.txt | setup
+	@rm -rf "$@"
+	@$(PY) -m pip install --quiet --disable-pip-version-check --no-input --no-deps --only-binary :all: \
+	  --target "$@" --requirement $<
+	@touch "$@"
+
+bench: setup $(PEERS) ## benchmark against peers on this machine
+	@$(PY) -m benchmarks $(if $(WRITE),--write-docs)
 	@$(PY) -m benchmarks.optimizer_time
 	@$(PY) -m benchmarks.muon --ranks 2
 	@$(PY) -m benchmarks.muon --ranks 4
 	@$(PY) -m benchmarks.checkpoint
-	@$(PY) -m benchmarks.memory

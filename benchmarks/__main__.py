@@ -1,6 +1,118 @@
-"""Entry of `make bench`."""
+"""`make bench`: this package beside its peers, on this machine.
 
-from benchmarks.step import main
+    python -m benchmarks                       # a few minutes
+    python -m benchmarks --write-docs          # and the result into docs/benchmarks.md
+    python -m benchmarks --settings deep --ranks 2 --engines DDP FSDP2 ours
+    python -m benchmarks --full                # the whole product of settings, and every engine
+
+All engines of a setting take turns in one process group. docs/benchmarks.md says what is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks import common, memory, report, step
+from benchmarks.cases import CHOSEN, Case, Setting, every_setting
+from benchmarks.engines import BASELINE, ENGINES, USUAL
+from benchmarks.step import Patience
+
+UNITS = (64, 128, 256)
+"""Of which the host's time is measured."""
+
+
+def main(words: list[str] | None = None) -> None:
+    """Run what the command line says; print tables, and write JSON and a picture."""
+    args = _parser().parse_args(words)
+    start = time.perf_counter()
+    settings, engines = _settings(args), _engines(args)
+    record: dict[str, Any] = {"machine": report.machine(args.device), "settings": []}
+    for ranks in sorted({setting.ranks for setting in settings}):
+        args.ranks = ranks
+        some = [setting for setting in settings if setting.ranks == ranks]
+        record["settings"] += _on_ranks(step.work, args, some, engines)
+    if not args.steps_only:
+        args.ranks = 2
+        (record["memory"],) = _on_ranks(memory.work, args)
+        record["host_time_ms"] = {units: _host_time(units) for units in UNITS}
+    record["minutes"] = (time.perf_counter() - start) / 60
+    written = common.write(args, "bench.json", **record)
+    report.draw(record["settings"], written.with_suffix(".png"))
+    report.show(report.rest(record))
+    if args.write_docs:
+        report.write_page(record, report.PAGE)
+
+
+def _parser() -> argparse.ArgumentParser:
+    patience = Patience()
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--full", action="store_true", help="every setting and every engine")
+    parser.add_argument("--settings", nargs="+", metavar="WORD", help="those with all of these")
+    parser.add_argument("--engines", nargs="+", metavar="WORD", help="those with one of these")
+    parser.add_argument("--ranks", type=int, help="settings with this number of ranks alone")
+    parser.add_argument("--layers", type=int, help="a model of so many layers instead of cases")
+    parser.add_argument("--width", type=int, default=256, help="of that model")
+    parser.add_argument("--batch", type=int, default=2, help="sequences of it on a rank")
+    parser.add_argument("--rounds", type=int, default=patience.rounds, help="undisturbed repeats")
+    parser.add_argument("--most", type=int, default=patience.most, help="repeats at most")
+    parser.add_argument("--seconds", type=float, default=patience.seconds, help="of a repeat")
+    parser.add_argument(
+        "--foreign", type=float, default=patience.foreign, help="load of others that disturbs"
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--steps-only", action="store_true", help="neither memory nor host time")
+    parser.add_argument("--write-docs", action="store_true", help=f"also into {report.PAGE}")
+    parser.add_argument("--out", default="out/bench")
+    return parser
+
+
+def _settings(args: argparse.Namespace) -> list[Setting]:
+    if args.layers:
+        shape = Case(args.layers, args.width, batch=args.batch)
+        return [Setting("custom", shape, ranks=args.ranks or 2)]
+    found = every_setting() if args.full else CHOSEN
+    words = [word.lower() for word in args.settings or ()]
+    found = [setting for setting in found if all(word in setting.name for word in words)]
+    found = [setting for setting in found if args.ranks in (None, setting.ranks)]
+    if not found:
+        raise SystemExit("python -m benchmarks: no setting has all of these words")
+    return found
+
+
+def _engines(args: argparse.Namespace) -> list[str]:
+    found = list(ENGINES) if args.full else USUAL
+    if args.engines:
+        words = [word.lower() for word in args.engines]
+        found = [name for name in ENGINES if any(word in name.lower() for word in words)]
+    return list(dict.fromkeys([BASELINE, *found]))
+
+
+def _on_ranks(work: common.Work, args: argparse.Namespace, *more: Any) -> list[Any]:
+    """What rank 0 of a process group found: each line of a file is one thing."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = Path(folder, "found.jsonl")
+        common.run_ranks(work, args, str(found), *more, device=args.device)
+        return [json.loads(line) for line in found.read_text().splitlines()]
+
+
+def _host_time(units: int) -> dict[str, float]:
+    """Milliseconds of the host's time for a unit, in a process of its own."""
+    words = ["-m", "benchmarks.host_time", "--json", "--units", str(units), "--rounds", "7"]
+    done = subprocess.run([sys.executable, *words], check=True, capture_output=True, text=True)
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
 
 if __name__ == "__main__":
     main()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import datetime
 import json
 import os
 import socket
@@ -23,6 +24,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_fsdp_v2 import fully_shard
 
+TIMEOUT = datetime.timedelta(minutes=3)
+"""After which ranks stop waiting for one that has failed."""
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 Wrap = Callable[[nn.Module, DeviceMesh], nn.Module]
 
@@ -46,25 +49,30 @@ def blocks(args: argparse.Namespace, *, bias: bool = True) -> nn.Sequential:
     return nn.Sequential(*(Block(args.width, bias=bias) for _ in range(args.layers)))
 
 
+def units_of(model: nn.Module) -> list[nn.Module]:
+    """What is sharded by itself: layers, or else children, and then the model."""
+    return [*getattr(model, "layers", model).children(), model]
+
+
 def ours(strategy: str = "optim_grads_params", **options: Any) -> Wrap:
-    """Shard every child and the model with this package."""
+    """Shard every unit with this package."""
 
     def wrap(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        for unit in [*model.children(), model]:
+        for unit in units_of(model):
             fully_shard(unit, mesh=mesh, sharding_strategy=strategy, **options)
         return model
 
     return wrap
 
 
-def wrap_with_fsdp2(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Shard every child and the model with PyTorch's own `fully_shard`."""
-    for unit in [*model.children(), model]:
-        fsdp2(unit, mesh=mesh)
+def wrap_with_fsdp2(model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
+    """Shard every unit with PyTorch's own `fully_shard`."""
+    for unit in units_of(model):
+        fsdp2(unit, mesh=mesh, **options)
     return model
 
 
-def wrap_with_ddp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+def wrap_with_ddp(model: nn.Module, mesh: DeviceMesh) -> DistributedDataParallel:
     """Wrap the model with PyTorch's data parallelism."""
     del mesh
     return DistributedDataParallel(model)
@@ -105,6 +113,7 @@ def _start(
         "nccl" if on_cuda else "gloo",
         rank=rank,
         world_size=args.ranks,
+        timeout=TIMEOUT,
         device_id=torch.device("cuda", rank) if on_cuda else None,
     )
     work(init_device_mesh(device, (args.ranks,)), args, *more)

@@ -1,94 +1,228 @@
-"""`make bench`: a training step of ours beside PyTorch's DDP and FSDP2, on this machine.
-
-All contenders run in one process group, step by step in turn, so that whatever else the machine
-does falls on all of them. What counts is the ratio of medians.
-"""
+"""A step of every engine, side by side: all in one process group, in turns, on the same batches."""
 
 from __future__ import annotations
 
 import argparse
-import statistics
-import sys
+import contextlib
+import dataclasses
+import gc
+import json
+import math
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from benchmarks import common
-from benchmarks.common import STRATEGIES, Wrap
+from benchmarks import limit, report
+from benchmarks.cases import Setting
+from benchmarks.engines import BASELINE, ENGINES, PLAIN, Plain, Training, build
+from benchmarks.model import batches
+from benchmarks.noise import Rounds, Sample, busy_seconds, cpus, foreign_share
 
-BASELINE = "FSDP2"
-CONTENDERS: dict[str, Wrap] = {
-    "DDP": common.wrap_with_ddp,
-    BASELINE: common.wrap_with_fsdp2,
-    **{f"ours, {strategy}": common.ours(strategy) for strategy in STRATEGIES},
-}
+__all__ = ["TOLERANCE", "Patience", "loss_difference", "measure", "work"]
+
+TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
+"""Of losses, relative: engines add up in different orders, and autocast rounds less often."""
+WARM_UP = 4
+"""Steps before anything is timed, whose losses are compared. The pool is planned in the third."""
+_MOST_STEPS = 20
 
 
-def _work(mesh: DeviceMesh, args: argparse.Namespace) -> None:
-    on_cuda = args.device == "cuda"
-    steps = {}
-    for name, wrap in CONTENDERS.items():
-        model = wrap(common.blocks(args).to(args.device), mesh)
-        steps[name] = (model, torch.optim.AdamW(model.parameters(), lr=1e-4))
-    inputs = torch.randn(args.batch, args.width, device=args.device)
-    times: dict[str, list[float]] = {name: [] for name in CONTENDERS}
-    for round_number in range(args.rounds + 2):
-        for name, (model, optimizer) in steps.items():
+@dataclasses.dataclass(frozen=True)
+class Patience:
+    """How long is measured.
+
+    Attributes:
+        rounds: Undisturbed repeats of each engine.
+        most: Repeats with the disturbed ones.
+        seconds: Least time of a repeat, which is as many steps as that takes.
+        foreign: Part of the machine used by others from which a repeat counts as disturbed.
+    """
+
+    rounds: int = 5
+    most: int = 10
+    seconds: float = 0.25
+    foreign: float = 0.08
+
+
+def measure(
+    setting: Setting, engines: list[str], mesh: DeviceMesh, patience: Patience
+) -> dict[str, Any]:
+    """Train with all engines in turns.
+
+    Args:
+        setting: What is trained.
+        engines: Names of engines; the plain loop is always among them.
+        mesh: Of all ranks.
+        patience: How long is measured.
+
+    Returns:
+        What was found, alike on all ranks: by engine, and of the limit's pieces.
+    """
+    contest = _Contest(setting, mesh)
+    names = [PLAIN, *(name for name in engines if name != PLAIN)]
+    for name in names:
+        contest.enter(name)
+    gc.collect()
+    # With this many models alive, a collection of garbage would take longer than a step.
+    gc.freeze()
+    try:
+        return contest.run(patience)
+    finally:
+        gc.unfreeze()
+        contest.runs.clear()
+        contest.trainings.clear()
+        gc.collect()
+
+
+def work(
+    mesh: DeviceMesh,
+    args: argparse.Namespace,
+    path: str,
+    settings: list[Setting],
+    engines: list[str],
+) -> None:
+    """Measure some settings on every rank; rank 0 shows each and adds it to a file, a line each."""
+    patience = Patience(args.rounds, max(args.most, args.rounds), args.seconds, args.foreign)
+    for setting in settings:
+        found = measure(setting, engines, mesh, patience)
+        if dist.get_rank() == 0:
+            report.show([report.steps(found)])
+            with Path(path).open("a") as file:
+                file.write(json.dumps(found) + "\n")
+
+
+def loss_difference(losses: torch.Tensor, plain: torch.Tensor) -> float:
+    """The largest relative difference of losses on any rank; infinite where one is not a number."""
+    worst = torch.nan_to_num(((losses - plain).abs() / plain.abs()).amax(), nan=torch.inf)
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    return float(worst)
+
+
+class _Contest:
+    """All engines of one setting."""
+
+    def __init__(self, setting: Setting, mesh: DeviceMesh) -> None:
+        self.setting = setting
+        self.mesh = mesh
+        self.device = mesh.device_type
+        self.trainings: dict[str, Training] = {}
+        self.losses: dict[str, torch.Tensor] = {}
+        self.failed: dict[str, str] = {}
+        self.runs: dict[str, Callable[[], float]] = {}
+
+    def enter(self, name: str) -> None:
+        """Build an engine's model and make its first steps; what fails is noted and left out."""
+        rank = dist.get_rank()
+        try:
+            training = build(name, self.setting, self.mesh)
+            with ENGINES[name].context(self.device):
+                losses = [
+                    training.step(batches(self.setting, rank, number, self.device))
+                    for number in range(WARM_UP)
+                ]
+        except Exception as error:
+            if name == PLAIN:
+                raise
+            self.failed[name] = f"{type(error).__name__}: {error}"
+            return
+        self.trainings[name] = training
+        self.losses[name] = torch.stack(losses).double()
+        tokens = batches(self.setting, rank, WARM_UP, self.device)
+        self.runs[name] = lambda: _step(training, tokens)
+
+    def run(self, patience: Patience) -> dict[str, Any]:
+        """Measure everybody in turns."""
+        plain = self.trainings[PLAIN]
+        assert isinstance(plain, Plain)
+        tokens = batches(self.setting, dist.get_rank(), WARM_UP, self.device)
+        parts = limit.pieces(plain, self.setting, tokens)
+        for name, part in parts.items():
+            self.runs[name] = lambda part=part: _nothing(part())
+        num_steps = {name: self._steps_of(name, patience.seconds) for name in self.runs}
+        rounds = Rounds(self.runs, patience.rounds, patience.most, patience.foreign)
+        for name in rounds:
+            rounds.note(name, self._repeat(name, num_steps[name]))
+        gathers = limit.gathers_per_micro_batch(plain.model)
+        return self._found(rounds, list(parts), gathers)
+
+    @contextlib.contextmanager
+    def _context_of(self, name: str) -> Iterator[None]:
+        with ENGINES[name].context(self.device) if name in ENGINES else contextlib.nullcontext():
+            yield
+
+    def _steps_of(self, name: str, seconds: float) -> int:
+        """Steps of a repeat, found by trying one."""
+        took = self._repeat(name, 1).seconds
+        return max(1, min(_MOST_STEPS, math.ceil(seconds / took)))
+
+    def _repeat(self, name: str, num_steps: int) -> Sample:
+        """Time some steps on all ranks together: of the slowest one, alike on all."""
+        run, optimizer = self.runs[name], 0.0
+        allowed = cpus()
+        with self._context_of(name):
             dist.barrier()
-            _settle(on_cuda)
-            start = time.perf_counter()
-            optimizer.zero_grad()
-            model(inputs).square().mean().backward()
-            optimizer.step()
-            _settle(on_cuda)
-            if round_number >= 2:
-                times[name].append(time.perf_counter() - start)
-    if dist.get_rank() == 0:
-        _report({name: statistics.median(values) for name, values in times.items()}, args)
+            self._settle()
+            busy, own, start = busy_seconds(allowed), time.process_time(), time.perf_counter()
+            for _ in range(num_steps):
+                optimizer += run()
+            self._settle()
+            took, own = time.perf_counter() - start, time.process_time() - own
+            busy = None if busy is None else (busy_seconds(allowed) or 0.0) - busy
+        every = torch.zeros(dist.get_world_size(), 4, dtype=torch.float64, device=self.device)
+        mine = [took, optimizer, own, own if busy is None else busy]
+        every[dist.get_rank()] = torch.tensor(mine, dtype=torch.float64)
+        dist.all_reduce(every)
+        seconds, optimizer_seconds = (every[:, column].max().item() for column in (0, 1))
+        owned = every[:, 2].sum().item()
+        used = owned if busy is None else every[0, 3].item()
+        foreign = foreign_share(used, owned, seconds, len(allowed))
+        return Sample(seconds / num_steps, optimizer_seconds / num_steps, foreign)
+
+    def _settle(self) -> None:
+        """Wait for what is queued: a step on a GPU has returned long before it is done."""
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+    def _found(self, rounds: Rounds, parts: list[str], gathers: float) -> dict[str, Any]:
+        took = {name: rounds.median(name) for name in rounds.samples}
+        base = took.get(BASELINE)
+        found: dict[str, Any] = {}
+        for name, losses in self.losses.items():
+            least = limit.limit_seconds(
+                took, ENGINES[name].strategy, self.setting.micro_batches, gathers
+            )
+            difference = loss_difference(losses, self.losses[PLAIN])
+            found[name] = {
+                "step_s": took[name],
+                "optimizer_s": rounds.optimizer(name),
+                "over_baseline": took[name] / base if base else None,
+                "limit_s": least,
+                "over_limit": took[name] / least,
+                "loss_difference": difference if math.isfinite(difference) else None,
+                "losses_agree": difference <= TOLERANCE[self.setting.dtype],
+                "disturbed": rounds.is_disturbed(name),
+                "samples": [dataclasses.asdict(sample) for sample in rounds.samples[name]],
+            }
+        return {
+            "name": self.setting.name,
+            "setting": dataclasses.asdict(self.setting),
+            "engines": found,
+            "failed": self.failed,
+            "pieces_s": {name: took[name] for name in parts},
+            "pieces_disturbed": [name for name in parts if rounds.is_disturbed(name)],
+        }
 
 
-def _settle(on_cuda: bool) -> None:
-    """Wait for what is queued: a step on a GPU has returned long before it is done."""
-    if on_cuda:
-        torch.cuda.synchronize()
+def _step(training: Training, tokens: list[torch.Tensor]) -> float:
+    training.step(tokens)
+    return training.optimizer_seconds
 
 
-def _report(medians: dict[str, float], args: argparse.Namespace) -> None:
-    ratios = {name: value / medians[BASELINE] for name, value in medians.items()}
-    lines = [
-        f"{args.layers} blocks of width {args.width}, fp32, {args.ranks} ranks "
-        f"({'NCCL' if args.device == 'cuda' else 'gloo'}), "
-        f"AdamW, median of {args.rounds} steps",
-        f"{'':28}{'step ms':>10}{'over ' + BASELINE:>14}",
-    ]
-    lines += [f"{n:28}{medians[n] * 1e3:10.1f}{ratios[n]:14.2f}" for n in medians]
-    sys.stdout.write("\n".join(lines) + "\n")
-    written = common.write(args, "bench.json", step_s=medians, ratio=ratios)
-    _plot(ratios, written.with_suffix(".png"))
-
-
-def _plot(ratios: dict[str, float], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 3), layout="constrained")
-    axes.barh(list(ratios), list(ratios.values()))
-    axes.axvline(1.0, color="gray", linestyle=":")
-    axes.invert_yaxis()
-    axes.set_xlabel(f"step time over {BASELINE}'s")
-    figure.savefig(path, dpi=120)
-    sys.stdout.write(f"written: {path}\n")
-
-
-def main() -> None:
-    """Run the benchmark and print its table."""
-    sizes = {"ranks": 2, "layers": 8, "width": 256, "batch": 32, "rounds": 15}
-    parser = common.options("benchmarks", __doc__, **sizes)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    args = parser.parse_args()
-    common.run_ranks(_work, args, device=args.device)
+def _nothing(result: Any) -> float:
+    del result
+    return 0.0

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from benchmarks import memory
+from benchmarks import memory, report, step
+from benchmarks.cases import Case, Setting
+from benchmarks.engines import ENGINES, USUAL, Engine, Training, adamw
+from benchmarks.model import Language
+from benchmarks.step import Patience
 from tests.distributed.on_ranks import on_ranks
 
 
@@ -31,14 +35,65 @@ def _measured(tmp_path: Path, module: str, file: str, width: int) -> tuple[Any, 
     return json.loads((tmp_path / file).read_text()), shown
 
 
+QUICK = Patience(rounds=1, most=1, seconds=0.0)
+TINY = Case(layers=3, width=32, vocabulary=64, length=8)
+OWN_AND_TORCHS = [name for name in USUAL if not ENGINES[name].is_mapped]
+
+
 @pytest.mark.functional
-def test_the_benchmark_reports_a_ratio_for_every_contender(tmp_path: Path) -> None:
-    record, shown = _measured(tmp_path, "benchmarks", "bench.json", 8)
-    ratios = record["ratio"]
-    assert ratios["FSDP2"] == 1.0
-    assert len(ratios) == 6
-    assert all(name in shown for name in ratios)
+def test_every_engine_of_all_peers_trains_like_the_plain_loop(tmp_path: Path) -> None:
+    words = ["--layers", "2", "--width", "64", "--rounds", "1", "--most", "1", "--seconds", "0"]
+    shown = _run("benchmarks", "--full", *words, "--steps-only", "--out", str(tmp_path))
+    (found,) = json.loads((tmp_path / "bench.json").read_text())["settings"]
+    assert found["failed"] == {}
+    assert found["engines"].keys() == ENGINES.keys()
+    assert all(engine["losses_agree"] for engine in found["engines"].values())
+    assert all(name in shown for name in ENGINES)
     assert (tmp_path / "bench.png").stat().st_size > 1000
+
+
+@on_ranks(
+    2,
+    changed=[
+        {"shape": replace(TINY, experts=4), "micro_batches": 2},
+        pytest.param({"dtype": "bf16", "recomputes": True}, marks=pytest.mark.functional),
+        pytest.param({"recomputes": True, "optimizer": "loop"}, marks=pytest.mark.functional),
+    ],
+)
+def test_what_is_measured_side_by_side_trains_like_the_plain_loop(changed: dict[str, Any]) -> None:
+    setting = replace(Setting("tiny", TINY), **changed)
+    found = step.measure(setting, OWN_AND_TORCHS, init_device_mesh("cpu", (2,)), QUICK)
+    assert found["failed"] == {}
+    assert found["engines"].keys() == set(OWN_AND_TORCHS)
+    assert all(engine["losses_agree"] for engine in found["engines"].values())
+    assert all(len(engine["samples"]) == 1 for engine in found["engines"].values())
+
+
+def _local(model: Language, mesh: DeviceMesh, setting: Setting) -> Training:
+    """An engine that forgets to reduce gradients."""
+    del mesh
+    return Training(model, adamw(model.parameters(), setting))
+
+
+def _raises(model: Language, mesh: DeviceMesh, setting: Setting) -> Training:
+    raise RuntimeError("there is no such engine")
+
+
+@on_ranks(2)
+def test_losses_that_differ_and_engines_that_fail_are_reported() -> None:
+    added = {"forgetful": Engine(_local, "no_shard"), "missing": Engine(_raises, "no_shard")}
+    ENGINES.update(added)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        found = step.measure(Setting("tiny", TINY), ["DDP", *added], mesh, QUICK)
+    finally:
+        for name in added:
+            del ENGINES[name]
+    shown = report.markdown(report.steps(found))
+    losses = {row[0].removesuffix(" (*)"): row[-1] for row in report.steps(found).rows}
+    assert losses["DDP"] == losses["plain loop"] == "agree"
+    assert losses["forgetful"].startswith("DIFFER by ")
+    assert "missing failed: RuntimeError: there is no such engine" in shown
 
 
 @pytest.mark.functional
@@ -59,10 +114,10 @@ def test_saves_are_measured_beside_a_step(tmp_path: Path) -> None:
 
 @on_ranks(2, dtype=["fp32", "bf16"])
 def test_at_rest_zero_3_holds_what_fsdp2_does_and_builds_with_no_more(dtype: str) -> None:
-    args = argparse.Namespace(layers=3, width=64, batch=1, length=4, steps=2)
+    setting = Setting("tiny", Case(layers=3, width=64, batch=1, length=4), dtype)
     mesh = init_device_mesh("cpu", (2,))
-    shards = memory.contenders(dtype == "bf16")
-    theirs, ours = (memory.measure(shards[n], mesh, args) for n in ("FSDP2", "ours, ZeRO-3"))
+    names = ("FSDP2", "ours, optim_grads_params")
+    theirs, ours = (memory.measure(name, setting, mesh) for name in names)
     assert ours["at rest"] <= 1.01 * theirs["at rest"]
     assert ours["building"] <= 1.01 * theirs["building"]
     assert ours["at rest"] < ours["peak"] < 1.2 * theirs["peak"]

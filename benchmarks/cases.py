@@ -1,0 +1,113 @@
+"""What is trained in a benchmark: shapes of models, and the settings they are trained with."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+
+__all__ = ["CASES", "CHOSEN", "Case", "Setting", "every_setting"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A language model of transformer layers, and what a micro-batch of it is.
+
+    Attributes:
+        layers: Number of layers, each a unit.
+        width: Of what goes from layer to layer.
+        vocabulary: Rows of embedding and output layer, which belong to the root.
+        experts: MLPs of a layer, of which a token goes through one; 0 for an MLP without a router.
+        batch: Sequences of a micro-batch on a rank.
+        length: Tokens of a sequence.
+    """
+
+    layers: int
+    width: int
+    vocabulary: int = 512
+    experts: int = 0
+    batch: int = 2
+    length: int = 32
+
+    @property
+    def tokens(self) -> int:
+        """Of a micro-batch on a rank."""
+        return self.batch * self.length
+
+
+CASES = {
+    "wide": Case(layers=8, width=512),
+    "deep": Case(layers=64, width=64, vocabulary=256),
+    "moe": Case(layers=4, width=256, experts=8),
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One line of the comparison: what all engines train, side by side.
+
+    Attributes:
+        case: Name of the shape.
+        shape: The shape itself.
+        dtype: `fp32`, or `bf16` for compute in bf16 with main weights in fp32.
+        micro_batches: Of a step.
+        recomputes: Whether layers are recomputed in the backward.
+        ranks: Data-parallel ranks.
+        optimizer: How AdamW goes over parameters: `foreach`, torch's choice on a GPU, or `loop`,
+            its choice on a CPU.
+    """
+
+    case: str
+    shape: Case
+    dtype: str = "fp32"
+    micro_batches: int = 1
+    recomputes: bool = False
+    ranks: int = 2
+    optimizer: str = "foreach"
+
+    @property
+    def name(self) -> str:
+        """What makes this setting different, in words."""
+        words = [self.case, self.dtype, f"{self.ranks} ranks"]
+        if self.micro_batches > 1:
+            words.append(f"{self.micro_batches} micro-batches")
+        if self.recomputes:
+            words.append("recomputation")
+        if self.optimizer != "foreach":
+            words.append(f"AdamW by {self.optimizer}")
+        return ", ".join(words)
+
+    @property
+    def in_bf16(self) -> bool:
+        """Whether compute is in bf16."""
+        return self.dtype == "bf16"
+
+
+def _chosen() -> list[Setting]:
+    """Every shape as it is, then one thing changed at a time."""
+    wide, deep, moe = (Setting(name, shape) for name, shape in CASES.items())
+    return [
+        wide,
+        deep,
+        moe,
+        replace(wide, dtype="bf16"),
+        replace(deep, dtype="bf16"),
+        replace(wide, micro_batches=4),
+        replace(deep, micro_batches=4),
+        replace(wide, recomputes=True),
+        replace(deep, optimizer="loop"),
+        replace(wide, ranks=4),
+        replace(deep, ranks=4),
+    ]
+
+
+CHOSEN = _chosen()
+"""What fits into a few minutes."""
+
+
+def every_setting() -> list[Setting]:
+    """The whole product."""
+    axes = (CASES, (2, 4), ("fp32", "bf16"), (1, 4), (False, True), ("foreach", "loop"))
+    return [
+        Setting(case, CASES[case], dtype, micro_batches, recomputes, ranks, optimizer)
+        for case, ranks, dtype, micro_batches, recomputes, optimizer in itertools.product(*axes)
+    ]

@@ -1,0 +1,272 @@
+"""Who is compared: each engine makes a model ready for training, and then all do the same steps."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, override
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy as TheirPolicy
+
+from benchmarks import common, upstream
+from benchmarks.cases import Setting
+from benchmarks.common import STRATEGIES
+from benchmarks.model import Language, Layer, loss_of
+
+__all__ = ["BASELINE", "ENGINES", "PLAIN", "USUAL", "Engine", "Plain", "Training", "build"]
+
+BASELINE = "FSDP2"
+PLAIN = "plain loop"
+ZERO_3 = STRATEGIES[-1]
+RATE = 1e-3
+
+Context = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+class Training:
+    """A model and its optimizer, ready for steps.
+
+    Args:
+        model: What is called with tokens.
+        optimizer: What steps.
+        unsynchronized: Context of all micro-batches but the last of a step.
+        computing: Context of a forward.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        unsynchronized: Context = contextlib.nullcontext,
+        computing: Context = contextlib.nullcontext,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self._unsynchronized = unsynchronized
+        self._computing = computing
+        self.optimizer_seconds = 0.0
+
+    def compute(self, batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Forward and backward of all micro-batches; their losses."""
+        losses = []
+        for number, tokens in enumerate(batches, start=1):
+            is_last = number == len(batches)
+            with contextlib.nullcontext() if is_last else self._unsynchronized():
+                with self._computing():
+                    loss = loss_of(self.model(tokens), tokens)
+                (loss / len(batches)).backward()
+            losses.append(loss.detach())
+        return losses
+
+    def step(self, batches: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Make one step; the mean loss of its micro-batches on this rank.
+
+        Sets `optimizer_seconds`, of which a GPU's are those of the host.
+        """
+        losses = self.compute(batches)
+        start = time.perf_counter()
+        self.update()
+        self.optimizer_seconds = time.perf_counter() - start
+        return torch.stack(losses).mean()
+
+    def update(self) -> None:
+        """The optimizer's part of a step."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+class Plain(Training):
+    """A loop without any sharding: gradients are averaged one by one, after the backward.
+
+    In bf16 there are main weights in fp32 beside the model's.
+    """
+
+    def __init__(self, model: Language, setting: Setting) -> None:
+        main = [param.detach().clone().requires_grad_() for param in model.parameters()]
+        super().__init__(in_dtype(model, setting), adamw(main, setting))
+        self.main = main
+
+    @override
+    def update(self) -> None:
+        for param, main in zip(self.model.parameters(), self.main, strict=True):
+            assert param.grad is not None
+            main.grad = param.grad.to(main.dtype, copy=True)
+            dist.all_reduce(main.grad)
+            main.grad /= dist.get_world_size()
+            param.grad = None
+        super().update()
+        with torch.no_grad():
+            for param, main in zip(self.model.parameters(), self.main, strict=True):
+                param.copy_(main)
+
+
+Build = Callable[[Language, DeviceMesh, Setting], Training]
+
+
+@dataclass(frozen=True)
+class Engine:
+    """Somebody who is compared.
+
+    Attributes:
+        build: Makes a model, equal on all ranks, ready for training.
+        strategy: What its step has to communicate at least, for the limit.
+        is_mapped: Whether it asks for GPUs by name and has to be shown this machine's device.
+    """
+
+    build: Build
+    strategy: str
+    is_mapped: bool = field(default=False, kw_only=True)
+
+    def context(
+        self, device: str, *, building: bool = False
+    ) -> contextlib.AbstractContextManager[None]:
+        """What to build and to step in."""
+        if not self.is_mapped:
+            return contextlib.nullcontext()
+        return upstream.mapped_to(device, building=building)
+
+
+def adamw(params: Any, setting: Setting) -> torch.optim.AdamW:
+    """The optimizer of all engines."""
+    return torch.optim.AdamW(params, lr=RATE, foreach=setting.optimizer == "foreach")
+
+
+def in_dtype(model: Language, setting: Setting) -> Language:
+    """The model in the dtype of compute."""
+    return model.bfloat16() if setting.in_bf16 else model
+
+
+def _policy(setting: Setting) -> TheirPolicy:
+    """FSDP2's, which means the same here: gradients are communicated in the dtype of compute."""
+    return TheirPolicy(param_dtype=torch.bfloat16 if setting.in_bf16 else None)
+
+
+def _plain(model: Language, mesh: DeviceMesh, setting: Setting) -> Training:
+    del mesh
+    return Plain(model, setting)
+
+
+def _ddp(model: Language, mesh: DeviceMesh, setting: Setting) -> Training:
+    # As people use it: main weights are the model's, and autocast makes them bf16 where it helps.
+    wrapped = common.wrap_with_ddp(model, mesh)
+    casts = torch.autocast(mesh.device_type, torch.bfloat16, enabled=setting.in_bf16)
+    return Training(
+        wrapped,
+        adamw(wrapped.parameters(), setting),
+        unsynchronized=wrapped.no_sync,
+        computing=lambda: casts,
+    )
+
+
+def _fsdp2(*, reshards: bool) -> Build:
+    def build_fsdp2(model: Language, mesh: DeviceMesh, setting: Setting) -> Training:
+        options = {"mp_policy": _policy(setting), "reshard_after_forward": reshards}
+        common.wrap_with_fsdp2(model, mesh, **options)
+        return Training(model, adamw(model.parameters(), setting))
+
+    return build_fsdp2
+
+
+def _ours(strategy: str, **options: Any) -> Build:
+    def build_ours(model: Language, mesh: DeviceMesh, setting: Setting) -> Training:
+        sharded: Any = common.ours(strategy, mp_policy=_policy(setting), **options)(model, mesh)
+        return Training(
+            sharded, adamw(sharded.parameters(), setting), unsynchronized=sharded.no_sync
+        )
+
+    return build_ours
+
+
+def _megatron_fsdp(strategy: str) -> Build:
+    def build_v1(model: Language, mesh: DeviceMesh, setting: Setting) -> Training:
+        package = upstream.package()
+        # It wants an axis for tensor parallelism, of one rank if there is none, and, to average, a
+        # mesh for experts.
+        names = ("fsdp", "tp")
+        grid = init_device_mesh(mesh.device_type, (mesh.size(), 1), mesh_dim_names=names)
+        policy = package.MixedPrecisionPolicy(
+            main_grads_dtype=torch.float32,
+            grad_comm_dtype=torch.bfloat16 if setting.in_bf16 else None,
+        )
+        model = in_dtype(model, setting)
+        wrapped, optimizer = package.fully_shard(
+            model,
+            adamw(model.parameters(), setting),
+            device_mesh=grid,
+            expt_device_mesh=grid,
+            dp_shard_dim="fsdp",
+            tp_dim="tp",
+            fsdp_unit_modules=[Layer],
+            zero_dp_strategy=strategy,
+            mixed_precision_policy=policy,
+            device=_device(mesh),
+            # Its default is an operation that NCCL alone has.
+            average_in_collective=True,
+            sync_model_each_microbatch=setting.micro_batches == 1,
+            preproc_state_dict_for_dcp_ckpt=False,
+        )
+        # It has made a step without gradients, to have state; Adam must not count it.
+        for state in optimizer.state.values():
+            state["step"].zero_()
+        return Training(wrapped, optimizer, unsynchronized=wrapped.no_sync)
+
+    return build_v1
+
+
+def _experimental(model: Language, mesh: DeviceMesh, setting: Setting) -> Training:
+    package = upstream.experimental()
+    flat = [package.Flat()]
+    placements = package.Placements(dp_axes=[0], parameter=flat, gradient=flat, optimizer=flat)
+    policy = upstream.package().MixedPrecisionPolicy(main_grads_dtype=torch.float32)
+    model = in_dtype(model, setting)
+    for unit in common.units_of(model):
+        package.fully_shard(unit, mesh, placements, policy)
+    optimizer = adamw(model.parameters(), setting)
+    package.fully_shard_optimizer(optimizer)
+    return Training(model, optimizer)
+
+
+def _device(mesh: DeviceMesh) -> torch.device:
+    index = torch.cuda.current_device() if mesh.device_type == "cuda" else None
+    return torch.device(mesh.device_type, index)
+
+
+V1 = "Megatron-FSDP v1"
+ENGINES: dict[str, Engine] = {
+    PLAIN: Engine(_plain, "no_shard"),
+    "DDP": Engine(_ddp, "no_shard"),
+    BASELINE: Engine(_fsdp2(reshards=True), ZERO_3),
+    "FSDP2, optim_grads": Engine(_fsdp2(reshards=False), "optim_grads"),
+    **{f"{V1}, {name}": Engine(_megatron_fsdp(name), name, is_mapped=True) for name in STRATEGIES},
+    "Megatron-FSDP v2, experimental": Engine(_experimental, ZERO_3, is_mapped=True),
+    **{f"ours, {name}": Engine(_ours(name), name) for name in STRATEGIES},
+    **{
+        f"ours, {name}, pool": Engine(_ours(name, enable_trace_pool=True), name)
+        for name in STRATEGIES
+    },
+    "ours, one gradient buffer": Engine(_ours(ZERO_3, max_live_grad_buffers=1), ZERO_3),
+    "ours, that and no prefetch": Engine(
+        _ours(ZERO_3, max_live_grad_buffers=1, enable_unshard_prefetch=False), ZERO_3
+    ),
+}
+"""By name. The plain loop is what the losses of all others are held against."""
+
+_RARE = {"FSDP2, optim_grads", "ours, one gradient buffer", "ours, that and no prefetch"}
+_RARE |= {f"{V1}, {name}" for name in STRATEGIES[:-1]}
+USUAL = [name for name in ENGINES if name not in _RARE]
+"""Those that are timed if nobody asks for more."""
+
+
+def build(name: str, setting: Setting, mesh: DeviceMesh) -> Training:
+    """Make an engine's model ready."""
+    torch.manual_seed(0)
+    model = Language(setting.shape, recomputes=setting.recomputes).to(_device(mesh))
+    with ENGINES[name].context(mesh.device_type, building=True):
+        return ENGINES[name].build(model, mesh, setting)

@@ -1,0 +1,96 @@
+"""The limit of a step: the model's own compute, and the fewest collectives, each as fast as it is.
+
+Nothing is hidden behind anything else: on a CPU, communication and compute want the same cores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.cases import Setting
+from benchmarks.engines import RATE, Plain
+from benchmarks.model import Language
+
+__all__ = ["gathers_per_micro_batch", "limit_seconds", "pieces"]
+
+COMPUTE = "compute"
+GATHER = "all-gather"
+REDUCE = "reduce-scatter"
+EXCHANGE = "all-to-all and sum"
+ALL_REDUCE = "all-reduce"
+WHOLE = "AdamW, whole"
+SHARE = "AdamW, share"
+
+
+def limit_seconds(
+    took: Mapping[str, float], strategy: str, micro_batches: int, gathers: float
+) -> float:
+    """Seconds of a step that has nothing in it that the strategy does not need.
+
+    Args:
+        took: Seconds of each of `pieces`; compute of all micro-batches, the rest of one.
+        strategy: Of sharding.
+        micro_batches: Of a step.
+        gathers: How often ZeRO-3 gathers the model in a micro-batch.
+    """
+    if strategy == "no_shard":
+        return took[COMPUTE] + took[ALL_REDUCE] + took[WHOLE]
+    reduction = min(took[name] for name in (REDUCE, EXCHANGE) if name in took)
+    reductions = 1 if strategy == "optim" else micro_batches
+    passes = gathers * micro_batches if strategy == "optim_grads_params" else 1
+    return took[COMPUTE] + reductions * reduction + passes * took[GATHER] + took[SHARE]
+
+
+def gathers_per_micro_batch(model: Language) -> float:
+    """What ZeRO-3 gathers in a micro-batch, over the model: everything twice, the root once."""
+    whole = sum(param.numel() for param in model.parameters())
+    layers = sum(param.numel() for param in model.layers.parameters())
+    return (whole + layers) / whole
+
+
+def pieces(
+    plain: Plain, setting: Setting, batches: list[torch.Tensor]
+) -> dict[str, Callable[[], Any]]:
+    """What a limit consists of, by name: functions to be timed on all ranks together.
+
+    Every collective is one, of the whole model in the dtype of compute. The optimizer has one flat
+    parameter in fp32: the whole model, or a rank's share of it.
+    """
+    sample = next(plain.model.parameters())
+    ranks, device = setting.ranks, sample.device
+    numel = sum(param.numel() for param in plain.model.parameters())
+    share = -(-numel // ranks)
+    whole = torch.zeros(share * ranks, dtype=sample.dtype, device=device)
+    mine = torch.zeros(share, dtype=sample.dtype, device=device)
+
+    def compute() -> None:
+        plain.compute(batches)
+        plain.model.zero_grad()
+
+    found: dict[str, Callable[[], Any]] = {
+        COMPUTE: compute,
+        GATHER: lambda: dist.all_gather_into_tensor(whole, mine),
+        REDUCE: lambda: dist.reduce_scatter_tensor(mine, whole),
+        ALL_REDUCE: lambda: dist.all_reduce(whole),
+        WHOLE: _stepper(numel, device),
+        SHARE: _stepper(share, device),
+    }
+    if device.type == "cpu":
+        received = torch.empty_like(whole)
+
+        def exchange() -> None:
+            dist.all_to_all_single(received, whole)
+            torch.sum(received.view(ranks, share), 0, out=mine)
+
+        found[EXCHANGE] = exchange
+    return found
+
+
+def _stepper(numel: int, device: torch.device) -> Callable[[], Any]:
+    weight = torch.zeros(numel, device=device, requires_grad=True)
+    weight.grad = torch.zeros(numel, device=device)
+    return torch.optim.AdamW([weight], lr=RATE, fused=True).step

@@ -1,0 +1,192 @@
+"""What the benchmark found: tables on the screen, a picture, and a part of the documentation."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import upstream
+from benchmarks.engines import BASELINE
+from benchmarks.memory import COLUMNS
+from benchmarks.noise import cpus
+
+__all__ = ["PAGE", "Table", "draw", "machine", "markdown", "rest", "show", "steps", "write_page"]
+
+PAGE = "docs/benchmarks.md"
+COMMAND = "make bench"
+_PICTURE = "images/benchmarks.png"
+_BEGIN, _END = "<!-- results: begin -->\n", "<!-- results: end -->\n"
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table with remarks below it.
+
+    Attributes:
+        title: What it is of.
+        head: Names of the columns.
+        rows: As many cells each.
+        remarks: Sentences.
+    """
+
+    title: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    remarks: Sequence[str] = ()
+
+
+def steps(found: dict[str, Any]) -> Table:
+    """The table of one setting."""
+    head = ("", "step ms", "optimizer ms", f"over {BASELINE}", "over limit", "losses")
+    rows = [_row(name, engine) for name, engine in found["engines"].items()]
+    remarks = [f"{name} failed: {text}" for name, text in found["failed"].items()]
+    disturbed = [name for name, engine in found["engines"].items() if engine["disturbed"]]
+    disturbed += found["pieces_disturbed"]
+    if disturbed:
+        remarks.append(
+            "Too few undisturbed repeats, so the least disturbed ones count: "
+            f"{', '.join(disturbed)}."
+        )
+    parts = ", ".join(f"{name} {_ms(took)}" for name, took in found["pieces_s"].items())
+    remarks.append(f"What limits are made of, in ms: {parts}.")
+    return Table(found["name"], head, rows, remarks)
+
+
+def _row(name: str, engine: dict[str, Any]) -> tuple[str, ...]:
+    difference = engine["loss_difference"]
+    if engine["losses_agree"]:
+        losses = "agree"
+    else:
+        losses = "not finite" if difference is None else f"DIFFER by {difference:.0e}"
+    over = engine["over_baseline"]
+    return (
+        name + (" (*)" if engine["disturbed"] else ""),
+        _ms(engine["step_s"]),
+        _ms(engine["optimizer_s"]),
+        "-" if over is None else f"{over:.2f}",
+        f"{engine['over_limit']:.2f}",
+        losses,
+    )
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f}"
+
+
+def rest(record: dict[str, Any]) -> list[Table]:
+    """Tables of memory and of host time, where those were measured."""
+    found = []
+    for dtype, rows in record.get("memory", {}).items():
+        base = rows[BASELINE]
+        cells = [
+            (name, *(f"{row[c] / 1e6:.1f} ({row[c] / base[c]:.2f})" for c in COLUMNS))
+            for name, row in rows.items()
+        ]
+        title = f"Memory: wide, {dtype}, 2 ranks: MB, and over {BASELINE}'s"
+        found.append(Table(title, ("", *COLUMNS), cells))
+    if times := record.get("host_time_ms"):
+        head = ("", *(f"{units} units" for units in times), f"over {BASELINE}")
+        first = next(iter(times.values()))
+        cells = [
+            (
+                name,
+                *(f"{of[name]:.3f}" for of in times.values()),
+                f"{first[name] / first[BASELINE]:.2f}",
+            )
+            for name in first
+        ]
+        found.append(
+            Table("Host time of a unit and step, ms above the unsharded model's", head, cells)
+        )
+    return found
+
+
+def machine(device: str) -> str:
+    """This machine in words."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    words = [f"{len(cpus())} cores ({models[0] if models else platform.machine()})"]
+    words.append(f"{memory:.0f} GiB of memory")
+    if device == "cuda":
+        words.append(f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}")
+    words.append(f"torch {torch.__version__.partition('+')[0]}")
+    words.append(f"{'NCCL' if device == 'cuda' else 'gloo'}, {upstream.version()}")
+    return ", ".join(words)
+
+
+def show(tables: Sequence[Table]) -> None:
+    """Print tables."""
+    from rich.console import Console
+    from rich.table import Table as Shown
+
+    console = Console(width=None if os.isatty(1) else 110)
+    for table in tables:
+        shown = Shown(title=table.title, title_justify="left")
+        for number, column in enumerate(table.head):
+            shown.add_column(column, justify="right" if number else "left", no_wrap=True)
+        for row in table.rows:
+            style = "bold" if row[0].startswith("ours") else None
+            shown.add_row(*row, style="red" if row[-1].startswith(("DIFFER", "not")) else style)
+        console.print(shown)
+        for remark in table.remarks:
+            console.print(remark, style="dim", highlight=False, markup=False)
+
+
+def draw(settings: Sequence[dict[str, Any]], path: Path) -> None:
+    """A picture: step times over the baseline's, with a tick at each limit."""
+    from matplotlib.figure import Figure
+
+    names = list(dict.fromkeys(name for found in settings for name in found["engines"]))
+    columns = min(3, len(settings))
+    rows = -(-len(settings) // columns)
+    figure = Figure(
+        figsize=(4 * columns + 1.5, 0.24 * len(names) * rows + 0.8), layout="constrained"
+    )
+    grid = figure.subplots(rows, columns, squeeze=False, sharey=True)
+    for number, axes in enumerate(grid.flat):
+        if number >= len(settings):
+            axes.set_axis_off()
+            continue
+        engines = settings[number]["engines"]
+        base = engines.get(BASELINE, next(iter(engines.values())))["step_s"]
+        for row, name in enumerate(names):
+            if name in engines:
+                color = "tab:blue" if name.startswith("ours") else "tab:gray"
+                axes.barh(row, engines[name]["step_s"] / base, color=color)
+                axes.plot([engines[name]["limit_s"] / base] * 2, [row - 0.4, row + 0.4], "k-")
+        axes.axvline(1.0, color="gray", linestyle=":")
+        axes.set_title(settings[number]["name"], fontsize=8)
+    grid[0, 0].set_yticks(range(len(names)), names, fontsize=7)
+    grid[0, 0].invert_yaxis()
+    figure.supxlabel(f"step over {BASELINE}'s; black: the limit", fontsize=8)
+    figure.savefig(path, dpi=110)
+
+
+def markdown(table: Table) -> str:
+    """A table for a page."""
+    lines = [f"**{table.title}**", ""]
+    lines += [f"| {' | '.join(table.head)} |", "|---" * len(table.head) + "|"]
+    lines += [f"| {' | '.join(row)} |" for row in table.rows]
+    for remark in table.remarks:
+        lines += ["", remark]
+    return "\n".join(lines) + "\n"
+
+
+def write_page(record: dict[str, Any], page: str) -> None:
+    """Write results between the marks of a page, and their picture beside it."""
+    path = Path(page)
+    before, others = path.read_text().split(_BEGIN)
+    after = others.split(_END)[1]
+    text = f"`{COMMAND}`, {record['minutes']:.0f} minutes on {record['machine']}.\n\n"
+    text += f"![step times]({_PICTURE})\n\n"
+    tables = [steps(found) for found in record["settings"]] + rest(record)
+    path.write_text(before + _BEGIN + text + "\n".join(map(markdown, tables)) + _END + after)
+    draw(record["settings"], path.parent / _PICTURE)

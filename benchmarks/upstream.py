@@ -1,0 +1,93 @@
+"""Megatron-FSDP as PyPI's `megatron-fsdp` has it, on GPUs or on this machine's CPU.
+
+`make bench` installs it into a folder of its own, where nothing but this module looks.
+megatron-core has a copy in it, which does as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import logging
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron_fsdp_v2_mcore.patching import Patches
+from megatron_fsdp_v2_mcore.rehearsal.cuda_stubs import stand_in
+from megatron_fsdp_v2_mcore.rehearsal.devices import CpuDevices
+
+__all__ = ["experimental", "mapped_to", "package", "version"]
+
+FOLDER = Path(f"{sys.prefix}-peers")
+_NAMES = ("megatron_fsdp", "megatron.core.distributed.fsdp.src.megatron_fsdp")
+
+
+@functools.cache
+def package() -> Any:
+    """The package.
+
+    Raises:
+        ModuleNotFoundError: Neither it nor megatron-core is installed.
+    """
+    if FOLDER.is_dir() and str(FOLDER) not in sys.path:
+        sys.path.append(str(FOLDER))
+    return _imported("")
+
+
+@functools.cache
+def experimental() -> Any:
+    """The second version, which the package calls experimental."""
+    package()
+    return _imported(".experimental")
+
+
+def version() -> str:
+    """Which one it is, in words."""
+    name = "megatron-fsdp" if package().__name__ == _NAMES[0] else "megatron-core's Megatron-FSDP"
+    return f"{name} {package().__version__}"
+
+
+def _imported(part: str) -> Any:
+    with warnings.catch_warnings(), _without_remarks():
+        # Importing Megatron warns of every optional package that is missing.
+        warnings.simplefilter("ignore")
+        try:
+            return importlib.import_module(_NAMES[0] + part)
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] != _NAMES[0]:
+                raise
+            return importlib.import_module(_NAMES[1] + part)
+
+
+@contextlib.contextmanager
+def _without_remarks() -> Iterator[None]:
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+@contextlib.contextmanager
+def mapped_to(device: str, *, building: bool = False) -> Iterator[None]:
+    """Have what asks for a GPU find one; without one, the stubs of a rehearsal.
+
+    Args:
+        device: Type of the device everything runs on.
+        building: Whether a model is built, which names CUDA devices. Steps do not, and what maps
+            devices would take its time in every call of torch.
+    """
+    if device == "cuda":
+        yield
+        return
+    patches = Patches()
+    try:
+        stand_in(patches)
+        with _without_remarks(), CpuDevices() if building else contextlib.nullcontext():
+            yield
+    finally:
+        patches.undo()

@@ -33,7 +33,7 @@ CUT = {
 }
 
 
-class _Copy(torch.autograd.Function):
+class Copy(torch.autograd.Function):
     """Identity whose gradient is summed over the tensor-parallel ranks."""
 
     @staticmethod
@@ -50,7 +50,7 @@ class _Copy(torch.autograd.Function):
         return grad, None
 
 
-class _Sum(torch.autograd.Function):
+class Sum(torch.autograd.Function):
     """Sum over the tensor-parallel ranks; its gradient is an identity."""
 
     @staticmethod
@@ -77,10 +77,10 @@ class Part(nn.Module):
         self.register_parameter("bias", None if bias is None else nn.Parameter(torch.randn(bias)))
 
     def copy(self, x: torch.Tensor) -> torch.Tensor:
-        return x if self.group is None else _Copy.apply(x, self.group)
+        return x if self.group is None else Copy.apply(x, self.group)
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        return x if self.group is None else _Sum.apply(x, self.group)
+        return x if self.group is None else Sum.apply(x, self.group)
 
 
 class Column(Part):

@@ -24,6 +24,7 @@ from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2.tensor_parallel import COLUMN, TensorParallelRule, tensor_shards
 from megatron_fsdp_v2_mcore.model.amax_mesh import name_amax_mesh
 from megatron_fsdp_v2_mcore.model.tensor_parallel_rules import TRANSFORMER_ENGINE_RULES
+from tests.distributed.plain_parallel_model import Copy, Sum
 from tests.mcore.session import enter_rehearsal
 
 HIDDEN, FFN, EXPERTS, TOKENS = 16, 24, (5, 3), 8
@@ -44,21 +45,6 @@ class Stacked(nn.Module):
 
 
 RULES = (*TRANSFORMER_ENGINE_RULES, TensorParallelRule(Stacked, COLUMN))
-
-
-class _SumBack(torch.autograd.Function):
-    """Copy to the tensor-parallel ranks: the gradient is their sum."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
-        ctx.group = group
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        grad = grad.contiguous()
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
 
 
 class _Gather(torch.autograd.Function):
@@ -118,31 +104,11 @@ class Model(nn.Module):
         x = x + self.out(torch.tanh(query) * key)
         x = x + self.mlp(x)
         # Experts leave communication to who dispatches tokens.
-        x = self.norm(
-            x + _sum(self.down(self.up(_SumBack.apply(x, self.group), splits), splits), self)
-        )
-        x = x + _Gather.apply(self.stacked(_SumBack.apply(x, self.group)), self.group)
+        routed = self.down(self.up(Copy.apply(x, self.group), splits), splits)
+        x = self.norm(x + Sum.apply(routed, self.group))
+        x = x + _Gather.apply(self.stacked(Copy.apply(x, self.group)), self.group)
         out: torch.Tensor = self.last(self.whole(x))
         return out
-
-
-class _Sum(torch.autograd.Function):
-    """The sum over tensor-parallel ranks; every one of them has the whole gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
-        x = x.clone()
-        dist.all_reduce(x, group=group)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        return grad, None
-
-
-def _sum(x: torch.Tensor, model: Model) -> torch.Tensor:
-    out: torch.Tensor = _Sum.apply(x, model.group)  # type: ignore[no-untyped-call]
-    return out
 
 
 def _mesh(dp: int, tp: int) -> DeviceMesh:

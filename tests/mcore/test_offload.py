@@ -11,21 +11,19 @@ import pytest
 import torch.distributed.checkpoint as dcp
 
 from megatron_fsdp_v2_mcore.flags.checkpoint_check import read_metadata
-from tests.mcore.session import MODEL_FLAGS, Training, curves, distance, fsdp, train
+from tests.mcore import flags as f
+from tests.mcore.flags import STRATEGIES, ZERO3, fsdp
+from tests.mcore.session import Training, distance
+from tests.mcore.trained import assert_equal, longer, trained
 from tests.ranks import RankFailure, RankPools
 
 OFFLOAD = "--optimizer-cpu-offload"
-STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 WAYS = (
     f"{OFFLOAD} --optimizer-offload-fraction 0",
     f"{OFFLOAD} --optimizer-offload-fraction 0.5 --overlap-cpu-optimizer-d2h-h2d",
     f"{OFFLOAD} --use-precision-aware-optimizer --no-pin-cpu-grads --no-pin-cpu-params",
     f"{OFFLOAD} --optimizer-offload-fraction 0.25 --use-torch-optimizer-for-cpu-offload",
 )
-
-
-def _flags(strategy: str, iterations: int, *more: str) -> list[str]:
-    return [*MODEL_FLAGS, *fsdp(strategy), "--train-iters", str(iterations), *more]
 
 
 def _parts(optimizer: Any) -> list[Any]:
@@ -55,20 +53,22 @@ def _is(fraction: float, counts: Sequence[tuple[int, int]], slack: float = 0.1) 
     return all(fraction <= host / total < fraction + slack for host, total in counts)
 
 
-def _train(pools: RankPools, world_size: int, flags: Sequence[str]) -> Training:
-    # Importing Megatron is part of the first one.
-    return curves(pools(world_size).run(train, flags, numel_on_host, timeout_s=180))
+def _train(pools: RankPools, *flags: f.Flags, world_size: int = 2) -> Training:
+    return trained(pools, world_size, *flags, probe=numel_on_host)
+
+
+def _assert_as_without(offloaded: Training, plain: Training) -> None:
+    assert_equal(offloaded, plain)
+    assert offloaded.params_norms == plain.params_norms
 
 
 def test_losses_and_norms_are_bit_for_bit_those_without_offload(megatron: RankPools) -> None:
-    flags = _flags("optim_grads_params", 4, "--log-params-norm")
-    plain = _train(megatron, 2, flags)
+    flags = fsdp(ZERO3, "--train-iters 4 --log-params-norm")
+    plain = _train(megatron, flags)
     assert plain.extras[0][0] == 0
     for way, fraction in zip(WAYS[1:3], (0.5, 1.0), strict=True):
-        offloaded = _train(megatron, 2, [*flags, *way.split()])
-        assert offloaded.losses == plain.losses, way
-        assert offloaded.grad_norms == plain.grad_norms, way
-        assert offloaded.params_norms == plain.params_norms, way
+        offloaded = _train(megatron, flags, way)
+        _assert_as_without(offloaded, plain)
         assert _is(fraction, offloaded.extras), way
 
 
@@ -78,13 +78,10 @@ def test_losses_and_norms_are_bit_for_bit_those_without_offload(megatron: RankPo
 def test_every_strategy_fraction_and_size_trains_as_without_offload(
     megatron: RankPools, strategy: str, world_size: int
 ) -> None:
-    flags = _flags(strategy, 6, "--clip-grad", "0.5", "--log-params-norm")
-    plain = _train(megatron, world_size, flags)
+    flags = fsdp(strategy, "--train-iters 6 --clip-grad 0.5 --log-params-norm")
+    plain = _train(megatron, flags, world_size=world_size)
     for way in WAYS:
-        offloaded = _train(megatron, world_size, [*flags, *way.split()])
-        assert offloaded.losses == plain.losses, way
-        assert offloaded.grad_norms == plain.grad_norms, way
-        assert offloaded.params_norms == plain.params_norms, way
+        _assert_as_without(_train(megatron, flags, way, world_size=world_size), plain)
 
 
 @pytest.mark.functional
@@ -94,31 +91,30 @@ def test_every_strategy_fraction_and_size_trains_as_without_offload(
         "--optimizer muon",
         "--fp16 --initial-loss-scale 1024",
         "--num-experts 4 --expert-model-parallel-size 2",
-        "--tensor-model-parallel-size 2",
-        "--pipeline-model-parallel-size 2",
-        "--num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim",
+        f.TP2,
+        f.PP2,
+        f.HFSDP,
         "--init-model-with-meta-device",
-        "--global-batch-size 24 --overlap-grad-reduce --overlap-param-gather --fsdp-trace-pool",
+        f"--global-batch-size 24 {f.OVERLAP} --fsdp-trace-pool",
     ],
 )
 def test_features_train_as_without_offload(megatron: RankPools, feature: str) -> None:
-    flags = _flags("optim_grads_params", 5, *feature.split())
-    plain = _train(megatron, 2, flags)
+    flags = fsdp(ZERO3, "--train-iters 5", feature)
+    plain = _train(megatron, flags)
     for way in WAYS[1:3]:
-        offloaded = _train(megatron, 2, [*flags, *way.split()])
-        assert offloaded.losses == plain.losses, way
-        assert offloaded.grad_norms == plain.grad_norms, way
+        _assert_as_without(_train(megatron, flags, way), plain)
 
 
 def test_of_muon_the_adam_part_is_offloaded(megatron: RankPools) -> None:
-    flags = _flags("optim_grads_params", 3, "--optimizer", "muon")
-    plain = _train(megatron, 2, flags)
-    offloaded = _train(megatron, 2, [*flags, OFFLOAD])
-    assert offloaded.losses == plain.losses
+    flags = fsdp(ZERO3, "--train-iters 3 --optimizer muon")
+    offloaded = _train(megatron, flags, OFFLOAD)
+    assert offloaded.losses == _train(megatron, flags).losses
     assert all(host == total > 0 for host, total in offloaded.extras)
 
 
 # -- checkpoints ----------------------------------------------------------------------------------
+
+SIX = "--train-iters 6 --bf16"
 
 
 def _entries(folder: Path) -> set[str]:
@@ -131,15 +127,14 @@ def saved(
 ) -> tuple[Path, list[float]]:
     """A checkpoint of iteration 3 of an offloaded run, and the losses of the run that went on."""
     folder = tmp_path_factory.mktemp("offloaded")
-    save = ["--save", str(folder), "--save-interval", "3", "--bf16", *WAYS[1].split()]
-    return folder, _train(megatron, 2, _flags("optim_grads_params", 6, *save)).losses
+    return folder, _train(megatron, fsdp(), SIX, f.saving(folder, 3), WAYS[1]).losses
 
 
 def _resumed(
-    pools: RankPools, folder: Path, way: str, world_size: int = 2, strategy: str = STRATEGIES[-1]
+    pools: RankPools, folder: Path, way: str, world_size: int = 2, strategy: str = ZERO3
 ) -> list[float]:
-    load = ["--load", str(folder), "--ckpt-step", "3", "--bf16", *way.split()]
-    return _train(pools, world_size, _flags(strategy, 6, *load)).losses
+    load = f.loading(folder, 3)
+    return _train(pools, fsdp(strategy), SIX, load, way, world_size=world_size).losses
 
 
 @pytest.mark.parametrize(
@@ -147,8 +142,8 @@ def _resumed(
     [
         pytest.param("", id="not offloaded"),
         pytest.param(OFFLOAD, id="everything offloaded"),
-        pytest.param(WAYS[1], id="as saved", marks=pytest.mark.functional),
-        pytest.param(WAYS[0], id="nothing offloaded", marks=pytest.mark.functional),
+        longer(WAYS[1], id="as saved"),
+        longer(WAYS[0], id="nothing offloaded"),
     ],
 )
 def test_an_offloaded_run_goes_on_bit_for_bit_with_any_fraction_or_none(
@@ -175,8 +170,7 @@ def test_an_offloaded_checkpoint_loads_at_any_size_and_strategy(
 def test_a_checkpoint_has_what_it_has_without_offload(
     megatron: RankPools, saved: tuple[Path, list[float]], tmp_path: Path
 ) -> None:
-    save = ["--save", str(tmp_path), "--save-interval", "3", "--bf16"]
-    uninterrupted = _train(megatron, 2, _flags("optim_grads_params", 6, *save)).losses
+    uninterrupted = _train(megatron, fsdp(), SIX, f.saving(tmp_path, 3)).losses
     mine, theirs = (_entries(folder / "iter_0000003") for folder in (saved[0], tmp_path))
     assert mine == theirs
     assert any(name.endswith("exp_avg") for name in mine)

@@ -25,13 +25,8 @@ def batch(step: int, micro: int, rank: int) -> torch.Tensor:
     return torch.randn(ROWS, models.INPUT, generator=generator)
 
 
-def mean_square(model: nn.Module, step: int, micro: int, rank: int) -> torch.Tensor:
-    """The loss of most patterns."""
-    del step
-    return model(batch(0, micro, rank)).square().mean()
-
-
 def _of_step(model: nn.Module, step: int, micro: int, rank: int) -> torch.Tensor:
+    """The loss of most patterns."""
     return model(batch(step, micro, rank)).square().mean()
 
 

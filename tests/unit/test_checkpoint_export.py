@@ -396,9 +396,9 @@ LARGEST = 32 * MIB
 
 @pytest.fixture
 def large(tmp_path: Path) -> Path:
-    """128 MiB in four tensors of two chunks each."""
+    """96 MiB in three tensors of two chunks each."""
     rows = LARGEST // 4 // 1024
-    tensors = {str(number): torch.full((rows, 1024), float(number)) for number in range(4)}
+    tensors = {str(number): torch.full((rows, 1024), float(number)) for number in range(3)}
     return write(tmp_path / "large", tensors, cut=rows // 2)
 
 

@@ -1,9 +1,12 @@
-"""What both suites share: rank pools, shares of longer tests, generated documentation."""
+"""What both suites share: rank pools, shares of longer tests, documentation, a folder to litter."""
 
 from __future__ import annotations
 
 import gc
+import shutil
+import tempfile
 from collections.abc import Iterator
+from multiprocessing import util
 
 import pytest
 from hypothesis import settings
@@ -30,11 +33,26 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Check the options, and find out what chooses."""
+    """Check the options, find out what chooses, and have temporary files go with the session."""
+    _collect_litter(config)
     if config.getoption("--one-in") < 1:
         raise pytest.UsageError(f"--one-in must be at least 1, got {config.getoption('--one-in')}")
     if config.getoption("--chosen-by") is None:
         config.option.chosen_by = commit_of(config.rootpath)
+
+
+def _collect_litter(config: pytest.Config) -> None:
+    """Have what libraries and ended processes leave behind in one folder, and remove that."""
+    # Made where it stays until this process removes it, which fails where it is gone by then.
+    util.get_temp_dir()
+    patch = pytest.MonkeyPatch()
+    # Where pytest keeps what `tmp_path` gave to the last tests.
+    patch.setenv("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+    folder = tempfile.mkdtemp(prefix="tests-")
+    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    config.add_cleanup(patch.undo)
+    patch.setenv("TMPDIR", folder)
+    patch.setattr(tempfile, "tempdir", folder)
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:

@@ -72,6 +72,28 @@ def test_a_share_of_less_than_one_is_an_error(suite: pytest.Pytester) -> None:
     result.stderr.fnmatch_lines(["*--one-in must be at least 1, got 0*"])
 
 
+def test_what_tests_leave_in_temporary_folders_goes_with_the_session(
+    pytester: pytest.Pytester, suite: pytest.Pytester
+) -> None:
+    pytester.makepyfile(
+        """
+        import subprocess, sys, tempfile
+
+        def test_it(tmp_path):
+            names = [tempfile.mkdtemp()]
+            code = "import tempfile; print(tempfile.mkdtemp())"
+            done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+            names.append(done.stdout.strip())
+            with open("left.txt", "w") as left:
+                left.write("\\n".join([*names, str(tmp_path)]))
+        """
+    )
+    suite.runpytest().assert_outcomes(passed=1)
+    *gone, kept = (pytester.path / "left.txt").read_text().splitlines()
+    assert [Path(name).exists() for name in gone] == [False, False]
+    assert Path(kept).exists()
+
+
 def test_the_sample_for_another_torch_names_files_that_are_there() -> None:
     root = Path(__file__).parents[2]
     run = subprocess.run(

@@ -14,6 +14,7 @@ import importlib
 import math
 import multiprocessing
 import os
+import queue
 import re
 import sys
 from collections.abc import Sequence
@@ -69,6 +70,8 @@ def train(
     """
     modules = enter_rehearsal(impl_of(flags), flags)
     result = Training()
+    if "--async-save" not in flags:
+        _write_without_processes()
     argv, patches = sys.argv, modules["Patches"]()
     _watch(patches, modules["training"], result, probe)
     _freeze(patches, modules["gpt"], freezes)
@@ -137,6 +140,16 @@ def _freeze(patches: Any, gpt: Any, patterns: Sequence[str]) -> None:
         return model
 
     patches.set(gpt, "build_model", build_and_freeze)
+
+
+def _write_without_processes() -> None:
+    """Have Megatron's torch_dist checkpoints started without a process that holds a queue.
+
+    It starts a new Python for that, which takes longer than a training as short as these.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    filesystem_async._results_queue = queue.Queue()
 
 
 def _add_up_norms_in_fp64(patches: Any) -> None:

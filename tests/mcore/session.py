@@ -234,6 +234,8 @@ def rehearse_for_good(impl: str = "local", flags: Sequence[str] = ()) -> dict[st
 
     recipe = [*flags, "--fp8-recipe", "delayed"]
     recipe = recipe[recipe.index("--fp8-recipe") :][:2]
+    if "--fp4-format" in flags:
+        recipe += ["--fp4-format", "e2m1"]
     kind = f"{impl} {cpu_capability(recipe)}"
     assert _MODULES.get("kind", kind) == kind, f"this pool is for {_MODULES['kind']}"
     if not _MODULES:
@@ -242,7 +244,7 @@ def rehearse_for_good(impl: str = "local", flags: Sequence[str] = ()) -> dict[st
         from megatron_fsdp_v2_mcore.patching import Patches
         from megatron_fsdp_v2_mcore.rehearsal.flags import cpu_environment, with_cpu_flags
 
-        _STACK.enter_context(rehearsal.rehearse(["--transformer-impl", impl, *recipe[:2]]))
+        _STACK.enter_context(rehearsal.rehearse(["--transformer-impl", impl, *recipe]))
         from megatron.training import arguments, training
 
         from megatron_fsdp_v2_mcore.pretrain_gpt import gpt

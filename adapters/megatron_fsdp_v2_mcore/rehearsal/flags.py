@@ -103,7 +103,7 @@ _OFFLOAD = "there is no device memory to move it from"
 GPU_FLAGS: tuple[GpuFlag, ...] = (
     GpuFlag("--use-flash-attn", "fused attention needs a GPU"),
     GpuFlag("--fp8-format", _ITS_IMPL, only_local=True),
-    GpuFlag("--fp4-format", _TE),
+    GpuFlag("--fp4-format", _ITS_IMPL, only_local=True),
     GpuFlag("--tp-comm-overlap", _TE),
     GpuFlag("--te-rng-tracker", _TE),
     GpuFlag("--use-te-activation-func", _TE),
@@ -263,7 +263,9 @@ def cpu_capability(argv: Sequence[str]) -> tuple[int, int]:
     Args:
         argv: The user's flags.
     """
-    return (10, 0) if _values(argv).get("--fp8-recipe") in _BLACKWELL_RECIPES else (9, 0)
+    given = _values(argv)
+    wants_more = "--fp4-format" in given or given.get("--fp8-recipe") in _BLACKWELL_RECIPES
+    return (10, 0) if wants_more else (9, 0)
 
 
 _MANY_CONNECTIONS_FLAGS = (

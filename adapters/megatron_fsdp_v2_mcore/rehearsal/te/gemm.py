@@ -35,18 +35,14 @@ def _operand(tensor: Any, way: str) -> torch.Tensor:
     return plain.reshape(-1, plain.shape[-1]).float()
 
 
-def _shape(tensor: Any) -> tuple[int, ...]:
-    return tuple(tensor.size())
-
-
 def _output_shape(a: Any, trans_a: bool, b: Any, trans_b: bool) -> tuple[int, ...]:
     """Shape of `D`, which keeps the dimensions of a `B` that is not transposed."""
-    last_of_a = _shape(a)[-1]
+    last_of_a = storages.shape_of(a)[-1]
     rows_of_a = 1
-    for size in _shape(a)[:-1]:
+    for size in storages.shape_of(a)[:-1]:
         rows_of_a *= size
     columns = rows_of_a if trans_a else last_of_a
-    return (_shape(b)[-1], columns) if trans_b else (*_shape(b)[:-1], columns)
+    return (storages.shape_of(b)[-1], columns) if trans_b else (*storages.shape_of(b)[:-1], columns)
 
 
 def _product(a: Any, trans_a: bool, b: Any, trans_b: bool) -> torch.Tensor:
@@ -56,8 +52,22 @@ def _product(a: Any, trans_a: bool, b: Any, trans_b: bool) -> torch.Tensor:
     return (left.t() if trans_b else left) @ (right.t() if trans_a else right)
 
 
+def _column_sums(b: Any, trans_b: bool) -> torch.Tensor:
+    """The gradient of a bias: a gradient's sum over its rows, in fp32.
+
+    Raises:
+        NotImplementedError: The payload does not stand for the gradient itself.
+    """
+    way = "columnwise" if trans_b else "rowwise"
+    if storages.is_transformed(b, way):
+        raise NotImplementedError(
+            "a bias's gradient cannot be made of the Hadamard transform of a gradient"
+        )
+    return _operand(b, way).sum(0)
+
+
 def _is_empty(*operands: Any) -> bool:
-    return any(0 in _shape(operand) for operand in operands)
+    return any(0 in storages.shape_of(operand) for operand in operands)
 
 
 def generic_gemm(
@@ -135,8 +145,10 @@ def generic_gemm(
             assert gelu_in is not None
             values = values * gelu_slope(gelu_in.float().view(shape))
         if bias is not None:
-            summed = values if gelu else _operand(B, "columnwise" if transB else "rowwise")
-            bias_grad = summed.reshape(-1, summed.shape[-1]).sum(0).to(dtype)
+            summed = (
+                values.reshape(-1, values.shape[-1]).sum(0) if gelu else _column_sums(B, transB)
+            )
+            bias_grad = summed.to(dtype)
     else:
         if bias is not None and bias.numel():
             values = values + bias.float()
@@ -251,7 +263,7 @@ def _grouped_product(
         return
     values = _product(a, trans_a, b, trans_b)
     if grad and bias.numel():
-        bias.copy_(_operand(b, "columnwise" if trans_b else "rowwise").sum(0))
+        bias.copy_(_column_sums(b, trans_b))
     elif bias.numel():
         values = values + bias.float()
     if pre_gelu.numel():

@@ -13,6 +13,7 @@ from megatron_fsdp_v2_mcore.rehearsal.te import (
     gemm,
     misc,
     norms,
+    nvfp4_weights,
     optim,
     quant,
     sharded,
@@ -23,7 +24,7 @@ __all__ = ["NAME", "NotEmulatedError", "make"]
 NAME = "transformer_engine_torch"
 """What Transformer Engine imports its kernels as."""
 
-_GROUPS = (attention, gemm, misc, norms, optim, quant, sharded)
+_GROUPS = (attention, gemm, misc, norms, nvfp4_weights, optim, quant, sharded)
 _NO_KERNELS = ("finished",)
 
 

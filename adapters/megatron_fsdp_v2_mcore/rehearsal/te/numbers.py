@@ -10,9 +10,11 @@ import torch
 __all__ = [
     "LARGEST",
     "block_amax",
+    "copy_into_corner",
     "e8m0_of",
     "expand_blocks",
     "from_fp8",
+    "in_place_of_whole",
     "power_of_e8m0",
     "reciprocal_of_e8m0",
     "scale_of_amax",
@@ -156,3 +158,16 @@ def expand_blocks(
     """
     wide = per_block.repeat_interleave(rows, 0)[: shape[0]]
     return wide.repeat_interleave(cols, 1)[:, : shape[1]]
+
+
+def copy_into_corner(padded: torch.Tensor, values: torch.Tensor) -> None:
+    """Write a matrix into the first rows and columns of a larger one; the rest becomes zero."""
+    padded.zero_()
+    padded[: values.shape[0], : values.shape[1]].copy_(values)
+
+
+def in_place_of_whole(part: torch.Tensor, h: int, w: int, start_offset: int) -> torch.Tensor:
+    """A matrix `(h, w)` that is zero outside a part of it, fp32."""
+    whole = torch.zeros(h * w, dtype=torch.float32)
+    whole[start_offset : start_offset + part.numel()] = part.reshape(-1).float()
+    return whole.view(h, w)

@@ -30,13 +30,6 @@ def compute_amax(input: torch.Tensor, amax: torch.Tensor) -> None:
     amax.fill_(input.abs().amax().float() if input.numel() else 0.0)
 
 
-def _in_place_of_whole(part: torch.Tensor, h: int, w: int, start_offset: int) -> torch.Tensor:
-    """A matrix `(h, w)` that is zero outside a part of it, fp32."""
-    whole = torch.zeros(h * w, dtype=torch.float32)
-    whole[start_offset : start_offset + part.numel()] = part.reshape(-1).float()
-    return whole.view(h, w)
-
-
 def _part_of(whole: torch.Tensor, start_offset: int, length: int) -> torch.Tensor:
     return whole.reshape(-1)[start_offset : start_offset + length]
 
@@ -55,7 +48,7 @@ def fp8_block_scaling_compute_partial_amax(
         block_len: 128.
     """
     blocks = numbers.block_amax(
-        _in_place_of_whole(tensor, h, w, start_offset), block_len, block_len
+        numbers.in_place_of_whole(tensor, h, w, start_offset), block_len, block_len
     )
     amax[: blocks.shape[0], : blocks.shape[1]].copy_(blocks)
 
@@ -106,7 +99,7 @@ def mxfp8_scaling_compute_partial_amax(
         cols: Of the weight, a multiple of 32.
         start_offset: Where the part begins.
     """
-    whole = _in_place_of_whole(input, rows, cols, start_offset)
+    whole = numbers.in_place_of_whole(input, rows, cols, start_offset)
     for amax, block in ((amax_rowwise, (1, MX_BLOCK)), (amax_colwise, (MX_BLOCK, 1))):
         amax.zero_()
         blocks = numbers.block_amax(whole, *block)

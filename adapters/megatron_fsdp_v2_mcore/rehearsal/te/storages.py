@@ -3,7 +3,7 @@
 A tensor has a row-wise payload, with blocks along its last dimension, a column-wise one, with
 blocks along the others, or both. `M` is the product of all dimensions but the last, `K` the last
 one. FP8 with one scale and blockwise FP8 store the column-wise payload transposed, `(K, ...)`,
-MXFP8 does not.
+MXFP8 does not. NVFP4 has a file of its own, `nvfp4.py`.
 
 Scales are stored as they are numbered, never swizzled for a tensor core; padding is zero.
 """
@@ -18,16 +18,27 @@ from typing import Any
 import torch
 
 from megatron_fsdp_v2_mcore.rehearsal.devices import on_cpu
-from megatron_fsdp_v2_mcore.rehearsal.te import numbers
+from megatron_fsdp_v2_mcore.rehearsal.te import numbers, nvfp4
 from megatron_fsdp_v2_mcore.rehearsal.te.enums import TORCH_DTYPES
 
-__all__ = ["BLOCK", "MX_BLOCK", "create", "dequantized", "fill", "is_quantized"]
+__all__ = [
+    "BLOCK",
+    "MX_BLOCK",
+    "create",
+    "dequantized",
+    "fill",
+    "is_quantized",
+    "is_transformed",
+    "shape_of",
+]
 
 BLOCK = 128
 """Elements that share a scale in blockwise FP8: 1 x 128 or 128 x 128."""
 
 MX_BLOCK = 32
 """Elements that share a scale in MXFP8."""
+
+_EMULATED = "FP8 with delayed, current and blockwise scaling, MXFP8 and NVFP4"
 
 
 @functools.cache
@@ -47,6 +58,19 @@ def is_quantized(tensor: Any) -> bool:
     return isinstance(tensor, QuantizedTensorStorage)
 
 
+def shape_of(tensor: Any) -> tuple[int, ...]:
+    """Shape of a plain or quantized tensor."""
+    if is_quantized(tensor) and isinstance(tensor, _classes().NVFP4TensorStorage):
+        return nvfp4.shape_of(tensor)
+    return tuple(tensor.size())
+
+
+def is_transformed(tensor: Any, way: str) -> bool:
+    """Whether a payload stands for a transform of the tensor's values."""
+    has_transform = is_quantized(tensor) and isinstance(tensor, _classes().NVFP4TensorStorage)
+    return has_transform and nvfp4.is_transformed(tensor, way)
+
+
 def _kind(quantizer: Any) -> str:
     """Which format a quantizer makes, or `NotImplementedError` for one that is not emulated."""
     tensors = _classes()
@@ -55,12 +79,12 @@ def _kind(quantizer: Any) -> str:
         ("current", "Float8CurrentScalingQuantizer"),
         ("blockwise", "Float8BlockQuantizer"),
         ("mxfp8", "MXFP8Quantizer"),
+        ("nvfp4", "NVFP4Quantizer"),
     ):
         if isinstance(quantizer, getattr(tensors, name)):
             return kind
     raise NotImplementedError(
-        f"the CPU rehearsal has no kernels for {type(quantizer).__name__}: it emulates FP8 with "
-        "delayed, current and blockwise scaling, and MXFP8"
+        f"the CPU rehearsal has no kernels for {type(quantizer).__name__}: it emulates {_EMULATED}"
     )
 
 
@@ -89,12 +113,15 @@ def create(
     del pin
     kind, shape, tensors = _kind(quantizer), tuple(shape), _classes()
     place = torch.device("cpu") if device is None else on_cpu(device)
-    if kind in ("delayed", "current"):
+    if kind == "nvfp4":
+        nvfp4.check(quantizer)
+        name, parts = "NVFP4Tensor", nvfp4.make_parts(quantizer, shape, place)
+    elif kind in ("delayed", "current"):
         name, parts = "Float8Tensor", _float8_parts(quantizer, kind, shape, place)
     else:
         name = "Float8BlockwiseQTensor" if kind == "blockwise" else "MXFP8Tensor"
         parts = _block_parts(quantizer, kind, shape, place)
-    parts |= {"fp8_dtype": quantizer.dtype, "quantizer": quantizer}
+    parts["quantizer"] = quantizer
     if quantizer.internal:
         return getattr(tensors, f"{name}Storage")(**parts, fake_dtype=dtype)
     return getattr(tensors, name)(**parts, shape=shape, dtype=dtype, device=place)
@@ -113,7 +140,13 @@ def _float8_parts(
         scale_inv = quantizer.scale.reciprocal().to(device)
     else:
         scale_inv = torch.zeros(1, dtype=torch.float32, device=device)
-    return {"data": data, "data_transpose": transpose, "fp8_scale_inv": scale_inv}
+    dtype = quantizer.dtype
+    return {
+        "data": data,
+        "data_transpose": transpose,
+        "fp8_scale_inv": scale_inv,
+        "fp8_dtype": dtype,
+    }
 
 
 def _block_parts(
@@ -125,7 +158,7 @@ def _block_parts(
             f"MXFP8 has blocks of {MX_BLOCK} elements in rows and columns: a tensor of shape "
             f"{shape} cannot be divided into them"
         )
-    parts: dict[str, Any] = {}
+    parts: dict[str, Any] = {"fp8_dtype": quantizer.dtype}
     for way in ("rowwise", "columnwise"):
         columnwise = way == "columnwise"
         parts[f"{way}_data"] = parts[f"{way}_scale_inv"] = None
@@ -164,6 +197,8 @@ def fill(quantizer: Any, values: torch.Tensor, output: Any) -> None:
         _fill_float8(quantizer, kind, values, output)
     elif kind == "blockwise":
         _fill_blockwise(quantizer, values, output)
+    elif kind == "nvfp4":
+        nvfp4.fill(quantizer, values, output)
     else:
         _fill_mxfp8(quantizer, values, output)
 
@@ -271,7 +306,7 @@ def _fill_blockwise(quantizer: Any, values: torch.Tensor, output: Any) -> None:
         # Row-wise scales of 1 x 128 and column-wise ones of 128 x 128 lie transposed.
         if (way == "rowwise") != (quantizer.block_scaling_dim == 2):
             inverse = inverse.t()
-        _copy_into_corner(getattr(output, f"_{way}_scale_inv"), inverse)
+        numbers.copy_into_corner(getattr(output, f"_{way}_scale_inv"), inverse)
 
 
 def _block_of(way: str, is_square: bool) -> tuple[int, int]:
@@ -310,13 +345,8 @@ def _fill_mxfp8(quantizer: Any, values: torch.Tensor, output: Any) -> None:
         )
         stored = getattr(output, f"_{way}_data")
         stored.copy_(numbers.to_fp8(matrix.float() * wide, dtype).view_as(stored))
-        _copy_into_corner(getattr(output, f"_{way}_scale_inv"), scales)
+        numbers.copy_into_corner(getattr(output, f"_{way}_scale_inv"), scales)
     output._with_gemm_swizzled_scales = False
-
-
-def _copy_into_corner(padded: torch.Tensor, values: torch.Tensor) -> None:
-    padded.zero_()
-    padded[: values.shape[0], : values.shape[1]].copy_(values)
 
 
 def dequantized(tensor: Any, way: str) -> torch.Tensor:
@@ -331,14 +361,15 @@ def dequantized(tensor: Any, way: str) -> torch.Tensor:
         NotImplementedError: The format is not emulated.
     """
     tensors = _classes()
+    if isinstance(tensor, tensors.NVFP4TensorStorage):
+        return nvfp4.dequantized(tensor, way)
     dtype = TORCH_DTYPES.get(int(getattr(tensor, "_fp8_dtype", -1)))
     if isinstance(tensor, tensors.Float8TensorStorage):
         scale_inv: torch.Tensor = tensor._scale_inv
         return _float8_values(tensor, way) * scale_inv.reshape(())
     if not isinstance(tensor, tensors.Float8BlockwiseQTensorStorage | tensors.MXFP8TensorStorage):
         raise NotImplementedError(
-            f"the CPU rehearsal does not read {type(tensor).__name__}: it emulates FP8 with "
-            "delayed, current and blockwise scaling, and MXFP8"
+            f"the CPU rehearsal does not read {type(tensor).__name__}: it emulates {_EMULATED}"
         )
     data: torch.Tensor | None = getattr(tensor, f"_{way}_data")
     scales: torch.Tensor | None = getattr(tensor, f"_{way}_scale_inv")

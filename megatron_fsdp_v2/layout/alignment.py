@@ -28,9 +28,9 @@ class Alignment:
     word: int = 1
 
     @classmethod
-    def of(cls, itemsize: int) -> Alignment:
-        """The strongest one for elements of so many bytes, a power of two."""
-        return cls(max(LINE_NBYTES // itemsize, 1), max(WORD_NBYTES // itemsize, 1))
+    def of(cls, itemsize: float) -> Alignment:
+        """The strongest one for elements of so many bytes, a power of two; 0.5 of half a byte."""
+        return cls(int(max(LINE_NBYTES // itemsize, 1)), int(max(WORD_NBYTES // itemsize, 1)))
 
     def start(self, numel: int) -> int:
         """What the start of a parameter of so many elements is a multiple of."""

@@ -23,7 +23,7 @@ def flat_buffers[ItemT, KeyT: Hashable](
     items: Iterable[ItemT],
     key_of: Callable[[ItemT], KeyT],
     shape_of: Callable[[ItemT], Sequence[int]],
-    itemsize_of: Callable[[KeyT], int],
+    itemsize_of: Callable[[KeyT], float],
     num_shards: int,
     granularity: Granularity,
 ) -> Iterator[tuple[KeyT, list[ItemT], BufferLayout]]:
@@ -52,7 +52,7 @@ def aligned_buffers(
     shapes: Iterable[Sequence[int]],
     num_shards: int,
     granularity: Granularity,
-    itemsize: int,
+    itemsize: float,
 ) -> list[tuple[list[int], BufferLayout]]:
     """Split parameters into flat buffers, and lay them out aligned as far as padding permits.
 
@@ -66,7 +66,8 @@ def aligned_buffers(
         shapes: Global shapes, each with at least one dimension.
         num_shards: Slices of each flat buffer, at least 1.
         granularity: What must not be cut.
-        itemsize: Bytes of the smallest element that is bound to the layout, a power of two.
+        itemsize: Bytes of the smallest element that is bound to the layout, a power of two. Where
+            it is less than 1, no slice and no parameter starts within a byte.
 
     Returns:
         Positions in `shapes` of the parameters of each buffer, and its layout. Depends on the
@@ -84,14 +85,16 @@ def aligned_buffers(
 
 @lru_cache(maxsize=256)
 def _buffers(
-    shapes: _Shapes, num_shards: int, granularity: Granularity, itemsize: int
+    shapes: _Shapes, num_shards: int, granularity: Granularity, itemsize: float
 ) -> tuple[tuple[tuple[int, ...], BufferLayout], ...]:
     """`aligned_buffers`, remembered: the layers of a model have the same shapes."""
     split = split_for_padding(shapes, num_shards, granularity)
     members = [tuple(shapes[index] for index in buffer) for buffer in split]
+    in_a_byte = max(int(1 / itemsize), 1)
 
     def plan(buffer: int, alignment: Alignment) -> BufferLayout:
-        return BufferLayout.plan(members[buffer], num_shards, granularity, alignment)
+        weakest = Alignment(max(alignment.line, in_a_byte), max(alignment.word, in_a_byte))
+        return BufferLayout.plan(members[buffer], num_shards, granularity, weakest)
 
     layouts = [plan(buffer, Alignment.of(itemsize)) for buffer in range(len(split))]
     tolerated = TOLERANCE * sum(map(math.prod, shapes))

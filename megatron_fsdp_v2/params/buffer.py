@@ -108,6 +108,7 @@ class DataParallelBuffer:
         layout: Where parameters are in the whole flat buffer.
         span: Which slices are here.
         tensor: Flat storage of the span, `span.count * layout.shard_numel` elements.
+        packing: Elements of the layout that one of `tensor` stands for; it has as many fewer.
     """
 
     def __init__(
@@ -116,29 +117,39 @@ class DataParallelBuffer:
         span: Span,
         tensor: torch.Tensor,
         temporary: TemporaryBuffer | None = None,
+        *,
+        packing: int = 1,
     ) -> None:
-        expected = span.count * layout.shard_numel
+        expected = span.count * layout.shard_numel // packing
         if tensor.numel() != expected:
             raise ValueError(f"a span of {expected} elements cannot use {tensor.numel()} of them")
         self.layout = layout
         self.span = span
         self.tensor = tensor
+        self.packing = packing
         self._temporary = temporary
 
     @classmethod
     def over(
-        cls, layout: BufferLayout, span: Span, temporary: TemporaryBuffer
+        cls, layout: BufferLayout, span: Span, temporary: TemporaryBuffer, *, packing: int = 1
     ) -> DataParallelBuffer:
         """A span whose memory comes and goes with a temporary buffer."""
-        return cls(layout, span, temporary.tensor, temporary)
+        return cls(layout, span, temporary.tensor, temporary, packing=packing)
 
     @classmethod
     def empty(
-        cls, layout: BufferLayout, span: Span, dtype: torch.dtype, device: torch.device
+        cls,
+        layout: BufferLayout,
+        span: Span,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        packing: int = 1,
     ) -> DataParallelBuffer:
         """Allocate zeroed storage for a span; zeros keep padding out of every norm and check."""
-        numel = span.count * layout.shard_numel
-        return cls(layout, span, torch.zeros(numel, dtype=dtype, device=device))
+        numel = span.count * layout.shard_numel // packing
+        tensor = torch.zeros(numel, dtype=dtype, device=device)
+        return cls(layout, span, tensor, packing=packing)
 
     @property
     def nbytes(self) -> int:
@@ -152,9 +163,12 @@ class DataParallelBuffer:
     def view(self, index: int) -> torch.Tensor:
         """This span's rows of a parameter, as a view of the storage: `(rows, *shape[1:])`.
 
-        Where the span is the whole buffer, that is the whole parameter.
+        Where the span is the whole buffer, that is the whole parameter. Packed, its last dimension
+        is shorter.
         """
         offset, shape = place_in(self.layout, self.span, index)
+        if self.packing > 1:
+            offset, shape = offset // self.packing, (*shape[:-1], shape[-1] // self.packing)
         if self._temporary is not None:
             return self._temporary.alias(offset, shape)
         return alias_of(self.tensor, offset, shape)
@@ -166,8 +180,9 @@ class DataParallelBuffer:
 
     def piece(self, span: Span) -> torch.Tensor:
         """The flat part of this buffer that holds a narrower span."""
-        start = (span.first - self.span.first) * self.layout.shard_numel
-        return self.tensor.narrow(0, start, span.count * self.layout.shard_numel)
+        slice_numel = self.layout.shard_numel // self.packing
+        start = (span.first - self.span.first) * slice_numel
+        return self.tensor.narrow(0, start, span.count * slice_numel)
 
 
 def _rows_in(layout: BufferLayout, span: Span, index: int) -> tuple[int, int]:
@@ -235,9 +250,9 @@ class FlatSpec:
         """The slices this rank holds of a tensor with these placements (one per axis)."""
         return self.grid.span(placements)
 
-    def zeros(self, span: Span, dtype: torch.dtype) -> DataParallelBuffer:
+    def zeros(self, span: Span, dtype: torch.dtype, *, packing: int = 1) -> DataParallelBuffer:
         """A span with memory of its own."""
-        return DataParallelBuffer.empty(self.layout, span, dtype, self.device)
+        return DataParallelBuffer.empty(self.layout, span, dtype, self.device, packing=packing)
 
     def unset(self, span: Span, dtype: torch.dtype) -> DataParallelBuffer:
         """A span with memory of its own whose content, padding too, is still to be written."""

@@ -54,11 +54,21 @@ class PayloadBytes:
         uses: Of every payload, what it is gathered for.
         rests: Whether they are made once a step and kept, and not for every gather where main
             weights are placed alike.
+        packing: Elements of a parameter that one element of a payload stands for.
     """
 
     itemsize: int
     uses: tuple[WeightUse, ...] = (WeightUse.BOTH,)
     rests: bool = False
+    packing: int = 1
+
+    def nbytes(self, numel: int) -> int:
+        """Bytes of one payload.
+
+        Args:
+            numel: Elements of parameters and padding.
+        """
+        return numel // self.packing * self.itemsize
 
     def count(self, uses: WeightUse = WeightUse.BOTH) -> int:
         """Payloads that are gathered for these uses."""
@@ -83,7 +93,7 @@ def payload_bytes(
         return None
     uses = tuple(format_type.payloads.values())
     rests = format_type.communicates or len(uses) > 1
-    return PayloadBytes(format_type.itemsize(dtypes), uses, rests)
+    return PayloadBytes(format_type.itemsize(dtypes), uses, rests, format_type.packing)
 
 
 _ONE_PAYLOAD: Mapping[str, WeightUse] = MappingProxyType({"model_weight": WeightUse.BOTH})
@@ -104,12 +114,14 @@ class WeightFormat(Protocol):
         payloads: The flat buffers that the weights of a group are, by name, and which use each of
             them is gathered for.
         prepares: Whether `prepare` and `forget` do anything.
-        payload_dtype: Of one element of the flat buffers. One element stands for one of the
-            parameter.
+        packing: How many elements of the parameter, neighbors in a row, one element of the flat
+            buffers stands for. Rows have a multiple of it.
+        payload_dtype: Of one element of the flat buffers.
     """
 
     own_attributes: ClassVar[frozenset[str]]
     communicates: ClassVar[bool]
+    packing: ClassVar[int]
     payloads: ClassVar[Mapping[str, WeightUse]]
     prepares: ClassVar[bool]
     payload_dtype: torch.dtype
@@ -154,7 +166,8 @@ class WeightFormat(Protocol):
         Asked once for each parameter; the memory of the buffers comes and goes afterwards.
 
         Args:
-            views: Its payloads, of its shape.
+            views: Its payloads, of its shape; the last dimension is shorter where several elements
+                are packed into one.
             index: Which parameter of the group.
             like: What was given to `fully_shard`.
         """
@@ -206,6 +219,7 @@ class DenseFormat:
 
     own_attributes: ClassVar[frozenset[str]] = frozenset()
     communicates: ClassVar[bool] = False
+    packing: ClassVar[int] = 1
     payloads: ClassVar[Mapping[str, WeightUse]] = _ONE_PAYLOAD
     prepares: ClassVar[bool] = False
 

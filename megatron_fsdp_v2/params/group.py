@@ -66,9 +66,10 @@ class GroupSpec:
     offload: Offload | None = None
 
     @property
-    def smallest_itemsize(self) -> int:
+    def smallest_itemsize(self) -> float:
         """Bytes of the smallest element; what is aligned in these elements is so in all."""
-        return min(self.dtypes.smallest_itemsize, self.format_type.itemsize(self.dtypes))
+        packed = self.format_type.itemsize(self.dtypes) / self.format_type.packing
+        return min(self.dtypes.smallest_itemsize, packed)
 
 
 class GradientWatcher(Protocol):
@@ -212,7 +213,8 @@ class ParameterGroup:
         if tensor.untyped_storage()._cdata != flat.untyped_storage()._cdata:
             return None
         first = tensor.storage_offset() * tensor.element_size() // flat.element_size()
-        index = self.layout.index_at(first - int(flat.storage_offset()))
+        place = (first - int(flat.storage_offset())) * self.weights.gathered.packing
+        index = self.layout.index_at(place)
         return f"a parameter of {self.name}" if index is None else self.label(index)
 
     @property

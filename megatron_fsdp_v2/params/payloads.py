@@ -35,6 +35,8 @@ class Payload:
         flat: FlatSpec,
         dtype: torch.dtype,
         allocator: Allocator,
+        *,
+        packing: int = 1,
     ) -> None:
         """Describe it; `model` is given.
 
@@ -45,6 +47,7 @@ class Payload:
             flat: Of the group.
             dtype: Of one element.
             allocator: Makes the temporary buffer, if there is one.
+            packing: Elements of parameters that one element stands for.
         """
         self.name = name
         self.uses = uses
@@ -52,10 +55,12 @@ class Payload:
         self.gathered = model
         self.temporary: TemporaryBuffer | None = None
         if model.span != flat.whole:
-            numel = flat.layout.numel
+            numel = flat.layout.numel // packing
             label = f"{flat.name}/{name}"
             self.temporary = allocator.buffer(label, BufferUse.GATHERED, numel, dtype, flat.device)
-            self.gathered = DataParallelBuffer.over(flat.layout, flat.whole, self.temporary)
+            self.gathered = DataParallelBuffer.over(
+                flat.layout, flat.whole, self.temporary, packing=packing
+            )
 
     @property
     def is_whole(self) -> bool:

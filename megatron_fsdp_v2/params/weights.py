@@ -68,15 +68,16 @@ class GroupWeights:
         is_cast = self._is_offloaded or not is_same
         self._is_streamed = is_written and is_cast and model_span == main_span != flat.whole
         self._is_main = self._is_streamed or (is_same and model_span == main_span)
-        dtype = weight_format.payload_dtype
+        dtype, packing = weight_format.payload_dtype, weight_format.packing
         self.payloads = [
             Payload(
                 name,
                 uses,
-                self.main if self._is_main else flat.zeros(model_span, dtype),
+                self.main if self._is_main else flat.zeros(model_span, dtype, packing=packing),
                 flat,
                 dtype,
                 allocator,
+                packing=packing,
             )
             for name, uses in weight_format.payloads.items()
         ]

@@ -97,10 +97,10 @@ class GroupBytes:
         shares = model == main < numel and not each.rests
         if not offloaded and payload is None and dtypes.model_weight == dtypes.main_weight:
             shares = model == main
-        whole = numel * each.itemsize if model < numel else 0
+        whole = each.nbytes(numel) if model < numel else 0
         weights = cls(
             main_weight=0 if offloaded else main * dtypes.main_weight.itemsize,
-            model_weight=0 if shares else model * each.itemsize * each.count(),
+            model_weight=0 if shares else each.nbytes(model) * each.count(),
             gathered=whole * each.most_for_one_use,
             gathered_besides=whole * (each.count() - each.most_for_one_use),
         )

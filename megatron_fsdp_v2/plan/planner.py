@@ -415,10 +415,10 @@ def _unit_sizes(
             numel=unit.numel,
             padding_numel=sum(group.layout.padding_numel for group in planned),
             alignment_nbytes=min(
-                group.layout.alignment.line * group.smallest_itemsize for group in planned
+                int(group.layout.alignment.line * group.smallest_itemsize) for group in planned
             ),
             gathered_nbytes=sum(
-                group.layout.numel * group.payload.itemsize * group.payload.most_for_one_use
+                group.payload.nbytes(group.layout.numel) * group.payload.most_for_one_use
                 for group in planned
             ),
             grad_buffer_nbytes=sum(group.nbytes.grad_buffer for group in planned),

@@ -520,14 +520,16 @@ class _Replay:
         planned = group.planned
         if not planned.gathers_for_use:
             return
-        numel, itemsize = planned.layout.numel, planned.payload.itemsize
+        numel = planned.layout.numel // planned.payload.packing
         for payload in planned.payload.uses:
             if not payload & uses or payload & group.uses:
                 continue
             group.uses |= payload
             if planned.is_streamed:
                 self.network.copy(to_device=planned.main_weight_nbytes)
-            group.ready_at = self.network.issue("all_gather", "unshard", group, -1, numel, itemsize)
+            group.ready_at = self.network.issue(
+                "all_gather", "unshard", group, -1, numel, planned.payload.itemsize
+            )
 
     def _refresh(self, group: _Group) -> _Done:
         """Gather model weights out of main weights cut finer; return when that is done."""
@@ -535,12 +537,13 @@ class _Replay:
         if planned.is_offloaded and not planned.is_streamed:
             self.network.copy(to_device=planned.main_weight_nbytes)
         numel, itemsize = planned.main_numel, planned.payload.itemsize
+        packing = planned.payload.packing
         for axis, parts in enumerate(planned.grid.parts):
             if parts > 1 and numel < planned.model_numel:
                 numel *= parts
                 for _ in planned.payload.uses:
                     ready = self.network.issue(
-                        "all_gather", "refresh", group, axis, numel, itemsize
+                        "all_gather", "refresh", group, axis, numel // packing, itemsize
                     )
         return ready
 

@@ -92,7 +92,7 @@ class PlannedGroup:
         return self.quantized or PayloadBytes(self.dtypes.model_weight.itemsize)
 
     @property
-    def smallest_itemsize(self) -> int:
+    def smallest_itemsize(self) -> float:
         """Bytes of the smallest element; what is aligned in these elements is so in all."""
         return _smallest(self.dtypes, self.quantized)
 
@@ -263,8 +263,9 @@ def _groups(
     )
 
 
-def _smallest(dtypes: GroupDtypes, quantized: PayloadBytes | None) -> int:
-    return min(dtypes.smallest_itemsize, quantized.itemsize if quantized else 8)
+def _smallest(dtypes: GroupDtypes, quantized: PayloadBytes | None) -> float:
+    smallest = dtypes.smallest_itemsize
+    return min(smallest, quantized.itemsize / quantized.packing) if quantized else smallest
 
 
 def _grid(sizes: Sequence[int], placements: Sequence[AxisPlacements]) -> ShardGrid:

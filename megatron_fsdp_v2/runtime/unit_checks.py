@@ -89,9 +89,8 @@ def warn_of_large_root(units: Sequence[UnitBase]) -> None:
         return
     modules: Counter[str] = Counter()
     for group in root.groups:
-        itemsize = group.weights.format.payload_dtype.itemsize
         for name, slot in zip(group.names, group.layout.slots, strict=True):
-            modules[name.rpartition(".")[0]] += slot.numel * itemsize
+            modules[name.rpartition(".")[0]] += _nbytes(group, slot.numel)
     parts = [f"{name} ({readable_size(n)})" for name, n in modules.most_common(3) if name]
     warnings.warn(
         f"the root, {root.name}, has {readable_size(sizes[root])} of weights itself, and its "
@@ -103,7 +102,13 @@ def warn_of_large_root(units: Sequence[UnitBase]) -> None:
 
 
 def _whole_nbytes(group: ParameterGroup) -> int:
-    return group.layout.numel * group.weights.format.payload_dtype.itemsize
+    return _nbytes(group, group.layout.numel)
+
+
+def _nbytes(group: ParameterGroup, numel: int) -> int:
+    """Bytes of gathered weights, in the first form that their format has."""
+    gathered = group.weights.gathered
+    return numel // gathered.packing * gathered.tensor.element_size()
 
 
 def _record(unit: UnitBase) -> UnitRecord:

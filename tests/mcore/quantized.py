@@ -21,7 +21,7 @@ SIZES = (256, 384, 320)
 
 
 def recipe_of(name: str) -> Any:
-    """A recipe by the name that Megatron's `--fp8-recipe` has for it."""
+    """A recipe by the name that Megatron's `--fp8-recipe` or `--fp4-recipe` has for it."""
     from transformer_engine.common import recipe
 
     made = {
@@ -29,13 +29,15 @@ def recipe_of(name: str) -> Any:
         "tensorwise": recipe.Float8CurrentScaling,
         "blockwise": recipe.Float8BlockScaling,
         "mxfp8": recipe.MXFP8BlockScaling,
+        "nvfp4": recipe.NVFP4BlockScaling,
     }
     return made[name]()
 
 
 def enter(recipe: str) -> Any:
     """Make this rank rehearse with the kernels a recipe needs; return Transformer Engine."""
-    enter_rehearsal("transformer_engine", ["--fp8-recipe", recipe] if recipe == "mxfp8" else [])
+    flags = {"mxfp8": ["--fp8-recipe", recipe], "nvfp4": ["--fp4-format", "e2m1"]}
+    enter_rehearsal("transformer_engine", flags.get(recipe, []))
     import transformer_engine.pytorch as te
 
     assert register_formats()
@@ -98,6 +100,7 @@ FIELDS = {
         "_columnwise_data",
         "_columnwise_scale_inv",
     ),
+    "NVFP4Tensor": ("_rowwise_data", "_rowwise_scale_inv", "_amax_rowwise"),
 }
 
 
@@ -198,6 +201,26 @@ def rejections() -> dict[str, str]:
         # As it was: it can be sharded as it should be.
         sharded(model, "optim_grads_params")
         step(te, model, "tensorwise")
+    return said
+
+
+def nvfp4_rejections() -> dict[str, str]:
+    """What is said of NVFP4 weights that cannot be gathered."""
+    te = enter("nvfp4")
+    from transformer_engine.common.recipe import NVFP4BlockScaling
+
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    said = {}
+    for name, width, options in (
+        ("blocks of 1 x 16", 64, {"disable_2d_quantization": True}),
+        ("a width of 96", 96, {}),
+    ):
+        with te.quantized_model_init(recipe=NVFP4BlockScaling(**options)):
+            layer = te.Linear(width, 64, params_dtype=torch.bfloat16, device="cpu")
+        try:
+            fully_shard(layer, mesh=mesh, mp_policy=POLICY)
+        except ValueError as error:
+            said[name] = str(error)
     return said
 
 

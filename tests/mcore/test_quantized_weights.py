@@ -10,6 +10,7 @@ from tests.ranks import RankPools
 
 TIMEOUT_S = 240.0
 RECIPES = ("tensorwise", "delayed", "blockwise")
+BLACKWELL_RECIPES = ("mxfp8", "nvfp4")
 
 
 def _cases() -> list[object]:
@@ -35,14 +36,15 @@ def test_gathered_bytes_are_those_of_quantizing_the_whole_weight(
 
 
 @pytest.mark.functional
+@pytest.mark.parametrize("recipe", BLACKWELL_RECIPES)
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads_params"])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_gathered_bytes_of_mxfp8_are_those_of_quantizing_the_whole_weight(
-    blackwell_te: RankPools, strategy: str, ranks: int
+def test_bytes_of_a_blackwell_gpu_are_those_of_quantizing_the_whole_weight(
+    blackwell_te: RankPools, recipe: str, strategy: str, ranks: int
 ) -> None:
     run = blackwell_te(ranks).run
     for steps in (0, 2):
-        for differing in run(quantized.bytes_differ, "mxfp8", strategy, steps, timeout_s=TIMEOUT_S):
+        for differing in run(quantized.bytes_differ, recipe, strategy, steps, timeout_s=TIMEOUT_S):
             assert differing == []
 
 
@@ -67,11 +69,28 @@ def test_rows_cut_along_two_axes_are_quantized_with_the_scales_of_whole_weights(
 
 
 @pytest.mark.functional
+@pytest.mark.parametrize("recipe", BLACKWELL_RECIPES)
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
-def test_rows_of_mxfp8_cut_along_two_axes_are_quantized_with_the_scales_of_whole_weights(
-    blackwell_te: RankPools, strategy: str
+def test_rows_of_a_blackwell_gpu_cut_along_two_axes_have_the_scales_of_whole_weights(
+    blackwell_te: RankPools, recipe: str, strategy: str
 ) -> None:
-    _assert_bytes_of_two_axes(blackwell_te, "mxfp8", strategy)
+    _assert_bytes_of_two_axes(blackwell_te, recipe, strategy)
+
+
+@pytest.mark.functional
+def test_nvfp4_gathers_a_quarter_of_the_bytes_of_bf16(blackwell_te: RankPools) -> None:
+    run = blackwell_te(2).run
+    for gathered in run(quantized.gathered_bytes, "nvfp4", timeout_s=TIMEOUT_S):
+        for four, sixteen in zip(*gathered, strict=True):
+            # Biases travel in bf16.
+            assert 0.25 * sixteen <= four <= 0.26 * sixteen
+
+
+@pytest.mark.functional
+def test_what_cannot_be_gathered_as_nvfp4_is_said(blackwell_te: RankPools) -> None:
+    for said in blackwell_te(2).run(quantized.nvfp4_rejections, timeout_s=TIMEOUT_S):
+        assert "in blocks of 1 x 16 cannot be gathered as bytes" in said["blocks of 1 x 16"]
+        assert "(64, 96) cannot be gathered as NVFP4" in said["a width of 96"]
 
 
 def _assert_half(gathered: tuple[tuple[int, int], tuple[int, int]]) -> None:

@@ -90,6 +90,7 @@ class ScaledFloat8Format:
 
     own_attributes: ClassVar[frozenset[str]] = frozenset({"payload", "scale"})
     communicates: ClassVar[bool] = True
+    packing: ClassVar[int] = 1
     payloads: ClassVar[Mapping[str, WeightUse]] = {"model_weight": WeightUse.BOTH}
     prepares: ClassVar[bool] = False
 

@@ -85,6 +85,7 @@ class TwoWayFormat:
 
     own_attributes: ClassVar[frozenset[str]] = frozenset({"forms"})
     communicates: ClassVar[bool] = False
+    packing: ClassVar[int] = 1
     payloads: ClassVar[Mapping[str, WeightUse]] = {
         "for_forward": WeightUse.FORWARD,
         "for_backward": WeightUse.BACKWARD,

@@ -23,6 +23,7 @@ from megatron_fsdp_v2.layout.buffer_layout import (
 from megatron_fsdp_v2.layout.flat_buffers import aligned_buffers
 from megatron_fsdp_v2.layout.mixed_precision import MixedPrecisionPolicy
 from megatron_fsdp_v2.layout.split import split_for_padding
+from megatron_fsdp_v2.params.buffer import DataParallelBuffer, Span
 from tests.pages import check_part, table
 from tests.reference.real_units import REAL_UNITS
 from tests.unit.layouts import Shape, fits, numel_of
@@ -309,6 +310,29 @@ def test_the_alignment_of_a_single_buffer_is_the_strongest_that_is_affordable(
             expected = strength
             break
     assert buffers[0][1].alignment == expected
+
+
+@settings(max_examples=100)
+@given(shapes=ANY_SHAPES, num_shards=ANY_RANKS)
+def test_nothing_that_is_packed_two_to_a_byte_starts_within_one(
+    shapes: list[Shape], num_shards: int
+) -> None:
+    even = [(*shape[:-1], 2 * shape[-1]) if len(shape) > 1 else (*shape, 2) for shape in shapes]
+    for members, layout in aligned_buffers(even, num_shards, ROW, 0.5):
+        assert layout.alignment.line in (2, 32, 64, 128, 256)
+        buffer = DataParallelBuffer.empty(
+            layout, Span(0, num_shards), torch.uint8, torch.device("cpu"), packing=2
+        )
+        assert 2 * buffer.nbytes == layout.numel
+        for position, index in enumerate(members):
+            view = buffer.view(position)
+            assert view.shape == (*even[index][:-1], even[index][-1] // 2)
+            view += 1
+        # Of each byte exactly one view has written, and padding is as it was.
+        assert int(buffer.tensor.sum()) == layout.param_numel // 2
+        assert bool((buffer.tensor <= 1).all())
+        pieces = [buffer.piece(Span(shard, 1)) for shard in range(num_shards)]
+        assert torch.equal(torch.cat(pieces), buffer.tensor)
 
 
 def test_elements_of_a_line_follow_from_the_smallest_dtype_that_is_bound() -> None:

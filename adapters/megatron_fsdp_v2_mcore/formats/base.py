@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 __all__ = ["QuantizedFormat"]
 
 _OWN_ATTRIBUTES = """
-_columnwise_data _columnwise_scale_inv _data _dtype _fp8_dtype _high_precision_init_val
-_is_2D_scaled _is_param _quantizer _requires_grad _rowwise_data _rowwise_scale_inv _scale_inv
+_amax_columnwise _amax_rowwise _columnwise_data _columnwise_scale_inv _data _dtype _fp4_dtype
+_fp8_dtype _high_precision_init_val _is_2D_scaled _is_param _nvfp4_e4m3_max _nvfp4_use_4over6
+_quantizer _requires_grad _row_scaled_nvfp4 _rowwise_data _rowwise_scale_inv _scale_inv
 _transpose _transpose_invalid _with_gemm_swizzled_scales clear_high_precision_init_val
 get_high_precision_init_val
 """
@@ -44,6 +45,7 @@ class QuantizedFormat(ABC):
 
     own_attributes: ClassVar[frozenset[str]] = frozenset(_OWN_ATTRIBUTES.split())
     communicates: ClassVar[bool] = True
+    packing: ClassVar[int] = 1
     payloads: ClassVar[Mapping[str, WeightUse]] = MappingProxyType({"fp8_weight": WeightUse.BOTH})
     prepares: ClassVar[bool] = True
     payload_dtype: torch.dtype = torch.uint8
@@ -62,7 +64,7 @@ class QuantizedFormat(ABC):
 
     @staticmethod
     def itemsize(dtypes: GroupDtypes) -> int:
-        """One byte, of FP8."""
+        """One byte."""
         del dtypes
         return 1
 
@@ -112,7 +114,10 @@ class QuantizedFormat(ABC):
         self, main: DataParallelBuffer, payloads: Sequence[torch.Tensor], axes: Sequence[Axis]
     ) -> None:
         """Quantize this rank's rows with the scales of whole weights."""
-        written = [DataParallelBuffer(main.layout, main.span, payload) for payload in payloads]
+        written = [
+            DataParallelBuffer(main.layout, main.span, payload, packing=self.packing)
+            for payload in payloads
+        ]
         masters: list[torch.Tensor | None] = []
         starts: list[int | None] = []
         fragments: list[Any] = []

@@ -22,8 +22,8 @@ def register_formats() -> bool:
     """Have `fully_shard` take weights that Transformer Engine has quantized. Idempotent.
 
     FP8 with one scale (`Float8Tensor`), with a scale for each 128 x 128 elements
-    (`Float8BlockwiseQTensor`), and MXFP8 (`MXFP8Tensor`). Any other quantized tensor stays rejected
-    by name.
+    (`Float8BlockwiseQTensor`), MXFP8 (`MXFP8Tensor`) and NVFP4 (`NVFP4Tensor`). Any other quantized
+    tensor stays rejected by name.
 
     Of a version of Transformer Engine that this was not tested with it is said so, once.
 
@@ -54,12 +54,13 @@ def _register() -> None:
     try:
         from megatron_fsdp_v2_mcore.formats.float8 import BlockwiseFormat, Float8Format
         from megatron_fsdp_v2_mcore.formats.mxfp8 import MXFP8Format
+        from megatron_fsdp_v2_mcore.formats.nvfp4 import NVFP4Format
     except ImportError as error:
         raise RuntimeError(
             f"Transformer Engine {version} has not what quantized weights are known by here: "
             f"{error}; install {' or '.join(TESTED_VERSIONS)}, or train without --fp8-format"
         ) from error
-    for format_type in (Float8Format, BlockwiseFormat, MXFP8Format):
+    for format_type in (Float8Format, BlockwiseFormat, MXFP8Format, NVFP4Format):
         register_format(format_type)
 
 

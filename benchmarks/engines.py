@@ -25,6 +25,8 @@ BASELINE = "FSDP2"
 PLAIN = "plain loop"
 ZERO_3 = STRATEGIES[-1]
 RATE = 1e-3
+BUCKET = 1 << 20
+"""Bytes up to which layers share collectives, where they do: five of the deep model."""
 
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -249,6 +251,10 @@ ENGINES: dict[str, Engine] = {
     **{f"ours, {name}": Engine(_ours(name), name) for name in STRATEGIES},
     **{
         f"ours, {name}, pool": Engine(_ours(name, enable_trace_pool=True), name)
+        for name in STRATEGIES
+    },
+    **{
+        f"ours, {name}, buckets": Engine(_ours(name, bucket_bytes=BUCKET), name)
         for name in STRATEGIES
     },
     "ours, one gradient buffer": Engine(_ours(ZERO_3, max_live_grad_buffers=1), ZERO_3),

@@ -138,6 +138,11 @@ class GroupWeights:
         )
 
     @property
+    def model_nbytes(self) -> int:
+        """Bytes of model weights, in all their forms."""
+        return sum(payload.model.nbytes for payload in self.payloads)
+
+    @property
     def is_held(self) -> bool:
         """Whether a unit has gathered weights installed, or on their way."""
         return self._num_holders > 0

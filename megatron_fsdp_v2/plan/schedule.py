@@ -27,6 +27,7 @@ from megatron_fsdp_v2.runtime.schedule_rules import (
     Reduction,
     ReductionSchedule,
     RootPass,
+    buckets,
 )
 
 __all__ = ["parent_of", "replay"]
@@ -100,7 +101,11 @@ class _Network:
         """Issue what is alike in one collective, at the end. See `Communicator.together`."""
         self._alike = {}
         yield
-        alike, self._alike = self._alike, None
+        self._issue_alike()
+        self._alike = None
+
+    def _issue_alike(self) -> None:
+        alike, self._alike = self._alike or {}, {}
         for collective, (nbytes, parts) in alike.items():
             at = self._issue(replace(collective, nbytes=nbytes))
             for part in parts:
@@ -112,7 +117,15 @@ class _Network:
         self._link_free = {link: at + seconds for link, at in self._link_free.items()}
 
     def issue(
-        self, kind: str, purpose: str, group: _Group, axis: int, numel: int, itemsize: int
+        self,
+        kind: str,
+        purpose: str,
+        group: _Group,
+        axis: int,
+        numel: int,
+        itemsize: int,
+        *,
+        is_async: bool = True,
     ) -> _Done:
         """Issue a collective; return when it is done.
 
@@ -123,6 +136,7 @@ class _Network:
             axis: Index of the mesh axis.
             numel: Elements of the full buffer.
             itemsize: Bytes of each.
+            is_async: Whether it can be put off, to be one with others.
         """
         sizes = group.planned.sizes
         size = sizes[axis]
@@ -135,7 +149,9 @@ class _Network:
         nbytes = numel * itemsize
         collective = Collective(kind, purpose, group.mesh, name, size, stride, nbytes)
         self.note(kind, group.unit, numel, name)
-        if self._alike is None:
+        if self._alike is not None and not is_async:
+            self._issue_alike()
+        if self._alike is None or not is_async:
             return _Done(self._issue(collective))
         alike = replace(collective, nbytes=itemsize)
         total, parts = self._alike.get(alike, (0, []))
@@ -452,9 +468,11 @@ class _Replay:
         self._passes.append(RootPass())
         self._refreshes = number == 0 or self._syncs_every_one
         if self._ranks_may_differ and self._refreshes:
-            for unit in self._units:
-                for group in unit.own:
-                    group.ready_at = self._refresh(group)
+            due = [group for unit in self._units for group in unit.own]
+            for bucket in buckets(due, _model_nbytes, self._gathers.limit.bucket_nbytes):
+                with self.network.together():
+                    for group in bucket:
+                        group.ready_at = self._refresh(group, is_async=True)
             self._refreshes = False
         self._run_forward(self._root)
         self._gathers.drop_prefetched()
@@ -513,7 +531,7 @@ class _Replay:
         """Bring the weights of a group up to date before it is gathered, where that is due."""
         if self._refreshes:
             # Not asynchronous: the gather that follows reads what it writes.
-            self.network.wait(self._refresh(group))
+            self.network.wait(self._refresh(group, is_async=False))
 
     def gather(self, group: _Group, uses: WeightUse) -> None:
         """Start gathering of a group what lacks for these uses."""
@@ -531,20 +549,23 @@ class _Replay:
                 "all_gather", "unshard", group, -1, numel, planned.payload.itemsize
             )
 
-    def _refresh(self, group: _Group) -> _Done:
+    def _refresh(self, group: _Group, *, is_async: bool) -> _Done:
         """Gather model weights out of main weights cut finer; return when that is done."""
         planned, ready = group.planned, self.network.done()
         if planned.is_offloaded and not planned.is_streamed:
             self.network.copy(to_device=planned.main_weight_nbytes)
         numel, itemsize = planned.main_numel, planned.payload.itemsize
-        packing = planned.payload.packing
+        packing, steps = planned.payload.packing, []
         for axis, parts in enumerate(planned.grid.parts):
             if parts > 1 and numel < planned.model_numel:
                 numel *= parts
-                for _ in planned.payload.uses:
-                    ready = self.network.issue(
-                        "all_gather", "refresh", group, axis, numel // packing, itemsize
-                    )
+                steps += [(axis, numel // packing)] * len(planned.payload.uses)
+        # Several are waited for, one after the other.
+        is_async &= len(steps) == 1
+        for axis, wide in steps:
+            ready = self.network.issue(
+                "all_gather", "refresh", group, axis, wide, itemsize, is_async=is_async
+            )
         return ready
 
     # -- gradients ----------------------------------------------------------------------------
@@ -574,6 +595,11 @@ class _Replay:
                 self._reductions.reduce_partials(unit.own)
         self._gathers.drop_prefetched()
         self._reductions.drain()
+
+
+def _model_nbytes(group: _Group) -> int:
+    payload = group.planned.payload
+    return group.planned.model_numel // payload.packing * payload.itemsize * payload.count()
 
 
 def parent_of(name: str, known: Container[str]) -> str:

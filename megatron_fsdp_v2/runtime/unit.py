@@ -27,7 +27,7 @@ from megatron_fsdp_v2.runtime.end_of_backward import (
 )
 from megatron_fsdp_v2.runtime.reduction_queue import ReductionQueue
 from megatron_fsdp_v2.runtime.returned_weights import check_outputs
-from megatron_fsdp_v2.runtime.schedule_rules import RootPass
+from megatron_fsdp_v2.runtime.schedule_rules import RootPass, buckets
 from megatron_fsdp_v2.runtime.unit_base import Phase, UnitBase
 from megatron_fsdp_v2.runtime.unit_checks import check_units, compare_unit
 
@@ -226,13 +226,18 @@ class Unit(UnitBase):
             check_units(self.context)
         # Ranks may run different units, so bringing weights up to date belongs to no unit's use,
         # nor does being ready for gradients: a rank without any still reduces with the others.
+        due = []
         for unit in units:
             for group in unit.groups:
                 group.unfreeze_if_trained()
                 if not group.weights.is_refreshed_locally and not group.weights.is_held:
                     group.changes.sync()
-                    ahead = not context.gathers.limit.is_none
-                    group.refresh(context.weight_version, async_op=ahead)
+                    due.append(group)
+        limit = context.gathers.limit
+        for bucket in buckets(due, lambda group: group.weights.model_nbytes, limit.bucket_nbytes):
+            with context.communicator.together():
+                for group in bucket:
+                    group.refresh(context.weight_version, async_op=not limit.is_none)
 
     def begin_schedule(self) -> None:
         """Where a schedule begins to run parts of modules below the root: start a new pass."""

@@ -129,6 +129,10 @@ CASES = {
         options=(("bucket_bytes", 2100),),
     ),
     "no_shard, in buckets": Case("no_shard", options=(("bucket_bytes", 2100),)),
+    "optim, in buckets": Case("optim", policy=BF16, options=(("bucket_bytes", 2100),)),
+    "HFSDP, in buckets": Case(
+        "optim_grads_params", (2, 2), "optim", policy=BF16, options=(("bucket_bytes", 4096),)
+    ),
     "HSDP, in buckets": Case(
         "optim_grads_params", (2, 2), num_microbatches=2, options=(("bucket_bytes", 4096),)
     ),

@@ -32,12 +32,12 @@ def main(words: list[str] | None = None) -> None:
     """Run what the command line says; print tables, and write JSON and a picture."""
     args = _parser().parse_args(words)
     start = time.perf_counter()
-    settings, engines = _settings(args), _engines(args)
+    settings = _settings(args)
     record: dict[str, Any] = {"machine": report.machine(args.device), "settings": []}
     for ranks in sorted({setting.ranks for setting in settings}):
         args.ranks = ranks
-        some = [setting for setting in settings if setting.ranks == ranks]
-        record["settings"] += _on_ranks(step.work, args, some, engines)
+        some = [(one, _engines(args, one)) for one in settings if one.ranks == ranks]
+        record["settings"] += _on_ranks(step.work, args, some)
     if not args.steps_only:
         args.ranks = 2
         (record["memory"],) = _on_ranks(memory.work, args)
@@ -70,6 +70,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--foreign", type=float, default=patience.foreign, help="load of others that disturbs"
     )
+    parser.add_argument(
+        "--minutes", type=float, default=patience.minutes, help="for a setting, if it is disturbed"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--steps-only", action="store_true", help="neither memory nor host time")
     parser.add_argument("--write-docs", action="store_true", help=f"also into {report.PAGE}")
@@ -90,8 +93,11 @@ def _settings(args: argparse.Namespace) -> list[Setting]:
     return found
 
 
-def _engines(args: argparse.Namespace) -> list[str]:
+def _engines(args: argparse.Namespace, setting: Setting) -> list[str]:
     found = list(ENGINES) if args.full else USUAL
+    if not args.full and setting != Setting(setting.case, setting.shape):
+        # The pool is compared in each case as it is, and at ZeRO-3 everywhere.
+        found = [name for name in found if "pool" not in name or "params" in name]
     if args.engines:
         words = [word.lower() for word in args.engines]
         found = [name for name in ENGINES if any(word in name.lower() for word in words)]

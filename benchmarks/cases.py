@@ -5,40 +5,38 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, replace
 
-__all__ = ["CASES", "CHOSEN", "Case", "Setting", "every_setting"]
+__all__ = ["CASES", "CHOSEN", "TRANSFORMER", "Case", "Setting", "every_setting"]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A language model of transformer layers, and what a micro-batch of it is.
+    """A model of layers, and what a micro-batch of it is.
 
     Attributes:
-        layers: Number of layers, each a unit.
+        layers: Number of layers, each a unit: an MLP with a residual, or a transformer layer.
         width: Of what goes from layer to layer.
-        vocabulary: Rows of embedding and output layer, which belong to the root.
-        experts: MLPs of a layer, of which a token goes through one; 0 for an MLP without a router.
+        vocabulary: Rows of embedding and output layer of a language model of transformer layers,
+            which belong to the root. 0 for MLPs alone, and a root without parameters.
+        experts: MLPs of a layer, of which a token goes through one; 0 for one MLP and no router.
         batch: Sequences of a micro-batch on a rank.
         length: Tokens of a sequence.
     """
 
     layers: int
     width: int
-    vocabulary: int = 512
+    vocabulary: int = 0
     experts: int = 0
-    batch: int = 2
+    batch: int = 1
     length: int = 32
-
-    @property
-    def tokens(self) -> int:
-        """Of a micro-batch on a rank."""
-        return self.batch * self.length
 
 
 CASES = {
     "wide": Case(layers=8, width=512),
-    "deep": Case(layers=64, width=64, vocabulary=256),
-    "moe": Case(layers=4, width=256, experts=8),
+    "deep": Case(layers=64, width=64),
+    "moe": Case(layers=4, width=256, vocabulary=512, experts=8),
 }
+TRANSFORMER = Case(layers=8, width=512, vocabulary=512, batch=2)
+"""Of which memory is measured."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +50,8 @@ class Setting:
         micro_batches: Of a step.
         recomputes: Whether layers are recomputed in the backward.
         ranks: Data-parallel ranks.
-        optimizer: How AdamW goes over parameters: `foreach`, torch's choice on a GPU, or `loop`,
-            its choice on a CPU.
+        optimizer: How AdamW goes over parameters: `default`, which is what torch chooses for the
+            device, a loop on a CPU; or `foreach`, its choice for GPUs.
     """
 
     case: str
@@ -62,7 +60,7 @@ class Setting:
     micro_batches: int = 1
     recomputes: bool = False
     ranks: int = 2
-    optimizer: str = "foreach"
+    optimizer: str = "default"
 
     @property
     def name(self) -> str:
@@ -72,8 +70,8 @@ class Setting:
             words.append(f"{self.micro_batches} micro-batches")
         if self.recomputes:
             words.append("recomputation")
-        if self.optimizer != "foreach":
-            words.append(f"AdamW by {self.optimizer}")
+        if self.optimizer != "default":
+            words.append(f"AdamW with {self.optimizer}")
         return ", ".join(words)
 
     @property
@@ -94,7 +92,7 @@ def _chosen() -> list[Setting]:
         replace(wide, micro_batches=4),
         replace(deep, micro_batches=4),
         replace(wide, recomputes=True),
-        replace(deep, optimizer="loop"),
+        replace(deep, optimizer="foreach"),
         replace(wide, ranks=4),
         replace(deep, ranks=4),
     ]
@@ -106,7 +104,7 @@ CHOSEN = _chosen()
 
 def every_setting() -> list[Setting]:
     """The whole product."""
-    axes = (CASES, (2, 4), ("fp32", "bf16"), (1, 4), (False, True), ("foreach", "loop"))
+    axes = (CASES, (2, 4), ("fp32", "bf16"), (1, 4), (False, True), ("default", "foreach"))
     return [
         Setting(case, CASES[case], dtype, micro_batches, recomputes, ranks, optimizer)
         for case, ranks, dtype, micro_batches, recomputes, optimizer in itertools.product(*axes)

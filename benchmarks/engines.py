@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as TheirPolicy
 from benchmarks import common, upstream
 from benchmarks.cases import Setting
 from benchmarks.common import STRATEGIES
-from benchmarks.model import Language, Layer, loss_of
+from benchmarks.model import Layer, Model, loss_of
 
 __all__ = ["BASELINE", "ENGINES", "PLAIN", "USUAL", "Engine", "Plain", "Training", "build"]
 
@@ -56,13 +56,13 @@ class Training:
         self.optimizer_seconds = 0.0
 
     def compute(self, batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Forward and backward of all micro-batches; their losses."""
+        """Forward and backward of all micro-batches, as `batches` makes them; their losses."""
         losses = []
-        for number, tokens in enumerate(batches, start=1):
+        for number, inputs in enumerate(batches, start=1):
             is_last = number == len(batches)
             with contextlib.nullcontext() if is_last else self._unsynchronized():
                 with self._computing():
-                    loss = loss_of(self.model(tokens), tokens)
+                    loss = loss_of(self.model(inputs), inputs)
                 (loss / len(batches)).backward()
             losses.append(loss.detach())
         return losses
@@ -90,7 +90,7 @@ class Plain(Training):
     In bf16 there are main weights in fp32 beside the model's.
     """
 
-    def __init__(self, model: Language, setting: Setting) -> None:
+    def __init__(self, model: Model, setting: Setting) -> None:
         main = [param.detach().clone().requires_grad_() for param in model.parameters()]
         super().__init__(in_dtype(model, setting), adamw(main, setting))
         self.main = main
@@ -109,7 +109,7 @@ class Plain(Training):
                 param.copy_(main)
 
 
-Build = Callable[[Language, DeviceMesh, Setting], Training]
+Build = Callable[[Model, DeviceMesh, Setting], Training]
 
 
 @dataclass(frozen=True)
@@ -135,12 +135,12 @@ class Engine:
         return upstream.mapped_to(device, building=building)
 
 
-def adamw(params: Any, setting: Setting) -> torch.optim.AdamW:
+def adamw(params: Any, setting: Setting, rate: float = RATE) -> torch.optim.AdamW:
     """The optimizer of all engines."""
-    return torch.optim.AdamW(params, lr=RATE, foreach=setting.optimizer == "foreach")
+    return torch.optim.AdamW(params, lr=rate, foreach=setting.optimizer == "foreach" or None)
 
 
-def in_dtype(model: Language, setting: Setting) -> Language:
+def in_dtype(model: Model, setting: Setting) -> Model:
     """The model in the dtype of compute."""
     return model.bfloat16() if setting.in_bf16 else model
 
@@ -150,12 +150,12 @@ def _policy(setting: Setting) -> TheirPolicy:
     return TheirPolicy(param_dtype=torch.bfloat16 if setting.in_bf16 else None)
 
 
-def _plain(model: Language, mesh: DeviceMesh, setting: Setting) -> Training:
+def _plain(model: Model, mesh: DeviceMesh, setting: Setting) -> Training:
     del mesh
     return Plain(model, setting)
 
 
-def _ddp(model: Language, mesh: DeviceMesh, setting: Setting) -> Training:
+def _ddp(model: Model, mesh: DeviceMesh, setting: Setting) -> Training:
     # As people use it: main weights are the model's, and autocast makes them bf16 where it helps.
     wrapped = common.wrap_with_ddp(model, mesh)
     casts = torch.autocast(mesh.device_type, torch.bfloat16, enabled=setting.in_bf16)
@@ -168,7 +168,7 @@ def _ddp(model: Language, mesh: DeviceMesh, setting: Setting) -> Training:
 
 
 def _fsdp2(*, reshards: bool) -> Build:
-    def build_fsdp2(model: Language, mesh: DeviceMesh, setting: Setting) -> Training:
+    def build_fsdp2(model: Model, mesh: DeviceMesh, setting: Setting) -> Training:
         options = {"mp_policy": _policy(setting), "reshard_after_forward": reshards}
         common.wrap_with_fsdp2(model, mesh, **options)
         return Training(model, adamw(model.parameters(), setting))
@@ -177,7 +177,7 @@ def _fsdp2(*, reshards: bool) -> Build:
 
 
 def _ours(strategy: str, **options: Any) -> Build:
-    def build_ours(model: Language, mesh: DeviceMesh, setting: Setting) -> Training:
+    def build_ours(model: Model, mesh: DeviceMesh, setting: Setting) -> Training:
         sharded: Any = common.ours(strategy, mp_policy=_policy(setting), **options)(model, mesh)
         return Training(
             sharded, adamw(sharded.parameters(), setting), unsynchronized=sharded.no_sync
@@ -187,7 +187,7 @@ def _ours(strategy: str, **options: Any) -> Build:
 
 
 def _megatron_fsdp(strategy: str) -> Build:
-    def build_v1(model: Language, mesh: DeviceMesh, setting: Setting) -> Training:
+    def build_v1(model: Model, mesh: DeviceMesh, setting: Setting) -> Training:
         package = upstream.package()
         # It wants an axis for tensor parallelism, of one rank if there is none, and, to average, a
         # mesh for experts.
@@ -200,7 +200,7 @@ def _megatron_fsdp(strategy: str) -> Build:
         model = in_dtype(model, setting)
         wrapped, optimizer = package.fully_shard(
             model,
-            adamw(model.parameters(), setting),
+            adamw(model.parameters(), setting, rate=0.0),
             device_mesh=grid,
             expt_device_mesh=grid,
             dp_shard_dim="fsdp",
@@ -214,15 +214,18 @@ def _megatron_fsdp(strategy: str) -> Build:
             sync_model_each_microbatch=setting.micro_batches == 1,
             preproc_state_dict_for_dcp_ckpt=False,
         )
-        # It has made a step without gradients, to have state; Adam must not count it.
+        # It has made a step without gradients, to have state: one that decays no weights, and
+        # that Adam must not count.
         for state in optimizer.state.values():
             state["step"].zero_()
+        for group in optimizer.param_groups:
+            group["lr"] = RATE
         return Training(wrapped, optimizer, unsynchronized=wrapped.no_sync)
 
     return build_v1
 
 
-def _experimental(model: Language, mesh: DeviceMesh, setting: Setting) -> Training:
+def _experimental(model: Model, mesh: DeviceMesh, setting: Setting) -> Training:
     package = upstream.experimental()
     flat = [package.Flat()]
     placements = package.Placements(dp_axes=[0], parameter=flat, gradient=flat, optimizer=flat)
@@ -273,6 +276,6 @@ USUAL = [name for name in ENGINES if name not in _RARE]
 def build(name: str, setting: Setting, mesh: DeviceMesh) -> Training:
     """Make an engine's model ready."""
     torch.manual_seed(0)
-    model = Language(setting.shape, recomputes=setting.recomputes).to(_device(mesh))
+    model = Model(setting.shape, recomputes=setting.recomputes).to(_device(mesh))
     with ENGINES[name].context(mesh.device_type, building=True):
         return ENGINES[name].build(model, mesh, setting)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from benchmarks.cases import Setting
 from benchmarks.engines import RATE, Plain
-from benchmarks.model import Language
+from benchmarks.model import Model
 
 __all__ = ["gathers_per_micro_batch", "limit_seconds", "pieces"]
 
@@ -45,7 +45,7 @@ def limit_seconds(
     return took[COMPUTE] + reductions * reduction + passes * took[GATHER] + took[SHARE]
 
 
-def gathers_per_micro_batch(model: Language) -> float:
+def gathers_per_micro_batch(model: Model) -> float:
     """What ZeRO-3 gathers in a micro-batch, over the model: everything twice, the root once."""
     whole = sum(param.numel() for param in model.parameters())
     layers = sum(param.numel() for param in model.layers.parameters())

@@ -9,13 +9,12 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from benchmarks.cases import CASES, Setting
+from benchmarks.cases import TRANSFORMER, Setting
 from benchmarks.engines import BASELINE, ENGINES, build
 from benchmarks.live_bytes import LiveBytes
 from benchmarks.model import batches
@@ -46,9 +45,9 @@ def measure(name: str, setting: Setting, mesh: DeviceMesh) -> dict[str, int]:
                 training = build(name, setting, mesh)
             found = {"building": meter.peak}
             for step in range(STEPS):
-                tokens = batches(setting, dist.get_rank(), step)
+                inputs = batches(setting, dist.get_rank(), step)
                 with ENGINES[name].context(mesh.device_type), meter.peak_of():
-                    training.step(tokens)
+                    training.step(inputs)
             return found | {"at rest": meter.now, "peak": meter.peak}
     finally:
         gc.enable()
@@ -59,7 +58,7 @@ def work(mesh: DeviceMesh, args: argparse.Namespace, path: str) -> None:
     del args
     found: dict[str, dict[str, dict[str, int]]] = {}
     for dtype in ("fp32", "bf16"):
-        setting = replace(Setting("wide", CASES["wide"], ranks=mesh.size()), dtype=dtype)
+        setting = Setting("transformer", TRANSFORMER, dtype, ranks=mesh.size())
         found[dtype] = {name: measure(name, setting, mesh) for name in COMPARED}
     if dist.get_rank() == 0:
         Path(path).write_text(json.dumps(found) + "\n")

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.cases import Case, Setting
 
-__all__ = ["Language", "Layer", "batches", "loss_of"]
+__all__ = ["Layer", "Model", "batches", "loss_of"]
 
 HEAD = 32
 """Width of an attention head."""
@@ -35,16 +35,18 @@ class Experts(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention and an MLP or experts, each after a norm and with a residual."""
+    """An MLP or experts with a residual; of a transformer, after attention and with norms."""
 
     def __init__(self, case: Case, *, recomputes: bool = False) -> None:
         super().__init__()
         width = case.width
         self.recomputes = recomputes
-        self.attention_norm = nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width)
-        self.projection = nn.Linear(width, width)
-        self.mlp_norm = nn.LayerNorm(width)
+        self.is_transformer = case.vocabulary > 0
+        if self.is_transformer:
+            self.attention_norm = nn.LayerNorm(width)
+            self.qkv = nn.Linear(width, 3 * width)
+            self.projection = nn.Linear(width, width)
+            self.mlp_norm = nn.LayerNorm(width)
         self.mlp = Experts(width, case.experts) if case.experts else _mlp(width, 4 * width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -55,6 +57,8 @@ class Layer(nn.Module):
 
     def compute(self, x: torch.Tensor) -> torch.Tensor:
         """What may be recomputed."""
+        if not self.is_transformer:
+            return x + self.mlp(x)
         heads = x.shape[-1] // min(HEAD, x.shape[-1])
         qkv = self.qkv(self.attention_norm(x)).unflatten(-1, (3, heads, -1))
         query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind()
@@ -63,37 +67,49 @@ class Layer(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
-class Language(nn.Module):
-    """Transformer layers between an embedding and an output layer, which belong to the root."""
+class Model(nn.Module):
+    """Layers; of a transformer, between an embedding and an output layer."""
 
     def __init__(self, case: Case, *, recomputes: bool = False) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(case.vocabulary, case.width)
+        self.is_transformer = case.vocabulary > 0
+        if self.is_transformer:
+            self.embedding = nn.Embedding(case.vocabulary, case.width)
         self.layers = nn.ModuleList(Layer(case, recomputes=recomputes) for _ in range(case.layers))
-        self.output = nn.Linear(case.width, case.vocabulary)
+        if self.is_transformer:
+            self.output = nn.Linear(case.width, case.vocabulary)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits of `(batch, length)` tokens."""
-        x = self.embedding(tokens)
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Logits of `(batch, length)` tokens, or outputs of `(batch, length, width)` inputs."""
+        x = self.embedding(inputs) if self.is_transformer else inputs
         for layer in self.layers:
             x = layer(x)
-        return torch.as_tensor(self.output(x))
+        return torch.as_tensor(self.output(x) if self.is_transformer else x)
 
 
 def _mlp(width: int, hidden: int) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
+    return nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, width))
 
 
-def loss_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Cross entropy against a label that follows from the token, so that there is much to learn."""
-    vocabulary = logits.shape[-1]
-    labels = (7 * tokens + 3) % vocabulary
-    return functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+def loss_of(outputs: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
+    """How far a model is from what follows from its inputs, so that there is much to learn."""
+    if inputs.is_floating_point():
+        return functional.mse_loss(outputs.float(), inputs.flip(-1).float())
+    labels = (7 * inputs + 3) % outputs.shape[-1]
+    return functional.cross_entropy(outputs.float().flatten(0, 1), labels.flatten())
 
 
 def batches(setting: Setting, rank: int, step: int, device: str = "cpu") -> list[torch.Tensor]:
-    """The micro-batches of a step on a rank: tokens of shape `(batch, length)`."""
+    """The micro-batches of a step on a rank: `(batch, length)` tokens or `(batch, length, width)`.
+
+    What is not tokens is in the dtype of compute.
+    """
+    case = setting.shape
     generator = torch.Generator().manual_seed(1_000 * step + rank)
-    shape = (setting.micro_batches, setting.shape.batch, setting.shape.length)
-    tokens = torch.randint(setting.shape.vocabulary, shape, generator=generator)
-    return list(tokens.to(device).unbind())
+    shape = (setting.micro_batches, case.batch, case.length)
+    if case.vocabulary:
+        inputs = torch.randint(case.vocabulary, shape, generator=generator)
+    else:
+        inputs = torch.randn(*shape, case.width, generator=generator)
+        inputs = inputs.to(torch.bfloat16 if setting.in_bf16 else torch.float32)
+    return list(inputs.to(device).unbind())

@@ -46,14 +46,13 @@ def steps(found: dict[str, Any]) -> Table:
     head = ("", "step ms", "optimizer ms", f"over {BASELINE}", "over limit", "losses")
     rows = [_row(name, engine) for name, engine in found["engines"].items()]
     remarks = [f"{name} failed: {text}" for name, text in found["failed"].items()]
-    disturbed = [name for name, engine in found["engines"].items() if engine["disturbed"]]
-    disturbed += found["pieces_disturbed"]
-    if disturbed:
-        remarks.append(
-            "Too few undisturbed repeats, so the least disturbed ones count: "
-            f"{', '.join(disturbed)}."
-        )
-    parts = ", ".join(f"{name} {_ms(took)}" for name, took in found["pieces_s"].items())
+    pieces = found["pieces_s"]
+    if found["pieces_disturbed"] or any(
+        engine["disturbed"] for engine in found["engines"].values()
+    ):
+        remarks.append("(*) Too few undisturbed repeats: the least disturbed ones count.")
+    stars = {name: " (*)" if name in found["pieces_disturbed"] else "" for name in pieces}
+    parts = ", ".join(f"{name} {_ms(took)}{stars[name]}" for name, took in pieces.items())
     remarks.append(f"What limits are made of, in ms: {parts}.")
     return Table(found["name"], head, rows, remarks)
 
@@ -88,7 +87,7 @@ def rest(record: dict[str, Any]) -> list[Table]:
             (name, *(f"{row[c] / 1e6:.1f} ({row[c] / base[c]:.2f})" for c in COLUMNS))
             for name, row in rows.items()
         ]
-        title = f"Memory: wide, {dtype}, 2 ranks: MB, and over {BASELINE}'s"
+        title = f"Memory: transformer, 8 layers x 512, {dtype}, 2 ranks: MB, and over {BASELINE}'s"
         found.append(Table(title, ("", *COLUMNS), cells))
     if times := record.get("host_time_ms"):
         head = ("", *(f"{units} units" for units in times), f"over {BASELINE}")
@@ -127,7 +126,7 @@ def show(tables: Sequence[Table]) -> None:
     from rich.console import Console
     from rich.table import Table as Shown
 
-    console = Console(width=None if os.isatty(1) else 110)
+    console = Console(width=None if os.isatty(1) else 120)
     for table in tables:
         shown = Shown(title=table.title, title_justify="left")
         for number, column in enumerate(table.head):

@@ -9,6 +9,7 @@ import gc
 import json
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,8 @@ __all__ = ["TOLERANCE", "Patience", "loss_difference", "measure", "work"]
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
 """Of losses, relative: engines add up in different orders, and autocast rounds less often."""
-WARM_UP = 4
-"""Steps before anything is timed, whose losses are compared. The pool is planned in the third."""
+WARM_UP = 3
+"""Steps before anything is timed, whose losses are compared. The pool is there after two."""
 _MOST_STEPS = 20
 
 
@@ -41,12 +42,14 @@ class Patience:
         most: Repeats with the disturbed ones.
         seconds: Least time of a repeat, which is as many steps as that takes.
         foreign: Part of the machine used by others from which a repeat counts as disturbed.
+        minutes: Of a setting, after which disturbed repeats are not made again.
     """
 
     rounds: int = 5
     most: int = 10
     seconds: float = 0.25
     foreign: float = 0.08
+    minutes: float = 1.0
 
 
 def measure(
@@ -83,12 +86,14 @@ def work(
     mesh: DeviceMesh,
     args: argparse.Namespace,
     path: str,
-    settings: list[Setting],
-    engines: list[str],
+    contests: list[tuple[Setting, list[str]]],
 ) -> None:
-    """Measure some settings on every rank; rank 0 shows each and adds it to a file, a line each."""
-    patience = Patience(args.rounds, max(args.most, args.rounds), args.seconds, args.foreign)
-    for setting in settings:
+    """Measure engines in settings on every rank; rank 0 shows each and adds a line to a file."""
+    # Said by an engine's hooks on the first layer, whose inputs need no gradients.
+    warnings.filterwarnings("ignore", message="Full backward hook is firing")
+    most = max(args.most, args.rounds)
+    patience = Patience(args.rounds, most, args.seconds, args.foreign, args.minutes)
+    for setting, engines in contests:
         found = measure(setting, engines, mesh, patience)
         if dist.get_rank() == 0:
             report.show([report.steps(found)])
@@ -114,6 +119,9 @@ class _Contest:
         self.losses: dict[str, torch.Tensor] = {}
         self.failed: dict[str, str] = {}
         self.runs: dict[str, Callable[[], float]] = {}
+        self._start = time.perf_counter()
+        self._minutes = 0.0
+        """Since then, by the clock of rank 0, as of the last repeat."""
 
     def enter(self, name: str) -> None:
         """Build an engine's model and make its first steps; what fails is noted and left out."""
@@ -132,21 +140,23 @@ class _Contest:
             return
         self.trainings[name] = training
         self.losses[name] = torch.stack(losses).double()
-        tokens = batches(self.setting, rank, WARM_UP, self.device)
-        self.runs[name] = lambda: _step(training, tokens)
+        inputs = batches(self.setting, rank, WARM_UP, self.device)
+        self.runs[name] = lambda: _step(training, inputs)
 
     def run(self, patience: Patience) -> dict[str, Any]:
         """Measure everybody in turns."""
         plain = self.trainings[PLAIN]
         assert isinstance(plain, Plain)
-        tokens = batches(self.setting, dist.get_rank(), WARM_UP, self.device)
-        parts = limit.pieces(plain, self.setting, tokens)
+        inputs = batches(self.setting, dist.get_rank(), WARM_UP, self.device)
+        parts = limit.pieces(plain, self.setting, inputs)
         for name, part in parts.items():
             self.runs[name] = lambda part=part: _nothing(part())
         num_steps = {name: self._steps_of(name, patience.seconds) for name in self.runs}
         rounds = Rounds(self.runs, patience.rounds, patience.most, patience.foreign)
         for name in rounds:
             rounds.note(name, self._repeat(name, num_steps[name]))
+            if self._minutes > patience.minutes:
+                rounds.most = rounds.wanted
         gathers = limit.gathers_per_micro_batch(plain.model)
         return self._found(rounds, list(parts), gathers)
 
@@ -173,13 +183,15 @@ class _Contest:
             self._settle()
             took, own = time.perf_counter() - start, time.process_time() - own
             busy = None if busy is None else (busy_seconds(allowed) or 0.0) - busy
-        every = torch.zeros(dist.get_world_size(), 4, dtype=torch.float64, device=self.device)
-        mine = [took, optimizer, own, own if busy is None else busy]
+        every = torch.zeros(dist.get_world_size(), 5, dtype=torch.float64, device=self.device)
+        minutes = (time.perf_counter() - self._start) / 60
+        mine = [took, optimizer, own, own if busy is None else busy, minutes]
         every[dist.get_rank()] = torch.tensor(mine, dtype=torch.float64)
         dist.all_reduce(every)
         seconds, optimizer_seconds = (every[:, column].max().item() for column in (0, 1))
         owned = every[:, 2].sum().item()
         used = owned if busy is None else every[0, 3].item()
+        self._minutes = every[0, 4].item()
         foreign = foreign_share(used, owned, seconds, len(allowed))
         return Sample(seconds / num_steps, optimizer_seconds / num_steps, foreign)
 
@@ -218,8 +230,8 @@ class _Contest:
         }
 
 
-def _step(training: Training, tokens: list[torch.Tensor]) -> float:
-    training.step(tokens)
+def _step(training: Training, inputs: list[torch.Tensor]) -> float:
+    training.step(inputs)
     return training.optimizer_seconds
 
 

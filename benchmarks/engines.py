@@ -260,14 +260,14 @@ ENGINES: dict[str, Engine] = {
         f"ours, {name}, buckets": Engine(_ours(name, bucket_bytes=BUCKET), name)
         for name in STRATEGIES
     },
-    "ours, one gradient buffer": Engine(_ours(ZERO_3, max_live_grad_buffers=1), ZERO_3),
-    "ours, that and no prefetch": Engine(
+    "ours, max_live_grad_buffers=1": Engine(_ours(ZERO_3, max_live_grad_buffers=1), ZERO_3),
+    "ours, that and without prefetch": Engine(
         _ours(ZERO_3, max_live_grad_buffers=1, enable_unshard_prefetch=False), ZERO_3
     ),
 }
 """By name. The plain loop is what the losses of all others are held against."""
 
-_RARE = {"FSDP2, optim_grads", "ours, one gradient buffer", "ours, that and no prefetch"}
+_RARE = {"FSDP2, optim_grads", "ours, max_live_grad_buffers=1", "ours, that and without prefetch"}
 _RARE |= {f"{V1}, {name}" for name in STRATEGIES[:-1]}
 USUAL = [name for name in ENGINES if name not in _RARE]
 """Those that are timed if nobody asks for more."""

@@ -28,8 +28,8 @@ COMPARED = [
     "Megatron-FSDP v2, experimental",
     "ours, optim_grads_params",
     "ours, optim_grads_params, pool",
-    "ours, one gradient buffer",
-    "ours, that and no prefetch",
+    "ours, max_live_grad_buffers=1",
+    "ours, that and without prefetch",
     "ours, optim_grads",
 ]
 """The baseline first, which is FSDP2 at ZeRO-3."""

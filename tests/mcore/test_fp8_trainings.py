@@ -11,24 +11,9 @@ import pytest
 from megatron_fsdp_v2_mcore.flags.errors import FlagError
 from megatron_fsdp_v2_mcore.flags.settings import check_quantized
 from tests.docs.blocks import ROOT, blocks_in
+from tests.mcore import flags as f
 from tests.mcore.command_line import torchrun
-from tests.mcore.flags import (
-    FULL_RECOMPUTE,
-    GATED,
-    HFSDP,
-    HSDP,
-    OVERLAP,
-    PP2,
-    STRATEGIES,
-    TP2_SP,
-    ZERO1,
-    ZERO2,
-    ZERO3,
-    fsdp,
-    loading,
-    saving,
-    words,
-)
+from tests.mcore.flags import FULL_RECOMPUTE, HSDP, PP2, TP2_SP, ZERO3, fsdp, loading, saving, words
 from tests.mcore.session import TRANSFORMER_ENGINE, Training, distance
 from tests.mcore.trained import longer, trained
 from tests.ranks import RankPools
@@ -73,7 +58,7 @@ _QUICK = ("tensorwise", ZERO3)
     [
         (longer(r, s) if (r, s) != _QUICK else pytest.param(r, s))
         for r in RECIPES
-        for s in STRATEGIES
+        for s in f.STRATEGIES
     ],
 )
 def test_fp8_trains_as_under_megatrons_ddp(
@@ -86,7 +71,7 @@ def test_fp8_trains_as_under_megatrons_ddp(
 
 
 @pytest.mark.functional
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", f.STRATEGIES)
 @pytest.mark.parametrize("gathers", ["", GATHERED], ids=["bf16 gathers", "FP8 gathers"])
 def test_mxfp8_trains_as_under_megatrons_ddp(
     blackwell_te: RankPools, strategy: str, gathers: str
@@ -111,7 +96,7 @@ def test_mxfp8_trains_other_models(blackwell_te: RankPools, more: str) -> None:
         pytest.param("tensorwise", 4, TP2_SP, id="TP2 SP, DP2"),
         pytest.param("delayed", 2, EXPERTS, id="MoE"),
         pytest.param("tensorwise", 2, EXPERTS, id="MoE, tensorwise"),
-        pytest.param("delayed", 2, f"{GATED} --disable-bias-linear", id="GQA SwiGLU"),
+        pytest.param("delayed", 2, f"{f.GATED} --disable-bias-linear", id="GQA SwiGLU"),
         pytest.param("delayed", 2, PP2, id="PP2"),
         pytest.param("tensorwise", 4, PP2, id="PP2, DP2"),
     ],
@@ -127,7 +112,7 @@ def test_fp8_weights_train_other_models(
 @pytest.mark.parametrize(
     ("ranks", "more", "without"),
     [
-        pytest.param(2, f"{OVERLAP} --fsdp-trace-pool", "", id="overlap, pool"),
+        pytest.param(2, f"{f.OVERLAP} --fsdp-trace-pool", "", id="overlap, pool"),
         pytest.param(2, "--keep-fp8-transpose-cache", "", id="transposes kept"),
         pytest.param(2, "--init-model-with-meta-device", "", id="meta device"),
         pytest.param(4, HSDP, "", id="HSDP"),
@@ -151,7 +136,7 @@ def test_how_weights_are_gathered_changes_no_bit(
 
 def _assert_two_axes(pools: RankPools, recipe: str, strategy: str) -> None:
     common = [_fp8(recipe), fsdp(strategy), GATHERED]
-    one, two = (_run(pools, 4, *common, axes) for axes in (HSDP, HFSDP))
+    one, two = (_run(pools, 4, *common, axes) for axes in (HSDP, f.HFSDP))
     assert len(one.losses) == 4
     # Along the outer axis gradients are scattered instead of reduced whole, of equal sums.
     assert distance(two.losses, one.losses) <= 1e-6
@@ -160,7 +145,7 @@ def _assert_two_axes(pools: RankPools, recipe: str, strategy: str) -> None:
 
 @pytest.mark.functional
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("strategy", [ZERO1, ZERO2, ZERO3])
+@pytest.mark.parametrize("strategy", [f.ZERO1, f.ZERO2, ZERO3])
 def test_main_weights_sharded_over_instances_too_train_as_over_one(
     megatron_te: RankPools, recipe: str, strategy: str
 ) -> None:
@@ -180,7 +165,7 @@ def test_main_weights_of_mxfp8_sharded_over_instances_too_train_as_over_one(
     [
         pytest.param("--first-last-layers-bf16 --num-layers 4", id="first and last layer in bf16"),
         pytest.param("--optimizer muon --muon-fp32-matmul-prec high", id="Muon"),
-        pytest.param(GATED, id="GQA SwiGLU"),
+        pytest.param(f.GATED, id="GQA SwiGLU"),
     ],
 )
 def test_fp8_gathers_are_bf16_gathers_to_the_bit(megatron_te: RankPools, more: str) -> None:
@@ -203,7 +188,7 @@ def saved(
     [
         pytest.param(2, [_fp8("tensorwise"), fsdp(ZERO3), GATHERED], id="as it was"),
         longer(2, [_fp8("tensorwise"), fsdp(ZERO3)], id="gathered in bf16"),
-        longer(1, [_fp8("tensorwise"), fsdp(ZERO1), GATHERED], id="one rank, ZeRO-1"),
+        longer(1, [_fp8("tensorwise"), fsdp(f.ZERO1), GATHERED], id="one rank, ZeRO-1"),
         longer(4, [_fp8("tensorwise"), fsdp(ZERO3), GATHERED], id="four ranks"),
     ],
 )

@@ -7,18 +7,8 @@ from unittest import mock
 
 import pytest
 
-from tests.mcore.flags import (
-    DROPOUT,
-    NO_SHARD,
-    PP2,
-    TP2,
-    ZERO1,
-    ZERO2,
-    ZERO3,
-    fsdp,
-    loading,
-    saving,
-)
+from tests.mcore import flags as f
+from tests.mcore.flags import DROPOUT, NO_SHARD, PP2, TP2, ZERO1, ZERO2, fsdp, loading, saving
 from tests.mcore.session import Training, distance, train
 from tests.mcore.trained import assert_equal, longer, quick_only, saved_and_resumed, trained
 from tests.ranks import RankPools
@@ -49,7 +39,7 @@ def _resumed(
 def test_losses_after_loading_at_another_world_size_equal_the_uninterrupted(
     megatron: RankPools, saved: tuple[Path, Training], world_size: int
 ) -> None:
-    resumed = _resumed(megatron, world_size, saved, ZERO3)
+    resumed = _resumed(megatron, world_size, saved, f.ZERO3)
     if world_size == 2:
         assert_equal(resumed, saved[1], after=4)
 

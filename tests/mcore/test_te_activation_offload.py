@@ -12,23 +12,14 @@ import torch
 from megatron_fsdp_v2.params.gathered_parameter import is_gathered_weight
 from megatron_fsdp_v2_mcore.rehearsal import RehearsalError
 from megatron_fsdp_v2_mcore.rehearsal.flags import with_cpu_flags
-from tests.mcore.flags import (
-    GATED,
-    LOCAL,
-    OVERLAP,
-    STRATEGIES,
-    TP2_SP,
-    TRANSFORMER_ENGINE,
-    ZERO3,
-    fsdp,
-    words,
-)
+from tests.mcore import flags as f
+from tests.mcore.flags import GATED, LOCAL, OVERLAP, STRATEGIES, TP2_SP, ZERO3, fsdp, words
 from tests.mcore.session import Training, enter_rehearsal, train
 from tests.mcore.trained import assert_equal, longer, trained
 from tests.ranks import RankPools
 
 OFFLOAD = "--cpu-offloading-num-layers 2"
-TE = words(TRANSFORMER_ENGINE, "--num-layers 4 --global-batch-size 8 --train-iters 3")
+TE = words(f.TRANSFORMER_ENGINE, "--num-layers 4 --global-batch-size 8 --train-iters 3")
 SMALLEST = 512
 
 

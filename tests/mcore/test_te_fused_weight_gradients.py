@@ -5,25 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.mcore import flags as f
 from tests.mcore import te_modules
-from tests.mcore.flags import (
-    ALLTOALL,
-    EP2,
-    FULL_RECOMPUTE,
-    OVERLAP,
-    STRATEGIES,
-    TP2_SP,
-    TRANSFORMER_ENGINE,
-    UNTIED,
-    ZERO1,
-    ZERO3,
-    fsdp,
-    words,
-)
+from tests.mcore.flags import ALLTOALL, EP2, FULL_RECOMPUTE, OVERLAP, UNTIED, ZERO3, fsdp, words
 from tests.mcore.trained import assert_close, assert_equal, longer, trained
 from tests.ranks import RankPools
 
-TE = words(TRANSFORMER_ENGINE, "--train-iters 3")
+TE = words(f.TRANSFORMER_ENGINE, "--train-iters 3")
 APART = "--no-gradient-accumulation-fusion"
 
 
@@ -66,7 +54,7 @@ def test_in_bf16_one_can_tell_what_is_fused(megatron_te: RankPools) -> None:
         (2, f"--global-batch-size 16 {OVERLAP}"),
         (2, f"--global-batch-size 16 {FULL_RECOMPUTE}"),
         (2, f"--global-batch-size 8 {ALLTOALL} --moe-grouped-gemm"),
-        (2, f"--global-batch-size 8 {TP2_SP}"),
+        (2, f"--global-batch-size 8 {f.TP2_SP}"),
     ],
 )
 def test_under_megatron_fusing_changes_no_bit_in_fp32(
@@ -74,7 +62,7 @@ def test_under_megatron_fusing_changes_no_bit_in_fp32(
 ) -> None:
     """The output layer's gradient is apex's kernel's. Tied, autograd would add in another order."""
     common = [TE, UNTIED, flags]
-    for strategy in STRATEGIES if "--overlap" in flags else (ZERO3,):
+    for strategy in f.STRATEGIES if "--overlap" in flags else (ZERO3,):
         fused = trained(megatron_te, world_size, *common, fsdp(strategy))
         assert_equal(fused, trained(megatron_te, world_size, *common, fsdp(strategy), APART))
     assert_close(fused, trained(megatron_te, world_size, *[TE, UNTIED], flags.replace(OVERLAP, "")))
@@ -82,7 +70,7 @@ def test_under_megatron_fusing_changes_no_bit_in_fp32(
 
 @pytest.mark.functional
 @pytest.mark.parametrize("fusion", ["", APART], ids=["fused", "apart"])
-@pytest.mark.parametrize("strategy", [ZERO1, ZERO3])
+@pytest.mark.parametrize("strategy", [f.ZERO1, ZERO3])
 def test_gradients_that_are_made_later_are_the_same(
     megatron_te: RankPools, strategy: str, fusion: str
 ) -> None:

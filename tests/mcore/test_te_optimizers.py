@@ -12,28 +12,16 @@ from megatron_fsdp_v2 import MixedPrecisionPolicy
 from megatron_fsdp_v2.dtensor.uneven_dtensor import local_of
 from megatron_fsdp_v2_mcore.rehearsal import RehearsalError
 from megatron_fsdp_v2_mcore.rehearsal.flags import with_cpu_flags
+from tests.mcore import flags as f
 from tests.mcore import fused_adam
-from tests.mcore.flags import (
-    LOCAL,
-    NO_SHARD,
-    PP2,
-    STRATEGIES,
-    TP2,
-    TRANSFORMER_ENGINE,
-    ZERO1,
-    ZERO3,
-    fsdp,
-    loading,
-    saving,
-    words,
-)
+from tests.mcore.flags import LOCAL, NO_SHARD, PP2, TP2, ZERO1, ZERO3, fsdp, loading, saving, words
 from tests.mcore.session import Training, distance
 from tests.mcore.trained import assert_equal, longer, saved_and_resumed, trained
 from tests.ranks import RankPools
 
 FP32, BF16, FP16, FP8 = torch.float32, torch.bfloat16, torch.float16, torch.uint8
 AWARE = "--use-precision-aware-optimizer"
-TE = words(TRANSFORMER_ENGINE, "--global-batch-size 8 --train-iters 4")
+TE = words(f.TRANSFORMER_ENGINE, "--global-batch-size 8 --train-iters 4")
 LOW = f"--bf16 {AWARE} --main-grads-dtype bf16 --exp-avg-dtype fp8 --exp-avg-sq-dtype fp16"
 BF16_STATE = f"{AWARE} --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
 
@@ -102,7 +90,7 @@ def _nbytes(value: torch.Tensor) -> int:
     return payload.numel() * payload.element_size()
 
 
-@pytest.mark.parametrize("strategy", [*map(longer, STRATEGIES[:3]), ZERO3])
+@pytest.mark.parametrize("strategy", [*map(longer, f.STRATEGIES[:3]), ZERO3])
 def test_it_trains_as_under_megatrons_distributed_optimizer(
     megatron_te: RankPools, strategy: str
 ) -> None:

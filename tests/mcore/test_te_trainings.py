@@ -13,52 +13,21 @@ import pytest
 from megatron_fsdp_v2_mcore.rehearsal import RehearsalError
 from megatron_fsdp_v2_mcore.rehearsal.flags import transformer_impl, with_cpu_flags
 from megatron_fsdp_v2_mcore.rehearsal.te import load
-from tests.mcore.session import (
-    LOCAL,
-    MODEL_FLAGS,
-    TRANSFORMER_ENGINE,
-    Training,
-    curves,
-    distance,
-    fsdp,
-    train,
-)
+from tests.mcore import flags as f
+from tests.mcore.flags import LOCAL, STRATEGIES, TRANSFORMER_ENGINE, fsdp
+from tests.mcore.session import Training, distance
+from tests.mcore.trained import longer, trained
 from tests.ranks import RankPools
 
-FLAGS = [
-    *MODEL_FLAGS,
-    *TRANSFORMER_ENGINE,
-    *("--global-batch-size", "8", "--train-iters", "4", "--log-params-norm"),
-]
-STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-_MODERN = """
---swiglu --normalization RMSNorm --group-query-attention --num-query-groups 2
---disable-bias-linear --untie-embeddings-and-output-weights
-"""
-MODERN = _MODERN.split()
-_EXPERTS = """
---num-experts 4 --moe-router-topk 2 --moe-grouped-gemm --moe-ffn-hidden-size 64
---disable-bias-linear --swiglu --moe-router-load-balancing-type aux_loss
---moe-aux-loss-coeff 0.01 --moe-token-dispatcher-type alltoall
-"""
-EXPERTS = _EXPERTS.split()
-TENSOR = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
+STEPS = "--global-batch-size 8 --train-iters 4 --log-params-norm"
+MODERN = f"{f.GATED} --disable-bias-linear {f.UNTIED}"
 # Blocks of FP8 have 128 elements, so no dimension has fewer.
-_FP8 = """
---bf16 --hidden-size 128 --ffn-hidden-size 256 --seq-length 64 --max-position-embeddings 64
-"""
-FP8 = _FP8.split()
-_MEMO: dict[tuple[str, ...], Training] = {}
-
-# The first training of a pool imports Megatron and Transformer Engine on every rank.
-TIMEOUT_S = 240.0
+FP8 = "--bf16 --hidden-size 128 --ffn-hidden-size 256 --seq-length 64 --max-position-embeddings 64"
 
 
-def _trained(megatron_te: RankPools, *flags: str, probe: Any = None) -> Training:
-    if flags not in _MEMO:
-        seen = megatron_te(2).run(train, [*FLAGS, *flags], probe, timeout_s=TIMEOUT_S)
-        _MEMO[flags] = curves(seen)
-    return _MEMO[flags]
+def _trained(megatron_te: RankPools, *flags: f.Flags) -> Training:
+    """A training of the default layers, with the classes that it used."""
+    return trained(megatron_te, 2, TRANSFORMER_ENGINE, STEPS, *flags, probe=_classes, once=True)
 
 
 def _classes(model: Any, optimizer: Any) -> list[str]:
@@ -84,26 +53,22 @@ def _assert_equal(mine: Training, theirs: Training) -> None:
 def test_the_default_layers_train_as_under_megatrons_ddp(
     megatron_te: RankPools, strategy: str
 ) -> None:
-    theirs = _trained(megatron_te, probe=_classes)
-    _assert_equal(_trained(megatron_te, *fsdp(strategy), probe=_classes), theirs)
-    used = set(_MEMO[tuple(fsdp(strategy))].extras[0])
+    mine = _trained(megatron_te, fsdp(strategy))
+    _assert_equal(mine, _trained(megatron_te))
     wanted = ("LayerNormLinear", "Linear", "DotProductAttention", "LayerNorm", "FusedAdam")
-    assert {f"transformer_engine.{name}" for name in wanted} <= used
+    assert {f"transformer_engine.{name}" for name in wanted} <= set(mine.extras[0])
 
 
 @pytest.mark.parametrize(
     "flags",
     [
         pytest.param(MODERN, id="GQA SwiGLU RMSNorm"),
-        pytest.param(EXPERTS, id="grouped experts"),
-        pytest.param(TENSOR, id="TP2 SP", marks=pytest.mark.functional),
+        pytest.param(f"{f.ALLTOALL} --moe-grouped-gemm", id="grouped experts"),
+        longer(f.TP2_SP, id="TP2 SP"),
     ],
 )
-def test_other_models_train_as_under_megatrons_ddp(
-    megatron_te: RankPools, flags: list[str]
-) -> None:
-    theirs = _trained(megatron_te, *flags)
-    _assert_equal(_trained(megatron_te, *flags, *fsdp()), theirs)
+def test_other_models_train_as_under_megatrons_ddp(megatron_te: RankPools, flags: str) -> None:
+    _assert_equal(_trained(megatron_te, flags, fsdp()), _trained(megatron_te, flags))
 
 
 def test_the_default_layers_compute_what_megatrons_own_do(
@@ -111,21 +76,21 @@ def test_the_default_layers_compute_what_megatrons_own_do(
 ) -> None:
     """Weights of equal shapes are drawn in the same order, so they start equal."""
     theirs = _trained(megatron_te)
-    own = curves(megatron(2).run(train, [*FLAGS, *LOCAL], timeout_s=TIMEOUT_S))
+    own = trained(megatron, 2, STEPS)
     assert distance(own.losses, theirs.losses) <= 1e-6
 
 
 def test_a_fused_weight_gradient_changes_nothing(megatron_te: RankPools) -> None:
-    fused = _trained(megatron_te, *fsdp())
-    apart = _trained(megatron_te, *fsdp(), "--no-gradient-accumulation-fusion")
+    fused = _trained(megatron_te, fsdp())
+    apart = _trained(megatron_te, fsdp(), "--no-gradient-accumulation-fusion")
     assert distance(fused.losses, apart.losses) <= 1e-6
 
 
 @pytest.mark.functional
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise"])
 def test_fp8_products_train_under_megatrons_ddp(megatron_te: RankPools, recipe: str) -> None:
-    plain = _trained(megatron_te, *FP8)
-    quantized = _trained(megatron_te, *FP8, "--fp8-format", "hybrid", "--fp8-recipe", recipe)
+    plain = _trained(megatron_te, FP8)
+    quantized = _trained(megatron_te, FP8, "--fp8-format hybrid --fp8-recipe", [recipe])
     assert 1e-6 < distance(quantized.losses, plain.losses) < 1e-2
     assert quantized.losses[-1] < quantized.losses[0]
 

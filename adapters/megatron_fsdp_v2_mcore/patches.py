@@ -141,9 +141,13 @@ def _our_end_of_backward(original: Any) -> Any:
 
 
 def _our_training_log(original: Any) -> Any:
-    if not _STATE.options.logs_parameter_norms:
-        return original
-    return importlib.import_module("megatron_fsdp_v2_mcore.optim.param_norms").log_norms(original)
+    if _STATE.options.logs_parameter_norms:
+        norms = importlib.import_module("megatron_fsdp_v2_mcore.optim.param_norms")
+        original = norms.log_norms(original)
+    if _STATE.options.logs_overlap:
+        overlap = importlib.import_module("megatron_fsdp_v2_mcore.model.overlap_log")
+        original = overlap.log_overlap(original)
+    return original
 
 
 def _our_state_dict(original: Any) -> Any:
@@ -286,7 +290,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "training-log",
         "megatron.training.training:training_log",
-        "--log-per-param-norm: where an iteration is logged; else as it is",
+        "--log-per-param-norm, --fsdp-log-overlap: where an iteration is logged; else as it is",
         ("loss_dict", "total_loss_dict", "learning_rate", "iteration"),
         _our_training_log,
         selected=True,

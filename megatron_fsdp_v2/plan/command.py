@@ -87,6 +87,12 @@ class _PlanCommand:
             metavar="N",
             help="also try an outer data-parallel axis of N ranks: HSDP and HFSDP; may be repeated",
         )
+        group.add_argument(
+            "--overlap",
+            action="store_true",
+            help="also say which collectives of the strategy that is shown are exposed, and why; "
+            "needs --machine",
+        )
         group.add_argument("--json", metavar="FILE", help="write data; - for standard output")
         group.add_argument("--plot", metavar="FILE", type=Path, help="write a picture")
 
@@ -253,6 +259,8 @@ def _times(value: float | None, factor: float) -> float | None:
 
 def _report(args: argparse.Namespace) -> Report:
     machine = _machine(args)
+    if args.overlap and machine is None:
+        raise ValueError("--overlap says what takes how long; add --machine")
     memory = args.memory
     if memory is None and machine is not None:
         memory = machine.usable_nbytes
@@ -273,7 +281,16 @@ def _report(args: argparse.Namespace) -> Report:
     sentences: Sequence[str] = ()
     if memory is not None and best is None:
         sentences = advice(training, plans, memory)
-    return Report(training, tuple(plans), best, shown, memory, tuple(sentences), args.ranks)
+    return Report(
+        training,
+        tuple(plans),
+        best,
+        shown,
+        memory,
+        tuple(sentences),
+        args.ranks,
+        shows_overlap=args.overlap,
+    )
 
 
 def _outer_sizes(args: argparse.Namespace, configured: Strategy) -> list[int]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from megatron_fsdp_v2._text import readable_size
 from megatron_fsdp_v2.layout.placement import OUTER_STRATEGIES, STRATEGIES, resolve_placements
 from megatron_fsdp_v2.plan.description import MeshDescription, TrainingDescription
+from megatron_fsdp_v2.plan.exposure import OverlapReport
 from megatron_fsdp_v2.plan.machine import Machine
 from megatron_fsdp_v2.plan.matrix_work import matrix_work
 from megatron_fsdp_v2.plan.memory_bound import PeakBytes, UnitBytes, peak_bytes
@@ -132,6 +133,12 @@ class Plan:
     def exposed_seconds(self) -> float:
         """Estimated time in which computation waits for communication."""
         return self.step.seconds - self.step.compute_seconds
+
+    @property
+    def overlap(self) -> OverlapReport:
+        """Which collectives are exposed, and why: of the step without its optimizer."""
+        exposures = sorted(self.step.exposures, key=lambda each: each.issued_at)
+        return OverlapReport(tuple(exposures), self.step.seconds)
 
     @property
     def moved_nbytes(self) -> int:

@@ -63,6 +63,7 @@ class Report:
         memory_nbytes: What they have to fit in, if it is known.
         advice: What to change, where none fits.
         num_ranks: Ranks of the job.
+        shows_overlap: Whether to say which collectives are exposed, and why.
     """
 
     training: TrainingDescription
@@ -72,6 +73,7 @@ class Report:
     memory_nbytes: int | None
     advice: tuple[str, ...]
     num_ranks: int
+    shows_overlap: bool = False
 
     @property
     def machine(self) -> Machine | None:
@@ -100,6 +102,10 @@ def lines(report: Report) -> Iterator[str]:
     yield ""
     yield from _traffic(report.shown)
     yield ""
+    if report.shows_overlap:
+        yield f"What a step of {report.shown.strategy.name} waits for:"
+        yield from report.shown.overlap.lines()
+        yield ""
     yield from _verdict(report)
 
 
@@ -268,6 +274,8 @@ def _plan_as_dict(plan: Plan, report: Report) -> dict[str, Any]:
             "optimizer": plan.optimizer_seconds,
             "idle": plan.idle_seconds,
         }
+    if report.shows_overlap and plan is report.shown:
+        found["overlap"] = plan.overlap.as_dict()
     if report.memory_nbytes is not None:
         found["fits"] = plan.fits(report.memory_nbytes)
     return found

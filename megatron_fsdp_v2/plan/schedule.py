@@ -11,12 +11,13 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import deque
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import override
 
 from megatron_fsdp_v2.params.formats import WeightUse
 from megatron_fsdp_v2.plan.description import TrainingDescription
+from megatron_fsdp_v2.plan.exposure import Flight, Reason, why_gather, why_reduction
 from megatron_fsdp_v2.plan.machine import Machine
 from megatron_fsdp_v2.plan.sharding import PlannedGroup
 from megatron_fsdp_v2.plan.step import Collective, Event, Step
@@ -48,13 +49,6 @@ def replay(
     return _Replay(training, groups, machine).run()
 
 
-@dataclass(slots=True)
-class _Done:
-    """When a collective is done: known once all that are one with it are issued."""
-
-    at: float
-
-
 class _Network:
     """Issues collectives: counts them and, where a machine says how long they take, times them.
 
@@ -71,8 +65,8 @@ class _Network:
         self._meshes = training.meshes
         self._machine = machine
         self._link_free = {False: 0.0, True: 0.0}
-        # What is one collective with what: bytes, and how often; None outside of `together`.
-        self._alike: dict[Collective, tuple[int, list[_Done]]] | None = None
+        # What is to be one collective with what; None outside of `together`.
+        self._alike: dict[Collective, list[Flight]] | None = None
 
     def note(self, kind: str, unit: str, numel: int = 0, axis: str = "") -> None:
         """Note what is done now; see `Event`."""
@@ -88,13 +82,19 @@ class _Network:
         self.now += seconds
         self.step.compute_seconds += self.times * seconds
 
-    def wait(self, until: _Done) -> None:
-        """Let time pass up to when something is done, if that is to come."""
-        self.now = max(self.now, until.at)
+    def wait(self, flight: Flight, reason: Callable[[float], Reason]) -> None:
+        """Let time pass until a collective is done.
 
-    def done(self) -> _Done:
-        """What is done by now."""
-        return _Done(self.now)
+        Args:
+            flight: The collective.
+            reason: Why it is waited for, from the seconds that takes.
+        """
+        began = self.now
+        self.now = max(began, flight.done_at)
+        if self._machine is not None and flight.nbytes:
+            seconds = self.now - began
+            exposure = flight.landed(began, seconds, reason(seconds), times=self.times)
+            self.step.exposures.append(exposure)
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
@@ -106,10 +106,9 @@ class _Network:
 
     def _issue_alike(self) -> None:
         alike, self._alike = self._alike or {}, {}
-        for collective, (nbytes, parts) in alike.items():
-            at = self._issue(replace(collective, nbytes=nbytes))
-            for part in parts:
-                part.at = at
+        for collective, flights in alike.items():
+            nbytes = sum(flight.nbytes for flight in flights)
+            self._issue(replace(collective, nbytes=nbytes), flights)
 
     def skip(self, seconds: float) -> None:
         """Let time pass in micro-batches that are not replayed."""
@@ -126,8 +125,8 @@ class _Network:
         itemsize: int,
         *,
         is_async: bool = True,
-    ) -> _Done:
-        """Issue a collective; return when it is done.
+    ) -> Flight:
+        """Issue a collective.
 
         Args:
             kind: See `Collective`.
@@ -141,7 +140,7 @@ class _Network:
         sizes = group.planned.sizes
         size = sizes[axis]
         if size == 1 or not numel:
-            return self.done()
+            return Flight(group.unit, kind, purpose, "", 0, self.now, done_at=self.now)
         mesh = self._meshes[group.mesh]
         is_inner = axis in (-1, len(sizes) - 1)
         stride = mesh.stride if is_inner else mesh.stride * sizes[-1]
@@ -149,27 +148,28 @@ class _Network:
         nbytes = numel * itemsize
         collective = Collective(kind, purpose, group.mesh, name, size, stride, nbytes)
         self.note(kind, group.unit, numel, name)
-        if self._alike is not None and not is_async:
+        flight = Flight(group.unit, kind, purpose, name, nbytes, self.now, done_at=self.now)
+        if self._alike is not None and is_async:
+            self._alike.setdefault(replace(collective, nbytes=itemsize), []).append(flight)
+            return flight
+        if self._alike is not None:
             self._issue_alike()
-        if self._alike is None or not is_async:
-            return _Done(self._issue(collective))
-        alike = replace(collective, nbytes=itemsize)
-        total, parts = self._alike.get(alike, (0, []))
-        done = _Done(self.now)
-        self._alike[alike] = total + nbytes, [*parts, done]
-        return done
+        self._issue(collective, [flight])
+        return flight
 
-    def _issue(self, collective: Collective) -> float:
+    def _issue(self, collective: Collective, flights: Sequence[Flight]) -> None:
         self.step.collectives[collective] += self.times
         if self._machine is None:
-            return self.now
+            return
         # Collectives of all communication streams share the links; those of a node and the network
         # work side by side.
         size, stride = collective.size, collective.stride
         link = self._machine.crosses_nodes(size, stride)
         seconds = self._machine.collective_seconds(collective.kind, collective.nbytes, size, stride)
+        idle = max(0.0, self.now - self._link_free[link])
         self._link_free[link] = max(self._link_free[link], self.now) + seconds
-        return self._link_free[link]
+        for flight in flights:
+            flight.idle, flight.done_at = idle, self._link_free[link]
 
 
 @dataclass(slots=True, eq=False)
@@ -182,7 +182,7 @@ class _Group:
         mesh: Name of its mesh.
         holders: Units that have it gathered.
         uses: What it is gathered for.
-        ready_at: When its weights are there.
+        bringing: What brings its weights, until that is waited for.
         has_buffer: Whether gradients are in its full buffer, which no reduction has yet.
         has_partial: Whether gradients wait for the outer reduction.
         has_main: Whether there is a sum in the main gradient, which the next one is added to.
@@ -193,14 +193,14 @@ class _Group:
     mesh: str
     holders: int = 0
     uses: WeightUse = WeightUse(0)  # noqa: RUF009
-    ready_at: _Done = field(default_factory=lambda: _Done(0.0))
+    bringing: list[Flight] = field(default_factory=list)
     has_buffer: bool = False
     has_partial: bool = False
     has_main: bool = False
 
 
-class _Reductions(ReductionSchedule[_Group, _Done]):
-    """Reductions under way, each with the moment when it is done."""
+class _Reductions(ReductionSchedule[_Group, Flight]):
+    """Reductions under way."""
 
     def __init__(self, training: TrainingDescription, network: _Network) -> None:
         super().__init__(
@@ -228,7 +228,7 @@ class _Reductions(ReductionSchedule[_Group, _Done]):
         return group.planned.nbytes.grad_buffer
 
     @override
-    def issue_inner(self, group: _Group) -> _Done:
+    def issue_inner(self, group: _Group) -> Flight:
         group.has_buffer = False
         group.has_partial = self.has_outer_axis(group)
         if not group.has_partial:
@@ -236,21 +236,21 @@ class _Reductions(ReductionSchedule[_Group, _Done]):
         return self._issue(group, -1, group.planned.layout.numel)
 
     @override
-    def finish_inner(self, done: Sequence[Reduction[_Group, _Done]]) -> None:
+    def finish_inner(self, done: Sequence[Reduction[_Group, Flight]]) -> None:
         for reduction in done:
             self._wait(reduction.group, reduction.group.planned.layout.numel, reduction.work)
 
     @override
-    def issue_outer(self, groups: Sequence[_Group]) -> list[_Done]:
+    def issue_outer(self, groups: Sequence[_Group]) -> list[Flight]:
         for group in groups:
             group.has_partial = False
             self._copy_sum(group)
         return [self._issue(group, 0, group.planned.partial_numel) for group in groups]
 
     @override
-    def finish_outer(self, done: Sequence[tuple[_Group, _Done]]) -> None:
-        for group, done_at in done:
-            self._wait(group, group.planned.partial_numel, done_at, axis="outer")
+    def finish_outer(self, done: Sequence[tuple[_Group, Flight]]) -> None:
+        for group, flight in done:
+            self._wait(group, group.planned.partial_numel, flight, axis="outer")
 
     def _copy_sum(self, group: _Group) -> None:
         """Of an offloaded main gradient: sums are made on the device."""
@@ -259,11 +259,11 @@ class _Reductions(ReductionSchedule[_Group, _Done]):
             self._network.copy(to_device=nbytes if group.has_main else 0, to_host=nbytes)
         group.has_main = True
 
-    def _wait(self, group: _Group, numel: int, until: _Done, axis: str = "inner") -> None:
+    def _wait(self, group: _Group, numel: int, flight: Flight, axis: str = "inner") -> None:
         self._network.note("wait", group.unit, numel, axis)
-        self._network.wait(until)
+        self._network.wait(flight, lambda seconds: why_reduction(self.draining))
 
-    def _issue(self, group: _Group, axis: int, numel: int) -> _Done:
+    def _issue(self, group: _Group, axis: int, numel: int) -> Flight:
         kind = "reduce_scatter" if group.planned.grid.parts[axis] > 1 else "all_reduce"
         itemsize = group.planned.dtypes.grad_comm.itemsize
         return self._network.issue(kind, "reduce", group, axis, numel, itemsize)
@@ -309,22 +309,22 @@ class _Unit:
 
     def prefetch(self) -> None:
         """Start gathering ahead of use."""
-        self._unshard(self._replay.uses)
+        self._unshard(self._replay.uses, is_ahead=True)
 
     def unshard(self, uses: WeightUse) -> None:
         """Have its weights gathered."""
-        self._unshard(uses)
+        self._unshard(uses, is_ahead=False)
         for group in self.held:
-            self._replay.network.wait(group.ready_at)
+            self._replay.wait_for(group)
 
-    def _unshard(self, uses: WeightUse) -> None:
+    def _unshard(self, uses: WeightUse, *, is_ahead: bool) -> None:
         was_unsharded, self.is_unsharded = self.is_unsharded, True
         for group in self.held:
             if not was_unsharded:
                 group.holders += 1
                 if group.holders == 1:
                     self._replay.bring_up_to_date(group)
-            self._replay.gather(group, uses)
+            self._replay.gather(group, uses, is_ahead=is_ahead)
 
     def reshard(self) -> None:
         """Drop its weights."""
@@ -339,6 +339,7 @@ class _Unit:
                 if payload & group.uses:
                     self._replay.network.note("reshard", group.unit, group.planned.layout.numel)
             group.uses = WeightUse(0)
+            group.bringing.clear()
 
 
 class _Replay:
@@ -468,11 +469,12 @@ class _Replay:
         self._passes.append(RootPass())
         self._refreshes = number == 0 or self._syncs_every_one
         if self._ranks_may_differ and self._refreshes:
+            limit = self._gathers.limit
             due = [group for unit in self._units for group in unit.own]
-            for bucket in buckets(due, _model_nbytes, self._gathers.limit.bucket_nbytes):
+            for bucket in buckets(due, _model_nbytes, limit.bucket_nbytes):
                 with self.network.together():
                     for group in bucket:
-                        group.ready_at = self._refresh(group, is_async=True)
+                        self._refresh(group, is_ahead=not limit.is_none)
             self._refreshes = False
         self._run_forward(self._root)
         self._gathers.drop_prefetched()
@@ -531,27 +533,53 @@ class _Replay:
         """Bring the weights of a group up to date before it is gathered, where that is due."""
         if self._refreshes:
             # Not asynchronous: the gather that follows reads what it writes.
-            self.network.wait(self._refresh(group, is_async=False))
+            self._refresh(group, is_ahead=False)
+            self.wait_for(group)
 
-    def gather(self, group: _Group, uses: WeightUse) -> None:
+    def wait_for(self, group: _Group) -> None:
+        """Wait for the weights of a group."""
+        for flight in group.bringing:
+            self.network.wait(flight, functools.partial(self._why, flight))
+        group.bringing.clear()
+
+    def _why(self, flight: Flight, seconds: float) -> Reason:
+        return why_gather(flight, seconds, self._gathers.num_uses, self._gathers.limit)
+
+    def gather(self, group: _Group, uses: WeightUse, *, is_ahead: bool) -> None:
         """Start gathering of a group what lacks for these uses."""
         planned = group.planned
         if not planned.gathers_for_use:
             return
         numel = planned.layout.numel // planned.payload.packing
+        itemsize = planned.payload.itemsize
         for payload in planned.payload.uses:
             if not payload & uses or payload & group.uses:
                 continue
             group.uses |= payload
             if planned.is_streamed:
                 self.network.copy(to_device=planned.main_weight_nbytes)
-            group.ready_at = self.network.issue(
-                "all_gather", "unshard", group, -1, numel, planned.payload.itemsize
-            )
+            self._bring(group, "unshard", -1, numel, itemsize, is_ahead=is_ahead)
 
-    def _refresh(self, group: _Group, *, is_async: bool) -> _Done:
-        """Gather model weights out of main weights cut finer; return when that is done."""
-        planned, ready = group.planned, self.network.done()
+    def _bring(
+        self,
+        group: _Group,
+        purpose: str,
+        axis: int,
+        numel: int,
+        itemsize: int,
+        *,
+        is_ahead: bool,
+        is_async: bool = True,
+    ) -> None:
+        flight = self.network.issue(
+            "all_gather", purpose, group, axis, numel, itemsize, is_async=is_async
+        )
+        flight.is_ahead, flight.use = is_ahead, self._gathers.num_uses
+        group.bringing.append(flight)
+
+    def _refresh(self, group: _Group, *, is_ahead: bool) -> None:
+        """Gather model weights out of main weights cut finer."""
+        planned = group.planned
         if planned.is_offloaded and not planned.is_streamed:
             self.network.copy(to_device=planned.main_weight_nbytes)
         numel, itemsize = planned.main_numel, planned.payload.itemsize
@@ -561,12 +589,11 @@ class _Replay:
                 numel *= parts
                 steps += [(axis, numel // packing)] * len(planned.payload.uses)
         # Several are waited for, one after the other.
-        is_async &= len(steps) == 1
+        is_async = is_ahead and len(steps) == 1
         for axis, wide in steps:
-            ready = self.network.issue(
-                "all_gather", "refresh", group, axis, wide, itemsize, is_async=is_async
+            self._bring(
+                group, "refresh", axis, wide, itemsize, is_ahead=is_ahead, is_async=is_async
             )
-        return ready
 
     # -- gradients ----------------------------------------------------------------------------
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from megatron_fsdp_v2.plan.exposure import Exposure
+
 __all__ = ["Collective", "Event", "Step"]
 
 
@@ -62,6 +64,7 @@ class Step:
         collectives: How often each is issued.
         compute_seconds: Time of computation alone.
         seconds: Time of the step; both 0 without a machine.
+        exposures: Every collective that was waited for, with a machine.
         to_device_nbytes: Bytes copied from host memory, where main weights and gradients are there;
             they are copied in the dtype they have there.
         to_host_nbytes: Bytes copied to host memory.
@@ -71,5 +74,6 @@ class Step:
     collectives: Counter[Collective] = field(default_factory=Counter)
     compute_seconds: float = 0.0
     seconds: float = 0.0
+    exposures: list[Exposure] = field(default_factory=list)
     to_device_nbytes: int = 0
     to_host_nbytes: int = 0

@@ -23,6 +23,7 @@ Nothing here knows tensors or process groups. Units are held weakly, so that a m
 from __future__ import annotations
 
 import contextlib
+import enum
 import itertools
 import weakref
 from abc import ABC, abstractmethod
@@ -34,6 +35,7 @@ from typing import Protocol
 
 __all__ = [
     "NOTHING_AHEAD",
+    "Drain",
     "ExecutionOrder",
     "GatherSchedule",
     "Gatherable",
@@ -245,11 +247,13 @@ class GatherSchedule[UnitT: Gatherable]:
 
     Attributes:
         limit: How much is gathered ahead of the unit at work.
+        num_uses: Uses of units that have begun in the pass under way.
     """
 
     def __init__(self, limit: PrefetchLimit, together: Together = contextlib.nullcontext) -> None:
         self.limit = limit
         self._together = together
+        self.num_uses = 0
         # By the unit that a pass begins with.
         self._forward_orders: weakref.WeakKeyDictionary[UnitT, ExecutionOrder[UnitT]] = (
             weakref.WeakKeyDictionary()
@@ -266,6 +270,7 @@ class GatherSchedule[UnitT: Gatherable]:
         Args:
             first: The unit it begins with.
         """
+        self.num_uses = 0
         self._forward_order = self._forward_orders.setdefault(first, ExecutionOrder())
         self._forward_order.begin()
 
@@ -283,10 +288,12 @@ class GatherSchedule[UnitT: Gatherable]:
 
     def begin_backward(self) -> None:
         """A backward begins: it takes the forwards in reverse."""
+        self.num_uses = 0
         self._backward_order.begin_reversed()
 
     def begin_schedule(self) -> None:
         """A schedule begins that tells uses one by one, forwards and backwards."""
+        self.num_uses = 0
         self._scheduled_order.begin()
 
     def before_use(self, unit: UnitT) -> None:
@@ -294,6 +301,7 @@ class GatherSchedule[UnitT: Gatherable]:
 
         If it was not expected at all, everything was guessed wrong, unless it was gathered anyway.
         """
+        self.num_uses += 1
         if not unit.is_unsharded or any(ref() is unit for ref in self._prefetched):
             while self._prefetched:
                 prefetched = self._prefetched.popleft()()
@@ -470,6 +478,17 @@ class OrderedReductions[UnitT]:
 # -- drain ------------------------------------------------------------------------------------
 
 
+class Drain(enum.Enum):
+    """Why reductions are waited for."""
+
+    ROOM = "room"
+    """Another unit takes a full gradient buffer, or a partial shard, and so many may have one."""
+    END = "end"
+    """What reads gradients comes next."""
+    AT_ONCE = "at once"
+    """Reductions are to overlap nothing."""
+
+
 @dataclass(frozen=True, slots=True)
 class Reduction[GroupT, WorkT]:
     """One group's reduction along the inner axis, under way.
@@ -499,6 +518,7 @@ class ReductionSchedule[GroupT, WorkT](ABC):
         is_async: Whether they overlap what comes next.
         bucket_nbytes: Bytes of full buffers up to which units that are reduced one after the other
             are reduced in one collective; 0 for none.
+        draining: Why the latest of them was waited for, or is now.
     """
 
     def __init__(
@@ -517,6 +537,7 @@ class ReductionSchedule[GroupT, WorkT](ABC):
         # Reductions that wait for others, until a bucket is full: group, and `then_outer`.
         self._bucket: dict[GroupT, bool] = {}
         self._bucket_total = 0
+        self.draining = Drain.ROOM
         self._inner: deque[list[Reduction[GroupT, WorkT]]] = deque()
         self._outer: deque[list[tuple[GroupT, WorkT]]] = deque()
 
@@ -584,7 +605,7 @@ class ReductionSchedule[GroupT, WorkT](ABC):
         if due:
             self._start({g: synchronize and self.has_outer_axis(g) for g in due})
         if not self.is_async:
-            self.drain()
+            self.drain(Drain.AT_ONCE)
 
     def _put_off(self, group: GroupT, *, then_outer: bool) -> None:
         """Reduce a group with those that come next, if they are small.
@@ -622,6 +643,7 @@ class ReductionSchedule[GroupT, WorkT](ABC):
 
     def _start(self, groups: Mapping[GroupT, bool]) -> None:
         # Full buffers that collected several micro-batches are all there, and none had to wait.
+        self.draining = Drain.ROOM
         while len(self._inner) >= self.max_live_grad_buffers:
             self.drain_one()
         with self._together() if self.bucket_nbytes else contextlib.nullcontext():
@@ -638,6 +660,7 @@ class ReductionSchedule[GroupT, WorkT](ABC):
 
     def reserve(self, group: GroupT) -> None:
         """Wait until another unit's full buffer fits, and until this group's own is free."""
+        self.draining = Drain.ROOM
         while len(self._inner) >= self.max_live_grad_buffers or self._has_inner(group):
             self.drain_one()
 
@@ -647,9 +670,10 @@ class ReductionSchedule[GroupT, WorkT](ABC):
         self.finish_inner(oldest)
         self._go_on([reduction.group for reduction in oldest if reduction.then_outer])
 
-    def drain(self) -> None:
+    def drain(self, why: Drain = Drain.END) -> None:
         """Wait for everything."""
         self.issue_bucket()
+        self.draining = why
         while self._inner:
             self.drain_one()
         while self._outer:

@@ -1,0 +1,274 @@
+"""What computation waits for: every collective of a step, how long it is exposed, and why.
+
+A training measures waits (`diagnostics/overlap_tracker.py`), a replayed step has them from a clock
+(`plan/schedule.py`); both say why by the rules here, of the same facts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_fsdp_v2._text import compact, table
+from megatron_fsdp_v2.runtime.schedule_rules import Drain, PrefetchLimit
+
+__all__ = ["Exposure", "Flight", "OverlapReport", "Reason", "why_gather", "why_reduction"]
+
+
+class Reason(enum.Enum):
+    """Why a collective is waited for. The value is what reports call it."""
+
+    FIRST = "first of a pass"
+    COMPUTE = "longer than computation"
+    LIMIT = "limit of what is ahead"
+    ORDER = "not expected"
+    MEMORY = "no room ahead"
+    AT_ONCE = "waited for at once"
+    BUFFERS = "gradient buffers"
+    LAST = "end of the backward"
+
+    @property
+    def meaning(self) -> str:
+        """One sentence: what it says, and what changes it."""
+        return _MEANINGS[self]
+
+
+_MEANINGS = {
+    Reason.FIRST: "a forward or a backward begins with it: nothing of the pass computes before it",
+    Reason.COMPUTE: "it takes longer than what computes meanwhile, or waits for others on its link",
+    Reason.LIMIT: "the link stood idle before it was issued: unshard_prefetch_depth or "
+    "unshard_prefetch_bytes let it begin no earlier",
+    Reason.ORDER: "the unit was not expected: the last pass ran others, or it is the first pass",
+    Reason.MEMORY: "gathering ahead was put off: the pool of temporary memory had no room for it",
+    Reason.AT_ONCE: "it overlaps nothing: overlap is switched off, or what is issued next reads it",
+    Reason.BUFFERS: "one more full gradient buffer was needed than max_live_grad_buffers allows",
+    Reason.LAST: "the backward is over, and nothing is left to compute",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Exposure:
+    """A collective, and how long it was waited for.
+
+    Attributes:
+        unit: Name of the unit whose weights or gradients it moves; empty for the root.
+        kind: `all_gather`, `reduce_scatter` or `all_reduce`.
+        purpose: `unshard`, `refresh` or `reduce`.
+        axis: `inner` or `outer`.
+        nbytes: Of the full buffer.
+        issued_at: Seconds since the beginning.
+        waited_at: When it was waited for, likewise.
+        seconds: For how long: what is exposed of it.
+        reason: Why; None where it is hidden.
+        times: Micro-batches that it stands for.
+    """
+
+    unit: str
+    kind: str
+    purpose: str
+    axis: str
+    nbytes: int
+    issued_at: float
+    waited_at: float
+    seconds: float
+    reason: Reason | None
+    times: int = 1
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """A collective under way, and what tells why it will be waited for.
+
+    Attributes:
+        unit: See `Exposure`.
+        kind: Likewise.
+        purpose: Likewise.
+        axis: Likewise.
+        nbytes: Likewise.
+        issued_at: Likewise.
+        idle: Seconds for which its link had nothing to do before.
+        use: How many uses of units had begun in the pass.
+        is_ahead: Whether it was issued ahead of use.
+        done_at: When it is done, where that is known.
+    """
+
+    unit: str
+    kind: str
+    purpose: str
+    axis: str
+    nbytes: int
+    issued_at: float
+    idle: float = 0.0
+    use: int = 0
+    is_ahead: bool = False
+    done_at: float = 0.0
+
+    def landed(
+        self,
+        waited_at: float,
+        seconds: float,
+        reason: Reason,
+        *,
+        least: float = 0.0,
+        times: int = 1,
+    ) -> Exposure:
+        """It was waited for.
+
+        Args:
+            waited_at: When.
+            seconds: For how long.
+            reason: Why.
+            least: Seconds up to which it counts as hidden.
+            times: See `Exposure`.
+        """
+        return Exposure(
+            self.unit,
+            self.kind,
+            self.purpose,
+            self.axis,
+            self.nbytes,
+            self.issued_at,
+            waited_at,
+            seconds,
+            reason if seconds > least else None,
+            times,
+        )
+
+
+def why_gather(
+    flight: Flight,
+    seconds: float,
+    use: int,
+    limit: PrefetchLimit,
+    *,
+    had_room: bool = True,
+    is_used: bool = True,
+) -> Reason:
+    """Why weights are waited for.
+
+    Args:
+        flight: What brings them.
+        seconds: For how long.
+        use: How many uses of units have begun in the pass.
+        limit: How much may be gathered ahead.
+        had_room: Whether it was never put off for lack of memory.
+        is_used: Whether a unit is about to compute with them.
+    """
+    if flight.use <= 1 and use <= 2 and is_used:
+        return Reason.FIRST
+    if not had_room:
+        return Reason.MEMORY
+    if not is_used:
+        return Reason.ORDER
+    if not flight.is_ahead:
+        is_off = limit.is_none or flight.purpose == "refresh"
+        return Reason.AT_ONCE if is_off else Reason.ORDER
+    # Issued as early as the link was free, it would have been waited for that much less.
+    if flight.use > 1 and 2 * flight.idle >= seconds:
+        return Reason.LIMIT
+    return Reason.COMPUTE
+
+
+def why_reduction(drain: Drain) -> Reason:
+    """Why a reduction is waited for, from what the schedule waits for."""
+    return _DRAINS[drain]
+
+
+_DRAINS = {Drain.ROOM: Reason.BUFFERS, Drain.END: Reason.LAST, Drain.AT_ONCE: Reason.AT_ONCE}
+
+
+@dataclass(frozen=True)
+class OverlapReport:
+    """What was exposed of communication, and why.
+
+    Attributes:
+        exposures: Every collective that was waited for, in the order they were issued.
+        seconds: From the beginning to the end; 0 where it is not known.
+    """
+
+    exposures: Sequence[Exposure]
+    seconds: float = 0.0
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Time in which computation waits for communication."""
+        return sum(each.seconds * each.times for each in self.exposures)
+
+    @property
+    def by_reason(self) -> dict[Reason, float]:
+        """Exposed seconds by reason, the most first; reasons that did not occur are left out."""
+        found: dict[Reason, float] = {}
+        for each in self.exposures:
+            if each.reason is not None:
+                found[each.reason] = found.get(each.reason, 0.0) + each.seconds * each.times
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+    def lines(self, most: int = 12) -> Iterator[str]:
+        """The report as text: seconds by reason, and the collectives that were exposed longest.
+
+        Args:
+            most: Collectives that are shown.
+        """
+        total = sum(each.times for each in self.exposures)
+        part = f" of {_milliseconds(self.seconds)}" if self.seconds else ""
+        exposed = [each for each in self.exposures if each.reason is not None]
+        waited = sum(each.times for each in exposed)
+        yield (
+            f"{_milliseconds(self.exposed_seconds)}{part} exposed: {waited} of {total} collectives "
+            "were waited for"
+        )
+        if not exposed:
+            return
+        yield ""
+        rows = [("reason", "collectives", "exposed", "part")]
+        for reason, seconds in self.by_reason.items():
+            count = sum(each.times for each in exposed if each.reason is reason)
+            share = f"{seconds / self.exposed_seconds:.0%}"
+            rows.append((reason.value, str(count), _milliseconds(seconds), share))
+        yield from table(rows)
+        yield ""
+        yield from (f"{reason.value}: {reason.meaning}" for reason in self.by_reason)
+        yield ""
+        yield from self._longest(exposed, most)
+
+    def _longest(self, exposed: Sequence[Exposure], most: int) -> Iterator[str]:
+        head = ("unit", "collective", "for", "axis", "bytes", "issued at", "waited at")
+        rows = [(*head, "exposed", "times", "reason")]
+        longest = sorted(exposed, key=lambda each: -each.seconds * each.times)[:most]
+        for each in sorted(longest, key=lambda each: each.issued_at):
+            rows.append(
+                (
+                    each.unit or "(root)",
+                    each.kind,
+                    each.purpose,
+                    each.axis,
+                    compact(each.nbytes, 1024),
+                    _milliseconds(each.issued_at),
+                    _milliseconds(each.waited_at),
+                    _milliseconds(each.seconds),
+                    str(each.times),
+                    each.reason.value if each.reason else "",
+                )
+            )
+        if len(exposed) > most:
+            yield f"The {most} that were exposed longest, of {len(exposed)}:"
+        yield from table(rows, left=(0, 1, 2, 3, 9))
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as plain data, for JSON: bytes and seconds."""
+        return {
+            "seconds": self.seconds,
+            "exposed": self.exposed_seconds,
+            "by_reason": {reason.value: seconds for reason, seconds in self.by_reason.items()},
+            "collectives": [
+                dataclasses.asdict(each) | {"reason": each.reason and each.reason.value}
+                for each in self.exposures
+            ],
+        }
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms"

@@ -1,0 +1,281 @@
+"""What a step waits for, and why: every reason in a case that is made for it, in virtual time."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, override
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from megatron_fsdp_v2 import fully_shard
+from megatron_fsdp_v2.cli import main
+from megatron_fsdp_v2.diagnostics import OverlapReport, Reason, overlap_tracker
+from megatron_fsdp_v2.diagnostics.simulation import (
+    HostDevice,
+    MachineNetwork,
+    SimulatedClock,
+    VirtualStreams,
+    run_on_streams,
+    simulated_ranks,
+)
+from megatron_fsdp_v2.memory.allocator import ObservedBuffer
+from megatron_fsdp_v2.plan import (
+    Machine,
+    MeshDescription,
+    Strategy,
+    TrainingDescription,
+    describe_module,
+    plan_one,
+)
+from megatron_fsdp_v2.plan.description import Rules
+from megatron_fsdp_v2.plan.exposure import Exposure, Flight, why_gather
+from megatron_fsdp_v2.runtime.fsdp_module import unit_of
+from megatron_fsdp_v2.runtime.schedule_rules import PrefetchLimit
+
+NUM_RANKS = 8
+WIDTH = 16
+# A unit of one layer, of 1 KiB, takes a second; among 8 ranks 7/8 of it are sent.
+MACHINE = Machine(
+    "slow",
+    gpus_per_node=NUM_RANKS,
+    node_bandwidth=7 / 8 * 1024,
+    network_bandwidth=1.0,
+    node_latency=0.0,
+    network_latency=0.0,
+    flops=1.0,
+    efficiency=1.0,
+    bandwidth_efficiency=1.0,
+)
+FULL = Strategy("optim_grads_params")
+
+
+class _Compute(torch.autograd.Function):
+    """Virtual time that passes in a forward, and twice as much in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, device: Any, seconds: float) -> torch.Tensor:
+        ctx.device, ctx.seconds = device, seconds
+        device.compute(seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        ctx.device.compute(2 * ctx.seconds)
+        return grad, None, None
+
+
+class Layers(nn.Module):
+    """A unit of some equal layers that computes for some seconds."""
+
+    def __init__(self, num_layers: int, device: Any, seconds: float) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(num_layers))
+        self.device, self.seconds = device, seconds
+
+    @override
+    def forward(self, x: torch.Tensor) -> Any:
+        x = _Compute.apply(x, self.device, self.seconds)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def build(sizes: tuple[int, ...], device: Any, seconds: float) -> nn.Sequential:
+    return nn.Sequential(*(Layers(size, device, seconds) for size in sizes))
+
+
+def simulated(
+    sizes: tuple[int, ...],
+    seconds: float,
+    device: HostDevice | VirtualStreams | None = None,
+    *,
+    num_before: int = 1,
+    full: str = "",
+    **options: Any,
+) -> OverlapReport:
+    """What a step of units of so many layers waits for.
+
+    Args:
+        sizes: Layers of each unit; each takes a second to be gathered, or reduced.
+        seconds: Of each unit's forward.
+        device: What it runs on.
+        num_before: Steps before it.
+        full: Name of a unit that no gather ahead finds room for.
+        options: For `fully_shard`.
+    """
+    device = device or VirtualStreams()
+    with simulated_ranks(NUM_RANKS, device, MachineNetwork(MACHINE)):
+        mesh = init_device_mesh("cpu", (NUM_RANKS,))
+        model = build(sizes, device, seconds)
+        for unit in (*model, model):
+            fully_shard(unit, mesh=mesh, **options)
+        if isinstance(device, VirtualStreams):
+            run_on_streams(model, device)
+        if full:
+            for group in unit_of(model.get_submodule(full)).groups:
+                group.weights.replace_buffers(_Full)
+        x = torch.ones(2, WIDTH, requires_grad=True)
+        for _ in range(num_before):
+            model(x).sum().backward()
+            model.zero_grad()
+        clock = SimulatedClock(device)
+        with overlap_tracker(model, clock) as overlap:
+            model(x).sum().backward()
+    return overlap.result
+
+
+class _Full(ObservedBuffer):
+    @override
+    def has_room(self) -> bool:
+        return False
+
+
+def planned(sizes: tuple[int, ...], seconds: float, **options: Any) -> OverlapReport:
+    """The same of a plan."""
+    with torch.device("meta"):
+        model = build(sizes, None, seconds)
+    rules = Rules(flops_of=lambda name, params: seconds if name else 0.0)
+    units, _ = describe_module(model, list(model), rules)
+    training = TrainingDescription(units, {"dp": MeshDescription(NUM_RANKS)}, tokens=1, **options)
+    plan = plan_one(training, FULL, MACHINE)
+    assert plan.overlap.exposed_seconds == pytest.approx(plan.exposed_seconds)
+    return plan.overlap
+
+
+def waits(report: OverlapReport, purpose: str = "unshard") -> list[tuple[str, float, Any]]:
+    """Unit, seconds and reason of what was waited for, in the order it was issued."""
+    return [
+        (each.unit, round(each.seconds, 6), each.reason)
+        for each in report.exposures
+        if each.purpose == purpose and each.reason is not None
+    ]
+
+
+DEVICES = (VirtualStreams, HostDevice)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_takes_longer_than_computation_is_told_from_what_begins_a_pass(device: Any) -> None:
+    found = simulated((1, 1, 1, 1), 0.4, device())
+    assert waits(found) == [
+        # The forward begins with nothing to hide behind.
+        ("0", 1.0, Reason.FIRST),
+        *((unit, 0.6, Reason.COMPUTE) for unit in "123"),
+        # Nor the backward.
+        ("3", 1.0, Reason.FIRST),
+        # It computes twice as long; but reductions were issued before the next two.
+        ("2", 0.2, Reason.COMPUTE),
+        *((unit, 1.2, Reason.COMPUTE) for unit in "10"),
+    ]
+    every = [*waits(found), *waits(found, "reduce")]
+    assert found.exposed_seconds == pytest.approx(sum(seconds for _, seconds, _ in every))
+
+
+def test_a_plan_says_the_same_as_the_simulation_of_what_it_plans() -> None:
+    for sizes, seconds, options in (
+        ((1, 1, 1, 1), 0.4, {}),
+        ((1, 1, 4), 3.0, {}),
+        ((1, 1, 4), 3.0, {"unshard_prefetch_bytes": 5 * 1024}),
+        ((2, 3, 1, 2), 0.3, {"max_live_grad_buffers": 1}),
+        ((2, 1), 0.3, {"enable_async_reduce_grad": False}),
+    ):
+        plan, found = planned(sizes, seconds, **options), simulated(sizes, seconds, **options)
+        assert waits(plan) == waits(found), sizes
+        assert waits(plan, "reduce") == waits(found, "reduce"), sizes
+        assert plan.by_reason == pytest.approx(found.by_reason)
+
+
+def test_what_a_limit_kept_from_being_issued_is_told_and_bytes_mend_it() -> None:
+    # The large unit is gathered while one computes for 3 seconds, and the link idled for 2 before.
+    one = simulated((1, 1, 4), 3.0)
+    assert waits(one)[:2] == [("0", 1.0, Reason.FIRST), ("2", 1.0, Reason.LIMIT)]
+    ahead = simulated((1, 1, 4), 3.0, unshard_prefetch_bytes=5 * 1024)
+    assert waits(ahead)[:2] == [("0", 1.0, Reason.FIRST), ("2", 4.0, Reason.FIRST)]
+    assert Reason.LIMIT not in ahead.by_reason
+
+
+def test_gathers_in_the_first_pass_are_not_expected_and_without_prefetch_overlap_nothing() -> None:
+    first = simulated((1, 1, 1), 3.0, num_before=0)
+    assert waits(first)[:3] == [(unit, 1.0, Reason.ORDER) for unit in "012"]
+    # The backward's order is that of its forward.
+    assert [reason for *_, reason in waits(first)[3:]] == [Reason.FIRST]
+    off = simulated((1, 1, 1), 3.0, enable_unshard_prefetch=False)
+    assert [reason for *_, reason in waits(off)[1:3]] == [Reason.AT_ONCE] * 2
+
+
+def test_a_gather_that_found_no_room_ahead_is_told() -> None:
+    found = simulated((1, 1, 1), 3.0, full="2")
+    assert waits(found)[1] == ("2", 1.0, Reason.MEMORY)
+    assert Reason.MEMORY not in simulated((1, 1, 1), 3.0).by_reason
+
+
+def test_reductions_are_waited_for_by_the_next_buffer_at_the_end_or_at_once() -> None:
+    found = simulated((4, 4, 4), 0.5, max_live_grad_buffers=1)
+    reasons = [(unit, reason) for unit, _, reason in waits(found, "reduce")]
+    assert reasons == [("2", Reason.BUFFERS), ("1", Reason.BUFFERS), ("0", Reason.LAST)]
+    more = simulated((4, 4, 4), 0.5, max_live_grad_buffers=3)
+    assert {reason for *_, reason in waits(more, "reduce")} == {Reason.LAST}
+    waiting = simulated((4, 4, 4), 0.5, enable_async_reduce_grad=False)
+    assert {reason for *_, reason in waits(waiting, "reduce")} == {Reason.AT_ONCE}
+
+
+def test_weights_that_are_dropped_unused_were_not_expected() -> None:
+    flight = Flight("a", "all_gather", "unshard", "inner", 1, 0.0, use=1, is_ahead=True)
+    assert why_gather(flight, 1.0, 2, PrefetchLimit()) is Reason.FIRST
+    assert why_gather(flight, 1.0, 2, PrefetchLimit(), is_used=False) is Reason.ORDER
+
+
+def test_a_report_has_totals_by_reason_and_the_longest_waits() -> None:
+    def exposure(unit: str, seconds: float, reason: Reason | None, times: int = 1) -> Exposure:
+        return Exposure(
+            unit, "all_gather", "unshard", "inner", 2048, 0.5, 1.0, seconds, reason, times
+        )
+
+    report = OverlapReport(
+        (
+            exposure("", 0.001, Reason.FIRST),
+            exposure("a", 0.003, Reason.COMPUTE, 2),
+            exposure("b", 0.0, None),
+        ),
+        0.02,
+    )
+    assert report.by_reason == {Reason.COMPUTE: 0.006, Reason.FIRST: 0.001}
+    text = "\n".join(report.lines(most=1))
+    assert text.startswith("7.00 ms of 20.00 ms exposed: 3 of 4 collectives were waited for\n")
+    assert "longer than computation            2  6.00 ms   86%" in text
+    assert "The 1 that were exposed longest, of 2:" in text
+    assert "(root)" not in text
+    data = json.loads(json.dumps(report.as_dict()))
+    assert data["by_reason"] == {"longer than computation": 0.006, "first of a pass": 0.001}
+    assert data["collectives"][2]["reason"] is None
+    assert "".join(OverlapReport(()).lines()).startswith("0.00 ms exposed: 0 of 0")
+
+
+def test_the_command_says_what_the_strategy_that_is_shown_waits_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = ["plan", "--ranks", "16", "--model", "examples.plan_models:llama_8b"]
+    command += ["--tokens", "512", "--overlap"]
+    assert main(command) == 2
+    assert "--overlap says what takes how long; add --machine" in capsys.readouterr().err
+    command += ["--machine", "h100", "--strategy", "optim_grads_params"]
+    assert main(command) == 0
+    text = capsys.readouterr().out
+    assert "What a step of optim_grads_params waits for:" in text
+    assert "first of a pass: a forward or a backward begins with it" in text
+    assert main([*command, "--json", "-"]) == 0
+    (plan,) = json.loads(capsys.readouterr().out)["plans"]
+    assert plan["overlap"]["exposed"] == pytest.approx(plan["seconds"]["exposed"])
+
+
+def test_a_device_where_streams_wait_needs_a_clock() -> None:
+    with simulated_ranks(2, HostDevice(), MachineNetwork(MACHINE)):
+        model = fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (2,)))
+        group = unit_of(model).groups[0]
+        group.device = torch.device("cuda")
+        message = "where streams wait and the host does not"
+        with pytest.raises(ValueError, match=message), overlap_tracker(model):
+            pass

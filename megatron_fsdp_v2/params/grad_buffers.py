@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -147,9 +146,11 @@ class GradBuffers:
         if not self.has_gradient:
             self.full.tensor.fill_(-0.0)
             return
-        missing = itertools.compress(self.views, (not filled for filled in self.filled))
-        gaps = (self.full.tensor[start:end] for start, end in self._gaps)
-        if unset := [*missing, *gaps]:
+        unset = [self.full.tensor[start:end] for start, end in self._gaps]
+        if not all(self.filled):
+            zipped = zip(self.views, self.filled, strict=True)
+            unset += [view for view, filled in zipped if not filled]
+        if unset:
             torch._foreach_zero_(unset)
 
     # -- memory -------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from megatron_fsdp_v2.dtensor.attributes import requires_grad_at_once
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of
 from megatron_fsdp_v2.params.buffer import DataParallelBuffer, FlatSpec, place_in
 
-__all__ = ["GradientMemory", "MainGradient"]
+__all__ = ["GradientMemory", "MainGradient", "any_set"]
 
 
 def _num_references(held: Sequence[object]) -> int:
@@ -23,6 +23,15 @@ def _num_references(held: Sequence[object]) -> int:
 
 
 _ONE = _num_references([object()])
+
+
+def any_set(grads: Sequence[torch.Tensor | None]) -> bool:
+    """Whether one of them is not None."""
+    # A generator would be a frame for every one of them, in every reduction.
+    for grad in grads:  # noqa: SIM110
+        if grad is not None:
+            return True
+    return False
 
 
 _NUM_OWN_ATTRIBUTES = 2
@@ -47,6 +56,7 @@ class GradientMemory:
         "__weakref__",
         "_main",
         "_num_shown",
+        "_num_tensors",
         "_own_storage_references",
         "_retired",
         "_shown",
@@ -65,6 +75,7 @@ class GradientMemory:
         self._num_shown = 0
         # In C++, of every view; a DTensor may have one.
         self._uses = [1] * len(views)
+        self._num_tensors = 1 + sum(view is not None for view in views)
         self._retired: dict[int, UnevenDTensor] = {}
         self._own_storage_references = self._num_storage_references()
 
@@ -121,10 +132,9 @@ class GradientMemory:
 
     def _is_viewed(self) -> bool:
         """Whether somebody has a view of it, or the flat tensor; asked when all are retired."""
-        tensors = 1 + sum(view is not None for view in self.views)
         is_held = _num_references([self.flat]) > _ONE + 1 or _num_uses(self.flat) > 1
         is_held |= self._num_storage_references() > self._own_storage_references
-        return is_held or self._num_on_storage() > tensors
+        return is_held or self._num_on_storage() > self._num_tensors
 
     def _num_storage_references(self) -> int:
         """References to the storage object, in Python."""
@@ -229,7 +239,7 @@ class MainGradient:
                 where there are some, new memory is zeros.
         """
         memory = self.memory
-        if all(grad is None for grad in grads):
+        if not any_set(grads):
             is_usable = self.is_offloaded and memory and not memory.is_held_besides(grads)
             if memory is None or not is_usable:
                 memory = self._revived() or self._new(is_overwritten=True)

@@ -17,6 +17,7 @@ from megatron_fsdp_v2.dtensor.uneven_dtensor import (
     plain_attributes,
     rows_of,
 )
+from megatron_fsdp_v2.params.main_gradient import any_set
 from megatron_fsdp_v2.params.parameter_hooks import hooked, run_hooks
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class ShardedGrads:
         """
         grads = self.state()
         memory = self._main.begin(grads)
-        if all(grad is None for grad in grads):
+        if not any_set(grads):
             return False
         for index, (view, grad) in enumerate(zip(memory.views, grads, strict=True)):
             if view is None:

@@ -185,6 +185,11 @@ class Context:
         return self._end_of_backward is not None
 
     @property
+    def runs_backward(self) -> bool:
+        """Whether a backward is under way that has not failed; asked for every gradient."""
+        return self._end_of_backward is not None and self._end_of_backward() is not None
+
+    @property
     def backward_failed(self) -> bool:
         """Whether the latest backward ended in an exception.
 

@@ -363,7 +363,7 @@ class Unit(UnitBase):
                     "weights were not gathered and what was computed is wrong; tell the uses of "
                     "the unit, from begin_backward to end_backward"
                 )
-        elif not (is_ready and context.is_in_backward and not context.backward_failed):
+        elif not (is_ready and context.runs_backward):
             self._check_is_gathered([group])
             self._join_backward(context.root_pass)
         context.has_gradient = True

@@ -1,0 +1,104 @@
+"""What a step does on the host for one more unit, counted: nothing may creep in unseen."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections import Counter
+from pathlib import Path
+from types import FrameType
+from typing import Any, override
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import megatron_fsdp_v2
+from benchmarks.common import Block, fake_ranks, ours
+
+PACKAGE = str(Path(megatron_fsdp_v2.__file__).parent)
+FEW, MANY = 8, 24
+
+
+class Dispatched(TorchDispatchMode):
+    """Counts operations that come to the dispatcher's Python key."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _step(model: nn.Module, x: torch.Tensor) -> None:
+    model(x).square().mean().backward()
+    model.zero_grad()
+
+
+def _calls(model: nn.Module, x: torch.Tensor) -> int:
+    """Calls of Python functions of this package in a step."""
+    found = 0
+
+    def count(frame: FrameType, event: str, arg: object) -> None:
+        nonlocal found
+        found += event == "call" and frame.f_code.co_filename.startswith(PACKAGE)
+
+    # Collected garbage may call finalizers.
+    gc.collect()
+    gc.disable()
+    sys.setprofile(count)
+    try:
+        _step(model, x)
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    return found
+
+
+def _nodes(model: nn.Module, x: torch.Tensor) -> int:
+    """Nodes of the graph that a forward leaves."""
+    left, seen = [model(x).sum().grad_fn], set()
+    while left:
+        node = left.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            left += [following for following, _ in node.next_functions]
+    return len(seen)
+
+
+def _counts(num_units: int, wrap: Any) -> Counter[str]:
+    x = torch.randn(4, 16)
+    with fake_ranks() as mesh:
+        model = wrap(nn.Sequential(*(Block(16) for _ in range(num_units))), mesh)
+        for _ in range(3):
+            _step(model, x)
+        with Dispatched() as dispatched:
+            _step(model, x)
+        return Counter(calls=_calls(model, x), operations=dispatched.number, nodes=_nodes(model, x))
+
+
+def _per_unit(wrap: Any) -> dict[str, float]:
+    few, many = _counts(FEW, wrap), _counts(MANY, wrap)
+    return {name: (many[name] - few[name]) / (MANY - FEW) for name in many}
+
+
+# Of a unit of four parameters, beside what the module itself does. A change that needs more says
+# here what for; one that needs less lowers the number.
+BUDGETS = {
+    "no_shard": {"calls": 425, "operations": 14, "nodes": 1},
+    "optim_grads": {"calls": 470, "operations": 27, "nodes": 1},
+    "optim_grads_params": {"calls": 450, "operations": 24, "nodes": 1},
+}
+
+
+@pytest.mark.parametrize("strategy", BUDGETS)
+def test_a_unit_costs_the_host_no_more_than_its_budget(strategy: str) -> None:
+    plain = _per_unit(lambda model, mesh: model)
+    found = _per_unit(ours(strategy, check_ranks="never"))
+    for name, most in BUDGETS[strategy].items():
+        # Counts are exact; what is far below its budget has a budget that says nothing.
+        assert 0.9 * most <= found[name] - plain[name] <= most, (name, found[name] - plain[name])

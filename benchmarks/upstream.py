@@ -65,11 +65,12 @@ def _imported(part: str) -> Any:
 
 @contextlib.contextmanager
 def _without_remarks() -> Iterator[None]:
+    before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
         yield
     finally:
-        logging.disable(logging.NOTSET)
+        logging.disable(before)
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from functional_tests.matrix import RESUMES, ROWS, Case, Resume, Row, Setup, cases, sizes
 from functional_tests.trainings import Difference
-from tests.mcore import pages
+from tests import pages
 
 _ABOUT = (
     "Ten iterations of a tiny model under Megatron's own training loop, on CPUs: this package "
@@ -86,13 +86,14 @@ class Table:
         """The page."""
         known = [self.lines.get((case.row.name, case.strategy)) for case in cases()]
         lines = ["# Functional matrix", "", *pages.wrapped(_ABOUT, 90), ""]
-        lines += pages.table(_HEAD, [cells for cells in known if cells])
+        lines.append(pages.table(_HEAD, [cells for cells in known if cells]))
         lines += ["", "## Flags of the rows", ""]
-        lines += pages.table(("row", "both sides", "this package", "frozen"), map(_flags, ROWS))
+        head = ("row", "both sides", "this package", "frozen")
+        lines.append(pages.table(head, map(_flags, ROWS)))
         lines += ["", "## Resumed at other parallel sizes", ""]
         lines += [*pages.wrapped(_RESUME_ABOUT, 90), ""]
         resumed = [self.resumes.get(resume.name) for resume in RESUMES]
-        lines += pages.table(_RESUME_HEAD, [cells for cells in resumed if cells])
+        lines.append(pages.table(_RESUME_HEAD, [cells for cells in resumed if cells]))
         return "\n".join(lines) + "\n"
 
 

@@ -1,7 +1,8 @@
-"""Parts of pages that tests generate: compared, or written with `--write-docs`."""
+"""Pages that tests write: their tables, compared with what is there, or written there."""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Sequence
 
 import pytest
@@ -9,20 +10,37 @@ import pytest
 from tests.processes import ROOT
 
 
-def table(header: str, rows: Iterable[Sequence[str]]) -> str:
-    """A table in Markdown: a header of two lines, and rows of cells."""
-    return "\n".join([header, *(f"| {' | '.join(cells)} |" for cells in rows)]) + "\n"
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], align: Sequence[str] = ()) -> str:
+    """A table in Markdown; `--:` aligns a column to the right."""
+    lines = [head, align or ("---",) * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def cells_of(line: str) -> tuple[str, ...]:
+    """Cells of a line of a table."""
+    return tuple(cell.strip() for cell in line.strip("|").split(" | "))
+
+
+def wrapped(text: str, width: int = 100) -> list[str]:
+    """Lines of a paragraph."""
+    return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
+
+def page(title: str, about: str, *parts: str) -> str:
+    """A page: a title, what it shows, and parts with a blank line between."""
+    return "\n\n".join([f"# {title}", "\n".join(wrapped(about, 90)), *parts]) + "\n"
+
+
+def check_page(request: pytest.FixtureRequest, page: str, text: str) -> None:
+    """Compare a page with a text; with `--write-docs` the text is written there first."""
+    if request.config.getoption("--write-docs"):
+        (ROOT / page).write_text(text)
+    suite = request.path.relative_to(ROOT)
+    assert (ROOT / page).read_text() == text, f"run pytest {suite} --write-docs"
 
 
 def check_part(request: pytest.FixtureRequest, page: str, part: str, text: str) -> None:
-    """Compare what stands between a page's comments `<part>: begin` and `<part>: end` with a text.
-
-    With `--write-docs` the text is written there instead.
-    """
-    path, begin, end = ROOT / page, f"<!-- {part}: begin -->\n", f"<!-- {part}: end -->\n"
-    before, rest = path.read_text().split(begin)
-    found, after = rest.split(end)
-    if request.config.getoption("--write-docs"):
-        path.write_text(before + begin + text + end + after)
-    else:
-        assert found == text, f"run pytest {request.path.relative_to(ROOT)} --write-docs"
+    """Do so with what stands between comments `<part>: begin` and `<part>: end` of a page."""
+    begin, end = f"<!-- {part}: begin -->\n", f"\n<!-- {part}: end -->\n"
+    before, rest = (ROOT / page).read_text().split(begin)
+    check_page(request, page, before + begin + text + end + rest.split(end)[1])

@@ -13,7 +13,7 @@ from functional_tests.upstream.configurations import Configuration
 from functional_tests.upstream.shrink import ITERATIONS, Shrunk
 from functional_tests.upstream.sides import left_out
 from functional_tests.upstream.take_over import FOLDER, TAG
-from tests.mcore.pages import cells_of, table, wrapped
+from tests.pages import cells_of, table, wrapped
 
 _ABOUT = f"""
 Megatron-LM's own functional tests train with the flags under `{FOLDER}` (tag `{TAG}`). They are
@@ -133,13 +133,12 @@ class Page:
         """The page."""
         lines = ["# Megatron-LM's own configurations", ""]
         lines += [*wrapped(_ABOUT), "", *wrapped(_CHANGED), ""]
-        lines += ["## How many", "", *table(("", "number"), self._counts())]
-        lines += ["", "## Rejected", ""]
-        lines += table(_REJECTED_HEAD, self._rejected())
+        lines += ["## How many", "", table(("", "number"), self._counts())]
+        lines += ["", "## Rejected", "", table(_REJECTED_HEAD, self._rejected())]
         lines += ["", "## Trained beside DDP", "", *wrapped(_TRAINED), "", *wrapped(_OWN), ""]
-        lines += table(_HEAD, self._trained())
+        lines += [table(_HEAD, self._trained())]
         lines += ["", "## Left out on a CPU", "", *wrapped(_LEFT_OUT), ""]
-        lines += table(("flag", "accepted configurations"), self._left_out())
+        lines += [table(("flag", "accepted configurations"), self._left_out())]
         lines += ["", "## Other programs", "", *wrapped(_OTHERS), ""]
         lines += [f"* `{name}`" for name in self.others]
         return "\n".join(lines) + "\n"

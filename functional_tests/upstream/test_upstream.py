@@ -31,7 +31,7 @@ from functional_tests.upstream.sides import (
     reference,
     sharded,
 )
-from tests.mcore.pages import check_page
+from tests.pages import check_page
 
 TOLERANCE = 1e-6
 
@@ -52,8 +52,8 @@ def test_configurations_are_rejected_as_the_page_says(page: Page, reasons: dict[
     assert reasons == page.rejections, "run pytest functional_tests/upstream --write-docs"
 
 
-def test_the_page_is_up_to_date(page: Page, pytestconfig: pytest.Config) -> None:
-    check_page(pytestconfig, PAGE, page.text(), "functional_tests/upstream")
+def test_the_page_is_up_to_date(page: Page, request: pytest.FixtureRequest) -> None:
+    check_page(request, str(PAGE), page.text())
 
 
 def test_shrinking_keeps_every_axis_and_every_flag() -> None:

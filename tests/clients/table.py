@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import textwrap
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -12,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.pages import cells_of, table, wrapped
+from tests.processes import ROOT
+
 PAGE = ROOT / "docs" / "clients.md"
 
 _START = "<!-- what follows is generated -->"
@@ -64,7 +65,7 @@ class Table:
         intro, _, rest = page.read_text().partition(_START)
         table = cls(intro=intro)
         for line in rest.splitlines():
-            cells = tuple(cell.strip() for cell in line[2:-2].split(" | "))
+            cells = cells_of(line)
             if len(cells) == len(_HEAD) and cells != _HEAD and not cells[0].startswith("---"):
                 table.lines[Claim(cells[2], cells[3])] = cells
         return table
@@ -90,13 +91,9 @@ class Table:
 
     def text(self) -> str:
         """The page."""
-        lines = [*textwrap.wrap(_ABOUT, 90), "", _line(_HEAD), _line(("---",) * len(_HEAD))]
-        lines += [_line(cells) for cells in sorted(self.lines.values(), key=itemgetter(0, 2, 3))]
-        return f"{self.intro}{_START}\n\n" + "\n".join(lines) + "\n"
-
-
-def _line(cells: tuple[str, ...]) -> str:
-    return "| " + " | ".join(cells) + " |"
+        lines = sorted(self.lines.values(), key=itemgetter(0, 2, 3))
+        about = "\n".join(wrapped(_ABOUT, 90))
+        return f"{self.intro}{_START}\n\n{about}\n\n{table(_HEAD, lines)}\n"
 
 
 def are_all(tests: Iterable[str]) -> bool:

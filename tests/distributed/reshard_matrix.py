@@ -14,7 +14,7 @@ from megatron_fsdp_v2 import checkpoint, fully_shard
 from tests.distributed.checkpoint_trainings import Sharding, digests, muon
 from tests.distributed.test_tensor_shards import _Parts, _sharded
 from tests.distributed.wrapping import STRATEGIES
-from tests.reference.pages import page, table
+from tests.pages import page, table
 
 OPTIMIZERS = ("AdamW", "SGD, momentum", "Muon")
 SIZES = ((1, 1), (2, 1), (4, 1), (2, 2), (3, 1))
@@ -168,4 +168,4 @@ def _table(outcomes: Mapping[Outcome, bool], names: list[str], attribute: str) -
         cell = (getattr(saves, attribute), getattr(loads, attribute))
         found.setdefault(cell, []).append(is_equal)
     counts = {cell: f"{sum(equal)} of {len(equal)}" for cell, equal in found.items()}
-    return table("", names, {row: [counts[row, column] for column in names] for row in names})
+    return table(["", *names], [[row, *(counts[row, column] for column in names)] for row in names])

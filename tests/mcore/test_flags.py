@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import textwrap
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,9 +21,8 @@ from megatron_fsdp_v2_mcore.flags.precision import check_has_fused_adam
 from megatron_fsdp_v2_mcore.flags.settings import FIELDS, FieldRule, Handling
 from megatron_fsdp_v2_mcore.flags.unsupported import UnsupportedFlag
 from tests.mcore.flags import MODEL_FLAGS, fsdp
-from tests.mcore.pages import check_page
+from tests.pages import check_page, page, table
 
-DOCUMENT = Path("docs") / "megatron_flags.md"
 _NOT_TYPED = "(set for CUDA graphs)"
 
 
@@ -346,30 +343,38 @@ def _ours(parser: argparse.ArgumentParser) -> list[argparse.Action]:
 
 
 def _document(parser: argparse.ArgumentParser) -> str:
-    lines = ["# Megatron's flags", "", *textwrap.wrap(_ABOUT, 100), ""]
-    lines += ["## Flags that configure data parallelism", ""]
-    lines += ["| flag | field of `DistributedDataParallelConfig` | what it does here |"]
-    lines += ["|---|---|---|"]
-    for handling in (Handling.HONOURED, Handling.IMPLIED, Handling.REFUSED):
-        for rule in FIELDS:
-            if rule.handling is handling:
-                meaning = f"**{handling.value}**: {rule.meaning}"
-                lines.append(f"| `{rule.flag}` | `{rule.name}` | {meaning} |")
-    lines += ["", "## Other flags that are rejected", "", "| flag | why |", "|---|---|"]
-    lines += [f"| `{refusal.flag}` | {refusal.reason} |" for refusal in UNSUPPORTED]
-    lines += ["", "## Other flags that mean something here", ""]
-    lines += ["| flag | what it does here |", "|---|---|"]
-    for other in OTHERS:
-        verdict = Handling.HONOURED if other.changes else Handling.IMPLIED
-        lines.append(f"| `{other.flag}` | **{verdict.value}**: {other.meaning} |")
-    lines += ["", "## Flags of this package", "", "| flag | what it does |", "|---|---|"]
+    fields = [rule for handling in Handling for rule in FIELDS if rule.handling is handling]
+    verdicts = {other: Handling.HONOURED if other.changes else Handling.IMPLIED for other in OTHERS}
+    ours = []
     for action in _ours(parser):
         values = f" {{{','.join(map(str, action.choices))}}}" if action.choices else ""
-        lines.append(f"| `{action.option_strings[0]}{values}` | {action.help} |")
-    return "\n".join(lines) + "\n"
+        ours.append((f"`{action.option_strings[0]}{values}`", str(action.help)))
+    meaning = "what it does here"
+    return page(
+        "Megatron's flags",
+        _ABOUT,
+        "## Flags that configure data parallelism",
+        table(
+            ("flag", "field of `DistributedDataParallelConfig`", meaning),
+            [(f"`{r.flag}`", f"`{r.name}`", _verdict(r.handling, r.meaning)) for r in fields],
+        ),
+        "## Other flags that are rejected",
+        table(("flag", "why"), [(f"`{refusal.flag}`", refusal.reason) for refusal in UNSUPPORTED]),
+        "## Other flags that mean something here",
+        table(
+            ("flag", meaning),
+            [(f"`{o.flag}`", _verdict(verdict, o.meaning)) for o, verdict in verdicts.items()],
+        ),
+        "## Flags of this package",
+        table(("flag", "what it does"), ours),
+    )
+
+
+def _verdict(handling: Handling, meaning: str) -> str:
+    return f"**{handling.value}**: {meaning}"
 
 
 def test_the_page_about_flags_is_up_to_date(
-    parser: argparse.ArgumentParser, pytestconfig: pytest.Config
+    parser: argparse.ArgumentParser, request: pytest.FixtureRequest
 ) -> None:
-    check_page(pytestconfig, DOCUMENT, _document(parser), "tests/mcore/test_flags.py")
+    check_page(request, "docs/megatron_flags.md", _document(parser))

@@ -15,9 +15,9 @@ from torch import nn
 from megatron_fsdp_v2 import fully_shard
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import MESHES, STRATEGIES, on_mesh, strategies_on
+from tests.pages import page, table
 from tests.parity.patterns import PATTERNS
 from tests.ranks import RankPools
-from tests.reference.pages import page, table
 from tests.reference.training import Trace, distances, train_reference, train_sharded
 
 PAGE = Path(__file__).parents[2] / "docs" / "parity_matrix.md"
@@ -126,8 +126,9 @@ _ABOUT = (
 def _page(errors: dict[tuple[str, str, str], float]) -> str:
     columns = sorted({key[1:] for key in errors}, key=lambda c: (list(MESHES).index(c[1]), c[0]))
     known = {key: f"{error:.0e}" for key, error in errors.items()}
-    rows = {name: [known.get((name, *column), "") for column in columns] for name in PATTERNS}
-    return page("Parity matrix", _ABOUT, table("pattern", [f"{s}, {m}" for s, m in columns], rows))
+    rows = [[name, *(known.get((name, *column), "") for column in columns)] for name in PATTERNS]
+    head = ["pattern", *(f"{s}, {m}" for s, m in columns)]
+    return page("Parity matrix", _ABOUT, table(head, rows))
 
 
 def _cells() -> Iterator[Any]:

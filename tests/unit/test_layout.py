@@ -419,8 +419,8 @@ def _table() -> str:
             modulo = _few(sorted({start % 16 for start in at}))
             cells = (unit, f"{ranks}", modulo, _few(at), _percent(before), f"{line}")
             rows.append((*cells, _percent(after)))
-    header = "| unit | ranks | unaligned: modulo 16 | modulo 128 | padding | aligned to | padding |"
-    return table(f"{header}\n|---|--:|---|---|--:|--:|--:|", rows)
+    columns = "unit|ranks|unaligned: modulo 16|modulo 128|padding|aligned to|padding"
+    return table(columns.split("|"), rows, ["---", "--:", "---", "---", "--:", "--:", "--:"])
 
 
 def _few(numbers: Sequence[int]) -> str:

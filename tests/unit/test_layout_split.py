@@ -229,8 +229,8 @@ def _table() -> str:
             scattered = percent(scattered_bound(shapes, ranks), ranks)
             cells = (unit, f"{ranks}", one, buffers, percent(slices, ranks), least, scattered)
             rows.append(cells)
-    columns = "one buffer | buffers | padding | least, contiguous | least, scattered |"
-    return table(f"| unit | ranks | {columns}\n|---|--:|--:|--:|--:|--:|--:|", rows)
+    columns = "unit|ranks|one buffer|buffers|padding|least, contiguous|least, scattered"
+    return table(columns.split("|"), rows, ["---", *["--:"] * 6])
 
 
 def test_the_table_of_the_documentation_is_current(request: pytest.FixtureRequest) -> None:

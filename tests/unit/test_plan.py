@@ -34,6 +34,8 @@ from megatron_fsdp_v2.plan import (
     strategies,
 )
 from megatron_fsdp_v2.plan.sharding import shard
+from tests.pages import check_page
+from tests.processes import ROOT
 from tests.reference.models import Stack
 
 HERE = f"{__name__}:"
@@ -496,14 +498,14 @@ def test_llama_405b_on_16384_ranks_is_planned_in_seconds(optimizer: str) -> None
 
 # -- documentation ----------------------------------------------------------------------------
 
-PAGE = Path(__file__).parents[2] / "docs" / "plan.md"
+PAGE = "docs/plan.md"
 COMMAND = "$ megatron-fsdp-v2 plan "
 
 
 def test_examples_on_the_page_are_what_the_command_writes(
     capsys: Any, request: pytest.FixtureRequest
 ) -> None:
-    blocks = PAGE.read_text().split("```console\n")
+    blocks = (ROOT / PAGE).read_text().split("```console\n")
     shown = [blocks[0]]
     for block in blocks[1:]:
         written, _, rest = block.partition("```")
@@ -514,7 +516,5 @@ def test_examples_on_the_page_are_what_the_command_writes(
             written = f"{typed}\n{out}"
         shown.append(f"{written}```{rest}")
     page = "```console\n".join(shown)
-    if request.config.getoption("--write-docs"):
-        PAGE.write_text(page)
-    assert PAGE.read_text() == page, "run pytest tests/unit/test_plan.py --write-docs"
+    check_page(request, PAGE, page)
     assert len(blocks) > 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_fsdp_v2 import fully_shard
 from megatron_fsdp_v2.diagnostics import Role, memory_tracker
+from megatron_fsdp_v2.runtime.fsdp_module import named_units
 from tests.distributed.allocations import peak_nbytes
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import (
@@ -20,6 +22,7 @@ from tests.distributed.wrapping import (
     listen,
     on_mesh,
     said,
+    sends,
     step_all,
     strategies_on,
     wrap,
@@ -162,6 +165,44 @@ def test_each_unit_of_prefetch_depth_and_each_gradient_buffer_costs_one_buffer(
     assert memory.role_peaks[Role.GRAD_BUFFER] == root + num_buffers * block
 
 
+@on_ranks("mesh_name", mesh_name=["2", "HSDP 2x2"], policy=POLICIES)
+def test_buckets_stay_below_the_bound_and_take_what_they_may(mesh_name: str, policy: str) -> None:
+    bucket = 4 * 5 * BLOCK_NUMEL // 2
+    for strategy in strategies_on(mesh_name):
+        options = {"sharding_strategy": strategy, **on_mesh(mesh_name)}
+        model = wrap(Deep(), mp_policy=POLICIES[policy], bucket_bytes=bucket, **options)
+        memory = tracked(model, 2)
+        assert memory.peak.total <= memory.bound.total, strategy
+        if strategy != "optim_grads_params":
+            continue
+        assert memory.role_peaks[Role.GATHERED] == memory.bound.gathered
+        found, most = memory.role_peaks[Role.GRAD_BUFFER], memory.bound.grad_buffer
+        assert most - 4 * bucket <= found <= most
+
+
+@on_ranks(2, strategy=STRATEGIES)
+def test_blocks_share_collectives_in_buckets_and_none_is_larger_than_told(strategy: str) -> None:
+    nbytes = 4 * BLOCK_NUMEL
+    for per_bucket in (1, 2, 3):
+        options = {"sharding_strategy": strategy, "bucket_bytes": per_bucket * nbytes}
+        model = wrap(Deep(), **options)
+        optimizer = _optimizer(model)
+        _step(model, optimizer)
+        with sends(named_units(model)[0][1].groups[0].axes) as sent:
+            _step(model, optimizer)
+        # Of the root, which is no multiple of a block, and of blocks.
+        numbers: dict[str, Counter[int]] = {"reduce": Counter(), "gather": Counter()}
+        for (kind, _, _, size), times in sent.items():
+            numbers["gather" if kind == "all_gather" else "reduce"][size] += times
+        most = max(per_bucket * nbytes, 4 * ROOT_NUMEL)
+        assert all(max(sizes) <= most for sizes in numbers.values() if sizes)
+        full = NUM_BLOCKS // per_bucket
+        assert numbers["reduce"][per_bucket * nbytes] >= full - 1
+        assert sum(numbers["reduce"].values()) <= NUM_BLOCKS / per_bucket + 2
+        if strategy == "optim_grads_params":
+            assert sum(numbers["gather"].values()) <= 2 * NUM_BLOCKS / per_bucket + 3
+
+
 type Found = dict[str, tuple[int, tuple[int, ...]]]
 
 
@@ -258,6 +299,7 @@ KNOBS = (
     {"unshard_prefetch_depth": 2, "max_live_grad_buffers": 1},
     {"unshard_prefetch_depth": 3, "max_live_grad_buffers": 4},
     {"unshard_prefetch_bytes": 2500, "enable_trace_pool": True},
+    {"bucket_bytes": 5000, "unshard_prefetch_depth": 2, "enable_trace_pool": True},
 )
 KNOB_PATTERNS = (
     "accumulation under no_sync",
@@ -308,7 +350,10 @@ def test_a_deeper_prefetch_gathers_nothing_twice(depth: int) -> None:
 
 @on_ranks(
     1,
-    knob=["unshard_prefetch_depth", "unshard_prefetch_bytes", "max_live_grad_buffers"],
+    knob=[
+        *("unshard_prefetch_depth", "unshard_prefetch_bytes", "max_live_grad_buffers"),
+        "bucket_bytes",
+    ],
     value=[0, 1.5, True],
 )
 def test_a_knob_below_one_is_rejected_by_name(knob: str, value: Any) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, override
@@ -18,7 +17,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_fsdp_v2 import FSDPModule, MixedPrecisionPolicy
-from megatron_fsdp_v2.comm import backends
 from megatron_fsdp_v2.comm.interface import Collective
 from megatron_fsdp_v2.diagnostics import memory_tracker
 from megatron_fsdp_v2.diagnostics.memory_units import unit_bytes
@@ -44,7 +42,7 @@ from megatron_fsdp_v2.plan.step import Event
 from megatron_fsdp_v2.runtime.fsdp_module import unit_of
 from megatron_fsdp_v2.runtime.unit import Unit
 from tests.distributed.test_payloads import Layers
-from tests.distributed.wrapping import BF16, batch, mesh_of, wrap
+from tests.distributed.wrapping import BF16, batch, mesh_of, sends, wrap
 from tests.ranks import RankPools
 from tests.reference.models import Checkpointed, Stack, UsedTwice
 from tests.reference.two_way import TwoWayFormat
@@ -424,25 +422,6 @@ def step(case: Case, model: Any, optimizer: torch.optim.Optimizer) -> None:
     if case.syncs == "after":
         model.reduce_grad()
     optimizer.step()
-
-
-@contextlib.contextmanager
-def sends(axes: Any) -> Iterator[Counter[Any]]:
-    """Counts what is sent: kind, axis, ranks that take part, bytes of all full buffers in it."""
-    found: Counter[Any] = Counter()
-    issue = backends._issue
-
-    def counted(collectives: Sequence[Collective], label: Any) -> Any:
-        first, nbytes = collectives[0], sum(each.full.nbytes for each in collectives)
-        where = "inner" if first.axis == axes[-1] else "outer"
-        found[first.kind.value, where, first.axis.size, nbytes] += 1
-        return issue(collectives, label)
-
-    backends._issue = counted
-    try:
-        yield found
-    finally:
-        backends._issue = issue
 
 
 def measure(case: Case) -> tuple[dict[str, int], list[Done], Counter[Any], list[UnitBytes]]:

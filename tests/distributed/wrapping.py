@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, override
 
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_fsdp_v2 import FSDPModule, MixedPrecisionPolicy, fully_shard
+from megatron_fsdp_v2.comm import backends
 from megatron_fsdp_v2.comm.interface import Collective
 from megatron_fsdp_v2.runtime.fsdp_module import unit_of
 from tests.reference.models import INPUT, Stack
@@ -156,6 +158,25 @@ class Wire:
     def dtypes(self, *, gathers: bool) -> set[torch.dtype]:
         """Dtypes of gathers, or of reductions."""
         return {sent.dtype for sent in self.sent if (sent.kind == "all_gather") is gathers}
+
+
+@contextlib.contextmanager
+def sends(axes: Any) -> Iterator[Counter[Any]]:
+    """Counts what is sent: kind, axis, ranks that take part, bytes of all full buffers in it."""
+    found: Counter[Any] = Counter()
+    issue = backends._issue
+
+    def counted(collectives: Sequence[Collective], label: Any) -> Any:
+        first, nbytes = collectives[0], sum(each.full.nbytes for each in collectives)
+        where = "inner" if first.axis == axes[-1] else "outer"
+        found[first.kind.value, where, first.axis.size, nbytes] += 1
+        return issue(collectives, label)
+
+    backends._issue = counted
+    try:
+        yield found
+    finally:
+        backends._issue = issue
 
 
 def listen(model: nn.Module, look: Callable[[], Any] = lambda: None) -> Wire:

@@ -218,6 +218,14 @@ BAD: dict[str, tuple[Flags, str]] = {
         fsdp(ZERO1, "--fsdp-max-live-grad-buffers 3"),
         "--fsdp-max-live-grad-buffers needs --overlap-grad-reduce",
     ),
+    "buckets-alone": (
+        "--fsdp-bucket-bytes 1MiB",
+        "--fsdp-bucket-bytes needs --use-fsdp-fully-shard-api",
+    ),
+    "buckets-without-overlap": (
+        fsdp(ZERO1, "--fsdp-bucket-bytes 1MiB"),
+        "--fsdp-bucket-bytes needs --overlap-param-gather or --overlap-grad-reduce",
+    ),
     "no-buffers": (
         fsdp(ZERO1, "--fsdp-max-live-grad-buffers 0"),
         "expected a whole number of at least 1, got '0'",

@@ -180,4 +180,5 @@ def memory_tracker(
             is_reduction_async=context.options.enable_async_reduce_grad,
             accumulates=watch.accumulates,
             has_gradients=watch.has_gradients,
+            gathers_after_step=context.options.enable_unshard_after_step,
         )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+
+import torch
 
 from megatron_fsdp_v2.comm.interface import (
     Axis,
@@ -18,9 +19,6 @@ from megatron_fsdp_v2.memory.allocator import Allocator, TemporaryBuffer
 from megatron_fsdp_v2.params.buffer import DataParallelBuffer, FlatSpec, Span
 from megatron_fsdp_v2.params.formats import WeightFormat, WeightUse
 from megatron_fsdp_v2.params.payloads import Payload
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["GroupWeights"]
 
@@ -117,6 +115,11 @@ class GroupWeights:
         return is_here and not self.format.communicates
 
     @property
+    def is_made_of_main(self) -> bool:
+        """Whether what is gathered is made of main weights, and nothing else rests."""
+        return self._is_main
+
+    @property
     def gathers_for_use(self) -> bool:
         """Whether every use needs a gather (ZeRO-3)."""
         return self._gather_axis is not None
@@ -136,6 +139,21 @@ class GroupWeights:
             )
             for use in (WeightUse.FORWARD, WeightUse.BACKWARD)
         )
+
+    def is_current(self) -> bool:
+        """Whether this rank's piece of what is gathered is made of main weights as they are now."""
+        for payload in self.payloads:
+            if payload.temporary is None or not payload.temporary.is_live:
+                continue
+            expected = payload.model.tensor
+            if self._is_streamed:
+                expected = payload.gathered.piece(self.main.span).clone()
+                self.format.write(self.main, [expected], self._cut_axes)
+            found = payload.gathered.piece(payload.model.span)
+            # As bytes: a NaN is no other number than it was.
+            if not torch.equal(found.view(torch.uint8), expected.view(torch.uint8)):
+                return False
+        return True
 
     @property
     def model_nbytes(self) -> int:

@@ -244,6 +244,7 @@ def peak_bytes(
     is_reduction_async: bool = True,
     accumulates: bool = False,
     has_gradients: bool | None = False,
+    gathers_after_step: bool = False,
 ) -> PeakBytes:
     """The most bytes that a step holds at once, for units that run in the order they are listed.
 
@@ -269,6 +270,7 @@ def peak_bytes(
         has_gradients: Whether gradients are set before the backward begins: those of another
             backward, or the zeros of `zero_grad(set_to_none=False)`. None: those are that earlier
             micro-batches leave in main gradients, before they are synchronized.
+        gathers_after_step: Whether the optimizer's step gathers what the next forward begins with.
 
     Raises:
         ValueError: There is no unit, or a parent is not listed before its child.
@@ -302,6 +304,11 @@ def peak_bytes(
     )
     buffers, comm, main = tree.last_gradients(drain)
     best = replace(resting, main_grad=settled + main, grad_buffer=buffers, communication=comm)
+    if gathers_after_step:
+        first = tree.gathered_in_forward(0, limit, num_held_beside)
+        gathered = sum(units[i].gathered for i in first)
+        moment = replace(resting, main_grad=settled + main, gathered=gathered)
+        best = max(best, moment, key=lambda peak: peak.total)
     unreduced = sum(_unreduced(unit, is_filling=False) for unit in units) if accumulates else 0
     for index in range(len(units)):
         in_forward = tree.gathered_in_forward(index, limit, num_held_beside)

@@ -63,6 +63,7 @@ def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
     enable_async_reduce_grad: bool | None = None,
     unshard_prefetch_depth: int | None = None,
     unshard_prefetch_bytes: int | None = None,
+    enable_unshard_after_step: bool | None = None,
     max_live_grad_buffers: int | None = None,
     bucket_bytes: int | None = None,
     enable_trace_pool: bool | None = None,
@@ -130,6 +131,12 @@ def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
             most, all together, though the next one is gathered whatever it takes: small units are
             gathered many ahead, large ones one by one. With `unshard_prefetch_depth`, both limit.
             One for a root; default: no limit of bytes.
+        enable_unshard_after_step: Have a step of an optimizer gather what the next forward begins
+            with (ZeRO-3, on one axis or HSDP), so that what the host does until then overlaps.
+            These weights are held meanwhile. Main weights that are changed in between are gathered
+            again where torch counts the change; any other change (through `.data`, or by functions
+            for lists of tensors) is a RuntimeError in that forward: call `reshard()` after it. One
+            for a root; default False.
         max_live_grad_buffers: Units that have full gradient buffers at a time, at least 1. With 1
             every reduction is waited for before the next unit has a gradient; each further one
             costs one more buffer. One for a root; default 2.
@@ -181,6 +188,7 @@ def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
         enable_async_reduce_grad=enable_async_reduce_grad,
         unshard_prefetch_depth=unshard_prefetch_depth,
         unshard_prefetch_bytes=unshard_prefetch_bytes,
+        enable_unshard_after_step=enable_unshard_after_step,
         max_live_grad_buffers=max_live_grad_buffers,
         bucket_bytes=bucket_bytes,
         enable_trace_pool=enable_trace_pool,

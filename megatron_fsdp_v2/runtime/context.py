@@ -43,6 +43,8 @@ class Context:
         gathers: What is gathered ahead of its use.
         reductions: Gradient reductions under way.
         ordered_reductions: When units are reduced in a backward; None without communication.
+        stepped: `id()`s of parameters that optimizers stepped since the latest pass began, where
+            gathers follow from that.
         weight_version: Counts events after which main weights may have changed.
         root_pass: What forwards with gradients are counted in: the root's latest one that is no
             recomputation, and units that ran outside of it.
@@ -76,6 +78,7 @@ class Context:
             together=communicator.together,
         )
         self.ordered_reductions: OrderedReductions[UnitBase] | None = None
+        self.stepped: set[int] = set()
         self.weight_version = 0
         self.root_pass: RootPass[UnitBase] = RootPass()
         self.backward_pass = self.root_pass
@@ -143,6 +146,7 @@ class Context:
             has_grad: Whether it is made for a backward.
         """
         self._pass_unit = weakref.ref(unit)
+        self.stepped.clear()
         self.communicator.begin_pass()
         self.pass_has_grad = has_grad
         kind = "forward" if has_grad else "evaluation"

@@ -55,6 +55,9 @@ class FSDPModule(TorchFSDPModule):
             async_op: Return a handle whose `wait()` installs them, instead of waiting.
         """
         unit = unit_of(self)
+        if unit.is_gathered_after_step:
+            # Nobody checks that these are the weights of now but a forward.
+            unit.reshard()
         unit.unshard(WeightUse.BOTH, async_op=async_op)
         handle = UnshardHandle(unit)
         if async_op:

@@ -21,6 +21,7 @@ from megatron_fsdp_v2.dtensor.optimizer_state import watch_state
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2.params.gathered_parameter import gathered_name
 from megatron_fsdp_v2.params.registration import find_owner_slot, num_retired
+from megatron_fsdp_v2.runtime.after_step import unshard_after_step
 from megatron_fsdp_v2.runtime.forward_of_modules import after_forward, post_forward, pre_forward
 from megatron_fsdp_v2.runtime.fsdp_module import unit_of
 
@@ -141,6 +142,8 @@ class _OptimizerWatch:
         for context in list(self._contexts):
             if any(unit.holds(stepped) for unit in context.units()):
                 context.weight_version += 1
+                if context.options.enable_unshard_after_step:
+                    unshard_after_step(context, stepped)
 
 
 def _check_is_current(param: Any) -> None:

@@ -23,6 +23,7 @@ class RuntimeOptions:
             `unshard_prefetch_bytes` says how much, and for one elsewhere.
         unshard_prefetch_bytes: Bytes of weights gathered ahead, but always those of one unit; None
             for no such limit.
+        enable_unshard_after_step: Gather what a forward begins with when the optimizer has stepped.
         enable_async_reduce_grad: Reduce a unit's gradients while the next one computes.
         max_live_grad_buffers: Units that have full gradient buffers at a time.
         bucket_bytes: Bytes of weights or gradients up to which units that follow each other are
@@ -34,6 +35,7 @@ class RuntimeOptions:
     enable_unshard_prefetch: bool = True
     unshard_prefetch_depth: int | None = None
     unshard_prefetch_bytes: int | None = None
+    enable_unshard_after_step: bool = False
     enable_async_reduce_grad: bool = True
     max_live_grad_buffers: int = 2
     bucket_bytes: int | None = None
@@ -71,7 +73,12 @@ def given_options(**options: Any) -> dict[str, Any]:
     for name in (*numbers, "bucket_bytes"):
         if name in given:
             check_at_least_one(name, given[name])
-    for name in ("enable_unshard_prefetch", "enable_async_reduce_grad", "enable_trace_pool"):
+    for name in (
+        "enable_unshard_prefetch",
+        "enable_unshard_after_step",
+        "enable_async_reduce_grad",
+        "enable_trace_pool",
+    ):
         if not isinstance(given.get(name, True), bool):
             raise ValueError(f"{name} must be True or False, got {given[name]!r}")
     if "check_ranks" in given:

@@ -230,6 +230,18 @@ class ExecutionOrder[UnitT: Gatherable]:
                 return self._live(self._current, range(position - 1, -1, -1))
         return ()
 
+    def beginning(self, limit: PrefetchLimit) -> list[UnitT]:
+        """The unit that the latest pass began with, and those after it.
+
+        Args:
+            limit: How many of those.
+        """
+        refs = self._current or self._last
+        first = refs[0]() if refs else None
+        if first is None:
+            return []
+        return [first, *self._ahead(refs, range(1, len(refs)), limit)]
+
     @staticmethod
     def _live(refs: list[weakref.ref[UnitT]], positions: range) -> Iterator[UnitT]:
         """The units at these positions, one by one: few of them are asked for."""
@@ -273,6 +285,29 @@ class GatherSchedule[UnitT: Gatherable]:
         self.num_uses = 0
         self._forward_order = self._forward_orders.setdefault(first, ExecutionOrder())
         self._forward_order.begin()
+
+    def before_pass(self, first: UnitT) -> list[UnitT]:
+        """What can be gathered before a pass begins: what the last one of its kind began with.
+
+        Args:
+            first: The unit it will begin with.
+        """
+        order = self._forward_orders.get(first)
+        return [] if order is None or self.limit.is_none else order.beginning(self.limit)
+
+    def gather_before_pass(self, units: Sequence[UnitT]) -> Sequence[UnitT]:
+        """Gather units ahead of a pass; it drops them where it begins with others.
+
+        Args:
+            units: The first of those that `before_pass` says.
+
+        Returns:
+            Those that were not gathered before.
+        """
+        units = [unit for unit in units if not unit.is_unsharded]
+        self.num_uses = 0
+        self._look_ahead(units, ())
+        return units
 
     def first_units(self) -> Iterable[UnitT]:
         """The units that passes began with."""

@@ -190,6 +190,8 @@ class ScheduledUnits:
         context.gathers.before_use(unit)
         unit.unshard(WeightUse.BOTH, async_op=False)
         unit.wait_for_unshard()
+        if unit.is_gathered_after_step:
+            unit.check_unchanged()
         # A prefetch is for the use that came next in the last step, forward or backward.
         context.gathers.in_schedule(unit)
 

@@ -122,6 +122,8 @@ class Unit(UnitBase):
                 self.reshard_if_replaced()
             self.unshard(WeightUse.FORWARD, async_op=False)
             self.wait_for_unshard()
+            if self.is_gathered_after_step:
+                self.check_unchanged()
             if not recomputes:
                 self.context.gathers.in_forward(self, self.forward_prefetch)
         args, kwargs = self.cast_inputs(args, kwargs)

@@ -7,6 +7,7 @@ import functools
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -82,6 +83,7 @@ class UnitBase(ABC):
         unset: Names of parameters and buffers that had no values when it was made, and how to
             look each one up.
         num_users: Forwards and backwards that a schedule says are using it.
+        is_gathered_after_step: Whether it was gathered by an optimizer's step, and not used since.
         is_recomputed: Whether its forward ran again in the latest backward.
         ranges: Makes a profiler range of a name, or None for no ranges.
     """
@@ -119,6 +121,7 @@ class UnitBase(ABC):
         self.unset: Sequence[tuple[str, Callable[[], torch.Tensor | None]]] = ()
         self.num_users = 0
         self.ranges: Callable[[str], AbstractContextManager[Any]] | None = None
+        self.is_gathered_after_step = False
         self.is_recomputed = False
         self._was_recomputed = False
         self._is_unsharded = False
@@ -178,6 +181,35 @@ class UnitBase(ABC):
     def _has_outer_axis(self) -> bool:
         return any(len(group.axes) > 1 for group in self.groups)
 
+    def is_stepped(self, stepped: AbstractSet[int]) -> bool:
+        """Whether it can be gathered once these parameters were stepped.
+
+        Args:
+            stepped: Their `id()`s.
+        """
+        return all(
+            group.weights.is_made_of_main
+            and all(id(p) in stepped for p in group.sharded_params if p.requires_grad)
+            for group in self.held_groups
+        )
+
+    def check_unchanged(self) -> None:
+        """See that weights gathered after a step are those that are there now.
+
+        Raises:
+            RuntimeError: They were changed, and nothing told.
+        """
+        self.is_gathered_after_step = False
+        for group in self.held_groups:
+            if not group.weights.is_current():
+                raise RuntimeError(
+                    f"weights of {group.name} were changed after the optimizer's step, in a way "
+                    "that torch does not count: through .data, or by a function for lists of "
+                    "tensors (torch._foreach_...). The step had started to gather them. Call "
+                    "reshard() on the model after such a change, or leave "
+                    "enable_unshard_after_step off"
+                )
+
     def is_inside(self, other: UnitBase) -> bool:
         """Whether its module is below another unit's."""
         return self is not other and any(
@@ -233,7 +265,7 @@ class UnitBase(ABC):
         if not self._is_unsharded:
             return
         with self._range("reshard"):
-            self._is_unsharded = False
+            self._is_unsharded = self.is_gathered_after_step = False
             for group in self.held_groups:
                 group.reshard()
 

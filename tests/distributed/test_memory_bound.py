@@ -175,7 +175,9 @@ def test_buckets_stay_below_the_bound_and_take_what_they_may(mesh_name: str, pol
         assert memory.peak.total <= memory.bound.total, strategy
         if strategy != "optim_grads_params":
             continue
-        assert memory.role_peaks[Role.GATHERED] == memory.bound.gathered
+        # Where buckets begin depends on the units before them; the bound takes the worst.
+        found, most = memory.role_peaks[Role.GATHERED], memory.bound.gathered
+        assert most - bucket <= found <= most
         found, most = memory.role_peaks[Role.GRAD_BUFFER], memory.bound.grad_buffer
         assert most - 4 * bucket <= found <= most
 

@@ -33,7 +33,8 @@ def main(words: list[str] | None = None) -> None:
     args = _parser().parse_args(words)
     start = time.perf_counter()
     settings = _settings(args)
-    record: dict[str, Any] = {"machine": report.machine(args.device), "settings": []}
+    record: dict[str, Any] = {"options": vars(args).copy(), "settings": []}
+    record["machine"] = report.machine(args.device)
     for ranks in sorted({setting.ranks for setting in settings}):
         args.ranks = ranks
         some = [(one, _engines(args, one)) for one in settings if one.ranks == ranks]

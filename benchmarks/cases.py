@@ -88,13 +88,10 @@ def _chosen() -> list[Setting]:
         deep,
         moe,
         replace(wide, dtype="bf16"),
-        replace(deep, dtype="bf16"),
         replace(wide, micro_batches=4),
-        replace(deep, micro_batches=4),
-        replace(wide, recomputes=True),
+        replace(deep, recomputes=True),
         replace(deep, optimizer="foreach"),
         replace(wide, ranks=4),
-        replace(deep, ranks=4),
     ]
 
 

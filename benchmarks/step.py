@@ -47,7 +47,7 @@ class Patience:
 
     rounds: int = 5
     most: int = 10
-    seconds: float = 0.25
+    seconds: float = 0.2
     foreign: float = 0.08
     minutes: float = 1.0
 

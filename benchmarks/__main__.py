@@ -39,7 +39,8 @@ def main(words: list[str] | None = None) -> None:
         args.ranks = ranks
         some = [(one, _engines(args, one)) for one in settings if one.ranks == ranks]
         record["settings"] += _on_ranks(step.work, args, some)
-    if not args.steps_only:
+    # What memory is counted with sees a CPU's alone, and host time is the same on any device.
+    if not args.steps_only and args.device == "cpu":
         args.ranks = 2
         (record["memory"],) = _on_ranks(memory.work, args)
         record["host_time_ms"] = {units: _host_time(units) for units in UNITS}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -121,15 +122,17 @@ def train(
     optimizer: torch.optim.Optimizer,
     data_ranks: list[int],
     steps: range,
-    before_step: Callable[[], Any] | None = None,
-) -> None:
-    """Train on the mean loss of some data-parallel ranks' data."""
+    clips: float = math.inf,
+    loss: Callable[[Any, int, int], torch.Tensor] = loss_of,
+) -> list[float]:
+    """Train on the mean loss of some data-parallel ranks; norms of gradients before clipping."""
+    norms = []
     for step in steps:
         optimizer.zero_grad()
-        torch.stack([loss_of(model, rank, step) for rank in data_ranks]).mean().backward()
-        if before_step is not None:
-            before_step()
+        torch.stack([loss(model, rank, step) for rank in data_ranks]).mean().backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), clips).item())
         optimizer.step()
+    return norms
 
 
 def assert_loads_everywhere(

@@ -61,19 +61,12 @@ def test_training_equals_the_unsharded_loop(
 ) -> None:
     mesh = mesh_with_tp(*shape)
     model, reference = sharded(*shape, sharding_strategy=strategy), plain()
-    norms: tuple[list[float], list[float]] = ([], [])
-    for mine, seen, ranks in (
-        (model, norms[0], [data_rank_of(mesh)]),
-        (reference, norms[1], list(range(mesh.size() // shape[-1]))),
-    ):
-
-        def clip(model: Any = mine, seen: list[float] = seen) -> None:
-            seen.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
-
-        train(mine, _optimizer(kind, mine), ranks, range(STEPS), clip)
+    ranks = list(range(mesh.size() // shape[-1]))
+    mine = train(model, _optimizer(kind, model), [data_rank_of(mesh)], range(STEPS), 0.5)
+    theirs = train(reference, _optimizer(kind, reference), ranks, range(STEPS), 0.5)
     tolerance = 1e-5 if kind == "muon" else 1e-6
     assert full_error(model, reference) < tolerance
-    assert norms[0] == pytest.approx(norms[1], abs=tolerance)
+    assert mine == pytest.approx(theirs, abs=tolerance)
 
 
 # -- checkpoints ---------------------------------------------------------------------------------

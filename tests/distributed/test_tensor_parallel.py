@@ -30,6 +30,7 @@ from tests.distributed.tensor_parallel_models import (
     data_axes,
     data_rank_of,
     mesh_with_tp,
+    train,
 )
 from tests.distributed.wrapping import STRATEGIES, said
 from tests.ranks import RankPools
@@ -53,17 +54,13 @@ def _optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _train(model: Any, optimizer: Any, data_ranks: list[int], steps: int) -> list[float]:
-    norms = []
-    for step in range(steps):
-        optimizer.zero_grad()
-        losses = []
-        for rank in data_ranks:
-            generator = torch.Generator().manual_seed(100 * step + rank)
-            losses.append(model(torch.randint(WORDS, (5,), generator=generator)).square().mean())
-        torch.stack(losses).mean().backward()
-        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
-        optimizer.step()
-    return norms
+    return train(model, optimizer, data_ranks, range(steps), clips=1.0, loss=_loss)
+
+
+def _loss(model: Any, rank: int, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    loss: torch.Tensor = model(torch.randint(WORDS, (5,), generator=generator)).square().mean()
+    return loss
 
 
 CASES = [*((strategy, "sgd") for strategy in STRATEGIES), ("optim_grads_params", "adamw")]

@@ -13,17 +13,18 @@ import pytest
 
 from megatron_fsdp_v2.checkpoint import CheckpointError, host_memory, saving
 from megatron_fsdp_v2.checkpoint.verifying import verify
+from tests.mcore import flags as f
 from tests.mcore.command_line import torchrun
-from tests.mcore.session import MODEL_FLAGS, curves, enter_rehearsal, fsdp, rank, train
+from tests.mcore.session import MODEL_FLAGS, curves, enter_rehearsal, rank, train
+from tests.mcore.trained import longer, run_of_ranks
 from tests.ranks import RankPools
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
-def _flags(folder: Path, iterations: int, *more: str) -> list[str]:
-    saves = ["--save", str(folder), "--save-interval", "2", "--async-save"]
-    flags = fsdp("optim_grads_params", *saves, "--train-iters", str(iterations), *more)
-    return [*MODEL_FLAGS, *flags]
+def _flags(folder: Path, iterations: int, *more: f.Flags) -> list[str]:
+    saves = f.words(f.saving(folder, 2), f"--async-save --train-iters {iterations}")
+    return f.words(MODEL_FLAGS, f.fsdp(f.ZERO3, saves, *more))
 
 
 def _tracked(folder: str) -> int | None:
@@ -66,7 +67,7 @@ def _trained(flags: list[str], folder: str, held_until: int) -> tuple[Any, list[
 def test_training_goes_on_and_the_iteration_is_named_when_all_of_it_is_written(
     megatron: RankPools, tmp_path: Path
 ) -> None:
-    flags = _flags(tmp_path, 7, "--swiglu", "--bf16", "--hidden-dropout", "0.1")
+    flags = _flags(tmp_path, 7, "--swiglu --bf16 --hidden-dropout 0.1")
     found = megatron(2).run(_trained, flags, str(tmp_path), 5)
     trainings = curves([training for training, *_ in found])
     assert len(trainings.losses) == 7
@@ -83,9 +84,8 @@ def test_training_goes_on_and_the_iteration_is_named_when_all_of_it_is_written(
         assert verify(tmp_path / f"iter_{iteration:07d}").is_good
     assert not list(tmp_path.glob("*.incomplete"))
 
-    load = ["--load", str(tmp_path), "--ckpt-step", "4"]
     flags = [flag for flag in flags if flag != "--async-save"]
-    resumed = curves(megatron(2).run(train, [*flags, *load]))
+    resumed = run_of_ranks(megatron, 2, [*flags, *f.loading(tmp_path, 4)])
     assert resumed.losses == trainings.losses[4:]
 
 
@@ -141,18 +141,18 @@ def _leaves(flags: list[str], folder: str, signals: bool) -> tuple[Any, int | No
     return "went on", None
 
 
+SIGNALED = "--exit-signal-handler"
+
+
 @pytest.mark.parametrize(
     "words",
-    [
-        pytest.param(["--exit-interval", "3"], id="interval"),
-        pytest.param(["--exit-signal-handler"], id="signal", marks=pytest.mark.functional),
-    ],
+    [pytest.param("--exit-interval 3", id="interval"), longer(SIGNALED, id="signal")],
 )
 def test_a_run_that_leaves_waits_for_what_it_saves(
-    megatron: RankPools, tmp_path: Path, words: list[str]
+    megatron: RankPools, tmp_path: Path, words: str
 ) -> None:
-    flags = _flags(tmp_path, 9, *words)
-    left = megatron(2).run(_leaves, flags, str(tmp_path), words == ["--exit-signal-handler"])
+    flags = _flags(tmp_path, 9, words)
+    left = megatron(2).run(_leaves, flags, str(tmp_path), words == SIGNALED)
     assert left == [(0, 3)] * 2
     assert verify(tmp_path / "iter_0000003").is_good
 
@@ -161,24 +161,22 @@ def test_a_run_that_leaves_waits_for_what_it_saves(
 def test_checkpoints_that_are_not_to_be_kept_are_removed(
     megatron: RankPools, tmp_path: Path
 ) -> None:
-    flags = _flags(tmp_path, 9, "--save-retain-interval", "4", "--dist-ckpt-workers", "2")
-    curves(megatron(2).run(train, [*flags, "--use-persistent-ckpt-worker"]))
+    more = "--save-retain-interval 4 --dist-ckpt-workers 2 --use-persistent-ckpt-worker"
+    run_of_ranks(megatron, 2, _flags(tmp_path, 9, more))
     kept = sorted(path.name for path in tmp_path.iterdir() if path.is_dir())
     assert kept == ["iter_0000004", "iter_0000008", "iter_0000009"]
 
 
-MIXED = """--num-experts 4 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall
---pipeline-model-parallel-size 2 --optimizer muon --swiglu"""
+MIXED = f"--num-experts 4 {f.EP2} --moe-token-dispatcher-type alltoall {f.PP2}"
 
 
 @pytest.mark.functional
 def test_experts_stages_and_muon_resume_from_an_asynchronous_save(
     megatron: RankPools, tmp_path: Path
 ) -> None:
-    flags = [*_flags(tmp_path, 5, *MIXED.split()), "--global-batch-size", "8"]
-    uninterrupted = curves(megatron(4).run(train, flags))
-    load = ["--load", str(tmp_path), "--ckpt-step", "2"]
-    resumed = curves(megatron(4).run(train, [*flags, *load]))
+    flags = _flags(tmp_path, 5, MIXED, "--optimizer muon --swiglu --global-batch-size 8")
+    uninterrupted = run_of_ranks(megatron, 4, flags)
+    resumed = run_of_ranks(megatron, 4, [*flags, *f.loading(tmp_path, 2)])
     assert resumed.losses == uninterrupted.losses[2:]
 
 
@@ -208,14 +206,14 @@ def test_a_job_that_is_killed_while_it_saves_goes_on_from_the_checkpoint_before(
     script, folder = tmp_path / "killed.py", tmp_path / "saved"
     script.write_text(textwrap.dedent(KILLED))
     flags = _flags(folder, 7)
-    uninterrupted = curves(megatron(2).run(train, _flags(tmp_path / "other", 7)))
+    uninterrupted = run_of_ranks(megatron, 2, _flags(tmp_path / "other", 7))
     run = torchrun(2, "megatron_fsdp_v2_mcore.run", [str(script), *flags, "--cpu-rehearsal"])
     assert run.code != 0
     assert signal.SIGKILL.name in run.output or "exitcode: -9" in run.output.replace(" ", "")
     assert _tracked(str(folder)) == 2
     assert verify(folder / "iter_0000002").is_good
     assert not (folder / "iter_0000004" / ".metadata").exists()
-    resumed = curves(megatron(2).run(train, [*flags, "--load", str(folder)]))
+    resumed = run_of_ranks(megatron, 2, [*flags, *f.loading(folder)])
     assert resumed.losses == uninterrupted.losses[2:]
     for iteration in (2, 4, 6, 7):
         assert verify(folder / f"iter_{iteration:07d}").is_good

@@ -240,7 +240,8 @@ class ExecutionOrder[UnitT: Gatherable]:
         first = refs[0]() if refs else None
         if first is None:
             return []
-        return [first, *self._ahead(refs, range(1, len(refs)), limit)]
+        ahead, _ = limit.split(self._live(refs, range(1, len(refs))))
+        return [first, *ahead]
 
     @staticmethod
     def _live(refs: list[weakref.ref[UnitT]], positions: range) -> Iterator[UnitT]:
@@ -306,7 +307,7 @@ class GatherSchedule[UnitT: Gatherable]:
         """
         units = [unit for unit in units if not unit.is_unsharded]
         self.num_uses = 0
-        self._look_ahead(units, ())
+        self._prefetch(units)
         return units
 
     def first_units(self) -> Iterable[UnitT]:

@@ -204,7 +204,6 @@ def errors() -> dict[str, str]:
         "nothing wrong": contextlib.nullcontext(),
         "no call": mock.patch.object(megatron_fsdp_v2_mcore, "enable", lambda: None),
         "another wrapper": _changed("DistributedDataParallelConfig", use_megatron_fsdp=False),
-        "fp4": with_field("fp4", "e2m1"),
         "late": with_field("delay_wgrad_compute", True),
         "offload": with_field("cpu_offloading_weights", True),
         "plain optimizer": _changed("OptimizerConfig", use_distributed_optimizer=False),

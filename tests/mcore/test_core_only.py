@@ -122,7 +122,6 @@ def test_what_cannot_step_sharded_parameters_is_rejected_by_name(core: RankPools
         "another wrapper": "needs use_megatron_fsdp=True",
         "plain optimizer": "ValueError: OptimizerConfig.use_distributed_optimizer = False",
         "sgd": "'sgd' cannot step sharded parameters",
-        "fp4": "TransformerConfig.fp4 = 'e2m1'",
         "late": "TransformerConfig.delay_wgrad_compute = True (--delay-wgrad-compute)",
         "offload": "TransformerConfig.cpu_offloading_weights = True",
     }

@@ -56,7 +56,6 @@ VALUES = {
     "--optimizer": ["sgd"],
     "--cuda-graph-impl": ["local"],
     "--fp8-format": ["e4m3"],
-    "--fp4-format": ["e2m1"],
     "--te-precision-config-file": ["layers.yaml"],
     "--dump-param-to-param-group-map": ["map"],
     "--ddp-param-name-patterns-for-fp32-local-accumulation": ["*.bias"],

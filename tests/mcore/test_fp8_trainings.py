@@ -32,7 +32,14 @@ EXPERTS = (
     "--disable-bias-linear --swiglu --moe-router-load-balancing-type aux_loss "
     "--moe-aux-loss-coeff 0.01 --moe-token-dispatcher-type alltoall --moe-router-padding-for-fp8"
 )
+EXPERTS_FP4 = EXPERTS.replace(
+    "--moe-router-padding-for-fp8", "--moe-router-padding-for-quantization"
+)
 RECIPES = ("delayed", "tensorwise", "blockwise")
+NVFP4 = "--fp4-format e2m1 --fp4-recipe nvfp4"
+GATHERED_FP4 = "--fp4-param-gather"
+# Of bf16: it decides which GPU is rehearsed and, without --fp8-format, nothing else.
+BLACKWELL = "--fp8-recipe mxfp8"
 
 
 def _fp8(recipe: str) -> str:
@@ -78,6 +85,76 @@ def test_mxfp8_trains_as_under_megatrons_ddp(
 ) -> None:
     theirs = _run(blackwell_te, 2, _fp8("mxfp8"))
     _assert_equal(_run(blackwell_te, 2, _fp8("mxfp8"), fsdp(strategy), gathers), theirs)
+
+
+@pytest.mark.functional
+@pytest.mark.parametrize("strategy", f.STRATEGIES)
+@pytest.mark.parametrize("gathers", ["", GATHERED_FP4], ids=["bf16 gathers", "FP4 gathers"])
+def test_nvfp4_trains_as_under_megatrons_ddp(
+    blackwell_te: RankPools, strategy: str, gathers: str
+) -> None:
+    theirs = _run(blackwell_te, 2, NVFP4)
+    assert distance(theirs.losses, _run(blackwell_te, 2, BLACKWELL).losses) > 1e-3, "not in FP4"
+    _assert_equal(_run(blackwell_te, 2, NVFP4, fsdp(strategy), gathers), theirs)
+
+
+@pytest.mark.functional
+@pytest.mark.parametrize(
+    ("ranks", "more"),
+    [
+        pytest.param(2, FULL_RECOMPUTE, id="recompute"),
+        pytest.param(2, EXPERTS_FP4, id="MoE"),
+        pytest.param(2, PP2, id="PP2"),
+        pytest.param(4, "", id="DP4"),
+        pytest.param(2, f"{f.GATED} --disable-bias-linear", id="GQA SwiGLU"),
+        pytest.param(2, "--tensor-model-parallel-size 2", id="TP2"),
+    ],
+)
+def test_nvfp4_trains_other_models(blackwell_te: RankPools, ranks: int, more: str) -> None:
+    theirs = _run(blackwell_te, ranks, NVFP4, more)
+    _assert_equal(_run(blackwell_te, ranks, NVFP4, fsdp(ZERO3), GATHERED_FP4, more), theirs)
+
+
+@pytest.mark.functional
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param(f"{f.OVERLAP} --fsdp-trace-pool", id="overlap, pool"),
+        pytest.param("--keep-fp8-transpose-cache", id="transposes kept"),
+        pytest.param("--init-model-with-meta-device", id="meta device"),
+    ],
+)
+def test_how_nvfp4_weights_are_gathered_changes_no_bit(blackwell_te: RankPools, more: str) -> None:
+    common = [NVFP4, fsdp(ZERO3), GATHERED_FP4]
+    assert _run(blackwell_te, 2, *common, more).losses == _run(blackwell_te, 2, *common).losses
+
+
+@pytest.mark.functional
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param("--first-last-layers-bf16 --num-layers 4", id="first and last layer in bf16"),
+        pytest.param("--optimizer muon --muon-fp32-matmul-prec high", id="Muon"),
+    ],
+)
+def test_nvfp4_gathers_are_bf16_gathers_to_the_bit(blackwell_te: RankPools, more: str) -> None:
+    common = [NVFP4, fsdp(ZERO3), more]
+    gathered = _run(blackwell_te, 2, *common, GATHERED_FP4)
+    assert gathered.losses == _run(blackwell_te, 2, *common).losses
+
+
+@pytest.mark.functional
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_checkpoint_of_nvfp4_has_main_weights(
+    blackwell_te: RankPools, tmp_path: Path, ranks: int
+) -> None:
+    """So a run in bf16 loads it; at the same size training goes on to the bit."""
+    flags = [NVFP4, fsdp(ZERO3), GATHERED_FP4]
+    whole = _run(blackwell_te, 2, *flags, saving(tmp_path, 2))
+    resumed = _run(blackwell_te, ranks, *flags, loading(tmp_path, 2))
+    assert distance(resumed.losses, whole.losses[2:]) <= (0 if ranks == 2 else 1e-2)
+    in_bf16 = _run(blackwell_te, ranks, BLACKWELL, fsdp(f.ZERO1), loading(tmp_path, 2))
+    assert distance(in_bf16.losses, whole.losses[2:]) < 1e-2
 
 
 @pytest.mark.functional
@@ -134,8 +211,8 @@ def test_how_weights_are_gathered_changes_no_bit(
         assert other.losses == plain.losses
 
 
-def _assert_two_axes(pools: RankPools, recipe: str, strategy: str) -> None:
-    common = [_fp8(recipe), fsdp(strategy), GATHERED]
+def _assert_two_axes(pools: RankPools, formats: str, strategy: str) -> None:
+    common = [formats, fsdp(strategy)]
     one, two = (_run(pools, 4, *common, axes) for axes in (HSDP, f.HFSDP))
     assert len(one.losses) == 4
     # Along the outer axis gradients are scattered instead of reduced whole, of equal sums.
@@ -149,14 +226,15 @@ def _assert_two_axes(pools: RankPools, recipe: str, strategy: str) -> None:
 def test_main_weights_sharded_over_instances_too_train_as_over_one(
     megatron_te: RankPools, recipe: str, strategy: str
 ) -> None:
-    _assert_two_axes(megatron_te, recipe, strategy)
+    _assert_two_axes(megatron_te, f"{_fp8(recipe)} {GATHERED}", strategy)
 
 
 @pytest.mark.functional
-def test_main_weights_of_mxfp8_sharded_over_instances_too_train_as_over_one(
-    blackwell_te: RankPools,
+@pytest.mark.parametrize("formats", [f"{_fp8('mxfp8')} {GATHERED}", f"{NVFP4} {GATHERED_FP4}"])
+def test_main_weights_of_a_blackwell_gpu_sharded_over_instances_too_train_as_over_one(
+    blackwell_te: RankPools, formats: str
 ) -> None:
-    _assert_two_axes(blackwell_te, "mxfp8", ZERO3)
+    _assert_two_axes(blackwell_te, formats, ZERO3)
 
 
 @pytest.mark.functional
@@ -231,6 +309,7 @@ def test_the_command_on_the_page_trains() -> None:
 
 class _Flags:
     fp8_param_gather = True
+    fp4_param_gather = False
     megatron_fsdp_main_params_dtype: Any = "fp32"
 
 

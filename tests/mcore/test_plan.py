@@ -63,6 +63,9 @@ def described() -> dict[str, Any]:
         "overlapping, experts but in the first": f"{overlapping} {dense_first}",
         "state in other dtypes": "--bf16 --use-precision-aware-optimizer --main-grads-dtype bf16 "
         "--exp-avg-dtype fp8 --exp-avg-sq-dtype bf16",
+        "bf16": "--bf16",
+        "FP8": "--bf16 --fp8-format e4m3 --fp8-recipe tensorwise --fp8-param-gather",
+        "FP4": "--bf16 --fp4-format e2m1 --fp4-param-gather",
         "untied": "--untie-embeddings-and-output-weights",
         "offloaded": "--optimizer-cpu-offload --optimizer-offload-fraction 0.25",
     }
@@ -102,6 +105,18 @@ def test_an_offloaded_optimizer_is_planned_with_its_fraction(described: dict[str
     assert not isinstance(found, str), found
     assert found.stages[0].offload_fraction == 0.25
     assert described["for GPUs"].stages[0].offload_fraction == 0.0
+
+
+def test_weights_of_4_bits_are_planned_with_half_a_byte(described: dict[str, Any]) -> None:
+    gathered = {}
+    for name in ("bf16", "FP8", "FP4"):
+        assert not isinstance(described[name], str), described[name]
+        plan = plan_one(described[name].stages[0], Strategy("optim_grads_params"))
+        (gathered[name],) = (unit.gathered_nbytes for unit in plan.units if unit.count == 2)
+    # Queries, keys, values, projection, both of the MLP; norms and biases are in bf16 in each.
+    products = (3 + 1 + 4 + 4) * 64 * 64
+    assert gathered["FP8"] - gathered["FP4"] == products // 2
+    assert gathered["bf16"] - gathered["FP4"] > 3 * products // 2
 
 
 def test_adams_state_is_planned_in_the_dtypes_it_is_kept_in(described: dict[str, Any]) -> None:

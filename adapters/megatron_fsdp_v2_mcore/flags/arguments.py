@@ -156,9 +156,6 @@ EMERGING = ("muon", "adaptive_muon", "lion")
 
 UNSUPPORTED: tuple[UnsupportedFlag, ...] = (
     UnsupportedFlag(
-        "fp4", "--fp4-format", "no weight format of FP4 is built; FP8 is (--fp8-format)"
-    ),
-    UnsupportedFlag(
         "cuda_graph_impl",
         "--cuda-graph-impl",
         "gathers are issued from the host",

@@ -24,6 +24,7 @@ __all__ = [
     "check_prefetch",
     "check_quantized",
     "notices",
+    "quantized_gathers",
     "reject_fields",
     "sharding_settings",
 ]
@@ -230,10 +231,10 @@ FIELDS: tuple[FieldRule, ...] = (
         "weights are quantized from fp32 main weights once a step, each rank its rows with the "
         "scales of whole weights, and gathered as bytes",
     ),
-    _rejected(
+    _supported(
         "fp4_param_gather",
         "--fp4-param-gather",
-        "no weight format of FP4 is built; FP8 is (--fp8-param-gather)",
+        "as --fp8-param-gather, with two elements to a byte",
     ),
     _supported(
         "keep_fp8_transpose_cache",
@@ -377,14 +378,14 @@ def _about_registration(source: Any, options: Options) -> list[str]:
 
 def _about_fp8_copies(source: Any) -> list[str]:
     is_sharded = source.data_parallel_sharding_strategy == "optim_grads_params"
-    if not (getattr(source, "fp8", None) and is_sharded):
-        return []
-    if source.fp8_param_gather or source.keep_fp8_transpose_cache:
+    if not is_sharded or quantized_gathers(source) or source.keep_fp8_transpose_cache:
         return []
     return [
-        "--fp8-format: weights are gathered in bf16, and Transformer Engine may keep them "
-        "quantized from one micro-batch to the next, whole, on every rank; add --fp8-param-gather "
-        "to gather half the bytes and keep nothing"
+        f"--{kind}-format: weights are gathered in bf16, and Transformer Engine may keep them "
+        f"quantized from one micro-batch to the next, whole, on every rank; add --{kind}"
+        f"-param-gather to gather {share} the bytes and keep nothing"
+        for kind, share in (("fp8", "half"), ("fp4", "a quarter of"))
+        if getattr(source, kind, None)
     ]
 
 
@@ -435,6 +436,18 @@ def check_hybrid(source: Any, expert_strategy: str | None = None) -> None:
             )
 
 
+def quantized_gathers(source: Any) -> str | None:
+    """The flag that has weights gathered as quantized bytes, if one is given.
+
+    Args:
+        source: A `DistributedDataParallelConfig`, or Megatron's arguments.
+    """
+    for name in ("fp8_param_gather", "fp4_param_gather"):
+        if getattr(source, name):
+            return f"--{name.replace('_', '-')}"
+    return None
+
+
 def check_quantized(source: Any) -> None:
     """See that quantized weights have what they need, if they are asked for.
 
@@ -444,17 +457,18 @@ def check_quantized(source: Any) -> None:
     Raises:
         FlagError: They do not; names the flags.
     """
-    if not source.fp8_param_gather:
+    flag = quantized_gathers(source)
+    if flag is None:
         return
     if getattr(source, "use_cpu_initialization", False):
         raise FlagError(
-            "--use-cpu-initialization cannot be used with --fp8-param-gather: Megatron draws "
+            f"--use-cpu-initialization cannot be used with {flag}: Megatron draws "
             "values into quantized weights then, and what these keep in higher precision is unset"
         )
     main_weights = source.megatron_fsdp_main_params_dtype
     if main_weights not in ("fp32", torch.float32):
         raise FlagError(
-            "--fp8-param-gather quantizes main weights, and what the optimizer adds to these is "
+            f"{flag} quantizes main weights, and what the optimizer adds to these is "
             "lost where they are no finer than the weights of the model; use "
             f"--megatron-fsdp-main-params-dtype fp32, not {main_weights or 'auto'}"
         )

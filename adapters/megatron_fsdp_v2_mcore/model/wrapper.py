@@ -120,13 +120,14 @@ class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
         if any(is_expert(param) for param in module.parameters()):
             self._expert = expert_meshes(groups, device_type, is_hybrid=hybrid)
         follow_parameters(module)
-        has_fp8 = bool(getattr(config, "fp8", None)) and register_formats()
+        is_quantized = any(getattr(config, kind, None) for kind in ("fp8", "fp4"))
+        is_quantized = is_quantized and register_formats()
         apart = self.options.gathers_apart
         self._gather_groups = gather_groups(groups, self._dense, self._expert, are_made=apart)
         self._shard_units(tuple(fsdp_unit_modules or UNIT_CLASSES))
-        if has_fp8:
+        if is_quantized:
             # Delayed scales change with every forward: what is quantized again is other bytes.
-            is_delayed = config.fp8_recipe == "delayed"
+            is_delayed = bool(config.fp8) and config.fp8_recipe == "delayed"
             limit_copies(
                 module,
                 keeps_weights=ddp_config.keep_fp8_transpose_cache or is_delayed,

@@ -53,6 +53,8 @@ def without_gpu_flags(argv: Sequence[str]) -> list[str]:
     values[IMPL_FLAG] = ()
     # Of Transformer Engine's Adam; a plan reads them as the user gave them.
     values |= {f"--{name.replace('_', '-')}": () for name in DTYPES}
+    # Megatron rejects it without --fp4-format, which is Transformer Engine's.
+    values["--fp4-param-gather"] = ()
     # Megatron rejects it without --use-nccl-ub, which only a GPU can support.
     values["--fsdp-manual-registration"] = ()
     kept: list[str] = []

@@ -116,7 +116,8 @@ def _arguments(argv: Sequence[str], flags: Sequence[str]) -> tuple[Any, bool]:
         with with_main_grads(asked):
             args.megatron_fsdp_main_grads_dtype = dtype_of(asked.megatron_fsdp_main_grads_dtype)
     # The model is built of Megatron's own layers, which have no such parameters.
-    args.plans_quantized = bool(asked.fp8 and asked.fp8_param_gather)
+    args.plans_fp4 = bool(asked.fp4 and asked.fp4_param_gather)
+    args.plans_quantized = bool(asked.fp8 and asked.fp8_param_gather) or args.plans_fp4
     args.fp8_param_gather = False
     for name in ("fp8_recipe", "first_last_layers_bf16"):
         setattr(args, name, getattr(asked, name))
@@ -290,9 +291,9 @@ def _chunk(
         apart |= {id(unit.module) for unit in planned} & experts
     quantized = {id(param) for name in layers for param in _quantized(args, chunk, name)}
     forms: tuple[WeightUse, ...] = (WeightUse.BOTH,)
-    if args.fp8_recipe == "mxfp8":
+    if args.fp8_recipe == "mxfp8" and not args.plans_fp4:
         forms = (WeightUse.FORWARD, WeightUse.BACKWARD)
-    payload = PayloadBytes(1, forms, rests=True)
+    payload = PayloadBytes(1, forms, rests=True, packing=2 if args.plans_fp4 else 1)
     rules = Rules(
         mesh_of=lambda unit: EXPERT if id(unit) in apart else DATA,
         is_matrix=lambda unit, param: _is_matrix(param),

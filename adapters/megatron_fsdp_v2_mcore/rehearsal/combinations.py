@@ -25,9 +25,12 @@ def check_combinations(args: Any) -> None:
             f"{args.tensor_model_parallel_size} needs --sequence-parallel: without it Megatron's "
             "layers of experts do not train"
         )
-    if args.fp8 and args.fp8_recipe == "mxfp8" and args.sequence_parallel:
+    blocks = "--fp4-format" if args.fp4 else None
+    if args.fp8 and args.fp8_recipe == "mxfp8":
+        blocks = "--fp8-recipe mxfp8"
+    if blocks and args.sequence_parallel:
         raise RehearsalError(
-            "--fp8-recipe mxfp8 with --sequence-parallel cannot be used on a CPU: Transformer "
+            f"{blocks} with --sequence-parallel cannot be used on a CPU: Transformer "
             "Engine gathers activations and scales in one coalesced collective, which gloo lacks; "
             "rehearse with another recipe, or without --sequence-parallel"
         )

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_fsdp_v2._text import compact, table
-from megatron_fsdp_v2.runtime.schedule_rules import Drain, PrefetchLimit
+from megatron_fsdp_v2.runtime.gather_rules import PrefetchLimit
+from megatron_fsdp_v2.runtime.reduction_rules import Drain
 
 __all__ = ["Exposure", "Flight", "OverlapReport", "Reason", "why_gather", "why_reduction"]
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from megatron_fsdp_v2.layout.mixed_precision import GroupDtypes
 from megatron_fsdp_v2.layout.placement import AxisPlacements, Placement
 from megatron_fsdp_v2.params.formats import PayloadBytes
-from megatron_fsdp_v2.runtime.schedule_rules import PrefetchLimit
+from megatron_fsdp_v2.runtime.gather_rules import PrefetchLimit
 
 __all__ = ["GroupBytes", "PeakBytes", "UnitBytes", "peak_bytes"]
 

@@ -1,9 +1,9 @@
 """A step, replayed: what is communicated, in which order, and what waits for what.
 
 When something is gathered or reduced is decided by the rules that units follow in a training
-(`runtime/schedule_rules.py`), applied here to units that hold numbers. Time is counted where a
-machine says how long something takes. Micro-batches in the middle are alike: three stand for any
-number.
+(`runtime/gather_rules.py`, `runtime/reduction_rules.py`), applied here to units that hold numbers.
+Time is counted where a machine says how long something takes. Micro-batches in the middle are
+alike: three stand for any number.
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ from megatron_fsdp_v2.plan.exposure import Flight, Reason, why_gather, why_reduc
 from megatron_fsdp_v2.plan.machine import Machine
 from megatron_fsdp_v2.plan.sharding import PlannedGroup
 from megatron_fsdp_v2.plan.step import Collective, Event, Step
-from megatron_fsdp_v2.runtime.schedule_rules import (
-    GatherSchedule,
+from megatron_fsdp_v2.runtime.buckets import buckets
+from megatron_fsdp_v2.runtime.gather_rules import GatherSchedule, PrefetchLimit
+from megatron_fsdp_v2.runtime.reduction_rules import (
     OrderedReductions,
-    PrefetchLimit,
     Reduction,
     ReductionSchedule,
     RootPass,
-    buckets,
 )
 
 __all__ = ["parent_of", "replay"]

@@ -7,12 +7,9 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from megatron_fsdp_v2.runtime.gather_rules import GatherSchedule
 from megatron_fsdp_v2.runtime.reduction_queue import ReductionQueue
-from megatron_fsdp_v2.runtime.schedule_rules import (
-    GatherSchedule,
-    OrderedReductions,
-    RootPass,
-)
+from megatron_fsdp_v2.runtime.reduction_rules import OrderedReductions, RootPass
 
 if TYPE_CHECKING:
     from megatron_fsdp_v2.comm.interface import Communicator

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_fsdp_v2.comm.rank_checks import CheckRanks
-from megatron_fsdp_v2.runtime.schedule_rules import NOTHING_AHEAD, PrefetchLimit
+from megatron_fsdp_v2.runtime.gather_rules import NOTHING_AHEAD, PrefetchLimit
 
 __all__ = ["RuntimeOptions", "check_at_least_one", "given_options", "options_of_root"]
 

@@ -8,7 +8,7 @@ from typing import Any, override
 
 from megatron_fsdp_v2.comm.interface import Work
 from megatron_fsdp_v2.params.grads import GroupGrads
-from megatron_fsdp_v2.runtime.schedule_rules import Reduction, ReductionSchedule
+from megatron_fsdp_v2.runtime.reduction_rules import Reduction, ReductionSchedule
 
 __all__ = ["ReductionQueue"]
 

@@ -18,6 +18,7 @@ from megatron_fsdp_v2.params.autograd import (
     watch_outputs,
 )
 from megatron_fsdp_v2.params.formats import WeightUse
+from megatron_fsdp_v2.runtime.buckets import buckets
 from megatron_fsdp_v2.runtime.end_of_backward import (
     EndOfBackward,
     finish_ordered_reductions,
@@ -26,8 +27,8 @@ from megatron_fsdp_v2.runtime.end_of_backward import (
     repair,
 )
 from megatron_fsdp_v2.runtime.reduction_queue import ReductionQueue
+from megatron_fsdp_v2.runtime.reduction_rules import RootPass
 from megatron_fsdp_v2.runtime.returned_weights import check_outputs
-from megatron_fsdp_v2.runtime.schedule_rules import RootPass, buckets
 from megatron_fsdp_v2.runtime.unit_base import Phase, UnitBase
 from megatron_fsdp_v2.runtime.unit_checks import check_units, compare_unit
 

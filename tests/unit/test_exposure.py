@@ -33,7 +33,7 @@ from megatron_fsdp_v2.plan import (
 from megatron_fsdp_v2.plan.description import Rules
 from megatron_fsdp_v2.plan.exposure import Exposure, Flight, why_gather
 from megatron_fsdp_v2.runtime.fsdp_module import unit_of
-from megatron_fsdp_v2.runtime.schedule_rules import PrefetchLimit
+from megatron_fsdp_v2.runtime.gather_rules import PrefetchLimit
 
 NUM_RANKS = 8
 WIDTH = 16

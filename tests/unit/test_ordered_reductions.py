@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fsdp_v2.runtime.schedule_rules import OrderedReductions, RootPass
+from megatron_fsdp_v2.runtime.reduction_rules import OrderedReductions, RootPass
 
 
 class FakeUnit:

@@ -15,12 +15,8 @@ from torch import nn
 from megatron_fsdp_v2.plan import MeshDescription, Strategy, TrainingDescription, describe_module
 from megatron_fsdp_v2.plan.schedule import replay
 from megatron_fsdp_v2.plan.sharding import shard
-from megatron_fsdp_v2.runtime.schedule_rules import (
-    GatherSchedule,
-    PrefetchLimit,
-    Reduction,
-    ReductionSchedule,
-)
+from megatron_fsdp_v2.runtime.gather_rules import GatherSchedule, PrefetchLimit
+from megatron_fsdp_v2.runtime.reduction_rules import Reduction, ReductionSchedule
 from tests.reference.models import Stack
 
 # -- a whole step -----------------------------------------------------------------------------

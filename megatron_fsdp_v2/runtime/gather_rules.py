@@ -1,0 +1,364 @@
+"""When a step gathers: the rules, stated once, of units of any kind.
+
+A training follows these rules and those of `reduction_rules.py` with units that hold tensors
+(`context.py`, `reduction_queue.py`), a plan with units that hold numbers (`plan/schedule.py`); so
+both issue the same collectives in the same order.
+
+* **Order**: units are expected in the order of the last pass, backwards in the reverse order of
+  the forwards that they are of (`ExecutionOrder`).
+* **Prefetch**: once a unit is gathered, the next ones are on their way, as many as a limit of units
+  or bytes allows (`PrefetchLimit`); whatever was expected before a unit that is used now, and was
+  not used, is dropped (`GatherSchedule`).
+* **Buckets**: where a number of bytes is given, small units that follow each other are gathered in
+  one collective (`buckets.py`).
+
+Nothing here knows tensors or process groups. Units are held weakly, so that a model can go.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from megatron_fsdp_v2.runtime.buckets import Together, buckets
+
+__all__ = ["NOTHING_AHEAD", "ExecutionOrder", "GatherSchedule", "Gatherable", "PrefetchLimit"]
+
+
+class Gatherable(Protocol):
+    """What the schedule needs to know of a unit."""
+
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether its weights are gathered, or on their way."""
+        ...
+
+    @property
+    def gathered_nbytes(self) -> int:
+        """Bytes of gathered weights that one use of it takes; 0 where it has no need to gather."""
+        ...
+
+    def prefetch(self) -> None:
+        """Start gathering ahead of use, if there is room."""
+        ...
+
+    def reshard(self) -> None:
+        """Drop gathered weights."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PrefetchLimit:
+    """How much may be gathered ahead of the unit at work.
+
+    Where there is any prefetching at all, the next unit is gathered ahead whatever it takes.
+
+    Attributes:
+        units: Units at most; 0 for none, None for any number.
+        nbytes: Bytes of their gathered weights at most, of all together; None for any number.
+        bucket_nbytes: Bytes of gathered weights up to which units are gathered in one collective,
+            where one of them is to be gathered; 0 for none.
+    """
+
+    units: int | None = 1
+    nbytes: int | None = None
+    bucket_nbytes: int = 0
+
+    @property
+    def is_none(self) -> bool:
+        """Whether nothing is gathered ahead."""
+        return self.units == 0
+
+    def count(self, sizes: Iterable[int]) -> int:
+        """How many of the units that come next may be gathered ahead.
+
+        Args:
+            sizes: Bytes of gathered weights of each, the next one first.
+        """
+        number, total = 0, 0
+        for size in itertools.islice(sizes, self.units):
+            total += size
+            if number and self.nbytes is not None and total > self.nbytes:
+                break
+            number += 1
+        return number
+
+    def split[UnitT: Gatherable](
+        self, following: Iterable[UnitT]
+    ) -> tuple[Sequence[UnitT], Iterable[UnitT]]:
+        """The units that may be gathered ahead of those that come next, and the others."""
+        left = iter(following)
+        if self.nbytes is None:
+            return list(itertools.islice(left, self.units)), left
+        ahead: list[UnitT] = []
+        total = 0
+        for unit in left:
+            total += unit.gathered_nbytes
+            if len(ahead) == self.units or (ahead and total > self.nbytes):
+                return ahead, itertools.chain([unit], left)
+            ahead.append(unit)
+        return ahead, left
+
+    def most(self, sizes: Iterable[int]) -> int:
+        """How many may be gathered at most, with those of a bucket that the last one begins.
+
+        Args:
+            sizes: See `count`.
+        """
+        sizes = list(sizes)
+        number = self.count(sizes)
+        if not number or not self.bucket_nbytes:
+            return number
+        total = sizes[number - 1]
+        for size in sizes[number:]:
+            total += size
+            if not size or total > self.bucket_nbytes:
+                break
+            number += 1
+        return number
+
+    @classmethod
+    def of(
+        cls, units: int | None, nbytes: int | None, bucket_nbytes: int | None = None
+    ) -> PrefetchLimit:
+        """What was asked for: a number of units, of bytes, both, or neither for one unit."""
+        units = 1 if units is None and nbytes is None else units
+        return cls(units, nbytes, bucket_nbytes or 0)
+
+
+NOTHING_AHEAD = PrefetchLimit(0)
+
+
+class ExecutionOrder[UnitT: Gatherable]:
+    """The order units ran in, as a guess of the order they will run in.
+
+    A wrong guess costs a gather for nothing, never a result: it is symmetric on all ranks as long
+    as they run the same units, and a mispredicted prefetch is dropped.
+    """
+
+    MOST = 1 << 14
+    """Runs of a pass that are kept: units that run outside of their root make one without end."""
+
+    def __init__(self) -> None:
+        self._last: list[weakref.ref[UnitT]] = []
+        self._current: list[weakref.ref[UnitT]] = []
+        self._cursor = 0
+
+    def begin(self) -> None:
+        """Start a new pass; what was recorded becomes the guess."""
+        if self._current:
+            self._last = self._current
+            self._current = []
+        self._cursor = 0
+
+    def record(self, unit: UnitT) -> Iterable[UnitT]:
+        """Note that a unit runs now; return the ones that ran after it in the last pass."""
+        self.note(unit)
+        for position in range(self._cursor, len(self._last)):
+            if self._last[position]() is unit:
+                self._cursor = position + 1
+                return self._live(self._last, range(position + 1, len(self._last)))
+        return ()
+
+    def note(self, unit: UnitT) -> None:
+        """Note that a unit runs now."""
+        if len(self._current) == self.MOST:
+            del self._current[: self.MOST // 2]
+        self._current.append(weakref.ref(unit))
+
+    def begin_reversed(self) -> None:
+        """Start walking the current pass from its end."""
+        self._cursor = len(self._current) - 1
+
+    def before(self, unit: UnitT) -> Iterable[UnitT]:
+        """The units that ran before this one in the current pass, the latest first."""
+        for position in range(min(self._cursor, len(self._current) - 1), -1, -1):
+            if self._current[position]() is unit:
+                self._cursor = position - 1
+                return self._live(self._current, range(position - 1, -1, -1))
+        return ()
+
+    def beginning(self, limit: PrefetchLimit) -> list[UnitT]:
+        """The unit that the latest pass began with, and those after it.
+
+        Args:
+            limit: How many of those.
+        """
+        refs = self._current or self._last
+        first = refs[0]() if refs else None
+        if first is None:
+            return []
+        ahead, _ = limit.split(self._live(refs, range(1, len(refs))))
+        return [first, *ahead]
+
+    @staticmethod
+    def _live(refs: list[weakref.ref[UnitT]], positions: range) -> Iterator[UnitT]:
+        """The units at these positions, one by one: few of them are asked for."""
+        return (unit for position in positions if (unit := refs[position]()) is not None)
+
+
+class GatherSchedule[UnitT: Gatherable]:
+    """What is gathered ahead of its use, and what of that is dropped again.
+
+    A use of a unit is `before_use`, then its own gather, then one of `in_forward`, `in_backward`
+    and `in_schedule`, which start the gathers of what comes next.
+
+    Args:
+        together: Where there are buckets, what makes one of gathers.
+
+    Attributes:
+        limit: How much is gathered ahead of the unit at work.
+        num_uses: Uses of units that have begun in the pass under way.
+    """
+
+    def __init__(self, limit: PrefetchLimit, together: Together = contextlib.nullcontext) -> None:
+        self.limit = limit
+        self._together = together
+        self.num_uses = 0
+        # By the unit that a pass begins with.
+        self._forward_orders: weakref.WeakKeyDictionary[UnitT, ExecutionOrder[UnitT]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._forward_order: ExecutionOrder[UnitT] = ExecutionOrder()
+        self._backward_order: ExecutionOrder[UnitT] = ExecutionOrder()
+        self._scheduled_order: ExecutionOrder[UnitT] = ExecutionOrder()
+        self._prefetched: deque[weakref.ref[UnitT]] = deque()
+        self._requested: list[weakref.ref[UnitT]] = []
+
+    def begin_forward(self, first: UnitT) -> None:
+        """A pass begins; the last one that began with the same unit says what comes next.
+
+        Args:
+            first: The unit it begins with.
+        """
+        self.num_uses = 0
+        self._forward_order = self._forward_orders.setdefault(first, ExecutionOrder())
+        self._forward_order.begin()
+
+    def before_pass(self, first: UnitT) -> list[UnitT]:
+        """What can be gathered before a pass begins: what the last one of its kind began with.
+
+        Args:
+            first: The unit it will begin with.
+        """
+        order = self._forward_orders.get(first)
+        return [] if order is None or self.limit.is_none else order.beginning(self.limit)
+
+    def gather_before_pass(self, units: Sequence[UnitT]) -> Sequence[UnitT]:
+        """Gather units ahead of a pass; it drops them where it begins with others.
+
+        Args:
+            units: The first of those that `before_pass` says.
+
+        Returns:
+            Those that were not gathered before.
+        """
+        units = [unit for unit in units if not unit.is_unsharded]
+        self.num_uses = 0
+        self._prefetch(units)
+        return units
+
+    def first_units(self) -> Iterable[UnitT]:
+        """The units that passes began with."""
+        return self._forward_orders.keys()
+
+    def forget_backwards(self) -> None:
+        """Forwards from here on have backwards of their own."""
+        self._backward_order.begin()
+
+    def expect_backward(self, unit: UnitT) -> None:
+        """A unit's forward is over, and a backward of it is to come."""
+        self._backward_order.note(unit)
+
+    def begin_backward(self) -> None:
+        """A backward begins: it takes the forwards in reverse."""
+        self.num_uses = 0
+        self._backward_order.begin_reversed()
+
+    def begin_schedule(self) -> None:
+        """A schedule begins that tells uses one by one, forwards and backwards."""
+        self.num_uses = 0
+        self._scheduled_order.begin()
+
+    def before_use(self, unit: UnitT) -> None:
+        """A unit is about to be used: drop those that were expected before it.
+
+        If it was not expected at all, everything was guessed wrong, unless it was gathered anyway.
+        """
+        self.num_uses += 1
+        if not unit.is_unsharded or any(ref() is unit for ref in self._prefetched):
+            while self._prefetched:
+                prefetched = self._prefetched.popleft()()
+                if prefetched is unit:
+                    break
+                if prefetched is not None:
+                    prefetched.reshard()
+        if self._requested:
+            self._requested = [ref for ref in self._requested if ref() is not unit]
+
+    def in_forward(self, unit: UnitT, chosen: Sequence[weakref.ref[UnitT]] = ()) -> None:
+        """A unit is gathered for its forward: start gathering what comes next.
+
+        Args:
+            unit: The unit.
+            chosen: What a user asked for instead.
+        """
+        self._look_ahead(self._forward_order.record(unit), chosen)
+
+    def in_backward(self, unit: UnitT, chosen: Sequence[weakref.ref[UnitT]] = ()) -> None:
+        """Likewise for its backward."""
+        self._look_ahead(self._backward_order.before(unit), chosen)
+
+    def in_schedule(self, unit: UnitT) -> None:
+        """Likewise for a use that a schedule tells, be it a forward or a backward."""
+        self._look_ahead(self._scheduled_order.record(unit), ())
+
+    def _look_ahead(self, following: Iterable[UnitT], chosen: Sequence[weakref.ref[UnitT]]) -> None:
+        if self.limit.is_none:
+            return
+        if chosen:
+            # They stay until they ran or the pass ends.
+            for ref in chosen:
+                requested = ref()
+                if requested is not None:
+                    requested.prefetch()
+                    self._requested.append(ref)
+            return
+        ahead, further = self.limit.split(following)
+        # One that is in use, or kept for its backward, is not this list's to drop.
+        due = [unit for unit in ahead if not unit.is_unsharded]
+        if not self.limit.bucket_nbytes:
+            self._prefetch(due)
+        elif due:
+            self._prefetch_in_buckets(due, further)
+
+    def _prefetch_in_buckets(self, due: Sequence[UnitT], further: Iterable[UnitT]) -> None:
+        """Gather some units ahead, and with the last ones those that come next."""
+        more = itertools.takewhile(lambda u: u.gathered_nbytes and not u.is_unsharded, further)
+        num_due, nbytes = len(due), self.limit.bucket_nbytes
+        for bucket in buckets(itertools.chain(due, more), lambda u: u.gathered_nbytes, nbytes):
+            if num_due <= 0:
+                return
+            num_due -= len(bucket)
+            with self._together():
+                self._prefetch(bucket)
+
+    def _prefetch(self, units: Sequence[UnitT]) -> None:
+        for unit in units:
+            # Also one that has no room: it is expected all the same.
+            unit.prefetch()
+            self._prefetched.append(weakref.ref(unit))
+
+    def drop_prefetched(self) -> None:
+        """The pass is over: no mispredicted prefetch may outlive it."""
+        for ref in [*self._prefetched, *self._requested]:
+            unit = ref()
+            if unit is not None:
+                unit.reshard()
+        self._prefetched.clear()
+        self._requested = []

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FakeWork
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
@@ -47,6 +48,12 @@ _COLLECTIVES = {
     _c10d.allreduce_: ([], [0]),
     _c10d.alltoall_base_: ([1], [0]),
 }
+_IN_ONE = {
+    _c10d.allgather_into_tensor_coalesced_: ([1], [0]),
+    _c10d.reduce_scatter_tensor_coalesced_: ([1], [0]),
+    _c10d.allreduce_coalesced_: ([], [0]),
+}
+_COLLECTIVES |= _IN_ONE
 
 
 class FakeCuda:
@@ -215,7 +222,8 @@ class _Watch(TorchDispatchMode):
         if packet in _WAITING_OPERATIONS and args[0].device.type == "cuda":
             host.note(str(packet))
         host.threads.add(threading.get_ident())
-        result = func(*args, **kwargs)
+        # Fake tensors have no rule for these; there is nothing to fill in.
+        result = FakeWork().boxed() if packet in _IN_ONE else func(*args, **kwargs)
         self._record(func, packet, args, kwargs, result)
         return result
 

@@ -235,6 +235,15 @@ def test_no_step_waits_for_the_device_and_streams_are_ordered(
         ),
         pytest.param(STRATEGIES[-1], {"model": "tied"}, marks=LONGER, id="tied"),
         pytest.param(STRATEGIES[-1], {"model": "unused parameter"}, id="unused parameter"),
+        *(
+            pytest.param(
+                strategy,
+                {"model": "plain", "bucket_bytes": 4800},
+                marks=[] if strategy == STRATEGIES[-1] else LONGER,
+                id=f"buckets, {strategy}",
+            )
+            for strategy in STRATEGIES
+        ),
     ],
 )
 def test_no_step_of_an_optimizer_or_a_model_waits_for_the_device(
@@ -250,7 +259,7 @@ def test_only_a_unit_that_nothing_used_is_asked_for_its_gradient(process: RankPo
     (seen,) = process.run(walk, "4", "optim_grads", model="unused unit")
     # Whether another rank used it; once for each of four backwards, which all reduce at ZeRO-2.
     assert len(seen["waits"]) == 4
-    assert all("a device tensor's value at grad_buffers.py" in wait for wait in seen["waits"])
+    assert all("a device tensor's value at main_gradient.py" in wait for wait in seen["waits"])
 
 
 @pytest.mark.parametrize(

@@ -165,6 +165,26 @@ def test_steps_on_the_trace_pool_have_no_race(mesh_name: str, precision: str) ->
     assert _error(plain, numbers) < (1e-5 if precision == "fp32" else 2e-2)
 
 
+@pytest.mark.parametrize(
+    ("mesh_name", "strategy", "precision"),
+    [
+        ("2", STRATEGIES[0], "fp32"),
+        ("2", STRATEGIES[1], "bf16"),
+        ("HSDP 2x2", STRATEGIES[3], "bf16"),
+        ("HFSDP 2x2", STRATEGIES[3], "fp32"),
+    ],
+)
+@on_ranks("mesh_name")
+def test_steps_in_buckets_have_no_race(mesh_name: str, strategy: str, precision: str) -> None:
+    case, policy = (mesh_name, strategy), POLICIES[precision]
+    plain = _trained(_recomputed(*case, mp_policy=policy))
+    for pool in (False, True):
+        options = {"bucket_bytes": 4800, "enable_trace_pool": pool}
+        numbers, recording = _recorded(_recomputed(*case, mp_policy=policy, **options))
+        assert [str(violation) for violation in recording.violations()] == []
+        assert _error(plain, numbers) < (1e-5 if precision == "fp32" else 2e-2)
+
+
 class RecordedTraining:
     """The training of a pattern of the parity matrix, recorded from its optimizer's making on."""
 

@@ -306,6 +306,11 @@ class _Unit:
         """Bytes of gathered weights that one use of it takes."""
         return sum(group.planned.nbytes.gathered for group in self.held)
 
+    @property
+    def has_one_form(self) -> bool:
+        """Whether weights gathered for one use are there for every use."""
+        return all(len(group.planned.payload.uses) == 1 for group in self.held)
+
     def prefetch(self) -> None:
         """Start gathering ahead of use."""
         self._unshard(self._replay.uses, is_ahead=True)

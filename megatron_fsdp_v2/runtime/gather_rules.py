@@ -43,8 +43,13 @@ class Gatherable(Protocol):
         """Bytes of gathered weights that one use of it takes; 0 where it has no need to gather."""
         ...
 
+    @property
+    def has_one_form(self) -> bool:
+        """Whether weights gathered for one use are there for every use."""
+        ...
+
     def prefetch(self) -> None:
-        """Start gathering ahead of use, if there is room."""
+        """Start gathering ahead of use, if there is room; nothing where all is there."""
         ...
 
     def reshard(self) -> None:
@@ -332,6 +337,10 @@ class GatherSchedule[UnitT: Gatherable]:
         ahead, further = self.limit.split(following)
         # One that is in use, or kept for its backward, is not this list's to drop.
         due = [unit for unit in ahead if not unit.is_unsharded]
+        for unit in ahead:
+            # It may be kept in another form than its next use needs.
+            if unit.is_unsharded and not unit.has_one_form:
+                unit.prefetch()
         if not self.limit.bucket_nbytes:
             self._prefetch(due)
         elif due:

@@ -150,6 +150,11 @@ class UnitBase(ABC):
         return sum(group.weights.gathered_nbytes for group in self.held_groups)
 
     @property
+    def has_one_form(self) -> bool:
+        """Whether weights gathered for one use are there for every use."""
+        return self._has_one_payload
+
+    @property
     def is_expected_back(self) -> bool:
         """Whether its backward is under way, or to be expected after a forward."""
         return self._num_awaited > 0 or self.phase is Phase.BACKWARD

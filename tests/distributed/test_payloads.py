@@ -151,6 +151,37 @@ def test_one_form_has_memory_at_a_time(pools: RankPools) -> None:
         assert seen == {0: {(True, False)}, 1: {(False, True)}}
 
 
+def gathered_ahead(options: dict[str, Any]) -> list[int]:
+    """How many gathers of a backward were issued when each layer of it, the last first, ran."""
+    register_format(TwoWayFormat)
+    model = Layers()
+    wrap(model, sharding_strategy="optim_grads_params", **options)
+    wire, numbers = listen(model), TwoWay.numbers
+    issued: list[int] = []
+
+    def watched(weight: Any, way: int) -> torch.Tensor:
+        if way == 1:
+            issued.append(sum(sent.dtype == torch.int16 for sent in wire.sent))
+        return numbers(weight, way)
+
+    for step in range(2):
+        loss = model(batch(dist.get_rank(), step).requires_grad_()).square().mean()
+        issued.clear()
+        wire.sent.clear()
+        with mock.patch.object(TwoWay, "numbers", watched):
+            loss.backward()
+    return issued
+
+
+@pytest.mark.parametrize("kept", [{}, {"reshard_after_forward": False}], ids=str)
+def test_the_form_of_a_backward_is_gathered_ahead(pools: RankPools, kept: dict[str, Any]) -> None:
+    """Also where weights are kept after the forward, in the other form."""
+    for issued in pools(2).run(gathered_ahead, kept):
+        assert issued == [2, 3, 3]
+    for issued in pools(2).run(gathered_ahead, {**kept, "enable_unshard_prefetch": False}):
+        assert issued == [1, 2, 3]
+
+
 def test_the_same_object_is_computed_with_all_the_time(pools: RankPools) -> None:
     for is_same in pools(1).run(same_parameter):
         assert is_same

@@ -85,6 +85,7 @@ class FakeUnit:
     log: list[str]
     gathered_nbytes: int = 0
     is_unsharded: bool = False
+    has_one_form: bool = True
 
     def prefetch(self) -> None:
         self.log.append(f"+{self.name}")

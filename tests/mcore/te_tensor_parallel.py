@@ -315,6 +315,21 @@ def output_in_fp8(tp: int, *, names_mesh: bool) -> tuple[torch.Tensor, list[str]
     return out.detach(), [str(warning.message) for warning in said]
 
 
+def attend_with_an_amax_mesh() -> int:
+    """Name a mesh for a layer beside attention, and run both in FP8; hooks there are."""
+    enter_rehearsal("transformer_engine")
+    import transformer_engine.pytorch as te
+    from transformer_engine.common.recipe import Float8CurrentScaling
+
+    layer = te.Linear(32, 32, bias=False, device="cpu")
+    attention = te.DotProductAttention(2, 16, attention_dropout=0.0)
+    hooks = name_amax_mesh(torch.nn.ModuleList([layer, attention]), _mesh(1, 2)["tp"])
+    with torch.no_grad(), te.autocast(enabled=True, recipe=Float8CurrentScaling()):
+        x = layer(torch.randn(16, 32)).view(16, 1, 2, 16)
+        assert attention(x, x, x).shape == (16, 1, 32)
+    return len(hooks)
+
+
 def shard_grouped_tensor() -> str:
     """Shard experts in one GroupedTensor; what is said against it."""
     enter_rehearsal("transformer_engine")

@@ -90,6 +90,13 @@ def test_state_with_scales_is_not_saved_without_them(
         assert all(f"FusedAdam keeps exp_avg in {dtype}, which has scales" in line for line in said)
 
 
+def test_attention_beside_layers_has_no_weights_to_reduce_an_amax_of(
+    megatron_te: RankPools,
+) -> None:
+    run = megatron_te(2).run
+    assert run(te_tensor_parallel.attend_with_an_amax_mesh, timeout_s=TIMEOUT_S) == [1, 1]
+
+
 def test_a_mesh_for_amaxes_that_nothing_could_use_is_rejected() -> None:
     with pytest.raises(ValueError, match="the mesh for amaxes must have one axis"):
         name_amax_mesh(nn.Linear(2, 2), None)  # type: ignore[arg-type]

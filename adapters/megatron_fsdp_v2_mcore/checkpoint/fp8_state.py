@@ -21,6 +21,7 @@ from torch import nn
 from megatron_fsdp_v2_mcore.checkpoint.fp8_names import is_history, state_name
 from megatron_fsdp_v2_mcore.checkpoint.names import canonical_modules
 from megatron_fsdp_v2_mcore.flags.errors import FlagError
+from megatron_fsdp_v2_mcore.formats.products import num_grouped
 
 __all__ = ["allocate", "restore", "saved_tensors", "wanted_tensors"]
 
@@ -141,7 +142,7 @@ def _tensors(chunks: Sequence[nn.Module]) -> Iterator[_Tensor]:
             continue
         state = _formats().live_state(module)
         group = _formats().amax_group(module)
-        number = _formats().num_grouped(module)
+        number = num_grouped(module)
         for what, tensor in state.items():
             for expert in [None] if number is None else range(number):
                 live = tensor

@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformer_engine.pytorch import DotProductAttention, LayerNormMLP
+from transformer_engine.pytorch import DotProductAttention
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
-__all__ = ["allocate", "amax_group", "live_state", "num_grouped"]
+from megatron_fsdp_v2_mcore.formats.products import num_products
+
+__all__ = ["allocate", "amax_group", "live_state"]
 
 _DIRECTIONS = {"fwd": "scaling_fwd", "bwd": "scaling_bwd"}
 
@@ -25,12 +27,7 @@ def allocate(module: nn.Module) -> None:
     """
     if not isinstance(module, TransformerEngineBaseModule):
         return
-    num_products = num_grouped(module) or 1
-    if isinstance(module, DotProductAttention):
-        num_products = 3
-    elif isinstance(module, LayerNormMLP):
-        num_products = 2
-    module.init_fp8_metadata(num_gemms=num_products)
+    module.init_fp8_metadata(num_gemms=num_products(module))
 
 
 def live_state(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -55,15 +52,6 @@ def live_state(module: nn.Module) -> dict[str, torch.Tensor]:
         found[f"scale_{direction}"] = scale
         found[f"amax_history_{direction}"] = history
     return found
-
-
-def num_grouped(module: nn.Module) -> int | None:
-    """How many products a grouped layer does with weights of its own; None for other modules.
-
-    Of its state, each product has the columns that belong to it one after the other.
-    """
-    number: int | None = getattr(module, "num_gemms", None)
-    return number
 
 
 def amax_group(module: nn.Module) -> Any:

@@ -15,6 +15,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
+from megatron_fsdp_v2_mcore.formats.products import num_products
+
 __all__ = ["name_amax_mesh"]
 
 _MARKS = ("_get_weight_quantizers", "init_fp8_metadata")
@@ -40,7 +42,7 @@ def name_amax_mesh(module: nn.Module, mesh: DeviceMesh) -> list[RemovableHandle]
     """
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
         raise ValueError(f'the mesh for amaxes must have one axis, such as mesh["tp"], got {mesh}')
-    found = [below for below in module.modules() if all(hasattr(below, mark) for mark in _MARKS)]
+    found = [below for below in module.modules() if _quantizes_weights(below)]
     if not found:
         raise ValueError(
             f"no module of Transformer Engine is at or below {type(module).__name__}; only its "
@@ -50,19 +52,18 @@ def name_amax_mesh(module: nn.Module, mesh: DeviceMesh) -> list[RemovableHandle]
     return [below.register_forward_pre_hook(hook) for below in found]
 
 
+def _quantizes_weights(module: nn.Module) -> bool:
+    """Whether it is of Transformer Engine's kind; attention is and has no weights."""
+    has_weights = next(module.parameters(recurse=False), None) is not None
+    return has_weights and all(hasattr(module, mark) for mark in _MARKS)
+
+
 def _reduce_over(group: Any, module: Any, inputs: Any) -> None:
     """Set the group on the quantizers of weights, which a module makes when a recipe is new."""
     del inputs
     # What its forward would do next, which does nothing then.
-    module.init_fp8_metadata(num_gemms=_num_products(module))
+    module.init_fp8_metadata(num_gemms=num_products(module))
     for quantizer in module._get_weight_quantizers():
         if hasattr(quantizer, "with_amax_reduction"):
             quantizer.with_amax_reduction = True
             quantizer.amax_reduction_group = group
-
-
-def _num_products(module: Any) -> int:
-    """Products of a module's forward, by which it counts its quantizers."""
-    if hasattr(module, "num_gemms"):
-        return int(module.num_gemms)
-    return 2 if hasattr(module, "fc2_weight") else 1

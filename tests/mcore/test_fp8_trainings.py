@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megatron_fsdp_v2_mcore.flags.errors import FlagError
 from megatron_fsdp_v2_mcore.flags.settings import check_quantized
+from megatron_fsdp_v2_mcore.rehearsal.combinations import check_combinations
 from tests.docs.blocks import ROOT, blocks_in
 from tests.mcore import flags as f
 from tests.mcore.command_line import torchrun
@@ -141,6 +143,15 @@ def test_nvfp4_gathers_are_bf16_gathers_to_the_bit(blackwell_te: RankPools, more
     common = [NVFP4, fsdp(ZERO3), more]
     gathered = _run(blackwell_te, 2, *common, GATHERED_FP4)
     assert gathered.losses == _run(blackwell_te, 2, *common).losses
+
+
+@pytest.mark.functional
+@pytest.mark.parametrize("gathers", ["", GATHERED_FP4], ids=["bf16 gathers", "FP4 gathers"])
+def test_nvfp4_trains_without_fused_weight_gradients(blackwell_te: RankPools, gathers: str) -> None:
+    """Weights gathered in bf16 are quantized again in the backward then, to the same numbers."""
+    common = [NVFP4, "--no-gradient-accumulation-fusion"]
+    theirs = _run(blackwell_te, 2, *common)
+    _assert_equal(_run(blackwell_te, 2, *common, fsdp(ZERO3), gathers), theirs)
 
 
 @pytest.mark.functional
@@ -313,17 +324,41 @@ class _Flags:
     megatron_fsdp_main_params_dtype: Any = "fp32"
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", None])
-def test_quantized_weights_need_finer_main_weights(dtype: str | None) -> None:
+def _gathering(kind: str) -> Any:
     flags = _Flags()
+    flags.fp8_param_gather, flags.fp4_param_gather = kind == "fp8", kind == "fp4"
     check_quantized(flags)
+    return flags
+
+
+@pytest.mark.parametrize("kind", ["fp8", "fp4"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", None])
+def test_quantized_weights_need_finer_main_weights(kind: str, dtype: str | None) -> None:
+    flags = _gathering(kind)
     flags.megatron_fsdp_main_params_dtype = dtype
-    with pytest.raises(FlagError, match="use --megatron-fsdp-main-params-dtype fp32"):
+    said = f"^--{kind}-param-gather quantizes .* use --megatron-fsdp-main-params-dtype fp32"
+    with pytest.raises(FlagError, match=said):
         check_quantized(flags)
 
 
-def test_weights_drawn_on_the_cpu_have_no_finer_values() -> None:
-    flags: Any = _Flags()
+@pytest.mark.parametrize("kind", ["fp8", "fp4"])
+def test_weights_drawn_on_the_cpu_have_no_finer_values(kind: str) -> None:
+    flags = _gathering(kind)
     flags.use_cpu_initialization = True
-    with pytest.raises(FlagError, match="--use-cpu-initialization cannot be used with"):
+    said = f"^--use-cpu-initialization cannot be used with --{kind}-param-gather"
+    with pytest.raises(FlagError, match=said):
         check_quantized(flags)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"fp8": "hybrid", "fp8_recipe": "mxfp8", "fp4": None}, "--fp8-recipe mxfp8"),
+        ({"fp8": None, "fp8_recipe": "delayed", "fp4": "e2m1"}, "--fp4-format"),
+    ],
+    ids=["MXFP8", "NVFP4"],
+)
+def test_activations_in_blocks_are_not_gathered_on_a_cpu(given: dict[str, Any], said: str) -> None:
+    args = SimpleNamespace(**given, num_experts=None, sequence_parallel=True)
+    with pytest.raises(FlagError, match=f"^{said} with --sequence-parallel cannot be used"):
+        check_combinations(args)

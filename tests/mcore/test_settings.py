@@ -105,6 +105,17 @@ def test_registration_without_fixed_addresses_is_said_to_be_none() -> None:
     assert notices(config, Options(uses_trace_pool=True)) == []
 
 
+@pytest.mark.parametrize(("kind", "share"), [("fp8", "half"), ("fp4", "a quarter of")])
+def test_whole_copies_of_weights_that_are_gathered_in_bf16_are_said(kind: str, share: str) -> None:
+    config: Any = _config()
+    setattr(config, kind, "e2m1")
+    (said,) = notices(config, Options())
+    assert said.startswith(f"--{kind}-format: weights are gathered in bf16")
+    assert said.endswith(f"add --{kind}-param-gather to gather {share} the bytes and keep nothing")
+    setattr(config, f"{kind}_param_gather", True)
+    assert notices(config, Options()) == []
+
+
 REFUSED_VALUES: dict[str, Any] = {"param_name_patterns_for_fp32_local_accumulation": ("*",)}
 
 

@@ -8,25 +8,21 @@ alike: three stand for any number.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections import deque
-from collections.abc import Callable, Container, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import override
+from collections.abc import Container, Iterator, Sequence
 
 from megatron_fsdp_v2.params.formats import WeightUse
 from megatron_fsdp_v2.plan.description import TrainingDescription
-from megatron_fsdp_v2.plan.exposure import Flight, Reason, why_gather, why_reduction
+from megatron_fsdp_v2.plan.exposure import Flight, Reason, why_gather
 from megatron_fsdp_v2.plan.machine import Machine
+from megatron_fsdp_v2.plan.replayed import Network, ReplayedGroup, ReplayedReductions
 from megatron_fsdp_v2.plan.sharding import PlannedGroup
-from megatron_fsdp_v2.plan.step import Collective, Event, Step
+from megatron_fsdp_v2.plan.step import Step
 from megatron_fsdp_v2.runtime.buckets import buckets
 from megatron_fsdp_v2.runtime.gather_rules import GatherSchedule, PrefetchLimit
 from megatron_fsdp_v2.runtime.reduction_rules import (
     OrderedReductions,
-    Reduction,
-    ReductionSchedule,
     RootPass,
 )
 
@@ -48,226 +44,6 @@ def replay(
     return _Replay(training, groups, machine).run()
 
 
-class _Network:
-    """Issues collectives: counts them and, where a machine says how long they take, times them.
-
-    Attributes:
-        step: What was counted.
-        now: Seconds since the step began.
-        times: Micro-batches that the one under way stands for.
-    """
-
-    def __init__(self, training: TrainingDescription, machine: Machine | None) -> None:
-        self.step = Step()
-        self.now = 0.0
-        self.times = 1
-        self._meshes = training.meshes
-        self._machine = machine
-        self._link_free = {False: 0.0, True: 0.0}
-        # What is to be one collective with what; None outside of `together`.
-        self._alike: dict[Collective, list[Flight]] | None = None
-
-    def note(self, kind: str, unit: str, numel: int = 0, axis: str = "") -> None:
-        """Note what is done now; see `Event`."""
-        self.step.events.append(Event(kind, unit, numel, axis, self.times))
-
-    def copy(self, *, to_device: int = 0, to_host: int = 0) -> None:
-        """Count bytes that are copied from and to host memory. They take no time here."""
-        self.step.to_device_nbytes += self.times * to_device
-        self.step.to_host_nbytes += self.times * to_host
-
-    def compute(self, seconds: float) -> None:
-        """Let time pass in computation."""
-        self.now += seconds
-        self.step.compute_seconds += self.times * seconds
-
-    def wait(self, flight: Flight, reason: Callable[[float], Reason]) -> None:
-        """Let time pass until a collective is done.
-
-        Args:
-            flight: The collective.
-            reason: Why it is waited for, from the seconds that takes.
-        """
-        began = self.now
-        self.now = max(began, flight.done_at)
-        if self._machine is not None and flight.nbytes:
-            seconds = self.now - began
-            exposure = flight.landed(began, seconds, reason(seconds), times=self.times)
-            self.step.exposures.append(exposure)
-
-    @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
-        """Issue what is alike in one collective, at the end. See `Communicator.together`."""
-        self._alike = {}
-        yield
-        self._issue_alike()
-        self._alike = None
-
-    def _issue_alike(self) -> None:
-        alike, self._alike = self._alike or {}, {}
-        for collective, flights in alike.items():
-            nbytes = sum(flight.nbytes for flight in flights)
-            self._issue(replace(collective, nbytes=nbytes), flights)
-
-    def skip(self, seconds: float) -> None:
-        """Let time pass in micro-batches that are not replayed."""
-        self.now += seconds
-        self._link_free = {link: at + seconds for link, at in self._link_free.items()}
-
-    def issue(
-        self,
-        kind: str,
-        purpose: str,
-        group: _Group,
-        axis: int,
-        numel: int,
-        itemsize: int,
-        *,
-        is_async: bool = True,
-    ) -> Flight:
-        """Issue a collective.
-
-        Args:
-            kind: See `Collective`.
-            purpose: Likewise.
-            group: Whose weights or gradients.
-            axis: Index of the mesh axis.
-            numel: Elements of the full buffer.
-            itemsize: Bytes of each.
-            is_async: Whether it can be put off, to be one with others.
-        """
-        sizes = group.planned.sizes
-        size = sizes[axis]
-        if size == 1 or not numel:
-            return Flight(group.unit, kind, purpose, "", 0, self.now, done_at=self.now)
-        mesh = self._meshes[group.mesh]
-        is_inner = axis in (-1, len(sizes) - 1)
-        stride = mesh.stride if is_inner else mesh.stride * sizes[-1]
-        name = "inner" if is_inner else "outer"
-        nbytes = numel * itemsize
-        collective = Collective(kind, purpose, group.mesh, name, size, stride, nbytes)
-        self.note(kind, group.unit, numel, name)
-        flight = Flight(group.unit, kind, purpose, name, nbytes, self.now, done_at=self.now)
-        if self._alike is not None and is_async:
-            self._alike.setdefault(replace(collective, nbytes=itemsize), []).append(flight)
-            return flight
-        if self._alike is not None:
-            self._issue_alike()
-        self._issue(collective, [flight])
-        return flight
-
-    def _issue(self, collective: Collective, flights: Sequence[Flight]) -> None:
-        self.step.collectives[collective] += self.times
-        if self._machine is None:
-            return
-        # Collectives of all communication streams share the links; those of a node and the network
-        # work side by side.
-        size, stride = collective.size, collective.stride
-        link = self._machine.crosses_nodes(size, stride)
-        seconds = self._machine.collective_seconds(collective.kind, collective.nbytes, size, stride)
-        idle = max(0.0, self.now - self._link_free[link])
-        self._link_free[link] = max(self._link_free[link], self.now) + seconds
-        for flight in flights:
-            flight.idle, flight.done_at = idle, self._link_free[link]
-
-
-@dataclass(slots=True, eq=False)
-class _Group:
-    """A group while it is replayed.
-
-    Attributes:
-        planned: What it is.
-        unit: Name of the unit that owns it.
-        mesh: Name of its mesh.
-        holders: Units that have it gathered.
-        uses: What it is gathered for.
-        bringing: What brings its weights, until that is waited for.
-        has_buffer: Whether gradients are in its full buffer, which no reduction has yet.
-        has_partial: Whether gradients wait for the outer reduction.
-        has_main: Whether there is a sum in the main gradient, which the next one is added to.
-    """
-
-    planned: PlannedGroup
-    unit: str
-    mesh: str
-    holders: int = 0
-    uses: WeightUse = WeightUse(0)  # noqa: RUF009
-    bringing: list[Flight] = field(default_factory=list)
-    has_buffer: bool = False
-    has_partial: bool = False
-    has_main: bool = False
-
-
-class _Reductions(ReductionSchedule[_Group, Flight]):
-    """Reductions under way."""
-
-    def __init__(self, training: TrainingDescription, network: _Network) -> None:
-        super().__init__(
-            training.max_live_grad_buffers,
-            is_async=training.enable_async_reduce_grad,
-            bucket_nbytes=training.bucket_bytes or 0,
-            together=network.together,
-        )
-        self._network = network
-
-    @override
-    def accumulates_unreduced(self, group: _Group) -> bool:
-        return group.planned.accumulates_unreduced
-
-    @override
-    def has_outer_axis(self, group: _Group) -> bool:
-        return group.planned.has_outer_axis
-
-    @override
-    def has_partial(self, group: _Group) -> bool:
-        return group.has_partial
-
-    @override
-    def full_nbytes(self, group: _Group) -> int:
-        return group.planned.nbytes.grad_buffer
-
-    @override
-    def issue_inner(self, group: _Group) -> Flight:
-        group.has_buffer = False
-        group.has_partial = self.has_outer_axis(group)
-        if not group.has_partial:
-            self._copy_sum(group)
-        return self._issue(group, -1, group.planned.layout.numel)
-
-    @override
-    def finish_inner(self, done: Sequence[Reduction[_Group, Flight]]) -> None:
-        for reduction in done:
-            self._wait(reduction.group, reduction.group.planned.layout.numel, reduction.work)
-
-    @override
-    def issue_outer(self, groups: Sequence[_Group]) -> list[Flight]:
-        for group in groups:
-            group.has_partial = False
-            self._copy_sum(group)
-        return [self._issue(group, 0, group.planned.partial_numel) for group in groups]
-
-    @override
-    def finish_outer(self, done: Sequence[tuple[_Group, Flight]]) -> None:
-        for group, flight in done:
-            self._wait(group, group.planned.partial_numel, flight, axis="outer")
-
-    def _copy_sum(self, group: _Group) -> None:
-        """Of an offloaded main gradient: sums are made on the device."""
-        if group.planned.is_offloaded:
-            nbytes = group.planned.main_grad_nbytes
-            self._network.copy(to_device=nbytes if group.has_main else 0, to_host=nbytes)
-        group.has_main = True
-
-    def _wait(self, group: _Group, numel: int, flight: Flight, axis: str = "inner") -> None:
-        self._network.note("wait", group.unit, numel, axis)
-        self._network.wait(flight, lambda seconds: why_reduction(self.draining))
-
-    def _issue(self, group: _Group, axis: int, numel: int) -> Flight:
-        kind = "reduce_scatter" if group.planned.grid.parts[axis] > 1 else "all_reduce"
-        itemsize = group.planned.dtypes.grad_comm.itemsize
-        return self._network.issue(kind, "reduce", group, axis, numel, itemsize)
-
-
 class _Unit:
     """A unit while it is replayed.
 
@@ -286,7 +62,7 @@ class _Unit:
         self,
         replay: _Replay,
         name: str,
-        own: Sequence[_Group],
+        own: Sequence[ReplayedGroup],
         *,
         keeps_gathered: bool,
         seconds: float,
@@ -361,7 +137,7 @@ class _Replay:
         machine: Machine | None,
     ) -> None:
         self._training = training
-        self.network = _Network(training, machine)
+        self.network = Network(training, machine)
         self._units = self._make_units(groups, machine)
         self._root = self._units[0]
         self._gathers: GatherSchedule[_Unit] = GatherSchedule(
@@ -372,7 +148,7 @@ class _Replay:
             ),
             self.network.together,
         )
-        self._reductions = _Reductions(training, self.network)
+        self._reductions = ReplayedReductions(training, self.network)
         # Where no use of a unit is a collective, ranks may run different ones.
         self._ranks_may_differ = all(
             not group.planned.gathers_for_use for unit in self._units for group in unit.own
@@ -390,12 +166,12 @@ class _Replay:
     ) -> list[_Unit]:
         training = self._training
         units: dict[str, _Unit] = {}
-        by_param: dict[tuple[str, str], tuple[_Unit, _Group]] = {}
+        by_param: dict[tuple[str, str], tuple[_Unit, ReplayedGroup]] = {}
         for unit, planned in zip(training.units, groups, strict=True):
             seconds = 0.0
             if machine is not None:
                 seconds = machine.compute_seconds(unit.flops_per_token * training.tokens)
-            own = [_Group(group, unit.name, unit.mesh) for group in planned]
+            own = [ReplayedGroup(group, unit.name, unit.mesh) for group in planned]
             drops = training.reshard_after_forward or training.recomputes_reentrantly
             keeps_gathered = unit.keeps_gathered or not drops or not units
             made = _Unit(self, unit.name, own, keeps_gathered=keeps_gathered, seconds=seconds)
@@ -411,7 +187,7 @@ class _Replay:
             units[unit.name].held += [group for _, group in shared.values()]
         return list(units.values())
 
-    def _find_arrivals(self) -> list[list[_Group]]:
+    def _find_arrivals(self) -> list[list[ReplayedGroup]]:
         """For every run of a unit in a backward, the groups that get their first gradient there.
 
         A parameter that is used several times has its gradient once the last of these uses is over.
@@ -424,7 +200,7 @@ class _Replay:
             for owner, param in unit.tied:
                 latest = tied.get((owner, param), last[owner])
                 tied[owner, param] = max(latest, last[unit.name])
-        arrivals: list[list[_Group]] = [[] for _ in order]
+        arrivals: list[list[ReplayedGroup]] = [[] for _ in order]
         for made in self._units:
             for group in made.own:
                 if group.planned.requires_grad:
@@ -533,14 +309,14 @@ class _Replay:
 
     # -- weights ------------------------------------------------------------------------------
 
-    def bring_up_to_date(self, group: _Group) -> None:
+    def bring_up_to_date(self, group: ReplayedGroup) -> None:
         """Bring the weights of a group up to date before it is gathered, where that is due."""
         if self._refreshes:
             # Not asynchronous: the gather that follows reads what it writes.
             self._refresh(group, is_ahead=False)
             self.wait_for(group)
 
-    def wait_for(self, group: _Group) -> None:
+    def wait_for(self, group: ReplayedGroup) -> None:
         """Wait for the weights of a group."""
         for flight in group.bringing:
             self.network.wait(flight, functools.partial(self._why, flight))
@@ -549,7 +325,7 @@ class _Replay:
     def _why(self, flight: Flight, seconds: float) -> Reason:
         return why_gather(flight, seconds, self._gathers.num_uses, self._gathers.limit)
 
-    def gather(self, group: _Group, uses: WeightUse, *, is_ahead: bool) -> None:
+    def gather(self, group: ReplayedGroup, uses: WeightUse, *, is_ahead: bool) -> None:
         """Start gathering of a group what lacks for these uses."""
         planned = group.planned
         if not planned.gathers_for_use:
@@ -566,7 +342,7 @@ class _Replay:
 
     def _bring(
         self,
-        group: _Group,
+        group: ReplayedGroup,
         purpose: str,
         axis: int,
         numel: int,
@@ -581,7 +357,7 @@ class _Replay:
         flight.is_ahead, flight.use = is_ahead, self._gathers.num_uses
         group.bringing.append(flight)
 
-    def _refresh(self, group: _Group, *, is_ahead: bool) -> None:
+    def _refresh(self, group: ReplayedGroup, *, is_ahead: bool) -> None:
         """Gather model weights out of main weights cut finer."""
         planned = group.planned
         if planned.is_offloaded and not planned.is_streamed:
@@ -628,7 +404,7 @@ class _Replay:
         self._reductions.drain()
 
 
-def _model_nbytes(group: _Group) -> int:
+def _model_nbytes(group: ReplayedGroup) -> int:
     payload = group.planned.payload
     return group.planned.model_numel // payload.packing * payload.itemsize * payload.count()
 

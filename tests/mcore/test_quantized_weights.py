@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from tests.mcore import quantized
-from tests.mcore.trained import longer
 from tests.ranks import RankPools
 
 TIMEOUT_S = 240.0
@@ -54,14 +53,9 @@ def _assert_bytes_of_two_axes(pools: RankPools, recipe: str, strategy: str) -> N
         assert differing == []
 
 
-@pytest.mark.parametrize(
-    ("recipe", "strategy"),
-    [
-        (pytest.param if (r, s) == ("tensorwise", "optim_grads_params") else longer)(r, s)
-        for r in RECIPES
-        for s in ("optim", "optim_grads", "optim_grads_params")
-    ],
-)
+@pytest.mark.functional
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads", "optim_grads_params"])
 def test_rows_cut_along_two_axes_are_quantized_with_the_scales_of_whole_weights(
     megatron_te: RankPools, recipe: str, strategy: str
 ) -> None:

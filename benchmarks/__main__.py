@@ -100,6 +100,9 @@ def _engines(args: argparse.Namespace, setting: Setting) -> list[str]:
     if not args.full and setting != Setting(setting.case, setting.shape):
         # The pool is compared in each case as it is, and at ZeRO-3 everywhere.
         found = [name for name in found if "pool" not in name or "params" in name]
+    if not args.full and setting.case != "deep":
+        # Larger layers than a bucket have collectives of their own, buckets or not.
+        found = [name for name in found if "buckets" not in name]
     if args.engines:
         words = [word.lower() for word in args.engines]
         found = [name for name in ENGINES if any(word in name.lower() for word in words)]

@@ -37,6 +37,7 @@ def any_set(grads: Sequence[torch.Tensor | None]) -> bool:
 _NUM_OWN_ATTRIBUTES = 2
 """What a sharded gradient has in its `__dict__`: its row shards and whose it is."""
 
+_is_inference: Callable[[torch.Tensor], bool] = torch._C.TensorBase.is_inference
 _num_uses: Callable[[torch.Tensor], int] = torch._C.TensorBase._use_count  # type: ignore[attr-defined]
 
 
@@ -114,7 +115,10 @@ class GradientMemory:
 
     def _is_as_made(self, index: int, held: Sequence[UnevenDTensor]) -> bool:
         """Whether a tensor, which is in `held` alone, is as it was made and nobody has it."""
-        if _num_references(held) > _ONE or _num_uses(held[0]) > 1 or requires_grad_at_once(held[0]):
+        if _num_references(held) > _ONE or _num_uses(held[0]) > 1:
+            return False
+        # Made in inference mode, nobody could change it afterwards.
+        if requires_grad_at_once(held[0]) or _is_inference(held[0]):
             return False
         # Whoever changed what it is made of, or noted something on it, would find that again.
         if local_of(held[0]) is not self.views[index]:

@@ -300,8 +300,7 @@ def test_the_tracked_peak_is_what_the_allocator_hands_out(strategy: str, policy:
 KNOBS = (
     {"unshard_prefetch_depth": 2, "max_live_grad_buffers": 1},
     {"unshard_prefetch_depth": 3, "max_live_grad_buffers": 4},
-    {"unshard_prefetch_bytes": 2500, "enable_trace_pool": True},
-    {"bucket_bytes": 5000, "unshard_prefetch_depth": 2, "enable_trace_pool": True},
+    {"unshard_prefetch_bytes": 2500, "bucket_bytes": 5000, "enable_trace_pool": True},
 )
 KNOB_PATTERNS = (
     "accumulation under no_sync",

@@ -168,10 +168,10 @@ def test_steps_on_the_trace_pool_have_no_race(mesh_name: str, precision: str) ->
 @pytest.mark.parametrize(
     ("mesh_name", "strategy", "precision"),
     [
-        ("2", STRATEGIES[0], "fp32"),
+        pytest.param("2", STRATEGIES[0], "fp32", marks=SLOW),
         ("2", STRATEGIES[1], "bf16"),
         ("HSDP 2x2", STRATEGIES[3], "bf16"),
-        ("HFSDP 2x2", STRATEGIES[3], "fp32"),
+        pytest.param("HFSDP 2x2", STRATEGIES[3], "fp32", marks=SLOW),
     ],
 )
 @on_ranks("mesh_name")

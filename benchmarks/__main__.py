@@ -19,6 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from torch.multiprocessing.spawn import ProcessExitedException
+
 from benchmarks import common, memory, report, step
 from benchmarks.cases import CHOSEN, Case, Setting, every_setting
 from benchmarks.engines import BASELINE, ENGINES, USUAL
@@ -38,7 +40,7 @@ def main(words: list[str] | None = None) -> None:
     for ranks in sorted({setting.ranks for setting in settings}):
         args.ranks = ranks
         some = [(one, _engines(args, one)) for one in settings if one.ranks == ranks]
-        record["settings"] += _on_ranks(step.work, args, some)
+        record["settings"] += _in_turns(args, some)
     # What memory is counted with sees a CPU's alone, and host time is the same on any device.
     if not args.steps_only and args.device == "cpu":
         args.ranks = 2
@@ -107,6 +109,30 @@ def _engines(args: argparse.Namespace, setting: Setting) -> list[str]:
         words = [word.lower() for word in args.engines]
         found = [name for name in ENGINES if any(word in name.lower() for word in words)]
     return list(dict.fromkeys([BASELINE, *found]))
+
+
+def _in_turns(
+    args: argparse.Namespace, settings: list[tuple[Setting, list[str]]]
+) -> list[dict[str, Any]]:
+    """What was found in settings: each with FSDP2, once for what is mapped and once for the rest.
+
+    Processes that trained all engines were ended by the allocator now and then, and none of those
+    that trained only what is not mapped: what happens in one must not end the other.
+    """
+    own = [(one, [n for n in names if not ENGINES[n].is_mapped]) for one, names in settings]
+    found = _on_ranks(step.work, args, own)
+    for place, (setting, names) in enumerate(settings):
+        mapped = [name for name in names if ENGINES[name].is_mapped]
+        if not mapped:
+            continue
+        try:
+            (more,) = _on_ranks(step.work, args, [(setting, [BASELINE, *mapped])])
+        except ProcessExitedException as error:
+            found[place]["failed"] |= dict.fromkeys(mapped, str(error))
+            continue
+        found[place]["engines"] |= {n: e for n, e in more["engines"].items() if n in mapped}
+        found[place]["failed"] |= more["failed"]
+    return found
 
 
 def _on_ranks(work: common.Work, args: argparse.Namespace, *more: Any) -> list[Any]:

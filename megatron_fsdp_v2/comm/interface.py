@@ -15,6 +15,7 @@ from megatron_fsdp_v2.comm.errors import Label
 
 __all__ = [
     "DONE",
+    "SUMS",
     "Axis",
     "Collective",
     "CollectiveKind",
@@ -79,6 +80,10 @@ class CollectiveKind(enum.Enum):
     def title(self) -> str:
         """What to call it in a message."""
         return self.value.replace("_", "-")
+
+
+SUMS = (CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_REDUCE)
+"""Those whose result is stored from what was summed."""
 
 
 class Collective(NamedTuple):
@@ -271,7 +276,7 @@ def run_alone(collective: Collective) -> None:
     output, given = collective.output, collective.input
     if collective.before is not None:
         collective.before()
-    if collective.kind in (CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_REDUCE):
+    if collective.kind in SUMS:
         store(output, given, collective.scale, collective.accumulate)
     elif output.data_ptr() != given.data_ptr():
         output.copy_(given)

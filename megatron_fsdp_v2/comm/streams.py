@@ -17,6 +17,7 @@ import torch
 from megatron_fsdp_v2.comm.errors import Label
 from megatron_fsdp_v2.comm.interface import (
     DONE,
+    SUMS,
     Axis,
     Collective,
     CollectiveKind,
@@ -30,8 +31,6 @@ from megatron_fsdp_v2.comm.together import Labeled, Together
 __all__ = ["Collectives", "Stream", "StreamCommunicator", "StreamDevice"]
 
 _ONE: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-
-_SUMS = (CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_REDUCE)
 
 
 class Stream(Protocol):
@@ -224,7 +223,7 @@ class StreamCommunicator:
             except RuntimeError as error:
                 raise label.failure(collectives[0].kind.title, axis.group, error) from error
             for collective, result in zip(collectives, results, strict=True):
-                if collective.kind in _SUMS:
+                if collective.kind in SUMS:
                     store(collective.output, result, collective.scale, collective.accumulate)
                 if collective.after is not None:
                     collective.after()

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from megatron_fsdp_v2.comm.errors import Label
-from megatron_fsdp_v2.comm.interface import Collective, CollectiveKind, PolledWork, Work
+from megatron_fsdp_v2.comm.interface import SUMS, Collective, CollectiveKind, PolledWork, Work
 
 __all__ = ["Labeled", "Together"]
 
-_MERGED = (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_REDUCE)
+_MERGED = (CollectiveKind.ALL_GATHER, *SUMS)
 
 
 class Labeled(NamedTuple):

@@ -127,8 +127,7 @@ class GroupWeights:
     @property
     def steady_nbytes(self) -> int:
         """Bytes of main and model weights, storage shared by both counted once."""
-        resting = 0 if self._is_main else sum(p.model.nbytes for p in self.payloads)
-        return self.main.nbytes + resting
+        return self.main.nbytes + (0 if self._is_main else self.model_nbytes)
 
     @property
     def gathered_nbytes(self) -> int:

@@ -252,7 +252,7 @@ class _Replay:
             limit = self._gathers.limit
             due = [group for unit in self._units for group in unit.own]
             for bucket in buckets(due, _model_nbytes, limit.bucket_nbytes):
-                with self.network.together():
+                with self._gathers.together():
                     for group in bucket:
                         self._refresh(group, is_ahead=not limit.is_none)
             self._refreshes = False
@@ -406,7 +406,7 @@ class _Replay:
 
 def _model_nbytes(group: ReplayedGroup) -> int:
     payload = group.planned.payload
-    return group.planned.model_numel // payload.packing * payload.itemsize * payload.count()
+    return payload.nbytes(group.planned.model_numel) * payload.count()
 
 
 def parent_of(name: str, known: Container[str]) -> str:

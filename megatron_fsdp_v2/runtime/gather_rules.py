@@ -21,7 +21,8 @@ import contextlib
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -85,25 +86,24 @@ class PrefetchLimit:
         Args:
             sizes: Bytes of gathered weights of each, the next one first.
         """
-        number, total = 0, 0
-        for size in itertools.islice(sizes, self.units):
-            total += size
-            if number and self.nbytes is not None and total > self.nbytes:
-                break
-            number += 1
-        return number
+        return len(self.split(sizes, _itself)[0])
 
-    def split[UnitT: Gatherable](
-        self, following: Iterable[UnitT]
+    def split[UnitT](
+        self, following: Iterable[UnitT], nbytes: Callable[[UnitT], int]
     ) -> tuple[Sequence[UnitT], Iterable[UnitT]]:
-        """The units that may be gathered ahead of those that come next, and the others."""
+        """The units that may be gathered ahead of those that come next, and the others.
+
+        Args:
+            following: Those that come next.
+            nbytes: What gathered weights of one take.
+        """
         left = iter(following)
         if self.nbytes is None:
             return list(itertools.islice(left, self.units)), left
         ahead: list[UnitT] = []
         total = 0
         for unit in left:
-            total += unit.gathered_nbytes
+            total += nbytes(unit)
             if len(ahead) == self.units or (ahead and total > self.nbytes):
                 return ahead, itertools.chain([unit], left)
             ahead.append(unit)
@@ -115,17 +115,11 @@ class PrefetchLimit:
         Args:
             sizes: See `count`.
         """
-        sizes = list(sizes)
-        number = self.count(sizes)
-        if not number or not self.bucket_nbytes:
-            return number
-        total = sizes[number - 1]
-        for size in sizes[number:]:
-            total += size
-            if not size or total > self.bucket_nbytes:
-                break
-            number += 1
-        return number
+        ahead, further = self.split(sizes, _itself)
+        if not ahead or not self.bucket_nbytes:
+            return len(ahead)
+        last = next(buckets(itertools.chain(ahead[-1:], further), _itself, self.bucket_nbytes))
+        return len(ahead) - 1 + len(last)
 
     @classmethod
     def of(
@@ -137,6 +131,14 @@ class PrefetchLimit:
 
 
 NOTHING_AHEAD = PrefetchLimit(0)
+
+
+def _itself(size: int) -> int:
+    return size
+
+
+def _gathered_nbytes(unit: Gatherable) -> int:
+    return unit.gathered_nbytes
 
 
 class ExecutionOrder[UnitT: Gatherable]:
@@ -198,7 +200,7 @@ class ExecutionOrder[UnitT: Gatherable]:
         first = refs[0]() if refs else None
         if first is None:
             return []
-        ahead, _ = limit.split(self._live(refs, range(1, len(refs))))
+        ahead, _ = limit.split(self._live(refs, range(1, len(refs))), _gathered_nbytes)
         return [first, *ahead]
 
     @staticmethod
@@ -334,7 +336,7 @@ class GatherSchedule[UnitT: Gatherable]:
                     requested.prefetch()
                     self._requested.append(ref)
             return
-        ahead, further = self.limit.split(following)
+        ahead, further = self.limit.split(following, _gathered_nbytes)
         # One that is in use, or kept for its backward, is not this list's to drop.
         due = [unit for unit in ahead if not unit.is_unsharded]
         for unit in ahead:
@@ -350,12 +352,16 @@ class GatherSchedule[UnitT: Gatherable]:
         """Gather some units ahead, and with the last ones those that come next."""
         more = itertools.takewhile(lambda u: u.gathered_nbytes and not u.is_unsharded, further)
         num_due, nbytes = len(due), self.limit.bucket_nbytes
-        for bucket in buckets(itertools.chain(due, more), lambda u: u.gathered_nbytes, nbytes):
+        for bucket in buckets(itertools.chain(due, more), _gathered_nbytes, nbytes):
             if num_due <= 0:
                 return
             num_due -= len(bucket)
-            with self._together():
+            with self.together():
                 self._prefetch(bucket)
+
+    def together(self) -> AbstractContextManager[object]:
+        """Where there are buckets, a context whose gathers are one; elsewhere nothing."""
+        return self._together() if self.limit.bucket_nbytes else contextlib.nullcontext()
 
     def _prefetch(self, units: Sequence[UnitT]) -> None:
         for unit in units:

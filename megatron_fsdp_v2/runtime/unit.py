@@ -76,7 +76,7 @@ class Unit(UnitBase):
     def unshard(self, uses: WeightUse, *, async_op: bool) -> None:
         """See `UnitBase.unshard`."""
         if self._is_unsharded:
-            if not self._has_one_payload:
+            if not self.has_one_form:
                 self._unshard_more(uses, async_op=async_op)
             return
         with self._range("unshard"):
@@ -238,7 +238,7 @@ class Unit(UnitBase):
                     due.append(group)
         limit = context.gathers.limit
         for bucket in buckets(due, lambda group: group.weights.model_nbytes, limit.bucket_nbytes):
-            with context.communicator.together():
+            with context.gathers.together():
                 for group in bucket:
                     group.refresh(context.weight_version, async_op=not limit.is_none)
 

@@ -83,6 +83,7 @@ class UnitBase(ABC):
         unset: Names of parameters and buffers that had no values when it was made, and how to
             look each one up.
         num_users: Forwards and backwards that a schedule says are using it.
+        has_one_form: Whether weights gathered for one use are there for every use.
         is_gathered_after_step: Whether it was gathered by an optimizer's step, and not used since.
         is_recomputed: Whether its forward ran again in the latest backward.
         ranges: Makes a profiler range of a name, or None for no ranges.
@@ -125,7 +126,7 @@ class UnitBase(ABC):
         self.is_recomputed = False
         self._was_recomputed = False
         self._is_unsharded = False
-        self._has_one_payload = all(group.weights.has_one_payload for group in self.held_groups)
+        self.has_one_form = all(group.weights.has_one_payload for group in self.held_groups)
         # Forwards whose backward is still to come; some may never come.
         self._num_awaited = 0
         self._has_pending_reduction = False
@@ -148,11 +149,6 @@ class UnitBase(ABC):
     def gathered_nbytes(self) -> int:
         """Bytes of gathered weights that one use of it takes; 0 where nothing is gathered."""
         return sum(group.weights.gathered_nbytes for group in self.held_groups)
-
-    @property
-    def has_one_form(self) -> bool:
-        """Whether weights gathered for one use are there for every use."""
-        return self._has_one_payload
 
     @property
     def is_expected_back(self) -> bool:
@@ -249,7 +245,7 @@ class UnitBase(ABC):
 
     def prefetch(self) -> None:
         """Start gathering ahead of use, unless what is live is in the way; then use gathers."""
-        if self._is_unsharded and self._has_one_payload:
+        if self._is_unsharded and self.has_one_form:
             return
         uses = WeightUse.FORWARD
         if in_backward():

@@ -8,7 +8,6 @@ tell starts apart, since every node counts its own.
 
 from __future__ import annotations
 
-import importlib
 import os
 import time
 import uuid
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from megatron_fsdp_v2._text import listed
+from megatron_fsdp_v2_mcore.training_log import training_globals
 
 __all__ = ["in_fresh_store", "meet", "store_of_this_start"]
 
@@ -40,7 +40,7 @@ def in_fresh_store(original: Callable[..., Any]) -> Callable[..., Any]:
     def initialize_distributed(
         get_embedding_ranks: Any, get_position_embedding_ranks: Any, store: Any, **kwargs: Any
     ) -> Any:
-        args = importlib.import_module("megatron.training.global_vars").get_args()
+        args = training_globals().get_args()
         if store is None and not dist.is_initialized() and not args.fake_process_group:
             timeout = timedelta(minutes=args.distributed_timeout_minutes)
             store = store_of_this_start(args.rank, args.world_size, timeout)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ from torch import nn
 
 from megatron_fsdp_v2.diagnostics import TrackedOverlap, overlap_tracker
 from megatron_fsdp_v2_mcore.flags.errors import FlagError
+from megatron_fsdp_v2_mcore.training_log import around_training_log, training_globals
 
 __all__ = ["OverlapLog", "log_overlap"]
 
@@ -77,30 +77,16 @@ def log_overlap(original: Callable[..., Any]) -> Callable[..., Any]:
         original: `training_log`.
     """
 
-    def training_log(
-        loss_dict: Any,
-        total_loss_dict: Any,
-        learning_rate: Any,
-        iteration: int,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        logs = [*_logs()]
-        # Before anything that Megatron does to log it.
-        ended = [log.end_step() for log in logs]
-        result = original(loss_dict, total_loss_dict, learning_rate, iteration, *args, **kwargs)
-        interval = _training_globals().get_args().log_interval
-        for number, (log, tracked) in enumerate(zip(logs, ended, strict=True)):
+    def end_steps() -> list[tuple[OverlapLog, TrackedOverlap | None]]:
+        return [(log, log.end_step()) for log in _logs()]
+
+    def write(iteration: int, ended: list[tuple[OverlapLog, TrackedOverlap | None]]) -> None:
+        interval = training_globals().get_args().log_interval
+        for number, (log, tracked) in enumerate(ended):
             log.is_due = (iteration + 1) % interval == 0
             if tracked is not None and dist.get_rank() == 0:
-                chunk = f", model chunk {number}" if len(logs) > 1 else ""
+                chunk = f", model chunk {number}" if len(ended) > 1 else ""
                 sys.stdout.write(f" overlap at iteration {iteration}{chunk}:\n{tracked.report()}\n")
                 sys.stdout.flush()
-        return result
 
-    return training_log
-
-
-def _training_globals() -> Any:
-    # By name: whoever uses Megatron-Core alone never comes here.
-    return importlib.import_module("megatron.training.global_vars")
+    return around_training_log(original, end_steps, write)

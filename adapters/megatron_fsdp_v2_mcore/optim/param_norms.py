@@ -7,7 +7,6 @@ when Megatron logs. Together they add up to what `grad norm` and `params norm` s
 
 from __future__ import annotations
 
-import importlib
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -23,6 +22,7 @@ from torch import nn
 from megatron_fsdp_v2.dtensor.uneven_dtensor import local_of
 from megatron_fsdp_v2_mcore.checkpoint.names import canonical_parameter_names
 from megatron_fsdp_v2_mcore.optim.optimizer import counted_here
+from megatron_fsdp_v2_mcore.training_log import around_training_log, training_globals
 
 __all__ = ["log_grads", "log_norms", "norms_of_all"]
 
@@ -47,7 +47,7 @@ def log_grads(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def finalize_model_grads(model: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(model, *args, **kwargs)
-        settings = _training_globals().get_args()
+        settings = training_globals().get_args()
         _pending.clear()
         if (settings.curr_iteration + 1) % settings.log_interval == 0:
             scale = _loss_scale(model)
@@ -65,22 +65,14 @@ def log_norms(original: Callable[..., Any]) -> Callable[..., Any]:
         original: `training_log`.
     """
 
-    def training_log(
-        loss_dict: Any,
-        total_loss_dict: Any,
-        learning_rate: Any,
-        iteration: int,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        result = original(loss_dict, total_loss_dict, learning_rate, iteration, *args, **kwargs)
+    def write(iteration: int, nothing: None) -> None:
+        del nothing
         if _pending:
             pending = _pending.pop()
             weights = norms_of_all(pending.chunks, lambda param: param)
             _write(iteration, weights, pending.grads)
-        return result
 
-    return training_log
+    return around_training_log(original, lambda: None, write)
 
 
 def norms_of_all(
@@ -132,15 +124,10 @@ def _loss_scale(model: Sequence[nn.Module]) -> float:
     return 1.0 if scale is None else float(scale(torch.ones(())))
 
 
-def _training_globals() -> Any:
-    # By name: whoever uses Megatron-Core alone never comes here.
-    return importlib.import_module("megatron.training.global_vars")
-
-
 def _write(iteration: int, weights: dict[str, float], grads: dict[str, float]) -> None:
     scalars = {f"param-norm/{name}": norm for name, norm in weights.items()}
     scalars |= {f"param-grad-norm/{name}": norm for name, norm in grads.items()}
-    variables = _training_globals()
+    variables = training_globals()
     writer, wandb_writer = variables.get_tensorboard_writer(), variables.get_wandb_writer()
     if writer:
         for name, norm in scalars.items():

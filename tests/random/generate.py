@@ -157,6 +157,10 @@ class Generator:
             granularity=self.random.choice(["row", "row", "row", "block:2", "block:4", "tensor"]),
             scale=self.random.choice([None, None, None, 1.0, 0.37]),
             prefetch=self.random.choice([0, 1, 1, 1, 2]),
+            ahead=self.random.choice([None, None, None, 1, 2_000]),
+            early=self.chance(0.25),
+            # Nothing but the smallest units; a few units; the whole model.
+            bucket=self.random.choice([None, None, 600, 3_000, 1_000_000]),
             asynchronous=self.chance(0.8),
             live=self.random.choice([1, 2, 2, 3]),
             pool=self.chance(0.35),

@@ -55,7 +55,7 @@ _MODEL_OPTIONS = (
         "activations",
         "recompute",
     ),
-    *("prefetch_depth", "prefetch_bytes", "grad_buffers", "bucket_bytes"),
+    *("prefetch_depth", "prefetch_bytes", "unshard_after_step", "grad_buffers", "bucket_bytes"),
 )
 """Options that training flags say themselves."""
 
@@ -174,6 +174,12 @@ def _add_model_options(group: argparse._ArgumentGroup) -> None:
         type=_size,
         metavar="SIZE",
         help="of weights gathered ahead, such as 2GiB, but always those of one unit; default: any",
+    )
+    group.add_argument(
+        "--unshard-after-step",
+        action="store_const",
+        const=True,
+        help="the optimizer's step gathers what the next forward begins with",
     )
     group.add_argument(
         "--grad-buffers", type=_count, metavar="N", help="live at a time; default: 2"
@@ -363,6 +369,7 @@ def _own_model(args: argparse.Namespace) -> TrainingDescription:
         recompute_factor=1.0 if args.recompute else 0.0,
         unshard_prefetch_depth=args.prefetch_depth,
         unshard_prefetch_bytes=args.prefetch_bytes,
+        enable_unshard_after_step=args.unshard_after_step or False,
         max_live_grad_buffers=args.grad_buffers or 2,
         bucket_bytes=args.bucket_bytes,
         plain_nbytes=plain_nbytes,

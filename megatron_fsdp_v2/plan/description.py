@@ -153,6 +153,7 @@ class TrainingDescription:
         unshard_prefetch_depth: Likewise; 0 without prefetching.
         unshard_prefetch_bytes: Likewise.
         num_held_beside: Further units that are gathered at a time, where a schedule holds some.
+        enable_unshard_after_step: Likewise.
         enable_async_reduce_grad: Likewise.
         max_live_grad_buffers: Likewise.
         bucket_bytes: Likewise.
@@ -187,6 +188,7 @@ class TrainingDescription:
     unshard_prefetch_depth: int | None = None
     unshard_prefetch_bytes: int | None = None
     num_held_beside: int = 0
+    enable_unshard_after_step: bool = False
     enable_async_reduce_grad: bool = True
     max_live_grad_buffers: int = 2
     bucket_bytes: int | None = None

@@ -391,6 +391,7 @@ def _peak(
         is_reduction_async=training.enable_async_reduce_grad,
         accumulates=training.accumulates,
         has_gradients=training.has_gradients,
+        gathers_after_step=training.enable_unshard_after_step,
     )
     at_step = replace(
         backward,

@@ -37,6 +37,13 @@ class Network:
         # What is to be one collective with what; None outside of `together`.
         self._alike: dict[Collective, list[Flight]] | None = None
 
+    @contextlib.contextmanager
+    def before_the_step(self) -> Iterator[None]:
+        """Do what the step before this one ended with, which that one counts."""
+        step, self.step = self.step, Step()
+        yield
+        self.step = step
+
     def note(self, kind: str, unit: str, numel: int = 0, axis: str = "") -> None:
         """Note what is done now; see `Event`."""
         self.step.events.append(Event(kind, unit, numel, axis, self.times))

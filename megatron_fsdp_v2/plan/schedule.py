@@ -9,6 +9,7 @@ alike: three stand for any number.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import deque
 from collections.abc import Container, Iterator, Sequence
 
@@ -56,6 +57,7 @@ class _Unit:
         keeps_gathered: Whether its weights stay gathered between forward and backward.
         forward_seconds: Time of its forward, without units inside it.
         is_unsharded: Whether its weights are gathered, or on their way.
+        is_gathered_after_step: Whether the optimizer's step began that, and no forward had them.
     """
 
     def __init__(
@@ -76,11 +78,17 @@ class _Unit:
         self.keeps_gathered = keeps_gathered
         self.forward_seconds = seconds
         self.is_unsharded = False
+        self.is_gathered_after_step = False
 
     @functools.cached_property
     def gathered_nbytes(self) -> int:
         """Bytes of gathered weights that one use of it takes."""
         return sum(group.planned.nbytes.gathered for group in self.held)
+
+    @property
+    def is_made_of_main(self) -> bool:
+        """Whether what it gathers is made of main weights, and can be once these are stepped."""
+        return all(group.planned.is_made_of_main for group in self.held)
 
     @property
     def has_one_form(self) -> bool:
@@ -110,7 +118,7 @@ class _Unit:
         """Drop its weights."""
         if not self.is_unsharded:
             return
-        self.is_unsharded = False
+        self.is_unsharded = self.is_gathered_after_step = False
         for group in self.held:
             group.holders -= 1
             if group.holders:
@@ -218,6 +226,9 @@ class _Replay:
         self._gathers.begin_forward(self._root)
         for unit in _preorder(self._root):
             self._gathers.in_forward(unit)
+        if training.enable_unshard_after_step:
+            with self.network.before_the_step():
+                self._gather_after_step()
         ahead = min(training.num_in_flight - 1, count - 1)
         for number in range(ahead):
             self._forward_pass(number)
@@ -235,8 +246,28 @@ class _Replay:
         if training.syncs_afterwards:
             self._synchronizes = True
             self._finish()
+        if training.enable_unshard_after_step:
+            self._gather_after_step()
         self.network.step.seconds = self.network.now
         return self.network.step
+
+    def _gather_after_step(self) -> None:
+        """Gather what the next forward begins with, as the optimizer's step does.
+
+        See `runtime/after_step.py`. The host's work between two steps takes no time here.
+        """
+        self.uses = WeightUse.FORWARD
+        first = self._gathers.before_pass(self._root)
+        ready = itertools.takewhile(lambda unit: unit.is_made_of_main, first)
+        for unit in self._gathers.gather_before_pass([*ready]):
+            unit.is_gathered_after_step = True
+
+    def _compare_with_main(self, unit: _Unit) -> None:
+        """Compare what was gathered after the step with main weights as they are now."""
+        unit.is_gathered_after_step = False
+        for group in unit.held:
+            if group.planned.is_streamed:
+                self.network.copy(to_device=group.planned.main_weight_nbytes)
 
     @property
     def _syncs_every_one(self) -> bool:
@@ -276,6 +307,8 @@ class _Replay:
     def _run_forward(self, unit: _Unit) -> None:
         self._gathers.before_use(unit)
         unit.unshard(WeightUse.FORWARD)
+        if unit.is_gathered_after_step:
+            self._compare_with_main(unit)
         self._gathers.in_forward(unit)
         self.network.note("forward", unit.name)
         # What the root has most of is the output layer, which comes last; units inside another

@@ -131,6 +131,11 @@ class PlannedGroup:
         return self.is_offloaded and self.main_numel == self.model_numel < self.layout.numel
 
     @property
+    def is_made_of_main(self) -> bool:
+        """Whether what is gathered is made of main weights, and nothing else rests."""
+        return not self.nbytes.model_weight
+
+    @property
     def main_weight_nbytes(self) -> int:
         """Bytes of the main weight on a rank, wherever it is."""
         return self.main_numel * self.dtypes.main_weight.itemsize

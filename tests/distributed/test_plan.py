@@ -140,6 +140,28 @@ CASES = {
     "recomputed, in buckets": Case(
         "optim_grads_params", model="recomputed", options=(("bucket_bytes", 4096),)
     ),
+    "optim_grads_params, gathered after the step": Case(
+        "optim_grads_params",
+        policy=BF16,
+        num_microbatches=2,
+        options=(("enable_unshard_after_step", True), ("unshard_prefetch_depth", 2)),
+    ),
+    "nested, tied and frozen, gathered after the step": Case(
+        "optim_grads_params",
+        model="special",
+        optimizer="muon",
+        options=(("enable_unshard_after_step", True), ("bucket_bytes", 2200)),
+    ),
+    "offloaded, HSDP, gathered after the step": Case(
+        "optim_grads_params",
+        (2, 2),
+        policy=BF16,
+        is_offloaded=True,
+        options=(("enable_unshard_after_step", True),),
+    ),
+    "HFSDP, not gathered after the step": Case(
+        "optim_grads_params", (2, 2), "optim", options=(("enable_unshard_after_step", True),)
+    ),
     "optim_grads_params, each synchronized": Case(
         "optim_grads_params",
         num_microbatches=2,

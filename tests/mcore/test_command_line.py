@@ -206,6 +206,14 @@ BAD: dict[str, tuple[Flags, str]] = {
         fsdp(ZERO1, "--fsdp-unshard-prefetch-depth 2"),
         "--fsdp-unshard-prefetch-depth needs --overlap-param-gather",
     ),
+    "after-the-step-alone": (
+        "--fsdp-unshard-after-step",
+        "--fsdp-unshard-after-step needs --use-fsdp-fully-shard-api",
+    ),
+    "after-the-step-without-prefetch": (
+        fsdp(ZERO1, "--fsdp-unshard-after-step"),
+        "--fsdp-unshard-after-step needs --overlap-param-gather",
+    ),
     "ahead-twice": (
         fsdp(
             ZERO1,

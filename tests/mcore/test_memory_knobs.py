@@ -13,36 +13,41 @@ KNOBS = "--fsdp-unshard-prefetch-depth 2 --fsdp-max-live-grad-buffers 3"
 BYTES = "--fsdp-unshard-prefetch-bytes 1MiB"
 SUGGESTED = "--suggested-communication-unit-size 100001"
 BUCKETS = "--fsdp-bucket-bytes 1MiB"
+AFTER_STEP = "--fsdp-unshard-after-step"
 DOUBLE = "--fsdp-double-buffer --fsdp-db-use-persist-buf-on-alloc-fail"
 REGISTERED = "--use-nccl-ub --disable-symmetric-registration"
 POOLED = f"{REGISTERED} --fsdp-trace-pool"
 
 
-Told = tuple[int | None, int | None, int, int]
+Told = tuple[int | None, int | None, int, int, int]
 
 
 def _knobs(chunks: Any, optimizer: Any) -> Told:
-    """What the shared context of the units was told."""
+    """What the shared context of the units was told, and how many the last step gathered."""
     del optimizer
-    context = named_units(chunks[0].module)[0][1].context
+    units = [unit for _, unit in named_units(chunks[0].module)]
+    context, gathered = units[0].context, sum(unit.is_gathered_after_step for unit in units)
     limit = context.gathers.limit
     reductions = context.reductions
     assert reductions.bucket_nbytes == limit.bucket_nbytes
-    return limit.units, limit.nbytes, reductions.max_live_grad_buffers, limit.bucket_nbytes
+    bytes_of = limit.nbytes, reductions.max_live_grad_buffers, limit.bucket_nbytes
+    return limit.units, *bytes_of, gathered
 
 
 def test_the_knobs_reach_the_units_and_change_no_loss(megatron: RankPools) -> None:
     common = ["--global-batch-size 8 --train-iters 3", fsdp(), OVERLAP]
     plain = trained(megatron, 2, *common, probe=_knobs)
-    assert plain.extras[0] == (1, None, 2, 0)
+    assert plain.extras[0] == (1, None, 2, 0, 0)
     told: dict[str, Told] = {
-        KNOBS: (2, None, 3, 0),
-        BYTES: (None, 1 << 20, 2, 0),
+        KNOBS: (2, None, 3, 0, 0),
+        BYTES: (None, 1 << 20, 2, 0, 0),
         # Half of the elements, of four bytes each.
-        SUGGESTED: (None, 200_000, 2, 0),
-        BUCKETS: (1, None, 2, 1 << 20),
+        SUGGESTED: (None, 200_000, 2, 0, 0),
+        BUCKETS: (1, None, 2, 1 << 20, 0),
+        # The root, and the unit that is gathered ahead of it.
+        AFTER_STEP: (1, None, 2, 0, 2),
     }
     for flags in (*told, DOUBLE, REGISTERED, POOLED):
         found = trained(megatron, 2, *common, flags, probe=_knobs)
         assert_equal(found, plain)
-        assert found.extras[0] == told.get(flags, (1, None, 2, 0))
+        assert found.extras[0] == told.get(flags, (1, None, 2, 0, 0))

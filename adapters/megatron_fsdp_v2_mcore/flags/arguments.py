@@ -50,12 +50,14 @@ _OUR_OTHER_FLAGS = (
     "fsdp_log_overlap",
     "fsdp_unshard_prefetch_depth",
     "fsdp_unshard_prefetch_bytes",
+    "fsdp_unshard_after_step",
     "fsdp_max_live_grad_buffers",
     "fsdp_bucket_bytes",
 )
 _NEEDED_FOR = {
     "fsdp_unshard_prefetch_depth": ("overlap_param_gather",),
     "fsdp_unshard_prefetch_bytes": ("overlap_param_gather",),
+    "fsdp_unshard_after_step": ("overlap_param_gather",),
     "fsdp_max_live_grad_buffers": ("overlap_grad_reduce",),
     "fsdp_bucket_bytes": ("overlap_param_gather", "overlap_grad_reduce"),
 }
@@ -100,6 +102,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "2GiB; the next unit is gathered ahead whatever it takes. Default: what "
         "--suggested-communication-unit-size says, or no limit of bytes. Needs "
         "--overlap-param-gather.",
+    )
+    group.add_argument(
+        "--fsdp-unshard-after-step",
+        action="store_true",
+        help="Have the optimizer's step gather what the next forward begins with, so that what the "
+        "host does until then overlaps these gathers. Holds their gathered weights meanwhile. "
+        "Needs --overlap-param-gather.",
     )
     group.add_argument(
         "--fsdp-max-live-grad-buffers",
@@ -195,7 +204,7 @@ def check_before(args: Any) -> None:
             "use --ckpt-format fsdp_dtensor"
         )
     for name, needed in _NEEDED_FOR.items():
-        if getattr(args, name, None) is not None and not any(getattr(args, n) for n in needed):
+        if getattr(args, name, None) and not any(getattr(args, n) for n in needed):
             flags = " or ".join(f"--{each.replace('_', '-')}" for each in needed)
             raise FlagError(f"--{name.replace('_', '-')} needs {flags}; add it, or leave both out")
     reject_fields(args)

@@ -25,6 +25,7 @@ class Options:
         uses_trace_pool: Whether temporary buffers are at planned addresses.
         unshard_prefetch_depth: See `fully_shard`.
         unshard_prefetch_bytes: See `fully_shard`.
+        unshard_after_step: Whether the optimizer's step gathers what the next forward begins with.
         max_live_grad_buffers: See `fully_shard`.
         bucket_bytes: See `fully_shard`.
         gathers_apart: Whether weights are gathered in process groups of their own.
@@ -40,6 +41,7 @@ class Options:
     uses_trace_pool: bool = False
     unshard_prefetch_depth: int | None = None
     unshard_prefetch_bytes: int | None = None
+    unshard_after_step: bool = False
     max_live_grad_buffers: int = 2
     bucket_bytes: int | None = None
     gathers_apart: bool = False
@@ -66,6 +68,7 @@ class Options:
             uses_trace_pool=bool(getattr(args, "fsdp_trace_pool", False)),
             unshard_prefetch_depth=getattr(args, "fsdp_unshard_prefetch_depth", None),
             unshard_prefetch_bytes=getattr(args, "fsdp_unshard_prefetch_bytes", None),
+            unshard_after_step=bool(getattr(args, "fsdp_unshard_after_step", False)),
             max_live_grad_buffers=getattr(args, "fsdp_max_live_grad_buffers", None) or 2,
             bucket_bytes=getattr(args, "fsdp_bucket_bytes", None),
             gathers_apart=bool(getattr(args, "create_all_gather_group", False)),

@@ -166,6 +166,7 @@ class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
             "enable_trace_pool": self.options.uses_trace_pool,
             "unshard_prefetch_depth": self.options.unshard_prefetch_depth,
             "unshard_prefetch_bytes": settings.prefetch_bytes(self.options, self._gathered_dtype),
+            "enable_unshard_after_step": self.options.unshard_after_step,
             "max_live_grad_buffers": self.options.max_live_grad_buffers,
             "bucket_bytes": self.options.bucket_bytes,
         }

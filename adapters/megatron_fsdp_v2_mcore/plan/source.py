@@ -161,6 +161,7 @@ def _describe(args: Any, num_ranks: int, *, keeps_attention: bool) -> SourceResu
         syncs_afterwards=not settings.enable_async_reduce_grad,
         unshard_prefetch_depth=depth,
         unshard_prefetch_bytes=settings.prefetch_bytes(options, gathered_dtype),
+        enable_unshard_after_step=options.unshard_after_step,
         enable_async_reduce_grad=settings.enable_async_reduce_grad,
         max_live_grad_buffers=options.max_live_grad_buffers,
         bucket_bytes=options.bucket_bytes,

@@ -292,8 +292,12 @@ class MainGradient:
     def rest(self, memory: GradientMemory) -> None:
         """Take the memory away; nobody has a tensor on it."""
         self._memory = None
-        self._nbytes = memory.flat.untyped_storage().nbytes()
-        memory.flat.untyped_storage().resize_(0)
+        storage = memory.flat.untyped_storage()
+        if not storage.resizable():
+            # NumPy was shown it, and may be still: then it goes with the last who has it.
+            return
+        self._nbytes = storage.nbytes()
+        storage.resize_(0)
         self._resting = memory
 
     def watch(

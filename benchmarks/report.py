@@ -16,7 +16,8 @@ from benchmarks.engines import BASELINE
 from benchmarks.memory import COLUMNS
 from benchmarks.noise import cpus
 
-__all__ = ["PAGE", "Table", "draw", "machine", "markdown", "rest", "show", "steps", "write_page"]
+__all__ = ["PAGE", "Table", "draw", "hardware", "machine", "markdown", "put_between_marks"]
+__all__ += ["rest", "show", "steps", "write_page"]
 
 PAGE = "docs/benchmarks.md"
 COMMAND = "make bench"
@@ -107,6 +108,12 @@ def rest(record: dict[str, Any]) -> list[Table]:
 
 
 def machine(device: str) -> str:
+    """This machine in words, and what runs on it."""
+    backend = "NCCL" if device == "cuda" else "gloo"
+    return f"{hardware(device)}, {backend}, {upstream.version()}"
+
+
+def hardware(device: str) -> str:
     """This machine in words."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     info = Path("/proc/cpuinfo")
@@ -117,7 +124,6 @@ def machine(device: str) -> str:
     if device == "cuda":
         words.append(f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}")
     words.append(f"torch {torch.__version__.partition('+')[0]}")
-    words.append(f"{'NCCL' if device == 'cuda' else 'gloo'}, {upstream.version()}")
     return ", ".join(words)
 
 
@@ -181,11 +187,15 @@ def markdown(table: Table) -> str:
 
 def write_page(record: dict[str, Any], page: str) -> None:
     """Write results between the marks of a page, and their picture beside it."""
-    path = Path(page)
-    before, others = path.read_text().split(_BEGIN)
-    after = others.split(_END)[1]
     text = f"`{COMMAND}`, {record['minutes']:.0f} minutes on {record['machine']}.\n\n"
     text += f"![step times]({_PICTURE})\n\n"
     tables = [steps(found) for found in record["settings"]] + rest(record)
-    path.write_text(before + _BEGIN + text + "\n".join(map(markdown, tables)) + _END + after)
-    draw(record["settings"], path.parent / _PICTURE)
+    put_between_marks(page, text + "\n".join(map(markdown, tables)))
+    draw(record["settings"], Path(page).parent / _PICTURE)
+
+
+def put_between_marks(page: str, text: str) -> None:
+    """Put a text in the place of the one between the marks of a page."""
+    path = Path(page)
+    before, others = path.read_text().split(_BEGIN)
+    path.write_text(before + _BEGIN + text + _END + others.split(_END)[1])

@@ -8,9 +8,8 @@ import dataclasses
 import gc
 import json
 import math
-import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,8 @@ from benchmarks import limit, report
 from benchmarks.cases import Setting
 from benchmarks.engines import BASELINE, ENGINES, PLAIN, Plain, Training, build
 from benchmarks.model import batches
-from benchmarks.noise import Rounds, Sample, busy_seconds, cpus, foreign_share
+from benchmarks.noise import Rounds
+from benchmarks.repeats import Patience, Repeats
 
 __all__ = ["TOLERANCE", "Patience", "loss_difference", "measure", "work"]
 
@@ -30,26 +30,6 @@ TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
 """Of losses, relative: engines add up in different orders, and autocast rounds less often."""
 WARM_UP = 3
 """Steps before anything is timed, whose losses are compared. The pool is there after two."""
-_MOST_STEPS = 20
-
-
-@dataclasses.dataclass(frozen=True)
-class Patience:
-    """How long is measured.
-
-    Attributes:
-        rounds: Undisturbed repeats of each engine.
-        most: Repeats with the disturbed ones.
-        seconds: Least time of a repeat, which is as many steps as that takes.
-        foreign: Part of the machine used by others from which a repeat counts as disturbed.
-        minutes: Of a setting, after which disturbed repeats are not made again.
-    """
-
-    rounds: int = 5
-    most: int = 10
-    seconds: float = 0.2
-    foreign: float = 0.08
-    minutes: float = 1.0
 
 
 def measure(
@@ -119,9 +99,7 @@ class _Contest:
         self.losses: dict[str, torch.Tensor] = {}
         self.failed: dict[str, str] = {}
         self.runs: dict[str, Callable[[], float]] = {}
-        self._start = time.perf_counter()
-        self._minutes = 0.0
-        """Since then, by the clock of rank 0, as of the last repeat."""
+        self._repeats = Repeats(self.device, self._context_of)
 
     def enter(self, name: str) -> None:
         """Build an engine's model and make its first steps; what fails is noted and left out."""
@@ -151,54 +129,12 @@ class _Contest:
         parts = limit.pieces(plain, self.setting, inputs)
         for name, part in parts.items():
             self.runs[name] = lambda part=part: _nothing(part())
-        num_steps = {name: self._steps_of(name, patience.seconds) for name in self.runs}
-        rounds = Rounds(self.runs, patience.rounds, patience.most, patience.foreign)
-        for name in rounds:
-            rounds.note(name, self._repeat(name, num_steps[name]))
-            if self._minutes > patience.minutes:
-                rounds.most = rounds.wanted
+        rounds = self._repeats.measure(self.runs, patience)
         gathers = limit.gathers_per_micro_batch(plain.model)
         return self._found(rounds, list(parts), gathers)
 
-    @contextlib.contextmanager
-    def _context_of(self, name: str) -> Iterator[None]:
-        with ENGINES[name].context(self.device) if name in ENGINES else contextlib.nullcontext():
-            yield
-
-    def _steps_of(self, name: str, seconds: float) -> int:
-        """Steps of a repeat, found by trying one."""
-        took = self._repeat(name, 1).seconds
-        return max(1, min(_MOST_STEPS, math.ceil(seconds / took)))
-
-    def _repeat(self, name: str, num_steps: int) -> Sample:
-        """Time some steps on all ranks together: of the slowest one, alike on all."""
-        run, optimizer = self.runs[name], 0.0
-        allowed = cpus()
-        with self._context_of(name):
-            dist.barrier()
-            self._settle()
-            busy, own, start = busy_seconds(allowed), time.process_time(), time.perf_counter()
-            for _ in range(num_steps):
-                optimizer += run()
-            self._settle()
-            took, own = time.perf_counter() - start, time.process_time() - own
-            busy = None if busy is None else (busy_seconds(allowed) or 0.0) - busy
-        every = torch.zeros(dist.get_world_size(), 5, dtype=torch.float64, device=self.device)
-        minutes = (time.perf_counter() - self._start) / 60
-        mine = [took, optimizer, own, own if busy is None else busy, minutes]
-        every[dist.get_rank()] = torch.tensor(mine, dtype=torch.float64)
-        dist.all_reduce(every)
-        seconds, optimizer_seconds = (every[:, column].max().item() for column in (0, 1))
-        owned = every[:, 2].sum().item()
-        used = owned if busy is None else every[0, 3].item()
-        self._minutes = every[0, 4].item()
-        foreign = foreign_share(used, owned, seconds, len(allowed))
-        return Sample(seconds / num_steps, optimizer_seconds / num_steps, foreign)
-
-    def _settle(self) -> None:
-        """Wait for what is queued: a step on a GPU has returned long before it is done."""
-        if self.device == "cuda":
-            torch.cuda.synchronize()
+    def _context_of(self, name: str) -> contextlib.AbstractContextManager[None]:
+        return ENGINES[name].context(self.device) if name in ENGINES else contextlib.nullcontext()
 
     def _found(self, rounds: Rounds, parts: list[str], gathers: float) -> dict[str, Any]:
         took = {name: rounds.median(name) for name in rounds.samples}

@@ -1,21 +1,21 @@
-"""The simulated cluster against real gloo: `python -m benchmarks.sim.gloo`.
+"""The simulated cluster against real gloo: `python -m benchmarks.sim.gloo --write-docs`.
 
 Units of a model hold weights and sleep, forwards and twice as long backwards: so that ranks that
 share the cores of one machine do not compute in each other's time. Everything else is real, in both
-engines: copies, sums, collectives. The simulation is given what collectives of a few sizes took by
-themselves, and sleeps where it waits for one. Its steps run in turn with the real ones, on all
-ranks at a time. All are means, as steps are sums.
+engines: copies, sums, collectives. The simulation is given what collectives of a few sizes take by
+themselves, and sleeps where it waits for one. Collectives, real steps and simulated ones take turns
+on all ranks; what others on the machine disturb is made again, and medians count.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
-import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from benchmarks import report
 from benchmarks.common import options, ours, run_ranks, wrap_with_fsdp2
+from benchmarks.noise import Rounds
+from benchmarks.repeats import Patience, Repeats, Run
 from megatron_fsdp_v2._text import table
 from megatron_fsdp_v2.diagnostics.simulation import (
     AlphaBeta,
@@ -35,7 +38,11 @@ from megatron_fsdp_v2.diagnostics.simulation import (
 )
 from megatron_fsdp_v2.diagnostics.simulation.process_group import BACKEND
 
+PAGE = "docs/simulation.md"
+COMMAND = "python -m benchmarks.sim.gloo --write-docs"
 ENGINES = {"ours": ours(), "fsdp2": wrap_with_fsdp2}
+NAMES = {"ours": "ours", "fsdp2": "FSDP2"}
+REAL, SIMULATED = "gloo", "simulated"
 Pause = Callable[[float], None]
 
 
@@ -72,110 +79,172 @@ def build(args: argparse.Namespace, seconds: float, pause: Pause) -> nn.Sequenti
     return nn.Sequential(*(Sleeper(args.rows, seconds, pause) for _ in range(args.layers)))
 
 
-def step(model: nn.Module) -> None:
+def step(model: nn.Module) -> float:
     """Forward and backward; there is no optimizer, which would compute."""
     model(torch.ones(1, 8, requires_grad=True)).sum().backward()
     model.zero_grad()
+    return 0.0
 
 
 def compare(mesh: DeviceMesh, args: argparse.Namespace) -> None:
-    """On every rank: steps on gloo and on the simulation in turn; the first rank writes times."""
-    lines: dict[str, AlphaBeta] = {}
+    """On every rank: collectives, and steps on gloo and on the simulation, in turns.
+
+    The first rank writes what was found.
+    """
+    patience = Patience(args.rounds, args.most, 0.2, args.foreign, args.minutes, steps=100)
+    collectives = _Collectives(args.rows * 1024)
     device = HostDevice(RunningTimeline(sleeps=True))
-    with simulated_groups(device, MeasuredNetwork(lines)):
+    with simulated_groups(device, MeasuredNetwork(collectives.lines)):
         group = dist.new_group(backend=BACKEND)
-        meshes = {"gloo": mesh, "simulated": DeviceMesh.from_group(group, "cpu")}
+        meshes = {REAL: mesh, SIMULATED: DeviceMesh.from_group(group, "cpu")}
         models = {
-            (engine, seconds, where): wrap(build(args, seconds * 1e-3, time.sleep), on)
+            f"{engine} {seconds} {where}": wrap(build(args, seconds * 1e-3, time.sleep), on)
             for seconds in args.pauses
             for engine, wrap in ENGINES.items()
             for where, on in meshes.items()
         }
-        measured: dict[str, dict[int, list[float]]] = {kind: {} for kind in _CALLS}
-        steps: dict[str, list[float]] = {}
-        for repeat in range(args.repeats + 1):
-            _measure(measured, args.rows * 1024, lines)
-            for (engine, seconds, where), model in models.items():
-                # What disturbs one disturbs all.
-                dist.barrier()
-                began = time.perf_counter()
-                step(model)
-                if repeat:
-                    took = time.perf_counter() - began
-                    steps.setdefault(f"{engine} {seconds} {where}", []).append(took)
+        runs = {name: functools.partial(step, model) for name, model in models.items()}
+
+        def before(name: str, rounds: Rounds) -> None:
+            if name.endswith(SIMULATED):
+                collectives.fit(rounds)
+
+        rounds = Repeats().measure(collectives.runs() | runs, patience, before)
     if dist.get_rank() == 0:
         Path(args.out).mkdir(parents=True, exist_ok=True)
-        path = Path(args.out) / f"gloo-{mesh.size()}.json"
-        path.write_text(json.dumps({key: statistics.fmean(took) for key, took in steps.items()}))
+        found = {
+            name: {
+                "seconds": rounds.median(name),
+                "disturbed": rounds.is_disturbed(name),
+                "samples": [(sample.seconds, sample.foreign) for sample in samples],
+            }
+            for name, samples in rounds.samples.items()
+        }
+        (Path(args.out) / f"gloo-{mesh.size()}.json").write_text(json.dumps(found))
 
 
-def _measure(
-    measured: dict[str, dict[int, list[float]]], full: int, lines: dict[str, AlphaBeta]
-) -> None:
-    """Time collectives of a few sizes once more, and fit lines to the means so far."""
-    for kind, call in _CALLS.items():
-        for numel in (full // 4, full // 2, full, 2 * full):
-            nbytes, seconds = _timed(call, numel)
-            measured[kind].setdefault(nbytes, []).append(seconds)
-        means = {nbytes: statistics.fmean(times) for nbytes, times in measured[kind].items()}
-        lines[kind] = AlphaBeta.fitted(means)
+class _Collectives:
+    """Collectives of a few sizes, by themselves, and lines through what they take.
+
+    Args:
+        full: Elements of a unit.
+
+    Attributes:
+        lines: By kind; they follow what is found.
+    """
+
+    def __init__(self, full: int) -> None:
+        self.lines: dict[str, AlphaBeta] = {}
+        self._calls: dict[str, tuple[str, int, Run]] = {}
+        for kind, make in _CALLS.items():
+            for numel in (full // 4, full // 2, full, 2 * full):
+                nbytes, call = make(numel)
+                self._calls[f"{kind}, {nbytes} bytes"] = kind, nbytes, call
+        # What the first simulated step is given, before anything is measured in turns.
+        self._first = {name: self._try(call) for name, (_, _, call) in self._calls.items()}
+        self._fit(self._first)
+
+    def runs(self) -> dict[str, Run]:
+        """What to measure, by name."""
+        return {name: call for name, (_, _, call) in self._calls.items()}
+
+    @staticmethod
+    def _try(call: Run) -> float:
+        call()
+        dist.barrier()
+        began = time.perf_counter()
+        for _ in range(3):
+            call()
+        return (time.perf_counter() - began) / 3
+
+    def fit(self, rounds: Rounds) -> None:
+        """Take what was found so far."""
+        measured = {name: rounds.median(name) for name in self._calls if rounds.samples[name]}
+        self._fit(self._first | measured)
+
+    def _fit(self, seconds: Mapping[str, float]) -> None:
+        by_kind: dict[str, dict[int, float]] = {}
+        for name, (kind, nbytes, _) in self._calls.items():
+            by_kind.setdefault(kind, {})[nbytes] = seconds[name]
+        self.lines |= {kind: AlphaBeta.fitted(found) for kind, found in by_kind.items()}
 
 
-def _all_gather(numel: int) -> tuple[int, Callable[[], Any]]:
-    full = torch.zeros(numel)
+# Each into memory that is given for it, as engines have it: whoever writes there first pays for the
+# pages.
+
+
+def _all_gather(numel: int) -> tuple[int, Run]:
     shard = torch.zeros(numel // dist.get_world_size())
-    return full.nbytes, functools.partial(dist.all_gather_into_tensor, full, shard)
+
+    def run() -> float:
+        dist.all_gather_into_tensor(torch.empty(numel), shard)
+        return 0.0
+
+    return 4 * numel, run
 
 
-def _reduce_scatter(numel: int) -> tuple[int, Callable[[], Any]]:
+def _reduce_scatter(numel: int) -> tuple[int, Run]:
     full = torch.zeros(numel)
-    shard = torch.zeros(numel // dist.get_world_size())
-    return full.nbytes, functools.partial(dist.reduce_scatter_tensor, shard, full)
+
+    def run() -> float:
+        dist.reduce_scatter_tensor(torch.empty(numel // dist.get_world_size()), full)
+        return 0.0
+
+    return 4 * numel, run
 
 
-def _all_to_all(numel: int) -> tuple[int, Callable[[], Any]]:
+def _all_to_all(numel: int) -> tuple[int, Run]:
     """As ours does for a reduce-scatter: one's own piece does not travel."""
     size, rank = dist.get_world_size(), dist.get_rank()
     numels = [numel // size if other != rank else 0 for other in range(size)]
-    sent, received = torch.zeros(sum(numels)), torch.zeros(sum(numels))
-    call = functools.partial(dist.all_to_all_single, received, sent, numels, numels)
-    return sent.nbytes, call
+    sent = torch.zeros(sum(numels))
+
+    def run() -> float:
+        dist.all_to_all_single(torch.empty(sum(numels)), sent, numels, numels)
+        return 0.0
+
+    return sent.nbytes, run
 
 
 _CALLS = {"all_gather": _all_gather, "reduce_scatter": _reduce_scatter, "all_to_all": _all_to_all}
 
 
-def _timed(call: Callable[[int], tuple[int, Callable[[], Any]]], numel: int) -> tuple[int, float]:
-    nbytes, run = call(numel)
-    run()
-    dist.barrier()
-    began = time.perf_counter()
-    for _ in range(3):
-        run()
-    return nbytes, (time.perf_counter() - began) / 3
-
-
 def main(words: Sequence[str] | None = None) -> list[float]:
     """Compare, and write a table; return simulated over real times."""
-    parser = options("benchmarks.sim.gloo", __doc__, layers=4, rows=1024, repeats=8)
+    patience = Patience()
+    counts = {"layers": 4, "rows": 1024, "rounds": patience.rounds, "most": 8}
+    parser = options("benchmarks.sim.gloo", __doc__, **counts)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--pauses", type=float, nargs="+", default=[5.0, 20.0], metavar="MS")
+    parser.add_argument("--foreign", type=float, default=patience.foreign, help="that disturbs")
+    parser.add_argument("--minutes", type=float, default=patience.minutes, help="for each of ranks")
+    parser.add_argument("--write-docs", action="store_true", help=f"also into {PAGE}")
     args = parser.parse_args(words)
-    rows = [["ranks", "engine", "pause", "gloo", "simulated", "ratio"]]
-    ratios = []
-    counts = args.ranks
-    for num_ranks in counts:
-        args.ranks = num_ranks
-        run_ranks(compare, args)
+    began = time.perf_counter()
+    rows, ratios, is_any_disturbed = [], [], False
+    for num_ranks in args.ranks:
+        run_ranks(compare, argparse.Namespace(**{**vars(args), "ranks": num_ranks}))
         found = json.loads((Path(args.out) / f"gloo-{num_ranks}.json").read_text())
-        for seconds in args.pauses:
-            for engine in ENGINES:
-                took = found[f"{engine} {seconds} gloo"]
-                virtual = found[f"{engine} {seconds} simulated"]
-                ratios.append(virtual / took)
-                times = (f"{seconds:g} ms", f"{took * 1e3:.1f} ms", f"{virtual * 1e3:.1f} ms")
-                rows.append([str(num_ranks), engine, *times, f"{virtual / took:.2f}"])
-    sys.stdout.writelines(f"{line}\n" for line in table(rows))
+        for seconds, engine in itertools.product(args.pauses, ENGINES):
+            real, simulated = (found[f"{engine} {seconds} {where}"] for where in (REAL, SIMULATED))
+            took, virtual = real["seconds"], simulated["seconds"]
+            ratios.append(virtual / took)
+            is_disturbed = real["disturbed"] or simulated["disturbed"]
+            is_any_disturbed |= is_disturbed
+            star = " (*)" if is_disturbed else ""
+            times = (f"{seconds:g} ms", f"{took * 1e3:.1f} ms", f"{virtual * 1e3:.1f} ms")
+            rows.append((str(num_ranks), NAMES[engine], *times, f"{virtual / took:.2f}{star}"))
+    minutes = (time.perf_counter() - began) / 60
+    remark = "(*) Too few undisturbed repeats: the least disturbed ones count."
+    remarks = [remark] if is_any_disturbed else []
+    worst = max(abs(ratio - 1) for ratio in ratios)
+    title = f"At most {worst:.0%} apart"
+    head = ("ranks", "engine", "a unit sleeps", "gloo", "simulated", "ratio")
+    sys.stdout.writelines(f"{line}\n" for line in [*table([head, *rows]), *remarks, title])
+    if args.write_docs:
+        text = f"`{COMMAND}`, {minutes:.0f} minutes on {report.hardware('cpu')}.\n\n"
+        shown = report.markdown(report.Table(title, head, rows, remarks))
+        report.put_between_marks(PAGE, text + shown)
     return ratios
 
 

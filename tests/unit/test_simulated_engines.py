@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from benchmarks.sim import gloo
 from benchmarks.sim.__main__ import main
 from benchmarks.sim.engines import ENGINES
 from benchmarks.sim.estimate import planned
-from benchmarks.sim.models import Shape
+from benchmarks.sim.models import SHAPES, Shape
 from benchmarks.sim.steps import Job, Measured, measure
 from megatron_fsdp_v2.plan import find_machine
 
@@ -70,6 +72,17 @@ def test_a_plan_has_the_step_time_of_the_simulation(planned_job: Job) -> None:
     assert planned(planned_job, MACHINE).step.seconds == pytest.approx(measured.step, rel=0.1)
 
 
+def test_the_page_has_the_step_times_of_both() -> None:
+    page = (Path(__file__).parents[2] / "docs/simulation.md").read_text()
+    rows = re.findall(r"^\| ([\d,]+) ranks \| ([\d.]+) ms \| ([\d.]+) ms \|$", page, re.MULTILINE)
+    assert len(rows) > 2
+    for ranks, *times in rows:
+        shape = dataclasses.replace(SHAPES["8b"], num_layers=4)
+        job = Job(shape, int(ranks.replace(",", "")), sequence=2048, products_only=True)
+        seconds = measure("ours", job, MACHINE).step, planned(job, MACHINE).seconds
+        assert [f"{each * 1e3:.1f}" for each in seconds] == times, ranks
+
+
 def test_the_command_compares_both(capsys: pytest.CaptureFixture[str]) -> None:
     main(["--model", "8b", "--layers", "2", "--ranks", "8", "--sequence", "512"])
     said = capsys.readouterr().out
@@ -83,4 +96,8 @@ def test_a_step_on_gloo_takes_what_the_simulation_says(num_ranks: str, tmp_path:
     if os.getloadavg()[0] > 1:
         pytest.skip("others use this machine, and real steps wait for them")
     words = ["--ranks", num_ranks, "--pauses", "20", "--out", str(tmp_path)]
-    assert gloo.main(words) == pytest.approx([1.0, 1.0], rel=0.15)
+    ratios = gloo.main(words)
+    found = json.loads((tmp_path / f"gloo-{num_ranks}.json").read_text())
+    if any(each["disturbed"] for each in found.values()):
+        pytest.skip("others used this machine meanwhile")
+    assert ratios == pytest.approx([1.0, 1.0], rel=0.15)

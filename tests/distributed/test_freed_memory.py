@@ -96,7 +96,7 @@ def watched() -> Iterator[Counter[str]]:
         assert not +used, "a collective was never waited for"
 
 
-_QUICK = ("alone", "pool and buckets", "ahead")
+_QUICK = ("pool and buckets", "ahead")
 
 
 @on_ranks(

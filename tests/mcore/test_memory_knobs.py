@@ -9,11 +9,11 @@ from tests.mcore.flags import OVERLAP, fsdp
 from tests.mcore.trained import assert_equal, trained
 from tests.ranks import RankPools
 
-KNOBS = "--fsdp-unshard-prefetch-depth 2 --fsdp-max-live-grad-buffers 3"
+AFTER_STEP = "--fsdp-unshard-after-step"
+KNOBS = f"--fsdp-unshard-prefetch-depth 2 --fsdp-max-live-grad-buffers 3 {AFTER_STEP}"
 BYTES = "--fsdp-unshard-prefetch-bytes 1MiB"
 SUGGESTED = "--suggested-communication-unit-size 100001"
 BUCKETS = "--fsdp-bucket-bytes 1MiB"
-AFTER_STEP = "--fsdp-unshard-after-step"
 DOUBLE = "--fsdp-double-buffer --fsdp-db-use-persist-buf-on-alloc-fail"
 REGISTERED = "--use-nccl-ub --disable-symmetric-registration"
 POOLED = f"{REGISTERED} --fsdp-trace-pool"
@@ -39,13 +39,12 @@ def test_the_knobs_reach_the_units_and_change_no_loss(megatron: RankPools) -> No
     plain = trained(megatron, 2, *common, probe=_knobs)
     assert plain.extras[0] == (1, None, 2, 0, 0)
     told: dict[str, Told] = {
-        KNOBS: (2, None, 3, 0, 0),
+        # The root, and the units that are gathered ahead of it.
+        KNOBS: (2, None, 3, 0, 3),
         BYTES: (None, 1 << 20, 2, 0, 0),
         # Half of the elements, of four bytes each.
         SUGGESTED: (None, 200_000, 2, 0, 0),
         BUCKETS: (1, None, 2, 1 << 20, 0),
-        # The root, and the unit that is gathered ahead of it.
-        AFTER_STEP: (1, None, 2, 0, 2),
     }
     for flags in (*told, DOUBLE, REGISTERED, POOLED):
         found = trained(megatron, 2, *common, flags, probe=_knobs)

@@ -63,6 +63,7 @@ def described() -> dict[str, Any]:
         "overlapping, experts but in the first": f"{overlapping} {dense_first}",
         "state in other dtypes": "--bf16 --use-precision-aware-optimizer --main-grads-dtype bf16 "
         "--exp-avg-dtype fp8 --exp-avg-sq-dtype bf16",
+        "knobs": "--fsdp-unshard-after-step --fsdp-bucket-bytes 1MiB",
         "bf16": "--bf16",
         "FP8": "--bf16 --fp8-format e4m3 --fp8-recipe tensorwise --fp8-param-gather",
         "FP4": "--bf16 --fp4-format e2m1 --fp4-param-gather",
@@ -105,6 +106,14 @@ def test_an_offloaded_optimizer_is_planned_with_its_fraction(described: dict[str
     assert not isinstance(found, str), found
     assert found.stages[0].offload_fraction == 0.25
     assert described["for GPUs"].stages[0].offload_fraction == 0.0
+
+
+def test_knobs_are_planned(described: dict[str, Any]) -> None:
+    for name, expected in {"knobs": (True, 1 << 20), "bf16": (False, None)}.items():
+        found = described[name]
+        assert not isinstance(found, str), found
+        stage = found.stages[0]
+        assert (stage.enable_unshard_after_step, stage.bucket_bytes) == expected
 
 
 def test_weights_of_4_bits_are_planned_with_half_a_byte(described: dict[str, Any]) -> None:

@@ -33,6 +33,7 @@ from megatron_fsdp_v2.plan import (
     sources,
     strategies,
 )
+from megatron_fsdp_v2.plan.exposure import Reason
 from megatron_fsdp_v2.plan.sharding import shard
 from tests.pages import check_page
 from tests.processes import ROOT
@@ -303,6 +304,19 @@ def test_prefetching_hides_gathers_behind_computation() -> None:
     hidden, exposed = (plan_one(t, ZERO_3, MACHINE).exposed_seconds for t in (ahead, in_turn))
     # What is left is the root's: gathered before anything else, reduced after it.
     assert 0 < hidden < 0.6 * exposed
+
+
+def test_what_the_optimizers_step_gathers_is_counted_once_and_begins_the_next_step() -> None:
+    usual = training(tokens=10**5, num_microbatches=4, unshard_prefetch_depth=2)
+    ahead = dataclasses.replace(usual, enable_unshard_after_step=True)
+    then, now = (plan_one(t, ZERO_3, MACHINE) for t in (usual, ahead))
+    assert now.step.collectives == then.step.collectives
+    first = [event.unit for event in now.step.events[-3:] if event.kind == "all_gather"]
+    assert first == ["", "layers.0", "layers.1"]
+    # Without a host there is nothing between two steps that they could overlap.
+    assert now.seconds == pytest.approx(then.seconds)
+    assert {each.reason for each in now.overlap.exposures[:2]} == {Reason.FIRST}
+    assert now.peak_nbytes >= then.peak_nbytes
 
 
 def test_middle_micro_batches_count_as_often_as_there_are() -> None:

@@ -282,6 +282,11 @@ class ParameterGroup:
         """
         return self._refreshed_at != (weight_version, self.members.versions())
 
+    def note_unstepped(self, weight_version: int) -> None:
+        """Note that the weight version changed, and not for these weights."""
+        if self._refreshed_at is not None:
+            self._refreshed_at = (weight_version, self._refreshed_at[1])
+
     def refresh(self, weight_version: int, *, async_op: bool) -> None:
         """Bring the model weights up to date. Collective where it has to be.
 

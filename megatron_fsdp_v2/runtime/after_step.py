@@ -29,6 +29,9 @@ def unshard_after_step(context: Context, stepped: AbstractSet[int]) -> None:
     is_between = context.is_checked and not (in_backward() or context.is_in_forward)
     if not (units and is_between) or context.is_scheduled or needs_repair(context):
         return
+    for unit in units:
+        if unit.is_gathered_after_step:
+            unit.note_unstepped(stepped, context.weight_version)
     # One that is not done would have to be gathered again, and order is the forward's.
     ready = itertools.takewhile(
         lambda unit: unit.is_stepped(context.stepped), context.gathers.before_pass(units[0])

@@ -194,6 +194,17 @@ class UnitBase(ABC):
             for group in self.held_groups
         )
 
+    def note_unstepped(self, stepped: AbstractSet[int], weight_version: int) -> None:
+        """Leave weights that an earlier optimizer's step had gathered as they are.
+
+        Args:
+            stepped: `id()`s of the parameters of the optimizer that stepped now.
+            weight_version: Of the weights as they are now.
+        """
+        for group in self.held_groups:
+            if not any(id(param) in stepped for param in group.sharded_params):
+                group.note_unstepped(weight_version)
+
     def check_unchanged(self) -> None:
         """See that weights gathered after a step are those that are there now.
 

@@ -188,6 +188,29 @@ def test_a_unit_waits_for_all_optimizers_of_its_parameters() -> None:
 
 
 @on_ranks(2)
+def test_what_one_optimizer_has_done_is_not_gathered_again_for_the_next_one() -> None:
+    model, _ = _made(**AHEAD)
+    plain, _ = _made()
+    optimizers = []
+    for made in (model, plain):
+        blocks = [*made.blocks.parameters()]
+        others = [*made.input.parameters(), *made.output.parameters()]
+        optimizers.append([torch.optim.SGD(params, lr=0.1) for params in (others, blocks)])
+    wire = listen(model)
+    for _ in range(2):
+        before = wire.count("all_gather")
+        for made, both in zip((model, plain), optimizers, strict=True):
+            _backward(made)
+            both[0].step()
+            assert _gathered(made) == [made is model, False, False, False]
+            both[1].step()
+            made.zero_grad()
+    # Forward and backward of three blocks, and the root, once each.
+    assert wire.count("all_gather") == before + 2 * 3 + 1
+    assert all(map(torch.equal, shards_of(model), shards_of(plain)))
+
+
+@on_ranks(2)
 def test_what_is_held_between_steps_is_bounded_and_given_back() -> None:
     model, optimizer = _made(**AHEAD)
     _step(model, optimizer)

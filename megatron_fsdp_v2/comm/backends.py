@@ -37,6 +37,7 @@ from megatron_fsdp_v2.comm.streams import Stream, StreamCommunicator
 from megatron_fsdp_v2.comm.together import Labeled, Together
 
 __all__ = [
+    "SUM_CHUNK",
     "CpuCommunicator",
     "CudaStreams",
     "NcclCollectives",
@@ -50,7 +51,7 @@ __all__ = [
 
 _ANYWHERE: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
-_CHUNK = 1 << 16
+SUM_CHUNK = 1 << 16
 """Elements summed at a time where dtypes differ, or the sum is not made in place."""
 
 
@@ -195,15 +196,17 @@ def _reduce_scatter(c: Collective) -> _Call:
     numels = [full.numel() // size if r != rank else 0 for r in range(size)]
     matrix = full.view(size, -1)
     end = _move_to_end(matrix, rank)
-    received = full.new_empty(sum(numels))
+    lent = None if c.accumulate else c.arrival
+    received = full.new_empty(sum(numels)) if lent is None else lent
     sent = matrix[1:] if end == 0 else matrix[:-1]
     pieces = list(received.view(size - 1, -1))
     pieces.insert(rank, matrix[end])
 
     def finish() -> None:
-        _sum_into(c.output, pieces, c.scale, c.accumulate)
-        # Gloo's own thread lets go of it only when it gets to run again.
-        received.untyped_storage().resize_(0)
+        _sum_into(c.output, pieces, c.scale, c.accumulate, are_apart=lent is None)
+        if lent is None:
+            # Gloo's own thread lets go of it only when it gets to run again.
+            received.untyped_storage().resize_(0)
 
     operands = (received, sent.view(-1), numels, numels)
     return _Call(dist.all_to_all_single, operands, finish)
@@ -294,11 +297,17 @@ def _move_to_end(pieces: torch.Tensor, index: int) -> int:
 
 
 def _sum_into(
-    into: torch.Tensor, pieces: list[torch.Tensor], scale: float, accumulate: bool
+    into: torch.Tensor,
+    pieces: list[torch.Tensor],
+    scale: float,
+    accumulate: bool,
+    *,
+    are_apart: bool = True,
 ) -> None:
     """Store or add `scale` times the sum of pieces, made in their order in `into`'s dtype.
 
-    What the pieces hold may be used up.
+    What the pieces hold may be used up. Where they are not apart from `into`, one of them is the
+    end of it: a chunk of the sum is stored where that chunk of it was, or before.
     """
     if not accumulate and pieces[0].dtype == into.dtype:
         torch.add(pieces[0], pieces[1], out=into)
@@ -307,14 +316,17 @@ def _sum_into(
         if scale != 1.0:
             into.mul_(scale)
         return
-    tensors = (torch.split(tensor, _CHUNK) for tensor in (into, *pieces))
+    tensors = (torch.split(tensor, SUM_CHUNK) for tensor in (into, *pieces))
     for target, first, *others in zip(*tensors, strict=True):
         # What is of another dtype is copied, also to add it; of a chunk, that is a small copy.
-        total = first.to(target.dtype) if accumulate else target.copy_(first)
+        is_direct = are_apart and not accumulate
+        total = target.copy_(first) if is_direct else first.to(target.dtype)
         for other in others:
             total.add_(other)
         if accumulate:
             target.add_(total, alpha=scale)
+        elif not is_direct:
+            torch.mul(total, scale, out=target)
         elif scale != 1.0:
             total.mul_(scale)
 

@@ -104,6 +104,9 @@ class Collective(NamedTuple):
         input_numels: Elements that it sends to each rank.
         before: Queues what fills the input, in the same queue.
         after: Queues what becomes of the output, likewise.
+        arrival: Memory of the output, in the dtype of the input, for all that other ranks send to
+            a reduce-scatter; free for that until the sum is stored, unless it is added. None where
+            it does not fit in there.
     """
 
     kind: CollectiveKind
@@ -117,6 +120,7 @@ class Collective(NamedTuple):
     input_numels: Sequence[int] = ()
     before: Callable[[], object] | None = None
     after: Callable[[], object] | None = None
+    arrival: torch.Tensor | None = None
 
     @property
     def full(self) -> torch.Tensor:

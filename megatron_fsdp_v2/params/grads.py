@@ -23,7 +23,7 @@ from megatron_fsdp_v2.comm.interface import (
 from megatron_fsdp_v2.layout.placement import Placement
 from megatron_fsdp_v2.params.gathered_parameter import FusedGradient
 from megatron_fsdp_v2.params.grad_buffers import GradBuffers
-from megatron_fsdp_v2.params.main_gradient import MainGradient
+from megatron_fsdp_v2.params.main_gradient import GradientMemory, MainGradient
 from megatron_fsdp_v2.params.sharded_grads import ShardedGrads
 
 if TYPE_CHECKING:
@@ -259,7 +259,7 @@ class GroupGrads:
             )
             alone = Axis(self._inner.group, 1, 0)
             kind = CollectiveKind.REDUCE_SCATTER
-            collective = Collective(kind, self._main_tensor, own, alone, CommStream.REDUCE)
+            collective = Collective(kind, self._main_memory.flat, own, alone, CommStream.REDUCE)
             collective = self._into_main(collective._replace(accumulate=accumulate))
             return self._comm.issue(collective, async_op=False)
         before, after = self._factors()
@@ -269,8 +269,17 @@ class GroupGrads:
         terms = buffers.in_comm_dtype(buffers.full, buffers.grad_comm)
         where = self._inner, CommStream.REDUCE
         if partial is None:
+            memory = self._main_memory
             collective = self._into_main(
-                Collective(self._inner_kind, self._main_tensor, terms, *where, after, accumulate)
+                Collective(
+                    self._inner_kind,
+                    memory.flat,
+                    terms,
+                    *where,
+                    after,
+                    accumulate,
+                    arrival=memory.arrival,
+                )
             )
         else:
             accumulate = self.has_partial
@@ -279,11 +288,11 @@ class GroupGrads:
         return self._comm.issue(collective, async_op=async_op)
 
     @property
-    def _main_tensor(self) -> torch.Tensor:
-        """The main gradient, while a reduction of it is under way."""
+    def _main_memory(self) -> GradientMemory:
+        """The main gradient's, while a reduction of it is under way."""
         memory = self._main.memory
         assert memory is not None, self.name
-        return memory.flat
+        return memory
 
     def _into_main(self, collective: Collective) -> Collective:
         """A sum that ends in the main gradient: by way of the device where that is offloaded."""
@@ -294,7 +303,7 @@ class GroupGrads:
         load = functools.partial(here.copy_, main, non_blocking=True)
         store = functools.partial(main.copy_, here, non_blocking=True)
         before = load if collective.accumulate else None
-        return collective._replace(output=here, before=before, after=store)
+        return collective._replace(output=here, arrival=None, before=before, after=store)
 
     def end_inner(self) -> None:
         """The reduction along the inner axis has been waited for: drop the full buffer."""
@@ -318,8 +327,15 @@ class GroupGrads:
         self._partial_state = self._moved(self._partial_state, GradState.REDUCING)
         terms = buffers.in_comm_dtype(buffers.partial, buffers.outer_grad_comm)
         where, scale = (self._outer, CommStream.OUTER), self._factors()[1]
+        memory = self._main_memory
         collective = Collective(
-            self._outer_kind, self._main_tensor, terms, *where, scale, accumulate
+            self._outer_kind,
+            memory.flat,
+            terms,
+            *where,
+            scale,
+            accumulate,
+            arrival=memory.arrival,
         )
         return self._comm.issue(self._into_main(collective), async_op=async_op)
 

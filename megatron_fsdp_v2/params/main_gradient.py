@@ -12,6 +12,7 @@ import torch
 from megatron_fsdp_v2.comm.interface import Communicator
 from megatron_fsdp_v2.dtensor.attributes import requires_grad_at_once
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of
+from megatron_fsdp_v2.layout.placement import Placement
 from megatron_fsdp_v2.params.buffer import DataParallelBuffer, FlatSpec, place_in
 
 __all__ = ["GradientMemory", "MainGradient", "any_set"]
@@ -51,6 +52,9 @@ class GradientMemory:
     Attributes:
         flat: The flat tensor.
         views: This rank's rows of every parameter; None where it has none.
+        arrival: Its end in the communication dtype, see `Collective.arrival`. Kept, since a thread
+            of the communication library may hold it for longer than it uses it: whoever else is
+            on this memory is found by counting tensors.
     """
 
     __slots__ = (
@@ -62,21 +66,27 @@ class GradientMemory:
         "_retired",
         "_shown",
         "_uses",
+        "arrival",
         "flat",
         "views",
     )
 
     def __init__(
-        self, main: MainGradient, flat: torch.Tensor, views: Sequence[torch.Tensor | None]
+        self,
+        main: MainGradient,
+        flat: torch.Tensor,
+        views: Sequence[torch.Tensor | None],
+        arrival: torch.Tensor | None,
     ) -> None:
         self._main = weakref.ref(main)
         self.flat = flat
         self.views = views
+        self.arrival = arrival
         self._shown: list[weakref.ref[UnevenDTensor] | None] = [None] * len(views)
         self._num_shown = 0
         # In C++, of every view; a DTensor may have one.
         self._uses = [1] * len(views)
-        self._num_tensors = 1 + sum(view is not None for view in views)
+        self._num_tensors = 1 + sum(view is not None for view in (*views, arrival))
         self._retired: dict[int, UnevenDTensor] = {}
         self._own_storage_references = self._num_storage_references()
 
@@ -169,7 +179,7 @@ class GradientMemory:
                 return True
         if self._num_storage_references() > self._own_storage_references:
             return True
-        tensors = [self.flat, *(view for view in self.views if view is not None)]
+        tensors = [self.flat, *(v for v in (*self.views, self.arrival) if v is not None)]
         shown_too = (self.shown(index) for index in range(len(grads)))
         tensors += [local_of(grad) for grad in shown_too if grad is not None]
         return self._num_on_storage() > len({id(tensor) for tensor in tensors})
@@ -207,6 +217,11 @@ class MainGradient:
             for offset, shape in places
         ]
         self._nbytes = 0
+        comm, main = flat.dtypes.grad_comm, flat.dtypes.main_grad
+        # Of one other rank: a sum is as large as what each of them sends, or larger.
+        is_of_one = flat.placements[0].main_grad is Placement.SHARD and flat.grid.axes[0].size == 2
+        fits = is_of_one and comm.itemsize <= main.itemsize and not self.is_offloaded
+        self._arrival_dtype = comm if fits else None
         self.has_rows = [place is not None for place in self._places]
         self._memory: weakref.ref[GradientMemory] | None = None
         # While reductions are under way, and in host memory for good.
@@ -268,7 +283,10 @@ class MainGradient:
             self._on_memory(flat)
         # `data`: a view with a version counter of its own, see `alias_of`.
         views = [place and torch.as_strided(flat, *place).data for place in self._places]
-        memory = GradientMemory(self, flat, views)
+        arrival = None
+        if self._arrival_dtype is not None:
+            arrival = flat.view(self._arrival_dtype).narrow(0, -flat.numel(), flat.numel()).data
+        memory = GradientMemory(self, flat, views, arrival)
         self._memory = weakref.ref(memory)
         return memory
 

@@ -18,6 +18,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from megatron_fsdp_v2.comm.backends import SUM_CHUNK
 from megatron_fsdp_v2.layout.mixed_precision import GroupDtypes
 from megatron_fsdp_v2.layout.placement import AxisPlacements, Placement
 from megatron_fsdp_v2.params.formats import PayloadBytes
@@ -45,6 +46,8 @@ class GroupBytes:
         received: What arrives in an inner reduction, on a CPU (NCCL needs no such buffer), and a
             sum on its way to host memory.
         outer_received: Likewise in an outer one.
+        lent: What of that arrives in the main gradient, where it is not added to what is there.
+        summed: What is taken to sum it up there, where dtypes differ; of one group at a time.
         accumulates_unreduced: Whether the full gradient buffer lives between micro-batches.
         gathered_besides: What the other one of a forward and a backward gathers besides, where
             these compute with different bytes.
@@ -60,6 +63,8 @@ class GroupBytes:
     outer_comm: int = 0
     received: int = 0
     outer_received: int = 0
+    lent: int = 0
+    summed: int = 0
     accumulates_unreduced: bool = False
     gathered_besides: int = 0
 
@@ -122,8 +127,15 @@ class GroupBytes:
         inner = placements[-1].main_grad
         partial = _held(numel, axis_sizes[-1:], [inner]) if len(axis_sizes) > 1 else 0
         outer = placements[0].main_grad
+        # Of the last of the reductions, and of one other rank: see `MainGradient`.
+        last = _received(partial or numel, axis_sizes[0], outer, on_cpu)
+        is_lent = axis_sizes[0] == 2 and comm.itemsize <= dtypes.main_grad.itemsize
+        lent = last if is_lent and not offloaded else 0
+        summed = min(lent, SUM_CHUNK) if comm != dtypes.main_grad else 0
         return replace(
             trained,
+            lent=lent * comm.itemsize,
+            summed=summed * dtypes.main_grad.itemsize,
             grad_comm=numel * comm.itemsize if buffer != comm else 0,
             partial_grad=partial * dtypes.main_grad.itemsize,
             outer_comm=partial * comm.itemsize if dtypes.main_grad != comm else 0,
@@ -137,6 +149,20 @@ class GroupBytes:
     def resting(self) -> int:
         """Bytes between steps."""
         return self.main_weight + self.model_weight
+
+    def in_backward(self, *, is_set: bool) -> GroupBytes:
+        """What a backward takes, beside what is there before it.
+
+        Args:
+            is_set: Whether its main gradient is, to which is added then.
+        """
+        if is_set:
+            return replace(self, main_grad=0, lent=0, summed=0)
+        if not self.lent:
+            return self
+        if self.partial_grad:
+            return replace(self, outer_received=self.outer_received - self.lent)
+        return replace(self, received=self.received - self.lent)
 
 
 def _held(numel: int, sizes: Sequence[int], placements: Sequence[Placement]) -> int:
@@ -280,15 +306,13 @@ def peak_bytes(
             raise ValueError(f"units: unit {index} has parent {unit.parent}; list parents first")
     if not units:
         raise ValueError("units is empty; list at least the root")
-    settled = 0
-    if has_gradients is not False:
-        is_set = functools.partial(_is_set, but_waiting=has_gradients is None)
-        settled = sum(g.main_grad for unit in units for g in unit.groups if is_set(g))
-        units = [
-            replace(u, groups=tuple(replace(g, main_grad=0) if is_set(g) else g for g in u.groups))
-            for u in units
-        ]
-    tree = _Tree(units, bucket_bytes or 0)
+    is_set = functools.partial(_is_set, has_gradients=has_gradients)
+    settled = sum(g.main_grad for unit in units for g in unit.groups if is_set(g))
+    is_received = any(unit.sum("received") for unit in units)
+    units = [
+        replace(u, groups=tuple(g.in_backward(is_set=is_set(g)) for g in u.groups)) for u in units
+    ]
+    tree = _Tree(units, bucket_bytes or 0, is_received=is_received)
     limit = PrefetchLimit.of(unshard_prefetch_depth, unshard_prefetch_bytes, bucket_bytes)
     drain = max_live_grad_buffers if is_reduction_async else 0
     resting = PeakBytes(
@@ -302,12 +326,15 @@ def peak_bytes(
         activations=activations,
         unit=0,
     )
-    buffers, comm, main = tree.last_gradients(drain)
-    best = replace(resting, main_grad=settled + main, grad_buffer=buffers, communication=comm)
+    last = [
+        replace(resting, main_grad=settled + main, grad_buffer=buffers, communication=comm)
+        for buffers, comm, main in tree.last_gradients(drain)
+    ]
+    best = max(last, key=lambda peak: peak.total)
     if gathers_after_step:
         first = tree.gathered_in_forward(0, limit, num_held_beside)
         gathered = sum(units[i].gathered for i in first)
-        moment = replace(resting, main_grad=settled + main, gathered=gathered)
+        moment = replace(resting, main_grad=last[-1].main_grad, gathered=gathered)
         best = max(best, moment, key=lambda peak: peak.total)
     unreduced = sum(_unreduced(unit, is_filling=False) for unit in units) if accumulates else 0
     for index in range(len(units)):
@@ -336,25 +363,33 @@ def peak_bytes(
     return best
 
 
-def _is_set(group: GroupBytes, *, but_waiting: bool) -> bool:
+def _is_set(group: GroupBytes, *, has_gradients: bool | None) -> bool:
     """Whether a group's main gradient is there before the last backward of a step.
 
     Args:
         group: The group.
-        but_waiting: Whether it is not where gradients wait somewhere else to be synchronized.
+        has_gradients: See `peak_bytes`.
     """
-    waits = group.accumulates_unreduced or group.partial_grad
-    return not (but_waiting and waits)
+    if has_gradients is None:
+        # Not where gradients wait somewhere else to be synchronized.
+        return not (group.accumulates_unreduced or group.partial_grad)
+    return has_gradients
 
 
 class _Tree:
     """Orders in which a backward goes through units inside units."""
 
-    def __init__(self, units: Sequence[UnitBytes], bucket_nbytes: int) -> None:
+    def __init__(
+        self, units: Sequence[UnitBytes], bucket_nbytes: int, *, is_received: bool
+    ) -> None:
         self.units = units
         self._bucket_nbytes = bucket_nbytes
         self._has_partial = any(unit.sum("partial_grad") for unit in units)
-        self._has_received = any(unit.sum("received") for unit in units)
+        self._has_received = is_received
+        groups = [group for unit in units for group in unit.groups]
+        self._summed = max((group.summed for group in groups), default=0)
+        # Along the outer axis that is when a full buffer has been freed, which is larger.
+        self._summed_in_room = max((g.summed for g in groups if not g.partial_grad), default=0)
         children: list[list[int]] = [[] for _ in units]
         for index, unit in enumerate(units):
             if unit.parent is not None:
@@ -410,23 +445,28 @@ class _Tree:
         Main gradients are those that come in this backward. And whether it has computed them all.
         """
         unit = self.units[index]
-        # Before it has a gradient, nobody waits for reductions.
+        # Before it has a gradient, nobody waits for reductions; with the first one somebody does.
         buffers, comm, main = self._under_way(index, drain, drain)
         waiting = _unreduced(unit, is_filling=False) if accumulates else 0
-        yield buffers + waiting, comm, main, False
+        yield buffers + waiting, comm + self._summed_in_room, main, False
         is_outside = any(self.units[i].is_trained for i in self._children[index])
         # A unit that others are inside of has its buffer before theirs are reduced.
         num_inner = drain if is_outside or not unit.is_trained else max(drain - 1, 0)
         buffers, comm, main = self._under_way(index, num_inner, drain)
+        comm += self._summed_in_room if num_inner == drain else 0
         waiting = _unreduced(unit, is_filling=True) if accumulates else 0
         yield buffers + unit.sum("grad_buffer") + waiting, comm, main, False
         buffers, comm, main = self._under_way(index, max(drain - 1, 0), drain)
+        comm += 0 if drain else self._summed_in_room
         for more_buffers, more_comm, more_main in _reducing(unit):
             yield buffers + more_buffers, comm + more_comm, main + more_main, True
 
-    def last_gradients(self, drain: int) -> tuple[int, int, int]:
+    def last_gradients(self, drain: int) -> Iterator[tuple[int, int, int]]:
         """The same when the last reductions of a backward are waited for, and nothing computes."""
-        return self._under_way(-1, 0, drain)
+        buffers, comm, main = self._under_way(-1, drain, drain)
+        yield buffers, comm + self._summed_in_room, main
+        buffers, comm, main = self._under_way(-1, 0, drain)
+        yield buffers, comm + self._summed, main
 
     def _under_way(self, index: int, num_inner: int, num_outer: int) -> tuple[int, int, int]:
         """Bytes of gradient buffers, communication, main gradients of reductions issued earlier."""

@@ -72,7 +72,7 @@ def test_an_outer_axis_adds_the_shard_that_waits_for_it() -> None:
 
 def test_a_frozen_group_has_weights_only_and_an_unreduced_one_no_communication() -> None:
     frozen = group(is_trained=False)
-    assert dataclasses.astuple(frozen) == (96, 0, 0, 384, *(0 for _ in range(6)), False, 0)
+    assert dataclasses.astuple(frozen) == (96, 0, 0, 384, *(0 for _ in range(8)), False, 0)
     own = group("optim", sizes=(2, 4), dtypes=MIXED, on_cpu=True, reduces=False)
     assert own.grad_buffer == 384
     assert own.grad_comm == own.partial_grad == own.received == 0
@@ -201,3 +201,24 @@ def test_a_list_that_is_no_tree_is_rejected() -> None:
         peak_bytes([UnitBytes(()), UnitBytes(())])
     with pytest.raises(ValueError, match="unit 1 has parent 2"):
         peak_bytes([UnitBytes(()), UnitBytes((), parent=2), UnitBytes((), parent=0)])
+
+
+def test_what_one_other_rank_sends_arrives_in_a_main_gradient_that_is_not_added_to() -> None:
+    def communication(*, has_gradients: bool, **options: Any) -> int:
+        units = [UnitBytes((group("optim_grads", on_cpu=True, **options),))]
+        return peak_bytes(units, has_gradients=has_gradients, activations=0).communication
+
+    assert communication(sizes=(2,), has_gradients=False) == 0
+    assert communication(sizes=(2,), has_gradients=True) == 4 * NUMEL // 2
+    # Of two others it does not fit.
+    assert communication(sizes=(3,), has_gradients=False) == 4 * NUMEL * 2 // 3
+    # A chunk of the sum, which is all of it here, in the dtype of the main gradient.
+    assert communication(sizes=(2,), dtypes=MIXED, has_gradients=False) == 4 * NUMEL // 2
+    assert communication(sizes=(2,), dtypes=MIXED, has_gradients=True) == 2 * NUMEL // 2
+    # The main gradient is the outer reduction's.
+    hfsdp = group(sizes=(2, 2), outer="optim", on_cpu=True)
+    assert (hfsdp.received, hfsdp.outer_received, hfsdp.lent) == (192, 96, 96)
+    hsdp = group(sizes=(2, 2), on_cpu=True)
+    assert (hsdp.received, hsdp.outer_received, hsdp.lent) == (192, 0, 0)
+    offloaded = group(sizes=(2,), on_cpu=True, offloaded=True)
+    assert (offloaded.received, offloaded.lent) == (4 * NUMEL // 2 + 4 * NUMEL // 2, 0)

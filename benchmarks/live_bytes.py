@@ -66,6 +66,9 @@ class LiveBytes(TorchDispatchMode):
         if tensor.device.type != "cpu":
             return
         storage = tensor.untyped_storage()
+        if not storage.resizable():
+            # Lies in memory of another one, as buffers of a traced pool do in its block.
+            return
         ref = self._storages.get(storage._cdata)
         if ref is None or ref() is not storage:
             self._storages[storage._cdata] = weakref.ref(storage)

@@ -124,6 +124,18 @@ def test_at_rest_zero_3_holds_what_fsdp2_does_and_builds_with_no_more(dtype: str
     assert ours["at rest"] < ours["peak"] < 1.2 * theirs["peak"]
 
 
+@on_ranks(2)
+def test_a_traced_pool_is_counted_once_and_not_for_every_buffer_in_it() -> None:
+    setting = Setting("tiny", Case(layers=3, width=64, vocabulary=512, length=4))
+    mesh = init_device_mesh("cpu", (2,))
+    names = ("ours, optim_grads_params", "ours, optim_grads_params, pool")
+    plain, pooled = (memory.measure(name, setting, mesh) for name in names)
+    # Weights of two layers and of the root are gathered at once, and so are gradients.
+    model = Model(setting.shape)
+    whole, layer = (sum(4 * p.numel() for p in m.parameters()) for m in (model, model.layers[0]))
+    assert pooled["at rest"] - plain["at rest"] == pytest.approx(2 * (whole - layer), rel=0.01)
+
+
 def test_host_time_of_a_unit_is_at_most_two_thirds_of_fsdp2s() -> None:
     # The least of 15 rounds each, interleaved in one process: 0.45 to 0.56 on a quiet machine, of
     # which a fifth makes the tensors of gradients that the step before gave back. Other programs

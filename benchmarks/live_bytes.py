@@ -63,9 +63,10 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def _note(self, tensor: torch.Tensor) -> None:
-        if tensor.device.type != "cpu":
-            return
         storage = tensor.untyped_storage()
+        # That of a fake tensor, which DTensors ask for shapes, is on no device.
+        if storage.device.type != "cpu":
+            return
         if not storage.resizable():
             # Lies in memory of another one, as buffers of a traced pool do in its block.
             return

@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmarks import memory, report, step
 from benchmarks.cases import Case, Setting
 from benchmarks.engines import ENGINES, Engine, Training, adamw
+from benchmarks.live_bytes import LiveBytes
 from benchmarks.model import Model
 from benchmarks.step import Patience
 from tests.distributed.on_ranks import on_ranks
@@ -122,6 +125,15 @@ def test_at_rest_zero_3_holds_what_fsdp2_does_and_builds_with_no_more(dtype: str
     assert ours["at rest"] <= 1.01 * theirs["at rest"]
     assert ours["building"] <= 1.01 * theirs["building"]
     assert ours["at rest"] < ours["peak"] < 1.2 * theirs["peak"]
+
+
+def test_live_bytes_are_of_memory_and_not_of_fake_tensors() -> None:
+    with LiveBytes() as meter:
+        made = torch.empty(16)
+        with FakeTensorMode():
+            fake = torch.empty(1 << 20)
+        assert meter.now == made.nbytes
+    del fake
 
 
 @on_ranks(2)

@@ -435,6 +435,7 @@ class _Tree:
         self, following: Sequence[int], limit: PrefetchLimit, num_beside: int
     ) -> Sequence[int]:
         """Of the units that come next, those that are gathered ahead or held."""
+        following = [index for index in following if self.units[index].gathered]
         return following[: limit.most(self.units[i].gathered for i in following) + num_beside]
 
     def gradients_at(

@@ -6,6 +6,8 @@ both issue the same collectives in the same order.
 
 * **Order**: units are expected in the order of the last pass, backwards in the reverse order of
   the forwards that they are of (`ExecutionOrder`).
+* **Units that gather nothing** (below ZeRO-3) are not part of that order; what is gathered ahead of
+  others is so while they run, too.
 * **Prefetch**: once a unit is gathered, the next ones are on their way, as many as a limit of units
   or bytes allows (`PrefetchLimit`); whatever was expected before a unit that is used now, and was
   not used, is dropped (`GatherSchedule`).
@@ -21,7 +23,7 @@ import contextlib
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -172,6 +174,10 @@ class ExecutionOrder[UnitT: Gatherable]:
                 return self._live(self._last, range(position + 1, len(self._last)))
         return ()
 
+    def following(self) -> Iterable[UnitT]:
+        """The units that ran in the last pass after the latest one that was recorded."""
+        return self._live(self._last, range(self._cursor, len(self._last)))
+
     def note(self, unit: UnitT) -> None:
         """Note that a unit runs now."""
         if len(self._current) == self.MOST:
@@ -203,9 +209,15 @@ class ExecutionOrder[UnitT: Gatherable]:
         ahead, _ = limit.split(self._live(refs, range(1, len(refs))), _gathered_nbytes)
         return [first, *ahead]
 
+    def left(self) -> Iterable[UnitT]:
+        """The units that ran before the latest one asked for by `before`, the latest first."""
+        return self._live(self._current, range(min(self._cursor, len(self._current) - 1), -1, -1))
+
     @staticmethod
-    def _live(refs: list[weakref.ref[UnitT]], positions: range) -> Iterator[UnitT]:
+    def _live(refs: list[weakref.ref[UnitT]], positions: range) -> Iterable[UnitT]:
         """The units at these positions, one by one: few of them are asked for."""
+        if not positions:
+            return ()
         return (unit for position in positions if (unit := refs[position]()) is not None)
 
 
@@ -280,7 +292,8 @@ class GatherSchedule[UnitT: Gatherable]:
 
     def expect_backward(self, unit: UnitT) -> None:
         """A unit's forward is over, and a backward of it is to come."""
-        self._backward_order.note(unit)
+        if unit.gathered_nbytes:
+            self._backward_order.note(unit)
 
     def begin_backward(self) -> None:
         """A backward begins: it takes the forwards in reverse."""
@@ -298,7 +311,8 @@ class GatherSchedule[UnitT: Gatherable]:
         If it was not expected at all, everything was guessed wrong, unless it was gathered anyway.
         """
         self.num_uses += 1
-        if not unit.is_unsharded or any(ref() is unit for ref in self._prefetched):
+        is_expected = unit.is_unsharded and unit not in [ref() for ref in self._prefetched]
+        if unit.gathered_nbytes and not is_expected:
             while self._prefetched:
                 prefetched = self._prefetched.popleft()()
                 if prefetched is unit:
@@ -315,18 +329,21 @@ class GatherSchedule[UnitT: Gatherable]:
             unit: The unit.
             chosen: What a user asked for instead.
         """
-        self._look_ahead(self._forward_order.record(unit), chosen)
+        order = self._forward_order
+        self._look_ahead(order.record(unit) if unit.gathered_nbytes else order.following(), chosen)
 
     def in_backward(self, unit: UnitT, chosen: Sequence[weakref.ref[UnitT]] = ()) -> None:
         """Likewise for its backward."""
-        self._look_ahead(self._backward_order.before(unit), chosen)
+        order = self._backward_order
+        self._look_ahead(order.before(unit) if unit.gathered_nbytes else order.left(), chosen)
 
     def in_schedule(self, unit: UnitT) -> None:
         """Likewise for a use that a schedule tells, be it a forward or a backward."""
-        self._look_ahead(self._scheduled_order.record(unit), ())
+        order = self._scheduled_order
+        self._look_ahead(order.record(unit) if unit.gathered_nbytes else order.following(), ())
 
     def _look_ahead(self, following: Iterable[UnitT], chosen: Sequence[weakref.ref[UnitT]]) -> None:
-        if self.limit.is_none:
+        if not (following or chosen) or self.limit.is_none:
             return
         if chosen:
             # They stay until they ran or the pass ends.

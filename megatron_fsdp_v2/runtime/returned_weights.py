@@ -31,11 +31,9 @@ def check_outputs(unit: UnitBase, output: Any, context: Context) -> None:
     Raises:
         RuntimeError: One does.
     """
-    if not unit.drops_after_forward:
+    if not unit.gathered_nbytes or not unit.drops_after_forward:
         return
     dropped = [group for group in unit.held_groups if group.weights.gathers_for_use]
-    if not dropped:
-        return
     for tensor in tensors_within(output):
         local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
         if not torch._C._has_storage(local):

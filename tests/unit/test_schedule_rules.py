@@ -83,7 +83,7 @@ class FakeUnit:
 
     name: str
     log: list[str]
-    gathered_nbytes: int = 0
+    gathered_nbytes: int
     is_unsharded: bool = False
     has_one_form: bool = True
 
@@ -102,7 +102,7 @@ class Gathering:
 
     depth: int | None = 1
     names: str = "abcd"
-    sizes: tuple[int, ...] = (0, 0, 0, 0)
+    sizes: tuple[int, ...] = (1, 1, 1, 1)
     nbytes: int | None = None
     bucket: int = 0
     log: list[str] = field(default_factory=list)
@@ -213,6 +213,15 @@ def test_what_is_gathered_ahead_at_the_end_of_a_pass_is_dropped() -> None:
     gathering = Gathering()
     gathering.forward("ab")
     assert gathering.forward("a") == ["+b", "-b"]
+
+
+def test_units_that_gather_nothing_are_left_out_and_others_are_gathered_past_them() -> None:
+    gathering = Gathering(sizes=(0, 5, 0, 5))
+    gathering.forward("abcd")
+    # a looks ahead for b, and b for d; c neither drops it nor is one of those gathered ahead.
+    assert gathering.forward("abcd") == ["+b", "+d"]
+    # b did not run: what had been gathered for it goes where another one is used.
+    assert gathering.forward("acd") == ["+b", "-b"]
 
 
 def test_units_a_user_asked_for_stay_until_they_ran() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
@@ -31,14 +32,26 @@ def uncompiled[**P, R](function: Callable[P, R]) -> Callable[P, R]:
         function: Defined once in a process: what is made of it is kept.
     """
     made: Callable[P, R] = torch.compiler.disable(function, reason=_REASON)  # type: ignore[no-untyped-call]
-    _run_tensors_as_written()
-    return made
+    _leave_rooms_as_written()
+    compiler_at_work = torch._C._dynamo.eval_frame.get_eval_frame_callback
+
+    @functools.wraps(made)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        # Turning the compiler off takes longer than most hooks, and it is seldom on.
+        if compiler_at_work() is None:
+            return function(*args, **kwargs)
+        return made(*args, **kwargs)
+
+    return run
 
 
 @functools.cache
-def _run_tensors_as_written() -> None:
-    """Have the compiler skip what sharded tensors do, which is called by torch and not by hooks."""
-    for room in ("dtensor", "comm"):
+def _leave_rooms_as_written() -> None:
+    """Have the compiler skip what sharded tensors do, which is called by torch and not by hooks.
+
+    And this file, by which it knows what `uncompiled` makes.
+    """
+    for room in ("dtensor", "comm", "_compiler"):
         torch._dynamo.trace_rules.add(f"{__package__}.{room}")
 
 
@@ -64,11 +77,16 @@ def leave_to_python(what: str) -> None:
         )
 
 
-def check_engine(name: str) -> None:
+class _Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+def check_engine(unit: _Named) -> None:
     """See that a backward is run by the autograd engine, which runs hooks when it gets to them.
 
     Args:
-        name: Of the unit whose backward begins.
+        unit: Whose backward begins.
 
     Raises:
         RuntimeError: The backward itself was compiled.
@@ -76,7 +94,7 @@ def check_engine(name: str) -> None:
     module = sys.modules.get("torch._dynamo.compiled_autograd")
     if module is not None and module.in_compiled_autograd_region:
         raise RuntimeError(
-            f"the backward of {name} runs in compiled autograd, which collects the hooks of a "
+            f"the backward of {unit.name} runs in compiled autograd, which collects the hooks of a "
             "backward before it runs them, so that weights are not gathered when they are needed; "
             "turn torch._dynamo.config.compiled_autograd off: compiled modules have compiled "
             "backwards without it"

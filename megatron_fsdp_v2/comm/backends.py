@@ -100,6 +100,8 @@ class CpuCommunicator:
         label: What they are for, where they fail.
     """
 
+    has_streams = False
+
     def __init__(self, label: Label | None = None) -> None:
         self.label = label or Label()
 
@@ -193,14 +195,16 @@ def _reduce_scatter(c: Collective) -> _Call:
     """
     size, rank, full = c.axis.size, c.axis.rank, c.input
     # One's own piece does not travel, so that what is received is less than the whole.
-    numels = [full.numel() // size if r != rank else 0 for r in range(size)]
-    matrix = full.view(size, -1)
-    end = _move_to_end(matrix, rank)
+    numel = full.numel() // size
+    numels = [numel if r != rank else 0 for r in range(size)]
+    parts = full.chunk(size)
+    end = _move_to_end(parts, rank)
+    num_travel = full.numel() - numel
     lent = None if c.accumulate else c.arrival
-    received = full.new_empty(sum(numels)) if lent is None else lent
-    sent = matrix[1:] if end == 0 else matrix[:-1]
-    pieces = list(received.view(size - 1, -1))
-    pieces.insert(rank, matrix[end])
+    received = full.new_empty(num_travel) if lent is None else lent
+    sent = full.narrow(0, numel if end == 0 else 0, num_travel)
+    pieces = list(received.chunk(size - 1))
+    pieces.insert(rank, parts[end])
 
     def finish() -> None:
         _sum_into(c.output, pieces, c.scale, c.accumulate, are_apart=lent is None)
@@ -208,7 +212,7 @@ def _reduce_scatter(c: Collective) -> _Call:
             # Gloo's own thread lets go of it only when it gets to run again.
             received.untyped_storage().resize_(0)
 
-    operands = (received, sent.view(-1), numels, numels)
+    operands = (received, sent, numels, numels)
     return _Call(dist.all_to_all_single, operands, finish)
 
 
@@ -283,8 +287,8 @@ _CALLS_IN_ONE: dict[CollectiveKind, Callable[[Sequence[Collective]], _Call]] = {
 }
 
 
-def _move_to_end(pieces: torch.Tensor, index: int) -> int:
-    """Bring one row to the nearer end of a matrix, the others keep their order; return where."""
+def _move_to_end(pieces: Sequence[torch.Tensor], index: int) -> int:
+    """Bring one piece to the nearer end of all, the others keep their order; return where."""
     end = 0 if index < len(pieces) / 2 else len(pieces) - 1
     if index == end:
         return end

@@ -153,7 +153,16 @@ class Communicator(Protocol):
     stay allocated until the work has been waited for; the work holds references to them.
 
     One that fails, on being issued or waited for, is a RuntimeError with its label's name.
+
+    Attributes:
+        has_streams: Whether operations are queued on streams. If not, there is nothing to order:
+            no side stream, nothing to wait for or to settle, and memory is had anywhere.
     """
+
+    @property
+    def has_streams(self) -> bool:
+        """See above."""
+        ...
 
     def labeled(self, label: Label) -> Communicator:
         """The same, on the same communication streams, for what a label names.

@@ -170,6 +170,8 @@ class StreamCommunicator:
         collectives: What is run on them.
     """
 
+    has_streams = True
+
     def __init__(self, device: StreamDevice, collectives: Collectives) -> None:
         self._device = device
         self._collectives = collectives

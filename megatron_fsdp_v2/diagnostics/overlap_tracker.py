@@ -364,6 +364,11 @@ class _Timed:
         """See `Communicator.begin_pass`."""
         self.inner.begin_pass()
 
+    @property
+    def has_streams(self) -> bool:
+        """See `Communicator`."""
+        return self.inner.has_streams
+
     def side_stream(self) -> Any | None:
         """See `Communicator.side_stream`."""
         return self.inner.side_stream()

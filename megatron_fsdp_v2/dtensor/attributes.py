@@ -27,6 +27,7 @@ __all__ = [
     "is_clipping",
     "post_hooks_at_once",
     "requires_grad_at_once",
+    "set_grad_at_once",
     "version_at_once",
     "without_torch_function",
 ]
@@ -36,6 +37,7 @@ without_torch_function: Callable[..., Any] = torch._C._disabled_torch_function_i
 
 _BASE: Any = torch._C.TensorBase
 grad_at_once: Callable[[torch.Tensor], Any] = _BASE.grad.__get__
+set_grad_at_once: Callable[[torch.Tensor, torch.Tensor], None] = _BASE.grad.__set__
 post_hooks_at_once: Callable[[torch.Tensor], Any] = _BASE._post_accumulate_grad_hooks.__get__
 requires_grad_at_once: Callable[[torch.Tensor], bool] = _BASE.requires_grad.__get__
 hooks_at_once: Callable[[torch.Tensor], Any] = _BASE._backward_hooks.__get__

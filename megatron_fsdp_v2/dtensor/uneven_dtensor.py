@@ -9,6 +9,7 @@ hands it on to whatever elementwise operations make of it: gradients, momenta, c
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast, override
@@ -373,9 +374,11 @@ def stored_rows(
 torch.serialization.add_safe_globals([stored_rows])
 
 
-def local_of(dtensor: torch.Tensor) -> torch.Tensor:
-    """The local rows of a sharded tensor themselves, where `to_local()` makes a new view."""
-    return dtensor._local_tensor  # type: ignore[attr-defined, no-any-return]
+local_of: Callable[[torch.Tensor], torch.Tensor] = operator.attrgetter("_local_tensor")
+"""The local rows of a sharded tensor themselves, where `to_local()` makes a new view.
+
+In C, as it is asked for several times a step of every parameter.
+"""
 
 
 def with_rows_of(value: Any, like: Any) -> UnevenDTensor | None:
@@ -411,9 +414,8 @@ def rows_of(tensor: torch.Tensor) -> torch.Tensor:
     return local_of(tensor) if isinstance(tensor, UnevenDTensor) else tensor.detach()
 
 
-def plain_attributes() -> AbstractContextManager[Any]:
-    """Read and write `grad`, `requires_grad`, ... of DTensors without their Python dispatch."""
-    return torch._C.DisableTorchFunctionSubclass()
+plain_attributes: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
+"""Read and write `grad`, `requires_grad`, ... of DTensors without their Python dispatch."""
 
 
 def _sharded_norms(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import functools
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, Protocol
 
 import torch
@@ -66,9 +66,10 @@ def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
         return function(value)
     if type(value) in (tuple, dict) and not value:
         return value
-    if type(value) is tuple and all(isinstance(item, torch.Tensor) for item in value):
+    # Lists, since a generator would be a frame for every item.
+    if type(value) is tuple and all([isinstance(item, torch.Tensor) for item in value]):
         # What most forwards take; the general walk costs more than a small layer.
-        return tuple(function(item) for item in value)
+        return tuple([function(item) for item in value])
 
     def visit(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
@@ -111,6 +112,8 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
 class Inputs:
     """The inputs of a unit's forward as they were when it began."""
 
+    __slots__ = ("_has_others", "_versions", "_views")
+
     def __init__(self) -> None:
         self._views: list[torch.Tensor] = []
         self._versions: list[int] = []
@@ -133,7 +136,7 @@ class Inputs:
         """
         if not self._views:
             return self._has_others
-        return any(v._version != old for v, old in zip(self._views, self._versions, strict=True))
+        return [view._version for view in self._views] != self._versions
 
 
 def watch_inputs(watcher: _Watcher, args: Any, kwargs: Any) -> tuple[Any, Any, Inputs]:
@@ -168,7 +171,9 @@ def watch_inputs(watcher: _Watcher, args: Any, kwargs: Any) -> tuple[Any, Any, I
             node.register_hook(functools.partial(uncompiled(_node_ran), tell))
         return view
 
-    args, kwargs = map_tensors(route, args), map_tensors(route, kwargs)
+    args = map_tensors(route, args)
+    if kwargs:
+        kwargs = map_tensors(route, kwargs)
     return args, kwargs, inputs
 
 
@@ -204,17 +209,19 @@ def watch_outputs(watcher: _Watcher, output: Any, since: int) -> None:
         tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
 
-def _with_bases(tensors: Iterator[torch.Tensor], since: int) -> Iterator[torch.Tensor]:
+def _with_bases(tensors: Iterable[torch.Tensor], since: int) -> list[torch.Tensor]:
     """The tensors, and what those are views of that a forward made.
 
     Whoever changes a view in place gives it another history, which begins at its base.
     """
+    found = []
     for tensor in tensors:
-        yield tensor
+        found.append(tensor)
         base = tensor._base
         made_by = None if base is None else base.grad_fn
         if base is not None and made_by is not None and made_by._sequence_nr() >= since:
-            yield base
+            found.append(base)
+    return found
 
 
 _WATCHERS = "_watchers_of_backward"
@@ -227,8 +234,12 @@ def _tell_outermost_first(watchers: list[_Watcher], grad: torch.Tensor) -> None:
         watcher.pre_backward()
 
 
-def tensors_within(value: Any) -> Iterator[torch.Tensor]:
+def tensors_within(value: Any) -> Iterable[torch.Tensor]:
     """Every tensor in containers, dataclasses and attributes of plain objects, each once."""
+    return (value,) if isinstance(value, torch.Tensor) else _search(value)
+
+
+def _search(value: Any) -> Iterator[torch.Tensor]:
     seen: set[int] = set()
     left = [value]
     while left:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, cast
@@ -52,9 +53,10 @@ class ExternalChanges:
         Raises:
             ValueError: Shape, dtype or identity changed in a way that has no meaning here.
         """
-        for index, param in enumerate(self._sharded):
-            if local_of(param) is not self._locals[index]:
-                self._rebind(index, param)
+        if not all(map(operator.is_, map(local_of, self._sharded), self._locals)):
+            for index, param in enumerate(self._sharded):
+                if local_of(param) is not self._locals[index]:
+                    self._rebind(index, param)
         found = list(self._replaced())
         for index, module, attribute, other in found:
             self._replace(index, f"{attribute} of {type(module).__name__}", other)

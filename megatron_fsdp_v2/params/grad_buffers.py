@@ -55,7 +55,7 @@ class GradBuffers:
         self.full = temporary("main_grad", gradient, layout.numel, dtype)
         whole = DataParallelBuffer.over(layout, flat.whole, self.full)
         self.views = [whole.view(index) for index in range(len(layout.slots))]
-        self._gaps = layout.gaps()
+        self._gaps = [self.full.alias(start, (end - start,)) for start, end in layout.gaps()]
         self.grad_comm: TemporaryBuffer | None = None
         if dtype != dtypes.grad_comm:
             self.grad_comm = temporary("grad_comm", communication, layout.numel, dtypes.grad_comm)
@@ -97,7 +97,8 @@ class GradBuffers:
         if grad.layout is not torch.strided:
             self.kernel_view(index).add_(grad)
             return
-        self._order_write(index)
+        if self._comm.has_streams:
+            self._order_write(index)
         if self.filled[index]:
             self.views[index].add_(grad)
         else:
@@ -106,7 +107,8 @@ class GradBuffers:
 
     def kernel_view(self, index: int) -> torch.Tensor:
         """One parameter's view for a kernel that adds to it by itself; zeroed the first time."""
-        self._order_write(index)
+        if self._comm.has_streams:
+            self._order_write(index)
         if not self.filled[index]:
             self.views[index].zero_()
             self.filled[index] = True
@@ -131,6 +133,8 @@ class GradBuffers:
 
     def wait_for_writers(self) -> None:
         """Order what the caller does next after all that was written to the full buffer."""
+        if not self._comm.has_streams:
+            return
         if self._writers or self._comm.side_stream() is not None:
             self._comm.wait_for(self._writers, and_compute=True)
             self._writers.clear()
@@ -143,13 +147,13 @@ class GradBuffers:
         everything else as it is, so a sum is all -0.0 where every rank had none, and +0.0 or
         something else where one rank had a gradient. No rank has to be asked.
         """
-        if not self.has_gradient:
-            self.full.tensor.fill_(-0.0)
-            return
-        unset = [self.full.tensor[start:end] for start, end in self._gaps]
+        unset = self._gaps
         if not all(self.filled):
+            if not any(self.filled):
+                self.full.tensor.fill_(-0.0)
+                return
             zipped = zip(self.views, self.filled, strict=True)
-            unset += [view for view, filled in zipped if not filled]
+            unset = unset + [view for view, filled in zipped if not filled]
         if unset:
             torch._foreach_zero_(unset)
 
@@ -157,6 +161,8 @@ class GradBuffers:
 
     def take(self, buffer: TemporaryBuffer) -> torch.Tensor:
         """Give one of the buffers memory, if it has none."""
+        if not self._comm.has_streams:
+            return buffer.acquire()
         with self._comm.memory():
             return buffer.acquire()
 
@@ -164,13 +170,12 @@ class GradBuffers:
         """Take memory away from some of them; nothing reads or writes it any more."""
         for buffer in buffers:
             if buffer is not None and buffer.is_live:
-                self._comm.settle()
+                if self._comm.has_streams:
+                    self._comm.settle()
                 buffer.release()
 
-    def in_comm_dtype(self, buffer: TemporaryBuffer, copy: TemporaryBuffer | None) -> torch.Tensor:
-        """What of a buffer is communicated: itself, or a copy that takes its place."""
-        if copy is None:
-            return buffer.tensor
+    def in_comm_dtype(self, buffer: TemporaryBuffer, copy: TemporaryBuffer) -> torch.Tensor:
+        """A copy of a buffer that is communicated in its place."""
         copied = self.take(copy).copy_(buffer.tensor)
         # Two units in flight would have two buffers each otherwise.
         self.drop(buffer)

@@ -131,11 +131,6 @@ class GroupGrads:
     # -- what is there ------------------------------------------------------------------------
 
     @property
-    def has_gradient(self) -> bool:
-        """Whether any gradient arrived since the last reduction."""
-        return self.buffers.has_gradient
-
-    @property
     def is_live(self) -> bool:
         """Whether the full buffer has memory."""
         return self.buffers.full.is_live
@@ -177,7 +172,8 @@ class GroupGrads:
         """Take a gradient away from a gathered parameter.
 
         Returns:
-            What `add` is to be given; None where there is none, or a kernel has written it.
+            What `buffers.add` is to be given after `begin`; None where there is none, or a kernel
+            has written it.
         """
         grad = param.grad
         if grad is None:
@@ -193,7 +189,7 @@ class GroupGrads:
             if not getattr(param, "zero_out_wgrad", False):
                 return None
         # Of a backward that is differentiated again it has a history of its own.
-        return grad.detach()
+        return grad.detach() if grad.requires_grad else grad
 
     def begin(self, queue: Reductions) -> None:
         """Let gradients arrive: give the full buffer memory, once an earlier reduction is over.
@@ -205,14 +201,6 @@ class GroupGrads:
             queue.reserve(self)
             self.buffers.take(self.buffers.full)
             self._full_state = self._moved(self._full_state, GradState.ARRIVING)
-
-    def add(self, index: int, grad: torch.Tensor) -> None:
-        """Take one parameter's gradient; `begin` was called."""
-        self.buffers.add(index, grad)
-
-    def kernel_view(self, index: int) -> torch.Tensor:
-        """Likewise one parameter's view, for a kernel that adds to it by itself."""
-        return self.buffers.kernel_view(index)
 
     # -- reducing -----------------------------------------------------------------------------
 
@@ -234,7 +222,8 @@ class GroupGrads:
                 "is not trained, or wrap with on_missing_grad='zero'"
             )
         buffers, is_final = self.buffers, not self.has_outer_axis
-        self.begin(queue)
+        if self._full_state is not GradState.ARRIVING:
+            self.begin(queue)
         buffers.wait_for_writers()
         buffers.fill_missing()
         if self._outer_work is not None:
@@ -266,7 +255,9 @@ class GroupGrads:
         partial = None if buffers.partial is None else buffers.take(buffers.partial)
         if before != 1.0:
             buffers.full.tensor.mul_(before)
-        terms = buffers.in_comm_dtype(buffers.full, buffers.grad_comm)
+        terms = buffers.full.tensor
+        if buffers.grad_comm is not None:
+            terms = buffers.in_comm_dtype(buffers.full, buffers.grad_comm)
         where = self._inner, CommStream.REDUCE
         if partial is None:
             memory = self._main_memory
@@ -309,7 +300,7 @@ class GroupGrads:
         """The reduction along the inner axis has been waited for: drop the full buffer."""
         self._full_state = self._moved(self._full_state, GradState.REDUCED)
         self.buffers.drop(self.buffers.full, self.buffers.grad_comm)
-        if not self.has_outer_axis:
+        if self.buffers.offloading is not None and not self.has_outer_axis:
             self.buffers.drop(self.buffers.offloading)
 
     def reduce_outer(self, *, async_op: bool) -> Work:
@@ -325,7 +316,9 @@ class GroupGrads:
         buffers = self.buffers
         assert buffers.partial is not None
         self._partial_state = self._moved(self._partial_state, GradState.REDUCING)
-        terms = buffers.in_comm_dtype(buffers.partial, buffers.outer_grad_comm)
+        terms = buffers.partial.tensor
+        if buffers.outer_grad_comm is not None:
+            terms = buffers.in_comm_dtype(buffers.partial, buffers.outer_grad_comm)
         where, scale = (self._outer, CommStream.OUTER), self._factors()[1]
         memory = self._main_memory
         collective = Collective(

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Protocol
 from megatron_fsdp_v2._compiler import uncompiled
 from megatron_fsdp_v2.comm.errors import Label
 from megatron_fsdp_v2.dtensor.row_shards import Holders
-from megatron_fsdp_v2.dtensor.uneven_dtensor import plain_attributes
 from megatron_fsdp_v2.layout.buffer_layout import Granularity
 from megatron_fsdp_v2.layout.mixed_precision import GroupDtypes
 from megatron_fsdp_v2.params.buffer import DataParallelBuffer, FlatSpec, Offload, ShardGrid
@@ -254,10 +253,11 @@ class ParameterGroup:
     def wait_for_unshard(self) -> None:
         """Have gathered weights in place and registered, trained or frozen as is said now."""
         if self.weights.wait():
-            with plain_attributes():
+            if self.grads is None:
                 self.unfreeze_if_trained()
-                self.members.follow_trained()
-            self.members.prepare(self.weights)
+            self.members.follow_trained()
+            if self.weights.format.prepares:
+                self.members.prepare(self.weights)
             self.registrations.install(self.unsharded_params)
 
     def reshard(self) -> None:
@@ -271,8 +271,9 @@ class ParameterGroup:
             # What wrote gradients beside the compute stream may still be reading weights.
             self.grads.buffers.wait_for_writers()
         if self.weights.gathers_for_use:
-            self.members.forget()
-        self.weights.release()
+            if self.weights.format.prepares:
+                self.members.forget()
+            self.weights.release()
 
     def is_stale(self, weight_version: int) -> bool:
         """Whether main weights may have changed since the model weights were made from them.
@@ -317,7 +318,7 @@ class ParameterGroup:
     def has_unreduced(self) -> bool:
         """Whether gradients arrived that are not in the main gradient, and not on their way."""
         grads = self.grads
-        return grads is not None and (grads.has_partial or grads.has_gradient)
+        return grads is not None and (grads.has_partial or grads.buffers.has_gradient)
 
     def unfreeze_if_trained(self) -> None:
         """Be ready for gradients, if parameters that were frozen at first are trained now."""
@@ -334,11 +335,12 @@ class ParameterGroup:
 
     def collect(self, index: int, param: nn.Parameter) -> None:
         """Move one gathered parameter's fresh gradient into the flat buffer."""
-        assert self.grads is not None
-        grad = self.grads.fresh(index, param)
+        grads = self.grads
+        assert grads is not None
+        grad = grads.fresh(index, param)
         if grad is not None:
-            self._begin_gradients(self.grads)
-            self.grads.add(index, grad)
+            self._begin_gradients(grads)
+            grads.buffers.add(index, grad)
 
     def take_assigned(self) -> None:
         """Collect gradients that were assigned to gathered weights outside of autograd."""
@@ -350,7 +352,7 @@ class ParameterGroup:
         """The gradient buffer's view of one parameter, for a kernel that adds to it by itself."""
         assert self.grads is not None
         self._begin_gradients(self.grads)
-        return self.grads.kernel_view(index)
+        return self.grads.buffers.kernel_view(index)
 
     def _begin_gradients(self, grads: GroupGrads) -> None:
         unit = self.watcher()

@@ -141,14 +141,15 @@ class Members:
         self._format.adopt(self.gathered)
 
     def prepare(self, weights: GroupWeights) -> None:
-        """Have gathered parameters ready to compute with, after a gather."""
-        if self._format.prepares:
-            self._format.prepare(weights.uses)
+        """Have gathered parameters ready to compute with, after a gather.
+
+        To be asked, as `forget` is, where their format prepares anything.
+        """
+        self._format.prepare(weights.uses)
 
     def forget(self) -> None:
         """Drop what was made of gathered weights, which are about to be dropped."""
-        if self._format.prepares:
-            self._format.forget()
+        self._format.forget()
 
     def label(self, index: int) -> str:
         """What to call one of the parameters in a message."""
@@ -194,9 +195,10 @@ class Members:
     def follow_trained(self) -> None:
         """Train or freeze gathered parameters as is said of sharded ones now."""
         with plain_attributes():
-            trained = [requires_grad_at_once(param) for param in self.sharded]
+            trained = list(map(requires_grad_at_once, self.sharded))
+            found = list(map(requires_grad_at_once, self.gathered))
         # Some may have been frozen while they were registered.
-        if trained == self._trained == [param.requires_grad for param in self.gathered]:
+        if trained == self._trained == found:
             return
         self._trained = trained
         for is_trained, gathered in zip(trained, self.gathered, strict=True):
@@ -208,7 +210,8 @@ class Members:
 
         Between a forward and its backward `module.requires_grad_()` finds these.
         """
-        return self._trained != [param.requires_grad for param in self.gathered]
+        with plain_attributes():
+            return self._trained != list(map(requires_grad_at_once, self.gathered))
 
     def take_refrozen(self) -> None:
         """Train or freeze sharded parameters as was said of gathered ones."""
@@ -233,10 +236,9 @@ class Members:
     def versions(self) -> tuple[int, ...]:
         """Differ after any in-place operation that torch counts, also through `to_local()`."""
         with plain_attributes():
-            found = [version_at_once(param) for param in self.sharded]
-            # Looked up every time: who replaces `data` puts another one there.
-            found += [version_at_once(local_of(param)) for param in self.sharded]
-            return tuple(found)
+            # Local rows are looked up every time: who replaces `data` puts others there.
+            rows = map(local_of, self.sharded)
+            return (*map(version_at_once, self.sharded), *map(version_at_once, rows))
 
     def check_hooks(self) -> None:
         """See that no parameter has a hook that would never be called.

@@ -69,4 +69,5 @@ class Payload:
 
     def has_room(self) -> bool:
         """Whether there is memory to gather it ahead of use, or it is gathered."""
-        return self.is_whole or self.temporary is None or self.temporary.has_room()
+        temporary = self.temporary
+        return temporary is None or temporary.is_live or temporary.has_room()

@@ -9,7 +9,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp_v2.dtensor.attributes import grad_at_once, requires_grad_at_once
+from megatron_fsdp_v2.dtensor.attributes import (
+    grad_at_once,
+    requires_grad_at_once,
+    set_grad_at_once,
+)
 from megatron_fsdp_v2.dtensor.row_shards import RowShards
 from megatron_fsdp_v2.dtensor.uneven_dtensor import (
     UnevenDTensor,
@@ -95,18 +99,18 @@ class ShardedGrads:
                 if not requires_grad_at_once(param):
                     continue
                 if has_rows:
-                    param.grad = self._shown(index, memory)
-                elif param.grad is None:
+                    # It has no `empty_grad`, which would have to go.
+                    shown = memory.shown_again(index)
+                    set_grad_at_once(param, self._show(index, memory) if shown is None else shown)
+                elif grad_at_once(param) is None:
                     self._note_empty(index)
 
-    def _shown(self, index: int, memory: GradientMemory) -> torch.Tensor:
-        """The DTensor over a parameter's rows of the main gradient, which holds its memory."""
-        shown = memory.shown_again(index)
-        if shown is None:
-            view = memory.views[index]
-            assert view is not None
-            shown = self._dtensor(index, view)
-            memory.show(index, shown)
+    def _show(self, index: int, memory: GradientMemory) -> torch.Tensor:
+        """Make the DTensor over a parameter's rows of the main gradient, which holds its memory."""
+        view = memory.views[index]
+        assert view is not None
+        shown = self._dtensor(index, view)
+        memory.show(index, shown)
         return shown
 
     def _note_empty(self, index: int) -> None:
@@ -141,6 +145,8 @@ class ShardedGrads:
         """Every `param.grad`, for `forget`."""
         with plain_attributes():
             grads = [grad_at_once(param) for param in self._params]
+        if DTensor not in map(type, grads):
+            return grads
         # Autograd may have made one, of a loss of the sharded parameter itself; it lacks its rows.
         return [
             param.grad if type(grad) is DTensor else grad

@@ -204,9 +204,9 @@ class GroupWeights:
             async_op: Whether to return before it is done. Several gathers are waited for: a second
                 one along another axis could not be issued in the same order on every rank.
         """
-        self.wait_for_refresh()
         if self._is_main:
             return
+        self.wait_for_refresh()
         held = self.main.span
         models = [payload.model for payload in self.payloads]
         self.format.write(self.main, [model.piece(held) for model in models], self._cut_axes)
@@ -261,7 +261,10 @@ class GroupWeights:
             # Arithmetic with flags is Python.
             if not (self.has_one_payload or payload.uses & uses):
                 continue
-            with self._comm.memory():
+            if self._comm.has_streams:
+                with self._comm.memory():
+                    gathered = payload.temporary.acquire()
+            else:
                 gathered = payload.temporary.acquire()
             if self._is_streamed:
                 shard = payload.gathered.piece(self.main.span)
@@ -293,7 +296,7 @@ class GroupWeights:
         """Drop the memory of gathered buffers that are temporary."""
         for payload in self.payloads:
             if payload.temporary is not None:
-                if payload.temporary.is_live:
+                if self._comm.has_streams and payload.temporary.is_live:
                     self._comm.settle()
                 payload.temporary.release()
 

@@ -228,6 +228,8 @@ class Context:
 
         The engine runs what was made last first.
         """
+        if not self._nearly_over:
+            return
         over = [use for use in self._nearly_over if use.number > number]
         for use in sorted(over, key=lambda use: use.number, reverse=True):
             self._nearly_over.remove(use)

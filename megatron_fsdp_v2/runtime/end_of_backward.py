@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -156,11 +156,8 @@ def _drop_gradients(context: Context) -> None:
         grads.abandon()
 
 
-def _grads_of(units: Iterable[UnitBase]) -> Iterator[GroupGrads]:
-    for unit in units:
-        for group in unit.groups:
-            if group.grads is not None:
-                yield group.grads
+def _grads_of(units: Iterable[UnitBase]) -> list[GroupGrads]:
+    return [group.grads for unit in units for group in unit.groups if group.grads is not None]
 
 
 def _late_units(context: Context) -> list[UnitBase]:

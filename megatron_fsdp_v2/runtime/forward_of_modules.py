@@ -40,7 +40,7 @@ def pre_forward(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> tuple[
         return unit.cast_inputs(args, kwargs)
     if unit.unset:
         check_has_values(unit)
-    if _runs_method(unit):
+    if unit.method_frame is not None and _runs_method(unit):
         return unit.cast_inputs(args, kwargs)
     # A recomputation runs one of them, for the backward of that one.
     if len(unit.modules) == 1 or in_backward():
@@ -63,7 +63,7 @@ def post_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
     """
     if _is_scheduled(unit):
         return unit.cast_outputs(output)
-    if _runs_method(unit):
+    if unit.method_frame is not None and _runs_method(unit):
         return unit.hand_on(output)
     if len(unit.modules) > 1 and not in_backward():
         unit.left_to_run.discard(id(module))
@@ -82,7 +82,7 @@ def post_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
 
 def after_forward(unit: Unit, module: nn.Module) -> None:
     """After the forward of one of a unit's modules, also where it raised."""
-    if _is_scheduled(unit) or _runs_method(unit):
+    if _is_scheduled(unit) or (unit.method_frame is not None and _runs_method(unit)):
         return
     if unit.left_to_run and not in_backward():
         if id(module) not in unit.left_to_run:
@@ -137,7 +137,7 @@ def _is_scheduled(unit: Unit) -> bool:
 
     No schedule calls the root: if somebody does, an exception has ended the schedule.
     """
-    return unit.context.is_scheduled and not unit.is_root
+    return unit.context.num_scheduled > 0 and not unit.is_root
 
 
 def _runs_method(unit: Unit) -> bool:

@@ -387,12 +387,12 @@ def unit_of(module: object) -> Unit:
     Raises:
         ValueError: `fully_shard` was not called on the module.
     """
-    unit = getattr(module, "_fsdp_unit", None)
+    unit: Unit | None = getattr(module, "_fsdp_unit", None)
     if unit is None:
         raise ValueError(
             f"{type(module).__name__} is not sharded; call fully_shard(module, mesh=...) on it"
         )
-    return cast("Unit", unit)
+    return unit
 
 
 def named_units(root: object) -> list[tuple[str, Unit]]:

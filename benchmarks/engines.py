@@ -18,6 +18,7 @@ from benchmarks import common, upstream
 from benchmarks.cases import Setting
 from benchmarks.common import STRATEGIES
 from benchmarks.model import Layer, Model, loss_of
+from megatron_fsdp_v2.optim import flat_optimizer
 
 __all__ = ["BASELINE", "ENGINES", "PLAIN", "USUAL", "Engine", "Plain", "Training", "build"]
 
@@ -135,9 +136,17 @@ class Engine:
         return upstream.mapped_to(device, building=building)
 
 
-def adamw(params: Any, setting: Setting, rate: float = RATE) -> torch.optim.AdamW:
-    """The optimizer of all engines."""
-    return torch.optim.AdamW(params, lr=rate, foreach=setting.optimizer == "foreach" or None)
+def adamw(
+    params: Any, setting: Setting, rate: float = RATE, *, is_flat: bool = False
+) -> torch.optim.Optimizer:
+    """The optimizer of all engines; of some, on flat tensors."""
+    kind: Any = torch.optim.AdamW
+    if is_flat:
+        kind = flat_optimizer(kind)
+    made: torch.optim.Optimizer = kind(
+        params, lr=rate, foreach=setting.optimizer == "foreach" or None
+    )
+    return made
 
 
 def in_dtype(model: Model, setting: Setting) -> Model:
@@ -176,12 +185,11 @@ def _fsdp2(*, reshards: bool) -> Build:
     return build_fsdp2
 
 
-def _ours(strategy: str, **options: Any) -> Build:
+def _ours(strategy: str, *, is_flat: bool = False, **options: Any) -> Build:
     def build_ours(model: Model, mesh: DeviceMesh, setting: Setting) -> Training:
         sharded: Any = common.ours(strategy, mp_policy=_policy(setting), **options)(model, mesh)
-        return Training(
-            sharded, adamw(sharded.parameters(), setting), unsynchronized=sharded.no_sync
-        )
+        optimizer = adamw(sharded.parameters(), setting, is_flat=is_flat)
+        return Training(sharded, optimizer, unsynchronized=sharded.no_sync)
 
     return build_ours
 
@@ -258,6 +266,10 @@ ENGINES: dict[str, Engine] = {
     },
     **{
         f"ours, {name}, buckets": Engine(_ours(name, bucket_bytes=BUCKET), name)
+        for name in STRATEGIES
+    },
+    **{
+        f"ours, {name}, buckets, flat": Engine(_ours(name, bucket_bytes=BUCKET, is_flat=True), name)
         for name in STRATEGIES
     },
     "ours, max_live_grad_buffers=1": Engine(_ours(ZERO_3, max_live_grad_buffers=1), ZERO_3),

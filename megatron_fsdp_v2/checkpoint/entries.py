@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megatron_fsdp_v2.dtensor.optimizer_state import held_elsewhere, wrap_foreign_state
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
+from megatron_fsdp_v2.optim.flat import FlatOptimizer
 from megatron_fsdp_v2.runtime.fsdp_module import make_idle
 
 __all__ = [
@@ -151,7 +152,8 @@ def kind_entry(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     Raises:
         ValueError: What it keeps means nothing without scales that it has beside its state.
     """
-    kind = type(optimizer)
+    # Flat tensors are in no checkpoint.
+    kind = optimizer.flat_of if isinstance(optimizer, FlatOptimizer) else type(optimizer)
     # Transformer Engine's FusedAdam, which is not imported here.
     dtypes: Mapping[str, torch.dtype] = getattr(optimizer, "name_to_dtype_map", {})
     scaled = [f"{name} in {dtype}" for name, dtype in dtypes.items() if dtype != torch.float32]

@@ -141,6 +141,16 @@ class ShardedGrads:
             found.append(memory.flat)
         return found
 
+    def on_one_tensor(self) -> tuple[list[torch.Tensor | None], torch.Tensor | None]:
+        """Every `param.grad`, and the flat main gradient; None if one of them is not in that."""
+        grads, memory = self.state(), self._main.memory
+        if memory is None:
+            return grads, None
+        for index, grad in enumerate(grads):
+            if grad is not None and not memory.owns(index, grad):
+                return grads, None
+        return grads, memory.flat
+
     def state(self) -> list[torch.Tensor | None]:
         """Every `param.grad`, for `forget`."""
         with plain_attributes():

@@ -1,0 +1,486 @@
+"""Optimizers on flat tensors: bit by bit those on sharded parameters, to all who look."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import io
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn, optim
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+from megatron_fsdp_v2 import checkpoint
+from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of
+from megatron_fsdp_v2.optim import FlatOptimizer, Muon, flat_optimizer, step_flat
+from tests.distributed.on_ranks import on_ranks
+from tests.distributed.test_drop_in import CLASSES
+from tests.distributed.wrapping import (
+    BF16,
+    STRATEGIES,
+    Operations,
+    batch,
+    on_mesh,
+    own_loss,
+    said,
+    wrap,
+)
+from tests.reference.models import INPUT, Stack, TiedAcross
+
+ALIGNED = 32
+"""A width whose parameters have nothing between them."""
+
+
+def _num_flat(optimizer: Any) -> tuple[int, int]:
+    """Flat tensors of the last step, and parameters that are in them."""
+    runs = [run for home in optimizer._plan._homes for run in home.runs]
+    return len(runs), sum(len(run.params) for run in runs)
+
+
+def _rows(value: Any) -> Any:
+    return local_of(value) if isinstance(value, UnevenDTensor) else value
+
+
+def _differences(plain: Any, flat: Any) -> list[str]:
+    """Where the state dict of one optimizer is not that of the other."""
+    found = []
+    if plain["param_groups"] != flat["param_groups"]:
+        found.append("groups")
+    if list(plain["state"]) != list(flat["state"]):
+        return [*found, f"{list(plain['state'])} {list(flat['state'])}"]
+    for key, state in plain["state"].items():
+        other = flat["state"][key]
+        if list(state) != list(other):
+            found.append(f"{key}: {list(state)} {list(other)}")
+            continue
+        found += [f"{key}.{n}" for n, value in state.items() if not _is_equal(value, other[n])]
+    return found
+
+
+def _is_equal(mine: Any, other: Any) -> bool:
+    if type(mine) is not type(other) or not isinstance(mine, torch.Tensor):
+        return bool(mine == other)
+    if mine.shape != other.shape or mine.dtype != other.dtype:
+        return False
+    if isinstance(mine, UnevenDTensor):
+        if mine.row_shards != other.row_shards or mine.placements != other.placements:
+            return False
+        if local_of(mine).shape != local_of(other).shape:
+            return False
+    return _have_same_bits(mine, other)
+
+
+def _have_same_bits(mine: Any, other: Any) -> bool:
+    """Also where they are no numbers."""
+    pair = [
+        _rows(value).detach().contiguous().flatten().view(torch.uint8) for value in (mine, other)
+    ]
+    return torch.equal(*pair)
+
+
+def _unequal(plain: tuple[Any, Any], flat: tuple[Any, Any]) -> list[str]:
+    """Names of weights and state of a model and its optimizer that differ from those of others."""
+    pairs = zip(plain[0].named_parameters(), flat[0].parameters(), strict=True)
+    found = [name for (name, mine), other in pairs if not _have_same_bits(mine, other)]
+    return found + _differences(plain[1].state_dict(), flat[1].state_dict())
+
+
+def _made(
+    kind: Any = optim.AdamW, *, is_flat: bool, width: int = ALIGNED, **options: Any
+) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    model = wrap(Stack(2, width), **options)
+    kind = flat_optimizer(kind) if is_flat else kind
+    return model, kind(model.parameters(), lr=0.01, weight_decay=0.1)
+
+
+def _train(model: Any, optimizer: Any, steps: range = range(2)) -> None:
+    for step in steps:
+        own_loss(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _trained_pair(steps: int = 2, **options: Any) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+    """Model and optimizer, as they are and flat."""
+    plain, flat = _made(is_flat=False, **options), _made(is_flat=True, **options)
+    for model, optimizer in (plain, flat):
+        _train(model, optimizer, range(steps))
+    return plain, flat
+
+
+# -- the same bits --------------------------------------------------------------------------------
+
+
+@on_ranks(2, how=[{"foreach": False}, {"foreach": True}])
+def test_no_bit_of_weights_or_state_depends_on_flat_tensors(how: dict[str, Any]) -> None:
+    unequal = {}
+    for cls in CLASSES:
+        options = {"momentum": 0.9} if cls in (optim.SGD, optim.RMSprop) else {}
+        made = []
+        for kind in (cls, flat_optimizer(cls)):
+            torch.manual_seed(0)
+            model = wrap(Stack(2))
+            made.append((model, kind(model.parameters(), lr=0.01, **options, **how)))
+            _train(*made[-1])
+        unequal[cls.__name__] = _unequal(*made)
+    assert unequal == {cls.__name__: [] for cls in CLASSES}
+
+
+class _Case:
+    """A model, groups and a history, at random."""
+
+    def __init__(self, seed: int, options: dict[str, Any]) -> None:
+        self._seed, self._options = seed, options
+
+    def run(self, *, is_flat: bool) -> tuple[Any, Any]:
+        rng = random.Random(self._seed)
+        torch.manual_seed(self._seed)
+        is_tied = rng.random() < 0.3
+        width = rng.choice([7, 16, ALIGNED])
+        whole = TiedAcross() if is_tied else Stack(rng.randint(1, 3), width)
+        params = list(whole.parameters())
+        for param in rng.sample(params, rng.randint(0, len(params) // 3)):
+            param.requires_grad_(False)
+        if rng.random() < 0.5:
+            whole.blocks[0].unused = nn.Parameter(torch.randn(4, 3))
+        units = [whole.embedding, *whole.blocks, whole.head] if is_tied else None
+        model = wrap(whole, units, **self._options)
+        names = [name for name, _ in model.named_parameters()]
+        optimizer = self._optimizer(rng, dict(model.named_parameters()), is_flat)
+        for step in range(6):
+            own_loss(model, step).backward()
+            self._disturb(rng, model, names, optimizer)
+            optimizer.step()
+            if rng.random() < 0.3:
+                _ = optimizer.state_dict()
+            optimizer.zero_grad(set_to_none=rng.random() < 0.8)
+            if rng.random() < 0.2:
+                # What is trained from now on, or not any more.
+                param = model.get_parameter(rng.choice(names))
+                param.requires_grad_(not param.requires_grad)
+        return model, optimizer
+
+    @staticmethod
+    def _optimizer(rng: random.Random, params: dict[str, Any], is_flat: bool) -> Any:
+        kind, options = rng.choice(
+            [
+                (optim.AdamW, {}),
+                (optim.AdamW, {"amsgrad": True, "foreach": True}),
+                (optim.Adam, {"eps": 0.0, "maximize": True}),
+                (optim.SGD, {"momentum": 0.9, "nesterov": True}),
+                (optim.RMSprop, {"centered": True}),
+                (optim.Adagrad, {"initial_accumulator_value": 0.1}),
+            ]
+        )
+        decayed = [p for name, p in params.items() if "bias" not in name and "norm" not in name]
+        others = [p for p in params.values() if not any(p is each for each in decayed)]
+        groups: list[Any] = [{"params": decayed, "weight_decay": 0.1}, {"params": others}]
+        if rng.random() < 0.5:
+            groups = list(params.values())
+        return (flat_optimizer(kind) if is_flat else kind)(groups, lr=0.01, **options)
+
+    @staticmethod
+    def _disturb(rng: random.Random, model: Any, names: list[str], optimizer: Any) -> None:
+        name, what = rng.choice(names), rng.random()
+        param = model.get_parameter(name)
+        if what < 0.2:
+            param.grad = None
+        elif what < 0.4 and param.grad is not None:
+            param.grad = param.grad.clone().mul_(0.5)
+        elif what < 0.5:
+            optimizer.param_groups[0]["lr"] *= 0.5
+        elif what < 0.6 and optimizer.state.get(param):
+            state = optimizer.state[param]
+            for value in state.values():
+                if isinstance(value, torch.Tensor):
+                    value.zero_()
+
+
+@pytest.mark.parametrize(
+    ("mesh", "strategy", "seeds"),
+    [
+        ("1", "optim_grads_params", 6),
+        ("2", "no_shard", 6),
+        ("3", "optim_grads_params", 6),
+        ("HFSDP 2x2", "optim", 4),
+        *(
+            pytest.param(mesh, strategy, 60, marks=pytest.mark.functional)
+            for mesh in ("2", "3", "4", "HSDP 2x2")
+            for strategy in STRATEGIES
+        ),
+    ],
+)
+@on_ranks("mesh", timeout_s=180.0)
+def test_any_model_and_history_leads_to_the_same_bits(mesh: str, strategy: str, seeds: int) -> None:
+    options = {**on_mesh(mesh), "sharding_strategy": strategy}
+    unequal = {}
+    for seed in range(seeds):
+        case = _Case(seed, options)
+        unequal[seed] = _unequal(case.run(is_flat=False), case.run(is_flat=True))
+    assert unequal == {seed: [] for seed in range(seeds)}
+
+
+@on_ranks(2, grads=["fp32", "bf16"])
+def test_weights_in_another_dtype_follow_main_weights_that_were_stepped_flat(grads: str) -> None:
+    policy = BF16
+    if grads == "bf16":
+        policy = dataclasses.replace(BF16, main_grads_dtype=torch.bfloat16)
+    made: list[Any] = []
+    for is_flat in (False, True):
+        torch.manual_seed(0)
+        model = wrap(Stack(2, ALIGNED), mp_policy=policy, sharding_strategy="optim")
+        # Torch's Adam takes no gradients of another dtype than the weights'.
+        kind: Any = optim.AdamW if grads == "fp32" else optim.SGD
+        kind = flat_optimizer(kind) if is_flat else kind
+        made.append((model, kind(model.parameters(), lr=0.01)))
+        _train(*made[-1])
+    assert _num_flat(made[1][1])[0] == 3
+    assert _unequal(*made) == []
+    outputs = [model(batch(0).to(torch.float32)) for model, _ in made]
+    assert torch.equal(*outputs)
+
+
+# -- few tensors ----------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_a_group_of_aligned_parameters_is_one_tensor_and_takes_no_more_operations() -> None:
+    plain, flat = _trained_pair()
+    names = []
+    for model, optimizer in (plain, flat):
+        own_loss(model, 2).backward()
+        with Operations() as seen:
+            optimizer.step()
+        names.append(seen.names)
+    # Two blocks and the root; what has no rows here is left alone.
+    num_runs, num_params = _num_flat(flat[1])
+    assert num_runs == 3
+    assert num_params == sum(local_of(p).numel() > 0 for p in flat[0].parameters())
+    of_weights = [sum(name in ("sqrt", "addcdiv_") for name in found) for found in names]
+    assert of_weights[1] == 2 * num_runs
+    assert of_weights[0] > 2 * of_weights[1]
+
+
+@on_ranks(2)
+def test_memory_of_gradients_goes_with_zero_grad_as_ever() -> None:
+    _, (model, optimizer) = _trained_pair()
+    own_loss(model, 3).backward()
+    memory = [weakref_of(param) for param in model.parameters() if param.grad is not None]
+    optimizer.step()
+    optimizer.zero_grad()
+    assert memory
+    assert all(storage().nbytes() == 0 for storage in memory)
+
+
+def weakref_of(param: Any) -> Callable[[], Any]:
+    """The storage of a gradient, found again by its address in the group."""
+    group = param.row_shards.holders.group()
+    resting = group.grads._main
+    return lambda: resting._resting.flat.untyped_storage()
+
+
+# -- state ----------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_state_dicts_go_from_one_kind_to_the_other_and_back() -> None:
+    plain, flat = _trained_pair()
+    for source, target in ((plain, flat), (flat, plain)):
+        file = io.BytesIO()
+        torch.save(source[1].state_dict(), file)
+        file.seek(0)
+        other = _made(is_flat=target is flat)
+        other[0].load_state_dict(source[0].state_dict())
+        other[1].load_state_dict(torch.load(file, weights_only=False))
+        _train(*other, range(2, 4))
+        _train(*source, range(2, 4))
+        assert _unequal(source, other) == []
+
+
+@on_ranks(2)
+def test_what_is_done_to_state_counts_in_the_next_step_also_by_who_kept_it() -> None:
+    plain, flat = _trained_pair()
+    kept = [optimizer.state[model.blocks[0].up.weight] for model, optimizer in (plain, flat)]
+    for (model, optimizer), state in zip((plain, flat), kept, strict=True):
+        _train(model, optimizer, range(2, 3))
+        # Its count of steps is that of now.
+        assert state["step"].item() == 3
+        state["exp_avg"].zero_()
+        state["step"].zero_()
+        _train(model, optimizer, range(3, 5))
+        optimizer.state[model.blocks[1].up.weight].clear()
+        _train(model, optimizer, range(5, 6))
+    assert _unequal(plain, flat) == []
+    # And who lets go of it has one tensor for each group again but for what differs.
+    del kept, state
+    _train(*plain, range(6, 8))
+    _train(*flat, range(6, 8))
+    assert flat[1]._shown is None
+    assert _unequal(plain, flat) == []
+
+
+@on_ranks(2)
+def test_torchs_calls_and_deep_copies_see_the_state_of_parameters() -> None:
+    plain, flat = _trained_pair()
+    dicts = [get_optimizer_state_dict(*made) for made in (plain, flat)]
+    assert _differences(*dicts) == []
+    fresh = [_made(is_flat=False), _made(is_flat=True)]
+    # A fresh optimizer makes state by a step with gradients of zeros.
+    assert _differences(*(get_optimizer_state_dict(*made) for made in fresh)) == []
+    for made in fresh:
+        made[0].load_state_dict(plain[0].state_dict())
+        set_optimizer_state_dict(*made, copy.deepcopy(dicts[1]))
+    for made in (plain, *fresh):
+        _train(*made, range(2, 4))
+    assert _unequal(plain, fresh[0]) == _unequal(plain, fresh[1]) == []
+    twin, params = copy.deepcopy(flat[1]), flat[1].param_groups[0]["params"]
+    assert isinstance(twin, FlatOptimizer)
+    copied = twin.param_groups[0]["params"]
+    assert all(
+        _is_equal(value, twin.state[other][name])
+        for param, other in zip(params, copied, strict=True)
+        for name, value in flat[1].state.get(param, {}).items()
+    )
+
+
+@on_ranks(4)
+def test_a_checkpoint_is_the_same_and_loads_into_the_other_kind_elsewhere(tmp_path: Path) -> None:
+    two = on_mesh("HSDP 2x2")
+    for source, target in ((False, True), (True, False)):
+        folder = tmp_path / f"{source}"
+        saved = _made(is_flat=source)
+        _train(*saved)
+        checkpoint.save(folder, *saved)
+        loaded = _made(is_flat=target, sharding_strategy="optim", **two)
+        _train(*loaded, range(5, 6))
+        checkpoint.load(folder, *loaded)
+        like = _made(is_flat=source, sharding_strategy="optim", **two)
+        checkpoint.load(folder, *like)
+        for made in (loaded, like):
+            _train(*made, range(2, 4))
+        assert _unequal(loaded, like) == []
+
+
+# -- what optimizers are used with ----------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_schedulers_closures_hooks_clipping_and_new_groups_work_as_ever() -> None:
+    made = []
+    for is_flat in (False, True):
+        torch.manual_seed(0)
+        model = wrap(Stack(2, ALIGNED))
+        kind: Any = flat_optimizer(optim.AdamW) if is_flat else optim.AdamW
+        first, *rest = model.parameters()
+        optimizer = kind([first], lr=0.1)
+        scheduler = optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        calls: list[Any] = []
+        optimizer.register_step_pre_hook(lambda *_, calls=calls: calls.append("before"))
+        optimizer.register_step_post_hook(lambda *_, calls=calls: calls.append("after"))
+        for step in range(3):
+
+            def closure(
+                model: Any = model, optimizer: Any = optimizer, step: int = step
+            ) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = own_loss(model, step)
+                loss.backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                return loss
+
+            assert optimizer.step(closure).requires_grad
+            scheduler.step()
+            if step == 0:
+                optimizer.add_param_group({"params": rest, "lr": 0.01})
+        assert calls == ["before", "after"] * 3
+        made.append((model, optimizer))
+    assert _unequal(*made) == []
+
+
+@on_ranks(2, how=["for-loop", "fused"])
+def test_steps_with_a_gradient_that_is_not_finite_are_skipped(how: str) -> None:
+    made = []
+    for is_flat in (False, True):
+        torch.manual_seed(0)
+        # Widths of which no vector of a fused kernel is filled in part.
+        model = wrap(nn.Sequential(nn.Linear(INPUT, 64), nn.Linear(64, 64)), [])
+        model[0].weight.requires_grad_(False)
+        kind: Any = flat_optimizer(optim.AdamW) if is_flat else optim.AdamW
+        optimizer = kind(model.parameters(), lr=0.01, fused=how == "fused")
+        scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+        for step in range(3):
+            scale = float("inf") if step == 1 else 1.0
+            scaler.scale(model(batch(dist.get_rank(), step)).square().mean() * scale).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        made.append((model, optimizer))
+    assert _unequal(*made) == []
+
+
+@on_ranks(2)
+def test_the_step_gathers_what_the_next_forward_begins_with_here_too() -> None:
+    plain, flat = _trained_pair(enable_unshard_after_step=True)
+    held = [[module.weight.grad_fn is None for module in (m.input,)] for m, _ in (plain, flat)]
+    assert held[0] == held[1]
+    assert _unequal(plain, flat) == []
+
+
+@on_ranks(2)
+def test_an_optimizer_that_others_made_is_flat_from_then_on() -> None:
+    plain, flat = _made(is_flat=False), _made(is_flat=False)
+    _train(*plain, range(1))
+    _train(*flat, range(1))
+    assert step_flat(flat[1]) is flat[1]
+    assert isinstance(flat[1], optim.AdamW)
+    for model, optimizer in (plain, flat):
+        _train(model, optimizer, range(1, 3))
+    assert _num_flat(flat[1])[0] == 3
+    assert _unequal(plain, flat) == []
+
+
+# -- what is refused ------------------------------------------------------------------------------
+
+
+class _Own(optim.SGD):
+    """Elementwise, which only its author knows."""
+
+
+class _Lamb(optim.SGD):
+    pass
+
+
+_Lamb.__name__ = "LAMB"
+
+
+@on_ranks(2)
+def test_what_is_not_elementwise_is_refused_by_name_and_the_unknown_has_to_be_asserted() -> None:
+    for kind in (optim.LBFGS, optim.Adafactor, optim.SparseAdam, Muon, _Lamb):
+        for elementwise in (False, True):
+            text = said(
+                ValueError,
+                lambda kind=kind, known=elementwise: flat_optimizer(kind, elementwise=known),
+            )
+            assert f"{kind.__name__} cannot step flat tensors" in text
+    assert "elementwise=True" in said(ValueError, lambda: flat_optimizer(_Own))
+    kind = flat_optimizer(_Own, elementwise=True)
+    assert flat_optimizer(kind) is kind
+    model = wrap(Stack(2, ALIGNED))
+    text = said(
+        ValueError, lambda: flat_optimizer(optim.Adam)(model.parameters(), differentiable=True)
+    )
+    assert "leave differentiable=True out" in text
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    optim.lr_scheduler.StepLR(optimizer, 1)
+    assert "before that" in said(RuntimeError, lambda: step_flat(optimizer))
+    _train(model, kind(model.parameters(), lr=0.1))

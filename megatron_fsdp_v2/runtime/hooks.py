@@ -88,6 +88,10 @@ def _after_load(module: nn.Module, incompatible_keys: Any) -> None:
     unit.reshard()
 
 
+type _Looked = tuple[int, int, frozenset[int]]
+type _Contexts = list[weakref.ref[Context]]
+
+
 class _OptimizerWatch:
     """Sees every optimizer step, before and after.
 
@@ -99,7 +103,9 @@ class _OptimizerWatch:
 
     def __init__(self) -> None:
         self._contexts: weakref.WeakSet[Context] = weakref.WeakSet()
-        self._checked: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = (
+        self._num_changes = 0
+        # Of every optimizer, what was looked at, and the contexts that it holds parameters of.
+        self._known: weakref.WeakKeyDictionary[Optimizer, tuple[_Looked, _Contexts]] = (
             weakref.WeakKeyDictionary()
         )
         self._with_sharded_state: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -112,25 +118,45 @@ class _OptimizerWatch:
             register_optimizer_step_post_hook(after)
             self._is_registered = True
         self._contexts.add(context)
+        self._num_changes += 1
 
     def discard(self, context: Context) -> None:
         self._contexts.discard(context)
+        self._num_changes += 1
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         del args, kwargs
-        for context in list(self._contexts):
+        held = _parameter_ids(optimizer)
+        for context in self._contexts_of(optimizer, held):
             for unit in context.units():
                 unit.check_no_late_gradient()
-        state = (num_retired(), sum(len(group["params"]) for group in optimizer.param_groups))
-        if self._checked.get(optimizer) == state:
-            return
+
+    def _contexts_of(self, optimizer: Optimizer, held: frozenset[int]) -> list[Context]:
+        """Contexts that an optimizer holds parameters of, which are checked where they may be new.
+
+        Args:
+            optimizer: The optimizer.
+            held: `id()`s of its parameters.
+        """
+        looked = (num_retired(), self._num_changes, held)
+        known = self._known.get(optimizer)
+        if known is None or known[0] != looked:
+            self._check(optimizer)
+            contexts = [
+                weakref.ref(context)
+                for context in self._contexts
+                if any(unit.holds(held) for unit in context.units())
+            ]
+            known = self._known[optimizer] = (looked, contexts)
+        return [context for ref in known[1] if (context := ref()) is not None]
+
+    def _check(self, optimizer: Optimizer) -> None:
         for group in optimizer.param_groups:
             for param in group["params"]:
                 _check_is_current(param)
                 if isinstance(param, UnevenDTensor):
                     _check_is_elementwise(optimizer)
                     self._watch_state(optimizer)
-        self._checked[optimizer] = state
 
     def _watch_state(self, optimizer: Optimizer) -> None:
         """Until its first step, what an optimizer has of state is the same on all ranks."""
@@ -140,12 +166,15 @@ class _OptimizerWatch:
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         del args, kwargs
-        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        for context in list(self._contexts):
-            if any(unit.holds(stepped) for unit in context.units()):
-                context.weight_version += 1
-                if context.options.enable_unshard_after_step:
-                    unshard_after_step(context, stepped)
+        stepped = _parameter_ids(optimizer)
+        for context in self._contexts_of(optimizer, stepped):
+            context.weight_version += 1
+            if context.options.enable_unshard_after_step:
+                unshard_after_step(context, stepped)
+
+
+def _parameter_ids(optimizer: Optimizer) -> frozenset[int]:
+    return frozenset([id(p) for group in optimizer.param_groups for p in group["params"]])
 
 
 def _check_is_current(param: Any) -> None:

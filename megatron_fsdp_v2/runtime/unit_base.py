@@ -137,7 +137,7 @@ class UnitBase(ABC):
         """Name and class of the module, for messages."""
         return f"{self.fqn or 'the root'} ({self.class_name})"
 
-    def holds(self, parameter_ids: set[int]) -> bool:
+    def holds(self, parameter_ids: AbstractSet[int]) -> bool:
         """Whether one of its sharded parameters is among these `id()`s."""
         return any(id(p) in parameter_ids for group in self.groups for p in group.sharded_params)
 

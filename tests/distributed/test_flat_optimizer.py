@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 from megatron_fsdp_v2 import checkpoint
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of
 from megatron_fsdp_v2.optim import FlatOptimizer, Muon, flat_optimizer, step_flat
+from megatron_fsdp_v2.runtime.fsdp_module import unit_of
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.test_drop_in import CLASSES
 from tests.distributed.wrapping import (
@@ -447,6 +448,23 @@ def test_an_optimizer_that_others_made_is_flat_from_then_on() -> None:
         _train(model, optimizer, range(1, 3))
     assert _num_flat(flat[1])[0] == 3
     assert _unequal(plain, flat) == []
+
+
+@on_ranks(1)
+def test_a_step_asks_nothing_of_models_that_it_does_not_step() -> None:
+    (model, optimizer), (other, _) = _made(is_flat=True), _made(is_flat=True)
+    asked = []
+    for each in (model, other):
+        unit = unit_of(each)
+        looks = unit.check_no_late_gradient
+        unit.check_no_late_gradient = lambda looks=looks, each=each: (asked.append(each), looks())
+        own_loss(each).backward()
+    optimizer.step()
+    assert [each is model for each in asked] == [True]
+    versions = [unit_of(each).context.weight_version for each in (model, other)]
+    optimizer.step()
+    assert unit_of(model).context.weight_version == versions[0] + 1
+    assert unit_of(other).context.weight_version == versions[1]
 
 
 # -- what is refused ------------------------------------------------------------------------------

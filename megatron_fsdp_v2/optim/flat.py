@@ -88,22 +88,24 @@ class FlatOptimizer(Optimizer):
         plan = Plan(self.param_groups, states, functools.partial(spans_gaps, self.flat_of))
         self._plan = plan
         del shown, states
-        if self._shown is not None and not self._is_held():
+        if self._shown is not None and not self._is_held(plan):
             self._shown = None
         return plan
 
-    def _is_held(self) -> bool:
+    def _is_held(self, plan: Plan) -> bool:
         """Whether somebody else has states by parameter, who may look at them after the step.
 
-        Tensors of rows share memory with what is stepped; a count of steps does not.
+        Tensors of rows share memory with what is stepped; a count of steps does not. States of
+        what is stepped as it is are the same objects before and after.
         """
         held: dict[int, Any] = {0: self._shown}
         self._shown = None
         try:
             if _counts(held.values())[0] > _ONE:
                 return True
-            states = {k: v for k, v in held[0].items() if isinstance(k, UnevenDTensor)}
+            shown = held[0]
             # Here and in what is asked about.
+            states = {id(param): shown[param] for param in plan.joined if param in shown}
             if any(count > _ONE + 1 for count in _counts(states.values())):
                 return True
             return any(_is_any_held(state) for state in states.values())

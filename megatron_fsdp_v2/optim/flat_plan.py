@@ -38,6 +38,7 @@ class Plan:
         params: By group of the optimizer, what is stepped in the place of its parameters.
         state: State of that, for the optimizer to read and write; and of anything else that state
             was given for.
+        joined: Parameters that are in runs.
     """
 
     def __init__(
@@ -62,9 +63,9 @@ class Plan:
         self.state: defaultdict[Any, Any] = defaultdict(dict)
         self._find_runs(states)
         members = [each for home in self._homes for run in home.runs for each in run.members]
-        self._joined = [member.param for member in members]
+        self.joined = [member.param for member in members]
         self._locals = [member.local for member in members]
-        self._joined_ids = {id(param) for param in self._joined}
+        self._joined_ids = {id(param) for param in self.joined}
         for key, state in states.items():
             if id(key) not in self._joined_ids:
                 self.state[key] = state
@@ -134,7 +135,7 @@ class Plan:
             if self._spans_gaps(group) is not options:
                 return False
         return all(home.rows.is_current for home in self._homes) and all(
-            map(operator.is_, map(_local, self._joined), self._locals)
+            map(operator.is_, map(_local, self.joined), self._locals)
         )
 
     def take_gradients(self) -> list[Any]:

@@ -38,7 +38,8 @@ class Member:
         local: Its local rows.
         has_grad: Whether it had a gradient when it was looked at.
         state: What the optimizer has of it; empty before its first step.
-        kinds: What the state is made of, by name: equal where two may be one.
+        kinds: What the state is made of, by name: equal where two may be one. In the member's own
+            order, in which ranks may gather them.
     """
 
     param: Any
@@ -189,7 +190,10 @@ class Run:
         """
         for name in shown.keys() - state.keys():
             del shown[name]
-        for name, value in state.items():
+        for name in {**member.kinds, **state}:
+            if name not in state:
+                continue
+            value = state[name]
             known = shown.get(name)
             if self._is_of_elements(value):
                 rows = rows_at(value, member.start - self._start, member.param)

@@ -295,7 +295,11 @@ class ParameterGroup:
         """
         if self.weights.is_refreshed_locally or self.is_stale(weight_version):
             self.weights.refresh(async_op=async_op)
-            self._refreshed_at = (weight_version, self.members.versions())
+            self.note_refreshed(weight_version)
+
+    def note_refreshed(self, weight_version: int) -> None:
+        """The model weights are those of the main weights as they are now."""
+        self._refreshed_at = (weight_version, self.members.versions())
 
     def show_sharded(self) -> None:
         """Register the sharded parameters, also while weights are gathered."""

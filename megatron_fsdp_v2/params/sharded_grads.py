@@ -151,6 +151,14 @@ class ShardedGrads:
                 return grads, None
         return grads, memory.flat
 
+    def is_any_shown(self) -> bool:
+        """Whether a `param.grad` with rows here is what a reduction made."""
+        memory = self._main.memory
+        return memory is not None and any(
+            view is not None and memory.owns(index, grad)
+            for index, (view, grad) in enumerate(zip(memory.views, self.state(), strict=True))
+        )
+
     def state(self) -> list[torch.Tensor | None]:
         """Every `param.grad`, for `forget`."""
         with plain_attributes():

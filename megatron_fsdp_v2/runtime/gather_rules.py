@@ -384,7 +384,9 @@ class GatherSchedule[UnitT: Gatherable]:
         for unit in units:
             # Also one that has no room: it is expected all the same.
             unit.prefetch()
-            self._prefetched.append(weakref.ref(unit))
+            # Once: it may have been gathered ahead before, and dropped by who loaded weights.
+            if not any(ref() is unit for ref in self._prefetched):
+                self._prefetched.append(weakref.ref(unit))
 
     def drop_prefetched(self) -> None:
         """The pass is over: no mispredicted prefetch may outlive it."""

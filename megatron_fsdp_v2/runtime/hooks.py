@@ -24,6 +24,7 @@ from megatron_fsdp_v2.params.registration import find_owner_slot, num_retired
 from megatron_fsdp_v2.runtime.after_step import unshard_after_step
 from megatron_fsdp_v2.runtime.forward_of_modules import after_forward, post_forward, pre_forward
 from megatron_fsdp_v2.runtime.fsdp_module import unit_of
+from megatron_fsdp_v2.runtime.state_initialization import CurrentWeights, initializes_state
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -109,6 +110,10 @@ class _OptimizerWatch:
             weakref.WeakKeyDictionary()
         )
         self._with_sharded_state: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        # Of optimizers in a step that makes state and changes no weight.
+        self._unchanged: weakref.WeakKeyDictionary[Optimizer, CurrentWeights] = (
+            weakref.WeakKeyDictionary()
+        )
         self._is_registered = False
 
     def add(self, context: Context) -> None:
@@ -126,10 +131,13 @@ class _OptimizerWatch:
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         del args, kwargs
-        held = _parameter_ids(optimizer)
-        for context in self._contexts_of(optimizer, held):
+        contexts = self._contexts_of(optimizer, _parameter_ids(optimizer))
+        for context in contexts:
             for unit in context.units():
                 unit.check_no_late_gradient()
+        self._unchanged.pop(optimizer, None)
+        if initializes_state(optimizer, contexts):
+            self._unchanged[optimizer] = CurrentWeights(contexts)
 
     def _contexts_of(self, optimizer: Optimizer, held: frozenset[int]) -> list[Context]:
         """Contexts that an optimizer holds parameters of, which are checked where they may be new.
@@ -166,6 +174,10 @@ class _OptimizerWatch:
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         del args, kwargs
+        unchanged = self._unchanged.pop(optimizer, None)
+        if unchanged is not None:
+            unchanged.restore()
+            return
         stepped = _parameter_ids(optimizer)
         for context in self._contexts_of(optimizer, stepped):
             context.weight_version += 1

@@ -245,7 +245,12 @@ class ReductionSchedule[GroupT, WorkT](ABC):
             groups: Those that have a gradient, here or on another rank.
             synchronize: Whether gradients go all the way into `param.grad`.
         """
-        return [g for g in groups if synchronize or not self.accumulates_unreduced(g)]
+        return [
+            g
+            for g in groups
+            if (synchronize or not self.accumulates_unreduced(g))
+            and not self._is_put_off(g, then_outer=synchronize and self.has_outer_axis(g))
+        ]
 
     def reduce(self, due: Sequence[GroupT], *, synchronize: bool) -> None:
         """Reduce groups of one unit, once one more unit's reductions may be under way.
@@ -280,6 +285,11 @@ class ReductionSchedule[GroupT, WorkT](ABC):
         self._bucket_total += nbytes
         if nbytes > self.bucket_nbytes:
             self.issue_bucket()
+
+    def _is_put_off(self, group: GroupT, *, then_outer: bool) -> bool:
+        """Whether it waits for others to be reduced that far, with all that its buffer has."""
+        known = self._bucket.get(group)
+        return known is not None and (known or not then_outer)
 
     @property
     def has_bucket(self) -> bool:

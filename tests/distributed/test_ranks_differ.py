@@ -245,3 +245,15 @@ def test_an_output_handed_on_from_an_inner_unit_starts_the_outer_backward_first(
     _check_gradients(
         plain, model, lambda model, rank, _: setattr(model.blocks[0], "branches", rank == 1)
     )
+
+
+@on_ranks(2, strategy=["no_shard", "optim", "optim_grads"])
+def test_a_gradient_that_waits_in_a_bucket_is_reduced_once(strategy: str) -> None:
+    """Also where one rank has it and the other does not: both compare what they are about to do."""
+    options = {"sharding_strategy": strategy, "check_ranks": "always", "bucket_bytes": 1 << 20}
+    plain, model = pair(Skipping, **options)
+
+    def skip(model: Any, rank: int, step: int) -> None:
+        model.skip = 1 if rank == step else None
+
+    _check_gradients(plain, model, skip, steps=2)

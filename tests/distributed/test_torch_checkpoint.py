@@ -269,3 +269,27 @@ def test_training_with_state_of_plain_dtensors_goes_on_at_another_size(
     found = pools(3).run(losses_around_a_save, folder, way, strategy, saves=False)
     for losses in found:
         assert losses == pytest.approx(expected[0], rel=1e-6)
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads", "optim_grads_params"])
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "AdamW, fused"])
+@on_ranks(2)
+def test_a_rank_without_rows_makes_state_by_itself_and_the_others_need_not_know(
+    optimizer: str, strategy: str
+) -> None:
+    """Torch steps an optimizer to make state; what follows from other steps is collective."""
+    torch.manual_seed(0)
+    model = fully_shard(nn.Linear(8, 1, bias=False), sharding_strategy=strategy)
+    made = OPTIMIZERS[optimizer](model)
+    for _ in range(3):
+        model(torch.ones(2, 8)).sum().backward()
+        made.step()
+        with torch.no_grad():
+            model(torch.ones(1, 8))
+        state = get_optimizer_state_dict(model, made)
+        made.zero_grad()
+        set_optimizer_state_dict(model, made, get_optimizer_state_dict(model, made))
+    assert state["param_groups"]
+    with torch.no_grad():
+        found = model(torch.ones(1, 8))
+    assert torch.allclose(found, model.weight.full_tensor().sum())

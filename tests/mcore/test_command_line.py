@@ -234,6 +234,14 @@ BAD: dict[str, tuple[Flags, str]] = {
         fsdp(ZERO1, "--fsdp-bucket-bytes 1MiB"),
         "--fsdp-bucket-bytes needs --overlap-param-gather or --overlap-grad-reduce",
     ),
+    "flat-alone": (
+        "--fsdp-flat-optimizer",
+        "--fsdp-flat-optimizer needs --use-fsdp-fully-shard-api",
+    ),
+    "flat-muon": (
+        fsdp(ZERO1, "--fsdp-flat-optimizer --optimizer muon"),
+        "--fsdp-flat-optimizer cannot be used with --optimizer muon: only Adam",
+    ),
     "no-buffers": (
         fsdp(ZERO1, "--fsdp-max-live-grad-buffers 0"),
         "expected a whole number of at least 1, got '0'",

@@ -169,6 +169,14 @@ def test_a_rejected_flag_ends_the_start_with_its_name(
             "--init-model-with-meta-device --data-parallel-sharding-strategy no_shard",
             "--init-model-with-meta-device cannot be used with --data-parallel-sharding-strategy",
         ),
+        (
+            "--bf16 --fsdp-flat-optimizer --use-precision-aware-optimizer",
+            "--fsdp-flat-optimizer cannot be used with --use-precision-aware-optimizer: state in",
+        ),
+        (
+            "--bf16 --fsdp-flat-optimizer --optimizer-cpu-offload",
+            "--fsdp-flat-optimizer cannot be used with --optimizer-cpu-offload: an optimizer of",
+        ),
     ],
 )
 def test_flags_that_do_not_go_together_are_named(

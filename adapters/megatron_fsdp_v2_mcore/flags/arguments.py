@@ -12,6 +12,7 @@ from megatron_fsdp_v2._text import parse_size
 from megatron_fsdp_v2.layout.placement import STRATEGIES
 from megatron_fsdp_v2_mcore.flags.checkpoint_check import check_checkpoint_folder
 from megatron_fsdp_v2_mcore.flags.errors import FlagError
+from megatron_fsdp_v2_mcore.flags.flat_optimizer import check_flat_optimizer
 from megatron_fsdp_v2_mcore.flags.offload import as_precision_aware, check_offload_flags
 from megatron_fsdp_v2_mcore.flags.precision import (
     check_has_fused_adam,
@@ -53,6 +54,7 @@ _OUR_OTHER_FLAGS = (
     "fsdp_unshard_after_step",
     "fsdp_max_live_grad_buffers",
     "fsdp_bucket_bytes",
+    "fsdp_flat_optimizer",
 )
 _NEEDED_FOR = {
     "fsdp_unshard_prefetch_depth": ("overlap_param_gather",),
@@ -126,6 +128,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="Units smaller than this share collectives: those that follow each other are gathered "
         "in one, and reduced in one, up to so many bytes, such as 4MiB. Default: a collective for "
         "every unit. Needs --overlap-param-gather or --overlap-grad-reduce.",
+    )
+    group.add_argument(
+        "--fsdp-flat-optimizer",
+        action="store_true",
+        help="Have Adam step a few flat tensors instead of every parameter: the rows of a unit, "
+        "which are next to each other in memory. Results and checkpoints are the same. Needs "
+        "--optimizer adam, on the device and with state in fp32.",
     )
     group.add_argument(
         "--log-per-param-norm",
@@ -230,6 +239,7 @@ def check_before(args: Any) -> None:
             "bf16 and fp32 only; use --bf16"
         )
     check_precision_flags(args)
+    check_flat_optimizer(args)
     check_parallel_sizes(args)
     check_overlapping_experts(args)
     if args.load is not None:

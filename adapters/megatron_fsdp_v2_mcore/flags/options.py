@@ -28,6 +28,7 @@ class Options:
         unshard_after_step: Whether the optimizer's step gathers what the next forward begins with.
         max_live_grad_buffers: See `fully_shard`.
         bucket_bytes: See `fully_shard`.
+        steps_flat_tensors: Whether Adam steps a few flat tensors instead of every parameter.
         gathers_apart: Whether weights are gathered in process groups of their own.
 
     Raises:
@@ -44,6 +45,7 @@ class Options:
     unshard_after_step: bool = False
     max_live_grad_buffers: int = 2
     bucket_bytes: int | None = None
+    steps_flat_tensors: bool = False
     gathers_apart: bool = False
 
     def __post_init__(self) -> None:
@@ -71,5 +73,6 @@ class Options:
             unshard_after_step=bool(getattr(args, "fsdp_unshard_after_step", False)),
             max_live_grad_buffers=getattr(args, "fsdp_max_live_grad_buffers", None) or 2,
             bucket_bytes=getattr(args, "fsdp_bucket_bytes", None),
+            steps_flat_tensors=bool(getattr(args, "fsdp_flat_optimizer", False)),
             gathers_apart=bool(getattr(args, "create_all_gather_group", False)),
         )

@@ -21,7 +21,11 @@ from megatron.core.transformer.module import param_is_not_shared
 
 from megatron_fsdp_v2.dtensor.optimizer_state import wrap_foreign_state
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of
+from megatron_fsdp_v2.optim import step_flat
 from megatron_fsdp_v2_mcore.checkpoint.names import canonical_parameter_names
+from megatron_fsdp_v2_mcore.flags.errors import optimizer_field
+from megatron_fsdp_v2_mcore.flags.flat_optimizer import flat_optimizer_problem
+from megatron_fsdp_v2_mcore.flags.options import Options
 from megatron_fsdp_v2_mcore.optim.offload import ShardedHybridOptimizer, build_offloaded
 from megatron_fsdp_v2_mcore.optim.precision import (
     check_gradients,
@@ -234,6 +238,7 @@ def with_checks(original: Callable[..., Any]) -> Callable[..., Any]:
     def build(config: Any, model_chunks: Any, param_groups: Any, *args: Any, **kwargs: Any) -> Any:
         params = (param for group in param_groups for param in group["params"])
         if any(isinstance(param, UnevenDTensor) for param in params):
+            is_flat = _are_flat(config, model_chunks)
             if config.optimizer_cpu_offload:
                 return build_offloaded(build, config, model_chunks, param_groups, *args, **kwargs)
             for name, needed, reason in _UNFIT:
@@ -255,11 +260,29 @@ def with_checks(original: Callable[..., Any]) -> Callable[..., Any]:
             if built.optimizer is not None:
                 check_gradients(built.optimizer, sharded)
                 watch_scales(built.optimizer)
+                if is_flat:
+                    # Its Adam is torch's, or Transformer Engine's or apex's of the same arithmetic.
+                    step_flat(built.optimizer, elementwise=True)
             built.config = clipping_any(built.config, sharded)
             return built
         return original(config, model_chunks, param_groups, *args, **kwargs)
 
     return build
+
+
+def _are_flat(config: Any, model_chunks: Iterable[Any]) -> bool:
+    """Whether an optimizer is to step flat tensors, as the wrapper of its parameters was told.
+
+    Raises:
+        ValueError: It cannot.
+    """
+    options = [getattr(chunk, "options", None) for chunk in model_chunks]
+    if not any(isinstance(each, Options) and each.steps_flat_tensors for each in options):
+        return False
+    problem = flat_optimizer_problem(config, optimizer_field)
+    if problem:
+        raise ValueError(f"Options.steps_flat_tensors {problem}")
+    return True
 
 
 def counted_here(

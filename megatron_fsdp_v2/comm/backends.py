@@ -333,6 +333,8 @@ def _sum_into(
             torch.mul(total, scale, out=target)
         elif scale != 1.0:
             total.mul_(scale)
+        # Or it would be there while the next one is made.
+        del total
 
 
 class CudaStreams:

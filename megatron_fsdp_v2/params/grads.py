@@ -275,7 +275,11 @@ class GroupGrads:
         else:
             accumulate = self.has_partial
             self._partial_state = self._moved(self._partial_state, GradState.ACCUMULATED)
-            collective = Collective(self._inner_kind, partial, terms, *where, 1.0, accumulate)
+            is_of_one = self._inner.size == 2 and self._inner_kind is CollectiveKind.REDUCE_SCATTER
+            arrival = partial if is_of_one and terms.dtype == partial.dtype else None
+            collective = Collective(
+                self._inner_kind, partial, terms, *where, 1.0, accumulate, arrival=arrival
+            )
         return self._comm.issue(collective, async_op=async_op)
 
     @property

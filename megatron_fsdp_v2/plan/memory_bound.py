@@ -47,6 +47,7 @@ class GroupBytes:
             sum on its way to host memory.
         outer_received: Likewise in an outer one.
         lent: What of that arrives in the main gradient, where it is not added to what is there.
+        lent_partial: Likewise in the gradient that waits for the outer reduction.
         summed: What is taken to sum it up there, where dtypes differ; of one group at a time.
         accumulates_unreduced: Whether the full gradient buffer lives between micro-batches.
         gathered_besides: What the other one of a forward and a backward gathers besides, where
@@ -64,6 +65,7 @@ class GroupBytes:
     received: int = 0
     outer_received: int = 0
     lent: int = 0
+    lent_partial: int = 0
     summed: int = 0
     accumulates_unreduced: bool = False
     gathered_besides: int = 0
@@ -131,10 +133,13 @@ class GroupBytes:
         last = _received(partial or numel, axis_sizes[0], outer, on_cpu)
         is_lent = axis_sizes[0] == 2 and comm.itemsize <= dtypes.main_grad.itemsize
         lent = last if is_lent and not offloaded else 0
+        is_lent_partial = on_cpu and axis_sizes[-1] == 2 and comm == dtypes.main_grad
+        is_lent_partial &= inner is Placement.SHARD
         summed = min(lent, SUM_CHUNK) if comm != dtypes.main_grad else 0
         return replace(
             trained,
             lent=lent * comm.itemsize,
+            lent_partial=partial * comm.itemsize * is_lent_partial,
             summed=summed * dtypes.main_grad.itemsize,
             grad_comm=numel * comm.itemsize if buffer != comm else 0,
             partial_grad=partial * dtypes.main_grad.itemsize,
@@ -150,19 +155,24 @@ class GroupBytes:
         """Bytes between steps."""
         return self.main_weight + self.model_weight
 
-    def in_backward(self, *, is_set: bool) -> GroupBytes:
+    def in_backward(self, *, is_set: bool, is_waiting: bool) -> GroupBytes:
         """What a backward takes, beside what is there before it.
 
         Args:
             is_set: Whether its main gradient is, to which is added then.
+            is_waiting: Whether gradients of earlier micro-batches wait to be synchronized: in full
+                buffers, or reduced along the inner axis and added to likewise.
         """
+        group = self
+        if group.lent_partial and (group.accumulates_unreduced or not is_waiting):
+            group = replace(group, received=group.received - group.lent_partial)
         if is_set:
-            return replace(self, main_grad=0, lent=0, summed=0)
-        if not self.lent:
-            return self
-        if self.partial_grad:
-            return replace(self, outer_received=self.outer_received - self.lent)
-        return replace(self, received=self.received - self.lent)
+            return replace(group, main_grad=0, summed=0)
+        if not group.lent:
+            return group
+        if group.partial_grad:
+            return replace(group, outer_received=group.outer_received - group.lent)
+        return replace(group, received=group.received - group.lent)
 
 
 def _held(numel: int, sizes: Sequence[int], placements: Sequence[Placement]) -> int:
@@ -310,7 +320,11 @@ def peak_bytes(
     settled = sum(g.main_grad for unit in units for g in unit.groups if is_set(g))
     is_received = any(unit.sum("received") for unit in units)
     units = [
-        replace(u, groups=tuple(g.in_backward(is_set=is_set(g)) for g in u.groups)) for u in units
+        replace(
+            u,
+            groups=tuple(g.in_backward(is_set=is_set(g), is_waiting=accumulates) for g in u.groups),
+        )
+        for u in units
     ]
     tree = _Tree(units, bucket_bytes or 0, is_received=is_received)
     limit = PrefetchLimit.of(unshard_prefetch_depth, unshard_prefetch_bytes, bucket_bytes)

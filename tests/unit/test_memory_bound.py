@@ -72,7 +72,7 @@ def test_an_outer_axis_adds_the_shard_that_waits_for_it() -> None:
 
 def test_a_frozen_group_has_weights_only_and_an_unreduced_one_no_communication() -> None:
     frozen = group(is_trained=False)
-    assert dataclasses.astuple(frozen) == (96, 0, 0, 384, *(0 for _ in range(8)), False, 0)
+    assert dataclasses.astuple(frozen) == (96, 0, 0, 384, *(0 for _ in range(9)), False, 0)
     own = group("optim", sizes=(2, 4), dtypes=MIXED, on_cpu=True, reduces=False)
     assert own.grad_buffer == 384
     assert own.grad_comm == own.partial_grad == own.received == 0
@@ -220,5 +220,9 @@ def test_what_one_other_rank_sends_arrives_in_a_main_gradient_that_is_not_added_
     assert (hfsdp.received, hfsdp.outer_received, hfsdp.lent) == (192, 96, 96)
     hsdp = group(sizes=(2, 2), on_cpu=True)
     assert (hsdp.received, hsdp.outer_received, hsdp.lent) == (192, 0, 0)
+    # Nor is the inner one received beside the shard that waits for the outer one.
+    for is_waiting, received in ((False, 0), (True, 192)):
+        assert hsdp.in_backward(is_set=False, is_waiting=is_waiting).received == received
+        assert hfsdp.in_backward(is_set=True, is_waiting=is_waiting).received == received
     offloaded = group(sizes=(2,), on_cpu=True, offloaded=True)
     assert (offloaded.received, offloaded.lent) == (4 * NUMEL // 2 + 4 * NUMEL // 2, 0)

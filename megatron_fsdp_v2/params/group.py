@@ -301,10 +301,17 @@ class ParameterGroup:
         """The model weights are those of the main weights as they are now."""
         self._refreshed_at = (weight_version, self.members.versions())
 
-    def show_sharded(self) -> None:
-        """Register the sharded parameters, also while weights are gathered."""
-        if self.weights.is_held:
-            self.registrations.install(self.sharded_params)
+    def show_sharded(self) -> bool:
+        """Register the sharded parameters, also while weights are gathered.
+
+        Returns:
+            Whether others stood in their places.
+        """
+        others = next(self.registrations.unexpected(self.sharded_params), None)
+        if others is None or not self.weights.is_held:
+            return False
+        self.registrations.install(self.sharded_params)
+        return True
 
     def show_unsharded(self) -> None:
         """Register the gathered parameters again, if weights are gathered."""

@@ -70,20 +70,24 @@ def _after_forward(module: nn.Module, args: Any, output: Any) -> None:
 def _show_sharded(module: nn.Module, *args: Any) -> None:
     """Before a state dict is made or loaded."""
     del args
-    for group in unit_of(module).held_groups:
-        group.show_sharded()
+    unit = unit_of(module)
+    unit.hidden_groups = [group for group in unit.held_groups if group.show_sharded()]
 
 
 def _after_state_dict(module: nn.Module, state_dict: Any, prefix: str, metadata: Any) -> None:
     del state_dict, prefix, metadata
-    for group in unit_of(module).held_groups:
+    unit = unit_of(module)
+    # Those that a module around this one shares with it are still to be looked at there.
+    for group in unit.hidden_groups:
         group.show_unsharded()
+    unit.hidden_groups = ()
 
 
 def _after_load(module: nn.Module, incompatible_keys: Any) -> None:
     """Forget weights gathered before: those loaded count from the next use on."""
     del incompatible_keys
     unit = unit_of(module)
+    unit.hidden_groups = ()
     for group in unit.held_groups:
         group.changes.sync()
     unit.reshard()

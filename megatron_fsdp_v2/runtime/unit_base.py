@@ -85,6 +85,7 @@ class UnitBase(ABC):
         num_users: Forwards and backwards that a schedule says are using it.
         has_one_form: Whether weights gathered for one use are there for every use.
         is_gathered_after_step: Whether it was gathered by an optimizer's step, and not used since.
+        hidden_groups: Those whose gathered parameters a state dict under way has put aside.
         is_recomputed: Whether its forward ran again in the latest backward.
         is_unsharded: Whether gathered weights are installed, or on their way.
         ranges: Makes a profiler range of a name, or None for no ranges.
@@ -109,6 +110,7 @@ class UnitBase(ABC):
         self.groups = list(groups)
         self.tied_groups = list(tied_groups)
         self.held_groups = [*self.groups, *self.tied_groups]
+        self.hidden_groups: Sequence[ParameterGroup] = ()
         self.policy = policy
         self.given = dict(given)
         self.phase = Phase.IDLE

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from megatron_fsdp_v2 import fully_shard
@@ -26,7 +27,7 @@ from tests.distributed.wrapping import (
     step_all,
     wrap,
 )
-from tests.reference.models import Stack
+from tests.reference.models import Stack, TiedInside
 
 
 def _model(strategy: str) -> tuple[Any, Any]:
@@ -66,6 +67,21 @@ def _saved(state: Any) -> Any:
     torch.save(state, file)
     file.seek(0)
     return file
+
+
+@on_ranks(2, strategy=["no_shard", "optim_grads_params"])
+def test_between_forward_and_backward_a_state_dict_has_sharded_parameters_alone(
+    strategy: str,
+) -> None:
+    """Also under the second name of one that a unit shares with its root, which is gathered."""
+    model = TiedInside().double()
+    wrap(model, [model.embedding, *model.blocks], sharding_strategy=strategy)
+    loss, expected = own_loss(model), model.state_dict()
+    assert {type(value).__name__ for value in expected.values()} == {"UnevenDTensor"}
+    # The gathered ones are back where the backward looks for them.
+    assert not isinstance(model.head.weight, DTensor)
+    loss.backward()
+    assert model.head.weight.grad is not None
 
 
 @on_ranks(2)

@@ -27,6 +27,7 @@ from tests.distributed.wrapping import (
     on_mesh,
     own_loss,
     pair,
+    plain_loss,
     said,
     shards_of,
     train_both,
@@ -400,3 +401,18 @@ def test_grad_scaler_decides_alike_where_ranks_hold_no_rows(
     # A step that only some ranks skip would leave weights that differ from the plain ones.
     assert scaler.get_scale() == (8.0 if broken is None else 2.0)
     assert weight_error(model, plain) < 1e-5
+
+
+@on_ranks(2, strategy=STRATEGIES, set_to_none=[True, False])
+def test_a_module_resets_gradients_between_a_forward_and_its_backward(
+    strategy: str, set_to_none: bool
+) -> None:
+    """As the tutorials of torch do; gathered parameters then stand where sharded ones would."""
+    plain, model = pair(sharding_strategy=strategy)
+    backward_both(plain, model)
+    loss = own_loss(model, 1)
+    plain.zero_grad()
+    model.zero_grad(set_to_none)
+    plain_loss(plain, 1).backward()
+    loss.backward()
+    assert gradient_error(model, plain) < 1e-6

@@ -22,6 +22,7 @@ INNER = {
 }
 """Modules with others inside, and how often each is drawn."""
 OPTIMIZERS = ["sgd", "momentum", "momentum", "decay", "adamw", "adamw foreach", "adamw fused"]
+OPTIMIZERS += ["momentum flat", "adamw flat", "adamw flat"]
 PACKS = [how for how in models.PACKS if how != "tensor"]
 OUTPUTS = ["tensor", "tensor", "tuple", "dict", "dataclass", "nondifferentiable", "one unused"]
 

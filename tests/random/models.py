@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint as recomputed
 
+from megatron_fsdp_v2.optim import flat_optimizer
 from tests.random.cases import Case, Node
 
 INPUT = 4
@@ -353,6 +354,8 @@ def tensors_of(output: Any) -> list[torch.Tensor]:
     return []
 
 
+FLAT_SGD, FLAT_ADAMW = flat_optimizer(torch.optim.SGD), flat_optimizer(torch.optim.AdamW)
+
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.05),
     "momentum": lambda params: torch.optim.SGD(params, lr=0.03, momentum=0.9),
@@ -362,4 +365,6 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw foreach": lambda params: torch.optim.AdamW(params, lr=0.01, eps=1e-2, foreach=True),
     "adamw fused": lambda params: torch.optim.AdamW(params, lr=0.01, eps=1e-2, fused=True),
     "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.01, eps=1e-2),
+    "momentum flat": lambda params: FLAT_SGD(params, lr=0.03, momentum=0.9, foreach=True),
+    "adamw flat": lambda params: FLAT_ADAMW(params, lr=0.01, eps=1e-2, foreach=False),
 }

@@ -70,7 +70,6 @@ class FSDPModule(TorchFSDPModule):
         """Drop the unit's gathered parameters and install the sharded ones."""
         unit_of(self).reshard()
 
-    @override
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients, as `torch.nn.Module.zero_grad` does.
 
@@ -80,16 +79,18 @@ class FSDPModule(TorchFSDPModule):
         Args:
             set_to_none: Whether to drop gradients, instead of setting them to zero.
         """
-        super().zero_grad(set_to_none)
-        shown = {id(param) for param in self.parameters()}
-        for unit in _units(self):
-            for group in unit.held_groups:
-                pairs = zip(group.unsharded_params, group.sharded_params, strict=True)
-                for param in (sharded for gathered, sharded in pairs if id(gathered) in shown):
-                    if set_to_none:
-                        param.grad = None
-                    elif param.grad is not None:
-                        param.grad.zero_()
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+        gathered = [unit for unit in unit_of(self).context.units() if unit.is_unsharded]
+        if not gathered:
+            return
+        shown = {id(param) for param in cast("nn.Module", self).parameters()}
+        for group in (group for unit in gathered for group in unit.held_groups):
+            pairs = zip(group.unsharded_params, group.sharded_params, strict=True)
+            for param in (sharded for other, sharded in pairs if id(other) in shown):
+                if set_to_none:
+                    param.grad = None
+                elif param.grad is not None:
+                    param.grad.zero_()
 
     def reduce_grad(self) -> None:
         """Bring all gradients of this module and its units into `param.grad`. Collective.

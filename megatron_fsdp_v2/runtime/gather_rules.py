@@ -385,7 +385,7 @@ class GatherSchedule[UnitT: Gatherable]:
             # Also one that has no room: it is expected all the same.
             unit.prefetch()
             # Once: it may have been gathered ahead before, and dropped by who loaded weights.
-            if not any(ref() is unit for ref in self._prefetched):
+            if unit not in [ref() for ref in self._prefetched]:
                 self._prefetched.append(weakref.ref(unit))
 
     def drop_prefetched(self) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from megatron_fsdp_v2.dtensor.uneven_dtensor import local_of
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["CurrentWeights", "initializes_state"]
 
 
-def initializes_state(optimizer: Optimizer, contexts: Iterable[Context]) -> bool:
+def initializes_state(optimizer: Optimizer, contexts: Sequence[Context]) -> bool:
     """Whether the step that begins has to do with state alone.
 
     `torch.distributed.checkpoint.state_dict` steps an optimizer that has no state, with a learning
@@ -29,7 +30,7 @@ def initializes_state(optimizer: Optimizer, contexts: Iterable[Context]) -> bool
         contexts: Those that it holds parameters of.
     """
     groups = optimizer.param_groups
-    if not all("lr" in group and _is_zero(group["lr"]) for group in groups):
+    if not (contexts and all("lr" in group and _is_zero(group["lr"]) for group in groups)):
         return False
     grads = [p.grad for group in groups for p in group["params"] if p.requires_grad]
     if not grads or any(grad is None for grad in grads):
@@ -39,7 +40,8 @@ def initializes_state(optimizer: Optimizer, contexts: Iterable[Context]) -> bool
     trained = (group.grads for unit in units for group in unit.groups if group.grads is not None)
     if any(known.param_grads.is_any_shown() for known in trained):
         return False
-    return not any(local_of(grad).count_nonzero() for grad in grads if grad is not None)
+    rows = (local_of(grad) if isinstance(grad, DTensor) else grad for grad in grads)
+    return not any(rows_here.count_nonzero() for rows_here in rows if rows_here is not None)
 
 
 def _is_zero(lr: Any) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 from megatron_fsdp_v2._text import parse_size
 from megatron_fsdp_v2.layout.placement import STRATEGIES
 from megatron_fsdp_v2_mcore.flags.checkpoint_check import check_checkpoint_folder
-from megatron_fsdp_v2_mcore.flags.errors import FlagError
+from megatron_fsdp_v2_mcore.flags.errors import FlagError, flag_of
 from megatron_fsdp_v2_mcore.flags.flat_optimizer import check_flat_optimizer
 from megatron_fsdp_v2_mcore.flags.offload import as_precision_aware, check_offload_flags
 from megatron_fsdp_v2_mcore.flags.precision import (
@@ -201,9 +201,7 @@ def check_before(args: Any) -> None:
     if not is_enabled(args):
         for name in _OUR_OTHER_FLAGS:
             if getattr(args, name, None):
-                raise FlagError(
-                    f"--{name.replace('_', '-')} needs {API_FLAG}; add it, or leave both out"
-                )
+                raise FlagError(f"{flag_of(name)} needs {API_FLAG}; add it, or leave both out")
         return
     if not args.use_megatron_fsdp:
         raise FlagError(f"{API_FLAG} needs --use-megatron-fsdp; add it, or leave both out")
@@ -214,8 +212,8 @@ def check_before(args: Any) -> None:
         )
     for name, needed in _NEEDED_FOR.items():
         if getattr(args, name, None) and not any(getattr(args, n) for n in needed):
-            flags = " or ".join(f"--{each.replace('_', '-')}" for each in needed)
-            raise FlagError(f"--{name.replace('_', '-')} needs {flags}; add it, or leave both out")
+            flags = " or ".join(map(flag_of, needed))
+            raise FlagError(f"{flag_of(name)} needs {flags}; add it, or leave both out")
     reject_fields(args)
     check_hybrid(args, args.expert_data_parallel_sharding_strategy)
     check_quantized(args)

@@ -7,11 +7,16 @@ import traceback
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["FlagError", "optimizer_field", "rejections_as_flag_errors"]
+__all__ = ["FlagError", "flag_of", "optimizer_field", "rejections_as_flag_errors"]
 
 
 class FlagError(ValueError):
     """A flag, or a combination of flags, that this package cannot support; the message names it."""
+
+
+def flag_of(name: str) -> str:
+    """The flag that sets a field of Megatron's arguments, as most of them are called."""
+    return f"--{name.replace('_', '-')}"
 
 
 def optimizer_field(name: str, value: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_fsdp_v2_mcore.flags.errors import FlagError
+from megatron_fsdp_v2_mcore.flags.errors import FlagError, flag_of
 
 __all__ = ["check_flat_optimizer", "flat_optimizer_problem"]
 
@@ -49,5 +49,4 @@ def check_flat_optimizer(args: Any) -> None:
 
 
 def _flag(name: str, value: Any) -> str:
-    flag = f"--{name.replace('_', '-')}"
-    return flag if value is True else f"{flag} {value}"
+    return flag_of(name) if value is True else f"{flag_of(name)} {value}"

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron_fsdp_v2_mcore.flags.errors import FlagError
+from megatron_fsdp_v2_mcore.flags.errors import FlagError, flag_of
 
 __all__ = [
     "NO_TWIN",
@@ -46,7 +46,7 @@ def check_offload_flags(args: Any) -> None:
         FlagError: It cannot; names the flags.
     """
     problem = offload_problem(
-        args, lambda name, value: f"--{name.replace('_', '-')} {value}", "--optimizer-cpu-offload"
+        args, lambda name, value: f"{flag_of(name)} {value}", "--optimizer-cpu-offload"
     )
     if problem:
         raise FlagError(problem)

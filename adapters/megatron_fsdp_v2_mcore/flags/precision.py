@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron_fsdp_v2_mcore.flags.errors import FlagError
+from megatron_fsdp_v2_mcore.flags.errors import FlagError, flag_of
 from megatron_fsdp_v2_mcore.flags.offload import DTYPES, offloads
 
 __all__ = [
@@ -41,14 +41,14 @@ def check_precision_flags(args: Any) -> None:
     """
     problem = precision_problem(
         args,
-        lambda name, value: _flag(name) if value is True else f"{_flag(name)} {_word(value)}",
+        lambda name, value: flag_of(name) if value is True else f"{flag_of(name)} {_word(value)}",
         "--megatron-fsdp-main-params-dtype",
     )
     ours, asked = getattr(args, _OUR_MAIN_GRADS), getattr(args, _MAIN_GRADS)
     if not problem and asked not in FULL and ours not in (asked, *_OUR_AUTO):
         problem = (
-            f"{_flag(_MAIN_GRADS)} {_word(asked)} and {_flag(_OUR_MAIN_GRADS)} {_word(ours)} say "
-            "different dtypes of the same gradients; leave one of them out"
+            f"{flag_of(_MAIN_GRADS)} {_word(asked)} and {flag_of(_OUR_MAIN_GRADS)} {_word(ours)} "
+            "say different dtypes of the same gradients; leave one of them out"
         )
     if problem:
         raise FlagError(problem)
@@ -116,7 +116,7 @@ def check_has_fused_adam(args: Any) -> None:
 
     if "exp_avg_dtype" not in inspect.signature(Adam).parameters:
         raise FlagError(
-            f"{_flag(SWITCH)} needs Transformer Engine's FusedAdam, and Megatron found "
+            f"{flag_of(SWITCH)} needs Transformer Engine's FusedAdam, and Megatron found "
             f"{Adam.__module__}.{Adam.__qualname__}; install Transformer Engine, or leave it out"
         )
 
@@ -131,10 +131,6 @@ def with_main_grads(args: Any) -> Iterator[None]:
     if asked not in FULL and getattr(args, _OUR_MAIN_GRADS) in _OUR_AUTO:
         setattr(args, _OUR_MAIN_GRADS, asked)
     yield
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def _word(value: Any) -> str:

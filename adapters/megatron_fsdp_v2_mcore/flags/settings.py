@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_fsdp_v2 import MixedPrecisionPolicy
-from megatron_fsdp_v2_mcore.flags.errors import FlagError
+from megatron_fsdp_v2_mcore.flags.errors import FlagError, flag_of
 from megatron_fsdp_v2_mcore.flags.options import Options
 
 if TYPE_CHECKING:
@@ -444,7 +444,7 @@ def quantized_gathers(source: Any) -> str | None:
     """
     for name in ("fp8_param_gather", "fp4_param_gather"):
         if getattr(source, name):
-            return f"--{name.replace('_', '-')}"
+            return flag_of(name)
     return None
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_fsdp_v2_mcore.flags.errors import FlagError
+from megatron_fsdp_v2_mcore.flags.errors import FlagError, flag_of
 
 __all__ = [
     "MODEL_REFUSALS",
@@ -203,7 +203,7 @@ def check_overlapping_experts(source: Any, *, is_config: bool = False) -> None:
     """
 
     def shown(name: str) -> str:
-        flag = f"--{name.replace('_', '-')}"
+        flag = flag_of(name)
         value = getattr(source, name)
         return f"{type(source).__name__}.{name} = {value} ({flag})" if is_config else flag
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_fsdp_v2.plan.sources import FlagsError
 from megatron_fsdp_v2_mcore.flags.arguments import API_FLAG, check_before, is_enabled
-from megatron_fsdp_v2_mcore.flags.errors import FlagError, rejections_as_flag_errors
+from megatron_fsdp_v2_mcore.flags.errors import FlagError, flag_of, rejections_as_flag_errors
 from megatron_fsdp_v2_mcore.flags.offload import DTYPES
 from megatron_fsdp_v2_mcore.patching import environment
 from megatron_fsdp_v2_mcore.rehearsal import FLAG, VERBOSE_FLAG
@@ -52,7 +52,7 @@ def without_gpu_flags(argv: Sequence[str]) -> list[str]:
     # A plan is made of Megatron's own layers, whose parameters are the same.
     values[IMPL_FLAG] = ()
     # Of Transformer Engine's Adam; a plan reads them as the user gave them.
-    values |= {f"--{name.replace('_', '-')}": () for name in DTYPES}
+    values |= {flag_of(name): () for name in DTYPES}
     # Megatron rejects it without --fp4-format, which is Transformer Engine's.
     values["--fp4-param-gather"] = ()
     # Megatron rejects it without --use-nccl-ub, which only a GPU can support.

@@ -59,7 +59,6 @@ class Plan:
         self._options = [spans_gaps(group) for group in groups]
         self._given = [list(group["params"]) for group in groups]
         self._homes: list[_Home] = []
-        self._number_of: dict[int, int] = {}
         self.state: defaultdict[Any, Any] = defaultdict(dict)
         self._find_runs(states)
         members = [each for home in self._homes for run in home.runs for each in run.members]
@@ -74,7 +73,7 @@ class Plan:
     def _find_runs(self, states: Mapping[Any, Any]) -> None:
         counts = Counter(id(param) for params in self._given for param in params)
         rows_of: dict[int, FlatRows] = {}
-        found: dict[int, dict[int, tuple[Member, int]]] = {}
+        found: dict[int, dict[int, Member]] = {}
         for number, params in enumerate(self._given):
             for param in params:
                 # What is listed twice is stepped twice.
@@ -90,28 +89,25 @@ class Plan:
                 with plain_attributes():
                     has_grad = grad_at_once(param) is not None
                 start, state = rows.places[index][0], states.get(param, {})
-                member = Member(param, index, start, local_of(param), has_grad, state)
+                member = Member(param, index, number, start, local_of(param), has_grad, state)
                 if described(member):
-                    found.setdefault(id(group), {})[index] = (member, number)
+                    found.setdefault(id(group), {})[index] = member
         for key, members in found.items():
             self._add_home(rows_of[key], members)
 
-    def _add_home(self, rows: FlatRows, members: dict[int, tuple[Member, int]]) -> None:
+    def _add_home(self, rows: FlatRows, members: Mapping[int, Member]) -> None:
         home = _Home(rows)
         neighbors = set(pairwise(rows.order))
-        for number in sorted({number for _, number in members.values()}):
-            mine = [members[i][0] for i in rows.order if i in members and members[i][1] == number]
-            for run in runs_of(
-                rows,
-                mine,
-                spans_gaps=self._options[number],
-                is_next=lambda before, after: (before.index, after.index) in neighbors,
-            ):
-                # State of one element could not be told from that of the whole.
-                if run.flat.numel() > 1:
-                    home.runs.append(run)
-                    self._number_of[id(run)] = number
-                    self.state[run.flat] = run.take_states()
+        for run in runs_of(
+            rows,
+            [members[index] for index in rows.order if index in members],
+            spans_gaps=self._options,
+            is_next=lambda before, after: (before.index, after.index) in neighbors,
+        ):
+            # State of one element could not be told from that of the whole.
+            if run.flat.numel() > 1:
+                home.runs.append(run)
+                self.state[run.flat] = run.take_states()
         if home.runs:
             self._homes.append(home)
 
@@ -122,7 +118,7 @@ class Plan:
         ]
         for home in self._homes:
             for run in home.runs:
-                self.params[self._number_of[id(run)]].append(run.flat)
+                self.params[run.number].append(run.flat)
 
     def fits(self, groups: Groups) -> bool:
         """Whether it is still right for an optimizer's groups, whose gradients may differ."""
@@ -161,11 +157,10 @@ class Plan:
 
     def _split(self, home: _Home, run: Run, grads: Grads) -> list[Run]:
         """Put runs that have all of their gradients, or none, in the place of one."""
-        place, number = home.runs.index(run), self._number_of.pop(id(run))
+        place = home.runs.index(run)
         parts = run.split(grads[0], self.state.pop(run.flat, {}))
         home.runs[place : place + 1] = [part for part, _ in parts]
         for part, state in parts:
-            self._number_of[id(part)] = number
             self.state[part.flat] = state
             part.take_gradient(*grads)
         return home.runs[place : place + len(parts)]

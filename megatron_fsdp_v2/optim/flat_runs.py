@@ -33,7 +33,8 @@ class Member:
 
     Attributes:
         param: The parameter.
-        index: Its number in its group.
+        index: Its number in its parameter group.
+        number: That of its group of the optimizer.
         start: Its first element in the group's main weights.
         local: Its local rows.
         has_grad: Whether it had a gradient when it was looked at.
@@ -44,6 +45,7 @@ class Member:
 
     param: Any
     index: int
+    number: int
     start: int
     local: torch.Tensor
     has_grad: bool
@@ -79,8 +81,9 @@ def described(member: Member) -> bool:
 
 
 def _can_join(before: Member, after: Member) -> bool:
-    """Whether two neighbors have the same past, and so a state that can be one."""
-    return before.has_grad is after.has_grad and before.kinds == after.kinds
+    """Whether two neighbors have one group's options and the same past, so one state can do."""
+    is_alike = before.number == after.number and before.has_grad is after.has_grad
+    return is_alike and before.kinds == after.kinds
 
 
 class Run:
@@ -89,12 +92,14 @@ class Run:
     Attributes:
         rows: Where the group's parameters are.
         members: The neighbors, in order.
+        number: That of their group of the optimizer.
         flat: What is stepped: their rows, and what may be between them.
     """
 
     def __init__(self, rows: FlatRows, members: Sequence[Member]) -> None:
         self.rows = rows
         self.members = members
+        self.number = members[0].number
         self._start = members[0].start
         self._numel = members[-1].stop - self._start
         # With a version counter of its own, as parameters have.
@@ -258,7 +263,7 @@ def runs_of(
     rows: FlatRows,
     members: Iterable[Member],
     *,
-    spans_gaps: bool,
+    spans_gaps: Sequence[bool],
     is_next: Callable[[Member, Member], bool],
 ) -> list[Run]:
     """Join neighbors wherever that may be.
@@ -266,7 +271,8 @@ def runs_of(
     Args:
         rows: Where they are.
         members: In order.
-        spans_gaps: Whether a run may have elements in it that are no parameter's.
+        spans_gaps: By group of the optimizer, whether a run may have elements in it that are no
+            parameter's.
         is_next: Whether no other parameter is between two of them.
     """
     runs: list[Run] = []
@@ -275,7 +281,7 @@ def runs_of(
         if pending:
             before = pending[-1]
             is_joined = _can_join(before, member) and is_next(before, member)
-            if not is_joined or not (spans_gaps or before.stop == member.start):
+            if not is_joined or not (spans_gaps[member.number] or before.stop == member.start):
                 runs.append(Run(rows, pending))
                 pending = []
         pending.append(member)

@@ -311,8 +311,8 @@ class GatherSchedule[UnitT: Gatherable]:
         If it was not expected at all, everything was guessed wrong, unless it was gathered anyway.
         """
         self.num_uses += 1
-        is_expected = unit.is_unsharded and unit not in [ref() for ref in self._prefetched]
-        if unit.gathered_nbytes and not is_expected:
+        is_gathered_anyway = unit.is_unsharded and weakref.ref(unit) not in self._prefetched
+        if unit.gathered_nbytes and not is_gathered_anyway:
             while self._prefetched:
                 prefetched = self._prefetched.popleft()()
                 if prefetched is unit:
@@ -385,8 +385,9 @@ class GatherSchedule[UnitT: Gatherable]:
             # Also one that has no room: it is expected all the same.
             unit.prefetch()
             # Once: it may have been gathered ahead before, and dropped by who loaded weights.
-            if unit not in [ref() for ref in self._prefetched]:
-                self._prefetched.append(weakref.ref(unit))
+            ref = weakref.ref(unit)
+            if ref not in self._prefetched:
+                self._prefetched.append(ref)
 
     def drop_prefetched(self) -> None:
         """The pass is over: no mispredicted prefetch may outlive it."""

@@ -135,7 +135,7 @@ class _OptimizerWatch:
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         del args, kwargs
-        contexts = self._contexts_of(optimizer, _parameter_ids(optimizer))
+        contexts = self._contexts_of(optimizer)
         for context in contexts:
             for unit in context.units():
                 unit.check_no_late_gradient()
@@ -143,13 +143,13 @@ class _OptimizerWatch:
         if initializes_state(optimizer, contexts):
             self._unchanged[optimizer] = CurrentWeights(contexts)
 
-    def _contexts_of(self, optimizer: Optimizer, held: frozenset[int]) -> list[Context]:
+    def _contexts_of(self, optimizer: Optimizer) -> list[Context]:
         """Contexts that an optimizer holds parameters of, which are checked where they may be new.
 
         Args:
-            optimizer: The optimizer.
-            held: `id()`s of its parameters.
+            optimizer: About to step.
         """
+        held = frozenset([id(p) for group in optimizer.param_groups for p in group["params"]])
         looked = (num_retired(), self._num_changes, held)
         known = self._known.get(optimizer)
         if known is None or known[0] != looked:
@@ -160,7 +160,7 @@ class _OptimizerWatch:
                 if any(unit.holds(held) for unit in context.units())
             ]
             known = self._known[optimizer] = (looked, contexts)
-        return [context for ref in known[1] if (context := ref()) is not None]
+        return _live(known[1])
 
     def _check(self, optimizer: Optimizer) -> None:
         for group in optimizer.param_groups:
@@ -182,15 +182,19 @@ class _OptimizerWatch:
         if unchanged is not None:
             unchanged.restore()
             return
-        stepped = _parameter_ids(optimizer)
-        for context in self._contexts_of(optimizer, stepped):
+        known = self._known.get(optimizer)
+        if known is None:
+            # It began before there was a sharded model.
+            return
+        (_, _, stepped), contexts = known
+        for context in _live(contexts):
             context.weight_version += 1
             if context.options.enable_unshard_after_step:
                 unshard_after_step(context, stepped)
 
 
-def _parameter_ids(optimizer: Optimizer) -> frozenset[int]:
-    return frozenset([id(p) for group in optimizer.param_groups for p in group["params"]])
+def _live(contexts: _Contexts) -> list[Context]:
+    return [context for ref in contexts if (context := ref()) is not None]
 
 
 def _check_is_current(param: Any) -> None:

@@ -32,7 +32,7 @@ def initializes_state(optimizer: Optimizer, contexts: Sequence[Context]) -> bool
     groups = optimizer.param_groups
     if not (contexts and all("lr" in group and _is_zero(group["lr"]) for group in groups)):
         return False
-    grads = [p.grad for group in groups for p in group["params"] if p.requires_grad]
+    grads: list[Any] = [p.grad for group in groups for p in group["params"] if p.requires_grad]
     if not grads or any(grad is None for grad in grads):
         return False
     # A warm-up begins with a learning rate of 0 as well, and some rank's gradient may be 0.
@@ -40,8 +40,12 @@ def initializes_state(optimizer: Optimizer, contexts: Sequence[Context]) -> bool
     trained = (group.grads for unit in units for group in unit.groups if group.grads is not None)
     if any(known.param_grads.is_any_shown() for known in trained):
         return False
-    rows = (local_of(grad) if isinstance(grad, DTensor) else grad for grad in grads)
-    return not any(rows_here.count_nonzero() for rows_here in rows if rows_here is not None)
+    return not any(_rows_of(grad).count_nonzero() for grad in grads)
+
+
+def _rows_of(grad: torch.Tensor) -> torch.Tensor:
+    # Also of a plain DTensor, which would count over all ranks.
+    return local_of(grad) if isinstance(grad, DTensor) else grad
 
 
 def _is_zero(lr: Any) -> bool:

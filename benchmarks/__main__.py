@@ -24,7 +24,7 @@ from torch.multiprocessing.spawn import ProcessExitedException
 from benchmarks import common, memory, report, step
 from benchmarks.cases import CHOSEN, Case, Setting, every_setting
 from benchmarks.engines import BASELINE, ENGINES, USUAL
-from benchmarks.step import Patience
+from benchmarks.repeats import Patience
 
 UNITS = (64, 128, 256)
 """Of which the host's time is measured."""

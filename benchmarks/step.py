@@ -24,7 +24,7 @@ from benchmarks.model import batches
 from benchmarks.noise import Rounds
 from benchmarks.repeats import Patience, Repeats
 
-__all__ = ["TOLERANCE", "Patience", "loss_difference", "measure", "work"]
+__all__ = ["TOLERANCE", "loss_difference", "measure", "work"]
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
 """Of losses, relative: engines add up in different orders, and autocast rounds less often."""

@@ -19,7 +19,7 @@ from benchmarks.cases import Case, Setting
 from benchmarks.engines import ENGINES, Engine, Training, adamw
 from benchmarks.live_bytes import LiveBytes
 from benchmarks.model import Model
-from benchmarks.step import Patience
+from benchmarks.repeats import Patience
 from tests.distributed.on_ranks import on_ranks
 
 

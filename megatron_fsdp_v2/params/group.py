@@ -10,6 +10,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+import torch
+
 from megatron_fsdp_v2._compiler import uncompiled
 from megatron_fsdp_v2.comm.errors import Label
 from megatron_fsdp_v2.dtensor.row_shards import Holders
@@ -24,7 +26,6 @@ from megatron_fsdp_v2.params.registration import OwnedParameter
 from megatron_fsdp_v2.params.weights import GroupWeights
 
 if TYPE_CHECKING:
-    import torch
     import torch.distributed as dist
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
@@ -334,9 +335,11 @@ class ParameterGroup:
     def unfreeze_if_trained(self) -> None:
         """Be ready for gradients, if parameters that were frozen at first are trained now."""
         if self.grads is None and self.members.is_any_trained:
-            self.grads = self._make_grads(self.spec.scale)
-            self.rename(self.name)
-            self.members.prepare_training(self._collect_from)
+            # An evaluation may be what finds it, and trainings write what is made here.
+            with torch.inference_mode(False):
+                self.grads = self._make_grads(self.spec.scale)
+                self.rename(self.name)
+                self.members.prepare_training(self._collect_from)
 
     def _collect_from(self, param: nn.Parameter, index: int) -> None:
         # Weak, or parameter -> hook -> group -> parameter would outlive the model.

@@ -263,6 +263,17 @@ def test_a_parameter_frozen_at_wrapping_can_be_trained_later() -> None:
     assert all(p.grad is not None for p in params)
 
 
+@on_ranks(2, strategy=STRATEGIES)
+def test_one_that_an_evaluation_finds_unfrozen_can_be_trained(strategy: str) -> None:
+    """In inference mode, which makes tensors that nobody may write outside of it."""
+    model = wrap(Stack().requires_grad_(False), sharding_strategy=strategy)
+    model.requires_grad_(True)
+    with torch.inference_mode():
+        own_loss(model)
+    own_loss(model).backward()
+    assert all(p.grad is not None for p in model.parameters() if p.to_local().numel())
+
+
 @on_ranks(2)
 def test_prefetch_lists_of_several_units_gather_nothing_twice() -> None:
     model = wrap(Stack(4))

@@ -14,11 +14,13 @@ import torch.distributed as dist
 from benchmarks.cases import Setting
 from benchmarks.engines import RATE, Plain
 from benchmarks.model import Model
+from megatron_fsdp_v2.comm.calls import broadcast_shards
 
 __all__ = ["gathers_per_micro_batch", "limit_seconds", "pieces"]
 
 COMPUTE = "compute"
 GATHER = "all-gather"
+BROADCASTS = "broadcasts"
 REDUCE = "reduce-scatter"
 EXCHANGE = "all-to-all and sum"
 ALL_REDUCE = "all-reduce"
@@ -40,9 +42,10 @@ def limit_seconds(
     if strategy == "no_shard":
         return took[COMPUTE] + took[ALL_REDUCE] + took[WHOLE]
     reduction = min(took[name] for name in (REDUCE, EXCHANGE) if name in took)
+    gather = min(took[name] for name in (GATHER, BROADCASTS) if name in took)
     reductions = 1 if strategy == "optim" else micro_batches
     passes = gathers * micro_batches if strategy == "optim_grads_params" else 1
-    return took[COMPUTE] + reductions * reduction + passes * took[GATHER] + took[SHARE]
+    return took[COMPUTE] + reductions * reduction + passes * gather + took[SHARE]
 
 
 def gathers_per_micro_batch(model: Model) -> float:
@@ -87,6 +90,7 @@ def pieces(
             torch.sum(received.view(ranks, share), 0, out=mine)
 
         found[EXCHANGE] = exchange
+        found[BROADCASTS] = lambda: broadcast_shards(whole, mine, group=dist.group.WORLD)
     return found
 
 

@@ -13,10 +13,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["all_gather_several", "all_gather_single", "in_one_launch", "reduce_scatter_single"]
+__all__ = [
+    "all_gather_several",
+    "all_gather_single",
+    "broadcast_shards",
+    "in_one_launch",
+    "is_gloo",
+    "reduce_scatter_single",
+]
 
 _HAS_NEW_NAMES = hasattr(dist, "all_gather_single")
 _ALL_GATHER = "all_gather_single" if _HAS_NEW_NAMES else "all_gather_into_tensor"
+_CPU = torch.device("cpu")
 _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _KNOWN_DTYPES = frozenset((*_FLOATS, torch.int8, torch.uint8, torch.int32, torch.int64))
 """What every backend communicates; anything else is moved as bytes where it is only moved."""
@@ -68,6 +76,63 @@ def all_gather_several(
         return work
     work.wait()
     return None
+
+
+class _Several:
+    """Asynchronous operations that are waited for together. As a work handle of c10d."""
+
+    __slots__ = ("_works",)
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        self._works = works
+
+    def is_completed(self) -> bool:
+        """Whether all of them are done."""
+        return all(work.is_completed() for work in self._works)
+
+    def wait(self) -> None:
+        """Wait for all of them."""
+        for work in self._works:
+            work.wait()
+
+
+def broadcast_shards(
+    output: torch.Tensor,
+    shard: torch.Tensor,
+    *,
+    group: dist.ProcessGroup,
+    async_op: bool = False,
+) -> Any:
+    """Do what `all_gather_single` does by a broadcast of every rank's shard, all under way at once.
+
+    Args:
+        output: See `all_gather_single`.
+        shard: Likewise; where it is not its own place in `output`, it is copied there.
+        group: Ranks that take part.
+        async_op: Return a handle to wait for, instead of waiting.
+    """
+    if output.dtype not in _KNOWN_DTYPES:
+        output, shard = output.view(torch.uint8), shard.view(torch.uint8)
+    places = output.split(shard.numel())
+    own = places[group.rank()]
+    if own.data_ptr() != shard.data_ptr():
+        own.copy_(shard)
+    sources = enumerate(places)
+    work = _Several(
+        [dist.broadcast(each, group=group, group_src=r, async_op=True) for r, each in sources]
+    )
+    if async_op:
+        return work
+    work.wait()
+    return None
+
+
+def is_gloo(group: dist.ProcessGroup) -> bool:
+    """Whether a group's collectives of tensors on the CPU are gloo's."""
+    # The class is missing where torch was built without it, and a backend in groups of Python's.
+    if not dist.is_gloo_available() or _CPU not in group._device_types:
+        return False
+    return isinstance(group._get_backend(_CPU), dist.ProcessGroupGloo)
 
 
 def in_one_launch(group: dist.ProcessGroup) -> AbstractContextManager[Any]:

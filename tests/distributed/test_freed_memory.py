@@ -26,7 +26,8 @@ from tests.processes import ran
 from tests.ranks import RankPools
 
 ZERO_3 = STRATEGIES[-1]
-_CALLS = ("all_gather_single", "all_gather_into_tensor", "all_to_all_single", "all_reduce")
+_CALLS = ("all_gather_single", "all_gather_into_tensor", "broadcast")
+_CALLS += ("all_to_all_single", "all_reduce")
 
 
 class InUse(AssertionError):
@@ -120,6 +121,14 @@ def test_it_does_along_two_axes(name: str) -> None:
     with watched() as seen:
         train(name, *cases()[name])
     assert seen["issued"] > 3
+
+
+@on_ranks(2, strategy=STRATEGIES[1:])
+def test_it_does_while_every_rank_broadcasts_its_shard(strategy: str) -> None:
+    with mock.patch.object(backends, "BROADCAST_BYTES", 1), watched() as seen:
+        train("ahead", strategy, OPTIONS["ahead"])
+    assert seen["issued"] > 6
+    assert seen["freed"] > 3
 
 
 @on_ranks(2, strategy=["optim_grads", "optim_grads_params"])

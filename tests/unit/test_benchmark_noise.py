@@ -106,6 +106,12 @@ def test_a_limit_has_what_the_strategy_needs_and_nothing_else(
     assert limit_seconds(TOOK, strategy, micro_batches, gathers=1.5) == expected
 
 
+def test_a_limit_has_the_faster_way_to_gather() -> None:
+    for broadcasts, gather in ((8.0, 8.0), (12.0, 10.0)):
+        took = TOOK | {"broadcasts": broadcasts}
+        assert limit_seconds(took, "optim", 1, gathers=1.5) == 100 + 5 + gather + 2
+
+
 def test_the_chosen_settings_change_each_axis_of_the_product() -> None:
     assert set(CHOSEN) < set(every_setting())
     assert len(every_setting()) == 96

@@ -3,8 +3,9 @@
 Units of a model hold weights and sleep, forwards and twice as long backwards: so that ranks that
 share the cores of one machine do not compute in each other's time. Everything else is real, in both
 engines: copies, sums, collectives. The simulation is given what collectives of a few sizes take by
-themselves, and sleeps where it waits for one. Collectives, real steps and simulated ones take turns
-on all ranks; what others on the machine disturb is made again, and medians count.
+themselves and how much of that time a core works for them, has a thread work as much, and sleeps
+where it waits for one. Collectives, real steps and simulated ones take turns on all ranks; what
+others on the machine disturb is made again, and medians count.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, override
 
 import torch
 import torch.distributed as dist
@@ -29,6 +31,7 @@ from benchmarks.common import options, ours, run_ranks, wrap_with_fsdp2
 from benchmarks.noise import Rounds
 from benchmarks.repeats import Patience, Repeats, Run
 from megatron_fsdp_v2._text import table
+from megatron_fsdp_v2.comm.calls import broadcast_shards
 from megatron_fsdp_v2.diagnostics.simulation import (
     AlphaBeta,
     HostDevice,
@@ -36,6 +39,7 @@ from megatron_fsdp_v2.diagnostics.simulation import (
     RunningTimeline,
     simulated_groups,
 )
+from megatron_fsdp_v2.diagnostics.simulation.devices import Done
 from megatron_fsdp_v2.diagnostics.simulation.process_group import BACKEND
 
 PAGE = "docs/simulation.md"
@@ -93,7 +97,7 @@ def compare(mesh: DeviceMesh, args: argparse.Namespace) -> None:
     """
     patience = Patience(args.rounds, args.most, 0.2, args.foreign, args.minutes, steps=100)
     collectives = _Collectives(args.rows * 1024)
-    device = HostDevice(RunningTimeline(sleeps=True))
+    device = _WorkingHost(collectives.share)
     with simulated_groups(device, MeasuredNetwork(collectives.lines)):
         group = dist.new_group(backend=BACKEND)
         meshes = {REAL: mesh, SIMULATED: DeviceMesh.from_group(group, "cpu")}
@@ -107,7 +111,7 @@ def compare(mesh: DeviceMesh, args: argparse.Namespace) -> None:
 
         def before(name: str, rounds: Rounds) -> None:
             if name.endswith(SIMULATED):
-                collectives.fit(rounds)
+                collectives.fit(rounds, name.split()[0])
 
         rounds = Repeats().measure(collectives.runs() | runs, patience, before)
     if dist.get_rank() == 0:
@@ -123,6 +127,42 @@ def compare(mesh: DeviceMesh, args: argparse.Namespace) -> None:
         (Path(args.out) / f"gloo-{mesh.size()}.json").write_text(json.dumps(found))
 
 
+class _WorkingHost(HostDevice):
+    """A CPU that has to work for its network, as a thread of gloo does.
+
+    Args:
+        share: How much of the time of a collective a core works for this rank.
+    """
+
+    def __init__(self, share: float) -> None:
+        super().__init__(RunningTimeline(sleeps=True))
+        self._share = share
+        self._thread = ThreadPoolExecutor(1)
+        self._memory = torch.zeros(2, 1 << 18)
+
+    @override
+    def communicate(self, communicator: str, link: str, seconds: float) -> Done:
+        work = self._thread.submit(self._work, seconds * self._share)
+        return _Both(super().communicate(communicator, link, seconds), work)
+
+    def _work(self, seconds: float) -> None:
+        until = time.thread_time() + seconds
+        while time.thread_time() < until:
+            self._memory[0].copy_(self._memory[1])
+
+
+class _Both:
+    """Done when its time is over and the work for it is done."""
+
+    def __init__(self, over: Done, work: Future[None]) -> None:
+        self._over = over
+        self._work = work
+
+    def wait(self) -> None:
+        self._over.wait()
+        self._work.result()
+
+
 class _Collectives:
     """Collectives of a few sizes, by themselves, and lines through what they take.
 
@@ -131,6 +171,7 @@ class _Collectives:
 
     Attributes:
         lines: By kind; they follow what is found.
+        share: How much of their time a core works for this rank.
     """
 
     def __init__(self, full: int) -> None:
@@ -140,8 +181,10 @@ class _Collectives:
             for numel in (full // 4, full // 2, full, 2 * full):
                 nbytes, call = make(numel)
                 self._calls[f"{kind}, {nbytes} bytes"] = kind, nbytes, call
+        began, worked = time.perf_counter(), time.process_time()
         # What the first simulated step is given, before anything is measured in turns.
         self._first = {name: self._try(call) for name, (_, _, call) in self._calls.items()}
+        self.share = (time.process_time() - worked) / (time.perf_counter() - began)
         self._fit(self._first)
 
     def runs(self) -> dict[str, Run]:
@@ -157,10 +200,12 @@ class _Collectives:
             call()
         return (time.perf_counter() - began) / 3
 
-    def fit(self, rounds: Rounds) -> None:
-        """Take what was found so far."""
+    def fit(self, rounds: Rounds, engine: str) -> None:
+        """Take what was found so far, of the collectives that an engine has gloo do."""
         measured = {name: rounds.median(name) for name in self._calls if rounds.samples[name]}
         self._fit(self._first | measured)
+        if engine == "ours":
+            self.lines["all_gather"] = self.lines[_BROADCASTS]
 
     def _fit(self, seconds: Mapping[str, float]) -> None:
         by_kind: dict[str, dict[int, float]] = {}
@@ -178,6 +223,17 @@ def _all_gather(numel: int) -> tuple[int, Run]:
 
     def run() -> float:
         dist.all_gather_into_tensor(torch.empty(numel), shard)
+        return 0.0
+
+    return 4 * numel, run
+
+
+def _broadcasts(numel: int) -> tuple[int, Run]:
+    """As ours does for a gather of this size."""
+    shard = torch.zeros(numel // dist.get_world_size())
+
+    def run() -> float:
+        broadcast_shards(torch.empty(numel), shard, group=dist.group.WORLD)
         return 0.0
 
     return 4 * numel, run
@@ -206,7 +262,13 @@ def _all_to_all(numel: int) -> tuple[int, Run]:
     return sent.nbytes, run
 
 
-_CALLS = {"all_gather": _all_gather, "reduce_scatter": _reduce_scatter, "all_to_all": _all_to_all}
+_BROADCASTS = "broadcasts"
+_CALLS = {
+    "all_gather": _all_gather,
+    _BROADCASTS: _broadcasts,
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
+}
 
 
 def main(words: Sequence[str] | None = None) -> list[float]:

@@ -57,7 +57,7 @@ SUM_CHUNK = 1 << 16
 """Elements summed at a time where dtypes differ, or the sum is not made in place."""
 
 BROADCAST_BYTES = 1 << 19
-"""What all ranks have together, from which on gloo's broadcasts gather it faster than its gather."""
+"""Bytes of all ranks together, from which on gloo gathers faster by broadcasts."""
 
 
 class _BackendWork:

@@ -113,14 +113,15 @@ def broadcast_shards(
     """
     if output.dtype not in _KNOWN_DTYPES:
         output, shard = output.view(torch.uint8), shard.view(torch.uint8)
-    places = output.split(shard.numel())
+    places = output.view(group.size(), -1).unbind()
     own = places[group.rank()]
     if own.data_ptr() != shard.data_ptr():
         own.copy_(shard)
-    sources = enumerate(places)
-    work = _Several(
-        [dist.broadcast(each, group=group, group_src=r, async_op=True) for r, each in sources]
+    calls = (
+        dist.broadcast(place, group=group, group_src=source, async_op=True)
+        for source, place in enumerate(places)
     )
+    work = _Several(list(calls))
     if async_op:
         return work
     work.wait()

@@ -98,17 +98,25 @@ def _settings(args: argparse.Namespace) -> list[Setting]:
 
 
 def _engines(args: argparse.Namespace, setting: Setting) -> list[str]:
-    found = list(ENGINES) if args.full else USUAL
-    if not args.full and setting != Setting(setting.case, setting.shape):
-        # The pool is compared in each case as it is, and at ZeRO-3 everywhere.
-        found = [name for name in found if "pool" not in name or "params" in name]
-    if not args.full and setting.case != "deep":
-        # Larger layers than a bucket have collectives of their own, buckets or not.
-        found = [name for name in found if "buckets" not in name]
+    found = list(ENGINES)
+    if not args.full:
+        found = [name for name in USUAL if _is_usual(name, setting)]
     if args.engines:
         words = [word.lower() for word in args.engines]
         found = [name for name in ENGINES if any(word in name.lower() for word in words)]
     return list(dict.fromkeys([BASELINE, *found]))
+
+
+def _is_usual(name: str, setting: Setting) -> bool:
+    """Whether an engine is timed in a setting if nobody asks for more."""
+    is_plain, is_deep = setting == Setting(setting.case, setting.shape), setting.case == "deep"
+    if "pool" in name:
+        # Compared in each case as it is, and at ZeRO-3 everywhere.
+        return is_plain or "params" in name
+    if "buckets" in name:
+        # Larger layers have collectives of their own, buckets or not.
+        return is_deep
+    return "flat" not in name or (is_plain and not is_deep)
 
 
 def _in_turns(

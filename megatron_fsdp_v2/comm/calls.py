@@ -113,15 +113,16 @@ def broadcast_shards(
     """
     if output.dtype not in _KNOWN_DTYPES:
         output, shard = output.view(torch.uint8), shard.view(torch.uint8)
-    places = output.view(group.size(), -1).unbind()
-    own = places[group.rank()]
-    if own.data_ptr() != shard.data_ptr():
-        own.copy_(shard)
+    places = list(output.view(group.size(), -1).unbind())
+    own, places[group.rank()] = places[group.rank()], shard
     calls = (
         dist.broadcast(place, group=group, group_src=source, async_op=True)
         for source, place in enumerate(places)
     )
     work = _Several(list(calls))
+    if own.data_ptr() != shard.data_ptr():
+        # While the others already receive it.
+        own.copy_(shard)
     if async_op:
         return work
     work.wait()

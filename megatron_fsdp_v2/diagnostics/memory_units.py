@@ -8,7 +8,7 @@ from torch import nn
 
 from megatron_fsdp_v2.diagnostics.walk import units_below
 from megatron_fsdp_v2.params.formats import payload_bytes
-from megatron_fsdp_v2.plan.memory_bound import GroupBytes, UnitBytes
+from megatron_fsdp_v2.plan.unit_bytes import GroupBytes, UnitBytes
 
 if TYPE_CHECKING:
     from megatron_fsdp_v2.params.group import ParameterGroup

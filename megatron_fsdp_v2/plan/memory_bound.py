@@ -14,215 +14,13 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_fsdp_v2.comm.backends import SUM_CHUNK
-from megatron_fsdp_v2.layout.mixed_precision import GroupDtypes
-from megatron_fsdp_v2.layout.placement import AxisPlacements, Placement
-from megatron_fsdp_v2.params.formats import PayloadBytes
+from megatron_fsdp_v2.plan.unit_bytes import GroupBytes, UnitBytes
 from megatron_fsdp_v2.runtime.gather_rules import PrefetchLimit
 
-__all__ = ["GroupBytes", "PeakBytes", "UnitBytes", "peak_bytes"]
-
-
-@dataclass(frozen=True, slots=True)
-class GroupBytes:
-    """Bytes of the tensors of one parameter group on one rank.
-
-    The first two rest between steps, the others come and go.
-
-    Attributes:
-        main_weight: What the optimizer steps.
-        model_weight: What the forward computes with; 0 where it shares the main weight's storage,
-            or is made of it for every gather.
-        main_grad: What the optimizer reads, from its reduction until gradients are None.
-        gathered: Weights gathered for one use; 0 where the model weight is whole.
-        grad_buffer: The full gradient buffer.
-        grad_comm: A copy of it in the communication dtype; 0 where it has that dtype.
-        partial_grad: A gradient reduced along the inner axis that waits for the outer one.
-        outer_comm: A copy of that in the communication dtype; 0 where it has that dtype.
-        received: What arrives in an inner reduction, on a CPU (NCCL needs no such buffer), and a
-            sum on its way to host memory.
-        outer_received: Likewise in an outer one.
-        lent: What of that arrives in the main gradient, where it is not added to what is there.
-        lent_partial: Likewise in the gradient that waits for the outer reduction.
-        summed: What is taken to sum it up there, where dtypes differ; of one group at a time.
-        accumulates_unreduced: Whether the full gradient buffer lives between micro-batches.
-        gathered_besides: What the other one of a forward and a backward gathers besides, where
-            these compute with different bytes.
-    """
-
-    main_weight: int
-    model_weight: int
-    main_grad: int = 0
-    gathered: int = 0
-    grad_buffer: int = 0
-    grad_comm: int = 0
-    partial_grad: int = 0
-    outer_comm: int = 0
-    received: int = 0
-    outer_received: int = 0
-    lent: int = 0
-    lent_partial: int = 0
-    summed: int = 0
-    accumulates_unreduced: bool = False
-    gathered_besides: int = 0
-
-    @classmethod
-    def of(
-        cls,
-        numel: int,
-        axis_sizes: Sequence[int],
-        placements: Sequence[AxisPlacements],
-        dtypes: GroupDtypes,
-        *,
-        is_trained: bool,
-        on_cpu: bool,
-        reduces: bool = True,
-        offloaded: bool = False,
-        payload: PayloadBytes | None = None,
-    ) -> GroupBytes:
-        """Derive the bytes of a group from its layout, placements and dtypes.
-
-        Args:
-            numel: Elements of the whole flat buffer.
-            axis_sizes: Ranks along the axes of its mesh, outermost first.
-            placements: Placements along them.
-            dtypes: Dtypes of weights and gradients.
-            is_trained: Whether it has gradients.
-            on_cpu: Whether reductions run on a CPU (gloo).
-            reduces: Whether gradients are summed over ranks.
-            offloaded: Whether main weights and gradients are in host memory, which is not counted.
-            payload: What model weights take; None for numbers of the compute dtype.
-        """
-        main = _held(numel, axis_sizes, [p.main_weight for p in placements])
-        model = _held(numel, axis_sizes, [p.model_weight for p in placements])
-        each = payload or PayloadBytes(dtypes.model_weight.itemsize)
-        # Written into the gathered buffer where that is made of one's shard.
-        shares = model == main < numel and not each.rests
-        if not offloaded and payload is None and dtypes.model_weight == dtypes.main_weight:
-            shares = model == main
-        whole = each.nbytes(numel) if model < numel else 0
-        weights = cls(
-            main_weight=0 if offloaded else main * dtypes.main_weight.itemsize,
-            model_weight=0 if shares else each.nbytes(model) * each.count(),
-            gathered=whole * each.most_for_one_use,
-            gathered_besides=whole * (each.count() - each.most_for_one_use),
-        )
-        if not is_trained:
-            return weights
-        collects = placements[-1].unreduced_grad is Placement.PARTIAL
-        comm = dtypes.grad_comm
-        buffer = dtypes.main_grad if collects else comm
-        trained = replace(
-            weights,
-            main_grad=0 if offloaded else main * dtypes.main_grad.itemsize,
-            grad_buffer=numel * buffer.itemsize,
-            accumulates_unreduced=collects,
-        )
-        # A sum on its way to host memory, beside what is received for it.
-        offloading = main * dtypes.main_grad.itemsize if offloaded else 0
-        if not reduces:
-            return replace(trained, received=offloading)
-        inner = placements[-1].main_grad
-        partial = _held(numel, axis_sizes[-1:], [inner]) if len(axis_sizes) > 1 else 0
-        outer = placements[0].main_grad
-        # Of the last of the reductions, and of one other rank: see `MainGradient`.
-        last = _received(partial or numel, axis_sizes[0], outer, on_cpu)
-        is_lent = axis_sizes[0] == 2 and comm.itemsize <= dtypes.main_grad.itemsize
-        lent = last if is_lent and not offloaded else 0
-        is_lent_partial = on_cpu and axis_sizes[-1] == 2 and comm == dtypes.main_grad
-        is_lent_partial &= inner is Placement.SHARD
-        summed = min(lent, SUM_CHUNK) if comm != dtypes.main_grad else 0
-        return replace(
-            trained,
-            lent=lent * comm.itemsize,
-            lent_partial=partial * comm.itemsize * is_lent_partial,
-            summed=summed * dtypes.main_grad.itemsize,
-            grad_comm=numel * comm.itemsize if buffer != comm else 0,
-            partial_grad=partial * dtypes.main_grad.itemsize,
-            outer_comm=partial * comm.itemsize if dtypes.main_grad != comm else 0,
-            received=_received(numel, axis_sizes[-1], inner, on_cpu) * comm.itemsize
-            + (0 if partial else offloading),
-            outer_received=_received(partial, axis_sizes[0], outer, on_cpu) * comm.itemsize
-            + (offloading if partial else 0),
-        )
-
-    @property
-    def resting(self) -> int:
-        """Bytes between steps."""
-        return self.main_weight + self.model_weight
-
-    def in_backward(self, *, is_set: bool, is_waiting: bool) -> GroupBytes:
-        """What a backward takes, beside what is there before it.
-
-        Args:
-            is_set: Whether its main gradient is, to which is added then.
-            is_waiting: Whether gradients of earlier micro-batches wait to be synchronized: in full
-                buffers, or reduced along the inner axis and added to likewise.
-        """
-        group = self
-        if group.lent_partial and (group.accumulates_unreduced or not is_waiting):
-            group = replace(group, received=group.received - group.lent_partial)
-        if is_set:
-            return replace(group, main_grad=0, summed=0)
-        if not group.lent:
-            return group
-        if group.partial_grad:
-            return replace(group, outer_received=group.outer_received - group.lent)
-        return replace(group, received=group.received - group.lent)
-
-
-def _held(numel: int, sizes: Sequence[int], placements: Sequence[Placement]) -> int:
-    cut = (placement is Placement.SHARD for placement in placements)
-    return numel // math.prod(itertools.compress(sizes, cut))
-
-
-def _received(numel: int, size: int, grad: Placement, on_cpu: bool) -> int:
-    """Elements that other ranks send for a reduce-scatter made of an all-to-all and a sum."""
-    return numel // size * (size - 1) if on_cpu and grad is Placement.SHARD else 0
-
-
-@dataclass(frozen=True, slots=True)
-class UnitBytes:
-    """One unit.
-
-    Attributes:
-        groups: Its parameter groups.
-        parent: Index of the unit it is inside of; None for the root.
-        tied_gathered: Gathered bytes of groups of other units that it gathers as well.
-        keeps_gathered: Whether its weights stay gathered between forward and backward.
-        recomputes: Whether its forward runs again in the backward.
-    """
-
-    groups: tuple[GroupBytes, ...]
-    parent: int | None = None
-    tied_gathered: int = 0
-    keeps_gathered: bool = False
-    recomputes: bool = False
-
-    @property
-    def gathered(self) -> int:
-        """Bytes a forward computes with, or a backward."""
-        return sum(group.gathered for group in self.groups) + self.tied_gathered
-
-    @property
-    def gathered_in_backward(self) -> int:
-        """Bytes that are gathered in its backward, with what its forward left or needs again."""
-        if self.parent is not None and not self.keeps_gathered and not self.recomputes:
-            return self.gathered
-        return self.gathered + self.sum("gathered_besides")
-
-    @property
-    def is_trained(self) -> bool:
-        """Whether it has gradients."""
-        return any(group.grad_buffer for group in self.groups)
-
-    def sum(self, name: str) -> int:
-        """Sum of an attribute of its groups."""
-        return sum(getattr(group, name) for group in self.groups)
+__all__ = ["PeakBytes", "peak_bytes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,9 +124,6 @@ def peak_bytes(
         )
         for u in units
     ]
-    tree = _Tree(units, bucket_bytes or 0, is_received=is_received)
-    limit = PrefetchLimit.of(unshard_prefetch_depth, unshard_prefetch_bytes, bucket_bytes)
-    drain = max_live_grad_buffers if is_reduction_async else 0
     resting = PeakBytes(
         model_weight=sum(unit.sum("model_weight") for unit in units),
         main_weight=sum(unit.sum("main_weight") for unit in units),
@@ -340,41 +135,85 @@ def peak_bytes(
         activations=activations,
         unit=0,
     )
-    last = [
-        replace(resting, main_grad=settled + main, grad_buffer=buffers, communication=comm)
-        for buffers, comm, main in tree.last_gradients(drain)
-    ]
-    best = max(last, key=lambda peak: peak.total)
-    if gathers_after_step:
-        first = tree.gathered_in_forward(0, limit, num_held_beside)
-        gathered = sum(units[i].gathered for i in first)
-        moment = replace(resting, main_grad=last[-1].main_grad, gathered=gathered)
-        best = max(best, moment, key=lambda peak: peak.total)
-    unreduced = sum(_unreduced(unit, is_filling=False) for unit in units) if accumulates else 0
-    for index in range(len(units)):
-        in_forward = tree.gathered_in_forward(index, limit, num_held_beside)
-        gathered = sum(units[i].gathered for i in in_forward)
-        moment = replace(resting, gathered=gathered, grad_buffer=unreduced, unit=index)
-        best = max(best, moment, key=lambda peak: peak.total)
-        in_backward = tree.gathered_at(index, limit, num_held_beside)
-        gathered = sum(units[i].gathered_in_backward for i in in_backward)
-        *outside, _ = tree.path(index)
+    moments = _Moments(
+        _Tree(units, bucket_bytes or 0, is_received=is_received),
+        resting,
+        PrefetchLimit.of(unshard_prefetch_depth, unshard_prefetch_bytes, bucket_bytes),
+        num_held_beside,
+        max_live_grad_buffers if is_reduction_async else 0,
+        accumulates,
+    )
+    return max(moments.of_step(gathers_after_step), key=lambda moment: moment.total)
+
+
+@dataclass(frozen=True, slots=True)
+class _Moments:
+    """What there is at the moments of a step that may be its peak.
+
+    Attributes:
+        tree: The units.
+        resting: What there is in all of them.
+        limit: How far ahead is gathered.
+        num_beside: See `peak_bytes`, like the last one.
+        drain: Reductions that may be under way at a time.
+        accumulates: Likewise.
+    """
+
+    tree: _Tree
+    resting: PeakBytes
+    limit: PrefetchLimit
+    num_beside: int
+    drain: int
+    accumulates: bool
+
+    def of_step(self, gathers_after_step: bool) -> Iterator[PeakBytes]:
+        """All of them."""
+        last = list(self.at_the_end())
+        yield from last
+        if gathers_after_step:
+            # All gradients are reduced.
+            yield replace(self.in_forward(0), main_grad=last[-1].main_grad)
+        units = self.tree.units
+        waiting = sum(_unreduced(unit, is_filling=False) for unit in units)
+        for index in range(len(units)):
+            moment = self.in_forward(index)
+            yield replace(moment, grad_buffer=waiting) if self.accumulates else moment
+            yield from self.in_backward(index)
+
+    def at_the_end(self) -> Iterator[PeakBytes]:
+        """The end of a backward, when its last reductions are waited for one by one."""
+        settled = self.resting.main_grad
+        for buffers, comm, main in self.tree.last_gradients(self.drain):
+            yield replace(
+                self.resting, main_grad=settled + main, grad_buffer=buffers, communication=comm
+            )
+
+    def in_forward(self, index: int) -> PeakBytes:
+        """The forward of a unit, without gradients that wait."""
+        there = self.tree.gathered_in_forward(index, self.limit, self.num_beside)
+        gathered = sum(self.tree.units[i].gathered for i in there)
+        return replace(self.resting, gathered=gathered, unit=index)
+
+    def in_backward(self, index: int) -> Iterator[PeakBytes]:
+        """The backward of a unit, while its gradients arrive and while they are reduced."""
+        units = self.tree.units
+        there = self.tree.gathered_at(index, self.limit, self.num_beside)
+        gathered = sum(units[i].gathered_in_backward for i in there)
+        *outside, _ = self.tree.path(index)
         kept = sum(units[i].sum("grad_buffer") for i in outside)
-        if accumulates:
+        if self.accumulates:
             kept += sum(_unreduced(units[i], is_filling=i in outside) for i in range(index))
-        moments = tree.gradients_at(index, drain, accumulates=accumulates)
+        moments = self.tree.gradients_at(index, self.drain, accumulates=self.accumulates)
         for buffers, comm, main, is_over in moments:
-            moment = replace(
-                resting,
-                main_grad=settled + main,
+            yield replace(
+                self.resting,
+                main_grad=self.resting.main_grad + main,
                 # Dropped before its gradients are reduced.
                 gathered=gathered - (units[index].gathered_in_backward if is_over else 0),
                 grad_buffer=kept + buffers,
                 communication=comm,
                 unit=index,
             )
-            best = max(best, moment, key=lambda peak: peak.total)
-    return best
 
 
 def _is_set(group: GroupBytes, *, has_gradients: bool | None) -> bool:

@@ -12,7 +12,7 @@ from megatron_fsdp_v2.plan.description import MeshDescription, TrainingDescripti
 from megatron_fsdp_v2.plan.exposure import OverlapReport
 from megatron_fsdp_v2.plan.machine import Machine
 from megatron_fsdp_v2.plan.matrix_work import matrix_work
-from megatron_fsdp_v2.plan.memory_bound import PeakBytes, UnitBytes, peak_bytes
+from megatron_fsdp_v2.plan.memory_bound import PeakBytes, peak_bytes
 from megatron_fsdp_v2.plan.optimizer_state import (
     offloaded_nbytes,
     state_nbytes,
@@ -21,6 +21,7 @@ from megatron_fsdp_v2.plan.optimizer_state import (
 from megatron_fsdp_v2.plan.schedule import parent_of, replay
 from megatron_fsdp_v2.plan.sharding import PlannedGroup, Strategy, mesh_sizes, shard
 from megatron_fsdp_v2.plan.step import Collective, Step
+from megatron_fsdp_v2.plan.unit_bytes import UnitBytes
 
 __all__ = [
     "Plan",

@@ -19,7 +19,7 @@ from megatron_fsdp_v2.layout.mixed_precision import GroupDtypes, MixedPrecisionP
 from megatron_fsdp_v2.layout.placement import AxisPlacements, Placement, resolve_placements
 from megatron_fsdp_v2.params.buffer import ShardGrid
 from megatron_fsdp_v2.params.formats import PayloadBytes
-from megatron_fsdp_v2.plan.memory_bound import GroupBytes
+from megatron_fsdp_v2.plan.unit_bytes import GroupBytes
 
 if TYPE_CHECKING:
     from megatron_fsdp_v2.plan.description import (

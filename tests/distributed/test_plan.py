@@ -35,10 +35,10 @@ from megatron_fsdp_v2.plan import (
     plan_one,
     planner,
 )
-from megatron_fsdp_v2.plan.memory_bound import UnitBytes
 from megatron_fsdp_v2.plan.optimizer_state import step_counter_nbytes
 from megatron_fsdp_v2.plan.sharding import shard
 from megatron_fsdp_v2.plan.step import Event
+from megatron_fsdp_v2.plan.unit_bytes import UnitBytes
 from megatron_fsdp_v2.runtime.fsdp_module import unit_of
 from megatron_fsdp_v2.runtime.unit import Unit
 from tests.distributed.test_payloads import Layers

@@ -10,7 +10,8 @@ import torch
 
 from megatron_fsdp_v2.layout.mixed_precision import GroupDtypes, MixedPrecisionPolicy
 from megatron_fsdp_v2.layout.placement import resolve_placements
-from megatron_fsdp_v2.plan.memory_bound import GroupBytes, UnitBytes, peak_bytes
+from megatron_fsdp_v2.plan.memory_bound import peak_bytes
+from megatron_fsdp_v2.plan.unit_bytes import GroupBytes, UnitBytes
 
 FP32 = MixedPrecisionPolicy().resolve(torch.float32)
 MIXED = GroupDtypes(torch.bfloat16, torch.float32, torch.float32, torch.bfloat16)

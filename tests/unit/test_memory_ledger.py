@@ -11,7 +11,8 @@ import pytest
 
 from megatron_fsdp_v2.diagnostics.memory_ledger import Account, Ledger, Role
 from megatron_fsdp_v2.diagnostics.memory_plot import plot_moments
-from megatron_fsdp_v2.plan.memory_bound import UnitBytes, peak_bytes
+from megatron_fsdp_v2.plan.memory_bound import peak_bytes
+from megatron_fsdp_v2.plan.unit_bytes import UnitBytes
 
 FIRST = Account(Role.GATHERED, "first")
 SECOND = Account(Role.GATHERED, "second")

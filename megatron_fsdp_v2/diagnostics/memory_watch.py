@@ -241,7 +241,7 @@ class MemoryWatch(TorchDispatchMode):
                 self._running.clear()
                 self.accumulates |= unit.context.has_unreduced
                 self.has_gradients |= any(
-                    group.grads is not None and group.grads.has_main
+                    group.grads is not None and group.grads.main is not None
                     for _, other in self._units
                     for group in other.groups
                 )

@@ -82,10 +82,8 @@ class FlatRows:
         group = self._group()
         if group is None or group.grads is None:
             return [None] * len(self.places), None
-        grads, flat = group.grads.param_grads.on_one_tensor()
-        if flat is not None and flat.numel() != self.tensor.numel():
-            flat = None
-        return grads, flat
+        grads, flat, others = group.grads.param_grads.found()
+        return grads, None if others else flat
 
 
 def rows_at(flat: torch.Tensor, start: int, param: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,15 @@ from megatron_fsdp_v2.params.buffer import DataParallelBuffer, FlatSpec
 
 __all__ = ["GradBuffers"]
 
+_KINDS = {
+    "main_grad": "full",
+    "grad_comm": "grad_comm",
+    "partial_grad": "partial",
+    "outer_grad_comm": "outer_grad_comm",
+    "offloading": "offloading",
+}
+"""Attributes that are temporary buffers, by what those are called in reports."""
+
 
 class GradBuffers:
     """Memory of a group's gradients before they are reduced: it comes and goes.
@@ -26,7 +35,9 @@ class GradBuffers:
     is done here: see `_order_write` and `wait_for_writers`.
 
     Attributes:
+        comm: Orders streams, and reduces.
         full: The whole buffer that gradients arrive in.
+        whole: The same as a span of the flat buffer.
         views: Its view of every parameter.
         filled: Per parameter, whether a gradient arrived since the last reduction.
         grad_comm: Copy of it in the communication dtype, where that is another one; else None.
@@ -44,7 +55,7 @@ class GradBuffers:
         *,
         keeps_collecting: bool,
     ) -> None:
-        self._comm = communicator
+        self.comm = communicator
         dtypes, layout, placements = flat.dtypes, flat.layout, flat.placements
         dtype = dtypes.main_grad if keeps_collecting else dtypes.grad_comm
 
@@ -53,8 +64,8 @@ class GradBuffers:
 
         gradient, communication = BufferUse.GRADIENT, BufferUse.COMMUNICATION
         self.full = temporary("main_grad", gradient, layout.numel, dtype)
-        whole = DataParallelBuffer.over(layout, flat.whole, self.full)
-        self.views = [whole.view(index) for index in range(len(layout.slots))]
+        self.whole = DataParallelBuffer.over(layout, flat.whole, self.full)
+        self.views = [self.whole.view(index) for index in range(len(layout.slots))]
         self._gaps = [self.full.alias(start, (end - start,)) for start, end in layout.gaps()]
         self.grad_comm: TemporaryBuffer | None = None
         if dtype != dtypes.grad_comm:
@@ -97,7 +108,7 @@ class GradBuffers:
         if grad.layout is not torch.strided:
             self.kernel_view(index).add_(grad)
             return
-        if self._comm.has_streams:
+        if self.comm.has_streams:
             self._order_write(index)
         if self.filled[index]:
             self.views[index].add_(grad)
@@ -107,7 +118,7 @@ class GradBuffers:
 
     def kernel_view(self, index: int) -> torch.Tensor:
         """One parameter's view for a kernel that adds to it by itself; zeroed the first time."""
-        if self._comm.has_streams:
+        if self.comm.has_streams:
             self._order_write(index)
         if not self.filled[index]:
             self.views[index].zero_()
@@ -116,7 +127,7 @@ class GradBuffers:
 
     def _order_write(self, index: int) -> None:
         """Order what the current stream writes of a parameter after what others wrote there."""
-        side = self._comm.side_stream()
+        side = self.comm.side_stream()
         if side is None and not self._written_aside:
             return
         writer = self._written_aside.get(index)
@@ -124,7 +135,7 @@ class GradBuffers:
             return
         # Its first write, and any to what the compute stream may have written.
         after_compute = side is not None and (side not in self._writers or self.filled[index])
-        self._comm.wait_for([] if writer is None else [writer], and_compute=after_compute)
+        self.comm.wait_for([] if writer is None else [writer], and_compute=after_compute)
         if side is None:
             del self._written_aside[index]
         else:
@@ -133,10 +144,10 @@ class GradBuffers:
 
     def wait_for_writers(self) -> None:
         """Order what the caller does next after all that was written to the full buffer."""
-        if not self._comm.has_streams:
+        if not self.comm.has_streams:
             return
-        if self._writers or self._comm.side_stream() is not None:
-            self._comm.wait_for(self._writers, and_compute=True)
+        if self._writers or self.comm.side_stream() is not None:
+            self.comm.wait_for(self._writers, and_compute=True)
             self._writers.clear()
             self._written_aside.clear()
 
@@ -161,17 +172,17 @@ class GradBuffers:
 
     def take(self, buffer: TemporaryBuffer) -> torch.Tensor:
         """Give one of the buffers memory, if it has none."""
-        if not self._comm.has_streams:
+        if not self.comm.has_streams:
             return buffer.acquire()
-        with self._comm.memory():
+        with self.comm.memory():
             return buffer.acquire()
 
     def drop(self, *buffers: TemporaryBuffer | None) -> None:
         """Take memory away from some of them; nothing reads or writes it any more."""
         for buffer in buffers:
             if buffer is not None and buffer.is_live:
-                if self._comm.has_streams:
-                    self._comm.settle()
+                if self.comm.has_streams:
+                    self.comm.settle()
                 buffer.release()
 
     def in_comm_dtype(self, buffer: TemporaryBuffer, copy: TemporaryBuffer) -> torch.Tensor:
@@ -185,28 +196,10 @@ class GradBuffers:
 
     def temporaries(self) -> dict[str, TemporaryBuffer]:
         """The buffers by what they hold."""
-        held = {
-            "main_grad": self.full,
-            "grad_comm": self.grad_comm,
-            "partial_grad": self.partial,
-            "outer_grad_comm": self.outer_grad_comm,
-            "offloading": self.offloading,
-        }
+        held = {kind: getattr(self, attribute) for kind, attribute in _KINDS.items()}
         return {kind: buffer for kind, buffer in held.items() if buffer is not None}
 
     def replace_buffers(self, replacement: Callable[[TemporaryBuffer], TemporaryBuffer]) -> None:
         """Put something in the place of buffers that does the same, and tells of it."""
-        self.full = replacement(self.full)
-        if self.grad_comm is not None:
-            self.grad_comm = replacement(self.grad_comm)
-        if self.partial is not None:
-            self.partial = replacement(self.partial)
-        if self.outer_grad_comm is not None:
-            self.outer_grad_comm = replacement(self.outer_grad_comm)
-        if self.offloading is not None:
-            self.offloading = replacement(self.offloading)
-
-    def replace_communicator(self, communicator: Communicator) -> Communicator:
-        """Order streams by another one from now on; return the one until now."""
-        before, self._comm = self._comm, communicator
-        return before
+        for kind, buffer in self.temporaries().items():
+            setattr(self, _KINDS[kind], replacement(buffer))

@@ -23,7 +23,7 @@ from megatron_fsdp_v2.comm.interface import (
 from megatron_fsdp_v2.layout.placement import Placement
 from megatron_fsdp_v2.params.gathered_parameter import FusedGradient
 from megatron_fsdp_v2.params.grad_buffers import GradBuffers
-from megatron_fsdp_v2.params.main_gradient import GradientMemory, MainGradient
+from megatron_fsdp_v2.params.main_gradient import MainGradient
 from megatron_fsdp_v2.params.sharded_grads import ShardedGrads
 
 if TYPE_CHECKING:
@@ -112,7 +112,6 @@ class GroupGrads:
         self.scale = scale
         self._flat = flat
         self._members = members
-        self._comm = communicator
         self._errors_on_missing = errors_on_missing
         placements = flat.placements
         self._inner: Axis = flat.grid.axes[-1]
@@ -123,7 +122,7 @@ class GroupGrads:
         self.buffers = GradBuffers(
             flat, communicator, allocator, keeps_collecting=self.accumulates_unreduced
         )
-        self._main = MainGradient(flat, communicator)
+        self._main = MainGradient(flat, self.buffers)
         self.param_grads = ShardedGrads(members.sharded, self._main, members.row_shards)
         self._full_state = self._partial_state = GradState.ABSENT
         self._outer_work: Work | None = None
@@ -154,11 +153,6 @@ class GroupGrads:
     def main(self) -> DataParallelBuffer | None:
         """The main gradient; None where it has no memory, since every `param.grad` is None."""
         return self._main.buffer
-
-    @property
-    def has_main(self) -> bool:
-        """Whether the main gradient has memory: from a reduction until gradients are None."""
-        return self._main.memory is not None
 
     def missing_names(self) -> list[str]:
         """Names of trained parameters that no gradient arrived for since the last reduction."""
@@ -240,17 +234,14 @@ class GroupGrads:
         return work
 
     def _sum_inner(self, *, accumulate: bool, async_op: bool) -> Work:
-        buffers, main = self.buffers, self._main
+        buffers = self.buffers
         if not self.reduces:
-            piece_numel = self._flat.layout.shard_numel
-            own = buffers.full.tensor.narrow(
-                0, main.span.first * piece_numel, main.span.count * piece_numel
-            )
             alone = Axis(self._inner.group, 1, 0)
-            kind = CollectiveKind.REDUCE_SCATTER
-            collective = Collective(kind, self._main_memory.flat, own, alone, CommStream.REDUCE)
-            collective = self._into_main(collective._replace(accumulate=accumulate))
-            return self._comm.issue(collective, async_op=False)
+            own = buffers.whole.piece(self._main.span)
+            collective = self._into_main(
+                self._inner_kind, own, alone, CommStream.REDUCE, 1.0, accumulate
+            )
+            return buffers.comm.issue(collective, async_op=False)
         before, after = self._factors()
         partial = None if buffers.partial is None else buffers.take(buffers.partial)
         if before != 1.0:
@@ -258,47 +249,39 @@ class GroupGrads:
         terms = buffers.full.tensor
         if buffers.grad_comm is not None:
             terms = buffers.in_comm_dtype(buffers.full, buffers.grad_comm)
-        where = self._inner, CommStream.REDUCE
+        where = terms, self._inner, CommStream.REDUCE
         if partial is None:
-            memory = self._main_memory
-            collective = self._into_main(
-                Collective(
-                    self._inner_kind,
-                    memory.flat,
-                    terms,
-                    *where,
-                    after,
-                    accumulate,
-                    arrival=memory.arrival,
-                )
-            )
+            collective = self._into_main(self._inner_kind, *where, after, accumulate)
         else:
             accumulate = self.has_partial
             self._partial_state = self._moved(self._partial_state, GradState.ACCUMULATED)
             is_of_one = self._inner.size == 2 and self._inner_kind is CollectiveKind.REDUCE_SCATTER
             arrival = partial if is_of_one and terms.dtype == partial.dtype else None
             collective = Collective(
-                self._inner_kind, partial, terms, *where, 1.0, accumulate, arrival=arrival
+                self._inner_kind, partial, *where, 1.0, accumulate, arrival=arrival
             )
-        return self._comm.issue(collective, async_op=async_op)
+        return self.buffers.comm.issue(collective, async_op=async_op)
 
-    @property
-    def _main_memory(self) -> GradientMemory:
-        """The main gradient's, while a reduction of it is under way."""
-        memory = self._main.memory
-        assert memory is not None, self.name
-        return memory
-
-    def _into_main(self, collective: Collective) -> Collective:
+    def _into_main(
+        self,
+        kind: CollectiveKind,
+        terms: torch.Tensor,
+        axis: Axis,
+        stream: CommStream,
+        scale: float,
+        accumulate: bool,
+    ) -> Collective:
         """A sum that ends in the main gradient: by way of the device where that is offloaded."""
-        offloading = self.buffers.offloading
+        memory, offloading = self._main.memory, self.buffers.offloading
+        assert memory is not None, self.name
+        main, arrival = memory.flat, memory.arrival
         if offloading is None:
-            return collective
-        main, here = collective.output, self.buffers.take(offloading)
-        load = functools.partial(here.copy_, main, non_blocking=True)
+            return Collective(kind, main, terms, axis, stream, scale, accumulate, arrival=arrival)
+        here = self.buffers.take(offloading)
+        load = functools.partial(here.copy_, main, non_blocking=True) if accumulate else None
         store = functools.partial(main.copy_, here, non_blocking=True)
-        before = load if collective.accumulate else None
-        return collective._replace(output=here, arrival=None, before=before, after=store)
+        sum_here = Collective(kind, here, terms, axis, stream, scale, accumulate)
+        return sum_here._replace(before=load, after=store)
 
     def end_inner(self) -> None:
         """The reduction along the inner axis has been waited for: drop the full buffer."""
@@ -323,18 +306,11 @@ class GroupGrads:
         terms = buffers.partial.tensor
         if buffers.outer_grad_comm is not None:
             terms = buffers.in_comm_dtype(buffers.partial, buffers.outer_grad_comm)
-        where, scale = (self._outer, CommStream.OUTER), self._factors()[1]
-        memory = self._main_memory
-        collective = Collective(
-            self._outer_kind,
-            memory.flat,
-            terms,
-            *where,
-            scale,
-            accumulate,
-            arrival=memory.arrival,
+        scale = self._factors()[1]
+        collective = self._into_main(
+            self._outer_kind, terms, self._outer, CommStream.OUTER, scale, accumulate
         )
-        return self._comm.issue(self._into_main(collective), async_op=async_op)
+        return self.buffers.comm.issue(collective, async_op=async_op)
 
     def end_outer(self) -> None:
         """The reduction along the outer axis has been waited for: drop the partial shard."""
@@ -402,9 +378,7 @@ class GroupGrads:
 
     def replace_communicator(self, communicator: Communicator) -> Communicator:
         """Communicate by another one from now on; return the one until now."""
-        self.buffers.replace_communicator(communicator)
-        self._main.replace_communicator(communicator)
-        before, self._comm = self._comm, communicator
+        before, self.buffers.comm = self.buffers.comm, communicator
         return before
 
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from megatron_fsdp_v2.comm.interface import Communicator
 from megatron_fsdp_v2.dtensor.attributes import requires_grad_at_once
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of
 from megatron_fsdp_v2.layout.placement import Placement
 from megatron_fsdp_v2.params.buffer import DataParallelBuffer, FlatSpec, place_in
+from megatron_fsdp_v2.params.grad_buffers import GradBuffers
 
 __all__ = ["GradientMemory", "MainGradient", "any_set"]
 
@@ -201,16 +201,15 @@ class MainGradient:
         has_rows: Of every parameter, whether rows of its gradient are here.
     """
 
-    def __init__(self, flat: FlatSpec, communicator: Communicator) -> None:
+    def __init__(self, flat: FlatSpec, buffers: GradBuffers) -> None:
         self._flat = flat
-        self._comm = communicator
+        self._buffers = buffers
         self.span = flat.span([p.main_grad for p in flat.placements])
         self.contributed = False
         self.is_offloaded = flat.host is not None
         self._on_memory: Callable[[torch.Tensor], None] | None = None
         layout = flat.layout
         places = [place_in(layout, self.span, index) for index in range(len(layout.slots))]
-        self._shapes = [shape for _, shape in places]
         # Of every parameter with rows here: shape, strides, offset.
         self._places = [
             (shape, torch.empty(shape, device="meta").stride(), offset) if 0 not in shape else None
@@ -245,7 +244,8 @@ class MainGradient:
     def no_rows(self, index: int) -> torch.Tensor:
         """The gradient of a parameter without rows here, which takes no memory."""
         device = torch.device("cpu") if self.is_offloaded else self._flat.device
-        return torch.empty(self._shapes[index], dtype=self._flat.dtypes.main_grad, device=device)
+        _, shape = place_in(self._flat.layout, self.span, index)
+        return torch.empty(shape, dtype=self._flat.dtypes.main_grad, device=device)
 
     def begin(self, grads: Sequence[torch.Tensor | None]) -> GradientMemory:
         """Have memory for a reduction, and keep it until `end`.
@@ -277,7 +277,7 @@ class MainGradient:
                 return self._new(is_overwritten=is_overwritten)
         spec, dtype = self._flat, self._flat.dtypes.main_grad
         make = spec.unset if is_overwritten and not self.is_offloaded else spec.main_zeros
-        with self._comm.memory():
+        with self._buffers.comm.memory():
             flat = make(self.span, dtype).tensor
         if self._on_memory is not None:
             self._on_memory(flat)
@@ -294,7 +294,7 @@ class MainGradient:
         """What rests, with memory again, of undefined content; None where nothing does."""
         memory, self._resting = self._resting, None
         if memory is not None:
-            with self._comm.memory():
+            with self._buffers.comm.memory():
                 memory.flat.untyped_storage().resize_(self._nbytes)
             self._memory = weakref.ref(memory)
         return memory
@@ -342,7 +342,3 @@ class MainGradient:
         """
         memory = self.memory
         return memory is not None and bool(((memory.flat == 0) & memory.flat.signbit()).all())
-
-    def replace_communicator(self, communicator: Communicator) -> None:
-        """Order streams by another one from now on."""
-        self._comm = communicator

@@ -27,7 +27,7 @@ from megatron_fsdp_v2.params.parameter_hooks import hooked, run_hooks
 if TYPE_CHECKING:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-    from megatron_fsdp_v2.params.main_gradient import GradientMemory, MainGradient
+    from megatron_fsdp_v2.params.main_gradient import MainGradient
 
 __all__ = ["ShardedGrads"]
 
@@ -101,17 +101,12 @@ class ShardedGrads:
                 if has_rows:
                     # It has no `empty_grad`, which would have to go.
                     shown = memory.shown_again(index)
-                    set_grad_at_once(param, self._show(index, memory) if shown is None else shown)
+                    if shown is None:
+                        shown = self._dtensor(index, cast("torch.Tensor", memory.views[index]))
+                        memory.show(index, shown)
+                    set_grad_at_once(param, shown)
                 elif grad_at_once(param) is None:
                     self._note_empty(index)
-
-    def _show(self, index: int, memory: GradientMemory) -> torch.Tensor:
-        """Make the DTensor over a parameter's rows of the main gradient, which holds its memory."""
-        view = memory.views[index]
-        assert view is not None
-        shown = self._dtensor(index, view)
-        memory.show(index, shown)
-        return shown
 
     def _note_empty(self, index: int) -> None:
         """Have what communicates about gradients find one where a parameter has no rows here."""
@@ -121,43 +116,24 @@ class ShardedGrads:
             made = self._dtensor(index, self._main.no_rows(index))
             param.empty_grad = self._empty[index] = made
 
-    def memory(self) -> list[torch.Tensor]:
-        """Few tensors that hold all of every `param.grad`, and perhaps what others have left.
+    def found(self) -> tuple[list[torch.Tensor | None], torch.Tensor | None, list[torch.Tensor]]:
+        """What gradients there are, and on which memory those with rows here are.
 
-        The flat main gradient, and whatever somebody put in the place of one.
+        Returns:
+            Every `param.grad`; the flat main gradient, where a reduction made one of them, with
+            perhaps what others have left there; and those rows that somebody put in the place of
+            one.
         """
         grads, memory = self.state(), self._main.memory
-        is_own = [
-            memory is not None and memory.owns(index, grad) for index, grad in enumerate(grads)
-        ]
-        found = [
-            rows_of(grad)
-            for grad, mine in zip(grads, is_own, strict=True)
-            if grad is not None and not mine
-        ]
-        if memory is not None and any(
-            mine and grad is not None for grad, mine in zip(grads, is_own, strict=True)
-        ):
-            found.append(memory.flat)
-        return found
-
-    def on_one_tensor(self) -> tuple[list[torch.Tensor | None], torch.Tensor | None]:
-        """Every `param.grad`, and the flat main gradient; None if one of them is not in that."""
-        grads, memory = self.state(), self._main.memory
-        if memory is None:
-            return grads, None
+        flat, others = None, []
         for index, grad in enumerate(grads):
-            if grad is not None and not memory.owns(index, grad):
-                return grads, None
-        return grads, memory.flat
-
-    def is_any_shown(self) -> bool:
-        """Whether a `param.grad` with rows here is what a reduction made."""
-        memory = self._main.memory
-        return memory is not None and any(
-            view is not None and memory.owns(index, grad)
-            for index, (view, grad) in enumerate(zip(memory.views, self.state(), strict=True))
-        )
+            if grad is None or not self._main.has_rows[index]:
+                continue
+            if memory is not None and memory.owns(index, grad):
+                flat = memory.flat
+            else:
+                others.append(rows_of(grad))
+        return grads, flat, others
 
     def state(self) -> list[torch.Tensor | None]:
         """Every `param.grad`, for `forget`."""

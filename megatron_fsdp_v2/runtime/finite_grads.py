@@ -48,7 +48,8 @@ def _memory_of_gradients(module: nn.Module) -> Iterator[torch.Tensor]:
     for group in groups.values():
         sharded.update(id(param) for param in group.sharded_params)
         if group.grads is not None:
-            yield from group.grads.param_grads.memory()
+            _, flat, others = group.grads.param_grads.found()
+            yield from others if flat is None else (*others, flat)
     for param in module.parameters():
         if id(param) not in sharded and param.grad is not None:
             yield _here(param.grad)

@@ -38,7 +38,7 @@ def initializes_state(optimizer: Optimizer, contexts: Sequence[Context]) -> bool
     # A warm-up begins with a learning rate of 0 as well, and some rank's gradient may be 0.
     units = (unit for context in contexts for unit in context.units())
     trained = (group.grads for unit in units for group in unit.groups if group.grads is not None)
-    if any(known.param_grads.is_any_shown() for known in trained):
+    if any(known.param_grads.found()[1] is not None for known in trained):
         return False
     return not any(_rows_of(grad).count_nonzero() for grad in grads)
 

@@ -287,7 +287,7 @@ def test_memory_of_gradients_goes_with_zero_grad_as_ever() -> None:
     del storages
     optimizer.step()
     optimizer.zero_grad()
-    assert not any(group.grads.has_main for group in groups)
+    assert all(group.grads.main is None for group in groups)
 
 
 # -- state ----------------------------------------------------------------------------------------

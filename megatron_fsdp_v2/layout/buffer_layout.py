@@ -200,27 +200,26 @@ class BufferLayout:
         text = repr((self.num_shards, self.shard_numel, self.slots))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
-    def local_range(self, index: int, shard: int, num_merged: int = 1) -> tuple[int, int]:
-        """Elements of parameter `index` on a shard, counted from the parameter's start.
+    def local_range(self, index: int, first: int, count: int = 1) -> tuple[int, int]:
+        """Elements of parameter `index` on neighboring slices, counted from the parameter's start.
 
         Args:
             index: Position of the parameter in `slots`.
-            shard: Index of the (merged) shard.
-            num_merged: How many neighboring slices make one shard.
+            first: The first slice.
+            count: How many there are.
 
         Returns:
-            `(start, end)`, with `start == end` where the shard holds nothing of it.
+            `(start, end)`, with `start == end` where the slices hold nothing of it.
         """
         slot = self.slots[index]
-        span = self.shard_numel * num_merged
-        start = min(max(shard * span - slot.offset, 0), slot.numel)
-        end = min(max((shard + 1) * span - slot.offset, 0), slot.numel)
+        start = min(max(first * self.shard_numel - slot.offset, 0), slot.numel)
+        end = min(max((first + count) * self.shard_numel - slot.offset, 0), slot.numel)
         return start, end
 
-    def local_rows(self, index: int, shard: int, num_merged: int = 1) -> tuple[int, int]:
+    def local_rows(self, index: int, first: int, count: int = 1) -> tuple[int, int]:
         """`local_range` in rows of dimension 0: `(first row, one past the last row)`."""
         row = self.slots[index].row_numel
-        start, end = self.local_range(index, shard, num_merged)
+        start, end = self.local_range(index, first, count)
         return start // row, end // row
 
     def row_ranges(self, index: int) -> RowRanges:

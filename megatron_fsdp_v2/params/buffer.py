@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -59,10 +60,7 @@ class ShardGrid:
     @property
     def num_slices(self) -> int:
         """Slices of the flat buffer."""
-        count = 1
-        for parts in self.parts:
-            count *= parts
-        return count
+        return math.prod(self.parts)
 
     @property
     def strides(self) -> tuple[int, ...]:
@@ -107,7 +105,8 @@ class DataParallelBuffer:
     Attributes:
         layout: Where parameters are in the whole flat buffer.
         span: Which slices are here.
-        tensor: Flat storage of the span, `span.count * layout.shard_numel` elements.
+        tensor: Flat storage of the span, `span.count * layout.shard_numel` elements. Its memory
+            comes and goes where it is a temporary buffer's.
         packing: Elements of the layout that one of `tensor` stands for; it has as many fewer.
     """
 
@@ -128,13 +127,6 @@ class DataParallelBuffer:
         self.tensor = tensor
         self.packing = packing
         self._temporary = temporary
-
-    @classmethod
-    def over(
-        cls, layout: BufferLayout, span: Span, temporary: TemporaryBuffer, *, packing: int = 1
-    ) -> DataParallelBuffer:
-        """A span whose memory comes and goes with a temporary buffer."""
-        return cls(layout, span, temporary.tensor, temporary, packing=packing)
 
     @classmethod
     def empty(
@@ -158,7 +150,7 @@ class DataParallelBuffer:
 
     def rows(self, index: int) -> tuple[int, int]:
         """Rows of a parameter inside this span."""
-        return _rows_in(self.layout, self.span, index)
+        return self.layout.local_rows(index, self.span.first, self.span.count)
 
     def view(self, index: int) -> torch.Tensor:
         """This span's rows of a parameter, as a view of the storage: `(rows, *shape[1:])`.
@@ -185,15 +177,6 @@ class DataParallelBuffer:
         return self.tensor.narrow(0, start, span.count * slice_numel)
 
 
-def _rows_in(layout: BufferLayout, span: Span, index: int) -> tuple[int, int]:
-    slot = layout.slots[index]
-    first = span.first * layout.shard_numel
-    last = first + span.count * layout.shard_numel
-    start = min(max(first - slot.offset, 0), slot.numel)
-    end = min(max(last - slot.offset, 0), slot.numel)
-    return start // slot.row_numel, end // slot.row_numel
-
-
 def place_in(layout: BufferLayout, span: Span, index: int) -> tuple[int, tuple[int, ...]]:
     """Where a span's rows of a parameter are in it: first element, and shape.
 
@@ -203,7 +186,7 @@ def place_in(layout: BufferLayout, span: Span, index: int) -> tuple[int, tuple[i
         index: Which parameter.
     """
     slot = layout.slots[index]
-    start, end = _rows_in(layout, span, index)
+    start, end = layout.local_rows(index, span.first, span.count)
     offset = slot.offset + start * slot.row_numel - span.first * layout.shard_numel
     return offset if end > start else 0, (end - start, *slot.shape[1:])
 
@@ -250,33 +233,20 @@ class FlatSpec:
         """The slices this rank holds of a tensor with these placements (one per axis)."""
         return self.grid.span(placements)
 
-    def zeros(self, span: Span, dtype: torch.dtype, *, packing: int = 1) -> DataParallelBuffer:
-        """A span with memory of its own."""
-        return DataParallelBuffer.empty(self.layout, span, dtype, self.device, packing=packing)
+    def main_memory(
+        self, span: Span, dtype: torch.dtype, *, is_overwritten: bool = False
+    ) -> torch.Tensor:
+        """Flat memory for what the optimizer reads and writes, with zeros in it.
 
-    def unset(self, span: Span, dtype: torch.dtype) -> DataParallelBuffer:
-        """A span with memory of its own whose content, padding too, is still to be written."""
-        numel = span.count * self.layout.shard_numel
-        return DataParallelBuffer(
-            self.layout, span, torch.empty(numel, dtype=dtype, device=self.device)
-        )
-
-    def main_zeros(self, span: Span, dtype: torch.dtype) -> DataParallelBuffer:
-        """A span with memory of its own, for what the optimizer reads and writes."""
-        if self.host is None:
-            return self.zeros(span, dtype)
-        numel = span.count * self.layout.shard_numel
-        is_pinned = self.host.pin_memory and self.device.type != "cpu"
-        held = empty_in_host_memory((numel,), dtype, pin_memory=is_pinned).zero_()
-        return DataParallelBuffer(self.layout, span, held)
-
-    def innermost_sharded(self) -> int:
-        """Index of the only axis that model weights are sharded along.
-
-        Raises:
-            ValueError: It is not the innermost one.
+        Args:
+            span: The slices it is for.
+            dtype: Element type.
+            is_overwritten: Whether all of it, padding too, is about to be written; there need be
+                no zeros then.
         """
-        sharded = [i for i, p in enumerate(self.placements) if p.model_weight is Placement.SHARD]
-        if sharded != [len(self.placements) - 1]:
-            raise ValueError("model weights can be sharded along the innermost axis only")
-        return sharded[0]
+        numel = span.count * self.layout.shard_numel
+        if self.host is not None:
+            is_pinned = self.host.pin_memory and self.device.type != "cpu"
+            return empty_in_host_memory((numel,), dtype, pin_memory=is_pinned).zero_()
+        make = torch.empty if is_overwritten else torch.zeros
+        return make(numel, dtype=dtype, device=self.device)

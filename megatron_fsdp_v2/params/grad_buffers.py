@@ -64,7 +64,7 @@ class GradBuffers:
 
         gradient, communication = BufferUse.GRADIENT, BufferUse.COMMUNICATION
         self.full = temporary("main_grad", gradient, layout.numel, dtype)
-        self.whole = DataParallelBuffer.over(layout, flat.whole, self.full)
+        self.whole = DataParallelBuffer(layout, flat.whole, self.full.tensor, self.full)
         self.views = [self.whole.view(index) for index in range(len(layout.slots))]
         self._gaps = [self.full.alias(start, (end - start,)) for start, end in layout.gaps()]
         self.grad_comm: TemporaryBuffer | None = None

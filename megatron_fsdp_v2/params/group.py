@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -139,6 +138,7 @@ class ParameterGroup:
         self.holders = Holders(weakref.ref(self))
         self.empty_ranks = grid.coordinates_of(layout.empty_shards())
         members = self.members = Members(
+            self,
             self._label,
             owned,
             [grid.row_shards(layout, i, p.tensor, self.holders) for i, p in enumerate(owned)],
@@ -157,7 +157,6 @@ class ParameterGroup:
             errors_on_missing=spec.errors_on_missing_grad,
         )
         self.grads = self._make_grads(spec.scale) if spec.requires_grad else None
-        members.make_gathered(self, owned, self.weights)
         if self.grads is not None:
             for index, param in enumerate(members.gathered):
                 self._collect_from(param, index)
@@ -165,10 +164,6 @@ class ParameterGroup:
         self.sharded_params, self.unsharded_params = members.sharded, members.gathered
         self.changes = ExternalChanges(self, members, self.weights.main)
         self._refreshed_at: tuple[int, tuple[int, ...]] | None = None
-
-    def take_over(self, owned: Sequence[OwnedParameter], undo: ExitStack) -> None:
-        """Register the sharded parameters in place of the originals. See `Members.take_over`."""
-        self.members.take_over(self, owned, undo)
 
     def rename(self, name: str) -> None:
         """Take another name, also for the buffers and where a collective fails."""
@@ -193,7 +188,9 @@ class ParameterGroup:
 
     def name_of(self, param: torch.Tensor) -> str:
         """What to call a sharded parameter in a message: its name, and the group's."""
-        return self.members.name_of(param)
+        known = (i for i, own in enumerate(self.sharded_params) if own is param)
+        index = next(known, None)
+        return f"a parameter of {self.name}" if index is None else self.label(index)
 
     def holds(self, param: torch.Tensor) -> bool:
         """Whether it is one of the sharded parameters."""
@@ -258,7 +255,7 @@ class ParameterGroup:
                 self.unfreeze_if_trained()
             self.members.follow_trained()
             if self.weights.format.prepares:
-                self.members.prepare(self.weights)
+                self.weights.format.prepare(self.weights.uses)
             self.registrations.install(self.unsharded_params)
 
     def reshard(self) -> None:
@@ -273,7 +270,7 @@ class ParameterGroup:
             self.grads.buffers.wait_for_writers()
         if self.weights.gathers_for_use:
             if self.weights.format.prepares:
-                self.members.forget()
+                self.weights.format.forget()
             self.weights.release()
 
     def is_stale(self, weight_version: int) -> bool:

@@ -275,10 +275,9 @@ class MainGradient:
             # By a reduction asked for there; what is made in it nobody could change afterwards.
             with torch.inference_mode(False):
                 return self._new(is_overwritten=is_overwritten)
-        spec, dtype = self._flat, self._flat.dtypes.main_grad
-        make = spec.unset if is_overwritten and not self.is_offloaded else spec.main_zeros
+        dtype = self._flat.dtypes.main_grad
         with self._buffers.comm.memory():
-            flat = make(self.span, dtype).tensor
+            flat = self._flat.main_memory(self.span, dtype, is_overwritten=is_overwritten)
         if self._on_memory is not None:
             self._on_memory(flat)
         # `data`: a view with a version counter of its own, see `alias_of`.

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from megatron_fsdp_v2.comm.errors import Label
     from megatron_fsdp_v2.dtensor.row_shards import RowShards, ShardedGroup
+    from megatron_fsdp_v2.params.buffer import DataParallelBuffer
     from megatron_fsdp_v2.params.gathered_parameter import GradientOwner
     from megatron_fsdp_v2.params.weights import GroupWeights
 
@@ -47,6 +48,7 @@ class Members:
 
     def __init__(
         self,
+        owner: GradientOwner,
         label: Label,
         owned: Sequence[OwnedParameter],
         row_shards: Sequence[RowShards],
@@ -59,6 +61,7 @@ class Members:
         """Copy this rank's rows of the parameters into the main weights and describe them.
 
         Args:
+            owner: The group, which gathered parameters know weakly.
             label: What the group is called.
             owned: The originals, which are left as they are.
             row_shards: Row ranges of each over the mesh.
@@ -69,39 +72,30 @@ class Members:
         """
         self._label = label
         self._format = weights.format
+        self._grad_dtype = grad_dtype
+        self._trained = [requires_grad] * len(owned)
         self.names = [p.name for p in owned]
         self.row_shards = row_shards
         self.dtensors = [p.dtensor for p in owned]
         self.registrations = Registrations(owned)
-        self._grad_dtype = grad_dtype
-        with torch.no_grad():
-            for index, parameter in enumerate(owned):
-                start, end = weights.main.rows(index)
-                values = parameter.values
-                if values is None:
-                    values = self._format.values(parameter.param)
-                weights.main.view(index).copy_(values[start:end])
-        self.sharded = [
-            self._sharded(index, p, weights.main.view(index), mesh, requires_grad=requires_grad)
-            for index, p in enumerate(owned)
-        ]
-        self.gathered: list[nn.Parameter] = []
-        self._trained = [requires_grad] * len(owned)
+        self.sharded = [self._sharded(i, p, weights.main, mesh) for i, p in enumerate(owned)]
+        self.gathered = [self._gathered(i, p, weights, owner) for i, p in enumerate(owned)]
+        self._format.adopt(self.gathered)
 
     def _sharded(
-        self,
-        index: int,
-        owned: OwnedParameter,
-        rows: torch.Tensor,
-        mesh: DeviceMesh,
-        *,
-        requires_grad: bool,
+        self, index: int, owned: OwnedParameter, main: DataParallelBuffer, mesh: DeviceMesh
     ) -> nn.Parameter:
-        shards = self.row_shards[index]
-        mesh = mesh if owned.tensor is None else owned.tensor.mesh or mesh
+        """A DTensor over the main weights, which take the values of the original."""
+        rows, (start, end) = main.view(index), main.rows(index)
+        with torch.no_grad():
+            values = self._format.values(owned.param) if owned.values is None else owned.values
+            rows.copy_(values[start:end])
+        if owned.tensor is not None:
+            mesh = owned.tensor.mesh or mesh
+        shards, is_trained = self.row_shards[index], self._trained[index]
         dtensor = UnevenDTensor.from_rows(rows, mesh, shards, shards.global_shape(owned.shape))
-        sharded = nn.Parameter(dtensor, requires_grad=requires_grad)
-        if requires_grad:
+        sharded = nn.Parameter(dtensor, requires_grad=is_trained)
+        if is_trained:
             self._expect_gradient(sharded)
         propagate_attributes(owned.param, sharded, self._format.own_attributes)
         return sharded
@@ -111,56 +105,29 @@ class Members:
         if self._grad_dtype != sharded.dtype:
             sharded.grad_dtype = self._grad_dtype
 
-    def make_gathered(
-        self, owner: GradientOwner, owned: Sequence[OwnedParameter], weights: GroupWeights
-    ) -> None:
-        """Make what modules compute with.
-
-        Args:
-            owner: The group, which gathered parameters know weakly.
-            owned: The originals.
-            weights: Of the group.
-        """
-        buffers = [payload.gathered for payload in weights.payloads]
-        for index, parameter in enumerate(owned):
-            trained, dtensor = self._trained[index], self.dtensors[index]
-            views = [buffer.view(index) for buffer in buffers]
-            if dtensor is not None:
-                param = nn.Parameter(dtensor.whole(views[0]), requires_grad=trained)
-                mark_gathered(param, owner, index)
-                # A DTensor has no memory but its part's.
-                memory: Sequence[torch.Tensor] = [local_of(param)]
-            else:
-                bound = self._format.bind(views, index, parameter.param)
-                param = gathered_parameter(bound, trained, owner, index)
-                memory = self._format.memory(param, index)
-            for buffer, part in zip(buffers, memory, strict=True):
-                buffer.follow(part)
-            propagate_attributes(self.sharded[index], param)
-            self.gathered.append(param)
-        self._format.adopt(self.gathered)
-
-    def prepare(self, weights: GroupWeights) -> None:
-        """Have gathered parameters ready to compute with, after a gather.
-
-        To be asked, as `forget` is, where their format prepares anything.
-        """
-        self._format.prepare(weights.uses)
-
-    def forget(self) -> None:
-        """Drop what was made of gathered weights, which are about to be dropped."""
-        self._format.forget()
+    def _gathered(
+        self, index: int, owned: OwnedParameter, weights: GroupWeights, owner: GradientOwner
+    ) -> nn.Parameter:
+        """What modules compute with, over a view of the gathered buffers."""
+        is_trained, dtensor = self._trained[index], self.dtensors[index]
+        views = [payload.gathered.view(index) for payload in weights.payloads]
+        if dtensor is not None:
+            param = nn.Parameter(dtensor.whole(views[0]), requires_grad=is_trained)
+            mark_gathered(param, owner, index)
+            # A DTensor has no memory but its part's.
+            memory: Sequence[torch.Tensor] = [local_of(param)]
+        else:
+            bound = self._format.bind(views, index, owned.param)
+            param = gathered_parameter(bound, is_trained, owner, index)
+            memory = self._format.memory(param, index)
+        for payload, part in zip(weights.payloads, memory, strict=True):
+            payload.gathered.follow(part)
+        propagate_attributes(self.sharded[index], param)
+        return param
 
     def label(self, index: int) -> str:
         """What to call one of the parameters in a message."""
         return f"{self.names[index]} of {self._label.name}"
-
-    def name_of(self, param: torch.Tensor) -> str:
-        """What to call a sharded parameter in a message."""
-        for index, known in enumerate(self.sharded):
-            if known is param:
-                return self.label(index)
-        return f"a parameter of {self._label.name}"
 
     def take_over(
         self, group: ShardedGroup, owned: Sequence[OwnedParameter], undo: ExitStack

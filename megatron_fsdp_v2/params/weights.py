@@ -15,12 +15,67 @@ from megatron_fsdp_v2.comm.interface import (
     Communicator,
     Work,
 )
-from megatron_fsdp_v2.memory.allocator import Allocator, TemporaryBuffer
+from megatron_fsdp_v2.memory.allocator import Allocator, BufferUse, TemporaryBuffer
 from megatron_fsdp_v2.params.buffer import DataParallelBuffer, FlatSpec, Span
 from megatron_fsdp_v2.params.formats import WeightFormat, WeightUse
-from megatron_fsdp_v2.params.payloads import Payload
 
 __all__ = ["GroupWeights"]
+
+
+class Payload:
+    """The weights of a group in one of the forms that their format has.
+
+    Attributes:
+        name: What the form is called.
+        uses: What it is gathered for.
+        model: What rests between uses.
+        gathered: The whole buffer: temporary where `model` is sharded, `model` itself elsewhere.
+        temporary: The memory of `gathered` where that is temporary.
+    """
+
+    __slots__ = ("gathered", "model", "name", "temporary", "uses")
+
+    def __init__(
+        self,
+        name: str,
+        uses: WeightUse,
+        model: DataParallelBuffer,
+        flat: FlatSpec,
+        weight_format: WeightFormat,
+        allocator: Allocator,
+    ) -> None:
+        """Describe it; `model` is given.
+
+        Args:
+            name: What the form is called.
+            uses: What it is gathered for.
+            model: What rests between uses.
+            flat: Of the group.
+            weight_format: Likewise.
+            allocator: Makes the temporary buffer, if there is one.
+        """
+        self.name = name
+        self.uses = uses
+        self.model = self.gathered = model
+        self.temporary: TemporaryBuffer | None = None
+        if model.span != flat.whole:
+            dtype, packing = weight_format.payload_dtype, weight_format.packing
+            numel, label = flat.layout.numel // packing, f"{flat.name}/{name}"
+            memory = allocator.buffer(label, BufferUse.GATHERED, numel, dtype, flat.device)
+            self.temporary = memory
+            self.gathered = DataParallelBuffer(
+                flat.layout, flat.whole, memory.tensor, memory, packing=packing
+            )
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the whole buffer has memory."""
+        return self.temporary is None or self.temporary.is_live
+
+    def has_room(self) -> bool:
+        """Whether there is memory to gather it ahead of use, or it is gathered."""
+        temporary = self.temporary
+        return temporary is None or temporary.is_live or temporary.has_room()
 
 
 class GroupWeights:
@@ -43,6 +98,12 @@ class GroupWeights:
         main: Main weights of this rank's span.
         payloads: Model weights and gathered weights, in every form that the format has.
         has_one_payload: Whether that is one form, for every use.
+        model: Model weights at rest, in the first form.
+        gathered: The whole buffer, likewise.
+        model_nbytes: Bytes of model weights, in all forms.
+        is_made_of_main: Whether what is gathered is made of main weights, and nothing else rests.
+        is_refreshed_locally: Whether `refresh` is cheap and needs no communication.
+        gathers_for_use: Whether every use needs a gather (ZeRO-3), along the innermost axis.
     """
 
     def __init__(
@@ -57,29 +118,25 @@ class GroupWeights:
         self.format = weight_format
         main_span = flat.span([p.main_weight for p in flat.placements])
         model_span = flat.span([p.model_weight for p in flat.placements])
-        self.main = flat.main_zeros(main_span, flat.dtypes.main_weight)
-        self._is_offloaded = flat.host is not None
-        is_same = weight_format.payload_dtype == flat.dtypes.main_weight and not self._is_offloaded
+        dtype, main_dtype = weight_format.payload_dtype, flat.dtypes.main_weight
+        main_memory = flat.main_memory(main_span, main_dtype)
+        self.main = DataParallelBuffer(flat.layout, main_span, main_memory)
+        is_cast = flat.host is not None or dtype != main_dtype
+        is_placed_alike = model_span == main_span
         self.has_one_payload = len(weight_format.payloads) == 1
         # Straight into the buffer that is gathered: nothing but main weights rests.
         is_written = self.has_one_payload and not weight_format.communicates
-        is_cast = self._is_offloaded or not is_same
-        self._is_streamed = is_written and is_cast and model_span == main_span != flat.whole
-        self._is_main = self._is_streamed or (is_same and model_span == main_span)
-        dtype, packing = weight_format.payload_dtype, weight_format.packing
+        self._is_streamed = is_written and is_cast and is_placed_alike and main_span != flat.whole
+        self.is_made_of_main = self._is_streamed or (is_placed_alike and not is_cast)
+        is_here = is_placed_alike and flat.host is None and not weight_format.communicates
+        self.is_refreshed_locally = self.is_made_of_main or is_here
         self.payloads = [
-            Payload(
-                name,
-                uses,
-                self.main if self._is_main else flat.zeros(model_span, dtype, packing=packing),
-                flat,
-                dtype,
-                allocator,
-                packing=packing,
-            )
+            Payload(name, uses, self._resting(model_span, flat), flat, weight_format, allocator)
             for name, uses in weight_format.payloads.items()
         ]
-        self._gather_axis = None if model_span == flat.whole else flat.innermost_sharded()
+        self.model, self.gathered = self.payloads[0].model, self.payloads[0].gathered
+        self.model_nbytes = sum(payload.model.nbytes for payload in self.payloads)
+        self.gathers_for_use = model_span != flat.whole
         self._axes: Sequence[Axis] = []
         self._cut_axes: Sequence[Axis] = []
         self.gather_along(flat.grid.axes)
@@ -88,6 +145,13 @@ class GroupWeights:
         self._gathering: list[Work] | None = None
         self._refreshing: Work | None = None
 
+    def _resting(self, span: Span, flat: FlatSpec) -> DataParallelBuffer:
+        """What is to rest of one payload."""
+        if self.is_made_of_main:
+            return self.main
+        dtype, packing = self.format.payload_dtype, self.format.packing
+        return DataParallelBuffer.empty(flat.layout, span, dtype, flat.device, packing=packing)
+
     def gather_along(self, axes: Sequence[Axis]) -> None:
         """Gather along these axes from now on: the same ranks, maybe in other groups."""
         self._axes = [axis.for_gathers() for axis in axes]
@@ -95,39 +159,6 @@ class GroupWeights:
         self._cut_axes = cut or self._axes[-1:]
 
     # -- what they are ------------------------------------------------------------------------
-
-    @property
-    def model(self) -> DataParallelBuffer:
-        """Model weights at rest, in the first form that the format has."""
-        return self.payloads[0].model
-
-    @property
-    def gathered(self) -> DataParallelBuffer:
-        """The whole buffer, in the first form that the format has."""
-        return self.payloads[0].gathered
-
-    @property
-    def is_refreshed_locally(self) -> bool:
-        """Whether `refresh` is cheap and needs no communication."""
-        if self._is_main:
-            return True
-        is_here = self.model.span == self.main.span and not self._is_offloaded
-        return is_here and not self.format.communicates
-
-    @property
-    def is_made_of_main(self) -> bool:
-        """Whether what is gathered is made of main weights, and nothing else rests."""
-        return self._is_main
-
-    @property
-    def gathers_for_use(self) -> bool:
-        """Whether every use needs a gather (ZeRO-3)."""
-        return self._gather_axis is not None
-
-    @property
-    def steady_nbytes(self) -> int:
-        """Bytes of main and model weights, storage shared by both counted once."""
-        return self.main.nbytes + (0 if self._is_main else self.model_nbytes)
 
     @property
     def gathered_nbytes(self) -> int:
@@ -155,11 +186,6 @@ class GroupWeights:
         return True
 
     @property
-    def model_nbytes(self) -> int:
-        """Bytes of model weights, in all their forms."""
-        return sum(payload.model.nbytes for payload in self.payloads)
-
-    @property
     def is_held(self) -> bool:
         """Whether a unit has gathered weights installed, or on their way."""
         return self._num_holders > 0
@@ -170,14 +196,9 @@ class GroupWeights:
         return self._gathering is not None
 
     @property
-    def is_gathered(self) -> bool:
-        """Whether a whole buffer has memory."""
-        return any(payload.is_whole for payload in self.payloads)
-
-    @property
     def is_ready(self) -> bool:
         """Whether there are weights to compute with, here and now."""
-        return self._gather_axis is None or (self._num_holders > 0 and self._gathering is None)
+        return not self.gathers_for_use or (self._num_holders > 0 and self._gathering is None)
 
     @property
     def uses(self) -> WeightUse:
@@ -204,7 +225,7 @@ class GroupWeights:
             async_op: Whether to return before it is done. Several gathers are waited for: a second
                 one along another axis could not be issued in the same order on every rank.
         """
-        if self._is_main:
+        if self.is_made_of_main:
             return
         self.wait_for_refresh()
         held = self.main.span
@@ -213,7 +234,7 @@ class GroupWeights:
         steps = []
         for axis, parts in zip(self._axes, self._grid.parts, strict=True):
             if parts > 1 and held.count < self.model.span.count:
-                wider = self._widened(held, axis, parts)
+                wider = Span(held.first - axis.rank * held.count, held.count * parts)
                 steps.append((axis, held, wider))
                 held = wider
         is_one = len(steps) * len(models) == 1
@@ -225,10 +246,6 @@ class GroupWeights:
     @staticmethod
     def _gather_of(output: torch.Tensor, shard: torch.Tensor, axis: Axis) -> Collective:
         return Collective(CollectiveKind.ALL_GATHER, output, shard, axis, CommStream.GATHER)
-
-    @staticmethod
-    def _widened(held: Span, axis: Axis, parts: int) -> Span:
-        return Span(held.first - axis.rank * held.count, held.count * parts)
 
     def wait_for_refresh(self) -> None:
         """Order what follows after a refresh under way."""
@@ -252,9 +269,9 @@ class GroupWeights:
 
     def gather(self, uses: WeightUse, *, async_op: bool) -> None:
         """Start gathering what lacks for these uses. Collective if anything does."""
-        if self._gather_axis is None:
+        if not self.gathers_for_use:
             return
-        axis = self._axes[self._gather_axis]
+        axis = self._axes[-1]
         for payload in self.payloads:
             if payload.temporary is None or payload.temporary.is_live:
                 continue

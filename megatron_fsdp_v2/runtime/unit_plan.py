@@ -149,7 +149,7 @@ def make_unit(plan: UnitPlan) -> None:
         unit.unset = without_values(groups, *unset)
         # So far only what was on the meta device has changed.
         for group, members in made:
-            group.take_over(members, undo)
+            group.members.take_over(group, members, undo)
         register_tied(plan.tied, undo)
         for part in modules:
             swap_class(part)

@@ -9,7 +9,13 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 
+from megatron_fsdp_v2.params.weights import GroupWeights
 from megatron_fsdp_v2.runtime.fsdp_module import named_units
+
+
+def steady_nbytes(weights: GroupWeights) -> int:
+    """Bytes of a group's main and model weights; where these are one storage, counted once."""
+    return weights.main.nbytes + (0 if weights.is_made_of_main else weights.model_nbytes)
 
 
 def peak_nbytes(call: Callable[[], None]) -> int:

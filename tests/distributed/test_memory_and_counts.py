@@ -13,7 +13,7 @@ from torch import nn
 
 from megatron_fsdp_v2 import MixedPrecisionPolicy, fully_shard
 from megatron_fsdp_v2.runtime.fsdp_module import named_units, unit_of
-from tests.distributed.allocations import changes, left_of
+from tests.distributed.allocations import changes, left_of, steady_nbytes
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import Wire, listen, on_mesh, wrap
 from tests.reference.models import Stack
@@ -27,7 +27,7 @@ def _record(model: Any) -> tuple[Wire, Counter[str]]:
     most: Counter[str] = Counter()
 
     def look(*_: Any) -> None:
-        gathered = sum(any(g.weights.is_gathered for g in unit.groups) for unit in units)
+        gathered = sum(any(g.weights.uses for g in unit.groups) for unit in units)
         gradients = sum(any(g.grads.is_live for g in unit.groups) for unit in units)
         most["gathered"] = max(most["gathered"], gathered)
         most["gradients"] = max(most["gradients"], gradients)
@@ -121,7 +121,7 @@ def test_sharding_a_model_allocates_nothing_but_its_shards(
     found = changes(build)
     units = [unit_of(layer) for layer in made[0]]
     originals = 4 * sum(unit.groups[0].layout.numel for unit in units)
-    shards = [unit.groups[0].weights.steady_nbytes for unit in units]
+    shards = [steady_nbytes(unit.groups[0].weights) for unit in units]
     in_all = sum(nbytes for nbytes in found if nbytes > 0)
     assert in_all == pytest.approx(originals + sum(shards), rel=0.03)
     # The second layer's shard comes when the first layer's original is gone.

@@ -323,7 +323,7 @@ class GathersIntoAnother(Tampering):
         self.group = group
 
     def issue(self, collective: Collective, *, async_op: bool) -> Any:
-        if async_op and self.group.weights.is_gathered:
+        if async_op and self.group.weights.uses:
             other = self.group.weights.gathered.tensor
             collective = collective._replace(output=other)
         return self.inner.issue(collective, async_op=async_op)

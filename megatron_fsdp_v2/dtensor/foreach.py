@@ -8,12 +8,14 @@ a list, and takes longer over the others than they do.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import optimizer as optimizers
 from torch.utils import _foreach_utils
+
+from megatron_fsdp_v2.dtensor.sharded_rows import ShardedRows, rows_like
 
 __all__ = ["choose_foreach_for", "is_elementwise", "run_on_rows"]
 
@@ -46,13 +48,10 @@ def is_elementwise(name: str, args: Sequence[Any]) -> bool:
     )
 
 
-def run_on_rows(
-    kind: Any, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
-) -> Any:
+def run_on_rows(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run an elementwise operation on lists of tensors on their local rows.
 
     Args:
-        kind: `UnevenDTensor`.
         func: The operation; in place if its name ends with an underscore.
         args: Its arguments, of which those that are lists of tensors are used place by place.
         kwargs: Likewise.
@@ -72,9 +71,9 @@ def run_on_rows(
         return NotImplemented
     first, *more = lists
     if not (
-        all(_is_replicated(kind, value) for value in values if isinstance(value, DTensor))
-        and all(type(item) is kind or not _is_partial(item) for item in first)
-        and all(_fit(kind, func, first, items) for items in more)
+        all(_is_replicated(value) for value in values if isinstance(value, DTensor))
+        and all(isinstance(item, ShardedRows) or not _is_partial(item) for item in first)
+        and all(_fit(func, first, items) for items in more)
     ):
         return NotImplemented
     local_args = [_local(arg) for arg in args]
@@ -86,26 +85,28 @@ def run_on_rows(
         )
         return args[0]
     pairs = zip(results, first, strict=True)
-    return type(results)([_sharded_like(kind, result, like) for result, like in pairs])
+    return type(results)(
+        [rows_like(result, like) if isinstance(like, DTensor) else result for result, like in pairs]
+    )
 
 
 def _is_tensor_list(value: Any) -> bool:
     return isinstance(value, list | tuple) and bool(value) and isinstance(value[0], torch.Tensor)
 
 
-def _fit(kind: Any, func: Callable[..., Any], first: Sequence[Any], others: Sequence[Any]) -> bool:
+def _fit(func: Callable[..., Any], first: Sequence[Any], others: Sequence[Any]) -> bool:
     """Whether tensors of two lists can be computed with place by place."""
     if len(first) != len(others):
         return False
     for mine, other in zip(first, others, strict=True):
-        if type(mine) is kind and type(other) is kind:
+        if isinstance(mine, ShardedRows) and isinstance(other, ShardedRows):
             if mine._row_shards is not other._row_shards and not _have_same_rows(mine, other):
                 raise ValueError(
                     f"{func.__name__} mixes two tensors of shapes {tuple(mine.shape)} and "
                     f"{tuple(other.shape)} whose rows are sharded differently; gather one with "
                     "full_tensor() and copy_() it over first"
                 )
-        elif isinstance(other, DTensor) and not _goes_with(kind, mine, other):
+        elif isinstance(other, DTensor) and not _goes_with(mine, other):
             return False
     return True
 
@@ -114,9 +115,9 @@ def _have_same_rows(mine: Any, other: Any) -> bool:
     return bool(mine._row_shards == other._row_shards and mine.device_mesh == other.device_mesh)
 
 
-def _goes_with(kind: Any, mine: Any, other: DTensor) -> bool:
+def _goes_with(mine: Any, other: DTensor) -> bool:
     """Whether a DTensor can be the operand of a tensor that is sharded in another way, or not."""
-    if _is_replicated(kind, other):
+    if _is_replicated(other):
         return True
     return (
         type(mine) is type(other) is DTensor
@@ -131,9 +132,9 @@ def _is_partial(value: Any) -> bool:
     return isinstance(value, DTensor) and any(p.is_partial() for p in value.placements)
 
 
-def _is_replicated(kind: Any, value: DTensor) -> bool:
-    if type(value) is kind:
-        return bool(value._row_shards.is_replicated)  # type: ignore[attr-defined]
+def _is_replicated(value: DTensor) -> bool:
+    if isinstance(value, ShardedRows):
+        return value.row_shards.is_replicated
     return all(placement.is_replicate() for placement in value.placements)
 
 
@@ -143,27 +144,3 @@ def _local(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [item._local_tensor if isinstance(item, DTensor) else item for item in value]
     return value
-
-
-def _sharded_like(kind: Any, local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    if not isinstance(like, DTensor):
-        return local
-    given: Any = like
-    is_uneven = type(given) is kind
-    if local.dtype == given._local_tensor.dtype:
-        # `from_local` costs more than the operation.
-        result: Any = DTensor.__new__(type(like), local, given._spec, requires_grad=False)
-        if is_uneven:
-            result._row_shards = given._row_shards
-    elif is_uneven:
-        result = kind.from_rows(local, like.device_mesh, given._row_shards, like.shape)
-    else:
-        result = DTensor.from_local(
-            local,
-            like.device_mesh,
-            like.placements,
-            run_check=False,
-            shape=like.shape,
-            stride=like.stride(),
-        )
-    return cast("torch.Tensor", result)

@@ -9,12 +9,11 @@ any one rank's, so such a count would replace the right ones.
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
-from typing import Any, cast, override
+from typing import Any, override
 
 import torch
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim import Optimizer
 
 from megatron_fsdp_v2.dtensor.uneven_dtensor import (
@@ -28,7 +27,6 @@ __all__ = [
     "NonOwnedValue",
     "has_no_rows",
     "held_elsewhere",
-    "rows_like",
     "watch_state",
     "wrap_foreign_state",
 ]
@@ -67,22 +65,6 @@ def wrap_foreign_state(param: torch.Tensor, state: MutableMapping[str, Any]) -> 
         known = with_rows_of(value, param)
         if known is not None:
             state[name] = known
-
-
-def rows_like(local: torch.Tensor, like: UnevenDTensor) -> UnevenDTensor:
-    """Describe rows of the same numbers as a sharded tensor's, where they are.
-
-    No communication, no copy.
-
-    Args:
-        local: As many rows as this rank has of `like`, of any dtype, on any device.
-        like: A parameter.
-    """
-    meta = TensorMeta(like.shape, like._spec.stride, local.dtype)
-    spec = DTensorSpec(like.device_mesh, like._spec.placements, tensor_meta=meta)
-    result: Any = DTensor.__new__(UnevenDTensor, local, spec, requires_grad=False)
-    result._row_shards = like.row_shards
-    return cast("UnevenDTensor", result)
 
 
 def watch_state(optimizer: Optimizer) -> None:

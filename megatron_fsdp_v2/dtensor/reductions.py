@@ -12,6 +12,8 @@ from typing import Any, override
 import torch
 import torch.nn.functional as F
 
+from megatron_fsdp_v2.dtensor.sharded_rows import in_rows_of
+
 __all__ = ["REDUCTIONS", "check_supposes_nothing", "reduce_rows"]
 
 _SUMS = (torch.sum, torch.Tensor.sum)
@@ -53,19 +55,13 @@ def check_supposes_nothing(func: Callable[..., Any], args: Sequence[Any]) -> Non
             )
 
 
-def reduce_rows(
-    func: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    rows_like: Callable[[Any, torch.Tensor], torch.Tensor],
-) -> Any:
+def reduce_rows(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run a sum or a mean.
 
     Args:
         func: One of `REDUCTIONS`.
         args: Its arguments, the first being an `UnevenDTensor`.
         kwargs: Likewise.
-        rows_like: Brings a tensor of any distribution to the rows of another one.
 
     Returns:
         What DTensor returns for a sum, divided for a mean. Its gradient arrives at the tensor as
@@ -73,7 +69,7 @@ def reduce_rows(
     """
     source, *more = args
     if torch.is_grad_enabled() and source.requires_grad:
-        source = _GradientInRows.apply(source, rows_like)  # type: ignore[no-untyped-call]
+        source = _GradientInRows.apply(source)  # type: ignore[no-untyped-call]
     if func in _SUMS or not _can_be_averaged(source, kwargs):
         return func(source, *more, **kwargs)
     total = torch.sum(source, *more, **kwargs)
@@ -90,11 +86,11 @@ class _GradientInRows(torch.autograd.Function):
 
     @staticmethod
     @override
-    def forward(ctx: Any, source: Any, rows_like: Callable[[Any, torch.Tensor], Any]) -> Any:
-        ctx.like, ctx.rows_like = source, rows_like
+    def forward(ctx: Any, source: Any) -> Any:
+        ctx.like = source
         return source.detach()
 
     @staticmethod
     @override
     def backward(ctx: Any, *grads: Any) -> Any:
-        return ctx.rows_like(ctx.like, grads[0]), None
+        return in_rows_of(ctx.like, grads[0])

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_fsdp_v2.dtensor.optimizer_state import rows_like
+from megatron_fsdp_v2.dtensor.sharded_rows import rows_like
 from megatron_fsdp_v2.dtensor.uneven_dtensor import local_of, with_rows_of
 from megatron_fsdp_v2.memory.allocator import alias_of
 from megatron_fsdp_v2.params.flat_rows import FlatRows, local_rows, rows_at

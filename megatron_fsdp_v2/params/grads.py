@@ -123,7 +123,7 @@ class GroupGrads:
             flat, communicator, allocator, keeps_collecting=self.accumulates_unreduced
         )
         self._main = MainGradient(flat, self.buffers)
-        self.param_grads = ShardedGrads(members.sharded, self._main, members.row_shards)
+        self.param_grads = ShardedGrads(members.sharded, self._main)
         self._full_state = self._partial_state = GradState.ABSENT
         self._outer_work: Work | None = None
 

@@ -14,7 +14,7 @@ from megatron_fsdp_v2.dtensor.attributes import (
     requires_grad_at_once,
     set_grad_at_once,
 )
-from megatron_fsdp_v2.dtensor.row_shards import RowShards
+from megatron_fsdp_v2.dtensor.sharded_rows import rows_like
 from megatron_fsdp_v2.dtensor.uneven_dtensor import (
     UnevenDTensor,
     local_of,
@@ -25,8 +25,6 @@ from megatron_fsdp_v2.params.main_gradient import any_set
 from megatron_fsdp_v2.params.parameter_hooks import hooked, run_hooks
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec
-
     from megatron_fsdp_v2.params.main_gradient import MainGradient
 
 __all__ = ["ShardedGrads"]
@@ -39,16 +37,9 @@ class ShardedGrads:
     says is carried into the main gradient before a reduction adds to it.
     """
 
-    def __init__(
-        self,
-        params: list[nn.Parameter],
-        main: MainGradient,
-        row_shards: Sequence[RowShards],
-    ) -> None:
+    def __init__(self, params: list[nn.Parameter], main: MainGradient) -> None:
         self._params = params
         self._main = main
-        self._row_shards = row_shards
-        self._specs: list[DTensorSpec | None] = [None] * len(params)
         self._empty: dict[int, torch.Tensor] = {}
         self._may_be_unused = False
         # Whether reductions may have brought something since users' hooks were run.
@@ -204,9 +195,4 @@ class ShardedGrads:
                     self._note_empty(index)
 
     def _dtensor(self, index: int, rows: torch.Tensor) -> UnevenDTensor:
-        shards, spec = self._row_shards[index], self._specs[index]
-        if spec is None:
-            param = cast("UnevenDTensor", self._params[index])
-            made = UnevenDTensor.from_rows(rows, param.device_mesh, shards, tuple(param.shape))
-            spec = self._specs[index] = made._spec
-        return UnevenDTensor.from_spec(rows, spec, shards)
+        return rows_like(rows, cast("UnevenDTensor", self._params[index]))

@@ -19,7 +19,7 @@ import torch
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp_v2.dtensor.optimizer_state import rows_like
+from megatron_fsdp_v2.dtensor.sharded_rows import rows_like
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of, plain_attributes
 from megatron_fsdp_v2.memory.host_memory import empty_in_host_memory, keep_in_host_memory
 from megatron_fsdp_v2_mcore.flags.errors import optimizer_field

@@ -14,7 +14,8 @@ from typing import Any, cast
 import torch
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp_v2.dtensor.optimizer_state import has_no_rows, rows_like
+from megatron_fsdp_v2.dtensor.optimizer_state import has_no_rows
+from megatron_fsdp_v2.dtensor.sharded_rows import rows_like
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of
 
 __all__ = [

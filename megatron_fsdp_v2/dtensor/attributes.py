@@ -8,11 +8,12 @@ called in the end.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable
 from types import CodeType, FrameType
-from typing import Any, Protocol, override
+from typing import Any, Protocol
 
 import torch
 from torch.amp.grad_scaler import GradScaler
@@ -163,41 +164,6 @@ class AttributesAtOnce(DTensor):
     def decoupled_grad(self, value: torch.Tensor | None) -> None:
         self.grad = value
 
-    @override
-    def dim(self) -> int:
-        """Number of dimensions."""
-        return without_torch_function(_BASE.dim, None, (self,))  # type: ignore[no-any-return]
-
-    @override
-    def element_size(self) -> int:
-        """Bytes of an element."""
-        return without_torch_function(_BASE.element_size, None, (self,))  # type: ignore[no-any-return]
-
-    @override
-    def is_complex(self) -> bool:
-        """Whether elements are complex."""
-        return without_torch_function(_BASE.is_complex, None, (self,))  # type: ignore[no-any-return]
-
-    @override
-    def is_floating_point(self) -> bool:
-        """Whether elements are floating-point numbers."""
-        return without_torch_function(_BASE.is_floating_point, None, (self,))  # type: ignore[no-any-return]
-
-    @override
-    def numel(self) -> int:
-        """Number of elements of the whole."""
-        return without_torch_function(_BASE.numel, None, (self,))  # type: ignore[no-any-return]
-
-    @override
-    def size(self, *args: Any, **kwargs: Any) -> Any:
-        """Shape of the whole, or its length along a dimension."""
-        return without_torch_function(_BASE.size, None, (self, *args), kwargs)
-
-    @override
-    def stride(self, *args: Any, **kwargs: Any) -> Any:
-        """Strides of the whole, or the one along a dimension."""
-        return without_torch_function(_BASE.stride, None, (self, *args), kwargs)
-
 
 def _attribute(name: str, *, is_written: bool) -> property:
     descriptor = getattr(_BASE, name)
@@ -215,9 +181,18 @@ def _attribute(name: str, *, is_written: bool) -> property:
     return property(read, write, remove) if is_written else property(read)
 
 
+def _method(name: str) -> Callable[..., Any]:
+    function = getattr(_BASE, name)
+
+    @functools.wraps(function)
+    def ask(self: DTensor, *args: Any, **kwargs: Any) -> Any:
+        return without_torch_function(function, None, (self, *args), kwargs)
+
+    return ask
+
+
 def _grad() -> property:
-    descriptor: Any = _BASE.grad
-    get, put, delete = descriptor.__get__, descriptor.__set__, descriptor.__delete__
+    get, put = _BASE.grad.__get__, _BASE.grad.__set__
 
     def read(self: AttributesAtOnce) -> torch.Tensor | None:
         grad: torch.Tensor | None = without_torch_function(get, None, (self,))
@@ -228,25 +203,21 @@ def _grad() -> property:
         return self._with_rows(grad) if type(grad) is DTensor else grad
 
     def write(self: AttributesAtOnce, value: torch.Tensor | None) -> None:
-        if value is None:
-            forget(self, put, None)
-        else:
+        if value is not None:
             without_torch_function(put, None, (self, value))
+        else:
+            with torch._C.DisableTorchFunctionSubclass():
+                # Referred to from here alone, if nobody keeps it.
+                held = [get(self)]
+                put(self, None)
+                shown_by = getattr(held[0], "shown_by", None)
+                if shown_by is not None:
+                    shown_by[0].retire(shown_by[1], held)
         if self.empty_grad is not None:
             self.empty_grad = None
 
     def remove(self: AttributesAtOnce) -> None:
-        forget(self, delete)
-        self.empty_grad = None
-
-    def forget(self: AttributesAtOnce, how: Callable[..., None], *args: Any) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
-            # Referred to from here alone, if nobody keeps it.
-            held = [get(self)]
-            how(self, *args)
-            shown_by = getattr(held[0], "shown_by", None)
-            if shown_by is not None:
-                shown_by[0].retire(shown_by[1], held)
+        write(self, None)
 
     return property(read, write, remove)
 
@@ -256,3 +227,5 @@ for _name in (*_READ, *_READ_AND_WRITTEN):
     if hasattr(_BASE, _name):
         setattr(AttributesAtOnce, _name, _attribute(_name, is_written=_name in _READ_AND_WRITTEN))
 setattr(AttributesAtOnce, _GRAD, _grad())
+for _name in ("dim", "element_size", "is_complex", "is_floating_point", "numel", "size", "stride"):
+    setattr(AttributesAtOnce, _name, _method(_name))

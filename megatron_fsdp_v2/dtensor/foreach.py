@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import optimizer as optimizers
 from torch.utils import _foreach_utils
 
+from megatron_fsdp_v2.dtensor.norms import cut_axes
 from megatron_fsdp_v2.dtensor.sharded_rows import ShardedRows, rows_like
 
 __all__ = ["choose_foreach_for", "is_elementwise", "run_on_rows"]
@@ -71,7 +72,7 @@ def run_on_rows(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
         return NotImplemented
     first, *more = lists
     if not (
-        all(_is_replicated(value) for value in values if isinstance(value, DTensor))
+        not any(cut_axes(value) for value in values if isinstance(value, DTensor))
         and all(isinstance(item, ShardedRows) or not _is_partial(item) for item in first)
         and all(_fit(func, first, items) for items in more)
     ):
@@ -100,7 +101,9 @@ def _fit(func: Callable[..., Any], first: Sequence[Any], others: Sequence[Any]) 
         return False
     for mine, other in zip(first, others, strict=True):
         if isinstance(mine, ShardedRows) and isinstance(other, ShardedRows):
-            if mine._row_shards is not other._row_shards and not _have_same_rows(mine, other):
+            if mine._row_shards is not other._row_shards and not (
+                mine._row_shards == other._row_shards and mine.device_mesh == other.device_mesh
+            ):
                 raise ValueError(
                     f"{func.__name__} mixes two tensors of shapes {tuple(mine.shape)} and "
                     f"{tuple(other.shape)} whose rows are sharded differently; gather one with "
@@ -111,13 +114,9 @@ def _fit(func: Callable[..., Any], first: Sequence[Any], others: Sequence[Any]) 
     return True
 
 
-def _have_same_rows(mine: Any, other: Any) -> bool:
-    return bool(mine._row_shards == other._row_shards and mine.device_mesh == other.device_mesh)
-
-
 def _goes_with(mine: Any, other: DTensor) -> bool:
     """Whether a DTensor can be the operand of a tensor that is sharded in another way, or not."""
-    if _is_replicated(other):
+    if not cut_axes(other):
         return True
     return (
         type(mine) is type(other) is DTensor
@@ -130,12 +129,6 @@ def _goes_with(mine: Any, other: DTensor) -> bool:
 def _is_partial(value: Any) -> bool:
     """Whether it is still to be summed up, and no element of it can be computed with."""
     return isinstance(value, DTensor) and any(p.is_partial() for p in value.placements)
-
-
-def _is_replicated(value: DTensor) -> bool:
-    if isinstance(value, ShardedRows):
-        return value.row_shards.is_replicated
-    return all(placement.is_replicate() for placement in value.placements)
 
 
 def _local(value: Any) -> Any:

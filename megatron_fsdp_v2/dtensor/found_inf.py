@@ -39,7 +39,7 @@ def unscale_and_check(
     axes: dict[DeviceMesh, set[int]] = {}
     for grad in grads:
         if isinstance(grad, DTensor):
-            axes.setdefault(grad.device_mesh, set()).update(_sharded_axes(grad))
+            axes.setdefault(grad.device_mesh, set()).update(cut_axes(grad))
     for mesh, sharded in axes.items():
         for axis in sorted(sharded):
             group = mesh.get_group(axis)
@@ -48,9 +48,3 @@ def unscale_and_check(
                 found = found_inf.to(mesh.device_type)
                 dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
                 found_inf.copy_(found)
-
-
-def _sharded_axes(grad: DTensor) -> set[int]:
-    if hasattr(grad, "row_shards"):
-        return cut_axes(grad)
-    return {axis for axis, p in enumerate(grad.placements) if not p.is_replicate()}

@@ -267,14 +267,10 @@ def _absent(tensors: Sequence[Any]) -> list[frozenset[tuple[int, ...]]]:
     return [frozenset()] * len(tensors) if any(empty) and is_clipping() else empty
 
 
-def cut_axes(tensor: Any) -> set[int]:
-    """Mesh axes along which ranks hold different parts of a sharded tensor."""
-    shards = tensor.row_shards
-    axes = {axis for axis, stride in enumerate(shards.strides) if stride}
-    by_tensor = shards.tensor
-    if by_tensor is not None and by_tensor.mesh is not None and by_tensor.dim is not None:
-        axes.add(len(shards.strides))
-    return axes
+def cut_axes(tensor: DTensor) -> set[int]:
+    """Mesh axes along which ranks hold different parts of a DTensor."""
+    placements = tensor._spec.placements
+    return {axis for axis, placement in enumerate(placements) if not placement.is_replicate()}
 
 
 def _is_first_along(mesh: DeviceMesh, axes: Collection[int]) -> bool:

@@ -60,17 +60,10 @@ class MixedPrecisionPolicy:
     output_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        for name in (
-            "param_dtype",
-            "main_params_dtype",
-            "main_grads_dtype",
-            "grad_comm_dtype",
-            "output_dtype",
-        ):
+        for name in (f.name for f in dataclasses.fields(self) if f.name.endswith("_dtype")):
             dtype = getattr(self, name)
-            if dtype is None:
-                continue
-            if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            is_fit = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+            if dtype is not None and not is_fit:
                 raise ValueError(
                     f"MixedPrecisionPolicy.{name} must be a floating-point torch.dtype or None, "
                     f"got {dtype!r}"

@@ -20,7 +20,6 @@ import math
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 from megatron_fsdp_v2.layout.buffer_layout import (
     BufferLayout,
@@ -97,27 +96,11 @@ def split_for_padding(
             "tolerance, min_gain and negligible must not be negative, "
             f"got {tolerance}, {min_gain} and {negligible}"
         )
-    sizes = tuple(tuple(int(n) for n in shape) for shape in shapes)
-    split = _split(sizes, num_shards, granularity, tolerance, min_gain, negligible)
-    return [list(buffer) for buffer in split]
-
-
-@lru_cache(maxsize=256)
-def _split(
-    shapes: tuple[tuple[int, ...], ...],
-    num_shards: int,
-    granularity: Granularity,
-    tolerance: float,
-    min_gain: float,
-    negligible: int,
-) -> tuple[tuple[int, ...], ...]:
-    """`split_for_padding`, remembered: the layers of a model have the same shapes."""
-    everything = tuple(range(len(shapes)))
     whole = BufferLayout.plan(shapes, num_shards, granularity)
-    params = whole.param_numel
+    num_params, params = len(whole.slots), whole.param_numel
     enough = max(tolerance * params, negligible)
     if whole.padding_numel <= enough:
-        return (everything,) if shapes else ()
+        return [[*range(num_params)]] if num_params else []
     kinds: dict[tuple[int, int], list[int]] = {}
     for index, slot in enumerate(whole.slots):
         kinds.setdefault((slot.granule_numel, slot.numel), []).append(index)
@@ -129,22 +112,18 @@ def _split(
     )
     counts = tuple(len(kinds[key]) for key in keys)
     best = _best_split(search, counts, whole.shard_numel, enough, min_gain * params)
-    if len(shapes) <= _FEW:
+    if num_params <= _FEW:
         best = _best_of_all(search, counts, best, enough, min_gain * params)
     # Hand out the parameters of a kind in order, so that neighbors stay together.
     left = {key: iter(kinds[key]) for key in keys}
-    buffers = [
-        tuple(
-            sorted(
-                itertools.chain.from_iterable(
-                    itertools.islice(left[key], count)
-                    for key, count in zip(keys, counts, strict=True)
-                )
+    return sorted(
+        sorted(
+            itertools.chain.from_iterable(
+                itertools.islice(left[key], count) for key, count in zip(keys, counts, strict=True)
             )
         )
         for counts in best
-    ]
-    return tuple(sorted(buffers))
+    )
 
 
 @dataclass(frozen=True)

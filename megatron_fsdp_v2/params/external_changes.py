@@ -41,11 +41,8 @@ class ExternalChanges:
         self._owner = weakref.ref(owner)
         self._members = members
         self._sharded = members.sharded
-        self._gathered = members.gathered
         self._views = [main.view(index) for index in range(len(members.sharded))]
         self._locals = [local_of(param) for param in members.sharded]
-        self._row_shards = members.row_shards
-        self._registrations = members.registrations
 
     def sync(self) -> None:
         """Take in what was done to parameters since they were sharded.
@@ -61,15 +58,17 @@ class ExternalChanges:
         for index, module, attribute, other in found:
             self._replace(index, f"{attribute} of {type(module).__name__}", other)
         if found:
-            self._registrations.install(self._sharded)
+            self._members.registrations.install(self._sharded)
 
     def is_replaced(self) -> bool:
         """Whether something else stands where one of the parameters belongs."""
         return next(self._replaced(), None) is not None
 
     def _replaced(self) -> Iterator[tuple[int, nn.Module, str, torch.Tensor | None]]:
-        for index, module, attribute, other in self._registrations.unexpected(self._sharded):
-            if other is not self._gathered[index]:
+        for index, module, attribute, other in self._members.registrations.unexpected(
+            self._sharded
+        ):
+            if other is not self._members.gathered[index]:
                 yield index, module, attribute, other
 
     def _label(self, index: int) -> str:
@@ -119,7 +118,7 @@ class ExternalChanges:
                 own.copy_(other)
             self._mark_stale(other, index, "before the parameter was sharded again")
             return
-        if other.row_shards != self._row_shards[index]:
+        if other.row_shards != self._members.row_shards[index]:
             raise ValueError(f"{name} was replaced by a DTensor that is sharded differently")
         self._rebind(index, other)
         propagate_attributes(own, other)

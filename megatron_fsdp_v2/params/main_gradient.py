@@ -57,20 +57,6 @@ class GradientMemory:
             on this memory is found by counting tensors.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_main",
-        "_num_shown",
-        "_num_tensors",
-        "_own_storage_references",
-        "_retired",
-        "_shown",
-        "_uses",
-        "arrival",
-        "flat",
-        "views",
-    )
-
     def __init__(
         self,
         main: MainGradient,
@@ -147,17 +133,19 @@ class GradientMemory:
     def _is_viewed(self) -> bool:
         """Whether somebody has a view of it, or the flat tensor; asked when all are retired."""
         is_held = _num_references([self.flat]) > _ONE + 1 or _num_uses(self.flat) > 1
-        is_held |= self._num_storage_references() > self._own_storage_references
-        return is_held or self._num_on_storage() > self._num_tensors
+        return is_held or self._is_storage_held()
+
+    def _is_storage_held(self) -> bool:
+        """Whether somebody has the storage, or a tensor on it that was not made here."""
+        if self._num_storage_references() > self._own_storage_references:
+            return True
+        storage = self.flat.untyped_storage()
+        # The storage object itself is one more reference.
+        return int(torch._C._storage_Use_Count(storage._cdata)) - 1 > self._num_tensors
 
     def _num_storage_references(self) -> int:
         """References to the storage object, in Python."""
         return _num_references([self.flat.untyped_storage()])
-
-    def _num_on_storage(self) -> int:
-        """Tensors on its storage; the storage object itself is one more reference."""
-        storage = self.flat.untyped_storage()
-        return int(torch._C._storage_Use_Count(storage._cdata)) - 1
 
     def owns(self, index: int, grad: torch.Tensor | None) -> bool:
         """Whether a parameter's `grad` is the tensor shown for it, or there is nothing to show."""
@@ -177,12 +165,7 @@ class GradientMemory:
                 return True
             if self.views[index] is not None and self._is_view_held(index):
                 return True
-        if self._num_storage_references() > self._own_storage_references:
-            return True
-        tensors = [self.flat, *(v for v in (*self.views, self.arrival) if v is not None)]
-        shown_too = (self.shown(index) for index in range(len(grads)))
-        tensors += [local_of(grad) for grad in shown_too if grad is not None]
-        return self._num_on_storage() > len({id(tensor) for tensor in tensors})
+        return self._is_storage_held()
 
 
 class MainGradient:

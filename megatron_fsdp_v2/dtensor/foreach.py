@@ -16,7 +16,7 @@ from torch.optim import optimizer as optimizers
 from torch.utils import _foreach_utils
 
 from megatron_fsdp_v2.dtensor.norms import cut_axes
-from megatron_fsdp_v2.dtensor.sharded_rows import ShardedRows, rows_like
+from megatron_fsdp_v2.dtensor.sharded_rows import ShardedRows, different_rows, rows_like
 
 __all__ = ["choose_foreach_for", "is_elementwise", "run_on_rows"]
 
@@ -104,11 +104,7 @@ def _fit(func: Callable[..., Any], first: Sequence[Any], others: Sequence[Any]) 
             if mine._row_shards is not other._row_shards and not (
                 mine._row_shards == other._row_shards and mine.device_mesh == other.device_mesh
             ):
-                raise ValueError(
-                    f"{func.__name__} mixes two tensors of shapes {tuple(mine.shape)} and "
-                    f"{tuple(other.shape)} whose rows are sharded differently; gather one with "
-                    "full_tensor() and copy_() it over first"
-                )
+                raise different_rows(func, mine, other)
         elif isinstance(other, DTensor) and not _goes_with(mine, other):
             return False
     return True

@@ -35,6 +35,7 @@ from megatron_fsdp_v2.dtensor.row_shards import (
 
 __all__ = [
     "ShardedRows",
+    "different_rows",
     "gather_rows",
     "in_rows_of",
     "local_of",
@@ -237,6 +238,15 @@ def in_rows_of(target: ShardedRows, source: Any) -> Any:
         block = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))
         local[chunk.local] = full[block].to(local.device, local.dtype)
     return rows_like(local, target)
+
+
+def different_rows(func: Callable[..., Any], first: ShardedRows, second: ShardedRows) -> ValueError:
+    """What to raise where an operation mixes two tensors of different rows."""
+    return ValueError(
+        f"{getattr(func, '__name__', func)} mixes two tensors of shapes {tuple(first.shape)} and "
+        f"{tuple(second.shape)} whose rows are sharded differently; gather one with full_tensor() "
+        "and copy_() it over first"
+    )
 
 
 def gather_rows(tensor: ShardedRows) -> torch.Tensor:

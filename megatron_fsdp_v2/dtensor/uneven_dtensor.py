@@ -23,6 +23,7 @@ from megatron_fsdp_v2.dtensor.reductions import REDUCTIONS, check_supposes_nothi
 from megatron_fsdp_v2.dtensor.row_shards import RowShards, knows_rows
 from megatron_fsdp_v2.dtensor.sharded_rows import (
     ShardedRows,
+    different_rows,
     gather_rows,
     in_rows_of,
     local_of,
@@ -304,11 +305,7 @@ def _check_same_rows(
             found = _used_while_sharded(args, kwargs)
             if found is not None:
                 raise _misuse_while_sharded(func, found)
-            raise ValueError(
-                f"{getattr(func, '__name__', func)} mixes two tensors of shapes "
-                f"{tuple(first.shape)} and {tuple(arg.shape)} whose rows are sharded "
-                "differently; gather one with full_tensor() and copy_() it over first"
-            )
+            raise different_rows(func, first, arg)
 
 
 def _used_while_sharded(args: Sequence[Any], kwargs: dict[str, Any] | None) -> str | None:

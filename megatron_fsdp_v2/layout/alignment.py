@@ -43,10 +43,8 @@ class Alignment:
         """
         return math.lcm(granule, self.start(numel))
 
-    def weaker(self) -> Alignment | None:
-        """The next one to try: half the line, down to a word; then `UNALIGNED`; then None."""
-        if self.line == 1:
-            return None
+    def weaker(self) -> Alignment:
+        """The next one to try: half the line, down to a word; then `UNALIGNED`."""
         return Alignment(self.line // 2, self.word) if self.line > self.word else UNALIGNED
 
 

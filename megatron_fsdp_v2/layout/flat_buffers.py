@@ -136,6 +136,4 @@ def _weaken(
         if not costs:
             return
         worst = max(costs, key=lambda buffer: (costs[buffer], -buffer))
-        weaker = layouts[worst].alignment.weaker()
-        assert weaker is not None, "a line above `least` can be halved"
-        layouts[worst] = plan(worst, weaker)
+        layouts[worst] = plan(worst, layouts[worst].alignment.weaker())

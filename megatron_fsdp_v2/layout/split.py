@@ -362,15 +362,14 @@ def _partitions(
     classes: Sequence[_Counts], num_blocks: int
 ) -> Iterator[tuple[tuple[_Counts, ...], ...]]:
     """Every way to put the classes into so many non-empty blocks."""
-    if num_blocks > len(classes):
-        return
     if not classes:
-        yield ()
+        if not num_blocks:
+            yield ()
         return
-    last, rest = classes[-1], classes[:-1]
-    for partition in _partitions(rest, num_blocks) if rest else ():
+    *rest, last = classes
+    for partition in _partitions(rest, num_blocks):
         for index, block in enumerate(partition):
             yield (*partition[:index], (*block, last), *partition[index + 1 :])
-    if num_blocks > 1 or not rest:
-        for partition in _partitions(rest, num_blocks - 1) if rest else ((),):
+    if num_blocks:
+        for partition in _partitions(rest, num_blocks - 1):
             yield (*partition, (last,))

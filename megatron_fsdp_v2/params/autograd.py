@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import operator
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, Protocol
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from megatron_fsdp_v2._compiler import uncompiled
 from megatron_fsdp_v2.params.parameter_hooks import NotAUsersHook
@@ -95,13 +96,7 @@ def _map_dataclass(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
 
 def _is_same(old: Any, new: Any) -> bool:
     """Whether mapping changed nothing: the same leaves (containers are rebuilt every time)."""
-    return old is new or (not isinstance(old, torch.Tensor) and _leaves(old) == _leaves(new))
-
-
-def _leaves(value: Any) -> list[int]:
-    found: list[int] = []
-    map_tensors(lambda tensor: found.append(id(tensor)), value)
-    return found
+    return all(map(operator.is_, tree_leaves(old), tree_leaves(new)))
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:

@@ -128,21 +128,6 @@ class DataParallelBuffer:
         self.packing = packing
         self._temporary = temporary
 
-    @classmethod
-    def empty(
-        cls,
-        layout: BufferLayout,
-        span: Span,
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        packing: int = 1,
-    ) -> DataParallelBuffer:
-        """Allocate zeroed storage for a span; zeros keep padding out of every norm and check."""
-        numel = span.count * layout.shard_numel // packing
-        tensor = torch.zeros(numel, dtype=dtype, device=device)
-        return cls(layout, span, tensor, packing=packing)
-
     @property
     def nbytes(self) -> int:
         """Bytes of the span."""
@@ -236,7 +221,9 @@ class FlatSpec:
     def main_memory(
         self, span: Span, dtype: torch.dtype, *, is_overwritten: bool = False
     ) -> torch.Tensor:
-        """Flat memory for what the optimizer reads and writes, with zeros in it.
+        """Flat memory for what the optimizer reads and writes.
+
+        Zeros are in it, which keep padding out of every norm and check.
 
         Args:
             span: The slices it is for.

@@ -10,7 +10,7 @@ import torch
 from megatron_fsdp_v2.comm.interface import Communicator
 from megatron_fsdp_v2.layout.placement import Placement
 from megatron_fsdp_v2.memory.allocator import Allocator, BufferUse, TemporaryBuffer
-from megatron_fsdp_v2.params.buffer import DataParallelBuffer, FlatSpec
+from megatron_fsdp_v2.params.buffer import DataParallelBuffer, FlatSpec, Span
 
 __all__ = ["GradBuffers"]
 
@@ -56,34 +56,34 @@ class GradBuffers:
         keeps_collecting: bool,
     ) -> None:
         self.comm = communicator
-        dtypes, layout, placements = flat.dtypes, flat.layout, flat.placements
-        dtype = dtypes.main_grad if keeps_collecting else dtypes.grad_comm
+        layout, placements = flat.layout, flat.placements
+        comm_dtype, main_dtype = flat.dtypes.grad_comm, flat.dtypes.main_grad
+        dtype = main_dtype if keeps_collecting else comm_dtype
 
-        def temporary(kind: str, use: BufferUse, numel: int, dtype: torch.dtype) -> TemporaryBuffer:
+        def temporary(kind: str, use: BufferUse, span: Span, dtype: torch.dtype) -> TemporaryBuffer:
+            numel = span.count * layout.shard_numel
             return allocator.buffer(f"{flat.name}/{kind}", use, numel, dtype, flat.device)
 
-        gradient, communication = BufferUse.GRADIENT, BufferUse.COMMUNICATION
-        self.full = temporary("main_grad", gradient, layout.numel, dtype)
+        def copy_of(dtype: torch.dtype, kind: str, span: Span) -> TemporaryBuffer | None:
+            if dtype == comm_dtype:
+                return None
+            return temporary(kind, BufferUse.COMMUNICATION, span, comm_dtype)
+
+        self.full = temporary("main_grad", BufferUse.GRADIENT, flat.whole, dtype)
         self.whole = DataParallelBuffer(layout, flat.whole, self.full.tensor, self.full)
         self.views = [self.whole.view(index) for index in range(len(layout.slots))]
         self._gaps = [self.full.alias(start, (end - start,)) for start, end in layout.gaps()]
-        self.grad_comm: TemporaryBuffer | None = None
-        if dtype != dtypes.grad_comm:
-            self.grad_comm = temporary("grad_comm", communication, layout.numel, dtypes.grad_comm)
+        self.grad_comm = copy_of(dtype, "grad_comm", flat.whole)
         self.partial: TemporaryBuffer | None = None
         self.outer_grad_comm: TemporaryBuffer | None = None
         if len(placements) == 2:
-            pieces = [Placement.REPLICATE, placements[-1].main_grad]
-            numel = flat.span(pieces).count * layout.shard_numel
-            self.partial = temporary("partial_grad", gradient, numel, dtypes.main_grad)
-            if dtypes.main_grad != dtypes.grad_comm:
-                self.outer_grad_comm = temporary(
-                    "outer_grad_comm", communication, numel, dtypes.grad_comm
-                )
+            span = flat.span([Placement.REPLICATE, placements[-1].main_grad])
+            self.partial = temporary("partial_grad", BufferUse.GRADIENT, span, main_dtype)
+            self.outer_grad_comm = copy_of(main_dtype, "outer_grad_comm", span)
         self.offloading: TemporaryBuffer | None = None
         if flat.host is not None:
-            numel = flat.span([p.main_grad for p in placements]).count * layout.shard_numel
-            self.offloading = temporary("offloading", communication, numel, dtypes.main_grad)
+            span = flat.span([p.main_grad for p in placements])
+            self.offloading = temporary("offloading", BufferUse.COMMUNICATION, span, main_dtype)
         self.filled = [False] * len(layout.slots)
         # Side streams that wrote to the full buffer, and which one wrote a parameter's gradient.
         self._writers: set[Any] = set()

@@ -168,12 +168,11 @@ class Registrations:
     """
 
     def __init__(self, owned: Sequence[OwnedParameter]) -> None:
-        self._sites = [[(weakref.ref(m), attribute) for m, attribute in p.sites] for p in owned]
-        self._lay_flat()
-
-    def _lay_flat(self) -> None:
-        """Have all places in one list, which is gone through several times a step."""
-        self._flat = [(index, *site) for index, sites in enumerate(self._sites) for site in sites]
+        self._sites = [
+            (index, weakref.ref(module), attribute)
+            for index, parameter in enumerate(owned)
+            for module, attribute in parameter.sites
+        ]
 
     def add(self, index: int, module: nn.Module, attribute: str, undo: ExitStack) -> None:
         """Add one more place for a parameter, unless it is known.
@@ -184,16 +183,14 @@ class Registrations:
             attribute: Likewise.
             undo: Takes it away again.
         """
-        site, sites = (weakref.ref(module), attribute), self._sites[index]
-        if site not in sites:
-            undo.callback(self._lay_flat)
-            undo.callback(sites.__setitem__, slice(None), list(sites))
-            sites.append(site)
-            self._lay_flat()
+        site = (index, weakref.ref(module), attribute)
+        if site not in self._sites:
+            self._sites.append(site)
+            undo.callback(self._sites.remove, site)
 
     def install(self, params: Sequence[nn.Parameter]) -> None:
         """Register these parameters at every place."""
-        for index, module_ref, attribute in self._flat:
+        for index, module_ref, attribute in self._sites:
             module = module_ref()
             if module is not None:
                 module._parameters[attribute] = params[index]
@@ -202,7 +199,7 @@ class Registrations:
         self, expected: Sequence[nn.Parameter]
     ) -> Iterator[tuple[int, nn.Module, str, torch.Tensor | None]]:
         """Places where something else is registered than expected: index, module, name, what."""
-        for index, module_ref, attribute in self._flat:
+        for index, module_ref, attribute in self._sites:
             module = module_ref()
             if module is None:
                 continue

@@ -8,13 +8,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["is_unset", "mark_unset", "unset_like"]
-
-
-def unset_like(like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Memory for a tensor, without values."""
-    made = torch.empty_like(like, device=device)
-    return mark_unset(made)
+__all__ = ["is_unset", "mark_unset"]
 
 
 def mark_unset(tensor: torch.Tensor) -> torch.Tensor:

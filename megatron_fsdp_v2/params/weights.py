@@ -150,7 +150,9 @@ class GroupWeights:
         if self.is_made_of_main:
             return self.main
         dtype, packing = self.format.payload_dtype, self.format.packing
-        return DataParallelBuffer.empty(flat.layout, span, dtype, flat.device, packing=packing)
+        numel = span.count * flat.layout.shard_numel // packing
+        tensor = torch.zeros(numel, dtype=dtype, device=flat.device)
+        return DataParallelBuffer(flat.layout, span, tensor, packing=packing)
 
     def gather_along(self, axes: Sequence[Axis]) -> None:
         """Gather along these axes from now on: the same ranks, maybe in other groups."""

@@ -14,7 +14,7 @@ from megatron_fsdp_v2.comm.errors import naming_failures
 from megatron_fsdp_v2.dtensor.tp_params import part_of
 from megatron_fsdp_v2.params.attributes import propagate_attributes
 from megatron_fsdp_v2.params.formats import DenseFormat, format_of
-from megatron_fsdp_v2.params.unset_values import is_unset, mark_unset, unset_like
+from megatron_fsdp_v2.params.unset_values import is_unset, mark_unset
 from megatron_fsdp_v2.runtime.undo import keep_random_numbers, keep_values
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def materialize(
     for name, module in modules:
         for attribute, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
-                module._buffers[attribute] = unset_like(buffer, device)
+                module._buffers[attribute] = mark_unset(torch.empty_like(buffer, device=device))
                 label = f"{name}.{attribute}" if name else attribute
                 empty_buffers.append((label, module, attribute))
                 holders.add(id(module))

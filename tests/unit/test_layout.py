@@ -320,9 +320,8 @@ def test_nothing_that_is_packed_two_to_a_byte_starts_within_one(
     even = [(*shape[:-1], 2 * shape[-1]) if len(shape) > 1 else (*shape, 2) for shape in shapes]
     for members, layout in aligned_buffers(even, num_shards, ROW, 0.5):
         assert layout.alignment.line in (2, 32, 64, 128, 256)
-        buffer = DataParallelBuffer.empty(
-            layout, Span(0, num_shards), torch.uint8, torch.device("cpu"), packing=2
-        )
+        memory = torch.zeros(layout.numel // 2, dtype=torch.uint8)
+        buffer = DataParallelBuffer(layout, Span(0, num_shards), memory, packing=2)
         assert 2 * buffer.nbytes == layout.numel
         for position, index in enumerate(members):
             view = buffer.view(position)

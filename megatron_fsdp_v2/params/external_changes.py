@@ -16,7 +16,6 @@ from megatron_fsdp_v2.params.registration import find_owner_slot, in_functional_
 
 if TYPE_CHECKING:
     from megatron_fsdp_v2.dtensor.row_shards import ShardedGroup
-    from megatron_fsdp_v2.params.buffer import DataParallelBuffer
     from megatron_fsdp_v2.params.members import Members
 
 __all__ = ["ExternalChanges"]
@@ -30,19 +29,18 @@ class ExternalChanges:
     it came from, so that an optimizer built on it steps the right weights.
     """
 
-    def __init__(self, owner: ShardedGroup, members: Members, main: DataParallelBuffer) -> None:
+    def __init__(self, owner: ShardedGroup, members: Members) -> None:
         """Watch the parameters of a group.
 
         Args:
             owner: The group; held weakly.
             members: Its parameters; a replaced one is put into the list of sharded ones.
-            main: Their main weights.
         """
         self._owner = weakref.ref(owner)
         self._members = members
         self._sharded = members.sharded
-        self._views = [main.view(index) for index in range(len(members.sharded))]
-        self._locals = [local_of(param) for param in members.sharded]
+        # Rows of the main weights.
+        self._views = [local_of(param) for param in members.sharded]
 
     def sync(self) -> None:
         """Take in what was done to parameters since they were sharded.
@@ -50,9 +48,9 @@ class ExternalChanges:
         Raises:
             ValueError: Shape, dtype or identity changed in a way that has no meaning here.
         """
-        if not all(map(operator.is_, map(local_of, self._sharded), self._locals)):
+        if not all(map(operator.is_, map(local_of, self._sharded), self._views)):
             for index, param in enumerate(self._sharded):
-                if local_of(param) is not self._locals[index]:
+                if local_of(param) is not self._views[index]:
                     self._rebind(index, param)
         found = list(self._replaced())
         for index, module, attribute, other in found:
@@ -65,9 +63,8 @@ class ExternalChanges:
         return next(self._replaced(), None) is not None
 
     def _replaced(self) -> Iterator[tuple[int, nn.Module, str, torch.Tensor | None]]:
-        for index, module, attribute, other in self._members.registrations.unexpected(
-            self._sharded
-        ):
+        places = self._members.registrations
+        for index, module, attribute, other in places.unexpected(self._sharded):
             if other is not self._members.gathered[index]:
                 yield index, module, attribute, other
 
@@ -88,7 +85,6 @@ class ExternalChanges:
             with torch.no_grad():
                 view.copy_(local)
         cast("UnevenDTensor", param)._local_tensor = view
-        self._locals[index] = view
 
     def _replace(self, index: int, place: str, other: torch.Tensor | None) -> None:
         """Take the values, and if possible the object, that stand where a parameter belongs."""

@@ -162,7 +162,7 @@ class ParameterGroup:
                 self._collect_from(param, index)
         self.names, self.registrations = members.names, members.registrations
         self.sharded_params, self.unsharded_params = members.sharded, members.gathered
-        self.changes = ExternalChanges(self, members, self.weights.main)
+        self.changes = ExternalChanges(self, members)
         self._refreshed_at: tuple[int, tuple[int, ...]] | None = None
 
     def rename(self, name: str) -> None:

@@ -107,17 +107,15 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
 class Inputs:
     """The inputs of a unit's forward as they were when it began."""
 
-    __slots__ = ("_has_others", "_versions", "_views")
+    __slots__ = ("_has_others", "_views")
 
     def __init__(self) -> None:
-        self._views: list[torch.Tensor] = []
-        self._versions: list[int] = []
+        self._views: list[tuple[torch.Tensor, int]] = []
         self._has_others = False
 
     def add(self, view: torch.Tensor) -> None:
         """Take in one whose gradient tells something."""
-        self._views.append(view)
-        self._versions.append(view._version)
+        self._views.append((view, view._version))
 
     def add_other(self) -> None:
         """Note one that requires a gradient that tells nothing."""
@@ -131,7 +129,7 @@ class Inputs:
         """
         if not self._views:
             return self._has_others
-        return [view._version for view in self._views] != self._versions
+        return any([view._version != version for view, version in self._views])
 
 
 def watch_inputs(watcher: _Watcher, args: Any, kwargs: Any) -> tuple[Any, Any, Inputs]:

@@ -47,9 +47,8 @@ class FlatRows:
 
     @property
     def is_current(self) -> bool:
-        """Whether main weights are still these."""
-        group = self._group()
-        return group is not None and group.weights.main.tensor is self.tensor
+        """Whether the group, and with it the main weights, is still there."""
+        return self._group() is not None
 
     def index_of(self, param: torch.Tensor) -> int | None:
         """A parameter's number; None if its rows are not those in the flat tensor, or none.

@@ -42,7 +42,9 @@ def mark_gathered(param: torch.Tensor, owner: GradientOwner, index: int) -> None
 
 def gathered_name(param: torch.Tensor) -> str | None:
     """The name of what a parameter is the gathered weights of; None for any other tensor."""
-    group, index = getattr(param, "_owner_slot", (_nothing, 0))
+    if not hasattr(param, "_owner_slot"):
+        return None
+    group, index = param._owner_slot
     owner: GradientOwner | None = group()
     return None if owner is None else owner.label(index)
 
@@ -57,10 +59,6 @@ def is_gathered_weight(tensor: torch.Tensor) -> bool:
         return True
     base = tensor._base if tensor._is_view() else None
     return base is not None and hasattr(base, "_owner_slot")
-
-
-def _nothing() -> None:
-    """The owner of a tensor that has none."""
 
 
 class FusedGradient:

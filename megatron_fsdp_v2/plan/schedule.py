@@ -9,7 +9,7 @@ alike: three stand for any number.
 from __future__ import annotations
 
 import functools
-import itertools
+import operator
 from collections import deque
 from collections.abc import Container, Iterator, Sequence
 
@@ -20,8 +20,7 @@ from megatron_fsdp_v2.plan.machine import Machine
 from megatron_fsdp_v2.plan.replayed import Network, ReplayedGroup, ReplayedReductions
 from megatron_fsdp_v2.plan.sharding import PlannedGroup
 from megatron_fsdp_v2.plan.step import Step
-from megatron_fsdp_v2.runtime.buckets import buckets
-from megatron_fsdp_v2.runtime.gather_rules import GatherSchedule, PrefetchLimit
+from megatron_fsdp_v2.runtime.gather_rules import GatherSchedule, PrefetchLimit, buckets
 from megatron_fsdp_v2.runtime.reduction_rules import (
     OrderedReductions,
     RootPass,
@@ -86,14 +85,14 @@ class _Unit:
         return sum(group.planned.nbytes.gathered for group in self.held)
 
     @property
-    def is_made_of_main(self) -> bool:
-        """Whether what it gathers is made of main weights, and can be once these are stepped."""
-        return all(group.planned.is_made_of_main for group in self.held)
-
-    @property
     def has_one_form(self) -> bool:
         """Whether weights gathered for one use are there for every use."""
         return all(len(group.planned.payload.uses) == 1 for group in self.held)
+
+    @property
+    def is_made_of_main(self) -> bool:
+        """Whether what it gathers is made of main weights, and can be once these are stepped."""
+        return all(group.planned.is_made_of_main for group in self.held)
 
     def prefetch(self) -> None:
         """Start gathering ahead of use."""
@@ -257,9 +256,8 @@ class _Replay:
         See `runtime/after_step.py`. The host's work between two steps takes no time here.
         """
         self.uses = WeightUse.FORWARD
-        first = self._gathers.before_pass(self._root)
-        ready = itertools.takewhile(lambda unit: unit.is_made_of_main, first)
-        for unit in self._gathers.gather_before_pass([*ready]):
+        is_ready = operator.attrgetter("is_made_of_main")
+        for unit in self._gathers.gather_before_pass(self._root, is_ready):
             unit.is_gathered_after_step = True
 
     def _compare_with_main(self, unit: _Unit) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING
 
@@ -32,9 +31,9 @@ def unshard_after_step(context: Context, stepped: AbstractSet[int]) -> None:
     for unit in units:
         if unit.is_gathered_after_step:
             unit.note_unstepped(stepped, context.weight_version)
-    # One that is not done would have to be gathered again, and order is the forward's.
-    ready = itertools.takewhile(
-        lambda unit: unit.is_stepped(context.stepped), context.gathers.before_pass(units[0])
-    )
-    for unit in context.gathers.gather_before_pass([*ready]):
+    for unit in context.gathers.gather_before_pass(
+        # One that is not done would have to be gathered again.
+        units[0],
+        lambda unit: unit.is_stepped(context.stepped),
+    ):
         unit.is_gathered_after_step = unit.is_unsharded

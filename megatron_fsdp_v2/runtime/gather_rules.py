@@ -12,7 +12,7 @@ both issue the same collectives in the same order.
   or bytes allows (`PrefetchLimit`); whatever was expected before a unit that is used now, and was
   not used, is dropped (`GatherSchedule`).
 * **Buckets**: where a number of bytes is given, small units that follow each other are gathered in
-  one collective (`buckets.py`).
+  one collective (`buckets`).
 
 Nothing here knows tensors or process groups. Units are held weakly, so that a model can go.
 """
@@ -21,25 +21,36 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import operator
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
-from megatron_fsdp_v2.runtime.buckets import Together, buckets
+__all__ = [
+    "NOTHING_AHEAD",
+    "ExecutionOrder",
+    "GatherSchedule",
+    "Gatherable",
+    "PrefetchLimit",
+    "Together",
+    "buckets",
+]
 
-__all__ = ["NOTHING_AHEAD", "ExecutionOrder", "GatherSchedule", "Gatherable", "PrefetchLimit"]
+type Together = Callable[[], AbstractContextManager[object]]
+"""A context in which collectives are put off to its end, and issued in one."""
 
 
 class Gatherable(Protocol):
-    """What the schedule needs to know of a unit."""
+    """What the schedule needs to know of a unit.
 
-    @property
-    def is_unsharded(self) -> bool:
-        """Whether its weights are gathered, or on their way."""
-        ...
+    Attributes:
+        is_unsharded: Whether its weights are gathered, or on their way.
+    """
+
+    is_unsharded: bool
 
     @property
     def gathered_nbytes(self) -> int:
@@ -58,6 +69,29 @@ class Gatherable(Protocol):
     def reshard(self) -> None:
         """Drop gathered weights."""
         ...
+
+
+def buckets[ItemT](
+    items: Iterable[ItemT], nbytes: Callable[[ItemT], int], most: int
+) -> Iterator[list[ItemT]]:
+    """Items that follow each other, as many together as take so many bytes at most, or one.
+
+    Args:
+        items: The items.
+        nbytes: What one takes; nothing is put together with one that takes none.
+        most: Bytes.
+    """
+    bucket: list[ItemT] = []
+    total = 0
+    for item in items:
+        size = nbytes(item)
+        if bucket and (not size or not total or total + size > most):
+            yield bucket
+            bucket, total = [], 0
+        bucket.append(item)
+        total += size
+    if bucket:
+        yield bucket
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,12 +169,11 @@ class PrefetchLimit:
 NOTHING_AHEAD = PrefetchLimit(0)
 
 
+_gathered_nbytes: Callable[[Gatherable], int] = operator.attrgetter("gathered_nbytes")
+
+
 def _itself(size: int) -> int:
     return size
-
-
-def _gathered_nbytes(unit: Gatherable) -> int:
-    return unit.gathered_nbytes
 
 
 class ExecutionOrder[UnitT: Gatherable]:
@@ -154,47 +187,39 @@ class ExecutionOrder[UnitT: Gatherable]:
     """Runs of a pass that are kept: units that run outside of their root make one without end."""
 
     def __init__(self) -> None:
-        self._last: list[weakref.ref[UnitT]] = []
-        self._current: list[weakref.ref[UnitT]] = []
-        self._cursor = 0
+        self._expected: list[weakref.ref[UnitT]] = []
+        self._ran: list[weakref.ref[UnitT]] = []
+        # Of those that are expected, the first one that did not run yet.
+        self._next = 0
 
     def begin(self) -> None:
-        """Start a new pass; what was recorded becomes the guess."""
-        if self._current:
-            self._last = self._current
-            self._current = []
-        self._cursor = 0
+        """Start a new pass, expected to be as the last one was."""
+        self._expected, self._ran, self._next = self._ran or self._expected, [], 0
 
-    def record(self, unit: UnitT) -> Iterable[UnitT]:
-        """Note that a unit runs now; return the ones that ran after it in the last pass."""
-        self.note(unit)
-        for position in range(self._cursor, len(self._last)):
-            if self._last[position]() is unit:
-                self._cursor = position + 1
-                return self._live(self._last, range(position + 1, len(self._last)))
-        return ()
-
-    def following(self) -> Iterable[UnitT]:
-        """The units that ran in the last pass after the latest one that was recorded."""
-        return self._live(self._last, range(self._cursor, len(self._last)))
+    def begin_reversed(self) -> None:
+        """Start a pass that is expected to go through what has run until now from its end."""
+        self._expected, self._next = self._ran[::-1], 0
 
     def note(self, unit: UnitT) -> None:
         """Note that a unit runs now."""
-        if len(self._current) == self.MOST:
-            del self._current[: self.MOST // 2]
-        self._current.append(weakref.ref(unit))
+        if len(self._ran) == self.MOST:
+            del self._ran[: self.MOST // 2]
+        self._ran.append(weakref.ref(unit))
 
-    def begin_reversed(self) -> None:
-        """Start walking the current pass from its end."""
-        self._cursor = len(self._current) - 1
-
-    def before(self, unit: UnitT) -> Iterable[UnitT]:
-        """The units that ran before this one in the current pass, the latest first."""
-        for position in range(min(self._cursor, len(self._current) - 1), -1, -1):
-            if self._current[position]() is unit:
-                self._cursor = position - 1
-                return self._live(self._current, range(position - 1, -1, -1))
+    def after(self, unit: UnitT) -> Iterable[UnitT]:
+        """A unit runs now; return the ones that are expected after it, none if it was not."""
+        for position in range(self._next, len(self._expected)):
+            if self._expected[position]() is unit:
+                self._next = position + 1
+                return self.left()
         return ()
+
+    def left(self) -> Iterable[UnitT]:
+        """The units that are still expected, one by one: few of them are asked for."""
+        left = range(self._next, len(self._expected))
+        if not left:
+            return ()
+        return (unit for position in left if (unit := self._expected[position]()) is not None)
 
     def beginning(self, limit: PrefetchLimit) -> list[UnitT]:
         """The unit that the latest pass began with, and those after it.
@@ -202,23 +227,12 @@ class ExecutionOrder[UnitT: Gatherable]:
         Args:
             limit: How many of those.
         """
-        refs = self._current or self._last
+        refs = self._ran or self._expected
         first = refs[0]() if refs else None
         if first is None:
             return []
-        ahead, _ = limit.split(self._live(refs, range(1, len(refs))), _gathered_nbytes)
-        return [first, *ahead]
-
-    def left(self) -> Iterable[UnitT]:
-        """The units that ran before the latest one asked for by `before`, the latest first."""
-        return self._live(self._current, range(min(self._cursor, len(self._current) - 1), -1, -1))
-
-    @staticmethod
-    def _live(refs: list[weakref.ref[UnitT]], positions: range) -> Iterable[UnitT]:
-        """The units at these positions, one by one: few of them are asked for."""
-        if not positions:
-            return ()
-        return (unit for position in positions if (unit := refs[position]()) is not None)
+        following = (unit for ref in refs[1:] if (unit := ref()) is not None)
+        return [first, *limit.split(following, _gathered_nbytes)[0]]
 
 
 class GatherSchedule[UnitT: Gatherable]:
@@ -259,25 +273,26 @@ class GatherSchedule[UnitT: Gatherable]:
         self._forward_order = self._forward_orders.setdefault(first, ExecutionOrder())
         self._forward_order.begin()
 
-    def before_pass(self, first: UnitT) -> list[UnitT]:
-        """What can be gathered before a pass begins: what the last one of its kind began with.
+    def gather_before_pass(
+        self, first: UnitT, is_ready: Callable[[UnitT], bool]
+    ) -> Sequence[UnitT]:
+        """Gather ahead of a pass what the last one of its kind began with.
+
+        The pass drops them where it begins with others.
 
         Args:
             first: The unit it will begin with.
-        """
-        order = self._forward_orders.get(first)
-        return [] if order is None or self.limit.is_none else order.beginning(self.limit)
-
-    def gather_before_pass(self, units: Sequence[UnitT]) -> Sequence[UnitT]:
-        """Gather units ahead of a pass; it drops them where it begins with others.
-
-        Args:
-            units: The first of those that `before_pass` says.
+            is_ready: Whether a unit can be gathered already. From the first one on that cannot,
+                none is: order is the forward's.
 
         Returns:
             Those that were not gathered before.
         """
-        units = [unit for unit in units if not unit.is_unsharded]
+        order = self._forward_orders.get(first)
+        if order is None or self.limit.is_none:
+            return []
+        ready = itertools.takewhile(is_ready, order.beginning(self.limit))
+        units = [unit for unit in ready if not unit.is_unsharded]
         self.num_uses = 0
         self._prefetch(units)
         return units
@@ -288,7 +303,7 @@ class GatherSchedule[UnitT: Gatherable]:
 
     def forget_backwards(self) -> None:
         """Forwards from here on have backwards of their own."""
-        self._backward_order.begin()
+        self._backward_order = ExecutionOrder()
 
     def expect_backward(self, unit: UnitT) -> None:
         """A unit's forward is over, and a backward of it is to come."""
@@ -329,20 +344,27 @@ class GatherSchedule[UnitT: Gatherable]:
             unit: The unit.
             chosen: What a user asked for instead.
         """
-        order = self._forward_order
-        self._look_ahead(order.record(unit) if unit.gathered_nbytes else order.following(), chosen)
+        if unit.gathered_nbytes:
+            self._forward_order.note(unit)
+        self._look_ahead(self._forward_order, unit, chosen)
 
     def in_backward(self, unit: UnitT, chosen: Sequence[weakref.ref[UnitT]] = ()) -> None:
         """Likewise for its backward."""
-        order = self._backward_order
-        self._look_ahead(order.before(unit) if unit.gathered_nbytes else order.left(), chosen)
+        self._look_ahead(self._backward_order, unit, chosen)
 
     def in_schedule(self, unit: UnitT) -> None:
         """Likewise for a use that a schedule tells, be it a forward or a backward."""
-        order = self._scheduled_order
-        self._look_ahead(order.record(unit) if unit.gathered_nbytes else order.following(), ())
+        if unit.gathered_nbytes:
+            self._scheduled_order.note(unit)
+        self._look_ahead(self._scheduled_order, unit, ())
 
-    def _look_ahead(self, following: Iterable[UnitT], chosen: Sequence[weakref.ref[UnitT]]) -> None:
+    def _look_ahead(
+        self,
+        order: ExecutionOrder[UnitT],
+        unit: UnitT,
+        chosen: Sequence[weakref.ref[UnitT]],
+    ) -> None:
+        following = order.after(unit) if unit.gathered_nbytes else order.left()
         if not (following or chosen) or self.limit.is_none:
             return
         if chosen:
@@ -354,12 +376,14 @@ class GatherSchedule[UnitT: Gatherable]:
                     self._requested.append(ref)
             return
         ahead, further = self.limit.split(following, _gathered_nbytes)
-        # One that is in use, or kept for its backward, is not this list's to drop.
-        due = [unit for unit in ahead if not unit.is_unsharded]
-        for unit in ahead:
+        due = []
+        for expected in ahead:
+            # One that is in use, or kept for its backward, is not this list's to drop.
+            if not expected.is_unsharded:
+                due.append(expected)
             # It may be kept in another form than its next use needs.
-            if unit.is_unsharded and not unit.has_one_form:
-                unit.prefetch()
+            elif not expected.has_one_form:
+                expected.prefetch()
         if not self.limit.bucket_nbytes:
             self._prefetch(due)
         elif due:

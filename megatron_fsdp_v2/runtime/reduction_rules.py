@@ -6,7 +6,7 @@
   memory than there may be; the outer axis comes then, with a bound of its own
   (`ReductionSchedule`).
 * **Buckets**: where a number of bytes is given, small units that follow each other are reduced in
-  one collective (`buckets.py`).
+  one collective.
 
 Nothing here knows tensors or process groups. Units are held weakly, so that a model can go.
 """
@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_fsdp_v2.runtime.buckets import Together
+from megatron_fsdp_v2.runtime.gather_rules import Together
 
 __all__ = ["Drain", "OrderedReductions", "Reduction", "ReductionSchedule", "RootPass"]
 

@@ -18,7 +18,6 @@ from megatron_fsdp_v2.params.autograd import (
     watch_outputs,
 )
 from megatron_fsdp_v2.params.formats import WeightUse
-from megatron_fsdp_v2.runtime.buckets import buckets
 from megatron_fsdp_v2.runtime.end_of_backward import (
     EndOfBackward,
     finish_ordered_reductions,
@@ -26,6 +25,7 @@ from megatron_fsdp_v2.runtime.end_of_backward import (
     reduce_in_order,
     repair,
 )
+from megatron_fsdp_v2.runtime.gather_rules import buckets
 from megatron_fsdp_v2.runtime.reduction_queue import ReductionQueue
 from megatron_fsdp_v2.runtime.reduction_rules import RootPass
 from megatron_fsdp_v2.runtime.returned_weights import check_outputs

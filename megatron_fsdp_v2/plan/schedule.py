@@ -253,7 +253,7 @@ class _Replay:
     def _gather_after_step(self) -> None:
         """Gather what the next forward begins with, as the optimizer's step does.
 
-        See `runtime/after_step.py`. The host's work between two steps takes no time here.
+        See `runtime/optimizer_steps.py`. The host's work between two steps takes no time here.
         """
         self.uses = WeightUse.FORWARD
         is_ready = operator.attrgetter("is_made_of_main")

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections import deque
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from megatron_fsdp_v2.runtime.gather_rules import GatherSchedule
 from megatron_fsdp_v2.runtime.reduction_queue import ReductionQueue
@@ -14,20 +13,11 @@ from megatron_fsdp_v2.runtime.reduction_rules import OrderedReductions, RootPass
 if TYPE_CHECKING:
     from megatron_fsdp_v2.comm.interface import Communicator
     from megatron_fsdp_v2.memory.allocator import Allocator
+    from megatron_fsdp_v2.params.group import ParameterGroup
     from megatron_fsdp_v2.runtime.options import RuntimeOptions
     from megatron_fsdp_v2.runtime.unit_base import UnitBase
 
-__all__ = ["Context", "Use"]
-
-
-class Use(Protocol):
-    """One run of a unit whose backward is under way."""
-
-    number: int
-
-    def finish(self) -> None:
-        """Nothing of it is left to do."""
-        ...
+__all__ = ["Context"]
 
 
 class Context:
@@ -88,10 +78,12 @@ class Context:
         self.num_scheduled = 0
         self._pass_unit: weakref.ref[UnitBase] | None = None
         self._units: list[weakref.ref[UnitBase]] = []
-        self._recomputed: deque[weakref.ref[UnitBase]] = deque()
+        # Kept gathered for their backwards, the oldest one first.
+        self._recomputed: dict[weakref.ref[UnitBase], None] = {}
         self._in_backward: weakref.ref[UnitBase] | None = None
         self._num_uses = 0
-        self._nearly_over: list[Use] = []
+        # By the number of the use, what finishes its backward.
+        self._nearly_over: dict[int, Callable[[], None]] = {}
         self._end_of_backward: weakref.ref[object] | None = None
 
     def set_units(self, units: Sequence[UnitBase], *, spread: bool, may_differ: bool) -> None:
@@ -115,6 +107,10 @@ class Context:
     def units(self) -> list[UnitBase]:
         """Live units, parents before children."""
         return [unit for ref in self._units if (unit := ref()) is not None]
+
+    def groups(self) -> list[ParameterGroup]:
+        """Those of all live units."""
+        return [group for unit in self.units() for group in unit.groups]
 
     @property
     def is_scheduled(self) -> bool:
@@ -218,27 +214,26 @@ class Context:
         self._num_uses += 1
         return self._num_uses
 
-    def note_nearly_over(self, use: Use) -> None:
-        """Finish a backward that does not tell its end when that of an earlier run begins."""
-        if use not in self._nearly_over:
-            self._nearly_over.append(use)
+    def note_nearly_over(self, number: int, finish: Callable[[], None]) -> None:
+        """Finish a backward that does not tell its end when that of an earlier run begins.
+
+        Args:
+            number: Of the run that it is of.
+            finish: Does that.
+        """
+        self._nearly_over[number] = finish
 
     def finish_later_than(self, number: int) -> None:
         """The backward of a run begins: those of runs that began after it are over.
 
         The engine runs what was made last first.
         """
-        if not self._nearly_over:
-            return
-        over = [use for use in self._nearly_over if use.number > number]
-        for use in sorted(over, key=lambda use: use.number, reverse=True):
-            self._nearly_over.remove(use)
-            use.finish()
+        while self._nearly_over and (latest := max(self._nearly_over)) > number:
+            self._nearly_over.pop(latest)()
 
-    def forget_nearly_over(self, use: Use) -> None:
+    def forget_nearly_over(self, number: int) -> None:
         """A backward has told its end all the same."""
-        if use in self._nearly_over:
-            self._nearly_over.remove(use)
+        self._nearly_over.pop(number, None)
 
     def begin_turns(self, passed: RootPass[UnitBase]) -> None:
         """Start a new round of reductions, of the units of one forward."""
@@ -252,8 +247,12 @@ class Context:
         self._end_of_backward = None
         self._nearly_over.clear()
 
-    def _make_room_for_recomputed(self, unit: UnitBase) -> None:
-        """Drop the oldest recomputed units that are in the way of one more."""
+    def recompute(self, unit: UnitBase) -> None:
+        """A unit is about to be recomputed: see that nobody drops it meanwhile, and make room.
+
+        The oldest recomputed units that are in the way of one more are dropped.
+        """
+        self._recomputed.pop(weakref.ref(unit), None)
         waiting = list(self._recomputed)
         current = None if self._in_backward is None else self._in_backward()
         # A region is recomputed for a unit whose backward has begun, and which is gathered too.
@@ -268,30 +267,21 @@ class Context:
         ahead += [each for ref in reversed(waiting) if (each := ref()) is not None]
         room = self.gathers.limit.count(each.gathered_nbytes for each in ahead) - is_for_another
         for ref in waiting[: max(0, len(waiting) - max(0, room))]:
-            self._recomputed.remove(ref)
+            del self._recomputed[ref]
             oldest = ref()
             if oldest is not None:
                 oldest.reshard()
 
-    def recompute(self, unit: UnitBase) -> None:
-        """A unit is about to be recomputed: make room, and see that nobody drops it meanwhile."""
-        self._drop_recomputed(unit)
-        self._make_room_for_recomputed(unit)
-
     def keep_recomputed(self, unit: UnitBase) -> None:
         """Leave a recomputed unit gathered for its backward."""
-        self._drop_recomputed(unit)
-        self._recomputed.append(weakref.ref(unit))
+        ref = weakref.ref(unit)
+        self._recomputed.pop(ref, None)
+        self._recomputed[ref] = None
 
     def forget_recomputed(self, unit: UnitBase | None = None) -> None:
         """A unit's own backward takes over from here, or (without one) the whole backward ends."""
+        self._in_backward = None if unit is None else weakref.ref(unit)
         if unit is None:
             self._recomputed.clear()
-            self._in_backward = None
-        else:
-            self._drop_recomputed(unit)
-            self._in_backward = weakref.ref(unit)
-
-    def _drop_recomputed(self, unit: UnitBase) -> None:
-        if self._recomputed:
-            self._recomputed = deque(ref for ref in self._recomputed if ref() is not unit)
+        elif self._recomputed:
+            self._recomputed.pop(weakref.ref(unit), None)

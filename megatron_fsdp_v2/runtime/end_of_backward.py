@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-
-from megatron_fsdp_v2._compiler import uncompiled
-from megatron_fsdp_v2.params.autograd import in_backward
 
 if TYPE_CHECKING:
     from megatron_fsdp_v2.params.grads import GroupGrads
@@ -17,9 +13,8 @@ if TYPE_CHECKING:
     from megatron_fsdp_v2.runtime.unit_base import UnitBase
 
 __all__ = [
-    "EndOfBackward",
-    "bring_to_idle",
     "end_scheduled",
+    "finish_backward",
     "finish_ordered_reductions",
     "needs_repair",
     "reduce_in_order",
@@ -28,38 +23,22 @@ __all__ = [
 ]
 
 
-class EndOfBackward:
-    """The callback that the autograd engine runs at the end of a backward.
-
-    Nobody but the engine holds it, so it is gone exactly when its backward is, finished or not.
-    """
-
-    def __init__(self, context: Context) -> None:
-        self._context = context
-
-    def queue(self) -> None:
-        """Have the engine run it at the end of the backward that is under way."""
-        callback = functools.partial(uncompiled(_run), self)
-        torch.autograd.Variable._execution_engine.queue_callback(callback)
-
-    def run(self) -> None:
-        """Reduce what is left and put every unit to rest. Collective."""
-        context = self._context
-        units = context.units()
-        synchronize = _synchronizes(context)
-        finish_ordered_reductions(context)
-        for unit in reversed(units):
-            unit.finish_backward()
-        context.gathers.drop_prefetched()
-        _settle(context)
-        context.forget_recomputed()
-        # An optimizer that torch's hooks do not see may step now.
-        context.weight_version += synchronize
-        context.has_unreduced = not synchronize
-        context.forget_backward()
-        context.end_pass("synchronized backward" if synchronize else "backward")
-        # Last of all: they may step weights, and may raise.
-        _run_hooks_of_synced(context)
+def finish_backward(context: Context) -> None:
+    """At the end of a backward: reduce what is left and put every unit to rest. Collective."""
+    synchronize = _synchronizes(context)
+    finish_ordered_reductions(context)
+    for unit in reversed(context.units()):
+        unit.finish_backward()
+    context.gathers.drop_prefetched()
+    _settle(context)
+    context.forget_recomputed()
+    # An optimizer that torch's hooks do not see may step now.
+    context.weight_version += synchronize
+    context.has_unreduced = not synchronize
+    context.forget_backward()
+    context.end_pass("synchronized backward" if synchronize else "backward")
+    # Last of all: they may step weights, and may raise.
+    _run_hooks_of_synced(context)
 
 
 def end_scheduled(context: Context) -> None:
@@ -89,10 +68,6 @@ def _run_hooks_of_synced(context: Context) -> None:
     synced = [unit for unit in reversed(context.units()) if unit.syncs_gradients]
     # Nothing at all arrived in a backward to inputs alone (`torch.autograd.grad`).
     _run_hooks(synced, only_certain=not context.has_gradient)
-
-
-def _run(end: EndOfBackward) -> None:
-    end.run()
 
 
 def finish_ordered_reductions(context: Context) -> None:
@@ -138,10 +113,14 @@ def repair(context: Context) -> None:
 
 def _drop_gradients(context: Context) -> None:
     dropped = context.reductions.groups()
-    late = _late_units(context)
+    turns = context.ordered_reductions
+    # Where ranks run different units, another one may have had the turn of a unit that this one was
+    # still to run: its reductions would pair with the next backward's. Ranks that follow one
+    # schedule reduce without turns.
+    late = [] if turns is None or context.is_scheduled else turns.remaining()
     for unit in late:
         reduced = unit in context.synced_in_backward
-        dropped += [g for g in _grads_of([unit]) if reduced or not g.accumulates_unreduced]
+        dropped += [g for g in unit.grads() if reduced or not g.accumulates_unreduced]
     before = [(grads.param_grads, grads.param_grads.state()) for grads in dropped]
     for unit in late:
         unit.expect_reduction()
@@ -157,38 +136,7 @@ def _drop_gradients(context: Context) -> None:
 
 
 def _grads_of(units: Iterable[UnitBase]) -> list[GroupGrads]:
-    return [group.grads for unit in units for group in unit.groups if group.grads is not None]
-
-
-def _late_units(context: Context) -> list[UnitBase]:
-    """The units whose reductions a failed backward did not come to, and has to take part in.
-
-    Where ranks run different units, another one may have had the turn of a unit that this one was
-    still to run: its reductions would pair with the next backward's.
-    """
-    if context.ordered_reductions is None or context.is_scheduled:
-        # Ranks that follow one schedule reduce without turns.
-        return []
-    return context.ordered_reductions.remaining()
-
-
-def bring_to_idle(contexts: set[Context]) -> None:
-    """Have every module hold its sharded parameters, as before the first step.
-
-    To be called between passes, by whoever reads or writes sharded parameters. Backwards that are
-    still to come gather again.
-
-    Raises:
-        RuntimeError: A backward is under way.
-    """
-    if contexts and in_backward():
-        raise RuntimeError("a backward is under way; do this between two steps")
-    for context in contexts:
-        if needs_repair(context):
-            repair(context)
-        context.gathers.drop_prefetched()
-        for unit in context.units():
-            unit.reshard()
+    return [grads for unit in units for grads in unit.grads()]
 
 
 def synchronize_gradients(context: Context, units: Sequence[UnitBase]) -> None:

@@ -17,9 +17,10 @@ from torch.distributed import fsdp
 from megatron_fsdp_v2._compiler import runs_as_written, uncompiled
 from megatron_fsdp_v2.comm.gather_groups import group_of_same_ranks
 from megatron_fsdp_v2.memory.trace_pool import TracePoolAllocator
+from megatron_fsdp_v2.params.autograd import in_backward
 from megatron_fsdp_v2.params.formats import WeightUse
-from megatron_fsdp_v2.runtime.end_of_backward import bring_to_idle, synchronize_gradients
-from megatron_fsdp_v2.runtime.forward_of_modules import begin_method, end_method, fail_method
+from megatron_fsdp_v2.runtime.end_of_backward import needs_repair, repair, synchronize_gradients
+from megatron_fsdp_v2.runtime.hooks import begin_method, end_method, fail_method
 from megatron_fsdp_v2.runtime.options import check_at_least_one
 from megatron_fsdp_v2.runtime.torch_fsdp import TorchFSDPModule, show_state
 
@@ -150,7 +151,10 @@ class FSDPModule(TorchFSDPModule):
         """
         if not isinstance(factor, int | float) or not 0 < factor < float("inf"):
             raise ValueError(f"a gradient divide factor must be a positive number, got {factor!r}")
-        unit_of(self).set_scale("set_gradient_divide_factor", 1.0 / factor)
+        unit = unit_of(self)
+        unit.check_is_between_steps("set_gradient_divide_factor")
+        for group in unit.groups:
+            group.set_scale(1.0 / factor)
 
     @override
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
@@ -249,7 +253,9 @@ class FSDPModule(TorchFSDPModule):
             RuntimeError: Gradients are waiting to be synchronized.
         """
         for unit in _units(self, recurse=recurse):
-            unit.set_reduces(requires_gradient_reduction)
+            unit.check_is_between_steps("set_requires_gradient_reduction")
+            for grads in unit.grads():
+                grads.reduces = requires_gradient_reduction
 
     @override
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
@@ -293,7 +299,10 @@ class FSDPModule(TorchFSDPModule):
         Raises:
             RuntimeError: The module is not the root.
         """
-        unit_of(self).abandon_step()
+        unit = unit_of(self)
+        if not unit.is_root:
+            raise RuntimeError(f"{unit.name} is not the root; call reset_iter_state on the root")
+        repair(unit.context)
 
     @override
     def set_modules_to_forward_prefetch(self, modules: Sequence[fsdp.FSDPModule]) -> None:
@@ -378,15 +387,14 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     def run(*args: Any, **kwargs: Any) -> Any:
         current = owner()
         assert current is not None
-        unit = unit_of(current)
         # A frame in a local variable of its own would be a reference cycle.
         try:
-            args, kwargs = begin(unit, current, sys._getframe(), args, kwargs)
+            args, kwargs = begin(current, sys._getframe(), args, kwargs)
             output = function(current, *args, **kwargs) if takes_self else function(*args, **kwargs)
         except BaseException:
-            uncompiled(fail_method)(unit, current, sys._getframe())
+            uncompiled(fail_method)(current, sys._getframe())
             raise
-        return end(unit, current, sys._getframe(), output)
+        return end(current, sys._getframe(), output)
 
     setattr(module, method_name, run)
 
@@ -429,12 +437,22 @@ def named_units(root: object) -> list[tuple[str, Unit]]:
 def make_idle(root: nn.Module) -> None:
     """Have every module below hold its sharded parameters, whatever ran or failed before.
 
-    No communication but waiting for what is under way. Nothing happens to modules without units.
+    To be called between passes, by whoever reads or writes sharded parameters. Backwards that are
+    still to come gather again. No communication but waiting for what is under way. Nothing happens
+    to modules without units.
 
     Raises:
         RuntimeError: A backward is under way.
     """
-    bring_to_idle({unit.context for _, unit in named_units(root)})
+    contexts = {unit.context for _, unit in named_units(root)}
+    if contexts and in_backward():
+        raise RuntimeError("a backward is under way; do this between two steps")
+    for context in contexts:
+        if needs_repair(context):
+            repair(context)
+        context.gathers.drop_prefetched()
+        for unit in context.units():
+            unit.reshard()
 
 
 def _units(module: FSDPModule, *, recurse: bool = True) -> list[Unit]:

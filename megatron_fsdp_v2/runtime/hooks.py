@@ -1,37 +1,30 @@
-"""Hooks on the modules of units, and on the steps of all optimizers.
+"""Hooks on the modules of units: around a unit's forward, and around state dicts.
 
+A unit's forward is its module's, or goes from the first of several modules to the last of them.
 Hooks in the graph are in `params/autograd.py`, on parameters in `params/group.py` and
-`params/registration.py`, on state dicts of optimizers in `dtensor/optimizer_state.py`.
+`params/registration.py`, on optimizers in `optimizer_steps.py`, on state dicts of optimizers in
+`dtensor/optimizer_state.py`.
 """
 
 from __future__ import annotations
 
-import weakref
-from contextlib import ExitStack
+import sys
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 from megatron_fsdp_v2._compiler import uncompiled
-from megatron_fsdp_v2.dtensor.optimizer_state import watch_state
-from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
-from megatron_fsdp_v2.params.gathered_parameter import gathered_name
-from megatron_fsdp_v2.params.registration import find_owner_slot, num_retired
-from megatron_fsdp_v2.runtime.after_step import unshard_after_step
-from megatron_fsdp_v2.runtime.forward_of_modules import after_forward, post_forward, pre_forward
-from megatron_fsdp_v2.runtime.fsdp_module import unit_of
-from megatron_fsdp_v2.runtime.state_initialization import CurrentWeights, initializes_state
+from megatron_fsdp_v2.params.autograd import in_backward
+from megatron_fsdp_v2.runtime.unit_checks import check_has_values, check_outputs
 
 if TYPE_CHECKING:
-    from torch.optim import Optimizer
+    from types import FrameType
 
-    from megatron_fsdp_v2.runtime.context import Context
+    from megatron_fsdp_v2.runtime.unit import Unit
+    from megatron_fsdp_v2.runtime.unit_base import UnitBase
 
-__all__ = ["install_hooks", "watch_optimizers"]
+__all__ = ["begin_method", "end_method", "fail_method", "install_hooks"]
 
 
 def install_hooks(module: nn.Module) -> None:
@@ -50,194 +43,175 @@ def install_hooks(module: nn.Module) -> None:
     module.register_load_state_dict_post_hook(_after_load)  # type: ignore[no-untyped-call]
 
 
-def _pre_forward(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    return pre_forward(unit_of(module), module, args, kwargs)
+# -- a forward --------------------------------------------------------------------------------
 
 
-def _post_forward(module: nn.Module, args: Any, output: Any) -> Any:
+def _pre_forward(module: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Before the forward of one of a unit's modules.
+
+    Returns:
+        The arguments to run it with.
+    """
+    unit: Unit = module._fsdp_unit
+    if _is_scheduled(unit):
+        unit.check_is_used()
+        return unit.cast_inputs(args, kwargs)
+    if unit.unset:
+        check_has_values(unit)
+    if unit.method_frame is not None and _runs_method(unit):
+        return unit.cast_inputs(args, kwargs)
+    # A recomputation runs one of them, for the backward of that one.
+    if len(unit.modules) == 1 or in_backward():
+        return unit.pre_forward(args, kwargs)
+    if unit.left_to_run and id(module) not in unit.left_to_run:
+        # It ran already: this is the next forward, and the others were left out of that one.
+        _end_early(unit)
+    if unit.left_to_run:
+        return unit.cast_inputs(args, kwargs)
+    routed = unit.pre_forward(args, kwargs)
+    unit.left_to_run = {id(ref()) for ref in unit.modules}
+    return routed
+
+
+def _post_forward(module: Any, args: Any, output: Any) -> Any:
+    """After the forward of one of a unit's modules.
+
+    Returns:
+        Its output.
+    """
     del args
-    return post_forward(unit_of(module), module, output)
+    unit: Unit = module._fsdp_unit
+    if _is_scheduled(unit):
+        return unit.cast_outputs(output)
+    if unit.method_frame is not None and _runs_method(unit):
+        return unit.hand_on(output)
+    if len(unit.modules) > 1 and not in_backward():
+        unit.left_to_run.discard(id(module))
+        if unit.left_to_run:
+            if not torch.is_grad_enabled() and unit.context.pass_has_grad:
+                # Its recomputation has a backward of its own.
+                unit.note_use()
+            check_outputs(unit, output, unit.context)
+            return unit.hand_on(output)
+    if unit.is_root and not in_backward():
+        for other in unit.context.units():
+            if other.left_to_run:
+                _end_early(other)
+    return unit.post_forward(output)
 
 
-def _after_forward(module: nn.Module, args: Any, output: Any) -> None:
-    """Also called where the forward, or a hook before it, raised an exception."""
+def _after_forward(module: Any, args: Any, output: Any) -> None:
+    """After the forward of one of a unit's modules, also where it or a hook before it raised."""
     del args, output
-    unit = unit_of(module)
-    if unit.is_under_way:
-        after_forward(unit, module)
+    unit: Unit = module._fsdp_unit
+    if not unit.is_under_way or _is_scheduled(unit):
+        return
+    if unit.method_frame is not None and _runs_method(unit):
+        return
+    if unit.left_to_run and not in_backward():
+        if id(module) not in unit.left_to_run:
+            # The others are still to come.
+            return
+        unit.left_to_run.clear()
+    unit.after_forward()
 
 
-def _show_sharded(module: nn.Module, *args: Any) -> None:
+def begin_method(module: Any, frame: FrameType, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Before a method that is run as a forward, and may run the module's forward inside.
+
+    Args:
+        module: Whose method; one that is sharded.
+        frame: Of the function that calls it.
+        args: What it is called with.
+        kwargs: Likewise.
+
+    Returns:
+        The arguments to run it with.
+    """
+    unit: Unit = module._fsdp_unit
+    is_inside = _runs_method(unit)
+    args, kwargs = _pre_forward(module, args, kwargs)
+    if not is_inside:
+        unit.method_frame = frame
+    return args, kwargs
+
+
+def end_method(module: Any, frame: FrameType, output: Any) -> Any:
+    """After such a method.
+
+    Returns:
+        Its output.
+    """
+    _leave_method(module, frame)
+    return _post_forward(module, (), output)
+
+
+def fail_method(module: Any, frame: FrameType) -> None:
+    """After such a method raised."""
+    _leave_method(module, frame)
+    _after_forward(module, (), None)
+
+
+def _leave_method(module: Any, frame: FrameType) -> None:
+    unit: Unit = module._fsdp_unit
+    if unit.method_frame is frame:
+        unit.method_frame = None
+
+
+def _is_scheduled(unit: Unit) -> bool:
+    """Whether a schedule tells when the unit is used.
+
+    No schedule calls the root: if somebody does, an exception has ended the schedule.
+    """
+    return unit.context.num_scheduled > 0 and not unit.is_root
+
+
+def _runs_method(unit: Unit) -> bool:
+    """Whether this is inside of a method that is run as the unit's forward.
+
+    Who calls the method need not tell when it raised, so this is looked up.
+    """
+    if unit.method_frame is None or in_backward():
+        return False
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame is unit.method_frame:
+            return True
+        frame = frame.f_back
+    unit.method_frame = None
+    return False
+
+
+def _end_early(unit: UnitBase) -> None:
+    """End a forward that some of the modules took no part in."""
+    unit.left_to_run.clear()
+    unit.end_forward()
+
+
+# -- state dicts ------------------------------------------------------------------------------
+
+
+def _show_sharded(module: Any, *args: Any) -> None:
     """Before a state dict is made or loaded."""
     del args
-    unit = unit_of(module)
+    unit: Unit = module._fsdp_unit
     unit.hidden_groups = [group for group in unit.held_groups if group.show_sharded()]
 
 
-def _after_state_dict(module: nn.Module, state_dict: Any, prefix: str, metadata: Any) -> None:
+def _after_state_dict(module: Any, state_dict: Any, prefix: str, metadata: Any) -> None:
     del state_dict, prefix, metadata
-    unit = unit_of(module)
+    unit: Unit = module._fsdp_unit
     # Those that a module around this one shares with it are still to be looked at there.
     for group in unit.hidden_groups:
         group.show_unsharded()
     unit.hidden_groups = ()
 
 
-def _after_load(module: nn.Module, incompatible_keys: Any) -> None:
+def _after_load(module: Any, incompatible_keys: Any) -> None:
     """Forget weights gathered before: those loaded count from the next use on."""
     del incompatible_keys
-    unit = unit_of(module)
+    unit: Unit = module._fsdp_unit
     unit.hidden_groups = ()
     for group in unit.held_groups:
         group.changes.sync()
     unit.reshard()
-
-
-type _Looked = tuple[int, int, frozenset[int]]
-type _Contexts = list[weakref.ref[Context]]
-
-
-class _OptimizerWatch:
-    """Sees every optimizer step, before and after.
-
-    Fused and foreach steps bump no version counter that one could watch, and torch offers these
-    hooks for all optimizers at once; they are registered when the first model is sharded. Steps
-    of optimizers that hold none of a context's parameters must not count: they may happen on some
-    ranks only, and what follows from a step may be a collective.
-    """
-
-    def __init__(self) -> None:
-        self._contexts: weakref.WeakSet[Context] = weakref.WeakSet()
-        self._num_changes = 0
-        # Of every optimizer, what was looked at, and the contexts that it holds parameters of.
-        self._known: weakref.WeakKeyDictionary[Optimizer, tuple[_Looked, _Contexts]] = (
-            weakref.WeakKeyDictionary()
-        )
-        self._with_sharded_state: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        # Of optimizers in a step that makes state and changes no weight.
-        self._unchanged: weakref.WeakKeyDictionary[Optimizer, CurrentWeights] = (
-            weakref.WeakKeyDictionary()
-        )
-        self._is_registered = False
-
-    def add(self, context: Context) -> None:
-        if not self._is_registered:
-            before, after = uncompiled(self._before_step), uncompiled(self._after_step)
-            register_optimizer_step_pre_hook(before)
-            register_optimizer_step_post_hook(after)
-            self._is_registered = True
-        self._contexts.add(context)
-        self._num_changes += 1
-
-    def discard(self, context: Context) -> None:
-        self._contexts.discard(context)
-        self._num_changes += 1
-
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        del args, kwargs
-        contexts = self._contexts_of(optimizer)
-        for context in contexts:
-            for unit in context.units():
-                unit.check_no_late_gradient()
-        self._unchanged.pop(optimizer, None)
-        if initializes_state(optimizer, contexts):
-            self._unchanged[optimizer] = CurrentWeights(contexts)
-
-    def _contexts_of(self, optimizer: Optimizer) -> list[Context]:
-        """Contexts that an optimizer holds parameters of, which are checked where they may be new.
-
-        Args:
-            optimizer: About to step.
-        """
-        held = frozenset([id(p) for group in optimizer.param_groups for p in group["params"]])
-        looked = (num_retired(), self._num_changes, held)
-        known = self._known.get(optimizer)
-        if known is None or known[0] != looked:
-            self._check(optimizer)
-            contexts = [
-                weakref.ref(context)
-                for context in self._contexts
-                if any(unit.holds(held) for unit in context.units())
-            ]
-            known = self._known[optimizer] = (looked, contexts)
-        return _live(known[1])
-
-    def _check(self, optimizer: Optimizer) -> None:
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                _check_is_current(param)
-                if isinstance(param, UnevenDTensor):
-                    _check_is_elementwise(optimizer)
-                    self._watch_state(optimizer)
-
-    def _watch_state(self, optimizer: Optimizer) -> None:
-        """Until its first step, what an optimizer has of state is the same on all ranks."""
-        if optimizer not in self._with_sharded_state:
-            watch_state(optimizer)
-            self._with_sharded_state.add(optimizer)
-
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        del args, kwargs
-        unchanged = self._unchanged.pop(optimizer, None)
-        if unchanged is not None:
-            unchanged.restore()
-            return
-        known = self._known.get(optimizer)
-        if known is None:
-            # It began before there was a sharded model.
-            return
-        (_, _, stepped), contexts = known
-        for context in _live(contexts):
-            context.weight_version += 1
-            if context.options.enable_unshard_after_step:
-                unshard_after_step(context, stepped)
-
-
-def _live(contexts: _Contexts) -> list[Context]:
-    return [context for ref in contexts if (context := ref()) is not None]
-
-
-def _check_is_current(param: Any) -> None:
-    """Refuse to step a tensor that a model no longer computes with."""
-    name = gathered_name(param)
-    if name is not None:
-        raise RuntimeError(
-            f"the optimizer holds the gathered weights of {name}, which no gradient reaches; it "
-            "was built while they stood in place of the sharded ones, such as between a forward "
-            "and its backward. Call reshard() on the model, then build it from model.parameters()"
-        )
-    found = find_owner_slot(param)
-    if found is None:
-        return
-    group, home = found
-    raise RuntimeError(
-        f"the optimizer holds {group.names[home.index]} of {group.name} as it was {home.since}; "
-        "the model no longer uses that tensor. Build the optimizer from model.parameters() after "
-        "fully_shard"
-    )
-
-
-_WHOLE_MATRIX = {
-    "Adafactor": "it factors whole matrices",
-    "LBFGS": "it flattens all parameters into one vector and calls the model itself",
-    "Muon": "it orthogonalizes whole matrices",
-}
-
-
-def _check_is_elementwise(optimizer: Optimizer) -> None:
-    """Reject optimizers of torch that compute with whole tensors, of which a rank holds rows."""
-    name = type(optimizer).__name__
-    if type(optimizer).__module__.startswith("torch.optim") and name in _WHOLE_MATRIX:
-        raise RuntimeError(
-            f"torch.optim.{name} cannot step sharded parameters: {_WHOLE_MATRIX[name]}, and every "
-            "rank holds some of their rows only; use an elementwise optimizer such as AdamW"
-        )
-
-
-_WATCH = _OptimizerWatch()
-
-
-def watch_optimizers(context: Context, undo: ExitStack) -> None:
-    """Have a context's model weights brought up to date after optimizer steps."""
-    undo.callback(_WATCH.discard, context)
-    _WATCH.add(context)

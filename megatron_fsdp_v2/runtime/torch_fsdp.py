@@ -9,6 +9,7 @@ class brings its methods along; those that reach into FSDP2's own state are repl
 from __future__ import annotations
 
 import sys
+import types
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Self, cast, override
@@ -18,7 +19,7 @@ from torch import nn
 from torch.distributed import fsdp
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 
-from megatron_fsdp_v2.runtime.forward_of_modules import begin_method, end_method
+from megatron_fsdp_v2.runtime.hooks import begin_method, end_method
 from megatron_fsdp_v2.runtime.other_wrappers import check_who_asks
 
 if TYPE_CHECKING:
@@ -128,12 +129,6 @@ for _name, _instead in REFUSED_METHODS.items():
     setattr(TorchFSDPModule, _name, _rejected(_name, _instead))
 
 
-class _NoStates:
-    """States of units that torch's pipelining would run the end of a backward for, one by one."""
-
-    all_states: Sequence[Any] = ()
-
-
 class UnitState:
     """A sharded module as the parts of torch see it that ask for FSDP2's own state of it.
 
@@ -144,7 +139,8 @@ class UnitState:
     def __init__(self, module: Any) -> None:
         # It is kept in the module.
         self._module: Callable[[], Any] = weakref.ref(module)
-        self._state_ctx = _NoStates()
+        # Of no unit would torch's pipelining run the end of a backward by itself.
+        self._state_ctx = types.SimpleNamespace(all_states=())
         self._comm_ctx: Any = None
         # It has none of FSDP2's groups, one in some versions and several in others.
         self._fsdp_param_group = None
@@ -162,11 +158,11 @@ class UnitState:
         )
 
     def _pre_forward(self, module: Any, args: Any, kwargs: Any) -> Any:
-        return begin_method(module._fsdp_unit, module, sys._getframe(1), args, kwargs)
+        return begin_method(module, sys._getframe(1), args, kwargs)
 
     def _post_forward(self, module: Any, args: Any, output: Any) -> Any:
         del args
-        return end_method(module._fsdp_unit, module, sys._getframe(1), output)
+        return end_method(module, sys._getframe(1), output)
 
     def _root_post_backward_final_callback(self) -> None:
         """After the last backward of a pipeline's stage: bring gradients into `param.grad`."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast, override
 
 import torch
-from torch import nn
 
-from megatron_fsdp_v2._compiler import check_engine
+from megatron_fsdp_v2._compiler import check_engine, uncompiled
 from megatron_fsdp_v2.comm.rank_checks import CheckRanks
 from megatron_fsdp_v2.params.autograd import (
     Inputs,
@@ -19,7 +19,7 @@ from megatron_fsdp_v2.params.autograd import (
 )
 from megatron_fsdp_v2.params.formats import WeightUse
 from megatron_fsdp_v2.runtime.end_of_backward import (
-    EndOfBackward,
+    finish_backward,
     finish_ordered_reductions,
     needs_repair,
     reduce_in_order,
@@ -28,12 +28,10 @@ from megatron_fsdp_v2.runtime.end_of_backward import (
 from megatron_fsdp_v2.runtime.gather_rules import buckets
 from megatron_fsdp_v2.runtime.reduction_queue import ReductionQueue
 from megatron_fsdp_v2.runtime.reduction_rules import RootPass
-from megatron_fsdp_v2.runtime.returned_weights import check_outputs
 from megatron_fsdp_v2.runtime.unit_base import Phase, UnitBase
-from megatron_fsdp_v2.runtime.unit_checks import check_units, compare_unit
+from megatron_fsdp_v2.runtime.unit_checks import check_outputs, check_units, compare_unit
 
 if TYPE_CHECKING:
-    from megatron_fsdp_v2.layout.mixed_precision import MixedPrecisionPolicy
     from megatron_fsdp_v2.params.group import ParameterGroup
     from megatron_fsdp_v2.runtime.context import Context
 
@@ -44,33 +42,12 @@ class Unit(UnitBase):
     """The sharded parameters of one module and what happens to them in a step.
 
     Attributes:
-        context: What it shares with the other units under its root.
-        is_under_way: Whether a forward of it began and has not come to its end.
+        context: What it shares with the other units under its root, which says so.
     """
 
-    def __init__(
-        self,
-        modules: Sequence[nn.Module],
-        groups: Sequence[ParameterGroup],
-        tied_groups: Sequence[ParameterGroup],
-        context: Context,
-        policy: MixedPrecisionPolicy,
-        *,
-        reshard_after_forward: bool,
-        given: Mapping[str, Any],
-    ) -> None:
-        super().__init__(
-            modules,
-            groups,
-            tied_groups,
-            policy,
-            reshard_after_forward=reshard_after_forward,
-            given=given,
-        )
-        self.context = context
-        self.is_under_way = False
-        # Of the forward that runs now.
-        self._running: tuple[_Use, Inputs, int] | None = None
+    context: Context
+    # Of the forward that runs now.
+    _running: tuple[_Use, Inputs, int] | None = None
 
     # -- weights ------------------------------------------------------------------------------
 
@@ -266,16 +243,6 @@ class Unit(UnitBase):
                 "gathered; tell the uses of the unit, from begin_forward to end_forward"
             )
 
-    def abandon_step(self) -> None:
-        """Forget what an exception left behind in any unit of this root.
-
-        Raises:
-            RuntimeError: It is not the root.
-        """
-        if not self.is_root:
-            raise RuntimeError(f"{self.name} is not the root; call reset_iter_state on the root")
-        repair(self.context)
-
     # -- backward -----------------------------------------------------------------------------
 
     def pre_backward(self, use: _Use) -> None:
@@ -304,7 +271,7 @@ class Unit(UnitBase):
             self._join_backward(use.passed)
             self.move(Phase.BACKWARD)
             if not use.tells_its_end:
-                context.note_nearly_over(use)
+                context.note_nearly_over(use.number, use.finish)
             self._has_pending_reduction = True
             self.is_recomputed, self._was_recomputed = self._was_recomputed, False
             context.forget_recomputed(self)
@@ -319,9 +286,10 @@ class Unit(UnitBase):
         if context.backward_failed:
             repair(context)
         if not context.is_in_backward:
-            end = EndOfBackward(context)
+            # Nobody but the engine holds it, so it goes when its backward does, finished or not.
+            end = functools.partial(uncompiled(finish_backward), context)
             context.begin_backward(passed, end)
-            end.queue()
+            torch.autograd.Variable._execution_engine.queue_callback(end)
         elif passed is not context.backward_pass:
             # One backward of several forwards of the root: each has a round of its own.
             finish_ordered_reductions(context)
@@ -339,18 +307,14 @@ class Unit(UnitBase):
         if self.phase is not Phase.BACKWARD:
             self._check_is_gathered(self.held_groups)
             self.pre_backward(use)
-        self.context.forget_nearly_over(use)
+        self.context.forget_nearly_over(use.number)
         with self._range("post_backward"):
             self._num_awaited = max(0, self._num_awaited - 1)
             if self.reshard_after_backward:
                 # First, since a reduction may take memory, and wait for others.
                 self.reshard()
             turns = self.context.ordered_reductions
-            if turns is None:
-                self._has_pending_reduction = True
-                self.reduce_grad(synchronize=self.syncs_gradients)
-            else:
-                reduce_in_order(turns.done(*self._reduced()))
+            reduce_in_order([self] if turns is None else turns.done(*self._reduced()))
             self.move(Phase.IDLE)
 
     def before_gradient(self, group: ParameterGroup) -> ReductionQueue:
@@ -416,8 +380,7 @@ class Unit(UnitBase):
         """Reduce what is left, also along the outer axis where that is all that is left."""
         self.reduce_grad(synchronize=synchronize)
         if synchronize:
-            grads = [group.grads for group in self.groups if group.grads is not None]
-            self.context.reductions.reduce_partials(grads)
+            self.context.reductions.reduce_partials(self.grads())
 
     @override
     def finish_backward(self) -> None:
@@ -460,7 +423,7 @@ class _Use:
 
     def nearly_over(self) -> None:
         """A gradient left for an input, and it may be the last one."""
-        self._unit.context.note_nearly_over(self)
+        self._unit.context.note_nearly_over(self.number, self.finish)
 
     def finish(self) -> None:
         """What comes next in the backward is not part of it."""

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from megatron_fsdp_v2.layout.mixed_precision import MixedPrecisionPolicy
+    from megatron_fsdp_v2.params.grads import GroupGrads
     from megatron_fsdp_v2.params.group import ParameterGroup
 
 __all__ = ["Phase", "UnitBase"]
@@ -73,6 +74,7 @@ class UnitBase(ABC):
         given: Options of its root that it was given, by name; it follows the root in the others.
         phase: What it is doing.
         is_root: Whether its module is the outermost one.
+        is_under_way: Whether a forward of it began and has not come to its end.
         reshard_after_forward: Whether gathered weights are dropped between forward and backward.
         reshard_after_backward: Whether they are dropped after a backward.
         requires_gradient_sync: Whether its backward is the one that synchronizes.
@@ -115,6 +117,7 @@ class UnitBase(ABC):
         self.given = dict(given)
         self.phase = Phase.IDLE
         self.is_root = True
+        self.is_under_way = False
         self.reshard_after_forward = reshard_after_forward
         self.reshard_after_backward = True
         self.requires_gradient_sync = True
@@ -139,9 +142,9 @@ class UnitBase(ABC):
         """Name and class of the module, for messages."""
         return f"{self.fqn or 'the root'} ({self.class_name})"
 
-    def holds(self, parameter_ids: AbstractSet[int]) -> bool:
-        """Whether one of its sharded parameters is among these `id()`s."""
-        return any(id(p) in parameter_ids for group in self.groups for p in group.sharded_params)
+    def grads(self) -> list[GroupGrads]:
+        """Those of its groups that are trained."""
+        return [group.grads for group in self.groups if group.grads is not None]
 
     @functools.cached_property
     def gathered_nbytes(self) -> int:
@@ -175,11 +178,8 @@ class UnitBase(ABC):
     def syncs_gradients(self) -> bool:
         """Whether gradients are brought all the way into `param.grad` in this backward."""
         asked = self.requires_gradient_sync and self.is_last_backward
-        return asked and (self.requires_all_reduce or not self._has_outer_axis)
-
-    @property
-    def _has_outer_axis(self) -> bool:
-        return any(len(group.axes) > 1 for group in self.groups)
+        has_outer_axis = not self.requires_all_reduce and any(len(g.axes) > 1 for g in self.groups)
+        return asked and not has_outer_axis
 
     def is_stepped(self, stepped: AbstractSet[int]) -> bool:
         """Whether it can be gathered once these parameters were stepped.
@@ -301,11 +301,6 @@ class UnitBase(ABC):
                 group.changes.sync()
             self.reshard()
 
-    def check_no_late_gradient(self) -> None:
-        """See that no gradient came by another way than autograd. See `Members`."""
-        for group in self.groups:
-            group.members.check_no_late_gradient()
-
     @abstractmethod
     def end_forward(self) -> None:
         """Reshard, and expect a backward, after a forward."""
@@ -358,32 +353,15 @@ class UnitBase(ABC):
         self.num_users = 0
         self._has_pending_reduction = False
 
-    def set_reduces(self, reduces: bool) -> None:
-        """Say whether gradients are summed over ranks.
-
-        Raises:
-            RuntimeError: Gradients are waiting to be synchronized.
-        """
-        self._check_is_between_steps("set_requires_gradient_reduction")
-        for group in self.groups:
-            if group.grads is not None:
-                group.grads.reduces = reduces
-
-    def set_scale(self, method: str, scale: float) -> None:
-        """Change the factor of the gradient sum.
+    def check_is_between_steps(self, method: str) -> None:
+        """See that no gradient waits for what is about to change.
 
         Args:
             method: What was called, for a message.
-            scale: The factor.
 
         Raises:
             RuntimeError: Gradients are waiting to be synchronized.
         """
-        self._check_is_between_steps(method)
-        for group in self.groups:
-            group.set_scale(scale)
-
-    def _check_is_between_steps(self, method: str) -> None:
         for group in self.groups:
             if group.has_unreduced:
                 raise RuntimeError(

@@ -1,7 +1,8 @@
-"""Whether units have values, all ranks sharded the same ones, and are about to use the same one."""
+"""Whether units have values and keep weights inside, and all ranks shard and use the same ones."""
 
 from __future__ import annotations
 
+import functools
 import warnings
 import weakref
 from collections import Counter
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from megatron_fsdp_v2._text import readable_size
 from megatron_fsdp_v2.comm.rank_checks import (
@@ -21,6 +23,7 @@ from megatron_fsdp_v2.comm.rank_checks import (
     compare_units,
 )
 from megatron_fsdp_v2.layout.placement import Placement
+from megatron_fsdp_v2.params.autograd import tensors_within
 from megatron_fsdp_v2.params.unset_values import is_unset
 
 if TYPE_CHECKING:
@@ -31,12 +34,10 @@ if TYPE_CHECKING:
     from megatron_fsdp_v2.runtime.unit_base import UnitBase
 
 __all__ = [
-    "buffer_of",
     "check_has_values",
+    "check_outputs",
     "check_units",
     "compare_unit",
-    "parameter_of",
-    "warn_of_large_root",
     "without_values",
 ]
 
@@ -57,7 +58,7 @@ def check_units(context: Context) -> None:
                     "another root; call fully_shard on a module that contains both"
                 )
     if units[0].is_root:
-        warn_of_large_root(units)
+        _warn_of_large_root(units)
     if context.options.check_ranks is CheckRanks.NEVER:
         return
     by_mesh: dict[Any, list[UnitBase]] = {}
@@ -73,7 +74,7 @@ NOTABLE_NBYTES = 64 << 20
 """Gathered bytes that a root may have before anything is said of it."""
 
 
-def warn_of_large_root(units: Sequence[UnitBase]) -> None:
+def _warn_of_large_root(units: Sequence[UnitBase]) -> None:
     """Say so where a root has more parameters itself than any of its units.
 
     They are gathered, and their gradients whole, for as long as anything inside it computes. That
@@ -150,26 +151,9 @@ def compare_unit(context: Context, unit: UnitBase, action: str) -> None:
     compare_steps(action, unit.name, code, axis, group.device, names)
 
 
-def buffer_of(module: nn.Module, attribute: str) -> Callable[[], torch.Tensor | None]:
-    """Looks up a buffer of a module, which is held weakly."""
-    ref = weakref.ref(module)
-
-    def current() -> torch.Tensor | None:
-        owner = ref()
-        return None if owner is None else owner._buffers.get(attribute)
-
-    return current
-
-
-def parameter_of(group: ParameterGroup, index: int) -> Callable[[], torch.Tensor | None]:
-    """Looks up this rank's rows of a parameter in its group, which is held weakly."""
-    ref = weakref.ref(group)
-
-    def current() -> torch.Tensor | None:
-        owner = ref()
-        return None if owner is None else owner.main_weight.view(index)
-
-    return current
+def _buffer_of(module: weakref.ref[nn.Module], attribute: str) -> torch.Tensor | None:
+    owner = module()
+    return None if owner is None else owner._buffers.get(attribute)
 
 
 def without_values(
@@ -184,11 +168,14 @@ def without_values(
         params: Names of parameters without values.
         buffers: Buffers without values: name, module and attribute.
     """
-    found = [(name, buffer_of(module, attribute)) for name, module, attribute in buffers]
+    found: list[tuple[str, Callable[[], torch.Tensor | None]]] = [
+        (name, functools.partial(_buffer_of, weakref.ref(module), attribute))
+        for name, module, attribute in buffers
+    ]
     for group in groups:
         for index, name in enumerate(group.names):
             if name in params:
-                found.append((name, parameter_of(group, index)))
+                found.append((name, functools.partial(group.main_weight.view, index)))
     return found
 
 
@@ -217,3 +204,45 @@ def check_has_values(unit: UnitBase) -> None:
             "give fully_shard a param_init_fn"
         )
     unit.unset = []
+
+
+def check_outputs(unit: UnitBase, output: Any, context: Context) -> None:
+    """See that no output of a forward shares memory with weights that are dropped at its end.
+
+    Few operations of torch look whether a tensor has memory: the others crash, or read what has
+    been put there since.
+
+    Args:
+        unit: Whose forward ends; its weights are still gathered.
+        output: What the forward returned.
+        context: The unit's.
+
+    Raises:
+        RuntimeError: One does.
+    """
+    if not unit.gathered_nbytes or not unit.drops_after_forward:
+        return
+    dropped = [group for group in unit.held_groups if group.weights.gathers_for_use]
+    for tensor in tensors_within(output):
+        local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        if not torch._C._has_storage(local):
+            continue
+        for group in dropped:
+            name = group.gathered_name_at(local)
+            if name is not None and local.numel() and not _is_held_around(group, unit, context):
+                raise RuntimeError(
+                    f"the forward of {unit.name} returns its weight {name}, or a view of it, and "
+                    "drops gathered weights when it ends: whoever used that would read freed "
+                    "memory. Return a copy (weight.clone()) or what is computed of it, or keep "
+                    "the weights until the backward with reshard_after_forward=False or "
+                    "sharding_strategy='optim_grads'"
+                )
+
+
+def _is_held_around(group: ParameterGroup, unit: UnitBase, context: Context) -> bool:
+    """Whether a unit that runs this one holds the same weights, longer than this one."""
+    return any(
+        group in other.held_groups and other.is_unsharded and not other.is_idle
+        for other in context.units()
+        if other is not unit
+    )

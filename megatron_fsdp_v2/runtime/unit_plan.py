@@ -28,9 +28,10 @@ from megatron_fsdp_v2.params.group import GroupSpec, ParameterGroup
 from megatron_fsdp_v2.params.registration import OwnedParameter
 from megatron_fsdp_v2.runtime.context import Context
 from megatron_fsdp_v2.runtime.fsdp_module import swap_class
-from megatron_fsdp_v2.runtime.hooks import install_hooks, watch_optimizers
+from megatron_fsdp_v2.runtime.hooks import install_hooks
 from megatron_fsdp_v2.runtime.joining import join
 from megatron_fsdp_v2.runtime.materialize import materialize
+from megatron_fsdp_v2.runtime.optimizer_steps import watch_optimizers
 from megatron_fsdp_v2.runtime.options import RuntimeOptions
 from megatron_fsdp_v2.runtime.owned_parameters import (
     TiedParameter,
@@ -141,11 +142,11 @@ def make_unit(plan: UnitPlan) -> None:
             modules,
             groups,
             tied_groups,
-            context,
             plan.spec.policy,
             reshard_after_forward=plan.reshard_after_forward,
             given=plan.given,
         )
+        unit.context = context
         unit.unset = without_values(groups, *unset)
         # So far only what was on the meta device has changed.
         for group, members in made:

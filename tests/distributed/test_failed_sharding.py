@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import megatron_fsdp_v2
 from megatron_fsdp_v2 import FSDPModule, fully_shard
 from megatron_fsdp_v2.params import registration
-from megatron_fsdp_v2.runtime import hooks
+from megatron_fsdp_v2.runtime import optimizer_steps
 from megatron_fsdp_v2.runtime.fsdp_module import unit_of
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import mesh_of, said
@@ -148,7 +148,7 @@ def _of_unit(unit: Any) -> Iterable[Any]:
 def _snapshot(model: Any, originals: list[torch.Tensor]) -> dict[str, Any]:
     """Everything that sharding may change."""
     found: dict[str, Any] = {"random": torch.get_rng_state().numpy().tobytes()}
-    found["watched"] = len(hooks._WATCH._contexts)
+    found["watched"] = len(optimizer_steps._WATCH._contexts)
     for name, module in model.named_modules():
         found[f"class of {name}"] = type(module)
         for key, value in _attributes(module).items():

@@ -174,6 +174,21 @@ class ReplayedGroup:
     has_partial: bool = False
     has_main: bool = False
 
+    @property
+    def accumulates_unreduced(self) -> bool:
+        """See `Reducible`."""
+        return self.planned.accumulates_unreduced
+
+    @property
+    def has_outer_axis(self) -> bool:
+        """See `Reducible`."""
+        return self.planned.has_outer_axis
+
+    @property
+    def full_nbytes(self) -> int:
+        """See `Reducible`."""
+        return self.planned.nbytes.grad_buffer
+
 
 class ReplayedReductions(ReductionSchedule[ReplayedGroup, Flight]):
     """Reductions under way."""
@@ -188,25 +203,9 @@ class ReplayedReductions(ReductionSchedule[ReplayedGroup, Flight]):
         self._network = network
 
     @override
-    def accumulates_unreduced(self, group: ReplayedGroup) -> bool:
-        return group.planned.accumulates_unreduced
-
-    @override
-    def has_outer_axis(self, group: ReplayedGroup) -> bool:
-        return group.planned.has_outer_axis
-
-    @override
-    def has_partial(self, group: ReplayedGroup) -> bool:
-        return group.has_partial
-
-    @override
-    def full_nbytes(self, group: ReplayedGroup) -> int:
-        return group.planned.nbytes.grad_buffer
-
-    @override
     def issue_inner(self, group: ReplayedGroup) -> Flight:
         group.has_buffer = False
-        group.has_partial = self.has_outer_axis(group)
+        group.has_partial = group.has_outer_axis
         if not group.has_partial:
             self._copy_sum(group)
         return self._issue(group, -1, group.planned.layout.numel)
@@ -224,9 +223,10 @@ class ReplayedReductions(ReductionSchedule[ReplayedGroup, Flight]):
         return [self._issue(group, 0, group.planned.partial_numel) for group in groups]
 
     @override
-    def finish_outer(self, done: Sequence[tuple[ReplayedGroup, Flight]]) -> None:
-        for group, flight in done:
-            self._wait(group, group.planned.partial_numel, flight, axis="outer")
+    def finish_outer(self, done: Sequence[Reduction[ReplayedGroup, Flight]]) -> None:
+        for reduction in done:
+            group = reduction.group
+            self._wait(group, group.planned.partial_numel, reduction.work, axis="outer")
 
     def _copy_sum(self, group: ReplayedGroup) -> None:
         """Of an offloaded main gradient: sums are made on the device."""

@@ -422,7 +422,7 @@ class _Replay:
         for unit in units:
             arrived = (group for group in unit.own if group.has_buffer)
             due = self._reductions.due(arrived, synchronize=self._synchronizes)
-            self._reductions.reduce(due, synchronize=self._synchronizes)
+            self._reductions.reduce(due)
 
     def _finish(self) -> None:
         """Reduce what is left, wait for all of it."""

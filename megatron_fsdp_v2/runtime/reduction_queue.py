@@ -25,22 +25,6 @@ class ReductionQueue(ReductionSchedule[GroupGrads, Work]):
     ranges: Callable[[str], AbstractContextManager[Any]] | None = None
 
     @override
-    def accumulates_unreduced(self, group: GroupGrads) -> bool:
-        return group.accumulates_unreduced
-
-    @override
-    def has_outer_axis(self, group: GroupGrads) -> bool:
-        return group.has_outer_axis
-
-    @override
-    def has_partial(self, group: GroupGrads) -> bool:
-        return group.has_partial
-
-    @override
-    def full_nbytes(self, group: GroupGrads) -> int:
-        return group.full_nbytes
-
-    @override
     def issue_inner(self, group: GroupGrads) -> Work:
         return group.reduce(self, async_op=self.is_async)
 
@@ -57,24 +41,21 @@ class ReductionQueue(ReductionSchedule[GroupGrads, Work]):
             return [group.reduce_outer(async_op=self.is_async) for group in groups]
 
     @override
-    def finish_outer(self, done: Sequence[tuple[GroupGrads, Work]]) -> None:
-        with self._range(done[0][0]):
-            for _, work in done:
-                work.wait()
-        for group, _ in done:
+    def finish_outer(self, done: Sequence[Reduction[GroupGrads, Work]]) -> None:
+        with self._range(done[0].group):
+            for reduction in done:
+                reduction.work.wait()
+        for reduction in done:
             # Two reductions of one group in a backward share its partial shard: the last frees it.
-            if not self.is_in_outer(group):
-                group.end_outer()
+            if not self.is_in_outer(reduction.group):
+                reduction.group.end_outer()
 
     def abandon(self) -> None:
         """Forget everything after a failed backward; waits, since buffers may be in use."""
         self.forget_bucket()
-        for issued in self._inner:
+        for issued in (*self._inner, *self._outer):
             for reduction in issued:
                 reduction.work.wait()
-        for under_way in self._outer:
-            for _, work in under_way:
-                work.wait()
         self._inner.clear()
         self._outer.clear()
 

@@ -20,10 +20,11 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from megatron_fsdp_v2.runtime.gather_rules import Together
 
-__all__ = ["Drain", "OrderedReductions", "Reduction", "ReductionSchedule", "RootPass"]
+__all__ = ["Drain", "OrderedReductions", "Reducible", "Reduction", "ReductionSchedule", "RootPass"]
 
 
 _ONE_BY_ONE: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
@@ -145,9 +146,33 @@ class Drain(enum.Enum):
     """Reductions are to overlap nothing."""
 
 
+class Reducible(Protocol):
+    """What the schedule needs to know of a group."""
+
+    @property
+    def accumulates_unreduced(self) -> bool:
+        """Whether its full buffer collects gradients until they are synchronized."""
+        ...
+
+    @property
+    def has_outer_axis(self) -> bool:
+        """Whether a reduction along an outer axis follows."""
+        ...
+
+    @property
+    def has_partial(self) -> bool:
+        """Whether a shard of it waits for that one."""
+        ...
+
+    @property
+    def full_nbytes(self) -> int:
+        """Bytes of its full buffer."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Reduction[GroupT, WorkT]:
-    """One group's reduction along the inner axis, under way.
+    """One group's reduction under way.
 
     Attributes:
         group: Whose gradients.
@@ -157,13 +182,13 @@ class Reduction[GroupT, WorkT]:
 
     group: GroupT
     work: WorkT
-    then_outer: bool
+    then_outer: bool = False
 
 
-class ReductionSchedule[GroupT, WorkT](ABC):
+class ReductionSchedule[GroupT: Reducible, WorkT](ABC):
     """Gradient reductions under way, and the bounded in-flight queue that limits their buffers.
 
-    Whoever derives from it says what a group is, issues the collectives and waits for them.
+    Whoever derives from it issues the collectives and waits for them.
 
     Args:
         together: Where there are buckets, what makes one of reductions.
@@ -195,28 +220,10 @@ class ReductionSchedule[GroupT, WorkT](ABC):
         self._bucket_total = 0
         self.draining = Drain.ROOM
         self._inner: deque[list[Reduction[GroupT, WorkT]]] = deque()
-        self._outer: deque[list[tuple[GroupT, WorkT]]] = deque()
+        self._outer: deque[list[Reduction[GroupT, WorkT]]] = deque()
 
     def __len__(self) -> int:
         return len(self._inner)
-
-    # What a group is.
-
-    @abstractmethod
-    def accumulates_unreduced(self, group: GroupT) -> bool:
-        """Whether its full buffer collects gradients until they are synchronized."""
-
-    @abstractmethod
-    def has_outer_axis(self, group: GroupT) -> bool:
-        """Whether a reduction along an outer axis follows."""
-
-    @abstractmethod
-    def has_partial(self, group: GroupT) -> bool:
-        """Whether a shard of it waits for that one."""
-
-    @abstractmethod
-    def full_nbytes(self, group: GroupT) -> int:
-        """Bytes of its full buffer."""
 
     # What is done with it.
 
@@ -233,38 +240,43 @@ class ReductionSchedule[GroupT, WorkT](ABC):
         """Reduce groups of a unit along the outer axis."""
 
     @abstractmethod
-    def finish_outer(self, done: Sequence[tuple[GroupT, WorkT]]) -> None:
+    def finish_outer(self, done: Sequence[Reduction[GroupT, WorkT]]) -> None:
         """Wait for the outer reductions of a unit; their partial shards are free then."""
 
     # The rules.
 
-    def due(self, groups: Iterable[GroupT], *, synchronize: bool) -> list[GroupT]:
-        """Which groups of a unit are reduced at the end of its backward.
+    def due(self, groups: Iterable[GroupT], *, synchronize: bool) -> Mapping[GroupT, bool]:
+        """Which groups of a unit are reduced at the end of its backward, and each how far.
 
         Args:
             groups: Those that have a gradient, here or on another rank.
             synchronize: Whether gradients go all the way into `param.grad`.
-        """
-        return [
-            g
-            for g in groups
-            if (synchronize or not self.accumulates_unreduced(g))
-            and not self._is_put_off(g, then_outer=synchronize and self.has_outer_axis(g))
-        ]
 
-    def reduce(self, due: Sequence[GroupT], *, synchronize: bool) -> None:
+        Returns:
+            Of each, whether the outer axis is reduced next.
+        """
+        found: dict[GroupT, bool] = {}
+        for group in groups:
+            if synchronize or not group.accumulates_unreduced:
+                then_outer = synchronize and group.has_outer_axis
+                known = self._bucket.get(group)
+                # One that waits for others to be reduced that far does so with all it has.
+                if known is None or (then_outer and not known):
+                    found[group] = then_outer
+        return found
+
+    def reduce(self, due: Mapping[GroupT, bool]) -> None:
         """Reduce groups of one unit, once one more unit's reductions may be under way.
 
         Args:
             due: What `due` said.
-            synchronize: Likewise.
         """
         if self.bucket_nbytes:
-            for group in due:
-                self._put_off(group, then_outer=synchronize and self.has_outer_axis(group))
+            for group, then_outer in due.items():
+                self._put_off(group, then_outer=then_outer)
             return
         if due:
-            self._start({g: synchronize and self.has_outer_axis(g) for g in due})
+            self._start(due)
         if not self.is_async:
             self.drain(Drain.AT_ONCE)
 
@@ -278,18 +290,13 @@ class ReductionSchedule[GroupT, WorkT](ABC):
             # A later gradient of it is in the same full buffer.
             self._bucket[group] |= then_outer
             return
-        nbytes = self.full_nbytes(group)
+        nbytes = group.full_nbytes
         if self._bucket_total + nbytes > self.bucket_nbytes:
             self.issue_bucket()
         self._bucket[group] = then_outer
         self._bucket_total += nbytes
         if nbytes > self.bucket_nbytes:
             self.issue_bucket()
-
-    def _is_put_off(self, group: GroupT, *, then_outer: bool) -> bool:
-        """Whether it waits for others to be reduced that far, with all that its buffer has."""
-        known = self._bucket.get(group)
-        return known is not None and (known or not then_outer)
 
     @property
     def has_bucket(self) -> bool:
@@ -321,7 +328,7 @@ class ReductionSchedule[GroupT, WorkT](ABC):
         """Go on along the outer axis with groups whose inner reductions are all done."""
         for group in groups:
             is_waiting = group in self._bucket or self._has_inner(group)
-            if self.has_partial(group) and not is_waiting:
+            if group.has_partial and not is_waiting:
                 self._go_on([group])
 
     def reserve(self, group: GroupT) -> None:
@@ -349,13 +356,15 @@ class ReductionSchedule[GroupT, WorkT](ABC):
 
     def groups(self) -> list[GroupT]:
         """The groups whose main gradients are being written, or that wait for others."""
-        inner = [reduction.group for issued in self._inner for reduction in issued]
-        inner += self._bucket
-        return inner + [group for under_way in self._outer for group, _ in under_way]
+        inner, outer = (
+            [reduction.group for issued in queue for reduction in issued]
+            for queue in (self._inner, self._outer)
+        )
+        return [*inner, *self._bucket, *outer]
 
     def is_in_outer(self, group: GroupT) -> bool:
         """Whether an outer reduction of a group is under way."""
-        return any(other == group for under_way in self._outer for other, _ in under_way)
+        return any(reduction.group == group for issued in self._outer for reduction in issued)
 
     def _has_inner(self, group: GroupT) -> bool:
         for issued in self._inner:
@@ -368,4 +377,5 @@ class ReductionSchedule[GroupT, WorkT](ABC):
         # Or partial shards of all units would be alive at the end of a backward.
         while len(self._outer) >= self.max_live_grad_buffers:
             self.finish_outer(self._outer.popleft())
-        self._outer.append(list(zip(groups, self.issue_outer(groups), strict=True)))
+        works = self.issue_outer(groups)
+        self._outer.append([*map(Reduction, groups, works)])

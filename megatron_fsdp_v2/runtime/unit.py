@@ -373,7 +373,7 @@ class Unit(UnitBase):
             due = reductions.due(arrived, synchronize=synchronize)
             if due and context.options.check_ranks is CheckRanks.ALWAYS:
                 compare_unit(context, self, "reduce")
-            reductions.reduce(due, synchronize=synchronize)
+            reductions.reduce(due)
 
     @override
     def finish_gradients(self, *, synchronize: bool) -> None:

@@ -254,15 +254,42 @@ def test_a_backward_takes_the_forwards_in_reverse() -> None:
 # -- what is waited for -----------------------------------------------------------------------
 
 
-class FakeReductions(ReductionSchedule[str, int]):
-    """Reductions of groups that are names: `x` of one axis, `X` of two."""
+class FakeGroup(str):
+    """A group that is a name: `x` of one axis, `X` of two, `u` collects unreduced."""
+
+    has_partial = False
+
+    @property
+    def full_nbytes(self) -> int:
+        """One for `a`, two for `b`."""
+        return ord(self.lower()) - ord("a") + 1
+
+    @property
+    def accumulates_unreduced(self) -> bool:
+        return self == "u"
+
+    @property
+    def has_outer_axis(self) -> bool:
+        return self.isupper()
+
+
+class FakeReductions(ReductionSchedule[FakeGroup, int]):
+    """Reductions of groups that are names."""
 
     def __init__(self, bound: int, *, is_async: bool = True, bucket_nbytes: int = 0) -> None:
         self.log: list[str] = []
         super().__init__(
             bound, is_async=is_async, bucket_nbytes=bucket_nbytes, together=self._in_one
         )
-        self.partial: set[str] = set()
+        self._known: dict[str, FakeGroup] = {}
+
+    def named(self, names: str) -> list[FakeGroup]:
+        """The groups of these names."""
+        return [self._known.setdefault(name, FakeGroup(name)) for name in names]
+
+    def reduce_named(self, names: str, *, synchronize: bool) -> None:
+        """Reduce those of them that are due."""
+        self.reduce(self.due(self.named(names), synchronize=synchronize))
 
     @contextlib.contextmanager
     def _in_one(self) -> Iterator[None]:
@@ -271,51 +298,34 @@ class FakeReductions(ReductionSchedule[str, int]):
         self.log.append(")")
 
     @override
-    def full_nbytes(self, group: str) -> int:
-        """One for `a`, two for `b`."""
-        return ord(group.lower()) - ord("a") + 1
-
-    @override
-    def accumulates_unreduced(self, group: str) -> bool:
-        return group == "u"
-
-    @override
-    def has_outer_axis(self, group: str) -> bool:
-        return group.isupper()
-
-    @override
-    def has_partial(self, group: str) -> bool:
-        return group in self.partial
-
-    @override
-    def issue_inner(self, group: str) -> int:
+    def issue_inner(self, group: FakeGroup) -> int:
         self.log.append(f"inner {group}")
-        if self.has_outer_axis(group):
-            self.partial.add(group)
+        group.has_partial = group.has_outer_axis
         return 0
 
     @override
-    def finish_inner(self, done: Sequence[Reduction[str, int]]) -> None:
+    def finish_inner(self, done: Sequence[Reduction[FakeGroup, int]]) -> None:
         self.log.append(f"free {''.join(reduction.group for reduction in done)}")
 
     @override
-    def issue_outer(self, groups: Sequence[str]) -> list[int]:
+    def issue_outer(self, groups: Sequence[FakeGroup]) -> list[int]:
         self.log.append(f"outer {''.join(groups)}")
-        self.partial -= set(groups)
+        for group in groups:
+            group.has_partial = False
         return [0] * len(groups)
 
     @override
-    def finish_outer(self, done: Sequence[tuple[str, int]]) -> None:
-        self.log.append(f"done {''.join(group for group, _ in done)}")
+    def finish_outer(self, done: Sequence[Reduction[FakeGroup, int]]) -> None:
+        self.log.append(f"done {''.join(reduction.group for reduction in done)}")
 
 
 @pytest.mark.parametrize("bound", [1, 2, 3])
 def test_no_more_reductions_are_under_way_than_there_may_be_gradient_buffers(bound: int) -> None:
     reductions = FakeReductions(bound)
     for group in "abcdef":
-        reductions.reserve(group)
+        reductions.reserve(*reductions.named(group))
         assert len(reductions) < bound
-        reductions.reduce([group], synchronize=True)
+        reductions.reduce_named(group, synchronize=True)
         assert len(reductions) <= bound
     assert [entry[-1] for entry in reductions.log if entry.startswith("free")] == list(
         "abcdef"[: 6 - bound]
@@ -325,15 +335,15 @@ def test_no_more_reductions_are_under_way_than_there_may_be_gradient_buffers(bou
 def test_a_group_that_is_being_reduced_is_waited_for_before_it_takes_another_gradient() -> None:
     reductions = FakeReductions(3)
     for group in "ab":
-        reductions.reduce([group], synchronize=True)
-    reductions.reserve("a")
+        reductions.reduce_named(group, synchronize=True)
+    reductions.reserve(*reductions.named("a"))
     assert reductions.log[2:] == ["free a"]
 
 
 def test_the_outer_axis_follows_the_inner_one_with_a_bound_of_its_own() -> None:
     reductions = FakeReductions(1)
     for groups in ("AB", "C", "d"):
-        reductions.reduce(groups, synchronize=True)
+        reductions.reduce_named(groups, synchronize=True)
     assert reductions.log == [
         *("inner A", "inner B", "free AB", "outer AB"),
         *("inner C", "free C", "done AB", "outer C", "inner d"),
@@ -346,11 +356,11 @@ def test_a_partial_shard_goes_on_when_synchronized_and_not_while_its_inner_part_
     None
 ):
     reductions = FakeReductions(2)
-    reductions.reduce("A", synchronize=False)
+    reductions.reduce_named("A", synchronize=False)
     reductions.drain()
     assert reductions.log == ["inner A", "free A"]
-    reductions.reduce("B", synchronize=True)
-    reductions.reduce_partials("AB")
+    reductions.reduce_named("B", synchronize=True)
+    reductions.reduce_partials(reductions.named("AB"))
     assert reductions.log[2:] == ["inner B", "outer A"]
     reductions.drain()
     assert reductions.log[4:] == ["free B", "outer B", "done A", "done B"]
@@ -358,22 +368,23 @@ def test_a_partial_shard_goes_on_when_synchronized_and_not_while_its_inner_part_
 
 def test_what_collects_unreduced_is_due_when_gradients_are_synchronized() -> None:
     reductions = FakeReductions(2)
-    assert reductions.due("au", synchronize=False) == ["a"]
-    assert reductions.due("au", synchronize=True) == ["a", "u"]
+    groups = reductions.named("au")
+    assert reductions.due(groups, synchronize=False) == {"a": False}
+    assert reductions.due(groups, synchronize=True) == {"a": False, "u": False}
 
 
 def test_small_groups_are_reduced_in_one_up_to_the_bytes_of_a_bucket() -> None:
     reductions = FakeReductions(2, bucket_nbytes=4)
     for group in "abc":
-        reductions.reduce([group], synchronize=True)
+        reductions.reduce_named(group, synchronize=True)
     # c does not fit with a and b.
     first = ["(", "inner a", "inner b", ")"]
     assert reductions.log == first
     assert reductions.groups() == ["a", "b", "c"]
     # A later gradient of c goes with what waits already.
-    reductions.reduce("c", synchronize=True)
+    reductions.reduce_named("c", synchronize=True)
     # What is larger than a bucket is one by itself, after what came before it.
-    reductions.reduce("f", synchronize=True)
+    reductions.reduce_named("f", synchronize=True)
     assert reductions.log[4:] == ["(", "inner c", ")", "free ab", "(", "inner f", ")"]
     reductions.drain()
     assert reductions.log[11:] == ["free c", "free f"]
@@ -381,11 +392,11 @@ def test_small_groups_are_reduced_in_one_up_to_the_bytes_of_a_bucket() -> None:
 
 def test_a_partial_shard_waits_for_the_bucket_that_its_group_is_in() -> None:
     reductions = FakeReductions(2, bucket_nbytes=100)
-    reductions.reduce("A", synchronize=False)
+    reductions.reduce_named("A", synchronize=False)
     reductions.drain()
     reductions.log.clear()
-    reductions.reduce("A", synchronize=True)
-    reductions.reduce_partials("A")
+    reductions.reduce_named("A", synchronize=True)
+    reductions.reduce_partials(reductions.named("A"))
     assert reductions.log == []
     reductions.drain()
     assert reductions.log == ["(", "inner A", ")", "free A", "outer A", "done A"]
@@ -393,7 +404,7 @@ def test_a_partial_shard_waits_for_the_bucket_that_its_group_is_in() -> None:
 
 def test_a_bucket_that_is_forgotten_is_not_reduced() -> None:
     reductions = FakeReductions(2, bucket_nbytes=100)
-    reductions.reduce("a", synchronize=True)
+    reductions.reduce_named("a", synchronize=True)
     assert reductions.has_bucket
     reductions.forget_bucket()
     reductions.drain()
@@ -402,6 +413,6 @@ def test_a_bucket_that_is_forgotten_is_not_reduced() -> None:
 
 def test_reductions_that_overlap_nothing_are_waited_for_at_once() -> None:
     reductions = FakeReductions(2, is_async=False)
-    reductions.reduce("A", synchronize=True)
+    reductions.reduce_named("A", synchronize=True)
     assert reductions.log == ["inner A", "free A", "outer A", "done A"]
     assert not len(reductions)

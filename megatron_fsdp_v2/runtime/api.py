@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,7 +32,8 @@ from megatron_fsdp_v2.runtime.owned_parameters import (
     owned_parameters,
     used_parameters,
 )
-from megatron_fsdp_v2.runtime.unit_plan import UnitPlan, UnitSpec, class_names, make_unit
+from megatron_fsdp_v2.runtime.unit_base import class_names
+from megatron_fsdp_v2.runtime.unit_plan import UnitPlan, make_unit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import OffloadPolicy
 
     from megatron_fsdp_v2.dtensor.row_shards import TensorShard
+    from megatron_fsdp_v2.runtime.unit import Unit
 
 __all__ = ["fully_shard"]
 
@@ -199,14 +200,9 @@ def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
     _validate(modules, mesh, on_missing_grad)
     check_gather_group(gather_group, mesh)
     sizes = [mesh.size(axis) for axis in range(mesh.ndim)]
-    spec = UnitSpec(
-        policy=MixedPrecisionPolicy.of(mp_policy),
-        placements=resolve_placements(sharding_strategy, outer_dp_sharding_strategy, sizes),
-        granularity=Granularity.parse(shard_granularity),
-        scale=1.0 / mesh.size() if gradient_scaling_factor is None else gradient_scaling_factor,
-        errors_on_missing_grad=on_missing_grad == "error",
-        offload=offload,
-    )
+    policy = MixedPrecisionPolicy.of(mp_policy)
+    placements = resolve_placements(sharding_strategy, outer_dp_sharding_strategy, sizes)
+    granularity = Granularity.parse(shard_granularity)
     device = _device_of(mesh)
     owned, tied = owned_parameters(modules, ignored_params or frozenset(), device)
     tied += used_parameters(modules, used_params or frozenset())
@@ -215,11 +211,18 @@ def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
         check_can_offload(owned)
     for parameter in owned:
         parameter.is_separate = parameter.param in (separate_params or frozenset())
+    inside = _units_inside(modules)
+    given_inside = [(name, unit.given) for name, unit in inside]
     plan = UnitPlan(
         modules=modules,
         given=given,
-        options=options_of_root([(class_names(modules), given), *_given_inside(modules)]),
-        spec=spec,
+        options=options_of_root([(class_names(modules), given), *given_inside]),
+        policy=policy,
+        placements=placements,
+        granularity=granularity,
+        scale=1.0 / mesh.size() if gradient_scaling_factor is None else gradient_scaling_factor,
+        errors_on_missing_grad=on_missing_grad == "error",
+        offload=offload,
         reshard_after_forward=reshards_after_forward(reshard_after_forward, mesh),
         mesh=mesh,
         axes=_axes_of(mesh, gather_group),
@@ -230,7 +233,7 @@ def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
         tensor_shards={} if tensor_shards is None else tensor_shards,
         param_init_fn=param_init_fn,
     )
-    _check_is_idle(modules)
+    _check_is_idle(unit for _, unit in inside)
     make_unit(plan)
     return module
 
@@ -251,10 +254,6 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type)
 
 
-def _has_forward(module: nn.Module) -> bool:
-    return type(module).forward not in (nn.ModuleList.forward, nn.ModuleDict.forward)
-
-
 def _validate(
     modules: Sequence[nn.Module],
     mesh: DeviceMesh,
@@ -264,7 +263,8 @@ def _validate(
         # What torch.compile() made of a module holds it under this name.
         if any(isinstance(m, FSDPModule) for m in (module, getattr(module, "_orig_mod", None))):
             raise ValueError(f"fully_shard was already called on this {type(module).__name__}")
-        if isinstance(module, nn.ModuleList | nn.ModuleDict) and not _has_forward(module):
+        is_list = isinstance(module, nn.ModuleList | nn.ModuleDict)
+        if is_list and type(module).forward in (nn.ModuleList.forward, nn.ModuleDict.forward):
             raise ValueError(
                 f"{type(module).__name__} has no forward to gather for; call fully_shard on its "
                 "members"
@@ -281,17 +281,17 @@ def _validate(
         raise ValueError(f"on_missing_grad must be 'zero' or 'error', got {on_missing_grad!r}")
 
 
-def _given_inside(modules: Sequence[nn.Module]) -> list[tuple[str, dict[str, Any]]]:
-    """Name and options of every unit below some modules, for messages that name them."""
+def _units_inside(modules: Sequence[nn.Module]) -> list[tuple[str, Unit]]:
+    """Every unit below some modules, and what to call it in a message."""
     return [
-        (f"{prefix}.{name} ({unit.class_name})".removeprefix("."), unit.given)
+        (f"{prefix}.{name} ({unit.class_name})".removeprefix("."), unit)
         for prefix, module in numbered(modules)
         for name, unit in named_units(module)
     ]
 
 
-def _check_is_idle(modules: Sequence[nn.Module]) -> None:
-    for _, unit in itertools.chain.from_iterable(map(named_units, modules)):
+def _check_is_idle(units: Iterable[Unit]) -> None:
+    for unit in units:
         if unit.is_unsharded or len(unit.context.reductions):
             raise RuntimeError(
                 f"unit {unit.name} is gathered or has a reduction under way; call reshard() on "

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp_v2.dtensor.uneven_dtensor import local_of
-from megatron_fsdp_v2.runtime.fsdp_module import FSDPModule, unit_of
+from megatron_fsdp_v2.runtime.fsdp_module import named_units
 
 __all__ = ["not_finite"]
 
@@ -38,17 +38,11 @@ def not_finite(module: nn.Module) -> list[str]:
 
 def _memory_of_gradients(module: nn.Module) -> Iterator[torch.Tensor]:
     """Few tensors that hold every gradient here, and besides them what gradients have left."""
-    groups = {
-        id(group): group
-        for part in module.modules()
-        if isinstance(part, FSDPModule)
-        for group in unit_of(part).groups
-    }
     sharded: set[int] = set()
-    for group in groups.values():
-        sharded.update(id(param) for param in group.sharded_params)
-        if group.grads is not None:
-            _, flat, others = group.grads.param_grads.found()
+    for _, unit in named_units(module):
+        sharded.update(id(param) for group in unit.groups for param in group.sharded_params)
+        for grads in unit.grads():
+            _, flat, others = grads.param_grads.found()
             yield from others if flat is None else (*others, flat)
     for param in module.parameters():
         if id(param) not in sharded and param.grad is not None:

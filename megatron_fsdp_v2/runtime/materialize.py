@@ -83,11 +83,14 @@ def materialize(
     buffers = [(one[1]._buffers[one[2]], one) for one in empty_buffers]
     for parameter in fresh:
         if parameter.dtensor is not None and parameter.dtensor.placement.is_replicate():
-            _share_along(part_of(parameter.param), parameter.dtensor.mesh.get_group())
+            _share(part_of(parameter.param), parameter.dtensor.mesh.get_group())
     tensors = [_values(parameter) for parameter in fresh]
     tensors += [buffer for buffer, _ in buffers if buffer is not None]
     for tensor in tensors:
-        _share(tensor, axes)
+        # Along one axis, then the other.
+        for axis in axes:
+            if axis.size > 1:
+                _share(tensor, axis.group)
     # Asked of what ranks share: memory that a module left as it got it may look so on some ranks.
     unset = {p.name for p in fresh if is_unset(_values(p))}
     return unset, [one for buffer, one in buffers if buffer is not None and is_unset(buffer)]
@@ -165,13 +168,7 @@ def _take_over(parameter: OwnedParameter) -> None:
         module._parameters[attribute] = made
 
 
-def _share(tensor: torch.Tensor, axes: Sequence[Axis]) -> None:
-    """Give every rank of the mesh the first rank's values: along one axis, then the other."""
-    for axis in axes:
-        if axis.size > 1:
-            _share_along(tensor, axis.group)
-
-
-def _share_along(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+def _share(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Give every rank of a group the first one's values."""
     with naming_failures("broadcast of initial values", group):
         dist.broadcast(tensor, src=dist.get_global_rank(group, 0), group=group)

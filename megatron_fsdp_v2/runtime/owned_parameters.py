@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, cast
@@ -53,7 +53,7 @@ def owned_parameters(
     """
     ignored_ids = {id(param) for param in ignored}
     found: dict[int, OwnedParameter] = {}
-    for prefix, below in own_modules(modules):
+    for prefix, below in own_modules(numbered(modules)):
         for attribute, param in below._parameters.items():
             if param is None or id(param) in ignored_ids:
                 continue
@@ -237,17 +237,13 @@ def tied_groups_of(
     return tied_groups
 
 
-def own_modules(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Modules and everything below them up to the next unit, with names."""
-    for prefix, module in numbered(modules):
-        yield from _modules_below(prefix, module)
-
-
-def _modules_below(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    yield prefix, module
-    for name, child in module.named_children():
-        if not isinstance(child, FSDPModule):
-            yield from _modules_below(f"{prefix}.{name}" if prefix else name, child)
+def own_modules(named: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:
+    """Modules and everything below them up to the next unit, with names, parents first."""
+    for prefix, module in named:
+        yield prefix, module
+        for name, child in module.named_children():
+            if not isinstance(child, FSDPModule):
+                yield from own_modules([(f"{prefix}.{name}" if prefix else name, child)])
 
 
 def numbered(modules: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:

@@ -44,12 +44,8 @@ def _put_module_back(
 
 def keep_attributes(target: object, names: Iterable[str], undo: ExitStack) -> None:
     """Put back some attributes of an object."""
-    undo.callback(_set_all, target, {name: getattr(target, name) for name in names})
-
-
-def _set_all(target: object, values: dict[str, Any]) -> None:
-    for name, value in values.items():
-        setattr(target, name, value)
+    for name in names:
+        undo.callback(setattr, target, name, getattr(target, name))
 
 
 def keep_values(tensors: Iterable[torch.Tensor], undo: ExitStack) -> None:

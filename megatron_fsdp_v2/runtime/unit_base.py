@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from megatron_fsdp_v2.params.grads import GroupGrads
     from megatron_fsdp_v2.params.group import ParameterGroup
 
-__all__ = ["Phase", "UnitBase"]
+__all__ = ["Phase", "UnitBase", "class_names"]
 
 
 class Phase(enum.Enum):
@@ -105,7 +105,7 @@ class UnitBase(ABC):
     ) -> None:
         self.fqn = ""
         self.fqns: Sequence[str] = ("",)
-        self.class_name = ", ".join(type(module).__name__ for module in modules)
+        self.class_name = class_names(modules)
         self.modules = [weakref.ref(module) for module in modules]
         self.left_to_run: set[int] = set()
         self.method_frame: FrameType | None = None
@@ -371,3 +371,8 @@ class UnitBase(ABC):
 
     def _range(self, name: str) -> AbstractContextManager[Any]:
         return _NO_RANGE if self.ranges is None else self.ranges(name)
+
+
+def class_names(modules: Sequence[nn.Module]) -> str:
+    """What to call a unit that has no name yet."""
+    return ", ".join(type(module).__name__ for module in modules)

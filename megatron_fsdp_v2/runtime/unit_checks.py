@@ -84,7 +84,7 @@ def _warn_of_large_root(units: Sequence[UnitBase]) -> None:
         units: All of it, the root first.
     """
     root, *others = units
-    sizes = {unit: sum(map(_whole_nbytes, unit.groups)) for unit in units}
+    sizes = {unit: sum(_nbytes(g, g.layout.numel) for g in unit.groups) for unit in units}
     largest = max(others, key=lambda unit: sizes[unit], default=None)
     if largest is None or sizes[root] <= max(sizes[largest], NOTABLE_NBYTES):
         return
@@ -100,10 +100,6 @@ def _warn_of_large_root(units: Sequence[UnitBase]) -> None:
         f"on what has most of them before the root{': ' + ', '.join(parts) if parts else ''}",
         stacklevel=2,
     )
-
-
-def _whole_nbytes(group: ParameterGroup) -> int:
-    return _nbytes(group, group.layout.numel)
 
 
 def _nbytes(group: ParameterGroup, numel: int) -> int:

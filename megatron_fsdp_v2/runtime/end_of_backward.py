@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megatron_fsdp_v2.comm.rank_checks import CheckRanks
+from megatron_fsdp_v2.runtime.unit_checks import compare_unit
+
 if TYPE_CHECKING:
     from megatron_fsdp_v2.params.grads import GroupGrads
     from megatron_fsdp_v2.runtime.context import Context
@@ -28,7 +31,11 @@ def finish_backward(context: Context) -> None:
     synchronize = _synchronizes(context)
     finish_ordered_reductions(context)
     for unit in reversed(context.units()):
-        unit.finish_backward()
+        if unit.reshard_after_backward and unit.is_unsharded:
+            unit.reshard()
+        if unit.has_pending_reduction or any([group.has_unreduced for group in unit.groups]):
+            _reduce_rest(context, unit, synchronize=unit.syncs_gradients)
+        unit.end_backward()
     context.gathers.drop_prefetched()
     _settle(context)
     context.forget_recomputed()
@@ -48,7 +55,7 @@ def end_scheduled(context: Context) -> None:
     """
     synchronize = _synchronizes(context)
     for unit in reversed(context.units()):
-        unit.finish_gradients(synchronize=unit.syncs_gradients)
+        _reduce_rest(context, unit, synchronize=unit.syncs_gradients)
     _settle(context)
     context.has_unreduced = not synchronize
     context.num_scheduled -= 1
@@ -73,14 +80,50 @@ def _run_hooks_of_synced(context: Context) -> None:
 def finish_ordered_reductions(context: Context) -> None:
     """Reduce the units that had no turn yet. Collective."""
     if context.ordered_reductions is not None:
-        reduce_in_order(context.ordered_reductions.remaining())
+        reduce_in_order(context, context.ordered_reductions.remaining())
 
 
-def reduce_in_order(units: Sequence[UnitBase]) -> None:
+def reduce_in_order(context: Context, units: Sequence[UnitBase]) -> None:
     """Reduce units whose turn it is, with or without a gradient here. Collective."""
     for unit in units:
-        unit.expect_reduction()
-        unit.reduce_grad(synchronize=unit.syncs_gradients)
+        unit.has_pending_reduction = True
+        _reduce(context, unit, synchronize=unit.syncs_gradients)
+
+
+def _reduce(context: Context, unit: UnitBase, *, synchronize: bool) -> None:
+    """Reduce gradients of a unit that arrived, as far as asked for. Collective.
+
+    A unit whose backward ran takes part with all its groups: which of them got a gradient may
+    differ between ranks.
+
+    Args:
+        context: The unit's.
+        unit: Whose gradients.
+        synchronize: Whether to go all the way into `param.grad`, where gradients are otherwise
+            left unreduced between micro-batches.
+    """
+    reductions = context.reductions
+    is_pending, unit.has_pending_reduction = unit.has_pending_reduction, False
+    with unit.in_range("reduce_grad"):
+        arrived = [
+            group.grads
+            for group in unit.groups
+            if group.grads is not None
+            and (group.grads.buffers.has_gradient or (is_pending and group.is_trained))
+        ]
+        if not arrived and reductions.is_async:
+            return
+        due = reductions.due(arrived, synchronize=synchronize)
+        if due and context.options.check_ranks is CheckRanks.ALWAYS:
+            compare_unit(context, unit, "reduce")
+        reductions.reduce(due)
+
+
+def _reduce_rest(context: Context, unit: UnitBase, *, synchronize: bool) -> None:
+    """Reduce what is left, also along the outer axis where that is all that is left."""
+    _reduce(context, unit, synchronize=synchronize)
+    if synchronize:
+        context.reductions.reduce_partials(unit.grads())
 
 
 def needs_repair(context: Context) -> bool:
@@ -123,8 +166,8 @@ def _drop_gradients(context: Context) -> None:
         dropped += [g for g in unit.grads() if reduced or not g.accumulates_unreduced]
     before = [(grads.param_grads, grads.param_grads.state()) for grads in dropped]
     for unit in late:
-        unit.expect_reduction()
-        unit.reduce_grad(synchronize=unit in context.synced_in_backward)
+        unit.has_pending_reduction = True
+        _reduce(context, unit, synchronize=unit in context.synced_in_backward)
     # Where ranks run different units, what waits for others here may be under way there.
     if late or (context.ranks_may_differ and context.reductions.has_bucket):
         context.reductions.drain()
@@ -148,8 +191,8 @@ def synchronize_gradients(context: Context, units: Sequence[UnitBase]) -> None:
     """
     for unit in reversed(units):
         if context.ranks_may_differ and context.has_unreduced:
-            unit.expect_reduction()
-        unit.finish_gradients(synchronize=True)
+            unit.has_pending_reduction = True
+        _reduce_rest(context, unit, synchronize=True)
     _settle(context)
     # As after a synchronized backward: an optimizer may step next.
     context.weight_version += 1

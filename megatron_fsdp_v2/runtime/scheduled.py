@@ -206,4 +206,4 @@ class ScheduledUnits:
         for group in unit.groups:
             group.take_assigned()
         # Also without a gradient here: another rank may have one.
-        reduce_in_order([unit])
+        reduce_in_order(unit.context, [unit])

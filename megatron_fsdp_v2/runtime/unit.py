@@ -58,7 +58,7 @@ class Unit(UnitBase):
             if not self.has_one_form:
                 self._unshard_more(uses, async_op=async_op)
             return
-        with self._range("unshard"):
+        with self.in_range("unshard"):
             if not self.context.is_checked:
                 check_units(self.context)
             if self.context.options.check_ranks is CheckRanks.ALWAYS and not self.skips_safely:
@@ -78,7 +78,7 @@ class Unit(UnitBase):
         lacking = [group for group in self.held_groups if group.weights.lacks(uses)]
         if not lacking:
             return
-        with self._range("unshard"):
+        with self.in_range("unshard"):
             if self.context.options.check_ranks is CheckRanks.ALWAYS:
                 compare_unit(self.context, self, "gather")
             for group in lacking:
@@ -89,7 +89,7 @@ class Unit(UnitBase):
     def pre_forward(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Before the module's forward: gather, cast inputs, watch for the end of the backward."""
         self.is_under_way = True
-        with self._range("pre_forward"):
+        with self.in_range("pre_forward"):
             recomputes = in_backward()
             if not recomputes and (self.is_root or not self.context.is_in_forward):
                 self._begin_pass()
@@ -127,7 +127,7 @@ class Unit(UnitBase):
     @override
     def end_forward(self) -> None:
         """Reshard, and expect a backward, after a forward."""
-        with self._range("post_forward"):
+        with self.in_range("post_forward"):
             has_grad = torch.is_grad_enabled()
             if in_backward():
                 if self.phase is Phase.FORWARD:
@@ -144,7 +144,7 @@ class Unit(UnitBase):
                 # A unit recomputed in the backward runs without grad now, inside a pass with it.
                 if has_grad or context.pass_has_grad:
                     context.gathers.expect_backward(self)
-                    self._num_awaited += 1
+                    self.num_awaited += 1
                     self.note_use()
                 if self.drops_after_forward:
                     self.reshard()
@@ -267,12 +267,12 @@ class Unit(UnitBase):
                 f"{self.name} is in a backward with create_graph=True, and its weights are dropped "
                 "after it (ZeRO-3); use sharding_strategy='optim_grads' to differentiate twice"
             )
-        with self._range("pre_backward"):
+        with self.in_range("pre_backward"):
             self._join_backward(use.passed)
             self.move(Phase.BACKWARD)
             if not use.tells_its_end:
                 context.note_nearly_over(use.number, use.finish)
-            self._has_pending_reduction = True
+            self.has_pending_reduction = True
             self.is_recomputed, self._was_recomputed = self._was_recomputed, False
             context.forget_recomputed(self)
             context.gathers.before_use(self)
@@ -308,13 +308,13 @@ class Unit(UnitBase):
             self._check_is_gathered(self.held_groups)
             self.pre_backward(use)
         self.context.forget_nearly_over(use.number)
-        with self._range("post_backward"):
-            self._num_awaited = max(0, self._num_awaited - 1)
+        with self.in_range("post_backward"):
+            self.num_awaited = max(0, self.num_awaited - 1)
             if self.reshard_after_backward:
                 # First, since a reduction may take memory, and wait for others.
                 self.reshard()
             turns = self.context.ordered_reductions
-            reduce_in_order([self] if turns is None else turns.done(*self._reduced()))
+            reduce_in_order(self.context, [self] if turns is None else turns.done(*self._reduced()))
             self.move(Phase.IDLE)
 
     def before_gradient(self, group: ParameterGroup) -> ReductionQueue:
@@ -355,45 +355,6 @@ class Unit(UnitBase):
             "are), or leaves some behind that are used outside of it. Return them, or use "
             "sharding_strategy='optim_grads'"
         )
-
-    @override
-    def reduce_grad(self, *, synchronize: bool) -> None:
-        """See `UnitBase.reduce_grad`."""
-        context, reductions = self.context, self.context.reductions
-        is_pending, self._has_pending_reduction = self._has_pending_reduction, False
-        with self._range("reduce_grad"):
-            arrived = [
-                group.grads
-                for group in self.groups
-                if group.grads is not None
-                and (group.grads.buffers.has_gradient or (is_pending and group.is_trained))
-            ]
-            if not arrived and reductions.is_async:
-                return
-            due = reductions.due(arrived, synchronize=synchronize)
-            if due and context.options.check_ranks is CheckRanks.ALWAYS:
-                compare_unit(context, self, "reduce")
-            reductions.reduce(due)
-
-    @override
-    def finish_gradients(self, *, synchronize: bool) -> None:
-        """Reduce what is left, also along the outer axis where that is all that is left."""
-        self.reduce_grad(synchronize=synchronize)
-        if synchronize:
-            self.context.reductions.reduce_partials(self.grads())
-
-    @override
-    def finish_backward(self) -> None:
-        """At the end of a backward: reduce what is left, rest."""
-        if self.reshard_after_backward and self.is_unsharded:
-            self.reshard()
-        if self._has_pending_reduction or any([group.has_unreduced for group in self.groups]):
-            self.finish_gradients(synchronize=self.syncs_gradients)
-        if self.phase is Phase.BACKWARD:
-            # Its inputs need no gradients, so nothing told the end of its backward.
-            self._num_awaited = max(0, self._num_awaited - 1)
-        self.phase = Phase.IDLE
-        self.left_to_run.clear()
 
 
 class _Use:

@@ -89,6 +89,9 @@ class UnitBase(ABC):
         is_gathered_after_step: Whether it was gathered by an optimizer's step, and not used since.
         hidden_groups: Those whose gathered parameters a state dict under way has put aside.
         is_recomputed: Whether its forward ran again in the latest backward.
+        num_awaited: Forwards whose backward is still to come; some may never come.
+        has_pending_reduction: Whether its next reduction takes place also where no gradient
+            arrived.
         is_unsharded: Whether gathered weights are installed, or on their way.
         ranges: Makes a profiler range of a name, or None for no ranges.
     """
@@ -133,9 +136,8 @@ class UnitBase(ABC):
         self._was_recomputed = False
         self.is_unsharded = False
         self.has_one_form = all(group.weights.has_one_payload for group in self.held_groups)
-        # Forwards whose backward is still to come; some may never come.
-        self._num_awaited = 0
-        self._has_pending_reduction = False
+        self.num_awaited = 0
+        self.has_pending_reduction = False
 
     @property
     def name(self) -> str:
@@ -154,7 +156,7 @@ class UnitBase(ABC):
     @property
     def is_expected_back(self) -> bool:
         """Whether its backward is under way, or to be expected after a forward."""
-        return self._num_awaited > 0 or self.phase is Phase.BACKWARD
+        return self.num_awaited > 0 or self.phase is Phase.BACKWARD
 
     @property
     def is_idle(self) -> bool:
@@ -267,7 +269,7 @@ class UnitBase(ABC):
 
     def wait_for_unshard(self) -> None:
         """Have gathered weights in place and installed on the modules."""
-        with self._range("wait_for_unshard"):
+        with self.in_range("wait_for_unshard"):
             for group in self.held_groups:
                 group.wait_for_unshard()
 
@@ -275,7 +277,7 @@ class UnitBase(ABC):
         """Install sharded parameters and drop gathered weights. Idempotent."""
         if not self.is_unsharded:
             return
-        with self._range("reshard"):
+        with self.in_range("reshard"):
             self.is_unsharded = self.is_gathered_after_step = False
             for group in self.held_groups:
                 group.reshard()
@@ -321,37 +323,21 @@ class UnitBase(ABC):
 
     # -- gradients ----------------------------------------------------------------------------
 
-    @abstractmethod
-    def reduce_grad(self, *, synchronize: bool) -> None:
-        """Reduce gradients that arrived, as far as asked for. Collective.
-
-        A unit whose backward ran takes part with all its groups: which of them got a gradient
-        may differ between ranks.
-
-        Args:
-            synchronize: Whether to go all the way into `param.grad`, where gradients are
-                otherwise left unreduced between micro-batches.
-        """
-
-    @abstractmethod
-    def finish_gradients(self, *, synchronize: bool) -> None:
-        """Reduce what is left, also along the outer axis where that is all that is left."""
-
-    @abstractmethod
-    def finish_backward(self) -> None:
-        """At the end of a backward: reduce what is left, rest."""
-
-    def expect_reduction(self) -> None:
-        """Have its next reduction take place also where no gradient arrived."""
-        self._has_pending_reduction = True
+    def end_backward(self) -> None:
+        """Rest, after a backward."""
+        if self.phase is Phase.BACKWARD:
+            # Its inputs need no gradients, so nothing told the end of its backward.
+            self.num_awaited = max(0, self.num_awaited - 1)
+        self.phase = Phase.IDLE
+        self.left_to_run.clear()
 
     def forget_failure(self) -> None:
         """Rest, whatever was under way."""
         self.phase = Phase.IDLE
         self.left_to_run.clear()
-        self._num_awaited = 0
+        self.num_awaited = 0
         self.num_users = 0
-        self._has_pending_reduction = False
+        self.has_pending_reduction = False
 
     def check_is_between_steps(self, method: str) -> None:
         """See that no gradient waits for what is about to change.
@@ -369,7 +355,8 @@ class UnitBase(ABC):
                     "between steps"
                 )
 
-    def _range(self, name: str) -> AbstractContextManager[Any]:
+    def in_range(self, name: str) -> AbstractContextManager[Any]:
+        """A profiler range, where there are some."""
         return _NO_RANGE if self.ranges is None else self.ranges(name)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -44,6 +45,7 @@ class Context:
         is_checked: Whether ranks have compared what they sharded.
         num_scheduled: Micro-batches whose modules a schedule runs part by part, from the beginning
             of their forward to the end of their backward; see `ScheduledUnits`.
+        use_numbers: A number for every run of a unit, larger than all before it.
     """
 
     def __init__(
@@ -76,28 +78,29 @@ class Context:
         self.forward_failed = False
         self.is_checked = False
         self.num_scheduled = 0
+        self.use_numbers = itertools.count()
         self._pass_unit: weakref.ref[UnitBase] | None = None
         self._units: list[weakref.ref[UnitBase]] = []
         # Kept gathered for their backwards, the oldest one first.
         self._recomputed: dict[weakref.ref[UnitBase], None] = {}
         self._in_backward: weakref.ref[UnitBase] | None = None
-        self._num_uses = 0
         # By the number of the use, what finishes its backward.
         self._nearly_over: dict[int, Callable[[], None]] = {}
         self._end_of_backward: weakref.ref[object] | None = None
 
-    def set_units(self, units: Sequence[UnitBase], *, spread: bool, may_differ: bool) -> None:
+    def set_units(self, units: Sequence[UnitBase]) -> None:
         """Register the units, parents before children as `modules()` lists them.
 
         Units hold the context; the context holds units weakly.
 
         Args:
             units: All units under the root, the root's own first.
-            spread: Whether there is more than one rank.
-            may_differ: Whether ranks may run different units.
         """
         self._units = [weakref.ref(unit) for unit in units]
-        self.ordered_reductions = OrderedReductions(units, in_order=may_differ) if spread else None
+        if any(axis.size > 1 for group in self.groups() for axis in group.axes):
+            # Where no use of a unit is a collective, ranks may run different ones.
+            may_differ = all(unit.skips_safely for unit in units)
+            self.ordered_reductions = OrderedReductions(units, in_order=may_differ)
 
     @property
     def ranks_may_differ(self) -> bool:
@@ -126,7 +129,7 @@ class Context:
         """Whether the pass under way began with this unit."""
         return self._pass_unit is not None and self._pass_unit() is unit
 
-    def begin_forward(self, unit: UnitBase, *, is_root: bool, has_grad: bool) -> None:
+    def begin_forward(self, unit: UnitBase, *, has_grad: bool) -> None:
         """Note that a pass starts (not a recomputation).
 
         Where ranks may run different units, a backward reduces all of them once for every pass.
@@ -135,7 +138,6 @@ class Context:
 
         Args:
             unit: The unit it starts with.
-            is_root: Whether that is the root.
             has_grad: Whether it is made for a backward.
         """
         self._pass_unit = weakref.ref(unit)
@@ -143,11 +145,11 @@ class Context:
         self.communicator.begin_pass()
         self.pass_has_grad = has_grad
         kind = "forward" if has_grad else "evaluation"
-        name = kind if is_root else f"{kind} of {unit.fqn}"
+        name = kind if unit.is_root else f"{kind} of {unit.fqn}"
         self.allocator.begin_pass(name, no_pending_backward=self._no_pending_backward())
         self.gathers.begin_forward(unit)
         # An evaluation between a forward and its backward is in nobody's way.
-        has_root = is_root and has_grad
+        has_root = unit.is_root and has_grad
         is_another = has_root and (self.root_pass.has_root or not self.ranks_may_differ)
         if is_another or self.root_pass.is_over:
             self.root_pass = RootPass()
@@ -208,11 +210,6 @@ class Context:
             self.synced_in_backward = weakref.WeakSet(syncing)
         self.gathers.begin_backward()
         self.begin_turns(passed)
-
-    def next_use(self) -> int:
-        """A number for one more run of a unit, larger than all before it."""
-        self._num_uses += 1
-        return self._num_uses
 
     def note_nearly_over(self, number: int, finish: Callable[[], None]) -> None:
         """Finish a backward that does not tell its end when that of an earlier run begins.

@@ -106,18 +106,15 @@ class _OptimizerWatch:
         return _live(known[1])
 
     def _check(self, optimizer: Optimizer) -> None:
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                _check_is_current(param)
-                if isinstance(param, UnevenDTensor):
-                    _check_is_elementwise(optimizer)
-                    self._watch_state(optimizer)
-
-    def _watch_state(self, optimizer: Optimizer) -> None:
-        """Until its first step, what an optimizer has of state is the same on all ranks."""
-        if optimizer not in self._with_sharded_state:
-            watch_state(optimizer)
-            self._with_sharded_state.add(optimizer)
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        for param in params:
+            _check_is_current(param)
+        if any(isinstance(param, UnevenDTensor) for param in params):
+            _check_is_elementwise(optimizer)
+            # Until its first step, what an optimizer has of state is the same on all ranks.
+            if optimizer not in self._with_sharded_state:
+                watch_state(optimizer)
+                self._with_sharded_state.add(optimizer)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         del args, kwargs

@@ -69,20 +69,13 @@ def given_options(**options: Any) -> dict[str, Any]:
         ValueError: One has a value that it cannot have.
     """
     given = {name: value for name, value in options.items() if value is not None}
-    numbers = ("unshard_prefetch_depth", "unshard_prefetch_bytes", "max_live_grad_buffers")
-    for name in (*numbers, "bucket_bytes"):
-        if name in given:
-            check_at_least_one(name, given[name])
-    for name in (
-        "enable_unshard_prefetch",
-        "enable_unshard_after_step",
-        "enable_async_reduce_grad",
-        "enable_trace_pool",
-    ):
-        if not isinstance(given.get(name, True), bool):
-            raise ValueError(f"{name} must be True or False, got {given[name]!r}")
-    if "check_ranks" in given:
-        given["check_ranks"] = CheckRanks.parse(given["check_ranks"])
+    for name, value in given.items():
+        if name == "check_ranks":
+            given[name] = CheckRanks.parse(value)
+        elif not name.startswith("enable_"):
+            check_at_least_one(name, value)
+        elif not isinstance(value, bool):
+            raise ValueError(f"{name} must be True or False, got {value!r}")
     return given
 
 

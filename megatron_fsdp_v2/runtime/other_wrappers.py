@@ -7,7 +7,7 @@ modules, and can be known by who is asking.
 
 from __future__ import annotations
 
-import inspect
+import sys
 import types
 from collections.abc import Sequence
 
@@ -39,13 +39,9 @@ def check_who_asks(module: object) -> None:
     if torch.compiler.is_compiling():
         # A compiled forward asks for its parameters; a constructor is not compiled.
         return
-    frame = inspect.currentframe()
-    frame = None if frame is None else frame.f_back
-    own = None if frame is None else frame.f_globals.get("__name__")
-    while frame is not None:
-        asking = frame.f_globals.get("__name__")
-        if asking not in _BETWEEN and asking != own:
-            break
+    frame: types.FrameType | None = sys._getframe(1)
+    between = (*_BETWEEN, sys._getframe(1).f_globals.get("__name__"))
+    while frame is not None and frame.f_globals.get("__name__") in between:
         frame = frame.f_back
     name = None if frame is None else _ASKING.get(frame.f_globals.get("__name__", ""))
     if name is not None and frame is not None and not _ignores_some(frame):

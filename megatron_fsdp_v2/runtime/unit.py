@@ -205,7 +205,7 @@ class Unit(UnitBase):
             if torch.is_grad_enabled():
                 for group in unit.groups:
                     group.members.check_hooks()
-        context.begin_forward(self, is_root=self.is_root, has_grad=torch.is_grad_enabled())
+        context.begin_forward(self, has_grad=torch.is_grad_enabled())
         if not context.ranks_may_differ:
             return
         if not context.is_checked:
@@ -371,7 +371,7 @@ class _Use:
     def __init__(self, unit: Unit, passed: RootPass[UnitBase]) -> None:
         self._unit = unit
         self.passed = passed
-        self.number = unit.context.next_use()
+        self.number = next(unit.context.use_numbers)
         self.tells_its_end = True
 
     def pre_backward(self) -> None:

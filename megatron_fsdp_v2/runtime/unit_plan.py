@@ -219,9 +219,7 @@ def _join(roots: Sequence[nn.Module], context: Context, undo: ExitStack) -> None
             undo.callback(group.rename, group.name)
             group.rename(f"{unit.fqn or unit.class_name}/{number}")
     _note_empty_ranks([group for unit in units for group in unit.groups if group.grads], undo)
-    spread = any(axis.size > 1 for u in units for group in u.groups for axis in group.axes)
-    may_differ = all(unit.skips_safely for unit in units)
-    context.set_units(units, spread=spread, may_differ=may_differ)
+    context.set_units(units)
 
 
 def _share_pool(allocator: Allocator, unit: Unit, undo: ExitStack) -> None:

@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_fsdp_v2.params.formats import register_format
+from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import STRATEGIES, batch, held_error, listen, mesh_of, wrap
-from tests.ranks import RankPools
 from tests.reference.models import INPUT
 from tests.reference.two_way import TwoWay, TwoWayFormat, TwoWayLinear, in_two_ways
 
@@ -91,13 +91,14 @@ def train(strategy: str, shape: tuple[int, ...], recompute: str, options: dict[s
     return max(errors), gathered
 
 
+NOT_AHEAD = {"enable_unshard_prefetch": False}
 CASES: list[tuple[str, tuple[int, ...], str, dict[str, Any]]] = [
     *((strategy, (2,), "", {}) for strategy in STRATEGIES),
     ("optim_grads_params", (3,), "", {}),
     ("optim_grads_params", (2,), "reentrant", {}),
     ("optim_grads_params", (2,), "not reentrant", {}),
     ("optim_grads_params", (2,), "", {"reshard_after_forward": False}),
-    ("optim_grads_params", (2,), "", {"enable_unshard_prefetch": False}),
+    ("optim_grads_params", (2,), "", NOT_AHEAD),
     ("optim_grads_params", (2,), "not reentrant", {"enable_trace_pool": True}),
     ("optim_grads_params", (2, 2), "", {}),
     ("optim", (2,), "", {"check_ranks": "always"}),
@@ -106,33 +107,33 @@ CASES: list[tuple[str, tuple[int, ...], str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("strategy", "shape", "recompute", "options"), CASES, ids=str)
+@on_ranks("shape")
 def test_each_form_is_there_for_its_use(
-    pools: RankPools,
-    strategy: str,
-    shape: tuple[int, ...],
-    recompute: str,
-    options: dict[str, Any],
+    strategy: str, shape: tuple[int, ...], recompute: str, options: dict[str, Any]
 ) -> None:
-    world_size = shape[0] * (shape[1] if len(shape) > 1 else 1)
-    for error, _ in pools(world_size).run(train, strategy, shape, recompute, options):
-        assert error < 2e-6
+    error, _ = train(strategy, shape, recompute, options)
+    assert error < 2e-6
 
 
-@pytest.mark.parametrize("recompute", ["", "reentrant", "not reentrant"])
-def test_a_use_gathers_its_own_form_and_no_other(pools: RankPools, recompute: str) -> None:
-    for _, (forward, backward) in pools(2).run(train, "optim_grads_params", (2,), recompute, {}):
-        # Padding is at most one line of 128 bytes for each weight and rank.
-        padding = 3 * 2 * 64
-        assert NUMBERS <= forward <= NUMBERS + padding
-        times = 2 if recompute else 1
-        assert times * NUMBERS <= backward <= times * (NUMBERS + padding)
+@on_ranks(2, recompute=["", "reentrant", "not reentrant"])
+def test_a_use_gathers_its_own_form_and_no_other(recompute: str) -> None:
+    _, (forward, backward) = train("optim_grads_params", (2,), recompute, {})
+    # Padding is at most one line of 128 bytes for each weight and rank.
+    padding = 3 * 2 * 64
+    assert NUMBERS <= forward <= NUMBERS + padding
+    times = 2 if recompute else 1
+    assert times * NUMBERS <= backward <= times * (NUMBERS + padding)
 
 
-def live_forms() -> dict[int, set[tuple[bool, ...]]]:
-    """For a forward (0) and a backward (1), which forms had memory while one was computed with."""
+def _sharded(**options: Any) -> Any:
     register_format(TwoWayFormat)
-    model = Layers()
-    wrap(model, sharding_strategy="optim_grads_params")
+    return wrap(Layers(), **options)
+
+
+@on_ranks(2)
+def test_one_form_has_memory_at_a_time() -> None:
+    model = _sharded()
+    # For a forward (0) and a backward (1), which forms had memory while one was computed with.
     seen: dict[int, set[tuple[bool, ...]]] = {0: set(), 1: set()}
     numbers = TwoWay.numbers
 
@@ -143,19 +144,12 @@ def live_forms() -> dict[int, set[tuple[bool, ...]]]:
 
     with mock.patch.object(TwoWay, "numbers", watched):
         model(batch(dist.get_rank()).requires_grad_()).square().mean().backward()
-    return seen
-
-
-def test_one_form_has_memory_at_a_time(pools: RankPools) -> None:
-    for seen in pools(2).run(live_forms):
-        assert seen == {0: {(True, False)}, 1: {(False, True)}}
+    assert seen == {0: {(True, False)}, 1: {(False, True)}}
 
 
 def gathered_ahead(options: dict[str, Any]) -> list[int]:
     """How many gathers of a backward were issued when each layer of it, the last first, ran."""
-    register_format(TwoWayFormat)
-    model = Layers()
-    wrap(model, sharding_strategy="optim_grads_params", **options)
+    model = _sharded(**options)
     wire, numbers = listen(model), TwoWay.numbers
     issued: list[int] = []
 
@@ -173,27 +167,20 @@ def gathered_ahead(options: dict[str, Any]) -> list[int]:
     return issued
 
 
-@pytest.mark.parametrize("kept", [{}, {"reshard_after_forward": False}], ids=str)
-def test_the_form_of_a_backward_is_gathered_ahead(pools: RankPools, kept: dict[str, Any]) -> None:
+@on_ranks(2, kept=[{}, {"reshard_after_forward": False}])
+def test_the_form_of_a_backward_is_gathered_ahead(kept: dict[str, Any]) -> None:
     """Also where weights are kept after the forward, in the other form."""
-    for issued in pools(2).run(gathered_ahead, kept):
-        assert issued == [2, 3, 3]
-    for issued in pools(2).run(gathered_ahead, {**kept, "enable_unshard_prefetch": False}):
-        assert issued == [1, 2, 3]
+    ahead, not_ahead = gathered_ahead(kept), gathered_ahead({**kept, **NOT_AHEAD})
+    assert ahead == [2, 3, 3]
+    assert not_ahead == [1, 2, 3]
 
 
-def test_the_same_object_is_computed_with_all_the_time(pools: RankPools) -> None:
-    for is_same in pools(1).run(same_parameter):
-        assert is_same
-
-
-def same_parameter() -> bool:
-    """Whether the parameter of a forward is that of the next, and one of its class."""
-    register_format(TwoWayFormat)
-    model = Layers()
-    wrap(model)
+@on_ranks(1)
+def test_the_same_object_is_computed_with_all_the_time() -> None:
+    model = _sharded()
     seen: list[Any] = []
     model.blocks[0].register_forward_pre_hook(lambda module, _args: seen.append(module.weight))
     for _ in range(2):
         model(batch(0).requires_grad_()).square().mean().backward()
-    return seen[0] is seen[1] and isinstance(seen[0], TwoWay) and isinstance(seen[0], nn.Parameter)
+    assert seen[0] is seen[1]
+    assert isinstance(seen[0], TwoWay) and isinstance(seen[0], nn.Parameter)

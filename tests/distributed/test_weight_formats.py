@@ -11,8 +11,8 @@ from torch import nn
 
 from megatron_fsdp_v2.params.formats import DenseFormat, format_of, register_format
 from megatron_fsdp_v2.runtime.fsdp_module import unit_of
+from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import STRATEGIES, batch, held_error, listen, mesh_of, wrap
-from tests.ranks import RankPools
 from tests.reference.models import Checkpointed, Stack
 from tests.reference.scaled_float8 import (
     ScaledFloat8,
@@ -92,42 +92,36 @@ CASES += [
 
 
 @pytest.mark.parametrize(("shape", "strategy", "more"), CASES, ids=str)
+@on_ranks("shape")
 def test_training_in_8_bits_is_that_of_whole_quantized_weights(
-    pools: RankPools, shape: tuple[int, ...], strategy: str, more: dict[str, Any]
+    shape: tuple[int, ...], strategy: str, more: dict[str, Any]
 ) -> None:
-    world_size = shape[0] * (shape[1] if len(shape) > 1 else 1)
-    options = {"sharding_strategy": strategy, **more}
-    for errors in pools(world_size).run(largest_errors, shape, options):
-        assert max(errors) < 2e-6, errors
+    errors = largest_errors(shape, {"sharding_strategy": strategy, **more})
+    assert max(errors) < 2e-6, errors
 
 
-def bytes_gathered() -> tuple[int, int, list[str]]:
-    """Of a forward: bytes of all-gathers in 8 bits, in others; and kinds of groups of a block."""
-    _, model = _pair((2,), sharding_strategy="optim_grads_params")
+@on_ranks(2)
+def test_what_travels_is_the_payload() -> None:
+    weights = sum(p.numel() for p in Stack().parameters() if p.dim() == 2)
+    _, model = _pair((2,))
     wire = listen(model)
     model(batch(dist.get_rank()))
     gathers = [sent for sent in wire.sent if sent.kind == "all_gather"]
-    eight = sum(sent.numel for sent in gathers if sent.dtype.itemsize == 1)
-    other = sum(sent.numel * sent.dtype.itemsize for sent in gathers if sent.dtype.itemsize > 1)
+    eight = sum(sent.nbytes for sent in gathers if sent.dtype.itemsize == 1)
     groups = unit_of(model.blocks[0]).groups
-    return eight, other, sorted(group.spec.format_type.__name__ for group in groups)
-
-
-def test_what_travels_is_the_payload(pools: RankPools) -> None:
-    weights = sum(p.numel() for p in Stack().parameters() if p.dim() == 2)
-    for eight, other, formats in pools(2).run(bytes_gathered):
-        assert weights <= eight < 1.5 * weights
-        assert 0 < other < weights
-        assert formats == ["DenseFormat", "ScaledFloat8Format"]
+    formats = sorted(group.spec.format_type.__name__ for group in groups)
+    assert weights <= eight < 1.5 * weights
+    assert 0 < wire.nbytes("all_gather") - eight < weights
+    assert formats == ["DenseFormat", "ScaledFloat8Format"]
 
 
 def _bytes(weight: ScaledFloat8) -> torch.Tensor:
     return weight.payload.view(torch.uint8)
 
 
-def gathered_payloads() -> list[bool]:
-    """Whether every gathered weight has the bytes of the whole weight quantized at once."""
-    plain, model = _pair((2,), sharding_strategy="optim_grads_params")
+@on_ranks(2)
+def test_a_gathered_payload_is_that_of_quantizing_the_whole_weight() -> None:
+    plain, model = _pair((2,))
     with torch.no_grad():
         for param in plain.parameters():
             param.mul_(1.7)
@@ -146,13 +140,8 @@ def gathered_payloads() -> list[bool]:
     for block in model.blocks:
         block.register_forward_pre_hook(look)
     model(batch(dist.get_rank()))
-    return same
-
-
-def test_a_gathered_payload_is_that_of_quantizing_the_whole_weight(pools: RankPools) -> None:
-    for same in pools(2).run(gathered_payloads):
-        assert len(same) == 3 * 2 * 2
-        assert all(same)
+    assert len(same) == 3 * 2 * 2
+    assert all(same)
 
 
 def test_a_format_is_found_by_what_the_parameter_is() -> None:

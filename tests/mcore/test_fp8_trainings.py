@@ -48,6 +48,19 @@ def _fp8(recipe: str) -> str:
     return f"--fp8-format hybrid --fp8-recipe {recipe}"
 
 
+FORMATS = {name: _fp8(name) for name in (*RECIPES, "mxfp8")} | {"nvfp4": NVFP4}
+GATHERS = {name: GATHERED for name in FORMATS} | {"nvfp4": GATHERED_FP4}
+"""Flags by recipe: what weights are quantized to, and what has them gathered so."""
+
+
+@pytest.fixture
+def te_pools(request: pytest.FixtureRequest, recipe: str) -> RankPools:
+    """Ranks that rehearse a GPU which has a recipe."""
+    name = "megatron_te" if recipe in RECIPES else "blackwell_te"
+    found: RankPools = request.getfixturevalue(name)
+    return found
+
+
 def _run(pools: RankPools, ranks: int, *flags: str | Sequence[str]) -> Training:
     return trained(pools, ranks, COMMON, *flags, **EXACT)
 
@@ -61,63 +74,66 @@ def _assert_equal(mine: Training, theirs: Training) -> None:
 _QUICK = ("tensorwise", ZERO3)
 
 
-@pytest.mark.parametrize("gathers", ["", GATHERED], ids=["bf16 gathers", "FP8 gathers"])
+@pytest.mark.parametrize("is_gathered", [False, True], ids=["bf16 gathers", "quantized gathers"])
 @pytest.mark.parametrize(
     ("recipe", "strategy"),
     [
         (longer(r, s) if (r, s) != _QUICK else pytest.param(r, s))
-        for r in RECIPES
+        for r in FORMATS
         for s in f.STRATEGIES
     ],
 )
-def test_fp8_trains_as_under_megatrons_ddp(
-    megatron_te: RankPools, recipe: str, strategy: str, gathers: str
+def test_quantized_products_train_as_under_megatrons_ddp(
+    te_pools: RankPools, recipe: str, strategy: str, is_gathered: bool
 ) -> None:
-    theirs = _run(megatron_te, 2, _fp8(recipe))
-    mine = _run(megatron_te, 2, _fp8(recipe), fsdp(strategy), gathers)
+    theirs = _run(te_pools, 2, FORMATS[recipe])
+    mine = _run(
+        te_pools, 2, FORMATS[recipe], fsdp(strategy), GATHERS[recipe] if is_gathered else ""
+    )
     _assert_equal(mine, theirs)
-    assert distance(mine.grad_norms, theirs.grad_norms) <= 1e-6
+    if recipe in RECIPES:
+        assert distance(mine.grad_norms, theirs.grad_norms) <= 1e-6
+    if recipe == "nvfp4":
+        assert distance(theirs.losses, _run(te_pools, 2, BLACKWELL).losses) > 1e-3, "not in FP4"
 
 
-@pytest.mark.functional
-@pytest.mark.parametrize("strategy", f.STRATEGIES)
-@pytest.mark.parametrize("gathers", ["", GATHERED], ids=["bf16 gathers", "FP8 gathers"])
-def test_mxfp8_trains_as_under_megatrons_ddp(
-    blackwell_te: RankPools, strategy: str, gathers: str
-) -> None:
-    theirs = _run(blackwell_te, 2, _fp8("mxfp8"))
-    _assert_equal(_run(blackwell_te, 2, _fp8("mxfp8"), fsdp(strategy), gathers), theirs)
-
-
-@pytest.mark.functional
-@pytest.mark.parametrize("strategy", f.STRATEGIES)
-@pytest.mark.parametrize("gathers", ["", GATHERED_FP4], ids=["bf16 gathers", "FP4 gathers"])
-def test_nvfp4_trains_as_under_megatrons_ddp(
-    blackwell_te: RankPools, strategy: str, gathers: str
-) -> None:
-    theirs = _run(blackwell_te, 2, NVFP4)
-    assert distance(theirs.losses, _run(blackwell_te, 2, BLACKWELL).losses) > 1e-3, "not in FP4"
-    _assert_equal(_run(blackwell_te, 2, NVFP4, fsdp(strategy), gathers), theirs)
+_GQA_SWIGLU = f"{f.GATED} --disable-bias-linear"
 
 
 @pytest.mark.functional
 @pytest.mark.parametrize(
-    ("ranks", "more"),
+    ("recipe", "ranks", "more"),
     [
-        pytest.param(2, FULL_RECOMPUTE, id="recompute"),
-        pytest.param(2, EXPERTS_FP4, id="MoE"),
-        pytest.param(2, PP2, id="PP2"),
-        pytest.param(4, "", id="DP4"),
-        pytest.param(2, f"{f.GATED} --disable-bias-linear", id="GQA SwiGLU"),
-        pytest.param(2, "--tensor-model-parallel-size 2", id="TP2"),
+        pytest.param("tensorwise", 2, FULL_RECOMPUTE, id="tensorwise, recompute"),
+        pytest.param("tensorwise", 2, TP2_SP, id="tensorwise, TP2 SP"),
+        pytest.param("tensorwise", 4, TP2_SP, id="tensorwise, TP2 SP, DP2"),
+        pytest.param("delayed", 2, EXPERTS, id="delayed, MoE"),
+        pytest.param("tensorwise", 2, EXPERTS, id="tensorwise, MoE"),
+        pytest.param("delayed", 2, _GQA_SWIGLU, id="delayed, GQA SwiGLU"),
+        pytest.param("delayed", 2, PP2, id="delayed, PP2"),
+        pytest.param("tensorwise", 4, PP2, id="tensorwise, PP2, DP2"),
+        pytest.param("mxfp8", 2, FULL_RECOMPUTE, id="mxfp8, recompute"),
+        pytest.param("mxfp8", 2, EXPERTS, id="mxfp8, MoE"),
+        pytest.param("mxfp8", 2, PP2, id="mxfp8, PP2"),
+        pytest.param("nvfp4", 2, FULL_RECOMPUTE, id="nvfp4, recompute"),
+        pytest.param("nvfp4", 2, EXPERTS_FP4, id="nvfp4, MoE"),
+        pytest.param("nvfp4", 2, PP2, id="nvfp4, PP2"),
+        pytest.param("nvfp4", 4, "", id="nvfp4, DP4"),
+        pytest.param("nvfp4", 2, _GQA_SWIGLU, id="nvfp4, GQA SwiGLU"),
+        pytest.param("nvfp4", 2, "--tensor-model-parallel-size 2", id="nvfp4, TP2"),
     ],
 )
-def test_nvfp4_trains_other_models(blackwell_te: RankPools, ranks: int, more: str) -> None:
-    theirs = _run(blackwell_te, ranks, NVFP4, more)
-    _assert_equal(_run(blackwell_te, ranks, NVFP4, fsdp(ZERO3), GATHERED_FP4, more), theirs)
+def test_quantized_weights_train_other_models(
+    te_pools: RankPools, recipe: str, ranks: int, more: str
+) -> None:
+    theirs = _run(te_pools, ranks, FORMATS[recipe], more)
+    _assert_equal(
+        _run(te_pools, ranks, FORMATS[recipe], fsdp(ZERO3), GATHERS[recipe], more), theirs
+    )
 
 
 @pytest.mark.functional
+@pytest.mark.parametrize("recipe", ["delayed", "nvfp4"])
 @pytest.mark.parametrize(
     "more",
     [
@@ -126,23 +142,51 @@ def test_nvfp4_trains_other_models(blackwell_te: RankPools, ranks: int, more: st
         pytest.param("--init-model-with-meta-device", id="meta device"),
     ],
 )
-def test_how_nvfp4_weights_are_gathered_changes_no_bit(blackwell_te: RankPools, more: str) -> None:
-    common = [NVFP4, fsdp(ZERO3), GATHERED_FP4]
-    assert _run(blackwell_te, 2, *common, more).losses == _run(blackwell_te, 2, *common).losses
+def test_how_weights_are_gathered_changes_no_bit(
+    te_pools: RankPools, recipe: str, more: str
+) -> None:
+    common = [FORMATS[recipe], fsdp(ZERO3), GATHERS[recipe]]
+    assert _run(te_pools, 2, *common, more).losses == _run(te_pools, 2, *common).losses
 
 
 @pytest.mark.functional
 @pytest.mark.parametrize(
-    "more",
+    ("ranks", "more"),
     [
-        pytest.param("--first-last-layers-bf16 --num-layers 4", id="first and last layer in bf16"),
-        pytest.param("--optimizer muon --muon-fp32-matmul-prec high", id="Muon"),
+        pytest.param(4, HSDP, id="HSDP"),
+        pytest.param(2, "--optimizer-cpu-offload --use-precision-aware-optimizer", id="offload"),
     ],
 )
-def test_nvfp4_gathers_are_bf16_gathers_to_the_bit(blackwell_te: RankPools, more: str) -> None:
-    common = [NVFP4, fsdp(ZERO3), more]
-    gathered = _run(blackwell_te, 2, *common, GATHERED_FP4)
-    assert gathered.losses == _run(blackwell_te, 2, *common).losses
+def test_sums_and_adam_of_another_kind_change_next_to_nothing(
+    megatron_te: RankPools, ranks: int, more: str
+) -> None:
+    """Sums over four ranks are made in another order; the CPU's Adam is torch's."""
+    common = [_fp8("delayed"), fsdp(ZERO3), GATHERED]
+    plain, other = (_run(megatron_te, ranks, *common, which) for which in ("", more))
+    assert distance(other.losses, plain.losses) < 1e-3
+
+
+@pytest.mark.functional
+@pytest.mark.parametrize(
+    ("recipe", "more"),
+    [
+        *(
+            pytest.param(recipe, more, id=f"{recipe}, {name}")
+            for recipe in ("tensorwise", "nvfp4")
+            for name, more in {
+                "first and last layer in bf16": "--first-last-layers-bf16 --num-layers 4",
+                "Muon": "--optimizer muon --muon-fp32-matmul-prec high",
+            }.items()
+        ),
+        pytest.param("tensorwise", f.GATED, id="tensorwise, GQA SwiGLU"),
+    ],
+)
+def test_quantized_gathers_are_bf16_gathers_to_the_bit(
+    te_pools: RankPools, recipe: str, more: str
+) -> None:
+    common = [FORMATS[recipe], fsdp(ZERO3), more]
+    gathered = _run(te_pools, 2, *common, GATHERS[recipe])
+    assert gathered.losses == _run(te_pools, 2, *common).losses
 
 
 @pytest.mark.functional
@@ -152,6 +196,24 @@ def test_nvfp4_trains_without_fused_weight_gradients(blackwell_te: RankPools, ga
     common = [NVFP4, "--no-gradient-accumulation-fusion"]
     theirs = _run(blackwell_te, 2, *common)
     _assert_equal(_run(blackwell_te, 2, *common, fsdp(ZERO3), gathers), theirs)
+
+
+@pytest.mark.functional
+@pytest.mark.parametrize(
+    ("recipe", "strategy"),
+    [
+        *((recipe, strategy) for recipe in RECIPES for strategy in (f.ZERO1, f.ZERO2, ZERO3)),
+        ("mxfp8", ZERO3),
+        ("nvfp4", ZERO3),
+    ],
+)
+def test_main_weights_sharded_over_instances_too_train_as_over_one(
+    te_pools: RankPools, recipe: str, strategy: str
+) -> None:
+    common = [FORMATS[recipe], GATHERS[recipe], fsdp(strategy)]
+    one, two = (_run(te_pools, 4, *common, axes) for axes in (HSDP, f.HFSDP))
+    # Along the outer axis gradients are scattered instead of reduced whole, of equal sums.
+    _assert_equal(two, one)
 
 
 @pytest.mark.functional
@@ -166,100 +228,6 @@ def test_a_checkpoint_of_nvfp4_has_main_weights(
     assert distance(resumed.losses, whole.losses[2:]) <= (0 if ranks == 2 else 1e-2)
     in_bf16 = _run(blackwell_te, ranks, BLACKWELL, fsdp(f.ZERO1), loading(tmp_path, 2))
     assert distance(in_bf16.losses, whole.losses[2:]) < 1e-2
-
-
-@pytest.mark.functional
-@pytest.mark.parametrize("more", [FULL_RECOMPUTE, EXPERTS, PP2], ids=["recompute", "MoE", "PP2"])
-def test_mxfp8_trains_other_models(blackwell_te: RankPools, more: str) -> None:
-    theirs = _run(blackwell_te, 2, _fp8("mxfp8"), more)
-    _assert_equal(_run(blackwell_te, 2, _fp8("mxfp8"), fsdp(ZERO3), GATHERED, more), theirs)
-
-
-@pytest.mark.functional
-@pytest.mark.parametrize(
-    ("recipe", "ranks", "more"),
-    [
-        pytest.param("tensorwise", 2, FULL_RECOMPUTE, id="recompute"),
-        pytest.param("tensorwise", 2, TP2_SP, id="TP2 SP"),
-        pytest.param("tensorwise", 4, TP2_SP, id="TP2 SP, DP2"),
-        pytest.param("delayed", 2, EXPERTS, id="MoE"),
-        pytest.param("tensorwise", 2, EXPERTS, id="MoE, tensorwise"),
-        pytest.param("delayed", 2, f"{f.GATED} --disable-bias-linear", id="GQA SwiGLU"),
-        pytest.param("delayed", 2, PP2, id="PP2"),
-        pytest.param("tensorwise", 4, PP2, id="PP2, DP2"),
-    ],
-)
-def test_fp8_weights_train_other_models(
-    megatron_te: RankPools, recipe: str, ranks: int, more: str
-) -> None:
-    theirs = _run(megatron_te, ranks, _fp8(recipe), more)
-    _assert_equal(_run(megatron_te, ranks, _fp8(recipe), fsdp(ZERO3), GATHERED, more), theirs)
-
-
-@pytest.mark.functional
-@pytest.mark.parametrize(
-    ("ranks", "more", "without"),
-    [
-        pytest.param(2, f"{f.OVERLAP} --fsdp-trace-pool", "", id="overlap, pool"),
-        pytest.param(2, "--keep-fp8-transpose-cache", "", id="transposes kept"),
-        pytest.param(2, "--init-model-with-meta-device", "", id="meta device"),
-        pytest.param(4, HSDP, "", id="HSDP"),
-        pytest.param(
-            2, "--optimizer-cpu-offload --use-precision-aware-optimizer", "", id="offload"
-        ),
-    ],
-)
-def test_how_weights_are_gathered_changes_no_bit(
-    megatron_te: RankPools, ranks: int, more: str, without: str
-) -> None:
-    recipe = _fp8("delayed")
-    plain = _run(megatron_te, ranks, recipe, fsdp(ZERO3), GATHERED, without)
-    other = _run(megatron_te, ranks, recipe, fsdp(ZERO3), GATHERED, more)
-    if more == HSDP or "offload" in more:
-        # Sums over four ranks are made in another order; the CPU's Adam is torch's.
-        assert distance(other.losses, plain.losses) < 1e-3
-    else:
-        assert other.losses == plain.losses
-
-
-def _assert_two_axes(pools: RankPools, formats: str, strategy: str) -> None:
-    common = [formats, fsdp(strategy)]
-    one, two = (_run(pools, 4, *common, axes) for axes in (HSDP, f.HFSDP))
-    assert len(one.losses) == 4
-    # Along the outer axis gradients are scattered instead of reduced whole, of equal sums.
-    assert distance(two.losses, one.losses) <= 1e-6
-    assert distance(two.params_norms, one.params_norms) <= 1e-6
-
-
-@pytest.mark.functional
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("strategy", [f.ZERO1, f.ZERO2, ZERO3])
-def test_main_weights_sharded_over_instances_too_train_as_over_one(
-    megatron_te: RankPools, recipe: str, strategy: str
-) -> None:
-    _assert_two_axes(megatron_te, f"{_fp8(recipe)} {GATHERED}", strategy)
-
-
-@pytest.mark.functional
-@pytest.mark.parametrize("formats", [f"{_fp8('mxfp8')} {GATHERED}", f"{NVFP4} {GATHERED_FP4}"])
-def test_main_weights_of_a_blackwell_gpu_sharded_over_instances_too_train_as_over_one(
-    blackwell_te: RankPools, formats: str
-) -> None:
-    _assert_two_axes(blackwell_te, formats, ZERO3)
-
-
-@pytest.mark.functional
-@pytest.mark.parametrize(
-    "more",
-    [
-        pytest.param("--first-last-layers-bf16 --num-layers 4", id="first and last layer in bf16"),
-        pytest.param("--optimizer muon --muon-fp32-matmul-prec high", id="Muon"),
-        pytest.param(f.GATED, id="GQA SwiGLU"),
-    ],
-)
-def test_fp8_gathers_are_bf16_gathers_to_the_bit(megatron_te: RankPools, more: str) -> None:
-    common = [_fp8("tensorwise"), fsdp(ZERO3), more]
-    assert _run(megatron_te, 2, *common, GATHERED).losses == _run(megatron_te, 2, *common).losses
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,11 @@ MOST_CHARACTERS = 500
 
 
 def on_ranks(
-    ranks: int | str, *, timeout_s: float = DEFAULT_TIMEOUT_S, **cases: Iterable[Any]
+    ranks: int | str,
+    *,
+    pools: str = "pools",
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    **cases: Iterable[Any],
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Have a test's body run on every rank, with the arguments that pytest gives it.
 
@@ -29,21 +33,23 @@ def on_ranks(
 
     Args:
         ranks: How many; or which argument says so: a number, sizes of a mesh, or the name of one.
+        pools: The fixture that has them.
         timeout_s: Time for all of it.
         cases: Values of arguments by name, of which every combination is a case.
     """
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(body)
-        def test(pools: RankPools, **given: Any) -> None:
+        def test(**given: Any) -> None:
+            started: RankPools = given.pop(pools)
             number = _number(given[ranks]) if isinstance(ranks, str) else ranks
             name = (body.__module__, body.__name__)
-            pools(number).run(_run_body, *name, given, timeout_s=timeout_s)
+            started(number).run(_run_body, *name, given, timeout_s=timeout_s)
 
         signature = inspect.signature(body)
-        pools = inspect.Parameter("pools", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        fixture = inspect.Parameter(pools, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         test.__signature__ = signature.replace(  # type: ignore[attr-defined]
-            parameters=[pools, *signature.parameters.values()]
+            parameters=[fixture, *signature.parameters.values()]
         )
         for argument, values in cases.items():
             test = pytest.mark.parametrize(argument, values)(test)

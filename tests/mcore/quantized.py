@@ -104,7 +104,7 @@ FIELDS = {
 }
 
 
-def bytes_differ(recipe: str, strategy: str, num_steps: int, instances: int = 1) -> list[str]:
+def differing_bytes(recipe: str, strategy: str, num_steps: int, instances: int = 1) -> list[str]:
     """Train, then gather: which fields are not those of whole main weights that are quantized."""
     te = enter(recipe)
     model = sharded(layers(te, recipe), strategy, instances=instances)

@@ -8,7 +8,11 @@ import pytest
 
 from tests.ranks import RankPools, rank_pools
 
-__all__ = ["blackwell_te", "megatron_te"]
+__all__ = ["blackwell_te", "megatron_te", "recipe_te"]
+
+RECIPES = ("delayed", "tensorwise", "blockwise")
+BLACKWELL_RECIPES = ("mxfp8", "nvfp4")
+"""That no earlier GPU has."""
 
 
 @pytest.fixture(scope="session")
@@ -28,6 +32,14 @@ def blackwell_te() -> Iterator[RankPools]:
     _skip_without_transformer_engine()
     with rank_pools(["tests.mcore.preloaded_blackwell"]) as pools:
         yield pools
+
+
+@pytest.fixture
+def recipe_te(request: pytest.FixtureRequest, recipe: str) -> RankPools:
+    """One of these: for the argument `recipe` of a test."""
+    name = "blackwell_te" if recipe in BLACKWELL_RECIPES else "megatron_te"
+    found: RankPools = request.getfixturevalue(name)
+    return found
 
 
 def _skip_without_transformer_engine() -> None:

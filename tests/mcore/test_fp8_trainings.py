@@ -17,6 +17,7 @@ from tests.mcore import flags as f
 from tests.mcore.command_line import torchrun
 from tests.mcore.flags import FULL_RECOMPUTE, HSDP, PP2, TP2_SP, ZERO3, fsdp, loading, saving, words
 from tests.mcore.session import TRANSFORMER_ENGINE, Training, distance
+from tests.mcore.te_pools import RECIPES
 from tests.mcore.trained import longer, trained
 from tests.ranks import RankPools
 
@@ -37,7 +38,6 @@ EXPERTS = (
 EXPERTS_FP4 = EXPERTS.replace(
     "--moe-router-padding-for-fp8", "--moe-router-padding-for-quantization"
 )
-RECIPES = ("delayed", "tensorwise", "blockwise")
 NVFP4 = "--fp4-format e2m1 --fp4-recipe nvfp4"
 GATHERED_FP4 = "--fp4-param-gather"
 # Of bf16: it decides which GPU is rehearsed and, without --fp8-format, nothing else.
@@ -51,14 +51,6 @@ def _fp8(recipe: str) -> str:
 FORMATS = {name: _fp8(name) for name in (*RECIPES, "mxfp8")} | {"nvfp4": NVFP4}
 GATHERS = {name: GATHERED for name in FORMATS} | {"nvfp4": GATHERED_FP4}
 """Flags by recipe: what weights are quantized to, and what has them gathered so."""
-
-
-@pytest.fixture
-def te_pools(request: pytest.FixtureRequest, recipe: str) -> RankPools:
-    """Ranks that rehearse a GPU which has a recipe."""
-    name = "megatron_te" if recipe in RECIPES else "blackwell_te"
-    found: RankPools = request.getfixturevalue(name)
-    return found
 
 
 def _run(pools: RankPools, ranks: int, *flags: str | Sequence[str]) -> Training:
@@ -84,17 +76,17 @@ _QUICK = ("tensorwise", ZERO3)
     ],
 )
 def test_quantized_products_train_as_under_megatrons_ddp(
-    te_pools: RankPools, recipe: str, strategy: str, is_gathered: bool
+    recipe_te: RankPools, recipe: str, strategy: str, is_gathered: bool
 ) -> None:
-    theirs = _run(te_pools, 2, FORMATS[recipe])
+    theirs = _run(recipe_te, 2, FORMATS[recipe])
     mine = _run(
-        te_pools, 2, FORMATS[recipe], fsdp(strategy), GATHERS[recipe] if is_gathered else ""
+        recipe_te, 2, FORMATS[recipe], fsdp(strategy), GATHERS[recipe] if is_gathered else ""
     )
     _assert_equal(mine, theirs)
     if recipe in RECIPES:
         assert distance(mine.grad_norms, theirs.grad_norms) <= 1e-6
     if recipe == "nvfp4":
-        assert distance(theirs.losses, _run(te_pools, 2, BLACKWELL).losses) > 1e-3, "not in FP4"
+        assert distance(theirs.losses, _run(recipe_te, 2, BLACKWELL).losses) > 1e-3, "not in FP4"
 
 
 _GQA_SWIGLU = f"{f.GATED} --disable-bias-linear"
@@ -124,11 +116,11 @@ _GQA_SWIGLU = f"{f.GATED} --disable-bias-linear"
     ],
 )
 def test_quantized_weights_train_other_models(
-    te_pools: RankPools, recipe: str, ranks: int, more: str
+    recipe_te: RankPools, recipe: str, ranks: int, more: str
 ) -> None:
-    theirs = _run(te_pools, ranks, FORMATS[recipe], more)
+    theirs = _run(recipe_te, ranks, FORMATS[recipe], more)
     _assert_equal(
-        _run(te_pools, ranks, FORMATS[recipe], fsdp(ZERO3), GATHERS[recipe], more), theirs
+        _run(recipe_te, ranks, FORMATS[recipe], fsdp(ZERO3), GATHERS[recipe], more), theirs
     )
 
 
@@ -143,10 +135,10 @@ def test_quantized_weights_train_other_models(
     ],
 )
 def test_how_weights_are_gathered_changes_no_bit(
-    te_pools: RankPools, recipe: str, more: str
+    recipe_te: RankPools, recipe: str, more: str
 ) -> None:
     common = [FORMATS[recipe], fsdp(ZERO3), GATHERS[recipe]]
-    assert _run(te_pools, 2, *common, more).losses == _run(te_pools, 2, *common).losses
+    assert _run(recipe_te, 2, *common, more).losses == _run(recipe_te, 2, *common).losses
 
 
 @pytest.mark.functional
@@ -182,11 +174,11 @@ def test_sums_and_adam_of_another_kind_change_next_to_nothing(
     ],
 )
 def test_quantized_gathers_are_bf16_gathers_to_the_bit(
-    te_pools: RankPools, recipe: str, more: str
+    recipe_te: RankPools, recipe: str, more: str
 ) -> None:
     common = [FORMATS[recipe], fsdp(ZERO3), more]
-    gathered = _run(te_pools, 2, *common, GATHERS[recipe])
-    assert gathered.losses == _run(te_pools, 2, *common).losses
+    gathered = _run(recipe_te, 2, *common, GATHERS[recipe])
+    assert gathered.losses == _run(recipe_te, 2, *common).losses
 
 
 @pytest.mark.functional
@@ -208,10 +200,10 @@ def test_nvfp4_trains_without_fused_weight_gradients(blackwell_te: RankPools, ga
     ],
 )
 def test_main_weights_sharded_over_instances_too_train_as_over_one(
-    te_pools: RankPools, recipe: str, strategy: str
+    recipe_te: RankPools, recipe: str, strategy: str
 ) -> None:
     common = [FORMATS[recipe], GATHERS[recipe], fsdp(strategy)]
-    one, two = (_run(te_pools, 4, *common, axes) for axes in (HSDP, f.HFSDP))
+    one, two = (_run(recipe_te, 4, *common, axes) for axes in (HSDP, f.HFSDP))
     # Along the outer axis gradients are scattered instead of reduced whole, of equal sums.
     _assert_equal(two, one)
 

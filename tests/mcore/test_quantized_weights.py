@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+
 import pytest
 
+from tests.distributed.on_ranks import on_ranks
 from tests.mcore import quantized
-from tests.ranks import RankPools
+from tests.mcore.te_pools import BLACKWELL_RECIPES, RECIPES
+from tests.mcore.trained import TIMEOUT_S, longer
 
-TIMEOUT_S = 240.0
-RECIPES = ("tensorwise", "delayed", "blockwise")
-BLACKWELL_RECIPES = ("mxfp8", "nvfp4")
+on_te_ranks = functools.partial(on_ranks, pools="recipe_te", timeout_s=TIMEOUT_S)
 
 
 def _cases() -> list[object]:
@@ -19,121 +22,89 @@ def _cases() -> list[object]:
     strategies = ("no_shard", "optim", "optim_grads_params")
     return [
         pytest.param(*case, marks=() if case in quick else pytest.mark.functional)
-        for recipe in RECIPES
-        for strategy in strategies
-        for case in ((recipe, strategy, ranks, steps) for ranks in (1, 2, 3) for steps in (0, 2))
+        for case in itertools.product((*RECIPES, *BLACKWELL_RECIPES), strategies, (1, 2, 3), (0, 2))
     ]
 
 
 @pytest.mark.parametrize(("recipe", "strategy", "ranks", "steps"), _cases())
+@on_te_ranks("ranks")
 def test_gathered_bytes_are_those_of_quantizing_the_whole_weight(
-    megatron_te: RankPools, recipe: str, strategy: str, ranks: int, steps: int
+    recipe: str, strategy: str, ranks: int, steps: int
 ) -> None:
-    run = megatron_te(ranks).run
-    for differing in run(quantized.bytes_differ, recipe, strategy, steps, timeout_s=TIMEOUT_S):
-        assert differing == []
+    assert quantized.differing_bytes(recipe, strategy, steps) == []
 
 
 @pytest.mark.functional
-@pytest.mark.parametrize("recipe", BLACKWELL_RECIPES)
-@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads_params"])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_bytes_of_a_blackwell_gpu_are_those_of_quantizing_the_whole_weight(
-    blackwell_te: RankPools, recipe: str, strategy: str, ranks: int
-) -> None:
-    run = blackwell_te(ranks).run
-    for steps in (0, 2):
-        for differing in run(quantized.bytes_differ, recipe, strategy, steps, timeout_s=TIMEOUT_S):
-            assert differing == []
-
-
-def _assert_bytes_of_two_axes(pools: RankPools, recipe: str, strategy: str) -> None:
-    run = pools(4).run
-    for differing in run(quantized.bytes_differ, recipe, strategy, 2, 2, timeout_s=TIMEOUT_S):
-        assert differing == []
-
-
-@pytest.mark.functional
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("strategy", ["optim", "optim_grads", "optim_grads_params"])
+@pytest.mark.parametrize(
+    ("recipe", "strategy"),
+    [
+        *itertools.product(RECIPES, ("optim", "optim_grads", "optim_grads_params")),
+        *itertools.product(BLACKWELL_RECIPES, ("optim", "optim_grads_params")),
+    ],
+)
+@on_te_ranks(4)
 def test_rows_cut_along_two_axes_are_quantized_with_the_scales_of_whole_weights(
-    megatron_te: RankPools, recipe: str, strategy: str
+    recipe: str, strategy: str
 ) -> None:
-    _assert_bytes_of_two_axes(megatron_te, recipe, strategy)
+    assert quantized.differing_bytes(recipe, strategy, 2, instances=2) == []
 
 
 @pytest.mark.functional
-@pytest.mark.parametrize("recipe", BLACKWELL_RECIPES)
-@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
-def test_rows_of_a_blackwell_gpu_cut_along_two_axes_have_the_scales_of_whole_weights(
-    blackwell_te: RankPools, recipe: str, strategy: str
-) -> None:
-    _assert_bytes_of_two_axes(blackwell_te, recipe, strategy)
-
-
-@pytest.mark.functional
-def test_nvfp4_gathers_a_quarter_of_the_bytes_of_bf16(blackwell_te: RankPools) -> None:
-    run = blackwell_te(2).run
-    for gathered in run(quantized.gathered_bytes, "nvfp4", timeout_s=TIMEOUT_S):
-        for four, sixteen in zip(*gathered, strict=True):
-            # Biases travel in bf16.
-            assert 0.25 * sixteen <= four <= 0.26 * sixteen
-
-
-@pytest.mark.functional
-def test_what_cannot_be_gathered_as_nvfp4_is_said(blackwell_te: RankPools) -> None:
-    for said in blackwell_te(2).run(quantized.nvfp4_rejections, timeout_s=TIMEOUT_S):
-        assert "in blocks of 1 x 16 cannot be gathered as bytes" in said["blocks of 1 x 16"]
-        assert "(64, 96) cannot be gathered as NVFP4" in said["a width of 96"]
-
-
-def _assert_half(gathered: tuple[tuple[int, int], tuple[int, int]]) -> None:
-    for eight, sixteen in zip(*gathered, strict=True):
-        # Biases travel in bf16.
-        assert 0.5 * sixteen <= eight <= 0.51 * sixteen
+@on_te_ranks(2, recipe=["nvfp4"])
+def test_what_cannot_be_gathered_as_nvfp4_is_said(recipe: str) -> None:
+    said = quantized.nvfp4_rejections()
+    assert "in blocks of 1 x 16 cannot be gathered as bytes" in said["blocks of 1 x 16"]
+    assert "(64, 96) cannot be gathered as NVFP4" in said["a width of 96"]
 
 
 @pytest.mark.parametrize(
-    "recipe", ["tensorwise", *(pytest.param(r, marks=pytest.mark.functional) for r in RECIPES[1:])]
+    ("recipe", "share"),
+    [
+        ("tensorwise", 0.5),
+        longer("delayed", 0.5),
+        longer("blockwise", 0.5),
+        # All units but the root, which has nothing of its own, drop theirs after the forward.
+        longer("mxfp8", 0.5),
+        longer("nvfp4", 0.25),
+    ],
 )
-def test_fp8_gathers_half_the_bytes_of_bf16(megatron_te: RankPools, recipe: str) -> None:
-    run = megatron_te(2).run
-    for gathered in run(quantized.gathered_bytes, recipe, timeout_s=TIMEOUT_S):
-        _assert_half(gathered)
+@on_te_ranks(2)
+def test_a_use_gathers_its_share_of_the_bytes_of_bf16(recipe: str, share: float) -> None:
+    """MXFP8's two forms together are as many bytes as bf16, and no use gathers both."""
+    for mine, sixteen in zip(*quantized.gathered_bytes(recipe), strict=True):
+        # Biases travel in bf16.
+        assert share * sixteen <= mine <= (share + 0.01) * sixteen
 
 
 @pytest.mark.functional
-def test_mxfp8_gathers_the_form_of_each_use(blackwell_te: RankPools) -> None:
-    """Both forms together are as many bytes as bf16, and no use gathers both."""
-    for gathered in blackwell_te(2).run(quantized.gathered_bytes, "mxfp8", timeout_s=TIMEOUT_S):
-        # All units but the root, which has nothing of its own, drop theirs after the forward.
-        _assert_half(gathered)
-    run = blackwell_te(2).run
-    for eight, sixteen in run(
-        quantized.gathered_bytes, "mxfp8", recomputes=True, timeout_s=TIMEOUT_S
-    ):
-        assert eight[0] <= 0.51 * sixteen[0]
-        # What is recomputed needs the form of a forward as well.
-        assert eight[1] <= 1.02 * sixteen[1]
+@on_te_ranks(2, recipe=["mxfp8"])
+def test_mxfp8_gathers_both_forms_for_what_is_recomputed(recipe: str) -> None:
+    eight, sixteen = quantized.gathered_bytes(recipe, recomputes=True)
+    assert eight[0] <= 0.51 * sixteen[0]
+    # What is recomputed needs the form of a forward as well.
+    assert eight[1] <= 1.02 * sixteen[1]
 
 
-def test_a_frozen_fp8_weight_is_gathered_as_bytes_beside_others(megatron_te: RankPools) -> None:
-    for is_same, kinds in megatron_te(2).run(quantized.frozen_beside_others, timeout_s=TIMEOUT_S):
-        assert is_same
-        # The bias of the frozen weight's layer is not frozen, where it has one.
-        assert "torch.uint8 False" in kinds
+@on_te_ranks(2, recipe=["tensorwise"])
+def test_a_frozen_fp8_weight_is_gathered_as_bytes_beside_others(recipe: str) -> None:
+    is_same, kinds = quantized.frozen_beside_others()
+    assert is_same
+    # The bias of the frozen weight's layer is not frozen, where it has one.
+    assert "torch.uint8 False" in kinds
 
 
-def test_what_cannot_be_done_with_quantized_weights_is_said_by_name(megatron_te: RankPools) -> None:
-    for said in megatron_te(2).run(quantized.rejections, timeout_s=TIMEOUT_S):
-        assert "parameter weight: a quantized weight needs main weights of fp32" in said.pop(
-            "bf16 main weights"
-        )
-        assert "leave offload_policy out" in said.pop("offload")
-        assert not said
+@on_te_ranks(2, recipe=["tensorwise"])
+def test_what_cannot_be_done_with_quantized_weights_is_said_by_name(recipe: str) -> None:
+    said = quantized.rejections()
+    assert "parameter weight: a quantized weight needs main weights of fp32" in said.pop(
+        "bf16 main weights"
+    )
+    assert "leave offload_policy out" in said.pop("offload")
+    assert not said
 
 
-def test_what_an_initialization_quantizes_is_kept(megatron_te: RankPools) -> None:
-    for is_quantized, is_finer in megatron_te(2).run(quantized.on_meta, timeout_s=TIMEOUT_S):
-        assert is_quantized
-        assert is_finer
+@on_te_ranks(2, recipe=["tensorwise"])
+def test_what_an_initialization_quantizes_is_kept(recipe: str) -> None:
+    is_quantized, is_finer = quantized.on_meta()
+    assert is_quantized
+    assert is_finer

@@ -8,15 +8,17 @@ import textwrap
 import threading
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from megatron_fsdp_v2.checkpoint import CheckpointError, host_memory, saving
 from megatron_fsdp_v2.checkpoint.verifying import verify
+from tests.distributed.on_ranks import on_ranks
 from tests.mcore import flags as f
 from tests.mcore.command_line import torchrun
 from tests.mcore.session import MODEL_FLAGS, curves, enter_rehearsal, rank, train
-from tests.mcore.trained import longer, run_of_ranks
+from tests.mcore.trained import TIMEOUT_S, longer, run_of_ranks
 from tests.ranks import RankPools
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -27,12 +29,12 @@ def _flags(folder: Path, iterations: int, *more: f.Flags) -> list[str]:
     return f.words(MODEL_FLAGS, f.fsdp(f.ZERO3, saves, *more))
 
 
-def _tracked(folder: str) -> int | None:
-    tracker = Path(folder) / TRACKER
+def _tracked(folder: Path) -> int | None:
+    tracker = folder / TRACKER
     return int(tracker.read_text()) if tracker.exists() else None
 
 
-def _trained(flags: list[str], folder: str, held_until: int) -> tuple[Any, list[Any], list[int]]:
+def _trained(flags: list[str], folder: Path, held_until: int) -> tuple[Any, list[Any], list[int]]:
     """A training whose saves may not be written before an iteration.
 
     Returns:
@@ -52,23 +54,22 @@ def _trained(flags: list[str], folder: str, held_until: int) -> tuple[Any, list[
         finalize(blocking, **kwargs)
         seen.append(_tracked(folder))
 
-    training.maybe_finalize_async_save = finalize_and_note
     saving._BACKGROUND.submit(may_write.wait)
-    blocks, host_block = [], host_memory.host_block
-    host_memory.host_block = lambda *args: (blocks.append(args), host_block(*args))[1]
-    try:
-        return train(flags), seen, [len(blocks), async_saving._MEMORY.nbytes]
-    finally:
-        host_memory.host_block = host_block
-        may_write.set()
-        training.maybe_finalize_async_save = finalize
+    with (
+        mock.patch.object(training, "maybe_finalize_async_save", finalize_and_note),
+        mock.patch.object(host_memory, "host_block", wraps=host_memory.host_block) as block,
+    ):
+        try:
+            return train(flags), seen, [block.call_count, async_saving._MEMORY.nbytes]
+        finally:
+            may_write.set()
 
 
 def test_training_goes_on_and_the_iteration_is_named_when_all_of_it_is_written(
     megatron: RankPools, tmp_path: Path
 ) -> None:
     flags = _flags(tmp_path, 7, "--swiglu --bf16 --hidden-dropout 0.1")
-    found = megatron(2).run(_trained, flags, str(tmp_path), 5)
+    found = megatron(2).run(_trained, flags, tmp_path, 5)
     trainings = curves([training for training, *_ in found])
     assert len(trainings.losses) == 7
     for _, tracked, (num_blocks, kept) in found:
@@ -89,8 +90,9 @@ def test_training_goes_on_and_the_iteration_is_named_when_all_of_it_is_written(
     assert resumed.losses == trainings.losses[4:]
 
 
-def _fails(flags: list[str], folder: str) -> tuple[str, Any, int | None]:
-    """A training in which the last rank cannot write the second checkpoint."""
+@on_ranks(2, pools="megatron", timeout_s=TIMEOUT_S)
+def test_a_save_that_fails_on_one_rank_ends_the_training_of_all_by_name(tmp_path: Path) -> None:
+    """The last rank cannot write the second checkpoint."""
     write, saves = saving._Writer.write_data, []
 
     def write_once(writer: Any, *args: Any) -> Any:
@@ -99,46 +101,16 @@ def _fails(flags: list[str], folder: str) -> tuple[str, Any, int | None]:
             raise OSError("no space left on device")
         return write(writer, *args)
 
-    saving._Writer.write_data = write_once  # type: ignore[method-assign]
-    try:
-        train(flags)
-    except CheckpointError as error:
-        return str(error), saving._UNDER_WAY, _tracked(folder)
-    finally:
-        saving._Writer.write_data = write  # type: ignore[method-assign]
-    return "", None, None
-
-
-def test_a_save_that_fails_on_one_rank_ends_the_training_of_all_by_name(
-    megatron: RankPools, tmp_path: Path
-) -> None:
-    for message, under_way, tracked in megatron(2).run(_fails, _flags(tmp_path, 9), str(tmp_path)):
-        assert message.startswith(f"saving to {tmp_path}/iter_0000004 failed")
-        assert message.endswith("on rank 1, OSError: no space left on device")
-        assert (under_way, tracked) == (set(), 2)
+    with (
+        mock.patch.object(saving._Writer, "write_data", write_once),
+        pytest.raises(CheckpointError) as raised,
+    ):
+        train(_flags(tmp_path, 9))
+    message = str(raised.value)
+    assert message.startswith(f"saving to {tmp_path}/iter_0000004 failed")
+    assert message.endswith("on rank 1, OSError: no space left on device")
+    assert (saving._UNDER_WAY, _tracked(tmp_path)) == (set(), 2)
     assert verify(tmp_path / "iter_0000002").is_good
-
-
-def _leaves(flags: list[str], folder: str, signals: bool) -> tuple[Any, int | None]:
-    """A training that ends early; its exit code, and what a restart would find."""
-    training, calls = enter_rehearsal()["training"], []
-    finalize, handler = training.maybe_finalize_async_save, signal.getsignal(signal.SIGTERM)
-
-    def finalize_or_signal(*args: Any, **kwargs: Any) -> None:
-        calls.append(args)
-        if signals and len(calls) == 3 and rank() == 0:
-            os.kill(os.getpid(), signal.SIGTERM)
-        finalize(*args, **kwargs)
-
-    training.maybe_finalize_async_save = finalize_or_signal
-    try:
-        train(flags)
-    except SystemExit as leaving:
-        return leaving.code, _tracked(folder)
-    finally:
-        training.maybe_finalize_async_save = finalize
-        signal.signal(signal.SIGTERM, handler)
-    return "went on", None
 
 
 SIGNALED = "--exit-signal-handler"
@@ -148,12 +120,26 @@ SIGNALED = "--exit-signal-handler"
     "words",
     [pytest.param("--exit-interval 3", id="interval"), longer(SIGNALED, id="signal")],
 )
-def test_a_run_that_leaves_waits_for_what_it_saves(
-    megatron: RankPools, tmp_path: Path, words: str
-) -> None:
-    flags = _flags(tmp_path, 9, words)
-    left = megatron(2).run(_leaves, flags, str(tmp_path), words == SIGNALED)
-    assert left == [(0, 3)] * 2
+@on_ranks(2, pools="megatron", timeout_s=TIMEOUT_S)
+def test_a_run_that_leaves_waits_for_what_it_saves(tmp_path: Path, words: str) -> None:
+    training, calls = enter_rehearsal()["training"], []
+    finalize, handler = training.maybe_finalize_async_save, signal.getsignal(signal.SIGTERM)
+
+    def finalize_or_signal(*args: Any, **kwargs: Any) -> None:
+        calls.append(args)
+        if words == SIGNALED and len(calls) == 3 and rank() == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        finalize(*args, **kwargs)
+
+    try:
+        with (
+            mock.patch.object(training, "maybe_finalize_async_save", finalize_or_signal),
+            pytest.raises(SystemExit) as leaving,
+        ):
+            train(_flags(tmp_path, 9, words))
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    assert (leaving.value.code, _tracked(tmp_path)) == (0, 3)
     assert verify(tmp_path / "iter_0000003").is_good
 
 
@@ -210,7 +196,7 @@ def test_a_job_that_is_killed_while_it_saves_goes_on_from_the_checkpoint_before(
     run = torchrun(2, "megatron_fsdp_v2_mcore.run", [str(script), *flags, "--cpu-rehearsal"])
     assert run.code != 0
     assert signal.SIGKILL.name in run.output or "exitcode: -9" in run.output.replace(" ", "")
-    assert _tracked(str(folder)) == 2
+    assert _tracked(folder) == 2
     assert verify(folder / "iter_0000002").is_good
     assert not (folder / "iter_0000004" / ".metadata").exists()
     resumed = run_of_ranks(megatron, 2, [*flags, *f.loading(folder)])
@@ -220,8 +206,9 @@ def test_a_job_that_is_killed_while_it_saves_goes_on_from_the_checkpoint_before(
     assert not list(folder.glob("*.incomplete"))
 
 
-def _queued() -> list[Any]:
-    """What is done, in order, of requests that are no checkpoints, of which the last one fails."""
+@on_ranks(2, pools="megatron")
+def test_other_requests_of_the_queue_are_done_in_order_and_fail_by_name() -> None:
+    """Requests that are no checkpoints, of which the last one fails."""
     enter_rehearsal()
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 
@@ -245,19 +232,9 @@ def _queued() -> list[Any]:
     may_run.set()
     done.append(queue.maybe_finalize_async_calls(blocking=True))
     queue.schedule_async_request(AsyncRequest(fail, (), [lambda: done.append(3)]))
-    try:
+    with pytest.raises(OSError, match="no space left on device"):
         queue.close()
-    except OSError as error:
-        done.append(str(error))
-    return done
-
-
-def test_other_requests_of_the_queue_are_done_in_order_and_fail_by_name(
-    megatron: RankPools,
-) -> None:
-    for done in megatron(2).run(_queued):
-        assert done[0] == []
-        assert done.index(("a", "B", "c")) < done.index(("d",)) < done.index([0, 1])
-        assert done.index(1) < done.index(2)
-        assert done[-1] == "no space left on device"
-        assert 3 not in done
+    assert done[0] == []
+    assert done.index(("a", "B", "c")) < done.index(("d",)) < done.index([0, 1])
+    assert done.index(1) < done.index(2)
+    assert 3 not in done

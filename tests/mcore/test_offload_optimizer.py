@@ -9,6 +9,8 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron_fsdp_v2.dtensor.uneven_dtensor import local_of
+from tests.distributed.on_ranks import on_ranks
 from tests.mcore.offloading import (
     OPTIMIZERS,
     DTensorCalls,
@@ -19,7 +21,6 @@ from tests.mcore.offloading import (
     whole,
 )
 from tests.mcore.session import enter_rehearsal
-from tests.ranks import RankFailure, RankPools
 
 STEPS = 4
 
@@ -70,22 +71,6 @@ def _trained(kind: str, strategy: str, offload: dict[str, Any] | None) -> Any:
     return whole(model)
 
 
-def train_all_ways(strategy: str) -> list[str]:
-    """Which ways of offloading give other parameters than none."""
-    plain = {kind: _trained(kind, strategy, None) for kind in OPTIMIZERS}
-    ways = [
-        (kind, {"fraction": fraction, "overlaps": overlaps})
-        for kind in OPTIMIZERS
-        for fraction, overlaps in ((0, False), (0.5, True), (0.5, False), (1, True))
-    ]
-    ways.append(("counting", {"fraction": 0.5, "uses_torch_on_device": True}))
-    return [
-        f"{kind} {options}"
-        for kind, options in ways
-        if not same(plain[kind], _trained(kind, strategy, options))
-    ]
-
-
 @pytest.mark.parametrize(
     ("world_size", "strategy"),
     [
@@ -94,43 +79,45 @@ def train_all_ways(strategy: str) -> list[str]:
         pytest.param(3, "optim_grads_params", marks=pytest.mark.functional),
     ],
 )
-def test_steps_are_bit_for_bit_those_without_offload(
-    megatron: RankPools, world_size: int, strategy: str
-) -> None:
-    assert megatron(world_size).run(train_all_ways, strategy) == [[]] * world_size
+@on_ranks("world_size", pools="megatron")
+def test_steps_are_bit_for_bit_those_without_offload(world_size: int, strategy: str) -> None:
+    plain = {kind: _trained(kind, strategy, None) for kind in OPTIMIZERS}
+    ways: list[tuple[str, dict[str, Any]]] = [
+        (kind, {"fraction": fraction, "overlaps": overlaps})
+        for kind in OPTIMIZERS
+        for fraction, overlaps in ((0, False), (0.5, True), (0.5, False), (1, True))
+    ]
+    ways.append(("counting", {"fraction": 0.5, "uses_torch_on_device": True}))
+    differing = [
+        f"{kind} {options}"
+        for kind, options in ways
+        if not same(plain[kind], _trained(kind, strategy, options))
+    ]
+    assert differing == []
 
 
-def count_dtensor_calls() -> list[tuple[int, int, int]]:
-    """Per fraction: operations of steps, those on DTensors, and how many a DTensor step has."""
-    found = []
-    for fraction in (0.0, 0.5, 1.0):
-        model = sharded_model()
-        optimizer = _offloaded(model, fraction=fraction, overlaps=True)
-        calls = DTensorCalls()
-        # The first step makes state, the second copies weights that were changed.
-        for step in range(2):
-            backward(model, step)
-            with torch.no_grad():
-                next(model.parameters()).mul_(2)
-            with calls:
-                optimizer.step()
-        control = DTensorCalls()
-        with control:
-            next(model.parameters()).detach().clone()
-        found.append((calls.counts["plain"], calls.counts["dtensor"], control.counts["dtensor"]))
-    return found
+@on_ranks(2, pools="megatron", fraction=[0.0, 0.5, 1.0])
+def test_nothing_is_dispatched_through_dtensor_in_a_step(fraction: float) -> None:
+    model = sharded_model()
+    optimizer = _offloaded(model, fraction=fraction, overlaps=True)
+    calls = DTensorCalls()
+    # The first step makes state, the second copies weights that were changed.
+    for step in range(2):
+        backward(model, step)
+        with torch.no_grad():
+            next(model.parameters()).mul_(2)
+        with calls:
+            optimizer.step()
+    control = DTensorCalls()
+    with control:
+        next(model.parameters()).detach().clone()
+    assert calls.counts["plain"] > 20
+    assert calls.counts["dtensor"] == 0
+    assert control.counts["dtensor"] > 0
 
 
-def test_nothing_is_dispatched_through_dtensor_in_a_step(megatron: RankPools) -> None:
-    for of_rank in megatron(2).run(count_dtensor_calls):
-        for plain, dtensor, control in of_rank:
-            assert plain > 20
-            assert dtensor == 0
-            assert control > 0
-
-
-def step_changed_weights() -> bool:
-    """Whether weights that somebody else changes between steps are what is stepped."""
+@on_ranks(2, pools="megatron")
+def test_weights_that_others_change_are_stepped_as_they_are() -> None:
     results = []
     for make in (adam, functools.partial(_offloaded, fraction=1.0)):
         model = sharded_model()
@@ -144,41 +131,29 @@ def step_changed_weights() -> bool:
                 torch._foreach_mul_(params[1:3], 0.5)
                 params[3].data.copy_(torch.ones_like(params[3]))
         results.append(whole(model))
-    return same(*results)
+    assert same(*results)
 
 
-def test_weights_that_others_change_are_stepped_as_they_are(megatron: RankPools) -> None:
-    assert megatron(2).run(step_changed_weights) == [True, True]
-
-
-def pinned(**options: bool) -> list[tuple[str, bool]]:
-    """What is asked of host memory in two steps: of what kind, and whether pinned."""
+@on_ranks(1, pools="megatron", pins_params=[True, False])
+def test_copies_are_pinned_as_the_options_say_and_made_once(pins_params: bool) -> None:
     from megatron_fsdp_v2_mcore.optim import offload
 
     asked = []
     make = offload.empty_in_host_memory
 
     def empty(shape: Any, dtype: Any, *, pin_memory: bool) -> torch.Tensor:
-        kind = "params" if is_building else "grads"
-        asked.append((kind, pin_memory))
+        asked.append(("params" if is_building else "grads", pin_memory))
         return make(shape, dtype, pin_memory=pin_memory)
 
     model = sharded_model()
     with mock.patch.object(offload, "empty_in_host_memory", empty):
         is_building = True
-        optimizer = _offloaded(model, fraction=1.0, **options)
+        pins = {"pin_params": pins_params, "pin_grads": not pins_params}
+        optimizer = _offloaded(model, fraction=1.0, **pins)
         is_building = False
         for step in range(2):
             backward(model, step)
             optimizer.step()
-    return asked
-
-
-@pytest.mark.parametrize("pins_params", [True, False])
-def test_copies_are_pinned_as_the_options_say_and_made_once(
-    megatron: RankPools, pins_params: bool
-) -> None:
-    asked = megatron(1).run(pinned, pin_params=pins_params, pin_grads=not pins_params)[0]
     assert asked == [("params", pins_params)] * 6 + [("grads", not pins_params)] * 6
 
 
@@ -194,49 +169,47 @@ def _continued(kind: str, model: Any, state: Any, fraction: float) -> Any:
     return whole(model)
 
 
-def load_at_other_fractions(kind: str) -> list[bool]:
-    """Whether a run goes on bit for bit with state that was saved with another fraction."""
-    results = []
-    for saved_with, loaded_with in ((1.0, 1.0), (0.5, 1.0), (1.0, 0.0), (0.0, 0.5)):
-        model = sharded_model()
-        optimizer = _offloaded(model, kind, fraction=saved_with)
-        plain = sharded_model()
-        reference = OPTIMIZERS[kind](plain)
-        for step in range(2):
-            backward(model, step)
-            optimizer.step()
-            backward(plain, step)
-            reference.step()
-        state = optimizer.state_dict()
-        theirs = reference.state_dict()
-        # As without offload, and so is what is in it.
-        keys = {k: sorted(v) for k, v in state["state"].items()}
-        results.append(keys == {k: sorted(v) for k, v in theirs["state"].items()})
-        results.append(state["param_groups"] == theirs["param_groups"])
-        weights = [param.detach().clone() for param in model.parameters()]
-        for step in range(2, STEPS):
-            backward(plain, step)
-            reference.step()
-        other = sharded_model()
-        with torch.no_grad():
-            for param, weight in zip(other.parameters(), weights, strict=True):
-                param.copy_(weight)
-        results.append(same(whole(plain), _continued(kind, other, state, loaded_with)))
-    return results
-
-
-@pytest.mark.parametrize("kind", ["adam", "counting"])
+@on_ranks(
+    2,
+    pools="megatron",
+    kind=["adam", "counting"],
+    fractions=[(1.0, 1.0), (0.5, 1.0), (1.0, 0.0), (0.0, 0.5)],
+)
 def test_state_loads_at_another_fraction_and_is_that_without_offload(
-    megatron: RankPools, kind: str
+    kind: str, fractions: tuple[float, float]
 ) -> None:
-    for results in megatron(2).run(load_at_other_fractions, kind):
-        assert results == [True] * 12
+    """And a run goes on with it bit for bit."""
+    saved_with, loaded_with = fractions
+    model = sharded_model()
+    optimizer = _offloaded(model, kind, fraction=saved_with)
+    plain = sharded_model()
+    reference = OPTIMIZERS[kind](plain)
+    for step in range(2):
+        backward(model, step)
+        optimizer.step()
+        backward(plain, step)
+        reference.step()
+    state, theirs = optimizer.state_dict(), reference.state_dict()
+    # As without offload, and so is what is in it.
+    keys, their_keys = (
+        {key: sorted(values) for key, values in of["state"].items()} for of in (state, theirs)
+    )
+    groups, their_groups = state["param_groups"], theirs["param_groups"]
+    weights = [param.detach().clone() for param in model.parameters()]
+    for step in range(2, STEPS):
+        backward(plain, step)
+        reference.step()
+    other = sharded_model()
+    with torch.no_grad():
+        for param, weight in zip(other.parameters(), weights, strict=True):
+            param.copy_(weight)
+    assert keys == their_keys
+    assert groups == their_groups
+    assert same(whole(plain), _continued(kind, other, state, loaded_with))
 
 
-def load_rows_of_others(form: str) -> list[bool]:
-    """Per moment, whether rows of this rank are what the loaded state has of them."""
-    from megatron_fsdp_v2.dtensor.uneven_dtensor import local_of
-
+@on_ranks(2, pools="megatron", form=["rows of a run on one rank", "whole"])
+def test_state_of_another_number_of_ranks_is_cut_to_the_rows_here(form: str) -> None:
     # Every rank has all rows, as one rank of a run on one has.
     model = sharded_model("no_shard")
     optimizer = adam(model)
@@ -264,66 +237,41 @@ def load_rows_of_others(form: str) -> list[bool]:
             expected = whole_moments[index, name][start:end]
             moment = local_of(loaded.state[param][name])
             found.append(bool(expected.any()) and torch.equal(moment, expected))
-    return found
+    assert len(found) >= 6
+    assert all(found)
 
 
-@pytest.mark.parametrize("form", ["rows of a run on one rank", "whole"])
-def test_state_of_another_number_of_ranks_is_cut_to_the_rows_here(
-    megatron: RankPools, form: str
-) -> None:
-    for found in megatron(2).run(load_rows_of_others, form):
-        assert len(found) >= 6
-        assert all(found)
-
-
-def load_without(name: str) -> None:
-    """Load state in which one parameter lacks something."""
+@on_ranks(1, pools="megatron", name=["exp_avg_sq", "step"])
+def test_state_that_lacks_something_is_rejected_by_name(name: str) -> None:
     model = sharded_model()
     optimizer = _offloaded(model, fraction=1.0)
     backward(model, 0)
     optimizer.step()
     state = optimizer.state_dict()
     del state["state"][0][name]
+    # Held, as names of parameters are asked of their model.
     other = sharded_model()
-    _offloaded(other, fraction=0.5).load_state_dict(state)
-
-
-@pytest.mark.parametrize("name", ["exp_avg_sq", "step"])
-def test_state_that_lacks_something_is_rejected_by_name(megatron: RankPools, name: str) -> None:
-    with pytest.raises(RankFailure, match=rf"state of .*weight.* has no {name}; load a state"):
-        megatron(1).run(load_without, name)
+    loaded = _offloaded(other, fraction=0.5)
+    with pytest.raises(RuntimeError, match=rf"state of .*weight.* has no {name}; load a state"):
+        loaded.load_state_dict(state)
 
 
 # -- bad input ------------------------------------------------------------------------------------
 
 
-def build_badly(case: str) -> None:
-    """Ask for what there is not."""
+@on_ranks(1, pools="megatron")
+def test_what_cannot_be_offloaded_is_rejected_by_name() -> None:
     from megatron_fsdp_v2_mcore.optim.offload import ShardedHybridOptimizer
 
     model = sharded_model()
-    if case == "fraction":
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"optimizer_offload_fraction is from 0 to 1, got 1\.5"):
         _offloaded(model, fraction=1.5)
-    elif case == "sgd":
-        ShardedHybridOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), fraction=1.0)
-    else:
-        optimizer = _offloaded(model, fraction=1.0)
+    with pytest.raises(ValueError, match="optimizer_cpu_offload cannot be used with SGD: there is"):
+        ShardedHybridOptimizer(sgd, fraction=1.0)
+    optimizer = _offloaded(model, fraction=1.0)
+    with pytest.raises(RuntimeError, match="an offloaded optimizer takes no further parameter gro"):
         optimizer.add_param_group({"params": [torch.zeros(1)]})
-
-
-@pytest.mark.parametrize(
-    ("case", "message"),
-    [
-        ("fraction", r"ValueError: optimizer_offload_fraction is from 0 to 1, got 1\.5"),
-        ("sgd", "ValueError: optimizer_cpu_offload cannot be used with SGD: there is no optimizer"),
-        ("group", "RuntimeError: an offloaded optimizer takes no further parameter groups"),
-    ],
-)
-def test_what_cannot_be_offloaded_is_rejected_by_name(
-    megatron: RankPools, case: str, message: str
-) -> None:
-    with pytest.raises(RankFailure, match=message):
-        megatron(1).run(build_badly, case)
 
 
 # -- others ---------------------------------------------------------------------------------------
@@ -353,8 +301,9 @@ def _with_megatrons_own(optimizer_cls: Any, **options: Any) -> list[torch.Tensor
     return [tensor.detach().as_subclass(torch.Tensor).clone() for tensor in (*params, *kept)]
 
 
-def step_unsharded() -> list[bool]:
-    """Megatron's own class: in its place, and what it steps and keeps."""
+@on_ranks(1, pools="megatron")
+def test_who_uses_the_optimizer_without_sharding_sees_no_change() -> None:
+    """Megatron's own class is in its place, and so is what it steps and keeps."""
     from megatron.core import optimizer as megatron_optimizers
     from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
@@ -384,13 +333,7 @@ def step_unsharded() -> list[bool]:
     finally:
         megatron_fsdp_v2_mcore.uninstall()
     plain = _with_megatrons_own(torch.optim.AdamW)
-    return [
-        is_theirs,
-        all(same(a, b) for a, b in zip(alone, beside, strict=True)),
-        # It does step them.
-        all(same(a[:3], plain[:3]) for a in alone),
-    ]
-
-
-def test_who_uses_the_optimizer_without_sharding_sees_no_change(megatron: RankPools) -> None:
-    assert megatron(1).run(step_unsharded) == [[True, True, True]]
+    assert is_theirs
+    assert all(same(a, b) for a, b in zip(alone, beside, strict=True))
+    # It does step them.
+    assert all(same(a[:3], plain[:3]) for a in alone)

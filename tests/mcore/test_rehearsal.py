@@ -23,8 +23,8 @@ from megatron_fsdp_v2_mcore.rehearsal.flags import (
     with_cpu_defaults,
     with_cpu_flags,
 )
+from tests.distributed.on_ranks import on_ranks
 from tests.mcore.session import LOCAL, enter_rehearsal
-from tests.ranks import RankPools
 
 
 def test_flags_a_cpu_needs_are_added_and_the_users_are_kept() -> None:
@@ -58,17 +58,14 @@ def test_a_value_that_needs_no_gpu_is_left_to_the_user() -> None:
     assert with_cpu_flags(flags)[:4] == flags
 
 
-def _options() -> set[str]:
+@on_ranks(1, pools="megatron")
+def test_every_flag_that_is_set_or_rejected_is_one_of_megatrons() -> None:
     enter_rehearsal()
     from megatron.training import arguments
 
     parser = argparse.ArgumentParser(allow_abbrev=False)
     arguments.add_megatron_arguments(parser)
-    return {option for action in parser._actions for option in action.option_strings}
-
-
-def test_every_flag_that_is_set_or_rejected_is_one_of_megatrons(megatron: RankPools) -> None:
-    options = megatron(1).run(_options)[0]
+    options = {option for action in parser._actions for option in action.option_strings}
     assert {flag.name for flag in (*CPU_FLAGS, *GPU_FLAGS)} <= options
 
 
@@ -88,16 +85,15 @@ def _comparable(args: argparse.Namespace) -> dict[str, Any]:
     return {name: repr(value) for name, value in vars(args).items()}
 
 
-def test_what_a_cpu_needs_is_the_same_as_flags_and_as_defaults_of_the_parser(
-    megatron: RankPools,
-) -> None:
+@on_ranks(1, pools="megatron")
+def test_what_a_cpu_needs_is_the_same_as_flags_and_as_defaults_of_the_parser() -> None:
     flags = ["--bf16", "--num-workers", "2", "--attention-backend=unfused", *LOCAL]
-    as_flags, as_defaults = megatron(1).run(_parsed_with_defaults, flags)[0]
+    as_flags, as_defaults = _parsed_with_defaults(flags)
     assert as_defaults == as_flags
     assert as_defaults["num_workers"] == "2"
     assert as_defaults["distributed_backend"] == "'gloo'"
-    with pytest.raises(AssertionError, match="--profile cannot be used on a CPU"):
-        megatron(1).run(_parsed_with_defaults, ["--profile"])
+    with pytest.raises(RehearsalError, match="--profile cannot be used on a CPU"):
+        _parsed_with_defaults(["--profile"])
 
 
 @pytest.mark.parametrize(
@@ -141,8 +137,8 @@ def test_without_gpu_and_rehearsal_nothing_starts(monkeypatch: pytest.MonkeyPatc
         rehearsal.check_device([])
 
 
-def _rehearse_in_a_rehearsal() -> tuple[set[str], set[str]]:
-    """What is different within a rehearsal, and what still is after it."""
+@on_ranks(1, pools="megatron")
+def test_everything_a_rehearsal_changes_is_put_back() -> None:
     enter_rehearsal()
     from megatron.training import arguments, initialize
 
@@ -163,14 +159,9 @@ def _rehearse_in_a_rehearsal() -> tuple[set[str], set[str]]:
         within = state()
     after = state()
     changed = {name for name, value in within.items() if value != before[name]}
-    return changed, {name for name, value in after.items() if value != before[name]}
-
-
-def test_everything_a_rehearsal_changes_is_put_back(megatron: RankPools) -> None:
-    changed, left = megatron(1).run(_rehearse_in_a_rehearsal)[0]
     # The others are the same in the rehearsal that this rank is in already.
     assert {"all_to_all_single", "warm-up", "variable", "modes"} <= changed
-    assert left == set()
+    assert after == before
 
 
 def test_stand_ins_are_undone() -> None:

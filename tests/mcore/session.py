@@ -222,6 +222,14 @@ def enter_rehearsal(impl: str = "local", flags: Sequence[str] = ()) -> dict[str,
     return modules
 
 
+def entered_te() -> Any:
+    """Transformer Engine's module of modules, on a rank that rehearses with it from now on."""
+    enter_rehearsal("transformer_engine")
+    import transformer_engine.pytorch as te
+
+    return te
+
+
 def rehearse_for_good(impl: str = "local", flags: Sequence[str] = ()) -> dict[str, Any]:
     """Make this process and those forked from it rehearse; return what `train` uses of Megatron.
 

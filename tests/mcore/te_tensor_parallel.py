@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import warnings
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
     get_model_state_dict,
-    set_model_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -25,7 +20,7 @@ from megatron_fsdp_v2.tensor_parallel import COLUMN, TensorParallelRule, tensor_
 from megatron_fsdp_v2_mcore.model.amax_mesh import name_amax_mesh
 from megatron_fsdp_v2_mcore.model.tensor_parallel_rules import TRANSFORMER_ENGINE_RULES
 from tests.distributed.plain_parallel_model import Copy, Sum
-from tests.mcore.session import enter_rehearsal
+from tests.mcore.session import enter_rehearsal, entered_te
 
 HIDDEN, FFN, EXPERTS, TOKENS = 16, 24, (5, 3), 8
 STEPS = 3
@@ -111,7 +106,8 @@ class Model(nn.Module):
         return out
 
 
-def _mesh(dp: int, tp: int) -> DeviceMesh:
+def mesh_of(dp: int, tp: int) -> DeviceMesh:
+    """A new one: trainings of Megatron end the groups of all there are."""
     return init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
 
 
@@ -132,7 +128,7 @@ def _part(name: str, whole: torch.Tensor, rank: int, tp: int) -> torch.Tensor:
 def sharded(dp: int, tp: int, strategy: str = "optim_grads_params") -> tuple[Any, DeviceMesh]:
     """The model at a size; its whole weights are the same at every size."""
     enter_rehearsal("transformer_engine")
-    mesh = _mesh(dp, tp)
+    mesh = mesh_of(dp, tp)
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     torch.manual_seed(0)
     whole = dict(Model(alone, 1).named_parameters())
@@ -227,10 +223,9 @@ def load(folder: str, dp: int, tp: int, strategy: str) -> tuple[dict[str, str], 
 # ------------------------------------------------------------------------------ quantized modules
 
 
-def _quantized(amax_history_len: int = 4) -> tuple[nn.Sequential, Any]:
+def quantized(amax_history_len: int = 4) -> nn.Sequential:
     """Modules with extra state of their own, after a step in FP8."""
-    enter_rehearsal("transformer_engine")
-    import transformer_engine.pytorch as te
+    te = entered_te()
     from transformer_engine.common.recipe import DelayedScaling
 
     torch.manual_seed(0)
@@ -243,42 +238,10 @@ def _quantized(amax_history_len: int = 4) -> tuple[nn.Sequential, Any]:
     fully_shard(model)
     with te.autocast(enabled=True, recipe=DelayedScaling(amax_history_len=amax_history_len)):
         model(torch.ones(16, 32)).sum().backward()
-    return model, te
+    return model
 
 
-def extra_state(folder: str) -> tuple[list[int], list[str], list[bool]]:
-    """Save a model with extra state, by this package and by torch; load it in one without.
-
-    Returns:
-        Lengths of the extra states, entries of the checkpoint that are any, and whether weights
-        came back each time.
-    """
-    model, _ = _quantized()
-    own = [value.numel() for key, value in model.state_dict().items() if "_extra_state" in key]
-    checkpoint.save(f"{folder}/ours", model)
-    dcp.save(_weights(model), checkpoint_id=f"{folder}/torch")
-    names = [*dcp.FileSystemReader(f"{folder}/ours").read_metadata().state_dict_metadata]
-    before = [param.full_tensor() for param in model.parameters()]  # type: ignore[attr-defined]
-    back = []
-    for way in ("ours", "torch"):
-        # A longer record of past scales.
-        other, _ = _quantized(16)
-        with torch.no_grad():
-            for param in other.parameters():
-                param.zero_()
-        if way == "ours":
-            checkpoint.load(f"{folder}/ours", other)
-        else:
-            state = _weights(other)
-            dcp.load(state, checkpoint_id=f"{folder}/torch")
-            options = StateDictOptions(strict=False)
-            set_model_state_dict(other, state, options=options)
-        after = [param.full_tensor() for param in other.parameters()]  # type: ignore[attr-defined]
-        back.append(all(torch.equal(a, b) for a, b in zip(before, after, strict=True)))
-    return own, [name for name in names if "_extra_state" in name], back
-
-
-def _weights(model: nn.Module) -> dict[str, Any]:
+def weights_of(model: nn.Module) -> dict[str, Any]:
     """What torch's own checkpoint is given: no records of past scales."""
     found = get_model_state_dict(model)
     return {name: value for name, value in found.items() if not name.endswith("_extra_state")}
@@ -289,11 +252,10 @@ def output_in_fp8(tp: int, *, names_mesh: bool) -> tuple[torch.Tensor, list[str]
 
     The one half of the weight is much smaller than the other.
     """
-    enter_rehearsal("transformer_engine")
-    import transformer_engine.pytorch as te
+    te = entered_te()
     from transformer_engine.common.recipe import Float8CurrentScaling
 
-    mesh = _mesh(dist.get_world_size() // tp, tp)
+    mesh = mesh_of(dist.get_world_size() // tp, tp)
     group = mesh["tp"].get_group()
     generator = torch.Generator().manual_seed(3)
     whole = torch.randn(64, 32, generator=generator) * torch.tensor([[1.0], [0.3]]).repeat(32, 1)
@@ -313,50 +275,3 @@ def output_in_fp8(tp: int, *, names_mesh: bool) -> tuple[torch.Tensor, list[str]
         with te.autocast(enabled=True, recipe=Float8CurrentScaling()):
             out = _Gather.apply(layer(x), group)  # type: ignore[no-untyped-call]
     return out.detach(), [str(warning.message) for warning in said]
-
-
-def attend_with_an_amax_mesh() -> int:
-    """Name a mesh for a layer beside attention, and run both in FP8; hooks there are."""
-    enter_rehearsal("transformer_engine")
-    import transformer_engine.pytorch as te
-    from transformer_engine.common.recipe import Float8CurrentScaling
-
-    layer = te.Linear(32, 32, bias=False, device="cpu")
-    attention = te.DotProductAttention(2, 16, attention_dropout=0.0)
-    hooks = name_amax_mesh(torch.nn.ModuleList([layer, attention]), _mesh(1, 2)["tp"])
-    with torch.no_grad(), te.autocast(enabled=True, recipe=Float8CurrentScaling()):
-        x = layer(torch.randn(16, 32)).view(16, 1, 2, 16)
-        assert attention(x, x, x).shape == (16, 1, 32)
-    return len(hooks)
-
-
-def shard_grouped_tensor() -> str:
-    """Shard experts in one GroupedTensor; what is said against it."""
-    enter_rehearsal("transformer_engine")
-    import transformer_engine.pytorch as te
-
-    with mock.patch.dict(os.environ, NVTE_GROUPED_LINEAR_SINGLE_PARAM="1"):
-        experts = te.GroupedLinear(2, 32, 32, bias=False, single_grouped_weight=True, device="cpu")
-    assert type(experts.weight).__name__ == "GroupedTensor"
-    try:
-        fully_shard(experts)
-    except ValueError as error:
-        assert type(experts) is te.GroupedLinear
-        return str(error)
-    return ""
-
-
-def save_with_scales(folder: str, dtype: torch.dtype) -> list[str]:
-    """What is said against saving and loading state in a dtype, by this package's checkpoint."""
-    model, mesh = sharded(dist.get_world_size(), 1)
-    optimizer = optimizer_of(model)
-    checkpoint.save(folder, model, optimizer)
-    scaled = optimizer_of(model, exp_avg_dtype=dtype)
-    train(model, mesh, scaled, range(1))
-    said = []
-    for call in (checkpoint.save, checkpoint.load):
-        try:
-            call(folder, model, scaled)
-        except (ValueError, RuntimeError) as error:
-            said.append(str(error))
-    return said

@@ -14,11 +14,10 @@ import pytest
 
 from megatron_fsdp_v2.checkpoint import CheckpointError, host_memory, saving
 from megatron_fsdp_v2.checkpoint.verifying import verify
-from tests.distributed.on_ranks import on_ranks
 from tests.mcore import flags as f
 from tests.mcore.command_line import torchrun
 from tests.mcore.session import MODEL_FLAGS, curves, enter_rehearsal, rank, train
-from tests.mcore.trained import TIMEOUT_S, longer, run_of_ranks
+from tests.mcore.trained import longer, on_megatron, run_of_ranks
 from tests.ranks import RankPools
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -90,7 +89,7 @@ def test_training_goes_on_and_the_iteration_is_named_when_all_of_it_is_written(
     assert resumed.losses == trainings.losses[4:]
 
 
-@on_ranks(2, pools="megatron", timeout_s=TIMEOUT_S)
+@on_megatron(2)
 def test_a_save_that_fails_on_one_rank_ends_the_training_of_all_by_name(tmp_path: Path) -> None:
     """The last rank cannot write the second checkpoint."""
     write, saves = saving._Writer.write_data, []
@@ -120,7 +119,7 @@ SIGNALED = "--exit-signal-handler"
     "words",
     [pytest.param("--exit-interval 3", id="interval"), longer(SIGNALED, id="signal")],
 )
-@on_ranks(2, pools="megatron", timeout_s=TIMEOUT_S)
+@on_megatron(2)
 def test_a_run_that_leaves_waits_for_what_it_saves(tmp_path: Path, words: str) -> None:
     training, calls = enter_rehearsal()["training"], []
     finalize, handler = training.maybe_finalize_async_save, signal.getsignal(signal.SIGTERM)
@@ -206,7 +205,7 @@ def test_a_job_that_is_killed_while_it_saves_goes_on_from_the_checkpoint_before(
     assert not list(folder.glob("*.incomplete"))
 
 
-@on_ranks(2, pools="megatron")
+@on_megatron(2)
 def test_other_requests_of_the_queue_are_done_in_order_and_fail_by_name() -> None:
     """Requests that are no checkpoints, of which the last one fails."""
     enter_rehearsal()

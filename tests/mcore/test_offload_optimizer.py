@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from megatron_fsdp_v2.dtensor.uneven_dtensor import local_of
-from tests.distributed.on_ranks import on_ranks
 from tests.mcore.offloading import (
     OPTIMIZERS,
     DTensorCalls,
@@ -21,6 +20,7 @@ from tests.mcore.offloading import (
     whole,
 )
 from tests.mcore.session import enter_rehearsal
+from tests.mcore.trained import on_megatron
 
 STEPS = 4
 
@@ -79,7 +79,7 @@ def _trained(kind: str, strategy: str, offload: dict[str, Any] | None) -> Any:
         pytest.param(3, "optim_grads_params", marks=pytest.mark.functional),
     ],
 )
-@on_ranks("world_size", pools="megatron")
+@on_megatron("world_size")
 def test_steps_are_bit_for_bit_those_without_offload(world_size: int, strategy: str) -> None:
     plain = {kind: _trained(kind, strategy, None) for kind in OPTIMIZERS}
     ways: list[tuple[str, dict[str, Any]]] = [
@@ -96,7 +96,7 @@ def test_steps_are_bit_for_bit_those_without_offload(world_size: int, strategy: 
     assert differing == []
 
 
-@on_ranks(2, pools="megatron", fraction=[0.0, 0.5, 1.0])
+@on_megatron(2, fraction=[0.0, 0.5, 1.0])
 def test_nothing_is_dispatched_through_dtensor_in_a_step(fraction: float) -> None:
     model = sharded_model()
     optimizer = _offloaded(model, fraction=fraction, overlaps=True)
@@ -116,7 +116,7 @@ def test_nothing_is_dispatched_through_dtensor_in_a_step(fraction: float) -> Non
     assert control.counts["dtensor"] > 0
 
 
-@on_ranks(2, pools="megatron")
+@on_megatron(2)
 def test_weights_that_others_change_are_stepped_as_they_are() -> None:
     results = []
     for make in (adam, functools.partial(_offloaded, fraction=1.0)):
@@ -134,7 +134,7 @@ def test_weights_that_others_change_are_stepped_as_they_are() -> None:
     assert same(*results)
 
 
-@on_ranks(1, pools="megatron", pins_params=[True, False])
+@on_megatron(1, pins_params=[True, False])
 def test_copies_are_pinned_as_the_options_say_and_made_once(pins_params: bool) -> None:
     from megatron_fsdp_v2_mcore.optim import offload
 
@@ -169,9 +169,8 @@ def _continued(kind: str, model: Any, state: Any, fraction: float) -> Any:
     return whole(model)
 
 
-@on_ranks(
+@on_megatron(
     2,
-    pools="megatron",
     kind=["adam", "counting"],
     fractions=[(1.0, 1.0), (0.5, 1.0), (1.0, 0.0), (0.0, 0.5)],
 )
@@ -208,7 +207,7 @@ def test_state_loads_at_another_fraction_and_is_that_without_offload(
     assert same(whole(plain), _continued(kind, other, state, loaded_with))
 
 
-@on_ranks(2, pools="megatron", form=["rows of a run on one rank", "whole"])
+@on_megatron(2, form=["rows of a run on one rank", "whole"])
 def test_state_of_another_number_of_ranks_is_cut_to_the_rows_here(form: str) -> None:
     # Every rank has all rows, as one rank of a run on one has.
     model = sharded_model("no_shard")
@@ -241,7 +240,7 @@ def test_state_of_another_number_of_ranks_is_cut_to_the_rows_here(form: str) -> 
     assert all(found)
 
 
-@on_ranks(1, pools="megatron", name=["exp_avg_sq", "step"])
+@on_megatron(1, name=["exp_avg_sq", "step"])
 def test_state_that_lacks_something_is_rejected_by_name(name: str) -> None:
     model = sharded_model()
     optimizer = _offloaded(model, fraction=1.0)
@@ -259,7 +258,7 @@ def test_state_that_lacks_something_is_rejected_by_name(name: str) -> None:
 # -- bad input ------------------------------------------------------------------------------------
 
 
-@on_ranks(1, pools="megatron")
+@on_megatron(1)
 def test_what_cannot_be_offloaded_is_rejected_by_name() -> None:
     from megatron_fsdp_v2_mcore.optim.offload import ShardedHybridOptimizer
 
@@ -301,7 +300,7 @@ def _with_megatrons_own(optimizer_cls: Any, **options: Any) -> list[torch.Tensor
     return [tensor.detach().as_subclass(torch.Tensor).clone() for tensor in (*params, *kept)]
 
 
-@on_ranks(1, pools="megatron")
+@on_megatron(1)
 def test_who_uses_the_optimizer_without_sharding_sees_no_change() -> None:
     """Megatron's own class is in its place, and so is what it steps and keeps."""
     from megatron.core import optimizer as megatron_optimizers

@@ -23,8 +23,8 @@ from megatron_fsdp_v2_mcore.rehearsal.flags import (
     with_cpu_defaults,
     with_cpu_flags,
 )
-from tests.distributed.on_ranks import on_ranks
 from tests.mcore.session import LOCAL, enter_rehearsal
+from tests.mcore.trained import on_megatron
 
 
 def test_flags_a_cpu_needs_are_added_and_the_users_are_kept() -> None:
@@ -58,7 +58,7 @@ def test_a_value_that_needs_no_gpu_is_left_to_the_user() -> None:
     assert with_cpu_flags(flags)[:4] == flags
 
 
-@on_ranks(1, pools="megatron")
+@on_megatron(1)
 def test_every_flag_that_is_set_or_rejected_is_one_of_megatrons() -> None:
     enter_rehearsal()
     from megatron.training import arguments
@@ -85,7 +85,7 @@ def _comparable(args: argparse.Namespace) -> dict[str, Any]:
     return {name: repr(value) for name, value in vars(args).items()}
 
 
-@on_ranks(1, pools="megatron")
+@on_megatron(1)
 def test_what_a_cpu_needs_is_the_same_as_flags_and_as_defaults_of_the_parser() -> None:
     flags = ["--bf16", "--num-workers", "2", "--attention-backend=unfused", *LOCAL]
     as_flags, as_defaults = _parsed_with_defaults(flags)
@@ -137,7 +137,7 @@ def test_without_gpu_and_rehearsal_nothing_starts(monkeypatch: pytest.MonkeyPatc
         rehearsal.check_device([])
 
 
-@on_ranks(1, pools="megatron")
+@on_megatron(1)
 def test_everything_a_rehearsal_changes_is_put_back() -> None:
     enter_rehearsal()
     from megatron.training import arguments, initialize

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
+from megatron_fsdp_v2 import checkpoint, fully_shard
 from megatron_fsdp_v2_mcore.model.amax_mesh import name_amax_mesh
+from tests.distributed.checkpoint_trainings import WAYS
+from tests.distributed.wrapping import said
 from tests.mcore import te_tensor_parallel
 from tests.mcore.flags import STRATEGIES
-from tests.mcore.trained import longer
+from tests.mcore.session import entered_te
+from tests.mcore.te_tensor_parallel import output_in_fp8, quantized, weights_of
+from tests.mcore.trained import TIMEOUT_S, longer, on_te
 from tests.ranks import RankPools
 
-TIMEOUT_S = 240.0
+EXTRA = "_extra_state"
 
 
 @pytest.mark.parametrize(
@@ -50,51 +59,85 @@ def test_every_module_comes_back_bit_for_bit_at_any_size_and_goes_on(
         assert following == pytest.approx(losses[te_tensor_parallel.STEPS :], rel=1e-5)
 
 
+@on_te(2, way=WAYS)
 def test_records_of_past_scales_are_in_no_checkpoint_and_in_the_way_of_none(
-    megatron_te: RankPools, tmp_path: Path
+    tmp_path: Path, way: str
 ) -> None:
-    results = megatron_te(2).run(te_tensor_parallel.extra_state, str(tmp_path), timeout_s=TIMEOUT_S)
-    for lengths, saved, back in results:
-        assert any(lengths)
-        assert not saved
-        assert back == [True, True]
+    model = quantized()
+    lengths = [value.numel() for key, value in model.state_dict().items() if EXTRA in key]
+    if way == "ours":
+        checkpoint.save(tmp_path, model)
+    else:
+        dcp.save(weights_of(model), checkpoint_id=str(tmp_path))
+    names = dcp.FileSystemReader(tmp_path).read_metadata().state_dict_metadata
+    before = [param.full_tensor() for param in model.parameters()]  # type: ignore[attr-defined]
+    # A longer record of past scales.
+    other = quantized(16)
+    with torch.no_grad():
+        for param in other.parameters():
+            param.zero_()
+    if way == "ours":
+        checkpoint.load(tmp_path, other)
+    else:
+        state = weights_of(other)
+        dcp.load(state, checkpoint_id=str(tmp_path))
+        set_model_state_dict(other, state, options=StateDictOptions(strict=False))
+    after = [param.full_tensor() for param in other.parameters()]  # type: ignore[attr-defined]
+    assert any(lengths)
+    assert not [name for name in names if EXTRA in name]
+    assert all(map(torch.equal, before, after))
 
 
-def test_with_a_mesh_named_every_part_has_the_scale_of_the_whole(megatron_te: RankPools) -> None:
-    def out(tp: int, *, names_mesh: bool) -> torch.Tensor:
-        function = te_tensor_parallel.output_in_fp8
-        found, said = megatron_te(2).run(function, tp, names_mesh=names_mesh, timeout_s=TIMEOUT_S)[
-            0
-        ]
-        # Neither naming one nor leaving it out.
-        assert not [line for line in said if "amax" in line or "mesh" in line]
-        return found
-
-    whole = out(1, names_mesh=False)
-    assert torch.equal(out(2, names_mesh=True), whole)
-    assert not torch.equal(out(2, names_mesh=False), whole)
+@on_te(2)
+def test_with_a_mesh_named_every_part_has_the_scale_of_the_whole() -> None:
+    results = [
+        output_in_fp8(tp, names_mesh=names_mesh)
+        for tp, names_mesh in ((1, False), (2, True), (2, False))
+    ]
+    whole, named, not_named = (found for found, _ in results)
+    # Neither naming one nor leaving it out.
+    assert not [line for _, said in results for line in said if "amax" in line or "mesh" in line]
+    assert torch.equal(named, whole)
+    assert not torch.equal(not_named, whole)
 
 
-def test_experts_stacked_in_a_grouped_tensor_are_rejected_by_name(megatron_te: RankPools) -> None:
-    for said in megatron_te(2).run(te_tensor_parallel.shard_grouped_tensor, timeout_s=TIMEOUT_S):
-        assert said.startswith("parameter weight is a GroupedTensor, which is made of other tensor")
+@on_te(2)
+def test_experts_stacked_in_a_grouped_tensor_are_rejected_by_name() -> None:
+    te = entered_te()
+    with mock.patch.dict(os.environ, NVTE_GROUPED_LINEAR_SINGLE_PARAM="1"):
+        experts = te.GroupedLinear(2, 32, 32, bias=False, single_grouped_weight=True, device="cpu")
+    assert type(experts.weight).__name__ == "GroupedTensor"
+    text = said(ValueError, lambda: fully_shard(experts))
+    assert text.startswith("parameter weight is a GroupedTensor, which is made of other tensor")
+    assert type(experts) is te.GroupedLinear
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, longer(torch.uint8)], ids=str)
-def test_state_with_scales_is_not_saved_without_them(
-    megatron_te: RankPools, tmp_path: Path, dtype: torch.dtype
-) -> None:
-    function, folder = te_tensor_parallel.save_with_scales, str(tmp_path / "checkpoint")
-    for said in megatron_te(2).run(function, folder, dtype, timeout_s=TIMEOUT_S):
-        assert len(said) == 2
-        assert all(f"FusedAdam keeps exp_avg in {dtype}, which has scales" in line for line in said)
+@on_te(2)
+def test_state_with_scales_is_not_saved_without_them(tmp_path: Path, dtype: torch.dtype) -> None:
+    model, mesh = te_tensor_parallel.sharded(2, 1)
+    optimizer = te_tensor_parallel.optimizer_of(model)
+    checkpoint.save(tmp_path / "saved", model, optimizer)
+    scaled = te_tensor_parallel.optimizer_of(model, exp_avg_dtype=dtype)
+    te_tensor_parallel.train(model, mesh, scaled, range(1))
+    for call in (checkpoint.save, checkpoint.load):
+        with pytest.raises((ValueError, RuntimeError), match=f"exp_avg in {dtype}, which has scal"):
+            call(tmp_path / "saved", model, scaled)
 
 
-def test_attention_beside_layers_has_no_weights_to_reduce_an_amax_of(
-    megatron_te: RankPools,
-) -> None:
-    run = megatron_te(2).run
-    assert run(te_tensor_parallel.attend_with_an_amax_mesh, timeout_s=TIMEOUT_S) == [1, 1]
+@on_te(2)
+def test_attention_beside_layers_has_no_weights_to_reduce_an_amax_of() -> None:
+    te = entered_te()
+    from transformer_engine.common.recipe import Float8CurrentScaling
+
+    layer = te.Linear(32, 32, bias=False, device="cpu")
+    attention = te.DotProductAttention(2, 16, attention_dropout=0.0)
+    mesh = te_tensor_parallel.mesh_of(1, 2)["tp"]
+    hooks = name_amax_mesh(nn.ModuleList([layer, attention]), mesh)
+    with torch.no_grad(), te.autocast(enabled=True, recipe=Float8CurrentScaling()):
+        x = layer(torch.randn(16, 32)).view(16, 1, 2, 16)
+        assert attention(x, x, x).shape == (16, 1, 32)
+    assert len(hooks) == 1
 
 
 def test_a_mesh_for_amaxes_that_nothing_could_use_is_rejected() -> None:

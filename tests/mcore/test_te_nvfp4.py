@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_fsdp_v2_mcore.rehearsal.te import fp4
-from tests.mcore.session import enter_rehearsal
+from tests.mcore.session import entered_te
 from tests.mcore.test_te_kernels import E4M3, TEX, _nearest
-from tests.ranks import RankPools
+from tests.mcore.trained import on_te
 
 # A sign, two bits of exponent with a bias of 1, one of mantissa; without exponent, halves.
 GRID = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
@@ -75,13 +75,6 @@ def test_two_numbers_share_a_byte_the_first_its_lower_half() -> None:
     assert torch.equal(fp4.unpack(TEX.nvfp4_data_transpose(packed)), numbers.t())
 
 
-def _te() -> Any:
-    enter_rehearsal("transformer_engine")
-    import transformer_engine.pytorch as te
-
-    return te
-
-
 def _defined(
     source: torch.Tensor, rows: int, amax: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -121,8 +114,9 @@ def _samples() -> torch.Tensor:
     return x.bfloat16()
 
 
-def _quantized() -> None:
-    te, x = _te(), _samples()
+@on_te(2)
+def test_payloads_scales_and_what_is_read_back_are_their_definition() -> None:
+    te, x = entered_te(), _samples()
     for rows in (1, 16):
         quantizer = te.NVFP4Quantizer(with_2d_quantization=rows == 16)
         made = quantizer(x)
@@ -150,9 +144,10 @@ def _quantized() -> None:
             te.NVFP4Quantizer(**{name: True})(x)
 
 
-def _transformed() -> None:
+@on_te(2)
+def test_a_transformed_payload_is_that_of_tokens_times_a_hadamard_matrix() -> None:
     """Blocks of 16 tokens are multiplied with a Hadamard matrix with signs, rounded to bf16."""
-    te, x = _te(), _samples()
+    te, x = entered_te(), _samples()
     quantizer = te.NVFP4Quantizer(with_rht=True, with_post_rht_amax=True)
     made = quantizer(x)
     _assert_payload(made, "rowwise", _defined(x, 1), 1)
@@ -168,8 +163,9 @@ def _transformed() -> None:
         quantizer(x.float())
 
 
-def _rounded_stochastically() -> None:
-    te, x = _te(), _samples()
+@on_te(2)
+def test_stochastic_rounding_has_the_mean_of_what_is_rounded() -> None:
+    te, x = entered_te(), _samples()
     quantizer = te.NVFP4Quantizer(columnwise=False, stochastic_rounding=True)
     torch.manual_seed(1)
     made = [quantizer(x).dequantize(dtype=torch.float32).double() for _ in range(400)]
@@ -184,8 +180,9 @@ def _rounded_stochastically() -> None:
     assert bool((error <= steps[representable] * (5 * 0.5 / 20 + 1 / 256)).all())
 
 
-def _products() -> None:
-    te = _te()
+@on_te(2)
+def test_products_are_those_of_the_values_that_are_stored() -> None:
+    te = entered_te()
     from transformer_engine.pytorch.cpp_extensions import general_gemm
 
     torch.manual_seed(0)
@@ -219,9 +216,10 @@ def _products() -> None:
         general_gemm(a, d, torch.float32, layout="NT", grad=True, bias=torch.zeros(64))
 
 
-def _sharded_weights() -> None:
+@on_te(2)
+def test_parts_that_ranks_cast_are_those_of_the_whole_quantized() -> None:
     """Each rank casts its part; together they are what quantizing the whole gives."""
-    te = _te()
+    te = entered_te()
     from transformer_engine.pytorch.tensor.utils import (
         post_all_gather_processing,
         quantize_master_weights,
@@ -249,28 +247,12 @@ def _sharded_weights() -> None:
     assert torch.equal(weight._amax_columnwise, wanted._amax_columnwise)
 
 
-def _amax_of_a_group() -> None:
-    te = _te()
+@on_te(2)
+def test_ranks_share_the_amax_of_a_group() -> None:
+    te = entered_te()
     x = _samples() * (dist.get_rank() + 1)
     quantizer = te.NVFP4Quantizer()
     quantizer.with_amax_reduction, quantizer.amax_reduction_group = True, dist.group.WORLD
     amax = x.abs().max().float()
     dist.all_reduce(amax, dist.ReduceOp.MAX)
     _assert_payload(quantizer(x), "rowwise", _defined(x, 1, amax), 1)
-
-
-CHECKS = [
-    _quantized,
-    _transformed,
-    _rounded_stochastically,
-    _products,
-    _sharded_weights,
-    _amax_of_a_group,
-]
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.strip("_"))
-def test_transformer_engines_nvfp4_over_reference_kernels(
-    megatron_te: RankPools, check: Any
-) -> None:
-    megatron_te(2).run(check, timeout_s=240.0)

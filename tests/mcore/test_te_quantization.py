@@ -13,16 +13,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_fsdp_v2_mcore.rehearsal.te import numbers
-from tests.mcore.session import enter_rehearsal
+from tests.mcore.session import entered_te
 from tests.mcore.test_te_kernels import E4M3, _nearest
-from tests.ranks import RankPools
-
-
-def _te() -> Any:
-    enter_rehearsal("transformer_engine")
-    import transformer_engine.pytorch as te
-
-    return te
+from tests.mcore.trained import on_te
 
 
 def _bytes_of(exact: torch.Tensor) -> torch.Tensor:
@@ -30,8 +23,9 @@ def _bytes_of(exact: torch.Tensor) -> torch.Tensor:
     return exact.float().to(E4M3).view(torch.uint8)
 
 
-def _per_tensor() -> None:
-    te = _te()
+@on_te(2)
+def test_a_scale_for_a_tensor_delayed_or_current_and_common_to_ranks() -> None:
+    te = entered_te()
     rank = dist.get_rank()
     torch.manual_seed(rank)
     x = (torch.randn(6, 8) * (rank + 1)).bfloat16()
@@ -69,8 +63,9 @@ def _per_tensor() -> None:
     assert torch.equal(made._data, _bytes_of(_nearest((x * 3).float() * scale, E4M3)))
 
 
-def _blockwise() -> None:
-    te = _te()
+@on_te(2)
+def test_a_scale_for_a_block_is_a_power_of_two_of_its_largest() -> None:
+    te = entered_te()
     torch.manual_seed(0)
     x = torch.randn(256, 384) * torch.rand(256, 1) * 10
     for dim in (1, 2):
@@ -93,8 +88,9 @@ def _blockwise() -> None:
         assert (made.dequantize() - x).abs().max() <= x.abs().max() / 16
 
 
-def _mxfp8() -> None:
-    te = _te()
+@on_te(2)
+def test_mxfp8_has_an_exponent_for_32_elements_each_way() -> None:
+    te = entered_te()
     torch.manual_seed(0)
     x = (torch.randn(64, 96) * torch.rand(64, 1) * 10).bfloat16()
     made = te.MXFP8Quantizer(te.DType.kFloat8E4M3)(x)
@@ -117,8 +113,9 @@ def _mxfp8() -> None:
         te.MXFP8Quantizer(te.DType.kFloat8E4M3)(torch.randn(33, 32))
 
 
-def _fp8_products() -> None:
-    te = _te()
+@on_te(2)
+def test_products_of_fp8_are_those_of_the_values_they_stand_for() -> None:
+    te = entered_te()
     from transformer_engine.pytorch.cpp_extensions import general_gemm
 
     torch.manual_seed(0)
@@ -173,9 +170,10 @@ def _values(tensor: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return found[0], found[1]
 
 
-def _sharded_weights() -> None:
+@on_te(2)
+def test_parts_that_ranks_cast_are_those_of_the_whole_quantized() -> None:
     """Each rank casts its part; together they are what quantizing the whole gives."""
-    te = _te()
+    te = entered_te()
     from transformer_engine.pytorch.tensor.utils import quantize_master_weights
 
     rank, half = dist.get_rank(), 256 * 128 // 2
@@ -200,8 +198,9 @@ def _sharded_weights() -> None:
         assert torch.equal(data[mine], expected[mine]), type(quantizer).__name__
 
 
-def _modules() -> None:
-    te = _te()
+@on_te(2)
+def test_layer_norm_mlp_is_its_definition_forward_and_backward() -> None:
+    te = entered_te()
     torch.manual_seed(0)
     hidden = 32
     for options in ({"activation": "gelu"}, {"activation": "swiglu", "normalization": "RMSNorm"}):
@@ -230,11 +229,3 @@ def _modules() -> None:
         theirs = torch.autograd.grad(exact, [wide, *weights], grad.double())
         for a, b in zip(mine, theirs, strict=True):
             torch.testing.assert_close(a.double(), b, atol=1e-4, rtol=1e-4)
-
-
-CHECKS = [_per_tensor, _blockwise, _mxfp8, _fp8_products, _sharded_weights, _modules]
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.strip("_"))
-def test_transformer_engine_over_reference_kernels(megatron_te: RankPools, check: Any) -> None:
-    megatron_te(2).run(check, timeout_s=240.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,17 @@ from weakref import WeakKeyDictionary
 
 import pytest
 
+from tests.distributed.on_ranks import on_ranks
 from tests.mcore.flags import MODEL_FLAGS, Flags, loading, saving, words
 from tests.mcore.session import Training, curves, distance, train
 from tests.ranks import RankPools
 
 # The first training of a pool imports Megatron on every rank, eight of which may share two cores.
 TIMEOUT_S = 240.0
+
+on_megatron = functools.partial(on_ranks, pools="megatron", timeout_s=TIMEOUT_S)
+on_te = functools.partial(on_ranks, pools="megatron_te", timeout_s=TIMEOUT_S)
+"""Tests whose bodies run on ranks that rehearse: Megatron's own layers, or the default ones."""
 
 _DONE: WeakKeyDictionary[RankPools, dict[Any, Training]] = WeakKeyDictionary()
 

@@ -14,6 +14,8 @@ from torch import nn
 from megatron_fsdp_v2 import fully_shard
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import STRATEGIES, gradient_error, mesh_of, said, wrap
+from tests.reference.late_product import LateProduct
+from tests.reference.models import Formula
 
 
 class _FusedLinear(torch.autograd.Function):
@@ -155,35 +157,18 @@ def test_parameters_and_modules_opt_out_of_gradient_reduction(
     assert gradient_error(model, plain) < 1e-6
 
 
-class _LateLinear(torch.autograd.Function):
-    """A linear layer whose weight's gradient is made by a call of its own, after the backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, later: list[Any]) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.weight, ctx.later = weight, later
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        ctx.later.append((ctx.weight, grad.t() @ x))
-        return grad @ weight, None, None
-
-
 @on_ranks(2, strategy=["no_shard", "optim_grads_params"])
 def test_a_weight_gradient_that_is_made_after_the_backward_is_an_error(strategy: str) -> None:
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(6, 6))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            result: torch.Tensor = _LateLinear.apply(x, self.weight, later)
-            return result
-
     later: list[Any] = []
-    model = nn.Sequential(Layer(), Layer())
+
+    def leave(weight: Any, grad: torch.Tensor, x: torch.Tensor) -> None:
+        later.append((weight, grad.t() @ x))
+
+    weights = [nn.Parameter(torch.randn(6, 6)) for _ in range(2)]
+    layers = (
+        Formula(lambda m, x: LateProduct.apply(x, m.weight, leave), weight=w) for w in weights
+    )
+    model = nn.Sequential(*layers)
     wrap(model, model, sharding_strategy=strategy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(torch.randn(3, 6, requires_grad=True)).sum().backward()

@@ -7,31 +7,18 @@ import sys
 from collections import Counter
 from pathlib import Path
 from types import FrameType
-from typing import Any, override
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import megatron_fsdp_v2
 from benchmarks.common import Block, fake_ranks, ours
+from tests.distributed.wrapping import Dispatched
 
 PACKAGE = str(Path(megatron_fsdp_v2.__file__).parent)
 FEW, MANY = 8, 24
-
-
-class Dispatched(TorchDispatchMode):
-    """Counts operations that come to the dispatcher's Python key."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.number = 0
-
-    @override
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.number += 1
-        return func(*args, **(kwargs or {}))
 
 
 def _step(model: nn.Module, x: torch.Tensor) -> None:
@@ -76,9 +63,11 @@ def _counts(num_units: int, wrap: Any) -> Counter[str]:
         model = wrap(nn.Sequential(*(Block(16) for _ in range(num_units))), mesh)
         for _ in range(3):
             _step(model, x)
-        with Dispatched() as dispatched:
+        operations: list[Any] = []
+        with Dispatched(lambda func, *_: operations.append(func)):
             _step(model, x)
-        return Counter(calls=_calls(model, x), operations=dispatched.number, nodes=_nodes(model, x))
+        num_calls, num_nodes = _calls(model, x), _nodes(model, x)
+        return Counter(calls=num_calls, operations=len(operations), nodes=num_nodes)
 
 
 def _per_unit(wrap: Any) -> dict[str, float]:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from megatron_fsdp_v2 import fully_shard
 from megatron_fsdp_v2.diagnostics import Role, memory_tracker
@@ -29,6 +28,7 @@ from tests.distributed.wrapping import (
 )
 from tests.parity.patterns import PATTERNS
 from tests.ranks import RankPools
+from tests.reference.models import CheckpointedRegion, Stack
 from tests.reference.training import train_sharded
 
 WIDTH = 64
@@ -41,52 +41,21 @@ CHUNK_NBYTES = 4 << 14
 """What a sum in another dtype than that of the wire takes on a CPU besides."""
 
 
-class Layers(nn.Sequential):
+def _layers(width: int) -> nn.Module:
     """A unit of several layers, so that the gradient autograd hands over is a small part of it."""
-
-    def __init__(self, width: int = WIDTH) -> None:
-        super().__init__(*(nn.Linear(width, width) for _ in range(6)))
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(6)))
 
 
-class Deep(nn.Module):
-    """Units inside a root that has parameters of its own, first and last."""
-
-    def __init__(self, num_blocks: int = NUM_BLOCKS, width: int = WIDTH) -> None:
-        super().__init__()
-        self.input = nn.Linear(width, width)
-        self.blocks = nn.ModuleList(Layers(width) for _ in range(num_blocks))
-        self.output = nn.Linear(width, width)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        x = self.input(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.output(x)
-
-
-class Region(Deep):
-    """All units are recomputed as one region."""
-
-    def forward(self, x: torch.Tensor) -> Any:
-        def run(x: torch.Tensor) -> torch.Tensor:
-            for block in self.blocks:
-                x = block(x)
-            return x
-
-        return self.output(checkpoint(run, self.input(x), use_reentrant=False))
-
-
-class Nest(nn.Sequential):
+def _nest(width: int) -> nn.Module:
     """A unit with layers before and after the unit inside it."""
-
-    def __init__(self) -> None:
-        super().__init__(Layers(), Layers(), nn.Linear(WIDTH, WIDTH))
+    return nn.Sequential(_layers(width), _layers(width), nn.Linear(width, width))
 
 
-class Nested(Deep):
-    def __init__(self) -> None:
-        super().__init__(0)
-        self.blocks = nn.ModuleList(Nest() for _ in range(4))
+def deep(
+    num_blocks: int = NUM_BLOCKS, width: int = WIDTH, *, kind: Any = Stack, **options: Any
+) -> Any:
+    """Units inside a root that has parameters of its own, first and last."""
+    return kind(num_blocks, width, ends=(width, width), **{"block": _layers, **options})
 
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -94,11 +63,10 @@ def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _step(model: Any, optimizer: Any, num_microbatches: int = 1) -> None:
-    width = model.input.in_features
     for _ in range(num_microbatches - 1):
         with model.no_sync():
-            model(torch.ones(2, width)).square().mean().backward()
-    model(torch.ones(2, width)).square().mean().backward()
+            model(torch.ones(2, WIDTH)).square().mean().backward()
+    model(torch.ones(2, WIDTH)).square().mean().backward()
     step_all(optimizer)
 
 
@@ -133,7 +101,7 @@ def test_a_step_peaks_at_its_bound_within_two_percent(
     slack = CHUNK_NBYTES if policy == "bf16" and num_microbatches > 1 else 0
     for strategy in strategies_on(mesh_name):
         options = {"sharding_strategy": strategy, **on_mesh(mesh_name)}
-        memory = tracked(wrap(Deep(), mp_policy=POLICIES[policy], **options), num_microbatches)
+        memory = tracked(wrap(deep(), mp_policy=POLICIES[policy], **options), num_microbatches)
         assert memory.peak.total <= memory.bound.total + slack, strategy
         peak, bound = without_activations(memory)
         assert 0.98 * bound <= peak <= bound + slack, strategy
@@ -156,7 +124,7 @@ COSTS: list[tuple[dict[str, Any], int, int]] = [
 def test_each_unit_of_prefetch_depth_and_each_gradient_buffer_costs_one_buffer(
     knobs: dict[str, Any], num_gathered: int, num_buffers: int
 ) -> None:
-    memory = tracked(wrap(Deep(), **knobs))
+    memory = tracked(wrap(deep(), **knobs))
     block, root = 4 * BLOCK_NUMEL, 4 * ROOT_NUMEL
     assert memory.peak.total <= memory.bound.total
     peak, bound = without_activations(memory)
@@ -171,7 +139,7 @@ def test_buckets_stay_below_the_bound(mesh_name: str, policy: str) -> None:
     for strategy in strategies_on(mesh_name):
         options = {"sharding_strategy": strategy, **on_mesh(mesh_name)}
         plain, in_buckets = (
-            tracked(wrap(Deep(), mp_policy=POLICIES[policy], bucket_bytes=nbytes, **options), 2)
+            tracked(wrap(deep(), mp_policy=POLICIES[policy], bucket_bytes=nbytes, **options), 2)
             for nbytes in (None, bucket)
         )
         assert in_buckets.peak.total <= in_buckets.bound.total, strategy
@@ -187,7 +155,7 @@ def test_blocks_share_collectives_in_buckets_and_none_is_larger_than_told(strate
     nbytes = 4 * BLOCK_NUMEL
     for per_bucket in (1, 2, 3):
         options = {"sharding_strategy": strategy, "bucket_bytes": per_bucket * nbytes}
-        model = wrap(Deep(), **options)
+        model = wrap(deep(), **options)
         optimizer = _optimizer(model)
         _step(model, optimizer)
         with sends(named_units(model)[0][1].groups[0].axes) as sent:
@@ -212,7 +180,7 @@ def by_number_of_blocks(num_blocks: int, num_microbatches: int) -> Found:
     """By strategy: the peak, and the most bytes of each role that comes and goes."""
     found = {}
     for strategy in STRATEGIES:
-        memory = tracked(wrap(Deep(num_blocks), sharding_strategy=strategy), num_microbatches)
+        memory = tracked(wrap(deep(num_blocks), sharding_strategy=strategy), num_microbatches)
         roles = tuple(memory.role_peaks[role] for role in TEMPORARY)
         found[strategy] = memory.peak.total, roles
     return found
@@ -260,21 +228,21 @@ def test_each_zero_level_peaks_no_higher_than_the_one_before(depths: Any) -> Non
 
 @on_ranks(1, strategy=STRATEGIES)
 def test_one_rank_gathers_nothing_and_has_no_buffer_for_communication(strategy: str) -> None:
-    found = tracked(wrap(Deep(), sharding_strategy=strategy)).role_peaks
+    found = tracked(wrap(deep(), sharding_strategy=strategy)).role_peaks
     assert found[Role.GATHERED] == found[Role.COMMUNICATION] == found[Role.MODEL_WEIGHT] == 0
     assert found[Role.GRAD_BUFFER] == 4 * (ROOT_NUMEL + 2 * BLOCK_NUMEL)
 
 
 @on_ranks(2)
 def test_a_recomputed_region_of_units_keeps_two_of_them_gathered() -> None:
-    memory = tracked(wrap(Region()))
+    memory = tracked(wrap(deep(kind=CheckpointedRegion, use_reentrant=False)))
     assert memory.role_peaks[Role.GATHERED] == memory.bound.gathered
 
 
 @pytest.mark.parametrize(("depth", "buffers"), [(1, 2), (2, 1), (2, 3)])
 @on_ranks(2)
 def test_units_inside_units_stay_below_the_bound(depth: int, buffers: int) -> None:
-    model = Nested()
+    model = deep(4, block=_nest)
     units = [unit for nest in model.blocks for unit in (nest[1], nest)]
     wrap(model, units, unshard_prefetch_depth=depth, max_live_grad_buffers=buffers)
     memory = tracked(model)
@@ -285,7 +253,7 @@ def test_units_inside_units_stay_below_the_bound(depth: int, buffers: int) -> No
 
 @on_ranks(2, strategy=["no_shard", "optim_grads_params"], policy=POLICIES)
 def test_the_tracked_peak_is_what_the_allocator_hands_out(strategy: str, policy: str) -> None:
-    model = wrap(Deep(), sharding_strategy=strategy, mp_policy=POLICIES[policy])
+    model = wrap(deep(), sharding_strategy=strategy, mp_policy=POLICIES[policy])
     optimizer = _optimizer(model)
 
     def backward() -> None:
@@ -346,7 +314,7 @@ def test_no_bit_of_any_result_depends_on_the_knobs(strategy: str, mesh_name: str
 
 @on_ranks(2, depth=[1, 2, 3, 20])
 def test_a_deeper_prefetch_gathers_nothing_twice(depth: int) -> None:
-    model = wrap(Deep(), unshard_prefetch_depth=depth)
+    model = wrap(deep(), unshard_prefetch_depth=depth)
     optimizer = _optimizer(model)
     _step(model, optimizer)
     wire = listen(model)
@@ -363,5 +331,5 @@ def test_a_deeper_prefetch_gathers_nothing_twice(depth: int) -> None:
     value=[0, 1.5, True],
 )
 def test_a_knob_below_one_is_rejected_by_name(knob: str, value: Any) -> None:
-    text = said(ValueError, lambda: wrap(Deep(1), **{knob: value}))
+    text = said(ValueError, lambda: wrap(deep(1), **{knob: value}))
     assert f"{knob} must be a whole number of at least 1, got {value}" in text

@@ -14,7 +14,7 @@ from megatron_fsdp_v2.diagnostics import Role, group_summary, memory_tracker, pr
 from megatron_fsdp_v2.runtime.fsdp_module import unit_of
 from tests.distributed.allocations import left_of
 from tests.distributed.on_ranks import on_ranks
-from tests.distributed.test_memory_bound import Deep
+from tests.distributed.test_memory_bound import deep
 from tests.distributed.wrapping import BF16, STRATEGIES, said, shards_of, step_all, wrap
 from tests.ranks import RankPools
 from tests.reference.models import INPUT, Stack
@@ -144,7 +144,7 @@ def test_profiler_ranges_and_the_tracker_go_together() -> None:
 
 
 def printed_report(path: str) -> str:
-    model = wrap(Deep(6, 256))
+    model = wrap(deep(6, 256))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
 
     def step() -> None:

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_fsdp_v2 import FSDPModule, MixedPrecisionPolicy
 from megatron_fsdp_v2.comm.interface import Collective
@@ -42,7 +41,7 @@ from megatron_fsdp_v2.plan.unit_bytes import UnitBytes
 from megatron_fsdp_v2.runtime.fsdp_module import unit_of
 from megatron_fsdp_v2.runtime.unit import Unit
 from tests.distributed.test_payloads import Layers
-from tests.distributed.wrapping import BF16, batch, mesh_of, sends, wrap
+from tests.distributed.wrapping import BF16, Dispatched, batch, mesh_of, sends, wrap
 from tests.ranks import RankPools
 from tests.reference.models import Checkpointed, Stack, UsedTwice
 from tests.reference.two_way import TwoWayFormat
@@ -481,28 +480,21 @@ def measure(case: Case) -> tuple[dict[str, int], list[Done], Counter[Any], list[
     return {**found, **offloaded}, done, sent, unit_bytes(model)
 
 
-class Copies(TorchDispatchMode):
-    """Counts bytes that are copied from and to host memory, as they are in there."""
+def offloaded_bytes(case: Case, model: Any, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """What a step has in host memory and copies from and to there."""
+    copied: Counter[str] = Counter()
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.nbytes: Counter[str] = Counter()
-
-    @override
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def look(func: Any, args: Any, _: Any) -> None:
+        """Count bytes that are copied from and to host memory, as they are in there."""
         if func.overloadpacket is torch.ops.aten.copy_:
             to, source = map(is_in_host_memory, args[:2])
             if to is not source:
-                self.nbytes["to_host" if to else "to_device"] += args[not to].nbytes
-        return func(*args, **(kwargs or {}))
+                copied["to_host" if to else "to_device"] += args[not to].nbytes
 
-
-def offloaded_bytes(case: Case, model: Any, optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """What a step has in host memory and copies from and to there."""
     step(case, model, optimizer)
-    with memory_tracker(model, optimizer) as memory, Copies() as copies:
+    with memory_tracker(model, optimizer) as memory, Dispatched(look):
         step(case, model, optimizer)
-    return {"host": sum(memory.offloaded.values()), **copies.nbytes}
+    return {"host": sum(memory.offloaded.values()), **copied}
 
 
 def bytes_by_role(groups: list[Any], optimizer: torch.optim.Optimizer) -> Counter[str]:

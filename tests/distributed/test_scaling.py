@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, override
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_fsdp_v2 import MixedPrecisionPolicy
 from megatron_fsdp_v2.comm.backends import NcclCollectives
@@ -23,6 +22,7 @@ from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import (
     BF16,
     STRATEGIES,
+    Dispatched,
     batch,
     mesh_of,
     of_all_ranks,
@@ -51,21 +51,6 @@ class OneQueue:
         return contextlib.nullcontext(stream)
 
 
-class Passes(TorchDispatchMode):
-    """Elements that every operation of torch goes over."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[tuple[str, int]] = []
-
-    @override
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func.namespace == "aten" and isinstance(result, torch.Tensor) and not func.is_view:
-            self.found.append((str(func), result.numel()))
-        return result
-
-
 @pytest.mark.parametrize("accumulate", [True, False], ids=["added", ""])
 @pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("cut", [True, False], ids=["reduce-scatter", "all-reduce"])
@@ -78,17 +63,22 @@ def test_nccl_is_asked_for_plain_sums_and_one_pass_over_the_shard_scales(
     into = torch.ones(NUMEL if cut else NUMEL * size)
     expected = sum(term.float() for term in terms) * (1 / 3) + float(accumulate)
     full = terms[rank].clone()
-    asked, passes = [], Passes()
+    asked, passes = [], []
+
+    def look(func: Any, _: Any, result: Any) -> None:
+        """Note the elements that an operation goes over."""
+        if func.namespace == "aten" and isinstance(result, torch.Tensor) and not func.is_view:
+            passes.append((str(func), result.numel()))
 
     def noting(name: str) -> Any:
         original = getattr(dist, name)
 
         def noted(*args: Any, op: Any = None, **kwargs: Any) -> Any:
             asked.append(op)
-            before = len(passes.found)
+            before = len(passes)
             result = original(*args, op=op, **kwargs)
             # Gloo's own copies.
-            del passes.found[before:]
+            del passes[before:]
             return result
 
         return mock.patch.object(dist, name, noted)
@@ -100,12 +90,12 @@ def test_nccl_is_asked_for_plain_sums_and_one_pass_over_the_shard_scales(
     with contextlib.ExitStack() as stack:
         for name in (*names, "all_reduce"):
             stack.enter_context(noting(name))
-        stack.enter_context(passes)
+        stack.enter_context(Dispatched(look))
         collective = Collective(kind, into, full, axis, CommStream.REDUCE, 1 / 3, accumulate)
         communicator.issue(collective, async_op=True).wait()
     start = rank * NUMEL if cut else 0
     assert set(asked) == {dist.ReduceOp.SUM}
-    assert [numel for _, numel in passes.found if numel > 1] == [into.numel()], passes.found
+    assert [numel for _, numel in passes if numel > 1] == [into.numel()], passes
     # Scaled in fp32: the sums of small integers are exact in bf16.
     assert float((into - expected[start : start + into.numel()]).abs().max()) < 1e-6
 

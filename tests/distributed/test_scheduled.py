@@ -25,31 +25,11 @@ from tests.distributed.wrapping import (
     step_all,
     weight_error,
 )
+from tests.reference.late_product import LateProduct
 
 WIDTH = 5
 MICRO_BATCHES = 3
 BLOCKS = 3
-
-
-class _Late(torch.autograd.Function):
-    """A product whose weight's gradient is left for later."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: Any, layer: LateLinear) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.weight, ctx.layer = weight, layer
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        main_grad = placeholder = None
-        if ctx.layer.fuses:
-            # A kernel that adds to the gradient by itself asks where in the backward.
-            main_grad, placeholder = ctx.weight.main_grad, torch.empty_like(weight)
-            ctx.weight.grad_added_to_main_grad = True
-        ctx.layer.later.append((grad.t() @ x, main_grad))
-        return grad @ weight, placeholder, None
 
 
 class LateLinear(nn.Linear):
@@ -64,8 +44,18 @@ class LateLinear(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.later is None:
             return super().forward(x)
-        product: torch.Tensor = _Late.apply(x, self.weight, self)
+        product: torch.Tensor = LateProduct.apply(x, self.weight, self._leave)
         return product + self.bias
+
+    def _leave(self, weight: Any, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
+        main_grad = placeholder = None
+        if self.fuses:
+            # A kernel that adds to the gradient by itself asks where in the backward.
+            main_grad, placeholder = weight.main_grad, torch.empty_like(weight)
+            weight.grad_added_to_main_grad = True
+        assert self.later is not None
+        self.later.append((grad.t() @ x, main_grad))
+        return placeholder
 
     def backward_dw(self) -> None:
         """Compute the weight's gradient of the oldest backward."""

@@ -115,19 +115,35 @@ NOT_LAUNCHED = ("detach", "alias", "_local_scalar_dense")
 """Another look at the same memory; and the value of a step counter, which is in host memory."""
 
 
-class Operations(TorchDispatchMode):
-    """Notes operations that a device has work with."""
+class Dispatched(TorchDispatchMode):
+    """Shows every operation that comes to the dispatcher's Python key, when it is done.
 
-    def __init__(self) -> None:
+    Args:
+        look: Called with the operation, its arguments and its result.
+    """
+
+    def __init__(self, look: Callable[[Any, Sequence[Any], Any], Any]) -> None:
         super().__init__()
-        self.names: list[str] = []
+        self._look = look
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._look(func, args, result)
+        return result
+
+
+class Operations(Dispatched):
+    """Notes operations that a device has work with."""
+
+    def __init__(self) -> None:
+        super().__init__(self._note)
+        self.names: list[str] = []
+
+    def _note(self, func: Any, *_: Any) -> None:
         name = func.overloadpacket.__name__
         if name not in NOT_LAUNCHED:
             self.names.append(name)
-        return func(*args, **(kwargs or {}))
 
 
 class Wire:

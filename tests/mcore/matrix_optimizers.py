@@ -92,7 +92,7 @@ def state_of_all(model: Any, optimizer: Any) -> dict[str, Any]:
 _METADATA = {"distrib_optim_sharding_type": "fsdp_dtensor"}
 
 
-def _models(strategy: str = "optim_grads_params") -> tuple[nn.Sequential, nn.Sequential]:
+def whole_and_sharded(strategy: str = "optim_grads_params") -> tuple[nn.Sequential, nn.Sequential]:
     """Equal models on all ranks: one whole, one sharded."""
     enter_rehearsal()
     models = []
@@ -104,7 +104,7 @@ def _models(strategy: str = "optim_grads_params") -> tuple[nn.Sequential, nn.Seq
     return models[0], models[1]
 
 
-def _give_gradients(whole: nn.Sequential, sharded: nn.Sequential) -> None:
+def give_gradients(whole: nn.Sequential, sharded: nn.Sequential) -> None:
     for theirs, ours in zip(whole.parameters(), sharded.parameters(), strict=True):
         assert isinstance(ours, UnevenDTensor)
         theirs.grad = torch.randn(theirs.shape)
@@ -115,93 +115,3 @@ def _give_gradients(whole: nn.Sequential, sharded: nn.Sequential) -> None:
             if last > first
             else None
         )
-
-
-def differences_from_originals() -> dict[str, float]:
-    """Largest differences of weights, by optimizer, after some steps on equal gradients."""
-    enter_rehearsal()
-    from emerging_optimizers.orthogonalized_optimizers import (
-        MOP,
-        AdaptiveMuon,
-        Muon,
-        PolarGrad,
-        Scion,
-    )
-    from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
-
-    from megatron_fsdp_v2_mcore.optim import muon
-
-    exact = {"fp32_matmul_prec": "highest"}
-    cases = [
-        (Muon, {"weight_decay_method": method, "nesterov": nesterov, **exact})
-        for method in ("decoupled", "independent", "l2", "palm")
-        for nesterov in (False, True)
-    ]
-    cases += [(Scion, exact), (PolarGrad, exact), (MOP, {"weight_decay": 0.0, **exact})]
-    cases += [(TensorParallelMuon, {"use_decoupled_weight_decay": False, **exact})]
-    # With a tiny eps the first update is a sign, and rounding decides that of what is next to zero.
-    adaptive = {"momentum": 0.9, "weight_decay": 0.1, "beta2": 0.9, "eps": 0.1, "nesterov": True}
-    cases += [(AdaptiveMuon, {**adaptive, "extra_scale_factor": 0.5, **exact})]
-    found = {}
-    for cls, options in cases:
-        for strategy in ("optim_grads_params", "no_shard"):
-            whole, sharded = _models(strategy)
-            # Rates large enough for every term to show.
-            theirs = cls(whole.parameters(), lr=0.05, **options)
-            # Megatron's own cannot make a step.
-            is_adaptive = cls is AdaptiveMuon
-            ours_cls = (
-                muon.FSDPZeROTensorParallelAdaptiveMuon if is_adaptive else muon.sharded_class(cls)
-            )
-            ours = ours_cls(sharded.parameters(), lr=0.05, **options)
-            for _ in range(STEPS):
-                _give_gradients(whole, sharded)
-                theirs.step()
-                ours.step()
-            name = f"{cls.__name__} {options} {strategy}"
-            pairs = zip(whole.parameters(), sharded.parameters(), strict=True)
-            found[name] = max(
-                float((a.detach() - b.full_tensor()).abs().max() / a.abs().max())  # type: ignore[operator]
-                for a, b in pairs
-            )
-    return found
-
-
-def what_hooks_see() -> list[str]:
-    """Classes of the tensors that hooks of a class of its own are given."""
-    whole, sharded = _models()
-    from megatron_fsdp_v2_mcore import FSDPZeROTensorParallelMuon
-
-    seen: list[str] = []
-
-    class Watched(FSDPZeROTensorParallelMuon):
-        def pre_weight_update_fn_inplace(self, p: torch.Tensor, update: torch.Tensor) -> None:
-            assert p.shape == update.shape
-            seen.extend([type(p).__name__, type(update).__name__])
-
-        def post_weight_update_fn_inplace(self, p: torch.Tensor) -> None:
-            seen.append(type(p).__name__)
-
-    _give_gradients(whole, sharded)
-    Watched([next(sharded.parameters())]).step()
-    return seen
-
-
-def step_without_a_gradient() -> tuple[str, str]:
-    """The message of a step where a matrix has none on any rank, and the matrix's name."""
-    whole, sharded = _models()
-    from megatron_fsdp_v2_mcore import FSDPZeROTensorParallelMuon
-
-    optimizer = FSDPZeROTensorParallelMuon(sharded.parameters())
-    _give_gradients(whole, sharded)
-    name, param = next(
-        (name, param)
-        for name, param in sharded.named_parameters()
-        if all(last > first for first, last in param.row_shards.row_ranges)  # type: ignore[attr-defined]
-    )
-    param.grad = None
-    try:
-        optimizer.step()
-    except RuntimeError as error:
-        return str(error), name
-    return "", name

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -11,44 +10,8 @@ from unittest import mock
 
 import torch
 
-from megatron_fsdp_v2.diagnostics import memory_tracker
-from megatron_fsdp_v2.diagnostics.memory_ledger import Role
 from megatron_fsdp_v2.params.gathered_parameter import is_gathered_weight
-from tests.mcore.offloading import adam, backward, sharded_model
 from tests.mcore.session import Training, enter_rehearsal, train
-
-
-def tracked_steps(fraction: float | None, *, tracks_from_the_start: bool) -> dict[str, Any]:
-    """Bytes of the optimizer after two steps, on the device and in host memory, and the bound's."""
-    from megatron_fsdp_v2_mcore.optim.offload import ShardedHybridOptimizer
-
-    # What others offloaded is counted for as long as it lives.
-    gc.collect()
-    model = sharded_model()
-    optimizer: Any = adam(model)
-    if fraction is not None:
-        optimizer = ShardedHybridOptimizer(optimizer, fraction=fraction)
-    if not tracks_from_the_start:
-        backward(model, 0)
-        optimizer.step()
-    with memory_tracker(model, optimizer) as memory:
-        for step in range(1, 3):
-            backward(model, step)
-            optimizer.step()
-    on_host = [] if fraction is None else list(optimizer.gpu_params_map_cpu_copy)
-    return {
-        "device": memory.live[Role.OPTIMIZER],
-        "device peak": memory.role_peaks[Role.OPTIMIZER],
-        "host": memory.offloaded[Role.OPTIMIZER],
-        "others on host": sum(n for r, n in memory.offloaded.items() if r is not Role.OPTIMIZER),
-        "bound": memory.bound.optimizer,
-        "numel on host": sum(param.to_local().numel() for param in on_host),
-        "params on host": len(on_host),
-        "numel": sum(param.to_local().numel() for param in model.parameters()),
-        "params": sum(param.to_local().numel() > 0 for param in model.parameters()),
-        "total": {role.value: n for role, n in memory.live.items()},
-        "report": memory.report(),
-    }
 
 
 def train_moving_activations(flags: Sequence[str], modules: Sequence[str]) -> Training:

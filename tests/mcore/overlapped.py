@@ -10,6 +10,7 @@ import torch
 
 from tests.mcore import session
 from tests.mcore.session import Training
+from tests.reference.late_product import LateProduct
 
 
 def train_in_fp32(flags: Sequence[str], *args: Any, **options: Any) -> Training:
@@ -34,28 +35,15 @@ def train_in_fp32(flags: Sequence[str], *args: Any, **options: Any) -> Training:
         return session.train(flags, *args, **options)
 
 
-class _Late(torch.autograd.Function):
-    """A product whose weight's gradient is left for later."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, later: list[Any]) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.later = later
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        ctx.later.append((grad.flatten(0, -2), x.flatten(0, -2)))
-        return grad @ weight, None, None
-
-
 def _delay(linear: Any, made: list[str], name: str) -> None:
     """Have a linear layer make its weight's gradient in `backward_dw`, as Transformer Engine's."""
     later: list[Any] = []
 
+    def leave(_: Any, *gradient_and_input: torch.Tensor) -> None:
+        later.append(gradient_and_input)
+
     def forward(x: torch.Tensor, *unused: Any, **others: Any) -> tuple[Any, None]:
-        return _Late.apply(x, linear.weight, later), None
+        return LateProduct.apply(x, linear.weight, leave), None
 
     def backward_dw() -> None:
         grad, x = later.pop(0)

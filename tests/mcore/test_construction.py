@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from tests.mcore import flags as f
 from tests.mcore.session import enter_rehearsal
-from tests.mcore.trained import trained
+from tests.mcore.trained import on_megatron, trained
 from tests.ranks import RankPools
 
 ONE_STEP = "--global-batch-size 8 --train-iters 1 --lr 0"
@@ -101,11 +101,13 @@ def _lines_at_start(device: str) -> list[str]:
     return lines
 
 
-def test_where_weights_may_start_otherwise_one_line_says_so(megatron: RankPools) -> None:
-    lines = megatron(2).run(_lines_at_start, "meta")
-    assert [len(of_rank) for of_rank in lines] == [1, 0]
-    assert "start from other values than without the flag" in lines[0][0]
-    assert megatron(2).run(_lines_at_start, "cpu") == [[], []]
+@on_megatron(2)
+def test_where_weights_may_start_otherwise_one_line_says_so() -> None:
+    """On the first rank alone."""
+    lines = _lines_at_start("meta")
+    assert len(lines) == (dist.get_rank() == 0)
+    assert all("start from other values than without the flag" in line for line in lines)
+    assert _lines_at_start("cpu") == []
 
 
 def test_pipeline_stages_start_from_one_embedding_on_the_meta_device(megatron: RankPools) -> None:

@@ -12,10 +12,10 @@ import torch
 from megatron_fsdp_v2_mcore import FlagError
 from megatron_fsdp_v2_mcore.flags.arguments import accepted_by_megatron, check_before
 from tests.mcore import flags as f
-from tests.mcore import matrix_optimizers as on_ranks
+from tests.mcore import matrix_optimizers
 from tests.mcore.flags import ZERO3, fsdp
-from tests.mcore.session import Training, distance
-from tests.mcore.trained import assert_close, trained
+from tests.mcore.session import Training, distance, enter_rehearsal
+from tests.mcore.trained import assert_close, on_megatron, trained
 from tests.ranks import RankFailure, RankPools
 
 STEPS = "--global-batch-size 8 --train-iters 8"
@@ -57,8 +57,8 @@ def test_it_is_megatrons_own_to_the_bit_where_sums_are_in_one_order(
 ) -> None:
     """At its default precision: gradients of one micro-batch, summed over two ranks, unclipped."""
     flags = "--optimizer muon --global-batch-size 4 --clip-grad 0"
-    ours = _train(megatron, flags, fsdp(strategy), probe=on_ranks.whole_matrices)
-    theirs = _train(megatron, flags, probe=on_ranks.whole_matrices, once=True)
+    ours = _train(megatron, flags, fsdp(strategy), probe=matrix_optimizers.whole_matrices)
+    theirs = _train(megatron, flags, probe=matrix_optimizers.whole_matrices, once=True)
     assert ours.losses == theirs.losses
     assert len(theirs.extras[0]) == 8
     for mine, other in zip(ours.extras, theirs.extras, strict=True):
@@ -78,7 +78,7 @@ def test_options_reach_the_optimizer(megatron: RankPools, whole: Training) -> No
 def test_adaptive_muon_is_that_of_emerging_optimizers(megatron: RankPools) -> None:
     """Megatron's own class fails in its first step; the reference is patched."""
     flags = f"{MUON} --optimizer adaptive_muon --weight-decay 0.1"
-    reference = _train(megatron, flags, by=on_ranks.train_with_whole_adaptive_muon)
+    reference = _train(megatron, flags, by=matrix_optimizers.train_with_whole_adaptive_muon)
     ours = _train(megatron, flags, fsdp())
     # Its first updates are signs, and rounding decides those of what is next to zero.
     assert distance(ours.losses, reference.losses) < 1e-3
@@ -88,8 +88,8 @@ def test_adaptive_muon_is_that_of_emerging_optimizers(megatron: RankPools) -> No
 def test_matrices_are_spread_over_the_ranks(megatron: RankPools) -> None:
     """Of the work, not of the time: each of two ranks has about half of the operations."""
     short = f"{MUON} --train-iters 1"
-    seen = _train(megatron, short, fsdp(), probe=on_ranks.work).extras
-    alone = _train(megatron, short, fsdp(f.NO_SHARD), probe=on_ranks.work).extras
+    seen = _train(megatron, short, fsdp(), probe=matrix_optimizers.work).extras
+    alone = _train(megatron, short, fsdp(f.NO_SHARD), probe=matrix_optimizers.work).extras
     total = alone[0]
     assert alone == [total, total]
     assert sum(seen) == total
@@ -98,7 +98,7 @@ def test_matrices_are_spread_over_the_ranks(megatron: RankPools) -> None:
 
 def test_state_is_sharded_and_one_to_a_checkpoint(megatron: RankPools) -> None:
     short = f"{MUON} --train-iters 1"
-    found = _train(megatron, short, fsdp(), probe=on_ranks.state_of_all).extras
+    found = _train(megatron, short, fsdp(), probe=matrix_optimizers.state_of_all).extras
     assert [rank["names"] for rank in found] == [found[0]["names"]] * 2
     muon = found[0]["options"]["momentum_buffer"]
     # Without rows Adam keeps no state, and Muon does.
@@ -173,19 +173,86 @@ def test_weights_are_exported_without_the_state(
 # -- classes --------------------------------------------------------------------------------------
 
 
-def test_every_kind_of_weight_decay_and_momentum_equals_the_original(megatron: RankPools) -> None:
-    for name, error in megatron(2).run(on_ranks.differences_from_originals)[0].items():
-        assert error < 1e-6, name
+@on_megatron(2, strategy=["optim_grads_params", "no_shard"])
+def test_every_kind_of_weight_decay_and_momentum_equals_the_original(strategy: str) -> None:
+    enter_rehearsal()
+    from emerging_optimizers.orthogonalized_optimizers import (
+        MOP,
+        AdaptiveMuon,
+        Muon,
+        PolarGrad,
+        Scion,
+    )
+    from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
+
+    from megatron_fsdp_v2_mcore.optim import muon
+
+    exact = {"fp32_matmul_prec": "highest"}
+    cases: list[tuple[Any, dict[str, Any]]] = [
+        (Muon, {"weight_decay_method": method, "nesterov": nesterov, **exact})
+        for method in ("decoupled", "independent", "l2", "palm")
+        for nesterov in (False, True)
+    ]
+    cases += [(Scion, exact), (PolarGrad, exact), (MOP, {"weight_decay": 0.0, **exact})]
+    cases += [(TensorParallelMuon, {"use_decoupled_weight_decay": False, **exact})]
+    # With a tiny eps the first update is a sign, and rounding decides that of what is next to zero.
+    adaptive = {"momentum": 0.9, "weight_decay": 0.1, "beta2": 0.9, "eps": 0.1, "nesterov": True}
+    cases += [(AdaptiveMuon, {**adaptive, "extra_scale_factor": 0.5, **exact})]
+    for cls, options in cases:
+        whole, sharded = matrix_optimizers.whole_and_sharded(strategy)
+        # Rates large enough for every term to show.
+        theirs = cls(whole.parameters(), lr=0.05, **options)
+        # Megatron's own cannot make a step.
+        is_adaptive = cls is AdaptiveMuon
+        ours_cls = (
+            muon.FSDPZeROTensorParallelAdaptiveMuon if is_adaptive else muon.sharded_class(cls)
+        )
+        ours = ours_cls(sharded.parameters(), lr=0.05, **options)
+        for _ in range(3):
+            matrix_optimizers.give_gradients(whole, sharded)
+            theirs.step()
+            ours.step()
+        for a, b in zip(whole.parameters(), sharded.parameters(), strict=True):
+            difference = (a.detach() - b.full_tensor()).abs().max() / a.abs().max()  # type: ignore[operator]
+            assert difference < 1e-6, f"{cls.__name__} {options}"
 
 
-def test_hooks_around_the_update_are_given_sharded_tensors(megatron: RankPools) -> None:
-    for kinds in megatron(2).run(on_ranks.what_hooks_see):
-        assert kinds == ["UnevenDTensor"] * 3
+@on_megatron(2)
+def test_hooks_around_the_update_are_given_sharded_tensors() -> None:
+    whole, sharded = matrix_optimizers.whole_and_sharded()
+    from megatron_fsdp_v2_mcore import FSDPZeROTensorParallelMuon
+
+    seen: list[str] = []
+
+    class Watched(FSDPZeROTensorParallelMuon):
+        def pre_weight_update_fn_inplace(self, p: torch.Tensor, update: torch.Tensor) -> None:
+            assert p.shape == update.shape
+            seen.extend([type(p).__name__, type(update).__name__])
+
+        def post_weight_update_fn_inplace(self, p: torch.Tensor) -> None:
+            seen.append(type(p).__name__)
+
+    matrix_optimizers.give_gradients(whole, sharded)
+    Watched([next(sharded.parameters())]).step()
+    assert seen == ["UnevenDTensor"] * 3
 
 
-def test_a_missing_gradient_is_named(megatron: RankPools) -> None:
-    for message, name in megatron(2).run(on_ranks.step_without_a_gradient):
-        assert f"no gradient for {name} " in message
+@on_megatron(2)
+def test_a_missing_gradient_is_named() -> None:
+    whole, sharded = matrix_optimizers.whole_and_sharded()
+    from megatron_fsdp_v2_mcore import FSDPZeROTensorParallelMuon
+
+    optimizer = FSDPZeROTensorParallelMuon(sharded.parameters())
+    matrix_optimizers.give_gradients(whole, sharded)
+    # Of which every rank has rows.
+    name, param = next(
+        (name, param)
+        for name, param in sharded.named_parameters()
+        if all(last > first for first, last in param.row_shards.row_ranges)  # type: ignore[attr-defined]
+    )
+    param.grad = None
+    with pytest.raises(RuntimeError, match=f"no gradient for {name} "):
+        optimizer.step()
 
 
 def test_an_optimizer_that_touches_whole_weights_is_rejected() -> None:

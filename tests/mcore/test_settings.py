@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -157,35 +158,33 @@ def test_an_empty_folder_is_fine_only_where_it_is_also_saved_to(tmp_path: Path) 
         check_checkpoint_folder(tmp_path / "nowhere", may_be_empty=False)
 
 
-def test_a_truncated_shard_is_named(checkpoint: Path) -> None:
-    shard = checkpoint / "iter_0000007" / "__0_0.distcp"
-    shard.write_bytes(shard.read_bytes()[:100])
-    with pytest.raises(FlagError, match=r"truncated: __0_0\.distcp has 100 of \d+ bytes"):
-        check_checkpoint_folder(checkpoint, may_be_empty=False)
+DAMAGE: dict[str, tuple[str, Callable[[bytes], bytes | None], str]] = {
+    "a truncated shard": (
+        "__0_0.distcp",
+        lambda content: content[:100],
+        r"truncated: __0_0\.distcp has 100 of \d+ bytes",
+    ),
+    "a missing shard": ("__0_0.distcp", lambda _: None, r"__0_0\.distcp is missing"),
+    "no metadata": (".metadata", lambda _: None, "not an fsdp_dtensor checkpoint"),
+    "metadata cut short": (".metadata", lambda content: content[:50], "cannot be read"),
+    "metadata that would run code": (
+        ".metadata",
+        lambda _: b"cos\nsystem\n(S'true'\ntR.",
+        r"os\.system, which is not allowed",
+    ),
+}
+"""By what is wrong: the file, what becomes of its content, and what is said."""
 
 
-def test_a_missing_shard_is_named(checkpoint: Path) -> None:
-    (checkpoint / "iter_0000007" / "__0_0.distcp").unlink()
-    with pytest.raises(FlagError, match=r"__0_0\.distcp is missing"):
-        check_checkpoint_folder(checkpoint, may_be_empty=False)
-
-
-def test_a_checkpoint_of_another_format_or_without_metadata_is_rejected(checkpoint: Path) -> None:
-    (checkpoint / "iter_0000007" / ".metadata").unlink()
-    with pytest.raises(FlagError, match="not an fsdp_dtensor checkpoint"):
-        check_checkpoint_folder(checkpoint, may_be_empty=False)
-
-
-def test_metadata_cut_short_is_rejected(checkpoint: Path) -> None:
-    metadata = checkpoint / "iter_0000007" / ".metadata"
-    metadata.write_bytes(metadata.read_bytes()[:50])
-    with pytest.raises(FlagError, match="cannot be read"):
-        check_checkpoint_folder(checkpoint, may_be_empty=False)
-
-
-def test_metadata_that_would_run_code_is_rejected(checkpoint: Path) -> None:
-    (checkpoint / "iter_0000007" / ".metadata").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
-    with pytest.raises(FlagError, match=r"os\.system, which is not allowed"):
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_checkpoint_is_rejected_by_what_is_wrong(checkpoint: Path, damage: str) -> None:
+    name, changed, message = DAMAGE[damage]
+    file = checkpoint / "iter_0000007" / name
+    content = changed(file.read_bytes())
+    file.unlink()
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(FlagError, match=message):
         check_checkpoint_folder(checkpoint, may_be_empty=False)
 
 

@@ -16,7 +16,7 @@ from tests.mcore import flags as f
 from tests.mcore import fused_adam
 from tests.mcore.flags import LOCAL, NO_SHARD, PP2, TP2, ZERO1, ZERO3, fsdp, loading, saving, words
 from tests.mcore.session import Training, distance
-from tests.mcore.trained import assert_equal, longer, saved_and_resumed, trained
+from tests.mcore.trained import assert_equal, longer, on_te, saved_and_resumed, trained
 from tests.ranks import RankPools
 
 FP32, BF16, FP16, FP8 = torch.float32, torch.bfloat16, torch.float16, torch.uint8
@@ -39,34 +39,33 @@ MIXED = {
 
 
 @pytest.mark.parametrize("states", [(FP32, FP32), (BF16, BF16), (FP16, FP16), (FP8, FP8)], ids=str)
+@on_te(2)
 def test_steps_are_those_of_fp64_with_moments_rounded_as_they_are_kept(
-    megatron_te: RankPools, states: tuple[torch.dtype, torch.dtype]
+    states: tuple[torch.dtype, torch.dtype],
 ) -> None:
     """With a parameter that one rank has nothing of, and one whose gradients are all zero."""
-    results = megatron_te(2).run(fused_adam.distance_from_fp64, *states, None, True, timeout_s=240)
-    for difference, names, _ in results:
-        assert difference < 2e-6
-        assert names == {"exp_avg", "exp_avg_sq"}
+    difference, names, _ = fused_adam.distance_from_fp64(*states, None, True)
+    assert difference < 2e-6
+    assert names == {"exp_avg", "exp_avg_sq"}
 
 
-@pytest.mark.parametrize("policy", MIXED.values(), ids=MIXED)
+@on_te(2, kind=MIXED, decoupled=[False, True])
 def test_gradients_of_another_dtype_are_stepped_under_either_name(
-    megatron_te: RankPools, policy: MixedPrecisionPolicy
+    kind: str, decoupled: bool
 ) -> None:
-    for decoupled in (False, True):
-        results = megatron_te(2).run(fused_adam.distance_from_fp64, FP32, FP32, policy, decoupled)
-        for difference, _, dtypes in results:
-            # A sum of fp32 may lie on the other side of the middle of two bf16 numbers.
-            assert difference < (1e-2 if policy.main_params_dtype is BF16 else 2e-6)
-            assert dtypes == {"torch.float32", "torch.bfloat16"}
+    policy = MIXED[kind]
+    difference, _, dtypes = fused_adam.distance_from_fp64(FP32, FP32, policy, decoupled)
+    # A sum of fp32 may lie on the other side of the middle of two bf16 numbers.
+    assert difference < (1e-2 if policy.main_params_dtype is BF16 else 2e-6)
+    assert dtypes == {"torch.float32", "torch.bfloat16"}
 
 
 @pytest.mark.parametrize("states", [(FP16, FP16), (FP8, FP16), (FP8, FP8)], ids=str)
+@on_te(2)
 def test_state_is_the_same_to_the_bit_after_loading(
-    megatron_te: RankPools, states: tuple[torch.dtype, torch.dtype]
+    states: tuple[torch.dtype, torch.dtype],
 ) -> None:
-    results = megatron_te(2).run(fused_adam.reloaded, *states, timeout_s=240)
-    assert results == [(True, True)] * 2
+    assert fused_adam.reloaded(*states) == (True, True)
 
 
 # --------------------------------------------------------------------------------- under Megatron

@@ -19,12 +19,13 @@ from tests.mcore.trained import (
     assert_close,
     assert_equal,
     longer,
+    on_megatron,
     quick_only,
     run_of_ranks,
     trained,
 )
 from tests.mcore.writers import Scalars, scalars_of, train_recorded
-from tests.ranks import RankFailure, RankPools
+from tests.ranks import RankPools
 
 SIX = "--train-iters 6"
 
@@ -217,37 +218,36 @@ class _InfiniteGradient(torch.autograd.Function):
         return grad.new_full(ctx.like, math.inf)
 
 
-def train_with_infinite_gradients(flags: Sequence[str], modules: Sequence[str]) -> None:
-    """Run a training in which gradients of the biases of these modules are infinite."""
+def train_with_infinite_gradients(*flags: f.Flags) -> None:
+    """Run a training in which the gradient of the last norm's bias is infinite."""
     gpt = session.enter_rehearsal()["gpt"]
     build = gpt.build_model
 
     def build_model(*args: Any, **kwargs: Any) -> torch.nn.Module:
         model: torch.nn.Module = build(*args, **kwargs)
-        for name in modules:
-            model.get_submodule(name).register_forward_hook(
-                lambda module, _, output: output + _InfiniteGradient.apply(module.bias)
-            )
+        model.get_submodule("decoder.final_layernorm").register_forward_hook(
+            lambda module, _, output: output + _InfiniteGradient.apply(module.bias)
+        )
         return model
 
     with mock.patch.object(gpt, "build_model", build_model):
-        train(flags)
+        train(f.words(f.MODEL_FLAGS, *flags))
 
 
-def test_a_gradient_that_is_not_finite_is_found_and_named(megatron: RankPools) -> None:
-    flags = f.words(f.MODEL_FLAGS, SIX, f.fsdp(f.NO_SHARD))
+@on_megatron(2)
+def test_a_gradient_that_is_not_finite_is_found_and_named() -> None:
     with pytest.raises(
-        RankFailure,
+        RuntimeError,
         match=r"gradient of decoder\.final_layernorm\.bias is not finite on rank \d "
         r"\(--no-check-for-nan-in-loss-and-grad turns this check off\)",
     ):
-        megatron(2).run(train_with_infinite_gradients, flags, ["decoder.final_layernorm"])
+        train_with_infinite_gradients(SIX, f.fsdp(f.NO_SHARD))
 
 
-def test_without_the_check_the_training_goes_on(megatron: RankPools) -> None:
+@on_megatron(2)
+def test_without_the_check_the_training_goes_on() -> None:
     unchecked = "--train-iters 2 --no-check-for-nan-in-loss-and-grad"
-    flags = f.words(f.MODEL_FLAGS, f.fsdp(), unchecked)
-    megatron(2).run(train_with_infinite_gradients, flags, ["decoder.final_layernorm"])
+    train_with_infinite_gradients(f.fsdp(), unchecked)
 
 
 class _WithoutParameters(torch.nn.Module):
@@ -256,23 +256,16 @@ class _WithoutParameters(torch.nn.Module):
         self.config = config
 
 
-def train_a_chunk_without_parameters(flags: Sequence[str]) -> None:
-    """Run a training whose model has nothing to train."""
+@on_megatron(2)
+def test_a_chunk_without_parameters_is_rejected_with_advice() -> None:
     gpt = session.enter_rehearsal()["gpt"]
 
     def build(*args: Any, **kwargs: Any) -> torch.nn.Module:
         return _WithoutParameters(gpt.core_transformer_config_from_args(gpt.get_args()))
 
-    with mock.patch.object(gpt, "build_model", build):
-        train(flags)
-
-
-def test_a_chunk_without_parameters_is_rejected_with_advice(megatron: RankPools) -> None:
-    with pytest.raises(
-        RankFailure,
-        match=r"chunk without parameters cannot be sharded; .*--pipeline-model-parallel-size",
-    ):
-        megatron(2).run(train_a_chunk_without_parameters, f.words(f.MODEL_FLAGS, SIX, f.fsdp()))
+    message = r"chunk without parameters cannot be sharded; .*--pipeline-model-parallel-size"
+    with mock.patch.object(gpt, "build_model", build), pytest.raises(ValueError, match=message):
+        train(f.words(f.MODEL_FLAGS, SIX, f.fsdp()))
 
 
 # -- how a run ends, and what it begins with ------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -42,13 +43,27 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Input layer, blocks, output layer."""
+    """Input layer, blocks, output layer.
 
-    def __init__(self, num_blocks: int = 3, width: int = WIDTH) -> None:
+    Args:
+        num_blocks: How many.
+        width: Of the blocks.
+        block: Makes one of a width.
+        ends: Width of the input and of the output.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int = 3,
+        width: int = WIDTH,
+        *,
+        block: Callable[[int], nn.Module] = Block,
+        ends: tuple[int, int] = (INPUT, OUTPUT),
+    ) -> None:
         super().__init__()
-        self.input = nn.Linear(INPUT, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(num_blocks))
-        self.output = nn.Linear(width, OUTPUT)
+        self.input = nn.Linear(ends[0], width)
+        self.blocks = nn.ModuleList(block(width) for _ in range(num_blocks))
+        self.output = nn.Linear(width, ends[1])
 
     def run_blocks(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -62,8 +77,8 @@ class Stack(nn.Module):
 class Checkpointed(Stack):
     """Every block is recomputed in the backward."""
 
-    def __init__(self, *, use_reentrant: bool) -> None:
-        super().__init__()
+    def __init__(self, *args: Any, use_reentrant: bool, **options: Any) -> None:
+        super().__init__(*args, **options)
         self.use_reentrant = use_reentrant
 
     def run_blocks(self, x: torch.Tensor) -> torch.Tensor:
@@ -72,15 +87,12 @@ class Checkpointed(Stack):
         return x
 
 
-class CheckpointedRegion(Stack):
+class CheckpointedRegion(Checkpointed):
     """All blocks are recomputed as one region with units inside."""
 
-    def __init__(self, *, use_reentrant: bool) -> None:
-        super().__init__()
-        self.use_reentrant = use_reentrant
-
     def run_blocks(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = checkpoint(super().run_blocks, x, use_reentrant=self.use_reentrant)
+        run = functools.partial(Stack.run_blocks, self)
+        result: torch.Tensor = checkpoint(run, x, use_reentrant=self.use_reentrant)
         return result
 
 
@@ -145,8 +157,7 @@ class NestedOutputs(Stack):
     """Units that take keyword arguments and return dataclasses of dicts of lists."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(PartsBlock() for _ in range(3))
+        super().__init__(block=PartsBlock)
 
     def run_blocks(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -181,10 +192,10 @@ class Experts(nn.Module):
 
     active: tuple[int, ...] = (0, 1, 2)
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
-        self.shared = nn.Linear(WIDTH, WIDTH)
-        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.shared = nn.Linear(width, width)
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.shared(x)
@@ -193,19 +204,15 @@ class Experts(nn.Module):
         return y
 
 
-class MixtureOfExperts(Stack):
-    """Blocks with experts; which of them have tokens differs between ranks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Experts() for _ in range(2))
+MixtureOfExperts = functools.partial(Stack, 2, block=Experts)
+"""Blocks with experts; which of them have tokens differs between ranks."""
 
 
 class DoubleExperts(Experts):
     """Experts of another dtype than the rest of the unit: a group that a rank may not use."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__(width)
         self.experts.double()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -215,12 +222,8 @@ class DoubleExperts(Experts):
         return y
 
 
-class MixtureOfDoubleExperts(Stack):
-    """The same with a parameter group of their own for the experts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(DoubleExperts() for _ in range(2))
+MixtureOfDoubleExperts = functools.partial(Stack, 2, block=DoubleExperts)
+"""The same with a parameter group of their own for the experts."""
 
 
 class UnusedParameter(Stack):
@@ -259,8 +262,8 @@ class Nested(nn.Module):
 class MixedBlock(Block):
     """fp32 norm and output, fp64 inside."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__(width)
         self.up.double()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -268,9 +271,5 @@ class MixedBlock(Block):
         return x + self.down(torch.tanh(y).float())
 
 
-class MixedDtypes(Stack):
-    """Units with parameters of two dtypes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(MixedBlock() for _ in range(2))
+MixedDtypes = functools.partial(Stack, 2, block=MixedBlock)
+"""Units with parameters of two dtypes."""

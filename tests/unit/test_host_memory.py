@@ -8,17 +8,17 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, override
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_fsdp_v2 import checkpoint
 from megatron_fsdp_v2.checkpoint import host_memory, saving
 from megatron_fsdp_v2.checkpoint.host_memory import HostCopies, HostMemory
 from tests.distributed.allocations import changes
+from tests.distributed.wrapping import Dispatched
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
@@ -100,35 +100,25 @@ def test_the_memory_goes_with_the_model(tmp_path: Path) -> None:
     assert memory() is None
 
 
-class Copies(TorchDispatchMode):
-    """Notes whether copies are non-blocking, and when the device is waited for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.events: list[str] = []
-
-    @override
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.copy_.default:
-            self.events.append("queued" if (*args, False)[2] else "blocking")
-        return func(*args, **(kwargs or {}))
-
-
 def test_copies_are_queued_and_waited_for_once_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, optimizer = _trained()
-    with Copies() as copies:
-        monkeypatch.setattr(host_memory, "wait_for_device", lambda _: copies.events.append("wait"))
+    events: list[str] = []
+
+    def look(func: Any, args: Any, _: Any) -> None:
+        if func is torch.ops.aten.copy_.default:
+            events.append("queued" if (*args, False)[2] else "blocking")
+
+    with Dispatched(look):
+        monkeypatch.setattr(host_memory, "wait_for_device", lambda _: events.append("wait"))
         write = saving._Job.write
-        monkeypatch.setattr(
-            saving._Job, "write", lambda job: (copies.events.append("write"), write(job))
-        )
+        monkeypatch.setattr(saving._Job, "write", lambda job: (events.append("write"), write(job)))
         save = checkpoint.save(tmp_path / "saved", model, optimizer, async_save=True)
     assert save is not None
     save.result()
     # Four parameters, each with two moments and a count of steps.
-    assert copies.events == ["queued"] * 16 + ["wait", "write"]
+    assert events == ["queued"] * 16 + ["wait", "write"]
 
 
 def test_what_a_save_does_not_use_is_not_kept_and_what_does_not_fit_is_added(

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from megatron_fsdp_v2 import checkpoint, fully_shard
 from megatron_fsdp_v2.diagnostics import memory_tracker
 from megatron_fsdp_v2.optim import Muon
-from tests.distributed.test_memory_bound import Deep
+from tests.distributed.test_memory_bound import deep
 from tests.distributed.wrapping import BF16, wrap
 from tests.gpu.test_parity import on_device
 from tests.parity.patterns import PATTERNS, Pattern
@@ -159,7 +159,7 @@ def memory(device: str, width: int) -> dict[str, dict[str, int]]:
     for strategy in STRATEGIES:
         gc.collect()
         before = torch.cuda.memory_allocated() if device == "cuda" else 0
-        model = Deep(width=width).to(device)
+        model = deep(width=width).to(device)
         wrap(model, mesh=_flat(device), sharding_strategy=strategy)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
 

@@ -20,8 +20,8 @@ from functional_tests.matrix import (
 )
 from functional_tests.table import Table, described
 from functional_tests.trainings import Difference, Trainings, first_difference, largest
+from tests.cases import longer
 from tests.mcore.command_line import PRETRAIN, PRINTED, printed_losses, torchrun
-from tests.mcore.trained import longer
 
 # Where weights are rounded, chance decides which of them cross a boundary: "as close as Megatron's
 # distributed optimizer" leaves room for that.

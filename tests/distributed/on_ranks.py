@@ -20,7 +20,7 @@ MOST_CHARACTERS = 500
 
 
 def on_ranks(
-    ranks: int | str,
+    ranks: int | str | Callable[..., int],
     *,
     pools: str = "pools",
     timeout_s: float = DEFAULT_TIMEOUT_S,
@@ -32,7 +32,8 @@ def on_ranks(
     assertion comes after all that ranks do together: one that fails does not keep others waiting.
 
     Args:
-        ranks: How many; or which argument says so: a number, sizes of a mesh, or the name of one.
+        ranks: How many; or which argument says so: a number, sizes of a mesh, or the name of one;
+            or a function of the arguments.
         pools: The fixture that has them.
         timeout_s: Time for all of it.
         cases: Values of arguments by name, of which every combination is a case.
@@ -42,7 +43,9 @@ def on_ranks(
         @functools.wraps(body)
         def test(**given: Any) -> None:
             started: RankPools = given.pop(pools)
-            number = _number(given[ranks]) if isinstance(ranks, str) else ranks
+            number = ranks(**given) if callable(ranks) else ranks
+            if isinstance(number, str):
+                number = _number(given[number])
             name = (body.__module__, body.__name__)
             started(number).run(_run_body, *name, given, timeout_s=timeout_s)
 

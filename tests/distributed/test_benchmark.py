@@ -20,6 +20,7 @@ from benchmarks.engines import ENGINES, Engine, Training, adamw
 from benchmarks.live_bytes import LiveBytes
 from benchmarks.model import Model
 from benchmarks.repeats import Patience
+from tests.cases import longer
 from tests.distributed.on_ranks import on_ranks
 
 
@@ -59,8 +60,8 @@ def test_every_engine_of_all_peers_trains_like_the_plain_loop(tmp_path: Path) ->
     2,
     changed=[
         {"shape": replace(TINY, vocabulary=64, experts=4), "micro_batches": 2},
-        pytest.param({"dtype": "bf16", "recomputes": True}, marks=pytest.mark.functional),
-        pytest.param({"micro_batches": 2, "optimizer": "foreach"}, marks=pytest.mark.functional),
+        longer({"dtype": "bf16", "recomputes": True}),
+        longer({"micro_batches": 2, "optimizer": "foreach"}),
     ],
 )
 def test_what_is_measured_side_by_side_trains_like_the_plain_loop(changed: dict[str, Any]) -> None:

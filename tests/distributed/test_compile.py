@@ -16,6 +16,7 @@ from torch._dynamo.utils import counters
 
 from megatron_fsdp_v2 import checkpoint, fully_shard, register_fsdp_forward_method
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
+from tests.cases import quick_only
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import BF16, STRATEGIES, batch, said, wrap
 from tests.reference import models
@@ -234,11 +235,7 @@ def _wrapped(model: Any, options: dict[str, Any]) -> Any:
 QUICK = ("recomputed", "with tied weights", "with batches of several sizes")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[] if n in QUICK else pytest.mark.functional) for n in VARIANTS],
-)
-@on_ranks(2)
+@on_ranks(2, name=quick_only(VARIANTS, *QUICK))
 def test_compiled_blocks_of_all_kinds_train_as_they_do_uncompiled(name: str) -> None:
     case = VARIANTS[name]
     assert not compare(_compile_blocks, case.make, case.how, **case.options).breaks

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from megatron_fsdp_v2 import MixedPrecisionPolicy
 from megatron_fsdp_v2.comm import streams as comm_streams
 from megatron_fsdp_v2.optim import Muon, engine
+from tests.cases import longer, quick_if
 from tests.distributed import fake_cuda
 from tests.distributed.wrapping import BF16, MESHES, STRATEGIES, strategies_on, wrap
 from tests.ranks import RankPool, rank_pools
@@ -28,7 +29,6 @@ from tests.reference.models import Checkpointed, Skipping, Stack, TiedInside, Un
 WORLD_SIZE = 4
 RANK = 1
 ON_MESHES = ("4", "HSDP 2x2", "HFSDP 2x2")
-LONGER = [pytest.mark.functional]
 QUICK_OPTIMIZERS = ("AdamW, fused", "Muon")
 POLICIES = {"fp32": MixedPrecisionPolicy(), "bf16": BF16}
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -193,7 +193,7 @@ def _cells() -> Iterator[Any]:
             quick = mesh_name == "4" and precision == "bf16" and strategy != "optim_grads"
             case = (mesh_name, strategy, precision)
             quick = quick or case == ("HFSDP 2x2", STRATEGIES[-1], "fp32")
-            yield pytest.param(mesh_name, strategy, precision, marks=[] if quick else LONGER)
+            yield quick_if(quick, mesh_name, strategy, precision)
 
 
 @pytest.mark.parametrize(("mesh_name", "strategy", "precision"), list(_cells()))
@@ -213,33 +213,24 @@ def test_no_step_waits_for_the_device_and_streams_are_ordered(
     ("strategy", "options"),
     [
         *(
-            pytest.param(
-                STRATEGIES[-1],
-                {"optimizer": name},
-                marks=[] if name in QUICK_OPTIMIZERS else LONGER,
-                id=name,
-            )
+            quick_if(name in QUICK_OPTIMIZERS, STRATEGIES[-1], {"optimizer": name}, id=name)
             for name in OPTIMIZERS
         ),
-        pytest.param(
-            "optim_grads",
-            {"model": "plain", "enable_unshard_prefetch": False},
-            marks=LONGER,
-            id="no prefetch",
+        longer(
+            "optim_grads", {"model": "plain", "enable_unshard_prefetch": False}, id="no prefetch"
         ),
-        pytest.param(
+        longer(
             STRATEGIES[-1],
             {"model": "checkpointing, reentrant", "enable_async_reduce_grad": False},
-            marks=LONGER,
             id="checkpointing, reentrant",
         ),
-        pytest.param(STRATEGIES[-1], {"model": "tied"}, marks=LONGER, id="tied"),
+        longer(STRATEGIES[-1], {"model": "tied"}, id="tied"),
         pytest.param(STRATEGIES[-1], {"model": "unused parameter"}, id="unused parameter"),
         *(
-            pytest.param(
+            quick_if(
+                strategy == STRATEGIES[-1],
                 strategy,
                 {"model": "plain", "bucket_bytes": 4800},
-                marks=[] if strategy == STRATEGIES[-1] else LONGER,
                 id=f"buckets, {strategy}",
             )
             for strategy in STRATEGIES
@@ -269,17 +260,12 @@ def test_only_a_unit_that_nothing_used_is_asked_for_its_gradient(process: RankPo
         ("to the host", "device to host"),
         ("event", "Event.synchronize"),
         ("synchronize", "torch.cuda.synchronize"),
-        *(
-            pytest.param(*case, marks=LONGER)
-            for case in (
-                ("tolist", "a device tensor's value"),
-                ("bool", "a device tensor's value"),
-                ("equal", "a device tensor's value"),
-                ("copy to the host", "device to host"),
-                ("from the host", "host to device"),
-                ("stream", "Stream.synchronize"),
-            )
-        ),
+        longer("tolist", "a device tensor's value"),
+        longer("bool", "a device tensor's value"),
+        longer("equal", "a device tensor's value"),
+        longer("copy to the host", "device to host"),
+        longer("from the host", "host to device"),
+        longer("stream", "Stream.synchronize"),
     ],
 )
 def test_a_wait_is_found(process: RankPool, plant: str, named: str) -> None:

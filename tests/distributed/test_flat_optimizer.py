@@ -24,6 +24,7 @@ from megatron_fsdp_v2.diagnostics import Role, memory_tracker
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of
 from megatron_fsdp_v2.optim import FlatOptimizer, Muon, flat_optimizer, step_flat
 from megatron_fsdp_v2.runtime.fsdp_module import unit_of
+from tests.cases import longer
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.test_drop_in import CLASSES
 from tests.distributed.wrapping import (
@@ -220,7 +221,7 @@ class _Case:
         ("3", "optim_grads_params", 6),
         ("HFSDP 2x2", "optim", 4),
         *(
-            pytest.param(mesh, strategy, 30, marks=pytest.mark.functional)
+            longer(mesh, strategy, 30)
             for mesh in ("2", "3", "4", "HSDP 2x2")
             for strategy in STRATEGIES
         ),

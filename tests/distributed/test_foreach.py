@@ -22,6 +22,7 @@ from torch.utils._foreach_utils import _has_foreach_support
 from megatron_fsdp_v2.dtensor.row_shards import RowShards, TensorShard
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, plain_attributes
 from megatron_fsdp_v2.runtime.fsdp_module import unit_of
+from tests.cases import longer
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.test_drop_in import CLASSES, WITH_FUSED
 from tests.distributed.wrapping import (
@@ -94,11 +95,7 @@ def test_a_step_and_clipping_take_as_many_operations_for_more_parameters() -> No
     [
         ((3,), "optim_grads_params"),
         ((2, 2), "no_shard"),
-        *(
-            pytest.param(sizes, strategy, marks=pytest.mark.functional)
-            for sizes in ((3,), (2, 2))
-            for strategy in STRATEGIES
-        ),
+        *(longer(sizes, strategy) for sizes in ((3,), (2, 2)) for strategy in STRATEGIES),
     ],
 )
 @on_ranks("sizes")

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from megatron_fsdp_v2.comm import backends
 from megatron_fsdp_v2.params.weights import GroupWeights
 from megatron_fsdp_v2.runtime.reduction_queue import ReductionQueue
+from tests.cases import quick_only
 from tests.distributed.freed_memory import OPTIONS, RANKS, SETTINGS, WIDTH, cases, made, train
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import STRATEGIES
@@ -103,10 +104,7 @@ _QUICK = ("pool and buckets", "ahead")
 @on_ranks(
     2,
     strategy=STRATEGIES,
-    name=[
-        pytest.param(name, marks=[] if name in _QUICK else [pytest.mark.functional])
-        for name in OPTIONS
-    ],
+    name=quick_only(OPTIONS, *_QUICK),
 )
 def test_memory_stays_where_it_is_while_a_collective_uses_it(strategy: str, name: str) -> None:
     with watched() as seen:

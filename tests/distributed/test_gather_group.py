@@ -16,6 +16,7 @@ from megatron_fsdp_v2.comm.gather_groups import group_of_same_ranks
 from megatron_fsdp_v2.diagnostics.stream_safety import record_streams
 from megatron_fsdp_v2.runtime.fsdp_module import unit_of
 from megatron_fsdp_v2.runtime.registered_pool import register_pool
+from tests.cases import quick_if
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.test_registered_pool import Recorder
 from tests.distributed.wrapping import (
@@ -63,10 +64,7 @@ QUICK = {*CASES} - {
 
 @pytest.mark.parametrize(
     ("mesh_name", "strategy", "options"),
-    [
-        pytest.param(*case, id=n, marks=[] if n in QUICK else [pytest.mark.functional])
-        for n, case in CASES.items()
-    ],
+    [quick_if(name in QUICK, *case, id=name) for name, case in CASES.items()],
 )
 @on_ranks("mesh_name")
 def test_a_group_for_gathers_changes_where_they_are_and_no_bit(

@@ -13,6 +13,7 @@ from torch import nn
 from megatron_fsdp_v2 import fully_shard
 from megatron_fsdp_v2.diagnostics import Role, memory_tracker
 from megatron_fsdp_v2.runtime.fsdp_module import named_units
+from tests.cases import quick_if, quick_rows
 from tests.distributed.allocations import peak_nbytes
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import (
@@ -86,7 +87,7 @@ def without_activations(memory: Any) -> tuple[int, int]:
 
 
 PEAKS = [
-    pytest.param(*case, marks=[] if case[0] == "2" or case[2] == 1 else pytest.mark.functional)
+    quick_if(case[0] == "2" or case[2] == 1, *case)
     for case in itertools.product(("2", "HSDP 2x2", "HFSDP 2x2"), POLICIES, (1, 2))
 ]
 
@@ -288,13 +289,10 @@ KNOB_PATTERNS = (
 )
 
 
-CASES = [
-    pytest.param(*case, marks=[] if case == (STRATEGIES[-1], "2") else pytest.mark.functional)
-    for case in itertools.product(STRATEGIES, ("2", "HSDP 2x2"))
-]
-
-
-@pytest.mark.parametrize(("strategy", "mesh_name"), CASES)
+@pytest.mark.parametrize(
+    ("strategy", "mesh_name"),
+    quick_rows(itertools.product(STRATEGIES, ("2", "HSDP 2x2")), [(STRATEGIES[-1], "2")]),
+)
 @on_ranks("mesh_name")
 def test_no_bit_of_any_result_depends_on_the_knobs(strategy: str, mesh_name: str) -> None:
     for name in KNOB_PATTERNS:

@@ -22,6 +22,7 @@ from megatron_fsdp_v2.dtensor.uneven_dtensor import local_of
 from megatron_fsdp_v2.memory.host_memory import is_in_host_memory
 from megatron_fsdp_v2.params.formats import register_format
 from megatron_fsdp_v2.runtime.fsdp_module import unit_of
+from tests.cases import quick_if
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import BF16, STRATEGIES, batch, mesh_of, said, wrap
 from tests.reference.models import Checkpointed, Stack
@@ -101,10 +102,7 @@ def _train(model: Any, optimizer: torch.optim.Optimizer, steps: range) -> list[t
 
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(case, id=name, marks=[] if name in QUICK else [pytest.mark.functional])
-        for name, case in CASES.items()
-    ],
+    [quick_if(name in QUICK, case, id=name) for name, case in CASES.items()],
 )
 @on_ranks("case")
 def test_training_is_bit_by_bit_that_without_it(case: Case) -> None:

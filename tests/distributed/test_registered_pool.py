@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megatron_fsdp_v2.comm.backends import NcclRegistrar, registrar_for
 from megatron_fsdp_v2.memory.registered_memory import Registrar, deregister_all
 from megatron_fsdp_v2.runtime.registered_pool import register_pool
+from tests.cases import longer
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import mesh_of, said, train_own, wrap
 from tests.reference.models import Stack
@@ -49,7 +50,7 @@ class Recorder:
         return [(pool, group) for kind, pool, group in self.calls if kind == what]
 
 
-@on_ranks("shape", shape=[(2,), pytest.param((2, 2), marks=pytest.mark.functional)])
+@on_ranks("shape", shape=[(2,), longer((2, 2))])
 def test_blocks_are_registered_once_with_every_group_and_taken_back(shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     plain = train_own(wrap(Stack(), mesh=mesh_of(*shape), enable_trace_pool=True), 6)

@@ -10,16 +10,15 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_fsdp_v2 import MixedPrecisionPolicy
 from megatron_fsdp_v2.diagnostics.stream_safety import Fault, record_streams
+from tests.cases import quick_only
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import BF16, STRATEGIES, on_mesh, train_own, wrap
-from tests.ranks import RankPools
 from tests.reference.models import WIDTH, Stack
 
 COPY = "aten.copy_.default"
@@ -128,8 +127,9 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 }
 
 
-def check_side_stream(name: str) -> None:
-    """See that nothing is out of order, that gradients are on the side, and weights right."""
+@on_ranks(lambda name: 4 if name == "hsdp" else 2, name=quick_only(CASES, *QUICK))
+def test_gradients_of_a_side_stream_are_reduced_after_they_arrived(name: str) -> None:
+    """Nothing is out of order, gradients are on the side, and weights right."""
     case, options = CASES[name]
     plain = train_own(_sharded(*case, **options), num_micro=2)
     model = _sharded(*case, **options)
@@ -148,16 +148,6 @@ def check_side_stream(name: str) -> None:
     assert on_side["gradients"] >= 4 * 3 * 4
     assert on_side["aten.tanh_backward.default"] >= 4 * 3
     assert error < (2e-2 if "bf16" in case else 1e-5)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.functional]) for n in CASES],
-)
-def test_gradients_of_a_side_stream_are_reduced_after_they_arrived(
-    pools: RankPools, name: str
-) -> None:
-    pools(4 if name == "hsdp" else 2).run(check_side_stream, name)
 
 
 def violations_of(**options: bool) -> list[Any]:

@@ -19,13 +19,13 @@ from megatron_fsdp_v2.diagnostics.stream_safety import Fault, Recording, record_
 from megatron_fsdp_v2.diagnostics.stream_safety.schedule import Free
 from megatron_fsdp_v2.params.formats import WeightUse
 from megatron_fsdp_v2.runtime.fsdp_module import unit_of
+from tests.cases import longer, quick_if
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import BF16, STRATEGIES, on_mesh, shards_of, strategies_on, wrap
 from tests.parity.patterns import PATTERNS, Pattern
 from tests.reference.models import Checkpointed, Skipping, Stack
 from tests.reference.training import train_sharded
 
-SLOW = [pytest.mark.functional]
 QUICK = ("2", "bf16")
 FLAT = (STRATEGIES[-1], "fp32")
 POLICIES = {"fp32": MixedPrecisionPolicy(), "bf16": BF16}
@@ -78,7 +78,7 @@ def _trained(model: Any) -> list[torch.Tensor]:
     ("mesh_name", "strategy", "precision"),
     [
         # What shares most with another case is for longer runs.
-        pytest.param(*case, marks=[] if case[::2] == QUICK or case[1:] == FLAT else SLOW)
+        quick_if(case[::2] == QUICK or case[1:] == FLAT, *case)
         for case in itertools.product(("2", "HSDP 2x2", "HFSDP 2x2"), STRATEGIES, POLICIES)
         # An outer axis is sharded only where the inner one is; two axes are slow in one precision.
         if case[1] in strategies_on(case[0]) and (case[0] == "2" or case[2] == "bf16")
@@ -168,10 +168,10 @@ def test_steps_on_the_trace_pool_have_no_race(mesh_name: str, precision: str) ->
 @pytest.mark.parametrize(
     ("mesh_name", "strategy", "precision"),
     [
-        pytest.param("2", STRATEGIES[0], "fp32", marks=SLOW),
+        longer("2", STRATEGIES[0], "fp32"),
         ("2", STRATEGIES[1], "bf16"),
         ("HSDP 2x2", STRATEGIES[3], "bf16"),
-        pytest.param("HFSDP 2x2", STRATEGIES[3], "fp32", marks=SLOW),
+        longer("HFSDP 2x2", STRATEGIES[3], "fp32"),
     ],
 )
 @on_ranks("mesh_name")

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from megatron_fsdp_v2 import fully_shard
 from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder
+from tests.cases import longer
 from tests.distributed.checkpoint_trainings import (
     WAYS,
     Sharding,
@@ -112,9 +113,7 @@ def _check_loads(
 QUICK = ["ZeRO-1, 2", "HFSDP, 2x2"]
 
 
-@pytest.mark.parametrize(
-    "labels", [QUICK, pytest.param(list(SHARDINGS), marks=pytest.mark.functional)], ids=len
-)
+@pytest.mark.parametrize("labels", [QUICK, longer(list(SHARDINGS))], ids=len)
 def test_every_optimizer_loads_bit_equal_at_other_sizes_and_strategies(
     pools: RankPools, tmp_path: Path, labels: list[str]
 ) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -21,7 +20,6 @@ from megatron_fsdp_v2.diagnostics import pool_picture
 from megatron_fsdp_v2.runtime.fsdp_module import unit_of
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import on_mesh, said, shards_of, step_all, wrap
-from tests.ranks import RankPools
 from tests.reference.models import Block, Stack
 
 WIDTH = 48
@@ -119,8 +117,9 @@ def _places(model: Any, steps: dict[str, Any]) -> dict[str, set[int]]:
     return seen
 
 
-def check_plan(name: str) -> None:
-    """See what a plan is like, what the steps after it allocate, and where buffers lie."""
+@on_ranks(lambda name: 4 if "mesh_name" in CASES[name][1] else 2, name=CASES)
+def test_plans_are_within_5_percent_and_nothing_is_allocated_after_warm_up(name: str) -> None:
+    """And buffers lie where they lay in the step before."""
     build, options, steps = CASES[name]
     model = _sharded(build(), **options)
     for _ in range(4):
@@ -143,13 +142,6 @@ def check_plan(name: str) -> None:
     assert len(first) > 12
     assert first == second
     assert {name: len(at) for name, at in first.items() if len(at) > 1} == {}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_plans_are_within_5_percent_and_nothing_is_allocated_after_warm_up(
-    pools: RankPools, name: str
-) -> None:
-    pools(4 if "mesh_name" in CASES[name][1] else 2).run(check_plan, name)
 
 
 # -- the same bits, whatever happens --------------------------------------------------------------

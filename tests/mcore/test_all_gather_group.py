@@ -9,8 +9,9 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from tests.cases import longer
 from tests.mcore.flags import ALLTOALL, EP2, HSDP, OVERLAP, OVERLAP_GRADS, fsdp
-from tests.mcore.trained import assert_equal, longer, trained
+from tests.mcore.trained import assert_equal, trained
 from tests.ranks import RankPools
 
 FLAG = "--create-all-gather-group"

@@ -14,10 +14,11 @@ import pytest
 
 from megatron_fsdp_v2.checkpoint import CheckpointError, host_memory, saving
 from megatron_fsdp_v2.checkpoint.verifying import verify
+from tests.cases import longer
 from tests.mcore import flags as f
 from tests.mcore.command_line import torchrun
 from tests.mcore.session import MODEL_FLAGS, curves, enter_rehearsal, rank, train
-from tests.mcore.trained import longer, on_megatron, run_of_ranks
+from tests.mcore.trained import on_megatron, run_of_ranks
 from tests.ranks import RankPools
 
 TRACKER = "latest_checkpointed_iteration.txt"

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 from torch.distributed.checkpoint import FileSystemReader
 
+from tests.cases import longer
 from tests.mcore import flags as f
 from tests.mcore.checkpoint_values import digests, together
 from tests.mcore.session import Training, distance, train
-from tests.mcore.trained import longer, trained
+from tests.mcore.trained import trained
 from tests.ranks import RankPools
 
 STEPS = "--train-iters 4 --global-batch-size 16 --num-layers 4 --use-cpu-initialization"

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_fsdp_v2_mcore.run import main as run_script
+from tests.cases import longer
 from tests.mcore.command_line import (
     PRETRAIN,
     PRINTED,
@@ -22,7 +23,7 @@ from tests.mcore.command_line import (
     torchrun,
 )
 from tests.mcore.flags import MODEL_FLAGS, ZERO1, Flags, fsdp, words
-from tests.mcore.trained import longer, trained
+from tests.mcore.trained import trained
 from tests.ranks import RankPools
 
 STEPS = "--train-iters 21"

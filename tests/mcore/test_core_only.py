@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from tests.cases import longer
 from tests.docs.blocks import blocks_in
 from tests.mcore import core_only
 from tests.mcore.command_line import ROOT, RUN, run_code, torchrun
 from tests.mcore.flags import STRATEGIES
 from tests.mcore.session import distance
-from tests.mcore.trained import longer
 from tests.ranks import RankPools, rank_pools
 
 EXAMPLE = "examples/megatron_core_loop.py"

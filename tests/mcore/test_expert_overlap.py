@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from megatron_fsdp_v2.runtime.fsdp_module import named_units
+from tests.cases import quick_only
 from tests.mcore import flags as f
 from tests.mcore.overlapped import train_in_fp32, train_with_late_gradients
 from tests.mcore.session import distance
-from tests.mcore.trained import assert_close, quick_only, trained
+from tests.mcore.trained import assert_close, trained
 from tests.ranks import RankPools
 
 EXPERTS = (

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of
+from tests.cases import longer, quick_only
 from tests.mcore import flags as f
 from tests.mcore.command_line import PRETRAIN, PRINTED, torchrun
 from tests.mcore.flags import ZERO3, fsdp
 from tests.mcore.session import Training, distance
-from tests.mcore.trained import assert_close, assert_equal, longer, quick_only, trained
+from tests.mcore.trained import assert_close, assert_equal, trained
 from tests.ranks import RankPools
 
 OPTIMIZERS = [pytest.param("", id="adam"), pytest.param(f.MUON, id="muon")]

@@ -12,13 +12,14 @@ import pytest
 from megatron_fsdp_v2_mcore.flags.errors import FlagError
 from megatron_fsdp_v2_mcore.flags.settings import check_quantized
 from megatron_fsdp_v2_mcore.rehearsal.combinations import check_combinations
+from tests.cases import longer
 from tests.docs.blocks import ROOT, blocks_in
 from tests.mcore import flags as f
 from tests.mcore.command_line import torchrun
 from tests.mcore.flags import FULL_RECOMPUTE, HSDP, PP2, TP2_SP, ZERO3, fsdp, loading, saving, words
 from tests.mcore.session import TRANSFORMER_ENGINE, Training, distance
 from tests.mcore.te_pools import RECIPES
-from tests.mcore.trained import longer, trained
+from tests.mcore.trained import trained
 from tests.ranks import RankPools
 
 # Blocks of FP8 have 128 elements, so no dimension has fewer. Norms of gradients that are added up

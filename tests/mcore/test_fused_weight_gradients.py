@@ -11,9 +11,10 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.cases import longer
 from tests.mcore.flags import OVERLAP_GRADS, PP2, STRATEGIES, TP2_SP, UNTIED, ZERO3, fsdp
 from tests.mcore.session import Training, enter_rehearsal, train
-from tests.mcore.trained import assert_close, assert_equal, longer, trained
+from tests.mcore.trained import assert_close, assert_equal, trained
 from tests.ranks import RankPools
 
 STEPS = "--global-batch-size 8 --train-iters 5"

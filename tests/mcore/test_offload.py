@@ -11,10 +11,11 @@ import pytest
 import torch.distributed.checkpoint as dcp
 
 from megatron_fsdp_v2_mcore.flags.checkpoint_check import read_metadata
+from tests.cases import longer
 from tests.mcore import flags as f
 from tests.mcore.flags import STRATEGIES, ZERO3, fsdp
 from tests.mcore.session import Training, distance
-from tests.mcore.trained import assert_equal, longer, trained
+from tests.mcore.trained import assert_equal, trained
 from tests.ranks import RankFailure, RankPools
 
 OFFLOAD = "--optimizer-cpu-offload"

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron_fsdp_v2.dtensor.uneven_dtensor import local_of
+from tests.cases import longer
 from tests.mcore.offloading import (
     OPTIMIZERS,
     DTensorCalls,
@@ -73,11 +74,7 @@ def _trained(kind: str, strategy: str, offload: dict[str, Any] | None) -> Any:
 
 @pytest.mark.parametrize(
     ("world_size", "strategy"),
-    [
-        (1, "optim"),
-        (2, "no_shard"),
-        pytest.param(3, "optim_grads_params", marks=pytest.mark.functional),
-    ],
+    [(1, "optim"), (2, "no_shard"), longer(3, "optim_grads_params")],
 )
 @on_megatron("world_size")
 def test_steps_are_bit_for_bit_those_without_offload(world_size: int, strategy: str) -> None:

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from tests.cases import quick_only
 from tests.mcore.flags import NO_SHARD, OVERLAP, STRATEGIES, ZERO3, Flags, fsdp
 from tests.mcore.session import Training, distance
-from tests.mcore.trained import assert_close, assert_equal, quick_only, trained
+from tests.mcore.trained import assert_close, assert_equal, trained
 from tests.ranks import RankPools
 
 STEPS = "--train-iters 4 --eval-interval 2 --eval-iters 1 --global-batch-size 8"

@@ -20,8 +20,8 @@ from megatron_fsdp_v2_mcore.patches_command import command
 from megatron_fsdp_v2_mcore.rehearsal.patches import PATCHES as ALWAYS
 from megatron_fsdp_v2_mcore.rehearsal.patches import WITHOUT_TRANSFORMER_ENGINE
 from megatron_fsdp_v2_mcore.rehearsal.te.patches import BEFORE_IMPORT
+from tests.cases import quick_only
 from tests.mcore.command_line import run_module
-from tests.mcore.trained import quick_only
 
 REHEARSAL_PATCHES = (*ALWAYS, *WITHOUT_TRANSFORMER_ENGINE, *BEFORE_IMPORT)
 

@@ -7,30 +7,39 @@ import itertools
 
 import pytest
 
+from tests.cases import longer, quick_rows
 from tests.distributed.on_ranks import on_ranks
 from tests.mcore import quantized
 from tests.mcore.te_pools import BLACKWELL_RECIPES, RECIPES
-from tests.mcore.trained import TIMEOUT_S, longer
+from tests.mcore.trained import TIMEOUT_S
 
 on_te_ranks = functools.partial(on_ranks, pools="recipe_te", timeout_s=TIMEOUT_S)
 
 
-def _cases() -> list[object]:
-    """Recipe, strategy, ranks, steps before the bytes are looked at."""
-    quick = {("tensorwise", "optim_grads_params", 2, 2), ("blockwise", "optim_grads_params", 3, 2)}
-    quick |= {("delayed", "optim", 2, 2)}
-    strategies = ("no_shard", "optim", "optim_grads_params")
-    return [
-        pytest.param(*case, marks=() if case in quick else pytest.mark.functional)
-        for case in itertools.product((*RECIPES, *BLACKWELL_RECIPES), strategies, (1, 2, 3), (0, 2))
-    ]
+QUICK = [
+    ("tensorwise", "optim_grads_params", 2, 2),
+    ("blockwise", "optim_grads_params", 3, 2),
+    ("delayed", "optim", 2, 2),
+]
 
 
-@pytest.mark.parametrize(("recipe", "strategy", "ranks", "steps"), _cases())
+@pytest.mark.parametrize(
+    ("recipe", "strategy", "ranks", "steps"),
+    quick_rows(
+        itertools.product(
+            (*RECIPES, *BLACKWELL_RECIPES),
+            ("no_shard", "optim", "optim_grads_params"),
+            (1, 2, 3),
+            (0, 2),
+        ),
+        QUICK,
+    ),
+)
 @on_te_ranks("ranks")
 def test_gathered_bytes_are_those_of_quantizing_the_whole_weight(
     recipe: str, strategy: str, ranks: int, steps: int
 ) -> None:
+    """Before the first step, and after two."""
     assert quantized.differing_bytes(recipe, strategy, steps) == []
 
 

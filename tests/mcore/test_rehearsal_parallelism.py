@@ -9,14 +9,10 @@ from typing import Any
 import pytest
 
 from megatron_fsdp_v2_mcore.rehearsal.context_parallel import chunks_of_rank
+from tests.cases import quick_only
 from tests.mcore import flags as f
 from tests.mcore.session import Training, distance, train
-from tests.mcore.trained import (
-    assert_close,
-    assert_equal,
-    quick_only,
-    trained,
-)
+from tests.mcore.trained import assert_close, assert_equal, trained
 from tests.ranks import RankFailure, RankPools
 
 # Weights drawn on the CPU are those of the whole model, whatever the tensor-parallel size; the

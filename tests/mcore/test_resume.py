@@ -7,10 +7,11 @@ from unittest import mock
 
 import pytest
 
+from tests.cases import longer, quick_only
 from tests.mcore import flags as f
 from tests.mcore.flags import DROPOUT, NO_SHARD, PP2, TP2, ZERO1, ZERO2, fsdp, loading, saving
 from tests.mcore.session import Training, distance, train
-from tests.mcore.trained import assert_equal, longer, quick_only, saved_and_resumed, trained
+from tests.mcore.trained import assert_equal, saved_and_resumed, trained
 from tests.ranks import RankPools
 from tests.reference.wrapping_adam import WrappingAdam
 

@@ -12,10 +12,11 @@ import torch
 from megatron_fsdp_v2.params.gathered_parameter import is_gathered_weight
 from megatron_fsdp_v2_mcore.rehearsal import RehearsalError
 from megatron_fsdp_v2_mcore.rehearsal.flags import with_cpu_flags
+from tests.cases import longer
 from tests.mcore import flags as f
 from tests.mcore.flags import GATED, LOCAL, OVERLAP, STRATEGIES, TP2_SP, ZERO3, fsdp, words
 from tests.mcore.session import Training, enter_rehearsal, train
-from tests.mcore.trained import assert_equal, longer, trained
+from tests.mcore.trained import assert_equal, trained
 from tests.ranks import RankPools
 
 OFFLOAD = "--cpu-offloading-num-layers 2"

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.cases import longer
 from tests.mcore import flags as f
 from tests.mcore import te_modules
 from tests.mcore.flags import ALLTOALL, EP2, FULL_RECOMPUTE, OVERLAP, UNTIED, ZERO3, fsdp, words
-from tests.mcore.trained import assert_close, assert_equal, longer, trained
+from tests.mcore.trained import assert_close, assert_equal, trained
 from tests.ranks import RankPools
 
 TE = words(f.TRANSFORMER_ENGINE, "--train-iters 3")

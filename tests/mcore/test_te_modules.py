@@ -14,13 +14,14 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 
 from megatron_fsdp_v2 import checkpoint, fully_shard
 from megatron_fsdp_v2_mcore.model.amax_mesh import name_amax_mesh
+from tests.cases import longer
 from tests.distributed.checkpoint_trainings import WAYS
 from tests.distributed.wrapping import said
 from tests.mcore import te_tensor_parallel
 from tests.mcore.flags import STRATEGIES
 from tests.mcore.session import entered_te
 from tests.mcore.te_tensor_parallel import output_in_fp8, quantized, weights_of
-from tests.mcore.trained import TIMEOUT_S, longer, on_te
+from tests.mcore.trained import TIMEOUT_S, on_te
 from tests.ranks import RankPools
 
 EXTRA = "_extra_state"

@@ -12,11 +12,12 @@ from megatron_fsdp_v2 import MixedPrecisionPolicy
 from megatron_fsdp_v2.dtensor.uneven_dtensor import local_of
 from megatron_fsdp_v2_mcore.rehearsal import RehearsalError
 from megatron_fsdp_v2_mcore.rehearsal.flags import with_cpu_flags
+from tests.cases import longer
 from tests.mcore import flags as f
 from tests.mcore import fused_adam
 from tests.mcore.flags import LOCAL, NO_SHARD, PP2, TP2, ZERO1, ZERO3, fsdp, loading, saving, words
 from tests.mcore.session import Training, distance
-from tests.mcore.trained import assert_equal, longer, on_te, saved_and_resumed, trained
+from tests.mcore.trained import assert_equal, on_te, saved_and_resumed, trained
 from tests.ranks import RankPools
 
 FP32, BF16, FP16, FP8 = torch.float32, torch.bfloat16, torch.float16, torch.uint8

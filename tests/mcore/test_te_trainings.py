@@ -13,10 +13,11 @@ import pytest
 from megatron_fsdp_v2_mcore.rehearsal import RehearsalError
 from megatron_fsdp_v2_mcore.rehearsal.flags import transformer_impl, with_cpu_flags
 from megatron_fsdp_v2_mcore.rehearsal.te import load
+from tests.cases import longer
 from tests.mcore import flags as f
 from tests.mcore.flags import LOCAL, STRATEGIES, TRANSFORMER_ENGINE, fsdp
 from tests.mcore.session import Training, distance
-from tests.mcore.trained import longer, trained
+from tests.mcore.trained import trained
 from tests.ranks import RankPools
 
 STEPS = "--global-batch-size 8 --train-iters 4 --log-params-norm"

@@ -12,18 +12,11 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.cases import longer, quick_only
 from tests.mcore import flags as f
 from tests.mcore import session
 from tests.mcore.session import distance, train
-from tests.mcore.trained import (
-    assert_close,
-    assert_equal,
-    longer,
-    on_megatron,
-    quick_only,
-    run_of_ranks,
-    trained,
-)
+from tests.mcore.trained import assert_close, assert_equal, on_megatron, run_of_ranks, trained
 from tests.mcore.writers import Scalars, scalars_of, train_recorded
 from tests.ranks import RankPools
 

@@ -9,9 +9,10 @@ import torch
 
 from megatron_fsdp_v2.runtime.fsdp_module import named_units
 from megatron_fsdp_v2_mcore.model.weight_hashes import compare
+from tests.cases import longer
 from tests.mcore import flags as f
 from tests.mcore.session import rank
-from tests.mcore.trained import longer, trained
+from tests.mcore.trained import trained
 from tests.ranks import RankPools
 
 STEPS = "--check-weight-hash-across-dp-replicas-interval 2 --train-iters 4 --global-batch-size 8"

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import pytest
-
 from tests.distributed.on_ranks import on_ranks
 from tests.mcore.flags import MODEL_FLAGS, Flags, loading, saving, words
 from tests.mcore.session import Training, curves, distance, train
@@ -118,13 +116,3 @@ def assert_equal(mine: Training, theirs: Training, after: int = 0) -> None:
     """
     assert mine.losses and mine.grad_norms, "nothing was trained"
     assert (mine.losses, mine.grad_norms) == (theirs.losses[after:], theirs.grad_norms[after:])
-
-
-def longer(*values: Any, id: str | None = None) -> Any:
-    """A case that is left to the longer suites."""
-    return pytest.param(*values, id=id, marks=pytest.mark.functional)
-
-
-def quick_only(values: Sequence[Any], *quick: Any) -> list[Any]:
-    """These cases, of which all but the quick ones are left to the longer suites."""
-    return [value if value in quick else longer(value) for value in values]

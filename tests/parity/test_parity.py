@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp_v2 import fully_shard
+from tests.cases import quick_if
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import MESHES, STRATEGIES, on_mesh, strategies_on
 from tests.pages import page, table
@@ -135,8 +136,7 @@ def _cells() -> Iterator[Any]:
     """Every pattern on every mesh; in `make test` on one of them in turn."""
     for number, pattern in enumerate(PATTERNS):
         for place, name in enumerate(MESHES):
-            marks = [] if place == number % len(MESHES) else [pytest.mark.functional]
-            yield pytest.param(pattern, name, marks=marks)
+            yield quick_if(place == number % len(MESHES), pattern, name)
 
 
 @pytest.mark.parametrize(("pattern", "mesh_name"), list(_cells()))
@@ -157,8 +157,7 @@ def _switched() -> Iterator[Any]:
         strategies = [s for s in STRATEGIES[2:] if not (pattern.skips and s == STRATEGIES[-1])]
         for strategy in strategies:
             is_quick = strategy == strategies[-1] and number % 2 == 0
-            marks = [] if is_quick else [pytest.mark.functional]
-            yield pytest.param(name, strategy, marks=marks)
+            yield quick_if(is_quick, name, strategy)
 
 
 @pytest.mark.parametrize(("pattern", "strategy"), list(_switched()))
@@ -185,7 +184,7 @@ def _bucket_cells() -> Iterator[Any]:
     for number, pattern in enumerate(PATTERNS):
         for place, name in enumerate(names):
             is_quick = number % 9 == 0 and place == (number // 9) % len(names)
-            yield pytest.param(pattern, name, marks=[] if is_quick else [pytest.mark.functional])
+            yield quick_if(is_quick, pattern, name)
 
 
 @pytest.mark.parametrize(("pattern", "mesh_name"), list(_bucket_cells()))

@@ -38,6 +38,7 @@ from megatron_fsdp_v2.checkpoint.inspecting import inspect
 from megatron_fsdp_v2.checkpoint.manifest import MANIFEST
 from megatron_fsdp_v2.checkpoint.metadata import METADATA
 from megatron_fsdp_v2.checkpoint.verifying import verify
+from tests.cases import longer
 from tests.unit.checkpoints import FIRST, changed_metadata, ckpt
 
 
@@ -632,7 +633,7 @@ def fuzz(folder: Path, kind: str, count: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("count", [60, pytest.param(5000, marks=pytest.mark.functional)])
+@pytest.mark.parametrize("count", [60, longer(5000)])
 @pytest.mark.parametrize("kind", ["ours", "torch", "safetensors", "pt"])
 def test_random_changes_load_the_same_or_are_an_error_of_a_checkpoint(
     tmp_path: Path, kind: str, count: int

@@ -17,12 +17,13 @@ from benchmarks.sim.estimate import planned
 from benchmarks.sim.models import SHAPES, Shape
 from benchmarks.sim.steps import Job, Measured, measure
 from megatron_fsdp_v2.plan import find_machine
+from tests.cases import longer
 
 MACHINE = find_machine("h100")
 SHAPE = Shape(width=4096, hidden=14336, num_layers=2, vocabulary=32_000)
 
 
-@pytest.fixture(scope="module", params=[2048, pytest.param(16384, marks=pytest.mark.functional)])
+@pytest.fixture(scope="module", params=[2048, longer(16384)])
 def job(request: pytest.FixtureRequest) -> Job:
     return Job(SHAPE, request.param, sequence=2048)
 

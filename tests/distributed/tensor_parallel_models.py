@@ -24,30 +24,18 @@ from megatron_fsdp_v2 import fully_shard
 from tests.distributed.checkpoint_trainings import WAYS, digests
 from tests.distributed.wrapping import STRATEGIES
 from tests.ranks import RankPools
+from tests.reference.models import Block
 
 VOCAB, HIDDEN, FFN, SEQUENCE, BATCH = 10, 6, 8, 4, 3
 
 
-class Layer(nn.Module):
-    """Norm, column-parallel and row-parallel layer, residual."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(HIDDEN)
-        self.up = nn.Linear(HIDDEN, FFN)
-        self.down = nn.Linear(FFN, HIDDEN)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
 class Language(nn.Module):
-    """Embedding, two layers, norm, head."""
+    """Embedding, two blocks, column-parallel and row-parallel, norm, head."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCAB, HIDDEN)
-        self.blocks = nn.ModuleList(Layer() for _ in range(2))
+        self.blocks = nn.ModuleList(Block(HIDDEN, FFN) for _ in range(2))
         self.norm = nn.LayerNorm(HIDDEN)
         self.head = nn.Linear(HIDDEN, VOCAB, bias=False)
 

@@ -18,7 +18,7 @@ from megatron_fsdp_v2.runtime import unit_checks
 from megatron_fsdp_v2.runtime.fsdp_module import named_units
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import STRATEGIES, on_mesh, said, wrap
-from tests.reference.models import INPUT, Stack
+from tests.reference.models import INPUT, Formula, Stack
 
 
 def _groups(model: Any) -> list[Any]:
@@ -266,32 +266,23 @@ def _expect_no_warning(call: Any) -> None:
         call()
 
 
-class Handed(nn.Module):
-    """A layer without a weight, that is handed one."""
+def _tied() -> Any:
+    """An output layer without a weight, that is handed the weight of the embedding."""
+    torch.manual_seed(0)
 
-    def forward(self, x: torch.Tensor, weight: Any) -> torch.Tensor:
-        return x @ weight().t()
+    def forward(model: Any, x: torch.Tensor) -> Any:
+        x = model.block(model.embedding(x))
+        return model.output(x, lambda: model.embedding.weight)
 
-
-class Tied(nn.Module):
-    """An output layer that is handed the weight of the embedding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding = nn.Embedding(INPUT, 16)
-        self.block = nn.Linear(16, 16)
-        self.output = Handed()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.block(self.embedding(x))
-        return self.output(x, lambda: self.embedding.weight)
+    output = Formula(lambda _, x, weight: x @ weight().t())
+    layers = {"embedding": nn.Embedding(INPUT, 16), "block": nn.Linear(16, 16)}
+    return Formula(forward, **layers, output=output)
 
 
 @on_ranks(2, strategy=STRATEGIES)
 def test_a_unit_may_use_parameters_that_it_has_not(strategy: str) -> None:
     tokens = torch.arange(INPUT).view(1, -1)
-    plain, model = Tied(), Tied()
+    plain, model = _tied(), _tied()
     for unit in (model.embedding, model.block):
         fully_shard(unit, sharding_strategy=strategy)
     used = {model.embedding.weight}
@@ -311,6 +302,6 @@ def test_a_unit_may_use_parameters_that_it_has_not(strategy: str) -> None:
 
 @on_ranks(2)
 def test_a_used_parameter_that_nobody_has_sharded_is_rejected() -> None:
-    model = Tied()
+    model = _tied()
     text = said(ValueError, lambda: fully_shard(model.output, used_params={model.embedding.weight}))
     assert "used_params has a parameter of shape (5, 16) that no unit beside this one" in text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, override
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,62 +19,51 @@ from tests.distributed.wrapping import (
     said,
     wrap,
 )
+from tests.reference.models import Formula
 
 WIDTH = 4
 
 
-class Unit(nn.Module):
+def _unit(what: Callable[..., Any]) -> Formula:
     """Does something with its input, and has weights."""
-
-    def __init__(self, what: Callable[[Any, Any, Any], Any]) -> None:
-        super().__init__()
-        self.what = what
-        self.layer = nn.Linear(WIDTH, WIDTH)
-        self.scale = nn.Parameter(torch.full((WIDTH,), 0.8))
-
-    @override
-    def forward(self, x: torch.Tensor, other: torch.Tensor | None = None) -> Any:
-        return self.what(self, x, other)
+    scale = nn.Parameter(torch.full((WIDTH,), 0.8))
+    return Formula(what, layer=nn.Linear(WIDTH, WIDTH), scale=scale)
 
 
-class Model(nn.Module):
+def _model(what: Callable[..., Any], call: Callable[..., Any]) -> Formula:
     """Units in a row; `call` runs one of them."""
 
-    def __init__(self, what: Callable[..., Any], call: Callable[..., Any]) -> None:
-        super().__init__()
-        self.call = call
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.units = nn.ModuleList(Unit(what) for _ in range(5))
-        self.last = nn.Linear(WIDTH, WIDTH)
+    def forward(model: Any, x: torch.Tensor) -> Any:
+        x = model.first(x)
+        for unit in model.units:
+            x = torch.tanh(call(unit, x.sin()))
+        return model.last(x)
 
-    @override
-    def forward(self, x: torch.Tensor) -> Any:
-        x = self.first(x)
-        for unit in self.units:
-            x = torch.tanh(self.call(unit, x.sin()))
-        return self.last(x)
+    units = nn.ModuleList(_unit(what) for _ in range(5))
+    first, last = (nn.Linear(WIDTH, WIDTH) for _ in range(2))
+    return Formula(forward, first=first, units=units, last=last)
 
 
-def _relu_first(self: Any, x: torch.Tensor, other: Any) -> torch.Tensor:
+def _relu_first(self: Any, x: torch.Tensor, other: Any = None) -> torch.Tensor:
     before = x * 0.5
     return self.layer(x.relu_()) + before
 
 
-def _in_pieces(self: Any, x: torch.Tensor, other: Any) -> torch.Tensor:
+def _in_pieces(self: Any, x: torch.Tensor, other: Any = None) -> torch.Tensor:
     x[:, 1:].mul_(0.7)
     x += self.scale * self.layer(x.clone())
     return x
 
 
-def _scaled(self: Any, x: torch.Tensor, other: Any) -> torch.Tensor:
+def _scaled(self: Any, x: torch.Tensor, other: Any = None) -> torch.Tensor:
     return self.layer(x).mul_(self.scale)
 
 
-def _view(self: Any, x: torch.Tensor, other: Any) -> torch.Tensor:
+def _view(self: Any, x: torch.Tensor, other: Any = None) -> torch.Tensor:
     return self.layer(x).view(-1, 2)
 
 
-def _skipped(self: Any, x: torch.Tensor, other: Any) -> torch.Tensor:
+def _skipped(self: Any, x: torch.Tensor, other: Any = None) -> torch.Tensor:
     return x
 
 
@@ -161,7 +150,7 @@ def test_in_place_operations_around_units_train_as_in_a_plain_model(
     def units(model: Any) -> list[nn.Module]:
         return [model.first, *model.units, model.last]
 
-    plain, model = pair(lambda: Model(*CASES[case]).double(), units, sharding_strategy=strategy)
+    plain, model = pair(lambda: _model(*CASES[case]).double(), units, sharding_strategy=strategy)
     gathered = _gathered(model)
     for step in range(2):
         backward_both(plain, model, step, _loss)
@@ -172,6 +161,6 @@ def test_in_place_operations_around_units_train_as_in_a_plain_model(
 
 @on_ranks(2)
 def test_a_leaf_that_requires_a_gradient_is_still_not_changed() -> None:
-    model = wrap(Unit(_relu_first), [])
+    model = wrap(_unit(_relu_first), [])
     leaf = torch.ones(2, WIDTH, requires_grad=True)
     assert "a leaf Variable that requires grad" in said(RuntimeError, lambda: model(leaf))

@@ -277,8 +277,8 @@ def test_autocast_holds_in_a_recomputation(use_reentrant: bool) -> None:
 class HalfBlock(Block):
     """fp32 norm, bf16 and fp64 matrices."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
         self.up.bfloat16()
         self.down.double()
 
@@ -287,17 +287,9 @@ class HalfBlock(Block):
         return x + self.down(torch.tanh(y).double()).float()
 
 
-class Mixed(Stack):
-    """Units with parameters of three dtypes."""
-
-    def __init__(self) -> None:
-        super().__init__(0)
-        self.blocks = nn.ModuleList(HalfBlock() for _ in range(2))
-
-
 @on_ranks(2, strategy=STRATEGIES)
 def test_a_unit_may_have_parameters_of_different_dtypes(strategy: str) -> None:
-    plain, sharded = pair(Mixed, sharding_strategy=strategy)
+    plain, sharded = pair(lambda: Stack(2, block=HalfBlock), sharding_strategy=strategy)
     backward_both(plain, sharded)
     for model in (plain, sharded):
         torch.optim.SGD(model.parameters(), lr=0.1).step()

@@ -110,6 +110,7 @@ def test_a_step_peaks_at_its_bound_within_two_percent(
 
 # With a set of knobs: how many blocks are gathered, and have a gradient buffer, beside the root.
 COSTS: list[tuple[dict[str, Any], int, int]] = [
+    ({}, 2, 2),
     ({"enable_unshard_prefetch": False}, 1, 2),
     *(({"unshard_prefetch_depth": depth}, 1 + depth, 2) for depth in (1, 2, 3)),
     # Less than one block takes, and as much as two and a half do.

@@ -12,7 +12,7 @@ from torch import nn
 from megatron_fsdp_v2.diagnostics import OverlapReport, Reason, memory_tracker, overlap_tracker
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import STRATEGIES, listen, on_mesh, step_all, wrap
-from tests.reference.models import INPUT, Stack
+from tests.reference.models import INPUT, Formula, Stack
 
 
 def _step(model: Any, optimizer: Any) -> None:
@@ -27,24 +27,18 @@ def _trained(model: Any) -> Any:
     return optimizer
 
 
-class Late(nn.Module):
+def _late(_: Any, x: torch.Tensor) -> torch.Tensor:
     """Computes nothing, on one rank for a while."""
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__()
-        self.seconds = seconds
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if dist.get_rank() == 1:
-            time.sleep(self.seconds)
-        return x
+    if dist.get_rank() == 1:
+        time.sleep(0.2)
+    return x
 
 
 @on_ranks(2)
 def test_a_rank_that_waits_for_a_late_one_says_for_which_collective_and_how_long() -> None:
     model: Any = Stack(4)
     # After what the unit has gathered ahead, and before the gather after that.
-    model.blocks[1] = nn.Sequential(model.blocks[1], Late(0.2))
+    model.blocks[1] = nn.Sequential(model.blocks[1], Formula(_late))
     wrap(model)
     optimizer = _trained(model)
     dist.barrier()

@@ -40,10 +40,11 @@ from megatron_fsdp_v2.plan.step import Event
 from megatron_fsdp_v2.plan.unit_bytes import UnitBytes
 from megatron_fsdp_v2.runtime.fsdp_module import unit_of
 from megatron_fsdp_v2.runtime.unit import Unit
+from tests.distributed.checkpoint_trainings import block_muon
 from tests.distributed.test_payloads import Layers
 from tests.distributed.wrapping import BF16, Dispatched, batch, mesh_of, sends, wrap
 from tests.ranks import RankPools
-from tests.reference.models import Checkpointed, Stack, UsedTwice
+from tests.reference.models import Checkpointed, Formula, Stack, UsedTwice
 from tests.reference.two_way import TwoWayFormat
 
 FP32_SUMS = MixedPrecisionPolicy(
@@ -286,23 +287,16 @@ class Nested(Stack):
 
     def __init__(self) -> None:
         super().__init__(3)
-        self.blocks[1] = Outer()
+        self.blocks[1] = _outer()
         self.blocks[2].down.bias = self.blocks[0].down.bias
         self.blocks[0].norm.weight.requires_grad_(False)
         self.output.weight.requires_grad_(False)
 
 
-class Outer(nn.Module):
+def _outer() -> nn.Module:
     """A block with a unit inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(7, 7)
-        self.inner = nn.Sequential(nn.Linear(7, 19), nn.Tanh(), nn.Linear(19, 7))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = x + self.inner(self.first(x))
-        return y
+    inner = nn.Sequential(nn.Linear(7, 19), nn.Tanh(), nn.Linear(19, 7))
+    return Formula(lambda m, x: x + m.inner(m.first(x)), first=nn.Linear(7, 7), inner=inner)
 
 
 @dataclass(frozen=True)
@@ -421,10 +415,7 @@ def optimizer_of(case: Case, model: Any) -> torch.optim.Optimizer:
         return torch.optim.AdamW(trained)
     if case.optimizer == "sgd_momentum":
         return torch.optim.SGD(trained, lr=0.01, momentum=0.9)
-    matrices = [p for block in model.blocks for p in block.parameters() if p.ndim == 2]
-    known = {id(p) for p in matrices}
-    others = [p for p in trained if id(p) not in known]
-    return Muon([{"params": matrices}, {"params": others, "use_muon": False}], lr=0.01)
+    return block_muon(model, lr=0.01)
 
 
 def step(case: Case, model: Any, optimizer: torch.optim.Optimizer) -> None:

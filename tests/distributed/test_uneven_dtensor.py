@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from torch import nn
 
 from megatron_fsdp_v2.dtensor.row_shards import RowShards
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
-from tests.distributed.checkpoint_trainings import torch_loads, torch_saves
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import (
     gradient_error,
@@ -21,11 +19,8 @@ from tests.distributed.wrapping import (
     of_all_ranks,
     pair,
     said,
-    step_all,
     wrap,
 )
-from tests.ranks import RankPools
-from tests.reference.models import Stack
 
 
 def _uneven(full: torch.Tensor, ranges: tuple[tuple[int, int], ...]) -> UnevenDTensor:
@@ -54,31 +49,6 @@ def test_rows_are_gathered_and_handed_on_also_from_empty_shards() -> None:
             param.copy_(source)
         assert torch.equal(param.full_tensor(), copied)
     assert "sharded differently" in said(ValueError, lambda: param.detach() + other)
-
-
-def _goes_on(folder: str, saves: bool) -> torch.Tensor:
-    """Weights after steps 2 and 3, from those that are saved here or loaded into a fresh model."""
-    model = wrap(Stack())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    if not saves:
-        torch_loads(folder, model, optimizer)
-    for step in range(0 if saves else 2, 4):
-        torch.manual_seed(step)
-        inputs = torch.randn(12, 5).chunk(dist.get_world_size())[dist.get_rank()]
-        model(inputs).square().mean().backward()
-        step_all(optimizer)
-        if saves and step == 1:
-            torch_saves(folder, model, optimizer)
-    return torch.cat([p.full_tensor().flatten() for p in model.parameters()]).detach()
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_torchs_own_checkpoint_calls_reshard(
-    pools: RankPools, tmp_path: Path, world_size: int
-) -> None:
-    uninterrupted = pools(2).run(_goes_on, str(tmp_path), True)[0]
-    resumed = pools(world_size).run(_goes_on, str(tmp_path), False)[0]
-    torch.testing.assert_close(resumed, uninterrupted, rtol=1e-5, atol=1e-6)
 
 
 # -- sums and means outside of a forward, such as regularization losses ---------------------------

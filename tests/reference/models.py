@@ -32,11 +32,12 @@ class Formula(nn.Module):
 class Block(nn.Module):
     """Norm, two linear layers, residual; the unit of most models here."""
 
-    def __init__(self, width: int = WIDTH) -> None:
+    def __init__(self, width: int = WIDTH, inner: int | None = None) -> None:
         super().__init__()
+        inner = inner or 2 * width + 1
         self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 2 * width + 1)
-        self.down = nn.Linear(2 * width + 1, width)
+        self.up = nn.Linear(width, inner)
+        self.down = nn.Linear(inner, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(torch.tanh(self.up(self.norm(x))))

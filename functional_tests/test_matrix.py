@@ -20,7 +20,7 @@ from functional_tests.matrix import (
 )
 from functional_tests.table import Table, described
 from functional_tests.trainings import Difference, Trainings, first_difference, largest
-from tests.cases import longer
+from tests.cases import quick_if
 from tests.mcore.command_line import PRETRAIN, PRINTED, printed_losses, torchrun
 
 # Where weights are rounded, chance decides which of them cross a boundary: "as close as Megatron's
@@ -29,8 +29,7 @@ AS_CLOSE = 1.5
 
 
 def _parameter(value: Any, name: str, *, is_quick: bool) -> Any:
-    make = pytest.param if is_quick else longer
-    return make(value, id=name.replace(" ", "_"))
+    return quick_if(is_quick, value, id=name.replace(" ", "_"))
 
 
 def _name(case: Case) -> str:

@@ -27,7 +27,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.utils.checkpoint import checkpoint
 
-from tests.distributed.wrapping import BF16, STRATEGIES, mesh_of, wrap
+from tests.distributed.wrapping import BF16, STRATEGIES, mesh_of, step_all, wrap
 from tests.ranks import free_port
 
 _TUNABLES = {
@@ -134,8 +134,7 @@ def train(name: str, strategy: str, options: dict[str, Any]) -> str:
                 note(loss)
         grads = (param.grad for param in model.parameters())
         note(*(grad.to_local() for grad in grads if grad is not None))
-        optimizer.step()
-        optimizer.zero_grad()
+        step_all(optimizer)
         with torch.no_grad():
             note(model(torch.randn(4, WIDTH)))
     note(*(param.to_local() for param in model.parameters()))

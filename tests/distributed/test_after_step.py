@@ -14,7 +14,7 @@ from megatron_fsdp_v2.diagnostics import Role, memory_tracker
 from megatron_fsdp_v2.dtensor.uneven_dtensor import local_of
 from megatron_fsdp_v2.runtime.fsdp_module import unit_of
 from tests.distributed.on_ranks import on_ranks
-from tests.distributed.wrapping import BF16, listen, said, shards_of, wrap
+from tests.distributed.wrapping import BF16, listen, said, shards_of, step_all, wrap
 from tests.reference.models import INPUT, Stack
 
 AHEAD: dict[str, Any] = {"enable_unshard_after_step": True}
@@ -32,8 +32,7 @@ def _backward(model: Any) -> None:
 
 def _step(model: Any, optimizer: Any) -> None:
     _backward(model)
-    optimizer.step()
-    optimizer.zero_grad()
+    step_all(optimizer)
 
 
 def _gathered(model: Any) -> list[bool]:

@@ -18,7 +18,7 @@ from megatron_fsdp_v2 import checkpoint, fully_shard, register_fsdp_forward_meth
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from tests.cases import quick_only
 from tests.distributed.on_ranks import on_ranks
-from tests.distributed.wrapping import BF16, STRATEGIES, batch, said, wrap
+from tests.distributed.wrapping import BF16, STRATEGIES, batch, said, step_all, wrap
 from tests.reference import models
 
 STEPS = 3
@@ -111,8 +111,7 @@ def train(
         for param in model.parameters():
             if param.grad is not None:
                 shown.tensors.append(param.grad.to_local().clone())
-        optimizer.step()
-        optimizer.zero_grad()
+        step_all(optimizer)
         shown.tensors += [param.to_local().detach().clone() for param in model.parameters()]
         shown.graphs.append(0 if backend is None else backend.graphs)
     shown.breaks = list(counters["graph_break"])

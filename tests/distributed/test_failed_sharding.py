@@ -23,7 +23,7 @@ from megatron_fsdp_v2.params import registration
 from megatron_fsdp_v2.runtime import optimizer_steps
 from megatron_fsdp_v2.runtime.fsdp_module import unit_of
 from tests.distributed.on_ranks import on_ranks
-from tests.distributed.wrapping import mesh_of, said
+from tests.distributed.wrapping import mesh_of, said, step_all
 
 WIDTH = 5
 PACKAGE = str(Path(megatron_fsdp_v2.__file__).parent)
@@ -215,8 +215,7 @@ def _train(model: Any) -> list[bytes]:
         x = torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH) + step + dist.get_rank()
         loss = model(x).square().mean()
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step_all(optimizer)
         found.append(loss.detach().numpy().tobytes())
     return found + [param.to_local().detach().numpy().tobytes() for param in model.parameters()]
 

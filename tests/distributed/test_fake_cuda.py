@@ -22,7 +22,7 @@ from megatron_fsdp_v2.comm import streams as comm_streams
 from megatron_fsdp_v2.optim import Muon, engine
 from tests.cases import longer, quick_if
 from tests.distributed import fake_cuda
-from tests.distributed.wrapping import BF16, MESHES, STRATEGIES, strategies_on, wrap
+from tests.distributed.wrapping import BF16, MESHES, STRATEGIES, step_all, strategies_on, wrap
 from tests.ranks import RankPool, rank_pools
 from tests.reference.models import Checkpointed, Skipping, Stack, TiedInside, UnusedParameter
 
@@ -125,8 +125,7 @@ def _train(model: Any, optimizer: torch.optim.Optimizer, *, last_only: bool) -> 
             model(torch.randn(4, 5, device="cuda"))
     assert sum(p.grad is not None for p in model.parameters()) > 0
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad()
+    step_all(optimizer)
 
 
 # -- what the host should not do, on purpose ---------------------------------------------------

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import io
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from tests.distributed.wrapping import (
     on_mesh,
     own_loss,
     said,
+    step_all,
     wrap,
 )
 from tests.reference.models import INPUT, Stack, TiedAcross
@@ -106,11 +108,29 @@ def _made(
     return model, kind(model.parameters(), lr=0.01, weight_decay=0.1)
 
 
+def _both(
+    kind: Any, build: Callable[[], nn.Module], how: dict[str, Any], **options: Any
+) -> list[tuple[Any, Any]]:
+    """The same model twice, with an optimizer as it is and with a flat one.
+
+    Args:
+        kind: Of the optimizer.
+        build: Makes the model.
+        how: Options of the optimizer.
+        options: For `wrap`.
+    """
+    made = []
+    for make in (kind, flat_optimizer(kind)):
+        torch.manual_seed(0)
+        model = wrap(build(), **options)
+        made.append((model, make(model.parameters(), **how)))
+    return made
+
+
 def _train(model: Any, optimizer: Any, steps: range = range(2)) -> None:
     for step in steps:
         own_loss(model, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step_all(optimizer)
 
 
 def _trained_pair(steps: int = 2, **options: Any) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
@@ -129,12 +149,9 @@ def test_no_bit_of_weights_or_state_depends_on_flat_tensors(how: dict[str, Any])
     unequal = {}
     for cls in CLASSES:
         options = {"momentum": 0.9} if cls in (optim.SGD, optim.RMSprop) else {}
-        made = []
-        for kind in (cls, flat_optimizer(cls)):
-            torch.manual_seed(0)
-            model = wrap(Stack(2))
-            made.append((model, kind(model.parameters(), lr=0.01, **options, **how)))
-            _train(*made[-1])
+        made = _both(cls, lambda: Stack(2), {"lr": 0.01, **options, **how})
+        for each in made:
+            _train(*each)
         unequal[cls.__name__] = _unequal(*made)
     assert unequal == {cls.__name__: [] for cls in CLASSES}
 
@@ -242,15 +259,12 @@ def test_weights_in_another_dtype_follow_main_weights_that_were_stepped_flat(gra
     policy = BF16
     if grads == "bf16":
         policy = dataclasses.replace(BF16, main_grads_dtype=torch.bfloat16)
-    made: list[Any] = []
-    for is_flat in (False, True):
-        torch.manual_seed(0)
-        model = wrap(Stack(2, ALIGNED), mp_policy=policy, sharding_strategy="optim")
-        # Torch's Adam takes no gradients of another dtype than the weights'.
-        kind: Any = optim.AdamW if grads == "fp32" else optim.SGD
-        kind = flat_optimizer(kind) if is_flat else kind
-        made.append((model, kind(model.parameters(), lr=0.01)))
-        _train(*made[-1])
+    # Torch's Adam takes no gradients of another dtype than the weights'.
+    kind: Any = optim.AdamW if grads == "fp32" else optim.SGD
+    sharding = {"mp_policy": policy, "sharding_strategy": "optim"}
+    made = _both(kind, lambda: Stack(2, ALIGNED), {"lr": 0.01}, **sharding)
+    for each in made:
+        _train(*each)
     assert _num_flat(made[1][1])[0] == 3
     assert _unequal(*made) == []
     outputs = [model(batch(0).to(torch.float32)) for model, _ in made]
@@ -428,14 +442,14 @@ def test_schedulers_closures_hooks_clipping_and_new_groups_work_as_ever() -> Non
 
 @on_ranks(2, how=["for-loop", "fused"])
 def test_steps_with_a_gradient_that_is_not_finite_are_skipped(how: str) -> None:
-    made = []
-    for is_flat in (False, True):
-        torch.manual_seed(0)
+    def build() -> nn.Module:
         # Widths of which no vector of a fused kernel is filled in part.
-        model = wrap(nn.Sequential(nn.Linear(INPUT, 64), nn.Linear(64, 64)), [])
+        model = nn.Sequential(nn.Linear(INPUT, 64), nn.Linear(64, 64))
         model[0].weight.requires_grad_(False)
-        kind: Any = flat_optimizer(optim.AdamW) if is_flat else optim.AdamW
-        optimizer = kind(model.parameters(), lr=0.01, fused=how == "fused")
+        return model
+
+    made = _both(optim.AdamW, build, {"lr": 0.01, "fused": how == "fused"})
+    for model, optimizer in made:
         scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
         for step in range(3):
             scale = float("inf") if step == 1 else 1.0
@@ -443,7 +457,6 @@ def test_steps_with_a_gradient_that_is_not_finite_are_skipped(how: str) -> None:
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
-        made.append((model, optimizer))
     assert _unequal(*made) == []
 
 

@@ -24,7 +24,7 @@ from megatron_fsdp_v2.params.formats import register_format
 from megatron_fsdp_v2.runtime.fsdp_module import unit_of
 from tests.cases import quick_if
 from tests.distributed.on_ranks import on_ranks
-from tests.distributed.wrapping import BF16, STRATEGIES, batch, mesh_of, said, wrap
+from tests.distributed.wrapping import BF16, STRATEGIES, batch, mesh_of, said, step_all, wrap
 from tests.reference.models import Checkpointed, Stack
 from tests.reference.scaled_float8 import ScaledFloat8Format, quantize_linears
 
@@ -216,8 +216,7 @@ def test_fsdp2_with_its_policy_trains_alike() -> None:
         for model, optimizer in zip((theirs, ours), optimizers, strict=True):
             loss = model(batch(dist.get_rank(), step)).square().mean()
             loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            step_all(optimizer)
             losses.append(float(loss))
         assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 

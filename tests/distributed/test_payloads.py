@@ -13,7 +13,15 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_fsdp_v2.params.formats import register_format
 from tests.distributed.on_ranks import on_ranks
-from tests.distributed.wrapping import STRATEGIES, batch, held_error, listen, mesh_of, wrap
+from tests.distributed.wrapping import (
+    STRATEGIES,
+    batch,
+    held_error,
+    listen,
+    mesh_of,
+    step_all,
+    wrap,
+)
 from tests.reference.models import INPUT
 from tests.reference.two_way import TwoWay, TwoWayFormat, TwoWayLinear, in_two_ways
 
@@ -78,8 +86,7 @@ def train(strategy: str, shape: tuple[int, ...], recompute: str, options: dict[s
         for param, grad in zip(model.parameters(), _gradients(plain, mains, step), strict=True):
             if param.grad is not None:
                 errors.append(held_error(param.grad, grad))
-        optimizer.step()
-        optimizer.zero_grad()
+        step_all(optimizer)
         for param, main, grad in zip(
             model.parameters(), mains, _gradients(plain, mains, step), strict=True
         ):

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from megatron_fsdp_v2 import MixedPrecisionPolicy, fully_shard
 from megatron_fsdp_v2.runtime.fsdp_module import unit_of
 from megatron_fsdp_v2_mcore.formats import register_formats
-from tests.distributed.wrapping import listen
+from tests.distributed.wrapping import listen, step_all
 from tests.mcore.session import enter_rehearsal
 
 POLICY = MixedPrecisionPolicy(main_params_dtype=torch.float32, main_grads_dtype=torch.float32)
@@ -111,8 +111,7 @@ def differing_bytes(recipe: str, strategy: str, num_steps: int, instances: int =
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for seed in range(num_steps):
         step(te, model, recipe, seed)
-        optimizer.step()
-        optimizer.zero_grad()
+        step_all(optimizer)
     whole = [layer.weight.full_tensor() for layer in model]
     found = []
     for index, layer in enumerate(model):
@@ -175,8 +174,7 @@ def frozen_beside_others() -> tuple[bool, list[str]]:
     before = model[1].weight.full_tensor().clone()
     for seed in range(2):
         step(te, model, "tensorwise", seed)
-        optimizer.step()
-        optimizer.zero_grad()
+        step_all(optimizer)
     groups = unit_of(model[1]).groups
     kinds = sorted(
         f"{group.weights.format.payload_dtype} {group.spec.requires_grad}" for group in groups

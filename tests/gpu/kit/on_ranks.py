@@ -20,7 +20,7 @@ from megatron_fsdp_v2 import checkpoint, fully_shard
 from megatron_fsdp_v2.diagnostics import memory_tracker
 from megatron_fsdp_v2.optim import Muon
 from tests.distributed.test_memory_bound import deep
-from tests.distributed.wrapping import BF16, wrap
+from tests.distributed.wrapping import BF16, step_all, wrap
 from tests.gpu.test_parity import on_device
 from tests.parity.patterns import PATTERNS, Pattern
 from tests.parity.test_parity import STRATEGIES, _same_bits, compare
@@ -114,8 +114,7 @@ def _sharded_stack(device: str, strategy: str, seed: int) -> tuple[Any, torch.op
 
 def _step(model: Any, optimizer: torch.optim.Optimizer, device: str) -> None:
     model(torch.ones(4, 5, device=device)).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    step_all(optimizer)
 
 
 def _values(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -165,8 +164,7 @@ def memory(device: str, width: int) -> dict[str, dict[str, int]]:
 
         def step(model: Any = model, optimizer: Any = optimizer) -> None:
             model(torch.ones(2, width, device=device)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            step_all(optimizer)
 
         step()
         with memory_tracker(model, optimizer) as tracked:
@@ -199,8 +197,7 @@ def compiled(device: str, backend: str, width: int) -> dict[str, float]:
                 data = torch.randn(4, width, generator=generator).to(device)
                 loss = model(data).square().mean()
                 loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                step_all(optimizer)
                 losses[-1].append(float(loss.detach()))
         found[strategy] = max(abs(a - b) / abs(b) for a, b in zip(*losses, strict=True))
     return found

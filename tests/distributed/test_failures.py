@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,38 +26,19 @@ from tests.distributed.wrapping import (
     train_both,
     weight_error,
 )
+from tests.reference.failing import PlannedFailure, fail, fail_when_it_comes_back, failing
 from tests.reference.models import Skipping
 
 EXACT = 1e-12
 
 
-class Planned(Exception):
-    """Raised on purpose."""
-
-
-def _raise(*args: Any) -> None:
-    raise Planned
-
-
-def _fail_when_it_comes_back(module: Any, args: Any, output: torch.Tensor) -> None:
-    output.register_hook(_raise)
-
-
-@contextlib.contextmanager
-def _failing(handle: Any) -> Iterator[None]:
-    """Nobody hears of what a hook raises; it is removed in the end."""
-    with contextlib.suppress(Planned):
-        yield
-    handle.remove()
-
-
 def _fail_in_forward(model: Any) -> None:
-    with _failing(model.blocks[1].register_forward_pre_hook(_raise)):
+    with failing(model.blocks[1].register_forward_pre_hook(fail)):
         own_loss(model, 7)
 
 
 def _fail_in_backward(model: Any, block: int = 1) -> None:
-    with _failing(model.blocks[block].register_forward_hook(_fail_when_it_comes_back)):
+    with failing(model.blocks[block].register_forward_hook(fail_when_it_comes_back)):
         own_loss(model, 7).backward()
 
 
@@ -92,11 +72,11 @@ def test_the_backward_of_another_graph_after_a_failed_one_is_right(
 ) -> None:
     """Two graphs; the backward of one fails, the other's is right."""
     plain, model = fp64_pair(strategy, **options)
-    handle = model.blocks[1].register_forward_hook(_fail_when_it_comes_back)
+    handle = model.blocks[1].register_forward_hook(fail_when_it_comes_back)
     fails = own_loss(model, 0)
     handle.remove()
     works = own_loss(model, 1)
-    with contextlib.suppress(Planned):
+    with contextlib.suppress(PlannedFailure):
         fails.backward()
     model.zero_grad()
     works.backward()
@@ -199,7 +179,7 @@ def test_zeros_written_after_a_failed_backward_stay_zeros(strategy: str) -> None
     plain, model = fp64_pair(strategy)
     own_loss(model, 0).backward()
     model.zero_grad(set_to_none=False)
-    with _failing(model.input.register_full_backward_hook(_raise)):
+    with failing(model.input.register_full_backward_hook(fail)):
         own_loss(model, 7).backward()
     model.zero_grad(set_to_none=False)
     own_loss(model, 1).backward()

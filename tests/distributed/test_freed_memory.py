@@ -25,6 +25,7 @@ from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import STRATEGIES
 from tests.processes import ran
 from tests.ranks import RankPools
+from tests.reference.failing import fail_when_it_comes_back, failing
 
 ZERO_3 = STRATEGIES[-1]
 _CALLS = ("all_gather_single", "all_gather_into_tensor", "broadcast")
@@ -132,17 +133,9 @@ def test_it_does_while_every_rank_broadcasts_its_shard(strategy: str) -> None:
 @on_ranks(2, strategy=["optim_grads", "optim_grads_params"])
 def test_it_does_where_a_backward_fails(strategy: str) -> None:
     model, _ = made("", strategy, {"max_live_grad_buffers": 4})
-
-    def fail(grad: torch.Tensor) -> None:
-        raise ZeroDivisionError
-
     with watched() as seen:
-        handle = model[0].register_forward_hook(
-            lambda module, args, output: output.register_hook(fail) and None
-        )
-        with contextlib.suppress(ZeroDivisionError):
+        with failing(model[0].register_forward_hook(fail_when_it_comes_back)):
             model(torch.ones(2, WIDTH)).sum().backward()
-        handle.remove()
         model(torch.ones(2, WIDTH)).sum().backward()
         model.zero_grad()
     assert seen["issued"] > 3

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +22,7 @@ from tests.distributed.wrapping import (
     step_all,
     weight_error,
 )
+from tests.reference.failing import fail, failing
 from tests.reference.models import Formula
 
 WIDTH = 5
@@ -77,14 +77,6 @@ def data(step: int, rank: int) -> torch.Tensor:
     return batch(rank, step, rows=3, dtype=torch.float64)
 
 
-class _Planned(Exception):
-    """Raised on purpose."""
-
-
-def _fail(*args: Any) -> None:
-    raise _Planned
-
-
 class Both:
     """A plain and a sharded model that do the same."""
 
@@ -113,10 +105,8 @@ class Both:
             CALLS[how](self.model, own)
             return
         else:
-            handle = self.model.decoder.register_forward_pre_hook(_fail)
-            with contextlib.suppress(_Planned):
+            with failing(self.model.decoder.register_forward_pre_hook(fail)):
                 CALLS[how](self.model, own)
-            handle.remove()
             return
         self.differences.append((event, difference(self.model, self.plain)))
 

@@ -30,12 +30,12 @@ from tests.random.models import (
     INPUT,
     OPTIMIZERS,
     Call,
-    PlannedFailure,
     Tree,
     build,
     tensors_of,
     units,
 )
+from tests.reference.failing import PlannedFailure
 
 TOLERANCES = {"float64": 1e-9, "float32": 3e-6}
 MOST_PROBLEMS = 5

@@ -12,12 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.parity.patterns import Pattern, batch
+from tests.reference.failing import fail, failing
 
 STEPS = 5
-
-
-class PlannedFailure(Exception):
-    """Raised on purpose, inside a forward or a backward."""
 
 
 @dataclass
@@ -113,17 +110,10 @@ def _reload(model: nn.Module) -> None:
 
 def _fail(pattern: Pattern, model: Any, rank: int) -> None:
     """Run a step that raises in the middle of a forward or of a backward."""
-
-    def raise_it(*args: Any) -> None:
-        raise PlannedFailure
-
-    if pattern.raises == "forward":
-        handle = model.blocks[1].up.register_forward_hook(raise_it)
-    else:
-        handle = model.blocks[1].up.register_full_backward_hook(raise_it)
-    with contextlib.suppress(PlannedFailure):
+    layer = model.blocks[1].up
+    at = "forward_hook" if pattern.raises == "forward" else "full_backward_hook"
+    with failing(getattr(layer, f"register_{at}")(fail)):
         pattern.loss(model, 0, 0, rank).backward()
-    handle.remove()
 
 
 def train_reference(pattern: Pattern, world_size: int, evaluates_rank: int) -> Trace:

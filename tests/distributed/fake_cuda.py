@@ -34,8 +34,8 @@ from megatron_fsdp_v2.diagnostics.stream_safety.recorder import (
 )
 from megatron_fsdp_v2.dtensor.attributes import AttributesAtOnce
 from megatron_fsdp_v2.runtime.fsdp_module import named_units
+from tests.processes import ROOT
 
-ROOT = Path(__file__).parents[2]
 CUDA = torch.device("cuda", 0)
 ENGINE_DEVICE = torch.device("privateuseone", 0)
 

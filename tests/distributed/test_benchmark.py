@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -22,12 +21,12 @@ from benchmarks.model import Model
 from benchmarks.repeats import Patience
 from tests.cases import longer
 from tests.distributed.on_ranks import on_ranks
+from tests.processes import ran
 
 
 def _run(module: str, *words: str) -> str:
     """Standard output of a benchmark."""
-    command = [sys.executable, "-m", module, *words]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    done = ran(sys.executable, "-m", module, *words, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
 

@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import itertools
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -46,10 +45,10 @@ from tests.distributed.wrapping import (
     strategies_on,
     wrap,
 )
+from tests.processes import ROOT
 from tests.ranks import RankPools
 from tests.reference import models
 
-ROOT = Path(__file__).parents[2]
 MESH_NAMES = ("1", "2", "3", "HSDP 2x2", "HFSDP 2x2")
 KINDS = ("Stack", "TiedInside", "PartlyFrozen", "UnusedParameter", "MixedDtypes")
 MODELS = {name: getattr(models, name) for name in KINDS}

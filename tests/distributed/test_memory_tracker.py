@@ -16,10 +16,10 @@ from tests.distributed.allocations import left_of
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.test_memory_bound import deep
 from tests.distributed.wrapping import BF16, STRATEGIES, said, shards_of, step_all, wrap
+from tests.processes import ROOT
 from tests.ranks import RankPools
 from tests.reference.models import INPUT, Stack
 
-ROOT = Path(__file__).parents[2]
 TEMPORARY = (Role.GATHERED, Role.GRAD_BUFFER, Role.COMMUNICATION, Role.ACTIVATIONS)
 
 

@@ -15,11 +15,11 @@ from __future__ import annotations
 import ast
 import re
 from dataclasses import dataclass
-from pathlib import Path
+
+from tests.processes import ROOT
 
 __all__ = ["ROOT", "Block", "Use", "blocks_in", "documented", "use_of"]
 
-ROOT = Path(__file__).parents[2]
 
 _FENCE = re.compile(r"^(?P<indent> *)(?P<fence>`{3,}|~{3,})\s*(?P<info>[^`]*)$")
 _MARKER = re.compile(r"^\s*<!--\s*(?P<key>[a-z ]+?)\s*:\s*(?P<value>.*?)\s*-->\s*$")

@@ -14,12 +14,11 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
+from tests.processes import ROOT
 from tests.ranks import PRELOADED
 
-ROOT = Path(__file__).resolve().parents[2]
 PRETRAIN = "megatron_fsdp_v2_mcore.pretrain_gpt"
 RUN = "megatron_fsdp_v2_mcore.run"
 # Losses are printed with seven digits.

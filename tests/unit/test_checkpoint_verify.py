@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,15 @@ from megatron_fsdp_v2.checkpoint.inspecting import inspect
 from megatron_fsdp_v2.checkpoint.manifest import MANIFEST, Manifest
 from megatron_fsdp_v2.checkpoint.verifying import verify
 from megatron_fsdp_v2.checkpoint.writing import FolderWriter
-from tests.unit.checkpoints import FIRST, SECOND, changed_metadata, ckpt, flip, write_folder
+from tests.unit.checkpoints import (
+    FIRST,
+    SECOND,
+    changed_metadata,
+    ckpt,
+    flip,
+    same_bits,
+    write_folder,
+)
 
 
 @pytest.fixture
@@ -191,11 +198,6 @@ def language_model(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return transformers.AutoModelForCausalLM.from_config(config)
 
 
-def hold_the_same(mine: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> bool:
-    assert mine.keys() == theirs.keys()
-    return all(torch.equal(value, theirs[name]) for name, value in mine.items())
-
-
 def bytes_of(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob("*.distcp"))
 
@@ -284,10 +286,10 @@ def test_a_shared_tensor_is_saved_once_and_found_under_all_its_names(tmp_path: P
     # Into a model that shares it, into one that does not, and by torch alone.
     for other in (Tied(), Tied(is_tied=False)):
         checkpoint.load(tmp_path / "tied", other)
-        assert hold_the_same(other.state_dict(), state)
+        assert same_bits(other.state_dict(), state)
     theirs = {"model": {name: torch.zeros_like(value) for name, value in state.items()}}
     dcp.load(theirs, checkpoint_id=tmp_path / "tied", no_dist=True)
-    assert hold_the_same(theirs["model"], state)
+    assert same_bits(theirs["model"], state)
     # What did not share it still loads into a model that does.
     checkpoint.load(tmp_path / "untied", Tied())
     checkpoint.save(tmp_path / "both", model, optimizer, async_save=True).result()
@@ -305,7 +307,7 @@ def test_one_name_of_a_shared_tensor_is_enough_for_a_model_that_shares_it(
     model = Tied()
     assert checkpoint.compare(tmp_path / "folder", model).fits
     checkpoint.load(tmp_path / "folder", model)
-    assert hold_the_same(model.state_dict(), state)
+    assert same_bits(model.state_dict(), state)
     with pytest.raises(CheckpointError, match=rf"missing in the checkpoint: .*model\.{dropped[0]}"):
         checkpoint.load(tmp_path / "folder", Tied(is_tied=False))
 
@@ -323,7 +325,7 @@ def test_exports_hold_a_shared_tensor_once_and_every_name_comes_back(tmp_path: P
         assert "head.weight" not in opened.keys()  # noqa: SIM118
     other = Tied()
     assert safetensors.load_model(other, tmp_path / "m.safetensors") == (set(), [])
-    assert hold_the_same(other.state_dict(), state)
+    assert same_bits(other.state_dict(), state)
 
     export(tmp_path / "saved", tmp_path / "m.pt")
     assert (tmp_path / "m.pt").stat().st_size < once + 10_000
@@ -339,7 +341,7 @@ def test_exports_hold_a_shared_tensor_once_and_every_name_comes_back(tmp_path: P
             assert {t.name.removeprefix("model.") for t in inspect(target).tensors} == set(state)
         folder = CheckpointFolder(tmp_path / f"t{number}")
         assert bytes_of(folder.path) < once + 10_000
-        assert hold_the_same({n: folder.read_tensor(f"model.{n}") for n in state}, state)
+        assert same_bits({n: folder.read_tensor(f"model.{n}") for n in state}, state)
 
 
 def test_transformers_loads_an_export_of_its_own_tied_model(
@@ -353,4 +355,4 @@ def test_transformers_loads_an_export_of_its_own_tied_model(
         loaded, info = type(language_model).from_pretrained(out, output_loading_info=True)
         assert not info["missing_keys"]
         assert not info["unexpected_keys"]
-        assert hold_the_same(loaded.state_dict(), language_model.state_dict())
+        assert same_bits(loaded.state_dict(), language_model.state_dict())

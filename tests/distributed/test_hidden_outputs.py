@@ -57,10 +57,6 @@ class ClosureBlock(Block):
 class Unpacking(Stack):
     """Blocks that return something else than a tensor."""
 
-    def __init__(self, kind: type[Block]) -> None:
-        super().__init__()
-        self.blocks = torch.nn.ModuleList(kind() for _ in range(3))
-
     def run_blocks(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             y = block(x)
@@ -83,13 +79,13 @@ def _train(plain: Any, model: Any, loss: Any = loss_of) -> float:
 @on_ranks(2, strategy=STRATEGIES)
 def test_units_that_return_plain_objects_train_like_one_process(strategy: str, pool: bool) -> None:
     plain, model = pair(
-        lambda: Unpacking(ObjectBlock), sharding_strategy=strategy, enable_trace_pool=pool
+        lambda: Unpacking(block=ObjectBlock), sharding_strategy=strategy, enable_trace_pool=pool
     )
     assert _train(plain, model) < 1e-6
 
 
 def _hiding() -> Unpacking:
-    return Unpacking(ClosureBlock)
+    return Unpacking(block=ClosureBlock)
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen"])
@@ -155,8 +151,7 @@ class Regularized(Stack):
     """Adds up squares of what its blocks return."""
 
     def __init__(self, what: str) -> None:
-        super().__init__()
-        self.blocks = torch.nn.ModuleList(Leaking(what) for _ in range(3))
+        super().__init__(block=lambda _: Leaking(what))
 
     def run_blocks(self, x: torch.Tensor) -> torch.Tensor:
         penalty = torch.zeros(())

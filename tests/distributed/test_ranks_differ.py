@@ -212,16 +212,8 @@ def test_a_tied_weight_that_one_rank_uses_twice_is_reduced_once_at_zero_3() -> N
     _check_gradients(plain, model, lambda model, rank, _: setattr(model, "uses", rank == 0))
 
 
-class BranchingRegion(Stack):
-    """A unit that is one recomputed region; it ends with its inner unit, or on one rank not."""
-
-    def __init__(self) -> None:
-        super().__init__(num_blocks=1)
-        self.blocks[0] = RegionWithBranch()
-
-
 class RegionWithBranch(torch.nn.Module):
-    """See `BranchingRegion`."""
+    """A unit that is one recomputed region; it ends with its inner unit, or on one rank not."""
 
     branches = False
 
@@ -241,7 +233,10 @@ class RegionWithBranch(torch.nn.Module):
 @on_ranks(2)
 def test_an_output_handed_on_from_an_inner_unit_starts_the_outer_backward_first() -> None:
     """At ZeRO-3, rank 1 alone has one more layer at the end of a recomputed region."""
-    plain, model = pair(BranchingRegion, lambda m: [m.blocks[0].inner, m.blocks[0]])
+    plain, model = pair(
+        lambda: Stack(1, block=lambda _: RegionWithBranch()),
+        lambda m: [m.blocks[0].inner, m.blocks[0]],
+    )
     _check_gradients(
         plain, model, lambda model, rank, _: setattr(model.blocks[0], "branches", rank == 1)
     )

@@ -76,8 +76,7 @@ class Overlapped(Stack):
     def __init__(
         self, *, tied: bool = False, recomputed: bool = False, whole: bool = False
     ) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Overlapping(tied=tied) for _ in range(3))
+        super().__init__(block=lambda _: Overlapping(tied=tied))
         self.recomputed = recomputed
         self.whole = whole
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.cases import longer
 from tests.mcore.flags import ALLTOALL, EP2, HSDP, OVERLAP, OVERLAP_GRADS, fsdp
-from tests.mcore.trained import assert_equal, trained
+from tests.mcore.trained import assert_equal, on_megatron, trained
 from tests.ranks import RankPools
 
 FLAG = "--create-all-gather-group"
@@ -53,8 +53,9 @@ def test_it_changes_the_group_and_no_bit(
         assert list(found.values()) == [True] * num_groups
 
 
-def groups_of_a_collection() -> list[Any]:
-    """What is gathered in the groups that a collection has, has not, or has of other ranks."""
+@on_megatron(2)
+def test_groups_of_a_collection_are_used_where_they_fit() -> None:
+    """A collection has one, has none, or has one of other ranks."""
     from megatron_fsdp_v2_mcore.model.meshes import Meshes, gather_groups
 
     mesh = init_device_mesh("cpu", (2,))
@@ -67,9 +68,4 @@ def groups_of_a_collection() -> list[Any]:
         again = gather_groups(collection, Meshes(mesh, None), None, are_made=are_made).get(mesh)
         assert made is again
         found.append(None if made is None else (made is given, made.size()))
-    return found
-
-
-def test_groups_of_a_collection_are_used_where_they_fit(megatron: RankPools) -> None:
-    for found in megatron(2).run(groups_of_a_collection):
-        assert found == [None, (False, 2), (True, 2), (False, 2)]
+    assert found == [None, (False, 2), (True, 2), (False, 2)]

@@ -308,16 +308,9 @@ class AsksForParameters(models.Block):
         return super().forward(x.to(next(self.parameters()).dtype)) * len(list(self.modules()))
 
 
-def stack_of(block: Callable[[], Any]) -> Any:
-    """A model with other blocks."""
-    model = built()
-    model.blocks = torch.nn.ModuleList(block() for _ in range(2))
-    return model
-
-
 @on_ranks(2)
 def test_a_compiled_forward_may_ask_for_its_parameters() -> None:
-    compare(_compile_blocks, lambda: stack_of(AsksForParameters))
+    compare(_compile_blocks, lambda: models.Stack(2, block=AsksForParameters))
 
 
 @on_ranks(2)
@@ -390,7 +383,7 @@ def test_methods_that_run_as_forwards_may_be_called_in_compiled_functions() -> N
         return loss_of(model.output(model.blocks[0].doubled(model.input(x))))
 
     def wrapped() -> Any:
-        model = stack_of(Doubling)
+        model = built(lambda: models.Stack(2, block=Doubling))
         wrap(model, [model.blocks[0], model.input, model.output])
         register_fsdp_forward_method(model.blocks[0], "doubled")
         return model

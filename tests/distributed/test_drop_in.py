@@ -310,8 +310,10 @@ def test_a_partial_reshard_after_forward_is_rejected() -> None:
 def test_clipping_where_a_rank_is_empty_is_one_all_reduce_per_axis_on_every_rank(
     mesh_name: str, num_holders: int
 ) -> None:
-    model = wrap(nn.Linear(4, num_holders, bias=False), **on_mesh(mesh_name))
-    model(torch.ones(2, 4)).square().sum().backward()
+    """Of all gradients, which are clipped there as those of a plain model are."""
+    plain, model = pair(lambda: nn.Linear(4, num_holders, bias=False), **on_mesh(mesh_name))
+    for either in (plain, model):
+        either(torch.ones(2, 4)).square().sum().backward()
     sent: list[str] = []
 
     def noted(name: str) -> Any:
@@ -320,7 +322,9 @@ def test_clipping_where_a_rank_is_empty_is_one_all_reduce_per_axis_on_every_rank
             dist, name, lambda *a, **k: (sent.append(name), original(*a, **k))[1]
         )
 
-    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5).item()
+    expected = float(nn.utils.clip_grad_norm_(plain.parameters(), 0.5))
+    error = gradient_error(model, plain)
     with contextlib.ExitStack() as stack:
         for name in ("send", "recv", "all_reduce", "all_gather", "barrier"):
             stack.enter_context(noted(name))
@@ -328,6 +332,8 @@ def test_clipping_where_a_rank_is_empty_is_one_all_reduce_per_axis_on_every_rank
     start, end = model.weight.local_rows
     assert sum(of_all_ranks(end > start)) == num_holders
     assert sent == ["all_reduce"] * len(MESHES[mesh_name][0])
+    assert norm == pytest.approx(expected, rel=1e-6)
+    assert error < 1e-6
 
 
 X = torch.arange(16.0).view(2, 8)

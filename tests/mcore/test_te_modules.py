@@ -64,13 +64,13 @@ def test_every_module_comes_back_bit_for_bit_at_any_size_and_goes_on(
 def test_records_of_past_scales_are_in_no_checkpoint_and_in_the_way_of_none(
     tmp_path: Path, way: str
 ) -> None:
-    model = quantized()
+    model, path = quantized(), tmp_path / "saved"
     lengths = [value.numel() for key, value in model.state_dict().items() if EXTRA in key]
     if way == "ours":
-        checkpoint.save(tmp_path, model)
+        checkpoint.save(path, model)
     else:
-        dcp.save(weights_of(model), checkpoint_id=str(tmp_path))
-    names = dcp.FileSystemReader(tmp_path).read_metadata().state_dict_metadata
+        dcp.save(weights_of(model), checkpoint_id=str(path))
+    names = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     before = [param.full_tensor() for param in model.parameters()]  # type: ignore[attr-defined]
     # A longer record of past scales.
     other = quantized(16)
@@ -78,10 +78,10 @@ def test_records_of_past_scales_are_in_no_checkpoint_and_in_the_way_of_none(
         for param in other.parameters():
             param.zero_()
     if way == "ours":
-        checkpoint.load(tmp_path, other)
+        checkpoint.load(path, other)
     else:
         state = weights_of(other)
-        dcp.load(state, checkpoint_id=str(tmp_path))
+        dcp.load(state, checkpoint_id=str(path))
         set_model_state_dict(other, state, options=StateDictOptions(strict=False))
     after = [param.full_tensor() for param in other.parameters()]  # type: ignore[attr-defined]
     assert any(lengths)

@@ -14,7 +14,7 @@ from tests.mcore import bf16_products
 from tests.mcore.bf16_products import BF16_MASKED, WITHOUT_BF16
 from tests.mcore.command_line import run_module, torchrun
 from tests.mcore.session import MODEL_FLAGS, enter_rehearsal, fsdp
-from tests.ranks import RankPools
+from tests.mcore.trained import on_megatron
 
 FP32_PRECISIONS = get_args(FP32MatmulPrecT)
 PRETRAIN = "megatron_fsdp_v2_mcore.pretrain_gpt"
@@ -88,13 +88,10 @@ def test_products_of_mixed_dtypes_are_rejected_as_ever() -> None:
                 mixed()
 
 
-def _differing_in_a_rehearsal() -> list[str]:
+@on_megatron(1)
+def test_a_rehearsal_computes_products_so() -> None:
     enter_rehearsal()
-    return bf16_products.differing()
-
-
-def test_a_rehearsal_computes_products_so(megatron: RankPools) -> None:
-    assert megatron(1).run(_differing_in_a_rehearsal) == [[]]
+    assert bf16_products.differing() == []
 
 
 # Sums that are no products (of norms, of losses) go by the length of the CPU's vectors.

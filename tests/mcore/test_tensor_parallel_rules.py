@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from megatron_fsdp_v2 import fully_shard
 from megatron_fsdp_v2_mcore.model.meshes import Meshes
 from tests.mcore.flags import TP2, fsdp
-from tests.mcore.trained import trained
+from tests.mcore.trained import on_megatron, trained
 from tests.ranks import RankPools
 
 
@@ -35,8 +35,8 @@ class ColumnLinear(nn.Module):
         return nn.functional.linear(x, self.weight) + self.bias.sum()
 
 
-def shapes_and_marks() -> tuple[tuple[int, ...], tuple[int, ...], bool, bool]:
-    """Whole shapes of a cut weight and a bias, and the marks Megatron reads."""
+@on_megatron(2)
+def test_a_weight_that_is_marked_when_it_gets_memory_is_a_part_of_a_whole() -> None:
     # Imported where ranks rehearse: Megatron wants a GPU otherwise.
     from megatron_fsdp_v2_mcore.model.tensor_shards import tensor_shards
 
@@ -46,19 +46,14 @@ def shapes_and_marks() -> tuple[tuple[int, ...], tuple[int, ...], bool, bool]:
     shards = tensor_shards(module, Meshes(both["dp"], both), None)
     fully_shard(module, mesh=both["dp"], tensor_shards=shards)
     weight, bias = module.weight, module.bias
-    marks = (weight.tensor_model_parallel, bias.sequence_parallel)
-    return tuple(weight.full_tensor().shape), tuple(bias.full_tensor().shape), *marks
+    shapes = [tuple(param.full_tensor().shape) for param in (weight, bias)]
+    assert shapes == [(8, 3), (3,)]
+    assert weight.tensor_model_parallel and bias.sequence_parallel
 
 
-def test_a_weight_that_is_marked_when_it_gets_memory_is_a_part_of_a_whole(
-    megatron: RankPools,
-) -> None:
-    for found in megatron(2).run(shapes_and_marks):
-        assert found == ((8, 3), (3,), True, True)
-
-
-def lookups_per_parameter() -> list[int]:
-    """How often the cut of a parameter is worked out while a model is sharded, unit by unit."""
+@on_megatron(2)
+def test_how_a_parameter_is_cut_is_worked_out_once() -> None:
+    """While a model is sharded, unit by unit."""
     from megatron_fsdp_v2_mcore.model import tensor_shards as described
 
     both = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
@@ -67,12 +62,7 @@ def lookups_per_parameter() -> list[int]:
         shards = described.tensor_shards(model, Meshes(both["dp"], both), None)
         for layer in model:
             fully_shard(layer, mesh=both["dp"], tensor_shards=shards)
-    return [cut_of.call_count, len(list(model.parameters()))]
-
-
-def test_how_a_parameter_is_cut_is_worked_out_once(megatron: RankPools) -> None:
-    for calls, parameters in megatron(2).run(lookups_per_parameter):
-        assert calls == parameters
+    assert cut_of.call_count == len(list(model.parameters()))
 
 
 def _cut_dims(chunks: Any, optimizer: Any) -> dict[str, int | None]:

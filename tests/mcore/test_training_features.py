@@ -264,8 +264,17 @@ def test_a_chunk_without_parameters_is_rejected_with_advice() -> None:
 # -- how a run ends, and what it begins with ------------------------------------------------------
 
 
-def train_until_it_exits(flags: Sequence[str]) -> tuple[Any, list[str]]:
-    """Run a training that began an hour ago; return its exit code and the folders it saved."""
+@pytest.mark.parametrize(
+    ("flags", "saved"),
+    [("--exit-interval 2", "iter_0000002"), ("--exit-duration-in-mins 30", "iter_0000001")],
+    ids=["interval", "duration"],
+)
+@pytest.mark.functional
+@on_megatron(2)
+def test_a_run_that_exits_early_saves_and_is_resumed(
+    tmp_path: Path, flags: str, saved: str
+) -> None:
+    """Of a training that began an hour ago."""
     training = session.enter_rehearsal()["training"]
     loop = training.train
 
@@ -273,29 +282,16 @@ def train_until_it_exits(flags: Sequence[str]) -> tuple[Any, list[str]]:
         training._TRAIN_START_TIME -= 3600
         return loop(*args, **kwargs)
 
-    with mock.patch.object(training, "train", train_since_an_hour):
-        try:
-            train(flags)
-        except SystemExit as leaving:
-            folder = Path(flags[list(flags).index("--save") + 1])
-            return leaving.code, sorted(path.name for path in folder.glob("iter_*"))
-    return "it did not exit", []
-
-
-@pytest.mark.parametrize(
-    ("flags", "saved"),
-    [("--exit-interval 2", "iter_0000002"), ("--exit-duration-in-mins 30", "iter_0000001")],
-    ids=["interval", "duration"],
-)
-@pytest.mark.functional
-def test_a_run_that_exits_early_saves_and_is_resumed(
-    megatron: RankPools, tmp_path: Path, flags: str, saved: str
-) -> None:
-    uninterrupted = trained(megatron, 2, SIX, f.fsdp(), once=True)
-    common = [SIX, f.fsdp(), f.saving(tmp_path, 99)]
-    words = f.words(f.MODEL_FLAGS, *common, flags)
-    assert megatron(2).run(train_until_it_exits, words)[0] == (0, [saved])
-    resumed = trained(megatron, 2, *common, f.loading(tmp_path))
+    uninterrupted = train(f.words(f.MODEL_FLAGS, SIX, f.fsdp()))
+    common = f.words(f.MODEL_FLAGS, SIX, f.fsdp(), f.saving(tmp_path, 99))
+    with (
+        mock.patch.object(training, "train", train_since_an_hour),
+        pytest.raises(SystemExit) as leaving,
+    ):
+        train([*common, *flags.split()])
+    folders = sorted(path.name for path in tmp_path.glob("iter_*"))
+    resumed = train([*common, *f.loading(tmp_path)])
+    assert (leaving.value.code, folders) == (0, [saved])
     assert_equal(resumed, uninterrupted, after=int(saved[-1]))
 
 

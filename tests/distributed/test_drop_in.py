@@ -310,7 +310,7 @@ def test_a_partial_reshard_after_forward_is_rejected() -> None:
 def test_clipping_where_a_rank_is_empty_is_one_all_reduce_per_axis_on_every_rank(
     mesh_name: str, num_holders: int
 ) -> None:
-    """Of all gradients, which are clipped there as those of a plain model are."""
+    """And gradients are clipped as those of a plain model are."""
     plain, model = pair(lambda: nn.Linear(4, num_holders, bias=False), **on_mesh(mesh_name))
     for either in (plain, model):
         either(torch.ones(2, 4)).square().sum().backward()

@@ -150,27 +150,25 @@ def _dtypes_of_inputs(**options: Any) -> dict[str, Any]:
     return {**model.seen, **kinds, "dataclass": output["dataclass"].values.dtype}
 
 
-@on_ranks(2)
-def test_floating_inputs_and_outputs_are_cast_and_others_untouched() -> None:
-    assert _dtypes_of_inputs(cast_forward_inputs=True, output_dtype=FP64) == {
-        "x": BF16,
-        "nested": (BF16, torch.int64, torch.bool, "as it is"),
-        "features": (BF16, torch.bool),
-        "plain": FP64,
-        "ids": torch.int64,
-        "dataclass": FP64,
-    }
+# By options: dtypes of inputs, of those in a dataclass, of outputs; others are what they were.
+CASTS: list[tuple[dict[str, Any], torch.dtype, torch.dtype, torch.dtype]] = [
+    ({"cast_forward_inputs": True, "output_dtype": FP64}, BF16, BF16, FP64),
+    ({"cast_forward_inputs": False}, FP32, FP64, BF16),
+]
 
 
+@pytest.mark.parametrize(("options", "x", "values", "output"), CASTS, ids=["cast", "as they are"])
 @on_ranks(2)
-def test_without_cast_forward_inputs_inputs_stay_as_they_are() -> None:
-    assert _dtypes_of_inputs(cast_forward_inputs=False) == {
-        "x": FP32,
-        "nested": (FP32, torch.int64, torch.bool, "as it is"),
-        "features": (FP64, torch.bool),
-        "plain": BF16,
+def test_floating_inputs_and_outputs_are_cast_if_asked_to_and_others_untouched(
+    options: dict[str, Any], x: torch.dtype, values: torch.dtype, output: torch.dtype
+) -> None:
+    assert _dtypes_of_inputs(**options) == {
+        "x": x,
+        "nested": (x, torch.int64, torch.bool, "as it is"),
+        "features": (values, torch.bool),
+        "plain": output,
         "ids": torch.int64,
-        "dataclass": BF16,
+        "dataclass": output,
     }
 
 

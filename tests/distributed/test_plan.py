@@ -369,8 +369,8 @@ def note_units(units: Sequence[Unit], done: list[Done]) -> None:
         finish_inner(waited)
 
     def finish_and_note_outer(waited: Any) -> None:
-        for grads, _ in waited:
-            note_wait(grads, grads.buffers.partial, "outer")
+        for reduction in waited:
+            note_wait(reduction.group, reduction.group.buffers.partial, "outer")
         finish_outer(waited)
 
     reductions.finish_inner = finish_and_note_inner

@@ -502,9 +502,12 @@ def test_a_step_asks_nothing_of_models_that_it_does_not_step() -> None:
     (model, optimizer), (other, _) = _made(is_flat=True), _made(is_flat=True)
     asked = []
     for each in (model, other):
-        unit = unit_of(each)
-        looks = unit.check_no_late_gradient
-        unit.check_no_late_gradient = lambda looks=looks, each=each: (asked.append(each), looks())
+        members = unit_of(each).groups[0].members
+        looks = members.check_no_late_gradient
+        members.check_no_late_gradient = lambda looks=looks, each=each: (
+            asked.append(each),
+            looks(),
+        )
         own_loss(each).backward()
     optimizer.step()
     assert [each is model for each in asked] == [True]

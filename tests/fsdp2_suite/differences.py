@@ -109,7 +109,8 @@ REASONS = {
         r"|manual_reshard)[\s\S]*Scalars are not equal"
         r"|length of the sequences mismatch: 0 != |'mesh_info'",
         "calls of certain collectives, or of FSDP2's methods, are counted; with gloo a reduction "
-        "is an all-to-all here, one rank alone makes none, and ranks compare notes once",
+        "is an all-to-all here and a large gather a broadcast by every rank, one rank alone makes "
+        "none, and ranks compare notes once",
     ),
     "gpu": _GPU(
         r"module 'torch\.cpu' has no attribute|Cannot re-initialize CUDA|not compiled with CUDA"

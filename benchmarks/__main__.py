@@ -111,11 +111,10 @@ def _is_usual(name: str, setting: Setting) -> bool:
     """Whether an engine is timed in a setting if nobody asks for more."""
     is_plain, is_deep = setting == Setting(setting.case, setting.shape), setting.case == "deep"
     if "pool" in name:
-        # Compared in each case as it is, and at ZeRO-3 everywhere.
-        return is_plain or "params" in name
+        return is_plain and (setting.case == "wide" or name.endswith("params, pool"))
     if "buckets" in name:
         # Larger layers have collectives of their own, buckets or not.
-        return is_deep
+        return is_deep and (is_plain or "flat" in name)
     return "flat" not in name or (is_plain and not is_deep)
 
 

@@ -269,6 +269,9 @@ ENGINES: dict[str, Engine] = {
         f"ours, {name}, buckets": Engine(_ours(name, bucket_bytes=BUCKET), name)
         for name in STRATEGIES
     },
+    f"ours, {ZERO_3}, pool, flat": Engine(
+        _ours(ZERO_3, enable_trace_pool=True, is_flat=True), ZERO_3
+    ),
     **{f"ours, {name}, flat": Engine(_ours(name, is_flat=True), name) for name in STRATEGIES},
     **{
         f"ours, {name}, buckets, flat": Engine(_ours(name, bucket_bytes=BUCKET, is_flat=True), name)

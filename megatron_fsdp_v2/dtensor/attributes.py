@@ -181,9 +181,20 @@ def _attribute(name: str, *, is_written: bool) -> property:
     return property(read, write, remove) if is_written else property(read)
 
 
-def _method(name: str) -> Callable[..., Any]:
+def _method(name: str) -> Callable[[DTensor], Any]:
     function = getattr(_BASE, name)
 
+    @functools.wraps(function)
+    def ask(self: DTensor) -> Any:
+        return without_torch_function(function, None, (self,))
+
+    return ask
+
+
+def _method_of_dimension(name: str) -> Callable[..., Any]:
+    function = getattr(_BASE, name)
+
+    # Passing arguments on takes half as long again as the call.
     @functools.wraps(function)
     def ask(self: DTensor, *args: Any, **kwargs: Any) -> Any:
         return without_torch_function(function, None, (self, *args), kwargs)
@@ -227,5 +238,7 @@ for _name in (*_READ, *_READ_AND_WRITTEN):
     if hasattr(_BASE, _name):
         setattr(AttributesAtOnce, _name, _attribute(_name, is_written=_name in _READ_AND_WRITTEN))
 setattr(AttributesAtOnce, _GRAD, _grad())
-for _name in ("dim", "element_size", "is_complex", "is_floating_point", "numel", "size", "stride"):
+for _name in ("dim", "element_size", "is_complex", "is_floating_point", "numel"):
     setattr(AttributesAtOnce, _name, _method(_name))
+for _name in ("size", "stride"):
+    setattr(AttributesAtOnce, _name, _method_of_dimension(_name))

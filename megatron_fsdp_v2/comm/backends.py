@@ -42,10 +42,12 @@ __all__ = [
     "SUM_CHUNK",
     "CpuCommunicator",
     "CudaStreams",
+    "LateFlag",
     "NcclCollectives",
     "NcclRegistrar",
     "communicator_for",
     "host_block",
+    "is_capturing",
     "registrar_for",
     "wait_for_device",
 ]
@@ -143,6 +145,9 @@ class CpuCommunicator:
     def wait_for(self, streams: Iterable[Any], *, and_compute: bool) -> None:
         """There are no streams."""
 
+    def synchronize(self) -> None:
+        """There are no streams."""
+
     def memory(self) -> contextlib.AbstractContextManager[Any]:
         """There are no streams."""
         return _ANYWHERE
@@ -199,7 +204,8 @@ def _all_gather(c: Collective) -> _Call:
 def _reduce_scatter(c: Collective) -> _Call:
     """Gloo's reduce-scatter is several times slower than an all-to-all of the same bytes.
 
-    The sum is made here, in rank order and in the output's dtype, whatever the communication dtype.
+    The sum is made here, in rank order and in the output's dtype, whatever the communication dtype;
+    in fp32 where the collective says so.
     """
     size, rank, full = c.axis.size, c.axis.rank, c.input
     # One's own piece does not travel, so that what is received is less than the whole.
@@ -215,7 +221,7 @@ def _reduce_scatter(c: Collective) -> _Call:
     pieces.insert(rank, parts[end])
 
     def finish() -> None:
-        _sum_into(c.output, pieces, c.scale, c.accumulate, are_apart=lent is None)
+        _sum_into(c, pieces, are_apart=lent is None)
         if lent is None:
             # Gloo's own thread lets go of it only when it gets to run again.
             received.untyped_storage().resize_(0)
@@ -229,7 +235,7 @@ def _all_reduce(c: Collective) -> _Call:
         if c.input.dtype == c.output.dtype:
             store(c.output, c.input, c.scale, c.accumulate)
         else:
-            _sum_into(c.output, [c.input], c.scale, c.accumulate)
+            _sum_into(c, [c.input])
 
     return _Call(dist.all_reduce, (c.input,), finish)
 
@@ -266,7 +272,7 @@ def _reduce_scatter_in_one(cs: Sequence[Collective]) -> _Call:
         for index, (c, matrix) in enumerate(zip(cs, matrices, strict=True)):
             pieces = [part[index] for part in parts]
             pieces.insert(rank, matrix[rank])
-            _sum_into(c.output, pieces, c.scale, c.accumulate)
+            _sum_into(c, pieces)
         for tensor in (sent, received):
             tensor.untyped_storage().resize_(0)
 
@@ -282,7 +288,7 @@ def _all_reduce_in_one(cs: Sequence[Collective]) -> _Call:
             if total.dtype == c.output.dtype:
                 store(c.output, total, c.scale, c.accumulate)
             else:
-                _sum_into(c.output, [total], c.scale, c.accumulate)
+                _sum_into(c, [total])
         packed.untyped_storage().resize_(0)
 
     return _Call(dist.all_reduce, (packed,), finish)
@@ -308,20 +314,15 @@ def _move_to_end(pieces: Sequence[torch.Tensor], index: int) -> int:
     return end
 
 
-def _sum_into(
-    into: torch.Tensor,
-    pieces: list[torch.Tensor],
-    scale: float,
-    accumulate: bool,
-    *,
-    are_apart: bool = True,
-) -> None:
-    """Store or add `scale` times the sum of pieces, made in their order in `into`'s dtype.
+def _sum_into(c: Collective, pieces: list[torch.Tensor], *, are_apart: bool = True) -> None:
+    """Store or add a collective's sum of pieces, made in their order in its output's dtype.
 
-    What the pieces hold may be used up. Where they are not apart from `into`, one of them is the
-    end of it: a chunk of the sum is stored where that chunk of it was, or before.
+    What the pieces hold may be used up. Where they are not apart from the output, one of them is
+    the end of it: a chunk of the sum is stored where that chunk of it was, or before.
     """
-    if not accumulate and pieces[0].dtype == into.dtype:
+    into, scale, accumulate = c.output, c.scale, c.accumulate
+    dtype = torch.promote_types(into.dtype, torch.float32) if c.sums_in_fp32 else into.dtype
+    if not accumulate and pieces[0].dtype == dtype == into.dtype:
         torch.add(pieces[0], pieces[1], out=into)
         for piece in pieces[2:]:
             into.add_(piece)
@@ -331,8 +332,8 @@ def _sum_into(
     tensors = (torch.split(tensor, SUM_CHUNK) for tensor in (into, *pieces))
     for target, first, *others in zip(*tensors, strict=True):
         # What is of another dtype is copied, also to add it; of a chunk, that is a small copy.
-        is_direct = are_apart and not accumulate
-        total = target.copy_(first) if is_direct else first.to(target.dtype)
+        is_direct = are_apart and not accumulate and dtype == into.dtype
+        total = target.copy_(first) if is_direct else first.to(dtype)
         for other in others:
             total.add_(other)
         if accumulate:
@@ -425,6 +426,10 @@ class NcclRegistrar:
         """Tell a communicator of all memory of a pool."""
         _nccl(group, device).register_mem_pool(pool)
 
+    def wait(self, device: torch.device) -> None:
+        """Have the host wait for the device."""
+        torch.cuda.synchronize(device)
+
     def deregister(self, pool: Any, group: dist.ProcessGroup, device: torch.device) -> None:
         """Take that back."""
         _nccl(group, device).deregister_mem_pool(pool)
@@ -448,6 +453,42 @@ def wait_for_device(device: torch.device) -> None:
     """Wait on the host until everything queued on a device's current stream is done."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether what is queued on a device now is captured in a CUDA graph and not run."""
+    # What was never used has no stream to capture, and asking would look for a driver.
+    is_used = device.type == "cuda" and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return is_used and torch.cuda.is_current_stream_capturing()
+
+
+class LateFlag:
+    """A flag that a device computes, read when it is on the host: nobody waits for it.
+
+    Args:
+        flag: A tensor of one bool.
+    """
+
+    def __init__(self, flag: torch.Tensor) -> None:
+        self._event: Any = None
+        self._value = flag
+        if flag.device.type == "cuda":
+            self._value = host_block(1, flag.device).view(torch.bool)
+            self._value.copy_(flag.view(1), non_blocking=True)
+            self._event = torch.cuda.current_stream().record_event()
+
+    def read(self, *, wait: bool = False) -> bool | None:
+        """The flag; None where it is not there yet.
+
+        Args:
+            wait: Whether the host waits for it.
+        """
+        if self._event is not None:
+            if wait:
+                self._event.synchronize()
+            elif not self._event.query():
+                return None
+        return bool(self._value)
 
 
 def registrar_for(device: torch.device) -> Registrar | None:

@@ -17,6 +17,7 @@ __all__ = [
     "all_gather_several",
     "all_gather_single",
     "broadcast_shards",
+    "broadcast_single",
     "in_one_launch",
     "is_gloo",
     "reduce_scatter_single",
@@ -127,6 +128,21 @@ def broadcast_shards(
         return work
     work.wait()
     return None
+
+
+def broadcast_single(tensor: torch.Tensor, *, group: dist.ProcessGroup) -> None:
+    """Give every rank of a group the values of its first one, whatever their dtype and strides.
+
+    Args:
+        tensor: Of one shape on all ranks.
+        group: Ranks that take part.
+    """
+    flat = tensor.detach().contiguous()
+    is_known = flat.dtype in _KNOWN_DTYPES
+    sent = flat if is_known else flat.view(-1).view(torch.uint8)
+    dist.broadcast(sent, group=group, group_src=0)
+    if flat.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(flat)
 
 
 def is_gloo(group: dist.ProcessGroup) -> bool:

@@ -104,6 +104,9 @@ class Collective(NamedTuple):
         input_numels: Elements that it sends to each rank.
         before: Queues what fills the input, in the same queue.
         after: Queues what becomes of the output, likewise.
+        sums_in_fp32: Whether a reduce-scatter sends its terms to the ranks that add them up in
+            fp32, where a library's would round every partial sum to the dtype of the input.
+            Nothing to other kinds.
         arrival: Memory of the output, in the dtype of the input, for all that other ranks send to
             a reduce-scatter; free for that until the sum is stored, unless it is added. None where
             it does not fit in there.
@@ -121,6 +124,7 @@ class Collective(NamedTuple):
     before: Callable[[], object] | None = None
     after: Callable[[], object] | None = None
     arrival: torch.Tensor | None = None
+    sums_in_fp32: bool = False
 
     @property
     def full(self) -> torch.Tensor:
@@ -206,6 +210,10 @@ class Communicator(Protocol):
         """
         ...
 
+    def synchronize(self) -> None:
+        """Have the host wait for everything queued on the current stream."""
+        ...
+
     def memory(self) -> AbstractContextManager[Any]:
         """Where temporary buffers are given memory: that of the compute stream.
 
@@ -240,6 +248,10 @@ class Registrar(Protocol):
         Raises:
             RuntimeError: It cannot be registered.
         """
+        ...
+
+    def wait(self, device: torch.device) -> None:
+        """Have the host wait for everything that is queued on a device, on all of its streams."""
         ...
 
     def deregister(self, pool: Any, group: dist.ProcessGroup, device: torch.device) -> None:

@@ -48,6 +48,10 @@ class Stream(Protocol):
         """Run what is queued here from now on after an event."""
         ...
 
+    def synchronize(self) -> None:
+        """Have the host wait for everything queued here by now."""
+        ...
+
 
 class StreamDevice(Protocol):
     """What the schedule of communication needs of a device."""
@@ -219,7 +223,11 @@ class StreamCommunicator:
                 if collective.before is not None:
                     collective.before()
             try:
-                in_one = self._collectives.in_one(axis) if len(collectives) > 1 else _ONE
+                first = collectives[0]
+                # What is summed here is read at once, so it is issued one by one.
+                sums_here = first.sums_in_fp32 and first.kind is CollectiveKind.REDUCE_SCATTER
+                is_apart = len(collectives) == 1 or sums_here
+                in_one = _ONE if is_apart else self._collectives.in_one(axis)
                 with in_one:
                     results = [self._run(collective) for collective in collectives]
             except RuntimeError as error:
@@ -244,6 +252,12 @@ class StreamCommunicator:
         match c.kind:
             case CollectiveKind.ALL_GATHER:
                 collectives.all_gather(c.output, c.input, axis)
+            case CollectiveKind.REDUCE_SCATTER if c.sums_in_fp32:
+                # Had and given back on this stream alone, but for the sum, which the work keeps.
+                received = torch.empty_like(c.input)
+                slices = [c.input.numel() // axis.size] * axis.size
+                collectives.all_to_all(received, c.input, slices, slices, axis)
+                return received.view(axis.size, -1).sum(0, dtype=torch.float32)
             case CollectiveKind.REDUCE_SCATTER:
                 direct = c.output.dtype == c.input.dtype and not c.accumulate
                 # In place otherwise: NCCL takes this rank's slice of the input for the output.
@@ -274,6 +288,10 @@ class StreamCommunicator:
                 current.wait_stream(stream)
         if and_compute and self._compute.other() is not None:
             current.wait_stream(self._compute.stream)
+
+    def synchronize(self) -> None:
+        """See `Communicator.synchronize`."""
+        self._device.current_stream().synchronize()
 
     def memory(self) -> contextlib.AbstractContextManager[Any]:
         """See `Communicator.memory`."""

@@ -102,4 +102,5 @@ def _likeness(collective: Collective) -> object:
     if collective.kind not in _MERGED:
         return id(collective)
     dtypes = collective.input.dtype, collective.output.dtype
-    return collective.kind, collective.axis, collective.comm_stream, dtypes
+    how = collective.comm_stream, collective.sums_in_fp32
+    return collective.kind, collective.axis, *how, dtypes

@@ -19,13 +19,15 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.tensor import DTensor
 
+from megatron_fsdp_v2.dtensor.optimizer_kinds import stepped_by_all
+
 __all__ = [
     "PLAIN_FUNCTIONS",
     "AttributesAtOnce",
     "ShownGradient",
     "grad_at_once",
     "hooks_at_once",
-    "is_clipping",
+    "is_shown_to_all",
     "post_hooks_at_once",
     "requires_grad_at_once",
     "set_grad_at_once",
@@ -68,9 +70,14 @@ to None where there are some, so that ranks agree.
 """
 
 
-def is_clipping() -> bool:
-    """Whether `clip_grad_norm_` is under way, to which all ranks come that have a gradient."""
+def is_shown_to_all() -> bool:
+    """Whether gradients without rows are found by whoever computes now, so that all ranks do.
+
+    That is `clip_grad_norm_`, and optimizers that are not known to step rows alone.
+    """
     frame: FrameType | None = sys._getframe(1)
+    if stepped_by_all(frame) is not None:
+        return True
     while frame is not None:
         if frame.f_code in _CLIPS:
             return True
@@ -137,8 +144,8 @@ class AttributesAtOnce(DTensor):
 
     Attributes:
         empty_grad: Of a parameter without rows here, a gradient without rows, where other ranks
-            have one. It is `grad` for functions of torch that communicate about gradients, and
-            goes where `grad` is set.
+            have one. It is `grad` for functions of torch that communicate about gradients and for
+            optimizers that need all ranks, and goes where `grad` is set.
         shown_by: Of a tensor that is shown as a parameter's `grad`, whose memory it is, which
             lives for as long as the tensor does, and for what.
     """
@@ -202,6 +209,11 @@ def _method_of_dimension(name: str) -> Callable[..., Any]:
     return ask
 
 
+def _finds_empty(frame: FrameType) -> bool:
+    """Whether the code that reads `grad` is to find a gradient without rows."""
+    return frame.f_code in _PAIRED or stepped_by_all(frame) is not None
+
+
 def _grad() -> property:
     get, put = _BASE.grad.__get__, _BASE.grad.__set__
 
@@ -209,8 +221,7 @@ def _grad() -> property:
         grad: torch.Tensor | None = without_torch_function(get, None, (self,))
         if grad is None:
             empty = self.empty_grad
-            is_read = empty is not None and sys._getframe(1).f_code in _PAIRED
-            return empty if is_read else None
+            return empty if empty is not None and _finds_empty(sys._getframe(1)) else None
         return self._with_rows(grad) if type(grad) is DTensor else grad
 
     def write(self: AttributesAtOnce, value: torch.Tensor | None) -> None:

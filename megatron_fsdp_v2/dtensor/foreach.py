@@ -16,11 +16,17 @@ from torch.optim import optimizer as optimizers
 from torch.utils import _foreach_utils
 
 from megatron_fsdp_v2.dtensor.norms import cut_axes
-from megatron_fsdp_v2.dtensor.sharded_rows import ShardedRows, different_rows, rows_like
+from megatron_fsdp_v2.dtensor.sharded_rows import (
+    ShardedRows,
+    different_rows,
+    rows_like,
+    rows_of,
+)
 
-__all__ = ["choose_foreach_for", "is_elementwise", "run_on_rows"]
+__all__ = ["add_to_rows", "choose_foreach_for", "is_elementwise", "run_on_rows"]
 
-_REDUCTIONS = ("_foreach_max", "_foreach_norm", "_foreach_powsum")
+# Reductions, and a product of matrices (torch 2.15).
+_OF_WHOLE_TENSORS = ("_foreach_max", "_foreach_mm", "_foreach_norm", "_foreach_powsum")
 
 
 def choose_foreach_for(kind: type[torch.Tensor]) -> None:
@@ -43,7 +49,7 @@ def is_elementwise(name: str, args: Sequence[Any]) -> bool:
     """Whether a function, by its name, is one on lists of tensors that `run_on_rows` can run."""
     return (
         name.startswith(("_foreach_", "_fused_"))
-        and name not in _REDUCTIONS
+        and name not in _OF_WHOLE_TENSORS
         and bool(args)
         and isinstance(args[0], list | tuple)
     )
@@ -91,6 +97,20 @@ def run_on_rows(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
     )
 
 
+def add_to_rows(
+    params: Sequence[torch.Tensor], rows: Sequence[torch.Tensor], *, alpha: float
+) -> None:
+    """Add plain tensors to the rows that this rank holds, in place, in one operation.
+
+    Args:
+        params: Parameters, sharded or not; their version counters move.
+        rows: As many rows as this rank holds of each.
+        alpha: Factor of `rows`.
+    """
+    torch._foreach_add_([rows_of(param) for param in params], list(rows), alpha=alpha)
+    torch.autograd.graph.increment_version(params)
+
+
 def _is_tensor_list(value: Any) -> bool:
     return isinstance(value, list | tuple) and bool(value) and isinstance(value[0], torch.Tensor)
 
@@ -105,15 +125,16 @@ def _fit(func: Callable[..., Any], first: Sequence[Any], others: Sequence[Any]) 
                 mine._row_shards == other._row_shards and mine.device_mesh == other.device_mesh
             ):
                 raise different_rows(func, mine, other)
-        elif isinstance(other, DTensor) and not _goes_with(mine, other):
+        elif not _goes_with(mine, other):
             return False
     return True
 
 
-def _goes_with(mine: Any, other: DTensor) -> bool:
-    """Whether a DTensor can be the operand of a tensor that is sharded in another way, or not."""
-    if not cut_axes(other):
-        return True
+def _goes_with(mine: Any, other: Any) -> bool:
+    """Whether a tensor can be the operand of one that is sharded in another way, or not."""
+    if not isinstance(other, DTensor) or not cut_axes(other):
+        # Of one element, or as whole as the other one.
+        return not (isinstance(mine, DTensor) and cut_axes(mine)) or other.numel() == 1
     return (
         type(mine) is type(other) is DTensor
         and mine._spec.placements == other._spec.placements

@@ -20,12 +20,9 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from megatron_fsdp_v2.comm.errors import naming_failures
 from megatron_fsdp_v2.comm.local_groups import new_local_group
-from megatron_fsdp_v2.dtensor.attributes import is_clipping
+from megatron_fsdp_v2.dtensor.attributes import is_shown_to_all
 
-__all__ = ["NORMS", "ShardedNorm", "cut_axes", "local_norms", "order_of"]
-
-NORMS = (torch._foreach_norm, torch.linalg.vector_norm)
-"""Functions whose results on sharded tensors are `ShardedNorm`s."""
+__all__ = ["ShardedNorm", "cut_axes", "local_norms", "order_of"]
 
 
 class ShardedNorm(torch.Tensor):
@@ -143,11 +140,13 @@ class ShardedNorm(torch.Tensor):
                 return args[0].like(local).reduced()
             if name in ("as_subclass", "detach", "__get__", "__set__", "dim", "size"):
                 return func(*args, **kwargs)
-            return func(*_all_reduced(args), **kwargs)
+            whole = _all_reduced(args)
+        # Other operands may be sharded, and have rules of their own.
+        return func(*whole, **kwargs)
 
 
 def _are_alike(norms: Any) -> bool:
-    return all(type(norm) is ShardedNorm and norm.order == norms[0].order for norm in norms)
+    return all(isinstance(norm, ShardedNorm) and norm.order == norms[0].order for norm in norms)
 
 
 def _check_meshes(norms: Sequence[ShardedNorm]) -> None:
@@ -164,7 +163,7 @@ def _check_meshes(norms: Sequence[ShardedNorm]) -> None:
 
 
 def _all_reduced(value: Any) -> Any:
-    if type(value) is ShardedNorm:
+    if isinstance(value, ShardedNorm):
         return value.reduced()
     if isinstance(value, list | tuple):
         return type(value)(_all_reduced(item) for item in value)
@@ -172,7 +171,7 @@ def _all_reduced(value: Any) -> Any:
 
 
 def order_of(args: Any, kwargs: dict[str, Any]) -> float:
-    """The p of the p-norm that a call of one of `NORMS` asks for."""
+    """The p of the p-norm that a call of a norm asks for."""
     return float(args[1] if len(args) > 1 else kwargs.get("ord", 2.0))
 
 
@@ -182,28 +181,11 @@ _groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
 def _reduce_among(peers: tuple[int, ...], total: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
     """Combine one number over some ranks, in place. Collective over those."""
-    world = dist.group.WORLD
-    assert world is not None
     if len(peers) < 2:
         return
-    if world.bound_device_id is None:
-        group = _group_of(peers)
-        with naming_failures("all-reduce of the norm of sharded tensors", group):
-            dist.all_reduce(total, op=op, group=group)
-        return
-    # Here a group is split off the default one, for which all its ranks would have to come; and
-    # sending from rank to rank needs no communicator but that one.
-    combine = torch.maximum if op == dist.ReduceOp.MAX else torch.add
-    if dist.get_rank() != peers[0]:
-        dist.send(total, peers[0])
-        dist.recv(total, peers[0])
-        return
-    received = torch.empty_like(total)
-    for peer in peers[1:]:
-        dist.recv(received, peer)
-        combine(total, received, out=total)
-    for peer in peers[1:]:
-        dist.send(total, peer)
+    group = _group_of(peers)
+    with naming_failures("all-reduce of the norm of sharded tensors", group):
+        dist.all_reduce(total, op=op, group=group)
 
 
 def _group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
@@ -263,8 +245,8 @@ def local_norms(tensors: Sequence[Any], order: float) -> list[ShardedNorm]:
 def _absent(tensors: Sequence[Any]) -> list[frozenset[tuple[int, ...]]]:
     """Mesh coordinates of ranks that take no part in the norm of each tensor."""
     empty: list[frozenset[tuple[int, ...]]] = [t.row_shards.holders.empty for t in tensors]
-    # Clipping finds a gradient without rows on those as well.
-    return [frozenset()] * len(tensors) if any(empty) and is_clipping() else empty
+    # Those find a gradient without rows as well.
+    return [frozenset()] * len(tensors) if any(empty) and is_shown_to_all() else empty
 
 
 def cut_axes(tensor: DTensor) -> set[int]:

@@ -3,7 +3,8 @@
 An empty shard gets no gradient, so an optimizer neither makes state for it nor moves it on. Its
 state dict would then lack tensors that the other ranks have, which torch refuses to load into; or,
 once state was loaded, hold a count of steps from then. Of what ranks hold alike a checkpoint keeps
-any one rank's, so such a count would replace the right ones.
+any one rank's, so such a count would replace the right ones. Optimizers that need all ranks step
+empty shards with the others, and their state is as it should be.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from megatron_fsdp_v2.dtensor.optimizer_kinds import needs_all_ranks
 from megatron_fsdp_v2.dtensor.uneven_dtensor import (
     UnevenDTensor,
     local_of,
@@ -148,6 +150,8 @@ def _with_state_of_empty_shards(optimizer: Optimizer, state_dict: dict[str, Any]
     }
     for key, param in params.items():
         wrap_foreign_state(param, saved.get(key, {}))
+    if needs_all_ranks(type(optimizer)):
+        return {**state_dict, "state": saved}
     elsewhere = held_elsewhere(optimizer)
     examples = [
         next((saved[key] for key in keys if key in saved and not has_no_rows(params[key])), {})

@@ -45,6 +45,10 @@ class ShardedGroup(Protocol):
         """What to call one of them in a message."""
         ...
 
+    def before_direct_gradient(self) -> None:
+        """Autograd is about to add to the `grad` of one, of a loss of the sharded parameter."""
+        ...
+
 
 def _nobody() -> None:
     return None

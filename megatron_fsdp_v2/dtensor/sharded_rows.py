@@ -36,12 +36,12 @@ from megatron_fsdp_v2.dtensor.row_shards import (
 __all__ = [
     "ShardedRows",
     "different_rows",
-    "gather_rows",
     "in_rows_of",
     "local_of",
     "plain_attributes",
     "rows_like",
     "rows_of",
+    "whole_of",
 ]
 
 
@@ -249,12 +249,23 @@ def different_rows(func: Callable[..., Any], first: ShardedRows, second: Sharded
     )
 
 
-def gather_rows(tensor: ShardedRows) -> torch.Tensor:
-    """The whole tensor, on every rank. Collective over the mesh.
+def whole_of(tensor: ShardedRows) -> torch.Tensor:
+    """The whole tensor, on every rank; its own memory where ranks hold all. Collective.
 
     Rows are gathered axis by axis, padded to the longest range; the padding is dropped.
+
+    Raises:
+        RuntimeError: It was loaded from a file, and other ranks are not there.
     """
     mesh, shards = tensor.device_mesh, tensor._row_shards
+    if shards.holders.stored is not None:
+        raise RuntimeError(
+            f"a sharded tensor of shape {tuple(tensor.shape)} that was loaded from a file has one "
+            "rank's rows and no process groups; load it into a model that is sharded like the one "
+            "it was saved from, and take the parameter's full_tensor()"
+        )
+    if shards.is_replicated:
+        return tensor._local_tensor.detach()
     local, part = tensor._local_tensor.detach(), tensor.part_shape
     longest = max(end - start for start, end in shards.row_ranges)
     piece = local.new_zeros((longest, *part[1:]))

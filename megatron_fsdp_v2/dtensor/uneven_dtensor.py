@@ -1,13 +1,14 @@
-"""DTensors whose rows are spread unevenly over a mesh, and what operations make of them.
+"""Sharded parameters, and what operations make of them.
 
-`UnevenDTensor` hands the row range of every rank on to whatever elementwise operations make of it:
-gradients, momenta, copies. What it is by itself is said by `ShardedRows`.
+`rule_of` says what each function of torch does with an `UnevenDTensor`; how it is done with rows,
+or with the whole, is in `operators`. What a sharded tensor is by itself is said by `ShardedRows`.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, cast, override
 
 import torch
@@ -15,16 +16,28 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from megatron_fsdp_v2._compiler import leave_to_python
-from megatron_fsdp_v2.dtensor.attributes import PLAIN_FUNCTIONS, without_torch_function
 from megatron_fsdp_v2.dtensor.foreach import choose_foreach_for, is_elementwise, run_on_rows
 from megatron_fsdp_v2.dtensor.found_inf import unscale_and_check
-from megatron_fsdp_v2.dtensor.norms import NORMS, local_norms, order_of
-from megatron_fsdp_v2.dtensor.reductions import REDUCTIONS, check_supposes_nothing, reduce_rows
+from megatron_fsdp_v2.dtensor.norms import local_norms, order_of
+from megatron_fsdp_v2.dtensor.operators import (
+    Rule,
+    as_dtensors,
+    common_rule,
+    gathered,
+    in_rows,
+    is_tracked,
+    keeps_rows,
+    local_rows,
+    norm_of_all,
+    on_rows,
+    on_whole,
+    replicated,
+    sum_of_all,
+)
+from megatron_fsdp_v2.dtensor.optimizer_kinds import rejection, stepped_by_all
 from megatron_fsdp_v2.dtensor.row_shards import RowShards, knows_rows
 from megatron_fsdp_v2.dtensor.sharded_rows import (
     ShardedRows,
-    different_rows,
-    gather_rows,
     in_rows_of,
     local_of,
     plain_attributes,
@@ -40,66 +53,22 @@ class UnevenDTensor(ShardedRows):
 
     @override
     def _with_rows(self, grad: torch.Tensor) -> torch.Tensor:
-        # Autograd may have made it, of a loss of the sharded parameter itself.
-        return cast("torch.Tensor", _carry(grad, (self,)))
+        # Autograd added up several of a loss of the sharded parameter itself.
+        return rows_like(local_of(grad), self)
 
     @classmethod
     @override
     def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: Any = (),
-        kwargs: dict[str, Any] | None = None,
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the operation as DTensor does and hand the row ranges on to its results."""
-        if func in PLAIN_FUNCTIONS:
-            return without_torch_function(func, types, args, kwargs or {})
-        name = getattr(func, "__name__", "")
-        if name in ("__set__", "__get__") and func.__self__ is torch.Tensor.data:  # type: ignore[attr-defined]
-            # `.data` has a version counter of its own, and a write through it would go unseen.
-            return _set_data(*args) if name == "__set__" else args[0].detach()
-        if name == "__setitem__" and isinstance(args[1], UnevenDTensor):
-            # DTensor has no rule for a mask; here it has the same rows.
-            func(*(item._local_tensor if isinstance(item, DTensor) else item for item in args))
-            torch.autograd.graph.increment_version(args[0])
-            return args[0]
-        if func is torch._amp_foreach_non_finite_check_and_unscale_:
-            return unscale_and_check(*args, **(kwargs or {}))
-        if is_elementwise(name, args):
-            result = run_on_rows(func, args, kwargs or {})
-            if result is not NotImplemented:
-                return result
-        if func is torch.Tensor.storage:
-            # What safetensors asks for.
-            raise RuntimeError(
-                f"a sharded tensor of shape {tuple(args[0].shape)} has no storage of its own: this "
-                "rank holds some of its rows. Write a gathered state dict "
-                "(get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) of "
-                "torch.distributed.checkpoint.state_dict), or save with "
-                "megatron_fsdp_v2.checkpoint.save and export"
-            )
-        if func is torch.Tensor.copy_ and type(args[0]) is cls:
-            args = (args[0], in_rows_of(args[0], args[1]), *args[2:])
-        elif len(args) > 1:
-            _check_same_rows(func, args, kwargs)
-        check_supposes_nothing(func, args)
-        if func in NORMS:
-            norms = _sharded_norms(func, args, kwargs or {})
-            if norms is not None:
-                return norms
+        """Run an operation on the rows that are here, or on the whole."""
         try:
-            with torch._C.DisableTorchFunctionSubclass():
-                if func in REDUCTIONS and type(args[0]) is cls:
-                    result = reduce_rows(func, args, kwargs or {})
-                else:
-                    result = func(*args, **(kwargs or {}))
+            return rule_of(func)(func, args, kwargs or {})
         except Exception as error:
-            found = _used_while_sharded(args, kwargs)
-            if found is None:
+            rejected = rejection(error)
+            if rejected is None:
                 raise
-            raise _misuse_while_sharded(func, found) from error
-        return _carry(result, args)
+            raise rejected from error
 
     @override
     def __tensor_flatten__(self) -> Any:
@@ -141,42 +110,48 @@ class UnevenDTensor(ShardedRows):
         )
 
     @override
-    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """Gather the whole tensor on every rank. Collective over the mesh; not differentiable."""
-        del grad_placements
-        if self._row_shards.holders.stored is not None:
-            raise RuntimeError(
-                f"a sharded tensor of shape {tuple(self.shape)} that was loaded from a file has "
-                "one rank's rows and no process groups; load it into a model that is sharded like "
-                "the one it was saved from, and take the parameter's full_tensor()"
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """The rows that are here, sharing memory. Differentiable.
+
+        Raises:
+            ValueError: Gradients of rows are to be placed in another way than those.
+        """
+        if grad_placements is not None and tuple(grad_placements) != self._spec.placements:
+            raise ValueError(
+                f"to_local: gradients of rows are placed as {self._spec.placements}, and not as "
+                f"grad_placements says, {tuple(grad_placements)}; leave it out"
             )
-        return gather_rows(self)
+        return local_rows(self) if torch.is_grad_enabled() else self._local_tensor
+
+    @override
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """Gather the whole tensor on every rank. Collective over the mesh; differentiable.
+
+        Args:
+            grad_placements: How its gradient is placed along every mesh axis: `Replicate()` (the
+                default) where ranks compute the same with it, `Partial()` where their gradients
+                are to be summed.
+        """
+        whole = gathered(self, grad_placements)
+        return whole.clone() if self._row_shards.is_replicated else whole
 
     @override
     def redistribute(
         self,
         device_mesh: DeviceMesh | None = None,
         placements: Sequence[Placement] | None = None,
-        *,
-        async_op: bool = False,
         **kwargs: Any,
     ) -> DTensor:
-        """Return self for unchanged placements, or a replicated DTensor. Collective.
+        """Return self for unchanged placements; else gather, and place that. Collective.
 
-        Raises:
-            NotImplementedError: Any other target; go through `full_tensor()`.
+        Arguments are those of `DTensor.redistribute`. Differentiable.
         """
-        del async_op, kwargs
         mesh = self.device_mesh if device_mesh is None else device_mesh
         target = self.placements if placements is None else tuple(placements)
         if mesh == self.device_mesh and target == self.placements:
             return self
-        if mesh == self.device_mesh and all(p.is_replicate() for p in target):
-            return DTensor.from_local(self.full_tensor(), mesh, target, run_check=False)
-        raise NotImplementedError(
-            f"an unevenly sharded DTensor of shape {tuple(self.shape)} can be gathered but not "
-            f"redistributed to {target}; use full_tensor() and distribute_tensor()"
-        )
+        whole = replicated(gathered(self), self.device_mesh)
+        return whole.redistribute(mesh, target, **kwargs)
 
 
 def stored_rows(
@@ -240,106 +215,49 @@ def with_rows_of(value: Any, like: Any) -> UnevenDTensor | None:
     return rows_like(local, like)
 
 
-def _sharded_norms(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """Norms over all elements of tensors; None for any other kind of norm."""
-    if len(args) > 2 or not kwargs.keys() <= {"ord"}:
-        return None
-    order = order_of(args, kwargs)
-    if func is not torch._foreach_norm:
-        return local_norms(args[:1], order)[0] if type(args[0]) is UnevenDTensor else None
-    is_ours = [type(tensor) is UnevenDTensor for tensor in args[0]]
-    ours = iter(local_norms(list(itertools.compress(args[0], is_ours)), order))
-    # A list may have FSDP2's DTensors and plain tensors among ours, as a loop over them may.
-    others = [tensor for tensor in args[0] if type(tensor) is not UnevenDTensor]
-    theirs = iter([torch.linalg.vector_norm(tensor, order) for tensor in others])
-    return [next(ours if mine else theirs) for mine in is_ours]
+# -- what each function does -----------------------------------------------------------------------
 
 
-def _uneven_leaves(args: Sequence[Any], position: int | None = None) -> Iterator[UnevenDTensor]:
-    """Uneven tensors among arguments; of list arguments only the element at `position`."""
-    for arg in args:
-        if type(arg) is UnevenDTensor:
-            yield arg
-        elif isinstance(arg, list | tuple):
-            items = arg if position is None else arg[position : position + 1]
-            yield from (item for item in items if type(item) is UnevenDTensor)
+@functools.cache
+def rule_of(func: Any) -> Rule:
+    """What a function of torch does with an `UnevenDTensor`."""
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__") and func.__self__.__name__ == "data":
+        return _get_data if name == "__get__" else _set_data
+    found = _SPECIAL.get(func) or _SPECIAL_NAMES.get(name) or common_rule(func)
+    if found is not None:
+        return found
+    if name.startswith(("_foreach_", "_fused_")):
+        return _on_lists
+    return on_rows if keeps_rows(name) else on_whole
 
 
-def _carry(result: Any, args: Sequence[Any]) -> Any:
-    if type(result) is DTensor:
-        _match(result, _uneven_leaves(args))
-    elif isinstance(result, list | tuple):
-        for position, item in enumerate(result):
-            if type(item) is DTensor:
-                _match(item, _uneven_leaves(args, position))
-    return result
+def _on_lists(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    result = run_on_rows(func, args, kwargs) if is_elementwise(func.__name__, args) else None
+    if result is not NotImplemented and result is not None:
+        return result
+    return on_whole(func, args, kwargs)
 
 
-def _match(result: DTensor, candidates: Iterator[UnevenDTensor]) -> None:
-    for like in candidates:
-        if (
-            result.shape == like.shape
-            and result._spec.placements == like._spec.placements
-            and result._local_tensor.shape == like._local_tensor.shape
-        ):
-            # It adds no storage of its own, so the object can change class in place; making
-            # another one would cost as much as the operation that made the first.
-            result.__class__ = UnevenDTensor
-            cast(UnevenDTensor, result)._row_shards = like._row_shards
-            if result.dtype == like.dtype:
-                # DTensor remembers results by what meshes look like; this one's groups are live.
-                result._spec = like._spec
-            return
-
-
-def _check_same_rows(
-    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] | None
-) -> None:
-    first: UnevenDTensor | None = None
-    for arg in args:
-        if type(arg) is not UnevenDTensor:
-            continue
-        if first is None:
-            first = arg
-        elif arg._row_shards is not first._row_shards and arg._row_shards != first._row_shards:
-            found = _used_while_sharded(args, kwargs)
-            if found is not None:
-                raise _misuse_while_sharded(func, found)
-            raise different_rows(func, first, arg)
-
-
-def _used_while_sharded(args: Sequence[Any], kwargs: dict[str, Any] | None) -> str | None:
-    """The name of a sharded parameter that is computed with as if it were whole, if one is.
-
-    That is, together with a tensor that is not sharded, as a module's forward does.
-    """
-    leaves = [*args, *(kwargs or {}).values()]
-    if all(isinstance(leaf, DTensor) or not _is_data(leaf) for leaf in leaves):
-        return None
-    for leaf in leaves:
-        if type(leaf) is UnevenDTensor:
-            group = leaf._row_shards.holders.group()
-            if group is not None and group.holds(leaf):
-                return group.name_of(leaf)
-    return None
-
-
-def _is_data(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.ndim > 0
-
-
-def _misuse_while_sharded(func: Callable[..., Any], name: str) -> RuntimeError:
-    return RuntimeError(
-        f"{getattr(func, '__name__', func)} computes with {name}, which is sharded: this rank "
-        "holds some of its rows. Its module was run, or its weight used, outside of the forward "
-        "of the unit that gathers it. Call unshard() on that unit before and reshard() after, "
-        "or register the method that runs it with register_fsdp_forward_method(unit, name), or "
-        "call fully_shard on the module itself, before its unit"
+def _reject_storage(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    # What safetensors asks for.
+    raise RuntimeError(
+        f"a sharded tensor of shape {tuple(args[0].shape)} has no storage of its own: this "
+        "rank holds some of its rows. Write a gathered state dict "
+        "(get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) of "
+        "torch.distributed.checkpoint.state_dict), or save with "
+        "megatron_fsdp_v2.checkpoint.save and export"
     )
 
 
-def _set_data(target: UnevenDTensor, value: torch.Tensor) -> None:
+def _get_data(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    # `.data` has a version counter of its own, and a write through it would go unseen.
+    return args[0].detach()
+
+
+def _set_data(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
     """Copy values, where `.data = ...` would give the DTensor storage nobody shards."""
+    target, value = args
     if value.shape != target.shape or value.dtype != target.dtype:
         raise ValueError(
             f"a sharded tensor of shape {tuple(target.shape)} and {target.dtype} cannot take the "
@@ -348,6 +266,112 @@ def _set_data(target: UnevenDTensor, value: torch.Tensor) -> None:
         )
     with torch.no_grad():
         target.detach().copy_(value)
+
+
+def _data_ptr(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    if stepped_by_all() is not None:
+        # What depends on it would be done on some ranks only.
+        raise RuntimeError("it asks for the address of a tensor, of which every rank has another")
+    return as_dtensors(func, args, kwargs)
+
+
+def _copy(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    target, source, *more = args
+    if not isinstance(target, UnevenDTensor) or is_tracked(target, source):
+        return on_whole(func, args, kwargs)
+    return on_rows(func, (target, in_rows_of(target, source), *more), kwargs)
+
+
+def _set_item(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    # A mask has the same rows; values that it selects are counted over all of them.
+    is_one = not isinstance(args[2], torch.Tensor) or args[2].ndim == 0
+    keeps = is_one and isinstance(args[1], UnevenDTensor)
+    return (on_rows if keeps else on_whole)(func, args, kwargs)
+
+
+def _new(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """A new tensor, which nobody has to gather anything for."""
+    source, *sizes = args
+    if "size" in kwargs:
+        size = tuple(kwargs["size"])
+        kwargs = {key: value for key, value in kwargs.items() if key != "size"}
+    elif not sizes or isinstance(sizes[0], int):
+        size, sizes = tuple(sizes), []
+    else:
+        size = tuple(sizes.pop(0))
+    made = func(source._local_tensor, tuple(source._local_tensor.shape), *sizes, **kwargs)
+    if size == source.shape:
+        return rows_like(made, source)
+    return replicated(func(source._local_tensor, size, *sizes, **kwargs), source.device_mesh)
+
+
+def _sum_or_mean(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    (source, *dims), dtype = args, kwargs.get("dtype")
+    if dims or not kwargs.keys() <= {"dtype"} or not isinstance(source, UnevenDTensor):
+        return on_whole(func, args, kwargs)
+    if func.__name__ == "sum":
+        return sum_of_all(source, **kwargs)
+    if not (dtype or source.dtype).is_floating_point or not source.numel():
+        return on_whole(func, args, kwargs)
+    return sum_of_all(source, **kwargs) / source.numel()
+
+
+def _norm(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    order = args[1] if len(args) > 1 else kwargs.get("p", kwargs.get("ord", 2.0))
+    order = 2.0 if order in (None, "fro") else order
+    source = args[0]
+    if (
+        len(args) > 2
+        or not kwargs.keys() <= {"p", "ord"}
+        or not isinstance(source, UnevenDTensor)
+        or not isinstance(order, int | float)
+        or order < 1
+    ):
+        return on_whole(func, args, kwargs)
+    is_clipped = func is torch.linalg.vector_norm and stepped_by_all() is None
+    if is_clipped and not is_tracked(source):
+        return local_norms([source], float(order))[0]
+    return norm_of_all(source, float(order))
+
+
+def _norms(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    if len(args) > 2 or not kwargs.keys() <= {"ord"} or is_tracked(*args[0]):
+        return on_whole(func, args, kwargs)
+    order = order_of(args, kwargs)
+    if stepped_by_all() is not None:
+        return [torch.linalg.vector_norm(tensor, order) for tensor in args[0]]
+    is_ours = [type(tensor) is UnevenDTensor for tensor in args[0]]
+    ours = iter(local_norms(list(itertools.compress(args[0], is_ours)), order))
+    # A list may have FSDP2's DTensors and plain tensors among ours, as a loop over them may.
+    others = [tensor for tensor in args[0] if type(tensor) is not UnevenDTensor]
+    theirs = iter([torch.linalg.vector_norm(tensor, order) for tensor in others])
+    return [next(ours if mine else theirs) for mine in is_ours]
+
+
+def _register_hook(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    tensor, hook = args
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(tensor, lambda grad: hook(in_rows(grad, tensor)))
+
+
+_SPECIAL: dict[Any, Rule] = {
+    torch._amp_foreach_non_finite_check_and_unscale_: lambda func, args, kwargs: unscale_and_check(
+        *args, **kwargs
+    ),
+}
+_SPECIAL_NAMES: dict[str, Rule] = {
+    "__setitem__": _set_item,
+    "_foreach_norm": _norms,
+    "copy_": _copy,
+    "data_ptr": _data_ptr,
+    "linalg_vector_norm": _norm,
+    "mean": _sum_or_mean,
+    "norm": _norm,
+    "register_hook": _register_hook,
+    "storage": _reject_storage,
+    "sum": _sum_or_mean,
+    **dict.fromkeys(("new_empty", "new_full", "new_ones", "new_zeros"), _new),
+}
 
 
 choose_foreach_for(UnevenDTensor)

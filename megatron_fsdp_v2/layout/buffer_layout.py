@@ -217,15 +217,19 @@ class BufferLayout:
         return start, end
 
     def local_rows(self, index: int, first: int, count: int = 1) -> tuple[int, int]:
-        """`local_range` in rows of dimension 0: `(first row, one past the last row)`."""
-        row = self.slots[index].row_numel
+        """`local_range` in rows of dimension 0: `(first row, one past the last row)`.
+
+        The first slice has the rows of a parameter without elements.
+        """
+        slot = self.slots[index]
+        if not slot.numel:
+            return (0 if first == 0 else slot.shape[0]), slot.shape[0]
         start, end = self.local_range(index, first, count)
-        return start // row, end // row
+        return start // slot.row_numel, end // slot.row_numel
 
     def row_ranges(self, index: int) -> RowRanges:
         """`local_rows` of every slice, computed when asked for: there may be thousands."""
-        slot = self.slots[index]
-        return RowRanges(self, index, 0, slot.numel // slot.row_numel)
+        return RowRanges(self, index, 0, self.slots[index].shape[0])
 
     def index_at(self, element: int) -> int | None:
         """Which parameter an element of the flat buffer is of; None for padding."""

@@ -20,12 +20,14 @@ class GroupDtypes:
         main_weight: Dtype the optimizer steps.
         main_grad: Dtype gradients rest and accumulate in.
         grad_comm: Communication dtype of a gradient reduction.
+        sums_in_fp32: Whether a reduce-scatter adds up in fp32 what travels in fewer bits.
     """
 
     model_weight: torch.dtype
     main_weight: torch.dtype
     main_grad: torch.dtype
     grad_comm: torch.dtype
+    sums_in_fp32: bool = False
 
     @property
     def smallest_itemsize(self) -> int:
@@ -50,6 +52,9 @@ class MixedPrecisionPolicy:
         cast_forward_inputs: Cast floating-point tensors among a unit's forward inputs to
             `param_dtype`.
         output_dtype: Cast floating-point tensors among a unit's forward outputs to this dtype.
+        reduce_scatter_with_fp32_accumulation: Reduce-scatter gradients that travel in bf16 or fp16
+            by an all-to-all and a sum in fp32: as many bytes, and one rounding where NCCL makes one
+            for every rank. All-reduces (the outer axis of HSDP) stay in the communication dtype.
     """
 
     param_dtype: torch.dtype | None = None
@@ -58,6 +63,7 @@ class MixedPrecisionPolicy:
     grad_comm_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
     output_dtype: torch.dtype | None = None
+    reduce_scatter_with_fp32_accumulation: bool = False
 
     def __post_init__(self) -> None:
         for name in (f.name for f in dataclasses.fields(self) if f.name.endswith("_dtype")):
@@ -74,8 +80,9 @@ class MixedPrecisionPolicy:
         """This policy for one of another library, or for None.
 
         It has to have `param_dtype`; whatever else it has counts under the names of this class.
-        What it calls `reduce_dtype` is the communication dtype, as with torch's FSDP2: where that
-        is None, gradients travel in `param_dtype`.
+        What it calls `reduce_dtype` is the communication dtype. Where that is None, gradients
+        travel in `param_dtype`; of the class that torch has from 2.15 on, in the dtype of the
+        parameter. So FSDP2 has it.
 
         Raises:
             ValueError: It is no policy, or asks for something that has no meaning here.
@@ -99,7 +106,10 @@ class MixedPrecisionPolicy:
             )
         values = {name: getattr(policy, name) for name in known if hasattr(policy, name)}
         if values.get("grad_comm_dtype") is None and hasattr(policy, "reduce_dtype"):
-            values["grad_comm_dtype"] = policy.reduce_dtype or policy.param_dtype
+            # That class is known by the field that came with the change.
+            is_new = hasattr(policy, "param_dtype_override_fn")
+            follows = None if is_new else policy.param_dtype
+            values["grad_comm_dtype"] = policy.reduce_dtype or follows
         return MixedPrecisionPolicy(**values)
 
     def resolve(self, dtype: torch.dtype) -> GroupDtypes:
@@ -112,11 +122,13 @@ class MixedPrecisionPolicy:
             return GroupDtypes(dtype, dtype, dtype, dtype)
         main_weight = self.main_params_dtype or dtype
         main_grad = self.main_grads_dtype or main_weight
+        grad_comm = self.grad_comm_dtype or main_grad
         return GroupDtypes(
             model_weight=self.param_dtype or dtype,
             main_weight=main_weight,
             main_grad=main_grad,
-            grad_comm=self.grad_comm_dtype or main_grad,
+            grad_comm=grad_comm,
+            sums_in_fp32=self.reduce_scatter_with_fp32_accumulation and grad_comm.itemsize == 2,
         )
 
 

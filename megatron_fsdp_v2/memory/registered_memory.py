@@ -55,6 +55,9 @@ class RegisteredMemory:
         held = self._held
 
         def free() -> None:
+            # Kernels that are queued may still use the block, on any stream, and neither taking
+            # the registration back nor NCCL's allocator waits for them.
+            registrar.wait(device)
             while registered:
                 # A process group that was destroyed knows of nothing any more.
                 with contextlib.suppress(RuntimeError, ValueError):

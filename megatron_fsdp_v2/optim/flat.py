@@ -12,8 +12,8 @@ from typing import Any, ClassVar, cast, override
 import torch
 from torch.optim import Optimizer
 
+from megatron_fsdp_v2.dtensor.optimizer_kinds import check_is_elementwise, spans_gaps
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
-from megatron_fsdp_v2.optim.elementwise import check_is_elementwise, spans_gaps
 from megatron_fsdp_v2.optim.flat_plan import Plan
 
 __all__ = ["FlatOptimizer", "flat_optimizer", "step_flat"]
@@ -46,6 +46,7 @@ class FlatOptimizer(Optimizer):
     """
 
     flat_of: ClassVar[type[Optimizer]]
+    skips_empty_shards: ClassVar[bool] = True
 
     _plan: Plan | None = None
     # States by parameter, for as long as they are the truth; None while they are flat.

@@ -103,7 +103,9 @@ class Run:
         self._start = members[0].start
         self._numel = members[-1].stop - self._start
         # With a version counter of its own, as parameters have.
-        self.flat = nn.Parameter(alias_of(rows.tensor, self._start, (self._numel,)))
+        alias = alias_of(rows.tensor, self._start, (self._numel,))
+        # Integers are in no graph, and never stepped.
+        self.flat = nn.Parameter(alias, alias.is_floating_point() or alias.is_complex())
         self._is_whole = self._numel == rows.tensor.numel()
         self._indices = [member.index for member in members]
         self.params = [member.param for member in members]

@@ -15,6 +15,7 @@ from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
 from megatron_fsdp_v2._text import listed
+from megatron_fsdp_v2.dtensor.foreach import add_to_rows
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, plain_attributes, rows_of
 from megatron_fsdp_v2.optim.engine import MatrixEngine, MatrixFunction
 from megatron_fsdp_v2.optim.newton_schulz import (
@@ -63,6 +64,8 @@ class Muon(torch.optim.Optimizer):
         ValueError: An option is out of range, or a parameter of a Muon group is neither 2-D nor
             3-D, or a DTensor that `fully_shard` did not make; names it.
     """
+
+    skips_empty_shards = True
 
     def __init__(
         self,
@@ -275,7 +278,7 @@ def _apply(group: dict[str, Any], params: list[nn.Parameter], changes: list[torc
     for rate, indices in by_rate.items():
         chosen: list[torch.Tensor] = [params[i] for i in indices]
         torch._foreach_mul_(chosen, 1 - lr * group["weight_decay"])
-        torch._foreach_add_(chosen, [changes[i] for i in indices], alpha=-rate)
+        add_to_rows(chosen, [changes[i] for i in indices], alpha=-rate)
 
 
 def _adjustment(name: str | None, m: int, n: int) -> float:

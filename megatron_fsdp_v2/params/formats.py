@@ -10,7 +10,7 @@ import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, Self
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -29,6 +29,7 @@ __all__ = [
     "PayloadBytes",
     "WeightFormat",
     "WeightUse",
+    "Written",
     "format_of",
     "payload_bytes",
     "register_format",
@@ -96,6 +97,20 @@ def payload_bytes(
     return PayloadBytes(format_type.itemsize(dtypes), uses, rests, format_type.packing)
 
 
+class Written[FormatT](NamedTuple):
+    """What a format writes of one group.
+
+    Attributes:
+        format: The group's.
+        main: Main weights of this rank's span; `main.view(index)` is its rows of a parameter.
+        payloads: Those of the same span, flat.
+    """
+
+    format: FormatT
+    main: DataParallelBuffer
+    payloads: Sequence[torch.Tensor]
+
+
 _ONE_PAYLOAD: Mapping[str, WeightUse] = MappingProxyType({"model_weight": WeightUse.BOTH})
 
 
@@ -109,8 +124,8 @@ class WeightFormat(Protocol):
     Attributes:
         own_attributes: Names of what such a parameter keeps in its `__dict__` for itself; what
             else is there was written by others, and is handed on to what the parameter becomes.
-        communicates: Whether `write` talks to other ranks. Such weights are written once a step
-            and not before every use.
+        communicates: Whether `write` talks to other ranks. Such weights are written once a step,
+            those of all groups together, and not before every use.
         payloads: The flat buffers that the weights of a group are, by name, and which use each of
             them is gathered for.
         prepares: Whether `prepare` and `forget` do anything.
@@ -197,17 +212,12 @@ class WeightFormat(Protocol):
         """Drop what was made of gathered payloads, whose memory is about to be dropped."""
         ...
 
-    def write(
-        self,
-        main: DataParallelBuffer,
-        payloads: Sequence[torch.Tensor],
-        axes: Sequence[Axis],
-    ) -> None:
-        """Make the payloads from the main weights. Collective if `communicates`.
+    @classmethod
+    def write(cls, parts: Sequence[Written[Self]], axes: Sequence[Axis]) -> None:
+        """Make payloads from main weights, of several groups at once. Collective if `communicates`.
 
         Args:
-            main: Main weights of this rank's span; `main.view(index)` is its rows of a parameter.
-            payloads: Those of the same span, flat.
+            parts: What to write, of every group.
             axes: Axes of the data-parallel mesh that cut main weights, whose ranks hold other rows;
                 the innermost one where none does, whose ranks hold the same.
         """
@@ -267,12 +277,12 @@ class DenseFormat:
     def forget(self) -> None:
         """Nothing is made of views."""
 
-    def write(
-        self, main: DataParallelBuffer, payloads: Sequence[torch.Tensor], axes: Sequence[Axis]
-    ) -> None:
+    @classmethod
+    def write(cls, parts: Sequence[Written[Self]], axes: Sequence[Axis]) -> None:
         """Cast."""
         del axes
-        payloads[0].copy_(main.tensor, non_blocking=True)
+        for part in parts:
+            part.payloads[0].copy_(part.main.tensor, non_blocking=True)
 
 
 _REGISTERED: list[type[WeightFormat]] = []

@@ -6,11 +6,10 @@ import enum
 import functools
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from megatron_fsdp_v2.comm.backends import wait_for_device
 from megatron_fsdp_v2.comm.interface import (
     DONE,
     Axis,
@@ -125,7 +124,8 @@ class GroupGrads:
         self._main = MainGradient(flat, self.buffers)
         self.param_grads = ShardedGrads(members.sharded, self._main)
         self._full_state = self._partial_state = GradState.ABSENT
-        self._outer_work: Work | None = None
+        # The last that reads the partial shard, or that writes the main gradient.
+        self._last_work: Work | None = None
 
     # -- what is there ------------------------------------------------------------------------
 
@@ -220,18 +220,32 @@ class GroupGrads:
             self.begin(queue)
         buffers.wait_for_writers()
         buffers.fill_missing()
-        if self._outer_work is not None:
+        if self._last_work is not None:
             # An earlier reduction of this backward may still be reading the partial shard.
-            self._outer_work.wait()
-            self._outer_work = None
+            self._wait_for_last()
         accumulate = self.param_grads.settle() if is_final else False
         self._main.contributed |= has_gradient
         self._full_state = self._moved(self._full_state, GradState.REDUCING)
         buffers.forget_filled()
         work = self._sum_inner(accumulate=accumulate, async_op=async_op)
         if is_final:
+            self._last_work = work
             self.param_grads.install(accumulated=accumulate)
         return work
+
+    def _wait_for_last(self) -> None:
+        if self._last_work is not None:
+            self._last_work.wait()
+            self._last_work = None
+
+    def before_direct_gradient(self) -> None:
+        """Order what autograd adds to a `param.grad` next after the reduction that writes there."""
+        self._wait_for_last()
+        if self._main.is_offloaded:
+            self.buffers.comm.synchronize()
+        if not all(self._main.has_rows):
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(self.param_grads.hide_empty)
 
     def _sum_inner(self, *, accumulate: bool, async_op: bool) -> Work:
         buffers = self.buffers
@@ -258,7 +272,12 @@ class GroupGrads:
             is_of_one = self._inner.size == 2 and self._inner_kind is CollectiveKind.REDUCE_SCATTER
             arrival = partial if is_of_one and terms.dtype == partial.dtype else None
             collective = Collective(
-                self._inner_kind, partial, *where, 1.0, accumulate, arrival=arrival
+                self._inner_kind,
+                partial,
+                *where,
+                accumulate=accumulate,
+                arrival=arrival,
+                sums_in_fp32=self._flat.dtypes.sums_in_fp32,
             )
         return self.buffers.comm.issue(collective, async_op=async_op)
 
@@ -274,14 +293,17 @@ class GroupGrads:
         """A sum that ends in the main gradient: by way of the device where that is offloaded."""
         memory, offloading = self._main.memory, self.buffers.offloading
         assert memory is not None, self.name
-        main, arrival = memory.flat, memory.arrival
+        main, arrival, in_fp32 = memory.flat, memory.arrival, self._flat.dtypes.sums_in_fp32
         if offloading is None:
-            return Collective(kind, main, terms, axis, stream, scale, accumulate, arrival=arrival)
+            where = terms, axis, stream
+            return Collective(
+                kind, main, *where, scale, accumulate, arrival=arrival, sums_in_fp32=in_fp32
+            )
         here = self.buffers.take(offloading)
         load = functools.partial(here.copy_, main, non_blocking=True) if accumulate else None
         store = functools.partial(main.copy_, here, non_blocking=True)
         sum_here = Collective(kind, here, terms, axis, stream, scale, accumulate)
-        return sum_here._replace(before=load, after=store)
+        return sum_here._replace(before=load, after=store, sums_in_fp32=in_fp32)
 
     def end_inner(self) -> None:
         """The reduction along the inner axis has been waited for: drop the full buffer."""
@@ -295,9 +317,9 @@ class GroupGrads:
         if not self.has_partial:
             return DONE
         accumulate = self.param_grads.settle()
-        self._outer_work = self._sum_outer(accumulate=accumulate, async_op=async_op)
+        self._last_work = self._sum_outer(accumulate=accumulate, async_op=async_op)
         self.param_grads.install(accumulated=accumulate)
-        return self._outer_work
+        return self._last_work
 
     def _sum_outer(self, *, accumulate: bool, async_op: bool) -> Work:
         buffers = self.buffers
@@ -321,8 +343,9 @@ class GroupGrads:
 
     def settle(self) -> None:
         """All reductions have been waited for: have the host see what they brought, too."""
+        self._last_work = None
         if self._main.is_offloaded:
-            wait_for_device(self._flat.device)
+            self.buffers.comm.synchronize()
         self.param_grads.drop_unused()
         self._main.end()
 
@@ -352,7 +375,7 @@ class GroupGrads:
         buffers.forget_filled()
         self._main.contributed = False
         self._full_state = self._partial_state = GradState.ABSENT
-        self._outer_work = None
+        self._last_work = None
         self._main.end()
         buffers.drop(*buffers.temporaries().values())
 

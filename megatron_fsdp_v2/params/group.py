@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from megatron_fsdp_v2.memory.allocator import Allocator
     from megatron_fsdp_v2.params.grads import Reductions
 
-__all__ = ["GroupSpec", "ParameterGroup"]
+__all__ = ["GroupSpec", "ParameterGroup", "write_stale"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +164,7 @@ class ParameterGroup:
         self.sharded_params, self.unsharded_params = members.sharded, members.gathered
         self.changes = ExternalChanges(self, members)
         self._refreshed_at: tuple[int, tuple[int, ...]] | None = None
+        self._written_at: tuple[int, tuple[int, ...]] | None = None
 
     def rename(self, name: str) -> None:
         """Take another name, also for the buffers and where a collective fails."""
@@ -195,6 +196,11 @@ class ParameterGroup:
     def holds(self, param: torch.Tensor) -> bool:
         """Whether it is one of the sharded parameters."""
         return any(param is known for known in self.sharded_params)
+
+    def before_direct_gradient(self) -> None:
+        """Autograd is about to add to the `grad` of a sharded parameter, which may be in use."""
+        if self.grads is not None:
+            self.grads.before_direct_gradient()
 
     def label(self, index: int) -> str:
         """What to call one of the parameters in a message."""
@@ -292,8 +298,13 @@ class ParameterGroup:
         A cast of one's own shard is cheap and done every time. A gather is done when stale.
         """
         if self.weights.is_refreshed_locally or self.is_stale(weight_version):
-            self.weights.refresh(async_op=async_op)
+            is_written = self._written_at == (weight_version, self.members.versions())
+            self.weights.refresh(is_written=is_written, async_op=async_op)
             self.note_refreshed(weight_version)
+
+    def note_written(self, weight_version: int) -> None:
+        """The format has written the main weights as they are now, and nothing is gathered yet."""
+        self._written_at = (weight_version, self.members.versions())
 
     def note_refreshed(self, weight_version: int) -> None:
         """The model weights are those of the main weights as they are now."""
@@ -370,6 +381,32 @@ class ParameterGroup:
         if unit is None:
             raise RuntimeError(f"a gradient arrived for {self.name}, whose module is gone")
         grads.begin(unit.before_gradient(self))
+
+
+def write_stale(groups: Iterable[ParameterGroup], weight_version: int) -> None:
+    """Have formats that talk to other ranks write all that is stale, in one call for each mesh.
+
+    Such a call takes one collective, and one for every group would wait on the compute stream for
+    as many. Collective.
+
+    Args:
+        groups: Those of a root.
+        weight_version: Of the weights; see `ParameterGroup.is_stale`.
+    """
+    alike: dict[tuple[object, ...], list[ParameterGroup]] = {}
+    for group in groups:
+        weights = group.weights
+        if not weights.format.communicates or weights.is_held:
+            continue
+        group.changes.sync()
+        if group.is_stale(weight_version):
+            key = type(weights.format), *(axis.group for axis in weights.cut_axes)
+            alike.setdefault(key, []).append(group)
+    for several in alike.values():
+        first = several[0].weights
+        first.format.write([group.weights.to_write() for group in several], first.cut_axes)
+        for group in several:
+            group.note_written(weight_version)
 
 
 def _nobody() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from megatron_fsdp_v2.comm.backends import is_capturing
 from megatron_fsdp_v2.dtensor.attributes import requires_grad_at_once
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of
 from megatron_fsdp_v2.layout.placement import Placement
@@ -323,4 +324,10 @@ class MainGradient:
         Waits for the device. To be asked only where this rank had no gradient, and before `end`.
         """
         memory = self.memory
+        if memory is not None and is_capturing(memory.flat.device):
+            raise RuntimeError(
+                f"{self._flat.name} had no gradient in a backward captured in a CUDA graph, "
+                "so the host would wait to see whether another rank had one; capture a step that "
+                "uses every trained parameter, or freeze those that it does not use"
+            )
         return memory is not None and bool(((memory.flat == 0) & memory.flat.signbit()).all())

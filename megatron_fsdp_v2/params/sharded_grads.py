@@ -99,6 +99,13 @@ class ShardedGrads:
                 elif grad_at_once(param) is None:
                     self._note_empty(index)
 
+    def hide_empty(self) -> None:
+        """Take gradients without rows back that autograd made of a loss of sharded parameters."""
+        for index, has_rows in enumerate(self._main.has_rows):
+            if not has_rows and self._params[index].grad is not None:
+                self._params[index].grad = None
+                self._note_empty(index)
+
     def _note_empty(self, index: int) -> None:
         """Have what communicates about gradients find one where a parameter has no rows here."""
         param = cast("UnevenDTensor", self._params[index])
@@ -150,10 +157,13 @@ class ShardedGrads:
         self._may_be_unused = self._is_new = self._is_certainly_new = False
         memory = self._main.memory
         for index, (param, grad) in enumerate(zip(self._params, before, strict=True)):
-            if grad is None:
-                param.grad = None
-            elif memory is not None and memory.owns(index, grad):
+            if memory is None:
+                continue
+            if grad is not None and memory.owns(index, grad):
                 local_of(grad).zero_()
+            elif memory.owns(index, param.grad):
+                # A reduction leaves what it adds as it was.
+                param.grad = grad
 
     def drop_unused(self) -> None:
         """Take gradients back that turned out to come from no rank. Reductions are done."""

@@ -17,9 +17,12 @@ from megatron_fsdp_v2.comm.interface import (
 )
 from megatron_fsdp_v2.memory.allocator import Allocator, BufferUse, TemporaryBuffer
 from megatron_fsdp_v2.params.buffer import DataParallelBuffer, FlatSpec, Span
-from megatron_fsdp_v2.params.formats import WeightFormat, WeightUse
+from megatron_fsdp_v2.params.formats import WeightFormat, WeightUse, Written
 
 __all__ = ["GroupWeights"]
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By their bytes."""
 
 
 class Payload:
@@ -103,6 +106,7 @@ class GroupWeights:
         model_nbytes: Bytes of model weights, in all forms.
         is_made_of_main: Whether what is gathered is made of main weights, and nothing else rests.
         is_refreshed_locally: Whether `refresh` is cheap and needs no communication.
+        cut_axes: Axes that cut main weights, along which a format talks to other ranks.
         gathers_for_use: Whether every use needs a gather (ZeRO-3), along the innermost axis.
     """
 
@@ -138,7 +142,7 @@ class GroupWeights:
         self.model_nbytes = sum(payload.model.nbytes for payload in self.payloads)
         self.gathers_for_use = model_span != flat.whole
         self._axes: Sequence[Axis] = []
-        self._cut_axes: Sequence[Axis] = []
+        self.cut_axes: Sequence[Axis] = []
         self.gather_along(flat.grid.axes)
         self._num_holders = 0
         # What is on its way; None where nothing is to be put in place.
@@ -158,7 +162,7 @@ class GroupWeights:
         """Gather along these axes from now on: the same ranks, maybe in other groups."""
         self._axes = [axis.for_gathers() for axis in axes]
         cut = [a for a, parts in zip(self._axes, self._grid.parts, strict=True) if parts > 1]
-        self._cut_axes = cut or self._axes[-1:]
+        self.cut_axes = cut or self._axes[-1:]
 
     # -- what they are ------------------------------------------------------------------------
 
@@ -172,20 +176,26 @@ class GroupWeights:
             for use in (WeightUse.FORWARD, WeightUse.BACKWARD)
         )
 
-    def is_current(self) -> bool:
-        """Whether this rank's piece of what is gathered is made of main weights as they are now."""
+    def changed(self) -> torch.Tensor | None:
+        """Whether this rank's piece of what is gathered is not made of main weights as they are.
+
+        Returns:
+            A bool on the device, without waiting for it; None where nothing is gathered.
+        """
+        found: torch.Tensor | None = None
         for payload in self.payloads:
             if payload.temporary is None or not payload.temporary.is_live:
                 continue
             expected = payload.model.tensor
             if self._is_streamed:
                 expected = payload.gathered.piece(self.main.span).clone()
-                self.format.write(self.main, [expected], self._cut_axes)
-            found = payload.gathered.piece(payload.model.span)
-            # As bytes: a NaN is no other number than it was.
-            if not torch.equal(found.view(torch.uint8), expected.view(torch.uint8)):
-                return False
-        return True
+                self.format.write([Written(self.format, self.main, [expected])], self.cut_axes)
+            gathered = payload.gathered.piece(payload.model.span)
+            # As integers: a NaN is no other number than it was.
+            bits = _INTEGERS[gathered.element_size()]
+            differs = (gathered.view(bits) != expected.view(bits)).any()
+            found = differs if found is None else found | differs
+        return found
 
     @property
     def is_held(self) -> bool:
@@ -217,22 +227,29 @@ class GroupWeights:
 
     # -- model weights from main weights ------------------------------------------------------
 
-    def refresh(self, *, async_op: bool) -> None:
+    def to_write(self) -> Written[WeightFormat]:
+        """What the format writes of these weights."""
+        pieces = [payload.model.piece(self.main.span) for payload in self.payloads]
+        return Written(self.format, self.main, pieces)
+
+    def refresh(self, *, is_written: bool, async_op: bool) -> None:
         """Start to make the model weights equal the main weights. Collective where it has to be.
 
         Written first, then gathered as payload: along the outer axis the cut pieces of this
         rank's inner piece, then along the inner axis the pieces of the whole.
 
         Args:
+            is_written: Whether the payloads of this rank's span are written already.
             async_op: Whether to return before it is done. Several gathers are waited for: a second
                 one along another axis could not be issued in the same order on every rank.
         """
         if self.is_made_of_main:
             return
         self.wait_for_refresh()
+        if not is_written:
+            self.format.write([self.to_write()], self.cut_axes)
         held = self.main.span
         models = [payload.model for payload in self.payloads]
-        self.format.write(self.main, [model.piece(held) for model in models], self._cut_axes)
         steps = []
         for axis, parts in zip(self._axes, self._grid.parts, strict=True):
             if parts > 1 and held.count < self.model.span.count:
@@ -287,7 +304,8 @@ class GroupWeights:
                 gathered = payload.temporary.acquire()
             if self._is_streamed:
                 shard = payload.gathered.piece(self.main.span)
-                write = functools.partial(self.format.write, self.main, [shard], self._cut_axes)
+                part = Written(self.format, self.main, [shard])
+                write = functools.partial(self.format.write, [part], self.cut_axes)
                 gather = self._gather_of(gathered, shard, axis)._replace(before=write)
             else:
                 gather = self._gather_of(gathered, payload.model.tensor, axis)

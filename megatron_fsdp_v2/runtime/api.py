@@ -202,6 +202,12 @@ def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
     sizes = [mesh.size(axis) for axis in range(mesh.ndim)]
     policy = MixedPrecisionPolicy.of(mp_policy)
     placements = resolve_placements(sharding_strategy, outer_dp_sharding_strategy, sizes)
+    if policy.reduce_scatter_with_fp32_accumulation and sharding_strategy == "no_shard":
+        raise ValueError(
+            "mp_policy.reduce_scatter_with_fp32_accumulation cannot be used with "
+            "sharding_strategy='no_shard', which all-reduces gradients; shard them (optim or "
+            "further), or set grad_comm_dtype=torch.float32"
+        )
     granularity = Granularity.parse(shard_granularity)
     device = _device_of(mesh)
     owned, tied = owned_parameters(modules, ignored_params or frozenset(), device)

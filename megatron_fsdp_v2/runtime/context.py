@@ -7,11 +7,15 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from megatron_fsdp_v2.comm.backends import is_capturing
 from megatron_fsdp_v2.runtime.gather_rules import GatherSchedule
 from megatron_fsdp_v2.runtime.reduction_queue import ReductionQueue
 from megatron_fsdp_v2.runtime.reduction_rules import OrderedReductions, RootPass
 
 if TYPE_CHECKING:
+    import torch
+
+    from megatron_fsdp_v2.comm.backends import LateFlag
     from megatron_fsdp_v2.comm.interface import Communicator
     from megatron_fsdp_v2.memory.allocator import Allocator
     from megatron_fsdp_v2.params.group import ParameterGroup
@@ -43,9 +47,14 @@ class Context:
         pass_has_grad: Whether the latest pass was made for a backward.
         forward_failed: Whether a pass ended in an exception.
         is_checked: Whether ranks have compared what they sharded.
+        has_formats: Whether a weight format of a group talks to other ranks.
         num_scheduled: Micro-batches whose modules a schedule runs part by part, from the beginning
             of their forward to the end of their backward; see `ScheduledUnits`.
         use_numbers: A number for every run of a unit, larger than all before it.
+        device: Where units compute.
+        is_captured: Whether the latest pass is captured in a CUDA graph.
+        has_graph: Whether a pass or a step was captured: replays change weights, and no hook tells.
+        late_flags: Whether weights of groups, by name, changed unseen after they were gathered.
     """
 
     def __init__(
@@ -77,8 +86,13 @@ class Context:
         self.pass_has_grad = False
         self.forward_failed = False
         self.is_checked = False
+        self.has_formats = False
         self.num_scheduled = 0
         self.use_numbers = itertools.count()
+        self.device: torch.device | None = None
+        self.is_captured = False
+        self.has_graph = False
+        self.late_flags: list[tuple[str, LateFlag]] = []
         self._pass_unit: weakref.ref[UnitBase] | None = None
         self._units: list[weakref.ref[UnitBase]] = []
         # Kept gathered for their backwards, the oldest one first.
@@ -97,10 +111,22 @@ class Context:
             units: All units under the root, the root's own first.
         """
         self._units = [weakref.ref(unit) for unit in units]
+        self.device = next((group.device for group in self.groups()), None)
+        self.has_formats = any(group.weights.format.communicates for group in self.groups())
         if any(axis.size > 1 for group in self.groups() for axis in group.axes):
             # Where no use of a unit is a collective, ranks may run different ones.
             may_differ = all(unit.skips_safely for unit in units)
             self.ordered_reductions = OrderedReductions(units, in_order=may_differ)
+
+    @property
+    def is_capturing(self) -> bool:
+        """Whether what is queued now is captured in a CUDA graph."""
+        return self.device is not None and is_capturing(self.device)
+
+    def note_replays(self) -> None:
+        """Take weights for stale where a graph may have been replayed since the last pass."""
+        if self.has_graph:
+            self.weight_version += 1
 
     @property
     def ranks_may_differ(self) -> bool:

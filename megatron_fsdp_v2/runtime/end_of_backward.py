@@ -189,8 +189,11 @@ def synchronize_gradients(context: Context, units: Sequence[UnitBase]) -> None:
         context: Theirs.
         units: Some of its units, parents before children.
     """
+    # Where every backward reduces (ZeRO-2), no rank has anything left to reduce, and the units that
+    # some rank skipped have had their turn with the others.
+    is_pending = context.ranks_may_differ and context.has_unreduced
     for unit in reversed(units):
-        if context.ranks_may_differ and context.has_unreduced:
+        if is_pending and any(grads.accumulates_unreduced for grads in unit.grads()):
             unit.has_pending_reduction = True
         _reduce_rest(context, unit, synchronize=True)
     _settle(context)

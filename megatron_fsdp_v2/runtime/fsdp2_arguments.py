@@ -137,6 +137,7 @@ def check_shard_placement(
         if placement is not None and placement != Shard(0):
             raise ValueError(
                 f"shard_placement_fn returns {placement} for parameter {parameter.name}; "
-                "parameters are sharded by rows, Shard(0), which need not be even. Return None, "
-                "and say with shard_granularity what must not be cut"
+                "parameters are sharded by rows, Shard(0), which need not be even, over the "
+                "mesh of a unit. Return None; say with shard_granularity what must not be cut, and "
+                "make a module whose parameters have another mesh a unit with that mesh"
             )

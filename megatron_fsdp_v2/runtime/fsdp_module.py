@@ -23,6 +23,7 @@ from megatron_fsdp_v2.runtime.end_of_backward import needs_repair, repair, synch
 from megatron_fsdp_v2.runtime.hooks import begin_method, end_method, fail_method
 from megatron_fsdp_v2.runtime.options import check_at_least_one
 from megatron_fsdp_v2.runtime.torch_fsdp import TorchFSDPModule, show_state
+from megatron_fsdp_v2.runtime.unit_checks import check_unchanged
 
 if TYPE_CHECKING:
     from megatron_fsdp_v2.runtime.unit import Unit
@@ -59,6 +60,7 @@ class FSDPModule(TorchFSDPModule):
         if unit.is_gathered_after_step:
             # Nobody checks that these are the weights of now but a forward.
             unit.reshard()
+        unit.context.note_replays()
         unit.unshard(WeightUse.BOTH, async_op=async_op)
         handle = UnshardHandle(unit)
         if async_op:
@@ -241,6 +243,55 @@ class FSDPModule(TorchFSDPModule):
         for unit in _units(self):
             unit.is_last_backward = is_last_backward
 
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Say whether backwards leave synchronization to `finalize_backward`.
+
+        It takes precedence over `set_is_last_backward`. Of the root, for all its units.
+
+        Raises:
+            RuntimeError: The module is not the root, or a backward is under way.
+        """
+        unit = self._root_between_passes("set_manual_backward_finalization")
+        for each in unit.context.units():
+            each.is_finalized_manually = enabled
+
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """End the backwards since `set_manual_backward_finalization(True)`. Collective.
+
+        Brings gradients into `param.grad` and drops gathered parameters, as far as
+        `set_requires_gradient_sync` and `set_reshard_after_backward` say by now.
+
+        Args:
+            async_op: Return a handle. Nothing is left to wait for by then, other than with FSDP2.
+
+        Raises:
+            RuntimeError: The module is not the root, a backward is under way, or backwards
+                synchronize by themselves.
+        """
+        unit = self._root_between_passes("finalize_backward")
+        if not unit.is_finalized_manually:
+            raise RuntimeError(
+                f"backwards of {unit.name} synchronize by themselves; call "
+                "set_manual_backward_finalization(True) before the first of those that "
+                "finalize_backward is to end"
+            )
+        units = unit.context.units()
+        due = [each for each in units if each.syncs_when_finalized]
+        if due:
+            synchronize_gradients(unit.context, due)
+        for each in units:
+            if each.reshard_after_backward:
+                each.reshard()
+        return GradientReductionHandle() if async_op else None
+
+    def _root_between_passes(self, method: str) -> Unit:
+        unit = unit_of(self)
+        if not unit.is_root:
+            raise RuntimeError(f"{unit.name} is not the root; call {method} on the root")
+        if in_backward():
+            raise RuntimeError(f"a backward is under way; call {method} when it is over")
+        return unit
+
     def set_requires_gradient_reduction(
         self, requires_gradient_reduction: bool, *, recurse: bool = True
     ) -> None:
@@ -399,6 +450,17 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     setattr(module, method_name, run)
 
 
+# From torch 2.15 on.
+_TheirReductionHandle: Any = getattr(fsdp, "GradientReductionHandle", object)
+
+
+class GradientReductionHandle(_TheirReductionHandle):  # type: ignore[misc]
+    """Gradients that `finalize_backward` has reduced."""
+
+    def wait(self) -> None:
+        """Nothing: gradients are there."""
+
+
 class UnshardHandle(fsdp.UnshardHandle):
     """A gather under way."""
 
@@ -450,6 +512,8 @@ def make_idle(root: nn.Module) -> None:
     for context in contexts:
         if needs_repair(context):
             repair(context)
+        # Whoever reads parameters waits for the device anyway.
+        check_unchanged(context, wait=True)
         context.gathers.drop_prefetched()
         for unit in context.units():
             unit.reshard()

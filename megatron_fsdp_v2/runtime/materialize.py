@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from megatron_fsdp_v2.comm.calls import broadcast_single
 from megatron_fsdp_v2.comm.errors import naming_failures
 from megatron_fsdp_v2.dtensor.tp_params import part_of
 from megatron_fsdp_v2.params.attributes import propagate_attributes
 from megatron_fsdp_v2.params.formats import DenseFormat, format_of
 from megatron_fsdp_v2.params.unset_values import is_unset, mark_unset
-from megatron_fsdp_v2.runtime.undo import keep_random_numbers, keep_values
+from megatron_fsdp_v2.runtime.undo import keep_values
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from megatron_fsdp_v2.comm.interface import Axis
     from megatron_fsdp_v2.params.registration import OwnedParameter
 
@@ -38,9 +42,9 @@ def materialize(
 
     Every module that holds some has its `reset_parameters()` called, parents after children and
     siblings in the order of their registration, as they were constructed, so that they draw
-    random numbers in that order. The values of the first rank go to all others, so that every
-    rank cuts its rows from the same full parameters, however ranks are seeded. Memory: this one
-    unit in full, until the caller has cut it.
+    random numbers in that order; torch's default generators are left where they were. The values of
+    the first rank go to all others, so that every rank cuts its rows from the same full parameters,
+    however ranks are seeded. Memory: this one unit in full, until the caller has cut it.
 
     Args:
         owned: Parameters of the unit; the meta ones are replaced by real ones, tied as before.
@@ -68,16 +72,16 @@ def materialize(
                 label = f"{name}.{attribute}" if name else attribute
                 empty_buffers.append((label, module, attribute))
                 holders.add(id(module))
-    if holders:
-        keep_random_numbers(device, undo)
     for parameter in fresh:
         _give_memory(parameter, device)
     made = {id(parameter.param) for parameter in fresh}
     made |= {id(module._buffers[attribute]) for _, module, attribute in empty_buffers}
-    for _, module in _children_first(modules):
-        if id(module) in holders:
-            keep_values(_values_of(module, made), undo)
-            _initialize(module, param_init_fn)
+    if holders:
+        with _initial_values(device, modules[0][1], undo):
+            for _, module in _children_first(modules):
+                if id(module) in holders:
+                    keep_values(_values_of(module, made), undo)
+                    _initialize(module, param_init_fn)
     for parameter in fresh:
         _take_over(parameter)
     buffers = [(one[1]._buffers[one[2]], one) for one in empty_buffers]
@@ -94,6 +98,62 @@ def materialize(
     # Asked of what ranks share: memory that a module left as it got it may look so on some ranks.
     unset = {p.name for p in fresh if is_unset(_values(p))}
     return unset, [one for buffer, one in buffers if buffer is not None and is_unset(buffer)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Draws:
+    """Random numbers of initial values, apart from those that a program draws.
+
+    Attributes:
+        outside: States of torch's default generators, which do not move.
+        inside: States from which the values of the next unit are drawn.
+        latest: A module of the last unit that drew.
+    """
+
+    outside: Sequence[torch.Tensor]
+    inside: Sequence[torch.Tensor]
+    latest: weakref.ref[nn.Module]
+
+    def is_continued(self, outside: Sequence[torch.Tensor]) -> bool:
+        """Whether the next unit may be of the same model, which has not run yet."""
+        unit = getattr(self.latest(), "_fsdp_unit", None)
+        is_waiting = unit is not None and not unit.context.is_checked
+        return is_waiting and all(map(torch.equal, self.outside, outside))
+
+
+_DRAWS: dict[torch.device, _Draws] = {}
+
+
+@contextmanager
+def _initial_values(device: torch.device, module: nn.Module, undo: ExitStack) -> Iterator[None]:
+    """Draw values of a unit, and leave torch's default generators where they are.
+
+    Values begin where the generators are. Those of the units that follow continue there, as if the
+    model had been built with memory, until the program draws, seeds anew or runs the model.
+    """
+    outside, last = _random_states(device), _DRAWS.get(device)
+    undo.callback(_set_random_states, device, outside)
+    if last is not None:
+        undo.callback(_DRAWS.__setitem__, device, last)
+        if last.is_continued(outside):
+            _set_random_states(device, last.inside)
+    yield
+    _DRAWS[device] = _Draws(outside, _random_states(device), weakref.ref(module))
+    _set_random_states(device, outside)
+
+
+def _random_states(device: torch.device) -> list[torch.Tensor]:
+    """Of torch's default generators of the CPU and of a device."""
+    states = [torch.get_rng_state()]
+    if device.type != "cpu":
+        states.append(torch.get_device_module(device).get_rng_state(device))
+    return states
+
+
+def _set_random_states(device: torch.device, states: Sequence[torch.Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    if device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(states[1], device)
 
 
 def _values(parameter: OwnedParameter) -> torch.Tensor:
@@ -171,4 +231,4 @@ def _take_over(parameter: OwnedParameter) -> None:
 def _share(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Give every rank of a group the first one's values."""
     with naming_failures("broadcast of initial values", group):
-        dist.broadcast(tensor, src=dist.get_global_rank(group, 0), group=group)
+        broadcast_single(tensor, group=group)

@@ -17,12 +17,14 @@ from torch.optim.optimizer import (
 )
 
 from megatron_fsdp_v2._compiler import uncompiled
+from megatron_fsdp_v2.dtensor.optimizer_kinds import needs_all_ranks, rejected
 from megatron_fsdp_v2.dtensor.optimizer_state import watch_state
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of
 from megatron_fsdp_v2.params.autograd import in_backward
 from megatron_fsdp_v2.params.gathered_parameter import gathered_name
 from megatron_fsdp_v2.params.registration import find_owner_slot, num_retired
 from megatron_fsdp_v2.runtime.end_of_backward import needs_repair
+from megatron_fsdp_v2.runtime.unit_checks import check_capture
 
 if TYPE_CHECKING:
     from megatron_fsdp_v2.params.group import ParameterGroup
@@ -56,6 +58,10 @@ class _OptimizerWatch:
         self._unchanged: weakref.WeakKeyDictionary[
             Optimizer, list[tuple[Context, ParameterGroup]]
         ] = weakref.WeakKeyDictionary()
+        # Of optimizers in a step that all ranks make.
+        self._generators: weakref.WeakKeyDictionary[Optimizer, list[torch.Tensor]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._is_registered = False
 
     def add(self, context: Context) -> None:
@@ -72,9 +78,15 @@ class _OptimizerWatch:
         self._num_changes += 1
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        del args, kwargs
         contexts = self._contexts_of(optimizer)
+        self._generators.pop(optimizer, None)
+        # A closure may draw: what it computes has dropout of each rank's own.
+        if contexts and len(args) < 2 and not kwargs and needs_all_ranks(type(optimizer)):
+            self._generators[optimizer] = _generator_states()
         for context in contexts:
+            if context.is_capturing:
+                check_capture(context)
+                context.has_graph = True
             for group in context.groups():
                 group.members.check_no_late_gradient()
         self._unchanged.pop(optimizer, None)
@@ -110,14 +122,16 @@ class _OptimizerWatch:
         for param in params:
             _check_is_current(param)
         if any(isinstance(param, UnevenDTensor) for param in params):
-            _check_is_elementwise(optimizer)
-            # Until its first step, what an optimizer has of state is the same on all ranks.
-            if optimizer not in self._with_sharded_state:
+            # Until its first step, what an optimizer has of state is the same on all ranks. One
+            # that wraps another may have no state, nor hooks of its own.
+            has_state = hasattr(optimizer, "_optimizer_state_dict_post_hooks")
+            if has_state and optimizer not in self._with_sharded_state:
                 watch_state(optimizer)
                 self._with_sharded_state.add(optimizer)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         del args, kwargs
+        self._check_draws_nothing(optimizer)
         unchanged = self._unchanged.pop(optimizer, None)
         if unchanged is not None:
             # Version counters that the step moved mean nothing.
@@ -133,6 +147,23 @@ class _OptimizerWatch:
             context.weight_version += 1
             if context.options.enable_unshard_after_step:
                 _unshard_after_step(context, stepped)
+
+    def _check_draws_nothing(self, optimizer: Optimizer) -> None:
+        before = self._generators.pop(optimizer, None)
+        if before is None or all(map(torch.equal, before, _generator_states())):
+            return
+        raise rejected(
+            optimizer,
+            "its step draws random numbers, of which every rank has others, so that ranks would "
+            "compute with different tensors",
+        )
+
+
+def _generator_states() -> list[torch.Tensor]:
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+        states.append(torch.cuda.get_rng_state())
+    return states
 
 
 def _live(contexts: _Contexts) -> list[Context]:
@@ -177,6 +208,8 @@ def _initializes_state(optimizer: Optimizer, contexts: Sequence[Context]) -> boo
         contexts: Those that it holds parameters of.
     """
     groups = optimizer.param_groups
+    if any(context.is_capturing for context in contexts):
+        return False
     if not (contexts and all("lr" in group and _is_zero(group["lr"]) for group in groups)):
         return False
     grads: list[Any] = [p.grad for group in groups for p in group["params"] if p.requires_grad]
@@ -196,7 +229,8 @@ def _rows_of(grad: torch.Tensor) -> torch.Tensor:
 
 def _is_zero(lr: Any) -> bool:
     # Not one on a device, which would be waited for at every step.
-    is_known = not isinstance(lr, torch.Tensor) or lr.device.type == "cpu"
+    # Some optimizers have None, for a rate of their own.
+    is_known = lr.device.type == "cpu" if isinstance(lr, torch.Tensor) else lr is not None
     return is_known and float(lr) == 0
 
 
@@ -218,23 +252,6 @@ def _check_is_current(param: Any) -> None:
         "the model no longer uses that tensor. Build the optimizer from model.parameters() after "
         "fully_shard"
     )
-
-
-_WHOLE_MATRIX = {
-    "Adafactor": "it factors whole matrices",
-    "LBFGS": "it flattens all parameters into one vector and calls the model itself",
-    "Muon": "it orthogonalizes whole matrices",
-}
-
-
-def _check_is_elementwise(optimizer: Optimizer) -> None:
-    """Reject optimizers of torch that compute with whole tensors, of which a rank holds rows."""
-    name = type(optimizer).__name__
-    if type(optimizer).__module__.startswith("torch.optim") and name in _WHOLE_MATRIX:
-        raise RuntimeError(
-            f"torch.optim.{name} cannot step sharded parameters: {_WHOLE_MATRIX[name]}, and every "
-            "rank holds some of their rows only; use an elementwise optimizer such as AdamW"
-        )
 
 
 _WATCH = _OptimizerWatch()

@@ -143,11 +143,6 @@ def _check_parameter(name: str, param: nn.Parameter, device: torch.device) -> No
             "takes it. Make it a plain tensor, with mp_policy for the dtype to compute with, or "
             "leave it out with ignored_params"
         )
-    if param.numel() == 0 and param.shape[:1] != (0,):
-        raise ValueError(
-            f"parameter {name} of shape {tuple(param.shape)} has rows without elements, which "
-            "cannot be sharded; leave it out with ignored_params, or make it of shape (0,)"
-        )
     if param.dim() == 0:
         raise ValueError(
             f"parameter {name} is 0-dim and has no rows to shard; make it of shape (1,)"

@@ -29,7 +29,11 @@ from torch import nn
 from megatron_fsdp_v2.params.formats import WeightUse
 from megatron_fsdp_v2.runtime.end_of_backward import end_scheduled, reduce_in_order, repair
 from megatron_fsdp_v2.runtime.fsdp_module import named_units, unit_of
-from megatron_fsdp_v2.runtime.unit_checks import check_has_values
+from megatron_fsdp_v2.runtime.unit_checks import (
+    check_has_values,
+    check_unchanged,
+    compare_after_step,
+)
 
 if TYPE_CHECKING:
     from megatron_fsdp_v2.runtime.unit import Unit
@@ -191,7 +195,8 @@ class ScheduledUnits:
         unit.unshard(WeightUse.BOTH, async_op=False)
         unit.wait_for_unshard()
         if unit.is_gathered_after_step:
-            unit.check_unchanged()
+            compare_after_step(context, unit)
+            check_unchanged(context)
         # A prefetch is for the use that came next in the last step, forward or backward.
         context.gathers.in_schedule(unit)
 

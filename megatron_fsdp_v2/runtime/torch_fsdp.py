@@ -38,6 +38,8 @@ REFUSED_METHODS = {
     "with fully_shard(enable_trace_pool=True) from one block of memory",
     "set_custom_all_gather": "collectives are those of the mesh's process groups",
     "set_custom_reduce_scatter": "collectives are those of the mesh's process groups",
+    "set_keep_unsharded_storage": "fully_shard(enable_trace_pool=True) gathers weights at the same "
+    "addresses in every step",
     "set_symm_mem_for_comm": "buffers come from torch's allocator",
     "_set_unshard_async_op": "set_modules_to_forward_prefetch says what is gathered ahead",
 }

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["keep_attributes", "keep_module", "keep_random_numbers", "keep_values"]
+__all__ = ["keep_attributes", "keep_module", "keep_values"]
 
 _TABLES = (dict, OrderedDict, set)
 """What modules keep parameters, buffers and hooks in; handles of hooks refer to these objects."""
@@ -57,12 +57,3 @@ def keep_values(tensors: Iterable[torch.Tensor], undo: ExitStack) -> None:
 def _set_values(tensor: torch.Tensor, values: torch.Tensor) -> None:
     with torch.no_grad():
         tensor.copy_(values)
-
-
-def keep_random_numbers(device: torch.device, undo: ExitStack) -> None:
-    """Have torch's default generators of the CPU and of a device go on where they are now."""
-    undo.callback(torch.set_rng_state, torch.get_rng_state())
-    if device.type != "cpu":
-        generators: Any = torch.get_device_module(device)
-        put_back: Callable[..., None] = generators.set_rng_state
-        undo.callback(put_back, generators.get_rng_state(device), device)

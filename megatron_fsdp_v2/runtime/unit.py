@@ -18,6 +18,7 @@ from megatron_fsdp_v2.params.autograd import (
     watch_outputs,
 )
 from megatron_fsdp_v2.params.formats import WeightUse
+from megatron_fsdp_v2.params.group import write_stale
 from megatron_fsdp_v2.runtime.end_of_backward import (
     finish_backward,
     finish_ordered_reductions,
@@ -29,7 +30,15 @@ from megatron_fsdp_v2.runtime.gather_rules import buckets
 from megatron_fsdp_v2.runtime.reduction_queue import ReductionQueue
 from megatron_fsdp_v2.runtime.reduction_rules import RootPass
 from megatron_fsdp_v2.runtime.unit_base import Phase, UnitBase
-from megatron_fsdp_v2.runtime.unit_checks import check_outputs, check_units, compare_unit
+from megatron_fsdp_v2.runtime.unit_checks import (
+    check_capture,
+    check_captured_pass,
+    check_outputs,
+    check_unchanged,
+    check_units,
+    compare_after_step,
+    compare_unit,
+)
 
 if TYPE_CHECKING:
     from megatron_fsdp_v2.params.group import ParameterGroup
@@ -93,6 +102,8 @@ class Unit(UnitBase):
             recomputes = in_backward()
             if not recomputes and (self.is_root or not self.context.is_in_forward):
                 self._begin_pass()
+            elif self.context.is_capturing:
+                check_captured_pass(self.context, self.name)
             if self.phase is not Phase.BACKWARD:
                 self.move(Phase.FORWARD)
             self.context.gathers.before_use(self)
@@ -104,7 +115,8 @@ class Unit(UnitBase):
             self.unshard(WeightUse.FORWARD, async_op=False)
             self.wait_for_unshard()
             if self.is_gathered_after_step:
-                self.check_unchanged()
+                compare_after_step(self.context, self)
+                check_unchanged(self.context)
             if not recomputes:
                 self.context.gathers.in_forward(self, self.forward_prefetch)
         args, kwargs = self.cast_inputs(args, kwargs)
@@ -195,21 +207,33 @@ class Unit(UnitBase):
         """
         context = self.context
         units = context.units()
+        is_capturing = context.is_capturing
+        if is_capturing:
+            check_capture(context)
+            context.has_graph = True
+        context.is_captured = is_capturing
+        context.note_replays()
         for unit in units:
             # Before anything puts sharded parameters in the place of what was assigned.
             unit.reshard_if_replaced()
         if needs_repair(context):
             repair(context)
+        if context.late_flags:
+            check_unchanged(context)
         for unit in units:
             unit.reshard_if_stale(context.weight_version)
             if torch.is_grad_enabled():
                 for group in unit.groups:
                     group.members.check_hooks()
         context.begin_forward(self, has_grad=torch.is_grad_enabled())
-        if not context.ranks_may_differ:
+        if not (context.ranks_may_differ or context.has_formats):
             return
         if not context.is_checked:
             check_units(self.context)
+        if context.has_formats:
+            write_stale(context.groups(), context.weight_version)
+        if not context.ranks_may_differ:
+            return
         # Ranks may run different units, so bringing weights up to date belongs to no unit's use,
         # nor does being ready for gradients: a rank without any still reduces with the others.
         due = []
@@ -220,10 +244,12 @@ class Unit(UnitBase):
                     group.changes.sync()
                     due.append(group)
         limit = context.gathers.limit
+        # A unit that the pass leaves out would not wait for its own before the end of a capture.
+        is_async = not (limit.is_none or is_capturing)
         for bucket in buckets(due, lambda group: group.weights.model_nbytes, limit.bucket_nbytes):
             with context.gathers.together():
                 for group in bucket:
-                    group.refresh(context.weight_version, async_op=not limit.is_none)
+                    group.refresh(context.weight_version, async_op=is_async)
 
     def begin_schedule(self) -> None:
         """Where a schedule begins to run parts of modules below the root: start a new pass."""
@@ -286,6 +312,7 @@ class Unit(UnitBase):
         if context.backward_failed:
             repair(context)
         if not context.is_in_backward:
+            check_captured_pass(context, f"the backward of {self.name}")
             # Nobody but the engine holds it, so it goes when its backward does, finished or not.
             end = functools.partial(uncompiled(finish_backward), context)
             context.begin_backward(passed, end)

@@ -80,6 +80,7 @@ class UnitBase(ABC):
         requires_gradient_sync: Whether its backward is the one that synchronizes.
         requires_all_reduce: Likewise, where there is an outer axis to synchronize along.
         is_last_backward: Whether the next backward is the last before the optimizer steps.
+        is_finalized_manually: Whether no backward is, since `finalize_backward` is called after it.
         forward_prefetch: Units to gather when its forward starts, instead of the recorded next.
         backward_prefetch: Likewise for its backward.
         unset: Names of parameters and buffers that had no values when it was made, and how to
@@ -126,6 +127,7 @@ class UnitBase(ABC):
         self.requires_gradient_sync = True
         self.requires_all_reduce = True
         self.is_last_backward = True
+        self.is_finalized_manually = False
         self.forward_prefetch: list[weakref.ref[UnitBase]] = []
         self.backward_prefetch: list[weakref.ref[UnitBase]] = []
         self.unset: Sequence[tuple[str, Callable[[], torch.Tensor | None]]] = ()
@@ -179,9 +181,14 @@ class UnitBase(ABC):
     @property
     def syncs_gradients(self) -> bool:
         """Whether gradients are brought all the way into `param.grad` in this backward."""
-        asked = self.requires_gradient_sync and self.is_last_backward
+        is_last = self.is_last_backward and not self.is_finalized_manually
+        return is_last and self.syncs_when_finalized
+
+    @property
+    def syncs_when_finalized(self) -> bool:
+        """Likewise by whoever ends a backward that was not the last."""
         has_outer_axis = not self.requires_all_reduce and any(len(g.axes) > 1 for g in self.groups)
-        return asked and not has_outer_axis
+        return self.requires_gradient_sync and not has_outer_axis
 
     def is_stepped(self, stepped: AbstractSet[int]) -> bool:
         """Whether it can be gathered once these parameters were stepped.
@@ -205,23 +212,6 @@ class UnitBase(ABC):
         for group in self.held_groups:
             if not any(id(param) in stepped for param in group.sharded_params):
                 group.note_unstepped(weight_version)
-
-    def check_unchanged(self) -> None:
-        """See that weights gathered after a step are those that are there now.
-
-        Raises:
-            RuntimeError: They were changed, and nothing told.
-        """
-        self.is_gathered_after_step = False
-        for group in self.held_groups:
-            if not group.weights.is_current():
-                raise RuntimeError(
-                    f"weights of {group.name} were changed after the optimizer's step, in a way "
-                    "that torch does not count: through .data, or by a function for lists of "
-                    "tensors (torch._foreach_...). The step had started to gather them. Call "
-                    "reshard() on the model after such a change, or leave "
-                    "enable_unshard_after_step off"
-                )
 
     def is_inside(self, other: UnitBase) -> bool:
         """Whether its module is below another unit's."""

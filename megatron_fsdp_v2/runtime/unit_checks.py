@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp_v2._text import readable_size
+from megatron_fsdp_v2.comm.backends import LateFlag
 from megatron_fsdp_v2.comm.rank_checks import (
     CheckRanks,
     UnitRecord,
@@ -34,12 +35,108 @@ if TYPE_CHECKING:
     from megatron_fsdp_v2.runtime.unit_base import UnitBase
 
 __all__ = [
+    "check_capture",
+    "check_captured_pass",
     "check_has_values",
     "check_outputs",
+    "check_unchanged",
     "check_units",
+    "compare_after_step",
     "compare_unit",
     "without_values",
 ]
+
+
+def check_capture(context: Context) -> None:
+    """See that what begins in the capture of a CUDA graph does in every replay what it does now.
+
+    Raises:
+        RuntimeError: The host decides something of it, or waits for the device.
+    """
+    options, groups = context.options, context.groups()
+    reasons = {
+        "ranks compare what they sharded at the first use: run a step before the capture": (
+            not context.is_checked and any(a.size > 1 for group in groups for a in group.axes)
+        ),
+        "check_ranks='always' compares on the host: leave it at 'once'": (
+            options.check_ranks is CheckRanks.ALWAYS
+        ),
+        "enable_unshard_after_step gathers beyond the end of a step: leave it off": (
+            options.enable_unshard_after_step
+        ),
+        "enable_trace_pool plans addresses anew between steps: leave it off": (
+            options.enable_trace_pool
+        ),
+        "weights are offloaded, and the host waits for gradients": any(
+            group.spec.offload is not None for group in groups
+        ),
+        "weights are quantized, with scales that the host keeps": context.has_formats,
+        "a schedule runs parts of modules": context.is_scheduled,
+        "gradients of an earlier backward are not synchronized yet": (
+            not context.is_captured and any(group.has_unreduced for group in groups)
+        ),
+    }
+    found = [reason for reason, applies in reasons.items() if applies]
+    if found:
+        raise RuntimeError(
+            f"{context.units()[0].name} cannot be captured in a CUDA graph: {'; '.join(found)}"
+        )
+
+
+def check_captured_pass(context: Context, what: str) -> None:
+    """See that a capture has all of a pass or nothing of it.
+
+    Args:
+        context: Of a pass under way.
+        what: What runs now.
+
+    Raises:
+        RuntimeError: It begins or ends within the pass.
+    """
+    if context.is_capturing != context.is_captured:
+        here, there = ("in", "outside") if context.is_capturing else ("outside", "in")
+        raise RuntimeError(
+            f"{what} runs {here} the capture of a CUDA graph, and the forward of "
+            f"{context.units()[0].name} began {there} it; capture forward and backward together"
+        )
+
+
+def compare_after_step(context: Context, unit: UnitBase) -> None:
+    """Compare weights that were gathered after a step with those that are there now.
+
+    The device compares, and the host reads what it found when it is there: see `check_unchanged`.
+    """
+    unit.is_gathered_after_step = False
+    for group in unit.held_groups:
+        changed = group.weights.changed()
+        if changed is not None:
+            context.late_flags.append((group.name, LateFlag(changed)))
+
+
+def check_unchanged(context: Context, *, wait: bool = False) -> None:
+    """See that no weights were changed unseen after a step had started to gather them.
+
+    Args:
+        context: Of the units that were compared.
+        wait: Whether the host waits for what is not there yet.
+
+    Raises:
+        RuntimeError: Some were.
+    """
+    flags, context.late_flags = context.late_flags, []
+    for index, (name, flag) in enumerate(flags):
+        found = flag.read(wait=wait)
+        if found is None:
+            context.late_flags = flags[index:]
+            return
+        if found:
+            raise RuntimeError(
+                f"weights of {name} were changed after the optimizer's step, in a way that torch "
+                "does not count: through .data, or by a function for lists of tensors "
+                "(torch._foreach_...). The step had started to gather them, so the forward after "
+                "it computed with the weights as they were. Call reshard() on the model after such "
+                "a change, or leave enable_unshard_after_step off"
+            )
 
 
 def check_units(context: Context) -> None:

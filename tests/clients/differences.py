@@ -19,7 +19,7 @@ type Shown = Mapping[str, torch.Tensor | Mapping[str, torch.Tensor]]
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """A copy of a tensor, gathered if it is sharded. Collective."""
     if isinstance(tensor, DTensor):
-        tensor = tensor.full_tensor()
+        tensor = tensor.detach().full_tensor()
     return tensor.detach().clone()
 
 

@@ -100,7 +100,7 @@ def difference_when_loaded_from_pretrained(name: str, folder: Path) -> float:
     optimizer = training.optimizer(model.parameters())
     run(training, model, optimizer, [dist.get_rank()], range(1))
     checkpoint.save(folder / "saved", model, optimizer)
-    whole = {name: param.full_tensor() for name, param in model.state_dict().items()}
+    whole = {name: param.detach().full_tensor() for name, param in model.state_dict().items()}
     if dist.get_rank() == 0:
         checkpoint.export(folder / "saved", folder / "exported" / "model.safetensors")
         model.config.save_pretrained(folder / "exported")

@@ -517,6 +517,23 @@ def test_a_step_asks_nothing_of_models_that_it_does_not_step() -> None:
     assert unit_of(other).context.weight_version == versions[1]
 
 
+@on_ranks(2)
+def test_a_frozen_parameter_of_integers_stays_as_it_is() -> None:
+    def build() -> Any:
+        model = Stack(2)
+        model.blocks[0].table = nn.Parameter(torch.arange(30).view(10, 3), requires_grad=False)
+        return model
+
+    (plain, _), (flat, _) = made = _both(optim.AdamW, build, {"lr": 0.01})
+    for each in made:
+        _train(*each)
+    assert _unequal(*made) == []
+    others = optim.AdamW(plain.parameters()), step_flat(optim.AdamW(flat.parameters()))
+    _train(plain, others[0])
+    _train(flat, others[1])
+    assert _unequal((plain, others[0]), (flat, others[1])) == []
+
+
 # -- what is refused ------------------------------------------------------------------------------
 
 

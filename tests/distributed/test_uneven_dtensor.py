@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from megatron_fsdp_v2.dtensor.row_shards import RowShards
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
+from tests.cases import longer
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import (
+    MESHES,
+    check_said,
+    fp64_pair,
     gradient_error,
     mesh_of,
     of_all_ranks,
+    on_mesh,
+    own_loss,
     pair,
-    said,
+    plain_loss,
+    strategies_on,
     wrap,
 )
 
@@ -48,7 +58,7 @@ def test_rows_are_gathered_and_handed_on_also_from_empty_shards() -> None:
         with torch.no_grad():
             param.copy_(source)
         assert torch.equal(param.full_tensor(), copied)
-    assert "sharded differently" in said(ValueError, lambda: param.detach() + other)
+    assert torch.equal((param.detach() + other).full_tensor(), full * 6)
 
 
 # -- sums and means outside of a forward, such as regularization losses ---------------------------
@@ -61,8 +71,63 @@ LOSSES: dict[str, Callable[[Any], Any]] = {
     "mean of columns": lambda p: p.square().mean(0, keepdim=True).sum(),
     "mean of rows": lambda p: p.pow(3).mean(dim=1).sum(),
     "norm": lambda p: p.norm(),
+    "largest magnitude": lambda p: p.norm(p=float("inf")),
     "two of them": lambda p: 0.1 * p.square().sum() + torch.sum(p),
+    "added up in place": lambda p: sum_in_place(p),
+    "norms of rows": lambda p: p.norm(dim=1).mean(),
+    "one number of all": lambda p: (p / p.norm()).square().mean(1).max(),
+    "transposed": lambda p: (p.t() @ p).tril().square().mean(),
+    "some columns and rows": lambda p: p[:, :2].square().mean() + p[-1].sum() + p.chunk(2)[0].sum(),
+    "stacked": lambda p: (
+        torch.stack([p, 2 * p]).square().mean() + torch.cat([p, p]).square().mean()
+    ),
+    "norms of a list": lambda p: torch.stack(torch._foreach_norm([p, 3 * p])).sum(),
+    "other shapes": lambda p: (p.view(-1) * p.flatten() + p.unsqueeze(0).reshape(-1)).mean(),
+    "over rows": lambda p: (p.softmax(0).cumsum(0) * p.topk(2, 0)[0].sum()).mean(),
+    "as a vector": lambda p: nn.utils.parameters_to_vector([p]).square().mean(),
+    "changed in place": lambda p: changed_in_place(2 * p).square().mean(),
+    "mse_loss": lambda p: nn.functional.mse_loss(p, 3 * p),
+    "std": lambda p: torch.std(p),
+    "whole": lambda p: whole(p).norm(dim=1).mean(),
+    "whole of what was computed": lambda p: whole(p.abs()).norm(dim=1).mean(),
+    "replicated": lambda p: whole(replicate(p).abs()).norm(dim=1).mean(),
+    "gradient of a gradient": lambda p: penalty(p),
 }
+
+
+def whole(tensor: Any) -> Any:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def replicate(tensor: Any) -> Any:
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return tensor.redistribute(placements=[Replicate()])
+
+
+def sum_in_place(p: Any) -> Any:
+    total = torch.zeros(())
+    for _ in range(2):
+        total = total + p.square().mean()
+        total += p.norm()
+    return total
+
+
+def changed_in_place(tensor: Any) -> Any:
+    tensor.mul_(3.0)
+    tensor[0] = 5.0
+    tensor[1:].add_(1.0) if not isinstance(tensor, DTensor) else tensor.copy_(
+        torch.cat([tensor[:1], tensor[1:] + 1.0])
+    )
+    return tensor
+
+
+def penalty(p: Any) -> Any:
+    (grad,) = torch.autograd.grad(
+        (p.pow(3).sum(1) * p.norm()).sum() + p.sum(), p, create_graph=True
+    )
+    assert type(grad) is type(p.detach()), "a plain DTensor"
+    return grad.square().mean()
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -78,29 +143,146 @@ def test_a_loss_of_a_sharded_parameter_and_its_gradient_are_those_of_the_whole(
         either(torch.ones(2, 3)).square().sum().backward()
         losses.append(LOSSES[name](either.weight))
         losses[-1].backward()
-    expected, found = losses[0], losses[1].full_tensor()
+    expected, found = losses[0], whole(losses[1])
     assert sum(of_all_ranks(bool(model.weight.to_local().numel()))) == num_holders
     assert abs(found.item() - expected.item()) < 1e-5
     assert gradient_error(model, plain) < 1e-5
 
 
-REJECTED: dict[str, Callable[[Any], Any]] = {
-    "mse_loss": lambda p: nn.functional.mse_loss(p, torch.zeros_like(p)),
-    "l1_loss": lambda p: nn.functional.l1_loss(p, torch.zeros_like(p)),
-    "cumsum": lambda p: p.cumsum(0),
-    "std": lambda p: torch.std(p),
-}
+# -- gradients of such losses beside those of forwards ---------------------------------------------
 
 
-@on_ranks(2, name=REJECTED)
-def test_a_function_that_would_be_wrong_for_uneven_shards_is_rejected(name: str) -> None:
-    weight = wrap(nn.Linear(3, 5, bias=False)).weight.detach()
-    text = said(RuntimeError, lambda: REJECTED[name](weight))
-    assert f"{name} of a sharded tensor of shape (5, 3) would be wrong" in text
+_WHEN = ("before", "after", "alone")
+"""Where a loss has the term: made before the forward, after it, or with a backward of its own."""
+
+
+@pytest.mark.parametrize(
+    ("mesh", "strategy", "is_async"),
+    [
+        ("2", "optim_grads_params", True),
+        ("3", "optim", True),
+        ("HSDP 2x2", "optim_grads", True),
+        *(longer(m, s, a) for m in MESHES for s in strategies_on(m) for a in (True, False)),
+    ],
+)
+@on_ranks("mesh", timeout_s=120)
+def test_a_gradient_of_a_sharded_parameter_is_added_once_to_what_its_unit_reduces(
+    mesh: str, strategy: str, is_async: bool
+) -> None:
+    terms: list[Callable[[Any], Any]] = [
+        lambda w: whole(w).norm(dim=1).mean(),
+        lambda w: whole(w.abs()).norm(dim=1).mean(),
+        lambda w: whole(w.square().sum() + 3 * w.norm(dim=0).mean()),
+    ]
+    kinds = itertools.product(("row", "tensor"), ("one", "two", "no_sync"), _WHEN)
+    for number, (granularity, passes, when) in enumerate(kinds):
+        term = terms[number % len(terms)]
+        options = {**on_mesh(mesh), "shard_granularity": granularity}
+        plain, model = fp64_pair(strategy, enable_async_reduce_grad=is_async, **options)
+        params = [(m.blocks[0].up.weight, m.output.weight, m.output.bias) for m in (plain, model)]
+        for step in range(1 if passes == "one" else 2):
+            first = [10 * term(w) + term(v) for w, v, _ in params]
+            losses = [plain_loss(plain, step), own_loss(model, step)]
+            last = [10 * term(w) + term(v) for w, v, _ in params]
+            direct = first if when == "before" else last
+            totals = [a + b for a, b in zip(losses, direct, strict=True)]
+            with model.no_sync() if passes == "no_sync" and not step else nullcontext():
+                for total in totals if when != "alone" else [*losses, *direct]:
+                    total.backward()
+        assert gradient_error(model, plain) < 1e-12, (granularity, passes, when)
+        assert all(
+            (p.grad is not None) == bool(p.to_local().numel()) for p in model.parameters()
+        ), "a gradient without rows"
+
+
+# -- what is written -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("granularity", ["row", "tensor"])
+@on_ranks(3)
+def test_what_is_written_into_any_view_is_written_to_rows(granularity: str) -> None:
+    plain, model = pair(lambda: nn.Conv1d(4, 6, 3), shard_granularity=granularity)
+    weights = plain.weight, model.weight
+
+    def check(*calls: Callable[[Any], Any]) -> None:
+        for number, call in enumerate(calls):
+            version = weights[1]._version
+            with torch.no_grad():
+                for weight in weights:
+                    call(weight)
+            assert torch.equal(weights[1].full_tensor(), weights[0]), number
+            assert weights[1]._version > version, number
+
+    def halves(weight: Any) -> None:
+        first, second = weight.chunk(2)
+        first.fill_(2.0)
+        second[0].add_(first.sum())
+
+    check(
+        nn.init.dirac_,
+        lambda w: w[2].zero_(),
+        lambda w: w.data[1:3, 0].fill_(7.0),
+        lambda w: w.view(-1).copy_(w.flatten() * 2),
+        lambda w: w.__setitem__(w > 1, 0.5),
+        lambda w: w.__setitem__((slice(None), 1), 3.0),
+        lambda w: torch.mul(w.detach(), 3.0, out=w.detach()),
+        lambda w: w.index_fill_(
+            0,
+            DTensor.from_local(torch.tensor([4]), mesh_of(3), [Replicate()])
+            if isinstance(w, DTensor)
+            else torch.tensor([4]),
+            -1.0,
+        ),
+        halves,
+    )
+    matrix = wrap(nn.Linear(4, 5)).weight
+    with torch.no_grad():
+        nn.init.orthogonal_(matrix)
+        product = matrix.T @ matrix
+        nn.init.eye_(matrix)
+    assert torch.allclose(product.full_tensor(), torch.eye(4), atol=1e-6)
+    assert torch.equal(matrix.full_tensor(), torch.eye(5, 4))
 
 
 @on_ranks(2)
-def test_it_is_torchs_own_where_shards_are_even() -> None:
-    weight = wrap(nn.Linear(8, 4, bias=False)).weight.detach()
-    loss = nn.functional.mse_loss(weight, torch.zeros_like(weight)).full_tensor()
-    assert abs(loss.item() - weight.full_tensor().square().mean().item()) < 1e-6
+def test_what_cannot_be_done_with_rows_is_an_error_that_names_it() -> None:
+    model: Any = wrap(nn.Linear(3, 5, bias=False))
+    weight = model.weight
+    view, kept = weight.detach()[1], 2 * weight
+    with torch.no_grad():
+        weight.mul_(2.0)
+    check_said(
+        RuntimeError,
+        {
+            "sum is given what was a view": view.sum,
+            "t_ changes the shape": weight.detach().t_,
+            "fill_ writes, where autograd records": lambda: kept[0].fill_(1.0 * kept.sum()),
+            "multinomial of a sharded tensor draws": lambda: weight.multinomial(1),
+            "a leaf Variable that requires grad": lambda: weight.mul_(2.0),
+            "linear computes with weight": lambda: nn.functional.linear(torch.ones(3), weight),
+            "mul mixes sharded tensors": lambda: weight.detach().t() * torch.ones(5),
+            "to_sparse of a sharded tensor": weight.to_sparse,
+        },
+    )
+    check_said(
+        ValueError,
+        {
+            "grad_placements takes": lambda: weight.full_tensor(grad_placements=[Shard(0)]),
+            "to_local: gradients": lambda: weight.to_local(grad_placements=[Replicate()]),
+        },
+    )
+
+
+@on_ranks(3)
+def test_gradients_of_the_whole_are_summed_where_placements_say_so() -> None:
+    full = torch.arange(20.0).view(5, 4)
+    for placements, factor in ((None, 1), ([Replicate()], 1), ([Partial()], 1 + 2 + 3)):
+        param = nn.Parameter(_uneven(full, ((0, 0), (0, 4), (4, 5))))
+        seen: list[Any] = []
+        product = 1.0 * param
+        product.register_hook(lambda grad, seen=seen: seen.append(type(grad)))
+        share = dist.get_rank() + 1 if factor > 1 else 1
+        (share * product.full_tensor(grad_placements=placements).square()).sum().backward()
+        expected = factor * 2 * full[slice(*param.local_rows)]
+        grad = torch.zeros_like(expected) if param.grad is None else param.grad.to_local()
+        assert torch.equal(grad, expected) and seen == [UnevenDTensor]

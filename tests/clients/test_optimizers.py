@@ -1,0 +1,95 @@
+"""Every class of optimizers of some packages: as unsharded, or rejected by name, never silent."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from importlib.metadata import version
+
+import pytest
+
+from tests.clients.optimizers import PACKAGES, WAYS, Outcome, Way, classes, outcome
+from tests.clients.table import pinned
+from tests.pages import cells_of, check_part, table
+from tests.processes import ROOT
+from tests.ranks import RankPools
+
+PAGE = "docs/optimizers.md"
+PART = "optimizers"
+CASES = [f"{module}.{name}" for module in PACKAGES for name in classes(module)]
+_HEAD = ("module", "version", "classes", "sharded")
+_BEGIN, _END = f"<!-- {PART}: begin -->\n", f"\n<!-- {PART}: end -->\n"
+
+type Rows = dict[str, str]
+
+
+def _shown() -> Rows:
+    """What the page says of each class."""
+    part = (ROOT / PAGE).read_text().partition(_BEGIN)[2].partition(_END)[0]
+    rows: Rows = {}
+    for line in part.splitlines()[2:]:
+        module, _, names, text = cells_of(line)
+        rows.update((f"{module.strip('`')}.{name}", text) for name in names.split(", "))
+    return rows
+
+
+def _text(rows: Mapping[str, str]) -> str:
+    lines = []
+    for module, package in PACKAGES.items():
+        names: dict[str, list[str]] = defaultdict(list)
+        for name in classes(module):
+            names[rows.get(f"{module}.{name}", "unknown")].append(name)
+        installed = version(package).partition("+")[0]
+        for text in sorted(names, key=lambda text: (not text.startswith("right"), text)):
+            lines.append((f"`{module}`", installed, ", ".join(names[text]), text))
+    return table(_HEAD, lines)
+
+
+@pytest.fixture(scope="module")
+def rows(request: pytest.FixtureRequest) -> Iterator[Rows]:
+    """The page's; with `--write-docs` what tests find is written there."""
+    rows = _shown() if (ROOT / PAGE).read_text().count(_BEGIN) else {}
+    yield rows
+    if request.config.getoption("--write-docs"):
+        check_part(request, PAGE, PART, _text(rows))
+
+
+def _is_named(qualified: str, text: str) -> bool:
+    """Whether an error names the optimizer, and so is this package's."""
+    name = qualified.rpartition(".")[2]
+    return f".{name} cannot step sharded parameters" in text
+
+
+def _row(qualified: str, found: Outcome) -> str:
+    ranks = WAYS.get(qualified, Way()).ranks
+    of_few = "" if len(ranks) > 1 else " on 2 ranks; rounding of a mean over 3 moves it far"
+    return found.row + of_few
+
+
+@pytest.mark.functional
+@pytest.mark.parametrize("qualified", CASES)
+def test_an_optimizer_steps_like_the_whole_or_is_rejected_by_name(
+    request: pytest.FixtureRequest, clients: RankPools, rows: Rows, qualified: str
+) -> None:
+    found: list[Outcome] = [
+        o for n in WAYS.get(qualified, Way()).ranks for o in clients(n).run(outcome, qualified)
+    ]
+    verdicts = {each.verdict for each in found}
+    assert len(verdicts) == 1 and "wrong" not in verdicts, found
+    if verdicts == {"rejected"}:
+        assert all(each.step == 0 and _is_named(qualified, each.text) for each in found), found
+    if request.config.getoption("--write-docs"):
+        rows[qualified] = _row(qualified, found[0])
+    assert {_row(qualified, each) for each in found} == {rows.get(qualified)}, (
+        "run pytest tests/clients/test_optimizers.py --write-docs"
+    )
+
+
+def test_the_page_has_every_class_that_is_installed(
+    request: pytest.FixtureRequest, rows: Rows
+) -> None:
+    if request.config.getoption("--write-docs"):
+        pytest.skip("the table is being written")
+    assert list(rows) and rows.keys() == set(CASES)
+    assert (ROOT / PAGE).read_text().count(_text(rows)) == 1
+    assert {p: version(p) for p in PACKAGES.values() if p != "torch"}.items() <= pinned().items()

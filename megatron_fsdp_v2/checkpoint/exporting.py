@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from megatron_fsdp_v2.checkpoint.errors import naming_full_disk
 from megatron_fsdp_v2.checkpoint.kinds import Kind, find_kind
 from megatron_fsdp_v2.checkpoint.model_tensors import MODEL, FolderSource, Layout
 from megatron_fsdp_v2.checkpoint.plain_tensors import (
@@ -179,13 +180,14 @@ def _write(
     progress: Progress | None,
 ) -> Exported:
     progress = progress or (lambda done, total: None)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if target.suffix == SAFETENSORS_SUFFIX:
-        files = write_safetensors(source, target, dtype, max_shard_bytes, progress)
-    elif target.suffix in PT_SUFFIXES:
-        files = write_pt(source, target, dtype, progress)
-    else:
-        files = _write_folder(source, target, dtype, progress)
+    with naming_full_disk(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if target.suffix == SAFETENSORS_SUFFIX:
+            files = write_safetensors(source, target, dtype, max_shard_bytes, progress)
+        elif target.suffix in PT_SUFFIXES:
+            files = write_pt(source, target, dtype, progress)
+        else:
+            files = _write_folder(source, target, dtype, progress)
     written = [converted(t, dtype) for t in source.tensors if t.name not in source.tied]
     return Exported(
         tuple(files),

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megatron_fsdp_v2._text import listed
-from megatron_fsdp_v2.checkpoint.errors import CheckpointError
+from megatron_fsdp_v2.checkpoint.errors import CheckpointError, NotFoundError
 from megatron_fsdp_v2.checkpoint.manifest import Manifest
 from megatron_fsdp_v2.checkpoint.pickles import Call, Mapping, Name, PickleError, read_pickle
 from megatron_fsdp_v2.checkpoint.trust import (
@@ -58,11 +58,15 @@ _METADATA_CLASSES = frozenset(
     }
 )
 
+_PLAN_CLASSES = ("SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")
+
 # What is stored under these names is never made, only looked at.
 _ALLOWED = frozenset(
     {
         *((f"{_DCP}.metadata", name) for name in _METADATA_CLASSES),
         (f"{_DCP}.filesystem", "_StorageInfo"),
+        # Megatron leaves the plans of all ranks in its metadata; torch writes them from 2.15 on.
+        *((f"{_DCP}.planner", name) for name in _PLAN_CLASSES),
         ("collections", "OrderedDict"),
         ("pathlib", "PosixPath"),
         ("pathlib", "PurePosixPath"),
@@ -96,8 +100,9 @@ def read_metadata(path: str | Path, manifest: Manifest | None = None) -> Metadat
         manifest: Its manifest, against which the bytes are checked first.
 
     Raises:
-        CheckpointError: There is none, it cannot be read, it refers to anything but metadata, or a
-            number or name in it is out of range.
+        NotFoundError: There is nothing, or a folder of checkpoints.
+        CheckpointError: It cannot be read, it refers to anything but metadata, or a number or name
+            in it is out of range.
     """
     folder = Path(path)
     file = folder / METADATA
@@ -146,7 +151,7 @@ def _content(folder: Path) -> bytes:
     if not folder.is_dir():
         more = f"; {unfinished.name} beside it is a save that was cut short"
         kind = "is not a folder" if folder.exists() else "does not exist"
-        raise CheckpointError(f"{folder} {kind}{more if unfinished.is_dir() else ''}")
+        raise NotFoundError(f"{folder} {kind}{more if unfinished.is_dir() else ''}")
     file = folder / METADATA
     if file.is_file():
         file_inside(folder, METADATA)
@@ -156,13 +161,13 @@ def _content(folder: Path) -> bytes:
         return file.read_bytes()
     inside = sorted(p.parent.name for p in folder.glob(f"*/{METADATA}"))
     if inside:
-        raise CheckpointError(
+        raise NotFoundError(
             f"{folder} is not a checkpoint, it holds some: name one of {listed(inside, _SHOWN)}"
         )
-    found = listed(sorted(p.name for p in folder.iterdir()), _SHOWN) or "nothing"
-    raise CheckpointError(
+    names = sorted(p.name for p in folder.iterdir())
+    raise (CheckpointError if names else NotFoundError)(
         f"{folder} is not a folder of torch's distributed checkpoint, or its save was cut short: "
-        f"it has no {METADATA}, only {found}"
+        f"it has no {METADATA}, only {listed(names, _SHOWN) or 'nothing'}"
     )
 
 

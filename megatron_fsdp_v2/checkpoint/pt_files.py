@@ -19,7 +19,7 @@ from typing import Any, override
 import torch
 
 from megatron_fsdp_v2.checkpoint.archives import is_archive
-from megatron_fsdp_v2.checkpoint.errors import CheckpointError
+from megatron_fsdp_v2.checkpoint.errors import CheckpointError, NotFoundError
 from megatron_fsdp_v2.checkpoint.folder import load_plain
 from megatron_fsdp_v2.checkpoint.plain_tensors import (
     PlainTensor,
@@ -156,7 +156,7 @@ class PtSource:
     def __init__(self, path: Path) -> None:
         self.left_out: Sequence[str] = ()
         if not path.is_file():
-            raise CheckpointError(f"{path} does not exist")
+            raise NotFoundError(f"{path} does not exist")
         loaded = load_plain(path, str(path), mmap=is_archive(path))
         if not isinstance(loaded, dict):
             raise CheckpointError(

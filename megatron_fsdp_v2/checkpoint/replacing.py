@@ -66,19 +66,26 @@ def check_replaceable(target: Path, *, or_unfinished: bool = False) -> None:
 
     Args:
         target: Where one is to be.
-        or_unfinished: Whether a folder with nothing in it, or nothing but what a save of torch's
-            leaves that was stopped, may be there.
+        or_unfinished: Whether a folder may be there with nothing in it but what a save of torch's
+            leaves that was stopped.
 
     Raises:
         ValueError: There is something that is no checkpoint.
     """
     if not target.exists() or (target / MANIFEST).exists() or (target / METADATA).exists():
         return
+    if _is_empty(target):
+        return
     if or_unfinished and target.is_dir() and all(map(_is_unfinished, os.listdir(target))):
         return
     raise ValueError(
-        f"{target} exists and is no checkpoint; name a folder that does not exist, or remove it"
+        f"{target} exists and is no checkpoint; name a folder that does not exist or is empty, or "
+        "remove it"
     )
+
+
+def _is_empty(folder: Path) -> bool:
+    return folder.is_dir() and not os.listdir(folder)
 
 
 def _is_unfinished(name: str) -> bool:
@@ -107,11 +114,16 @@ def remove_own(folder: Path) -> None:
     The mark goes last: what is left by an interruption is still known for what it is.
     """
     with contextlib.suppress(FileNotFoundError):
-        (folder / _MARK).write_text(_MARK_TEXT)
+        if not (folder / _MARK).exists():
+            # Metadata comes first: without, nobody takes it for a checkpoint. To rename it needs no
+            # space on the disk, which may be full.
+            try:
+                (folder / METADATA).rename(folder / _MARK)
+            except FileNotFoundError:
+                (folder / _MARK).touch()
         names = set(os.listdir(folder))
         own = {METADATA, f"{METADATA}.tmp", MANIFEST, _MARK}
         own |= {name for name in names if _DATA_FILE.fullmatch(name)}
-        # Metadata comes first: without, nobody takes it for a checkpoint.
         for name in sorted(own - {_MARK}):
             (folder / name).unlink(missing_ok=True)
         others = sorted(names - own)
@@ -145,7 +157,7 @@ def put_in_place(folder: Path, target: Path, *, or_unfinished: bool = False) -> 
     check_replaceable(target, or_unfinished=or_unfinished)
     previous = folder.with_name(folder.name.removesuffix(INCOMPLETE) + PREVIOUS)
     (folder / _MARK).unlink(missing_ok=True)
-    if not target.exists():
+    if not target.exists() or _is_empty(target):
         folder.rename(target)
     elif _exchanged(folder, target):
         folder.rename(previous)
@@ -250,7 +262,7 @@ def _is_own(folder: Path) -> bool:
     if (folder / _MARK).is_file() or (folder / METADATA).is_file():
         return True
     # A name with a token and nothing in it: stopped between making it and marking it.
-    if folder.is_dir() and not os.listdir(folder):
+    if _is_empty(folder):
         return True
     try:
         return Manifest.read(folder) is not None

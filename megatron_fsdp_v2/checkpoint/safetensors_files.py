@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from megatron_fsdp_v2.checkpoint.errors import CheckpointError
+from megatron_fsdp_v2.checkpoint.errors import CheckpointError, NotFoundError
 from megatron_fsdp_v2.checkpoint.plain_tensors import (
     PlainTensor,
     Progress,
@@ -245,7 +245,7 @@ def _files(path: Path) -> Iterator[tuple[Path, set[str]]]:
         return
     index = path if path.name.endswith(INDEX) else index_of(path)
     if not index.is_file():
-        raise CheckpointError(f"{path} does not exist")
+        raise NotFoundError(f"{path} does not exist")
     by_file: dict[str, set[str]] = {}
     try:
         if index.stat().st_size > _MAX_HEADER:

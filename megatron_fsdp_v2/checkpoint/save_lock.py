@@ -90,10 +90,7 @@ class SaveLock:
         content = json.dumps(_self_description(self._token)).encode()
         for _ in range(_ATTEMPTS):
             with contextlib.suppress(FileExistsError):
-                file = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
-                os.write(file, content)
-                os.fsync(file)
-                return file
+                return self._created(content)
             found = _content(self._path)
             if found is None:
                 continue
@@ -102,6 +99,20 @@ class SaveLock:
             if not _remove_stale(self._path, found):
                 time.sleep(_PAUSE_S)
         raise RuntimeError(self._refusal(_owner(_content(self._path))))
+
+    def _created(self, content: bytes) -> int:
+        file = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+        try:
+            while content:
+                # All of it, or an error: of a disk that becomes full some bytes are written.
+                content = content[os.write(file, content) :]
+            os.fsync(file)
+        except BaseException:
+            # An empty lock would keep everybody out until it is stale.
+            os.close(file)
+            self._path.unlink(missing_ok=True)
+            raise
+        return file
 
     def _refusal(self, owner: dict[str, Any]) -> str:
         who = (

@@ -38,7 +38,7 @@ from megatron_fsdp_v2.checkpoint.entries import (
     state_entries,
     tied_entries,
 )
-from megatron_fsdp_v2.checkpoint.errors import CheckpointError
+from megatron_fsdp_v2.checkpoint.errors import CheckpointError, naming_full_disk
 from megatron_fsdp_v2.checkpoint.host_memory import HostMemory
 from megatron_fsdp_v2.checkpoint.manifest import MANIFEST, Manifest, StoredFile, StoredItem
 from megatron_fsdp_v2.checkpoint.metadata import METADATA
@@ -59,6 +59,10 @@ from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 __all__ = ["save", "save_nested"]
 
 _READ_BYTES = 16 << 20
+_DESTROYED = (
+    "the process group was destroyed while the checkpoint was written; wait for the result() of "
+    "the save before destroy_process_group()"
+)
 
 _UNDER_WAY: set[Path] = set()
 _BESIDE: dict[str, Any] = {}
@@ -86,8 +90,8 @@ def save(
     and tied parameters are written once. It can be loaded at any world size and with any strategy.
 
     Args:
-        path: The folder to make. A checkpoint that is there is replaced in the end. What a link
-            leads to is replaced, and the link stays.
+        path: The folder to make, or an empty one. A checkpoint that is there is replaced in the
+            end. What a link leads to is replaced, and the link stays.
         model: Sharded by `fully_shard`, or not at all.
         optimizer: Any `torch.optim` optimizer of its parameters.
         extra: Numbers, strings, tuples, lists, dictionaries and tensors, the same on all ranks; the
@@ -122,8 +126,7 @@ def save_nested(
     manifest. What is not a tensor is pickled as it is, and has to be trusted by whoever loads it.
 
     Args:
-        path: The folder to make. A checkpoint that is there is replaced in the end, and so is a
-            folder that an interrupted save of torch's left, or an empty one.
+        path: As in `save`. What an interrupted save of torch's left is replaced as well.
         state_dict: Dictionaries and lists of tensors and other values. Of sharded tensors every
             rank gives its part; of entries that several ranks have, any one is written.
         async_save: Return once everything is copied to host memory; it may change then.
@@ -214,11 +217,13 @@ class _Ranks:
         group: The process group they talk over; None for the whole world, or one process.
         rank: This one's.
         is_alone: Whether there was no process group.
+        world: That of all ranks.
     """
 
     group: Any
     rank: int
     is_alone: bool
+    world: Any = None
 
     @classmethod
     def of_now(cls, *, is_beside: bool) -> _Ranks:
@@ -226,7 +231,7 @@ class _Ranks:
         if not dist.is_initialized():
             return cls(None, 0, is_alone=True)
         group = _dedicated_group(dist.group.WORLD) if is_beside else None
-        return cls(group, dist.get_rank(), is_alone=False)
+        return cls(group, dist.get_rank(), is_alone=False, world=dist.group.WORLD)
 
     def of_first[T](self, value: T) -> T:
         """What the first rank has. Collective."""
@@ -240,16 +245,16 @@ class _Ranks:
         """Let go of a process group that no longer works: ranks that wait for this one find out."""
         if _BESIDE.get("group") is self.group:
             _BESIDE.clear()
-        self.group = None
+        self.group = self.world = None
 
-    def check(self) -> None:
-        """Find out whether the process group is still there.
+    @property
+    def is_lost(self) -> bool:
+        """Whether the process group was destroyed; torch may save as a rank alone then."""
+        return not self.is_alone and dist.group.WORLD is not self.world
 
-        Raises:
-            RuntimeError: It was destroyed.
-        """
-        if not self.is_alone and (not dist.is_initialized() or dist.get_rank(self.group) < 0):
-            raise RuntimeError("the process group was destroyed while the checkpoint was written")
+    def reason(self, error: BaseException) -> str:
+        """What went wrong, by an error: what a lost process group leads to says nothing."""
+        return _DESTROYED if self.is_lost else _reason(error)
 
 
 class _Job:
@@ -296,10 +301,11 @@ class _Job:
 
     def _prepare(self) -> None:
         try:
-            self.target.parent.mkdir(parents=True, exist_ok=True)
-            self._lock = SaveLock(self.target)
-            remove_leftovers(self.target)
-            make_temporary(self._folder)
+            with naming_full_disk(self.target):
+                self.target.parent.mkdir(parents=True, exist_ok=True)
+                self._lock = SaveLock(self.target)
+                remove_leftovers(self.target)
+                make_temporary(self._folder)
         except OSError as error:
             raise CheckpointError(f"cannot save to {self.target}: {error}") from error
 
@@ -316,13 +322,13 @@ class _Job:
                     process_group=self.ranks.group,
                     no_dist=self.ranks.is_alone,
                 )
-                self.ranks.check()
-            except CheckpointException as error:
-                # All ranks know of it, by the process group.
-                reason = _reason(error)
-            except Exception as error:
-                reason = _reason(error)
-                self.ranks.leave()
+                if self.ranks.is_lost:
+                    raise RuntimeError(_DESTROYED)
+            except (Exception, CheckpointException) as error:
+                reason = self.ranks.reason(error)
+                # Of a CheckpointException all ranks know, by the process group.
+                if self.ranks.is_lost or not isinstance(error, CheckpointException):
+                    self.ranks.leave()
             if reason is None:
                 self._content.give_back()
                 reason = self._published()
@@ -348,10 +354,10 @@ class _Job:
         try:
             return self.ranks.of_first(reason)
         except Exception as error:
+            lost = self.ranks.reason(error)
             self.ranks.leave()
             if self.ranks.rank == 0:
                 return reason
-            lost = _reason(error)
         raise CheckpointError(
             f"the checkpoint is written, and the first rank was lost ({lost}) before it said "
             f"whether it is at {self.target} now; what is there is whole in any case"
@@ -445,7 +451,8 @@ class _Writer(FileSystemWriter):
     @override
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
         """Write this rank's items."""
-        written = super().write_data(plan, planner)
+        with naming_full_disk(self._folder):
+            written = super().write_data(plan, planner)
         checked: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
         checked.set_result(list(self._checked(written.value())))
         return checked
@@ -467,7 +474,11 @@ class _Writer(FileSystemWriter):
     @override
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Complete the checkpoint. On the first rank only."""
-        super().finish(metadata, [*results, self._named_again(metadata, results)])
+        with naming_full_disk(self._folder):
+            super().finish(metadata, [*results, self._named_again(metadata, results)])
+            self._write_manifest(results)
+
+    def _write_manifest(self, results: list[list[WriteResult]]) -> None:
         files: dict[str, list[StoredItem]] = {}
         for result in (result for of_rank in results for result in of_rank):
             assert isinstance(result, _CheckedResult)

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 
 from megatron_fsdp_v2.checkpoint.archives import ARCHIVE_ERRORS, is_archive, open_archive
 from megatron_fsdp_v2.checkpoint.coverage import coverage_problems
-from megatron_fsdp_v2.checkpoint.errors import CheckpointError
+from megatron_fsdp_v2.checkpoint.errors import CheckpointError, NotFoundError
 from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder, load_plain
 from megatron_fsdp_v2.checkpoint.kinds import Kind, find_kind
 from megatron_fsdp_v2.checkpoint.manifest import MANIFEST, StoredFile
@@ -66,6 +66,9 @@ def verify(path: str | Path, progress: Progress | None = None) -> Report:
 
     Returns:
         What was found; a checkpoint that cannot even be opened has one problem.
+
+    Raises:
+        NotFoundError: There is nothing at the path, or a folder of checkpoints.
     """
     report = Report(Path(path))
     told = progress or (lambda done, total: None)
@@ -77,6 +80,8 @@ def verify(path: str | Path, progress: Progress | None = None) -> Report:
             _verify_pt(found, report, told)
         else:
             _verify_folder(CheckpointFolder(found), report, told)
+    except NotFoundError:
+        raise
     except CheckpointError as error:
         report.problems.append(str(error))
     return report
@@ -93,6 +98,8 @@ def _verify_safetensors(path: Path, report: Report) -> None:
 
 
 def _verify_pt(path: Path, report: Report, progress: Progress) -> None:
+    if not path.is_file():
+        raise NotFoundError(f"{path} does not exist")
     # Whatever was saved, not a model alone.
     load_plain(path, str(path), mmap=is_archive(path))
     report.num_files = 1

@@ -134,6 +134,7 @@ def test_what_cannot_be_saved_or_found_is_said(tmp_path: Path) -> None:
     model, extra = net(), {"net": object()}
     stranger = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1.0)
     Path(tmp_path, "mine").mkdir()
+    Path(tmp_path, "mine", "notes.txt").touch()
     taken = said(ValueError, lambda: checkpoint.save(f"{tmp_path}/mine", model))
     unkept = said(CheckpointError, lambda: checkpoint.save(f"{tmp_path}/a", model, extra=extra))
     strange = said(ValueError, lambda: checkpoint.save(f"{tmp_path}/b", model, stranger))

@@ -115,6 +115,7 @@ def test_a_full_disk_is_said_on_every_rank_and_changes_nothing(
     first = checkpoint.load(folder, model)
     save()
     assert "failed, and nothing there has changed" in error
+    assert "a file may not become that long" in error
     assert (first, checkpoint.load(folder, model)) == (1, 2)
 
 
@@ -129,16 +130,18 @@ def test_a_checkpoint_that_was_being_replaced_is_found(tmp_path: Path) -> None:
     assert checkpoint.load(folder, _model(0.0)) == 2
 
 
-def _destroys_its_group(folder: str, destroyers: list[int]) -> None:
+def _destroys_its_group(folder: str, destroyers: list[int], moment: str) -> None:
     """End the process group of a save while it is written; see that it fails."""
     checkpoint.save(folder, _model(1.0), extra=1)
-    model, is_destroyed, write_data = _model(2.0), threading.Event(), saving._Writer.write_data
+    model, is_destroyed = _model(2.0), threading.Event()
+    place: Any = saving._Writer if moment == "write_data" else saving
+    original = getattr(place, moment)
 
-    def wait_and_write(*args: Any) -> Any:
+    def wait_and_go_on(*args: Any, **kwargs: Any) -> Any:
         assert is_destroyed.wait(20.0)
-        return write_data(*args)
+        return original(*args, **kwargs)
 
-    saving._Writer.write_data = wait_and_write  # type: ignore[method-assign]
+    setattr(place, moment, wait_and_go_on)
     future = checkpoint.save(folder, model, extra=2, async_save=True)
     assert future is not None
     if dist.get_rank() in destroyers:
@@ -147,15 +150,27 @@ def _destroys_its_group(folder: str, destroyers: list[int]) -> None:
     error = future.exception(timeout=20.0)
     assert type(error) is CheckpointError
     assert "failed, and nothing there has changed" in str(error)
+    if not dist.is_initialized():
+        assert "the process group was destroyed" in str(error)
 
 
-@pytest.mark.parametrize("destroyers", [[0, 1], [1], [0]], ids=["both", "second", "first"])
-def test_a_save_whose_process_group_ends_fails_and_leaves_what_was_there(
-    pools: RankPools, tmp_path: Path, destroyers: list[int]
+@pytest.mark.parametrize(
+    ("destroyers", "moment"),
+    [
+        ([0, 1], "write_data"),
+        ([1], "write_data"),
+        ([0], "write_data"),
+        # Torch begins to save as a rank alone then, on both ranks.
+        ([0, 1], "save_state_dict"),
+    ],
+    ids=["both", "second", "first", "both, before"],
+)
+def test_a_save_whose_process_group_ends_fails_says_so_and_leaves_what_was_there(
+    pools: RankPools, tmp_path: Path, destroyers: list[int], moment: str
 ) -> None:
     pool = RankPool(2)
     try:
-        pool.run(_destroys_its_group, str(tmp_path / "saved"), destroyers)
+        pool.run(_destroys_its_group, str(tmp_path / "saved"), destroyers, moment)
     finally:
         pool.close()
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]

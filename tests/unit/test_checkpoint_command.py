@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import resource
 import sys
 import tomllib
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from megatron_fsdp_v2 import cli
 from megatron_fsdp_v2.checkpoint import converters, model_tensors
 from megatron_fsdp_v2.checkpoint.manifest import MANIFEST
 from tests.processes import ROOT
-from tests.unit.checkpoints import FIRST, ckpt, flip, write_folder
+from tests.unit.checkpoints import FIRST, ckpt, flip, names_in, write_folder
 
 type Says = Callable[..., str]
 
@@ -99,7 +100,6 @@ def test_verify_returns_0_for_a_good_checkpoint_and_1_for_a_damaged_one(
     out = says("verify", folder, status=1)
     assert "DAMAGED (1 problem); 2 files" in out
     assert "model.layers.10.weight" in out
-    assert "does not exist" in says("verify", folder / "nothing", status=1)
 
 
 def test_verify_says_what_it_cannot_know_without_a_manifest(folder: Path, says: Says) -> None:
@@ -148,23 +148,45 @@ def test_convert_goes_there_and_back(folder: Path, tmp_path: Path) -> None:
     [
         ("inspect {0}/nothing", "does not exist"),
         ("inspect {0}/nothing.pt", "does not exist"),
+        ("verify {0}/nothing", "does not exist"),
+        ("verify {0}/nothing.pt", "does not exist"),
+        ("verify {0}/nothing.safetensors", "does not exist"),
+        ("verify {0}/empty", "has no .metadata, only nothing"),
+        ("inspect {0}/empty", "has no .metadata, only nothing"),
+        ("export {0}/empty {0}/m.pt", "has no .metadata, only nothing"),
+        ("convert {0}/empty {0}/m", "has no .metadata, only nothing"),
         ("export {0}/checkpoint {0}/there.pt", "is there already"),
         ("export {0}/checkpoint {0}/m.npz", "name it .safetensors or .pt"),
         ("export {0} {0}/m.pt", "name one of checkpoint"),
         ("convert {0}/there.pt {0}/m", "cannot be loaded"),
         ("export {0}/checkpoint {0}/m.pt --prefix x.", "no tensors called x.*"),
     ],
-    ids=["nothing", "no file", "there", "suffix", "several", "damaged", "prefix"],
 )
 def test_what_is_not_possible_is_one_sentence_and_2(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str, problem: str
 ) -> None:
     (tmp_path / "there.pt").touch()
+    (tmp_path / "empty").mkdir()
     assert ckpt(*words.format(tmp_path).split()) == 2
     captured = capsys.readouterr()
     assert problem in captured.err
     assert captured.err.count("\n") == 1
     assert captured.out == ""
+
+
+@pytest.mark.parametrize("target", ["m", "m.pt", "m.safetensors"])
+def test_a_conversion_that_finds_no_space_says_so_and_leaves_nothing(
+    folder: Path, tmp_path: Path, says: Says, target: str
+) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
+    try:
+        said = says("convert", folder, tmp_path / target, status=2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert said == f"[Errno 27] a file may not become that long: '{tmp_path / target}'\n"
+    assert names_in(tmp_path) == ["checkpoint"]
+    says("convert", folder, tmp_path / target)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 
 from megatron_fsdp_v2.checkpoint import folder as folder_module
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError
@@ -199,6 +209,20 @@ def test_a_save_that_was_cut_short_is_called_that(checkpoint: Path) -> None:
 def test_a_folder_of_checkpoints_names_them(checkpoint: Path) -> None:
     with pytest.raises(CheckpointError, match="it holds some: name one of checkpoint"):
         CheckpointFolder(checkpoint.parent)
+
+
+def test_metadata_may_have_the_plans_of_the_ranks_that_saved(checkpoint: Path) -> None:
+    """As Megatron's has, of which torch 2.15 writes what older versions leave out."""
+    (checkpoint / MANIFEST).unlink()
+    metadata: Any = read_metadata(checkpoint)
+    properties, chunk = TensorProperties(), ChunkStorageMetadata(torch.Size([0]), torch.Size([3]))
+    data = TensorWriteData(chunk, properties, torch.Size([3]))
+    item = WriteItem(MetadataIndex(OTHER, torch.Size([0])), WriteItemType.SHARD, tensor_data=data)
+    metadata.all_local_plans = [SavePlan([item]), SavePlan([])]
+    (checkpoint / METADATA).write_bytes(pickle.dumps(metadata))
+    found = read_metadata(checkpoint)
+    assert not hasattr(found, "all_local_plans")
+    assert found.storage_data == metadata.storage_data
 
 
 class MakesFile:

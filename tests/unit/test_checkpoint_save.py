@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -22,7 +25,7 @@ from torch import nn
 
 from megatron_fsdp_v2 import checkpoint
 from megatron_fsdp_v2.checkpoint import replacing, save_lock
-from megatron_fsdp_v2.checkpoint.errors import CheckpointError
+from megatron_fsdp_v2.checkpoint.errors import CheckpointError, naming_full_disk
 from megatron_fsdp_v2.checkpoint.metadata import METADATA
 from megatron_fsdp_v2.checkpoint.save_lock import STALE_S, SaveLock, lock_file_of
 from tests.unit.checkpoints import names_in
@@ -105,6 +108,65 @@ def test_a_link_stays_and_what_it_leads_to_is_replaced(tmp_path: Path, exchanges
         assert load(link) == load(tmp_path / "disk" / "step_1") == value
     assert names_in(tmp_path / "disk") == ["step_1"]
     assert names_in(tmp_path) == ["disk", "latest"]
+
+
+def test_an_empty_folder_is_taken_and_any_other_is_rejected(
+    tmp_path: Path, exchanges: bool
+) -> None:
+    path = tmp_path / "k"
+    path.mkdir()
+    save(path, 1)
+    assert load(path) == 1
+    assert names_in(tmp_path) == ["k"]
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match="exists and is no checkpoint"):
+        save(tmp_path / "mine", 1)
+
+
+# -- a full disk ----------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def no_file_longer_than(nbytes: int) -> Iterator[None]:
+    """Stands for a disk that becomes full, for who may not mount a small one."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_save_that_finds_no_space_says_so_and_leaves_nothing_in_the_way(tmp_path: Path) -> None:
+    path, limits = tmp_path / "k", itertools.count(0, 150)
+    save(path, 1)
+    num_failed, value = 0, 1
+    while value == 1:
+        try:
+            with no_file_longer_than(next(limits)):
+                save(path, 2)
+            value = 2
+        except CheckpointError as error:
+            num_failed += 1
+            assert "a file may not become that long" in str(error)
+        assert names_in(tmp_path) == ["k"]
+        assert load(path) == value
+    # Of the lock, of the values, of what describes them.
+    assert num_failed > 5
+    with no_file_longer_than(0), pytest.raises(CheckpointError):
+        save(path, 3)
+    save(path, 3)
+    assert load(path) == 3
+
+
+def test_that_a_disk_is_full_is_said_where_torch_hides_it() -> None:
+    with (
+        pytest.raises(OSError, match="the disk is full: 'somewhere'"),
+        naming_full_disk(Path("somewhere")),
+        Path("/dev/full").open("wb", buffering=0) as file,
+    ):
+        torch.save(torch.ones(10_000), file)
 
 
 # -- locks ----------------------------------------------------------------------------------------

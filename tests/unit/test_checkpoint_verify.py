@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorSt
 
 from megatron_fsdp_v2 import checkpoint
 from megatron_fsdp_v2.checkpoint import verifying
-from megatron_fsdp_v2.checkpoint.errors import CheckpointError
+from megatron_fsdp_v2.checkpoint.errors import CheckpointError, NotFoundError
 from megatron_fsdp_v2.checkpoint.exporting import convert, export
 from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder
 from megatron_fsdp_v2.checkpoint.inspecting import inspect
@@ -117,9 +117,11 @@ def test_a_file_that_the_manifest_does_not_know_is_a_problem(folder: Path) -> No
     assert verify(folder).problems == [f"not in the manifest: {SECOND}"]
 
 
-def test_a_checkpoint_that_cannot_be_opened_has_that_problem(tmp_path: Path) -> None:
-    (problem,) = verify(tmp_path / "nothing").problems
-    assert "does not exist" in problem
+def test_what_is_not_there_is_not_damaged(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for name in ("nothing", "nothing.pt", "nothing.safetensors", "empty"):
+        with pytest.raises(NotFoundError, match=r"does not exist|only nothing"):
+            verify(tmp_path / name)
 
 
 def test_metadata_that_contradicts_itself_is_found(folder: Path) -> None:
@@ -256,7 +258,6 @@ def test_every_kind_is_verified_for_what_it_is(tmp_path: Path) -> None:
         file.write_bytes(content)
     assert not verify(tmp_path / "x.pt").is_good
     assert not verify(tmp_path / "dcp").is_good
-    assert not verify(tmp_path / "nothing").is_good
 
 
 def test_overlapping_chunks_that_leave_a_gap_are_found(tmp_path: Path) -> None:

@@ -381,6 +381,10 @@ class _Timed:
         """See `Communicator.memory`."""
         return self.inner.memory()
 
+    def synchronize(self) -> None:
+        """See `Communicator.synchronize`."""
+        self.inner.synchronize()
+
     def settle(self) -> None:
         """See `Communicator.settle`."""
         self.inner.settle()

@@ -31,7 +31,7 @@ from megatron_fsdp_v2.plan.sharding import Strategy
 from megatron_fsdp_v2.plan.sources import (
     SourceResult,
     build_on_meta,
-    find_source,
+    describe_flags,
     model_arguments,
 )
 
@@ -324,7 +324,7 @@ def _described(args: argparse.Namespace) -> SourceResult:
         if given:
             shown = ", ".join("--" + name.replace("_", "-") for name in given)
             raise ValueError(f"{shown}: training flags say this themselves; leave it out")
-        return find_source()(args.flags, args.ranks)
+        return describe_flags(args.flags, args.ranks)
     if args.model is None:
         raise ValueError(
             "nothing to plan: give --model module:function, or training flags after --"

@@ -29,7 +29,7 @@ __all__ = [
     "Source",
     "SourceResult",
     "build_on_meta",
-    "find_source",
+    "describe_flags",
     "model_arguments",
 ]
 
@@ -57,21 +57,26 @@ Source = Callable[[Sequence[str], int], SourceResult]
 """From training flags and a number of ranks to what is trained; raises `FlagsError`."""
 
 
-def find_source() -> Source:
-    """What an adapter offers, imported when it is asked for.
+def describe_flags(flags: Sequence[str], num_ranks: int) -> SourceResult:
+    """What an adapter, imported when it is asked for, makes of training flags.
+
+    Args:
+        flags: The training flags.
+        num_ranks: Ranks of the job.
 
     Raises:
-        ValueError: No adapter is installed, or it cannot be imported.
+        ValueError: No adapter is installed, something cannot be imported, or the flags are
+            rejected.
     """
     for point in sorted(entry_points(group=SOURCE_GROUP)):
         try:
             source: Source = point.load()
+            return source(flags, num_ranks)
         except ImportError as error:
             raise ValueError(
                 f"training flags after -- need {error.name or error}, which cannot be imported: "
                 "install this package with its extra, megatron-fsdp-v2[megatron]"
             ) from None
-        return source
     raise ValueError(
         "training flags after -- need an adapter, and none is installed; name a function that "
         "builds the model with --model instead"

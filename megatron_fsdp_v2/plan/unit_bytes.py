@@ -123,18 +123,27 @@ class GroupBytes:
         lent = last if is_lent and not offloaded else 0
         is_lent_partial = on_cpu and axis_sizes[-1] == 2 and comm == dtypes.main_grad
         is_lent_partial &= inner is Placement.SHARD
-        summed = min(lent, SUM_CHUNK) if comm != dtypes.main_grad else 0
+        summed = min(lent, SUM_CHUNK) if comm != dtypes.main_grad or dtypes.sums_in_fp32 else 0
+        # On a device, what is summed in fp32 is received whole, and its sum is kept.
+        exchanges = dtypes.sums_in_fp32 and not on_cpu
+
+        def exchanged(numel: int, size: int, grad: Placement) -> int:
+            is_cut = exchanges and grad is Placement.SHARD and size > 1
+            return numel * comm.itemsize + numel // size * 4 if is_cut else 0
+
         return replace(
             trained,
             lent=lent * comm.itemsize,
             lent_partial=partial * comm.itemsize * is_lent_partial,
-            summed=summed * dtypes.main_grad.itemsize,
+            summed=summed * max(dtypes.main_grad.itemsize, 4 * dtypes.sums_in_fp32),
             grad_comm=numel * comm.itemsize if buffer != comm else 0,
             partial_grad=partial * dtypes.main_grad.itemsize,
             outer_comm=partial * comm.itemsize if dtypes.main_grad != comm else 0,
             received=_received(numel, axis_sizes[-1], inner, on_cpu) * comm.itemsize
+            + exchanged(numel, axis_sizes[-1], inner)
             + (0 if partial else offloading),
             outer_received=_received(partial, axis_sizes[0], outer, on_cpu) * comm.itemsize
+            + exchanged(partial, axis_sizes[0], outer)
             + (offloading if partial else 0),
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import time
 from importlib.metadata import EntryPoint
@@ -203,6 +204,7 @@ def test_bad_input_is_rejected_with_a_reason(words: str, reason: str, capsys: An
     [
         ([], "need an adapter, and none is installed"),
         (["no_such_package.plan:describe"], "no_such_package, which cannot be imported"),
+        ([HERE + "flags_that_need_a_package"], "no_such_package, which cannot be imported"),
     ],
 )
 def test_training_flags_without_an_adapter_are_rejected(
@@ -212,6 +214,11 @@ def test_training_flags_without_an_adapter_are_rejected(
     status, _, err = run(capsys, "--ranks", "8", "--", "--bf16")
     assert status == 2
     assert said in err
+
+
+def flags_that_need_a_package(flags: list[str], num_ranks: int) -> sources.SourceResult:
+    importlib.import_module("no_such_package.arguments")
+    raise AssertionError
 
 
 def flags_of_a_framework(flags: list[str], num_ranks: int) -> sources.SourceResult:

@@ -53,6 +53,14 @@ _NEEDED = "compute writes shard; "
 _GATHER = "comm reads shard writes full; "
 _REDUCE = "compute allocates b; reduce waits for compute; reduce reads b; "
 SCHEDULES: dict[str, tuple[str, Faults]] = {
+    "what the host waited for is done before all that it queues then": (
+        "comm writes b; comm notes it; host awaits it; host reads b writes b; compute reads b",
+        [],
+    ),
+    "the host uses what it did not wait for": (
+        "comm writes b; comm notes it; compute awaits it; host reads b",
+        [(Fault.UNORDERED, 0, 3)],
+    ),
     "a gather between its waits is in order": (
         f"{_NEEDED}comm waits for compute; {_GATHER}comm notes it; compute awaits it; "
         "compute reads full",

@@ -19,7 +19,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 from megatron_fsdp_v2.diagnostics.simulation.devices import Device, Done
 from megatron_fsdp_v2.diagnostics.simulation.network import Network
 
-__all__ = ["BACKEND", "SimulatedProcessGroup", "simulated_groups", "simulated_ranks"]
+__all__ = [
+    "BACKEND",
+    "PythonGroup",
+    "SimulatedProcessGroup",
+    "simulated_groups",
+    "simulated_ranks",
+]
 
 BACKEND = "sim"
 MOST_FILLED = 1 << 20
@@ -55,7 +61,57 @@ class _Work(Work):
         return future
 
 
-class SimulatedProcessGroup(dist.ProcessGroup):
+class PythonGroup(dist.ProcessGroup):
+    """A process group whose collectives are methods in Python.
+
+    Args:
+        rank: This rank in the group.
+        size: Ranks of the group.
+        name: Of its communicator.
+        backend: Name of its backend.
+    """
+
+    def __init__(self, rank: int, size: int, name: str, backend: str) -> None:
+        # The one with a store makes a group that C++ alone answers for.
+        make: Any = super().__init__
+        make(rank, size)
+        self._communicator = name
+        self._backend_name = backend
+
+    def getBackendName(self) -> str:
+        """Asked for by c10d."""
+        return self._backend_name
+
+    # C++ asks for names by these methods, and keeps those of its own groups with their backends.
+
+    def getGroupName(self) -> str:
+        """Asked for by c10d."""
+        return self._communicator
+
+    def getGroupDesc(self) -> str:
+        """Asked for by c10d."""
+        return self._backend_name
+
+    @override
+    def _set_group_name(self, name: Any) -> None:
+        self._communicator = name
+
+    @override
+    def _set_group_desc(self, desc: str) -> None:
+        del desc
+
+    @property
+    @override
+    def group_name(self) -> Any:
+        return self._communicator
+
+    @property
+    @override
+    def group_desc(self) -> str:
+        return self._backend_name
+
+
+class SimulatedProcessGroup(PythonGroup):
     """A process group of which this process is one rank, and the others are a network's times.
 
     Args:
@@ -76,45 +132,10 @@ class SimulatedProcessGroup(dist.ProcessGroup):
         device: Device,
         network: Network,
     ) -> None:
-        # The one with a store makes a group that C++ alone answers for.
-        make: Any = super().__init__
-        make(rank, size)
+        super().__init__(rank, size, name, BACKEND)
         self._ranks = ranks
-        self._communicator = name
         self._device = device
         self._network = network
-
-    def getBackendName(self) -> str:
-        """Asked for by c10d."""
-        return BACKEND
-
-    # C++ asks for names by these methods, and keeps those of its own groups with their backends.
-
-    def getGroupName(self) -> str:
-        """Asked for by c10d."""
-        return self._communicator
-
-    def getGroupDesc(self) -> str:
-        """Asked for by c10d."""
-        return BACKEND
-
-    @override
-    def _set_group_name(self, name: Any) -> None:
-        self._communicator = name
-
-    @override
-    def _set_group_desc(self, desc: str) -> None:
-        del desc
-
-    @property
-    @override
-    def group_name(self) -> Any:
-        return self._communicator
-
-    @property
-    @override
-    def group_desc(self) -> str:
-        return BACKEND
 
     def _issue(self, kind: str, nbytes: int, results: list[Any]) -> _Work:
         seconds, link = 0.0, f"{self._communicator} alone"
@@ -211,6 +232,13 @@ class SimulatedProcessGroup(dist.ProcessGroup):
     @override
     def barrier(self, opts: Any = None) -> Any:
         return self._issue("barrier", 0, [])
+
+    # From torch 2.15 on c10d calls these by other names.
+    all_gather_single = _allgather_base
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
+    reduce_scatter_single = _reduce_scatter_base
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+    all_to_all_single = alltoall_base
 
     def _reduced(self, tensor: torch.Tensor, opts: Any) -> torch.Tensor:
         op = getattr(opts, "reduceOp", dist.ReduceOp.SUM)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import override
 
 from megatron_fsdp_v2.diagnostics.stream_safety.schedule import (
+    HOST,
     Allocation,
     Buffer,
     EventRecord,
@@ -116,6 +117,8 @@ class _Checker:
 
     def run(self) -> list[Violation]:
         for index, record in enumerate(self._schedule.records):
+            if record.stream != HOST and self._clocks[HOST]:
+                self._merge(record.stream, self._clocks[HOST])
             self._clocks[record.stream][record.stream] = index
             if isinstance(record, EventRecord):
                 self._events[record.event] = dict(self._clocks[record.stream])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, override
 
@@ -16,15 +16,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_fsdp_v2.comm.calls import all_gather_single
 from megatron_fsdp_v2.comm.interface import Axis
 from megatron_fsdp_v2.comm.streams import Stream
-from megatron_fsdp_v2.diagnostics.stream_safety.accesses import accesses_of
+from megatron_fsdp_v2.diagnostics.stream_safety.accesses import (
+    Accesses,
+    accesses_of,
+    plain_tensors,
+)
 from megatron_fsdp_v2.diagnostics.stream_safety.backward import BackwardStreams, running_node
-from megatron_fsdp_v2.diagnostics.stream_safety.schedule import Buffer, Region, Schedule
+from megatron_fsdp_v2.diagnostics.stream_safety.schedule import HOST, Buffer, Region, Schedule
 from megatron_fsdp_v2.memory.allocator import ObservedBuffer, TemporaryBuffer
+from megatron_fsdp_v2.memory.host_memory import is_in_host_memory
 
 __all__ = [
     "COMPUTE",
     "OperationMode",
     "RecordedCollectives",
+    "RecordedEvent",
     "RecordedStream",
     "StreamRecorder",
     "WatchedBuffer",
@@ -33,12 +39,17 @@ __all__ = [
 COMPUTE = "compute"
 """Name of the stream that everything outside of a communication stream runs on."""
 
+_COPIES = (torch.ops.aten.copy_, torch.ops.aten._foreach_copy_, torch.ops.aten._to_copy)
+"""Operations between host memory and a device; every other one is on one side."""
+
 
 @dataclass(slots=True)
 class _Storage:
     """A storage seen in an operation, and what the allocator of a GPU would know of it.
 
     Several storages may be parts of one buffer; `start` is the first byte of this one in it.
+    Host memory has `HOST` for its stream, and is not followed when it is freed: the allocator of
+    pinned memory waits for copies itself.
     """
 
     ref: StorageWeakRef
@@ -64,13 +75,33 @@ class RecordedStream:
         """Write down that this stream waits for another one."""
         self._recorder.settled.wait_stream(self.name, stream.name)
 
-    def record_event(self) -> int:
+    def record_event(self) -> RecordedEvent:
         """Write down an event on this stream."""
-        return self._recorder.settled.record_event(self.name)
+        return RecordedEvent(self._recorder.settled.record_event(self.name), self._recorder)
 
-    def wait_event(self, event: Any, /) -> None:
+    def wait_event(self, event: RecordedEvent, /) -> None:
         """Write down that this stream waits for an event."""
-        self._recorder.settled.wait_event(self.name, event)
+        self._recorder.settled.wait_event(self.name, event.number)
+
+    def synchronize(self) -> None:
+        """Write down that the host waits for this stream."""
+        self._recorder.settled.wait_stream(HOST, self.name)
+
+
+class RecordedEvent:
+    """An event by number, with the methods of `torch.cuda.Event` once it is recorded."""
+
+    def __init__(self, number: int, recorder: StreamRecorder) -> None:
+        self.number = number
+        self._recorder = recorder
+
+    def wait(self, stream: RecordedStream | None = None) -> None:
+        """Write down that a stream waits for it, the current one if none is given."""
+        (stream or self._recorder.current_stream()).wait_event(self)
+
+    def synchronize(self) -> None:
+        """Write down that the host waits for it."""
+        self._recorder.settled.wait_event(HOST, self.number)
 
 
 class StreamRecorder:
@@ -159,8 +190,18 @@ class StreamRecorder:
         finally:
             self._is_paused = before
 
+    def is_on_host(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is in host memory: offloaded, or made of what is."""
+        storage = self._storages.get(tensor.untyped_storage()._cdata)
+        return is_in_host_memory(tensor) or (storage is not None and storage.stream == HOST)
+
     def operation(
-        self, name: str, reads: Iterable[torch.Tensor], writes: Iterable[torch.Tensor]
+        self,
+        name: str,
+        reads: Iterable[torch.Tensor],
+        writes: Iterable[torch.Tensor],
+        *,
+        on_host: bool = False,
     ) -> None:
         """Write down work on the current stream, after the allocations of what is new in it.
 
@@ -168,23 +209,30 @@ class StreamRecorder:
             name: What it is.
             reads: Plain tensors it reads.
             writes: Plain tensors it writes.
+            on_host: Whether the host does it at once; what it makes is in host memory.
         """
-        written = self._regions(name, writes, made_here=True)
-        read = self._regions(name, reads, made_here=False)
+        if on_host:
+            # Numbers, such as counts of steps, are not told from those of a device.
+            reads, writes = ([t for t in each if t.dim()] for each in (reads, writes))
+        written = self._regions(name, writes, made_here=True, on_host=on_host)
+        read = self._regions(name, reads, made_here=False, on_host=on_host)
         if not written and not read:
             return
         self.settled.operation(
-            self.current_stream().name, name, [r for r in read if r not in written], written
+            HOST if on_host else self.current_stream().name,
+            name,
+            [r for r in read if r not in written],
+            written,
         )
 
     def _regions(
-        self, name: str, tensors: Iterable[torch.Tensor], *, made_here: bool
+        self, name: str, tensors: Iterable[torch.Tensor], *, made_here: bool, on_host: bool
     ) -> list[Region]:
         regions: dict[Region, None] = {}
         for tensor in tensors:
             if tensor.numel() == 0 or tensor.device.type == "meta":
                 continue
-            storage = self._storage_of(tensor, name, made_here=made_here)
+            storage = self._storage_of(tensor, name, made_here=made_here, on_host=on_host)
             start = storage.start + int(tensor.storage_offset()) * tensor.element_size()
             strides = zip(tensor.shape, tensor.stride(), strict=True)
             last = sum((size - 1) * int(stride) for size, stride in strides)
@@ -213,15 +261,23 @@ class StreamRecorder:
         """Whether the tensor's storage was seen before."""
         return tensor.untyped_storage()._cdata in self._storages
 
-    def _storage_of(self, tensor: torch.Tensor, maker: str, *, made_here: bool) -> _Storage:
+    def _storage_of(
+        self, tensor: torch.Tensor, maker: str, *, made_here: bool, on_host: bool = False
+    ) -> _Storage:
         untyped = tensor.untyped_storage()
         found = self._storages.get(untyped._cdata)
-        if found is not None:
+        is_on_host = on_host or self.is_on_host(tensor)
+        # One that is said to be in host memory after it was made begins again as such.
+        if found is not None and is_on_host == (found.stream == HOST):
             # The weak reference keeps this address from being used for another storage.
             return found
         self._num_unnamed += 1
         origin = f"of {maker}" if made_here else "from before"
         buffer = Buffer(f"tensor {self._num_unnamed} {origin}")
+        if is_on_host:
+            ref = StorageWeakRef(untyped)  # type: ignore[no-untyped-call]
+            self._storages[untyped._cdata] = _Storage(ref, buffer, HOST, has_memory=False)
+            return self._storages[untyped._cdata]
         stream = self.current_stream().name if made_here else COMPUTE
         # What died is settled first: its memory may be the new storage's.
         schedule = self.settled
@@ -268,6 +324,8 @@ class StreamRecorder:
     def gains_memory(self, tensor: torch.Tensor) -> None:
         """Write down that a storage is given memory on the current stream."""
         storage = self._storage_of(tensor, "", made_here=False)
+        if storage.stream == HOST:
+            return
         storage.stream, storage.has_memory = self.current_stream().name, True
         self.settled.allocate(storage.stream, storage.buffer)
 
@@ -376,5 +434,15 @@ class OperationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not self._recorder.is_paused:
             found = accesses_of(func, args, kwargs, result)
             if found is not None:
-                self._recorder.operation(str(func), found.reads, found.writes)
+                self._record(func, args, kwargs, found)
         return result
+
+    def _record(self, func: Any, args: Any, kwargs: Mapping[str, Any], found: Accesses) -> None:
+        recorder = self._recorder
+        sides = {recorder.is_on_host(tensor) for tensor in plain_tensors([args, kwargs])}
+        moves = func.overloadpacket in _COPIES and len(sides) == 2
+        recorder.operation(
+            str(func), found.reads, found.writes, on_host=True in sides and not moves
+        )
+        if moves and not kwargs.get("non_blocking", args[2] if len(args) > 2 else False):
+            recorder.current_stream().synchronize()

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 __all__ = [
+    "HOST",
     "Allocation",
     "Buffer",
     "EventRecord",
@@ -18,6 +19,10 @@ __all__ = [
     "Schedule",
     "StreamWait",
 ]
+
+HOST = "host"
+"""Name of what stands for the host: its own work, and its waits for events and streams. Whatever is
+queued on a stream comes after all of that."""
 
 
 @dataclass(slots=True, eq=False)

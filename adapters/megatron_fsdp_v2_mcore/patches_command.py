@@ -33,7 +33,12 @@ class _PatchesCommand:
         parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
     def run(self, args: argparse.Namespace) -> int:
-        """Print the table; return 1 if some patch does not fit."""
+        """Print the table; return 1 if some patch does not fit, 2 without Megatron."""
+        try:
+            version = megatron_version()
+        except RuntimeError as error:
+            sys.stderr.write(f"{error}\n")
+            return 2
         rows = [_describe(patch, _when(patch), "uninstall()") for patch in PATCHES]
         rehearsal = [
             _describe(patch, when, "the end of the rehearsal")
@@ -45,11 +50,11 @@ class _PatchesCommand:
             for patch in patches
         ]
         if args.json:
-            versions = {"megatron_core": megatron_version(), "supported": f"{SUPPORTED}.x"}
+            versions = {"megatron_core": version, "supported": f"{SUPPORTED}.x"}
             text = json.dumps({**versions, "patches": rows, "rehearsal": rehearsal}, indent=2)
         else:
             text = "\n".join(
-                [f"megatron-core {megatron_version()} (supported: {SUPPORTED}.x)", ""]
+                [f"megatron-core {version} (supported: {SUPPORTED}.x)", ""]
                 + [_paragraph(row) for row in (*rows, *rehearsal)]
             )
         sys.stdout.write(f"{text}\n")

@@ -36,7 +36,7 @@ def digests(model: list[Any], optimizer: Any) -> dict[str, str]:
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    full = tensor.detach().full_tensor() if hasattr(tensor, "full_tensor") else tensor
     data = full.detach().contiguous().view(torch.uint8).numpy().tobytes()
     return f"{tuple(full.shape)} {hashlib.sha1(data).hexdigest()}"
 

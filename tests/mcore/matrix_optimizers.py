@@ -44,7 +44,7 @@ def whole_matrices(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
     """The matrices of the layers, experts of this rank among them. Collective."""
     del optimizer
     return {
-        name.replace("module.", ""): param.full_tensor()
+        name.replace("module.", ""): param.detach().full_tensor()
         if isinstance(param, UnevenDTensor)
         else param.detach().clone()
         for chunk in model

@@ -90,14 +90,16 @@ class Layers(nn.Module):
         return loss
 
 
-def sharded_model(strategy: str = "optim_grads_params") -> Layers:
-    """The same on all calls, with fresh parameters."""
+def sharded_model(strategy: str = "optim_grads_params", **options: Any) -> Layers:
+    """The same on all calls, with fresh parameters; options are those of `fully_shard`."""
     enter_rehearsal()
     torch.manual_seed(3)
     model = Layers()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
     for module in (*model.layers, model):
-        fully_shard(module, mesh=mesh, sharding_strategy=strategy, on_missing_grad="zero")
+        fully_shard(
+            module, mesh=mesh, sharding_strategy=strategy, on_missing_grad="zero", **options
+        )
     return model
 
 
@@ -132,7 +134,7 @@ def backward(model: Layers, step: int, without: tuple[int, ...] = ()) -> None:
 
 def whole(model: Layers) -> list[torch.Tensor]:
     """Every parameter in one piece. Collective."""
-    return [param.full_tensor().clone() for param in model.parameters()]
+    return [param.detach().full_tensor().clone() for param in model.parameters()]
 
 
 def same(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -11,8 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from megatron_fsdp_v2 import MixedPrecisionPolicy, fully_shard
+from megatron_fsdp_v2.runtime import unit
 from megatron_fsdp_v2.runtime.fsdp_module import unit_of
 from megatron_fsdp_v2_mcore.formats import register_formats
+from tests.distributed import wrapping
 from tests.distributed.wrapping import listen, step_all
 from tests.mcore.session import enter_rehearsal
 
@@ -39,12 +43,23 @@ def enter(recipe: str) -> Any:
     flags = {"mxfp8": ["--fp8-recipe", recipe], "nvfp4": ["--fp4-format", "e2m1"]}
     enter_rehearsal("transformer_engine", flags.get(recipe, []))
     import transformer_engine.pytorch as te
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    assert register_formats()
+    # Modules of an earlier test would take part in its reductions of maxima.
+    FP8GlobalStateManager.reset()
+    return te
+
+
+def real() -> Any:
+    """Transformer Engine as it is installed for a GPU."""
+    import transformer_engine.pytorch as te
 
     assert register_formats()
     return te
 
 
-def layers(te: Any, recipe: str, *, quantized: bool = True) -> nn.Sequential:
+def layers(te: Any, recipe: str, *, quantized: bool = True, device: str = "cpu") -> nn.Sequential:
     """Three linear layers, the first and last of other heights than blocks have."""
     torch.manual_seed(0)
     shapes = zip(SIZES, (*SIZES[1:], 128), strict=True)
@@ -58,7 +73,7 @@ def layers(te: Any, recipe: str, *, quantized: bool = True) -> nn.Sequential:
                     bias=outer != 320,
                     params_dtype=torch.bfloat16,
                     fuse_wgrad_accumulation=True,
-                    device="cpu",
+                    device=device,
                 )
                 for inner, outer in shapes
             )
@@ -66,25 +81,31 @@ def layers(te: Any, recipe: str, *, quantized: bool = True) -> nn.Sequential:
 
 
 def sharded(
-    model: nn.Sequential, strategy: str, *, instances: int = 1, **options: Any
+    model: nn.Sequential,
+    strategy: str,
+    *,
+    instances: int = 1,
+    device: str = "cpu",
+    outer: str = "optim",
+    **options: Any,
 ) -> nn.Sequential:
     """Every layer as a unit, and the model; main weights over instances too, if there are some."""
     inner = dist.get_world_size() // instances
-    sizes, names = (instances, inner), ("dp_outer", "dp")
-    if instances == 1:
-        sizes, names = sizes[1:], names[1:]
-    else:
-        options["outer_dp_sharding_strategy"] = "optim"
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    if instances > 1:
+        options["outer_dp_sharding_strategy"] = outer
+    shape = (inner,) if instances == 1 else (instances, inner)
+    mesh = wrapping.mesh_of(*shape) if device == "cpu" else init_device_mesh(device, shape)
     for layer in [*model, model]:
         fully_shard(layer, mesh=mesh, sharding_strategy=strategy, mp_policy=POLICY, **options)
     return model
 
 
-def step(te: Any, model: nn.Sequential, recipe: str, seed: int = 0) -> torch.Tensor:
+def step(
+    te: Any, model: nn.Sequential, recipe: str, seed: int = 0, device: str = "cpu"
+) -> torch.Tensor:
     """Forward and backward of this rank's batch; return the loss."""
     generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
-    inputs = torch.randn(32, SIZES[0], generator=generator).bfloat16()
+    inputs = torch.randn(32, SIZES[0], generator=generator).bfloat16().to(device)
     with te.autocast(enabled=True, recipe=recipe_of(recipe)):
         loss = model(inputs).float().square().mean()
     loss.backward()
@@ -104,15 +125,26 @@ FIELDS = {
 }
 
 
-def differing_bytes(recipe: str, strategy: str, num_steps: int, instances: int = 1) -> list[str]:
-    """Train, then gather: which fields are not those of whole main weights that are quantized."""
-    te = enter(recipe)
-    model = sharded(layers(te, recipe), strategy, instances=instances)
+def differing_bytes(
+    recipe: str,
+    strategy: str,
+    num_steps: int,
+    instances: int = 1,
+    device: str = "cpu",
+    outer: str = "optim",
+) -> list[str]:
+    """Train, then gather: which fields are not those of whole main weights that are quantized.
+
+    On a GPU Transformer Engine is the real one.
+    """
+    te = enter(recipe) if device == "cpu" else real()
+    model = layers(te, recipe, device=device)
+    sharded(model, strategy, instances=instances, device=device, outer=outer)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for seed in range(num_steps):
-        step(te, model, recipe, seed)
+        step(te, model, recipe, seed, device)
         step_all(optimizer)
-    whole = [layer.weight.full_tensor() for layer in model]
+    whole = [layer.weight.detach().full_tensor() for layer in model]
     found = []
     for index, layer in enumerate(model):
         layer.unshard()
@@ -123,7 +155,7 @@ def differing_bytes(recipe: str, strategy: str, num_steps: int, instances: int =
         if recipe == "delayed":
             # What was quantized last was so with the scale of then.
             quantizer.scale = weight._scale_inv.reciprocal().view(1)
-            quantizer.amax = torch.zeros(1)
+            quantizer.amax = torch.zeros(1, device=device)
         expected = quantizer(whole[index].bfloat16())
         for field in FIELDS[name]:
             mine, theirs = getattr(weight, field), getattr(expected, field)
@@ -131,6 +163,31 @@ def differing_bytes(recipe: str, strategy: str, num_steps: int, instances: int =
                 found.append(f"{index} {field}")
         layer.reshard()
     return found
+
+
+def maxima_of_a_step(
+    recipe: str, strategy: str, *, one_by_one: bool = False
+) -> tuple[int, list[torch.Tensor]]:
+    """All-reduces of maxima in a forward after a step, and the weights after three.
+
+    Args:
+        recipe: Of quantization.
+        strategy: Of sharding.
+        one_by_one: Whether every unit's weights are quantized by themselves, when it is used.
+    """
+    te = enter(recipe)
+    model = sharded(layers(te, recipe), strategy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    counts = []
+    instead = mock.patch.object(unit, "write_stale") if one_by_one else contextlib.nullcontext()
+    for seed in range(3):
+        with instead, mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduced:
+            step(te, model, recipe, seed)
+        counts.append(
+            sum(call.kwargs.get("op") == dist.ReduceOp.MAX for call in reduced.mock_calls)
+        )
+        step_all(optimizer)
+    return counts[-1], [param.detach().full_tensor() for param in model.parameters()]
 
 
 def _without_padding(mine: torch.Tensor, theirs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -171,7 +228,7 @@ def frozen_beside_others() -> tuple[bool, list[str]]:
     model[1].weight.requires_grad_(False)
     model = sharded(model, "optim_grads_params")
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    before = model[1].weight.full_tensor().clone()
+    before = model[1].weight.detach().full_tensor().clone()
     for seed in range(2):
         step(te, model, "tensorwise", seed)
         step_all(optimizer)
@@ -179,7 +236,7 @@ def frozen_beside_others() -> tuple[bool, list[str]]:
     kinds = sorted(
         f"{group.weights.format.payload_dtype} {group.spec.requires_grad}" for group in groups
     )
-    return torch.equal(model[1].weight.full_tensor(), before), kinds
+    return torch.equal(model[1].weight.detach().full_tensor(), before), kinds
 
 
 def rejections() -> dict[str, str]:
@@ -230,7 +287,7 @@ def on_meta() -> tuple[bool, bool]:
         layer = te.Linear(64, 32, params_dtype=torch.bfloat16, device="meta")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
     fully_shard(layer, mesh=mesh, mp_policy=POLICY)
-    whole = layer.weight.full_tensor()
+    whole = layer.weight.detach().full_tensor()
     layer.unshard()
     weight: Any = layer.weight
     is_quantized = weight._data.dtype is torch.uint8

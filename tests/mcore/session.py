@@ -39,6 +39,7 @@ class Training:
         params_norms: Norm of the parameters, with `--log-params-norm`.
         num_zeros: Zeros among the gradients, with `--log-num-zeros-in-grad`.
         loss_scales: Loss scale of every iteration.
+        skipped: Of every iteration, whether parameters were not updated in it.
         evaluations: Loss of every evaluation, on the last pipeline stage.
         extras: What a probe returned.
     """
@@ -48,6 +49,7 @@ class Training:
     params_norms: list[float] = field(default_factory=list)
     num_zeros: list[float] = field(default_factory=list)
     loss_scales: list[float] = field(default_factory=list)
+    skipped: list[bool] = field(default_factory=list)
     evaluations: list[float] = field(default_factory=list)
     extras: Any = None
 
@@ -102,6 +104,7 @@ def _watch(patches: Any, training: Any, result: Training, probe: Any) -> None:
         # (total, learning rate, iteration, loss scale, report, skipped, grad norm, params norm,
         # zeros, ...)
         result.loss_scales.append(float(args[3]))
+        result.skipped.append(bool(args[5]))
         # Where zeros are not counted, optimizers report none, or 0.
         zeros = args[8] if training.get_args().log_num_zeros_in_grad else None
         logged = (result.grad_norms, result.params_norms, result.num_zeros)

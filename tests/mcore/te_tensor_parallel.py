@@ -186,7 +186,7 @@ def digests(model: Any, optimizer: Any) -> dict[str, str]:
 
 
 def _digest(tensor: Any) -> str:
-    return hashlib.sha256(tensor.full_tensor().contiguous().numpy().tobytes()).hexdigest()
+    return hashlib.sha256(tensor.detach().full_tensor().contiguous().numpy().tobytes()).hexdigest()
 
 
 def save(folder: str, dp: int, tp: int) -> tuple[dict[str, str], list[float], bool]:

@@ -79,6 +79,27 @@ def test_a_checkpoint_loads_at_any_size(
         assert distance(resumed, uninterrupted[4:]) < tolerance, (world_size, strategy, sizes)
 
 
+@pytest.mark.parametrize("mode", ["blockwise", "duplicated"])
+def test_a_resume_at_another_tensor_parallel_size_differs_as_megatrons_own_does(
+    megatron: RankPools, tmp_path: Path, mode: str
+) -> None:
+    """Blocks of a weight are other matrices than the weight; whole weights stay what they are."""
+    vocab = "--make-vocab-size-divisible-by"
+    runs = []
+    for kind, flags in {"ours": fsdp(), "theirs": ["--ckpt-format", "torch_dist"]}.items():
+        common = [f"--muon-tp-mode {mode}", *flags]
+        saving, loading = f.saving(tmp_path / kind, 4), f.loading(tmp_path / kind, 4)
+        whole = _train(megatron, *common, f"{vocab} 512", saving, world_size=2)
+        resumed = _train(megatron, *common, f"{vocab} 256", f.TP2_SP, loading, world_size=2)
+        runs.append((resumed.losses, whole.losses[4:]))
+    (ours, before), (theirs, _) = runs
+    assert distance(ours, theirs) < 1e-6
+    if mode == "blockwise":
+        assert distance(ours, before) > 1e-5
+    else:
+        assert distance(ours, before) < 1e-6
+
+
 @pytest.mark.parametrize("precision", ["", "--bf16"])
 def test_megatrons_own_checkpoint_is_resumed_from(
     megatron: RankPools, tmp_path: Path, precision: str

@@ -9,6 +9,8 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron_fsdp_v2 import MixedPrecisionPolicy
+from megatron_fsdp_v2.diagnostics.stream_safety import record_streams
 from megatron_fsdp_v2.dtensor.uneven_dtensor import local_of
 from tests.cases import longer
 from tests.mcore.offloading import (
@@ -154,6 +156,27 @@ def test_copies_are_pinned_as_the_options_say_and_made_once(pins_params: bool) -
     assert asked == [("params", pins_params)] * 6 + [("grads", not pins_params)] * 6
 
 
+@on_megatron(1, kind=["adam", "counting"], overlaps=[True, False])
+def test_no_part_steps_before_the_copies_it_needs_are_made(kind: str, overlaps: bool) -> None:
+    """On a GPU: the device's part, and the host's, with gradients of another dtype than weights."""
+    model = sharded_model(mp_policy=MixedPrecisionPolicy(main_grads_dtype=torch.bfloat16))
+    with record_streams(model) as recording:
+        device = recording.recorder
+        with (
+            mock.patch.object(torch.cuda, "Stream", lambda: device.new_stream("copies")),
+            mock.patch.object(torch.cuda, "current_stream", device.current_stream),
+            mock.patch.object(torch.cuda, "stream", device.use),
+        ):
+            optimizer = _offloaded(model, kind, fraction=0.5, overlaps=overlaps)
+            for step in range(3):
+                backward(model, step)
+                optimizer.step()
+    streams = {op.stream for op in recording.schedule.operations()}
+    assert streams == {"compute", "host"} | ({"copies", "copies 2"} if overlaps else set())
+    races = [str(violation) for violation in recording.violations()]
+    assert races == []
+
+
 # -- state ----------------------------------------------------------------------------------------
 
 
@@ -213,7 +236,7 @@ def test_state_of_another_number_of_ranks_is_cut_to_the_rows_here(form: str) -> 
     optimizer.step()
     state = optimizer.state_dict()
     whole_moments = {
-        (index, name): value.full_tensor().clone()
+        (index, name): value.detach().full_tensor().clone()
         for index, values in state["state"].items()
         for name, value in values.items()
         if name != "step"

@@ -8,6 +8,7 @@ import importlib
 import importlib.metadata
 import io
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,21 @@ def test_another_version_is_rejected_and_nothing_changed(monkeypatch: pytest.Mon
     with pytest.raises(RuntimeError, match=r"megatron-core 0\.18\.3 .* supports 0\.19\.x"):
         install()
     assert _current() == before
+
+
+def test_without_megatron_the_command_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def version(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "megatron"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    assert command.run(argparse.Namespace(json=False)) == 2
+    said = capsys.readouterr()
+    assert said.err == "megatron-core is not installed; install megatron-fsdp-v2[megatron]\n"
+    assert said.out == ""
 
 
 def test_a_patch_that_does_not_fit_names_itself_and_versions(

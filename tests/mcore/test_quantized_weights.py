@@ -6,8 +6,10 @@ import functools
 import itertools
 
 import pytest
+import torch
 
 from tests.cases import longer, quick_rows
+from tests.distributed.nccl_double import as_on_cuda
 from tests.distributed.on_ranks import on_ranks
 from tests.mcore import quantized
 from tests.mcore.te_pools import BLACKWELL_RECIPES, RECIPES
@@ -56,6 +58,35 @@ def test_rows_cut_along_two_axes_are_quantized_with_the_scales_of_whole_weights(
     recipe: str, strategy: str
 ) -> None:
     assert quantized.differing_bytes(recipe, strategy, 2, instances=2) == []
+
+
+@pytest.mark.parametrize(
+    ("recipe", "strategy"),
+    quick_rows(
+        itertools.product((*RECIPES, *BLACKWELL_RECIPES), ("optim", "optim_grads_params")),
+        [("tensorwise", "optim_grads_params")],
+    ),
+)
+@on_te_ranks(2)
+def test_maxima_of_all_weights_are_reduced_in_one_collective(recipe: str, strategy: str) -> None:
+    together, weights = quantized.maxima_of_a_step(recipe, strategy)
+    apart, same = quantized.maxima_of_a_step(recipe, strategy, one_by_one=True)
+    # NVFP4 has maxima of blocks and of whole weights; a delayed scale's are not of this forward.
+    per_call = {"nvfp4": 2}.get(recipe, 1)
+    # Its modules reduce those of inputs and of gradients themselves.
+    of_modules = 2 if recipe == "delayed" else 0
+    assert together == per_call + of_modules
+    # Three layers, each a unit.
+    assert apart == 3 * per_call + of_modules
+    assert all(map(torch.equal, weights, same))
+
+
+@pytest.mark.functional
+@on_te_ranks(4, recipe=[*RECIPES, *BLACKWELL_RECIPES], instances=[1, 2])
+def test_gathered_bytes_are_the_same_over_what_answers_as_nccl(recipe: str, instances: int) -> None:
+    with as_on_cuda():
+        differing = quantized.differing_bytes(recipe, "optim_grads_params", 2, instances)
+    assert differing == []
 
 
 @pytest.mark.functional

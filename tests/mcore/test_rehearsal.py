@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_fsdp_v2_mcore import FlagError, rehearsal
 from megatron_fsdp_v2_mcore.patching import Patches
@@ -162,6 +163,22 @@ def test_everything_a_rehearsal_changes_is_put_back() -> None:
     # The others are the same in the rehearsal that this rank is in already.
     assert {"all_to_all_single", "warm-up", "variable", "modes"} <= changed
     assert after == before
+
+
+@on_megatron(2, is_async=[False, True])
+def test_tensors_of_several_dtypes_are_gathered_in_one_call(is_async: bool) -> None:
+    """As Megatron's distributed optimizer does with FP8 weights and those of bf16."""
+    enter_rehearsal()
+    rank = dist.get_rank()
+    wholes = [torch.arange(200, 216, dtype=torch.uint8), torch.arange(8).bfloat16() / 3]
+    buffers = [torch.zeros_like(whole) for whole in wholes]
+    with dist._coalescing_manager(async_ops=is_async) as work:
+        for buffer, whole in zip(buffers, wholes, strict=True):
+            mine = buffer.chunk(2)[rank].copy_(whole.chunk(2)[rank])
+            dist.all_gather_into_tensor(buffer, mine, async_op=is_async)
+    if is_async:
+        work.wait()
+    assert all(torch.equal(*pair) for pair in zip(buffers, wholes, strict=True))
 
 
 def test_stand_ins_are_undone() -> None:

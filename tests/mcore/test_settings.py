@@ -43,14 +43,24 @@ def test_dtypes_and_overlap_reach_fully_shard() -> None:
             megatron_fsdp_main_params_dtype=torch.float32,
             megatron_fsdp_grad_comm_dtype=torch.bfloat16,
             grad_reduce_in_fp32=True,
+            reduce_scatter_with_fp32_accumulation=True,
         )
     )
+    assert settings.policy.resolve(torch.bfloat16).sums_in_fp32
     assert settings.sharding_strategy == "optim_grads_params"
     assert settings.enable_async_reduce_grad
     assert not settings.enable_unshard_prefetch
     assert settings.policy.main_params_dtype == torch.float32
     assert settings.policy.main_grads_dtype == torch.float32
     assert settings.policy.grad_comm_dtype == torch.bfloat16
+
+
+def test_sums_in_fp32_without_reduce_scatters_are_rejected() -> None:
+    config = _config(reduce_scatter_with_fp32_accumulation=True)
+    config.data_parallel_sharding_strategy = "no_shard"
+    message = "no_shard all-reduces gradients, and --ddp-reduce-scatter-with-fp32-accumulation is"
+    with pytest.raises(FlagError, match=message):
+        sharding_settings(config)
 
 
 def test_half_of_the_suggested_communication_unit_is_gathered_ahead() -> None:

@@ -71,7 +71,7 @@ def test_records_of_past_scales_are_in_no_checkpoint_and_in_the_way_of_none(
     else:
         dcp.save(weights_of(model), checkpoint_id=str(path))
     names = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    before = [param.full_tensor() for param in model.parameters()]  # type: ignore[attr-defined]
+    before = [param.detach().full_tensor() for param in model.parameters()]  # type: ignore[attr-defined]
     # A longer record of past scales.
     other = quantized(16)
     with torch.no_grad():
@@ -83,7 +83,7 @@ def test_records_of_past_scales_are_in_no_checkpoint_and_in_the_way_of_none(
         state = weights_of(other)
         dcp.load(state, checkpoint_id=str(path))
         set_model_state_dict(other, state, options=StateDictOptions(strict=False))
-    after = [param.full_tensor() for param in other.parameters()]  # type: ignore[attr-defined]
+    after = [param.detach().full_tensor() for param in other.parameters()]  # type: ignore[attr-defined]
     assert any(lengths)
     assert not [name for name in names if EXTRA in name]
     assert all(map(torch.equal, before, after))

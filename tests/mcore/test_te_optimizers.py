@@ -46,7 +46,10 @@ def test_steps_are_those_of_fp64_with_moments_rounded_as_they_are_kept(
 ) -> None:
     """With a parameter that one rank has nothing of, and one whose gradients are all zero."""
     difference, names, _ = fused_adam.distance_from_fp64(*states, None, True)
-    assert difference < 2e-6
+    # A moment in fp32 may lie on the other side of the middle of two numbers that it is rounded to.
+    kept = {FP32: 0.0, FP8: torch.finfo(torch.float8_e4m3fn).eps}
+    step = max(kept[s] if s in kept else torch.finfo(s).eps for s in states)
+    assert difference < 2e-6 + fused_adam.LR * step
     assert names == {"exp_avg", "exp_avg_sq"}
 
 

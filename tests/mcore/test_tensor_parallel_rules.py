@@ -46,7 +46,7 @@ def test_a_weight_that_is_marked_when_it_gets_memory_is_a_part_of_a_whole() -> N
     shards = tensor_shards(module, Meshes(both["dp"], both), None)
     fully_shard(module, mesh=both["dp"], tensor_shards=shards)
     weight, bias = module.weight, module.bias
-    shapes = [tuple(param.full_tensor().shape) for param in (weight, bias)]
+    shapes = [tuple(param.detach().full_tensor().shape) for param in (weight, bias)]
     assert shapes == [(8, 3), (3,)]
     assert weight.tensor_model_parallel and bias.sequence_parallel
 

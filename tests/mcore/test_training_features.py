@@ -363,3 +363,17 @@ def test_flags_about_loading_load(megatron: RankPools, saved: tuple[Path, Any], 
     plain = trained(megatron, 2, load, once=True)
     assert len(plain.losses) == 3
     assert_equal(run_of_ranks(megatron, 2, f.words(model, load, flags)), plain)
+
+
+@pytest.mark.functional
+@pytest.mark.parametrize("axes", ["", f.HFSDP])
+def test_gradients_in_bf16_are_added_up_in_fp32(megatron: RankPools, axes: str) -> None:
+    """On a CPU they are in any case, where main gradients are in fp32: the same bits."""
+    common = f.words(
+        "--bf16 --train-iters 4 --global-batch-size 16 --megatron-fsdp-grad-comm-dtype bf16",
+        "--megatron-fsdp-main-params-dtype fp32 --megatron-fsdp-main-grads-dtype fp32",
+        axes,
+    )
+    plain = trained(megatron, 4, common, f.fsdp(f.ZERO3))
+    flag = "--ddp-reduce-scatter-with-fp32-accumulation"
+    assert_equal(trained(megatron, 4, common, f.fsdp(f.ZERO3), flag), plain)

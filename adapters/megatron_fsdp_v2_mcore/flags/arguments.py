@@ -20,6 +20,7 @@ from megatron_fsdp_v2_mcore.flags.precision import (
     with_main_grads,
 )
 from megatron_fsdp_v2_mcore.flags.settings import (
+    check_accumulation,
     check_hybrid,
     check_prefetch,
     check_quantized,
@@ -216,6 +217,7 @@ def check_before(args: Any) -> None:
             raise FlagError(f"{flag_of(name)} needs {flags}; add it, or leave both out")
     reject_fields(args)
     check_hybrid(args, args.expert_data_parallel_sharding_strategy)
+    check_accumulation(args, args.expert_data_parallel_sharding_strategy)
     check_quantized(args)
     check_offload_flags(args)
     check_prefetch(args.suggested_communication_unit_size, args.fsdp_unshard_prefetch_bytes)

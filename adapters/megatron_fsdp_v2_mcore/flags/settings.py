@@ -20,6 +20,7 @@ __all__ = [
     "FieldRule",
     "Handling",
     "ShardingSettings",
+    "check_accumulation",
     "check_hybrid",
     "check_prefetch",
     "check_quantized",
@@ -144,12 +145,13 @@ FIELDS: tuple[FieldRule, ...] = (
     _no_op(
         "average_in_collective",
         "--ddp-average-in-collective",
-        "the mean is taken in the collective wherever the dtype allows it",
+        "collectives only add; the factor of the mean is applied once, to the reduced sum where it "
+        "is stored in the main gradient (with fp16 its power of two already to the terms)",
     ),
     _no_op(
         "gradient_reduce_div_fusion",
         "--no-gradient-reduce-div-fusion",
-        "the factor is applied once, inside the reduction where the dtype allows it",
+        "as --ddp-average-in-collective: there is no pass for the division alone",
     ),
     _no_op("bucket_size", "--ddp-bucket-size", _ONE_BUCKET),
     _no_op("num_buckets", "--ddp-num-buckets", _ONE_BUCKET),
@@ -213,11 +215,12 @@ FIELDS: tuple[FieldRule, ...] = (
         "--check-for-large-grads",
         "its check reads Megatron's gradient buckets",
     ),
-    _rejected(
+    _supported(
         "reduce_scatter_with_fp32_accumulation",
         "--ddp-reduce-scatter-with-fp32-accumulation",
-        "use --megatron-fsdp-grad-comm-dtype fp32 instead",
-        argument="ddp_reduce_scatter_with_fp32_accumulation",
+        "gradients that travel in bf16 or fp16 are reduce-scattered by an all-to-all and a sum in "
+        "fp32; all-reduces between optimizer instances stay in the communication dtype, as with "
+        "Megatron. Rejected with no_shard, which scatters nothing",
     ),
     _rejected(
         "param_name_patterns_for_fp32_local_accumulation",
@@ -424,16 +427,41 @@ def check_hybrid(source: Any, expert_strategy: str | None = None) -> None:
             f"--outer-dp-sharding-strategy {outer} shards between optimizer instances, and there "
             "is one; add --num-distributed-optimizer-instances"
         )
+    for flag in _replicated_by(source, expert_strategy):
+        raise FlagError(
+            f"--outer-dp-sharding-strategy {outer} shards further what {flag} shards, and "
+            "no_shard shards nothing; use optim, optim_grads or optim_grads_params"
+        )
+
+
+def check_accumulation(source: Any, expert_strategy: str | None = None) -> None:
+    """See that there are reduce-scatters, if these are to add up in fp32.
+
+    Args:
+        source: A `DistributedDataParallelConfig`, or Megatron's arguments.
+        expert_strategy: Sharding strategy of experts, where it is another one.
+
+    Raises:
+        FlagError: There are none; names the flags.
+    """
+    field = "reduce_scatter_with_fp32_accumulation"
+    if not (getattr(source, field, False) or getattr(source, f"ddp_{field}", False)):
+        return
+    for flag in _replicated_by(source, expert_strategy):
+        raise FlagError(
+            f"{flag} no_shard all-reduces gradients, and "
+            "--ddp-reduce-scatter-with-fp32-accumulation is of reduce-scatters; use optim, "
+            "optim_grads or optim_grads_params, or --megatron-fsdp-grad-comm-dtype fp32 instead"
+        )
+
+
+def _replicated_by(source: Any, expert_strategy: str | None) -> list[str]:
+    """Flags of the strategies that shard nothing."""
     strategies = {
         "--data-parallel-sharding-strategy": source.data_parallel_sharding_strategy,
         "--expert-data-parallel-sharding-strategy": expert_strategy,
     }
-    for flag, strategy in strategies.items():
-        if strategy == "no_shard":
-            raise FlagError(
-                f"--outer-dp-sharding-strategy {outer} shards further what {flag} shards, and "
-                "no_shard shards nothing; use optim, optim_grads or optim_grads_params"
-            )
+    return [flag for flag, strategy in strategies.items() if strategy == "no_shard"]
 
 
 def quantized_gathers(source: Any) -> str | None:
@@ -483,6 +511,7 @@ def sharding_settings(ddp_config: Any) -> ShardingSettings:
     reject_fields(ddp_config)
     check_hybrid(ddp_config)
     check_quantized(ddp_config)
+    check_accumulation(ddp_config)
     wants_fp32 = ddp_config.grad_reduce_in_fp32
     main_grads = ddp_config.megatron_fsdp_main_grads_dtype
     if main_grads is None and wants_fp32:
@@ -498,6 +527,7 @@ def sharding_settings(ddp_config: Any) -> ShardingSettings:
             grad_comm_dtype=ddp_config.megatron_fsdp_grad_comm_dtype,
             # Megatron's own wrapper casts what needs casting, and leaves rotary tables in fp32.
             cast_forward_inputs=False,
+            reduce_scatter_with_fp32_accumulation=ddp_config.reduce_scatter_with_fp32_accumulation,
         ),
         enable_unshard_prefetch=ddp_config.overlap_param_gather and ahead != 0,
         unshard_prefetch_numel=ahead,

@@ -36,12 +36,16 @@ class AxesGroup(dist.ProcessGroup):
         """Reduce in place; see `torch.distributed.all_reduce`.
 
         Returns:
-            The work of the last axis, which the others were waited for before.
+            The work of the last axis, which the others were waited for before; None for a
+            synchronous call, where the backend has none.
         """
         options = dist.AllreduceOptions() if opts is None else opts
         *others, last = self._groups
         for group in others:
-            group.allreduce(tensors, options).wait()
+            work = group.allreduce(tensors, options)
+            # NCCL has none for a synchronous call, which is ordered on the current stream.
+            if work is not None:
+                work.wait()
         return last.allreduce(tensors, options)
 
 

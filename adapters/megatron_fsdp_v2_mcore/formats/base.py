@@ -8,15 +8,15 @@ all ranks together are those of the whole weight, quantized. Scales are whole on
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from transformer_engine.pytorch.tensor.utils import quantize_master_weights
 
 from megatron_fsdp_v2.params.buffer import DataParallelBuffer
-from megatron_fsdp_v2.params.formats import WeightUse
+from megatron_fsdp_v2.params.formats import WeightUse, Written
 from megatron_fsdp_v2_mcore.formats.axes import group_over
 
 if TYPE_CHECKING:
@@ -110,33 +110,14 @@ class QuantizedFormat(ABC):
         del bound
         return self._views[index]
 
-    def write(
-        self, main: DataParallelBuffer, payloads: Sequence[torch.Tensor], axes: Sequence[Axis]
-    ) -> None:
+    @classmethod
+    def write(cls, parts: Sequence[Written[Self]], axes: Sequence[Axis]) -> None:
         """Quantize this rank's rows with the scales of whole weights."""
-        written = [
-            DataParallelBuffer(main.layout, main.span, payload, packing=self.packing)
-            for payload in payloads
-        ]
-        masters: list[torch.Tensor | None] = []
-        starts: list[int | None] = []
-        fragments: list[Any] = []
-        for index, param in enumerate(self._params):
-            # Modules may have taken out what they did not need.
-            self._present(index, param, WeightUse.BOTH)
-            first, last = main.rows(index)
-            if first == last:
-                masters.append(None)
-                starts.append(None)
-                fragments.append(None)
-                continue
-            masters.append(main.view(index).reshape(-1))
-            starts.append(first * main.layout.slots[index].row_numel)
-            parts = [buffer.view(index).reshape(-1) for buffer in written]
-            fragments.append(parts if len(parts) > 1 else parts[0])
+        rows = [row for part in parts for row in part.format._rows(part.main, part.payloads)]
+        params, masters, starts, fragments = (list(column) for column in zip(*rows, strict=True))
         with torch.no_grad():
             quantize_master_weights(
-                list(self._params),
+                params,
                 masters,
                 starts,
                 group_over(axes),
@@ -144,8 +125,28 @@ class QuantizedFormat(ABC):
                 # Modules make what they need of gathered bytes when they need it.
                 manual_post_all_gather_processing=True,
             )
-            for param in self._params:
-                self._drop_derived(param)
+            for param in params:
+                cls._drop_derived(param)
+
+    def _rows(
+        self, main: DataParallelBuffer, payloads: Sequence[torch.Tensor]
+    ) -> Iterator[tuple[Any, torch.Tensor | None, int | None, Any]]:
+        """Of every parameter: itself, this rank's rows, where they start, and where bytes go."""
+        written = [
+            DataParallelBuffer(main.layout, main.span, payload, packing=self.packing)
+            for payload in payloads
+        ]
+        for index, param in enumerate(self._params):
+            # Modules may have taken out what they did not need.
+            self._present(index, param, WeightUse.BOTH)
+            first, last = main.rows(index)
+            if first == last:
+                yield param, None, None, None
+                continue
+            start = first * main.layout.slots[index].row_numel
+            pieces = [buffer.view(index).reshape(-1) for buffer in written]
+            bytes_of = pieces if len(pieces) > 1 else pieces[0]
+            yield param, main.view(index).reshape(-1), start, bytes_of
 
     def prepare(self, uses: WeightUse) -> None:
         """Put the gathered bytes back where a module took them out, as far as they are there."""

@@ -4,9 +4,9 @@ Megatron draws while it constructs, from one stream of random numbers per kind o
 get their memory in another order than modules were constructed in, so what shares a stream must
 not be drawn when its unit comes:
 
-* Position embeddings and routers are made, and drawn in fp32, in host memory, from torch's own
-  generator for the CPU, whatever the device of the model. All of a chunk are drawn at once, in
-  the order of construction, and wait there for their unit.
+* Position embeddings, routers and gates of shared experts are made, and drawn in fp32, in host
+  memory, from torch's own generator for the CPU, whatever the device of the model. All of a chunk
+  are drawn at once, in the order of construction, and wait there for their unit.
 * Grouped experts are drawn from the stream of experts, which nothing else uses; their layers come
   in order.
 * Layers of Transformer Engine are drawn from the stream of tensor-parallel weights. So is an output
@@ -28,6 +28,7 @@ from megatron.core.tensor_parallel.random import (
     get_expert_parallel_rng_tracker_name,
 )
 from megatron.core.transformer.moe.router import Router
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.utils import log_single_rank
 from torch import nn
 
@@ -90,7 +91,7 @@ def _drawn_on_host(config: Any, chunk: nn.Module) -> dict[nn.Module, dict[str, t
     """Draw what Megatron draws in host memory, in the order modules were constructed in."""
     drawn = {}
     for module in chunk.modules():
-        if not isinstance(module, nn.Embedding | Router):
+        if not isinstance(module, nn.Embedding | Router | SharedExpertMLP):
             continue
         absent = {name: p for name, p in module._parameters.items() if p is not None and p.is_meta}
         if not absent:
@@ -109,6 +110,11 @@ def _drawn_on_host(config: Any, chunk: nn.Module) -> dict[nn.Module, dict[str, t
 
 
 def _draw(config: Any, module: Any) -> None:
+    if isinstance(module, SharedExpertMLP):
+        # Its gate is the only parameter of its own, and it has no `reset_parameters()`.
+        if config.perform_initialization:
+            config.init_method(module.gate_weight)
+        return
     module.reset_parameters()
     # The constructor of an embedding draws as well, before Megatron does.
     if isinstance(module, nn.Embedding) and config.perform_initialization:

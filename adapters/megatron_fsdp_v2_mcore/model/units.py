@@ -197,15 +197,25 @@ def shared_by_stages(chunk: nn.Module) -> set[nn.Parameter]:
 def broadcast_parameters(module: nn.Module, data: Sequence[Any]) -> None:
     """Give every data-parallel rank the first rank's parameters. Collective.
 
+    Of a quantized parameter these are the values it was quantized from, if it kept them: main
+    weights start with them, and its bytes are quantized from main weights.
+
     Args:
-        module: Holds parameters that are not sharded yet; those that are, are left alone.
+        module: Holds parameters that are not sharded yet; those that are, are left alone, and so
+            are those on the meta device, which get their values later.
         data: Process groups of the data-parallel axes.
     """
     for param in module.parameters():
         if hasattr(param, "device_mesh") or param.is_meta:
             continue
+        kept = getattr(param, "get_high_precision_init_val", lambda: None)()
+        values = param.detach() if kept is None else kept
+        # What is kept is in host memory, where NCCL does not reach it.
+        sent = values.to(param.device)
         for group in data:
-            dist.broadcast(param.detach(), dist.get_global_rank(group, 0), group=group)
+            dist.broadcast(sent, dist.get_global_rank(group, 0), group=group)
+        if sent is not values:
+            values.copy_(sent)
 
 
 def share_late_embeddings(chunk: nn.Module, groups: Any) -> None:

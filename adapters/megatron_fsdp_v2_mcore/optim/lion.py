@@ -8,6 +8,7 @@ from typing import override
 import torch
 from emerging_optimizers.scalar_optimizers import Lion
 
+from megatron_fsdp_v2.dtensor.foreach import add_to_rows
 from megatron_fsdp_v2.dtensor.uneven_dtensor import local_of, plain_attributes
 
 __all__ = ["ShardedLion"]
@@ -19,6 +20,8 @@ class ShardedLion(Lion):
     The original compiles its update for plain tensors. State exists for every parameter on every
     rank, also where a rank holds no row of it.
     """
+
+    skips_empty_shards = True
 
     @torch.no_grad()
     @override
@@ -48,5 +51,4 @@ class ShardedLion(Lion):
             updates = torch._foreach_lerp(means, grads, 1 - beta1)
             torch._foreach_sign_(updates)
             torch._foreach_lerp_(means, grads, 1 - beta2)
-            # The parameters themselves, so that their version counters move.
-            torch._foreach_add_(params, updates, alpha=-lr)
+            add_to_rows(params, updates, alpha=-lr)

@@ -16,6 +16,7 @@ import torch
 from emerging_optimizers.orthogonalized_optimizers import OrthogonalizedOptimizer
 from emerging_optimizers.utils import fp32_matmul_precision
 
+from megatron_fsdp_v2.dtensor.foreach import add_to_rows
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, plain_attributes, rows_of
 from megatron_fsdp_v2.optim import MatrixEngine, MatrixFunction, newton_schulz_flops
 from megatron_fsdp_v2.optim.muon import check_gradients, gradient_rows, parameter_name
@@ -38,6 +39,8 @@ class ShardedMatrixStep(OrthogonalizedOptimizer):
     State exists for every parameter on every rank, also where a rank holds no row of it.
     `pre_weight_update_fn_inplace` and `post_weight_update_fn_inplace` are given sharded tensors.
     """
+
+    skips_empty_shards = True
 
     _engines: list[tuple[list[int], MatrixEngine]]
     _built_for: tuple[int, ...] | None
@@ -185,7 +188,7 @@ class ShardedMatrixStep(OrthogonalizedOptimizer):
         factors = {"decoupled": -rate * lr, "independent": -rate, "palm": -(rate * lr * lr)}
         if method not in factors:
             raise ValueError(f"weight_decay_method {method!r} is none of l2, {', '.join(factors)}")
-        torch._foreach_add_(list(params), rows, alpha=factors[method])
+        add_to_rows(params, rows, alpha=factors[method])
 
     def _apply(
         self,
@@ -201,7 +204,7 @@ class ShardedMatrixStep(OrthogonalizedOptimizer):
                 self.pre_weight_update_fn_inplace(param, _like(param, change))
         here = [(p, change) for p, change in zip(params, changes, strict=True) if change.numel()]
         if here:
-            torch._foreach_add_(
+            add_to_rows(
                 [param for param, _ in here], [change for _, change in here], alpha=-group["lr"]
             )
         if has_post:

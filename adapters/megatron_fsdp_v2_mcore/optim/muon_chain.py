@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any, override
 
-from megatron.core.optimizer.optimizer import ChainedOptimizer
-
-from megatron_fsdp_v2_mcore.optim.optimizer import ShardedOptimizer
+from megatron_fsdp_v2_mcore.optim.optimizer import ShardedChain, ShardedOptimizer
 
 __all__ = ["FSDPMuonChainedOptimizer", "ShardedEmergingOptimizer"]
 
@@ -29,7 +27,7 @@ class ShardedEmergingOptimizer(ShardedOptimizer):
             self.optimizer.state = own
 
 
-class FSDPMuonChainedOptimizer(ChainedOptimizer):
+class FSDPMuonChainedOptimizer(ShardedChain):
     """Muon for matrices and another optimizer for the rest of a sharded model, stepped as one.
 
     Megatron's loop has gradients reduced before (`finish_grad_sync`). A step then takes one norm
@@ -46,11 +44,6 @@ class FSDPMuonChainedOptimizer(ChainedOptimizer):
         """Drop every gradient; the model chunks are the same for all optimizers."""
         for optimizer in self.chained_optimizers[:1]:
             optimizer.zero_grad(set_to_none)
-
-    @override
-    def count_zeros(self) -> float:
-        """Zeros in all gradients. Collective."""
-        return float(sum(optimizer.count_zeros() for optimizer in self.chained_optimizers))
 
     @override
     def sharded_state_dict(

@@ -85,6 +85,8 @@ class ShardedHybridOptimizer(HybridDeviceOptimizer):
         ValueError: The fraction is not one, or the template has no twin on the CPU.
     """
 
+    skips_empty_shards = True
+
     def __init__(
         self,
         template: torch.optim.Optimizer,
@@ -200,18 +202,25 @@ class ShardedHybridOptimizer(HybridDeviceOptimizer):
     # -- a step -----------------------------------------------------------------------------------
 
     @override
-    def _set_sub_optimizer_grads(self) -> None:
-        """Give both parts their gradients, and the host what was written to its parameters."""
+    def step(self, closure: Any = None) -> None:
+        """Step both parts; see `torch.optim.Optimizer.step`."""
+        # What the device's part reads is made on the stream that it steps on. Megatron's class has
+        # its stream of copies wait for that, and calls `_set_sub_optimizer_grads` on it.
         for param, rows in self._rows.items():
-            grad = param.grad
             # A tensor takes no gradient of another dtype.
-            rows.grad = None if grad is None else local_of(grad).to(rows.dtype)
-            copied = self.gpu_params_map_cpu_copy.get(param)
-            if copied is None:
-                continue
+            rows.grad = None if param.grad is None else local_of(param.grad).to(rows.dtype)
+        if self._counts_in_groups:
+            self._align_steps()
+        super().step(closure)
+
+    @override
+    def _set_sub_optimizer_grads(self) -> None:
+        """Copy gradients to the host, and what was written to the parameters stepped there."""
+        for param, copied in self.gpu_params_map_cpu_copy.items():
+            rows = self._rows[param]
             if self._versions.get(param) != _version(param):
                 copied.copy_(rows, non_blocking=True)
-            if grad is None:
+            if rows.grad is None:
                 # What is left from another step is none of this one.
                 copied.grad = None
                 continue
@@ -220,8 +229,6 @@ class ShardedHybridOptimizer(HybridDeviceOptimizer):
                     rows.shape, rows.dtype, pin_memory=self.pin_cpu_grads
                 )
             copied.grad = self.cpu_copy_map_grad[copied]
-        if self._counts_in_groups:
-            self._align_steps()
         super()._set_sub_optimizer_grads()
 
     @override

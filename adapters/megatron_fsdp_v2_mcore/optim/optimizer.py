@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 
@@ -42,7 +43,7 @@ from megatron_fsdp_v2_mcore.optim.scaled_states import (
     watch_scales,
 )
 
-__all__ = ["ShardedOptimizer", "params_l2_norm", "with_checks"]
+__all__ = ["ShardedChain", "ShardedOptimizer", "params_l2_norm", "with_checks"]
 
 _OF_THIS_RUN = ("is_expert_parallel",)
 """What a group of parameters says of how this run is spread, which no checkpoint changes."""
@@ -56,6 +57,7 @@ class ShardedOptimizer(DistributedOptimizer):
     """
 
     _checkpoint_names: dict[torch.nn.Parameter, str] | None = None
+    grad_norms_by_group: dict[str, float]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """An optimizer of this class, or Megatron's own."""
@@ -94,6 +96,23 @@ class ShardedOptimizer(DistributedOptimizer):
             zeros += grad.numel() - torch.count_nonzero(grad)
         dist.all_reduce(zeros, group=self.get_grad_stats_parallel_group())
         return float(zeros.item())
+
+    @override
+    @torch.no_grad()
+    def step(self) -> tuple[bool, Any, Any]:
+        """Step as the only optimizer of a chain.
+
+        Megatron chains its optimizers always, except under `--use-megatron-fsdp`. The step of a
+        single one computes the gradient norm only to clip, and ignores `grad_norm_skip_threshold`.
+
+        Returns:
+            Whether parameters were updated; the gradient norm; the number of zeros in gradients.
+            The last two are None where they were not computed.
+        """
+        chain = ShardedChain([self])
+        result: tuple[bool, Any, Any] = chain.step()
+        self.grad_norms_by_group = chain.grad_norms_by_group
+        return result
 
     # -- state dicts ---------------------------------------------------------------------------
 
@@ -215,6 +234,15 @@ class ShardedOptimizer(DistributedOptimizer):
             for param in group["params"]
             if param.grad is not None
         ]
+
+
+class ShardedChain(ChainedOptimizer):
+    """A chain of `ShardedOptimizer`s."""
+
+    @override
+    def count_zeros(self) -> float:
+        """Zeros in all gradients. Collective."""
+        return float(sum(optimizer.count_zeros() for optimizer in self.chained_optimizers))
 
 
 _UNFIT: tuple[tuple[str, Any, str], ...] = (

@@ -91,6 +91,31 @@ def _as_list(sizes: Any) -> Any:
     return sizes.tolist() if hasattr(sizes, "tolist") else sizes
 
 
+class _Works:
+    """Several works, waited for as one."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        self._works = works
+
+    def wait(self, *args: Any) -> bool:
+        """Wait for all of them."""
+        return all([work.wait(*args) for work in self._works])
+
+
+def gather_dtypes_apart(gather_coalesced: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a coalesced all-gather of a group whose tensors may differ in their dtypes."""
+
+    def gather(
+        group: Any, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], *options: Any
+    ) -> Any:
+        if len({part.dtype for part in inputs}) == 1:
+            return gather_coalesced(group, outputs, inputs, *options)
+        pairs = zip(outputs, inputs, strict=True)
+        return _Works([group._allgather_base(*pair, *options) for pair in pairs])
+
+    return gather
+
+
 def over_gloo(init_process_group: Callable[..., Any]) -> Callable[..., Any]:
     """Make `init_process_group` that takes gloo where GPUs are named, or nothing is."""
 

@@ -10,6 +10,7 @@ import torch
 
 from megatron_fsdp_v2_mcore.patching import Patch
 from megatron_fsdp_v2_mcore.rehearsal.collectives import (
+    gather_dtypes_apart,
     gather_unequal,
     lists_for_splits,
     over_gloo,
@@ -129,6 +130,12 @@ _LATENT_EXPERTS = "the projections around experts in a latent space are Transfor
 _FLA = "flash-linear-attention's kernels need a GPU"
 _VARIANT_SPEC = "experimental attention is specified with Transformer Engine's layers alone"
 _HYBRID_SPEC = "hybrid layers are specified with Transformer Engine's alone"
+# What c10d calls for a coalesced all-gather, from torch 2.15 on by another name.
+_COALESCED_GATHER = (
+    "all_gather_single_coalesced"
+    if hasattr(torch.distributed.ProcessGroup, "all_gather_single_coalesced")
+    else "allgather_into_tensor_coalesced"
+)
 
 
 def _with_state_to_fill(describe: Callable[..., Any]) -> Callable[..., Any]:
@@ -203,6 +210,12 @@ PATCHES: tuple[Patch, ...] = (
         "torch.distributed:all_gather",
         "expert tensor parallelism gathers parts of unequal length; gloo wants equal ones",
         gather_unequal,
+    ),
+    _patch(
+        f"torch.distributed:ProcessGroup.{_COALESCED_GATHER}",
+        "Megatron's distributed optimizer gathers FP8 and bf16 weights in one call; gloo "
+        "joins them to one tensor, which converts bytes to numbers in bf16",
+        gather_dtypes_apart,
     ),
     _patch(
         "torch.distributed:reduce_scatter",

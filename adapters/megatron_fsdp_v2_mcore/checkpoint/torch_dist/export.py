@@ -21,6 +21,7 @@ from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_fsdp_v2._text import readable_size
+from megatron_fsdp_v2.checkpoint.errors import naming_full_disk
 from megatron_fsdp_v2.checkpoint.writing import FolderWriter
 from megatron_fsdp_v2_mcore.checkpoint.fp8_names import is_fp8_state
 from megatron_fsdp_v2_mcore.checkpoint.torch_dist.common import (
@@ -102,7 +103,8 @@ def export(
     if (written / ".metadata").exists():
         raise FlagError(f"{written} is there already; name another folder or remove it")
     job = _Export(MegatronFolder(path), written, expert_parallel)
-    job.write()
+    with naming_full_disk(written):
+        job.write()
     (written / CONFIG).write_text(
         json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1})
     )

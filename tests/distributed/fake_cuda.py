@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from megatron_fsdp_v2.diagnostics.stream_safety import accesses, find_violations
+from megatron_fsdp_v2.diagnostics.stream_safety import accesses, find_violations, schedule
 from megatron_fsdp_v2.diagnostics.stream_safety.recorder import (
+    RecordedEvent,
     RecordedStream,
     StreamRecorder,
     WatchedBuffer,
@@ -65,6 +66,9 @@ class FakeCuda:
         recorder: Writes down what is queued where.
         mode: Torch's mode of fake tensors.
         threads: Threads that queued work.
+        is_capturing: Whether what is queued is captured in a graph.
+        events_are_done: What an event says that the host asks.
+        flag: The value of what the host reads in its own memory.
     """
 
     def __init__(self) -> None:
@@ -78,6 +82,11 @@ class FakeCuda:
         self.collectives: list[tuple[str, str]] = []
         self.recorder = _Recorder()
         self.threads: set[int] = set()
+        self.is_capturing = False
+        self.events_are_done = True
+        self.flag = False
+        # Held, or another storage could have the same address.
+        self.pinned: dict[int, torch.Tensor] = {}
         _Stream.recorder = self.recorder
 
     @contextlib.contextmanager
@@ -89,6 +98,21 @@ class FakeCuda:
                 yield
         finally:
             self._is_watching = False
+
+    @contextlib.contextmanager
+    def capture(self) -> Iterator[list[str]]:
+        """Capture what is queued; give a list of what CUDA would reject in it, filled at the end.
+
+        Work of every stream that takes part has to come before the end of the capturing stream,
+        and none may wait for what was queued before.
+        """
+        wrong: list[str] = []
+        first, self.is_capturing = len(self.recorder.settled.records), True
+        try:
+            yield wrong
+        finally:
+            self.is_capturing = False
+        wrong += _wrong_in_capture(self.recorder.settled.records[first:])
 
     def follow(self, model: torch.nn.Module) -> None:
         """Have the schedule tell when temporary buffers of a sharded model gain and lose memory."""
@@ -136,15 +160,16 @@ class _Stream:
 
     def record_event(self, event: _Event | None = None) -> _Event:
         event = event or _Event()
-        event.number = self._recorded.record_event()
+        event.recorded = self._recorded.record_event()
         return event
 
     def wait_event(self, event: _Event) -> None:
-        if event.number is not None:
-            self._recorded.wait_event(event.number)
+        if event.recorded is not None:
+            self._recorded.wait_event(event.recorded)
 
     def synchronize(self) -> None:
         self.host.note("Stream.synchronize")
+        self._recorded.synchronize()
 
     def query(self) -> bool:
         return True
@@ -156,7 +181,7 @@ class _Event:
     host: FakeCuda
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.number: int | None = None
+        self.recorded: RecordedEvent | None = None
 
     def record(self, stream: _Stream | None = None) -> None:
         (stream or _current_stream()).record_event(self)
@@ -166,9 +191,11 @@ class _Event:
 
     def synchronize(self) -> None:
         self.host.note("Event.synchronize")
+        if self.recorded is not None:
+            self.recorded.synchronize()
 
     def query(self) -> bool:
-        return True
+        return self.host.events_are_done
 
 
 _COMPUTE = _Stream(name="compute")
@@ -213,6 +240,12 @@ class _Watch(TorchDispatchMode):
         packet = func.overloadpacket
         if func.namespace == "prim":
             return func(*args, **kwargs)
+        if packet is _aten._local_scalar_dense and self._is_pinned(args[0]):
+            return host.flag
+        if kwargs.get("pin_memory"):
+            made = func(*args, **{**kwargs, "pin_memory": False})
+            host.pinned[made.untyped_storage()._cdata] = made
+            return made
         if packet in (_aten._local_scalar_dense, _aten.equal):
             # Any number: nothing may depend on it, and all reads are to be seen.
             if args[0].device.type == "cuda":
@@ -226,6 +259,9 @@ class _Watch(TorchDispatchMode):
         result = FakeWork().boxed() if packet in _IN_ONE else func(*args, **kwargs)
         self._record(func, packet, args, kwargs, result)
         return result
+
+    def _is_pinned(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._host.pinned
 
     def _record(self, func: Any, packet: Any, args: Any, kwargs: Any, result: Any) -> None:
         if packet in _COLLECTIVES:
@@ -250,8 +286,42 @@ class _Watch(TorchDispatchMode):
         from_host = [t for t in read if not _is_on_cuda(t) and (t.dim() or not takes_numbers)]
         if from_host and any(_is_on_cuda(t) for t in written):
             self._host.note(f"{packet}: host to device")
-        if any(_is_on_cuda(t) for t in read) and any(not _is_on_cuda(t) for t in written):
+        # The device itself writes what is pinned.
+        waits = any(not (_is_on_cuda(t) or self._is_pinned(t)) for t in written)
+        if any(_is_on_cuda(t) for t in read) and waits:
             self._host.note(f"{packet}: device to host")
+
+
+def _wrong_in_capture(records: Sequence[schedule.Record]) -> list[str]:
+    """What CUDA would reject in a capture that begins on the compute stream."""
+    wrong: list[str] = []
+    # How much of each stream's work comes before what is queued on a stream next.
+    seen: dict[str, dict[str, int]] = {"compute": {}}
+    events: dict[int, dict[str, int]] = {}
+    for record in records:
+        mine = seen.get(record.stream)
+        match record:
+            case schedule.Operation(stream=stream):
+                if mine is not None:
+                    mine[stream] = mine.get(stream, 0) + 1
+            case schedule.EventRecord(event=event):
+                if mine is not None:
+                    events[event] = dict(mine)
+            case schedule.EventWait() | schedule.StreamWait():
+                if isinstance(record, schedule.EventWait):
+                    others = events.get(record.event)
+                else:
+                    others = seen.get(record.awaited)
+                if others is not None:
+                    mine = seen.setdefault(record.stream, {})
+                    for stream, count in others.items():
+                        mine[stream] = max(count, mine.get(stream, 0))
+                elif mine is not None:
+                    wrong.append(f"{record} waits for what is not captured")
+    for stream, its in seen.items():
+        if its.get(stream, 0) > seen["compute"].get(stream, 0):
+            wrong.append(f"{stream} is not joined")
+    return wrong
 
 
 def _plain_tensors(value: Any) -> list[torch.Tensor]:
@@ -316,7 +386,7 @@ def _replace_cuda(host: FakeCuda) -> None:
     cuda.device = lambda device: contextlib.nullcontext()
     cuda.is_available = cuda.is_initialized = lambda: True
     cuda.current_device, cuda.device_count = lambda: 0, lambda: 1
-    cuda.is_current_stream_capturing = lambda: False
+    cuda.is_current_stream_capturing = lambda: host.is_capturing
     cuda.synchronize = lambda device=None: host.note("torch.cuda.synchronize")
     for name in ("barrier", "all_gather_object", "broadcast_object_list"):
         setattr(dist, name, _noted(host, name, getattr(dist, name)))

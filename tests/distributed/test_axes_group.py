@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
 import torch
 import torch.distributed as dist
 
 from megatron_fsdp_v2.comm.interface import Axis
 from megatron_fsdp_v2_mcore.formats.axes import group_over
-from tests.distributed.wrapping import mesh_of
+from tests.distributed import wrapping
+from tests.distributed.nccl_double import as_on_cuda
 from tests.ranks import RankPools
 
 
 def reduced() -> tuple[list[float], list[int], bool]:
     """Maxima over a mesh of 2 x 2, size and rank there, and whether one axis has its own group."""
-    mesh = mesh_of(2, 2)
+    mesh = wrapping.mesh_of(2, 2)
     axes = [Axis(mesh.get_group(a), mesh.size(a), mesh.get_local_rank(a)) for a in range(2)]
     group = group_over(axes)
     # The largest of each column is another rank's.
@@ -27,8 +31,17 @@ def reduced() -> tuple[list[float], list[int], bool]:
     return [*values.tolist(), later.item()], [group.size(), group.rank()], is_own
 
 
-def test_a_group_over_two_axes_reduces_over_all_of_their_ranks(pools: RankPools) -> None:
-    for rank, (values, place, is_own) in enumerate(pools(4).run(reduced)):
+def reduced_as_on_cuda() -> tuple[list[float], list[int], bool]:
+    """The same over groups that answer as NCCL does."""
+    with as_on_cuda():
+        return reduced()
+
+
+@pytest.mark.parametrize("function", [reduced, reduced_as_on_cuda])
+def test_a_group_over_two_axes_reduces_over_all_of_their_ranks(
+    pools: RankPools, function: Callable[[], tuple[list[float], list[int], bool]]
+) -> None:
+    for rank, (values, place, is_own) in enumerate(pools(4).run(function)):
         assert values == [1.0, 2.0, 3.0, 4.0, 3.0]
         assert place == [4, rank]
         assert is_own

@@ -90,7 +90,6 @@ VALUE: dict[str, Callable[[], Any]] = {
     "parameter bias is a Parameter, which is made of other tensors or says how it is": (
         _with_a_gather_of_its_own
     ),
-    "parameter weight of shape (2, 0) has rows without elements": lambda: _shard(nn.Linear(0, 2)),
     "parameter weight is tied to weight of Linear/0, which was sharded with another mesh": (
         _tied_but_different
     ),

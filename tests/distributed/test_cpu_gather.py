@@ -112,7 +112,7 @@ def test_a_training_is_the_same_bit_by_bit_by_broadcasts(strategy: str) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
         assert (calls["broadcast"] > 0) == (smallest == 1)
-        return [param.full_tensor() for param in model.parameters()]
+        return [param.detach().full_tensor() for param in model.parameters()]
 
     for ring, broadcast in zip(trained(1 << 30), trained(1), strict=True):
         assert torch.equal(ring, broadcast)

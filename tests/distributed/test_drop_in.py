@@ -69,7 +69,8 @@ def _optimizer_error(cls: Any, options: dict[str, Any]) -> float:
     plain, sharded = fp64_pair()
     extra = {"momentum": 0.9, "weight_decay": 0.1} if cls is optim.SGD else {}
     first, second = (cls(m.parameters(), lr=0.01, **extra, **options) for m in (plain, sharded))
-    train_both(plain, sharded, (first, second), range(3))
+    # From its sixth step on RAdam divides by something else.
+    train_both(plain, sharded, (first, second), range(7 if cls is optim.RAdam else 3))
     return weight_error(sharded, plain)
 
 
@@ -102,19 +103,6 @@ def test_an_optimizer_steps_shards_like_the_whole(optimizers: Any, name: str) ->
     for found, _ in optimizers:
         assert isinstance(found[name], float), found[name]
         assert found[name] < EXACT
-
-
-@on_ranks(2, cls=[optim.Adafactor, optim.LBFGS])
-def test_an_optimizer_that_needs_whole_tensors_is_rejected_by_name(cls: Any) -> None:
-    model = wrap(nn.Linear(5, 8, bias=False).double(), [])
-
-    def closure() -> torch.Tensor:
-        loss = own_loss(model, 0)
-        loss.backward()
-        return loss
-
-    optimizer = cls(model.parameters(), lr=0.01)
-    assert cls.__name__ in said(RuntimeError, lambda: optimizer.step(closure))
 
 
 # -- gradients ------------------------------------------------------------------------------------

@@ -38,23 +38,44 @@ class _Elsewhere:
     buffer_dtype: torch.dtype | None = None
 
 
+@dataclasses.dataclass
+class _OfTorch215:
+    """The field that torch's policy has from 2.15 on."""
+
+    param_dtype: torch.dtype | None = None
+    param_dtype_override_fn: Any = None
+
+
+@dataclasses.dataclass
+class _OnAnotherMesh:
+    """As torch 2.15's `ShardPlacementResult`."""
+
+    placement: Shard
+    mesh_info: Any = None
+
+
 def test_policies_of_other_libraries_mean_what_they_do_there() -> None:
     bf16, fp32 = torch.bfloat16, torch.float32
     theirs = fsdp.MixedPrecisionPolicy
     assert MixedPrecisionPolicy.of(None) == MixedPrecisionPolicy()
     assert MixedPrecisionPolicy.of(theirs()) == MixedPrecisionPolicy()
-    assert MixedPrecisionPolicy.of(theirs(param_dtype=bf16)).resolve(fp32).grad_comm == bf16
+    # Torch 2.15 changed what it means to leave `reduce_dtype` out, for its newer class alone.
+    follows = fp32 if torch.__version__ >= (2, 15) else bf16
+    assert MixedPrecisionPolicy.of(theirs(param_dtype=bf16)).resolve(fp32).grad_comm == follows
+    for old in (fsdp.MixedPrecision(bf16), _Elsewhere(bf16)):
+        assert MixedPrecisionPolicy.of(old).resolve(fp32).grad_comm == bf16
     full = theirs(bf16, reduce_dtype=fp32, output_dtype=fp32, cast_forward_inputs=False)
     assert MixedPrecisionPolicy.of(full) == MixedPrecisionPolicy(
         param_dtype=bf16, grad_comm_dtype=fp32, output_dtype=fp32, cast_forward_inputs=False
     )
-    assert MixedPrecisionPolicy.of(_Elsewhere(bf16)).param_dtype == bf16
-    assert MixedPrecisionPolicy.of(fsdp.MixedPrecision(bf16)).param_dtype == bf16
 
 
 REFUSED: dict[str, dict[str, Any]] = {
     "mp_policy must be a MixedPrecisionPolicy": {"mp_policy": torch.bfloat16},
     "whose buffer_dtype cannot be honored": {"mp_policy": _Elsewhere(buffer_dtype=torch.float32)},
+    "whose param_dtype_override_fn cannot be honored": {
+        "mp_policy": _OfTorch215(param_dtype_override_fn=lambda param: None)
+    },
     "reshard_after_forward must be True, False or None, got 2": {"reshard_after_forward": 2},
     "reshard_after_forward must be True, False or None, got 'yes'": {
         "reshard_after_forward": "yes"
@@ -65,6 +86,9 @@ REFUSED: dict[str, dict[str, Any]] = {
     },
     "shard_placement_fn returns S(1) for parameter weight; parameters are sharded by": {
         "shard_placement_fn": lambda param: Shard(1) if param.ndim > 1 else None
+    },
+    "make a module whose parameters have another mesh a unit with that mesh": {
+        "shard_placement_fn": lambda param: _OnAnotherMesh(Shard(0))
     },
 }
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import fsdp
 
 from megatron_fsdp_v2 import fully_shard
 from megatron_fsdp_v2.runtime.fsdp_module import unit_of
@@ -81,6 +82,41 @@ def test_a_divide_factor_holds_for_parameters_unfrozen_later() -> None:
     model(torch.ones(1, 4)).sum().backward()
     (grad,) = _gradients(model)
     assert float(grad.mean()) == 2.0
+
+
+@on_ranks(4, strategy=STRATEGIES)
+def test_a_backward_that_is_finalized_by_a_call_synchronizes_there(strategy: str) -> None:
+    torch.manual_seed(0)
+    plain = Stack().double()
+    model: Any = wrap(copy.deepcopy(plain), sharding_strategy=strategy, mesh=mesh_of(2, 2))
+    on_a_unit = said(RuntimeError, lambda: model.blocks[0].set_manual_backward_finalization(True))
+    without = said(RuntimeError, model.finalize_backward)
+    model.set_manual_backward_finalization(True)
+    model.finalize_backward()  # nothing ran
+    model.set_is_last_backward(True)  # the call takes precedence
+    for micro in range(2):
+        plain_loss(plain, micro).backward()
+        own_loss(model, micro).backward()
+    is_waiting = any(group.has_unreduced for group in unit_of(model).groups)
+    model.set_requires_gradient_sync(False)
+    model.set_reshard_after_backward(False)
+    model.finalize_backward()
+    is_left = any(group.has_unreduced for group in unit_of(model).groups)
+    model.set_requires_gradient_sync(True)
+    model.set_reshard_after_backward(True)
+    handle = model.finalize_backward(async_op=True)
+    handle.wait()
+    wanted = [param.grad for param in plain.parameters()]
+    found = _gradients(model)
+    difference = max(float((a - b).abs().max()) for a, b in zip(found, wanted, strict=True))
+    model.set_manual_backward_finalization(False)
+    own_loss(model, 0).backward()
+    syncs_again = not any(group.has_unreduced for group in unit_of(model).groups)
+    assert "blocks.0 (Block) is not the root; call set_manual_backward_finalization on" in on_a_unit
+    assert "synchronize by themselves; call set_manual_backward_finalization(True)" in without
+    assert (is_waiting, is_left, syncs_again) == (True, True, True)
+    assert isinstance(handle, getattr(fsdp, "GradientReductionHandle", object))
+    assert difference < 1e-12
 
 
 @on_ranks(4, strategy=STRATEGIES)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from megatron_fsdp_v2 import fully_shard
 from megatron_fsdp_v2.comm.gather_groups import group_of_same_ranks
+from megatron_fsdp_v2.comm.local_groups import new_local_group
 from megatron_fsdp_v2.diagnostics.stream_safety import record_streams
 from megatron_fsdp_v2.runtime.fsdp_module import unit_of
 from megatron_fsdp_v2.runtime.registered_pool import register_pool
@@ -171,3 +172,55 @@ def test_ranks_that_made_different_numbers_of_groups_make_one_together() -> None
     if has_rows:
         norm = torch.nn.utils.get_total_norm([model.weight.detach()]).item()
         assert norm == pytest.approx(12**0.5)
+
+
+class _SplitFromAll:
+    """In the place of NCCL's communicator of all ranks: counts what would split it.
+
+    `ncclCommSplit` returns when every rank of the communicator has called it.
+    """
+
+    supports_splitting = True
+
+    def __init__(self) -> None:
+        self.num_splits = 0
+
+    def perform_nocolor_split(self, device: torch.device) -> None:
+        self.num_splits += 1
+
+
+@on_ranks(4, timeout_s=20)
+def test_ranks_of_two_stages_make_different_numbers_of_groups_on_a_bound_device() -> None:
+    from torch.distributed import distributed_c10d
+
+    core: Any = distributed_c10d
+    world: Any = dist.group.WORLD
+    parent, rank = _SplitFromAll(), dist.get_rank()
+    stages = [[0, 1], [2, 3]]
+    mine = stages[rank // 2]
+
+    def source(*args: Any) -> _SplitFromAll:
+        parent.num_splits += 1
+        return parent
+
+    before, core._get_split_source = core._get_split_source, source
+    world.bound_device_id = torch.device("cuda", 0)
+    try:
+        # As torch makes groups: every rank takes part, in those of others too.
+        for ranks in stages:
+            dist.new_group(ranks, backend="gloo")
+        of_torch = parent.num_splits
+        made = [new_local_group(mine, "gathers") for _ in range(1 + rank // 2)]
+        is_bound = world.bound_device_id == torch.device("cuda", 0)
+    finally:
+        world.bound_device_id = None
+        core._get_split_source = before
+    splits = [torch.zeros(1, dtype=torch.int64) for _ in range(4)]
+    dist.all_gather(splits, torch.tensor([parent.num_splits - of_torch]))
+    total = torch.ones(1)
+    dist.all_reduce(total, group=made[-1])
+    assert of_torch >= len(stages)
+    # No rank waits for another one to split.
+    assert [int(count) for count in splits] == [0, 0, 0, 0]
+    assert is_bound
+    assert total.item() == 2

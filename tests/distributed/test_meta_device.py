@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import weakref
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from megatron_fsdp_v2 import fully_shard
+from tests.distributed.nccl_double import as_on_cuda
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import (
     backward_both,
@@ -257,3 +259,53 @@ def test_ranks_agree_on_whether_weights_have_values() -> None:
         for param in module.parameters():
             param.fill_(2.0)
     assert float(module(torch.ones(1, 5)).sum()) == 30.0
+
+
+class Tables(nn.Module):
+    """Buffers of dtypes that no backend sums, one of them transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4, 4))
+        for dtype in TABLE_DTYPES:
+            self.register_buffer(str(dtype)[6:], torch.empty(2, 3, dtype=dtype).t())
+
+    def reset_parameters(self) -> None:
+        for tensor in (self.weight, *self.buffers()):
+            tensor.copy_(torch.full_like(tensor, dist.get_rank() + 1, dtype=torch.float32))
+
+
+TABLE_DTYPES = (torch.int16, torch.uint16, torch.bool, torch.complex64, torch.float8_e4m3fn)
+
+
+@on_ranks(2, answers_as_nccl=[False, True])
+def test_buffers_of_any_dtype_are_given_the_first_ranks_values(answers_as_nccl: bool) -> None:
+    with torch.device("meta"):
+        model = Tables()
+    with as_on_cuda() if answers_as_nccl else contextlib.nullcontext():
+        wrap(model)
+    values = {str(b.dtype): {*b.to(torch.complex64).flatten().tolist()} for b in model.buffers()}
+    assert values == {str(dtype): {1 + 0j} for dtype in TABLE_DTYPES}
+
+
+@on_ranks(2)
+def test_random_numbers_of_a_program_go_on_as_if_nothing_had_been_sharded() -> None:
+    def build(unit_by_unit: bool) -> tuple[Any, bool]:
+        torch.manual_seed(7)
+        with torch.device("meta"):
+            model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+        before = torch.get_rng_state()
+        for layer in model if unit_by_unit else ():
+            fully_shard(layer)
+        return fully_shard(model), torch.equal(torch.get_rng_state(), before)
+
+    torch.manual_seed(7)
+    expected = [layer.weight for layer in nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))]
+    first, first_stays = build(True)
+    with torch.no_grad():
+        first(torch.ones(1, 4))
+    second, second_stays = build(False)
+    found = [[layer.weight.full_tensor() for layer in model] for model in (first, second)]
+    assert first_stays and second_stays
+    for weights in found:
+        assert all(map(torch.equal, weights, expected))

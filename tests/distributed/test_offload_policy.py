@@ -7,6 +7,7 @@ import copy
 import dataclasses
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,9 +16,10 @@ from torch.distributed import fsdp
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp_v2 import checkpoint, fully_shard
+from megatron_fsdp_v2.comm.streams import StreamCommunicator
 from megatron_fsdp_v2.diagnostics import memory_tracker
 from megatron_fsdp_v2.diagnostics.memory_ledger import Role
-from megatron_fsdp_v2.diagnostics.stream_safety import record_streams
+from megatron_fsdp_v2.diagnostics.stream_safety import Recording, record_streams
 from megatron_fsdp_v2.dtensor.uneven_dtensor import local_of
 from megatron_fsdp_v2.memory.host_memory import is_in_host_memory
 from megatron_fsdp_v2.params.formats import register_format
@@ -158,8 +160,7 @@ def test_the_device_has_none_of_it_and_never_more_than_the_bound(name: str) -> N
     assert memory.peak.total <= memory.bound.total + 8192
 
 
-@on_ranks(2)
-def test_copies_from_and_to_host_memory_run_beside_the_computation_and_race_with_nothing() -> None:
+def _recorded_steps() -> Recording:
     case = _case(FULL)
     model = _sharded(case, offload_policy=POLICY)
     optimizer = _optimizer(case, model)
@@ -170,6 +171,19 @@ def test_copies_from_and_to_host_memory_run_beside_the_computation_and_race_with
             for _ in range(2):
                 model(batch(dist.get_rank(), step)).square().mean().backward()
             optimizer.step()
+    return recording
+
+
+@on_ranks(2)
+def test_a_step_on_the_host_that_does_not_wait_for_gradients_is_found() -> None:
+    with mock.patch.object(StreamCommunicator, "synchronize", lambda self: None):
+        found = _recorded_steps().violations()
+    assert any("main" in v.buffer.name and "on 'host'" in str(v) for v in found)
+
+
+@on_ranks(2)
+def test_copies_from_and_to_host_memory_run_beside_the_computation_and_race_with_nothing() -> None:
+    recording = _recorded_steps()
     assert recording.violations() == []
     copies = {
         (stream, region.buffer.name.rpartition(" ")[2])

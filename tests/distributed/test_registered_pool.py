@@ -43,8 +43,18 @@ class Recorder:
             raise RuntimeError("no such driver")
         self.calls.append(("register", pool, group.group_name))
 
+    def wait(self, device: torch.device) -> None:
+        self.calls.append(("wait", len(self.blocks), ""))
+
     def deregister(self, pool: int, group: Any, device: torch.device) -> None:
         self.calls.append(("deregister", pool, group.group_name))
+
+    def always_waited(self) -> bool:
+        """Whether the device was waited for before each block was deregistered."""
+        before = {"wait", "deregister"}
+        calls = [kind for kind, _, _ in self.calls]
+        pairs = zip(["", *calls], calls, strict=False)
+        return all(first in before for first, second in pairs if second == "deregister")
 
     def told(self, what: str) -> list[tuple[int, str]]:
         return [(pool, group) for kind, pool, group in self.calls if kind == what]
@@ -71,6 +81,7 @@ def test_blocks_are_registered_once_with_every_group_and_taken_back(shape: tuple
     model.trace_pool().reset()
     gc.collect()
     assert sorted(recorder.told("deregister")) == sorted(first)
+    assert recorder.always_waited()
     train_own(model, 6)
     deregister_all()
     assert sorted(recorder.told("deregister")) == sorted(recorder.told("register"))
@@ -78,12 +89,14 @@ def test_blocks_are_registered_once_with_every_group_and_taken_back(shape: tuple
     del model
     gc.collect()
     assert len(recorder.told("deregister")) == len(recorder.told("register")) > 2
+    assert recorder.always_waited()
 
 
 @on_ranks(2)
 def test_memory_that_cannot_be_registered_is_used_all_the_same() -> None:
     model = wrap(Stack(), mesh=mesh_of(2), enable_trace_pool=True)
-    register_pool(model, Recorder(rejects=True))
+    recorder = Recorder(rejects=True)
+    register_pool(model, recorder)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         weights = train_own(model, 5)
@@ -92,6 +105,10 @@ def test_memory_that_cannot_be_registered_is_used_all_the_same() -> None:
     assert messages
     assert all("could not be registered with process group" in text for text in messages)
     assert all(text.endswith("no such driver") for text in messages)
+    # What NCCL's allocator gave goes back to it, registered or not.
+    model.trace_pool().reset()
+    gc.collect()
+    assert len(recorder.told("wait")) == len(recorder.told("pool")) > 0
 
 
 @on_ranks(2)
@@ -132,6 +149,8 @@ def test_nccl_is_given_pools_of_its_own_allocator(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(torch.cuda, "MemPool", lambda allocator: ("pool", allocator))
     monkeypatch.setattr(torch.cuda, "use_mem_pool", use_mem_pool)
+    waited: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
     monkeypatch.setattr(torch, "empty", lambda nbytes, **options: (nbytes, options["dtype"]))
     device = torch.device("cuda", 3)
     registrar: Registrar | None = registrar_for(device)
@@ -141,7 +160,9 @@ def test_nccl_is_given_pools_of_its_own_allocator(monkeypatch: pytest.MonkeyPatc
     assert registrar.allocate(pool, 64, device) == (64, torch.uint8)
     assert used == [(pool, 3)]
     registrar.register(pool, group, device)
+    registrar.wait(device)
     registrar.deregister(pool, group, device)
+    assert waited == [device]
     assert group.calls == [("register", pool), ("deregister", pool)]
     assert registrar_for(torch.device("cpu")) is None
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,9 +12,18 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp_v2.params.formats import DenseFormat, format_of, register_format
+from megatron_fsdp_v2.runtime import unit
 from megatron_fsdp_v2.runtime.fsdp_module import unit_of
 from tests.distributed.on_ranks import on_ranks
-from tests.distributed.wrapping import STRATEGIES, batch, held_error, listen, mesh_of, wrap
+from tests.distributed.wrapping import (
+    STRATEGIES,
+    batch,
+    held_error,
+    listen,
+    mesh_of,
+    shards_of,
+    wrap,
+)
 from tests.reference.models import Checkpointed, Stack
 from tests.reference.scaled_float8 import (
     ScaledFloat8,
@@ -98,6 +109,33 @@ def test_training_in_8_bits_is_that_of_whole_quantized_weights(
 ) -> None:
     errors = largest_errors(shape, {"sharding_strategy": strategy, **more})
     assert max(errors) < 2e-6, errors
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_all_that_a_step_changed_is_written_in_one_call(strategy: str) -> None:
+    found = []
+    for one_by_one in (False, True):
+        _, model = _pair((2,), sharding_strategy=strategy)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+        instead = mock.patch.object(unit, "write_stale") if one_by_one else contextlib.nullcontext()
+        calls = []
+        write = mock.patch.object(ScaledFloat8Format, "write", wraps=ScaledFloat8Format.write)
+        for step in range(STEPS):
+            with instead, write as written:
+                model(batch(dist.get_rank(), step)).square().mean().backward()
+                with torch.no_grad():
+                    model(batch(0, step))
+            calls.append(written.call_count)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append((calls, shards_of(model)))
+    (together, weights), (apart, same) = found
+    num_units = len(unit_of(model).context.units())
+    # Once after a step, and once after a backward: an optimizer that nobody sees may have stepped.
+    assert together == [2] * STEPS
+    assert apart == [2 * num_units] * STEPS
+    assert all(map(torch.equal, weights, same))
 
 
 @on_ranks(2)

@@ -1,38 +1,35 @@
-"""A step as one rank of several, with collectives that do nothing; run by `test_sanitizer.py`.
+"""Two steps as one rank of several, with collectives that do nothing; run by `test_sanitizer.py`.
 
     TORCH_CUDA_SANITIZER=1 python -m tests.gpu.sanitized_step optim_grads_params 2x2 optim
 
 Torch's fake process group stands for the other ranks: its collectives return at once. Everything
 else is what runs on a cluster: communication streams, events, work handles, and when memory is
-freed. Numbers mean nothing.
+freed. Numbers mean nothing. Without a GPU, `tests/distributed/test_fake_cuda.py` runs the same
+steps on fake tensors.
 """
 
 from __future__ import annotations
 
 import math
 import sys
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_fsdp_v2.runtime.fsdp_module import unit_of
 from tests.distributed.wrapping import BF16, wrap
 from tests.reference.models import Checkpointed
 
 
-def train(strategy: str, shape: tuple[int, ...], outer: str, device: str) -> None:
-    """Two steps of two micro-batches with an evaluation between."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=math.prod(shape))
-    mesh = init_device_mesh(device, shape, mesh_dim_names=("outer", "inner")[-len(shape) :])
-    model = Checkpointed(use_reentrant=False).to(device)
-    options = {"sharding_strategy": strategy, "outer_dp_sharding_strategy": outer}
-    wrap(model, mesh=mesh, mp_policy=BF16, **options)
-    # Made in the first backward otherwise; the sanitizer takes the making of a view for a write.
-    units = [unit_of(module) for module in [*model.blocks, model]]
-    views = [group.grads.param_grads.views for unit in units for group in unit.groups]
-    assert len(views) == 4
+def train(mesh: DeviceMesh, strategy: str, outer: str, **more: Any) -> Any:
+    """Two steps of two micro-batches with an evaluation between; return the model."""
+    device = mesh.device_type
+    with torch.device(device):
+        model = Checkpointed(use_reentrant=False)
+    options: dict[str, Any] = {"sharding_strategy": strategy, "outer_dp_sharding_strategy": outer}
+    wrap(model, mesh=mesh, mp_policy=BF16, **options, **more)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for _ in range(2):
         optimizer.zero_grad()
@@ -41,6 +38,7 @@ def train(strategy: str, shape: tuple[int, ...], outer: str, device: str) -> Non
             with torch.no_grad():
                 model(torch.randn(4, 5, device=device))
         optimizer.step()
+    return model
 
 
 def race() -> None:
@@ -58,7 +56,10 @@ def main(arguments: list[str]) -> None:
     else:
         strategy, sizes, outer, *device = arguments
         shape = tuple(int(size) for size in sizes.split("x"))
-        train(strategy, shape, outer, *(device or ["cuda"]))
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=math.prod(shape))
+        names = ("outer", "inner")[-len(shape) :]
+        mesh = init_device_mesh(device[0] if device else "cuda", shape, mesh_dim_names=names)
+        train(mesh, strategy, outer)
     print("finished")  # noqa: T201
 
 

@@ -47,10 +47,11 @@ def error_of(pattern: Pattern, strategy: str, mesh: DeviceMesh) -> float:
     """The largest relative error of a training against the unsharded one on the same device."""
     here = on_device(pattern, mesh.device_type)
     reference = train_reference(here, world_size=1, evaluates_rank=0)
-    trace = train_sharded(
-        here, lambda module: fully_shard(module, mesh=mesh, sharding_strategy=strategy)
-    )
-    return compare(trace, reference)
+
+    def shard(module: nn.Module) -> None:
+        fully_shard(module, mesh=mesh, sharding_strategy=strategy)
+
+    return compare(train_sharded(here, shard), reference)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.multiprocessing.spawn import spawn
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_fsdp_v2.comm.backends import CudaStreams, communicator_for
@@ -56,6 +56,17 @@ class SlowCopies:
     def all_reduce(self, full: torch.Tensor, axis: Axis) -> None:
         self._pause()
         full.mul_(axis.size)
+
+    def all_to_all(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        received_numels: Sequence[int],
+        sent_numels: Sequence[int],
+        axis: Axis,
+    ) -> None:
+        self._pause()
+        received.copy_(sent)
 
     def in_one(self, axis: Axis) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -207,7 +218,7 @@ def _profiled_step(rank: int, store: str, folder: str) -> None:
 
 @pytest.mark.skipif(torch.cuda.device_count() == 1, reason="needs two CUDA devices")
 def test_a_trace_of_two_ranks_shows_collectives_beside_computation(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(_profiled_step, (str(tmp_path / "store"), str(tmp_path)), nprocs=2)
+    spawn(_profiled_step, (str(tmp_path / "store"), str(tmp_path)), nprocs=2)
     for rank in range(2):
         kernels = _kernels(tmp_path / f"trace_{rank}.json")
         for name in ("allgather", "reducescatter"):

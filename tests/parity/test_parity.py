@@ -14,6 +14,7 @@ from torch import nn
 
 from megatron_fsdp_v2 import fully_shard
 from tests.cases import quick_if
+from tests.distributed.nccl_double import as_on_cuda
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import MESHES, STRATEGIES, on_mesh, strategies_on
 from tests.pages import page, table
@@ -149,6 +150,25 @@ def test_a_pattern_trains_like_the_reference(
         error = max(result[strategy] for result in results)
         matrix[pattern, strategy, mesh_name] = error
         assert error < TOLERANCE, f"{strategy}: {error}"
+
+
+def _cells_of_nccl() -> Iterator[Any]:
+    """Every pattern on every mesh of several ranks; in `make test` four of the cells."""
+    names = list(MESHES)[1:]
+    for number, pattern in enumerate(PATTERNS):
+        for place, name in enumerate(names):
+            is_quick = number % 12 == 0 and place == number // 12
+            yield quick_if(is_quick, pattern, name)
+
+
+@pytest.mark.parametrize(("pattern", "mesh_name"), list(_cells_of_nccl()))
+@on_ranks("mesh_name")
+def test_a_pattern_trains_like_the_reference_over_what_answers_as_nccl(
+    pattern: str, mesh_name: str
+) -> None:
+    with as_on_cuda():
+        errors = errors_of_pattern(pattern, mesh_name)
+    assert max(errors.values()) < TOLERANCE, errors
 
 
 def _switched() -> Iterator[Any]:

@@ -6,7 +6,7 @@ What an adapter writes for a real format, with nothing of a library in it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from megatron_fsdp_v2.comm.interface import Axis
 from megatron_fsdp_v2.layout.mixed_precision import GroupDtypes
 from megatron_fsdp_v2.layout.placement import AxisPlacements
 from megatron_fsdp_v2.params.buffer import DataParallelBuffer
-from megatron_fsdp_v2.params.formats import WeightUse
+from megatron_fsdp_v2.params.formats import WeightUse, Written
 
 LARGEST = 448.0
 """Of `float8_e4m3fn`."""
@@ -137,14 +137,18 @@ class ScaledFloat8Format:
     def forget(self) -> None:
         pass
 
-    def write(
-        self, main: DataParallelBuffer, payloads: Sequence[torch.Tensor], axes: Sequence[Axis]
-    ) -> None:
-        rows = [main.view(index) for index in range(len(self._scales))]
+    @classmethod
+    def write(cls, parts: Sequence[Written[Self]], axes: Sequence[Axis]) -> None:
+        rows, scales, written = [], [], []
+        for part in parts:
+            bytes_of = DataParallelBuffer(part.main.layout, part.main.span, part.payloads[0])
+            for index, scale in enumerate(part.format._scales):
+                rows.append(part.main.view(index))
+                scales.append(scale)
+                written.append(bytes_of.view(index))
         largest = torch.stack([r.abs().max() if r.numel() else r.new_zeros(()) for r in rows])
         for axis in axes:
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=axis.group)
-        written = DataParallelBuffer(main.layout, main.span, payloads[0])
-        for index, (mine, scale) in enumerate(zip(rows, scale_of(largest), strict=True)):
-            self._scales[index].copy_(scale)
-            written.view(index).copy_(mine / scale)
+        for mine, scale, found, into in zip(rows, scales, scale_of(largest), written, strict=True):
+            scale.copy_(found)
+            into.copy_(mine / scale)

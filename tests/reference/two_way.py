@@ -7,7 +7,7 @@ other, and a module that computes with what was not gathered computes with zeros
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
@@ -15,8 +15,7 @@ from torch import nn
 from megatron_fsdp_v2.comm.interface import Axis
 from megatron_fsdp_v2.layout.mixed_precision import GroupDtypes
 from megatron_fsdp_v2.layout.placement import AxisPlacements
-from megatron_fsdp_v2.params.buffer import DataParallelBuffer
-from megatron_fsdp_v2.params.formats import WeightUse
+from megatron_fsdp_v2.params.formats import WeightUse, Written
 
 FORMS = (torch.bfloat16, torch.float16)
 
@@ -139,9 +138,9 @@ class TwoWayFormat:
         for param in self._params:
             param.forms[:] = [None, None]
 
-    def write(
-        self, main: DataParallelBuffer, payloads: Sequence[torch.Tensor], axes: Sequence[Axis]
-    ) -> None:
+    @classmethod
+    def write(cls, parts: Sequence[Written[Self]], axes: Sequence[Axis]) -> None:
         del axes
-        for payload, form in zip(payloads, FORMS, strict=True):
-            payload.copy_(main.tensor.to(form).view(torch.int16))
+        for _, main, payloads in parts:
+            for payload, form in zip(payloads, FORMS, strict=True):
+                payload.copy_(main.tensor.to(form).view(torch.int16))

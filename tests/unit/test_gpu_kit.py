@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import signal
@@ -14,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.model import Model
 from tests.gpu.kit import __main__ as kit
-from tests.gpu.kit import trainings
+from tests.gpu.kit import machine, overlap, quantized, running, speed, trainings
 from tests.gpu.kit.__main__ import main
 from tests.gpu.kit.checks import CHECKS
 from tests.gpu.kit.running import (
@@ -30,6 +32,7 @@ from tests.gpu.kit.running import (
     python,
     run_checks,
 )
+from tests.ranks import RankPools
 
 WRONG = "what went wrong"
 
@@ -93,6 +96,124 @@ def test_a_small_sample_runs_on_a_cpu_and_is_reported(tmp_path: Path) -> None:
         assert (tmp_path / picture).stat().st_size > 1000
 
 
+REHEARSED = (
+    "trace pool",
+    "prefetch",
+    "asynchronous reduction",
+    "Muon",
+    "async save",
+    "memory",
+    "pauses",
+    "whole-step capture",
+    "host",
+    "overlap",
+    "gather bandwidth",
+    "speed, 1B",
+)
+
+
+class _Shared:
+    """A pool that outlives a check: starting processes takes longer than what they do."""
+
+    def __init__(self, pools: RankPools, ranks: int) -> None:
+        self._pool = pools(ranks)
+        self.run = self._pool.run
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("name", REHEARSED)
+def test_a_check_runs_on_a_cpu_as_far_as_it_goes(
+    pools: RankPools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(running, "RankPool", lambda ranks, device: _Shared(pools, ranks))
+    (check,) = (check for check in CHECKS if check.name == name)
+    (result,) = _results([check], tmp_path, is_small=True).values()
+    wanted = Status.NEEDS_GPU if check.only_cuda else Status.PASSED
+    assert result.outcome.status is wanted, result.outcome.text
+
+
+@pytest.mark.functional
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
+def test_the_whole_kit_is_rehearsed_on_a_cpu(tmp_path: Path, check: Check) -> None:
+    (result,) = _results([check], tmp_path, is_small=True).values()
+    allowed = {Status.NEEDS_GPU} if check.only_cuda else {Status.PASSED}
+    allowed |= {Status.NEEDS_RANKS, Status.NEEDS_LAYERS}
+    assert result.outcome.status in allowed, result.outcome.text
+
+
+def test_every_training_of_megatron_finds_its_row_and_flags(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    printed = _printed({step: 5.0 - step / 10 for step in range(1, 11)})
+    done = trainings.Done(0, f"{printed}resume proof passed")
+    layers = set()
+
+    def command(words: list[str], log: Path, **_: Any) -> trainings.Done:
+        kinds = [kind for flag, kind in itertools.pairwise(words) if flag == "--transformer-impl"]
+        layers.add((kinds or [""])[-1])
+        return done
+
+    monkeypatch.setattr(trainings, "command", command)
+    monkeypatch.setattr(trainings, "has_transformer_engine", lambda: True)
+    named = [check for check in CHECKS if check.name.startswith("Megatron, ")]
+    for device in ("cpu", "cuda"):
+        for check in named:
+            outcome = check.run(Request(device, 8, tmp_path))
+            assert outcome.status is Status.PASSED, (check.name, outcome.text)
+        # Transformer Engine's on a GPU, and for FP8; `make pretrain` leaves them to Megatron.
+        if device == "cuda":
+            assert layers == {"transformer_engine", ""}
+        layers.clear()
+
+
+def test_the_share_of_communication_that_is_hidden_comes_from_times_of_kernels() -> None:
+    kernels = [
+        ("ncclDevKernel_AllGather", (0.0, 10.0)),
+        ("gemm", (4.0, 8.0)),
+        ("gemm", (6.0, 9.0)),
+        ("ncclDevKernel_ReduceScatter", (20.0, 30.0)),
+        ("Memset", (29.0, 40.0)),
+    ]
+    assert overlap.hidden_share(kernels) == pytest.approx((5 + 1) / 20)
+    assert overlap.hidden_share(kernels[1:3]) is None
+
+
+def test_a_model_of_a_billion_parameters_has_them() -> None:
+    for name, params in {"1B": 1e9, "8B": 8e9}.items():
+        setting = speed.MODELS[name]
+        with torch.device("meta"):
+            model = Model(setting.shape)
+        counted = sum(param.numel() for param in model.parameters())
+        assert speed.num_params(setting.shape) == counted
+        assert counted == pytest.approx(params, rel=0.06)
+        # Six for each parameter and token, and less than a quarter more for attention.
+        tokens = setting.shape.batch * setting.shape.length
+        assert 0.9 < speed.flops_of(setting) / (6 * counted * tokens) < 1.25
+
+
+@pytest.mark.parametrize(
+    ("driver", "can_run"), [("580.65.06", True), ("470.1", False), ("", False)]
+)
+def test_an_old_driver_and_a_missing_package_are_said_at_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    driver: str,
+    can_run: bool,
+) -> None:
+    monkeypatch.setattr(machine, "_output", lambda *words: driver)
+    monkeypatch.setattr(machine, "has_transformer_engine", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    said, can = machine.requirements()
+    assert can is can_run
+    assert any("driver 580 or newer" in sentence for sentence in said) is not can_run
+    assert f"transformer-engine[pytorch]=={machine.TRANSFORMER_ENGINE}" in said[-1]
+    if not can_run:
+        assert main(["--device", "cuda"]) == 2
+        assert "which needs NVIDIA's driver 580" in capsys.readouterr().out
+
+
 def test_what_fails_in_any_way_is_reported_as_failed_and_stops_nothing(tmp_path: Path) -> None:
     checks = [
         _check("a wrong number", lambda request: Outcome.of(False, "1 against 2")),
@@ -143,6 +264,7 @@ def test_more_ranks_than_gpus_are_rejected(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kit, "num_gpus", lambda: 2)
+    monkeypatch.setattr(kit, "requirements", lambda: ([], True))
     with pytest.raises(SystemExit):
         main(["--device", "cuda", "--ranks", "3"])
     assert "3 ranks need as many GPUs, and there are 2" in capsys.readouterr().err
@@ -195,4 +317,6 @@ def test_a_row_that_only_transformer_engine_can_train_says_so(
     request = Request("cuda", 4, tmp_path)
     outcome = trainings.beside_ddp(request, "TP2 x DP2, sequence parallel")
     assert outcome.status is Status.NEEDS_LAYERS
-    assert trainings.fp8(request).status is Status.NEEDS_LAYERS
+    without = Request("cuda", 4, tmp_path, has_te=False)
+    assert trainings.fp8(without).status is Status.NEEDS_LAYERS
+    assert quantized.run(without).status is Status.NEEDS_LAYERS

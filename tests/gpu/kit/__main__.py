@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_fsdp_v2_mcore.rehearsal.te.load import why_not_installed
 from tests.gpu.kit import report
 from tests.gpu.kit.checks import CHECKS
-from tests.gpu.kit.machine import describe, num_gpus
+from tests.gpu.kit.machine import FOR_BITS, describe, num_gpus, requirements
 from tests.gpu.kit.running import ROOT, Check, Request, Result, Status, run_checks
+from tests.gpu.kit.trainings import has_transformer_engine
 
 
 def main(argv: Sequence[str] | None = None, checks: Sequence[Check] = CHECKS) -> int:
@@ -35,13 +38,22 @@ def main(argv: Sequence[str] | None = None, checks: Sequence[Check] = CHECKS) ->
     if args.list:
         sys.stdout.write("".join(f"{check.name}: {check.proves}\n" for check in chosen))
         return 0
+    if args.device == "cuda":
+        needed, can_run = requirements()
+        sys.stdout.write("".join(f"{sentence}\n" for sentence in needed))
+        if not can_run:
+            return 2
+        for name, value in FOR_BITS.items():
+            os.environ.setdefault(name, value)
     present = num_gpus() if args.device == "cuda" else 0
     ranks = args.ranks or (present if args.device == "cuda" else 2)
     if args.device == "cuda" and not 1 <= ranks <= present:
         parser.error(f"{ranks} ranks need as many GPUs, and there are {present}; or --device cpu")
     if not chosen:
         parser.error(f"no check is called {' or '.join(args.only)}; --list says which there are")
-    return _run(chosen, Request(args.device, ranks, args.out.resolve(), args.small))
+    has_te = has_transformer_engine() if args.device == "cuda" else not why_not_installed()
+    request = Request(args.device, ranks, args.out.resolve(), args.small, has_te)
+    return _run(chosen, request)
 
 
 def _run(checks: Sequence[Check], request: Request) -> int:

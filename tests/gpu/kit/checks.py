@@ -6,8 +6,18 @@ import functools
 import json
 from typing import Any
 
+from tests.gpu.kit import (
+    bandwidth,
+    delays,
+    graphs,
+    host,
+    memcheck,
+    overlap,
+    quantized,
+    speed,
+    trainings,
+)
 from tests.gpu.kit import on_ranks as ranked
-from tests.gpu.kit import trainings
 from tests.gpu.kit.running import Check, Outcome, Request, command, on_ranks, python
 from tests.parity.patterns import PATTERNS
 from tests.parity.test_parity import STRATEGIES
@@ -226,6 +236,13 @@ CHECKS: tuple[Check, ...] = (
         "tests/gpu/test_sanitizer.py",
         *("-m", "tests.gpu.sanitized_step", STRATEGIES[-1], "2x2", "optim", "cpu"),
     ),
+    memcheck.CHECK,
+    delays.CHECK,
+    graphs.CHECK,
+    host.CHECK,
+    overlap.CHECK,
+    bandwidth.CHECK,
+    quantized.CHECK,
     Check(
         "fake CUDA",
         "the host waits for the device nowhere in a step that uses every unit, and streams are "
@@ -233,6 +250,16 @@ CHECKS: tuple[Check, ...] = (
         fake_cuda,
     ),
     Check("bench", "a step's time beside those of peers (measured, not judged)", bench),
+    *(
+        Check(
+            f"speed, {model}",
+            f"{model} parameters train; step time, MFU and memory beside FSDP2 and Megatron-FSDP "
+            "(measured, not judged)",
+            functools.partial(speed.run, model),
+            least_ranks=2,
+        )
+        for model in speed.MODELS
+    ),
     _like_ddp("one rank", "", "dense", 1, strategies=4),
     _like_ddp("DP", "two ranks and every strategy", "dense", 2, strategies=4),
     _like_ddp("DP, bf16", "bf16 weights", "dense, bf16", 2, strategies=4),

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import gc
 import importlib
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,13 +12,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_fsdp_v2 import checkpoint, fully_shard
 from megatron_fsdp_v2.diagnostics import memory_tracker
 from megatron_fsdp_v2.optim import Muon
 from tests.distributed.test_memory_bound import deep
 from tests.distributed.wrapping import BF16, step_all, wrap
+from tests.gpu.kit.machine import mesh_of
 from tests.gpu.test_parity import on_device
 from tests.parity.patterns import PATTERNS, Pattern
 from tests.parity.test_parity import STRATEGIES, _same_bits, compare
@@ -30,14 +29,8 @@ from tests.reference.training import Trace, train_reference, train_sharded
 POLICIES: dict[str, Any] = {"fp32": None, "bf16": BF16}
 
 
-@functools.cache
-def _mesh(device: str, shape: tuple[int, ...]) -> DeviceMesh:
-    assert math.prod(shape) == dist.get_world_size()
-    return init_device_mesh(device, shape, mesh_dim_names=("outer", "inner")[-len(shape) :])
-
-
 def _flat(device: str) -> DeviceMesh:
-    return _mesh(device, (dist.get_world_size(),))
+    return mesh_of(device, (dist.get_world_size(),))
 
 
 def _trained(pattern: Pattern, device: str, mesh: DeviceMesh, **options: Any) -> Trace:
@@ -60,7 +53,7 @@ def parity(
     strategies: Sequence[str],
 ) -> dict[str, dict[str, float]]:
     """The largest relative error against an unsharded loop, by pattern and strategy."""
-    mesh = _mesh(device, shape)
+    mesh = mesh_of(device, shape)
     options = {"outer_dp_sharding_strategy": outer, "mp_policy": POLICIES[precision]}
     found: dict[str, dict[str, float]] = {}
     for name in patterns:
@@ -134,6 +127,7 @@ def async_save(device: str, folder: str) -> list[str]:
         _step(model, optimizer, device)
         path = Path(folder) / strategy
         future = checkpoint.save(path, model, optimizer, async_save=True)
+        assert future is not None
         saved = _values(model, optimizer)
         # Training goes on while files are written.
         for _ in range(3):
@@ -180,7 +174,8 @@ def compiled(device: str, backend: str, width: int) -> dict[str, float]:
     """The largest relative difference of losses with compiled blocks, by strategy."""
     if backend == "inductor":
         # Here, and not in processes of its own: a rank may have none.
-        importlib.import_module("torch._inductor.config").compile_threads = 1
+        config: Any = importlib.import_module("torch._inductor.config")
+        config.compile_threads = 1
     found = {}
     for strategy in STRATEGIES:
         losses: list[list[float]] = []

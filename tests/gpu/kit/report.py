@@ -18,6 +18,7 @@ _COLORS = {
     Status.NEEDS_GPU: "tab:gray",
     Status.NEEDS_RANKS: "lightgrey",
     Status.NEEDS_LAYERS: "lightgrey",
+    Status.NEEDS_TOOL: "lightgrey",
 }
 _SHOWN = 300
 
@@ -43,9 +44,14 @@ def write(results: Sequence[Result], machine: Mapping[str, str], out: Path) -> P
 
 def _record(result: Result) -> dict[str, object]:
     check, outcome = result.check, result.outcome
-    found = {"name": check.name, "proves": check.proves, "status": outcome.status.value}
-    found |= {"seconds": round(result.seconds, 1), "text": outcome.text}
-    return found | {"numbers": outcome.numbers}
+    return {
+        "name": check.name,
+        "proves": check.proves,
+        "status": outcome.status.value,
+        "seconds": round(result.seconds, 1),
+        "text": outcome.text,
+        "numbers": outcome.numbers,
+    }
 
 
 def _summary(results: Sequence[Result]) -> dict[str, int]:

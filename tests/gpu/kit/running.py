@@ -33,6 +33,7 @@ class Status(enum.Enum):
     NEEDS_GPU = "needs a GPU"
     NEEDS_RANKS = "needs more ranks"
     NEEDS_LAYERS = "needs Transformer Engine"
+    NEEDS_TOOL = "needs a tool"
 
 
 @dataclass(frozen=True)
@@ -44,12 +45,14 @@ class Request:
         ranks: The most ranks a check may use.
         folder: Where the check may write; its own.
         is_small: Whether it does as little as still shows that it runs.
+        has_te: Whether Transformer Engine, or on a CPU its rehearsal, can be used.
     """
 
     device: str
     ranks: int
     folder: Path
     is_small: bool = False
+    has_te: bool = True
 
     @property
     def on_cuda(self) -> bool:

@@ -1,0 +1,164 @@
+"""What answers as NCCL does: calls, dtypes, sums, and the order of calls."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_fsdp_v2 import MixedPrecisionPolicy
+from tests.cases import quick_rows
+from tests.distributed import wrapping
+from tests.distributed.nccl_double import FLOAT8, as_on_cuda, mesh_of, ring_reduced
+from tests.distributed.on_ranks import on_ranks
+from tests.distributed.wrapping import STRATEGIES, listen, said, wrap
+
+MAIN_GRADS = (torch.float32, torch.bfloat16)
+
+
+def _group(*shape: int) -> Any:
+    return mesh_of(*shape).get_group(0)
+
+
+@on_ranks(3)
+def test_calls_answer_as_those_of_nccl_do() -> None:
+    group, rank = _group(3), dist.get_rank()
+    options = dist.AllreduceOptions()
+    options.asyncOp = False
+    value = torch.tensor([float(rank)])
+    synchronous = group.allreduce([value], options)
+    asynchronous = dist.all_reduce(value, group=group, async_op=True)
+    asynchronous.wait()
+    shards = torch.arange(3.0) + rank
+    scattered = torch.empty(1)
+    dist.reduce_scatter_tensor(scattered, shards, group=group)
+    gathered = torch.empty(3, dtype=torch.float8_e4m3fn)
+    dist.all_gather_into_tensor(gathered, torch.tensor([1.0 + rank]).to(gathered), group=group)
+    sent, received = torch.arange(3.0) + 10 * rank, torch.empty(3)
+    dist.all_to_all_single(received, sent, [1, 1, 1], [1, 1, 1], group=group)
+    largest = torch.tensor([rank])
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    first = torch.tensor([rank + 5])
+    dist.broadcast(first, group=group, group_src=1)
+    objects: list[Any] = [None] * 3
+    dist.all_gather_object(objects, {"rank": rank}, group=group)
+    assert synchronous is None
+    assert value.item() == 9.0
+    assert scattered.item() == 3.0 * rank + 3.0
+    assert gathered.float().tolist() == [1.0, 2.0, 3.0]
+    assert received.tolist() == [rank, rank + 10.0, rank + 20.0]
+    assert largest.item() == 2
+    assert first.item() == 6
+    assert objects == [{"rank": r} for r in range(3)]
+
+
+@on_ranks(2)
+def test_dtypes_that_nccl_lacks_are_errors() -> None:
+    group = _group(2)
+    for dtype in (torch.int16, torch.uint16, torch.uint32):
+        tensor = torch.zeros(2, dtype=dtype)
+        text = said(TypeError, lambda t=tensor: dist.broadcast(t, group=group, group_src=0))  # type: ignore[misc]
+        assert f"not supported for NCCL process group: {dtype}" in text
+    for dtype in FLOAT8:
+        tensor = torch.zeros(2).to(dtype)
+        text = said(RuntimeError, lambda t=tensor: dist.all_reduce(t, group=group))  # type: ignore[misc]
+        assert "Unsupported Float8 type for NCCL reduction" in text
+
+
+@on_ranks(2)
+def test_ranks_that_issue_different_calls_are_an_error() -> None:
+    group = _group(2)
+    tensor = torch.zeros(2 + dist.get_rank())
+    text = said(RuntimeError, lambda: dist.all_reduce(tensor, group=group))
+    assert "issue different calls" in text
+    assert "all_reduce SUM of [(2, torch.float32)]" in text
+    assert "all_reduce SUM of [(3, torch.float32)]" in text
+
+
+def _error_of_sum(num_ranks: int, *, in_ring: bool) -> float:
+    """Relative error of a sum of bf16 gradients, one of every rank."""
+    generator = torch.Generator().manual_seed(0)
+    # Gradients of one sign in part, as those of ranks that see alike data.
+    terms = [(torch.randn(4096, generator=generator) + 0.5).bfloat16() for _ in range(num_ranks)]
+    exact = torch.stack(terms).double().sum(0)
+    found = ring_reduced(terms, 0) if in_ring else torch.stack(terms).float().sum(0)
+    return float((found.double() - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize(("num_ranks", "low", "high"), [(64, 4e-3, 1e-2), (1024, 1e-2, 6e-2)])
+def test_a_ring_of_bf16_sums_loses_what_a_sum_in_fp32_keeps(
+    num_ranks: int, low: float, high: float
+) -> None:
+    """A bf16 number has 8 bits: every step of the ring rounds by up to 2**-9 of the partial sum."""
+    assert low < _error_of_sum(num_ranks, in_ring=True) < high
+    assert _error_of_sum(num_ranks, in_ring=False) < 1e-6
+
+
+class Square(torch.nn.Linear):
+    """Gradients of every element are what a rank is given, whatever the weights."""
+
+    def __init__(self) -> None:
+        super().__init__(32, 48, bias=False)
+
+    def forward(self, gradient: torch.Tensor) -> torch.Tensor:
+        return (self.weight.float() * gradient).sum()
+
+
+@pytest.mark.parametrize(
+    ("mesh_name", "strategy", "main_grads"),
+    quick_rows(
+        itertools.product(("3", "4", "HSDP 2x2", "HFSDP 2x2"), STRATEGIES[1:], MAIN_GRADS),
+        [("3", STRATEGIES[-1], torch.float32), ("HFSDP 2x2", STRATEGIES[1], torch.bfloat16)],
+    ),
+)
+@on_ranks("mesh_name", answers_as_nccl=[True, False])
+def test_gradients_in_bf16_are_added_up_in_fp32_where_that_is_asked_for(
+    mesh_name: str, strategy: str, main_grads: torch.dtype, answers_as_nccl: bool
+) -> None:
+    """With as many bytes; twice, as the second gradient is added to the first one."""
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16,
+        main_params_dtype=torch.float32,
+        main_grads_dtype=main_grads,
+        grad_comm_dtype=torch.bfloat16,
+    )
+    size, rank = dist.get_world_size(), dist.get_rank()
+    generator = torch.Generator().manual_seed(0)
+    # One of 1 among smaller ones than half of its last bit, of which a ring in bf16 loses most.
+    given = torch.rand(size, 48, 32, generator=generator).mul_(2**-9)
+    given[0] = 1.0
+    given = given.bfloat16().float()
+    errors, nbytes = [], []
+    for in_fp32 in (True, False):
+        asked = dataclasses.replace(policy, reduce_scatter_with_fp32_accumulation=in_fp32)
+        options = {"sharding_strategy": strategy, "gradient_scaling_factor": 1.0}
+        with as_on_cuda() if answers_as_nccl else contextlib.nullcontext():
+            model = wrap(Square(), mp_policy=asked, **wrapping.on_mesh(mesh_name), **options)
+        wire = listen(model)
+        for _ in range(2):
+            model(given[rank]).backward()
+        found = model.weight.grad.full_tensor().double()
+        exact = 2 * given.double().sum(0)
+        errors.append(float((found - exact).abs().max()))
+        nbytes.append(wire.nbytes("reduce_scatter"))
+    assert nbytes[0] == nbytes[1] > 0
+    if main_grads is torch.float32 and mesh_name in ("3", "4"):
+        assert errors[0] < 1e-6
+        # On a CPU sums are made in the main gradient's dtype in any case.
+        assert not answers_as_nccl or errors[1] > 1e-3
+    # Rounded to bf16, whose last bit is 2**-7 here and 2**-6 beyond 2: along the outer axis, and
+    # where main gradients have it.
+    assert errors[0] <= (2**-6 if main_grads is torch.float32 else 2**-5)
+
+
+@on_ranks(2)
+def test_what_is_not_scattered_cannot_be_added_up_in_fp32() -> None:
+    policy = MixedPrecisionPolicy(reduce_scatter_with_fp32_accumulation=True)
+    options = {"mp_policy": policy, "sharding_strategy": "no_shard"}
+    text = said(ValueError, lambda: wrap(Square(), mesh=wrapping.mesh_of(2), **options))
+    assert "reduce_scatter_with_fp32_accumulation cannot be used with sharding_strategy=" in text

@@ -1,0 +1,90 @@
+"""The bandwidth of gathers: this package's calls beside torch's own, by size."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_fsdp_v2.comm.backends import communicator_for
+from megatron_fsdp_v2.comm.interface import (
+    Axis,
+    Collective,
+    CollectiveKind,
+    CommStream,
+    Communicator,
+)
+from tests.gpu.kit.machine import device_of
+from tests.gpu.kit.running import Check, Outcome, Request, on_ranks
+
+MIB = 1 << 20
+SIZES = (1, 16, 128, 512)
+"""MiB of what is gathered."""
+FLOOR = 0.9
+"""Of torch's bandwidth, from 16 MiB on."""
+
+
+def _seconds(device: str, call: Callable[[], None], repeats: int) -> float:
+    """The median time of a call."""
+    times = []
+    for repeat in range(repeats + 2):
+        if device == "cuda":
+            torch.cuda.synchronize()
+        dist.barrier()
+        began = time.perf_counter()
+        call()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        if repeat >= 2:
+            times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+def _gather(communicator: Communicator, gather: Collective) -> None:
+    communicator.issue(gather, async_op=True).wait()
+
+
+def measured(device: str, sizes: tuple[int, ...], repeats: int) -> dict[str, dict[str, float]]:
+    """GB/s on the links (bytes received by a rank over time), by size: ours, and torch's."""
+    group, size, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
+    assert group is not None
+    communicator = communicator_for(device_of(device))
+    found: dict[str, dict[str, float]] = {}
+    for mib in sizes:
+        numel = mib * MIB // 2 // size * size
+        output = torch.zeros(numel, dtype=torch.bfloat16, device=device)
+        shard = output.view(size, -1)[rank]
+        axis = Axis(group, size=size, rank=rank)
+        gather = Collective(CollectiveKind.ALL_GATHER, output, shard, axis, CommStream.GATHER)
+        calls: dict[str, Callable[[], Any]] = {
+            "ours": functools.partial(_gather, communicator, gather),
+            "torch's": functools.partial(dist.all_gather_into_tensor, output, shard),
+        }
+        received = 2 * numel * (size - 1) / size / 1e9
+        found[f"{mib} MiB"] = {
+            name: received / _seconds(device, call, repeats) for name, call in calls.items()
+        }
+    return found
+
+
+def run(request: Request) -> Outcome:
+    """Bandwidths; on a GPU ours has to reach nearly torch's."""
+    sizes, repeats = (SIZES, 20) if request.on_cuda else ((1,), 1)
+    found = on_ranks(request, request.ranks, measured, request.device, sizes, repeats)[0]
+    text = ", ".join(f"{size}: {of['ours']:.1f} GB/s" for size, of in found.items())
+    large = [of for size, of in found.items() if not size.startswith("1 ")]
+    slow = request.on_cuda and any(of["ours"] < FLOOR * of["torch's"] for of in large)
+    return Outcome.of(not slow, text, bandwidth=found)
+
+
+CHECK = Check(
+    "gather bandwidth",
+    f"gathers of this package reach {FLOOR:.0%} of the bandwidth of torch's own call",
+    run,
+    least_ranks=2,
+)

@@ -1,7 +1,7 @@
 # Everything a user of the project types. `make help` lists it.
 
 # The newest version of torch that is supported; the oldest one is in constraints.txt.
-NEWEST_TORCH = 2.14.1
+NEWEST_TORCH = 2.15.0
 
 TORCH    ?=
 VENV     ?= .venv$(if $(TORCH),-torch-$(TORCH))
@@ -27,7 +27,8 @@ TORCH_SAMPLE = $(addprefix tests/distributed/test_, beside_fsdp2.py checkpoint.p
   drop_in.py fsdp2_calls.py fsdp2_instance.py fsdp2_methods.py known_failures.py meta_device.py \
   misuse.py parallelize_module.py parameters_changed.py pickled_state.py precision.py \
   stream_safety.py torch_checkpoint.py torch_versions.py training_state.py uneven_dtensor.py) \
-  $(addprefix tests/unit/test_, checkpoint_export.py fsdp2_surface.py row_shards.py) \
+  $(addprefix tests/unit/test_, checkpoint_export.py exposure.py fsdp2_surface.py row_shards.py \
+  simulation.py torch_private_names.py) \
   tests/mcore/test_parity_with_ddp.py
 
 # TEXT is passed on whenever it is given, also when it is given empty: that is an error to report.

@@ -134,3 +134,10 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
     named = {name for name in _NAMED.findall(text) if name.rpartition("/")[2] not in OTHERS}
     missing = [n for n in named if not any(file.endswith(f"/{n}") for file in files)]
     assert not missing, f"{page.name} names files that do not exist: {sorted(missing)}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_of_make_that_a_page_names_exist(page: Path) -> None:
+    targets = set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = set(re.findall(r"`make ([a-z][\w-]*)", page.read_text()))
+    assert named <= targets, f"{page.name} names commands that do not exist"

@@ -55,6 +55,7 @@ def generated_features() -> set[str]:
     found |= {"event restore", "event restore, torch", "event evaluate, inference"}
     found |= {"event backward, " + h for h in ("retain", "no sync", "not last", "retain no sync")}
     simple = ["forward", "backward", "evaluate", "waste", "input gradient", "penalty", "zero"]
+    simple += ["weights"]
     simple += ["clip", "step", "freeze", "state", "full", "load", "functional"]
     found |= {f"event {do}" for do in simple}
     off = {name for name, is_on in SWITCHES.items() if not is_on}

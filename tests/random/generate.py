@@ -194,11 +194,11 @@ class Generator:
     def micro(self, last: bool) -> list[Event]:
         """Forwards and backwards of one micro-batch."""
         kind = self.random.choice(
-            ["plain"] * 6 + ["two slots", "retain", "input gradient", "penalty"]
+            ["plain"] * 6 + ["two slots", "retain", "input gradient", "penalty", "weights"]
         )
         deferred = "" if last or self.chance(0.5) else self.random.choice(["no sync", "not last"])
         flag = self.chance(0.2)
-        if kind in ("input gradient", "penalty") and _on(kind):
+        if kind in ("input gradient", "penalty", "weights") and _on(kind):
             return [Event(kind, seed=self.data()), *self.simple(deferred, flag)]
         if kind == "retain" and _on(kind):
             forward = Event("forward", seed=self.data(), flag=flag)

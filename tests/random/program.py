@@ -14,7 +14,7 @@ import contextlib
 import copy
 import functools
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from megatron_fsdp_v2 import checkpoint, fully_shard
 from tests.random.cases import Case, Event, Options
@@ -40,6 +41,21 @@ from tests.random.models import (
 )
 
 TOLERANCES = {"float64": 1e-9, "float32": 3e-6}
+WEIGHT_TERMS: list[Callable[[Any], Any]] = [
+    lambda p: p.square().sum(),
+    lambda p: whole(p.abs()).mean(),
+    lambda p: p.flatten().norm() + p.mean(),
+    lambda p: torch.cat([p, 2 * p]).square().mean(0).sum(),
+    lambda p: (p.softmax(0) * whole(p).detach().sum()).square().sum(),
+    lambda p: p[:1].sum() * p.norm(),
+]
+"""What makes a loss of a parameter: on its rows, and on the whole."""
+
+
+def whole(tensor: Any) -> Any:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 MOST_PROBLEMS = 5
 
 
@@ -376,6 +392,28 @@ class Run:
         loss = penalty(self.model, self.rank)
         self.compare_numbers("penalty", loss.detach(), losses[self.rank].detach())
         loss.backward()
+        self.has_grads = True
+        self.compare_grads()
+
+    def do_weights(self, event: Event) -> None:
+        """A backward of a loss of the parameters themselves, by an operation of each."""
+        if self.unsynced:
+            return
+
+        # A sharded parameter learns at the next reshard that it was frozen while gathered.
+        pairs = [
+            (mine, full)
+            for mine, full in self.pairs().values()
+            if mine.requires_grad and full.requires_grad and full.ndim and full.numel()
+        ]
+        if not pairs:
+            return
+        terms = [WEIGHT_TERMS[(event.seed + n) % len(WEIGHT_TERMS)] for n in range(len(pairs))]
+        found: Any = sum(term(mine) for term, (mine, _) in zip(terms, pairs, strict=True))
+        expected: Any = sum(term(full) for term, (_, full) in zip(terms, pairs, strict=True))
+        self.compare_numbers("loss of weights", whole(found).detach(), expected.detach())
+        expected.backward()
+        found.backward()
         self.has_grads = True
         self.compare_grads()
 

@@ -41,6 +41,10 @@ def broken_rule(case: Case) -> str:
     parts = {below.id for node in nodes if _differs_by_rank(node) for below in node.walk()}
     if _saves_with_torch_while_gathered(case):
         return "torch's own calls look for parameters where gathered ones stand"
+    if _adds_to_zeros_of_a_failure(case):
+        return (
+            "gradients zeroed in place after a failed backward are zeroed again by the next forward"
+        )
     shares = any(node.kind == "again" for node in nodes)
     if shares and any(event.do == "functional" for event in case.program):
         return "torch leaves the values of a functional call in a module with two names"
@@ -76,4 +80,21 @@ def _saves_with_torch_while_gathered(case: Case) -> bool:
             is_gathered = False
         elif event.do in ("save", "restore") and event.how == "torch" and is_gathered:
             return True
+    return False
+
+
+def _adds_to_zeros_of_a_failure(case: Case) -> bool:
+    """Whether a loss of weights comes before the forward that repairs a failed backward.
+
+    What reductions of the failed backward brought after `zero_grad(set_to_none=False)` cannot be
+    told from what that loss brings; the repair drops both.
+    """
+    is_zeroed = False
+    for event in case.program:
+        if event.do == "fail":
+            is_zeroed = event.how != "forward" and not event.flag
+        elif event.do == "weights" and is_zeroed:
+            return True
+        elif event.do in ("forward", "evaluate", "waste"):
+            is_zeroed = False
     return False

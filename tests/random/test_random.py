@@ -33,6 +33,16 @@ def test_a_random_case_does_what_the_plain_loop_does(pools: RankPools, seed: int
     assert outcome.kind == "same", outcome.text
 
 
+def test_a_gradient_of_weights_outlives_the_repair_of_a_failed_backward(pools: RankPools) -> None:
+    """Found at random: the next forward repairs, and dropped what a loss of weights had brought."""
+    case = """{"seed": 50223, "tree": {"id": 2, "kind": "seq", "children": [
+        {"id": 1, "kind": "linear"}]}, "options": {"strategy": "optim", "mesh": [2]}, "program": [
+        {"do": "fail", "node": 1, "how": "backward"}, {"do": "weights"}, {"do": "forward"},
+        {"do": "backward"}]}"""
+    outcome = outcome_of(from_json(case), pools)
+    assert outcome.kind == "same", outcome.text
+
+
 def test_a_case_goes_through_json_unchanged() -> None:
     for seed in range(100):
         case = generate(seed)

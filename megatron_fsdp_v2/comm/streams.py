@@ -1,7 +1,7 @@
 """Collectives on communication streams: which stream waits for which, on any device with streams.
 
 The streams and the collectives are handed in: those of CUDA and NCCL for training
-(`comm/backends.py`), recorded ones for the check of stream safety (`diagnostics/stream_safety`).
+(`comm/backends.py`), recorded ones for the check of stream safety (`tests/stream_safety`).
 Both run this code.
 """
 

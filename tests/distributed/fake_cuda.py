@@ -26,16 +26,16 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from megatron_fsdp_v2.diagnostics.stream_safety import accesses, find_violations, schedule
-from megatron_fsdp_v2.diagnostics.stream_safety.recorder import (
+from megatron_fsdp_v2.dtensor.attributes import AttributesAtOnce
+from megatron_fsdp_v2.runtime.fsdp_module import named_units
+from tests.processes import ROOT
+from tests.stream_safety import accesses, find_violations, schedule
+from tests.stream_safety.recorder import (
     RecordedEvent,
     RecordedStream,
     StreamRecorder,
     WatchedBuffer,
 )
-from megatron_fsdp_v2.dtensor.attributes import AttributesAtOnce
-from megatron_fsdp_v2.runtime.fsdp_module import named_units
-from tests.processes import ROOT
 
 CUDA = torch.device("cuda", 0)
 ENGINE_DEVICE = torch.device("privateuseone", 0)

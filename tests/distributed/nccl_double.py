@@ -26,10 +26,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from megatron_fsdp_v2.comm.backends import NcclCollectives
 from megatron_fsdp_v2.comm.streams import StreamCommunicator
 from megatron_fsdp_v2.diagnostics.simulation.process_group import PythonGroup
-from megatron_fsdp_v2.diagnostics.stream_safety.recorder import StreamRecorder
 from megatron_fsdp_v2.optim import engine
 from megatron_fsdp_v2.runtime import unit_plan
 from tests.distributed import wrapping
+from tests.stream_safety.recorder import StreamRecorder
 
 BACKEND = "nccl_double"
 TIMEOUT = datetime.timedelta(seconds=30)

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from megatron_fsdp_v2 import fully_shard
 from megatron_fsdp_v2.comm.gather_groups import group_of_same_ranks
 from megatron_fsdp_v2.comm.local_groups import new_local_group
-from megatron_fsdp_v2.diagnostics.stream_safety import record_streams
 from megatron_fsdp_v2.runtime.fsdp_module import unit_of
 from megatron_fsdp_v2.runtime.registered_pool import register_pool
 from tests.cases import quick_if
@@ -32,6 +31,7 @@ from tests.distributed.wrapping import (
     wrap,
 )
 from tests.reference.models import Stack
+from tests.stream_safety import record_streams
 
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     **{f"{strategy}, 2 ranks": ("2", strategy, {}) for strategy in STRATEGIES},

@@ -19,7 +19,6 @@ from megatron_fsdp_v2 import checkpoint, fully_shard
 from megatron_fsdp_v2.comm.streams import StreamCommunicator
 from megatron_fsdp_v2.diagnostics import memory_tracker
 from megatron_fsdp_v2.diagnostics.memory_ledger import Role
-from megatron_fsdp_v2.diagnostics.stream_safety import Recording, record_streams
 from megatron_fsdp_v2.dtensor.uneven_dtensor import local_of
 from megatron_fsdp_v2.memory.host_memory import is_in_host_memory
 from megatron_fsdp_v2.params.formats import register_format
@@ -29,6 +28,7 @@ from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import BF16, STRATEGIES, batch, mesh_of, said, step_all, wrap
 from tests.reference.models import Checkpointed, Stack
 from tests.reference.scaled_float8 import ScaledFloat8Format, quantize_linears
+from tests.stream_safety import Recording, record_streams
 
 POLICY = fsdp.CPUOffloadPolicy(pin_memory=True)
 

@@ -15,8 +15,6 @@ from megatron_fsdp_v2 import MixedPrecisionPolicy
 from megatron_fsdp_v2.comm.backends import NcclCollectives
 from megatron_fsdp_v2.comm.interface import Axis, Collective, CollectiveKind, CommStream
 from megatron_fsdp_v2.comm.streams import StreamCommunicator
-from megatron_fsdp_v2.diagnostics.stream_safety import record_streams
-from megatron_fsdp_v2.diagnostics.stream_safety.schedule import Operation
 from megatron_fsdp_v2.runtime.fsdp_module import named_units
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import (
@@ -31,6 +29,8 @@ from tests.distributed.wrapping import (
     wrap,
 )
 from tests.reference.models import Formula, Stack
+from tests.stream_safety import record_streams
+from tests.stream_safety.schedule import Operation
 
 NUMEL = 24
 

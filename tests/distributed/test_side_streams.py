@@ -15,11 +15,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_fsdp_v2 import MixedPrecisionPolicy
-from megatron_fsdp_v2.diagnostics.stream_safety import Fault, record_streams
 from tests.cases import quick_only
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import BF16, STRATEGIES, on_mesh, train_own, wrap
 from tests.reference.models import WIDTH, Stack
+from tests.stream_safety import Fault, record_streams
 
 COPY = "aten.copy_.default"
 POLICIES = {"fp32": MixedPrecisionPolicy(), "bf16": BF16}

@@ -15,8 +15,6 @@ import torch.distributed as dist
 from megatron_fsdp_v2 import MixedPrecisionPolicy, fully_shard
 from megatron_fsdp_v2.comm.interface import Collective
 from megatron_fsdp_v2.comm.streams import StreamCommunicator
-from megatron_fsdp_v2.diagnostics.stream_safety import Fault, Recording, record_streams
-from megatron_fsdp_v2.diagnostics.stream_safety.schedule import Free
 from megatron_fsdp_v2.params.formats import WeightUse
 from megatron_fsdp_v2.runtime.fsdp_module import unit_of
 from tests.cases import longer, quick_if
@@ -25,6 +23,8 @@ from tests.distributed.wrapping import BF16, STRATEGIES, on_mesh, shards_of, str
 from tests.parity.patterns import PATTERNS, Pattern
 from tests.reference.models import Checkpointed, Skipping, Stack
 from tests.reference.training import train_sharded
+from tests.stream_safety import Fault, Recording, record_streams
+from tests.stream_safety.schedule import Free
 
 QUICK = ("2", "bf16")
 FLAT = (STRATEGIES[-1], "fp32")

@@ -13,11 +13,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_fsdp_v2 import checkpoint
 from megatron_fsdp_v2.diagnostics import check_finite, memory_tracker, parameter_norms
-from megatron_fsdp_v2.diagnostics.stream_safety import record_streams
 from tests.distributed.checkpoint_trainings import block_muon
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import STRATEGIES, batch, wrap
 from tests.reference.models import Stack
+from tests.stream_safety import record_streams
 
 CORE = Path(__file__).parents[2] / "megatron_fsdp_v2"
 

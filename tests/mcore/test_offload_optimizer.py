@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from megatron_fsdp_v2 import MixedPrecisionPolicy
-from megatron_fsdp_v2.diagnostics.stream_safety import record_streams
 from megatron_fsdp_v2.dtensor.uneven_dtensor import local_of
 from tests.cases import longer
 from tests.mcore.offloading import (
@@ -24,6 +23,7 @@ from tests.mcore.offloading import (
 )
 from tests.mcore.session import enter_rehearsal
 from tests.mcore.trained import on_megatron
+from tests.stream_safety import record_streams
 
 STEPS = 4
 

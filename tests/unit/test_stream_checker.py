@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 
-from megatron_fsdp_v2.diagnostics.stream_safety import (
+from tests.stream_safety import (
     Buffer,
     Fault,
     Region,

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import override
 
-from megatron_fsdp_v2.diagnostics.stream_safety.schedule import (
+from tests.stream_safety.schedule import (
     HOST,
     Allocation,
     Buffer,

@@ -11,19 +11,19 @@ import torch
 from torch import nn
 
 from megatron_fsdp_v2.comm.streams import StreamCommunicator
-from megatron_fsdp_v2.diagnostics.stream_safety.checker import Violation, find_violations
-from megatron_fsdp_v2.diagnostics.stream_safety.recorder import (
+from megatron_fsdp_v2.memory.allocator import TemporaryBuffer
+from megatron_fsdp_v2.params.grads import GroupGrads
+from megatron_fsdp_v2.params.weights import GroupWeights
+from megatron_fsdp_v2.runtime.fsdp_module import named_units
+from tests.stream_safety.checker import Violation, find_violations
+from tests.stream_safety.recorder import (
     OperationMode,
     RecordedCollectives,
     RecordedStream,
     StreamRecorder,
     WatchedBuffer,
 )
-from megatron_fsdp_v2.diagnostics.stream_safety.schedule import Schedule
-from megatron_fsdp_v2.memory.allocator import TemporaryBuffer
-from megatron_fsdp_v2.params.grads import GroupGrads
-from megatron_fsdp_v2.params.weights import GroupWeights
-from megatron_fsdp_v2.runtime.fsdp_module import named_units
+from tests.stream_safety.schedule import Schedule
 
 __all__ = ["Recording", "record_streams"]
 

@@ -16,15 +16,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_fsdp_v2.comm.calls import all_gather_single
 from megatron_fsdp_v2.comm.interface import Axis
 from megatron_fsdp_v2.comm.streams import Stream
-from megatron_fsdp_v2.diagnostics.stream_safety.accesses import (
+from megatron_fsdp_v2.memory.allocator import ObservedBuffer, TemporaryBuffer
+from megatron_fsdp_v2.memory.host_memory import is_in_host_memory
+from tests.stream_safety.accesses import (
     Accesses,
     accesses_of,
     plain_tensors,
 )
-from megatron_fsdp_v2.diagnostics.stream_safety.backward import BackwardStreams, running_node
-from megatron_fsdp_v2.diagnostics.stream_safety.schedule import HOST, Buffer, Region, Schedule
-from megatron_fsdp_v2.memory.allocator import ObservedBuffer, TemporaryBuffer
-from megatron_fsdp_v2.memory.host_memory import is_in_host_memory
+from tests.stream_safety.backward import BackwardStreams, running_node
+from tests.stream_safety.schedule import HOST, Buffer, Region, Schedule
 
 __all__ = [
     "COMPUTE",

@@ -144,9 +144,6 @@ def _our_training_log(original: Any) -> Any:
     if _STATE.options.logs_parameter_norms:
         norms = importlib.import_module("megatron_fsdp_v2_mcore.optim.param_norms")
         original = norms.log_norms(original)
-    if _STATE.options.logs_overlap:
-        overlap = importlib.import_module("megatron_fsdp_v2_mcore.model.overlap_log")
-        original = overlap.log_overlap(original)
     return original
 
 
@@ -290,7 +287,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "training-log",
         "megatron.training.training:training_log",
-        "--log-per-param-norm, --fsdp-log-overlap: where an iteration is logged; else as it is",
+        "--log-per-param-norm: where an iteration is logged; else as it is",
         ("loss_dict", "total_loss_dict", "learning_rate", "iteration"),
         _our_training_log,
         selected=True,

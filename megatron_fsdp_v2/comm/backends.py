@@ -96,9 +96,6 @@ class _BackendWork:
             if collective.after is not None:
                 collective.after()
 
-    def is_done(self) -> bool:
-        return not self._of or bool(self._c10d_work.is_completed())
-
 
 class CpuCommunicator:
     """Collectives of a CPU process group (gloo).

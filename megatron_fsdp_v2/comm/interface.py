@@ -21,7 +21,6 @@ __all__ = [
     "CollectiveKind",
     "CommStream",
     "Communicator",
-    "PolledWork",
     "Registrar",
     "Work",
     "run_alone",
@@ -137,15 +136,6 @@ class Work(Protocol):
 
     def wait(self) -> None:
         """Order what the caller does next after the collective. Idempotent."""
-        ...
-
-
-@runtime_checkable
-class PolledWork(Work, Protocol):
-    """Work that tells whether it is done."""
-
-    def is_done(self) -> bool:
-        """Whether waiting for it would take no time."""
         ...
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from megatron_fsdp_v2.comm.errors import Label
-from megatron_fsdp_v2.comm.interface import SUMS, Collective, CollectiveKind, PolledWork, Work
+from megatron_fsdp_v2.comm.interface import SUMS, Collective, CollectiveKind, Work
 
 __all__ = ["Labeled", "Together"]
 
@@ -35,10 +35,6 @@ class _PutOff:
     def __init__(self, together: Together) -> None:
         self._together = together
         self.work: Work | None = None
-
-    def is_done(self) -> bool:
-        """See `PolledWork.is_done`."""
-        return isinstance(self.work, PolledWork) and self.work.is_done()
 
     def wait(self) -> None:
         if self.work is None:

@@ -1,4 +1,4 @@
-"""Looking at a sharded model: norms, memory, waits, NaNs, overlapping shards, profiler ranges."""
+"""Inspect a sharded model: norms, memory, NaNs, overlapping shards, profiler ranges."""
 
 from megatron_fsdp_v2.diagnostics.finite import Nonfinite, check_finite, find_nonfinite
 from megatron_fsdp_v2.diagnostics.memory import TrackedMemory, memory_tracker
@@ -6,32 +6,24 @@ from megatron_fsdp_v2.diagnostics.memory_ledger import Account, Moment, Role
 from megatron_fsdp_v2.diagnostics.memory_units import unit_bytes
 from megatron_fsdp_v2.diagnostics.norms import ParameterNorm, parameter_norms
 from megatron_fsdp_v2.diagnostics.overlap import check_no_overlap
-from megatron_fsdp_v2.diagnostics.overlap_tracker import Clock, TrackedOverlap, overlap_tracker
 from megatron_fsdp_v2.diagnostics.pool_picture import pool_picture
 from megatron_fsdp_v2.diagnostics.ranges import profile_ranges
 from megatron_fsdp_v2.diagnostics.summary import GroupRow, GroupSummary, group_summary
-from megatron_fsdp_v2.plan.exposure import Exposure, OverlapReport, Reason
 
 __all__ = [
     "Account",
-    "Clock",
-    "Exposure",
     "GroupRow",
     "GroupSummary",
     "Moment",
     "Nonfinite",
-    "OverlapReport",
     "ParameterNorm",
-    "Reason",
     "Role",
     "TrackedMemory",
-    "TrackedOverlap",
     "check_finite",
     "check_no_overlap",
     "find_nonfinite",
     "group_summary",
     "memory_tracker",
-    "overlap_tracker",
     "parameter_norms",
     "pool_picture",
     "profile_ranges",

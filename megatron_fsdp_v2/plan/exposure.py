@@ -1,8 +1,4 @@
-"""What computation waits for: every collective of a step, how long it is exposed, and why.
-
-A training measures waits (`diagnostics/overlap_tracker.py`), a replayed step has them from a clock
-(`plan/schedule.py`); both say why by the rules here, of the same facts.
-"""
+"""Exposed communication of a planned step: how long each collective is waited for, and why."""
 
 from __future__ import annotations
 
@@ -26,27 +22,25 @@ class Reason(enum.Enum):
     COMPUTE = "longer than computation"
     LIMIT = "limit of what is ahead"
     ORDER = "not expected"
-    MEMORY = "no room ahead"
     AT_ONCE = "waited for at once"
     BUFFERS = "gradient buffers"
     LAST = "end of the backward"
 
     @property
     def meaning(self) -> str:
-        """One sentence: what it says, and what changes it."""
+        """One sentence: what the reason means, and which option changes it."""
         return _MEANINGS[self]
 
 
 _MEANINGS = {
-    Reason.FIRST: "a forward or a backward begins with it: nothing of the pass computes before it",
-    Reason.COMPUTE: "it takes longer than what computes meanwhile, or waits for others on its link",
-    Reason.LIMIT: "the link stood idle before it was issued: unshard_prefetch_depth or "
-    "unshard_prefetch_bytes let it begin no earlier",
-    Reason.ORDER: "the unit was not expected: the last pass ran others, or it is the first pass",
-    Reason.MEMORY: "gathering ahead was put off: the pool of temporary memory had no room for it",
-    Reason.AT_ONCE: "it overlaps nothing: overlap is switched off, or what is issued next reads it",
-    Reason.BUFFERS: "one more full gradient buffer was needed than max_live_grad_buffers allows",
-    Reason.LAST: "the backward is over, and nothing is left to compute",
+    Reason.FIRST: "a forward or a backward begins with it, so no computation can hide it",
+    Reason.COMPUTE: "it takes longer than the computation it overlaps, or its link was busy",
+    Reason.LIMIT: "the link was idle before it was issued: unshard_prefetch_depth or "
+    "unshard_prefetch_bytes did not allow it to start earlier",
+    Reason.ORDER: "the unit was not expected: the previous pass ran other units",
+    Reason.AT_ONCE: "overlap is off, or the next operation reads its result",
+    Reason.BUFFERS: "another unit needed a full gradient buffer: see max_live_grad_buffers",
+    Reason.LAST: "the backward is over, and no computation is left to hide it",
 }
 
 
@@ -112,17 +106,14 @@ class Flight:
         waited_at: float,
         seconds: float,
         reason: Reason,
-        *,
-        least: float = 0.0,
         times: int = 1,
     ) -> Exposure:
-        """It was waited for.
+        """Record that the collective was waited for.
 
         Args:
-            waited_at: When.
-            seconds: For how long.
+            waited_at: Seconds since the beginning.
+            seconds: How long the wait took.
             reason: Why.
-            least: Seconds up to which it counts as hidden.
             times: See `Exposure`.
         """
         return Exposure(
@@ -134,36 +125,22 @@ class Flight:
             self.issued_at,
             waited_at,
             seconds,
-            reason if seconds > least else None,
+            reason if seconds else None,
             times,
         )
 
 
-def why_gather(
-    flight: Flight,
-    seconds: float,
-    use: int,
-    limit: PrefetchLimit,
-    *,
-    had_room: bool = True,
-    is_used: bool = True,
-) -> Reason:
-    """Why weights are waited for.
+def why_gather(flight: Flight, seconds: float, use: int, limit: PrefetchLimit) -> Reason:
+    """Why a unit waits for its weights.
 
     Args:
-        flight: What brings them.
-        seconds: For how long.
+        flight: The gather.
+        seconds: How long the unit waits.
         use: How many uses of units have begun in the pass.
         limit: How much may be gathered ahead.
-        had_room: Whether it was never put off for lack of memory.
-        is_used: Whether a unit is about to compute with them.
     """
-    if flight.use <= 1 and use <= 2 and is_used:
+    if flight.use <= 1 and use <= 2:
         return Reason.FIRST
-    if not had_room:
-        return Reason.MEMORY
-    if not is_used:
-        return Reason.ORDER
     if not flight.is_ahead:
         is_off = limit.is_none or flight.purpose == "refresh"
         return Reason.AT_ONCE if is_off else Reason.ORDER

@@ -69,7 +69,7 @@ class Network:
         self.now = max(began, flight.done_at)
         if self._machine is not None and flight.nbytes:
             seconds = self.now - began
-            exposure = flight.landed(began, seconds, reason(seconds), times=self.times)
+            exposure = flight.landed(began, seconds, reason(seconds), self.times)
             self.step.exposures.append(exposure)
 
     @contextlib.contextmanager

@@ -21,7 +21,6 @@ from megatron_fsdp_v2_mcore.flags.settings import (
     notices,
     sharding_settings,
 )
-from megatron_fsdp_v2_mcore.model.overlap_log import OverlapLog
 
 
 def _config(**fields: Any) -> DistributedDataParallelConfig:
@@ -82,11 +81,6 @@ def test_half_of_the_suggested_communication_unit_is_gathered_ahead() -> None:
     config = _config(fsdp_double_buffer=True, suggested_communication_unit_size=1001)
     (said,) = notices(config, options)
     assert "no more than one unit and what is gathered ahead of it are gathered" in said
-
-
-def test_waits_of_streams_cannot_be_logged() -> None:
-    with pytest.raises(FlagError, match="measures where the host waits, and on a GPU streams do"):
-        OverlapLog(torch.nn.Linear(1, 1), "cuda")
 
 
 def test_double_buffers_are_accepted_and_a_notice_says_what_serves_them() -> None:

@@ -49,7 +49,6 @@ _OUR_OTHER_FLAGS = (
     "expert_data_parallel_sharding_strategy",
     "fsdp_trace_pool",
     "log_per_param_norm",
-    "fsdp_log_overlap",
     "fsdp_unshard_prefetch_depth",
     "fsdp_unshard_prefetch_bytes",
     "fsdp_unshard_after_step",
@@ -142,12 +141,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         action="store_true",
         help="Log the norm of every weight and gradient (before clipping) at every --log-interval: "
         "to TensorBoard and Weights & Biases where they are on, and on rank 0.",
-    )
-    group.add_argument(
-        "--fsdp-log-overlap",
-        action="store_true",
-        help="Log what the step before every --log-interval waited for on rank 0: collectives, how "
-        "long they were exposed, and why. It measures the host, so it needs --cpu-rehearsal.",
     )
     return parser
 

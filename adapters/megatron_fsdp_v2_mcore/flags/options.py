@@ -21,7 +21,6 @@ class Options:
         broadcasts_parameters: Whether data-parallel ranks built different weights, of which the
             first rank's count.
         logs_parameter_norms: Whether norms of every parameter are logged.
-        logs_overlap: Whether it is logged what a step waits for.
         uses_trace_pool: Whether temporary buffers are at planned addresses.
         unshard_prefetch_depth: See `fully_shard`.
         unshard_prefetch_bytes: See `fully_shard`.
@@ -38,7 +37,6 @@ class Options:
     expert_strategy: str | None = None
     broadcasts_parameters: bool = False
     logs_parameter_norms: bool = False
-    logs_overlap: bool = False
     uses_trace_pool: bool = False
     unshard_prefetch_depth: int | None = None
     unshard_prefetch_bytes: int | None = None
@@ -66,7 +64,6 @@ class Options:
             expert_strategy=getattr(args, "expert_data_parallel_sharding_strategy", None),
             broadcasts_parameters=bool(getattr(args, "data_parallel_random_init", False)),
             logs_parameter_norms=bool(getattr(args, "log_per_param_norm", False)),
-            logs_overlap=bool(getattr(args, "fsdp_log_overlap", False)),
             uses_trace_pool=bool(getattr(args, "fsdp_trace_pool", False)),
             unshard_prefetch_depth=getattr(args, "fsdp_unshard_prefetch_depth", None),
             unshard_prefetch_bytes=getattr(args, "fsdp_unshard_prefetch_bytes", None),

@@ -33,7 +33,6 @@ from megatron_fsdp_v2_mcore.model.fp8_weights import limit_copies
 from megatron_fsdp_v2_mcore.model.initialize import initializer
 from megatron_fsdp_v2_mcore.model.mamba_parameters import follow_parameters
 from megatron_fsdp_v2_mcore.model.meshes import Meshes, dense_meshes, expert_meshes, gather_groups
-from megatron_fsdp_v2_mcore.model.overlap_log import OverlapLog
 from megatron_fsdp_v2_mcore.model.schedule_plans import follow_plan, scheduled_parts
 from megatron_fsdp_v2_mcore.model.tensor_shards import is_expert, tensor_shards
 from megatron_fsdp_v2_mcore.model.units import (
@@ -139,7 +138,6 @@ class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
         if config.init_model_with_meta_device:
             share_late_embeddings(module, groups)
         self._scheduled = ScheduledUnits(module, scheduled_parts(module))
-        self._overlap = OverlapLog(module, device_type) if self.options.logs_overlap else None
         self.param_and_grad_buffer = _ParamAndGradBuffer()
         if ddp_config.nccl_ub and self.options.uses_trace_pool and not register_pool(module):
             self._say(
@@ -286,8 +284,6 @@ class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
         """Drop every gradient; the next reduction overwrites."""
         # A step begins, so that a schedule that is still open ended with an exception.
         self._scheduled.abandon()
-        if self._overlap is not None:
-            self._overlap.begin_step()
         for param in self.module.parameters():
             param.grad = None
 

@@ -1,6 +1,5 @@
 """A cluster in one process: one rank of many, in virtual time and without memory."""
 
-from megatron_fsdp_v2.diagnostics.simulation.clock import SimulatedClock
 from megatron_fsdp_v2.diagnostics.simulation.costs import Costs, RooflineCosts
 from megatron_fsdp_v2.diagnostics.simulation.devices import (
     HostDevice,
@@ -33,7 +32,6 @@ __all__ = [
     "Queue",
     "RooflineCosts",
     "RunningTimeline",
-    "SimulatedClock",
     "SleepingGpu",
     "Timeline",
     "VirtualStreams",

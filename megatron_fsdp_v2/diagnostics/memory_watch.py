@@ -1,16 +1,14 @@
-"""Sees storages of a sharded model's step come and go, and books them in a ledger.
+"""Books the storages of a sharded model's step in a ledger as they are allocated and freed.
 
-Three sources: resting tensors are known from the parameter groups; temporary buffers tell when
-they are given memory and lose it; everything else is made by an operation of torch, whose outputs
-are looked at, and is free when nothing refers to its storage any more.
+There are three sources. Resting tensors are known from the parameter groups. Events of the root's
+observer tell when temporary buffers gain and lose memory. Everything else is the output of an
+operation of torch, and is free when nothing refers to its storage any more.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, override
 
@@ -22,17 +20,24 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_fsdp_v2.diagnostics.memory_ledger import Account, Ledger, Role
 from megatron_fsdp_v2.diagnostics.walk import parameters_below, units_below
-from megatron_fsdp_v2.memory.allocator import BufferUse, ObservedBuffer, TemporaryBuffer
+from megatron_fsdp_v2.memory.allocator import BufferUse, TemporaryBuffer
 from megatron_fsdp_v2.memory.host_memory import (
     is_in_host_memory,
     is_storage_in_host_memory,
     storages_in_host_memory,
 )
+from megatron_fsdp_v2.memory.observer import (
+    BufferAcquired,
+    BufferReleasing,
+    Event,
+    MainGradientAllocated,
+    PhaseBegan,
+    PhaseEnded,
+)
 from megatron_fsdp_v2.memory.trace_pool import TracePoolAllocator
 
 if TYPE_CHECKING:
     from megatron_fsdp_v2.params.group import ParameterGroup
-    from megatron_fsdp_v2.runtime.unit import Unit
 
 __all__ = ["MemoryWatch"]
 
@@ -63,35 +68,6 @@ class _Known:
     nbytes: int
     guess: Account
     ref: weakref.ref[torch.UntypedStorage]
-
-
-class _WatchedBuffer(ObservedBuffer):
-    """A temporary buffer that books its memory."""
-
-    def __init__(self, inner: TemporaryBuffer, account: Account, watch: MemoryWatch) -> None:
-        super().__init__(inner)
-        self._account = account
-        self._watch = watch
-        self._nbytes = inner.tensor.numel() * inner.tensor.element_size()
-        if inner.is_live:
-            self.gained()
-
-    @override
-    def gained(self) -> None:
-        # What was freed for it is not to be counted beside it.
-        self._watch.settle()
-        if self.pool_memory is not None:
-            self._watch.book_block(self.pool_memory)
-            self._watch.ledger.remove(_IDLE, self._nbytes)
-        self._watch.ledger.add(self._account, self._nbytes)
-        # An allocator may put it somewhere else every time.
-        self._watch.claim(self.tensor.untyped_storage(), self._account)
-
-    @override
-    def losing(self) -> None:
-        self._watch.ledger.remove(self._account, self._nbytes)
-        if self.pool_memory is not None:
-            self._watch.ledger.add(_IDLE, self._nbytes)
 
 
 class MemoryWatch(TorchDispatchMode):
@@ -134,6 +110,9 @@ class MemoryWatch(TorchDispatchMode):
         self._resizable: dict[int, _Known] = {}
         self._running: list[tuple[str, str]] = []
         self._scopes: list[Account] = []
+        # Names of units, by what events call them and their groups.
+        self._names: dict[str, str] = {}
+        self._accounts: dict[TemporaryBuffer, Account] = {}
         self._undo = contextlib.ExitStack()
 
     # -- beginning and end ----------------------------------------------------------------------
@@ -145,14 +124,12 @@ class MemoryWatch(TorchDispatchMode):
             for block in context.allocator.blocks():
                 self.book_block(block)
         for name, unit in self._units:
+            self._names[unit.fqn] = name
             for group in unit.groups:
+                self._names[group.name] = name
                 self._watch_group(name, group)
-            self._undo.callback(setattr, unit, "ranges", unit.ranges)
-            unit.ranges = functools.partial(self._phase, unit, name, unit.ranges)
-        reductions = context.reductions
-        self._undo.callback(setattr, reductions, "ranges", reductions.ranges)
-        of_group = {group.name: name for name, unit in self._units for group in unit.groups}
-        reductions.ranges = functools.partial(self._drain, of_group, reductions.ranges)
+        context.observer.subscribe(self._receive)
+        self._undo.callback(context.observer.unsubscribe, self._receive)
         if self._optimizer is not None:
             self._watch_optimizer(self._optimizer)
         rest = [p.local for p in parameters_below(self._module) if not p.is_sharded]
@@ -167,27 +144,21 @@ class MemoryWatch(TorchDispatchMode):
         self.settle()
         self._undo.close()
         self._known.clear()
+        self._accounts.clear()
 
     def _watch_group(self, name: str, group: ParameterGroup) -> None:
         self._book(group.main_weight.tensor, Account(Role.MAIN_WEIGHT, name))
         self._book(group.model_weight.tensor, Account(Role.MODEL_WEIGHT, name))
-        watched = functools.partial(self._watched_buffer, name)
-        group.weights.replace_buffers(watched)
-        self._undo.callback(group.weights.replace_buffers, _unwatched_buffer)
-        if group.grads is None:
-            return
-        account = Account(Role.MAIN_GRAD, name)
-        if group.grads.main is not None:
-            self._book(group.grads.main.tensor, account)
-        told = functools.partial(self._main_has_memory, account)
-        self._undo.callback(group.grads.watch_main, group.grads.watch_main(told))
-        group.grads.replace_buffers(watched)
-        self._undo.callback(group.grads.replace_buffers, _unwatched_buffer)
-
-    def _watched_buffer(self, name: str, buffer: TemporaryBuffer) -> TemporaryBuffer:
-        account = Account(_ROLES[buffer.use], name)
-        self.claim(buffer.tensor.untyped_storage(), account)
-        return _WatchedBuffer(buffer, account, self)
+        temporaries = [*group.weights.temporaries().values()]
+        if group.grads is not None:
+            if group.grads.main is not None:
+                self._book(group.grads.main.tensor, Account(Role.MAIN_GRAD, name))
+            temporaries += group.grads.temporaries().values()
+        for buffer in temporaries:
+            account = self._accounts[buffer] = Account(_ROLES[buffer.use], name)
+            self.claim(buffer.tensor.untyped_storage(), account)
+            if buffer.is_live:
+                self._book_buffer(buffer)
 
     def _watch_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         account = Account(Role.OPTIMIZER, "")
@@ -226,54 +197,55 @@ class MemoryWatch(TorchDispatchMode):
 
     # -- what is going on -----------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def _phase(
-        self,
-        unit: Unit,
-        name: str,
-        others: Callable[[str], contextlib.AbstractContextManager[Any]] | None,
-        phase: str,
-    ) -> Iterator[None]:
-        """Around one phase of a unit: what is made inside belongs to communication."""
-        direction, begins, ends = _PHASES.get(phase, ("", False, False))
+    def _receive(self, event: Event) -> None:
+        match event:
+            case BufferAcquired(buffer) if buffer in self._accounts:
+                self._book_buffer(buffer)
+            case BufferReleasing(buffer) if buffer in self._accounts:
+                self.ledger.remove(self._accounts[buffer], buffer.tensor.nbytes)
+                if buffer.pool_memory is not None:
+                    self.ledger.add(_IDLE, buffer.tensor.nbytes)
+            case MainGradientAllocated(buffer, flat) if buffer in self._accounts:
+                self._main_has_memory(Account(Role.MAIN_GRAD, self._accounts[buffer].unit), flat)
+            case PhaseBegan(owner, phase) if owner in self._names:
+                self._begin_phase(self._names[owner], phase)
+            case PhaseEnded(owner, phase) if owner in self._names:
+                self._end_phase(self._names[owner], phase)
+
+    def _begin_phase(self, name: str, phase: str) -> None:
+        """A phase of a unit begins: what is made inside belongs to communication."""
+        direction, begins, _ = _PHASES.get(phase, ("", False, False))
         if begins:
-            if unit.is_root and direction == "forward":
+            if not name and direction == "forward":
                 self._running.clear()
-                self.accumulates |= unit.context.has_unreduced
+                self.accumulates |= self._units[0][1].context.has_unreduced
                 self.has_gradients |= any(
                     group.grads is not None and group.grads.main is not None
-                    for _, other in self._units
-                    for group in other.groups
+                    for _, unit in self._units
+                    for group in unit.groups
                 )
             self._running.append((direction, name))
             self.ledger.enter(direction, name)
-        other = contextlib.nullcontext() if others is None else others(phase)
-        with other, self._scope(Account(Role.COMMUNICATION, name)):
-            yield
+        self._scopes.append(Account(Role.COMMUNICATION, name))
+
+    def _end_phase(self, name: str, phase: str) -> None:
+        self.settle()
+        self._scopes.pop()
+        direction, _, ends = _PHASES.get(phase, ("", False, False))
         if ends and (direction, name) in self._running:
             self._running.remove((direction, name))
             self.ledger.enter(*(self._running[-1] if self._running else (direction, "")))
 
-    @contextlib.contextmanager
-    def _drain(
-        self,
-        of_group: dict[str, str],
-        others: Callable[[str], contextlib.AbstractContextManager[Any]] | None,
-        group: str,
-    ) -> Iterator[None]:
-        """Around the end of a reduction."""
-        other = contextlib.nullcontext() if others is None else others(group)
-        with other, self._scope(Account(Role.COMMUNICATION, of_group.get(group, ""))):
-            yield
-
-    @contextlib.contextmanager
-    def _scope(self, account: Account) -> Iterator[None]:
-        self._scopes.append(account)
-        try:
-            yield
-        finally:
-            self.settle()
-            self._scopes.pop()
+    def _book_buffer(self, buffer: TemporaryBuffer) -> None:
+        """A temporary buffer has memory."""
+        # What was freed for it is not to be counted beside it.
+        self.settle()
+        if buffer.pool_memory is not None:
+            self.book_block(buffer.pool_memory)
+            self.ledger.remove(_IDLE, buffer.tensor.nbytes)
+        self.ledger.add(self._accounts[buffer], buffer.tensor.nbytes)
+        # An allocator may put it somewhere else every time.
+        self.claim(buffer.tensor.untyped_storage(), self._accounts[buffer])
 
     # -- storages -------------------------------------------------------------------------------
 
@@ -435,10 +407,6 @@ class MemoryWatch(TorchDispatchMode):
 
 def _local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def _unwatched_buffer(buffer: TemporaryBuffer) -> TemporaryBuffer:
-    return buffer.inner if isinstance(buffer, _WatchedBuffer) else buffer
 
 
 _PHASES = {

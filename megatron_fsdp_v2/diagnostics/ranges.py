@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-
 from torch import nn
 from torch.profiler import record_function
 
 from megatron_fsdp_v2.diagnostics.walk import ROOT, units_below
+from megatron_fsdp_v2.memory.observer import Event, Observer, PhaseBegan, PhaseEnded
 
 __all__ = ["profile_ranges"]
 
@@ -16,9 +15,9 @@ def profile_ranges(module: nn.Module, enabled: bool = True) -> None:
     """Show the phases of every unit to profilers, under names such as `fsdp::unshard layers.3`.
 
     The phases are unshard, wait_for_unshard, reshard, pre_forward, post_forward, pre_backward,
-    post_backward and reduce_grad. `torch.profiler` records the ranges;
+    post_backward, reduce_grad and finish_reduction. `torch.profiler` records the ranges;
     `torch.autograd.profiler.emit_nvtx` makes NVTX ranges of them. A range is the host's time in
-    the phase. Off by default; a unit without ranges makes none and pays nothing for them.
+    the phase. Ranges are off by default. Turn them on after `fully_shard` was called on the root.
 
     Args:
         module: A sharded module, or one that contains some; names are relative to it.
@@ -28,8 +27,42 @@ def profile_ranges(module: nn.Module, enabled: bool = True) -> None:
         ValueError: Nothing in the module is sharded.
     """
     for name, unit in units_below(module):
-        unit.ranges = functools.partial(_phase_range, name or ROOT) if enabled else None
+        ranges = _ranges_of(unit.context.observer)
+        for owner in (unit.fqn, *(group.name for group in unit.groups)):
+            if enabled:
+                ranges.names[owner] = name or ROOT
+            else:
+                ranges.names.pop(owner, None)
+        if not ranges.names:
+            unit.context.observer.unsubscribe(ranges)
 
 
-def _phase_range(unit_name: str, phase: str) -> record_function:
-    return record_function(f"fsdp::{phase} {unit_name}")
+def _ranges_of(observer: Observer) -> _Ranges:
+    """The ranges that subscribe to an observer; new ones where there are none."""
+    for subscriber in observer.subscribers:
+        if isinstance(subscriber, _Ranges):
+            return subscriber
+    ranges = _Ranges()
+    observer.subscribe(ranges)
+    return ranges
+
+
+class _Ranges:
+    """Makes a profiler range of every phase.
+
+    Attributes:
+        names: What to call units and parameter groups; others have no ranges.
+    """
+
+    def __init__(self) -> None:
+        self.names: dict[str, str] = {}
+        self._open: list[record_function] = []
+
+    def __call__(self, event: Event) -> None:
+        """Receive an event."""
+        match event:
+            case PhaseBegan(owner, phase) if owner in self.names:
+                self._open.append(record_function(f"fsdp::{phase} {self.names[owner]}"))
+                self._open[-1].__enter__()  # type: ignore[no-untyped-call]
+            case PhaseEnded(owner, _) if owner in self.names and self._open:
+                self._open.pop().__exit__(None, None, None)

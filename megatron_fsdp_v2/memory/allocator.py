@@ -11,7 +11,6 @@ import torch
 __all__ = [
     "Allocator",
     "BufferUse",
-    "ObservedBuffer",
     "OwnMemory",
     "PlainAllocator",
     "ResizedBuffer",
@@ -207,64 +206,6 @@ class ResizedBuffer:
     def follow(self, tensor: torch.Tensor) -> None:
         """See `TemporaryBuffer`."""
         self.followers.append(weakref.ref(tensor))
-
-
-class ObservedBuffer:
-    """A temporary buffer around another one, for those who watch it gain and lose memory.
-
-    Args:
-        inner: The buffer that it does everything with.
-
-    Attributes:
-        inner: Likewise.
-    """
-
-    def __init__(self, inner: TemporaryBuffer) -> None:
-        self.inner = inner
-        self.name = inner.name
-        self.use = inner.use
-        self.tensor = inner.tensor
-
-    def gained(self) -> None:
-        """Called after the buffer was given memory."""
-
-    def losing(self) -> None:
-        """Called before the buffer's memory is taken away."""
-
-    @property
-    def is_live(self) -> bool:
-        """See `TemporaryBuffer`."""
-        return self.inner.is_live
-
-    @property
-    def pool_memory(self) -> torch.Tensor | None:
-        """See `TemporaryBuffer`."""
-        return self.inner.pool_memory
-
-    def acquire(self) -> torch.Tensor:
-        """See `TemporaryBuffer`."""
-        if not self.inner.is_live:
-            self.inner.acquire()
-            self.gained()
-        return self.tensor
-
-    def release(self) -> None:
-        """See `TemporaryBuffer`."""
-        if self.inner.is_live:
-            self.losing()
-            self.inner.release()
-
-    def has_room(self) -> bool:
-        """See `TemporaryBuffer`."""
-        return self.inner.has_room()
-
-    def alias(self, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
-        """See `TemporaryBuffer`."""
-        return self.inner.alias(offset, shape)
-
-    def follow(self, tensor: torch.Tensor) -> None:
-        """See `TemporaryBuffer`."""
-        self.inner.follow(tensor)
 
 
 class PlainAllocator:

@@ -10,6 +10,7 @@ import torch
 from megatron_fsdp_v2.comm.interface import Communicator
 from megatron_fsdp_v2.layout.placement import Placement
 from megatron_fsdp_v2.memory.allocator import Allocator, BufferUse, TemporaryBuffer
+from megatron_fsdp_v2.memory.observer import Observer
 from megatron_fsdp_v2.params.buffer import DataParallelBuffer, FlatSpec, Span
 
 __all__ = ["GradBuffers"]
@@ -35,6 +36,7 @@ class GradBuffers:
     is done here: see `_order_write` and `wait_for_writers`.
 
     Attributes:
+        observer: Receives events of the buffers.
         comm: Orders streams, and reduces.
         full: The whole buffer that gradients arrive in.
         whole: The same as a span of the flat buffer.
@@ -55,6 +57,7 @@ class GradBuffers:
         *,
         keeps_collecting: bool,
     ) -> None:
+        self.observer = Observer()
         self.comm = communicator
         layout, placements = flat.layout, flat.placements
         comm_dtype, main_dtype = flat.dtypes.grad_comm, flat.dtypes.main_grad
@@ -173,9 +176,9 @@ class GradBuffers:
     def take(self, buffer: TemporaryBuffer) -> torch.Tensor:
         """Give one of the buffers memory, if it has none."""
         if not self.comm.has_streams:
-            return buffer.acquire()
+            return self.observer.acquire(buffer)
         with self.comm.memory():
-            return buffer.acquire()
+            return self.observer.acquire(buffer)
 
     def drop(self, *buffers: TemporaryBuffer | None) -> None:
         """Take memory away from some of them; nothing reads or writes it any more."""
@@ -183,7 +186,7 @@ class GradBuffers:
             if buffer is not None and buffer.is_live:
                 if self.comm.has_streams:
                     self.comm.settle()
-                buffer.release()
+                self.observer.release(buffer)
 
     def in_comm_dtype(self, buffer: TemporaryBuffer, copy: TemporaryBuffer) -> torch.Tensor:
         """A copy of a buffer that is communicated in its place."""
@@ -200,6 +203,6 @@ class GradBuffers:
         return {kind: buffer for kind, buffer in held.items() if buffer is not None}
 
     def replace_buffers(self, replacement: Callable[[TemporaryBuffer], TemporaryBuffer]) -> None:
-        """Put something in the place of buffers that does the same, and tells of it."""
+        """Put another temporary buffer in the place of each one."""
         for kind, buffer in self.temporaries().items():
             setattr(self, _KINDS[kind], replacement(buffer))

@@ -386,18 +386,8 @@ class GroupGrads:
         return self.buffers.temporaries()
 
     def replace_buffers(self, replacement: Callable[[TemporaryBuffer], TemporaryBuffer]) -> None:
-        """Put something in the place of temporary buffers that does the same, and tells of it."""
+        """Put another temporary buffer in the place of each one."""
         self.buffers.replace_buffers(replacement)
-
-    def watch_main(
-        self, watcher: Callable[[torch.Tensor], None] | None
-    ) -> Callable[[torch.Tensor], None] | None:
-        """Tell somebody whenever the main gradient is given memory; return who was told before.
-
-        Args:
-            watcher: Called with the flat tensor; None for nobody.
-        """
-        return self._main.watch(watcher)
 
     def replace_communicator(self, communicator: Communicator) -> Communicator:
         """Communicate by another one from now on; return the one until now."""

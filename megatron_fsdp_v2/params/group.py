@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from megatron_fsdp_v2.layout.buffer_layout import BufferLayout
     from megatron_fsdp_v2.layout.placement import AxisPlacements
     from megatron_fsdp_v2.memory.allocator import Allocator
+    from megatron_fsdp_v2.memory.observer import Observer
     from megatron_fsdp_v2.params.grads import Reductions
 
 __all__ = ["GroupSpec", "ParameterGroup", "write_stale"]
@@ -175,6 +176,12 @@ class ParameterGroup:
             temporaries = {**temporaries, **self.grads.temporaries()}
         for kind, buffer in temporaries.items():
             buffer.name = f"{name}/{kind}"
+
+    def report_to(self, observer: Observer) -> None:
+        """Have the events of its buffers go to an observer."""
+        self.weights.observer = observer
+        if self.grads is not None:
+            self.grads.buffers.observer = observer
 
     def gather_in(self, group: dist.ProcessGroup | None) -> None:
         """Gather along the innermost axis in another group of its ranks; None for its own."""
@@ -347,6 +354,7 @@ class ParameterGroup:
             with torch.inference_mode(False):
                 self.grads = self._make_grads(self.spec.scale)
                 self.rename(self.name)
+                self.report_to(self.weights.observer)
                 self.members.prepare_training(self._collect_from)
 
     def _collect_from(self, param: nn.Parameter, index: int) -> None:

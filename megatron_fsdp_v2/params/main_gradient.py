@@ -13,6 +13,7 @@ from megatron_fsdp_v2.comm.backends import is_capturing
 from megatron_fsdp_v2.dtensor.attributes import requires_grad_at_once
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of
 from megatron_fsdp_v2.layout.placement import Placement
+from megatron_fsdp_v2.memory.observer import MainGradientAllocated
 from megatron_fsdp_v2.params.buffer import DataParallelBuffer, FlatSpec, place_in
 from megatron_fsdp_v2.params.grad_buffers import GradBuffers
 
@@ -191,7 +192,6 @@ class MainGradient:
         self.span = flat.span([p.main_grad for p in flat.placements])
         self.contributed = False
         self.is_offloaded = flat.host is not None
-        self._on_memory: Callable[[torch.Tensor], None] | None = None
         layout = flat.layout
         places = [place_in(layout, self.span, index) for index in range(len(layout.slots))]
         # Of every parameter with rows here: shape, strides, offset.
@@ -262,8 +262,8 @@ class MainGradient:
         dtype = self._flat.dtypes.main_grad
         with self._buffers.comm.memory():
             flat = self._flat.main_memory(self.span, dtype, is_overwritten=is_overwritten)
-        if self._on_memory is not None:
-            self._on_memory(flat)
+        if self._buffers.observer.subscribers:
+            self._buffers.observer.emit(MainGradientAllocated(self._buffers.full, flat))
         # `data`: a view with a version counter of its own, see `alias_of`.
         views = [place and torch.as_strided(flat, *place).data for place in self._places]
         arrival = None
@@ -276,6 +276,8 @@ class MainGradient:
     def _revived(self) -> GradientMemory | None:
         """What rests, with memory again, of undefined content; None where nothing does."""
         memory, self._resting = self._resting, None
+        if self._buffers.observer.subscribers:
+            return None
         if memory is not None:
             with self._buffers.comm.memory():
                 memory.flat.untyped_storage().resize_(self._nbytes)
@@ -286,9 +288,9 @@ class MainGradient:
     def reuses(self) -> bool:
         """Whether tensors that were shown are to be shown again.
 
-        Not while somebody watches, who learns of memory given back from the end of a storage.
+        Not with subscribers: they learn that memory is freed from the end of its storage.
         """
-        return self._held is None and self._on_memory is None
+        return self._held is None and not self._buffers.observer.subscribers
 
     def rest(self, memory: GradientMemory) -> None:
         """Take the memory away; nobody has a tensor on it."""
@@ -300,18 +302,6 @@ class MainGradient:
         self._nbytes = storage.nbytes()
         storage.resize_(0)
         self._resting = memory
-
-    def watch(
-        self, watcher: Callable[[torch.Tensor], None] | None
-    ) -> Callable[[torch.Tensor], None] | None:
-        """Have somebody told of the flat tensor whenever it is given memory.
-
-        Returns:
-            Who was told before.
-        """
-        before, self._on_memory = self._on_memory, watcher
-        self._resting = None
-        return before
 
     def end(self) -> None:
         """Reductions are over: from now on it lives for as long as a gradient does."""

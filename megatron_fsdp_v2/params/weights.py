@@ -16,6 +16,7 @@ from megatron_fsdp_v2.comm.interface import (
     Work,
 )
 from megatron_fsdp_v2.memory.allocator import Allocator, BufferUse, TemporaryBuffer
+from megatron_fsdp_v2.memory.observer import Observer
 from megatron_fsdp_v2.params.buffer import DataParallelBuffer, FlatSpec, Span
 from megatron_fsdp_v2.params.formats import WeightFormat, WeightUse, Written
 
@@ -97,6 +98,7 @@ class GroupWeights:
     `hold` to the last `let_go`.
 
     Attributes:
+        observer: Receives events of gathered buffers.
         format: Of the payloads.
         main: Main weights of this rank's span.
         payloads: Model weights and gathered weights, in every form that the format has.
@@ -117,6 +119,7 @@ class GroupWeights:
         communicator: Communicator,
         allocator: Allocator,
     ) -> None:
+        self.observer = Observer()
         self._comm = communicator
         self._grid = flat.grid
         self.format = weight_format
@@ -299,9 +302,9 @@ class GroupWeights:
                 continue
             if self._comm.has_streams:
                 with self._comm.memory():
-                    gathered = payload.temporary.acquire()
+                    gathered = self.observer.acquire(payload.temporary)
             else:
-                gathered = payload.temporary.acquire()
+                gathered = self.observer.acquire(payload.temporary)
             if self._is_streamed:
                 shard = payload.gathered.piece(self.main.span)
                 part = Written(self.format, self.main, [shard])
@@ -335,7 +338,7 @@ class GroupWeights:
             if payload.temporary is not None:
                 if self._comm.has_streams and payload.temporary.is_live:
                     self._comm.settle()
-                payload.temporary.release()
+                self.observer.release(payload.temporary)
 
     # -- what others put in its place ---------------------------------------------------------
 
@@ -344,7 +347,7 @@ class GroupWeights:
         return {p.name: p.temporary for p in self.payloads if p.temporary is not None}
 
     def replace_buffers(self, replacement: Callable[[TemporaryBuffer], TemporaryBuffer]) -> None:
-        """Put something in the place of temporary buffers that does the same, and tells of it."""
+        """Put another temporary buffer in the place of each one."""
         for payload in self.payloads:
             if payload.temporary is not None:
                 payload.temporary = replacement(payload.temporary)

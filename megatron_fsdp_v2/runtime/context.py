@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from megatron_fsdp_v2.comm.backends import is_capturing
+from megatron_fsdp_v2.memory.observer import Observer
 from megatron_fsdp_v2.runtime.gather_rules import GatherSchedule
 from megatron_fsdp_v2.runtime.reduction_queue import ReductionQueue
 from megatron_fsdp_v2.runtime.reduction_rules import OrderedReductions, RootPass
@@ -32,6 +33,7 @@ class Context:
         communicator: Issues collectives.
         allocator: Makes temporary buffers.
         options: How the units run.
+        observer: Receives events of the units.
         gathers: What is gathered ahead of its use.
         reductions: Gradient reductions under way.
         ordered_reductions: When units are reduced in a backward; None without communication.
@@ -66,6 +68,7 @@ class Context:
         self.communicator = communicator
         self.allocator = allocator
         self.options = options
+        self.observer = Observer()
         self.gathers: GatherSchedule[UnitBase] = GatherSchedule(
             options.prefetch_limit, communicator.together
         )
@@ -74,6 +77,7 @@ class Context:
             is_async=options.enable_async_reduce_grad,
             bucket_nbytes=options.bucket_bytes or 0,
             together=communicator.together,
+            observer=self.observer,
         )
         self.ordered_reductions: OrderedReductions[UnitBase] | None = None
         self.stepped: set[int] = set()

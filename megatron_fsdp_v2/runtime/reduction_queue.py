@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, override
 
 from megatron_fsdp_v2.comm.interface import Work
+from megatron_fsdp_v2.memory.observer import Observer
 from megatron_fsdp_v2.params.grads import GroupGrads
+from megatron_fsdp_v2.runtime.gather_rules import Together
 from megatron_fsdp_v2.runtime.reduction_rules import Reduction, ReductionSchedule
 
 __all__ = ["ReductionQueue"]
 
-_NO_RANGE: AbstractContextManager[Any] = nullcontext()
-
 
 class ReductionQueue(ReductionSchedule[GroupGrads, Work]):
-    """Gradient reductions under way.
+    """Gradient reductions under way; see `ReductionSchedule` for the other arguments.
 
-    Attributes:
-        ranges: Makes a profiler range of the name of a group that is waited for, or None.
+    Args:
+        observer: Receives the phase `finish_reduction`.
     """
 
-    ranges: Callable[[str], AbstractContextManager[Any]] | None = None
+    def __init__(
+        self,
+        max_live_grad_buffers: int,
+        *,
+        is_async: bool,
+        bucket_nbytes: int,
+        together: Together,
+        observer: Observer,
+    ) -> None:
+        super().__init__(
+            max_live_grad_buffers, is_async=is_async, bucket_nbytes=bucket_nbytes, together=together
+        )
+        self._observer = observer
 
     @override
     def issue_inner(self, group: GroupGrads) -> Work:
@@ -30,19 +42,19 @@ class ReductionQueue(ReductionSchedule[GroupGrads, Work]):
 
     @override
     def finish_inner(self, done: Sequence[Reduction[GroupGrads, Work]]) -> None:
-        with self._range(done[0].group):
+        with self._phase(done[0].group):
             for reduction in done:
                 reduction.work.wait()
                 reduction.group.end_inner()
 
     @override
     def issue_outer(self, groups: Sequence[GroupGrads]) -> list[Work]:
-        with self._range(groups[0]):
+        with self._phase(groups[0]):
             return [group.reduce_outer(async_op=self.is_async) for group in groups]
 
     @override
     def finish_outer(self, done: Sequence[Reduction[GroupGrads, Work]]) -> None:
-        with self._range(done[0].group):
+        with self._phase(done[0].group):
             for reduction in done:
                 reduction.work.wait()
         for reduction in done:
@@ -59,5 +71,5 @@ class ReductionQueue(ReductionSchedule[GroupGrads, Work]):
         self._inner.clear()
         self._outer.clear()
 
-    def _range(self, group: GroupGrads) -> AbstractContextManager[Any]:
-        return _NO_RANGE if self.ranges is None else self.ranges(group.name)
+    def _phase(self, group: GroupGrads) -> AbstractContextManager[Any]:
+        return self._observer.phase(group.name, "finish_reduction")

@@ -8,12 +8,13 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from megatron_fsdp_v2.memory.observer import Observer
 from megatron_fsdp_v2.params.autograd import cast_floats, in_backward
 from megatron_fsdp_v2.params.formats import WeightUse
 
@@ -49,9 +50,6 @@ LEGAL_MOVES = {
     # A recomputation may stop in the middle of the forward, once it has all it needs.
     (Phase.FORWARD, Phase.BACKWARD),
 }
-
-
-_NO_RANGE: AbstractContextManager[Any] = nullcontext()
 
 
 class UnitBase(ABC):
@@ -94,7 +92,7 @@ class UnitBase(ABC):
         has_pending_reduction: Whether its next reduction takes place also where no gradient
             arrived.
         is_unsharded: Whether gathered weights are installed, or on their way.
-        ranges: Makes a profiler range of a name, or None for no ranges.
+        observer: Receives its phases.
     """
 
     def __init__(
@@ -132,7 +130,7 @@ class UnitBase(ABC):
         self.backward_prefetch: list[weakref.ref[UnitBase]] = []
         self.unset: Sequence[tuple[str, Callable[[], torch.Tensor | None]]] = ()
         self.num_users = 0
-        self.ranges: Callable[[str], AbstractContextManager[Any]] | None = None
+        self.observer = Observer()
         self.is_gathered_after_step = False
         self.is_recomputed = False
         self._was_recomputed = False
@@ -346,8 +344,14 @@ class UnitBase(ABC):
                 )
 
     def in_range(self, name: str) -> AbstractContextManager[Any]:
-        """A profiler range, where there are some."""
-        return _NO_RANGE if self.ranges is None else self.ranges(name)
+        """Emit a phase of the unit around a block."""
+        return self.observer.phase(self.fqn, name)
+
+    def report_to(self, observer: Observer) -> None:
+        """Have the events of the unit and of its groups go to an observer."""
+        self.observer = observer
+        for group in self.groups:
+            group.report_to(observer)
 
 
 def class_names(modules: Sequence[nn.Module]) -> str:

@@ -210,6 +210,8 @@ def _join(roots: Sequence[nn.Module], context: Context, undo: ExitStack) -> None
     for unit in units:
         _share_pool(context.allocator, unit, undo)
         keep_attributes(unit, ("context", "is_root", "fqns", "fqn"), undo)
+        undo.callback(unit.report_to, unit.observer)
+        unit.report_to(context.observer)
         unit.context, unit.is_root = context, unit is units[0]
         unit.fqns = [""] if unit.is_root else names[unit]
         unit.fqn = ", ".join(unit.fqns)

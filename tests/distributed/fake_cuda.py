@@ -27,14 +27,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from megatron_fsdp_v2.dtensor.attributes import AttributesAtOnce
-from megatron_fsdp_v2.runtime.fsdp_module import named_units
+from megatron_fsdp_v2.runtime.fsdp_module import named_units, unit_of
 from tests.processes import ROOT
 from tests.stream_safety import accesses, find_violations, schedule
 from tests.stream_safety.recorder import (
     RecordedEvent,
     RecordedStream,
     StreamRecorder,
-    WatchedBuffer,
 )
 
 CUDA = torch.device("cuda", 0)
@@ -122,7 +121,7 @@ class FakeCuda:
                     for kind, buffer in holder.temporaries().items():
                         name = f"{path or 'root'} {kind}"
                         self.recorder.name(buffer.tensor, name, has_memory=buffer.is_live)
-                    holder.replace_buffers(lambda buffer: WatchedBuffer(buffer, self.recorder))
+        unit_of(model).context.observer.subscribe(self.recorder.receive)
 
     def violations(self) -> list[str]:
         """Operations on the same memory that no wait of a stream orders."""

@@ -459,7 +459,7 @@ def test_the_printed_summary_in_the_docs_is_real() -> None:
 
 PHASES = (
     *("unshard", "wait_for_unshard", "reshard", "pre_forward", "post_forward"),
-    *("pre_backward", "post_backward", "reduce_grad"),
+    *("pre_backward", "post_backward", "reduce_grad", "finish_reduction"),
 )
 
 

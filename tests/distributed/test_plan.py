@@ -7,7 +7,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, override
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -20,8 +20,9 @@ from megatron_fsdp_v2.comm.interface import Collective
 from megatron_fsdp_v2.diagnostics import memory_tracker
 from megatron_fsdp_v2.diagnostics.memory_units import unit_bytes
 from megatron_fsdp_v2.dtensor.uneven_dtensor import local_of
-from megatron_fsdp_v2.memory.allocator import BufferUse, ObservedBuffer, TemporaryBuffer
+from megatron_fsdp_v2.memory.allocator import BufferUse, TemporaryBuffer
 from megatron_fsdp_v2.memory.host_memory import is_in_host_memory
+from megatron_fsdp_v2.memory.observer import BufferAcquired, BufferReleasing
 from megatron_fsdp_v2.optim import Muon
 from megatron_fsdp_v2.params.autograd import in_backward
 from megatron_fsdp_v2.params.formats import register_format
@@ -328,24 +329,6 @@ class Noting:
         return self._inner.issue(collective, async_op=async_op)
 
 
-class NotingBuffer(ObservedBuffer):
-    """A buffer that notes when gathered weights are dropped, or a gradient buffer is used."""
-
-    def __init__(self, inner: TemporaryBuffer, unit: str, done: list[Done]) -> None:
-        super().__init__(inner)
-        self._unit, self._done = unit, done
-
-    @override
-    def gained(self) -> None:
-        if self.use is BufferUse.GRADIENT:
-            self._done.append(Done(Event("collect", self._unit, self.tensor.numel())))
-
-    @override
-    def losing(self) -> None:
-        if self.use is BufferUse.GATHERED:
-            self._done.append(Done(Event("reshard", self._unit, self.tensor.numel())))
-
-
 def note_units(units: Sequence[Unit], done: list[Done]) -> None:
     """Note what units do from now on: compute, communicate, wait, gain and lose buffers."""
     for unit in units:
@@ -355,7 +338,7 @@ def note_units(units: Sequence[Unit], done: list[Done]) -> None:
             for holder in filter(None, (group.weights, group.grads)):
                 noting = Noting(None, group.axes, unit.fqn, done)
                 noting._inner = holder.replace_communicator(noting)
-            note_buffers(group, unit.fqn, done)
+    note_buffers(units, done)
     owners = {id(group.grads): unit.fqn for unit in units for group in unit.groups}
     reductions: Any = units[0].context.reductions
     finish_inner, finish_outer = reductions.finish_inner, reductions.finish_outer
@@ -393,16 +376,26 @@ def note_computing(module: nn.Module, unit: str, done: list[Done]) -> None:
     module.register_forward_hook(watch_output)
 
 
-def note_buffers(group: Any, unit: str, done: list[Done]) -> None:
-    """Note when a group's gathered weights are dropped and its gradients begin to arrive."""
-    full = None if group.grads is None else group.grads.buffers.full
+def note_buffers(units: Sequence[Unit], done: list[Done]) -> None:
+    """Note when gathered weights are dropped and when gradients begin to arrive."""
+    names: dict[TemporaryBuffer, str] = {}
+    for unit in units:
+        for group in unit.groups:
+            for buffer in group.weights.temporaries().values():
+                names[buffer] = unit.fqn
+            if group.grads is not None:
+                names[group.grads.buffers.full] = unit.fqn
 
-    def noting(buffer: TemporaryBuffer) -> TemporaryBuffer:
-        is_noted = buffer is full or buffer.use is BufferUse.GATHERED
-        return NotingBuffer(buffer, unit, done) if is_noted else buffer
+    def receive(event: Any) -> None:
+        match event:
+            case BufferAcquired(buffer) if buffer in names:
+                if buffer.use is BufferUse.GRADIENT:
+                    done.append(Done(Event("collect", names[buffer], buffer.tensor.numel())))
+            case BufferReleasing(buffer) if buffer in names:
+                if buffer.use is BufferUse.GATHERED:
+                    done.append(Done(Event("reshard", names[buffer], buffer.tensor.numel())))
 
-    for holder in filter(None, (group.weights, group.grads)):
-        holder.replace_buffers(noting)
+    units[0].context.observer.subscribe(receive)
 
 
 OPTIMIZER = "the optimizer"

@@ -16,8 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_fsdp_v2.comm.calls import all_gather_single
 from megatron_fsdp_v2.comm.interface import Axis
 from megatron_fsdp_v2.comm.streams import Stream
-from megatron_fsdp_v2.memory.allocator import ObservedBuffer, TemporaryBuffer
 from megatron_fsdp_v2.memory.host_memory import is_in_host_memory
+from megatron_fsdp_v2.memory.observer import (
+    BufferAcquired,
+    BufferReleasing,
+    Event,
+    MainGradientAllocated,
+)
 from tests.stream_safety.accesses import (
     Accesses,
     accesses_of,
@@ -33,7 +38,6 @@ __all__ = [
     "RecordedEvent",
     "RecordedStream",
     "StreamRecorder",
-    "WatchedBuffer",
 ]
 
 COMPUTE = "compute"
@@ -61,7 +65,7 @@ class _Storage:
 
     @property
     def is_dead(self) -> bool:
-        return bool(self.ref.expired())  # type: ignore[no-untyped-call]
+        return bool(self.ref.expired())
 
 
 class RecordedStream:
@@ -121,6 +125,7 @@ class StreamRecorder:
         self._backward: BackwardStreams[RecordedStream] | None = None
         self._names = {COMPUTE}
         self._storages: dict[int, _Storage] = {}
+        self._main_names: dict[torch.Tensor, str] = {}
         self._num_unnamed = 0
         self._is_paused = False
 
@@ -275,13 +280,13 @@ class StreamRecorder:
         origin = f"of {maker}" if made_here else "from before"
         buffer = Buffer(f"tensor {self._num_unnamed} {origin}")
         if is_on_host:
-            ref = StorageWeakRef(untyped)  # type: ignore[no-untyped-call]
+            ref = StorageWeakRef(untyped)
             self._storages[untyped._cdata] = _Storage(ref, buffer, HOST, has_memory=False)
             return self._storages[untyped._cdata]
         stream = self.current_stream().name if made_here else COMPUTE
         # What died is settled first: its memory may be the new storage's.
         schedule = self.settled
-        ref = StorageWeakRef(untyped)  # type: ignore[no-untyped-call]
+        ref = StorageWeakRef(untyped)
         # The engine tells the allocator who takes the results of a node.
         is_a_gradient = made_here and self._backward is not None and running_node() is not None
         found = _Storage(ref, buffer, stream, has_memory=not is_a_gradient)
@@ -329,38 +334,39 @@ class StreamRecorder:
         storage.stream, storage.has_memory = self.current_stream().name, True
         self.settled.allocate(storage.stream, storage.buffer)
 
+    def receive(self, event: Event) -> None:
+        """Write down what an event of an observer says of memory.
+
+        A pool keeps the memory of its buffers; main gradients are freed with their last view.
+        """
+        match event:
+            case BufferAcquired(buffer):
+                block = buffer.pool_memory
+                if block is None:
+                    self.gains_memory(buffer.tensor)
+                else:
+                    self.is_part(buffer.tensor, block)
+            case BufferReleasing(buffer) if buffer.pool_memory is None:
+                self.loses_memory(buffer.tensor)
+            case MainGradientAllocated(grad_buffer, flat):
+                if not self.is_known(flat):
+                    self.gains_memory(flat)
+                self.name(flat, self._main_names.get(grad_buffer.tensor, "main"))
+
+    def name_main(self, grad_buffer: torch.Tensor, name: str) -> None:
+        """Give the main gradients of a group a name for reports.
+
+        Args:
+            grad_buffer: The tensor of its full gradient buffer.
+            name: The name.
+        """
+        self._main_names[grad_buffer] = name
+
     def loses_memory(self, tensor: torch.Tensor) -> None:
         """Write down that a storage's memory is taken away."""
         storage = self._storage_of(tensor, "", made_here=False)
         self.settled.free(storage.stream, storage.buffer)
         storage.has_memory = False
-
-
-class WatchedBuffer(ObservedBuffer):
-    """A temporary buffer whose memory is followed.
-
-    Args:
-        inner: The buffer.
-        recorder: What writes down that it gains and loses memory.
-    """
-
-    def __init__(self, inner: TemporaryBuffer, recorder: StreamRecorder) -> None:
-        super().__init__(inner)
-        self._recorder = recorder
-
-    @override
-    def gained(self) -> None:
-        """Write down that it has memory, of its own or of a pool."""
-        if self.pool_memory is None:
-            self._recorder.gains_memory(self.tensor)
-        else:
-            self._recorder.is_part(self.tensor, self.pool_memory)
-
-    @override
-    def losing(self) -> None:
-        """Write down that its own memory goes; a pool keeps its own."""
-        if self.pool_memory is None:
-            self._recorder.loses_memory(self.tensor)
 
 
 class RecordedCollectives:
@@ -414,11 +420,11 @@ class RecordedCollectives:
             )
 
 
-class OperationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OperationMode(TorchDispatchMode):
     """Writes down every operation of torch, forward and backward, while it is active."""
 
     def __init__(self, recorder: StreamRecorder) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._recorder = recorder
 
     @override

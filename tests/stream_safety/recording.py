@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import nn
 
 from megatron_fsdp_v2.comm.streams import StreamCommunicator
-from megatron_fsdp_v2.memory.allocator import TemporaryBuffer
 from megatron_fsdp_v2.params.grads import GroupGrads
 from megatron_fsdp_v2.params.weights import GroupWeights
 from megatron_fsdp_v2.runtime.fsdp_module import named_units
@@ -21,7 +18,6 @@ from tests.stream_safety.recorder import (
     RecordedCollectives,
     RecordedStream,
     StreamRecorder,
-    WatchedBuffer,
 )
 from tests.stream_safety.schedule import Schedule
 
@@ -124,6 +120,9 @@ def record_streams(module: nn.Module) -> Iterator[Recording]:
         for _, unit in units:
             undo.callback(setattr, unit.context, "communicator", unit.context.communicator)
             unit.context.communicator = recording.communicator
+        observer = units[0][1].context.observer
+        observer.subscribe(recording.recorder.receive)
+        undo.callback(observer.unsubscribe, recording.recorder.receive)
         holders = [
             (f"{name} {kind}", holder)
             for name, group in groups
@@ -144,39 +143,22 @@ def _record_holder(
     recording: Recording,
     undo: contextlib.ExitStack,
 ) -> None:
-    """Put recorded things in the places of what communicates and of temporary buffers."""
+    """Put the recorded communicator in the place of the group's, and name its buffers."""
     _name_buffers(name, holder, recording.recorder)
     before = holder.replace_communicator(recording.communicator)
     undo.callback(holder.replace_communicator, before)
-    unwatched: dict[TemporaryBuffer, TemporaryBuffer] = {}
-
-    def watched(buffer: TemporaryBuffer) -> TemporaryBuffer:
-        watching = WatchedBuffer(buffer, recording.recorder)
-        unwatched[watching] = buffer
-        return watching
-
-    if isinstance(holder, GroupGrads):
-        told = functools.partial(_main_has_memory, f"{name} main", recording.recorder)
-        undo.callback(holder.watch_main, holder.watch_main(told))
-    holder.replace_buffers(watched)
-    undo.callback(holder.replace_buffers, lambda buffer: unwatched.get(buffer, buffer))
 
 
 def _name_buffers(name: str, holder: GroupWeights | GroupGrads, recorder: StreamRecorder) -> None:
     if isinstance(holder, GroupWeights):
         recorder.name(holder.main.tensor, f"{name} main")
         recorder.name(holder.model.tensor, f"{name} model")
-    elif holder.main is not None:
-        recorder.name(holder.main.tensor, f"{name} main")
+    else:
+        recorder.name_main(holder.buffers.full.tensor, f"{name} main")
+        if holder.main is not None:
+            recorder.name(holder.main.tensor, f"{name} main")
     for kind, buffer in holder.temporaries().items():
         recorder.name(buffer.tensor, f"{name} {_KINDS.get(kind, kind)}", has_memory=buffer.is_live)
-
-
-def _main_has_memory(name: str, recorder: StreamRecorder, flat: torch.Tensor) -> None:
-    """A main gradient was given memory, which is freed when the last view of it goes."""
-    if not recorder.is_known(flat):
-        recorder.gains_memory(flat)
-    recorder.name(flat, name)
 
 
 _KINDS = {"model_weight": "gathered", "main_grad": "full"}

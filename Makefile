@@ -75,13 +75,13 @@ test-random: setup ## random cases against a plain loop, then a training of 2,00
 	@$(PY) -m pytest -m functional tests/random
 
 test-functional: setup ## the whole functional matrix against Megatron's own DDP
-	@$(LONGER) functional_tests --ignore functional_tests/upstream
+	@$(LONGER) --tables functional_tests --ignore functional_tests/upstream
 
 test-upstream: setup ## Megatron-LM's own configurations, shrunk, against Megatron's own DDP
-	@$(LONGER) functional_tests/upstream
+	@$(LONGER) --tables functional_tests/upstream
 
 test-matrices: setup ## every cell of the core's matrices: parity, trace pool, checkpoints, streams
-	@$(LONGER) -m functional tests/parity tests/distributed tests/unit
+	@$(LONGER) --tables -m functional tests/parity tests/distributed tests/unit
 
 test-trainings: setup ## the longer trainings with Megatron: checkpoints, features, rehearsal
 	@$(LONGER) -m functional tests/mcore tests/docs
@@ -91,7 +91,7 @@ test-share: setup ## a share of the four above: one in ONE_IN
 
 test-clients: setup ## programs of other libraries (transformers, peft, Lightning, ...), sharded
 	@VENV="$(VENV)" tools/setup_clients.sh
-	@$(VENV)-clients/bin/python -m pytest --one-in "$(ONE_IN)" tests/clients
+	@$(VENV)-clients/bin/python -m pytest --tables --one-in "$(ONE_IN)" tests/clients
 
 test-fsdp2: setup ## PyTorch's own tests of FSDP2, read from PYTORCH, with ours in its place
 	@test -d "$(PYTORCH)/test/distributed" || { echo "PYTORCH=path/to/checkout says where PyTorch's tests are" >&2; exit 2; }

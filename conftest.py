@@ -11,6 +11,7 @@ from multiprocessing import util
 import pytest
 from hypothesis import settings
 
+from tests.pages import MEASURED
 from tests.ranks import RankPools, rank_pools
 from tests.shares import commit_of, is_chosen
 
@@ -20,9 +21,12 @@ settings.load_profile("any time")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option that has generated documentation written."""
+    """Add the options of tables and of shares of the longer tests."""
     parser.addoption(
         "--write-docs", action="store_true", help="write the tables that tests generate to docs/"
+    )
+    parser.addoption(
+        "--tables", action="store_true", help="print the tables of what tests measured, at the end"
     )
     parser.addoption(
         "--one-in", type=int, default=1, help="run one in so many of the tests marked functional"
@@ -61,6 +65,14 @@ def pytest_report_header(config: pytest.Config) -> str | None:
     if one_in == 1:
         return None
     return f"longer tests: one in {one_in}, chosen by {config.getoption('--chosen-by')}"
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """Print the tables of what tests measured."""
+    for text in config.stash.get(MEASURED, []):
+        terminalreporter.write_line(f"\n{text}")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 
 from functional_tests.table import Table
 from functional_tests.trainings import Trainings, trainings_of
 from tests.mcore.te_pools import blackwell_te, megatron_te
+from tests.pages import print_at_the_end
 from tests.ranks import RankPools
 
 __all__ = ["blackwell_te", "megatron_te"]
-
-PAGE = Path("docs") / "functional_matrix.md"
 
 
 @pytest.fixture(scope="session")
@@ -23,10 +22,8 @@ def trainings(megatron: RankPools, request: pytest.FixtureRequest) -> Trainings:
 
 
 @pytest.fixture(scope="session")
-def table(request: pytest.FixtureRequest) -> Table:
-    """The committed table; with `--write-docs` it takes in what this session measures."""
-    page = Path(request.config.rootpath) / PAGE
-    table = Table.read(page)
-    if request.config.getoption("--write-docs"):
-        table.page = page
-    return table
+def table(request: pytest.FixtureRequest) -> Iterator[Table]:
+    """What this session measures; printed with `--tables`."""
+    table = Table()
+    yield table
+    print_at_the_end(request.config, table.text())

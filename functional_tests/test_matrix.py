@@ -18,7 +18,7 @@ from functional_tests.matrix import (
     Row,
     cases,
 )
-from functional_tests.table import Table, described
+from functional_tests.table import Table
 from functional_tests.trainings import Difference, Trainings, first_difference, largest
 from tests.cases import quick_if
 from tests.mcore.command_line import PRETRAIN, PRINTED, printed_losses, torchrun
@@ -82,19 +82,6 @@ def test_losses_that_a_user_sees_printed_equal_ddp(trainings: Trainings, row: Ro
     expected = printed_losses(trainings(row.reference).losses)
     for iteration, loss in expected.items():
         assert run.losses[iteration] == pytest.approx(loss, rel=row.tolerance + PRINTED), iteration
-
-
-def test_the_table_has_a_line_for_every_case(table: Table) -> None:
-    expected = {(case.row.name, case.strategy): described(case) for case in cases()}
-    shown = {
-        key: cells[: len(expected[key])] for key, cells in table.lines.items() if key in expected
-    }
-    assert shown == expected, "run pytest functional_tests --write-docs"
-    assert table.lines.keys() == expected.keys()
-
-
-def test_the_table_has_a_line_for_every_resumed_run(table: Table) -> None:
-    assert table.resumes.keys() == {resume.name for resume in RESUMES}
 
 
 def test_names_are_unique() -> None:

@@ -1,4 +1,4 @@
-"""Pages that tests write: their tables, compared with what is there, or written there."""
+"""Tables of what tests measure: printed with `--tables`, or kept in a page of docs/."""
 
 from __future__ import annotations
 
@@ -8,6 +8,15 @@ from collections.abc import Iterable, Sequence
 import pytest
 
 from tests.processes import ROOT
+
+MEASURED = pytest.StashKey[list[str]]()
+"""Texts that are printed when the session ends."""
+
+
+def print_at_the_end(config: pytest.Config, text: str) -> None:
+    """Print a text when the session ends, if `--tables` asks for tables."""
+    if config.getoption("--tables"):
+        config.stash.setdefault(MEASURED, []).append(text)
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], align: Sequence[str] = ()) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,9 @@ from functional_tests.upstream.configurations import other_programs, read
 from functional_tests.upstream.page import Page
 from functional_tests.upstream.shrink import shrunk
 from functional_tests.upstream.validation import rejections
+from tests.pages import print_at_the_end
 
-PAGE = Path("docs") / "upstream_configurations.md"
-
-
+REJECTIONS = Path(__file__).with_name("rejections.txt")
 MOST_CHARACTERS = 240
 
 
@@ -32,14 +32,22 @@ def _as_cell(reason: str) -> str:
 
 
 @pytest.fixture(scope="session")
-def page(request: pytest.FixtureRequest) -> Page:
-    """The committed page; with `--write-docs` it takes in what this session measures."""
+def page(request: pytest.FixtureRequest) -> Iterator[Page]:
+    """What this session measures; printed with `--tables`."""
     configurations = read()
-    page = Page(configurations, shrunk(configurations), other_programs())
-    path = Path(request.config.rootpath) / PAGE
-    page.read(path)
-    if request.config.getoption("--write-docs"):
-        page.path = path
-        page.rejections = request.getfixturevalue("reasons")
-        page.write()
-    return page
+    page = Page(configurations, shrunk(configurations), other_programs(), known_rejections())
+    yield page
+    print_at_the_end(request.config, page.text())
+
+
+def known_rejections() -> dict[str, str]:
+    """Why configurations are rejected, by name, as the data say."""
+    lines = REJECTIONS.read_text().splitlines()
+    pairs = (line.split("\t") for line in lines if not line.startswith("#"))
+    return {name: reason for name, reason in pairs}
+
+
+def known_own_precision() -> set[str]:
+    """Names of configurations that are also compared with DDP in their own precision."""
+    lines = REJECTIONS.with_name("own_precision.txt").read_text().splitlines()
+    return {line for line in lines if not line.startswith("#")}

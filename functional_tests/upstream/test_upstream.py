@@ -5,13 +5,12 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Mapping
-from pathlib import Path
 
 import pytest
 
 from functional_tests.trainings import Difference, Trainings, first_difference
 from functional_tests.upstream.configurations import read
-from functional_tests.upstream.conftest import PAGE
+from functional_tests.upstream.conftest import known_own_precision, known_rejections
 from functional_tests.upstream.page import Page
 from functional_tests.upstream.shrink import (
     AXES,
@@ -31,7 +30,6 @@ from functional_tests.upstream.sides import (
     reference,
     sharded,
 )
-from tests.pages import check_page
 
 TOLERANCE = 1e-6
 
@@ -41,19 +39,14 @@ ZEROS_BY_CHANCE = 128
 
 
 def _accepted() -> list[Shrunk]:
-    """Those that the page does not say are rejected."""
-    configurations = shrunk(read())
-    page = Page((), configurations, ())
-    page.read(Path(__file__).parents[2] / PAGE)
-    return [each for each in configurations if each.name not in page.rejections]
+    """Those that are not rejected."""
+    rejected = known_rejections()
+    return [each for each in shrunk(read()) if each.name not in rejected]
 
 
-def test_configurations_are_rejected_as_the_page_says(page: Page, reasons: dict[str, str]) -> None:
-    assert reasons == page.rejections, "run pytest functional_tests/upstream --write-docs"
-
-
-def test_the_page_is_up_to_date(page: Page, request: pytest.FixtureRequest) -> None:
-    check_page(request, str(PAGE), page.text())
+def test_configurations_are_rejected_for_the_known_reasons(reasons: dict[str, str]) -> None:
+    lines = [f"{name}\t{reason}" for name, reason in reasons.items()]
+    assert reasons == known_rejections(), "rejections.txt has other lines:\n" + "\n".join(lines)
 
 
 def test_shrinking_keeps_every_axis_and_every_flag() -> None:
@@ -99,6 +92,13 @@ def test_shrinking_keeps_virtual_stages() -> None:
 
 
 PRECISIONS = {"fp32": in_fp32, "own": in_own_precision}
+_OWN_PRECISION = known_own_precision()
+
+
+def test_every_configuration_with_an_own_precision_is_accepted_and_has_one() -> None:
+    by_name = {each.name: each for each in _accepted()}
+    assert by_name.keys() >= _OWN_PRECISION
+    assert all(is_low_precision(by_name[name]) for name in _OWN_PRECISION)
 
 
 @pytest.mark.functional
@@ -108,14 +108,12 @@ PRECISIONS = {"fp32": in_fp32, "own": in_own_precision}
         pytest.param(each, precision, id=f"{each.name.replace('/', '-')}-{precision}")
         for precision in PRECISIONS
         for each in _accepted()
-        if precision == "fp32" or is_low_precision(each)
+        if precision == "fp32" or each.name in _OWN_PRECISION
     ],
 )
 def test_it_trains_like_megatrons_ddp(
     trainings: Trainings, page: Page, each: Shrunk, precision: str
 ) -> None:
-    if precision == "own" and page.path is None and not any(page.measured[each.name].own):
-        pytest.skip("not measured yet; --write-docs does")
     in_precision = PRECISIONS[precision]
     theirs = trainings(in_precision(reference(each)))
     mine = trainings(in_precision(sharded(each)))

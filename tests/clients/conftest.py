@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.clients.table import PAGE, Claim, Table, are_all
+from tests.clients.table import Claim, Table
+from tests.pages import print_at_the_end
 from tests.ranks import RankPools, rank_pools
 
 # Before any of the libraries is imported, here or in a rank: they look when they are.
@@ -53,14 +54,11 @@ def claims(request: pytest.FixtureRequest) -> dict[str, Claim]:
 
 
 @pytest.fixture(scope="session")
-def table(request: pytest.FixtureRequest, claims: dict[str, Claim]) -> Table:
-    """The committed table; with `--write-docs` it takes in what this session measures."""
-    table = Table.read()
-    if request.config.getoption("--write-docs"):
-        table.page = PAGE
-        if are_all(claims):
-            table.forget_all_but(claims.values())
-    return table
+def table(request: pytest.FixtureRequest) -> Iterator[Table]:
+    """What this session measures; printed with `--tables`."""
+    table = Table()
+    yield table
+    print_at_the_end(request.config, table.text())
 
 
 @pytest.fixture

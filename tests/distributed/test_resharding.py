@@ -20,21 +20,20 @@ from tests.distributed.reshard_matrix import (
     matrix_page,
     saved,
 )
+from tests.pages import print_at_the_end
 from tests.ranks import RankPools
 
-PAGE = Path(__file__).parents[2] / "docs" / "reshard_matrix.md"
 # Pair by pair another optimizer.
 QUICK = list(zip(covering_pairs(), itertools.cycle(OPTIMIZERS), strict=False))
 
 
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest) -> Iterator[dict[Outcome, bool]]:
-    """Whether a load was bit-equal; written to the docs on request, when all are known."""
+    """Whether a load was bit-equal; printed with `--tables` when all are known."""
     found: dict[Outcome, bool] = {}
     yield found
-    is_whole = len(found) == len(ARRANGEMENTS) ** 2 * len(OPTIMIZERS)
-    if request.config.getoption("--write-docs") and is_whole:
-        PAGE.write_text(matrix_page(found))
+    if len(found) == len(ARRANGEMENTS) ** 2 * len(OPTIMIZERS):
+        print_at_the_end(request.config, matrix_page(found))
 
 
 def test_the_quick_pairs_have_every_pair_of_sizes_and_of_strategies() -> None:
@@ -83,11 +82,3 @@ def test_a_checkpoint_loads_bit_equal_in_every_other_way(
             name = source[1]
             outcomes[saves, loads, name] = all(r[source] == original[name] for r in results)
     assert [(loads.name, name) for (_, loads, name), equal in outcomes.items() if not equal] == []
-
-
-def test_the_page_shows_the_whole_matrix_and_every_load_bit_equal() -> None:
-    every = itertools.product(ARRANGEMENTS, ARRANGEMENTS, OPTIMIZERS)
-    expected = matrix_page(dict.fromkeys(every, True))
-    assert PAGE.read_text() == expected, "run pytest tests/distributed -k every_other_way " + (
-        "--write-docs"
-    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,7 +12,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-__all__ = ["Piece", "ReadRequest", "SavedChunks", "nbytes_of", "overlap"]
+__all__ = ["Piece", "ReadRequest", "SavedChunks", "overlap"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +65,6 @@ def overlap(block: ReadRequest, chunk: ChunkStorageMetadata) -> Piece | None:
         tuple(start),
         block.target[tuple(inside)],
     )
-
-
-def nbytes_of(entry: TensorStorageMetadata) -> int:
-    """Bytes of a whole tensor."""
-    return math.prod(entry.size) * entry.properties.dtype.itemsize
 
 
 class SavedChunks:

@@ -21,34 +21,25 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    MetadataIndex,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from megatron_fsdp_v2.checkpoint.chunks import Piece, ReadRequest, SavedChunks, nbytes_of, overlap
+from megatron_fsdp_v2.checkpoint.chunks import Piece, ReadRequest, SavedChunks, overlap
 from megatron_fsdp_v2.checkpoint.coverage import coverage_problems
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError, ReplacedError
 from megatron_fsdp_v2.checkpoint.manifest import MANIFEST, Manifest, StoredItem
 from megatron_fsdp_v2.checkpoint.metadata import METADATA, needed_bytes, read_metadata
-from megatron_fsdp_v2.checkpoint.plain_data import check_plain_data
 from megatron_fsdp_v2.checkpoint.replacing import find_folder
-from megatron_fsdp_v2.checkpoint.stored_tensor import (
+from megatron_fsdp_v2.checkpoint.torch_files import (
     FileView,
     StoredTensor,
     checksum,
     find_tensor,
+    load_plain,
     read_block,
 )
 from megatron_fsdp_v2.checkpoint.trust import file_inside
 
-__all__ = ["CheckpointFolder", "ReadRequest", "load_plain"]
-
-HARMLESS_BYTES = 1 << 30
-"""A tensor that does not exist may be said to be this long: asking for the memory does no harm."""
-
-MOST_NAMES = 16
-"""So many names may share a tensor, if all of them do."""
+__all__ = ["CheckpointFolder", "ReadRequest"]
 
 SCRATCH_BYTES = 16 << 20
 """Of a stored item, this much is in memory at a time."""
@@ -78,7 +69,7 @@ class CheckpointFolder:
 
     Raises:
         CheckpointError: There is none, its save was cut short, or its metadata cannot be read, is
-            made of other things than metadata, or tells of far more than there is.
+            made of other things than metadata.
     """
 
     def __init__(self, path: str | Path, safe_globals: Sequence[Any] = ()) -> None:
@@ -94,7 +85,6 @@ class CheckpointFolder:
         self._items: dict[str, dict[int, StoredItem]] = {}
         self._needed: dict[str, int] = {}
         self._scratch = bytearray()
-        self._check_sizes()
 
     @property
     def identity(self) -> str:
@@ -259,35 +249,6 @@ class CheckpointFolder:
             raise CheckpointError(
                 f"{self.path} is incomplete: {covered} of {math.prod(entry.size)} elements of "
                 f"{key} are there"
-            )
-
-    def _check_sizes(self) -> None:
-        """Reject tensors that are far longer than the files of the folder, before memory is taken.
-
-        Raises:
-            CheckpointError: There is one.
-        """
-        sizes = {key: nbytes_of(entry) for key, entry in self.tensors()}
-        total = sum(sizes.values())
-        if total <= HARMLESS_BYTES:
-            return
-        there = 0
-        for name in needed_bytes(self.metadata):
-            found = self._stat(name)
-            there += found.st_size if found is not None else 0
-        infos = (self.metadata.storage_data or {}).values()
-        if any(info.transform_descriptors for info in infos):
-            return
-        for key, size in sizes.items():
-            if size > max(there, HARMLESS_BYTES):
-                raise CheckpointError(
-                    f"{self.path} is damaged: {key} is said to have {size} bytes, and all its "
-                    f"files together have {there}"
-                )
-        if total > max(MOST_NAMES * there, HARMLESS_BYTES):
-            raise CheckpointError(
-                f"{self.path} is damaged: its tensors are said to have {total} bytes, and all its "
-                f"files together have {there}"
             )
 
     def _stat(self, name: str) -> os.stat_result | None:
@@ -464,32 +425,3 @@ def _close(directory: int, files: dict[str, BinaryIO]) -> None:
     for file in files.values():
         file.close()
     os.close(directory)
-
-
-def load_plain(
-    file: Any, what: str, safe_globals: Sequence[Any] = (), *, mmap: bool = False
-) -> Any:
-    """Load plain data: numbers, containers, tensors and the classes that are named.
-
-    Args:
-        file: What `torch.save` wrote.
-        what: What to call it in an error.
-        safe_globals: What it may be made of besides.
-        mmap: Whether to map it into memory.
-
-    Raises:
-        CheckpointError: It holds something else.
-    """
-    known = torch.serialization.get_safe_globals()
-    try:
-        check_plain_data(file, safe_globals)
-        # Torch forgets in the end what it is told here, also where a program had said so before.
-        with torch.serialization.safe_globals([g for g in safe_globals if g not in known]):
-            return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
-    # Damaged archives and pickles raise nearly anything.
-    except Exception as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise CheckpointError(
-            f"{what} cannot be loaded as plain data ({reason}); do not use this checkpoint unless "
-            "you know where it is from"
-        ) from error

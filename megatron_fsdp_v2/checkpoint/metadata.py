@@ -1,17 +1,15 @@
-"""Metadata of a folder of torch's distributed checkpoint, read without running what is in it.
-
-Torch unpickles `.metadata`, and a pickle can run anything. Here it is taken apart, compared with
-what metadata is made of, and rebuilt from numbers and names that are in range.
-"""
+"""Metadata of a folder of torch's distributed checkpoint, read without running code from it."""
 
 from __future__ import annotations
 
 import zlib
+from collections import Counter, OrderedDict
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, override
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -24,72 +22,89 @@ from torch.distributed.checkpoint.metadata import (
 from megatron_fsdp_v2._text import listed
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError, NotFoundError
 from megatron_fsdp_v2.checkpoint.manifest import Manifest
-from megatron_fsdp_v2.checkpoint.pickles import Call, Mapping, Name, PickleError, read_pickle
 from megatron_fsdp_v2.checkpoint.trust import (
     DTYPES,
-    MAX_DIMS,
-    MAX_INT,
     check_file_name,
     check_name,
     check_shape,
     file_inside,
-    shown,
+    integer,
 )
+from megatron_fsdp_v2.checkpoint.unpickling import Callee, Ignored, SafeUnpickler, size_of
 
 __all__ = ["INCOMPLETE", "METADATA", "needed_bytes", "read_metadata"]
 
 METADATA = ".metadata"
 INCOMPLETE = ".incomplete"
-"""What the name of a folder ends in until its save is complete."""
+"""Suffix of a folder's name until its save is complete."""
 
-_DCP = "torch.distributed.checkpoint"
 _MAX_BYTES = 1 << 30
-
-_METADATA_CLASSES = frozenset(
-    {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    }
-)
-
-_PLAN_CLASSES = ("SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")
-
-# What is stored under these names is never made, only looked at.
-_ALLOWED = frozenset(
-    {
-        *((f"{_DCP}.metadata", name) for name in _METADATA_CLASSES),
-        (f"{_DCP}.filesystem", "_StorageInfo"),
-        # Megatron leaves the plans of all ranks in its metadata; torch writes them from 2.15 on.
-        *((f"{_DCP}.planner", name) for name in _PLAN_CLASSES),
-        ("collections", "OrderedDict"),
-        ("pathlib", "PosixPath"),
-        ("pathlib", "PurePosixPath"),
-        ("pathlib._local", "PosixPath"),
-        ("pathlib._local", "PurePosixPath"),
-        ("torch", "Size"),
-        ("torch", "device"),
-        ("torch.serialization", "_get_layout"),
-        *(("torch", name) for name in DTYPES),
-    }
-)
-
-_SHOWN = 4
+_MAX_NAMES = 16
 _MAX_PATH = 256
+_SHOWN = 4
 
 
-class _ForeignNameError(Exception):
-    """The metadata refers to something that torch's checkpoint metadata is not made of."""
+@dataclass
+class _Properties:
+    """Properties of a stored tensor; only the dtype matters."""
+
+    dtype: Any = None
 
 
-def _check_allowed(module: str, name: str) -> None:
-    if (module, name) not in _ALLOWED:
-        raise _ForeignNameError(f"{module}.{name}")
+_CLASSES: dict[str, type] = {
+    f"{cls.__module__}.{cls.__name__}": cls
+    for cls in (
+        *(Metadata, MetadataIndex, TensorStorageMetadata, ChunkStorageMetadata),
+        *(BytesStorageMetadata, filesystem._StorageInfo),
+    )
+} | {f"{metadata.__name__}.TensorProperties": _Properties}
+# Megatron leaves the plans of all ranks in its metadata; torch writes them from 2.15 on.
+_IGNORED = frozenset(
+    {
+        *(f"{metadata.__name__}.{name}" for name in ("StorageMeta", "_MEM_FORMAT_ENCODING")),
+        *(
+            f"torch.distributed.checkpoint.planner.{name}"
+            for name in ("SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")
+        ),
+        *("pathlib.PosixPath", "pathlib.PurePosixPath", "torch.device"),
+        *("pathlib._local.PosixPath", "pathlib._local.PurePosixPath"),
+        "torch.serialization._get_layout",
+    }
+)
+
+
+class _MetadataUnpickler(SafeUnpickler):
+    """Creates the data classes of torch's metadata, and nothing else."""
+
+    @override
+    def find_class(self, module: str, name: str) -> Any:
+        full = f"{module}.{name}"
+        if full in _CLASSES:
+            cls: Any = _CLASSES[full]
+            return Callee(lambda: cls.__new__(cls))
+        if full in _IGNORED:
+            return Callee(Ignored)
+        if module == "torch" and name in DTYPES:
+            return DTYPES[name]
+        if full == "torch.Size":
+            return Callee(size_of)
+        if full == "collections.OrderedDict":
+            return Callee(OrderedDict[Any, Any])
+        return super().find_class(module, name)
+
+    @override
+    def set_state(self, target: Any, state: Any) -> None:
+        if type(target) is Ignored:
+            return
+        if type(target) is _Properties:
+            # The other properties are deprecated.
+            target.dtype = state[0]
+        elif type(target) in _CLASSES.values() and type(state) is dict:
+            if not all(type(key) is str and not key.startswith("__") for key in state):
+                raise ValueError(f"it sets attributes of {type(target).__name__} by no plain name")
+            vars(target).update(state)
+        else:
+            super().set_state(target, state)
 
 
 def read_metadata(path: str | Path, manifest: Manifest | None = None) -> Metadata:
@@ -117,23 +132,16 @@ def read_metadata(path: str | Path, manifest: Manifest | None = None) -> Metadat
             if zlib.crc32(content[item.offset : item.offset + item.length]) != item.crc32:
                 raise CheckpointError(f"{file} is damaged: its checksum is not that of the save")
     try:
-        pickled, _ = read_pickle(content, _check_allowed)
-        return _metadata(pickled)
-    except _ForeignNameError as error:
+        return _checked(_MetadataUnpickler(content).load())
+    except (ValueError, AttributeError, TypeError) as error:
         raise CheckpointError(
-            f"{file} refers to {error}, which is not allowed: torch's checkpoint metadata has no "
-            "such thing in it, and loading it could run code; do not use this checkpoint"
-        ) from error
-    except PickleError as error:
-        raise CheckpointError(f"{file} cannot be read ({error}); the save was cut short") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"{file} cannot be read ({error}); it is damaged or made to do damage"
+            f"{file} cannot be read ({error}): it is damaged, or made to run code or to use up "
+            "memory; do not use this checkpoint unless you know where it is from"
         ) from error
 
 
 def needed_bytes(metadata: Metadata) -> dict[str, int]:
-    """How long every file must be, by name, to hold what the metadata says is in it."""
+    """Return the length that every file must have at least, by name."""
     needed: dict[str, int] = {}
     for info in (metadata.storage_data or {}).values():
         name = info.relative_path
@@ -171,144 +179,99 @@ def _content(folder: Path) -> bytes:
     )
 
 
-def _metadata(pickled: Any) -> Metadata:
-    """Metadata made of numbers and names that are in range.
-
-    Raises:
-        ValueError: Something is not what metadata consists of.
-    """
-    fields = _fields(pickled, f"{_DCP}.metadata.Metadata")
-    entries: dict[str, Any] = {}
-    for key, value in _pairs(fields.get("state_dict_metadata")):
-        if check_name(key) in entries:
-            raise ValueError(f"{key} is there twice")
-        entries[key] = _entry(key, value)
-    storage: dict[MetadataIndex, _StorageInfo] | None = None
-    if fields.get("storage_data") is not None:
-        storage = {}
-        for index, value in _pairs(fields["storage_data"]):
-            place = _index(index)
-            if place in storage:
-                raise ValueError(f"{place.fqn} at {place.offset} is there twice")
-            storage[place] = _storage_info(place.fqn, value)
-    version = fields.get("version")
+def _checked(found: Any) -> Metadata:
+    """Rebuild metadata from what was unpickled, if everything is of the right type and range."""
+    _expect(found, Metadata, "the root")
+    # Several names may share an entry, but only so many that reading all of them ends.
+    names = Counter(id(entry) for entry in found.state_dict_metadata.values())
+    if names and max(names.values()) > _MAX_NAMES:
+        raise ValueError(f"more than {_MAX_NAMES} names share one tensor")
+    entries: dict[int, Any] = {}
+    for key, entry in found.state_dict_metadata.items():
+        check_name(key)
+        if id(entry) not in entries:
+            entries[id(entry)] = _entry(key, entry)
+    storage = None
+    if found.storage_data is not None:
+        storage = {_index(key): _place(key.fqn, info) for key, info in found.storage_data.items()}
+        _check_places(storage)
+    version = vars(found).get("version")
     return Metadata(
-        state_dict_metadata=entries,
-        planner_data=_paths(fields.get("planner_data")),
+        state_dict_metadata={k: entries[id(v)] for k, v in found.state_dict_metadata.items()},
+        planner_data=_paths(vars(found).get("planner_data")),
         storage_data=storage,
         version=version if isinstance(version, str) else None,
     )
 
 
-def _entry(key: str, value: Any) -> TensorStorageMetadata | BytesStorageMetadata:
-    if isinstance(value, Call) and value.of.full == f"{_DCP}.metadata.BytesStorageMetadata":
+def _expect(value: Any, cls: type, where: str) -> None:
+    if type(value) is not cls:
+        raise ValueError(f"{where} is a {type(value).__name__}, not a {cls.__name__}")
+
+
+def _entry(key: str, entry: Any) -> TensorStorageMetadata | BytesStorageMetadata:
+    if type(entry) is BytesStorageMetadata:
         return BytesStorageMetadata()
-    fields = _fields(value, f"{_DCP}.metadata.TensorStorageMetadata", key)
-    size = _size(fields.get("size"), key)
-    properties = _properties(fields.get("properties"), key)
-    check_shape(size, properties.dtype, key)
-    chunks = fields.get("chunks")
-    if type(chunks) is not list:
-        raise ValueError(f"the chunks of {key} are not a list")
-    return TensorStorageMetadata(properties, size, [_chunk(c, len(size), key) for c in chunks])
+    _expect(entry, TensorStorageMetadata, key)
+    _expect(entry.properties, _Properties, f"what describes {key}")
+    _expect(entry.properties.dtype, torch.dtype, f"the dtype of {key}")
+    _expect(entry.chunks, list, f"the chunks of {key}")
+    size = size_of(entry.size)
+    check_shape(size, entry.properties.dtype, key)
+    chunks = []
+    for chunk in entry.chunks:
+        _expect(chunk, ChunkStorageMetadata, f"a chunk of {key}")
+        chunks.append(ChunkStorageMetadata(size_of(chunk.offsets), size_of(chunk.sizes)))
+        if not len(chunks[-1].offsets) == len(chunks[-1].sizes) == len(size):
+            raise ValueError(f"{key} has {len(size)} dimensions, and a chunk of it has others")
+    # Many entries that share a list would each take as long as the list.
+    entry.chunks.clear()
+    return TensorStorageMetadata(TensorProperties(dtype=entry.properties.dtype), size, chunks)
 
 
-def _chunk(value: Any, dims: int, key: str) -> ChunkStorageMetadata:
-    fields = _fields(value, f"{_DCP}.metadata.ChunkStorageMetadata", key)
-    offsets, sizes = _size(fields.get("offsets"), key), _size(fields.get("sizes"), key)
-    if len(offsets) != dims or len(sizes) != dims:
-        raise ValueError(f"{key} has {dims} dimensions, and a chunk of it has others")
-    return ChunkStorageMetadata(offsets, sizes)
+def _index(key: Any) -> MetadataIndex:
+    _expect(key, MetadataIndex, "a key of what is stored")
+    fields = vars(key)
+    offset, index = fields.get("offset"), fields.get("index")
+    return MetadataIndex(
+        check_name(key.fqn),
+        None if offset is None else size_of(offset),
+        None if index is None else integer(index),
+    )
 
 
-def _properties(value: Any, key: str) -> TensorProperties:
-    state = _made(value, f"{_DCP}.metadata.TensorProperties", key).state
-    if type(state) is not tuple or not state or type(state[0]) is not Name:
-        raise ValueError(f"the properties of {key} are not those of a tensor")
-    name = state[0]
-    if name.module != "torch" or name.name not in DTYPES:
-        raise ValueError(f"{key} is said to be of {name.full}, which is not a dtype")
-    # The rest is deprecated, and nothing here depends on it.
-    return TensorProperties(dtype=DTYPES[name.name])
-
-
-def _index(value: Any) -> MetadataIndex:
-    fields = _fields(value, f"{_DCP}.metadata.MetadataIndex")
-    fqn, offset, index = check_name(fields.get("fqn")), fields.get("offset"), fields.get("index")
-    place = None if offset is None else _size(offset, fqn)
-    return MetadataIndex(fqn, place, None if index is None else _integer(index, fqn))
-
-
-def _storage_info(key: str, value: Any) -> _StorageInfo:
-    fields = _fields(value, f"{_DCP}.filesystem._StorageInfo", key)
-    name = check_file_name(fields.get("relative_path"), key)
-    transforms = fields.get("transform_descriptors")
-    offset, length = (_integer(fields.get(which), key) for which in ("offset", "length"))
-    if offset + length > MAX_INT:
-        raise ValueError(f"{key} is said to end at byte {offset + length} of a file")
+def _place(key: str, info: Any) -> filesystem._StorageInfo:
+    _expect(info, filesystem._StorageInfo, f"the place of {key}")
+    name = check_file_name(info.relative_path, key)
+    end = integer(info.offset) + integer(info.length)
+    transforms = vars(info).get("transform_descriptors")
     if transforms is not None:
-        if type(transforms) not in (list, tuple):
-            raise ValueError(f"how {key} was transformed is not a list of names")
-        transforms = [check_name(transform) for transform in transforms]
-    return _StorageInfo(name, offset, length, transforms)
+        transforms = [check_name(transform) for transform in transforms[:_SHOWN]]
+    return filesystem._StorageInfo(name, info.offset, integer(end) - info.offset, transforms)
+
+
+def _check_places(storage: dict[MetadataIndex, Any]) -> None:
+    """Check that stored items do not overlap: they take more memory than their file otherwise.
+
+    Raises:
+        ValueError: They do, or more names share an item than tied parameters have.
+    """
+    names = Counter((info.relative_path, info.offset, info.length) for info in storage.values())
+    last: tuple[str, int] = "", 0
+    for (file, offset, length), count in sorted(names.items()):
+        if count > _MAX_NAMES:
+            raise ValueError(f"{count} names share what lies at {offset} in {file}")
+        if file == last[0] and offset < last[1]:
+            raise ValueError(f"what lies at {offset} in {file} overlaps what is before it")
+        last = file, offset + length
 
 
 def _paths(value: Any) -> dict[str, tuple[str | int, ...]] | None:
-    """Where entries lie in a nested state dict; None where a planner keeps something else."""
-    if not isinstance(value, Mapping):
+    """Return where entries lie in a nested state dict; None for data of another planner."""
+    if type(value) is not dict:
         return None
-    found: dict[str, tuple[str | int, ...]] = {}
-    for key, path in value.pairs:
-        is_path = type(path) in (list, tuple) and len(path) <= _MAX_PATH
-        if not is_path or any(type(part) not in (str, int) for part in path):
+    for key, path in value.items():
+        is_path = type(path) in (tuple, list) and len(path) <= _MAX_PATH
+        if type(key) is not str or not is_path or any(type(p) not in (str, int) for p in path):
             return None
-        found[check_name(key)] = tuple(path)
-    return found
-
-
-def _made(value: Any, full_name: str, where: str = "it") -> Call:
-    if type(value) is not Call or value.of.full != full_name:
-        kind = value.of.full if type(value) is Call else type(value).__name__
-        raise ValueError(f"{where} has a {kind} in the place of a {full_name.rpartition('.')[2]}")
-    return value
-
-
-def _fields(value: Any, full_name: str, where: str = "it") -> dict[str, Any]:
-    """Attributes of an instance of a dataclass."""
-    state = _made(value, full_name, where).state
-    if type(state) is not Mapping:
-        raise ValueError(f"{where} has a {full_name.rpartition('.')[2]} without attributes")
-    found: dict[str, Any] = {}
-    for key, entry in state.pairs:
-        if type(key) is not str or key in found:
-            raise ValueError(f"{where} has an attribute {key!r} twice, or not called by a string")
-        found[key] = entry
-    return found
-
-
-def _pairs(value: Any) -> list[tuple[Any, Any]]:
-    if type(value) is Mapping:
-        return value.pairs
-    if type(value) is Call and value.of.full == "collections.OrderedDict":
-        return value.pairs
-    raise ValueError(f"it has a {type(value).__name__} in the place of a dictionary")
-
-
-def _size(value: Any, key: str) -> torch.Size:
-    if type(value) is Call and value.of.full == "torch.Size" and len(value.args) == 1:
-        (value,) = value.args
-    if type(value) not in (tuple, list):
-        raise ValueError(f"{key} has a {type(value).__name__} in the place of a shape or an offset")
-    if len(value) > MAX_DIMS:
-        raise ValueError(f"{key} has {len(value)} dimensions; tensors have at most {MAX_DIMS}")
-    for length in value:
-        # A bool is an int as well.
-        if type(length) is not int or not 0 <= length <= MAX_INT:
-            raise ValueError(f"{key} has {shown(length)} in the place of a length or an offset")
-    return torch.Size(value)
-
-
-def _integer(value: Any, key: str) -> int:
-    if type(value) is not int or not 0 <= value <= MAX_INT:
-        raise ValueError(f"{key} is said to lie at {shown(value)}, which is not a place in a file")
-    return value
+    return {check_name(key): tuple(path) for key, path in value.items()}

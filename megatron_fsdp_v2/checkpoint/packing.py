@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError
-from megatron_fsdp_v2.checkpoint.plain_data import check_plain_data
+from megatron_fsdp_v2.checkpoint.torch_files import load_plain
 
 __all__ = ["pack"]
 
@@ -120,10 +120,7 @@ def _saved(value: Any) -> bytes:
 
 
 def _load(content: bytes) -> Any:
-    file = io.BytesIO(content)
-    # What loading rejects is rejected here.
-    check_plain_data(file)
-    return torch.load(file, map_location="cpu", weights_only=True)
+    return load_plain(io.BytesIO(content), "it")
 
 
 def _refusal(path: str, kind: type) -> str:

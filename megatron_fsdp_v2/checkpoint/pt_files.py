@@ -18,9 +18,7 @@ from typing import Any, override
 
 import torch
 
-from megatron_fsdp_v2.checkpoint.archives import is_archive
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError, NotFoundError
-from megatron_fsdp_v2.checkpoint.folder import load_plain
 from megatron_fsdp_v2.checkpoint.plain_tensors import (
     PlainTensor,
     Progress,
@@ -29,7 +27,7 @@ from megatron_fsdp_v2.checkpoint.plain_tensors import (
     write_elements,
     written_whole,
 )
-from megatron_fsdp_v2.checkpoint.stored_tensor import STORAGE_DTYPES
+from megatron_fsdp_v2.checkpoint.torch_files import STORAGE_DTYPES, load_plain
 from megatron_fsdp_v2.checkpoint.trust import check_name
 
 __all__ = ["SUFFIXES", "PtSource", "write_pt"]
@@ -157,7 +155,7 @@ class PtSource:
         self.left_out: Sequence[str] = ()
         if not path.is_file():
             raise NotFoundError(f"{path} does not exist")
-        loaded = load_plain(path, str(path), mmap=is_archive(path))
+        loaded = load_plain(path, str(path), mmap=True)
         if not isinstance(loaded, dict):
             raise CheckpointError(
                 f"{path} holds a {type(loaded).__name__}; save the model's state dict alone"

@@ -25,7 +25,7 @@ from megatron_fsdp_v2.checkpoint.plain_tensors import (
     write_elements,
     written_whole,
 )
-from megatron_fsdp_v2.checkpoint.stored_tensor import StoredTensor, read_block
+from megatron_fsdp_v2.checkpoint.torch_files import StoredTensor, read_block
 from megatron_fsdp_v2.checkpoint.trust import (
     MAX_DIMS,
     check_file_name,

@@ -53,7 +53,7 @@ from megatron_fsdp_v2.checkpoint.replacing import (
 )
 from megatron_fsdp_v2.checkpoint.save_lock import SaveLock
 from megatron_fsdp_v2.checkpoint.staging import Planner, Staged, stage, stage_object
-from megatron_fsdp_v2.checkpoint.stored_tensor import FileView, checksum
+from megatron_fsdp_v2.checkpoint.torch_files import FileView, checksum
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 
 __all__ = ["save", "save_nested"]

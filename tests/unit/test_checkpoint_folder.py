@@ -28,7 +28,7 @@ from megatron_fsdp_v2.checkpoint.errors import CheckpointError
 from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder, ReadRequest
 from megatron_fsdp_v2.checkpoint.manifest import MANIFEST
 from megatron_fsdp_v2.checkpoint.metadata import METADATA, read_metadata
-from megatron_fsdp_v2.checkpoint.stored_tensor import find_tensor
+from megatron_fsdp_v2.checkpoint.torch_files import find_tensor
 from tests.unit.checkpoints import FIRST as DATA_FILE
 from tests.unit.checkpoints import flip, write_folder
 

@@ -243,10 +243,9 @@ def test_every_kind_is_verified_for_what_it_is(tmp_path: Path) -> None:
     tensors = {"a": torch.rand(300, 3), "b": torch.arange(5)}
     safetensors.save_file(tensors, tmp_path / "x.safetensors")
     torch.save(tensors, tmp_path / "x.pt")
-    torch.save(tensors, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     dcp.save(dict(tensors), checkpoint_id=tmp_path / "dcp", no_dist=True)
     checkpoint.save(tmp_path / "ours", nn.Linear(3, 3))
-    for name in ("x.safetensors", "x.pt", "old.pt", "dcp", "ours"):
+    for name in ("x.safetensors", "x.pt", "dcp", "ours"):
         report = verify(tmp_path / name)
         assert report.problems == [], name
         assert ckpt("verify", tmp_path / name) == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import builtins
 import collections
+import copy
 import enum
 import io
 import json
@@ -16,6 +17,7 @@ import shutil
 import struct
 import types
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,18 +27,20 @@ import safetensors.torch as safetensors
 import torch
 import torch._dynamo  # The first optimizer imports it, and it changes torch.
 import torch.distributed.checkpoint as dcp
+import torch.distributed.tensor  # Allows its classes in torch.load.
 from torch import nn
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as dcp_metadata
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from megatron_fsdp_v2 import checkpoint
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError
 from megatron_fsdp_v2.checkpoint.exporting import export, open_source
-from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder, load_plain
+from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder
 from megatron_fsdp_v2.checkpoint.inspecting import inspect
 from megatron_fsdp_v2.checkpoint.manifest import MANIFEST
 from megatron_fsdp_v2.checkpoint.metadata import METADATA
+from megatron_fsdp_v2.checkpoint.torch_files import load_plain
 from megatron_fsdp_v2.checkpoint.verifying import verify
 from tests.cases import longer
 from tests.unit.checkpoints import FIRST, changed_metadata, ckpt
@@ -149,7 +153,6 @@ APPENDED = {
     "a string of exabytes": b"\x8d" + b"\xff" * 7 + b"\x7f",
     "bytes of exabytes": b"\x8e" + b"\xff" * 7 + b"\x7f",
     "bytearray of exabytes": b"\x96" + b"\xff" * 7 + b"\x7f",
-    "frame of exabytes": b"\x95" + b"\xff" * 7 + b"\x7f",
     "a number of digits": b"I" + b"9" * 10_000 + b"\n0",
     "memory of gigabytes": b"Nr\xff\xff\xff\xff0",
     "out of the memory": b"j\xff\xff\xff\xff0",
@@ -226,11 +229,32 @@ def resized(metadata: Metadata, *shape: int) -> None:
     weight(metadata).chunks[0].sizes = torch.Size(shape)
 
 
+def renamed_often(metadata: Metadata, count: int) -> None:
+    """Give a tensor many names, all of one entry."""
+    for number in range(count - 1):
+        metadata.state_dict_metadata[f"model.{number}"] = weight(metadata)
+
+
+def named_often(metadata: Metadata, count: int) -> None:
+    """Give a stored item many names, each with an entry of its own."""
+    index = MetadataIndex("model.weight", torch.Size((0, 0)))
+    for number in range(count - 1):
+        metadata.state_dict_metadata[f"model.{number}"] = copy.deepcopy(weight(metadata))
+        metadata.storage_data[MetadataIndex(f"model.{number}", index.offset)] = (
+            metadata.storage_data[index]
+        )
+
+
+def shifted(metadata: Metadata) -> None:
+    """Store a tensor in an item that begins within another one."""
+    first, second, *_ = sorted(metadata.storage_data.values(), key=lambda info: info.offset)
+    second.offset = first.offset + 1
+
+
 CHANGED: dict[str, Callable[[Metadata], Any]] = {
     "a shape beyond 63 bits": lambda m: resized(m, 2**62, 2**62),
     "a shape beyond 63 bits and zero": lambda m: resized(m, 2**62, 2**62, 0),
     "a negative shape": lambda m: resized(m, -4, 6),
-    "a shape of terabytes": lambda m: resized(m, 2**40, 6),
     "a chunk of other dimensions": lambda m: setattr(
         weight(m).chunks[0], "sizes", torch.Size((24,))
     ),
@@ -262,6 +286,9 @@ CHANGED: dict[str, Callable[[Metadata], Any]] = {
     "a transformation": lambda m: all_infos(m, transform_descriptors=[["x"]]),
     "no index": lambda m: setattr(m, "storage_data", {"a": 1}),
     "a list for a dictionary": lambda m: setattr(m, "state_dict_metadata", []),
+    "one tensor under many names": lambda m: renamed_often(m, 17),
+    "one item under many names": lambda m: named_often(m, 17),
+    "items that overlap": lambda m: shifted(m),
 }
 
 LATER: dict[str, Callable[[Metadata], Any]] = {
@@ -270,6 +297,7 @@ LATER: dict[str, Callable[[Metadata], Any]] = {
     "a length of nothing": lambda m: all_infos(m, length=0),
     "a file that does not exist": lambda m: all_infos(m, relative_path="nothing"),
     "a gigabyte that does not exist": lambda m: resized(m, 2**25, 6),
+    "a shape of terabytes": lambda m: resized(m, 2**40, 6),
     "nothing stored": lambda m: setattr(m, "storage_data", None),
     "a chunk outside": lambda m: setattr(weight(m).chunks[0], "offsets", torch.Size((3, 0))),
     "a chunk twice": lambda m: weight(m).chunks.append(weight(m).chunks[0]),
@@ -464,16 +492,20 @@ OBJECTS = {
     "a deep key": b"})" + b"\x85" * 20_000 + b"Ns",
     "a doubled key": b"})" + TWICE * 60 + b"Ns",
     "a key in a set": name("__builtin__", "set") + b"])" + b"\x85" * 20_000 + b"a\x85R",
-    "deep": b"]" * 10_000 + b"a" * 9_999,
-    "a list in itself": b"]q\x00h\x00a",
     "state of a class": name("collections", "OrderedDict") + EVIL + b"b",
     "state of a member": name(__name__, "Color") + b"K\x01\x85R}" + text("_value_") + b"K\x02sb",
-    "a new member": name(__name__, "Color") + b"K\x01\x85\x81",
     "a call of a dtype": name("torch", "float32") + b")R",
     "dunder attributes": name("argparse", "Namespace") + b")\x81}" + text("__class__") + b"Nsb",
     "a function": SYSTEM + TOUCH + b"\x85R",
     "a long storage": TENSOR + b"J\x00\x00\x10\x00tQK\x00K\x04\x85K\x01\x85\x89}tR",
-    "a tensor behind its storage": TENSOR + b"K\x04tQK\x00K\x04\x85K\x02\x85\x89}tR",
+    "a class of torch that communicates": name("torch.distributed.device_mesh", "DeviceMesh")
+    + text("cpu")
+    + b"]K\x00a\x86R",
+    "a large list in many sets": b"]q\x00("
+    + b"K\x01" * 500
+    + b"e("
+    + (name("__builtin__", "set") + b"h\x00\x85R") * 50
+    + b"t\x86",
     "a negative stride": TENSOR + b"K\x04tQK\x00K\x04\x85J\xff\xff\xff\xff\x85\x89}tR",
     "a storage that does not exist": TENSOR.replace(text("0"), text("9"))
     + b"K\x04tQK\x00K\x04\x85K\x01\x85\x89}tR",
@@ -507,11 +539,21 @@ def test_objects_that_are_not_plain_data_are_rejected_before_torch_sees_them(
 
 
 def test_archives_that_two_readers_could_read_differently_are_rejected(tmp_path: Path) -> None:
-    harmless, legacy = b"}", io.BytesIO()
-    deep: list[Any] = []
-    for _ in range(300):
-        deep = [deep]
-    torch.save(deep, legacy, _use_new_zipfile_serialization=False)
+    harmless, legacy, renamed = b"}", io.BytesIO(), io.BytesIO()
+    torch.save([], legacy, _use_new_zipfile_serialization=False)
+    with zipfile.ZipFile(renamed, "w") as archive:
+        for record in ("data.pkl", "evil.pkl"):
+            info = zipfile.ZipInfo(f"archive/{record}")
+            other = {"data.pkl": "evil.pkl", "evil.pkl": "data.pkl"}[record]
+            field = struct.pack("<BI", 1, zlib.crc32(info.filename.encode()))
+            field += f"archive/{other}".encode()
+            info.extra = struct.pack("<HH", 0x7075, len(field)) + field
+            archive.writestr(info, b"\x80\x02}." if record == "evil.pkl" else b"\x80\x02].")
+        archive.writestr("archive/version", b"3\n")
+    # Torch reads a list, and Python's zipfile a dictionary.
+    assert torch.load(io.BytesIO(renamed.getvalue()), weights_only=True) == []
+    with zipfile.ZipFile(renamed) as archive:
+        assert archive.read("archive/data.pkl") == b"\x80\x02}."
     assert load_plain(io.BytesIO(archived(harmless)), "x") == {}
     for content in (
         archived(harmless, ("archive/DATA.pkl", b"")),
@@ -521,9 +563,23 @@ def test_archives_that_two_readers_could_read_differently_are_rejected(tmp_path:
         archived(harmless) + b"behind",
         # Torch goes by how a file begins, Python's zipfile by how it ends.
         legacy.getvalue() + archived(harmless),
+        renamed.getvalue(),
     ):
         with pytest.raises(CheckpointError):
             load_plain(io.BytesIO(content), "x")
+
+
+def test_a_tensor_reaches_no_further_than_its_storage() -> None:
+    behind = TENSOR + b"K\x04tQK\x00K\x04\x85K\x02\x85\x89}tR"
+    with pytest.raises(CheckpointError, match="cannot be loaded as plain data"):
+        load_plain(io.BytesIO(archived(behind)), "x")
+
+
+def test_a_file_of_torch_before_1_6_is_named_as_such() -> None:
+    legacy = io.BytesIO()
+    torch.save([], legacy, _use_new_zipfile_serialization=False)
+    with pytest.raises(CheckpointError, match=r"torch before 1\.6 with torch and save it again"):
+        load_plain(legacy, "x")
 
 
 def test_what_was_allowed_before_stays_allowed() -> None:
@@ -548,19 +604,17 @@ def test_plain_data_of_every_sort_is_loaded() -> None:
         torch.ones(0, 3),
     ]
     recent = [torch.ones(2).to(torch.float8_e4m3fn), torch.ones(2, dtype=torch.uint16)]
-    for is_zip in (True, False):
-        # Before 1.6 there were no such dtypes, and torch cannot read them in that form.
-        for value in (*values, *tensors, *(recent if is_zip else ())):
-            content = io.BytesIO()
-            torch.save([value, value], content, _use_new_zipfile_serialization=is_zip)
-            content.seek(0)
-            found, same = load_plain(content, "x", [Color, argparse.Namespace])
-            assert type(found) is type(value)
-            if isinstance(value, torch.Tensor):
-                assert torch.equal(found.double(), value.double())
-                assert found.data_ptr() == same.data_ptr()
-            elif type(value) is not collections.OrderedDict:
-                assert found == value
+    for value in (*values, *tensors, *recent):
+        content = io.BytesIO()
+        torch.save([value, value], content)
+        content.seek(0)
+        found, same = load_plain(content, "x", [Color, argparse.Namespace])
+        assert type(found) is type(value)
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(found.double(), value.double())
+            assert found.data_ptr() == same.data_ptr()
+        elif type(value) is not collections.OrderedDict:
+            assert found == value
 
 
 def mutated(content: bytes, chance: random.Random) -> bytes:

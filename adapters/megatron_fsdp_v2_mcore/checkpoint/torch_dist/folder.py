@@ -11,14 +11,14 @@ from typing import Any, override
 
 from megatron.core.safe_globals import SAFE_GLOBALS
 
-from megatron_fsdp_v2.checkpoint import folder as core
-from megatron_fsdp_v2.checkpoint.folder import ReadRequest
+from megatron_fsdp_v2.checkpoint import torch_files
+from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder, ReadRequest
 from megatron_fsdp_v2_mcore.flags.checkpoint_check import flag_errors
 
 __all__ = ["MegatronFolder", "ReadRequest", "load_plain"]
 
 
-class MegatronFolder(core.CheckpointFolder):
+class MegatronFolder(CheckpointFolder):
     """A folder of torch's distributed checkpoint, whose errors are those of a command line.
 
     Args:
@@ -59,4 +59,4 @@ def load_plain(file: Any, what: str) -> Any:
         FlagError: It holds something else.
     """
     with flag_errors():
-        return core.load_plain(file, what, SAFE_GLOBALS)
+        return torch_files.load_plain(file, what, SAFE_GLOBALS)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import threading
 import uuid
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -16,6 +15,7 @@ from typing import Any, override
 
 import torch
 import torch.distributed as dist
+from filelock import BaseFileLock
 from torch import nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
@@ -43,15 +43,16 @@ from megatron_fsdp_v2.checkpoint.host_memory import HostMemory
 from megatron_fsdp_v2.checkpoint.manifest import MANIFEST, Manifest, StoredFile, StoredItem
 from megatron_fsdp_v2.checkpoint.metadata import METADATA
 from megatron_fsdp_v2.checkpoint.replacing import (
+    acquire_lock,
     check_replaceable,
     make_temporary,
     put_in_place,
+    release_lock,
     remove_leftovers,
     remove_own,
     sync,
     temporary_name,
 )
-from megatron_fsdp_v2.checkpoint.save_lock import SaveLock
 from megatron_fsdp_v2.checkpoint.staging import Planner, Staged, stage, stage_object
 from megatron_fsdp_v2.checkpoint.torch_files import FileView, checksum
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
@@ -64,14 +65,12 @@ _DESTROYED = (
     "the save before destroy_process_group()"
 )
 
-_UNDER_WAY: set[Path] = set()
-_BESIDE: dict[str, Any] = {}
-_LOCK = threading.Lock()
+_background_group: dict[str, Any] = {}
 _MEMORY: weakref.WeakKeyDictionary[nn.Module, HostMemory] = weakref.WeakKeyDictionary()
-"""What models were copied to when they were last saved beside training."""
+"""Host memory that models were copied to by their last asynchronous save."""
 _BACKGROUND = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-"""One save after the other, on all ranks in the order they were asked for: they share a process
-group. A process that ends waits for its saves."""
+"""Saves run one after the other, on all ranks in the order of the calls: they share a process
+group. A process waits for its saves before it exits."""
 
 
 def save(
@@ -243,8 +242,8 @@ class _Ranks:
 
     def leave(self) -> None:
         """Let go of a process group that no longer works: ranks that wait for this one find out."""
-        if _BESIDE.get("group") is self.group:
-            _BESIDE.clear()
+        if _background_group.get("group") is self.group:
+            _background_group.clear()
         self.group = self.world = None
 
     @property
@@ -277,20 +276,11 @@ class _Job:
         self._folder = temporary_name(self.target, uuid.uuid4().hex)
         self._over_unfinished = over_unfinished
         self._content = _NOTHING
-        self._lock: SaveLock | None = None
-        self._is_begun = False
+        self._lock: BaseFileLock | None = None
 
     def begin(self, content: Callable[[], _Content]) -> None:
         """Keep others from saving to the path, and fix what is to be written."""
         check_replaceable(self.target, or_unfinished=self._over_unfinished)
-        with _LOCK:
-            if self.target in _UNDER_WAY:
-                raise RuntimeError(
-                    f"a save to {self.target} is under way; wait for the result() of its future "
-                    "first"
-                )
-            _UNDER_WAY.add(self.target)
-        self._is_begun = True
         try:
             self._content = content()
             if self.ranks.rank == 0:
@@ -303,7 +293,7 @@ class _Job:
         try:
             with naming_full_disk(self.target):
                 self.target.parent.mkdir(parents=True, exist_ok=True)
-                self._lock = SaveLock(self.target)
+                self._lock = acquire_lock(self.target)
                 remove_leftovers(self.target)
                 make_temporary(self._folder)
         except OSError as error:
@@ -345,9 +335,7 @@ class _Job:
         """Have the first rank put the checkpoint in place; what went wrong if it could not."""
         reason = None
         if self.ranks.rank == 0:
-            assert self._lock is not None
             try:
-                self._lock.check()
                 put_in_place(self._folder, self.target, or_unfinished=self._over_unfinished)
             except Exception as error:
                 reason = _reason(error)
@@ -365,17 +353,12 @@ class _Job:
 
     def end(self) -> None:
         """Let others save to the path. May be called twice."""
-        if not self._is_begun:
-            return
-        self._is_begun = False
         self._content = _NOTHING
-        with _LOCK:
-            _UNDER_WAY.discard(self.target)
         if self._lock is not None:
-            # There is something only where it was not put in place.
+            # The folder exists only if it was not put in place.
             with contextlib.suppress(OSError):
                 remove_own(self._folder)
-            self._lock.release()
+            release_lock(self._lock)
             self._lock = None
 
 
@@ -404,9 +387,9 @@ def _units(parameters: Iterable[tuple[str, Any]]) -> dict[str, str]:
 
 def _dedicated_group(world: Any) -> Any:
     """Ranks talk over this while saves run beside training; made once by all ranks of a world."""
-    if _BESIDE.get("world") is not world:
-        _BESIDE.update(world=world, group=dist.new_group(backend="gloo"))
-    return _BESIDE["group"]
+    if _background_group.get("world") is not world:
+        _background_group.update(world=world, group=dist.new_group(backend="gloo"))
+    return _background_group["group"]
 
 
 def _in_background(write: Callable[[], None]) -> Future[None]:

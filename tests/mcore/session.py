@@ -335,7 +335,7 @@ def _tear_down() -> None:
     uninstall()
     async_utils._async_calls_queue = None
     # Asynchronous saves talk over a group that is ended below, with all the others.
-    saving._BESIDE.clear()
+    saving._background_group.clear()
     global_vars.destroy_global_vars()
     global_vars._GLOBAL_TIMERS = None
     destroy_num_microbatches_calculator()

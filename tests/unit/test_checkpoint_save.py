@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
 import resource
 import shutil
@@ -13,7 +12,6 @@ import subprocess
 import sys
 import threading
 import time
-import uuid
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,10 +22,9 @@ import torch
 from torch import nn
 
 from megatron_fsdp_v2 import checkpoint
-from megatron_fsdp_v2.checkpoint import replacing, save_lock
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError, naming_full_disk
 from megatron_fsdp_v2.checkpoint.metadata import METADATA
-from megatron_fsdp_v2.checkpoint.save_lock import STALE_S, SaveLock, lock_file_of
+from megatron_fsdp_v2.checkpoint.replacing import acquire_lock, release_lock
 from tests.unit.checkpoints import names_in
 
 pytestmark = [
@@ -61,14 +58,6 @@ def load(path: Path) -> int:
     return int(extra)
 
 
-@pytest.fixture(params=[True, False], ids=["exchange", "two-renames"])
-def exchanges(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether the file system can exchange two folders."""
-    if not request.param:
-        monkeypatch.setattr(replacing, "_exchanged", lambda one, other: False)
-    return bool(request.param)
-
-
 # -- other people's things ------------------------------------------------------------------------
 
 
@@ -86,7 +75,7 @@ def test_folders_that_others_made_are_never_touched(tmp_path: Path) -> None:
     assert load(path) == 3
 
 
-def test_a_file_that_was_put_into_a_checkpoint_outlives_it(tmp_path: Path, exchanges: bool) -> None:
+def test_a_file_that_was_put_into_a_checkpoint_outlives_it(tmp_path: Path) -> None:
     path = tmp_path / "k"
     save(path, 1)
     (path / "notes.txt").write_text("mine")
@@ -98,7 +87,7 @@ def test_a_file_that_was_put_into_a_checkpoint_outlives_it(tmp_path: Path, excha
     assert kept.read_text() == "mine"
 
 
-def test_a_link_stays_and_what_it_leads_to_is_replaced(tmp_path: Path, exchanges: bool) -> None:
+def test_a_link_stays_and_what_it_leads_to_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     link = tmp_path / "latest"
     link.symlink_to(Path("disk") / "step_1")
@@ -110,9 +99,7 @@ def test_a_link_stays_and_what_it_leads_to_is_replaced(tmp_path: Path, exchanges
     assert names_in(tmp_path) == ["disk", "latest"]
 
 
-def test_an_empty_folder_is_taken_and_any_other_is_rejected(
-    tmp_path: Path, exchanges: bool
-) -> None:
+def test_an_empty_folder_is_taken_and_any_other_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "k"
     path.mkdir()
     save(path, 1)
@@ -120,7 +107,7 @@ def test_an_empty_folder_is_taken_and_any_other_is_rejected(
     assert names_in(tmp_path) == ["k"]
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match="exists and is no checkpoint"):
+    with pytest.raises(ValueError, match="exists and is not a checkpoint"):
         save(tmp_path / "mine", 1)
 
 
@@ -172,113 +159,75 @@ def test_that_a_disk_is_full_is_said_where_torch_hides_it() -> None:
 # -- locks ----------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def other() -> Iterator[subprocess.Popen[bytes]]:
-    """A process of another job."""
-    process = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
-    yield process
-    process.kill()
-    process.wait()
+HOLDER = """
+import sys
+from pathlib import Path
+from megatron_fsdp_v2.checkpoint import replacing
+lock = replacing.acquire_lock(Path(sys.argv[1]))
+print("held", flush=True)
+input()
+"""
 
 
-def lock_of(path: Path, pid: int, **changed: Any) -> Path:
-    """A lock as a process would have made it."""
-    content = save_lock._self_description(uuid.uuid4().hex)
-    content |= {"pid": pid, "started": save_lock._start_of(pid), **changed}
-    file = lock_file_of(path)
-    file.write_text(json.dumps(content))
-    return file
-
-
-def test_a_path_that_a_living_job_saves_to_is_rejected_until_that_job_ends(
-    tmp_path: Path, other: Any
-) -> None:
-    path = tmp_path / "k"
+def test_a_path_that_a_living_job_saves_to_is_rejected_until_that_job_ends(tmp_path: Path) -> None:
+    path, file = tmp_path / "k", tmp_path / ".k.save-lock"
     save(path, 1)
-    file = lock_of(path, other.pid)
-    with pytest.raises(
-        RuntimeError, match=f"process {other.pid} on .* has been saving to it since"
-    ):
-        save(path, 2)
-    assert load(path) == 1
-    assert names_in(tmp_path) == sorted(["k", file.name])
-    # Nobody waits for it yet, so that it is a zombie.
-    other.kill()
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    other = subprocess.Popen([sys.executable, "-c", HOLDER, str(path)], **pipes)
+    try:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"held\n"
+        with pytest.raises(RuntimeError, match=rf"another job .*process {other.pid} on .* since"):
+            save(path, 2)
+        assert load(path) == 1
+        assert names_in(tmp_path) == sorted(["k", file.name])
+    finally:
+        # Nobody waits for it yet, so that it is a zombie; its lock is free.
+        other.kill()
     os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
     save(path, 3)
+    other.wait()
     assert load(path) == 3
     assert names_in(tmp_path) == ["k"]
 
 
-def test_a_process_that_only_has_the_number_of_a_dead_one_holds_nothing(
-    tmp_path: Path, other: Any
-) -> None:
-    lock_of(tmp_path / "k", other.pid, started="1")
-    save(tmp_path / "k", 1)
-    lock_of(tmp_path / "k", os.getpid())
-    save(tmp_path / "k", 2)
-    assert names_in(tmp_path) == ["k"]
-
-
-def test_a_lock_from_another_machine_counts_until_nobody_touches_it(tmp_path: Path) -> None:
-    path = tmp_path / "k"
-    file = lock_of(path, 1, machine="another", host="node7")
-    with pytest.raises(RuntimeError, match=r"process 1 on node7 .* remove .*k\.save-lock if you"):
-        save(path, 1)
-    long_ago = time.time() - STALE_S - 10
-    os.utime(file, (long_ago, long_ago))
-    save(path, 1)
-    assert names_in(tmp_path) == ["k"]
-
-
-def test_a_lock_that_was_not_completed_counts_until_nobody_touches_it(tmp_path: Path) -> None:
-    file = lock_file_of(tmp_path / "k")
-    file.write_bytes(b"")
-    with pytest.raises(RuntimeError, match="another process is beginning to save"):
+def test_a_second_save_of_the_same_process_is_told_to_wait(tmp_path: Path) -> None:
+    lock = acquire_lock(tmp_path / "k")
+    with pytest.raises(RuntimeError, match=r"wait for the result\(\) of its future first"):
         save(tmp_path / "k", 1)
-    os.utime(file, (1.0, 1.0))
+    release_lock(lock)
     save(tmp_path / "k", 1)
+    assert names_in(tmp_path) == ["k"]
 
 
-def test_a_lock_is_touched_while_it_is_held_and_one_is_made_of_many_askers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(save_lock, "BEAT_S", 0.01)
-    stale = lock_of(tmp_path / "k", 1, machine="another")
-    os.utime(stale, (1.0, 1.0))
-    held: list[SaveLock] = []
-    rejected: list[str] = []
+def test_of_many_that_ask_one_at_a_time_holds_the_lock(tmp_path: Path) -> None:
+    inside, most, done = [0], [0], [0]
 
     def ask() -> None:
-        try:
-            held.append(SaveLock(tmp_path / "k"))
-        except RuntimeError as error:
-            rejected.append(str(error))
+        while done[0] < 200:
+            try:
+                lock = acquire_lock(tmp_path / "k")
+            except RuntimeError:
+                continue
+            inside[0] += 1
+            most[0] = max(most[0], inside[0])
+            done[0] += 1
+            time.sleep(0)
+            inside[0] -= 1
+            release_lock(lock)
 
-    askers = [threading.Thread(target=ask) for _ in range(8)]
+    askers = [threading.Thread(target=ask) for _ in range(4)]
     for asker in askers:
         asker.start()
     for asker in askers:
         asker.join()
-    assert (len(held), len(rejected)) == (1, 7)
-    os.utime(stale, (1.0, 1.0))
-    deadline = time.monotonic() + 5.0
-    while stale.stat().st_mtime < 2.0:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    held[0].check()
-    stale.unlink()
-    with pytest.raises(CheckpointError, match="removed or taken over"):
-        held[0].check()
-    held[0].release()
+    assert most == [1]
 
 
 # -- readers, and kills ---------------------------------------------------------------------------
 
 
-def test_who_reads_while_it_is_replaced_sees_one_checkpoint_or_the_other(
-    tmp_path: Path, exchanges: bool
-) -> None:
+def test_who_reads_while_it_is_replaced_sees_one_checkpoint_or_the_other(tmp_path: Path) -> None:
     path = tmp_path / "k"
     save(path, 1)
     is_over = threading.Event()
@@ -391,9 +340,7 @@ def kill_at(folder: Path, number: int) -> None:
     left = [number]
 
     def watch(event: str, args: tuple[Any, ...]) -> None:
-        # Files in the folder are opened by descriptor as well, and its neighbors by ctypes.
-        is_ours = event in EVENTS and str(folder) in str(args[0])
-        if is_ours or event == "ctypes.dlsym/handle":
+        if event in EVENTS and str(folder) in str(args[0]):
             left[0] -= 1
             if left[0] == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -418,7 +365,7 @@ def saved_in_a_child(path: Path, value: int, kill_number: int) -> bool:
 
 
 def test_a_kill_at_any_touch_of_the_disk_leaves_a_whole_checkpoint_and_no_trace_later(
-    tmp_path: Path, exchanges: bool
+    tmp_path: Path,
 ) -> None:
     path = tmp_path / "run" / "k"
     save(path, 1)

@@ -171,14 +171,9 @@ def memory_tracker(
         context = units_below(module)[0][1].context
         tracked._bound = peak_bytes(
             units,
+            context.options,
             optimizer_state=tracked.live[Role.OPTIMIZER],
             activations=tracked.role_peaks[Role.ACTIVATIONS] + tracked.role_peaks[Role.OTHER],
-            unshard_prefetch_depth=context.options.prefetch_limit.units,
-            unshard_prefetch_bytes=context.options.prefetch_limit.nbytes,
-            max_live_grad_buffers=context.reductions.max_live_grad_buffers,
-            bucket_bytes=context.options.bucket_bytes,
-            is_reduction_async=context.options.enable_async_reduce_grad,
             accumulates=watch.accumulates,
             has_gradients=watch.has_gradients,
-            gathers_after_step=context.options.enable_unshard_after_step,
         )

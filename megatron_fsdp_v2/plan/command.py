@@ -34,6 +34,7 @@ from megatron_fsdp_v2.plan.sources import (
     describe_flags,
     model_arguments,
 )
+from megatron_fsdp_v2.runtime.options import RuntimeOptions
 
 __all__ = ["command"]
 
@@ -367,11 +368,13 @@ def _own_model(args: argparse.Namespace) -> TrainingDescription:
         num_microbatches=args.micro_batches or 1,
         tokens=args.tokens or 0,
         recompute_factor=1.0 if args.recompute else 0.0,
-        unshard_prefetch_depth=args.prefetch_depth,
-        unshard_prefetch_bytes=args.prefetch_bytes,
-        enable_unshard_after_step=args.unshard_after_step or False,
-        max_live_grad_buffers=args.grad_buffers or 2,
-        bucket_bytes=args.bucket_bytes,
+        options=RuntimeOptions(
+            unshard_prefetch_depth=args.prefetch_depth,
+            unshard_prefetch_bytes=args.prefetch_bytes,
+            enable_unshard_after_step=args.unshard_after_step or False,
+            max_live_grad_buffers=args.grad_buffers or 2,
+            bucket_bytes=args.bucket_bytes,
+        ),
         plain_nbytes=plain_nbytes,
         alternatives=alternatives,
         notes=tuple(notes),

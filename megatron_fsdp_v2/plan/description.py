@@ -15,6 +15,7 @@ from torch import nn
 
 from megatron_fsdp_v2.layout.mixed_precision import MixedPrecisionPolicy
 from megatron_fsdp_v2.params.formats import PayloadBytes, format_of, payload_bytes
+from megatron_fsdp_v2.runtime.options import RuntimeOptions
 
 __all__ = [
     "DATA",
@@ -150,13 +151,8 @@ class TrainingDescription:
         recomputes_reentrantly: Whether units run inside reentrant checkpoints, one in each: without
             gradients in the forward, so that nothing stays gathered whatever `fully_shard` is told.
         reshard_after_forward: See `fully_shard`.
-        unshard_prefetch_depth: Likewise; 0 without prefetching.
-        unshard_prefetch_bytes: Likewise.
+        options: Options of the root.
         num_held_beside: Further units that are gathered at a time, where a schedule holds some.
-        enable_unshard_after_step: Likewise.
-        enable_async_reduce_grad: Likewise.
-        max_live_grad_buffers: Likewise.
-        bucket_bytes: Likewise.
         on_cpu: Whether reductions run on a CPU, where they receive into buffers of their own.
         plain_nbytes: Bytes of buffers and parameters that are not sharded.
         num_in_flight: Micro-batches whose activations are alive at once: one more than forwards
@@ -185,13 +181,8 @@ class TrainingDescription:
     recompute_factor: float = 0.0
     recomputes_reentrantly: bool = False
     reshard_after_forward: bool = True
-    unshard_prefetch_depth: int | None = None
-    unshard_prefetch_bytes: int | None = None
+    options: RuntimeOptions = RuntimeOptions()  # noqa: RUF009
     num_held_beside: int = 0
-    enable_unshard_after_step: bool = False
-    enable_async_reduce_grad: bool = True
-    max_live_grad_buffers: int = 2
-    bucket_bytes: int | None = None
     on_cpu: bool = False
     plain_nbytes: int = 0
     num_in_flight: int = 1

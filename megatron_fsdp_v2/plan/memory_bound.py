@@ -1,8 +1,8 @@
-"""How many bytes a step holds at most, by role: integers only, no tensors and no ranks.
+"""How many bytes a step holds at most, by role: a formula of integers, without tensors and ranks.
 
     group = GroupBytes.of(numel, axis_sizes, placements, dtypes, on_cpu=False, is_trained=True)
     units = [UnitBytes((root,)), UnitBytes((block,), parent=0), UnitBytes((block,), parent=0)]
-    peak = peak_bytes(units, optimizer_state=..., activations=...)
+    peak = peak_bytes(units, RuntimeOptions(), optimizer_state=..., activations=...)
     peak.total, peak.gathered, peak.grad_buffer, peak.communication, peak.main_weight, ...
 
 `numel` is that of the group's whole flat buffer, padding included (`BufferLayout.numel`). Units
@@ -12,13 +12,13 @@ run. All numbers are bytes on one rank.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from megatron_fsdp_v2.plan.unit_bytes import GroupBytes, UnitBytes
-from megatron_fsdp_v2.runtime.gather_rules import PrefetchLimit
+from megatron_fsdp_v2.runtime.options import RuntimeOptions
 
 __all__ = ["PeakBytes", "peak_bytes"]
 
@@ -36,7 +36,7 @@ class PeakBytes:
         grad_buffer: Full gradient buffers, and shards that wait for the outer axis.
         communication: Copies in the communication dtype, and what is received on a CPU.
         activations: Everything else.
-        unit: Index of the unit at work at that moment.
+        unit: Index of the unit that computes at that moment.
     """
 
     model_weight: int
@@ -51,7 +51,7 @@ class PeakBytes:
 
     @property
     def resting(self) -> int:
-        """Bytes that are alive between steps, with no gradients."""
+        """Bytes that are alive between steps, without gradients."""
         return self.model_weight + self.main_weight + self.optimizer
 
     @property
@@ -67,44 +67,31 @@ class PeakBytes:
 
 def peak_bytes(
     units: Sequence[UnitBytes],
+    options: RuntimeOptions | None = None,
     *,
     optimizer_state: int = 0,
     activations: int = 0,
-    unshard_prefetch_depth: int | None = None,
-    unshard_prefetch_bytes: int | None = None,
     num_held_beside: int = 0,
-    max_live_grad_buffers: int = 2,
-    bucket_bytes: int | None = None,
-    is_reduction_async: bool = True,
     accumulates: bool = False,
     has_gradients: bool | None = False,
-    gathers_after_step: bool = False,
 ) -> PeakBytes:
     """The most bytes that a step holds at once, for units that run in the order they are listed.
 
-    That is what rests, and the largest sum over the backward of: gathered weights of the unit at
-    work, of those it is inside of and of those that may be gathered ahead; full gradient buffers
-    of `max_live_grad_buffers` units and of those they are inside of; what reductions under way
-    take besides; and main gradients of the units reduced so far. Also looked at are the forward,
-    and what there is when the optimizer steps.
+    The bound is the sum of weights, optimizer state and activations, and the largest sum over the
+    moments of a step of: gathered weights of the unit that computes, of the units around it and of
+    the units gathered ahead; full gradient buffers of `max_live_grad_buffers` units and of the
+    units around them; buffers of reductions in flight; main gradients of the units reduced so far.
 
     Args:
         units: All units of one root, the root first, parents before children.
+        options: Options of the root; the defaults when None.
         optimizer_state: Bytes of optimizer state on this rank.
         activations: Bytes of everything else at its peak.
-        unshard_prefetch_depth: Units gathered ahead; 0 without prefetching. None: any number with
-            `unshard_prefetch_bytes`, and 1 without.
-        unshard_prefetch_bytes: Bytes of weights gathered ahead; None for any number.
         num_held_beside: Further units that are gathered at a time.
-        max_live_grad_buffers: Units whose gradients are in full buffers.
-        bucket_bytes: Bytes up to which small units are gathered and reduced together; None for one
-            by one. What is so is counted with full buckets.
-        is_reduction_async: Whether reductions overlap the next unit's backward.
         accumulates: Whether gradients of earlier micro-batches wait to be synchronized.
-        has_gradients: Whether gradients are set before the backward begins: those of another
-            backward, or the zeros of `zero_grad(set_to_none=False)`. None: those are that earlier
-            micro-batches leave in main gradients, before they are synchronized.
-        gathers_after_step: Whether the optimizer's step gathers what the next forward begins with.
+        has_gradients: Whether main gradients exist before the backward begins: those of another
+            backward, or the zeros of `zero_grad(set_to_none=False)`. None: earlier micro-batches
+            leave them, where they are reduced in every backward.
 
     Raises:
         ValueError: There is no unit, or a parent is not listed before its child.
@@ -114,266 +101,199 @@ def peak_bytes(
             raise ValueError(f"units: unit {index} has parent {unit.parent}; list parents first")
     if not units:
         raise ValueError("units is empty; list at least the root")
-    is_set = functools.partial(_is_set, has_gradients=has_gradients)
-    settled = sum(g.main_grad for unit in units for g in unit.groups if is_set(g))
-    is_received = any(unit.sum("received") for unit in units)
-    units = [
-        replace(
-            u,
-            groups=tuple(g.in_backward(is_set=is_set(g), is_waiting=accumulates) for g in u.groups),
-        )
-        for u in units
-    ]
-    resting = PeakBytes(
+    step = _Step(units, options or RuntimeOptions(), num_held_beside, accumulates, has_gradients)
+    peak = max(step.moments(), key=lambda moment: sum(moment[:-1]))
+    return PeakBytes(
         model_weight=sum(unit.sum("model_weight") for unit in units),
         main_weight=sum(unit.sum("main_weight") for unit in units),
-        main_grad=settled,
         optimizer=optimizer_state,
-        gathered=0,
-        grad_buffer=0,
-        communication=0,
         activations=activations,
-        unit=0,
+        **peak._asdict(),
     )
-    moments = _Moments(
-        _Tree(units, bucket_bytes or 0, is_received=is_received),
-        resting,
-        PrefetchLimit.of(unshard_prefetch_depth, unshard_prefetch_bytes, bucket_bytes),
-        num_held_beside,
-        max_live_grad_buffers if is_reduction_async else 0,
-        accumulates,
-    )
-    return max(moments.of_step(gathers_after_step), key=lambda moment: moment.total)
 
 
-@dataclass(frozen=True, slots=True)
-class _Moments:
-    """What there is at the moments of a step that may be its peak.
+class _Moment(NamedTuple):
+    """Bytes that may be the most of a step; see `PeakBytes`."""
 
-    Attributes:
-        tree: The units.
-        resting: What there is in all of them.
-        limit: How far ahead is gathered.
-        num_beside: See `peak_bytes`, like the last one.
-        drain: Reductions that may be under way at a time.
-        accumulates: Likewise.
-    """
+    gathered: int
+    grad_buffer: int
+    communication: int
+    main_grad: int
+    unit: int
 
-    tree: _Tree
-    resting: PeakBytes
-    limit: PrefetchLimit
-    num_beside: int
-    drain: int
-    accumulates: bool
 
-    def of_step(self, gathers_after_step: bool) -> Iterator[PeakBytes]:
-        """All of them."""
-        last = list(self.at_the_end())
-        yield from last
-        if gathers_after_step:
+class _Step:
+    """The moments of a step of units inside units."""
+
+    def __init__(
+        self,
+        units: Sequence[UnitBytes],
+        options: RuntimeOptions,
+        num_beside: int,
+        accumulates: bool,
+        has_gradients: bool | None,
+    ) -> None:
+        self._options, self._num_beside, self._accumulates = options, num_beside, accumulates
+        self._drain = options.max_live_grad_buffers if options.enable_async_reduce_grad else 0
+        self._has_received = any(unit.sum("received") for unit in units)
+        groups = [group for unit in units for group in unit.groups]
+        self._settled = sum(g.main_grad for g in groups if _is_set(g, has_gradients))
+        self._units = units = [
+            replace(
+                unit,
+                groups=tuple(
+                    group.in_backward(is_set=_is_set(group, has_gradients), is_waiting=accumulates)
+                    for group in unit.groups
+                ),
+            )
+            for unit in units
+        ]
+        groups = [group for unit in units for group in unit.groups]
+        self._has_partial = any(group.partial_grad for group in groups)
+        self._summed = max((group.summed for group in groups), default=0)
+        # Along the outer axis that is when a full buffer has been freed, which is larger.
+        self._summed_in_room = max((g.summed for g in groups if not g.partial_grad), default=0)
+        self._children: list[list[int]] = [[] for _ in units]
+        for index, unit in enumerate(units):
+            if unit.parent is not None:
+                self._children[unit.parent].append(index)
+        # A backward enters a unit before those inside it, and leaves it after them.
+        self._entered = [0, *itertools.chain(*map(self._enter, reversed(self._children[0])))]
+        # Main gradients of each unit and all that are listed after it, in reverse.
+        sums = (unit.sum("main_grad") for unit in reversed(units))
+        self._main_from_end = [*itertools.accumulate(sums, initial=0)]
+
+    def _enter(self, index: int) -> Iterator[int]:
+        yield index
+        for child in reversed(self._children[index]):
+            yield from self._enter(child)
+
+    def _around(self, index: int) -> list[int]:
+        """The units that a unit is inside of, the innermost first."""
+        parent = self._units[index].parent
+        return [] if parent is None else [parent, *self._around(parent)]
+
+    def moments(self) -> Iterator[_Moment]:
+        """Every moment that may be the peak."""
+        # The last reductions are waited for one by one.
+        yield self._reducing(-1, self._drain, communication=self._summed_in_room)
+        last = self._reducing(-1, 0, communication=self._summed)
+        yield last
+        if self._options.enable_unshard_after_step:
             # All gradients are reduced.
-            yield replace(self.in_forward(0), main_grad=last[-1].main_grad)
-        units = self.tree.units
-        waiting = sum(_unreduced(unit, is_filling=False) for unit in units)
-        for index in range(len(units)):
-            moment = self.in_forward(index)
-            yield replace(moment, grad_buffer=waiting) if self.accumulates else moment
-            yield from self.in_backward(index)
+            yield self._in_forward(0)._replace(main_grad=last.main_grad)
+        waiting = sum(map(self._unreduced, range(len(self._units))))
+        for index in range(len(self._units)):
+            yield self._in_forward(index)._replace(grad_buffer=waiting)
+            yield from self._in_backward(index)
 
-    def at_the_end(self) -> Iterator[PeakBytes]:
-        """The end of a backward, when its last reductions are waited for one by one."""
-        settled = self.resting.main_grad
-        for buffers, comm, main in self.tree.last_gradients(self.drain):
-            yield replace(
-                self.resting, main_grad=settled + main, grad_buffer=buffers, communication=comm
-            )
+    def _in_forward(self, index: int) -> _Moment:
+        there = self._gathered(index, range(index), range(index + 1, len(self._units)))
+        gathered = sum(self._units[i].gathered for i in there)
+        return _Moment(gathered, 0, 0, self._settled, index)
 
-    def in_forward(self, index: int) -> PeakBytes:
-        """The forward of a unit, without gradients that wait."""
-        there = self.tree.gathered_in_forward(index, self.limit, self.num_beside)
-        gathered = sum(self.tree.units[i].gathered for i in there)
-        return replace(self.resting, gathered=gathered, unit=index)
+    def _in_backward(self, index: int) -> Iterator[_Moment]:
+        """While the gradients of a unit arrive, and while they are reduced."""
+        unit, drain, around = self._units[index], self._drain, self._around(index)
+        last = index
+        while self._children[last]:
+            last = self._children[last][0]
+        following = self._entered[self._entered.index(last) + 1 :]
+        there = self._gathered(index, following, following)
+        gathered = sum(self._units[i].gathered_in_backward for i in there)
+        kept = sum(self._units[i].sum("grad_buffer") for i in around)
+        kept += sum(self._unreduced(i, is_filling=i in around) for i in range(index))
+        # Before it has a gradient, nobody waits for reductions; with the first one somebody does.
+        waiting, summed = kept + self._unreduced(index), self._summed_in_room
+        yield self._reducing(index, drain, gathered, waiting, summed)
+        # A unit that others are inside of has its buffer before theirs are reduced.
+        is_around = any(self._units[i].is_trained for i in self._children[index])
+        num_inner = drain if is_around or not unit.is_trained else max(drain - 1, 0)
+        waiting = kept + unit.sum("grad_buffer") + self._unreduced(index, is_filling=True)
+        yield self._reducing(
+            index, num_inner, gathered, waiting, summed if num_inner == drain else 0
+        )
+        # Gathered weights are dropped before gradients are reduced. A copy in the communication
+        # dtype takes the place of the buffer it was made from, group by group.
+        gathered -= unit.gathered_in_backward
+        buffers, comm, main = kept + unit.sum("grad_buffer"), 0 if drain else summed, 0
+        for group in unit.groups:
+            buffers += group.partial_grad
+            main += 0 if group.partial_grad else group.main_grad
+            after = comm + group.grad_comm + group.received
+            for held, sent in (
+                (buffers, comm + group.grad_comm),
+                (buffers - (group.grad_buffer if group.grad_comm else 0), after),
+            ):
+                found = self._reducing(index, max(drain - 1, 0), gathered, held, sent)
+                yield found._replace(main_grad=found.main_grad + main)
+            buffers, comm = held, after
 
-    def in_backward(self, index: int) -> Iterator[PeakBytes]:
-        """The backward of a unit, while its gradients arrive and while they are reduced."""
-        units = self.tree.units
-        there = self.tree.gathered_at(index, self.limit, self.num_beside)
-        gathered = sum(units[i].gathered_in_backward for i in there)
-        *outside, _ = self.tree.path(index)
-        kept = sum(units[i].sum("grad_buffer") for i in outside)
-        if self.accumulates:
-            kept += sum(_unreduced(units[i], is_filling=i in outside) for i in range(index))
-        moments = self.tree.gradients_at(index, self.drain, accumulates=self.accumulates)
-        for buffers, comm, main, is_over in moments:
-            yield replace(
-                self.resting,
-                main_grad=self.resting.main_grad + main,
-                # Dropped before its gradients are reduced.
-                gathered=gathered - (units[index].gathered_in_backward if is_over else 0),
-                grad_buffer=kept + buffers,
-                communication=comm,
-                unit=index,
-            )
+    def _gathered(self, index: int, kept: Sequence[int], following: Sequence[int]) -> set[int]:
+        """Units that are gathered while one computes: those around it, kept and ahead."""
+        units = self._units
+        ahead = [i for i in following if units[i].gathered]
+        most = self._options.prefetch_limit.most(units[i].gathered for i in ahead)
+        kept = [i for i in kept if units[i].keeps_gathered]
+        return {index, *self._around(index), *ahead[: most + self._num_beside], *kept}
+
+    def _reducing(
+        self,
+        index: int,
+        num_inner: int,
+        gathered: int = 0,
+        grad_buffer: int = 0,
+        communication: int = 0,
+    ) -> _Moment:
+        """A moment with reductions in flight that were issued before a unit's own.
+
+        Args:
+            index: Of the unit; units are reduced in the reverse of the order they are listed in.
+            num_inner: Reductions along the inner axis; along the outer one there are as many as
+                may be.
+            gathered: Bytes beside those of the reductions, like the others.
+            grad_buffer: Likewise.
+            communication: Likewise.
+        """
+        trained = (unit for unit in self._units[index + 1 :] if unit.is_trained)
+        groups = [group for unit in itertools.islice(trained, num_inner) for group in unit.groups]
+        outer = itertools.islice(trained, self._drain)
+        for group in groups:
+            grad_buffer += group.partial_grad + (0 if group.grad_comm else group.grad_buffer)
+            communication += group.grad_comm + group.received
+        for group in (group for unit in outer for group in unit.groups):
+            grad_buffer += 0 if group.outer_comm else group.partial_grad
+            communication += group.outer_comm + group.outer_received
+        nbytes = self._options.bucket_bytes or 0
+        if nbytes and num_inner + self._drain:
+            # One bucket fills while others are in flight, in full buffers, then in partial shards;
+            # on a CPU it is sent from a copy and received beside it.
+            num_partial = (num_inner + self._drain) * self._has_partial
+            grad_buffer += (1 + num_inner + num_partial) * nbytes
+            communication += 2 * (1 + num_inner) * nbytes * self._has_received
+        main = self._settled + self._main_from_end[len(self._units) - 1 - index]
+        # Along the outer axis comes later.
+        main -= sum(group.main_grad for group in groups if group.partial_grad)
+        return _Moment(gathered, grad_buffer, communication, main, max(index, 0))
+
+    def _unreduced(self, index: int, *, is_filling: bool = False) -> int:
+        """Bytes of gradients of earlier micro-batches that wait for the synchronized backward.
+
+        Args:
+            index: Of a unit whose own turn is still to come.
+            is_filling: Whether its full buffer is counted elsewhere.
+        """
+        if not self._accumulates:
+            return 0
+        return sum(
+            (0 if is_filling else g.grad_buffer) if g.accumulates_unreduced else g.partial_grad
+            for g in self._units[index].groups
+        )
 
 
-def _is_set(group: GroupBytes, *, has_gradients: bool | None) -> bool:
-    """Whether a group's main gradient is there before the last backward of a step.
-
-    Args:
-        group: The group.
-        has_gradients: See `peak_bytes`.
-    """
+def _is_set(group: GroupBytes, has_gradients: bool | None) -> bool:
+    """Whether a group's main gradient exists before the last backward of a step."""
     if has_gradients is None:
         # Not where gradients wait somewhere else to be synchronized.
         return not (group.accumulates_unreduced or group.partial_grad)
     return has_gradients
-
-
-class _Tree:
-    """Orders in which a backward goes through units inside units."""
-
-    def __init__(
-        self, units: Sequence[UnitBytes], bucket_nbytes: int, *, is_received: bool
-    ) -> None:
-        self.units = units
-        self._bucket_nbytes = bucket_nbytes
-        self._has_partial = any(unit.sum("partial_grad") for unit in units)
-        self._has_received = is_received
-        groups = [group for unit in units for group in unit.groups]
-        self._summed = max((group.summed for group in groups), default=0)
-        # Along the outer axis that is when a full buffer has been freed, which is larger.
-        self._summed_in_room = max((g.summed for g in groups if not g.partial_grad), default=0)
-        children: list[list[int]] = [[] for _ in units]
-        for index, unit in enumerate(units):
-            if unit.parent is not None:
-                children[unit.parent].append(index)
-        self._children = children
-        # A backward enters a unit before those inside it, and leaves it after them.
-        self._entered = [0, *itertools.chain(*(self._enter(i) for i in reversed(children[0])))]
-        self._position = {index: position for position, index in enumerate(self._entered)}
-        sums = (unit.sum("main_grad") for unit in reversed(units))
-        # Main gradients of each unit and all that are listed after it, in reverse.
-        self._main_from_end = list(itertools.accumulate(sums, initial=0))
-
-    def _enter(self, index: int) -> Iterator[int]:
-        pending = [index]
-        while pending:
-            index = pending.pop()
-            yield index
-            pending.extend(self._children[index])
-
-    def path(self, index: int) -> list[int]:
-        """The units that a unit is inside of, outermost first, and itself."""
-        path = [index]
-        while (parent := self.units[path[-1]].parent) is not None:
-            path.append(parent)
-        return path[::-1]
-
-    def gathered_at(self, index: int, limit: PrefetchLimit, num_beside: int) -> set[int]:
-        """Units that are gathered when a unit's gradients are reduced."""
-        last = index
-        while self._children[last]:
-            last = self._children[last][0]
-        following = self._entered[self._position[last] + 1 :]
-        kept = (i for i in following if self.units[i].keeps_gathered)
-        return {*self.path(index), *self._ahead(following, limit, num_beside), *kept}
-
-    def gathered_in_forward(self, index: int, limit: PrefetchLimit, num_beside: int) -> set[int]:
-        """Units that are gathered when a unit computes in the forward."""
-        kept = (i for i in range(index) if self.units[i].keeps_gathered)
-        following = range(index + 1, len(self.units))
-        return {*self.path(index), *self._ahead(following, limit, num_beside), *kept}
-
-    def _ahead(
-        self, following: Sequence[int], limit: PrefetchLimit, num_beside: int
-    ) -> Sequence[int]:
-        """Of the units that come next, those that are gathered ahead or held."""
-        following = [index for index in following if self.units[index].gathered]
-        return following[: limit.most(self.units[i].gathered for i in following) + num_beside]
-
-    def gradients_at(
-        self, index: int, drain: int, *, accumulates: bool
-    ) -> Iterator[tuple[int, int, int, bool]]:
-        """Bytes of gradient buffers, communication, main gradients as a unit's gradients are made.
-
-        Main gradients are those that come in this backward. And whether it has computed them all.
-        """
-        unit = self.units[index]
-        # Before it has a gradient, nobody waits for reductions; with the first one somebody does.
-        buffers, comm, main = self._under_way(index, drain, drain)
-        waiting = _unreduced(unit, is_filling=False) if accumulates else 0
-        yield buffers + waiting, comm + self._summed_in_room, main, False
-        is_outside = any(self.units[i].is_trained for i in self._children[index])
-        # A unit that others are inside of has its buffer before theirs are reduced.
-        num_inner = drain if is_outside or not unit.is_trained else max(drain - 1, 0)
-        buffers, comm, main = self._under_way(index, num_inner, drain)
-        comm += self._summed_in_room if num_inner == drain else 0
-        waiting = _unreduced(unit, is_filling=True) if accumulates else 0
-        yield buffers + unit.sum("grad_buffer") + waiting, comm, main, False
-        buffers, comm, main = self._under_way(index, max(drain - 1, 0), drain)
-        comm += 0 if drain else self._summed_in_room
-        for more_buffers, more_comm, more_main in _reducing(unit):
-            yield buffers + more_buffers, comm + more_comm, main + more_main, True
-
-    def last_gradients(self, drain: int) -> Iterator[tuple[int, int, int]]:
-        """The same when the last reductions of a backward are waited for, and nothing computes."""
-        buffers, comm, main = self._under_way(-1, drain, drain)
-        yield buffers, comm + self._summed_in_room, main
-        buffers, comm, main = self._under_way(-1, 0, drain)
-        yield buffers, comm + self._summed, main
-
-    def _under_way(self, index: int, num_inner: int, num_outer: int) -> tuple[int, int, int]:
-        """Bytes of gradient buffers, communication, main gradients of reductions issued earlier."""
-        # Units are reduced in the reverse of the order they are listed in.
-        earlier = (i for i in range(index + 1, len(self.units)) if self.units[i].is_trained)
-        units = [self.units[i] for i in itertools.islice(earlier, num_inner + num_outer)]
-        inner, outer = units[:num_inner], units[num_inner:]
-        buffers = sum(unit.sum("partial_grad") for unit in inner)
-        buffers += sum(g.partial_grad for u in outer for g in u.groups if not g.outer_comm)
-        buffers += sum(g.grad_buffer for u in inner for g in u.groups if not g.grad_comm)
-        comm = sum(u.sum("grad_comm") + u.sum("received") for u in inner)
-        comm += sum(u.sum("outer_comm") + u.sum("outer_received") for u in outer)
-        if num_inner + num_outer:
-            more_buffers, more_comm = self._in_buckets(num_inner, num_outer)
-            buffers, comm = buffers + more_buffers, comm + more_comm
-        main = self._main_from_end[len(self.units) - 1 - index]
-        # Along the outer axis comes later.
-        main -= sum(g.main_grad for unit in inner for g in unit.groups if g.partial_grad)
-        return buffers, comm, main
-
-    def _in_buckets(self, num_inner: int, num_outer: int) -> tuple[int, int]:
-        """What small units may take besides, where a bucket of them counts as one unit.
-
-        One bucket fills while others are under way, in full buffers, then in partial shards; on a
-        CPU it is sent from a copy and received beside it.
-        """
-        nbytes = self._bucket_nbytes
-        buffers = (1 + num_inner) * nbytes + (num_inner + num_outer) * nbytes * self._has_partial
-        return buffers, 2 * (1 + num_inner) * nbytes * self._has_received
-
-
-def _unreduced(unit: UnitBytes, *, is_filling: bool) -> int:
-    """Bytes of gradients of earlier micro-batches that wait for the synchronized backward.
-
-    Args:
-        unit: A unit whose own turn is still to come.
-        is_filling: Whether its full buffer is there in any case.
-    """
-    full = 0 if is_filling else sum(g.grad_buffer for g in unit.groups if g.accumulates_unreduced)
-    return full + sum(g.partial_grad for g in unit.groups if not g.accumulates_unreduced)
-
-
-def _reducing(unit: UnitBytes) -> Iterator[tuple[int, int, int]]:
-    """Bytes of gradient buffers, communication, main gradients as a unit's groups are handed over.
-
-    A copy in the communication dtype takes the place of the buffer it was made from, group by
-    group.
-    """
-    buffers, comm, main = unit.sum("grad_buffer"), 0, 0
-    for group in unit.groups:
-        buffers += group.partial_grad
-        main += 0 if group.partial_grad else group.main_grad
-        yield buffers, comm + group.grad_comm, main
-        buffers -= group.grad_buffer if group.grad_comm else 0
-        comm += group.grad_comm + group.received
-        yield buffers, comm, main

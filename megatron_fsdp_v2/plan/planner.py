@@ -382,17 +382,12 @@ def _peak(
     units = unit_bytes(training, groups)
     backward = peak_bytes(
         units,
+        training.options,
         optimizer_state=state_nbytes(training, groups),
         activations=training.activation_nbytes,
-        unshard_prefetch_depth=training.unshard_prefetch_depth,
-        unshard_prefetch_bytes=training.unshard_prefetch_bytes,
         num_held_beside=training.num_held_beside,
-        max_live_grad_buffers=training.max_live_grad_buffers,
-        bucket_bytes=training.bucket_bytes,
-        is_reduction_async=training.enable_async_reduce_grad,
         accumulates=training.accumulates,
         has_gradients=training.has_gradients,
-        gathers_after_step=training.enable_unshard_after_step,
     )
     at_step = replace(
         backward,

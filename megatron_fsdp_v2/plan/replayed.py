@@ -195,9 +195,9 @@ class ReplayedReductions(ReductionSchedule[ReplayedGroup, Flight]):
 
     def __init__(self, training: TrainingDescription, network: Network) -> None:
         super().__init__(
-            training.max_live_grad_buffers,
-            is_async=training.enable_async_reduce_grad,
-            bucket_nbytes=training.bucket_bytes or 0,
+            training.options.max_live_grad_buffers,
+            is_async=training.options.enable_async_reduce_grad,
+            bucket_nbytes=training.options.bucket_bytes or 0,
             together=network.together,
         )
         self._network = network

@@ -20,7 +20,7 @@ from megatron_fsdp_v2.plan.machine import Machine
 from megatron_fsdp_v2.plan.replayed import Network, ReplayedGroup, ReplayedReductions
 from megatron_fsdp_v2.plan.sharding import PlannedGroup
 from megatron_fsdp_v2.plan.step import Step
-from megatron_fsdp_v2.runtime.gather_rules import GatherSchedule, PrefetchLimit, buckets
+from megatron_fsdp_v2.runtime.gather_rules import GatherSchedule, buckets
 from megatron_fsdp_v2.runtime.reduction_rules import (
     OrderedReductions,
     RootPass,
@@ -148,12 +148,7 @@ class _Replay:
         self._units = self._make_units(groups, machine)
         self._root = self._units[0]
         self._gathers: GatherSchedule[_Unit] = GatherSchedule(
-            PrefetchLimit.of(
-                training.unshard_prefetch_depth,
-                training.unshard_prefetch_bytes,
-                training.bucket_bytes,
-            ),
-            self.network.together,
+            training.options.prefetch_limit, self.network.together
         )
         self._reductions = ReplayedReductions(training, self.network)
         # Where no use of a unit is a collective, ranks may run different ones.
@@ -225,7 +220,7 @@ class _Replay:
         self._gathers.begin_forward(self._root)
         for unit in _preorder(self._root):
             self._gathers.in_forward(unit)
-        if training.enable_unshard_after_step:
+        if training.options.enable_unshard_after_step:
             with self.network.before_the_step():
                 self._gather_after_step()
         ahead = min(training.num_in_flight - 1, count - 1)
@@ -245,7 +240,7 @@ class _Replay:
         if training.syncs_afterwards:
             self._synchronizes = True
             self._finish()
-        if training.enable_unshard_after_step:
+        if training.options.enable_unshard_after_step:
             self._gather_after_step()
         self.network.step.seconds = self.network.now
         return self.network.step

@@ -40,6 +40,7 @@ from megatron_fsdp_v2.plan.sharding import shard
 from megatron_fsdp_v2.plan.step import Event
 from megatron_fsdp_v2.plan.unit_bytes import UnitBytes
 from megatron_fsdp_v2.runtime.fsdp_module import unit_of
+from megatron_fsdp_v2.runtime.options import RuntimeOptions
 from megatron_fsdp_v2.runtime.unit import Unit
 from tests.distributed.checkpoint_trainings import block_muon
 from tests.distributed.test_payloads import Layers
@@ -524,14 +525,16 @@ def planned(case: Case) -> tuple[TrainingDescription, Plan]:
     with torch.device("meta"):
         model, units = build(case)
     options = dict(case.options)
-    if not options.pop("enable_unshard_prefetch", True):
-        options["unshard_prefetch_depth"] = 0
+    granularity = options.pop("shard_granularity", "row")
+    reshard_after_forward = options.pop("reshard_after_forward", True)
     described, plain_nbytes = describe_module(model, units)
     training = TrainingDescription(
         described,
         {"dp": MeshDescription(case.num_ranks)},
         case.policy,
-        granularity=options.pop("shard_granularity", "row"),
+        granularity=granularity,
+        reshard_after_forward=reshard_after_forward,
+        options=RuntimeOptions(**options),
         optimizer=case.optimizer,
         num_microbatches=case.num_microbatches,
         num_in_flight=case.num_in_flight,
@@ -543,7 +546,6 @@ def planned(case: Case) -> tuple[TrainingDescription, Plan]:
         plain_nbytes=plain_nbytes,
         on_cpu=True,
         cpu_offload=case.is_offloaded,
-        **options,
     )
     outer_size = case.mesh[0] if len(case.mesh) > 1 else None
     return training, plan_one(training, Strategy(case.strategy, case.outer, outer_size))

@@ -113,7 +113,8 @@ def test_knobs_are_planned(described: dict[str, Any]) -> None:
         found = described[name]
         assert not isinstance(found, str), found
         stage = found.stages[0]
-        assert (stage.enable_unshard_after_step, stage.bucket_bytes) == expected
+        options = stage.options
+        assert (options.enable_unshard_after_step, options.bucket_bytes) == expected
 
 
 def test_weights_of_4_bits_are_planned_with_half_a_byte(described: dict[str, Any]) -> None:

@@ -29,6 +29,7 @@ from megatron_fsdp_v2.plan import (
 )
 from megatron_fsdp_v2.plan.description import Rules
 from megatron_fsdp_v2.plan.exposure import Exposure, OverlapReport, Reason
+from megatron_fsdp_v2.runtime.options import RuntimeOptions
 
 NUM_RANKS = 8
 WIDTH = 16
@@ -124,7 +125,12 @@ def planned(sizes: tuple[int, ...], seconds: float, **options: Any) -> OverlapRe
         model = build(sizes, None, seconds)
     rules = Rules(flops_of=lambda name, params: seconds if name else 0.0)
     units, _ = describe_module(model, list(model), rules)
-    training = TrainingDescription(units, {"dp": MeshDescription(NUM_RANKS)}, tokens=1, **options)
+    training = TrainingDescription(
+        units,
+        {"dp": MeshDescription(NUM_RANKS)},
+        tokens=1,
+        options=RuntimeOptions(**options),
+    )
     plan = plan_one(training, FULL, MACHINE)
     assert plan.overlap.exposed_seconds == pytest.approx(plan.exposed_seconds)
     return plan.overlap
@@ -183,7 +189,7 @@ def test_a_limit_that_delays_a_gather_is_told_and_more_bytes_help() -> None:
 
 
 def test_gathers_without_prefetch_overlap_nothing() -> None:
-    off = planned((1, 1, 1), 3.0, unshard_prefetch_depth=0)
+    off = planned((1, 1, 1), 3.0, enable_unshard_prefetch=False)
     assert [reason for *_, reason in waits(off)[1:3]] == [Reason.AT_ONCE] * 2
 
 

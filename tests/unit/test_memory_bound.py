@@ -12,6 +12,7 @@ from megatron_fsdp_v2.layout.mixed_precision import GroupDtypes, MixedPrecisionP
 from megatron_fsdp_v2.layout.placement import resolve_placements
 from megatron_fsdp_v2.plan.memory_bound import peak_bytes
 from megatron_fsdp_v2.plan.unit_bytes import GroupBytes, UnitBytes
+from megatron_fsdp_v2.runtime.options import RuntimeOptions
 
 FP32 = MixedPrecisionPolicy().resolve(torch.float32)
 MIXED = GroupDtypes(torch.bfloat16, torch.float32, torch.float32, torch.bfloat16)
@@ -126,22 +127,28 @@ def test_a_forward_may_gather_more_at_a_time_than_any_moment_of_the_backward() -
 
 
 def test_knobs_change_the_number_of_units() -> None:
-    deep = peak_bytes(model(), unshard_prefetch_depth=3, max_live_grad_buffers=1)
+    deep = peak_bytes(model(), RuntimeOptions(unshard_prefetch_depth=3, max_live_grad_buffers=1))
     assert (deep.gathered, deep.grad_buffer) == (4 * 384, 384)
-    none = peak_bytes(model(), unshard_prefetch_depth=0, is_reduction_async=False)
+    none = peak_bytes(
+        model(), RuntimeOptions(enable_unshard_prefetch=False, enable_async_reduce_grad=False)
+    )
     assert (none.gathered, none.grad_buffer) == (384, 384)
     # No more than there are.
-    all_of_them = peak_bytes(model(), unshard_prefetch_depth=9, max_live_grad_buffers=9)
+    all_of_them = peak_bytes(
+        model(), RuntimeOptions(unshard_prefetch_depth=9, max_live_grad_buffers=9)
+    )
     assert all_of_them.grad_buffer + all_of_them.gathered == (5 + 1) * 384
 
 
 def test_bytes_gathered_ahead_limit_the_bound_and_one_unit_is_always_ahead() -> None:
     for nbytes, num_ahead in ((1, 1), (384, 1), (767, 1), (768, 2), (4 * 384, 3), (10**9, 3)):
-        peak = peak_bytes(model(), unshard_prefetch_bytes=nbytes)
+        peak = peak_bytes(model(), RuntimeOptions(unshard_prefetch_bytes=nbytes))
         assert peak.gathered == (1 + num_ahead) * 384, nbytes
-    both = peak_bytes(model(), unshard_prefetch_bytes=10**9, unshard_prefetch_depth=2)
+    both = peak_bytes(
+        model(), RuntimeOptions(unshard_prefetch_bytes=10**9, unshard_prefetch_depth=2)
+    )
     assert both.gathered == 3 * 384
-    beside = peak_bytes(model(), unshard_prefetch_bytes=1, num_held_beside=1)
+    beside = peak_bytes(model(), RuntimeOptions(unshard_prefetch_bytes=1), num_held_beside=1)
     assert beside.gathered == 3 * 384
 
 
@@ -185,7 +192,7 @@ def test_units_that_stay_gathered_are_all_gathered_at_the_end_of_the_forward() -
     kept = [dataclasses.replace(unit, keeps_gathered=True) for unit in model()]
     # With the first gradient buffer, or with one gathered unit less and two buffers.
     assert peak_bytes(kept).temporary == 6 * 384
-    assert peak_bytes(kept, max_live_grad_buffers=1).gathered == 5 * 384
+    assert peak_bytes(kept, RuntimeOptions(max_live_grad_buffers=1)).gathered == 5 * 384
 
 
 def test_frozen_units_have_no_buffers_and_those_before_them_two() -> None:

@@ -36,6 +36,7 @@ from megatron_fsdp_v2.plan import (
 )
 from megatron_fsdp_v2.plan.exposure import Reason
 from megatron_fsdp_v2.plan.sharding import shard
+from megatron_fsdp_v2.runtime.options import RuntimeOptions
 from tests.pages import check_page
 from tests.processes import ROOT
 from tests.reference.models import Stack
@@ -307,15 +308,18 @@ def test_a_step_takes_its_computation_where_links_are_infinitely_fast() -> None:
 
 def test_prefetching_hides_gathers_behind_computation() -> None:
     ahead = training(tokens=10**5)
-    in_turn = dataclasses.replace(ahead, unshard_prefetch_depth=0, enable_async_reduce_grad=False)
+    off = RuntimeOptions(enable_unshard_prefetch=False, enable_async_reduce_grad=False)
+    in_turn = dataclasses.replace(ahead, options=off)
     hidden, exposed = (plan_one(t, ZERO_3, MACHINE).exposed_seconds for t in (ahead, in_turn))
     # What is left is the root's: gathered before anything else, reduced after it.
     assert 0 < hidden < 0.6 * exposed
 
 
 def test_what_the_optimizers_step_gathers_is_counted_once_and_begins_the_next_step() -> None:
-    usual = training(tokens=10**5, num_microbatches=4, unshard_prefetch_depth=2)
-    ahead = dataclasses.replace(usual, enable_unshard_after_step=True)
+    options = RuntimeOptions(unshard_prefetch_depth=2)
+    usual = training(tokens=10**5, num_microbatches=4, options=options)
+    after = dataclasses.replace(options, enable_unshard_after_step=True)
+    ahead = dataclasses.replace(usual, options=after)
     then, now = (plan_one(t, ZERO_3, MACHINE) for t in (usual, ahead))
     assert now.step.collectives == then.step.collectives
     first = [event.unit for event in now.step.events[-3:] if event.kind == "all_gather"]

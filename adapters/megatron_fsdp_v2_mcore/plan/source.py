@@ -28,6 +28,7 @@ from megatron_fsdp_v2.plan.description import (
 )
 from megatron_fsdp_v2.plan.sharding import Strategy
 from megatron_fsdp_v2.plan.sources import FlagsError, SourceResult
+from megatron_fsdp_v2.runtime.options import RuntimeOptions
 from megatron_fsdp_v2_mcore.flags.options import Options
 from megatron_fsdp_v2_mcore.flags.precision import (
     dtype_of,
@@ -141,7 +142,6 @@ def _describe(args: Any, num_ranks: int, *, keeps_attention: bool) -> SourceResu
     settings = sharding_settings(get_megatron_ddp_config(args))
     options = Options.from_args(args)
     expert_strategy = options.expert_strategy
-    depth = options.unshard_prefetch_depth if settings.enable_unshard_prefetch else 0
     gathered_dtype = torch.uint8 if args.plans_quantized else args.params_dtype
     instances = args.num_distributed_optimizer_instances
     strategy = Strategy(
@@ -159,12 +159,15 @@ def _describe(args: Any, num_ranks: int, *, keeps_attention: bool) -> SourceResu
         matrix_dtype=settings.policy.main_params_dtype or args.params_dtype,
         num_microbatches=_num_microbatches(args, num_ranks),
         syncs_afterwards=not settings.enable_async_reduce_grad,
-        unshard_prefetch_depth=depth,
-        unshard_prefetch_bytes=settings.prefetch_bytes(options, gathered_dtype),
-        enable_unshard_after_step=options.unshard_after_step,
-        enable_async_reduce_grad=settings.enable_async_reduce_grad,
-        max_live_grad_buffers=options.max_live_grad_buffers,
-        bucket_bytes=options.bucket_bytes,
+        options=RuntimeOptions(
+            enable_unshard_prefetch=settings.enable_unshard_prefetch,
+            unshard_prefetch_depth=options.unshard_prefetch_depth,
+            unshard_prefetch_bytes=settings.prefetch_bytes(options, gathered_dtype),
+            enable_unshard_after_step=options.unshard_after_step,
+            enable_async_reduce_grad=settings.enable_async_reduce_grad,
+            max_live_grad_buffers=options.max_live_grad_buffers,
+            bucket_bytes=options.bucket_bytes,
+        ),
         stages=args.pipeline_model_parallel_size,
         recompute_factor=1.0 if args.recompute_granularity == "full" else 0.0,
     )

@@ -30,15 +30,10 @@ from benchmarks import report
 from benchmarks.common import options, ours, run_ranks, wrap_with_fsdp2
 from benchmarks.noise import Rounds
 from benchmarks.repeats import Patience, Repeats, Run
+from benchmarks.sim.measured import AlphaBeta, MeasuredNetwork, RunningTimeline
 from megatron_fsdp_v2._text import table
 from megatron_fsdp_v2.comm.calls import broadcast_shards
-from megatron_fsdp_v2.diagnostics.simulation import (
-    AlphaBeta,
-    HostDevice,
-    MeasuredNetwork,
-    RunningTimeline,
-    simulated_groups,
-)
+from megatron_fsdp_v2.diagnostics.simulation import HostDevice, simulated_groups
 from megatron_fsdp_v2.diagnostics.simulation.devices import Done
 from megatron_fsdp_v2.diagnostics.simulation.process_group import BACKEND
 

@@ -6,7 +6,6 @@ from megatron_fsdp_v2.diagnostics.memory_ledger import Account, Moment, Role
 from megatron_fsdp_v2.diagnostics.memory_units import unit_bytes
 from megatron_fsdp_v2.diagnostics.norms import ParameterNorm, parameter_norms
 from megatron_fsdp_v2.diagnostics.overlap import check_no_overlap
-from megatron_fsdp_v2.diagnostics.pool_picture import pool_picture
 from megatron_fsdp_v2.diagnostics.ranges import profile_ranges
 from megatron_fsdp_v2.diagnostics.summary import GroupRow, GroupSummary, group_summary
 
@@ -25,7 +24,6 @@ __all__ = [
     "group_summary",
     "memory_tracker",
     "parameter_norms",
-    "pool_picture",
     "profile_ranges",
     "unit_bytes",
 ]

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from examples.pool_picture import pool_picture
 from megatron_fsdp_v2 import MixedPrecisionPolicy, fully_shard
-from megatron_fsdp_v2.diagnostics import pool_picture
 from megatron_fsdp_v2.runtime.fsdp_module import unit_of
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import on_mesh, said, shards_of, step_all, wrap

@@ -13,12 +13,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from benchmarks.sim.measured import AlphaBeta, MeasuredNetwork
 from megatron_fsdp_v2.diagnostics.simulation import (
-    AlphaBeta,
     HostDevice,
     LiveBytes,
     MachineNetwork,
-    MeasuredNetwork,
     Operations,
     RooflineCosts,
     VirtualStreams,

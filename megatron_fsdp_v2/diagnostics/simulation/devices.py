@@ -1,4 +1,4 @@
-"""How devices differ: a host that computes itself, streams in virtual time, a GPU that sleeps."""
+"""The simulated devices: a CPU whose host computes, and a GPU with streams, in virtual time."""
 
 from __future__ import annotations
 
@@ -6,14 +6,9 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-import torch
-
 from megatron_fsdp_v2.diagnostics.simulation.timeline import Queue, Timeline
 
-__all__ = ["COMPUTE", "Device", "HostDevice", "SleepingGpu", "VirtualEvent", "VirtualStream"]
-__all__ += ["VirtualStreams"]
-
-_cuda: Any = torch.cuda
+__all__ = ["COMPUTE", "Device", "HostDevice", "VirtualEvent", "VirtualStream", "VirtualStreams"]
 
 COMPUTE = "compute"
 """Name of the stream that a model computes on."""
@@ -62,7 +57,7 @@ class HostDevice:
     """A CPU: the host computes, a process group's thread communicates meanwhile.
 
     Args:
-        timeline: Of its time; a `RunningTimeline` has the program itself take the time it takes.
+        timeline: Its time; a new one when None.
 
     Attributes:
         timeline: Likewise.
@@ -183,58 +178,3 @@ class VirtualStreams:
         queue.ready = max(queue.ready, self._stack[-1].queue.ready)
         done_at = self.timeline.run(seconds, queue, self.timeline.queue(link))
         return _AtMoment(done_at, lambda moment: self._stack[-1].wait_until(moment))
-
-
-class SleepingGpu:
-    """A real GPU that computes, and on which collectives are sleeps on streams of their own.
-
-    Links are not shared here: what streams of different communicators sleep at the same time is
-    side by side. No GPU has run this yet.
-
-    Args:
-        device: Which.
-
-    Attributes:
-        timeline: Empty; time is that of the GPU.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.timeline = Timeline()
-        self._device = device
-        self._streams: dict[str, Any] = {}
-        self._cycles_per_second = self._measure_clock()
-
-    def _measure_clock(self) -> float:
-        cycles = 100_000_000
-        before, after = (_cuda.Event(enable_timing=True) for _ in range(2))
-        for _ in range(2):
-            # The first one wakes the GPU up.
-            before.record()
-            _cuda._sleep(cycles)
-            after.record()
-            after.synchronize()
-        return float(cycles / (before.elapsed_time(after) * 1e-3))
-
-    def compute(self, seconds: float) -> None:
-        """See `Device.compute`. It is computed in fact."""
-
-    def communicate(self, communicator: str, link: str, seconds: float) -> Done:
-        """See `Device.communicate`."""
-        del link
-        with _cuda.device(self._device):
-            if communicator not in self._streams:
-                self._streams[communicator] = _cuda.Stream()
-            stream = self._streams[communicator]
-            stream.wait_stream(_cuda.current_stream())
-            with _cuda.stream(stream):
-                _cuda._sleep(int(seconds * self._cycles_per_second))
-                event = stream.record_event()
-        return _OnGpu(event)
-
-
-class _OnGpu:
-    def __init__(self, event: Any) -> None:
-        self._event = event
-
-    def wait(self) -> None:
-        _cuda.current_stream().wait_event(self._event)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from megatron_fsdp_v2.plan.machine import Machine
 
-__all__ = ["AlphaBeta", "MachineNetwork", "MeasuredNetwork", "Network"]
+__all__ = ["MachineNetwork", "Network"]
 
 
 class Network(Protocol):
@@ -50,63 +50,6 @@ class MachineNetwork:
     def link(self, ranks: Sequence[int]) -> str:
         """See `Network.link`."""
         return "network" if self.machine.crosses_nodes(*_size_and_stride(ranks)) else "node"
-
-
-@dataclass(frozen=True, slots=True)
-class AlphaBeta:
-    """A collective's time as `seconds + nbytes * seconds_per_byte`.
-
-    Attributes:
-        seconds: Of an empty one.
-        seconds_per_byte: Of its full buffer.
-    """
-
-    seconds: float
-    seconds_per_byte: float
-
-    @classmethod
-    def fitted(cls, measured: Mapping[int, float]) -> AlphaBeta:
-        """The line through measured times, each weighted by its inverse: relative errors count.
-
-        Args:
-            measured: Seconds by bytes, of two sizes at least.
-
-        Raises:
-            ValueError: There are fewer than two sizes.
-        """
-        if len(measured) < 2:
-            raise ValueError(f"a line needs two sizes at least, got {sorted(measured)}")
-        weights = {nbytes: 1 / seconds**2 for nbytes, seconds in measured.items()}
-        total = sum(weights.values())
-        mean_x = sum(weights[x] * x for x in measured) / total
-        mean_y = sum(weights[x] * y for x, y in measured.items()) / total
-        covariance = sum(weights[x] * (x - mean_x) * (y - mean_y) for x, y in measured.items())
-        variance = sum(weights[x] * (x - mean_x) ** 2 for x in measured)
-        slope = max(covariance / variance, 0.0)
-        return cls(max(mean_y - slope * mean_x, 0.0), slope)
-
-
-@dataclass(frozen=True)
-class MeasuredNetwork:
-    """A network whose collectives were measured.
-
-    Attributes:
-        kinds: By kind of collective; of one that is not there, the slowest of all is taken.
-    """
-
-    kinds: Mapping[str, AlphaBeta]
-
-    def seconds(self, kind: str, nbytes: int, ranks: Sequence[int]) -> float:
-        """See `Network.seconds`."""
-        if len(ranks) == 1:
-            return 0.0
-        chosen = [self.kinds[kind]] if kind in self.kinds else self.kinds.values()
-        return max(line.seconds + nbytes * line.seconds_per_byte for line in chosen)
-
-    def link(self, ranks: Sequence[int]) -> str:
-        """See `Network.link`."""
-        del ranks
-        return "link"
 
 
 def _size_and_stride(ranks: Sequence[int]) -> tuple[int, int]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
-from typing import override
 
-__all__ = ["Queue", "RunningTimeline", "Timeline"]
+__all__ = ["Queue", "Timeline"]
 
 
 @dataclass(slots=True, eq=False)
@@ -61,30 +59,3 @@ class Timeline:
     def wait(self, until: float) -> None:
         """Have the host wait for a moment, if that is to come."""
         self._now = max(self._now, until)
-
-
-class RunningTimeline(Timeline):
-    """A timeline whose host takes the time that this process takes.
-
-    Args:
-        sleeps: Whether it sleeps where it waits, so that others of the machine work meanwhile.
-            Otherwise waiting takes no time in fact.
-    """
-
-    def __init__(self, *, sleeps: bool = False) -> None:
-        super().__init__()
-        self._sleeps = sleeps
-        self._began = time.perf_counter()
-
-    @property
-    @override
-    def now(self) -> float:
-        return time.perf_counter() - self._began + self._now
-
-    @override
-    def wait(self, until: float) -> None:
-        left = max(until - self.now, 0.0)
-        if self._sleeps:
-            time.sleep(left)
-        else:
-            self._now += left

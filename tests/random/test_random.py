@@ -43,6 +43,14 @@ def test_a_gradient_of_weights_outlives_the_repair_of_a_failed_backward(pools: R
     assert outcome.kind == "same", outcome.text
 
 
+def test_a_norm_that_overflows_as_in_the_plain_loop_is_no_difference(pools: RankPools) -> None:
+    options = Options(mesh=(2,), scale=1e30)
+    program = (Event("forward"), Event("backward"), Event("clip"))
+    case = Case(3, dtype="float32", options=options, program=program)
+
+    assert outcome_of(case, pools) == Outcome("same")
+
+
 def test_a_case_goes_through_json_unchanged() -> None:
     for seed in range(100):
         case = generate(seed)

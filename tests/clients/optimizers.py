@@ -69,7 +69,6 @@ class Way:
         patches: What is something else where it runs unsharded.
         ranks: On how many it is compared. A mean over three rounds otherwise than unsharded, which
             moves far what follows from eigenvectors or from signs of what is nearly zero.
-        at_most: Largest difference that is right.
     """
 
     build: Callable[[Any, nn.Module, list[nn.Parameter]], Any] = lambda cls, model, params: cls(
@@ -81,7 +80,6 @@ class Way:
     creates_graph: bool = False
     patches: Mapping[str, Any] = field(default_factory=dict)
     ranks: tuple[int, ...] = (2, 3)
-    at_most: float = 1e-6
 
 
 def _with(**options: Any) -> Callable[..., Any]:
@@ -114,8 +112,9 @@ def _sam(**options: Any) -> Callable[..., Any]:
 
 _SENSITIVE = Way(ranks=(2,))
 _WAYS: dict[str, Way] = {
-    "torch.optim.Muon pytorch_optimizer.DeMo pytorch_optimizer.LoRARite "
-    "pytorch_optimizer.SpectralSphere": Way(chosen=_is_matrix),
+    "torch.optim.Muon pytorch_optimizer.DeMo pytorch_optimizer.LoRARite": Way(chosen=_is_matrix),
+    # Its solver in bf16 never comes as near as it wants to, and ends after so many iterations.
+    "pytorch_optimizer.SpectralSphere": Way(_with(solver_max_iterations=4), chosen=_is_matrix),
     "torch.optim.LBFGS pytorch_optimizer.LBFGS schedulefree.AdamWScheduleFreeClosure "
     "schedulefree.RAdamScheduleFreeClosure schedulefree.SGDScheduleFreeClosure "
     "pytorch_optimizer.AliG": Way(calls=True),
@@ -137,8 +136,8 @@ _WAYS: dict[str, Way] = {
     "pytorch_optimizer.WSAM": Way(
         lambda cls, model, params: cls(model, params, torch.optim.AdamW), calls=True
     ),
-    # Its moments are in fp32.
-    "pytorch_optimizer.AdamMini": Way(_of_model, at_most=1e-5),
+    # Its moments are in fp32; at its default rate of 1.0 their rounding grows a hundredfold.
+    "pytorch_optimizer.AdamMini": Way(lambda cls, model, params: cls(model, lr=1e-3)),
     "pytorch_optimizer.SOAP": _SENSITIVE,
     "pytorch_optimizer.AdaLOMO pytorch_optimizer.LOMO": Way(
         _of_model, chosen=_is_matrix, steps=False
@@ -308,7 +307,7 @@ def outcome(qualified: str) -> Outcome:
             found = run.updates()
         except Exception as error:
             return Outcome("rejected", _said(error), step=run.step_number if run else -1)
-        at_most = run.way.at_most if dtype == torch.float64 else 1e-3
+        at_most = 1e-6 if dtype == torch.float64 else 1e-3
     difference = _difference(found, wanted)
     verdict = "right" if difference <= at_most else "wrong"
     return Outcome(verdict, str(dtype)[6:], difference)

@@ -16,9 +16,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_fsdp_v2_mcore.patching import Patches
-from megatron_fsdp_v2_mcore.rehearsal.cuda_stubs import stand_in
-from megatron_fsdp_v2_mcore.rehearsal.devices import CpuDevices
+from megatron_cpu_rehearsal.cuda_stubs import install_stubs
+from megatron_cpu_rehearsal.devices import CpuDevices
+from megatron_cpu_rehearsal.patching import Patches
 
 __all__ = ["experimental", "mapped_to", "package", "version"]
 
@@ -87,7 +87,7 @@ def mapped_to(device: str, *, building: bool = False) -> Iterator[None]:
         return
     patches = Patches()
     try:
-        stand_in(patches)
+        install_stubs(patches)
         with _without_remarks(), CpuDevices() if building else contextlib.nullcontext():
             yield
     finally:

@@ -11,9 +11,10 @@ from collections.abc import Iterator, Sequence
 
 import torch.distributed as dist
 
+from megatron_cpu_rehearsal import VERBOSE_FLAG, check_device, is_requested, rehearse
 from megatron_fsdp_v2.memory.registered_memory import deregister_all
 from megatron_fsdp_v2_mcore import FlagError, install
-from megatron_fsdp_v2_mcore.rehearsal import VERBOSE_FLAG, check_device, is_requested, rehearse
+from megatron_fsdp_v2_mcore.flags.arguments import supported_on_cpu
 
 _PATIENCE_S = 10.0
 
@@ -40,7 +41,12 @@ def launch(argv: Sequence[str], *, own_parser: bool = False) -> Iterator[list[st
             flags = list(argv)
             if is_requested(argv):
                 flags = stack.enter_context(
-                    rehearse(argv, verbose=VERBOSE_FLAG in argv, into_parser=own_parser)
+                    rehearse(
+                        argv,
+                        verbose=VERBOSE_FLAG in argv,
+                        into_parser=own_parser,
+                        supported=supported_on_cpu(argv),
+                    )
                 )
             install()
             stack.enter_context(_leaving_no_process_group())

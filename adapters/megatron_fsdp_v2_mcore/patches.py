@@ -1,12 +1,12 @@
 """Every point where Megatron is hooked: what, why, whether it fits, and how to undo it.
 
-No module and no class of Megatron has an attribute replaced anywhere else, a rehearsal aside, which
-has a list of its own (`rehearsal/patches.py`). Single objects of a sharded model are changed where
-they are sharded: the parameters a Mamba mixer keeps (`model/mamba_parameters.py`), the nodes of a
-schedule (`model/schedule_plans.py`). `install()` checks every patch against the
-installed version before it touches one. Patches marked `selected` take effect only when the
-command line selects this package; until then Megatron behaves as it does alone. `enable()` is for
-scripts without Megatron's command line: those of `megatron.core` take effect at once.
+No attribute of Megatron's modules and classes is replaced anywhere else, except by a CPU rehearsal
+(`megatron_cpu_rehearsal/patches.py`). Single objects of a sharded model are changed where they are
+sharded: the parameters a Mamba mixer keeps (`model/mamba_parameters.py`), the nodes of a schedule
+(`model/schedule_plans.py`). `install()` checks every patch against the installed version before it
+applies one. Patches marked `selected` take effect only when the command line selects this package;
+until then Megatron behaves as it does alone. `enable()` is for scripts without Megatron's command
+line: those of `megatron.core` take effect at once.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from megatron_cpu_rehearsal.patching import Patch, Patches
 from megatron_fsdp_v2_mcore.activation import is_active, set_active
 from megatron_fsdp_v2_mcore.flags.arguments import (
     accepted_by_megatron,
@@ -31,7 +32,6 @@ from megatron_fsdp_v2_mcore.flags.arguments import (
 )
 from megatron_fsdp_v2_mcore.flags.options import Options
 from megatron_fsdp_v2_mcore.flags.settings import notices
-from megatron_fsdp_v2_mcore.patching import Patch, Patches
 
 __all__ = [
     "PATCHES",

@@ -6,6 +6,12 @@ import argparse
 import json
 import sys
 
+from megatron_cpu_rehearsal.patches import (
+    PATCHES as REHEARSAL_PATCHES,
+)
+from megatron_cpu_rehearsal.patches import WITHOUT_TRANSFORMER_ENGINE
+from megatron_cpu_rehearsal.patching import Patch
+from megatron_cpu_rehearsal.te.patches import BEFORE_IMPORT
 from megatron_fsdp_v2_mcore.patches import (
     PATCHES,
     SUPPORTED,
@@ -13,12 +19,6 @@ from megatron_fsdp_v2_mcore.patches import (
     find_target,
     megatron_version,
 )
-from megatron_fsdp_v2_mcore.patching import Patch
-from megatron_fsdp_v2_mcore.rehearsal.patches import (
-    PATCHES as REHEARSAL_PATCHES,
-)
-from megatron_fsdp_v2_mcore.rehearsal.patches import WITHOUT_TRANSFORMER_ENGINE
-from megatron_fsdp_v2_mcore.rehearsal.te.patches import BEFORE_IMPORT
 
 __all__ = ["command"]
 

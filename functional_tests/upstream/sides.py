@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from functional_tests.matrix import Run
 from functional_tests.upstream.shrink import Shrunk
+from megatron_cpu_rehearsal.flags import with_cpu_flags
 from megatron_fsdp_v2_mcore.plan.flags import without_gpu_flags
-from megatron_fsdp_v2_mcore.rehearsal.flags import with_cpu_flags
 from tests.mcore.session import fsdp
 
 WRAPPERS = {"--use-megatron-fsdp", "--use-torch-fsdp2", "--data-parallel-sharding-strategy"}

@@ -28,8 +28,8 @@ LOCAL = ["--transformer-impl", "local"]
 
 
 def _validate_each(calls: Sequence[Any]) -> list[str]:
+    from megatron_cpu_rehearsal import rehearse
     from megatron_fsdp_v2_mcore import install
-    from megatron_fsdp_v2_mcore.rehearsal import rehearse
 
     with contextlib.redirect_stdout(io.StringIO()), rehearse(LOCAL):
         install()
@@ -56,9 +56,9 @@ def _rejection(typed: Sequence[str], on_cpu: Sequence[str], world_size: int) -> 
     from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
+    from megatron_cpu_rehearsal.flags import with_cpu_flags
     from megatron_fsdp_v2.plan.sources import FlagsError
     from megatron_fsdp_v2_mcore.plan.flags import fake_world_size, parsed, rejections_as_errors
-    from megatron_fsdp_v2_mcore.rehearsal.flags import with_cpu_flags
 
     said = io.StringIO()
     try:

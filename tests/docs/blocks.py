@@ -105,6 +105,7 @@ def documented() -> list[Block]:
     """The blocks of everything a user reads."""
     pages = [ROOT / name for name in ("README.md", "design.md", "CONTRIBUTING.md")]
     pages += sorted((ROOT / "docs").rglob("*.md"))
+    pages += sorted((ROOT / "adapters").glob("*/README.md"))
     found: list[Block] = []
     for page in pages:
         found += blocks_in(str(page.relative_to(ROOT)), page.read_text(encoding="utf-8"))

@@ -115,6 +115,7 @@ def test_the_test_that_a_block_names_is_there_and_reads_its_page(block: Block) -
 PAGES = [
     *(ROOT / name for name in ("README.md", "design.md", "CONTRIBUTING.md", "NOTICE")),
     *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "adapters").glob("*/README.md")),
 ]
 _NAMED = re.compile(r"(?<![\w./*<$-])((?:\w+/)*\w+\.(?:py|toml|sh))(?![\w/*])")
 
@@ -128,7 +129,7 @@ def _files() -> set[str]:
     return {f"/{name}" for name in found.splitlines() if (ROOT / name).exists()}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_files_that_a_page_names_exist(page: Path) -> None:
     files, text = _files(), re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
     named = {name for name in _NAMED.findall(text) if name.rpartition("/")[2] not in OTHERS}
@@ -136,7 +137,7 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
     assert not missing, f"{page.name} names files that do not exist: {sorted(missing)}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_of_make_that_a_page_names_exist(page: Path) -> None:
     targets = set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = set(re.findall(r"`make ([a-z][\w-]*)", page.read_text()))

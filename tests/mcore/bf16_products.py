@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from megatron_fsdp_v2_mcore.rehearsal.bf16_products import rounded_once
+from megatron_cpu_rehearsal.bf16_products import rounded_once
 
 BF16 = torch.bfloat16
 # The library that uses instructions for bf16 is kept from it; then torch's own vectors, too.

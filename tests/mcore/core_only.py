@@ -33,7 +33,7 @@ def rehearse_for_good() -> Any:
         assert not [name for name in sys.modules if name.startswith("megatron")]
         # To Python a module that is None cannot be imported.
         sys.modules["megatron.training"] = None  # type: ignore[assignment]
-        from megatron_fsdp_v2_mcore.rehearsal import rehearse
+        from megatron_cpu_rehearsal import rehearse
 
         _STACK.enter_context(rehearse(LOCAL, into_parser=True))
     from examples import megatron_core_loop

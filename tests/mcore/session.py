@@ -241,7 +241,7 @@ def rehearse_for_good(impl: str = "local", flags: Sequence[str] = ()) -> dict[st
             ranks have it trains nothing else.
         flags: Of a training; some decide which GPU is rehearsed, and a process rehearses one.
     """
-    from megatron_fsdp_v2_mcore.rehearsal.flags import cpu_capability
+    from megatron_cpu_rehearsal.flags import cpu_capability
 
     recipe = [*flags, "--fp8-recipe", "delayed"]
     recipe = recipe[recipe.index("--fp8-recipe") :][:2]
@@ -251,13 +251,14 @@ def rehearse_for_good(impl: str = "local", flags: Sequence[str] = ()) -> dict[st
     assert _MODULES.get("kind", kind) == kind, f"this pool is for {_MODULES['kind']}"
     if not _MODULES:
         os.environ["MEGATRON_LOGGING_LEVEL"] = "40"
-        from megatron_fsdp_v2_mcore import rehearsal
-        from megatron_fsdp_v2_mcore.patching import Patches
-        from megatron_fsdp_v2_mcore.rehearsal.flags import cpu_environment, with_cpu_flags
+        from megatron_cpu_rehearsal import rehearse
+        from megatron_cpu_rehearsal.flags import cpu_environment, with_cpu_flags
+        from megatron_cpu_rehearsal.patching import Patches
 
-        _STACK.enter_context(rehearsal.rehearse(["--transformer-impl", impl, *recipe]))
+        _STACK.enter_context(rehearse(["--transformer-impl", impl, *recipe]))
         from megatron.training import arguments, training
 
+        from megatron_fsdp_v2_mcore.flags.arguments import supported_on_cpu
         from megatron_fsdp_v2_mcore.pretrain_gpt import gpt
 
         # What the first training would import and read otherwise, on every rank.
@@ -269,7 +270,7 @@ def rehearse_for_good(impl: str = "local", flags: Sequence[str] = ()) -> dict[st
             kind=kind,
             training=training,
             gpt=gpt,
-            with_cpu_flags=with_cpu_flags,
+            with_cpu_flags=lambda flags: with_cpu_flags(flags, supported_on_cpu(flags)),
             cpu_environment=cpu_environment,
             Patches=Patches,
         )

@@ -43,7 +43,7 @@ def recipe_te(request: pytest.FixtureRequest, recipe: str) -> RankPools:
 
 
 def _skip_without_transformer_engine() -> None:
-    from megatron_fsdp_v2_mcore.rehearsal.te import load
+    from megatron_cpu_rehearsal.te import load
 
     # Whether this process could have it makes no difference: the pools' ranks import Megatron anew.
     why_not = load.why_not_installed()

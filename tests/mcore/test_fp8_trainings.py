@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from megatron_cpu_rehearsal.combinations import check_combinations
 from megatron_fsdp_v2_mcore.flags.errors import FlagError
 from megatron_fsdp_v2_mcore.flags.settings import check_quantized
-from megatron_fsdp_v2_mcore.rehearsal.combinations import check_combinations
 from tests.cases import longer, quick_if, quick_rows
 from tests.docs.blocks import ROOT, blocks_in
 from tests.mcore import flags as f

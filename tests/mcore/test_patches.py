@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
+from megatron_cpu_rehearsal.patches import PATCHES as ALWAYS
+from megatron_cpu_rehearsal.patches import WITHOUT_TRANSFORMER_ENGINE
+from megatron_cpu_rehearsal.te.patches import BEFORE_IMPORT
 from megatron_fsdp_v2 import cli
 from megatron_fsdp_v2_mcore import install, patches, uninstall
 from megatron_fsdp_v2_mcore.patches_command import command
-from megatron_fsdp_v2_mcore.rehearsal.patches import PATCHES as ALWAYS
-from megatron_fsdp_v2_mcore.rehearsal.patches import WITHOUT_TRANSFORMER_ENGINE
-from megatron_fsdp_v2_mcore.rehearsal.te.patches import BEFORE_IMPORT
 from tests.cases import quick_only
 from tests.mcore.command_line import run_module
 

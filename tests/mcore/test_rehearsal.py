@@ -12,18 +12,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp_v2_mcore import FlagError, rehearsal
-from megatron_fsdp_v2_mcore.patching import Patches
-from megatron_fsdp_v2_mcore.rehearsal.cuda_stubs import STANDINS, stand_in
-from megatron_fsdp_v2_mcore.rehearsal.devices import CpuDevices
-from megatron_fsdp_v2_mcore.rehearsal.flags import (
+import megatron_cpu_rehearsal
+from megatron_cpu_rehearsal import RehearsalError
+from megatron_cpu_rehearsal.cuda_stubs import STUBS, install_stubs
+from megatron_cpu_rehearsal.devices import CpuDevices
+from megatron_cpu_rehearsal.flags import (
     CPU_FLAGS,
     GPU_FLAGS,
-    RehearsalError,
     cpu_environment,
     with_cpu_defaults,
     with_cpu_flags,
 )
+from megatron_cpu_rehearsal.patching import Patches
 from tests.mcore.session import LOCAL, enter_rehearsal
 from tests.mcore.trained import on_megatron
 
@@ -128,14 +128,14 @@ def test_a_variable_the_user_has_set_is_kept_and_others_are_taken_back(
 def test_a_rehearsal_is_rejected_where_cuda_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(RehearsalError, match="never runs where CUDA is in use"):
-        rehearsal.check_device(["--cpu-rehearsal"])
-    rehearsal.check_device([])
+        megatron_cpu_rehearsal.check_device(["--cpu-rehearsal"])
+    megatron_cpu_rehearsal.check_device([])
 
 
 def test_without_gpu_and_rehearsal_nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(FlagError, match="Add --cpu-rehearsal"):
-        rehearsal.check_device([])
+    with pytest.raises(RehearsalError, match="Add --cpu-rehearsal"):
+        megatron_cpu_rehearsal.check_device([])
 
 
 @on_megatron(1)
@@ -156,7 +156,7 @@ def test_everything_a_rehearsal_changes_is_put_back() -> None:
         }
 
     before = state()
-    with rehearsal.rehearse(["--tensor-model-parallel-size", "2"]):
+    with megatron_cpu_rehearsal.rehearse(["--tensor-model-parallel-size", "2"]):
         within = state()
     after = state()
     changed = {name for name, value in within.items() if value != before[name]}
@@ -181,13 +181,13 @@ def test_tensors_of_several_dtypes_are_gathered_in_one_call(is_async: bool) -> N
     assert all(torch.equal(*pair) for pair in zip(buffers, wholes, strict=True))
 
 
-def test_stand_ins_are_undone() -> None:
-    before = {name: getattr(torch.cuda, name, None) for name in STANDINS}
+def test_stubs_are_undone() -> None:
+    before = {name: getattr(torch.cuda, name, None) for name in STUBS}
     patches = Patches()
-    stand_in(patches)
+    install_stubs(patches)
     assert torch.cuda.device_count() == 1
     patches.undo()
-    assert {name: getattr(torch.cuda, name, None) for name in STANDINS} == before
+    assert {name: getattr(torch.cuda, name, None) for name in STUBS} == before
 
 
 def test_cuda_devices_become_the_cpu_and_values_stay() -> None:

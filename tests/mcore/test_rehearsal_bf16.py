@@ -9,7 +9,7 @@ import pytest
 import torch
 from emerging_optimizers.utils import FP32MatmulPrecT, fp32_matmul_precision
 
-from megatron_fsdp_v2_mcore.rehearsal.bf16_products import BF16, rounded_once
+from megatron_cpu_rehearsal.bf16_products import BF16, rounded_once
 from tests.mcore import bf16_products
 from tests.mcore.bf16_products import BF16_MASKED, WITHOUT_BF16
 from tests.mcore.command_line import run_module, torchrun

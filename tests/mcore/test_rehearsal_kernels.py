@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch.nn import functional
 
-from megatron_fsdp_v2_mcore.rehearsal.experimental_attention import (
+from megatron_cpu_rehearsal.experimental_attention import (
     causal_conv1d,
     hadamard_rotation,
     l2norm,
 )
-from megatron_fsdp_v2_mcore.rehearsal.mamba_kernels import GroupedRMSNorm, split_conv1d_scan
-from megatron_fsdp_v2_mcore.rehearsal.norms import ZeroCenteredLayerNorm, ZeroCenteredRMSNorm
+from megatron_cpu_rehearsal.mamba_kernels import GroupedRMSNorm, split_conv1d_scan
+from megatron_cpu_rehearsal.norms import ZeroCenteredLayerNorm, ZeroCenteredRMSNorm
 from tests.mcore.flags import DEEPSEEK, EP2, ETP1, TP2_SP
 from tests.mcore.trained import trained
 from tests.ranks import RankPools

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_fsdp_v2_mcore.rehearsal.context_parallel import chunks_of_rank
+from megatron_cpu_rehearsal.context_parallel import chunks_of_rank
 from tests.cases import quick_only
 from tests.mcore import flags as f
 from tests.mcore.session import Training, distance, train

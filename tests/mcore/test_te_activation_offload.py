@@ -9,9 +9,9 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron_cpu_rehearsal import RehearsalError
+from megatron_cpu_rehearsal.flags import with_cpu_flags
 from megatron_fsdp_v2.params.gathered_parameter import is_gathered_weight
-from megatron_fsdp_v2_mcore.rehearsal import RehearsalError
-from megatron_fsdp_v2_mcore.rehearsal.flags import with_cpu_flags
 from tests.cases import longer
 from tests.mcore import flags as f
 from tests.mcore.flags import GATED, LOCAL, OVERLAP, STRATEGIES, TP2_SP, ZERO3, fsdp, words

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fsdp_v2_mcore.patching import Patches
-from megatron_fsdp_v2_mcore.rehearsal.te import NotEmulatedError, module, numbers
-from megatron_fsdp_v2_mcore.rehearsal.te.enums import DType
-from megatron_fsdp_v2_mcore.rehearsal.te.patches import BEFORE_IMPORT
+from megatron_cpu_rehearsal.patching import Patches
+from megatron_cpu_rehearsal.te import NotEmulatedError, module, numbers
+from megatron_cpu_rehearsal.te.enums import DType
+from megatron_cpu_rehearsal.te.patches import BEFORE_IMPORT
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 # Bits of exponent and mantissa, bias, largest finite value.

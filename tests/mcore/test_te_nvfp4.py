@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp_v2_mcore.rehearsal.te import fp4
+from megatron_cpu_rehearsal.te import fp4
 from tests.mcore.session import entered_te
 from tests.mcore.test_te_kernels import E4M3, TEX, _nearest
 from tests.mcore.trained import on_te

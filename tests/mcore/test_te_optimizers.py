@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_cpu_rehearsal import RehearsalError
+from megatron_cpu_rehearsal.flags import with_cpu_flags
 from megatron_fsdp_v2 import MixedPrecisionPolicy
 from megatron_fsdp_v2.dtensor.uneven_dtensor import local_of
-from megatron_fsdp_v2_mcore.rehearsal import RehearsalError
-from megatron_fsdp_v2_mcore.rehearsal.flags import with_cpu_flags
+from megatron_fsdp_v2_mcore.flags.arguments import supported_on_cpu
 from tests.cases import longer
 from tests.mcore import flags as f
 from tests.mcore import fused_adam
@@ -224,4 +225,5 @@ def test_dtypes_that_an_optimizer_cannot_step_are_rejected_before_the_first_step
 def test_megatrons_own_layers_leave_no_adam_for_it() -> None:
     with pytest.raises(RehearsalError, match=f"{AWARE} cannot be used on a CPU: it is part of Tra"):
         with_cpu_flags([*LOCAL, AWARE, *fsdp()])
-    with_cpu_flags([*LOCAL, AWARE, "--optimizer-cpu-offload", *fsdp()])
+    flags = [*LOCAL, AWARE, "--optimizer-cpu-offload", *fsdp()]
+    with_cpu_flags(flags, supported_on_cpu(flags))

@@ -23,6 +23,7 @@ LEVELS = {
 
 MCORE = "megatron_fsdp_v2_mcore"
 ADAPTER = f"../adapters/{MCORE}"
+REHEARSAL = "adapters/megatron_cpu_rehearsal"
 WRAPPER = f"adapters/{MCORE}/model/wrapper.py"
 
 
@@ -30,10 +31,10 @@ WRAPPER = f"adapters/{MCORE}/model/wrapper.py"
 def tree(tmp_path):
     """The linters' configuration, and a core and an adapter of empty rooms."""
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    places = {"megatron_fsdp_v2": tmp_path, "megatron_fsdp_v2_mcore": tmp_path / "adapters"}
     for package, rooms in LEVELS.items():
+        place = tmp_path if package == "megatron_fsdp_v2" else tmp_path / "adapters"
         for room in ("", *rooms):
-            folder = places[package] / package / room
+            folder = place / package / room
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "__init__.py").touch()
     shutil.copy(ROOT / "adapters" / "ruff.toml", tmp_path / "adapters")
@@ -58,7 +59,9 @@ def test_a_tree_that_keeps_the_rules_passes(tree):
     (adapter / "model" / "units.py").write_text("import megatron.core\n\nimport megatron_fsdp_v2\n")
     (adapter / "formats" / "fp8.py").write_text("import transformer_engine\n")
     (adapter / "pretrain_gpt" / "gpt.py").write_text("import megatron.training\n")
-    (adapter / "rehearsal" / "flags.py").write_text("import megatron.training\n")
+    (tree / REHEARSAL / "flags" / "names.py").write_text("import megatron.training\n")
+    (tree / REHEARSAL / "te" / "load.py").write_text("import transformer_engine\n")
+    (adapter / "plan" / "flags.py").write_text("import megatron_cpu_rehearsal.te.load\n")
     imports, style = lint_imports(tree), ruff_check(tree)
     assert imports.returncode == 0, imports.stdout
     assert style.returncode == 0, style.stdout
@@ -78,6 +81,11 @@ def test_a_tree_that_keeps_the_rules_passes(tree):
         ("a_new_room/__init__.py", "torch", "not listed as layers"),
         (f"{ADAPTER}/flags/settings.py", f"{MCORE}.model", "flags is not allowed to import"),
         (f"{ADAPTER}/model/wrapper.py", "transformer_engine.pytorch", "not allowed to import tra"),
+        (f"../{REHEARSAL}/te/load.py", "megatron_fsdp_v2", "Rehearsal: imports neither"),
+        (f"../{REHEARSAL}/te/load.py", MCORE, "Rehearsal: imports neither"),
+        (f"../{REHEARSAL}/norms/rms.py", "megatron_cpu_rehearsal.te", "norms is not allowed"),
+        (f"../{REHEARSAL}/a_new_file.py", "torch", "not listed as layers"),
+        ("comm/backends.py", "megatron_cpu_rehearsal", "not allowed to import megatron_cpu"),
     ],
 )
 def test_an_import_against_the_levels_is_reported(tree, file, imported, complaint):

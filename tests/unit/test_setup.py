@@ -266,7 +266,8 @@ def test_a_layer_has_the_packages_below_and_the_project_and_is_made_once(layered
     python = layered / ".venv-clients" / "bin" / "python"
     code = (
         "import sys; from importlib.util import find_spec; assert find_spec('torch'); "
-        "assert find_spec('megatron_fsdp_v2_mcore'); print(sys.prefix)"
+        "assert find_spec('megatron_fsdp_v2_mcore'); assert find_spec('megatron_cpu_rehearsal'); "
+        "print(sys.prefix)"
     )
     found = ran(python, "-c", code, cwd=layered, env={})
     assert found.stdout.strip() == str(layered / ".venv-clients"), found.stderr

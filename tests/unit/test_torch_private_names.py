@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "torch_private_names.md"
-PACKAGES = ("megatron_fsdp_v2", "adapters/megatron_fsdp_v2_mcore")
+PACKAGES = ("megatron_fsdp_v2", "adapters")
 
 EXAMPLES = {
     "torch.Tensor": torch.zeros(1),

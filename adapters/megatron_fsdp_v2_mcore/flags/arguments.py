@@ -42,9 +42,11 @@ __all__ = [
     "check_no_yaml",
     "is_enabled",
     "reject_model_options",
+    "supported_on_cpu",
 ]
 
 API_FLAG = "--use-fsdp-fully-shard-api"
+_OFFLOAD_FLAG = "--optimizer-cpu-offload"
 _OUR_OTHER_FLAGS = (
     "expert_data_parallel_sharding_strategy",
     "fsdp_trace_pool",
@@ -368,3 +370,17 @@ def check_no_yaml(args: Any, argv: Sequence[str]) -> None:
             f"--yaml-cfg cannot be used with {API_FLAG}: Megatron takes all arguments from the "
             "file then and checks none of these; give them on the command line"
         )
+
+
+def supported_on_cpu(argv: Sequence[str]) -> tuple[str, ...]:
+    """Names of flags that Megatron supports on a GPU alone and this package on a CPU too.
+
+    Args:
+        argv: The command line; it may not select this package.
+    """
+    if API_FLAG not in argv:
+        return ()
+    if _OFFLOAD_FLAG not in argv:
+        return ("--use-nccl-ub",)
+    # Megatron requires the last flag with offload.
+    return ("--use-nccl-ub", _OFFLOAD_FLAG, "--use-precision-aware-optimizer")

@@ -1,4 +1,4 @@
-"""Errors a user of Megatron's command line can cause."""
+"""Messages about flags of Megatron's command line that are not supported."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ import traceback
 from collections.abc import Iterator
 from typing import Any
 
+from megatron_cpu_rehearsal.errors import FlagError
+
 __all__ = ["FlagError", "flag_of", "optimizer_field", "rejections_as_flag_errors"]
-
-
-class FlagError(ValueError):
-    """A flag, or a combination of flags, that this package cannot support; the message names it."""
 
 
 def flag_of(name: str) -> str:

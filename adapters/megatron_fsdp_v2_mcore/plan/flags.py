@@ -7,13 +7,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from megatron_cpu_rehearsal import FLAG, VERBOSE_FLAG
+from megatron_cpu_rehearsal.flags import CPU_FLAGS, GPU_FLAGS, IMPL_FLAG
+from megatron_cpu_rehearsal.patching import environment
 from megatron_fsdp_v2.plan.sources import FlagsError
 from megatron_fsdp_v2_mcore.flags.arguments import API_FLAG, check_before, is_enabled
 from megatron_fsdp_v2_mcore.flags.errors import FlagError, flag_of, rejections_as_flag_errors
 from megatron_fsdp_v2_mcore.flags.offload import DTYPES
-from megatron_fsdp_v2_mcore.patching import environment
-from megatron_fsdp_v2_mcore.rehearsal import FLAG, VERBOSE_FLAG
-from megatron_fsdp_v2_mcore.rehearsal.flags import CPU_FLAGS, GPU_FLAGS, IMPL_FLAG
 
 __all__ = ["fake_world_size", "parsed", "rejections_as_errors", "without_gpu_flags"]
 

@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron_cpu_rehearsal import rehearse
+from megatron_cpu_rehearsal.flags import IMPL_FLAG, LOCAL
 from megatron_fsdp_v2.params.formats import PayloadBytes, WeightUse
 from megatron_fsdp_v2.plan.description import (
     DATA,
@@ -44,8 +46,6 @@ from megatron_fsdp_v2_mcore.plan.flags import (
     without_gpu_flags,
 )
 from megatron_fsdp_v2_mcore.plan.model import build_stage
-from megatron_fsdp_v2_mcore.rehearsal import rehearse
-from megatron_fsdp_v2_mcore.rehearsal.flags import IMPL_FLAG, LOCAL
 
 __all__ = ["describe"]
 

@@ -31,13 +31,12 @@ from megatron.training.models.gpt import GPTModelBuilder
 from megatron.training.models.hybrid import HybridModelBuilder
 from megatron.training.utils import is_first_or_last_pipeline_stage
 
-from megatron_fsdp_v2_mcore.flags.errors import rejections_as_flag_errors
+from megatron_fsdp_v2_mcore.flags.errors import FlagError, rejections_as_flag_errors
 from megatron_fsdp_v2_mcore.pretrain_gpt.data import (
     check_data,
     check_data_flags,
     dataset_config,
 )
-from megatron_fsdp_v2_mcore.rehearsal.combinations import check_combinations
 
 __all__ = ["train"]
 
@@ -259,6 +258,15 @@ def _vp_stage(model: torch.nn.Module) -> int | None:
     return stage
 
 
+def _check_experts(args: Any) -> None:
+    if args.num_experts and args.tensor_model_parallel_size > 1 and not args.sequence_parallel:
+        raise FlagError(
+            f"--num-experts {args.num_experts} with --tensor-model-parallel-size "
+            f"{args.tensor_model_parallel_size} needs --sequence-parallel: without it Megatron's "
+            "layers of experts do not train"
+        )
+
+
 def train() -> None:
     """Parse Megatron's flags and train.
 
@@ -269,7 +277,7 @@ def train() -> None:
     with rejections_as_flag_errors("Megatron rejects these flags"):
         args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
         check_data(args)
-        check_combinations(args)
+        _check_experts(args)
         # Megatron makes another when it builds a model; made here, it checks itself at the start.
         core_transformer_config_from_args(args)
         configuration = pretrain_cfg_container_from_args(args)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_fsdp_v2_mcore.rehearsal.te.load import why_not_installed
+from megatron_cpu_rehearsal.te.load import why_not_installed
 from tests.gpu.kit import report
 from tests.gpu.kit.checks import CHECKS
 from tests.gpu.kit.machine import FOR_BITS, describe, num_gpus, requirements

@@ -1,0 +1,148 @@
+"""Megatron's gated delta net and sparse attention in its local layers.
+
+Megatron specifies both with Transformer Engine's layers, and computes them with kernels for a GPU
+where it does not compute them itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+__all__ = [
+    "causal_conv1d",
+    "hadamard_rotation",
+    "l2norm",
+    "layer_with_l2_norms",
+    "local_attention_spec",
+    "local_backend",
+    "torch_delta_rule",
+]
+
+
+def local_backend(find: Callable[..., Any]) -> Callable[..., Any]:
+    """Make the choice of layers that are Megatron's own."""
+    del find
+
+    def find_local(config: Any) -> Any:
+        del config
+        from megatron.core.models.backends import LocalSpecProvider
+
+        from megatron_cpu_rehearsal.replicated_linear import ReplicatedLinear
+
+        class Provider(LocalSpecProvider):
+            def linear(self) -> type:
+                return ReplicatedLinear
+
+        return Provider()
+
+    return find_local
+
+
+def local_attention_spec(specify: Callable[..., Any]) -> Callable[..., Any]:
+    """Make the specification of ordinary attention between layers of another kind."""
+    del specify
+
+    def specify_local(config: Any, backend: Any = None) -> Any:
+        del backend
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+        layer = get_gpt_layer_local_spec(
+            config.num_moe_experts,
+            config.moe_grouped_gemm,
+            config.qk_layernorm,
+            config.multi_latent_attention,
+            normalization=config.normalization,
+            qk_l2_norm=config.qk_l2_norm,
+        )
+        attention = layer.submodules.self_attention
+        attention.metainfo["fuse_input_layernorm"] = False
+        return attention
+
+    return specify_local
+
+
+def layer_with_l2_norms(specify: Callable[..., Any]) -> Callable[..., Any]:
+    """Make the specification of a layer that heeds `--qk-l2-norm`."""
+
+    def specify_with_norms(config: Any, vp_stage: Any) -> Any:
+        from megatron.core.transformer.torch_norm import L2Norm
+
+        layer = specify(config, vp_stage)
+        if config.transformer.qk_l2_norm:
+            attention = layer.submodules.self_attention.submodules
+            attention.q_layernorm = attention.k_layernorm = L2Norm
+        return layer
+
+    return specify_with_norms
+
+
+def torch_delta_rule(kernel: Any) -> Any:
+    """What Megatron itself computes the gated delta rule with in its deterministic mode."""
+    del kernel
+    from megatron.core.ssm.gated_delta_net.common import torch_chunk_gated_delta_rule
+
+    return torch_chunk_gated_delta_rule
+
+
+def causal_conv1d(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Convolve each channel with its past, as flash-linear-attention's kernel does.
+
+    Args:
+        x: `(batch, sequence, channels)`.
+        weight: `(channels, taps)`, the last tap for the token itself.
+        bias: `(channels,)`.
+        activation: `silu`, or its other name `swish`; nothing is applied when None.
+        others: Of the kernel: states and packed sequences, which a rehearsal has none of.
+
+    Returns:
+        A tensor like `x`, and no state.
+    """
+    del others
+    channels, taps = weight.shape
+    padded = functional.pad(x.transpose(1, 2), (taps - 1, 0))
+    result = functional.conv1d(padded, weight.unsqueeze(1), bias, groups=channels)
+    if activation is not None:
+        result = functional.silu(result)
+    return result.transpose(1, 2), None
+
+
+def l2norm(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
+    """Divide by the length of the last dimension, in fp32; the result has the dtype of `x`."""
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)).type_as(x)
+
+
+def hadamard_rotation(x: torch.Tensor) -> torch.Tensor:
+    """Multiply the last dimension by the orthonormal Hadamard matrix of its length.
+
+    Args:
+        x: Its last dimension is a power of two; the kernel pads others with zeros, here it may not.
+
+    Returns:
+        A tensor like `x`; sums are fp32.
+
+    Raises:
+        ValueError: The last dimension is not a power of two.
+    """
+    size = x.shape[-1]
+    if size & (size - 1):
+        raise ValueError(
+            f"--dsa-indexer-head-dim {size} is not a power of two, which the rotation of the "
+            "indexer's activations needs"
+        )
+    matrix = torch.ones(1, 1)
+    while matrix.shape[0] < size:
+        top = torch.cat([matrix, matrix], dim=1)
+        matrix = torch.cat([top, torch.cat([matrix, -matrix], dim=1)])
+    rotated: torch.Tensor = x.float() @ (matrix * size**-0.5)
+    return rotated.type_as(x)

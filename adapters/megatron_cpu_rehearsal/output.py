@@ -1,0 +1,61 @@
+"""What a rehearsal prints: what the run says about itself, without the dump of every argument."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_cpu_rehearsal.patching import Patches
+
+_LOGGERS = (None, "megatron", "torch.distributed", "torch.distributed.checkpoint")
+
+
+@contextlib.contextmanager
+def quiet(patches: Patches) -> Iterator[None]:
+    """Leave out what says nothing about a run on a CPU.
+
+    That is Megatron's table of arguments, warnings about packages that need a GPU, reports of
+    device memory, and the times of day between the steps of the start. Iteration lines,
+    evaluation, checkpoints and errors are printed as ever.
+    """
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    levels = [logger.level for logger in loggers]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        _quiet_training(patches)
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
+
+
+def _quiet_training(patches: Patches) -> None:
+    try:
+        # Importing it is what most warnings come from.
+        from megatron.training import arguments, training
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("megatron.training"):
+            raise
+        return
+    patches.set(arguments, "_print_args", _nothing)
+    patches.set(training, "report_theoretical_memory", _nothing)
+    patches.set(training, "report_memory", _nothing)
+    patches.set(training, "print_datetime", _meet)
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    del args, kwargs
+
+
+def _meet(*args: Any, **kwargs: Any) -> None:
+    del args, kwargs
+    # Megatron's own brings the ranks together, which later steps may count on.
+    dist.barrier()

@@ -1,0 +1,379 @@
+"""Places in Megatron that no CPU gets past, patched one by one, each with its reason."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron_cpu_rehearsal.collectives import (
+    gather_dtypes_apart,
+    gather_unequal,
+    lists_for_splits,
+    over_gloo,
+    scatter_unequal,
+)
+from megatron_cpu_rehearsal.combinations import with_checked_flags
+from megatron_cpu_rehearsal.context_parallel import (
+    over_the_whole_sequence,
+    without_rejection,
+)
+from megatron_cpu_rehearsal.devices import CpuDevices
+from megatron_cpu_rehearsal.experimental_attention import (
+    causal_conv1d,
+    hadamard_rotation,
+    l2norm,
+    layer_with_l2_norms,
+    local_attention_spec,
+    local_backend,
+    torch_delta_rule,
+)
+from megatron_cpu_rehearsal.latent_attention import (
+    choice_of_normed_linear,
+    normed_linear,
+    replicated_linear,
+    with_head_widths,
+    with_latents_on_every_rank,
+)
+from megatron_cpu_rehearsal.mamba_kernels import split_conv1d_scan
+from megatron_cpu_rehearsal.norms import with_every_option
+from megatron_cpu_rehearsal.patching import Patch
+
+
+def _patch(target: str, reason: str, replace: Callable[[Any], Any]) -> Patch:
+    """What a CPU needs; whatever the original's parameters are."""
+    return Patch(target.partition(":")[2], target, reason, (), replace)
+
+
+def _skip_if_compiled(compile_helpers: Callable[[], None]) -> Callable[[], None]:
+    def compile_or_skip() -> None:
+        try:
+            importlib.import_module("megatron.core.datasets.helpers_cpp")
+        except ImportError:
+            compile_helpers()
+
+    return compile_or_skip
+
+
+def _skip(function: Callable[..., None]) -> Callable[..., None]:
+    del function
+
+    def skipped(*args: Any, **kwargs: Any) -> None:
+        del args, kwargs
+
+    return skipped
+
+
+def _without_random_numbers(make_iterator: Callable[..., None]) -> Callable[..., None]:
+    def make_iterator_apart(self: Any, loader: Any) -> None:
+        state = torch.get_rng_state()
+        try:
+            make_iterator(self, loader)
+        finally:
+            torch.set_rng_state(state)
+
+    return make_iterator_apart
+
+
+def _with_cpu_devices(run_backward: Callable[..., Any]) -> Callable[..., Any]:
+    def run_backward_on_cpu(*args: Any, **kwargs: Any) -> Any:
+        with CpuDevices():
+            return run_backward(*args, **kwargs)
+
+    return run_backward_on_cpu
+
+
+def _without_fp8(construct: Callable[..., None]) -> Callable[..., None]:
+    def construct_checkpoint(self: Any, fp8: Any = None) -> None:
+        del fp8
+        construct(self, fp8=None)
+
+    return construct_checkpoint
+
+
+def _with_grouped_experts(mlp_modules: Callable[..., Any]) -> Callable[..., Any]:
+    def modules(self: Any, moe_use_grouped_gemm: bool) -> Any:
+        if not moe_use_grouped_gemm:
+            return mlp_modules(self, moe_use_grouped_gemm)
+        from megatron_cpu_rehearsal.grouped_experts import grouped_mlp
+
+        return grouped_mlp()
+
+    return modules
+
+
+def _torch_norm(norm: Any) -> Any:
+    del norm
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    return WrappedTorchNorm
+
+
+def _local_stack_spec(spec: Any) -> Any:
+    del spec
+    from megatron_cpu_rehearsal.hybrid import local_stack_spec
+
+    return local_stack_spec()
+
+
+def _gated_norm(norm: Any) -> Any:
+    del norm
+    from megatron_cpu_rehearsal.hybrid import ShardedGroupedRMSNorm
+
+    return ShardedGroupedRMSNorm
+
+
+_MAMBA = "mamba_ssm's kernels need a GPU"
+_NORMED = "a linear layer with the norm of its input inside is part of Transformer Engine"
+_LATENT_EXPERTS = "the projections around experts in a latent space are Transformer Engine's"
+_FLA = "flash-linear-attention's kernels need a GPU"
+_VARIANT_SPEC = "experimental attention is specified with Transformer Engine's layers alone"
+_HYBRID_SPEC = "hybrid layers are specified with Transformer Engine's alone"
+# What c10d calls for a coalesced all-gather, from torch 2.15 on by another name.
+_COALESCED_GATHER = (
+    "all_gather_single_coalesced"
+    if hasattr(torch.distributed.ProcessGroup, "all_gather_single_coalesced")
+    else "allgather_into_tensor_coalesced"
+)
+
+
+def _with_state_to_fill(describe: Callable[..., Any]) -> Callable[..., Any]:
+    def describe_with_state(
+        self: Any, model_sharded_state_dict: Any, is_loading: bool = False, **kwargs: Any
+    ) -> Any:
+        if is_loading and not self.ddp_config.use_megatron_fsdp and not self.optimizer.state:
+            self._init_optimizer_states_with_dummy_values()
+        return describe(self, model_sharded_state_dict, is_loading, **kwargs)
+
+    return describe_with_state
+
+
+def _without_steps(fill_state: Callable[..., None]) -> Callable[..., None]:
+    def fill_all_but_steps(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
+        fill_state(self, model_param, {"step": None, **tensors})
+
+    return fill_all_but_steps
+
+
+def _with_steps_of_their_own(load: Callable[..., None]) -> Callable[..., None]:
+    def load_apart(self: Any, state_dict: dict[str, Any]) -> None:
+        load(self, state_dict)
+        for state in self.optimizer.state.values():
+            if "step" in state:
+                state["step"] = state["step"].clone()
+
+    return load_apart
+
+
+PATCHES: tuple[Patch, ...] = (
+    _patch(
+        "megatron.training:pretrain",
+        "combinations of flags that would fail inside a layer are rejected before a training",
+        with_checked_flags,
+    ),
+    _patch(
+        "megatron.core.datasets.utils:compile_helpers",
+        "the wheel carries the compiled helpers and no Makefile to compile them with",
+        _skip_if_compiled,
+    ),
+    _patch(
+        "megatron.training.initialize:_warmup_jit_function",
+        "nothing is compiled, so nothing needs warming up; on a GPU its random numbers come from "
+        "the device, here they would shift those that weights are initialized from",
+        _skip,
+    ),
+    _patch(
+        "torch.utils.data.dataloader:_BaseDataLoaderIter.__init__",
+        "a loader seeds its workers from the host's generator, which is the device's as well here; "
+        "a resumed run would go on with other random numbers than the one it resumes",
+        _without_random_numbers,
+    ),
+    _patch(
+        "torch.autograd:_engine_run_backward",
+        "torch switches a function mode off while one of its functions runs, and a backward within "
+        "a backward (activation recompute) is one: Megatron's own backwards name CUDA devices",
+        _with_cpu_devices,
+    ),
+    _patch(
+        "torch:Tensor.record_stream",
+        "nothing but a CUDA stream is taken, by which the schedule of "
+        "--overlap-moe-expert-parallel-comm keeps memory from being reused too early",
+        _skip,
+    ),
+    _patch(
+        "torch.distributed:init_process_group",
+        "a script that makes the process group itself names nccl, which needs GPUs",
+        over_gloo,
+    ),
+    _patch(
+        "torch.distributed:all_to_all_single",
+        "the MoE token dispatcher passes split sizes as arrays; gloo wants lists",
+        lists_for_splits,
+    ),
+    _patch(
+        "torch.distributed:all_gather",
+        "expert tensor parallelism gathers parts of unequal length; gloo wants equal ones",
+        gather_unequal,
+    ),
+    _patch(
+        f"torch.distributed:ProcessGroup.{_COALESCED_GATHER}",
+        "Megatron's distributed optimizer gathers FP8 and bf16 weights in one call; gloo "
+        "joins them to one tensor, which converts bytes to numbers in bf16",
+        gather_dtypes_apart,
+    ),
+    _patch(
+        "torch.distributed:reduce_scatter",
+        "expert tensor parallelism scatters parts of unequal length; gloo wants equal ones",
+        scatter_unequal,
+    ),
+    _patch(
+        "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
+        "torch's norm, the only one on a CPU, is offered neither with --sequence-parallel nor with "
+        "--apply-layernorm-1p",
+        with_every_option,
+    ),
+    _patch(
+        "megatron.core.transformer.dot_product_attention:DotProductAttention.__init__",
+        "attention that knows context parallelism is part of Transformer Engine",
+        without_rejection,
+    ),
+    _patch(
+        "megatron.core.transformer.dot_product_attention:DotProductAttention.forward",
+        "under context parallelism queries have to meet the keys of every rank",
+        over_the_whole_sequence,
+    ),
+    _patch(
+        "megatron.core.transformer.dot_product_attention:DotProductAttention.__init__",
+        "attention of keys and values of different widths is part of Transformer Engine",
+        with_head_widths,
+    ),
+    _patch(
+        "megatron.core.transformer.experimental_attention_variant.dsa:rotate_activation",
+        "fast_hadamard_transform's kernel needs a GPU, and bf16",
+        lambda rotate: hadamard_rotation,
+    ),
+    _patch("megatron.core.ssm.gated_delta_net.common:HAVE_FLA", _FLA, lambda have: True),
+    _patch("megatron.core.ssm.gated_delta_net.common:l2norm", _FLA, lambda kernel: l2norm),
+    _patch(
+        "megatron.core.ssm.gated_delta_net.gdn:causal_conv1d", _FLA, lambda kernel: causal_conv1d
+    ),
+    _patch(
+        "megatron.core.ssm.mamba_mixer:mamba_split_conv1d_scan_combined",
+        _MAMBA,
+        lambda kernel: split_conv1d_scan,
+    ),
+    _patch("megatron.core.ssm.gated_delta_net.gdn:chunk_gated_delta_rule", _FLA, torch_delta_rule),
+    _patch("megatron.core.ssm.mamba_mixer:ExtendedRMSNorm", _MAMBA, _gated_norm),
+    _patch("megatron.core.ssm.mamba_mixer:HAVE_MAMBA_SSM", _MAMBA, lambda have: True),
+)
+"""For every rehearsal."""
+
+WITHOUT_TRANSFORMER_ENGINE: tuple[Patch, ...] = (
+    _patch(
+        "megatron.core.transformer.multi_latent_attention:MLASelfAttention.__init__",
+        "the local specification of multi-latent attention cuts its projections to the latents "
+        "over tensor-parallel ranks and drops gradients of the keys they share; Transformer "
+        "Engine's, which runs on a GPU, has them on every rank",
+        with_latents_on_every_rank,
+    ),
+    _patch(
+        "megatron.core.transformer.multi_latent_attention:TELinear",
+        "a linear layer that every tensor-parallel rank holds is part of Transformer Engine",
+        replicated_linear,
+    ),
+    _patch(
+        "megatron.core.transformer.multi_latent_attention:TELayerNormColumnParallelLinear",
+        _NORMED,
+        normed_linear,
+    ),
+    _patch(
+        "megatron.core.models.hybrid.hybrid_block:TELayerNormColumnParallelLinear",
+        _NORMED,
+        normed_linear,
+    ),
+    _patch("megatron.core.transformer.moe.moe_layer:TELinear", _LATENT_EXPERTS, replicated_linear),
+    _patch("megatron.core.transformer.moe.moe_layer:HAVE_TE", _LATENT_EXPERTS, lambda have: True),
+    _patch(
+        "megatron.core.models.backends:LocalSpecProvider.column_parallel_layer_norm_linear",
+        _NORMED,
+        choice_of_normed_linear,
+    ),
+    _patch(
+        "megatron.core.tensor_parallel.random:CheckpointWithoutOutput.__init__",
+        "it takes the absence of an argument for FP8 and asks Transformer Engine about it, which "
+        "recompute of --recompute-modules moe_act runs into",
+        _without_fp8,
+    ),
+    _patch(
+        "megatron.core.models.backends:LocalSpecProvider.grouped_mlp_modules",
+        "without Transformer Engine's grouped linear layer --moe-grouped-gemm quietly builds "
+        "sequential experts, which have other modules and parameters",
+        _with_grouped_experts,
+    ),
+    _patch(
+        "megatron.core.models.gpt.experimental_attention_variant_module_specs:"
+        "_get_backend_spec_provider",
+        _VARIANT_SPEC,
+        local_backend,
+    ),
+    _patch(
+        "megatron.core.models.gpt.experimental_attention_variant_module_specs:"
+        "_get_self_attention_module_spec",
+        _VARIANT_SPEC,
+        local_attention_spec,
+    ),
+    _patch(
+        "megatron.core.transformer.experimental_attention_variant.absorbed_mla:TELinear",
+        _VARIANT_SPEC,
+        replicated_linear,
+    ),
+    _patch(
+        "megatron.training.models.gpt:_te_or_local_layer_spec",
+        "the local specification of a layer without experts forgets --qk-l2-norm",
+        layer_with_l2_norms,
+    ),
+    _patch("megatron.core.models.hybrid.hybrid_block:TENorm", _HYBRID_SPEC, _torch_norm),
+    _patch(
+        "megatron.core.models.hybrid.hybrid_layer_specs:hybrid_stack_spec",
+        _HYBRID_SPEC,
+        _local_stack_spec,
+    ),
+    _patch(
+        "megatron.training.models.hybrid:default_hybrid_stack_spec", _HYBRID_SPEC, _local_stack_spec
+    ),
+    _patch(
+        "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.sharded_state_dict",
+        "before it loads a checkpoint, Megatron's optimizer reads its number of steps from state "
+        "that torch's Adam, the only one on a CPU, makes in its first step",
+        _with_state_to_fill,
+    ),
+    _patch(
+        "megatron.core.optimizer.distrib_optimizer:"
+        "DistributedOptimizer._set_main_param_and_optimizer_states",
+        "Megatron's optimizer loads steps with the options of its groups; torch's Adam keeps them "
+        "in tensors beside the moments, and those it looks for in the checkpoint as well",
+        _without_steps,
+    ),
+    _patch(
+        "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.load_state_dict",
+        "Megatron's optimizer gives all parameters one tensor for their number of steps, to which "
+        "torch's Adam then adds one for every parameter",
+        _with_steps_of_their_own,
+    ),
+)
+"""Where Megatron has Transformer Engine alone in mind and is rehearsed without."""
+
+
+def parser_patch(with_defaults: Callable[[Any], Any]) -> Patch:
+    """Where Megatron makes its parser: what a CPU needs becomes defaults there.
+
+    Args:
+        with_defaults: Makes the replacement from the original.
+    """
+    return _patch(
+        "megatron.training.arguments:add_megatron_arguments",
+        "a script has a command line of its own, to which no flags can be added",
+        with_defaults,
+    )

@@ -1,0 +1,129 @@
+"""A record of each attribute that is replaced, and the registry that restores the originals.
+
+The lists of a rehearsal are in `patches.py` (Megatron) and `te/patches.py` (Transformer Engine).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Patch", "Patches", "environment"]
+
+
+@contextlib.contextmanager
+def environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables inside this context, and restore them at its end.
+
+    Args:
+        values: By name.
+    """
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+_ABSENT = object()
+_OPTIONAL = ("megatron.training", "transformer_engine")
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """One attribute that is replaced.
+
+    Attributes:
+        name: Short name.
+        target: `module:attribute`, or `module:Class.attribute`.
+        reason: Why it has to be replaced.
+        parameters: Leading parameter names that the original must have.
+        replace: Makes the replacement from the original.
+        selected: Whether it is applied only when the command line selects its package.
+    """
+
+    name: str
+    target: str
+    reason: str
+    parameters: tuple[str, ...]
+    replace: Callable[[Any], Any]
+    selected: bool = False
+
+    def find(self) -> tuple[Any, str] | None:
+        """Find the object that owns the attribute, and the attribute's name.
+
+        Returns:
+            None if the module is part of `megatron.training` or of Transformer Engine and is not
+            installed; some installations of megatron-core lack `megatron.training`.
+
+        Raises:
+            AttributeError: The module exists and the attribute does not.
+        """
+        module_name, _, path = self.target.partition(":")
+        try:
+            owner: Any = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            if (error.name or "").startswith(_OPTIONAL):
+                return None
+            raise
+        *parents, attribute = path.split(".")
+        for parent in parents:
+            owner = getattr(owner, parent, None)
+        if not hasattr(owner, attribute):
+            raise AttributeError(f"there is no {self.target}")
+        return owner, attribute
+
+
+class Patches:
+    """The attributes replaced so far, in order, with their originals."""
+
+    def __init__(self) -> None:
+        self._originals: list[tuple[Any, str, Any]] = []
+        self._added_variables: list[str] = []
+
+    def apply(self, patch: Patch) -> None:
+        """Apply a patch, unless its module is not installed.
+
+        Raises:
+            AttributeError: There is no such attribute.
+        """
+        found = patch.find()
+        if found is not None:
+            self.set(*found, patch.replace(getattr(*found)))
+
+    def holds(self, owner: Any, name: str) -> bool:
+        """Return whether an attribute is replaced."""
+        return any(owner is other and name == known for other, known, _ in self._originals)
+
+    def set(self, owner: Any, name: str, value: Any) -> None:
+        """Replace `owner.name`, or create it."""
+        self._originals.append((owner, name, vars(owner).get(name, _ABSENT)))
+        setattr(owner, name, value)
+
+    def default_environment(self, variables: Mapping[str, str]) -> None:
+        """Set environment variables that are not set."""
+        for name, value in variables.items():
+            if name not in os.environ:
+                os.environ[name] = value
+                self._added_variables.append(name)
+
+    def undo(self) -> None:
+        """Restore everything, last replacement first."""
+        for name in self._added_variables:
+            os.environ.pop(name, None)
+        self._added_variables.clear()
+        while self._originals:
+            owner, name, original = self._originals.pop()
+            if original is _ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, original)

@@ -1,0 +1,151 @@
+"""Linear layers of Transformer Engine that Megatron's own layers have no counterpart of.
+
+One that every tensor-parallel rank holds whole, and one with the norm of its input inside. Names,
+shapes and marks of their parameters are those of Transformer Engine's.
+
+Imported while a rehearsal is under way, since it imports Megatron.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, override
+
+import torch
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    _initialize_affine_weight_cpu,
+)
+from megatron.core.tensor_parallel.random import (
+    get_cuda_rng_tracker,
+    get_data_parallel_rng_tracker_name,
+)
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.utils import get_tensor_model_parallel_group_if_none
+from torch import nn
+from torch.nn import functional
+
+from megatron_cpu_rehearsal.norms import normalize
+from megatron_cpu_rehearsal.te_module import (
+    ModuleOfTransformerEngine,
+    parts_of_checkpoint,
+)
+
+__all__ = ["NormedColumnParallelLinear", "ReplicatedLinear"]
+
+
+class ReplicatedLinear(ModuleOfTransformerEngine):
+    """`TELinear` of mode `duplicated`: every tensor-parallel rank holds the same whole weight.
+
+    Args:
+        input_size: Features in.
+        output_size: Features out.
+        config: Megatron's transformer configuration.
+        init_method: Fills the weight.
+        bias: Whether there is one.
+        skip_bias_add: Whether to hand the bias back and not to add it.
+        tp_group: Tensor-parallel ranks; Megatron's when None.
+        others: What only Transformer Engine uses.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: Any,
+        init_method: Callable[[torch.Tensor], Any],
+        bias: bool,
+        skip_bias_add: bool,
+        tp_group: Any = None,
+        **others: Any,
+    ) -> None:
+        del others
+        super().__init__()
+        self.config = config
+        self.returns_bias = skip_bias_add and bias
+        self.tp_group = get_tensor_model_parallel_group_if_none(tp_group)
+        options = {"device": torch.cuda.current_device(), "dtype": config.params_dtype}
+        self.weight = nn.Parameter(torch.empty(output_size, input_size, **options))
+        self.bias = nn.Parameter(torch.zeros(output_size, **options)) if bias else None
+        if config.perform_initialization:
+            self._draw(init_method)
+        for param in self.parameters():
+            marks: Any = param
+            # Each rank sees a part of the sequence: Megatron sums the gradients.
+            marks.sequence_parallel = config.sequence_parallel
+            marks.tensor_model_parallel = False
+            marks.allreduce = True
+
+    def _draw(self, init_method: Callable[[torch.Tensor], Any]) -> None:
+        """Fill the weight, alike on every rank."""
+        if self.config.use_cpu_initialization:
+            size = self.weight.shape[0]
+            _initialize_affine_weight_cpu(
+                self.weight,
+                *self.weight.shape,
+                size,
+                0,
+                init_method,
+                params_dtype=self.config.params_dtype,
+                rank=0,
+                world_size=1,
+                skip_set_tensor_parallel_attributes=True,
+            )
+            return
+        with get_cuda_rng_tracker().fork(get_data_parallel_rng_tracker_name()):
+            init_method(self.weight)
+
+    @override
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Apply the layer to this rank's part of the sequence.
+
+        Returns:
+            The output, and the bias where it is not added yet.
+        """
+        if self.returns_bias:
+            return functional.linear(x, self.weight), self.bias
+        return functional.linear(x, self.weight, self.bias), None
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+    ) -> Any:
+        """The parts of a checkpoint: one copy of the whole.
+
+        Args:
+            prefix: Of the keys.
+            sharded_offsets: Where this layer lies in what is stacked already.
+            metadata: Of the checkpoint.
+        """
+        return parts_of_checkpoint(self, None, prefix, sharded_offsets, metadata)
+
+
+class NormedColumnParallelLinear(ColumnParallelLinear):
+    """`TELayerNormColumnParallelLinear`: normalizes its input, then applies Megatron's layer.
+
+    Args:
+        input_size: Features in.
+        output_size: Features out, over all tensor-parallel ranks.
+        config: Megatron's transformer configuration.
+        options: Of Megatron's `ColumnParallelLinear`.
+    """
+
+    def __init__(self, input_size: int, output_size: int, *, config: Any, **options: Any) -> None:
+        super().__init__(input_size, output_size, config=config, **options)
+        norm: Any = WrappedTorchNorm(config, input_size, config.layernorm_epsilon)
+        norm.to(device=self.weight.device, dtype=config.params_dtype)
+        self.layer_norm_bias: nn.Parameter | None = None
+        for name, param in norm.named_parameters():
+            self.register_parameter(f"layer_norm_{name}", param)
+
+    @override
+    def forward(self, input_: torch.Tensor, *others: Any, **options: Any) -> Any:
+        """Normalize, then multiply; see `ColumnParallelLinear.forward`."""
+        normalized = normalize(
+            input_,
+            self.layer_norm_weight,
+            self.layer_norm_bias,
+            self.config.layernorm_epsilon,
+            self.config,
+        )
+        return super().forward(normalized, *others, **options)

@@ -1,13 +1,12 @@
-"""What the model of a Megatron checkpoint consists of, for `megatron-fsdp-v2 ckpt`.
+"""The tensors of the model in a Megatron checkpoint, for `megatron-fsdp-v2 ckpt`.
 
-Found through the entry-point group `megatron_fsdp_v2.checkpoint_layouts`. Sharded runs save the
-pieces of fused layers one by one (`model/tensor_shards.py`); here they become one tensor again,
-under the name Megatron's module has for it. Megatron itself is not needed for that.
+The core finds it by the entry-point group `megatron_fsdp_v2.checkpoint_layouts`. Sharded runs save
+the sub-tensors of fused layers one by one (`model/tensor_shards.py`); here they become one tensor
+again, under the name that it has in Megatron's module. This does not need Megatron.
 """
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -38,18 +37,15 @@ def model_tensors(folder: CheckpointFolder) -> Sequence[ModelTensor] | None:
         CheckpointError: It is one, and not whole, or of a model whose names are not known.
     """
     if is_torch_dist(folder.path):
-        # Knows Megatron's classes, which its arguments are made of.
+        # The arguments in such a checkpoint are made of Megatron's classes.
         try:
-            module = importlib.import_module(
-                "megatron_fsdp_v2_mcore.checkpoint.torch_dist.plain_names"
-            )
+            from megatron_fsdp_v2_mcore.checkpoint.torch_dist import plain_names
         except ImportError as error:
             raise CheckpointError(
                 f"{folder.path} is a torch_dist checkpoint of Megatron's, and reading it needs "
                 f"{error.name}: install this package with its extra, megatron-fsdp-v2[megatron]"
             ) from error
-        found: Sequence[ModelTensor] = module.model_tensors(folder)
-        return found
+        return joined(plain_names.model_tensors(folder), str(folder.path))
     if not (folder.has("args") and folder.has("checkpoint_version")):
         return None
     whole = []

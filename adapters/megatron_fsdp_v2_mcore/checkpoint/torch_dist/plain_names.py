@@ -14,7 +14,6 @@ from megatron_fsdp_v2.checkpoint.errors import CheckpointError
 from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder
 from megatron_fsdp_v2.checkpoint.model_tensors import ModelTensor, Piece
 from megatron_fsdp_v2.checkpoint.plain_tensors import PlainTensor
-from megatron_fsdp_v2_mcore.checkpoint.layout import joined
 from megatron_fsdp_v2_mcore.checkpoint.torch_dist.common import common_state
 from megatron_fsdp_v2_mcore.checkpoint.torch_dist.folder import MegatronFolder
 from megatron_fsdp_v2_mcore.checkpoint.torch_dist.names import StoredNames
@@ -36,7 +35,7 @@ _NORMS = {
 
 
 def model_tensors(folder: CheckpointFolder) -> Sequence[ModelTensor]:
-    """Say what the model of a `torch_dist` checkpoint consists of.
+    """List the tensors of the model in a `torch_dist` checkpoint, fused layers in sub-tensors.
 
     Raises:
         CheckpointError: Its arguments cannot be read, or a tensor's name in the model is not known.
@@ -63,7 +62,7 @@ def model_tensors(folder: CheckpointFolder) -> Sequence[ModelTensor]:
             piece = Piece(key, (*front, *(0 for _ in own)), (*(1 for _ in front), *own))
             tensor = PlainTensor(name, own, entry.properties.dtype)
             found.append(ModelTensor(tensor, (piece,)))
-    return joined(found, str(folder.path))
+    return found
 
 
 def _names(

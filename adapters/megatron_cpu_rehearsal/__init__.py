@@ -22,7 +22,6 @@ from megatron_cpu_rehearsal.flags import (
     cpu_environment,
     is_requested,
     transformer_impl,
-    with_cpu_defaults,
     with_cpu_flags,
 )
 
@@ -90,9 +89,9 @@ def rehearse(
     from megatron_cpu_rehearsal.devices import CpuDevices
     from megatron_cpu_rehearsal.output import quiet
     from megatron_cpu_rehearsal.patches import (
+        PARSER,
         PATCHES,
         WITHOUT_TRANSFORMER_ENGINE,
-        parser_patch,
     )
     from megatron_cpu_rehearsal.patching import Patches
     from megatron_cpu_rehearsal.te import load
@@ -121,5 +120,5 @@ def rehearse(
         for patch in (*PATCHES, *(() if with_te else WITHOUT_TRANSFORMER_ENGINE)):
             patches.apply(patch)
         if into_parser:
-            patches.apply(parser_patch(with_cpu_defaults(flags, supported)))
+            patches.apply(PARSER, flags, supported)
         yield flags

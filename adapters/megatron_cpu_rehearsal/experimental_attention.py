@@ -19,50 +19,39 @@ __all__ = [
     "layer_with_l2_norms",
     "local_attention_spec",
     "local_backend",
-    "torch_delta_rule",
 ]
 
 
-def local_backend(find: Callable[..., Any]) -> Callable[..., Any]:
-    """Make the choice of layers that are Megatron's own."""
-    del find
+def local_backend(config: Any) -> Any:
+    """Choose layers that are Megatron's own."""
+    del config
+    from megatron.core.models.backends import LocalSpecProvider
 
-    def find_local(config: Any) -> Any:
-        del config
-        from megatron.core.models.backends import LocalSpecProvider
+    from megatron_cpu_rehearsal.replicated_linear import ReplicatedLinear
 
-        from megatron_cpu_rehearsal.replicated_linear import ReplicatedLinear
+    class Provider(LocalSpecProvider):
+        def linear(self) -> type:
+            return ReplicatedLinear
 
-        class Provider(LocalSpecProvider):
-            def linear(self) -> type:
-                return ReplicatedLinear
-
-        return Provider()
-
-    return find_local
+    return Provider()
 
 
-def local_attention_spec(specify: Callable[..., Any]) -> Callable[..., Any]:
-    """Make the specification of ordinary attention between layers of another kind."""
-    del specify
+def local_attention_spec(config: Any, backend: Any = None) -> Any:
+    """Specify ordinary attention between layers of another kind."""
+    del backend
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
-    def specify_local(config: Any, backend: Any = None) -> Any:
-        del backend
-        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-
-        layer = get_gpt_layer_local_spec(
-            config.num_moe_experts,
-            config.moe_grouped_gemm,
-            config.qk_layernorm,
-            config.multi_latent_attention,
-            normalization=config.normalization,
-            qk_l2_norm=config.qk_l2_norm,
-        )
-        attention = layer.submodules.self_attention
-        attention.metainfo["fuse_input_layernorm"] = False
-        return attention
-
-    return specify_local
+    layer = get_gpt_layer_local_spec(
+        config.num_moe_experts,
+        config.moe_grouped_gemm,
+        config.qk_layernorm,
+        config.multi_latent_attention,
+        normalization=config.normalization,
+        qk_l2_norm=config.qk_l2_norm,
+    )
+    attention = layer.submodules.self_attention
+    attention.metainfo["fuse_input_layernorm"] = False
+    return attention
 
 
 def layer_with_l2_norms(specify: Callable[..., Any]) -> Callable[..., Any]:
@@ -78,14 +67,6 @@ def layer_with_l2_norms(specify: Callable[..., Any]) -> Callable[..., Any]:
         return layer
 
     return specify_with_norms
-
-
-def torch_delta_rule(kernel: Any) -> Any:
-    """What Megatron itself computes the gated delta rule with in its deterministic mode."""
-    del kernel
-    from megatron.core.ssm.gated_delta_net.common import torch_chunk_gated_delta_rule
-
-    return torch_chunk_gated_delta_rule
 
 
 def causal_conv1d(

@@ -205,36 +205,33 @@ def with_cpu_flags(argv: Sequence[str], supported: Collection[str] = ()) -> list
 
 
 def with_cpu_defaults(
-    argv: Sequence[str], supported: Collection[str] = ()
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    add_arguments: Callable[..., Any], argv: Sequence[str], supported: Collection[str] = ()
+) -> Callable[..., Any]:
     """Make the flags that a CPU needs defaults of Megatron's parser.
 
     A script may have a parser of its own instead, which would not know these flags.
 
     Args:
+        add_arguments: Megatron's `add_megatron_arguments`.
         argv: The user's flags.
         supported: See `with_cpu_flags`.
 
     Returns:
-        A function that makes a replacement for Megatron's `add_megatron_arguments`, which raises
-        `RehearsalError` where a flag cannot be supported on a CPU.
+        Its replacement, which raises `RehearsalError` where a CPU cannot support a flag.
     """
 
-    def replace(add_arguments: Callable[..., Any]) -> Callable[..., Any]:
-        def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-            parser = add_arguments(parser)
-            added = _values(with_cpu_flags(argv, supported)[len(argv) :])
-            actions = {name: a for a in parser._actions for name in a.option_strings}
-            for name, given in added.items():
-                action = actions[name]
-                # A string is converted as one on the command line.
-                value = given if action.nargs != 0 else action.const
-                parser.set_defaults(**{action.dest: value})
-            return parser
+    def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        parser = add_arguments(parser)
+        added = _values(with_cpu_flags(argv, supported)[len(argv) :])
+        actions = {name: a for a in parser._actions for name in a.option_strings}
+        for name, given in added.items():
+            action = actions[name]
+            # A string is converted as one on the command line.
+            value = given if action.nargs != 0 else action.const
+            parser.set_defaults(**{action.dest: value})
+        return parser
 
-        return add_megatron_arguments
-
-    return replace
+    return add_megatron_arguments
 
 
 _ONE_CONNECTION_FLAGS = ("--tensor-model-parallel-size", "--context-parallel-size")

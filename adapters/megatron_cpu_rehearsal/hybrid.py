@@ -80,11 +80,12 @@ class ShardedGroupedRMSNorm(GroupedRMSNorm):
         return parts_of_checkpoint(self, {"weight": 0}, prefix, sharded_offsets, metadata)
 
 
-def local_stack_spec() -> ModuleSpec:
-    """Megatron's stack of hybrid layers, with norms and linear layers of its own.
+def local_stack_spec(spec: ModuleSpec) -> ModuleSpec:
+    """Specify Megatron's stack of hybrid layers with its own norms and linear layers.
 
-    Transformer Engine's layers hold the norm before them; here it is a module beside.
+    Transformer Engine's layers contain the norm of their input; here it is a module of its own.
     """
+    del spec
     norm = WrappedTorchNorm
     mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     return ModuleSpec(

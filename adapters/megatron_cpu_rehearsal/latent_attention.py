@@ -14,9 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 __all__ = [
-    "choice_of_normed_linear",
-    "normed_linear",
-    "replicated_linear",
+    "choose_normed_linear",
     "with_head_widths",
     "with_latents_on_every_rank",
 ]
@@ -69,23 +67,9 @@ def with_latents_on_every_rank(construct: Callable[..., None]) -> Callable[..., 
     return construct_attention
 
 
-def replicated_linear(linear: Any) -> Any:
-    """What stands for Transformer Engine's linear layer that every tensor-parallel rank holds."""
-    del linear
-    from megatron_cpu_rehearsal.replicated_linear import ReplicatedLinear
-
-    return ReplicatedLinear
-
-
-def normed_linear(linear: Any) -> Any:
-    """What stands for Transformer Engine's column-parallel layer with a norm inside."""
-    del linear
+def choose_normed_linear(provider: Any) -> type:
+    """Choose the layer with a norm inside, which Megatron's own layers do not have."""
+    del provider
     from megatron_cpu_rehearsal.replicated_linear import NormedColumnParallelLinear
 
     return NormedColumnParallelLinear
-
-
-def choice_of_normed_linear(choose: Callable[..., Any]) -> Callable[..., Any]:
-    """Make the choice of a layer with a norm inside, which Megatron's own layers have none of."""
-    del choose
-    return lambda self: normed_linear(None)

@@ -45,13 +45,14 @@ def _quiet_training(patches: Patches) -> None:
         if not (error.name or "").startswith("megatron.training"):
             raise
         return
-    patches.set(arguments, "_print_args", _nothing)
-    patches.set(training, "report_theoretical_memory", _nothing)
-    patches.set(training, "report_memory", _nothing)
+    patches.set(arguments, "_print_args", nothing)
+    patches.set(training, "report_theoretical_memory", nothing)
+    patches.set(training, "report_memory", nothing)
     patches.set(training, "print_datetime", _meet)
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
+def nothing(*args: Any, **kwargs: Any) -> None:
+    """Take any arguments and do nothing."""
     del args, kwargs
 
 

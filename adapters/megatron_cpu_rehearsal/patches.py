@@ -8,43 +8,8 @@ from typing import Any
 
 import torch
 
-from megatron_cpu_rehearsal.collectives import (
-    gather_dtypes_apart,
-    gather_unequal,
-    lists_for_splits,
-    over_gloo,
-    scatter_unequal,
-)
-from megatron_cpu_rehearsal.combinations import with_checked_flags
-from megatron_cpu_rehearsal.context_parallel import (
-    over_the_whole_sequence,
-    without_rejection,
-)
 from megatron_cpu_rehearsal.devices import CpuDevices
-from megatron_cpu_rehearsal.experimental_attention import (
-    causal_conv1d,
-    hadamard_rotation,
-    l2norm,
-    layer_with_l2_norms,
-    local_attention_spec,
-    local_backend,
-    torch_delta_rule,
-)
-from megatron_cpu_rehearsal.latent_attention import (
-    choice_of_normed_linear,
-    normed_linear,
-    replicated_linear,
-    with_head_widths,
-    with_latents_on_every_rank,
-)
-from megatron_cpu_rehearsal.mamba_kernels import split_conv1d_scan
-from megatron_cpu_rehearsal.norms import with_every_option
 from megatron_cpu_rehearsal.patching import Patch
-
-
-def _patch(target: str, reason: str, replace: Callable[[Any], Any]) -> Patch:
-    """What a CPU needs; whatever the original's parameters are."""
-    return Patch(target.partition(":")[2], target, reason, (), replace)
 
 
 def _skip_if_compiled(compile_helpers: Callable[[], None]) -> Callable[[], None]:
@@ -55,15 +20,6 @@ def _skip_if_compiled(compile_helpers: Callable[[], None]) -> Callable[[], None]
             compile_helpers()
 
     return compile_or_skip
-
-
-def _skip(function: Callable[..., None]) -> Callable[..., None]:
-    del function
-
-    def skipped(*args: Any, **kwargs: Any) -> None:
-        del args, kwargs
-
-    return skipped
 
 
 def _without_random_numbers(make_iterator: Callable[..., None]) -> Callable[..., None]:
@@ -102,27 +58,6 @@ def _with_grouped_experts(mlp_modules: Callable[..., Any]) -> Callable[..., Any]
         return grouped_mlp()
 
     return modules
-
-
-def _torch_norm(norm: Any) -> Any:
-    del norm
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
-
-    return WrappedTorchNorm
-
-
-def _local_stack_spec(spec: Any) -> Any:
-    del spec
-    from megatron_cpu_rehearsal.hybrid import local_stack_spec
-
-    return local_stack_spec()
-
-
-def _gated_norm(norm: Any) -> Any:
-    del norm
-    from megatron_cpu_rehearsal.hybrid import ShardedGroupedRMSNorm
-
-    return ShardedGroupedRMSNorm
 
 
 _MAMBA = "mamba_ssm's kernels need a GPU"
@@ -168,212 +103,243 @@ def _with_steps_of_their_own(load: Callable[..., None]) -> Callable[..., None]:
 
 
 PATCHES: tuple[Patch, ...] = (
-    _patch(
+    Patch(
         "megatron.training:pretrain",
         "combinations of flags that would fail inside a layer are rejected before a training",
-        with_checked_flags,
+        wrap="megatron_cpu_rehearsal.combinations:with_checked_flags",
     ),
-    _patch(
+    Patch(
         "megatron.core.datasets.utils:compile_helpers",
         "the wheel carries the compiled helpers and no Makefile to compile them with",
-        _skip_if_compiled,
+        wrap="megatron_cpu_rehearsal.patches:_skip_if_compiled",
     ),
-    _patch(
+    Patch(
         "megatron.training.initialize:_warmup_jit_function",
         "nothing is compiled, so nothing needs warming up; on a GPU its random numbers come from "
         "the device, here they would shift those that weights are initialized from",
-        _skip,
+        replace="megatron_cpu_rehearsal.output:nothing",
     ),
-    _patch(
+    Patch(
         "torch.utils.data.dataloader:_BaseDataLoaderIter.__init__",
         "a loader seeds its workers from the host's generator, which is the device's as well here; "
         "a resumed run would go on with other random numbers than the one it resumes",
-        _without_random_numbers,
+        wrap="megatron_cpu_rehearsal.patches:_without_random_numbers",
     ),
-    _patch(
+    Patch(
         "torch.autograd:_engine_run_backward",
         "torch switches a function mode off while one of its functions runs, and a backward within "
         "a backward (activation recompute) is one: Megatron's own backwards name CUDA devices",
-        _with_cpu_devices,
+        wrap="megatron_cpu_rehearsal.patches:_with_cpu_devices",
     ),
-    _patch(
+    Patch(
         "torch:Tensor.record_stream",
         "nothing but a CUDA stream is taken, by which the schedule of "
         "--overlap-moe-expert-parallel-comm keeps memory from being reused too early",
-        _skip,
+        replace="megatron_cpu_rehearsal.output:nothing",
     ),
-    _patch(
+    Patch(
         "torch.distributed:init_process_group",
         "a script that makes the process group itself names nccl, which needs GPUs",
-        over_gloo,
+        wrap="megatron_cpu_rehearsal.collectives:over_gloo",
     ),
-    _patch(
+    Patch(
         "torch.distributed:all_to_all_single",
         "the MoE token dispatcher passes split sizes as arrays; gloo wants lists",
-        lists_for_splits,
+        wrap="megatron_cpu_rehearsal.collectives:lists_for_splits",
     ),
-    _patch(
+    Patch(
         "torch.distributed:all_gather",
         "expert tensor parallelism gathers parts of unequal length; gloo wants equal ones",
-        gather_unequal,
+        wrap="megatron_cpu_rehearsal.collectives:gather_unequal",
     ),
-    _patch(
+    Patch(
         f"torch.distributed:ProcessGroup.{_COALESCED_GATHER}",
         "Megatron's distributed optimizer gathers FP8 and bf16 weights in one call; gloo "
         "joins them to one tensor, which converts bytes to numbers in bf16",
-        gather_dtypes_apart,
+        wrap="megatron_cpu_rehearsal.collectives:gather_dtypes_apart",
     ),
-    _patch(
+    Patch(
         "torch.distributed:reduce_scatter",
         "expert tensor parallelism scatters parts of unequal length; gloo wants equal ones",
-        scatter_unequal,
+        wrap="megatron_cpu_rehearsal.collectives:scatter_unequal",
     ),
-    _patch(
+    Patch(
         "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
         "torch's norm, the only one on a CPU, is offered neither with --sequence-parallel nor with "
         "--apply-layernorm-1p",
-        with_every_option,
+        wrap="megatron_cpu_rehearsal.norms:with_every_option",
     ),
-    _patch(
+    Patch(
         "megatron.core.transformer.dot_product_attention:DotProductAttention.__init__",
         "attention that knows context parallelism is part of Transformer Engine",
-        without_rejection,
+        wrap="megatron_cpu_rehearsal.context_parallel:without_rejection",
     ),
-    _patch(
+    Patch(
         "megatron.core.transformer.dot_product_attention:DotProductAttention.forward",
         "under context parallelism queries have to meet the keys of every rank",
-        over_the_whole_sequence,
+        wrap="megatron_cpu_rehearsal.context_parallel:over_the_whole_sequence",
     ),
-    _patch(
+    Patch(
         "megatron.core.transformer.dot_product_attention:DotProductAttention.__init__",
         "attention of keys and values of different widths is part of Transformer Engine",
-        with_head_widths,
+        wrap="megatron_cpu_rehearsal.latent_attention:with_head_widths",
     ),
-    _patch(
+    Patch(
         "megatron.core.transformer.experimental_attention_variant.dsa:rotate_activation",
         "fast_hadamard_transform's kernel needs a GPU, and bf16",
-        lambda rotate: hadamard_rotation,
+        replace="megatron_cpu_rehearsal.experimental_attention:hadamard_rotation",
     ),
-    _patch("megatron.core.ssm.gated_delta_net.common:HAVE_FLA", _FLA, lambda have: True),
-    _patch("megatron.core.ssm.gated_delta_net.common:l2norm", _FLA, lambda kernel: l2norm),
-    _patch(
-        "megatron.core.ssm.gated_delta_net.gdn:causal_conv1d", _FLA, lambda kernel: causal_conv1d
+    Patch(
+        "megatron.core.ssm.gated_delta_net.common:HAVE_FLA",
+        _FLA,
+        replace="builtins:True",
     ),
-    _patch(
+    Patch(
+        "megatron.core.ssm.gated_delta_net.common:l2norm",
+        _FLA,
+        replace="megatron_cpu_rehearsal.experimental_attention:l2norm",
+    ),
+    Patch(
+        "megatron.core.ssm.gated_delta_net.gdn:causal_conv1d",
+        _FLA,
+        replace="megatron_cpu_rehearsal.experimental_attention:causal_conv1d",
+    ),
+    Patch(
         "megatron.core.ssm.mamba_mixer:mamba_split_conv1d_scan_combined",
         _MAMBA,
-        lambda kernel: split_conv1d_scan,
+        replace="megatron_cpu_rehearsal.mamba_kernels:split_conv1d_scan",
     ),
-    _patch("megatron.core.ssm.gated_delta_net.gdn:chunk_gated_delta_rule", _FLA, torch_delta_rule),
-    _patch("megatron.core.ssm.mamba_mixer:ExtendedRMSNorm", _MAMBA, _gated_norm),
-    _patch("megatron.core.ssm.mamba_mixer:HAVE_MAMBA_SSM", _MAMBA, lambda have: True),
+    Patch(
+        "megatron.core.ssm.gated_delta_net.gdn:chunk_gated_delta_rule",
+        _FLA,
+        replace="megatron.core.ssm.gated_delta_net.common:torch_chunk_gated_delta_rule",
+    ),
+    Patch(
+        "megatron.core.ssm.mamba_mixer:ExtendedRMSNorm",
+        _MAMBA,
+        replace="megatron_cpu_rehearsal.hybrid:ShardedGroupedRMSNorm",
+    ),
+    Patch(
+        "megatron.core.ssm.mamba_mixer:HAVE_MAMBA_SSM",
+        _MAMBA,
+        replace="builtins:True",
+    ),
 )
 """For every rehearsal."""
 
 WITHOUT_TRANSFORMER_ENGINE: tuple[Patch, ...] = (
-    _patch(
+    Patch(
         "megatron.core.transformer.multi_latent_attention:MLASelfAttention.__init__",
         "the local specification of multi-latent attention cuts its projections to the latents "
         "over tensor-parallel ranks and drops gradients of the keys they share; Transformer "
         "Engine's, which runs on a GPU, has them on every rank",
-        with_latents_on_every_rank,
+        wrap="megatron_cpu_rehearsal.latent_attention:with_latents_on_every_rank",
     ),
-    _patch(
+    Patch(
         "megatron.core.transformer.multi_latent_attention:TELinear",
         "a linear layer that every tensor-parallel rank holds is part of Transformer Engine",
-        replicated_linear,
+        replace="megatron_cpu_rehearsal.replicated_linear:ReplicatedLinear",
     ),
-    _patch(
+    Patch(
         "megatron.core.transformer.multi_latent_attention:TELayerNormColumnParallelLinear",
         _NORMED,
-        normed_linear,
+        replace="megatron_cpu_rehearsal.replicated_linear:NormedColumnParallelLinear",
     ),
-    _patch(
+    Patch(
         "megatron.core.models.hybrid.hybrid_block:TELayerNormColumnParallelLinear",
         _NORMED,
-        normed_linear,
+        replace="megatron_cpu_rehearsal.replicated_linear:NormedColumnParallelLinear",
     ),
-    _patch("megatron.core.transformer.moe.moe_layer:TELinear", _LATENT_EXPERTS, replicated_linear),
-    _patch("megatron.core.transformer.moe.moe_layer:HAVE_TE", _LATENT_EXPERTS, lambda have: True),
-    _patch(
+    Patch(
+        "megatron.core.transformer.moe.moe_layer:TELinear",
+        _LATENT_EXPERTS,
+        replace="megatron_cpu_rehearsal.replicated_linear:ReplicatedLinear",
+    ),
+    Patch(
+        "megatron.core.transformer.moe.moe_layer:HAVE_TE",
+        _LATENT_EXPERTS,
+        replace="builtins:True",
+    ),
+    Patch(
         "megatron.core.models.backends:LocalSpecProvider.column_parallel_layer_norm_linear",
         _NORMED,
-        choice_of_normed_linear,
+        replace="megatron_cpu_rehearsal.latent_attention:choose_normed_linear",
     ),
-    _patch(
+    Patch(
         "megatron.core.tensor_parallel.random:CheckpointWithoutOutput.__init__",
         "it takes the absence of an argument for FP8 and asks Transformer Engine about it, which "
         "recompute of --recompute-modules moe_act runs into",
-        _without_fp8,
+        wrap="megatron_cpu_rehearsal.patches:_without_fp8",
     ),
-    _patch(
+    Patch(
         "megatron.core.models.backends:LocalSpecProvider.grouped_mlp_modules",
         "without Transformer Engine's grouped linear layer --moe-grouped-gemm quietly builds "
         "sequential experts, which have other modules and parameters",
-        _with_grouped_experts,
+        wrap="megatron_cpu_rehearsal.patches:_with_grouped_experts",
     ),
-    _patch(
+    Patch(
         "megatron.core.models.gpt.experimental_attention_variant_module_specs:"
         "_get_backend_spec_provider",
         _VARIANT_SPEC,
-        local_backend,
+        replace="megatron_cpu_rehearsal.experimental_attention:local_backend",
     ),
-    _patch(
+    Patch(
         "megatron.core.models.gpt.experimental_attention_variant_module_specs:"
         "_get_self_attention_module_spec",
         _VARIANT_SPEC,
-        local_attention_spec,
+        replace="megatron_cpu_rehearsal.experimental_attention:local_attention_spec",
     ),
-    _patch(
+    Patch(
         "megatron.core.transformer.experimental_attention_variant.absorbed_mla:TELinear",
         _VARIANT_SPEC,
-        replicated_linear,
+        replace="megatron_cpu_rehearsal.replicated_linear:ReplicatedLinear",
     ),
-    _patch(
+    Patch(
         "megatron.training.models.gpt:_te_or_local_layer_spec",
         "the local specification of a layer without experts forgets --qk-l2-norm",
-        layer_with_l2_norms,
+        wrap="megatron_cpu_rehearsal.experimental_attention:layer_with_l2_norms",
     ),
-    _patch("megatron.core.models.hybrid.hybrid_block:TENorm", _HYBRID_SPEC, _torch_norm),
-    _patch(
+    Patch(
+        "megatron.core.models.hybrid.hybrid_block:TENorm",
+        _HYBRID_SPEC,
+        replace="megatron.core.transformer.torch_norm:WrappedTorchNorm",
+    ),
+    Patch(
         "megatron.core.models.hybrid.hybrid_layer_specs:hybrid_stack_spec",
         _HYBRID_SPEC,
-        _local_stack_spec,
+        wrap="megatron_cpu_rehearsal.hybrid:local_stack_spec",
     ),
-    _patch(
-        "megatron.training.models.hybrid:default_hybrid_stack_spec", _HYBRID_SPEC, _local_stack_spec
+    Patch(
+        "megatron.training.models.hybrid:default_hybrid_stack_spec",
+        _HYBRID_SPEC,
+        wrap="megatron_cpu_rehearsal.hybrid:local_stack_spec",
     ),
-    _patch(
+    Patch(
         "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.sharded_state_dict",
         "before it loads a checkpoint, Megatron's optimizer reads its number of steps from state "
         "that torch's Adam, the only one on a CPU, makes in its first step",
-        _with_state_to_fill,
+        wrap="megatron_cpu_rehearsal.patches:_with_state_to_fill",
     ),
-    _patch(
+    Patch(
         "megatron.core.optimizer.distrib_optimizer:"
         "DistributedOptimizer._set_main_param_and_optimizer_states",
         "Megatron's optimizer loads steps with the options of its groups; torch's Adam keeps them "
         "in tensors beside the moments, and those it looks for in the checkpoint as well",
-        _without_steps,
+        wrap="megatron_cpu_rehearsal.patches:_without_steps",
     ),
-    _patch(
+    Patch(
         "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.load_state_dict",
         "Megatron's optimizer gives all parameters one tensor for their number of steps, to which "
         "torch's Adam then adds one for every parameter",
-        _with_steps_of_their_own,
+        wrap="megatron_cpu_rehearsal.patches:_with_steps_of_their_own",
     ),
 )
 """Where Megatron has Transformer Engine alone in mind and is rehearsed without."""
 
 
-def parser_patch(with_defaults: Callable[[Any], Any]) -> Patch:
-    """Where Megatron makes its parser: what a CPU needs becomes defaults there.
-
-    Args:
-        with_defaults: Makes the replacement from the original.
-    """
-    return _patch(
-        "megatron.training.arguments:add_megatron_arguments",
-        "a script has a command line of its own, to which no flags can be added",
-        with_defaults,
-    )
+PARSER = Patch(
+    "megatron.training.arguments:add_megatron_arguments",
+    "a script has a command line of its own, to which no flags can be added",
+    wrap="megatron_cpu_rehearsal.flags:with_cpu_defaults",
+)
+"""For scripts with a command line of their own."""

@@ -6,9 +6,10 @@ The lists of a rehearsal are in `patches.py` (Megatron) and `te/patches.py` (Tra
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,20 +44,26 @@ class Patch:
     """One attribute that is replaced.
 
     Attributes:
-        name: Short name.
         target: `module:attribute`, or `module:Class.attribute`.
         reason: Why it has to be replaced.
+        wrap: `module:function` that makes the replacement from the original.
+        replace: `module:name` of the replacement, where it is not made from the original.
+        name: Short name; by default the attribute's.
         parameters: Leading parameter names that the original must have.
-        replace: Makes the replacement from the original.
         selected: Whether it is applied only when the command line selects its package.
     """
 
-    name: str
     target: str
     reason: str
-    parameters: tuple[str, ...]
-    replace: Callable[[Any], Any]
+    wrap: str = ""
+    replace: str = ""
+    name: str = ""
+    parameters: tuple[str, ...] = ()
     selected: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            object.__setattr__(self, "name", self.target.partition(":")[2])
 
     def find(self) -> tuple[Any, str] | None:
         """Find the object that owns the attribute, and the attribute's name.
@@ -68,19 +75,36 @@ class Patch:
         Raises:
             AttributeError: The module exists and the attribute does not.
         """
-        module_name, _, path = self.target.partition(":")
+        module, _, path = self.target.partition(":")
+        *parents, attribute = path.split(".")
         try:
-            owner: Any = importlib.import_module(module_name)
+            owner = functools.reduce(getattr, parents, importlib.import_module(module))
         except ModuleNotFoundError as error:
             if (error.name or "").startswith(_OPTIONAL):
                 return None
             raise
-        *parents, attribute = path.split(".")
-        for parent in parents:
-            owner = getattr(owner, parent, None)
+        except AttributeError:
+            raise AttributeError(f"there is no {self.target}") from None
         if not hasattr(owner, attribute):
             raise AttributeError(f"there is no {self.target}")
         return owner, attribute
+
+    def replacement(self, original: Any, *args: Any) -> Any:
+        """Make the replacement.
+
+        Args:
+            original: The attribute as it is.
+            args: Further arguments of the function that `wrap` names.
+        """
+        if self.replace:
+            return _named(self.replace)
+        return _named(self.wrap)(original, *args)
+
+
+def _named(path: str) -> Any:
+    """The object that `module:attribute` names."""
+    module, _, attributes = path.partition(":")
+    return functools.reduce(getattr, attributes.split("."), importlib.import_module(module))
 
 
 class Patches:
@@ -90,15 +114,19 @@ class Patches:
         self._originals: list[tuple[Any, str, Any]] = []
         self._added_variables: list[str] = []
 
-    def apply(self, patch: Patch) -> None:
+    def apply(self, patch: Patch, *args: Any) -> None:
         """Apply a patch, unless its module is not installed.
+
+        Args:
+            patch: The patch.
+            args: See `Patch.replacement`.
 
         Raises:
             AttributeError: There is no such attribute.
         """
         found = patch.find()
         if found is not None:
-            self.set(*found, patch.replace(getattr(*found)))
+            self.set(*found, patch.replacement(getattr(*found), *args))
 
     def holds(self, owner: Any, name: str) -> bool:
         """Return whether an attribute is replaced."""

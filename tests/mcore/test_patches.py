@@ -6,8 +6,10 @@ import argparse
 import contextlib
 import importlib
 import importlib.metadata
+import importlib.util
 import io
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +17,9 @@ from typing import Any
 
 import pytest
 
+from megatron_cpu_rehearsal.patches import PARSER, WITHOUT_TRANSFORMER_ENGINE
 from megatron_cpu_rehearsal.patches import PATCHES as ALWAYS
-from megatron_cpu_rehearsal.patches import WITHOUT_TRANSFORMER_ENGINE
+from megatron_cpu_rehearsal.patching import Patch
 from megatron_cpu_rehearsal.te.patches import BEFORE_IMPORT
 from megatron_fsdp_v2 import cli
 from megatron_fsdp_v2_mcore import install, patches, uninstall
@@ -41,6 +44,19 @@ def _leave_megatron_alone() -> Any:
 def _current() -> dict[str, Any]:
     found = {patch.name: patches.find_target(patch) for patch in patches.PATCHES}
     return {name: getattr(*target) for name, target in found.items() if target is not None}
+
+
+@pytest.mark.parametrize(
+    "patch", [*patches.PATCHES, *REHEARSAL_PATCHES, PARSER], ids=lambda patch: patch.name
+)
+def test_every_patch_names_a_replacement_that_exists(patch: Patch) -> None:
+    assert bool(patch.wrap) != bool(patch.replace)
+    module, _, name = (patch.wrap or patch.replace).partition(":")
+    defined = importlib.util.find_spec(module)
+    assert defined is not None and defined.origin is not None
+    if defined.origin != "built-in":
+        # Read and not imported, since some modules import what only a rehearsal has.
+        assert re.search(rf"^(def|class) {name}\b", Path(defined.origin).read_text(), re.MULTILINE)
 
 
 def test_uninstall_puts_back_what_was_there() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from megatron_fsdp_v2._text import parse_size
@@ -43,6 +43,8 @@ __all__ = [
     "is_enabled",
     "reject_model_options",
     "supported_on_cpu",
+    "with_arguments",
+    "without_yaml",
 ]
 
 API_FLAG = "--use-fsdp-fully-shard-api"
@@ -384,3 +386,22 @@ def supported_on_cpu(argv: Sequence[str]) -> tuple[str, ...]:
         return ("--use-nccl-ub",)
     # Megatron requires the last flag with offload.
     return ("--use-nccl-ub", _OFFLOAD_FLAG, "--use-precision-aware-optimizer")
+
+
+def with_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Make `add_megatron_arguments` that adds the flags of this package."""
+
+    def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        return add_arguments(original(parser))
+
+    return add_megatron_arguments
+
+
+def without_yaml(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Make `validate_yaml` that rejects a file where this package is selected."""
+
+    def validate_yaml(args: Any, *rest: Any, **kwargs: Any) -> Any:
+        check_no_yaml(args, sys.argv)
+        return original(args, *rest, **kwargs)
+
+    return validate_yaml

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_fsdp_v2.layout.placement import STRATEGIES
 
-__all__ = ["Options"]
+__all__ = ["Options", "active_options", "is_active", "require_active", "set_active"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,4 +72,39 @@ class Options:
             bucket_bytes=getattr(args, "fsdp_bucket_bytes", None),
             steps_flat_tensors=bool(getattr(args, "fsdp_flat_optimizer", False)),
             gathers_apart=bool(getattr(args, "create_all_gather_group", False)),
+        )
+
+
+_active: list[Options] = []
+
+
+def active_options() -> Options:
+    """Return the options of the command line that selected this package, or the defaults."""
+    return _active[0] if _active else Options()
+
+
+def is_active() -> bool:
+    """Return whether Megatron's optimizers and gradient sums are those for sharded parameters."""
+    return bool(_active)
+
+
+def set_active(options: Options | None) -> None:
+    """Record that these functions of Megatron are patched, or with None that they are not."""
+    _active[:] = [] if options is None else [options]
+
+
+def require_active() -> None:
+    """Reject a sharded model that Megatron's own optimizers would step.
+
+    They would treat shards as whole tensors, and count replicated elements several times.
+
+    Raises:
+        RuntimeError: Megatron's functions are not patched.
+    """
+    if not _active:
+        raise RuntimeError(
+            "FullyShardedDataParallel needs Megatron's optimizers and sums of gradients replaced, "
+            "and they are not: call megatron_fsdp_v2_mcore.enable() once before (a script on "
+            "megatron.core alone), or megatron_fsdp_v2_mcore.install() and give Megatron "
+            "--use-megatron-fsdp --use-fsdp-fully-shard-api"
         )

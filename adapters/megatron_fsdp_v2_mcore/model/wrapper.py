@@ -23,10 +23,9 @@ from megatron_fsdp_v2._text import listed
 from megatron_fsdp_v2.runtime.finite_grads import not_finite
 from megatron_fsdp_v2.runtime.registered_pool import register_pool
 from megatron_fsdp_v2.runtime.scheduled import ScheduledUnits
-from megatron_fsdp_v2_mcore.activation import require_active
 from megatron_fsdp_v2_mcore.flags.arguments import reject_model_options
 from megatron_fsdp_v2_mcore.flags.errors import FlagError
-from megatron_fsdp_v2_mcore.flags.options import Options
+from megatron_fsdp_v2_mcore.flags.options import Options, active_options, require_active
 from megatron_fsdp_v2_mcore.flags.settings import ShardingSettings, notices, sharding_settings
 from megatron_fsdp_v2_mcore.formats import register_formats
 from megatron_fsdp_v2_mcore.model.fp8_weights import limit_copies
@@ -44,7 +43,7 @@ from megatron_fsdp_v2_mcore.model.units import (
     shared_by_stages,
 )
 
-__all__ = ["FullyShardedDataParallel", "with_options"]
+__all__ = ["FullyShardedDataParallel", "with_active_options"]
 
 
 class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
@@ -70,7 +69,7 @@ class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
             the defaults, when None.
 
     Attributes:
-        options: What Megatron's configuration has no field for; see `with_options`.
+        options: What Megatron's configuration has no field for; see `with_active_options`.
 
     Raises:
         RuntimeError: Neither `enable()` was called nor was this package selected by Megatron's
@@ -324,14 +323,11 @@ class _ParamAndGradBuffer:
         """Units bring model weights up to date themselves, in the next forward."""
 
 
-def with_options(options: Options) -> type[FullyShardedDataParallel]:
-    """The wrapper class for a command line: Megatron makes the objects, and knows its own options.
-
-    Args:
-        options: What every object of the class is to know.
-    """
+def with_active_options(original: type) -> type[FullyShardedDataParallel]:
+    """Make the wrapper class for a command line; Megatron passes only its own options to it."""
+    del original
     name = FullyShardedDataParallel.__name__
-    return type(name, (FullyShardedDataParallel,), {"options": options})
+    return type(name, (FullyShardedDataParallel,), {"options": active_options()})
 
 
 def _check_tensor_groups(groups: Any, config: Any) -> None:

@@ -21,6 +21,7 @@ from torch import nn
 
 from megatron_fsdp_v2.dtensor.uneven_dtensor import local_of
 from megatron_fsdp_v2_mcore.checkpoint.names import canonical_parameter_names
+from megatron_fsdp_v2_mcore.flags.options import active_options
 from megatron_fsdp_v2_mcore.optim.optimizer import counted_here
 from megatron_fsdp_v2_mcore.training_log import around_training_log, training_globals
 
@@ -44,6 +45,8 @@ def log_grads(original: Callable[..., Any]) -> Callable[..., Any]:
     Args:
         original: `finalize_model_grads`.
     """
+    if not active_options().logs_parameter_norms:
+        return original
 
     def finalize_model_grads(model: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(model, *args, **kwargs)
@@ -64,6 +67,8 @@ def log_norms(original: Callable[..., Any]) -> Callable[..., Any]:
     Args:
         original: `training_log`.
     """
+    if not active_options().logs_parameter_norms:
+        return original
 
     def write(iteration: int, nothing: None) -> None:
         del nothing

@@ -15,6 +15,7 @@ from torch import nn
 from megatron_fsdp_v2._text import listed
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of
 from megatron_fsdp_v2_mcore.checkpoint.names import canonical_parameter_names
+from megatron_fsdp_v2_mcore.checkpoint.state_dict import load_by_model
 from megatron_fsdp_v2_mcore.checkpoint.torch_dist.common import (
     SavedGroups,
     common_state,
@@ -40,15 +41,16 @@ MAIN_WEIGHTS = ("param", "fp32_param")
 _SHOWN = 6
 
 
-def with_torch_dist(load_base: Callable[..., Any]) -> Callable[..., Any]:
+def with_torch_dist(original: Callable[..., Any]) -> Callable[..., Any]:
     """Have Megatron's `_load_base_checkpoint` load `torch_dist` folders into shards.
 
     To Megatron, which decides by a checkpoint's format what to load and asks for it under names of
     sharded runs, such a folder then looks like one of this run's own format.
 
     Args:
-        load_base: Loads every other folder.
+        original: Loads every other folder, after it is made to ask for the whole model.
     """
+    load_base = load_by_model(original)
 
     def load(
         load_dir: Any,

@@ -15,12 +15,11 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron_fsdp_v2_mcore import FlagError, Options
 from megatron_fsdp_v2_mcore.flags.checkpoint_check import check_checkpoint_folder
 from megatron_fsdp_v2_mcore.flags.settings import (
-    FIELDS,
-    Handling,
     ShardingSettings,
     notices,
     sharding_settings,
 )
+from megatron_fsdp_v2_mcore.flags.table import DDP_FIELDS, Handling
 
 
 def _config(**fields: Any) -> DistributedDataParallelConfig:
@@ -31,8 +30,8 @@ def _config(**fields: Any) -> DistributedDataParallelConfig:
 
 def test_the_table_knows_every_field_of_the_installed_megatron() -> None:
     fields = {field.name for field in dataclasses.fields(DistributedDataParallelConfig)}
-    assert {rule.name for rule in FIELDS} == fields
-    assert len(FIELDS) == len(fields)
+    assert {rule.name for rule in DDP_FIELDS} == fields
+    assert len(DDP_FIELDS) == len(fields)
 
 
 def test_dtypes_and_overlap_reach_fully_shard() -> None:
@@ -125,7 +124,9 @@ REFUSED_VALUES: dict[str, Any] = {"param_name_patterns_for_fp32_local_accumulati
 
 
 @pytest.mark.parametrize(
-    "rule", [rule for rule in FIELDS if rule.handling is Handling.REFUSED], ids=lambda r: r.name
+    "rule",
+    [rule for rule in DDP_FIELDS if rule.handling is Handling.REJECTED],
+    ids=lambda r: r.name,
 )
 def test_a_rejected_field_names_its_flag(rule: Any) -> None:
     config = _config()

@@ -11,6 +11,10 @@ from typing import Any
 from megatron_fsdp_v2._text import parse_size
 from megatron_fsdp_v2.layout.placement import STRATEGIES
 from megatron_fsdp_v2_mcore.flags.checkpoint_check import check_checkpoint_folder
+from megatron_fsdp_v2_mcore.flags.combinations import (
+    check_overlapping_experts,
+    check_parallel_sizes,
+)
 from megatron_fsdp_v2_mcore.flags.errors import FlagError, flag_of
 from megatron_fsdp_v2_mcore.flags.flat_optimizer import check_flat_optimizer
 from megatron_fsdp_v2_mcore.flags.offload import as_precision_aware, check_offload_flags
@@ -26,13 +30,7 @@ from megatron_fsdp_v2_mcore.flags.settings import (
     check_quantized,
     reject_fields,
 )
-from megatron_fsdp_v2_mcore.flags.unsupported import (
-    MODEL_REFUSALS,
-    MORE_REFUSALS,
-    UnsupportedFlag,
-    check_overlapping_experts,
-    check_parallel_sizes,
-)
+from megatron_fsdp_v2_mcore.flags.table import EMERGING, OTHER_FLAGS, Flag, Handling
 
 __all__ = [
     "accepted_by_megatron",
@@ -167,27 +165,16 @@ def is_enabled(args: Any) -> bool:
     return bool(getattr(args, "use_fsdp_fully_shard_api", False))
 
 
-EMERGING = ("muon", "adaptive_muon", "lion")
-"""Optimizers of Megatron's registry that step shards, beside Adam."""
+UNSUPPORTED = tuple(flag for flag in OTHER_FLAGS if flag.handling is Handling.REJECTED)
 
-UNSUPPORTED: tuple[UnsupportedFlag, ...] = (
-    UnsupportedFlag(
-        "cuda_graph_impl",
-        "--cuda-graph-impl",
-        "gathers are issued from the host",
-        lambda value: value not in (None, "none"),
-    ),
-    UnsupportedFlag(
-        "optimizer",
-        "--optimizer",
-        "adam, muon, adaptive_muon and lion can step shards; sgd cannot, as Megatron's distributed "
-        "optimizer keeps no state of it; soap cannot, as its preconditioners are factors of whole "
-        "matrices; instead of dist_muon, Megatron's deprecated name, use muon",
-        lambda value: value not in (None, "adam", *EMERGING),
-    ),
-    *MORE_REFUSALS,
+_OF_A_MODEL = Flag(
+    "cpu_offloading_weights",
+    Handling.REJECTED,
+    "gathered weights have no memory between forward and backward, so that there is nothing to "
+    "offload; cpu_offloading of activations alone is fine",
+    flag="no flag of its own",
 )
-"""Flags that are rejected, first those of features to come."""
+"""A field of `TransformerConfig` alone."""
 
 
 def check_before(args: Any) -> None:
@@ -223,7 +210,7 @@ def check_before(args: Any) -> None:
         if refusal.rejects(value):
             shown = "" if value is True else f" {value}"
             raise FlagError(
-                f"{refusal.flag}{shown} cannot be used with {API_FLAG}: {refusal.reason}"
+                f"{refusal.flag}{shown} cannot be used with {API_FLAG}: {refusal.meaning}"
             )
     if args.init_model_with_meta_device and args.data_parallel_sharding_strategy == "no_shard":
         raise FlagError(
@@ -261,14 +248,14 @@ def reject_model_options(config: Any) -> None:
         FlagError: A field has a value that cannot be supported.
     """
     check_overlapping_experts(config, is_config=True)
-    for refusal in (*UNSUPPORTED, *MODEL_REFUSALS):
+    for refusal in (*UNSUPPORTED, _OF_A_MODEL):
         if refusal.name in _FILLED_IN or not hasattr(config, refusal.name):
             continue
         value = getattr(config, refusal.name)
         if refusal.rejects(value):
             raise FlagError(
                 f"{type(config).__name__}.{refusal.name} = {value!r} ({refusal.flag}) cannot be "
-                f"used with sharded parameters: {refusal.reason}"
+                f"used with sharded parameters: {refusal.meaning}"
             )
 
 

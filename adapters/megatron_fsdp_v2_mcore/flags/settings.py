@@ -1,24 +1,18 @@
-"""What Megatron's configuration means to `fully_shard`: one table, field by field."""
+"""What Megatron's configuration means to `fully_shard`."""
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from megatron_fsdp_v2 import MixedPrecisionPolicy
 from megatron_fsdp_v2_mcore.flags.errors import FlagError, flag_of
 from megatron_fsdp_v2_mcore.flags.options import Options
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from megatron_fsdp_v2_mcore.flags.table import DDP_FIELDS, Handling
 
 __all__ = [
-    "FIELDS",
-    "FieldRule",
-    "Handling",
     "ShardingSettings",
     "check_accumulation",
     "check_hybrid",
@@ -29,248 +23,6 @@ __all__ = [
     "reject_fields",
     "sharding_settings",
 ]
-
-
-class Handling(enum.Enum):
-    """What becomes of a configuration field."""
-
-    HONOURED = "supported"
-    """It changes what this package does."""
-    IMPLIED = "no-op"
-    """It asks for what this package does anyway, or tunes something it has no need of."""
-    REFUSED = "rejected"
-    """A value other than the default ends the start with an error."""
-
-
-@dataclass(frozen=True, slots=True)
-class FieldRule:
-    """One field of `DistributedDataParallelConfig`.
-
-    Attributes:
-        name: The field.
-        flag: What a user types to set it.
-        handling: What becomes of it.
-        meaning: What it does here, or why it is rejected.
-        rejects: Whether a value is rejected; only with `Handling.REFUSED`.
-        argument: Attribute of Megatron's arguments the field is made of, if it has another name.
-    """
-
-    name: str
-    flag: str
-    handling: Handling
-    meaning: str
-    rejects: Callable[[Any], bool] | None = None
-    argument: str | None = None
-
-
-def _supported(name: str, flag: str, meaning: str) -> FieldRule:
-    return FieldRule(name, flag, Handling.HONOURED, meaning)
-
-
-def _no_op(name: str, flag: str, meaning: str) -> FieldRule:
-    return FieldRule(name, flag, Handling.IMPLIED, meaning)
-
-
-def _rejected(
-    name: str,
-    flag: str,
-    meaning: str,
-    rejects: Callable[[Any], bool] = bool,
-    argument: str | None = None,
-) -> FieldRule:
-    return FieldRule(name, flag, Handling.REFUSED, meaning, rejects, argument)
-
-
-_ONE_BUCKET = "a unit's gradients are one bucket; --fsdp-bucket-bytes has small units share one"
-
-FIELDS: tuple[FieldRule, ...] = (
-    _supported(
-        "data_parallel_sharding_strategy",
-        "--data-parallel-sharding-strategy",
-        "sharding_strategy of every unit",
-    ),
-    _supported(
-        "num_distributed_optimizer_instances",
-        "--num-distributed-optimizer-instances",
-        "more than one: an outer data-parallel axis between them, so that parameters are sharded "
-        "within an instance",
-    ),
-    _supported(
-        "outer_dp_sharding_strategy",
-        "--outer-dp-sharding-strategy",
-        "outer_dp_sharding_strategy: no_shard (HSDP) or optim (HFSDP)",
-    ),
-    _supported("overlap_grad_reduce", "--overlap-grad-reduce", "enable_async_reduce_grad"),
-    _supported("overlap_param_gather", "--overlap-param-gather", "enable_unshard_prefetch"),
-    _supported(
-        "suggested_communication_unit_size",
-        "--suggested-communication-unit-size",
-        "half of it, as with Megatron-FSDP, is how many elements are gathered ahead at most "
-        "(unshard_prefetch_bytes), but one unit always is; below 2 none is. Reductions under way "
-        "are limited by --fsdp-max-live-grad-buffers",
-    ),
-    _supported(
-        "grad_reduce_in_fp32",
-        "--accumulate-allreduce-grads-in-fp32",
-        "grad_comm_dtype and main_grads_dtype, where the Megatron-FSDP dtype flags say 'auto': "
-        "fp32 if set, the model's dtype if not",
-    ),
-    _supported(
-        "megatron_fsdp_main_params_dtype",
-        "--megatron-fsdp-main-params-dtype",
-        "main_params_dtype; 'auto': the model's dtype",
-    ),
-    _supported(
-        "megatron_fsdp_main_grads_dtype",
-        "--megatron-fsdp-main-grads-dtype",
-        "main_grads_dtype; 'auto': the dtype of the main weights, which the optimizer reads",
-    ),
-    _supported(
-        "megatron_fsdp_grad_comm_dtype",
-        "--megatron-fsdp-grad-comm-dtype",
-        "grad_comm_dtype; 'auto': see grad_reduce_in_fp32",
-    ),
-    _supported(
-        "check_for_nan_in_grad",
-        "--no-check-for-nan-in-loss-and-grad",
-        "unless given, reduced gradients are checked before the optimizer steps",
-    ),
-    _no_op("use_megatron_fsdp", "--use-megatron-fsdp", "selects this package, with its own flag"),
-    _no_op("use_custom_fsdp", "--use-megatron-fsdp", "Megatron's older name of the same"),
-    _no_op(
-        "use_distributed_optimizer",
-        "--use-distributed-optimizer",
-        "Megatron turns it on; the optimizer steps sharded main weights",
-    ),
-    _no_op(
-        "average_in_collective",
-        "--ddp-average-in-collective",
-        "collectives only add; the factor of the mean is applied once, to the reduced sum where it "
-        "is stored in the main gradient (with fp16 its power of two already to the terms)",
-    ),
-    _no_op(
-        "gradient_reduce_div_fusion",
-        "--no-gradient-reduce-div-fusion",
-        "as --ddp-average-in-collective: there is no pass for the division alone",
-    ),
-    _no_op("bucket_size", "--ddp-bucket-size", _ONE_BUCKET),
-    _no_op("num_buckets", "--ddp-num-buckets", _ONE_BUCKET),
-    _no_op(
-        "pad_buckets_for_high_nccl_busbw",
-        "--ddp-pad-buckets-for-high-nccl-busbw",
-        "shards are of equal size; there are no buckets to pad",
-    ),
-    _no_op(
-        "align_param_gather",
-        "--no-align-param-gather",
-        "gathers are issued by the units, the same in every pipeline stage",
-    ),
-    _no_op(
-        "fsdp_all_gather_in_start_param_sync",
-        "(set for CUDA graphs)",
-        "the first gather is issued by the forward",
-    ),
-    _supported(
-        "nccl_ub",
-        "--use-nccl-ub",
-        "with --fsdp-trace-pool, its memory is NCCL's and registered with the data-parallel "
-        "process groups, block by block when it is planned; without, addresses change, and a "
-        "notice says that nothing is registered",
-    ),
-    _no_op(
-        "fsdp_manual_registration",
-        "--fsdp-manual-registration",
-        "memory is registered when it is planned, once",
-    ),
-    _no_op(
-        "disable_symmetric_registration",
-        "--disable-symmetric-registration",
-        "ranks register for themselves: windows would have to be made by all at one moment, and "
-        "gradients may be planned at different ones",
-    ),
-    _no_op(
-        "fsdp_db_use_persist_buf_on_alloc_fail",
-        "--fsdp-db-use-persist-buf-on-alloc-fail",
-        "only means something with Megatron's own double buffers",
-    ),
-    _no_op(
-        "fsdp_double_buffer",
-        "--fsdp-double-buffer",
-        "the number of units that are gathered or have full gradient buffers is bounded without "
-        "it, and --fsdp-trace-pool keeps their memory between steps at fixed addresses; a notice "
-        "says so",
-    ),
-    _no_op(
-        "megatron_fsdp_max_pool_double_buffer",
-        "--megatron-fsdp-max-pool-double-buffer",
-        "as --fsdp-double-buffer; units may be of any sizes",
-    ),
-    _no_op(
-        "reuse_grad_buf_for_mxfp8_param_ag",
-        "--reuse-grad-buf-for-mxfp8-param-ag",
-        "Megatron turns it off together with --use-megatron-fsdp",
-    ),
-    _rejected(
-        "check_for_large_grads",
-        "--check-for-large-grads",
-        "its check reads Megatron's gradient buckets",
-    ),
-    _supported(
-        "reduce_scatter_with_fp32_accumulation",
-        "--ddp-reduce-scatter-with-fp32-accumulation",
-        "gradients that travel in bf16 or fp16 are reduce-scattered by an all-to-all and a sum in "
-        "fp32; all-reduces between optimizer instances stay in the communication dtype, as with "
-        "Megatron. Rejected with no_shard, which scatters nothing",
-    ),
-    _rejected(
-        "param_name_patterns_for_fp32_local_accumulation",
-        "--ddp-param-name-patterns-for-fp32-local-accumulation",
-        "use --megatron-fsdp-main-grads-dtype fp32 for all parameters instead",
-        argument="ddp_param_name_patterns_for_fp32_local_accumulation",
-    ),
-    _supported(
-        "fp8_param_gather",
-        "--fp8-param-gather",
-        "weights are quantized from fp32 main weights once a step, each rank its rows with the "
-        "scales of whole weights, and gathered as bytes",
-    ),
-    _supported(
-        "fp4_param_gather",
-        "--fp4-param-gather",
-        "as --fp8-param-gather, with two elements to a byte",
-    ),
-    _supported(
-        "keep_fp8_transpose_cache",
-        "--keep-fp8-transpose-cache",
-        "with sharded weights, quantized and transposed copies outlive the gathered weights that "
-        "they are made of: a whole copy in FP8 on every rank; without, they are made again",
-    ),
-    _supported(
-        "delay_wgrad_compute",
-        "--delay-wgrad-compute",
-        "with --overlap-moe-expert-parallel-comm, which it needs: a unit is reduced after the "
-        "gradients of its weights that are made late",
-    ),
-    _supported(
-        "megatron_fsdp_use_decoupled_grad",
-        "--use-precision-aware-optimizer",
-        "--exp-avg-dtype, --exp-avg-sq-dtype and --main-grads-dtype take effect, see "
-        "[optimizers.md](optimizers.md); param.decoupled_grad is another name of param.grad, "
-        "which may be of another dtype than the weight anyway. With --optimizer-cpu-offload the "
-        "flag changes nothing",
-    ),
-    _rejected(
-        "megatron_fsdp_cuda_graph_mode",
-        "--cuda-graph-impl",
-        "gathers are issued from the host",
-    ),
-    _rejected(
-        "megatron_fsdp_enable_fine_grained_param_gather",
-        "--megatron-fsdp-enable-fine-grained-param-gather",
-        "a unit is gathered as a whole",
-    ),
-)
-"""Every field of `DistributedDataParallelConfig`; a test fails when Megatron adds one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,9 +73,9 @@ def reject_fields(source: Any) -> None:
     Raises:
         FlagError: A field has a value that cannot be supported; names its flag.
     """
-    for rule in FIELDS:
+    for rule in DDP_FIELDS:
         names = [name for name in (rule.argument, rule.name) if name and hasattr(source, name)]
-        if rule.rejects is None or not names:
+        if rule.handling is not Handling.REJECTED or not names:
             continue
         value = getattr(source, names[0])
         if rule.rejects(value):
@@ -350,7 +102,7 @@ def notices(source: Any, options: Options) -> list[str]:
 def _about_double_buffers(source: Any, options: Options) -> list[str]:
     asked = [
         rule.flag
-        for rule in FIELDS
+        for rule in DDP_FIELDS
         if rule.name in ("fsdp_double_buffer", "megatron_fsdp_max_pool_double_buffer")
         and getattr(source, rule.name, False)
     ]

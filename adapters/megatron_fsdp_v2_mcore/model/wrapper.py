@@ -58,7 +58,7 @@ class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
 
     Args:
         config: The transformer configuration.
-        ddp_config: A `DistributedDataParallelConfig`; see `settings.FIELDS` for every field.
+        ddp_config: A `DistributedDataParallelConfig`; see `table.DDP_FIELDS` for every field.
         module: The chunk, on its device, in its compute dtype.
         fsdp_unit_modules: Classes of the units; transformer and Mamba layers when None.
         disable_bucketing: Not used; there are no buckets.

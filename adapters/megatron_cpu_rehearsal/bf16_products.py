@@ -2,8 +2,8 @@
 
 A CPU with instructions for bf16 sums in one way, one without them in another and many times more
 slowly, and where a library has several kernels it depends on shapes as well how often a result is
-rounded. Here torch's own fp32 kernel multiplies operands turned into fp32, and what it gives is
-rounded to bf16. That kernel works in full precision whatever precision fp32 products are set to:
+rounded. Here torch's own fp32 kernel multiplies operands cast to fp32, and its result is rounded to
+bf16. That kernel works in full precision whatever precision fp32 products are set to:
 set lower, a CPU with instructions for bf16 would take those instead.
 
 This is done beneath autograd, where torch keeps the CPU's kernels: it holds for whatever leads to a
@@ -141,7 +141,7 @@ def _into_out(kernel: _Kernel, new: _Kernel) -> _Kernel:
 
 
 def _attention(kernel: _Kernel) -> _Kernel:
-    """Make fused attention: what lies between its products is fp32 too, as it is anyhow in part."""
+    """Make fused attention, with the softmax between its products in fp32 too."""
     precise = _in_full_precision(kernel)
 
     def attend(keys: Any, first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -159,7 +159,7 @@ def _attention(kernel: _Kernel) -> _Kernel:
 
 
 def _in_full_precision(kernel: _Kernel) -> _Kernel:
-    """Have an fp32 kernel use fp32, also where `torch.set_float32_matmul_precision` allows less."""
+    """Make an fp32 kernel that ignores `torch.set_float32_matmul_precision`."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         setting: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]

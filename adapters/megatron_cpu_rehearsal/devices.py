@@ -1,4 +1,4 @@
-"""Where Megatron names a CUDA device, a rehearsal uses the CPU."""
+"""Maps CUDA devices in calls of torch to the CPU."""
 
 from __future__ import annotations
 

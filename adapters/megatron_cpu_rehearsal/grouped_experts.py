@@ -23,7 +23,7 @@ from megatron.core.tensor_parallel.random import (
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-from megatron_cpu_rehearsal.te_module import ModuleOfTransformerEngine
+from megatron_cpu_rehearsal.te_module import TransformerEngineModule
 
 __all__ = ["ColumnParallelGroupedLinear", "RowParallelGroupedLinear", "grouped_mlp"]
 
@@ -37,7 +37,7 @@ def _drop_states_of_experts(
         state_dict.pop(f"{prefix}_extra_state{expert}", None)
 
 
-class _GroupedLinear(ModuleOfTransformerEngine):
+class _GroupedLinear(TransformerEngineModule):
     """One linear layer for each local expert, applied to the tokens sorted by expert.
 
     Args:
@@ -155,12 +155,12 @@ class _GroupedLinear(ModuleOfTransformerEngine):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: Any = None,
     ) -> dict[str, Any]:
-        """The parts of a checkpoint: experts of all ranks make one tensor, as Megatron's do.
+        """Return the shards of a checkpoint; experts of all ranks form one tensor, as in Megatron.
 
         Args:
-            prefix: Of the keys.
-            sharded_offsets: Where this layer lies in what is stacked already.
-            metadata: Of the checkpoint.
+            prefix: Prefix of the keys.
+            sharded_offsets: Position of this layer in the stacked dimensions.
+            metadata: Metadata of the checkpoint.
         """
         first = self.groups.ep.rank() * self.num_gemms
         total = self.groups.ep.size() * self.num_gemms
@@ -209,7 +209,7 @@ class RowParallelGroupedLinear(_GroupedLinear):
 
 
 def grouped_mlp() -> Any:
-    """What builds Megatron's grouped experts from these layers."""
+    """Return a builder of Megatron's grouped experts with these layers."""
     return partial(
         TEGroupedMLP,
         submodules=GroupedMLPSubmodules(

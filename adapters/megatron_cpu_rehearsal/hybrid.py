@@ -57,7 +57,7 @@ from megatron_cpu_rehearsal.replicated_linear import (
     NormedColumnParallelLinear,
     ReplicatedLinear,
 )
-from megatron_cpu_rehearsal.te_module import parts_of_checkpoint
+from megatron_cpu_rehearsal.te_module import sharded_entries
 
 __all__ = ["ShardedGroupedRMSNorm", "local_stack_spec"]
 
@@ -70,14 +70,14 @@ class ShardedGroupedRMSNorm(GroupedRMSNorm):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
     ) -> Any:
-        """The parts of a checkpoint.
+        """Return the shards of a checkpoint.
 
         Args:
-            prefix: Of the keys.
-            sharded_offsets: Where this layer lies in what is stacked already.
-            metadata: Of the checkpoint.
+            prefix: Prefix of the keys.
+            sharded_offsets: Position of this layer in the stacked dimensions.
+            metadata: Metadata of the checkpoint.
         """
-        return parts_of_checkpoint(self, {"weight": 0}, prefix, sharded_offsets, metadata)
+        return sharded_entries(self, {"weight": 0}, prefix, sharded_offsets, metadata)
 
 
 def local_stack_spec(spec: ModuleSpec) -> ModuleSpec:

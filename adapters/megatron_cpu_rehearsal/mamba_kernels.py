@@ -1,4 +1,4 @@
-"""What Megatron's Mamba layers take from mamba_ssm, in plain torch: slow, and easy to follow.
+"""CPU reference kernels for the functions of mamba_ssm that Megatron's Mamba layers call.
 
 The published definitions, in fp32 within and in the input's dtype without, as the kernels do it.
 """

@@ -96,8 +96,8 @@ def with_every_option(make_norm: Callable[..., Any]) -> Callable[..., Any]:
     def make_norm_with_options(
         cls: type, config: Any, hidden_size: int, eps: float = 1e-5, *args: Any, **kwargs: Any
     ) -> Any:
-        # A norm works token by token: of a part of the sequence it computes what it would as part
-        # of the whole. Only its weights' gradients are partial, and the mark has Megatron sum them.
+        # A norm works token by token, so a part of the sequence gives the results of the whole.
+        # Only the gradients of its weights are partial; Megatron sums those of marked parameters.
         plain = copy.copy(config)
         plain.sequence_parallel = False
         plain.layernorm_zero_centered_gamma = False

@@ -1,4 +1,4 @@
-"""What a rehearsal prints: what the run says about itself, without the dump of every argument."""
+"""Suppresses the parts of Megatron's output that say nothing about a run on a CPU."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _LOGGERS = (None, "megatron", "torch.distributed", "torch.distributed.checkpoint
 
 @contextlib.contextmanager
 def quiet(patches: Patches) -> Iterator[None]:
-    """Leave out what says nothing about a run on a CPU.
+    """Suppress output that says nothing about a run on a CPU.
 
-    That is Megatron's table of arguments, warnings about packages that need a GPU, reports of
+    This is Megatron's table of arguments, warnings about packages that need a GPU, reports of
     device memory, and the times of day between the steps of the start. Iteration lines,
     evaluation, checkpoints and errors are printed as ever.
     """

@@ -1,4 +1,4 @@
-"""Places in Megatron that no CPU gets past, patched one by one, each with its reason."""
+"""Patches of torch and Megatron that a CPU needs, each with its reason."""
 
 from __future__ import annotations
 
@@ -334,7 +334,7 @@ WITHOUT_TRANSFORMER_ENGINE: tuple[Patch, ...] = (
         wrap="megatron_cpu_rehearsal.patches:_with_steps_of_their_own",
     ),
 )
-"""Where Megatron has Transformer Engine alone in mind and is rehearsed without."""
+"""For rehearsals without Transformer Engine."""
 
 
 PARSER = Patch(

@@ -27,14 +27,14 @@ from torch.nn import functional
 
 from megatron_cpu_rehearsal.norms import normalize
 from megatron_cpu_rehearsal.te_module import (
-    ModuleOfTransformerEngine,
-    parts_of_checkpoint,
+    TransformerEngineModule,
+    sharded_entries,
 )
 
 __all__ = ["NormedColumnParallelLinear", "ReplicatedLinear"]
 
 
-class ReplicatedLinear(ModuleOfTransformerEngine):
+class ReplicatedLinear(TransformerEngineModule):
     """`TELinear` of mode `duplicated`: every tensor-parallel rank holds the same whole weight.
 
     Args:
@@ -78,7 +78,7 @@ class ReplicatedLinear(ModuleOfTransformerEngine):
             marks.allreduce = True
 
     def _draw(self, init_method: Callable[[torch.Tensor], Any]) -> None:
-        """Fill the weight, alike on every rank."""
+        """Initialize the weight, identical on every rank."""
         if self.config.use_cpu_initialization:
             size = self.weight.shape[0]
             _initialize_affine_weight_cpu(
@@ -110,14 +110,14 @@ class ReplicatedLinear(ModuleOfTransformerEngine):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
     ) -> Any:
-        """The parts of a checkpoint: one copy of the whole.
+        """Return the shards of a checkpoint: one copy of the whole.
 
         Args:
-            prefix: Of the keys.
-            sharded_offsets: Where this layer lies in what is stacked already.
-            metadata: Of the checkpoint.
+            prefix: Prefix of the keys.
+            sharded_offsets: Position of this layer in the stacked dimensions.
+            metadata: Metadata of the checkpoint.
         """
-        return parts_of_checkpoint(self, None, prefix, sharded_offsets, metadata)
+        return sharded_entries(self, None, prefix, sharded_offsets, metadata)
 
 
 class NormedColumnParallelLinear(ColumnParallelLinear):

@@ -1,4 +1,4 @@
-"""What layers that stand in for Transformer Engine's have in common.
+"""Common parts of layers that replace Transformer Engine's.
 
 Imported while a rehearsal is under way, since it imports Megatron.
 """
@@ -10,7 +10,7 @@ from typing import Any, override
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import nn
 
-__all__ = ["ModuleOfTransformerEngine", "parts_of_checkpoint"]
+__all__ = ["TransformerEngineModule", "sharded_entries"]
 
 
 def _state_may_be_absent(
@@ -20,7 +20,7 @@ def _state_may_be_absent(
     state_dict.setdefault(f"{prefix}_extra_state", None)
 
 
-class ModuleOfTransformerEngine(nn.Module):
+class TransformerEngineModule(nn.Module):
     """A module with an extra state, which is empty, and nothing left to do after a backward."""
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class ModuleOfTransformerEngine(nn.Module):
         """Take no state."""
 
 
-def parts_of_checkpoint(
+def sharded_entries(
     layer: Any,
     axes: dict[str, int] | None,
     prefix: str = "",
@@ -52,9 +52,9 @@ def parts_of_checkpoint(
     Args:
         layer: With the tensor-parallel group as `tp_group`.
         axes: By parameter, the dimension that tensor-parallel ranks hold parts along.
-        prefix: Of the keys.
-        sharded_offsets: Where this layer lies in what is stacked already.
-        metadata: Of the checkpoint.
+        prefix: Prefix of the keys.
+        sharded_offsets: Position of this layer in the stacked dimensions.
+        metadata: Metadata of the checkpoint.
     """
     return make_sharded_tensors_for_checkpoint(
         layer.state_dict(prefix="", keep_vars=True),

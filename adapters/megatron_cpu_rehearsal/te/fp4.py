@@ -34,7 +34,7 @@ BLOCK = 16
 """Elements that share a scale, in one direction or in both."""
 
 RANDOM_VALUES = 256
-"""What a random number of stochastic rounding is below: the device takes 8 bits for an element."""
+"""Upper bound of the random numbers of stochastic rounding: a device uses 8 bits per element."""
 
 _E4M3 = torch.float8_e4m3fn
 _LARGEST = 6.0
@@ -102,7 +102,7 @@ def transpose_packed(data: torch.Tensor) -> torch.Tensor:
 
 
 def global_scale(amax: torch.Tensor) -> torch.Tensor:
-    """What a tensor is multiplied with so that E4M3 holds the scales of its blocks.
+    """Factor of a tensor with which E4M3 can hold the scales of its blocks.
 
     `6 * 448 / amax`, at most the largest fp32 number; 1 where the amax is zero or infinite.
 
@@ -115,7 +115,7 @@ def global_scale(amax: torch.Tensor) -> torch.Tensor:
 
 
 def read_factors(rounded: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
-    """What elements are multiplied with when they are read: `scale * amax / (6 * 448)`.
+    """Factor of elements when they are dequantized: `scale * amax / (6 * 448)`.
 
     Args:
         rounded: Scales of blocks, as E4M3 has them, in fp32.
@@ -140,7 +140,7 @@ def block_scales(amax: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def element_factors(rounded: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """What elements are multiplied with before they are rounded: the reciprocal of their scales.
+    """Factor of elements before they are rounded: the reciprocal of their scales.
 
     Args:
         rounded: Scales of blocks, as E4M3 has them, in fp32.

@@ -28,7 +28,7 @@ __all__ = ["generic_gemm", "te_general_grouped_gemm"]
 
 
 def _operand(tensor: Any, way: str) -> torch.Tensor:
-    """A matrix of fp32 values that an operand's payload stands for."""
+    """Dequantize an operand's payload to a matrix of fp32 values."""
     if storages.is_quantized(tensor):
         return storages.dequantized(tensor, way)
     plain: torch.Tensor = tensor.detach()
@@ -56,7 +56,7 @@ def _column_sums(b: Any, trans_b: bool) -> torch.Tensor:
     """The gradient of a bias: a gradient's sum over its rows, in fp32.
 
     Raises:
-        NotImplementedError: The payload does not stand for the gradient itself.
+        NotImplementedError: The payload is a transform of the gradient.
     """
     way = "columnwise" if trans_b else "rowwise"
     if storages.is_transformed(b, way):
@@ -94,7 +94,7 @@ def generic_gemm(
     alpha: float = 1.0,
     beta: float | None = None,
 ) -> list[Any]:
-    """`D = alpha * op(B) @ op(A) + beta * D`, with what is fused to it.
+    """`D = alpha * op(B) @ op(A) + beta * D`, with the operations fused to it.
 
     Args:
         A: Operand, see the module.
@@ -119,7 +119,7 @@ def generic_gemm(
         extra_output: Not emulated.
         bulk_overlap: Not emulated.
         alpha: Factor of the product.
-        beta: Factor of what is in `D`; 1 with `accumulate`.
+        beta: Factor of the values in `D`; 1 with `accumulate`.
 
     Returns:
         `D`; the gradient of the bias `(N,)` or None; the input of the gelu or None;

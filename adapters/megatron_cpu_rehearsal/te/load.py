@@ -39,7 +39,7 @@ FOLDER = "rehearsal-packages"
 
 _PACKAGE = "transformer_engine"
 _DISTRIBUTION = "transformer_engine"
-# With the first, its package looks for no shared libraries; the second would have it do so anyhow.
+# With the first variable its package looks for no shared libraries; the second would override it.
 _BUILDING = {"NVTE_PROJECT_BUILDING": "1", "NVTE_RELEASE_BUILD": "0"}
 
 
@@ -89,7 +89,7 @@ def why_not() -> str | None:
 
 @contextlib.contextmanager
 def loaded() -> Iterator[None]:
-    """Have Transformer Engine importable, over the reference kernels.
+    """Make Transformer Engine importable, over the reference kernels.
 
     Devices have to be mapped to the CPU already, since it looks at them when it is imported. At the
     end every patch is undone and the path is as before. The imported modules stay: Megatron's hold
@@ -118,9 +118,9 @@ def loaded() -> Iterator[None]:
 
 @contextlib.contextmanager
 def kept_out() -> Iterator[None]:
-    """Have Transformer Engine not be importable, as if it was not installed.
+    """Make Transformer Engine not importable, as if it was not installed.
 
-    Megatron takes it wherever it can be imported, and its wheel alone is not what Megatron expects.
+    Megatron uses it wherever it can be imported, and its pure Python wheel alone fails there.
     """
     if _PACKAGE in sys.modules or importlib.util.find_spec(_PACKAGE) is None:
         yield

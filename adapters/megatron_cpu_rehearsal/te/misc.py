@@ -1,4 +1,4 @@
-"""What Transformer Engine asks about the device, and small helpers around its kernels."""
+"""Queries of Transformer Engine about the device, and small helpers around its kernels."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def get_num_cublas_streams() -> int:
 
 
 def get_stream_priority_range(device_id: int = -1) -> tuple[int, int]:
-    """Lowest and highest priority: all are alike."""
+    """Lowest and highest priority, which are equal."""
     del device_id
     return 0, 0
 
@@ -73,7 +73,7 @@ def fused_multi_row_padding(
     input_row_list: Sequence[int],
     padded_input_row_list: Sequence[int],
 ) -> None:
-    """Copy groups of rows to where wider groups begin; what is left of those becomes zero.
+    """Copy groups of rows to the starts of wider groups; the rest of those becomes zero.
 
     Args:
         input: `(sum of input_row_list, K)`.

@@ -1,4 +1,4 @@
-"""The module that takes the place of Transformer Engine's compiled one, made of all kernels."""
+"""The module of reference kernels that replaces Transformer Engine's compiled one."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from megatron_cpu_rehearsal.te import (
 __all__ = ["NAME", "NotEmulatedError", "make"]
 
 NAME = "transformer_engine_torch"
-"""What Transformer Engine imports its kernels as."""
+"""Module name under which Transformer Engine imports its kernels."""
 
 _GROUPS = (attention, gemm, misc, norms, nvfp4_weights, optim, quant, sharded)
 _NO_KERNELS = ("finished",)
 
 
 class NotEmulatedError(NotImplementedError):
-    """A kernel of Transformer Engine's that the rehearsal has no reference for."""
+    """A kernel of Transformer Engine that has no reference kernel."""
 
 
 class _Absent:
@@ -43,7 +43,7 @@ class _Absent:
 def _message(name: str) -> str:
     return (
         f"{NAME}.{name} is not emulated: the CPU rehearsal has reference kernels for what "
-        "Megatron's default layers and optimizers use (docs/rehearsal.md lists what it has not)"
+        "Megatron's default layers and optimizers use (docs/rehearsal.md lists what is missing)"
     )
 
 

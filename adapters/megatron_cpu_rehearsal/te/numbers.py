@@ -59,7 +59,7 @@ def scale_of_amax(
     epsilon: float = 0.0,
     largest_scale: float = torch.finfo(torch.float32).max,
 ) -> torch.Tensor:
-    """What values are multiplied with before they are rounded to an 8-bit float.
+    """Factor of values before they are rounded to an 8-bit float.
 
     `scale = largest / max(amax, epsilon)` in fp32. A quotient that overflows becomes
     `largest_scale`; then a power of two keeps the exponent alone, which rounds down. Where the amax
@@ -106,12 +106,12 @@ def e8m0_of(values: torch.Tensor) -> torch.Tensor:
 
 
 def power_of_e8m0(data: torch.Tensor) -> torch.Tensor:
-    """The power of two an E8M0 byte stands for, in fp32."""
+    """Decode an E8M0 byte to its power of two, in fp32."""
     return _power(data.int())
 
 
 def reciprocal_of_e8m0(data: torch.Tensor) -> torch.Tensor:
-    """The reciprocal of the power of two an E8M0 byte stands for, in fp32."""
+    """Decode an E8M0 byte to the reciprocal of its power of two, in fp32."""
     exponent = data.int()
     return _power(torch.where(exponent == _E8M0_NAN, _E8M0_NAN, 2 * _E8M0_BIAS - exponent))
 

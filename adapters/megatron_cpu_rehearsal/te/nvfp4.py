@@ -34,10 +34,10 @@ _WAYS = ("rowwise", "columnwise")
 
 
 def check(quantizer: Any) -> None:
-    """See that a quantizer asks for what is emulated.
+    """Check that a quantizer's options are emulated.
 
     Raises:
-        NotImplementedError: It does not; names what it asks for.
+        NotImplementedError: An option is not emulated; the message names it.
     """
     for name, what in (
         ("row_scaled_nvfp4", "NVFP4 with an amax for each row"),
@@ -136,7 +136,7 @@ def fill(quantizer: Any, values: torch.Tensor, output: Any) -> None:
 
 
 def _transposed(quantizer: Any, matrix: torch.Tensor) -> torch.Tensor:
-    """What a column-wise payload is made of: `(K, M)`."""
+    """Source of a column-wise payload: `(K, M)`."""
     turned = matrix.t().contiguous()
     if not quantizer.with_rht:
         return turned
@@ -166,7 +166,7 @@ def _fit(quantizer: Any, shape: Sequence[int], output: Any) -> None:
 
 
 def dequantized(tensor: Any, way: str) -> torch.Tensor:
-    """Read a payload back, as the matrix `(M, K)` of what it stands for, in fp32.
+    """Dequantize a payload to the matrix `(M, K)`, in fp32.
 
     Raises:
         RuntimeError: It does not have that payload.

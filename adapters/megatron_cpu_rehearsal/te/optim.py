@@ -8,6 +8,7 @@ nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -100,7 +101,7 @@ def _norms(
 
 
 class _Adam:
-    """One step of Adam: what it makes of a gradient, moments and a parameter.
+    """Compute one step of Adam from a gradient, moments and a parameter.
 
     Args:
         lr: Step size.
@@ -157,14 +158,7 @@ def multi_tensor_adam(
     chunk_size: int,
     noop_flag: torch.Tensor,
     tensor_lists: Lists,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    step: int,
-    mode: int,
-    bias_correction: int,
-    weight_decay: float,
+    *options: Any,
 ) -> None:
     """Step parameters, or fp32 masters from which parameters are rounded.
 
@@ -172,17 +166,10 @@ def multi_tensor_adam(
         chunk_size: Ignored.
         noop_flag: Ignored, as by the device's kernel.
         tensor_lists: Gradients, parameters, first and second moments, masters (optional).
-        lr: See `_Adam`.
-        beta1: Likewise.
-        beta2: Likewise.
-        epsilon: Likewise.
-        step: Likewise.
-        mode: Likewise.
-        bias_correction: Likewise.
-        weight_decay: Likewise.
+        options: Arguments of `_Adam`.
     """
     del chunk_size, noop_flag
-    adam = _Adam(lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay)
+    adam = _Adam(*options)
     for grad, p, exp_avg, exp_avg_sq, *masters in zip(*tensor_lists, strict=True):
         stepped = adam(grad, exp_avg, exp_avg_sq, masters[0] if masters else p)
         for target in (p, *masters):
@@ -193,14 +180,7 @@ def multi_tensor_adam_param_remainder(
     chunk_size: int,
     noop_flag: torch.Tensor,
     tensor_lists: Lists,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    step: int,
-    mode: int,
-    bias_correction: int,
-    weight_decay: float,
+    *options: Any,
 ) -> None:
     """Step fp32 masters of which the parameter, bf16, is the upper half.
 
@@ -211,17 +191,10 @@ def multi_tensor_adam_param_remainder(
         chunk_size: Ignored.
         noop_flag: Ignored, as by the device's kernel.
         tensor_lists: Gradients, parameters (bf16), first and second moments, lower halves (int16).
-        lr: See `_Adam`.
-        beta1: Likewise.
-        beta2: Likewise.
-        epsilon: Likewise.
-        step: Likewise.
-        mode: Likewise.
-        bias_correction: Likewise.
-        weight_decay: Likewise.
+        options: Arguments of `_Adam`.
     """
     del chunk_size, noop_flag
-    adam = _Adam(lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay)
+    adam = _Adam(*options)
     for grad, p, exp_avg, exp_avg_sq, lower in zip(*tensor_lists, strict=True):
         upper = p.detach().view(torch.int16).int() - (lower < 0).int()
         master = (upper << 16 | lower.int() & 0xFFFF).view(torch.float32)
@@ -235,15 +208,7 @@ def multi_tensor_adam_fp8(
     chunk_size: int,
     noop_flag: torch.Tensor,
     tensor_lists: Lists,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    step: int,
-    mode: int,
-    bias_correction: int,
-    weight_decay: float,
-    fp8_dtype: int,
+    *options: Any,
 ) -> None:
     """Step fp32 masters and quantize them with the scale of delayed scaling.
 
@@ -252,19 +217,11 @@ def multi_tensor_adam_fp8(
         noop_flag: Ignored, as by the device's kernel.
         tensor_lists: Gradients, payloads (bytes), first and second moments, masters, scales,
             amaxes (which grow), inverses of scales.
-        lr: See `_Adam`.
-        beta1: Likewise.
-        beta2: Likewise.
-        epsilon: Likewise.
-        step: Likewise.
-        mode: Likewise.
-        bias_correction: Likewise.
-        weight_decay: Likewise.
-        fp8_dtype: A `DType`.
+        options: Arguments of `_Adam`, and the payload's `DType`.
     """
     del chunk_size, noop_flag
-    adam = _Adam(lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay)
-    dtype = TORCH_DTYPES[int(fp8_dtype)]
+    *numbers_of_adam, fp8_dtype = options
+    adam, dtype = _Adam(*numbers_of_adam), TORCH_DTYPES[int(fp8_dtype)]
     for lists in zip(*tensor_lists, strict=True):
         grad, data, exp_avg, exp_avg_sq, master, scale, amax, scale_inv = lists
         stepped = adam(grad, exp_avg, exp_avg_sq, master)
@@ -276,53 +233,25 @@ def multi_tensor_adam_fp8(
 
 
 def multi_tensor_adam_capturable(
-    chunk_size: int,
-    noop_flag: torch.Tensor,
-    tensor_lists: Lists,
-    lr: torch.Tensor,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    step: torch.Tensor,
-    mode: int,
-    bias_correction: int,
-    weight_decay: float,
-    inv_scale: torch.Tensor,
+    chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, *options: Any
 ) -> None:
-    """As `multi_tensor_adam`, with numbers in tensors, gradients that are unscaled, and a flag.
+    """As `multi_tensor_adam`, with scalars in tensors, scaled gradients, and a flag.
 
     Args:
         chunk_size: Ignored.
         noop_flag: Nothing happens where it is 1.
-        tensor_lists: Gradients, which are multiplied with `inv_scale` in place, parameters, first
+        tensor_lists: Gradients, which are multiplied by `inv_scale` in place, parameters, first
             and second moments, masters (optional).
-        lr: See `_Adam`; one element.
-        beta1: Likewise.
-        beta2: Likewise.
-        epsilon: Likewise.
-        step: Likewise; one element.
-        mode: Likewise.
-        bias_correction: Likewise.
-        weight_decay: Likewise.
-        inv_scale: One element.
+        options: Arguments of `_Adam`, of which `lr` and `step` are tensors of one element, and
+            `inv_scale`, which is one too.
     """
     if int(noop_flag) == 1:
         return
+    lr, beta1, beta2, epsilon, step, *others, inv_scale = options
     for grad in tensor_lists[0]:
         grad.copy_(grad.float() * inv_scale.float().reshape(()))
-    multi_tensor_adam(
-        chunk_size,
-        noop_flag,
-        tensor_lists,
-        float(lr),
-        beta1,
-        beta2,
-        epsilon,
-        int(step),
-        mode,
-        bias_correction,
-        weight_decay,
-    )
+    numbers_of_adam = (float(lr), beta1, beta2, epsilon, int(step), *others)
+    multi_tensor_adam(chunk_size, noop_flag, tensor_lists, *numbers_of_adam)
 
 
 multi_tensor_adam_capturable_master = multi_tensor_adam_capturable

@@ -1,4 +1,4 @@
-"""Places in Transformer Engine that no CPU gets past, patched one by one, each with its reason."""
+"""Patches of Transformer Engine that a CPU needs, each with its reason."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def _true_within_transformer_engine(is_cuda: Any) -> property:
 BEFORE_IMPORT: tuple[Patch, ...] = (
     Patch(
         "transformer_engine.common:load_framework_extension",
-        "the reference kernels are in the place of the compiled extension it would load",
+        "reference kernels replace the compiled extension that it would load",
         replace="megatron_cpu_rehearsal.output:nothing",
     ),
     Patch(
         "torch:Tensor.is_cuda",
-        "Transformer Engine's modules refuse tensors that are not on a GPU; what calls from other "
-        "packages see does not change",
+        "Transformer Engine's modules reject tensors that are not on a GPU; callers in other "
+        "packages see the original",
         wrap="megatron_cpu_rehearsal.te.patches:_true_within_transformer_engine",
     ),
 )

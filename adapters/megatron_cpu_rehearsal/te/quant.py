@@ -62,7 +62,7 @@ def quantize(
 
 
 def finished(values: torch.Tensor, dtype: torch.dtype, quantizer: Any, output: Any = None) -> Any:
-    """What a kernel returns that computes in fp32 and quantizes its result.
+    """Return the result of a kernel that computes in fp32 and quantizes its output.
 
     Delayed scaling is fused: it rounds once, from fp32. Every other format is made of the result in
     its own dtype, as the device's kernels do.

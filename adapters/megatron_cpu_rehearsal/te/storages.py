@@ -66,7 +66,7 @@ def shape_of(tensor: Any) -> tuple[int, ...]:
 
 
 def is_transformed(tensor: Any, way: str) -> bool:
-    """Whether a payload stands for a transform of the tensor's values."""
+    """Return whether a payload is a transform of the tensor's values."""
     has_transform = is_quantized(tensor) and isinstance(tensor, _classes().NVFP4TensorStorage)
     return has_transform and nvfp4.is_transformed(tensor, way)
 

@@ -1,8 +1,7 @@
 """Foreach and fused operations on lists of sharded tensors, run on the rows that are here.
 
-Elementwise operations need nothing else where the tensors of one place in the lists are sharded
-alike. DTensor's own dispatch has no rule for some of them, wants one mesh and no plain tensors in
-a list, and takes longer over the others than they do.
+DTensor's own dispatch has no rule for some of them, wants one mesh and no plain tensors in a list,
+and takes longer over the others than they do.
 """
 
 from __future__ import annotations
@@ -16,14 +15,9 @@ from torch.optim import optimizer as optimizers
 from torch.utils import _foreach_utils
 
 from megatron_fsdp_v2.dtensor.norms import cut_axes
-from megatron_fsdp_v2.dtensor.sharded_rows import (
-    ShardedRows,
-    different_rows,
-    rows_like,
-    rows_of,
-)
+from megatron_fsdp_v2.dtensor.sharded_rows import ShardedRows, rows_like, rows_of
 
-__all__ = ["add_to_rows", "choose_foreach_for", "is_elementwise", "run_on_rows"]
+__all__ = ["add_to_rows", "choose_foreach_for", "run_on_rows"]
 
 # Reductions, and a product of matrices (torch 2.15).
 _OF_WHOLE_TENSORS = ("_foreach_max", "_foreach_mm", "_foreach_norm", "_foreach_powsum")
@@ -45,16 +39,6 @@ def choose_foreach_for(kind: type[torch.Tensor]) -> None:
             types.append(kind)
 
 
-def is_elementwise(name: str, args: Sequence[Any]) -> bool:
-    """Whether a function, by its name, is one on lists of tensors that `run_on_rows` can run."""
-    return (
-        name.startswith(("_foreach_", "_fused_"))
-        and name not in _OF_WHOLE_TENSORS
-        and bool(args)
-        and isinstance(args[0], list | tuple)
-    )
-
-
 def run_on_rows(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run an elementwise operation on lists of tensors on their local rows.
 
@@ -70,22 +54,20 @@ def run_on_rows(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
     Raises:
         ValueError: Two tensors of one place have different rows.
     """
-    values = (*args, *kwargs.values())
+    name, values = func.__name__, (*args, *kwargs.values())
     lists = [value for value in values if _is_tensor_list(value)]
-    if not lists or lists[0] is not args[0]:
+    if name in _OF_WHOLE_TENSORS or not lists or lists[0] is not args[0]:
         return NotImplemented
     if torch.is_grad_enabled() and any(item.requires_grad for items in lists for item in items):
         return NotImplemented
-    first, *more = lists
-    if not (
-        not any(cut_axes(value) for value in values if isinstance(value, DTensor))
-        and all(isinstance(item, ShardedRows) or not _is_partial(item) for item in first)
-        and all(_fit(func, first, items) for items in more)
+    first = lists[0]
+    if any(isinstance(value, DTensor) and cut_axes(value) for value in values) or not all(
+        len(items) == len(first) and all(map(_fits, first, items, [name] * len(first)))
+        for items in lists
     ):
         return NotImplemented
-    local_args = [_local(arg) for arg in args]
-    results = func(*local_args, **{key: _local(value) for key, value in kwargs.items()})
-    if func.__name__.endswith("_"):
+    results = func(*map(_local, args), **{key: _local(value) for key, value in kwargs.items()})
+    if name.endswith("_"):
         # In-place foreach and fused operations move no version counter by themselves.
         torch.autograd.graph.increment_version(
             [item for item in first if isinstance(item, DTensor)]
@@ -115,37 +97,28 @@ def _is_tensor_list(value: Any) -> bool:
     return isinstance(value, list | tuple) and bool(value) and isinstance(value[0], torch.Tensor)
 
 
-def _fit(func: Callable[..., Any], first: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Whether tensors of two lists can be computed with place by place."""
-    if len(first) != len(others):
-        return False
-    for mine, other in zip(first, others, strict=True):
-        if isinstance(mine, ShardedRows) and isinstance(other, ShardedRows):
-            if mine._row_shards is not other._row_shards and not (
-                mine._row_shards == other._row_shards and mine.device_mesh == other.device_mesh
-            ):
-                raise different_rows(func, mine, other)
-        elif not _goes_with(mine, other):
-            return False
-    return True
-
-
-def _goes_with(mine: Any, other: Any) -> bool:
-    """Whether a tensor can be the operand of one that is sharded in another way, or not."""
-    if not isinstance(other, DTensor) or not cut_axes(other):
-        # Of one element, or as whole as the other one.
-        return not (isinstance(mine, DTensor) and cut_axes(mine)) or other.numel() == 1
-    return (
-        type(mine) is type(other) is DTensor
-        and mine._spec.placements == other._spec.placements
-        and mine.device_mesh == other.device_mesh
-        and mine.shape == other.shape
-    )
-
-
-def _is_partial(value: Any) -> bool:
-    """Whether it is still to be summed up, and no element of it can be computed with."""
-    return isinstance(value, DTensor) and any(p.is_partial() for p in value.placements)
+def _fits(mine: Any, other: Any, name: str) -> bool:
+    """Whether the local part of a tensor is what that of another one is computed with."""
+    if isinstance(mine, ShardedRows) and isinstance(other, ShardedRows):
+        if mine._row_shards is not other._row_shards and not (
+            mine._row_shards == other._row_shards and mine.device_mesh == other.device_mesh
+        ):
+            raise ValueError(
+                f"{name} mixes two tensors of shapes {tuple(mine.shape)} and {tuple(other.shape)} "
+                "whose rows are sharded differently; gather one with full_tensor() and copy_() it "
+                "over first"
+            )
+        return True
+    if isinstance(other, DTensor) and cut_axes(other):
+        return (
+            type(mine) is type(other) is DTensor
+            and mine.shape == other.shape
+            and mine._spec.placements == other._spec.placements
+            and mine.device_mesh == other.device_mesh
+            # What is still to be summed up has no elements to compute with.
+            and not any(placement.is_partial() for placement in other.placements)
+        )
+    return other.numel() == 1 or not (isinstance(mine, DTensor) and cut_axes(mine))
 
 
 def _local(value: Any) -> Any:

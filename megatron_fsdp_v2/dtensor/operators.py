@@ -2,7 +2,7 @@
 
 An operation that is known to keep rows (`keeps_rows`) runs on each rank's rows, and its result is
 sharded alike. Every other one runs on whole plain tensors, which are gathered for it, and returns
-replicated DTensors. Either way autograd records what is done with plain tensors, and five functions
+replicated DTensors. Either way autograd records what is done with plain tensors, and `_Linear`
 between those and DTensors; so no backward needs a collective, and none sees rows as a whole.
 """
 
@@ -15,7 +15,7 @@ from typing import Any, cast, override
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -26,7 +26,13 @@ from megatron_fsdp_v2.dtensor.attributes import (
 )
 from megatron_fsdp_v2.dtensor.norms import ShardedNorm, cut_axes
 from megatron_fsdp_v2.dtensor.optimizer_kinds import rejection, stepped_by_all
-from megatron_fsdp_v2.dtensor.sharded_rows import ShardedRows, in_rows_of, rows_like, whole_of
+from megatron_fsdp_v2.dtensor.sharded_rows import (
+    ShardedRows,
+    all_gather,
+    in_rows_of,
+    rows_like,
+    whole_of,
+)
 
 __all__ = [
     "ReplicatedDTensor",
@@ -42,6 +48,7 @@ __all__ = [
     "on_rows",
     "on_whole",
     "replicated",
+    "run",
     "sum_of_all",
 ]
 
@@ -77,75 +84,50 @@ def keeps_rows(name: str) -> bool:
 # -- what autograd sees ----------------------------------------------------------------------------
 
 
-class _Local(torch.autograd.Function):
-    """A DTensor's local tensor, in the same memory."""
+class _Linear(torch.autograd.Function):
+    """A linear function between DTensors and plain tensors whose adjoint is given as well."""
 
     @staticmethod
     @override
-    def forward(ctx: Any, source: Any) -> Any:
-        ctx.like = source
-        return source._local_tensor.detach()
-
-    @staticmethod
-    @override
-    def backward(ctx: Any, *grads: Any) -> Any:
-        _before_accumulation(ctx.like)
-        return _Like.apply(grads[0], ctx.like)  # type: ignore[no-untyped-call]
-
-
-class _Like(torch.autograd.Function):
-    """A local tensor as a DTensor that is placed as another one."""
-
-    @staticmethod
-    @override
-    def forward(ctx: Any, local: Any, like: Any) -> Any:
+    def forward(ctx: Any, source: Any, function: Any, adjoint: Any) -> Any:
         ctx.set_materialize_grads(False)
-        return rows_like(local.detach(), like)
+        ctx.function, ctx.adjoint = function, adjoint
+        return function(source)
 
     @staticmethod
     @override
     def backward(ctx: Any, *grads: Any) -> Any:
-        grad = grads[0]
-        if grad is None or not isinstance(grad, DTensor):
-            return grad, None
-        if any(placement.is_partial() for placement in grad.placements):
-            return grad.full_tensor(), None
-        return _Local.apply(grad), None  # type: ignore[no-untyped-call]
+        grad = None if grads[0] is None else linear(grads[0], ctx.adjoint, ctx.function)
+        return grad, None, None
 
 
-class _Gather(torch.autograd.Function):
-    """Rows to the whole, on every rank. Its gradient is replicated, or summed as placements say."""
-
-    @staticmethod
-    @override
-    def forward(ctx: Any, source: Any, grad_placements: Any) -> Any:
-        ctx.like, ctx.grad_placements = source, grad_placements
-        return whole_of(source)
-
-    @staticmethod
-    @override
-    def backward(ctx: Any, *grads: Any) -> Any:
-        grad, mesh = grads[0], ctx.like.device_mesh
-        if ctx.grad_placements is not None:
-            grad = DTensor.from_local(grad, mesh, ctx.grad_placements).full_tensor()
-        _before_accumulation(ctx.like)
-        return _Scatter.apply(grad, ctx.like), None  # type: ignore[no-untyped-call]
+def linear(source: Any, function: Callable[[Any], Any], adjoint: Callable[[Any], Any]) -> Any:
+    """Apply a linear function, which autograd differentiates by its adjoint."""
+    if not is_tracked(source):
+        return function(source)
+    return _Linear.apply(source, function, adjoint)  # type: ignore[no-untyped-call]
 
 
-class _Scatter(torch.autograd.Function):
-    """A replicated whole to the rows of this rank. No communication but in its backward."""
+def _local(source: Any) -> Any:
+    """The local tensor of a DTensor, or of a gradient of one, in the same memory."""
+    if not isinstance(source, DTensor):
+        return source
+    if any(placement.is_partial() for placement in source._spec.placements):
+        return source.full_tensor().detach()
+    return source._local_tensor.detach()
 
-    @staticmethod
-    @override
-    def forward(ctx: Any, whole: Any, like: Any) -> Any:
-        ctx.like = like
-        return in_rows_of(like, whole)
 
-    @staticmethod
-    @override
-    def backward(ctx: Any, *grads: Any) -> Any:
-        grad = rows_like(grads[0]._local_tensor, ctx.like)
-        return _Gather.apply(grad, None), None  # type: ignore[no-untyped-call]
+def _gradient_for(like: DTensor, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A function whose result autograd may add to the `grad` of a parameter, if `like` is one."""
+
+    def adjoint(grad: Any) -> Any:
+        if isinstance(like, ShardedRows) and like.is_leaf:
+            group = like._row_shards.holders.group()
+            if group is not None:
+                group.before_direct_gradient()
+        return function(grad)
+
+    return adjoint
 
 
 class _Overwrite(torch.autograd.Function):
@@ -162,15 +144,7 @@ class _Overwrite(torch.autograd.Function):
     @staticmethod
     @override
     def backward(ctx: Any, *grads: Any) -> Any:
-        return None, _Local.apply(grads[0])  # type: ignore[no-untyped-call]
-
-
-def _before_accumulation(target: DTensor) -> None:
-    """Autograd is about to add to the `grad` of a parameter, if this is one."""
-    if isinstance(target, ShardedRows) and target.is_leaf:
-        group = target._row_shards.holders.group()
-        if group is not None:
-            group.before_direct_gradient()
+        return None, local_rows(grads[0])
 
 
 def is_tracked(*values: Any) -> bool:
@@ -182,9 +156,8 @@ def is_tracked(*values: Any) -> bool:
 
 def local_rows(source: DTensor) -> torch.Tensor:
     """The local tensor, which autograd knows where it comes from if it has to."""
-    if is_tracked(source):
-        return cast("torch.Tensor", _Local.apply(source))  # type: ignore[no-untyped-call]
-    return source._local_tensor.detach()
+    to_rows = _gradient_for(source, lambda local: rows_like(local.detach(), source))
+    return cast("torch.Tensor", linear(source, _local, to_rows))
 
 
 def gathered(
@@ -205,20 +178,29 @@ def gathered(
             f"be placed as {tuple(grad_placements)}; grad_placements takes Replicate() (the "
             "default: equal on all ranks) and Partial() (to be summed over ranks) per mesh axis"
         )
-    if is_tracked(source):
-        whole = _Gather.apply(source, grad_placements)  # type: ignore[no-untyped-call]
-        return cast("torch.Tensor", whole)
-    return whole_of(source)
+
+    def to_rows(grad: torch.Tensor) -> Any:
+        if grad_placements is not None:
+            grad = DTensor.from_local(grad, source.device_mesh, grad_placements).full_tensor()
+        return in_rows_of(source, grad)
+
+    def gather(rows: DTensor) -> torch.Tensor:
+        # A gradient that autograd has summed up is a plain DTensor.
+        return whole_of(rows_like(rows._local_tensor.detach(), source))
+
+    return cast("torch.Tensor", linear(source, gather, _gradient_for(source, to_rows)))
 
 
 def replicated(local: torch.Tensor, mesh: DeviceMesh) -> ReplicatedDTensor:
     """A tensor that is equal on all ranks, as a DTensor."""
-    meta = TensorMeta(local.shape, local.stride(), local.dtype)
-    spec = DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=meta)
-    like: Any = DTensor.__new__(ReplicatedDTensor, local.detach(), spec, requires_grad=False)
-    if not is_tracked(local):
-        return cast("ReplicatedDTensor", like)
-    return cast("ReplicatedDTensor", _Like.apply(local, like))  # type: ignore[no-untyped-call]
+
+    def wrap(local: torch.Tensor) -> Any:
+        meta = TensorMeta(local.shape, local.stride(), local.dtype)
+        spec = DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=meta)
+        local = local.detach() if local.requires_grad else local
+        return DTensor.__new__(ReplicatedDTensor, local, spec, requires_grad=False)
+
+    return cast("ReplicatedDTensor", linear(local, wrap, _local))
 
 
 # -- on the rows that are here ---------------------------------------------------------------------
@@ -246,27 +228,25 @@ def on_rows(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any
         named = {key: _rows_beside(first, arg, tracked) for key, arg in kwargs.items()}
     except _NeedsWholeError:
         return on_whole(func, args, kwargs)
-    written = named.get("out", local[0] if local else None)
+    written = named.get("out", local[0])
     version = written._version if isinstance(written, torch.Tensor) else 0
     result = func(*local, **named)
-    if isinstance(written, torch.Tensor):
-        if written._version != version and tracked:
-            _note_written(func, target, written, is_recorded=is_tracked(written))
-        elif written._version != version:
+    if isinstance(written, torch.Tensor) and written._version != version:
+        if is_tracked(written):
+            _Overwrite.apply(target, written)  # type: ignore[no-untyped-call]
+        else:
             torch.autograd.graph.increment_version(target)
-        if result is written:
-            return target
-    if isinstance(result, torch.Tensor):
-        return _sharded(result, first)
+    if result is written:
+        return target
     if isinstance(result, tuple):
         return type(result)(_sharded(item, first) for item in result)
-    return result
+    return _sharded(result, first) if isinstance(result, torch.Tensor) else result
 
 
 def _sharded(result: torch.Tensor, like: ShardedRows) -> Any:
-    if is_tracked(result):
-        return _Like.apply(result, like)  # type: ignore[no-untyped-call]
-    return rows_like(result, like)
+    if not is_tracked(result):
+        return rows_like(result, like)
+    return linear(result, lambda local: rows_like(local.detach(), like), _local)
 
 
 _broadcast: Callable[..., torch.Size] = torch.broadcast_shapes
@@ -309,8 +289,8 @@ def _rows_beside(first: ShardedRows, value: Any, tracked: bool) -> Any:
 
 
 @dataclass(slots=True)
-class _Viewed:
-    """What views of a gathered tensor are views of.
+class _Base:
+    """Whole memory that results are views of, and the sharded tensor that it was gathered from.
 
     Attributes:
         source: The sharded tensor.
@@ -322,15 +302,24 @@ class _Viewed:
     whole: torch.Tensor
     version: int
 
+    def write(self) -> None:
+        """Copy what was written into the whole to the rows."""
+        rows = self.source._local_tensor
+        if self.whole.untyped_storage()._cdata != rows.untyped_storage()._cdata:
+            with torch.no_grad():
+                rows.copy_(in_rows_of(self.source, self.whole.detach())._local_tensor)
+        torch.autograd.graph.increment_version(self.source)
+        self.version = self.source._version
+
 
 class ReplicatedDTensor(AttributesAtOnce):
     """What an operation on whole tensors made: equal on all ranks.
 
     Attributes:
-        viewed: Sharded tensors in whose gathered memory it is; what is written here goes there.
+        bases: Of what it is a view of; what is written here goes there.
     """
 
-    viewed: Sequence[_Viewed] = ()
+    bases: Sequence[_Base] = ()
 
     @classmethod
     @override
@@ -339,13 +328,7 @@ class ReplicatedDTensor(AttributesAtOnce):
     ) -> Any:
         """Run the operation on local tensors, as it may have no rule for DTensors."""
         rule = common_rule(func, is_sharded=False) or on_whole
-        try:
-            return rule(func, args, kwargs or {})
-        except Exception as error:
-            rejected = rejection(error)
-            if rejected is None:
-                raise
-            raise rejected from error
+        return run(rule, func, args, kwargs)
 
 
 def on_whole(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -359,31 +342,66 @@ def on_whole(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any
     Raises:
         RuntimeError: A plain tensor is among the operands, which ranks may hold different ones of;
             or something that was written cannot be put back into rows.
+        ValueError: Operands are distributed over different meshes.
     """
     operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     name = getattr(func, "__name__", str(func))
-    is_mixed = any(not _is_distributed(operand) and operand.ndim for operand in operands)
-    # An optimizer that all ranks step makes the same plain tensors on each.
-    if is_mixed and stepped_by_all() is None:
-        raise _mixed(name, operands)
+    mesh = _common_mesh(name, operands)
     wholes = {id(operand): _whole(name, operand) for operand in operands}
+    bases_of = {id(operand): _bases(operand, wholes[id(operand)]) for operand in operands}
     before = {key: (whole._version, whole.grad_fn) for key, whole in wholes.items()}
     plain = tree_map(lambda leaf: wholes.get(id(leaf), leaf), (args, kwargs))
     result = func(*plain[0], **plain[1])
-    mesh = next(o.device_mesh for o in operands if isinstance(o, AttributesAtOnce))
+    unseen = set(map(id, _written_unseen(func, name, args, kwargs)))
     same: dict[int, torch.Tensor] = {}
     for operand in operands:
         whole = wholes[id(operand)]
         same[id(whole)] = operand
-        if (whole._version, whole.grad_fn) != before[id(operand)]:
-            if whole.shape != operand.shape:
-                raise _in_place(name, operand, "changes the shape of")
-            recorded = whole.grad_fn != before[id(operand)][1]
-            _note_written(func, operand, whole, is_recorded=recorded, of_whole=True)
-    for operand in _written_unseen(func, name, args, kwargs):
-        _note_written(func, operand, wholes[id(operand)], is_recorded=False, of_whole=True)
-    viewed = [view for o in operands for view in _views(o, wholes[id(o)])]
-    return tree_map(lambda leaf: _replicated_result(name, leaf, same, viewed, mesh), result)
+        version, node = before[id(operand)]
+        if whole._version != version or whole.grad_fn is not node or id(operand) in unseen:
+            is_recorded = whole.grad_fn is not node
+            _write_back(name, operand, whole, bases_of[id(operand)], is_recorded=is_recorded)
+    bases = [base for found in bases_of.values() for base in found]
+
+    def distributed(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or id(leaf) in same:
+            return same.get(id(leaf), leaf)
+        if leaf.layout is not torch.strided or leaf.is_quantized:
+            raise RuntimeError(
+                f"{name} of a sharded tensor returns one of layout {leaf.layout}; compute with "
+                "full_tensor()"
+            )
+        made = replicated(leaf, mesh)
+        memory = leaf.untyped_storage()._cdata
+        made.bases = [base for base in bases if base.whole.untyped_storage()._cdata == memory]
+        return made
+
+    return tree_map(distributed, result)
+
+
+def _common_mesh(name: str, operands: Sequence[torch.Tensor]) -> DeviceMesh:
+    """The mesh of our operands; an error where they do not go together."""
+    ours = [operand for operand in operands if isinstance(operand, AttributesAtOnce)]
+    is_mixed = any(not _is_distributed(operand) and operand.ndim for operand in operands)
+    # An optimizer that all ranks step makes the same plain tensors on each.
+    if is_mixed and stepped_by_all() is None:
+        raise _mixed(name, operands)
+    mesh = ours[0].device_mesh
+    for other in ours:
+        if other.device_mesh is not mesh and other.device_mesh != mesh:
+            raise ValueError(
+                f"{name} mixes tensors over two meshes, {mesh} and {other.device_mesh}. Compute "
+                "with those of each mesh apart (clip their gradients apart, for one); or, where "
+                "some are plain tensors beside DTensors of a tensor-parallel mesh, tell "
+                "fully_shard that they are replicated over it: tensor_shards=tensor_parallel."
+                "tensor_shards(module, mesh=mesh, rules=[TensorParallelRule(torch.nn.Module, "
+                "REPLICATED)])"
+            )
+    return mesh
+
+
+def _is_distributed(operand: torch.Tensor) -> bool:
+    return isinstance(operand, DTensor | ShardedNorm)
 
 
 def _written_unseen(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -402,79 +420,48 @@ def _written_unseen(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> 
     return [leaf for leaf in tree_leaves(written) if isinstance(leaf, torch.Tensor)]
 
 
-def _is_distributed(operand: torch.Tensor) -> bool:
-    return isinstance(operand, DTensor | ShardedNorm)
-
-
 def _whole(name: str, operand: torch.Tensor) -> torch.Tensor:
     """A plain tensor of all of an operand."""
     if isinstance(operand, ShardedRows):
         return gathered(operand)
     if isinstance(operand, ReplicatedDTensor):
-        if any(view.source._version != view.version for view in operand.viewed):
+        if any(base.source._version != base.version for base in operand.bases):
             raise _in_place(name, operand, "is given what was a view, before a change, of")
         return local_rows(operand)
     return operand.full_tensor() if isinstance(operand, DTensor | ShardedNorm) else operand
 
 
-def _views(operand: torch.Tensor, whole: torch.Tensor) -> Sequence[_Viewed]:
+def _bases(operand: torch.Tensor, whole: torch.Tensor) -> Sequence[_Base]:
     if isinstance(operand, ShardedRows):
-        return [_Viewed(operand, whole, operand._version)]
-    return operand.viewed if isinstance(operand, ReplicatedDTensor) else ()
+        return [_Base(operand, whole, operand._version)]
+    return operand.bases if isinstance(operand, ReplicatedDTensor) else ()
 
 
-def _replicated_result(
+def _write_back(
     name: str,
-    result: Any,
-    same: dict[int, torch.Tensor],
-    viewed: Sequence[_Viewed],
-    mesh: DeviceMesh,
-) -> Any:
-    if not isinstance(result, torch.Tensor) or id(result) in same:
-        return same.get(id(result), result)
-    if result.layout is not torch.strided or result.is_quantized:
-        raise RuntimeError(
-            f"{name} of a sharded tensor returns one of layout {result.layout}; compute with "
-            "full_tensor()"
-        )
-    made = replicated(result, mesh)
-    memory = result.untyped_storage()._cdata
-    made.viewed = [v for v in viewed if v.whole.untyped_storage()._cdata == memory]
-    return made
-
-
-def _note_written(
-    func: Callable[..., Any],
-    target: torch.Tensor,
-    written: torch.Tensor,
+    operand: torch.Tensor,
+    whole: torch.Tensor,
+    bases: Sequence[_Base],
     *,
     is_recorded: bool,
-    of_whole: bool = False,
 ) -> None:
     """Have a DTensor, and what it is a view of, be what was written into a plain tensor of it."""
-    viewed = target.viewed if isinstance(target, ReplicatedDTensor) else ()
-    if is_recorded:
-        if viewed:
-            name = getattr(func, "__name__", str(func))
-            raise _in_place(name, target, "writes, where autograd records it, into a view of")
-        if of_whole and isinstance(target, ShardedRows):
-            written = local_rows(_Scatter.apply(written, target))  # type: ignore[no-untyped-call]
-        _Overwrite.apply(target, written)  # type: ignore[no-untyped-call]
+    if whole.shape != operand.shape:
+        raise _in_place(name, operand, "changes the shape of")
+    if isinstance(operand, DTensor) and not bases and cut_axes(operand):
+        raise _in_place(name, operand, "writes to a DTensor beside")
+    if is_recorded and isinstance(operand, DTensor):
+        if isinstance(operand, ReplicatedDTensor) and bases:
+            raise _in_place(name, operand, "writes, where autograd records it, into a view of")
+        if isinstance(operand, ShardedRows):
+            rows = functools.partial(in_rows_of, operand)
+            whole = local_rows(linear(whole, rows, whole_of))
+        _Overwrite.apply(operand, whole)  # type: ignore[no-untyped-call]
         return
-    if isinstance(target, ShardedRows):
-        viewed = [_Viewed(target, written, 0)]
-    elif isinstance(target, DTensor):
-        if of_whole and cut_axes(target):
-            made = replicated(written.detach(), target.device_mesh)
-            target._local_tensor.copy_(made.redistribute(placements=target.placements).to_local())
-        torch.autograd.graph.increment_version(target)
-    for view in viewed:
-        rows = view.source._local_tensor
-        if view.whole.untyped_storage()._cdata != rows.untyped_storage()._cdata:
-            with torch.no_grad():
-                rows.copy_(in_rows_of(view.source, view.whole.detach())._local_tensor)
-        torch.autograd.graph.increment_version(view.source)
-        view.version = view.source._version
+    for base in bases:
+        base.write()
+    if isinstance(operand, DTensor) and not isinstance(operand, ShardedRows):
+        torch.autograd.graph.increment_version(operand)
 
 
 def _in_place(name: str, operand: torch.Tensor, what: str) -> RuntimeError:
@@ -510,7 +497,19 @@ def _mixed(name: str, operands: Sequence[torch.Tensor]) -> RuntimeError:
 Rule = Callable[[Callable[..., Any], Any, dict[str, Any]], Any]
 """Runs a function of torch with positional arguments and arguments by name."""
 
-_COMPUTED_ATTRIBUTES = ("H", "T", "imag", "mH", "mT", "real")
+
+def run(rule: Rule, func: Any, args: Any, kwargs: dict[str, Any] | None) -> Any:
+    """Run a function by its rule; an error in an optimizer's step names the optimizer."""
+    try:
+        return rule(func, args, kwargs or {})
+    except Exception as error:
+        rejected = rejection(error)
+        if rejected is None:
+            raise
+        raise rejected from error
+
+
+_COMPUTED_ATTRIBUTES = ("H", "T", "imag", "mH", "mT", "real", "data")
 _AS_DTENSORS = (
     "__hash__ __len__ __repr__ _has_compatible_shallow_copy_type can_cast constant_ data_ptr "
     "detach detach_ get_device has_names is_contiguous is_inference is_nonzero is_pinned "
@@ -534,21 +533,15 @@ def common_rule(func: Any, *, is_sharded: bool = True) -> Rule | None:
     """What a function does with any of our tensors; None where that is to compute with them."""
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
-        attribute = func.__self__.__name__
-        return on_whole if attribute in (*_COMPUTED_ATTRIBUTES, "data") else as_dtensors
+        return on_whole if func.__self__.__name__ in _COMPUTED_ATTRIBUTES else as_dtensors
     if func in PLAIN_FUNCTIONS:
-        return _without_result
+        return lambda func, args, kwargs: without_torch_function(func, (), args, kwargs)
     if name in _DRAWS_OF_ALL.split():
         return _reject_random
     if func is torch.Tensor.backward or func is torch.autograd.grad:
         return _backward if func is torch.Tensor.backward else _grad
     is_listed = name in _AS_DTENSORS.split() and (is_sharded or not name.startswith("detach"))
     return as_dtensors if is_listed else None
-
-
-def _without_result(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run a function that returns no tensor."""
-    return without_torch_function(func, (), args, kwargs)
 
 
 def as_dtensors(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -601,23 +594,31 @@ def _grad(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def sum_of_all(source: ShardedRows, **kwargs: Any) -> ReplicatedDTensor:
     """The sum of all elements. Collective."""
-    return replicated(_of_all_ranks(source, local_rows(source).sum(**kwargs)).sum(), _mesh(source))
+    return replicated(_of_ranks(source, local_rows(source).sum(**kwargs)).sum(), source.device_mesh)
 
 
 def norm_of_all(source: ShardedRows, order: float) -> ReplicatedDTensor:
     """The p-norm of all elements, for a p of 1 or more. Collective."""
     rows = local_rows(source)
     norm = torch.linalg.vector_norm(rows, order) if rows.numel() else rows.sum()
-    whole = torch.linalg.vector_norm(_of_all_ranks(source, norm), order)
-    return replicated(whole, _mesh(source))
+    whole = torch.linalg.vector_norm(_of_ranks(source, norm), order)
+    return replicated(whole, source.device_mesh)
 
 
-def _mesh(source: DTensor) -> DeviceMesh:
-    return source.device_mesh
+def _of_ranks(source: ShardedRows, number: torch.Tensor) -> torch.Tensor:
+    """One number of every rank that holds other elements, as a vector. Collective."""
+    mesh, axes = source.device_mesh, sorted(cut_axes(source))
 
+    def gather(number: torch.Tensor) -> torch.Tensor:
+        vector = number.detach().reshape(1)
+        for axis in reversed(axes):
+            vector = all_gather(vector, mesh, axis)
+        return vector
 
-def _of_all_ranks(source: DTensor, number: torch.Tensor) -> torch.Tensor:
-    """One number of every rank that holds other elements."""
-    mesh, cut = source.device_mesh, cut_axes(source)
-    placements = [Shard(0) if axis in cut else Replicate() for axis in range(mesh.ndim)]
-    return DTensor.from_local(number.reshape(1), mesh, placements).full_tensor()
+    def own(vector: torch.Tensor) -> torch.Tensor:
+        index = 0
+        for axis in axes:
+            index = index * mesh.size(axis) + mesh.get_local_rank(axis)
+        return vector[index].clone()
+
+    return cast("torch.Tensor", linear(number, gather, own))

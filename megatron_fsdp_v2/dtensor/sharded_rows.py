@@ -35,7 +35,7 @@ from megatron_fsdp_v2.dtensor.row_shards import (
 
 __all__ = [
     "ShardedRows",
-    "different_rows",
+    "all_gather",
     "in_rows_of",
     "local_of",
     "plain_attributes",
@@ -240,15 +240,6 @@ def in_rows_of(target: ShardedRows, source: Any) -> Any:
     return rows_like(local, target)
 
 
-def different_rows(func: Callable[..., Any], first: ShardedRows, second: ShardedRows) -> ValueError:
-    """What to raise where an operation mixes two tensors of different rows."""
-    return ValueError(
-        f"{getattr(func, '__name__', func)} mixes two tensors of shapes {tuple(first.shape)} and "
-        f"{tuple(second.shape)} whose rows are sharded differently; gather one with full_tensor() "
-        "and copy_() it over first"
-    )
-
-
 def whole_of(tensor: ShardedRows) -> torch.Tensor:
     """The whole tensor, on every rank; its own memory where ranks hold all. Collective.
 
@@ -272,7 +263,7 @@ def whole_of(tensor: ShardedRows) -> torch.Tensor:
     piece[: local.shape[0]] = local
     sharded_axes = [axis for axis, stride in enumerate(shards.strides) if stride]
     for axis in reversed(sharded_axes):
-        piece = _all_gather(piece, mesh, axis)
+        piece = all_gather(piece, mesh, axis)
     sizes = [mesh.size(axis) for axis in sharded_axes]
     full = local.new_zeros(part)
     for number, block in enumerate(torch.split(piece, longest)) if longest else ():
@@ -285,7 +276,8 @@ def whole_of(tensor: ShardedRows) -> torch.Tensor:
     return _join_parts(full, mesh, shards.tensor)
 
 
-def _all_gather(piece: torch.Tensor, mesh: DeviceMesh, axis: int) -> torch.Tensor:
+def all_gather(piece: torch.Tensor, mesh: DeviceMesh, axis: int) -> torch.Tensor:
+    """What all ranks along a mesh axis have of the same shape, joined along dimension 0."""
     gathered = piece.new_empty((mesh.size(axis) * piece.shape[0], *piece.shape[1:]))
     group = mesh.get_group(axis)
     with naming_failures("all-gather of a whole tensor (full_tensor)", group):
@@ -297,7 +289,7 @@ def _join_parts(part: torch.Tensor, mesh: DeviceMesh, tensor: TensorShard | None
     """The whole, from the parts of all tensor-parallel ranks."""
     if tensor is None or tensor.dim is None or tensor.size == 1:
         return part
-    parts = torch.chunk(_all_gather(part, mesh, mesh.ndim - 1), tensor.size)
+    parts = torch.chunk(all_gather(part, mesh, mesh.ndim - 1), tensor.size)
     lengths = list(tensor.lengths(part.shape[tensor.dim]))
     pieces = zip(*(torch.split(p, lengths, tensor.dim) for p in parts), strict=True)
     return torch.cat([torch.cat(same, tensor.dim) for same in pieces], tensor.dim)

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from megatron_fsdp_v2._compiler import leave_to_python
-from megatron_fsdp_v2.dtensor.foreach import choose_foreach_for, is_elementwise, run_on_rows
+from megatron_fsdp_v2.dtensor.foreach import choose_foreach_for, run_on_rows
 from megatron_fsdp_v2.dtensor.found_inf import unscale_and_check
 from megatron_fsdp_v2.dtensor.norms import local_norms, order_of
 from megatron_fsdp_v2.dtensor.operators import (
@@ -32,9 +32,10 @@ from megatron_fsdp_v2.dtensor.operators import (
     on_rows,
     on_whole,
     replicated,
+    run,
     sum_of_all,
 )
-from megatron_fsdp_v2.dtensor.optimizer_kinds import rejection, stepped_by_all
+from megatron_fsdp_v2.dtensor.optimizer_kinds import stepped_by_all
 from megatron_fsdp_v2.dtensor.row_shards import RowShards, knows_rows
 from megatron_fsdp_v2.dtensor.sharded_rows import (
     ShardedRows,
@@ -62,13 +63,7 @@ class UnevenDTensor(ShardedRows):
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operation on the rows that are here, or on the whole."""
-        try:
-            return rule_of(func)(func, args, kwargs or {})
-        except Exception as error:
-            rejected = rejection(error)
-            if rejected is None:
-                raise
-            raise rejected from error
+        return run(rule_of(func), func, args, kwargs)
 
     @override
     def __tensor_flatten__(self) -> Any:
@@ -233,10 +228,8 @@ def rule_of(func: Any) -> Rule:
 
 
 def _on_lists(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    result = run_on_rows(func, args, kwargs) if is_elementwise(func.__name__, args) else None
-    if result is not NotImplemented and result is not None:
-        return result
-    return on_whole(func, args, kwargs)
+    result = run_on_rows(func, args, kwargs)
+    return on_whole(func, args, kwargs) if result is NotImplemented else result
 
 
 def _reject_storage(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -90,12 +90,17 @@ class ShardGrid:
 
     def coordinates_of(self, slices: Collection[int]) -> set[tuple[int, ...]]:
         """Mesh coordinates of the ranks whose main weight is one of these slices."""
-        if not slices:
-            return set()
+        axes = list(zip(self.axes, self.parts, self.strides, strict=True))
+        # From slices to ranks: of many ranks few have nothing.
         return {
             coordinate
-            for coordinate in itertools.product(*(range(axis.size) for axis in self.axes))
-            if sum(c * s for c, s in zip(coordinate, self.strides, strict=True)) in slices
+            for number in slices
+            for coordinate in itertools.product(
+                *(
+                    (number // stride % parts,) if parts > 1 else range(axis.size)
+                    for axis, parts, stride in axes
+                )
+            )
         }
 
 

@@ -19,7 +19,7 @@ from megatron_fsdp_v2.plan import (
     describe_module,
     plan_one,
 )
-from megatron_fsdp_v2.plan.description import Rules
+from megatron_fsdp_v2.plan.description import ModelTraits
 
 
 def planned(job: Job, machine: Machine) -> Plan:
@@ -37,7 +37,7 @@ def planned(job: Job, machine: Machine) -> Plan:
     with torch.device("meta"):
         model = Decoder(job.shape)
     units = [model.embedding, *model.layers, model.output]
-    described, plain_nbytes = describe_module(model, units, Rules(flops_of=flops_of))
+    described, plain_nbytes = describe_module(model, units, ModelTraits(flops_of=flops_of))
     training = TrainingDescription(
         described,
         {"dp": MeshDescription(job.num_ranks)},

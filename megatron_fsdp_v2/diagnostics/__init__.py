@@ -5,8 +5,8 @@ from megatron_fsdp_v2.diagnostics.memory import TrackedMemory, memory_tracker
 from megatron_fsdp_v2.diagnostics.memory_ledger import Account, Moment, Role
 from megatron_fsdp_v2.diagnostics.memory_units import unit_bytes
 from megatron_fsdp_v2.diagnostics.norms import ParameterNorm, parameter_norms
-from megatron_fsdp_v2.diagnostics.overlap import check_no_overlap
 from megatron_fsdp_v2.diagnostics.ranges import profile_ranges
+from megatron_fsdp_v2.diagnostics.shard_overlap import check_no_overlap
 from megatron_fsdp_v2.diagnostics.summary import GroupRow, GroupSummary, group_summary
 
 __all__ = [

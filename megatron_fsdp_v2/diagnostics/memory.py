@@ -1,4 +1,4 @@
-"""A memory tracker: what lives in a step, for which role and unit, and how far from the bound.
+"""A memory tracker: bytes by role and unit during a step, beside the bound.
 
 Example:
     with memory_tracker(model, optimizer) as memory:
@@ -28,11 +28,11 @@ __all__ = ["TrackedMemory", "memory_tracker"]
 
 
 class TrackedMemory:
-    """What a memory tracker saw. All numbers are bytes on this rank.
+    """The result of a memory tracker. All numbers are bytes on this rank.
 
     Args:
-        ledger: What was booked.
-        host_ledger: What was booked of host memory that something is offloaded to.
+        ledger: Bytes on the device.
+        host_ledger: Bytes of offloaded tensors in host memory.
     """
 
     def __init__(self, ledger: Ledger, host_ledger: Ledger) -> None:
@@ -43,51 +43,50 @@ class TrackedMemory:
 
     @property
     def peak(self) -> Moment:
-        """The moment when most bytes lived."""
+        """The moment with the most bytes."""
         return self._ledger.peak
 
     @property
     def live(self) -> dict[Role, int]:
-        """Bytes that live now, or lived when tracking ended, by role."""
+        """Bytes by role now, or when tracking ended."""
         return _by_role(self._ledger)
 
     @property
     def offloaded(self) -> dict[Role, int]:
-        """Bytes that live in host memory now, or did when tracking ended, by role.
+        """Bytes in host memory by role now, or when tracking ended.
 
-        What is there because something was offloaded, and what steps make of it. None of it is in
-        any other number.
+        These are offloaded tensors and what steps allocate for them. No other number has them.
         """
         return _by_role(self._host_ledger)
 
     @property
     def offloaded_peaks(self) -> dict[Role, int]:
-        """The most of these bytes of each role, at whatever moment."""
+        """The most bytes of each role in host memory, at any moment."""
         return dict(self._host_ledger.role_peaks)
 
     @property
     def role_peaks(self) -> dict[Role, int]:
-        """The most bytes of each role, at whatever moment."""
+        """The most bytes of each role, at any moment."""
         return dict(self._ledger.role_peaks)
 
     @property
     def unit_peaks(self) -> dict[str, int]:
-        """The most bytes of each unit, at whatever moment; the root's name is empty."""
+        """The most bytes of each unit, at any moment; the root's name is empty."""
         return dict(self._ledger.unit_peaks)
 
     @property
     def intervals(self) -> list[Moment]:
-        """The highest moment of each unit's forward and backward, in the order of time."""
+        """The peak of each unit's forward and backward, in the order of time."""
         return list(self._ledger.intervals())
 
     @property
     def bound(self) -> PeakBytes:
-        """What the peak never passes, by role. See `memory_bound.peak_bytes`.
+        """The bound of the peak, by role. See `memory_bound.peak_bytes`.
 
-        Activations are taken as measured, at their own peak.
+        Activations are those measured, at their own peak.
 
         Raises:
-            RuntimeError: Tracking goes on.
+            RuntimeError: Tracking has not ended.
         """
         if self._bound is None:
             raise RuntimeError("the bound is known after the with block of memory_tracker")
@@ -95,14 +94,14 @@ class TrackedMemory:
 
     @property
     def max_memory_allocated(self) -> int | None:
-        """The peak by torch's own statistics of a CUDA device; None on a CPU."""
+        """The peak of torch's statistics of a CUDA device; None on a CPU."""
         return self._allocated
 
     def report(self) -> str:
-        """Tables of bytes by role and by unit, and how far the peak is from the bound.
+        """Tables of bytes by role and by unit, and the peak beside the bound.
 
         Raises:
-            RuntimeError: Tracking goes on.
+            RuntimeError: Tracking has not ended.
         """
         return render_memory(
             MemoryText(
@@ -121,7 +120,7 @@ class TrackedMemory:
         """Draw a step: bytes by role, stacked, over forwards and backwards of the units.
 
         Args:
-            path: File to write; its ending says the format, such as `.png` or `.svg`.
+            path: File to write; its suffix selects the format, such as `.png` or `.svg`.
 
         Raises:
             RuntimeError: matplotlib is not installed.
@@ -142,15 +141,15 @@ def memory_tracker(
 ) -> Iterator[TrackedMemory]:
     """Track the memory of a sharded model on this rank, by role and unit. No communication.
 
-    Counts storages on the model's device, and apart from them what is offloaded: what rests,
-    temporary buffers as they are given memory and lose it, and whatever operations of torch make.
-    What a library allocates by itself (gloo, NCCL, cuBLAS) is not seen; on CUDA the report has
-    torch's own peak beside it, whose statistics start again here. Results do not change; every
-    operation takes longer.
+    Counts storages on the model's device, and separately those of offloaded tensors: resting
+    tensors, temporary buffers while they have memory, and outputs of operations. Memory that a
+    library allocates itself (gloo, NCCL, cuBLAS) is not seen; on CUDA the report also has torch's
+    own peak, whose statistics are reset here. Results do not change; every operation takes longer.
 
     Args:
         module: The root.
-        optimizer: Tells its state, and what a step makes, from activations.
+        optimizer: Tells its state and temporaries from activations; None to count them as
+            activations.
 
     Raises:
         ValueError: The module is not sharded, or is no root.

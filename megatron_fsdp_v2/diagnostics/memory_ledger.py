@@ -1,4 +1,4 @@
-"""Bytes by role and unit as they come and go: what lives, what was the most, and when."""
+"""A ledger of bytes by role and unit: live bytes, and the moments with the most."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ __all__ = ["Account", "Ledger", "Moment", "Role"]
 
 
 class Role(enum.Enum):
-    """What memory is for."""
+    """Purpose of memory."""
 
     MAIN_WEIGHT = "main weight"
-    """What the optimizer steps."""
+    """Weights that the optimizer steps."""
     MODEL_WEIGHT = "model weight"
-    """What the forward computes with, where it has storage of its own."""
+    """Weights that the forward computes with, if they have storage of their own."""
     MAIN_GRAD = "main gradient"
-    """What the optimizer reads."""
+    """Gradients that the optimizer reads."""
     OPTIMIZER = "optimizer"
-    """State, and what a step of the optimizer makes in between."""
+    """Optimizer state, and temporaries of the optimizer's step."""
     OTHER = "other"
     """Parameters and buffers of the model that are not sharded."""
     GATHERED = "gathered"
-    """Whole weights of units that compute, or soon will."""
+    """Gathered weights of units that compute, or are prefetched."""
     GRAD_BUFFER = "gradient buffer"
-    """Whole gradients on their way to be reduced, and shards between two axes of a mesh."""
+    """Full gradients before their reduction, and shards between the two axes of a mesh."""
     COMMUNICATION = "communication"
-    """Copies in the communication dtype, and what a reduction receives on a CPU."""
+    """Copies in the communication dtype, and receive buffers of a CPU."""
     POOL = "idle in the pool"
-    """What the trace pool holds for buffers that do not live now."""
+    """Memory of the traced pool that no live buffer uses."""
     ACTIVATIONS = "activations"
-    """Everything that is made outside of sharding and optimizer."""
+    """Everything else."""
 
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """Where bytes are booked.
+    """Role and unit of some bytes.
 
     Attributes:
-        role: What they are for.
-        unit: Name of the unit; empty for the root and for what belongs to none.
+        role: Their role.
+        unit: Name of the unit; empty for the root and for bytes of no unit.
     """
 
     role: Role
@@ -50,11 +50,11 @@ class Account:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What lives at one moment.
+    """Live bytes at one moment.
 
     Attributes:
-        phase: What was going on, such as `backward`.
-        unit: Of which unit; empty for the root.
+        phase: Phase of the step, such as `backward`.
+        unit: Name of the unit in that phase; empty for the root.
         accounts: Bytes by role and unit.
     """
 
@@ -64,7 +64,7 @@ class Moment:
 
     @property
     def total(self) -> int:
-        """Bytes in all."""
+        """Total bytes."""
         return sum(self.accounts.values())
 
     def of_role(self, role: Role) -> int:
@@ -77,7 +77,7 @@ class Moment:
 
 
 class _Highest:
-    """The moment with the most bytes; copied when it ends and not while bytes still grow."""
+    """The moment with the most bytes; copied when bytes fall again."""
 
     def __init__(self) -> None:
         self.total = 0
@@ -98,10 +98,10 @@ class Ledger:
     """Books bytes.
 
     Attributes:
-        live: Bytes that live now, by role and unit.
+        live: Live bytes by role and unit.
         total: Their sum.
-        role_peaks: The most bytes of each role, at whatever moment.
-        unit_peaks: The most bytes of each unit, at whatever moment.
+        role_peaks: The most bytes of each role, at any moment.
+        unit_peaks: The most bytes of each unit, at any moment.
     """
 
     def __init__(self) -> None:
@@ -117,7 +117,7 @@ class Ledger:
         self._intervals: list[Moment] = []
 
     def add(self, account: Account, nbytes: int) -> None:
-        """Bytes came to life."""
+        """Book allocated bytes."""
         self._change(account, nbytes)
         role, unit = account.role, account.unit
         self.role_peaks[role] = max(self.role_peaks[role], self._of_role[role])
@@ -126,12 +126,12 @@ class Ledger:
         self._interval.rise(self.total)
 
     def remove(self, account: Account, nbytes: int) -> None:
-        """Bytes are free again."""
+        """Book freed bytes."""
         self._settle()
         self._change(account, -nbytes)
 
     def enter(self, phase: str, unit: str) -> None:
-        """Something else goes on from here."""
+        """Enter a phase of a unit."""
         if self._now == (phase, unit):
             return
         self._close_interval()
@@ -140,12 +140,12 @@ class Ledger:
 
     @property
     def peak(self) -> Moment:
-        """The moment when most bytes lived."""
+        """The moment with the most bytes."""
         self._settle()
         return self._highest.moment or Moment(*self._now, {})
 
     def intervals(self) -> Iterator[Moment]:
-        """The highest moment of each phase of each unit, in the order of time, by role alone."""
+        """The peak of each phase of each unit, in the order of time, by role."""
         self._settle()
         yield from self._intervals
         if self._interval.moment is not None:
@@ -159,7 +159,7 @@ class Ledger:
 
     def _settle(self) -> None:
         self._highest.settle(*self._now, self.live)
-        # Of every interval, by role alone: there are many.
+        # By role alone, since there are many intervals.
         by_role = {Account(role, ""): n for role, n in self._of_role.items()}
         self._interval.settle(*self._now, by_role)
 

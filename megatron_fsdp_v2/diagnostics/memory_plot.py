@@ -1,4 +1,4 @@
-"""The picture of tracked memory: bytes by role over a step."""
+"""A plot of tracked memory: bytes by role over a step."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def plot_moments(moments: Sequence[Moment], bound: PeakBytes, path: Path) -> Non
     """Stack the roles' bytes over forwards and backwards of units, and draw the bound.
 
     Args:
-        moments: The highest moment of each interval, in the order of time.
-        bound: What their total never passes.
+        moments: The peak of each interval, in the order of time.
+        bound: The bound of their total.
         path: File to write.
 
     Raises:
         RuntimeError: matplotlib is not installed.
     """
     try:
-        # Not a dependency: whoever trains on a cluster needs no plots there.
+        # Not a dependency: trainings on a cluster draw no plots.
         figure_type: Any = importlib.import_module("matplotlib.figure").Figure
     except ImportError as error:
         raise RuntimeError("a plot needs matplotlib; install it, or print report()") from error

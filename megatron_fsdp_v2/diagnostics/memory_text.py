@@ -1,4 +1,4 @@
-"""The text of tracked memory: bytes by role and by unit."""
+"""The report of tracked memory as text."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _OF_UNIT = (Role.GATHERED, Role.GRAD_BUFFER, Role.COMMUNICATION, Role.ACTIVATION
 
 @dataclass(frozen=True, slots=True)
 class MemoryText:
-    """What the text is made of.
+    """Numbers of the report.
 
     Attributes:
         peak: The moment with most bytes.
         role_peaks: The most bytes of each role.
         unit_peaks: The most bytes of each unit.
-        live: Bytes of each role in the end.
-        bound: What the peak never passes.
-        allocated: The peak by CUDA's statistics.
-        offloaded: Bytes of each role in host memory in the end.
-        offloaded_peaks: The most of them.
+        live: Bytes of each role at the end.
+        bound: The bound of the peak.
+        allocated: The peak of CUDA's statistics; None on a CPU.
+        offloaded: Bytes of each role in host memory at the end.
+        offloaded_peaks: The most bytes of each role in host memory.
     """
 
     peak: Moment
@@ -42,7 +42,7 @@ class MemoryText:
 
 
 def render_memory(memory: MemoryText) -> str:
-    """Both tables, and the lines around them."""
+    """The report."""
     peak, bound = memory.peak, memory.bound
     share = 100.0 * peak.total / bound.total if bound.total else 100.0
     lines = [
@@ -88,7 +88,7 @@ def _by_role(memory: MemoryText) -> list[str]:
 
 
 def _by_unit(memory: MemoryText) -> list[str]:
-    """What temporary memory units have at the peak, the largest first."""
+    """Temporary memory of units at the peak, largest first."""
     units = {account.unit for account in memory.peak.accounts}
     at_peak = {unit: memory.peak.of_unit(unit) for unit in units}
     temporary = {unit: sum(found.get(r, 0) for r in _OF_UNIT) for unit, found in at_peak.items()}
@@ -105,7 +105,7 @@ def _by_unit(memory: MemoryText) -> list[str]:
 
 
 def place(moment: Moment) -> str:
-    """Where a moment was, in words."""
+    """A moment's phase and unit in words."""
     if moment.phase in ("forward", "backward"):
         return f"in the {moment.phase} of {moment.unit or ROOT}"
     return f"at: {moment.phase}"

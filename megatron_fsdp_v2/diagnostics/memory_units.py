@@ -1,4 +1,4 @@
-"""What a sharded model is in terms of the bound of its memory."""
+"""Sizes of a sharded model's units, as the memory bound takes them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def group_bytes(group: ParameterGroup) -> GroupBytes:
 
 
 def unit_bytes(module: nn.Module) -> list[UnitBytes]:
-    """Units at and below a module, in the form that `peak_bytes` takes. No communication.
+    """Units at and below a module, as `peak_bytes` takes them. No communication.
 
     Raises:
         ValueError: Nothing in the module is sharded, or it is no unit itself but contains some.
@@ -58,7 +58,7 @@ def unit_bytes(module: nn.Module) -> list[UnitBytes]:
 
 
 def _parent(name: str, names: list[str]) -> int | None:
-    """Index of the innermost unit that a unit is inside of."""
+    """Index of the innermost unit that contains a unit."""
     while name:
         name = name.rpartition(".")[0]
         if name in names:

@@ -53,14 +53,14 @@ _IDLE = Account(Role.POOL, "")
 
 @dataclass(slots=True)
 class _Known:
-    """A storage that is booked.
+    """A known storage.
 
     Attributes:
-        ledger: In which ledger.
-        account: Where; None until something tells, with the next operation at the latest.
-        nbytes: Its size when it was first seen.
-        guess: Where it is booked unless it turns out to be something else.
-        ref: Tells when it is free.
+        ledger: The ledger that books it.
+        account: Its account; None until the next operation or event.
+        nbytes: Bytes that are booked.
+        guess: The account unless an event tells another one.
+        ref: Weak reference that tells when it is freed.
     """
 
     ledger: Ledger
@@ -75,14 +75,14 @@ class MemoryWatch(TorchDispatchMode):
 
     Args:
         module: The root.
-        optimizer: What steps it, if its memory is to be told from that of activations.
-        ledger: Where to book.
-        host_ledger: Where to book what is offloaded to host memory, and what is made of it there.
+        optimizer: Its optimizer, to tell its memory from activations; None for no distinction.
+        ledger: Books the device's memory.
+        host_ledger: Books offloaded tensors in host memory, and results of operations on them.
 
     Attributes:
-        ledger: Likewise.
-        host_ledger: Likewise.
-        device: Whose memory is looked at.
+        ledger: See above.
+        host_ledger: See above.
+        device: The model's device.
         accumulates: Whether a forward began with gradients that were not synchronized.
         has_gradients: Whether a forward began with main gradients that were set.
     """
@@ -183,7 +183,7 @@ class MemoryWatch(TorchDispatchMode):
         self._undo.callback(optimizer.register_step_post_hook(end).remove)
 
     def _book_state(self, optimizer: torch.optim.Optimizer, account: Account) -> None:
-        """State that is not booked yet; that of an offloaded parameter is offloaded with it."""
+        """Book new optimizer state; the state of an offloaded parameter is offloaded too."""
         for param, state in optimizer.state.items():
             of_host = isinstance(param, torch.Tensor) and is_in_host_memory(_local_of(param))
             for value in tree_leaves(state):
@@ -213,7 +213,7 @@ class MemoryWatch(TorchDispatchMode):
                 self._end_phase(self._names[owner], phase)
 
     def _begin_phase(self, name: str, phase: str) -> None:
-        """A phase of a unit begins: what is made inside belongs to communication."""
+        """Book allocations inside a phase of a unit as communication."""
         direction, begins, _ = _PHASES.get(phase, ("", False, False))
         if begins:
             if not name and direction == "forward":
@@ -237,8 +237,8 @@ class MemoryWatch(TorchDispatchMode):
             self.ledger.enter(*(self._running[-1] if self._running else (direction, "")))
 
     def _book_buffer(self, buffer: TemporaryBuffer) -> None:
-        """A temporary buffer has memory."""
-        # What was freed for it is not to be counted beside it.
+        """Book a temporary buffer that got memory."""
+        # Memory that was freed for it must not be counted beside it.
         self.settle()
         if buffer.pool_memory is not None:
             self.book_block(buffer.pool_memory)
@@ -252,7 +252,7 @@ class MemoryWatch(TorchDispatchMode):
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            # What they hold comes by in the operations they are made of.
+            # Their local tensors come in the operations that they call.
             return NotImplemented
         self.settle()
         result = func(*args, **(kwargs or {}))
@@ -271,7 +271,7 @@ class MemoryWatch(TorchDispatchMode):
         return is_strided and tensor.untyped_storage()._cdata not in self._known
 
     def _is_of_host(self, value: Any) -> bool:
-        """Whether something is a tensor that is offloaded, or was made of one on the host."""
+        """Whether a value is an offloaded tensor, or a host tensor computed from one."""
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
             return False
         known = self._known.get(value.untyped_storage()._cdata)
@@ -289,7 +289,7 @@ class MemoryWatch(TorchDispatchMode):
         self._fresh.append(storage._cdata)
 
     def _book(self, tensor: torch.Tensor, account: Account, *, of_host: bool = False) -> None:
-        """A tensor that is there already."""
+        """Book a tensor that exists already."""
         local = _local_of(tensor)
         storage = local.untyped_storage()
         on_host = is_in_host_memory(local) or (of_host and local.device.type == "cpu")
@@ -299,14 +299,14 @@ class MemoryWatch(TorchDispatchMode):
             ledger.add(account, storage.nbytes())
 
     def _book_offloaded(self, account: Account) -> None:
-        """Everything that is known as offloaded and not booked yet."""
+        """Book offloaded storages that are not booked yet."""
         for storage in storages_in_host_memory():
             if storage._cdata not in self._known:
                 self._note(storage, account, storage.nbytes(), ledger=self.host_ledger)
                 self.host_ledger.add(account, storage.nbytes())
 
     def _move_offloaded(self) -> None:
-        """Book in the other ledger what became known as offloaded after it was made."""
+        """Move storages to the host ledger that were marked as offloaded after their allocation."""
         for known in self._known.values():
             storage = known.ref()
             if storage is not None and is_storage_in_host_memory(storage):
@@ -319,7 +319,7 @@ class MemoryWatch(TorchDispatchMode):
             known.ledger.add(known.account, known.nbytes)
 
     def _main_has_memory(self, account: Account, flat: torch.Tensor) -> None:
-        """A main gradient was given memory, by the operation that was seen last."""
+        """Book a main gradient, the output of the latest operation."""
         known = self._known[flat.untyped_storage()._cdata]
         known.guess = account
         self.settle()
@@ -329,7 +329,7 @@ class MemoryWatch(TorchDispatchMode):
             known.ledger.add(account, known.nbytes)
 
     def claim(self, storage: torch.UntypedStorage, account: Account) -> None:
-        """Operations put out views of a buffer's storage, which the buffer itself books."""
+        """Leave a buffer's storage to the buffer's events; operations return views of it."""
         known = self._known.get(storage._cdata)
         if known is not None and known.account is not None:
             known.ledger.remove(known.account, known.nbytes)
@@ -337,7 +337,7 @@ class MemoryWatch(TorchDispatchMode):
             self._note(storage, account, 0)
 
     def book_block(self, memory: torch.Tensor) -> None:
-        """Memory that buffers are parts of: what is of no buffer that lives is idle."""
+        """Book a block of pooled memory as idle; its buffers take their parts from that."""
         storage = memory.untyped_storage()
         known = self._known.get(storage._cdata)
         if known is not None and known.account == _IDLE:
@@ -356,7 +356,7 @@ class MemoryWatch(TorchDispatchMode):
         ledger: Ledger | None = None,
     ) -> None:
         key = storage._cdata
-        # Weak, or what is freed after the watch would find it alive.
+        # Weak, so that storages do not keep the watch alive.
         watch = weakref.ref(self)
 
         def freed(ref: weakref.ref[torch.UntypedStorage]) -> None:
@@ -383,7 +383,7 @@ class MemoryWatch(TorchDispatchMode):
             known.ledger.remove(known.account, known.nbytes)
 
     def settle(self) -> None:
-        """Book what the last operation made, now that it has got where it belongs."""
+        """Book outputs of the latest operation, whose accounts are known by now."""
         for held in list(self._resizable.values()):
             storage = held.ref()
             if storage is not None and storage.nbytes() < held.nbytes:
@@ -401,7 +401,7 @@ class MemoryWatch(TorchDispatchMode):
                 known.account = known.guess
                 known.ledger.add(known.account, known.nbytes)
                 if known.account.role is Role.COMMUNICATION:
-                    # Emptied by hand when it was received, and freed some time later.
+                    # A receive buffer is resized to zero before it is freed.
                     self._resizable[key] = known
 
 
@@ -415,4 +415,4 @@ _PHASES = {
     "pre_backward": ("backward", True, False),
     "post_backward": ("backward", False, True),
 }
-"""Direction, and whether the unit begins or ends with it."""
+"""Direction of a phase, and whether the unit begins or ends with it."""

@@ -1,7 +1,7 @@
 """Plans a training before it runs: memory, communication and time, without GPUs or processes."""
 
 from megatron_fsdp_v2.plan.description import (
-    Alternative,
+    MemoryOption,
     MeshDescription,
     ParameterDescription,
     TrainingDescription,
@@ -14,8 +14,8 @@ from megatron_fsdp_v2.plan.sharding import Strategy
 
 __all__ = [
     "PRESETS",
-    "Alternative",
     "Machine",
+    "MemoryOption",
     "MeshDescription",
     "ParameterDescription",
     "Plan",

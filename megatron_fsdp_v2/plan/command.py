@@ -17,7 +17,7 @@ from megatron_fsdp_v2.layout.mixed_precision import MixedPrecisionPolicy
 from megatron_fsdp_v2.layout.placement import STRATEGIES
 from megatron_fsdp_v2.plan.description import (
     DATA,
-    Alternative,
+    MemoryOption,
     MeshDescription,
     TrainingDescription,
     describe_module,
@@ -26,7 +26,7 @@ from megatron_fsdp_v2.plan.machine import PRESETS, Machine, find_machine
 from megatron_fsdp_v2.plan.optimizer_state import OPTIMIZERS
 from megatron_fsdp_v2.plan.planner import Plan, advice, best_plan, plan_one, strategies
 from megatron_fsdp_v2.plan.plot import draw
-from megatron_fsdp_v2.plan.report import Report, as_dict, lines
+from megatron_fsdp_v2.plan.report import PlanReport, as_dict, lines
 from megatron_fsdp_v2.plan.sharding import Strategy
 from megatron_fsdp_v2.plan.sources import (
     SourceResult,
@@ -264,7 +264,7 @@ def _times(value: float | None, factor: float) -> float | None:
 # -- the report -------------------------------------------------------------------------------
 
 
-def _report(args: argparse.Namespace) -> Report:
+def _report(args: argparse.Namespace) -> PlanReport:
     machine = _machine(args)
     if args.overlap and machine is None:
         raise ValueError("--overlap says what takes how long; add --machine")
@@ -288,7 +288,7 @@ def _report(args: argparse.Namespace) -> Report:
     sentences: Sequence[str] = ()
     if memory is not None and best is None:
         sentences = advice(training, plans, memory)
-    return Report(
+    return PlanReport(
         training,
         tuple(plans),
         best,
@@ -337,12 +337,12 @@ def _own_model(args: argparse.Namespace) -> TrainingDescription:
     patterns = [] if args.units is None else [p.strip() for p in args.units.split(",")]
     model, chosen = build_on_meta(args.model, patterns, model_arguments(args.model_arg))
     units, plain_nbytes = describe_module(model, chosen)
-    alternatives: tuple[Alternative, ...] = ()
+    alternatives: tuple[MemoryOption, ...] = ()
     if args.activations is not None:
         each = args.activations // max(len(units) - 1, 1)
         units = tuple(replace(unit, activation_nbytes=each if unit.name else 0) for unit in units)
         alternatives = (
-            Alternative("half the tokens in twice the micro-batches", args.activations // 2),
+            MemoryOption("half the tokens in twice the micro-batches", args.activations // 2),
         )
     policy = MixedPrecisionPolicy(
         param_dtype=_DTYPES.get(args.param_dtype),
@@ -381,7 +381,7 @@ def _own_model(args: argparse.Namespace) -> TrainingDescription:
     )
 
 
-def _json(report: Report) -> str:
+def _json(report: PlanReport) -> str:
     data: dict[str, Any] = as_dict(report)
     return json.dumps(data, indent=2) + "\n"
 

@@ -1,7 +1,7 @@
-"""What is planned: units, their parameters, meshes, and what a step is made of. No tensors.
+"""The description of a training to be planned: units, parameters, meshes, the step. No tensors.
 
-A description is what `fully_shard` would be told, without a process group or memory: any source
-that can write one (a module built on the meta device, a framework's command line) can be planned.
+A description has what `fully_shard` is given, without a process group and memory. Sources write it:
+a module that is built on the meta device, or the command line of a framework.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from megatron_fsdp_v2.runtime.options import RuntimeOptions
 
 __all__ = [
     "DATA",
-    "Alternative",
+    "MemoryOption",
     "MeshDescription",
+    "ModelTraits",
     "ParameterDescription",
-    "Rules",
     "TrainingDescription",
     "UnitDescription",
     "describe_module",
 ]
 
 DATA = "dp"
-"""Name of the mesh of everything that is not sharded over a mesh of its own."""
+"""Name of the mesh of all units without another one."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterDescription:
-    """One parameter of a unit, as data parallelism gets it.
+    """One parameter of a unit, as data parallelism sees it.
 
     Attributes:
         name: Relative to its unit.
-        shape: Of this rank's tensor-parallel part.
-        dtype: As the model was built.
+        shape: Shape of the TP-local shard.
+        dtype: Dtype in which the model was built.
         requires_grad: Whether it is trained.
         is_separate: Whether it has flat buffers of its own.
-        is_matrix: Whether an optimizer of whole matrices steps it, where there is one.
-        payload: What its model weight takes; None for numbers of the compute dtype.
+        is_matrix: Whether a matrix optimizer steps it, if there is one.
+        payload: Bytes of its model weight; None for the compute dtype.
     """
 
     name: str
@@ -65,13 +65,13 @@ class UnitDescription:
     """A module that `fully_shard` is called on.
 
     Attributes:
-        name: Name of the module; empty for the root. A unit lies inside another one where its
-            name says so.
+        name: Name of the module; empty for the root. Names tell which unit is inside which.
         params: Parameters it owns.
-        mesh: Name of the mesh they are sharded over.
+        mesh: Name of the mesh that they are sharded over.
         tied: `(unit, parameter)` of tied parameters that another unit owns.
-        flops_per_token: Operations of its forward for a token, without units inside it.
-        activation_nbytes: Bytes its forward keeps for a micro-batch's backward, likewise.
+        flops_per_token: Operations of its forward per token, without units inside it.
+        activation_nbytes: Bytes that its forward keeps for the backward of a micro-batch, without
+            units inside it.
         keeps_gathered: Whether it stays gathered between forward and backward, as the root does.
     """
 
@@ -94,9 +94,9 @@ class MeshDescription:
     """Data-parallel ranks of some parameters.
 
     Attributes:
-        num_ranks: How many.
-        stride: Ranks of the job from one of them to the next: those between are on the same node
-            and hold other parts of the model.
+        num_ranks: Number of ranks.
+        stride: Distance in global ranks between two of them; the ranks in between hold other parts
+            of the model.
     """
 
     num_ranks: int
@@ -111,12 +111,12 @@ class MeshDescription:
 
 
 @dataclass(frozen=True, slots=True)
-class Alternative:
-    """Something that could be changed, and what it would leave of the activations.
+class MemoryOption:
+    """A change of the training that needs fewer bytes of activations.
 
     Attributes:
-        text: What to change, such as `--micro-batch-size 1`.
-        activation_nbytes: Bytes of activations then.
+        text: The change, such as `--micro-batch-size 1`.
+        activation_nbytes: Bytes of activations after the change.
     """
 
     text: str
@@ -125,43 +125,44 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class TrainingDescription:
-    """One rank's part of a training, whatever the strategy.
+    """One rank's part of a training, without the sharding strategy.
 
     Attributes:
-        units: Parents before children and siblings in the order they run; the root first.
-        runs: Names of all units but the root in the order they run, where that is another one or a
-            unit runs more than once; a unit inside another one runs as often as that. Empty for
-            the order they are listed in.
-        meshes: Ranks, by name of the mesh.
+        units: Units, the root first, parents before children, siblings in the order they run.
+        runs: Names of all units but the root in the order they run, if that order differs or a unit
+            runs more than once; a unit inside another one runs as often as that one. Empty for the
+            order of `units`.
+        meshes: Meshes by name.
         policy: Dtypes.
         granularity: See `fully_shard(shard_granularity=...)`.
         optimizer: One of `optimizer_state.OPTIMIZERS`.
-        optimizer_dtype: Dtype of its state, or of each tensor of it in turn; that of the main
+        optimizer_dtype: Dtype of its state, or the dtype of each state tensor; that of the main
             weights when None.
-        matrix_dtype: Dtype in which an optimizer of whole matrices exchanges them.
-        offload_fraction: Of what Adam steps, how much is stepped in host memory, from 0 to 1.
+        matrix_dtype: Dtype in which a matrix optimizer exchanges matrices.
+        offload_fraction: Fraction of Adam's parameters stepped in host memory, from 0 to 1.
         cpu_offload: Whether main weights, main gradients and optimizer state are in host memory, as
             with `CPUOffloadPolicy`.
         num_microbatches: Forwards and backwards of a step.
         defers_sync: Whether all but the last of them run in `no_sync()`.
-        syncs_afterwards: Whether gradients are synchronized after the last backward, all at once,
-            instead of in it.
+        syncs_afterwards: Whether gradients are synchronized after the last backward instead of in
+            it.
         tokens: Tokens of a micro-batch on a rank.
-        recompute_factor: Part of the forward that the backward repeats.
-        recomputes_reentrantly: Whether units run inside reentrant checkpoints, one in each: without
-            gradients in the forward, so that nothing stays gathered whatever `fully_shard` is told.
+        recompute_factor: Fraction of the forward that the backward repeats.
+        recomputes_reentrantly: Whether each unit runs inside a reentrant checkpoint of its own. Its
+            forward has no gradients then, so that its weights are dropped after it even with
+            `reshard_after_forward=False`.
         reshard_after_forward: See `fully_shard`.
         options: Options of the root.
-        num_held_beside: Further units that are gathered at a time, where a schedule holds some.
-        on_cpu: Whether reductions run on a CPU, where they receive into buffers of their own.
+        num_held_beside: Further units that a schedule keeps gathered at a time.
+        on_cpu: Whether reductions run on a CPU, where they have receive buffers.
         plain_nbytes: Bytes of buffers and parameters that are not sharded.
-        num_in_flight: Micro-batches whose activations are alive at once: one more than forwards
-            run before the first backward.
-        stages: Pipeline stages that work one after the other, for the time nobody can work.
-        num_chunks: Parts a stage is cut into, between which it alternates.
-        alternatives: What could be changed to save activations.
-        label: Which part of the model it is, such as a pipeline stage.
-        notes: What a reader of the plan should know.
+        num_in_flight: Micro-batches whose activations are alive at once: the number of forwards
+            before the first backward, plus one.
+        stages: Pipeline stages, for the idle time of the pipeline.
+        num_chunks: Model chunks of a stage.
+        alternatives: Changes that save activations.
+        label: Name of this part of the model, such as a pipeline stage.
+        notes: Notes for the reader of the plan.
     """
 
     units: tuple[UnitDescription, ...]
@@ -188,7 +189,7 @@ class TrainingDescription:
     num_in_flight: int = 1
     stages: int = 1
     num_chunks: int = 1
-    alternatives: tuple[Alternative, ...] = ()
+    alternatives: tuple[MemoryOption, ...] = ()
     label: str = ""
     notes: tuple[str, ...] = ()
 
@@ -221,7 +222,7 @@ class TrainingDescription:
 
     @property
     def has_ties(self) -> bool:
-        """Whether a unit gathers a parameter that another one owns."""
+        """Whether a unit gathers a parameter that another unit owns."""
         return any(unit.tied for unit in self.units)
 
     @property
@@ -232,34 +233,35 @@ class TrainingDescription:
 
     @property
     def has_gradients(self) -> bool | None:
-        """Which main gradients are there before the last backward. See `peak_bytes`."""
+        """Whether main gradients exist before the last backward. See `peak_bytes`."""
         if self.num_microbatches == 1:
             return False
         return None if self.accumulates else True
 
     @property
     def activation_nbytes(self) -> int:
-        """Bytes of activations at most, of all micro-batches in flight."""
+        """Bytes of activations of all micro-batches in flight."""
         return self.num_in_flight * sum(unit.activation_nbytes for unit in self.units)
 
 
 @dataclass(frozen=True)
-class Rules:
-    """What the modules alone do not say.
+class ModelTraits:
+    """Traits of a model that its modules do not tell.
 
     Attributes:
-        mesh_of: Name of the mesh of a unit.
-        is_matrix: Whether an optimizer of whole matrices steps a parameter, from the name of its
-            unit and the parameter.
-        separate: Parameters that get flat buffers of their own.
-        flops_of: Operations of a unit's forward for a token, from its name and its parameters.
-        payload_of: What the model weight of a parameter takes, from the name of its unit and the
-            parameter; None for numbers of the compute dtype.
-        used: Parameters that a unit computes with and does not have, those of units before it.
+        mesh_of: Returns the name of the mesh of a unit.
+        is_matrix: Returns whether a matrix optimizer steps a parameter, given the name of its unit
+            and the parameter.
+        separate: Parameters with flat buffers of their own.
+        flops_of: Returns the operations per token of a unit's forward, given its name and its
+            parameters.
+        payload_of: Returns the bytes of the model weight of a parameter, given the name of its unit
+            and the parameter; None for the compute dtype.
+        used: Parameters owned by other units that a unit's forward reads, by unit.
     """
 
     mesh_of: Callable[[nn.Module], str] = lambda unit: DATA
-    # Embeddings and output layers, which the root has, are no matrices to an optimizer.
+    # The root has embedding and output layer, which matrix optimizers leave to others.
     is_matrix: Callable[[str, nn.Parameter], bool] = lambda unit, param: (
         bool(unit) and param.dim() in (2, 3)
     )
@@ -274,7 +276,7 @@ class Rules:
 
 
 def describe_module(
-    module: nn.Module, units: Iterable[nn.Module] | None = None, rules: Rules | None = None
+    module: nn.Module, units: Iterable[nn.Module] | None = None, rules: ModelTraits | None = None
 ) -> tuple[tuple[UnitDescription, ...], int]:
     """Describe a module and the units inside it; it may be built on the meta device.
 
@@ -282,10 +284,10 @@ def describe_module(
         module: The root.
         units: Modules to become units, inner ones before outer ones where they are nested;
             the members of the outermost `nn.ModuleList`s when None.
-        rules: What the modules do not say.
+        rules: Traits that the modules do not tell.
 
     Returns:
-        Units, parents before children, and the bytes of buffers, which are not sharded.
+        Units, parents before children, and bytes of the module's buffers, which are not sharded.
 
     Raises:
         ValueError: A unit is not inside the module, or a parameter has no dimension.
@@ -296,7 +298,7 @@ def describe_module(
         if id(unit) not in names:
             raise ValueError(f"a unit of class {type(unit).__name__} is not inside the model")
     order = [unit for unit in chosen if unit is not module] + [module]
-    walk = _Walk({id(unit) for unit in order}, rules or Rules())
+    walk = _Walk({id(unit) for unit in order}, rules or ModelTraits())
     described = {id(unit): walk.describe(unit, names[id(unit)]) for unit in order}
     buffers = {id(buffer): buffer for buffer in module.buffers()}
     plain_nbytes = sum(b.numel() * b.element_size() for b in buffers.values())
@@ -305,15 +307,15 @@ def describe_module(
 
 
 class _Walk:
-    """Describes units one after the other; the first one that has a parameter owns it."""
+    """Describes units in order; the first unit with a parameter owns it."""
 
-    def __init__(self, boundaries: set[int], rules: Rules) -> None:
+    def __init__(self, boundaries: set[int], rules: ModelTraits) -> None:
         self._boundaries = boundaries
         self._rules = rules
         self._homes: dict[int, tuple[str, str]] = {}
 
     def describe(self, unit: nn.Module, name: str) -> UnitDescription:
-        """Describe a unit, those inside it having been described."""
+        """Describe a unit after the units inside it."""
         found: dict[int, tuple[str, nn.Parameter]] = {}
         for prefix, below in _own_modules(unit, self._boundaries):
             for attribute, param in below._parameters.items():

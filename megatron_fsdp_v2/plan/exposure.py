@@ -16,7 +16,7 @@ __all__ = ["Exposure", "Flight", "OverlapReport", "Reason", "why_gather", "why_r
 
 
 class Reason(enum.Enum):
-    """Why a collective is waited for. The value is what reports call it."""
+    """Why a step waits for a collective. Reports show the value."""
 
     FIRST = "first of a pass"
     COMPUTE = "longer than computation"
@@ -46,19 +46,19 @@ _MEANINGS = {
 
 @dataclass(frozen=True, slots=True)
 class Exposure:
-    """A collective, and how long it was waited for.
+    """How long a step waited for a collective.
 
     Attributes:
         unit: Name of the unit whose weights or gradients it moves; empty for the root.
         kind: `all_gather`, `reduce_scatter` or `all_reduce`.
         purpose: `unshard`, `refresh` or `reduce`.
         axis: `inner` or `outer`.
-        nbytes: Of the full buffer.
-        issued_at: Seconds since the beginning.
-        waited_at: When it was waited for, likewise.
-        seconds: For how long: what is exposed of it.
-        reason: Why; None where it is hidden.
-        times: Micro-batches that it stands for.
+        nbytes: Bytes of the full buffer.
+        issued_at: When it was issued, in seconds since the step began.
+        waited_at: When the wait began, in seconds since the step began.
+        seconds: Length of the wait, the exposed part of the collective.
+        reason: Why the step waited; None if the collective was hidden.
+        times: Number of micro-batches that it represents.
     """
 
     unit: str
@@ -75,19 +75,19 @@ class Exposure:
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """A collective under way, and what tells why it will be waited for.
+    """A collective in flight, with the facts that give the reason of its wait.
 
     Attributes:
-        unit: See `Exposure`.
-        kind: Likewise.
-        purpose: Likewise.
-        axis: Likewise.
-        nbytes: Likewise.
-        issued_at: Likewise.
-        idle: Seconds for which its link had nothing to do before.
-        use: How many uses of units had begun in the pass.
+        unit: See `Exposure`, also for the following five.
+        kind: See `Exposure`.
+        purpose: See `Exposure`.
+        axis: See `Exposure`.
+        nbytes: See `Exposure`.
+        issued_at: See `Exposure`.
+        idle: Seconds for which its link was idle before it was issued.
+        use: Number of uses of units that had begun in the pass.
         is_ahead: Whether it was issued ahead of use.
-        done_at: When it is done, where that is known.
+        done_at: When it is done.
     """
 
     unit: str
@@ -151,7 +151,7 @@ def why_gather(flight: Flight, seconds: float, use: int, limit: PrefetchLimit) -
 
 
 def why_reduction(drain: Drain) -> Reason:
-    """Why a reduction is waited for, from what the schedule waits for."""
+    """Why a step waits for a reduction, given why the schedule drains."""
     return _DRAINS[drain]
 
 
@@ -160,11 +160,11 @@ _DRAINS = {Drain.ROOM: Reason.BUFFERS, Drain.END: Reason.LAST, Drain.AT_ONCE: Re
 
 @dataclass(frozen=True)
 class OverlapReport:
-    """What was exposed of communication, and why.
+    """Exposed communication of a step.
 
     Attributes:
-        exposures: Every collective that was waited for, in the order they were issued.
-        seconds: From the beginning to the end; 0 where it is not known.
+        exposures: Every collective that the step waited for, in the order of issue.
+        seconds: Time of the step; 0 if unknown.
     """
 
     exposures: Sequence[Exposure]
@@ -172,12 +172,12 @@ class OverlapReport:
 
     @property
     def exposed_seconds(self) -> float:
-        """Time in which computation waits for communication."""
+        """Seconds in which computation waits for communication."""
         return sum(each.seconds * each.times for each in self.exposures)
 
     @property
     def by_reason(self) -> dict[Reason, float]:
-        """Exposed seconds by reason, the most first; reasons that did not occur are left out."""
+        """Exposed seconds by reason, largest first; without reasons that did not occur."""
         found: dict[Reason, float] = {}
         for each in self.exposures:
             if each.reason is not None:
@@ -185,10 +185,10 @@ class OverlapReport:
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
     def lines(self, most: int = 12) -> Iterator[str]:
-        """The report as text: seconds by reason, and the collectives that were exposed longest.
+        """The report as text: seconds by reason, and the longest waits.
 
         Args:
-            most: Collectives that are shown.
+            most: Number of waits to show.
         """
         total = sum(each.times for each in self.exposures)
         part = f" of {_milliseconds(self.seconds)}" if self.seconds else ""

@@ -1,4 +1,4 @@
-"""What an optimizer of whole matrices exchanges and computes in a step."""
+"""Communication and computation of a matrix optimizer in a step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_fsdp_v2.optim.matrix_layout import Grid, MatrixLayout
 from megatron_fsdp_v2.optim.newton_schulz import newton_schulz_flops
 from megatron_fsdp_v2.optim.ownership import Matrix, Ownership
 from megatron_fsdp_v2.plan.optimizer_state import OPTIMIZERS
-from megatron_fsdp_v2.plan.step import Collective
+from megatron_fsdp_v2.plan.step import StepCollective
 
 if TYPE_CHECKING:
     from megatron_fsdp_v2.plan.description import TrainingDescription
@@ -24,21 +24,21 @@ if TYPE_CHECKING:
 __all__ = ["MatrixWork", "matrix_work"]
 
 MOST_PAIRS = 200_000
-"""Matrices times pairs of ranks up to which owners are planned; means are taken beyond."""
+"""Matrices times pairs of ranks up to which owners are planned; above, means are taken."""
 
 
 @dataclass(slots=True)
 class MatrixWork:
-    """The part of the rank that sends most, or the mean over ranks.
+    """Work of the rank that sends most, or the mean over ranks.
 
     Attributes:
         collectives: All-to-alls.
-        flops: Operations of the busiest rank.
-        temporary_nbytes: Bytes of updates and of buckets under way.
-        is_exact: Whether every all-to-all was planned, and none is a mean.
+        flops: FLOPs of the busiest rank.
+        temporary_nbytes: Bytes of updates and of buckets in flight.
+        is_exact: Whether no all-to-all is a mean.
     """
 
-    collectives: Counter[Collective] = field(default_factory=Counter)
+    collectives: Counter[StepCollective] = field(default_factory=Counter)
     flops: float = 0.0
     temporary_nbytes: int = 0
     is_exact: bool = True
@@ -49,11 +49,11 @@ class _Shared:
     """Matrices that share a grid.
 
     Attributes:
-        grid: The ranks.
-        axes: Axes of the mesh that are those of the grid.
+        grid: The grid of ranks.
+        axes: Mesh axes of the grid's axes.
         sizes: Ranks along the axes of the mesh.
         mesh: Name of the mesh.
-        layouts: Where the matrices are.
+        layouts: Layouts of the matrices.
     """
 
     grid: Grid
@@ -62,12 +62,12 @@ class _Shared:
     mesh: str
     layouts: list[MatrixLayout] = field(default_factory=list)
 
-    def collective(self, training: TrainingDescription, axis: int, nbytes: int) -> Collective:
+    def collective(self, training: TrainingDescription, axis: int, nbytes: int) -> StepCollective:
         """An all-to-all along an axis of the grid."""
         position = self.axes[axis]
         is_inner = position == len(self.sizes) - 1
         stride = training.meshes[self.mesh].stride * (1 if is_inner else self.sizes[-1])
-        return Collective(
+        return StepCollective(
             "all_to_all",
             "optimizer",
             self.mesh,
@@ -81,11 +81,11 @@ class _Shared:
 def matrix_work(
     training: TrainingDescription, groups: Sequence[tuple[PlannedGroup, ...]]
 ) -> MatrixWork:
-    """Plan what is exchanged and computed for matrices; each tensor-parallel part is one.
+    """Plan the exchange and computation of matrices; each TP-local shard is a matrix.
 
     Args:
-        training: What is trained.
-        groups: Of every unit.
+        training: The training.
+        groups: Groups of every unit.
     """
     work = MatrixWork()
     if not OPTIMIZERS[training.optimizer].is_of_matrices:
@@ -114,7 +114,7 @@ type _Hops = list[tuple[int, int]]
 
 
 def _planned(shared: _Shared) -> tuple[float, _Hops]:
-    """Operations of the busiest rank, and the all-to-alls of the one that sends most."""
+    """FLOPs of the busiest rank, and the all-to-alls of the rank that sends most."""
     matrices = [
         matrix
         for index, layout in enumerate(shared.layouts)
@@ -138,7 +138,7 @@ def _planned(shared: _Shared) -> tuple[float, _Hops]:
 def _mean(
     shared: _Shared, shapes: Sequence[tuple[int, int, int]], numel: int
 ) -> tuple[float, _Hops]:
-    """The same by the formulas of docs/muon.md, whose bytes are means over ranks."""
+    """The same by the formulas of docs/muon.md, with means over ranks."""
     grid = shared.grid
     each = [newton_schulz_flops(m, n) for _, m, n in shapes]
     total = sum(shape[0] * flops for shape, flops in zip(shapes, each, strict=True))
@@ -152,7 +152,7 @@ def _mean(
             hops += [(axis, int(leaving / replicas))] * (2 * num_buckets)
         else:
             hops += [(axis, int(leaving))] * num_buckets
-    # No rank does less than a whole matrix, where there are more ranks than matrices.
+    # With more ranks than matrices, the busiest rank computes a whole matrix.
     return max(total / grid.num_ranks, max(each)), hops
 
 

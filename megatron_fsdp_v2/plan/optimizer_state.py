@@ -1,4 +1,4 @@
-"""Bytes of an optimizer's state, and what an optimizer of whole matrices exchanges."""
+"""Bytes of an optimizer's state."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class OptimizerKind:
-    """What an optimizer keeps.
+    """State of an optimizer.
 
     Attributes:
-        per_matrix: Tensors of a matrix's size that it keeps of each matrix of a unit.
-        per_other: Those it keeps of every other parameter.
-        counts_matrix_steps: Whether it has a step counter of each matrix.
-        counts_other_steps: Likewise of every other parameter.
-        is_of_matrices: Whether it needs whole matrices.
+        per_matrix: State tensors per matrix of a unit.
+        per_other: State tensors per other parameter.
+        counts_matrix_steps: Whether it has a step counter per matrix.
+        counts_other_steps: Whether it has a step counter per other parameter.
+        is_of_matrices: Whether it is a matrix optimizer.
     """
 
     per_matrix: int
@@ -50,21 +50,21 @@ OPTIMIZERS: dict[str, OptimizerKind] = {
     "adaptive_muon": OptimizerKind(2, 2, counts_other_steps=True, is_of_matrices=True),
     "none": OptimizerKind(0, 0),
 }
-"""By name; `muon` steps what is no matrix of a unit by AdamW."""
+"""By name; `muon` steps parameters that are not matrices of a unit by AdamW."""
 
 _COUNTER_NBYTES = 4
 _COPIES = 2
-"""Of a parameter that is stepped in host memory: of its main weight and of its gradient."""
+"""Copies in host memory of a parameter that is stepped there: main weight and gradient."""
 
 
 def state_nbytes(training: TrainingDescription, groups: Sequence[tuple[PlannedGroup, ...]]) -> int:
-    """Bytes of state on the device of the rank that has most of it.
+    """Bytes of optimizer state on the device, of the rank with most.
 
-    Padding has none, and ranks differ in it. Of what is offloaded there is nothing.
+    Padding has no state, and ranks have different padding. Offloaded state is not counted.
 
     Args:
-        training: What is trained.
-        groups: Of every unit.
+        training: The training.
+        groups: Groups of every unit.
     """
     kind = OPTIMIZERS[training.optimizer]
     if training.cpu_offload:
@@ -77,15 +77,15 @@ def state_nbytes(training: TrainingDescription, groups: Sequence[tuple[PlannedGr
 def offloaded_nbytes(
     training: TrainingDescription, groups: Sequence[tuple[PlannedGroup, ...]]
 ) -> int:
-    """Bytes of host memory that what is offloaded takes on the rank that has most of it.
+    """Bytes of offloaded tensors in host memory, of the rank with most.
 
-    With `cpu_offload`: main weights, main gradients and state. Of an offloaded optimizer: state,
-    and copies of main weights and gradients; a rank offloads whole parameters, so that it can be
-    more by less than one of them.
+    With `cpu_offload` these are main weights, main gradients and state. With an offloaded optimizer
+    these are state, and copies of main weights and gradients; a rank offloads whole parameters, so
+    that it may have more by less than one parameter.
 
     Args:
-        training: What is trained.
-        groups: Of every unit.
+        training: The training.
+        groups: Groups of every unit.
     """
     kind = OPTIMIZERS[training.optimizer]
     if training.cpu_offload:
@@ -103,13 +103,13 @@ def _largest(
     per_matrix: float,
     per_other: float,
 ) -> int:
-    """Bytes on the rank with most of them.
+    """Bytes on the rank with most.
 
     Args:
-        training: What is trained.
-        groups: Of every unit.
-        per_matrix: Tensors of a matrix's size.
-        per_other: Likewise of every other parameter.
+        training: The training.
+        groups: Groups of every unit.
+        per_matrix: Tensors per matrix.
+        per_other: Tensors per other parameter.
     """
     by_mesh: dict[tuple[str, int], torch.Tensor] = {}
     known: dict[int, torch.Tensor] = {}
@@ -128,14 +128,14 @@ def _largest(
 
 
 def _mean_itemsize(training: TrainingDescription, main_weight: torch.dtype) -> float:
-    """Bytes of an element of state, over all tensors that there are of it."""
+    """Mean bytes of an element over the state tensors of a parameter."""
     dtypes = training.optimizer_dtype or main_weight
     each = dtypes if isinstance(dtypes, tuple) else (dtypes,)
     return sum(dtype.itemsize for dtype in each) / len(each)
 
 
 def step_counter_nbytes(training: TrainingDescription) -> int:
-    """Bytes of step counters at most, which an optimizer may keep in host memory."""
+    """Bytes of step counters, which an optimizer may keep in host memory."""
     kind = OPTIMIZERS[training.optimizer]
     params = trained_parameters(training)
     counted = sum(

@@ -1,4 +1,4 @@
-"""Plans of a training under every strategy, the best of them, and what to change if none fits."""
+"""Plans of a training under every strategy, the best plan, and advice if none fits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_fsdp_v2.plan.optimizer_state import (
 )
 from megatron_fsdp_v2.plan.schedule import parent_of, replay
 from megatron_fsdp_v2.plan.sharding import PlannedGroup, Strategy, mesh_sizes, shard
-from megatron_fsdp_v2.plan.step import Collective, Step
+from megatron_fsdp_v2.plan.step import Step, StepCollective
 from megatron_fsdp_v2.plan.unit_bytes import UnitBytes
 
 __all__ = [
@@ -38,22 +38,22 @@ __all__ = [
 _SAME_TIME = 1.01
 
 _MOST_TIMES_RANKS = 64
-"""How many times the ranks are tried, when the advice is to take more."""
+"""Largest factor of the number of ranks that `advice` tries."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnitSize:
-    """A unit, or several that are alike.
+    """A unit, or several equal units.
 
     Attributes:
-        name: Of the first one; empty for the root.
-        count: How many are alike.
-        num_groups: Flat buffers of each.
+        name: Name of the first unit; empty for the root.
+        count: Number of equal units.
+        num_groups: Flat buffers of each unit.
         numel: Elements of its parameters.
-        padding_numel: Elements of its flat buffers that belong to none.
-        alignment_nbytes: What slices and parameters start at multiples of, in bytes of the smallest
-            element of each flat buffer; the least of them.
-        gathered_nbytes: Bytes of its weights when they are gathered.
+        padding_numel: Elements of its flat buffers that belong to no parameter.
+        alignment_nbytes: Alignment of slices and parameters, in bytes of the smallest element of
+            each flat buffer; the least over its buffers.
+        gathered_nbytes: Bytes of its gathered weights.
         grad_buffer_nbytes: Bytes of its full gradient buffers.
     """
 
@@ -69,17 +69,17 @@ class UnitSize:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """All collectives of a kind along an axis in a step.
+    """All collectives of one kind along one axis in a step.
 
     Attributes:
         mesh: Name of the mesh.
         axis: `inner` or `outer`.
-        kind: What they are.
-        purpose: What for.
+        kind: See `StepCollective`.
+        purpose: See `StepCollective`.
         size: Ranks that take part.
-        count: How many.
-        nbytes: Of all full buffers; of all-to-alls, what this rank sends.
-        largest_nbytes: Of the largest one.
+        count: Number of collectives.
+        nbytes: Bytes of all full buffers; of all-to-alls, bytes that this rank sends.
+        largest_nbytes: Bytes of the largest collective.
     """
 
     mesh: str
@@ -94,22 +94,22 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Plan:
-    """A training under a strategy, as the rank with most to hold sees it.
+    """A training under one strategy, on the rank that holds the most bytes.
 
     Attributes:
-        strategy: Which.
+        strategy: The strategy.
         step: Communication and time of a step.
-        peak: Bytes by role when most are alive.
-        units: What is gathered at a time.
-        traffic: Its collectives by kind.
+        peak: Bytes by role at the peak of a step.
+        units: Sizes of units.
+        traffic: Collectives by kind.
         numel: Elements of parameters of this rank's part of the model.
-        padding_numel: Elements of flat buffers that belong to none, of the whole buffers.
+        padding_numel: Elements of whole flat buffers that belong to no parameter.
         plain_nbytes: Bytes of buffers and parameters that are not sharded.
         host_nbytes: Bytes of host memory: step counters, which an optimizer may keep there, and
-            what is offloaded.
-        optimizer_seconds: Time of what is exchanged and computed for whole matrices.
-        idle_seconds: Time in which other pipeline stages work and this one cannot.
-        machine: What it was estimated for.
+            offloaded tensors.
+        optimizer_seconds: Time in which a matrix optimizer exchanges and computes.
+        idle_seconds: Time in which this pipeline stage waits for other stages.
+        machine: The machine; None for a plan without times.
     """
 
     strategy: Strategy
@@ -137,7 +137,7 @@ class Plan:
 
     @property
     def overlap(self) -> OverlapReport:
-        """Which collectives are exposed, and why: of the step without its optimizer."""
+        """Exposed collectives of the step, without those of the optimizer."""
         exposures = sorted(self.step.exposures, key=lambda each: each.issued_at)
         return OverlapReport(tuple(exposures), self.step.seconds)
 
@@ -148,7 +148,7 @@ class Plan:
 
     @property
     def peak_nbytes(self) -> int:
-        """Bytes alive when most are."""
+        """Bytes alive at the peak of a step."""
         return self.peak.total + self.plain_nbytes
 
     @property
@@ -157,7 +157,7 @@ class Plan:
         return self.peak.resting + self.plain_nbytes
 
     def fits(self, memory_nbytes: int) -> bool:
-        """Whether the peak is within so much memory."""
+        """Whether the peak is at most `memory_nbytes`."""
         return self.peak_nbytes <= memory_nbytes
 
 
@@ -167,8 +167,8 @@ def strategies(
     """Every strategy that the meshes allow.
 
     Args:
-        training: What is trained.
-        outer_sizes: Sizes of an outer axis to try; 1-D meshes are always tried.
+        training: The training.
+        outer_sizes: Sizes of an outer axis to try, besides 1-D meshes.
 
     Raises:
         ValueError: An outer size does not divide the ranks.
@@ -191,7 +191,7 @@ def strategies(
 def plan_one(
     training: TrainingDescription, strategy: Strategy, machine: Machine | None = None
 ) -> Plan:
-    """Plan a training under one strategy. No communication, and no memory to speak of.
+    """Plan a training under one strategy, without communication and tensors.
 
     Raises:
         ValueError: The strategy is unknown or does not fit the meshes.
@@ -236,10 +236,10 @@ def plan_all(
 
 
 def best_plan(plans: Sequence[Plan], memory_nbytes: int) -> Plan | None:
-    """The best one that fits; None if none does.
+    """The best plan that fits; None if no plan does.
 
-    That is the one of least time; of those within a hundredth of it, which an estimate cannot
-    tell apart, the one of least memory. Without times it is the one of least communication.
+    The best plan takes the least time. Of plans within 1 % of that, which an estimate cannot tell
+    apart, it takes the least memory. Without times it communicates the fewest bytes.
     """
     fitting = [plan for plan in plans if plan.fits(memory_nbytes)]
     if not fitting:
@@ -256,12 +256,12 @@ def advice(
     plans: Sequence[Plan],
     memory_nbytes: int,
 ) -> list[str]:
-    """What would make the strategy of least memory fit, each sentence checked by planning it.
+    """Changes that make a training fit. Each sentence is checked by a plan.
 
     Args:
-        training: What was planned.
-        plans: Plans of which none fits.
-        memory_nbytes: What they would have to fit in.
+        training: The planned training.
+        plans: Its plans, none of which fits.
+        memory_nbytes: Memory to fit in, in bytes.
     """
     machine = plans[0].machine
     known = {plan.strategy.name for plan in plans}
@@ -271,7 +271,7 @@ def advice(
     found = [
         f"--strategy {plan.strategy.inner} fits" for plan in further if plan.fits(memory_nbytes)
     ]
-    # Where another strategy is the answer, the rest is for whoever wants to keep this one.
+    # If another strategy fits, further advice is about the planned strategies.
     candidates = plans if found else [*plans, *further]
     least = min(candidates, key=lambda plan: plan.peak_nbytes)
     strategy, peak = least.strategy, least.peak_nbytes
@@ -306,7 +306,7 @@ def advice(
 def _with_more_ranks(
     changes: Sequence[tuple[str, TrainingDescription]], strategy: Strategy, memory_nbytes: int
 ) -> Iterator[str]:
-    """How many ranks are enough, as things are and together with what saves most."""
+    """The number of ranks that is enough, alone and together with the change that saves most."""
     fewest = _MOST_TIMES_RANKS + 1
     for text, training in changes:
         times = 2
@@ -332,7 +332,7 @@ def _multiplied(training: TrainingDescription, strategy: Strategy, times: int) -
 
 
 def _with_activations(training: TrainingDescription, nbytes: int) -> TrainingDescription:
-    """The same training with fewer bytes of activations, spread over the units as they were."""
+    """The training with other bytes of activations, distributed over the units as before."""
     ratio = nbytes / max(training.activation_nbytes, 1)
     units = tuple(
         replace(unit, activation_nbytes=int(unit.activation_nbytes * ratio))
@@ -344,11 +344,11 @@ def _with_activations(training: TrainingDescription, nbytes: int) -> TrainingDes
 def unit_bytes(
     training: TrainingDescription, groups: Sequence[tuple[PlannedGroup, ...]]
 ) -> list[UnitBytes]:
-    """Units in the form that `peak_bytes` takes.
+    """Units as `peak_bytes` takes them.
 
     Args:
-        training: What is trained.
-        groups: Of every unit.
+        training: The training.
+        groups: Groups of every unit.
     """
     indices = {unit.name: index for index, unit in enumerate(training.units)}
     owners = {
@@ -378,7 +378,7 @@ def _peak(
     groups: Sequence[tuple[PlannedGroup, ...]],
     optimizer_temporary: int,
 ) -> PeakBytes:
-    """The larger of two moments: one of the backward, and the optimizer's step."""
+    """The peak of forward and backward, or the optimizer's step if that holds more."""
     units = unit_bytes(training, groups)
     backward = peak_bytes(
         units,
@@ -430,8 +430,8 @@ def _unit_sizes(
     yield from alike.values()
 
 
-def _traffic(collectives: Counter[Collective]) -> Iterator[Traffic]:
-    by_kind: dict[tuple[str, str, str, str, int], list[tuple[Collective, int]]] = {}
+def _traffic(collectives: Counter[StepCollective]) -> Iterator[Traffic]:
+    by_kind: dict[tuple[str, str, str, str, int], list[tuple[StepCollective, int]]] = {}
     for collective, count in collectives.items():
         key = (
             collective.mesh,

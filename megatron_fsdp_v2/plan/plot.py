@@ -1,4 +1,4 @@
-"""Plans as a picture: bytes by role for every strategy, beside the memory there is."""
+"""A plot of plans: bytes by role for every strategy, beside the memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-from megatron_fsdp_v2.plan.report import ROLES, Report
+from megatron_fsdp_v2.plan.report import ROLES, PlanReport
 
 __all__ = ["draw"]
 
@@ -23,12 +23,12 @@ _LABELS = {
 _GIB = 1024**3
 
 
-def draw(report: Report, path: Path) -> None:
-    """Write a picture of a report.
+def draw(report: PlanReport, path: Path) -> None:
+    """Plot a report.
 
     Args:
-        report: What to show.
-        path: A file of a kind that matplotlib writes.
+        report: The report.
+        path: File to write, of a format that matplotlib writes.
 
     Raises:
         ValueError: matplotlib is not installed, or it does not write such files.
@@ -51,7 +51,7 @@ def draw(report: Report, path: Path) -> None:
         raise ValueError(f"--plot {path}: {error}") from None
 
 
-def _draw_memory(axes: Any, report: Report) -> None:
+def _draw_memory(axes: Any, report: PlanReport) -> None:
     names = [plan.strategy.name for plan in report.plans]
     left = [0.0] * len(names)
     for role in ROLES:
@@ -69,7 +69,7 @@ def _draw_memory(axes: Any, report: Report) -> None:
     axes.legend(fontsize="x-small")
 
 
-def _draw_times(axes: Any, report: Report) -> None:
+def _draw_times(axes: Any, report: PlanReport) -> None:
     names = [plan.strategy.name for plan in report.plans]
     left = [0.0] * len(names)
     parts = {

@@ -1,4 +1,4 @@
-"""What a replayed step is made of: a network that counts and times, groups, their reductions."""
+"""Parts of a replayed step: a network that counts and times collectives, groups, reductions."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from megatron_fsdp_v2.plan.description import TrainingDescription
 from megatron_fsdp_v2.plan.exposure import Flight, Reason, why_reduction
 from megatron_fsdp_v2.plan.machine import Machine
 from megatron_fsdp_v2.plan.sharding import PlannedGroup
-from megatron_fsdp_v2.plan.step import Collective, Event, Step
+from megatron_fsdp_v2.plan.step import Step, StepCollective, StepEvent
 from megatron_fsdp_v2.runtime.reduction_rules import Reduction, ReductionSchedule
 
-__all__ = ["Network", "ReplayedGroup", "ReplayedReductions"]
+__all__ = ["ReplayedGroup", "ReplayedNetwork", "ReplayedReductions"]
 
 
-class Network:
-    """Issues collectives: counts them and, where a machine says how long they take, times them.
+class ReplayedNetwork:
+    """Counts collectives and, with a machine, times them.
 
     Attributes:
-        step: What was counted.
+        step: The result so far.
         now: Seconds since the step began.
-        times: Micro-batches that the one under way stands for.
+        times: Number of micro-batches that the current one represents.
     """
 
     def __init__(self, training: TrainingDescription, machine: Machine | None) -> None:
@@ -34,36 +34,36 @@ class Network:
         self._meshes = training.meshes
         self._machine = machine
         self._link_free = {False: 0.0, True: 0.0}
-        # What is to be one collective with what; None outside of `together`.
-        self._alike: dict[Collective, list[Flight]] | None = None
+        # Collectives to be merged, with those they merge; None outside of `together`.
+        self._alike: dict[StepCollective, list[Flight]] | None = None
 
     @contextlib.contextmanager
     def before_the_step(self) -> Iterator[None]:
-        """Do what the step before this one ended with, which that one counts."""
+        """Discard what is counted inside: the end of the previous step, which counts it."""
         step, self.step = self.step, Step()
         yield
         self.step = step
 
     def note(self, kind: str, unit: str, numel: int = 0, axis: str = "") -> None:
-        """Note what is done now; see `Event`."""
-        self.step.events.append(Event(kind, unit, numel, axis, self.times))
+        """Append an event; see `StepEvent`."""
+        self.step.events.append(StepEvent(kind, unit, numel, axis, self.times))
 
     def copy(self, *, to_device: int = 0, to_host: int = 0) -> None:
-        """Count bytes that are copied from and to host memory. They take no time here."""
+        """Count bytes that are copied from and to host memory; the copies take no time."""
         self.step.to_device_nbytes += self.times * to_device
         self.step.to_host_nbytes += self.times * to_host
 
     def compute(self, seconds: float) -> None:
-        """Let time pass in computation."""
+        """Advance the time by computation."""
         self.now += seconds
         self.step.compute_seconds += self.times * seconds
 
     def wait(self, flight: Flight, reason: Callable[[float], Reason]) -> None:
-        """Let time pass until a collective is done.
+        """Advance the time until a collective is done.
 
         Args:
             flight: The collective.
-            reason: Why it is waited for, from the seconds that takes.
+            reason: Returns the reason of the wait, given its seconds.
         """
         began = self.now
         self.now = max(began, flight.done_at)
@@ -74,7 +74,7 @@ class Network:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Issue what is alike in one collective, at the end. See `Communicator.together`."""
+        """Merge collectives of one kind at the end. See `Communicator.together`."""
         self._alike = {}
         yield
         self._issue_alike()
@@ -87,7 +87,7 @@ class Network:
             self._issue(replace(collective, nbytes=nbytes), flights)
 
     def skip(self, seconds: float) -> None:
-        """Let time pass in micro-batches that are not replayed."""
+        """Advance the time by micro-batches that are not replayed."""
         self.now += seconds
         self._link_free = {link: at + seconds for link, at in self._link_free.items()}
 
@@ -105,13 +105,13 @@ class Network:
         """Issue a collective.
 
         Args:
-            kind: See `Collective`.
-            purpose: Likewise.
-            group: Whose weights or gradients.
+            kind: See `StepCollective`.
+            purpose: See `StepCollective`.
+            group: Owner of the weights or gradients.
             axis: Index of the mesh axis.
             numel: Elements of the full buffer.
-            itemsize: Bytes of each.
-            is_async: Whether it can be put off, to be one with others.
+            itemsize: Bytes of an element.
+            is_async: Whether it may be merged with others in `together`.
         """
         sizes = group.planned.sizes
         size = sizes[axis]
@@ -122,7 +122,7 @@ class Network:
         stride = mesh.stride if is_inner else mesh.stride * sizes[-1]
         name = "inner" if is_inner else "outer"
         nbytes = numel * itemsize
-        collective = Collective(kind, purpose, group.mesh, name, size, stride, nbytes)
+        collective = StepCollective(kind, purpose, group.mesh, name, size, stride, nbytes)
         self.note(kind, group.unit, numel, name)
         flight = Flight(group.unit, kind, purpose, name, nbytes, self.now, done_at=self.now)
         if self._alike is not None and is_async:
@@ -133,7 +133,7 @@ class Network:
         self._issue(collective, [flight])
         return flight
 
-    def _issue(self, collective: Collective, flights: Sequence[Flight]) -> None:
+    def _issue(self, collective: StepCollective, flights: Sequence[Flight]) -> None:
         self.step.collectives[collective] += self.times
         if self._machine is None:
             return
@@ -150,18 +150,18 @@ class Network:
 
 @dataclass(slots=True, eq=False)
 class ReplayedGroup:
-    """A group while it is replayed.
+    """A parameter group in a replayed step.
 
     Attributes:
-        planned: What it is.
+        planned: Its sizes.
         unit: Name of the unit that owns it.
         mesh: Name of its mesh.
-        holders: Units that have it gathered.
-        uses: What it is gathered for.
-        bringing: What brings its weights, until that is waited for.
-        has_buffer: Whether gradients are in its full buffer, which no reduction has yet.
+        holders: Number of units that have it gathered.
+        uses: The uses that it is gathered for.
+        bringing: Gathers and refreshes of its weights that nobody waited for yet.
+        has_buffer: Whether its full buffer has gradients that are not being reduced yet.
         has_partial: Whether gradients wait for the outer reduction.
-        has_main: Whether there is a sum in the main gradient, which the next one is added to.
+        has_main: Whether the main gradient has a sum, to which the next one is added.
     """
 
     planned: PlannedGroup
@@ -191,9 +191,9 @@ class ReplayedGroup:
 
 
 class ReplayedReductions(ReductionSchedule[ReplayedGroup, Flight]):
-    """Reductions under way."""
+    """The queue of reductions in a replayed step."""
 
-    def __init__(self, training: TrainingDescription, network: Network) -> None:
+    def __init__(self, training: TrainingDescription, network: ReplayedNetwork) -> None:
         super().__init__(
             training.options.max_live_grad_buffers,
             is_async=training.options.enable_async_reduce_grad,
@@ -229,7 +229,7 @@ class ReplayedReductions(ReductionSchedule[ReplayedGroup, Flight]):
             self._wait(group, group.planned.partial_numel, reduction.work, axis="outer")
 
     def _copy_sum(self, group: ReplayedGroup) -> None:
-        """Of an offloaded main gradient: sums are made on the device."""
+        """Count the copies of an offloaded main gradient; sums are computed on the device."""
         if group.planned.is_offloaded:
             nbytes = group.planned.main_grad_nbytes
             self._network.copy(to_device=nbytes if group.has_main else 0, to_host=nbytes)

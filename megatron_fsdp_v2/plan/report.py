@@ -12,7 +12,7 @@ from megatron_fsdp_v2.plan.description import TrainingDescription
 from megatron_fsdp_v2.plan.machine import Machine
 from megatron_fsdp_v2.plan.planner import Plan
 
-__all__ = ["ROLES", "Report", "as_dict", "lines"]
+__all__ = ["ROLES", "PlanReport", "as_dict", "lines"]
 
 ROLES = (
     "model_weight",
@@ -24,10 +24,10 @@ ROLES = (
     "communication",
     "activations",
 )
-"""What bytes are for, as in `memory_bound.PeakBytes`."""
+"""Roles of bytes, as in `memory_bound.PeakBytes`."""
 
 _RESTING = ("model_weight", "main_weight", "optimizer")
-"""Those that are there between steps, when gradients are None."""
+"""Roles with bytes between steps, when gradients are None."""
 
 _HEAD = (
     *("strategy", "model", "main", "grads", "optim", "gather", "reduce", "comm", "activ."),
@@ -52,18 +52,18 @@ _HOST_LEGEND = (
 
 
 @dataclass(frozen=True)
-class Report:
-    """What is shown.
+class PlanReport:
+    """A report of plans.
 
     Attributes:
-        training: What was planned; of a pipeline the stage with most to hold.
-        plans: Of every strategy.
-        best: The best one that fits; None where none does, or no memory is known.
-        shown: The one shown in detail.
-        memory_nbytes: What they have to fit in, if it is known.
-        advice: What to change, where none fits.
+        training: The planned training; of a pipeline, the stage with the largest peak.
+        plans: A plan for every strategy.
+        best: The best plan that fits; None if none does, or the memory is unknown.
+        shown: The plan shown in detail.
+        memory_nbytes: Memory to fit in, in bytes; None if unknown.
+        advice: Changes that make a plan fit, if none does.
         num_ranks: Ranks of the job.
-        shows_overlap: Whether to say which collectives are exposed, and why.
+        shows_overlap: Whether to list exposed collectives.
     """
 
     training: TrainingDescription
@@ -77,11 +77,11 @@ class Report:
 
     @property
     def machine(self) -> Machine | None:
-        """What times were estimated for."""
+        """The machine; None without times."""
         return self.shown.machine
 
 
-def lines(report: Report) -> Iterator[str]:
+def lines(report: PlanReport) -> Iterator[str]:
     """The report as text."""
     yield from _header(report)
     yield ""
@@ -109,7 +109,7 @@ def lines(report: Report) -> Iterator[str]:
     yield from _verdict(report)
 
 
-def _header(report: Report) -> Iterator[str]:
+def _header(report: PlanReport) -> Iterator[str]:
     training, machine = report.training, report.machine
     meshes = ", ".join(f"{mesh.num_ranks} on {name}" for name, mesh in training.meshes.items())
     yield (
@@ -131,7 +131,7 @@ def _header(report: Report) -> Iterator[str]:
         yield f"note: {note}"
 
 
-def _strategies(report: Report) -> Iterator[str]:
+def _strategies(report: PlanReport) -> Iterator[str]:
     head = [*_HEAD]
     if report.training.cpu_offload:
         head += _HOST_HEAD
@@ -197,7 +197,7 @@ def _traffic(plan: Plan) -> Iterator[str]:
     yield from table(rows)
 
 
-def _verdict(report: Report) -> Iterator[str]:
+def _verdict(report: PlanReport) -> Iterator[str]:
     if report.memory_nbytes is None:
         yield "No memory was given to fit in: add --machine or --memory for a verdict."
         return
@@ -229,7 +229,7 @@ def _seconds(seconds: float) -> str:
 # -- data -------------------------------------------------------------------------------------
 
 
-def as_dict(report: Report) -> dict[str, Any]:
+def as_dict(report: PlanReport) -> dict[str, Any]:
     """The report as plain data, for JSON: bytes, elements and seconds."""
     return {
         "num_ranks": report.num_ranks,
@@ -248,7 +248,7 @@ def as_dict(report: Report) -> dict[str, Any]:
     }
 
 
-def _plan_as_dict(plan: Plan, report: Report) -> dict[str, Any]:
+def _plan_as_dict(plan: Plan, report: PlanReport) -> dict[str, Any]:
     found: dict[str, Any] = {
         "strategy": plan.strategy.name,
         "sharding_strategy": plan.strategy.inner,

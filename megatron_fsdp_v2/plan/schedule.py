@@ -1,9 +1,9 @@
-"""A step, replayed: what is communicated, in which order, and what waits for what.
+"""Replays a step: its collectives in order, and what waits for what.
 
-When something is gathered or reduced is decided by the rules that units follow in a training
-(`runtime/gather_rules.py`, `runtime/reduction_rules.py`), applied here to units that hold numbers.
-Time is counted where a machine says how long something takes. Micro-batches in the middle are
-alike: three stand for any number.
+The rules of the runtime (`runtime/gather_rules.py`, `runtime/reduction_rules.py`) decide when
+weights are gathered and gradients reduced; here they are applied to units that hold sizes. With a
+machine the step is timed. Micro-batches in the middle are equal, so that three represent any
+number.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron_fsdp_v2.params.formats import WeightUse
 from megatron_fsdp_v2.plan.description import TrainingDescription
 from megatron_fsdp_v2.plan.exposure import Flight, Reason, why_gather
 from megatron_fsdp_v2.plan.machine import Machine
-from megatron_fsdp_v2.plan.replayed import Network, ReplayedGroup, ReplayedReductions
+from megatron_fsdp_v2.plan.replayed import ReplayedGroup, ReplayedNetwork, ReplayedReductions
 from megatron_fsdp_v2.plan.sharding import PlannedGroup
 from megatron_fsdp_v2.plan.step import Step
 from megatron_fsdp_v2.runtime.gather_rules import GatherSchedule, buckets
@@ -37,26 +37,27 @@ def replay(
     """Replay a step in the steady state.
 
     Args:
-        training: What is trained.
-        groups: Of every unit, as `sharding.shard` gives them.
-        machine: For times.
+        training: The training.
+        groups: Groups of every unit, as `sharding.shard` returns them.
+        machine: Times collectives and computation; None for no times.
     """
     return _Replay(training, groups, machine).run()
 
 
 class _Unit:
-    """A unit while it is replayed.
+    """A unit in a replayed step.
 
     Attributes:
         name: See `UnitDescription`.
         own: Its groups.
-        held: Those it gathers: its own and those it shares.
-        owners: The owner of every group that it shares.
-        children: Units inside it, in the order they run; one that runs twice is there twice.
+        held: The groups it gathers: its own and tied groups of other units.
+        owners: The owner of every tied group.
+        children: Units inside it, in the order they run; a unit that runs twice is listed twice.
         keeps_gathered: Whether its weights stay gathered between forward and backward.
         forward_seconds: Time of its forward, without units inside it.
-        is_unsharded: Whether its weights are gathered, or on their way.
-        is_gathered_after_step: Whether the optimizer's step began that, and no forward had them.
+        is_unsharded: Whether its weights are gathered, or being gathered.
+        is_gathered_after_step: Whether the optimizer's step gathered them, and no forward used
+            them yet.
     """
 
     def __init__(
@@ -81,17 +82,17 @@ class _Unit:
 
     @functools.cached_property
     def gathered_nbytes(self) -> int:
-        """Bytes of gathered weights that one use of it takes."""
+        """Bytes of gathered weights for one use."""
         return sum(group.planned.nbytes.gathered for group in self.held)
 
     @property
     def has_one_form(self) -> bool:
-        """Whether weights gathered for one use are there for every use."""
+        """Whether weights gathered for one use serve every use."""
         return all(len(group.planned.payload.uses) == 1 for group in self.held)
 
     @property
     def is_made_of_main(self) -> bool:
-        """Whether what it gathers is made of main weights, and can be once these are stepped."""
+        """Whether its gathers read main weights alone, and may start once these are stepped."""
         return all(group.planned.is_made_of_main for group in self.held)
 
     def prefetch(self) -> None:
@@ -99,7 +100,7 @@ class _Unit:
         self._unshard(self._replay.uses, is_ahead=True)
 
     def unshard(self, uses: WeightUse) -> None:
-        """Have its weights gathered."""
+        """Gather its weights and wait for them."""
         self._unshard(uses, is_ahead=False)
         for group in self.held:
             self._replay.wait_for(group)
@@ -130,11 +131,11 @@ class _Unit:
 
 
 class _Replay:
-    """A step of units that do what modules and autograd have the units of a training do.
+    """Replays a step: takes the place of modules and autograd.
 
     Attributes:
-        network: What is sent and copied, and when.
-        uses: What units are gathered for that are gathered ahead now.
+        network: Counts and times collectives and copies.
+        uses: The uses that units are gathered ahead for.
     """
 
     def __init__(
@@ -144,14 +145,14 @@ class _Replay:
         machine: Machine | None,
     ) -> None:
         self._training = training
-        self.network = Network(training, machine)
+        self.network = ReplayedNetwork(training, machine)
         self._units = self._make_units(groups, machine)
         self._root = self._units[0]
         self._gathers: GatherSchedule[_Unit] = GatherSchedule(
             training.options.prefetch_limit, self.network.together
         )
         self._reductions = ReplayedReductions(training, self.network)
-        # Where no use of a unit is a collective, ranks may run different ones.
+        # Ranks may run different units if no use of a unit is a collective.
         self._ranks_may_differ = all(
             not group.planned.gathers_for_use for unit in self._units for group in unit.own
         )
@@ -190,10 +191,10 @@ class _Replay:
         return list(units.values())
 
     def _find_arrivals(self) -> list[list[ReplayedGroup]]:
-        """For every run of a unit in a backward, the groups that get their first gradient there.
+        """For every run of a unit in a backward, the groups whose first gradient arrives there.
 
-        A parameter that is used several times has its gradient once the last of these uses is over.
-        In which order the groups of one run get theirs is the module's to say, and not known.
+        The gradient of a parameter that is used several times arrives after the last of the uses in
+        the backward. The order of groups within a run depends on the module and is not known.
         """
         order = list(_backwards(self._root))
         last = {unit.name: position for position, unit in enumerate(order)}
@@ -214,9 +215,9 @@ class _Replay:
     # -- the step -----------------------------------------------------------------------------
 
     def run(self) -> Step:
-        """Some forwards, forwards and backwards in turn, the backwards that are left."""
+        """Replay warm-up forwards, forwards and backwards in turn, then the other backwards."""
         training, count = self._training, self._training.num_microbatches
-        # The step before, of which the order is remembered.
+        # The order of units in the previous step.
         self._gathers.begin_forward(self._root)
         for unit in _preorder(self._root):
             self._gathers.in_forward(unit)
@@ -246,9 +247,9 @@ class _Replay:
         return self.network.step
 
     def _gather_after_step(self) -> None:
-        """Gather what the next forward begins with, as the optimizer's step does.
+        """Gather the first units of the next forward, as the optimizer's step does.
 
-        See `runtime/optimizer_steps.py`. The host's work between two steps takes no time here.
+        See `runtime/optimizer_steps.py`. The host's work between two steps takes no time.
         """
         self.uses = WeightUse.FORWARD
         is_ready = operator.attrgetter("is_made_of_main")
@@ -256,7 +257,7 @@ class _Replay:
             unit.is_gathered_after_step = True
 
     def _compare_with_main(self, unit: _Unit) -> None:
-        """Compare what was gathered after the step with main weights as they are now."""
+        """Compare weights that the optimizer's step gathered with the main weights of now."""
         unit.is_gathered_after_step = False
         for group in unit.held:
             if group.planned.is_streamed:
@@ -288,7 +289,7 @@ class _Replay:
         is_final = is_last and not self._training.syncs_afterwards
         self._synchronizes = self._syncs_every_one or is_final
         self._gathers.begin_backward()
-        # What is recomputed is so before anything else.
+        # Recomputation comes first.
         recomputes = self._training.recompute_factor > 0
         self.uses = WeightUse.BOTH if recomputes else WeightUse.BACKWARD
         self._turns.begin(self._passes.popleft())
@@ -304,8 +305,8 @@ class _Replay:
             self._compare_with_main(unit)
         self._gathers.in_forward(unit)
         self.network.note("forward", unit.name)
-        # What the root has most of is the output layer, which comes last; units inside another
-        # one come after its own layers.
+        # Most of the root's own computation is the output layer, which comes last; units inside
+        # another unit come after its own layers.
         is_root = unit is self._root
         self.network.compute(0.0 if is_root else unit.forward_seconds)
         for child in unit.children:
@@ -323,7 +324,7 @@ class _Replay:
         self._gathers.in_backward(unit)
         self.network.note("backward", unit.name)
         if unit is self._root:
-            # Its inputs need no gradients, so nothing tells that it is over but the end of all.
+            # Its inputs need no gradients, so that its backward ends with the whole backward.
             self._compute_gradients(2 * unit.forward_seconds)
         for child in reversed(unit.children):
             self._run_backward(child)
@@ -336,9 +337,9 @@ class _Replay:
     # -- weights ------------------------------------------------------------------------------
 
     def bring_up_to_date(self, group: ReplayedGroup) -> None:
-        """Bring the weights of a group up to date before it is gathered, where that is due."""
+        """Refresh the weights of a group before it is gathered, if that is due."""
         if self._refreshes:
-            # Not asynchronous: the gather that follows reads what it writes.
+            # Synchronous: the gather that follows reads its result.
             self._refresh(group, is_ahead=False)
             self.wait_for(group)
 
@@ -352,7 +353,7 @@ class _Replay:
         return why_gather(flight, seconds, self._gathers.num_uses, self._gathers.limit)
 
     def gather(self, group: ReplayedGroup, uses: WeightUse, *, is_ahead: bool) -> None:
-        """Start gathering of a group what lacks for these uses."""
+        """Gather the payloads of a group that these uses need and that are not gathered yet."""
         planned = group.planned
         if not planned.gathers_for_use:
             return
@@ -384,7 +385,7 @@ class _Replay:
         group.bringing.append(flight)
 
     def _refresh(self, group: ReplayedGroup, *, is_ahead: bool) -> None:
-        """Gather model weights out of main weights cut finer."""
+        """Gather model weights from main weights that are sharded along more axes."""
         planned = group.planned
         if planned.is_offloaded and not planned.is_streamed:
             self.network.copy(to_device=planned.main_weight_nbytes)
@@ -394,7 +395,7 @@ class _Replay:
             if parts > 1 and numel < planned.model_numel:
                 numel *= parts
                 steps += [(axis, numel // packing)] * len(planned.payload.uses)
-        # Several are waited for, one after the other.
+        # Several gathers run one after the other.
         is_async = is_ahead and len(steps) == 1
         for axis, wide in steps:
             self._bring(
@@ -404,7 +405,7 @@ class _Replay:
     # -- gradients ----------------------------------------------------------------------------
 
     def _compute_gradients(self, seconds: float) -> None:
-        """Compute gradients into full buffers, once there is room for these."""
+        """Compute gradients into full buffers, after waiting for room."""
         for group in self._arrivals[self._num_computed]:
             if not group.has_buffer:
                 self._reductions.reserve(group)
@@ -420,7 +421,7 @@ class _Replay:
             self._reductions.reduce(due)
 
     def _finish(self) -> None:
-        """Reduce what is left, wait for all of it."""
+        """Reduce the remaining gradients and wait for all reductions."""
         for unit in reversed(self._units):
             unit.reshard()
             self._reduce([unit])
@@ -436,7 +437,7 @@ def _model_nbytes(group: ReplayedGroup) -> int:
 
 
 def parent_of(name: str, known: Container[str]) -> str:
-    """The unit that a unit lies inside of, by their names."""
+    """The innermost unit that contains a unit, by their names."""
     while name:
         name = name.rpartition(".")[0]
         if name in known:

@@ -1,4 +1,4 @@
-"""The flat buffers of a description under a strategy: real layouts, and sizes that follow.
+"""The flat buffers of a description under a strategy: real layouts and their sizes.
 
 Integers only; nothing here allocates or communicates.
 """
@@ -33,13 +33,13 @@ __all__ = ["PlannedGroup", "Strategy", "mesh_sizes", "shard"]
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """How everything is sharded.
+    """Sharding strategies of a training.
 
     Attributes:
         inner: Sharding strategy along the inner axis.
-        outer: That along the outer one.
+        outer: Sharding strategy along the outer axis.
         outer_size: Ranks along the outer axis; None for a 1-D mesh.
-        others: Sharding strategies of meshes that have one of their own, by name.
+        others: Sharding strategies of meshes with their own, as pairs of mesh and strategy.
     """
 
     inner: str = "optim_grads_params"
@@ -49,7 +49,7 @@ class Strategy:
 
     @property
     def name(self) -> str:
-        """What to call it in a table."""
+        """Name in tables."""
         if self.outer_size is None:
             return self.inner
         kind = "HSDP" if self.outer == "no_shard" else "HFSDP"
@@ -62,18 +62,18 @@ class Strategy:
 
 @dataclass(frozen=True)
 class PlannedGroup:
-    """A parameter group as every rank would hold it.
+    """The sizes of a parameter group; equal on every rank.
 
     Attributes:
         params: Its parameters.
-        layout: Where they are in the flat buffer.
-        placements: Per mesh axis, outermost first.
-        sizes: Ranks along each axis.
-        dtypes: Of weights and gradients.
+        layout: Layout of its flat buffer.
+        placements: Placements per mesh axis, outermost first.
+        sizes: Ranks along each mesh axis.
+        dtypes: Dtypes of weights and gradients.
         requires_grad: Whether it is trained.
         on_cpu: Whether reductions run on a CPU.
         is_offloaded: Whether main weights and main gradients are in host memory.
-        quantized: What model weights take that are no numbers of the compute dtype.
+        quantized: Bytes of model weights in another format than the compute dtype.
     """
 
     params: tuple[ParameterDescription, ...]
@@ -88,17 +88,17 @@ class PlannedGroup:
 
     @property
     def payload(self) -> PayloadBytes:
-        """What model weights take."""
+        """Bytes of model weights."""
         return self.quantized or PayloadBytes(self.dtypes.model_weight.itemsize)
 
     @property
     def smallest_itemsize(self) -> float:
-        """Bytes of the smallest element; what is aligned in these elements is so in all."""
+        """Bytes of the smallest element, in which alignment is counted."""
         return _smallest(self.dtypes, self.quantized)
 
     @functools.cached_property
     def grid(self) -> ShardGrid:
-        """How slices map onto the axes, as the first rank sees it; all hold as much."""
+        """How slices map onto the axes, for the first rank; all ranks hold as many."""
         return _grid(self.sizes, self.placements)
 
     def _numel(self, placements: Sequence[Placement]) -> int:
@@ -111,7 +111,7 @@ class PlannedGroup:
 
     @functools.cached_property
     def model_numel(self) -> int:
-        """Elements of the model weight at rest."""
+        """Elements of the model weight between uses."""
         return self._numel([p.model_weight for p in self.placements])
 
     @functools.cached_property
@@ -122,37 +122,37 @@ class PlannedGroup:
 
     @property
     def gathers_for_use(self) -> bool:
-        """Whether every use needs a gather."""
+        """Whether every use gathers weights."""
         return self.model_numel < self.layout.numel
 
     @property
     def is_streamed(self) -> bool:
-        """Whether every gather begins with a copy of this rank's piece from host memory."""
+        """Whether every gather begins with a copy of this rank's shard from host memory."""
         return self.is_offloaded and self.main_numel == self.model_numel < self.layout.numel
 
     @property
     def is_made_of_main(self) -> bool:
-        """Whether what is gathered is made of main weights, and nothing else rests."""
+        """Whether gathers read main weights alone, so that no model weight is kept."""
         return not self.nbytes.model_weight
 
     @property
     def main_weight_nbytes(self) -> int:
-        """Bytes of the main weight on a rank, wherever it is."""
+        """Bytes of the main weight on a rank, on the device or in host memory."""
         return self.main_numel * self.dtypes.main_weight.itemsize
 
     @property
     def main_grad_nbytes(self) -> int:
-        """Likewise of the main gradient."""
+        """Bytes of the main gradient on a rank, on the device or in host memory."""
         return self.main_numel * self.dtypes.main_grad.itemsize if self.requires_grad else 0
 
     @property
     def accumulates_unreduced(self) -> bool:
-        """Whether the full gradient buffer collects until the synchronized backward."""
+        """Whether the full gradient buffer accumulates until the synchronized backward."""
         return self.placements[-1].unreduced_grad is Placement.PARTIAL
 
     @property
     def has_outer_axis(self) -> bool:
-        """Whether a second reduction follows."""
+        """Whether gradients are also reduced along an outer axis."""
         return len(self.sizes) == 2
 
     @functools.cached_property
@@ -171,7 +171,7 @@ class PlannedGroup:
 
     @functools.cached_property
     def state_numels(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Per slice, elements of trained matrices, and of all other trained parameters."""
+        """Per slice, elements of trained matrices and of all other trained parameters."""
         starts = torch.arange(self.layout.num_shards, dtype=torch.int64) * self.layout.shard_numel
         matrices, others = torch.zeros_like(starts), torch.zeros_like(starts)
         for slot, param in zip(self.layout.slots, self.params, strict=True):
@@ -198,7 +198,7 @@ def mesh_sizes(mesh: MeshDescription, strategy: Strategy) -> tuple[int, ...]:
 
 
 def shard(training: TrainingDescription, strategy: Strategy) -> list[tuple[PlannedGroup, ...]]:
-    """The groups of every unit; units that are alike share theirs.
+    """The groups of every unit; equal units share the same objects.
 
     Raises:
         ValueError: A name is unknown, or the mesh does not fit the strategy.
@@ -233,10 +233,10 @@ def _groups(
     on_cpu: bool,
     is_offloaded: bool,
 ) -> tuple[PlannedGroup, ...]:
-    """Groups of one unit, in the order `fully_shard` makes them.
+    """Groups of one unit, in the order in which `fully_shard` makes them.
 
-    Names play no part in a layout; they are in the key all the same, as units that are alike
-    name their parameters alike.
+    The cache's key has names of parameters, though layouts do not depend on them: equal units have
+    equal names.
     """
     num_slices = _grid(sizes, placements).num_slices
     found = flat_buffers(

@@ -1,4 +1,4 @@
-"""What a step comes to: what it does in which order, what it communicates, how long it takes."""
+"""The result of a replayed step: its events in order, its collectives and its time."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from dataclasses import dataclass, field
 
 from megatron_fsdp_v2.plan.exposure import Exposure
 
-__all__ = ["Collective", "Event", "Step"]
+__all__ = ["Step", "StepCollective", "StepEvent"]
 
 
 @dataclass(frozen=True, slots=True)
-class Collective:
-    """A collective that a step issues, once or more often.
+class StepCollective:
+    """A collective that a step issues, one or more times.
 
     Attributes:
         kind: `all_gather`, `reduce_scatter`, `all_reduce` or `all_to_all`.
         purpose: `unshard`, `refresh`, `reduce` or `optimizer`.
         mesh: Name of the mesh.
         axis: `inner` or `outer`.
-        size: Ranks that take part, at least 2: among one rank nothing is issued.
-        stride: Ranks of the job from one of them to the next.
-        nbytes: Of the full buffer; of an all-to-all, what this rank sends.
+        size: Ranks that take part, at least 2: one rank issues no collective.
+        stride: Distance in global ranks between two of them.
+        nbytes: Bytes of the full buffer; of an all-to-all, bytes that this rank sends.
     """
 
     kind: str
@@ -34,18 +34,20 @@ class Collective:
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
-    """Something that a step does, in its place among all that it does.
+class StepEvent:
+    """One event of a step.
 
     Attributes:
-        kind: A collective that is issued (see `Collective`); `forward` and `backward`, where a unit
-            begins to compute; `reshard`, where gathered weights are dropped; `collect`, where a
-            full gradient buffer is given memory; `wait`, where a reduction is waited for.
-        unit: Name of the unit that computes, or whose weights or gradients it is about; empty for
-            the root.
-        numel: Elements of the buffer; 0 where a unit computes.
-        axis: Of a collective: `inner` or `outer`.
-        times: Micro-batches that it stands for: those in the middle are replayed once.
+        kind: The kind of a collective that is issued (see `StepCollective`); `forward` or
+            `backward` when a unit begins to compute; `reshard` when gathered weights are dropped;
+            `collect` when a full gradient buffer gets memory; `wait` when the step waits for a
+            reduction.
+        unit: Name of the unit that computes, or that owns the weights or gradients; empty for the
+            root.
+        numel: Elements of the buffer; 0 when a unit computes.
+        axis: Mesh axis of a collective: `inner` or `outer`.
+        times: Number of micro-batches that the event represents: those in the middle are replayed
+            once.
     """
 
     kind: str
@@ -57,21 +59,21 @@ class Event:
 
 @dataclass(slots=True)
 class Step:
-    """What a step comes to.
+    """The result of a replayed step.
 
     Attributes:
-        events: What it does, in order, without the optimizer.
-        collectives: How often each is issued.
-        compute_seconds: Time of computation alone.
-        seconds: Time of the step; both 0 without a machine.
-        exposures: Every collective that was waited for, with a machine.
-        to_device_nbytes: Bytes copied from host memory, where main weights and gradients are there;
-            they are copied in the dtype they have there.
+        events: Events in order, without those of the optimizer.
+        collectives: How often each collective is issued.
+        compute_seconds: Time of computation alone; 0 without a machine.
+        seconds: Time of the step; 0 without a machine.
+        exposures: Every collective that the step waited for; empty without a machine.
+        to_device_nbytes: Bytes copied from offloaded main weights and gradients, in the dtype they
+            have in host memory.
         to_host_nbytes: Bytes copied to host memory.
     """
 
-    events: list[Event] = field(default_factory=list)
-    collectives: Counter[Collective] = field(default_factory=Counter)
+    events: list[StepEvent] = field(default_factory=list)
+    collectives: Counter[StepCollective] = field(default_factory=Counter)
     compute_seconds: float = 0.0
     seconds: float = 0.0
     exposures: list[Exposure] = field(default_factory=list)

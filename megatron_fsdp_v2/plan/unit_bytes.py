@@ -1,4 +1,4 @@
-"""Bytes of what a parameter group and a unit take on one rank: integers alone."""
+"""Bytes of parameter groups and units on one rank, as integers."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ __all__ = ["GroupBytes", "UnitBytes"]
 class GroupBytes:
     """Bytes of the tensors of one parameter group on one rank.
 
-    The first two rest between steps, the others come and go.
+    Main weight and model weight rest between steps; the others are temporary.
 
     Attributes:
-        main_weight: What the optimizer steps.
-        model_weight: What the forward computes with; 0 where it shares the main weight's storage,
-            or is made of it for every gather.
-        main_grad: What the optimizer reads, from its reduction until gradients are None.
-        gathered: Weights gathered for one use; 0 where the model weight is whole.
+        main_weight: Weight that the optimizer steps.
+        model_weight: Weight that the forward computes with; 0 if it shares the main weight's
+            storage, or every gather casts the main weight.
+        main_grad: Gradient that the optimizer reads, from its reduction until gradients are None.
+        gathered: Weights gathered for one use; 0 if the model weight is replicated.
         grad_buffer: The full gradient buffer.
-        grad_comm: A copy of it in the communication dtype; 0 where it has that dtype.
-        partial_grad: A gradient reduced along the inner axis that waits for the outer one.
-        outer_comm: A copy of that in the communication dtype; 0 where it has that dtype.
-        received: What arrives in an inner reduction, on a CPU (NCCL needs no such buffer), and a
-            sum on its way to host memory.
-        outer_received: Likewise in an outer one.
-        lent: What of that arrives in the main gradient, where it is not added to what is there.
-        lent_partial: Likewise in the gradient that waits for the outer reduction.
-        summed: What is taken to sum it up there, where dtypes differ; of one group at a time.
+        grad_comm: Its copy in the communication dtype; 0 if it has that dtype.
+        partial_grad: A gradient that is reduced along the inner axis, and not along the outer one.
+        outer_comm: Its copy in the communication dtype; 0 if it has that dtype.
+        received: Receive buffer of an inner reduction on a CPU (NCCL needs none), and a sum that is
+            copied to host memory.
+        outer_received: The same for an outer reduction.
+        lent: Part of the received bytes that arrives in the main gradient, if that is overwritten.
+        lent_partial: Part of them that arrives in `partial_grad`.
+        summed: Temporary of the local sum, if dtypes differ; of one group at a time.
         accumulates_unreduced: Whether the full gradient buffer lives between micro-batches.
-        gathered_besides: What the other one of a forward and a backward gathers besides, where
-            these compute with different bytes.
+        gathered_besides: Further bytes that the other use gathers, if forward and backward compute
+            with different payloads.
     """
 
     main_weight: int
@@ -82,13 +82,13 @@ class GroupBytes:
             is_trained: Whether it has gradients.
             on_cpu: Whether reductions run on a CPU (gloo).
             reduces: Whether gradients are summed over ranks.
-            offloaded: Whether main weights and gradients are in host memory, which is not counted.
-            payload: What model weights take; None for numbers of the compute dtype.
+            offloaded: Whether main weights and gradients are in host memory; that is not counted.
+            payload: Bytes of model weights; None for the compute dtype.
         """
         main = _held(numel, axis_sizes, [p.main_weight for p in placements])
         model = _held(numel, axis_sizes, [p.model_weight for p in placements])
         each = payload or PayloadBytes(dtypes.model_weight.itemsize)
-        # Written into the gathered buffer where that is made of one's shard.
+        # A gather that reads the main weight writes it into the gathered buffer.
         shares = model == main < numel and not each.rests
         if not offloaded and payload is None and dtypes.model_weight == dtypes.main_weight:
             shares = model == main
@@ -110,21 +110,21 @@ class GroupBytes:
             grad_buffer=numel * buffer.itemsize,
             accumulates_unreduced=collects,
         )
-        # A sum on its way to host memory, beside what is received for it.
+        # A sum that is copied to host memory, beside its receive buffer.
         offloading = main * dtypes.main_grad.itemsize if offloaded else 0
         if not reduces:
             return replace(trained, received=offloading)
         inner = placements[-1].main_grad
         partial = _held(numel, axis_sizes[-1:], [inner]) if len(axis_sizes) > 1 else 0
         outer = placements[0].main_grad
-        # Of the last of the reductions, and of one other rank: see `MainGradient`.
+        # For the last reduction, and two ranks: see `MainGradient`.
         last = _received(partial or numel, axis_sizes[0], outer, on_cpu)
         is_lent = axis_sizes[0] == 2 and comm.itemsize <= dtypes.main_grad.itemsize
         lent = last if is_lent and not offloaded else 0
         is_lent_partial = on_cpu and axis_sizes[-1] == 2 and comm == dtypes.main_grad
         is_lent_partial &= inner is Placement.SHARD
         summed = min(lent, SUM_CHUNK) if comm != dtypes.main_grad or dtypes.sums_in_fp32 else 0
-        # On a device, what is summed in fp32 is received whole, and its sum is kept.
+        # On a device, terms of a sum in fp32 are received whole, and the sum is kept.
         exchanges = dtypes.sums_in_fp32 and not on_cpu
 
         def exchanged(numel: int, size: int, grad: Placement) -> int:
@@ -153,12 +153,12 @@ class GroupBytes:
         return self.main_weight + self.model_weight
 
     def in_backward(self, *, is_set: bool, is_waiting: bool) -> GroupBytes:
-        """What a backward takes, beside what is there before it.
+        """Bytes that a backward allocates.
 
         Args:
-            is_set: Whether its main gradient is, to which is added then.
-            is_waiting: Whether gradients of earlier micro-batches wait to be synchronized: in full
-                buffers, or reduced along the inner axis and added to likewise.
+            is_set: Whether its main gradient exists, so that the backward adds to it.
+            is_waiting: Whether gradients of earlier micro-batches wait to be synchronized, in full
+                buffers or in `partial_grad`.
         """
         group = self
         if group.lent_partial and (group.accumulates_unreduced or not is_waiting):
@@ -178,18 +178,18 @@ def _held(numel: int, sizes: Sequence[int], placements: Sequence[Placement]) -> 
 
 
 def _received(numel: int, size: int, grad: Placement, on_cpu: bool) -> int:
-    """Elements that other ranks send for a reduce-scatter made of an all-to-all and a sum."""
+    """Elements received from other ranks by a reduce-scatter on a CPU: an all-to-all and a sum."""
     return numel // size * (size - 1) if on_cpu and grad is Placement.SHARD else 0
 
 
 @dataclass(frozen=True, slots=True)
 class UnitBytes:
-    """One unit.
+    """Bytes of one unit.
 
     Attributes:
         groups: Its parameter groups.
-        parent: Index of the unit it is inside of; None for the root.
-        tied_gathered: Gathered bytes of groups of other units that it gathers as well.
+        parent: Index of the innermost unit that contains it; None for the root.
+        tied_gathered: Gathered bytes of tied groups of other units.
         keeps_gathered: Whether its weights stay gathered between forward and backward.
         recomputes: Whether its forward runs again in the backward.
     """
@@ -202,12 +202,12 @@ class UnitBytes:
 
     @property
     def gathered(self) -> int:
-        """Bytes a forward computes with, or a backward."""
+        """Gathered bytes of one use."""
         return sum(group.gathered for group in self.groups) + self.tied_gathered
 
     @property
     def gathered_in_backward(self) -> int:
-        """Bytes that are gathered in its backward, with what its forward left or needs again."""
+        """Gathered bytes in its backward, with those that its forward left or needs again."""
         if self.parent is not None and not self.keeps_gathered and not self.recomputes:
             return self.gathered
         return self.gathered + self.sum("gathered_besides")

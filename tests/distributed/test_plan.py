@@ -37,7 +37,7 @@ from megatron_fsdp_v2.plan import (
 )
 from megatron_fsdp_v2.plan.optimizer_state import step_counter_nbytes
 from megatron_fsdp_v2.plan.sharding import shard
-from megatron_fsdp_v2.plan.step import Event
+from megatron_fsdp_v2.plan.step import StepEvent
 from megatron_fsdp_v2.plan.unit_bytes import UnitBytes
 from megatron_fsdp_v2.runtime.fsdp_module import unit_of
 from megatron_fsdp_v2.runtime.options import RuntimeOptions
@@ -309,7 +309,7 @@ class Done:
         event: What a plan says of it.
     """
 
-    event: Event
+    event: StepEvent
 
 
 class Noting:
@@ -326,7 +326,9 @@ class Noting:
         where = "inner" if axis == self._axes[-1] else "outer"
         # Among one rank nothing is sent.
         if axis.size > 1:
-            self._done.append(Done(Event(collective.kind.value, self._unit, full.numel(), where)))
+            self._done.append(
+                Done(StepEvent(collective.kind.value, self._unit, full.numel(), where))
+            )
         return self._inner.issue(collective, async_op=async_op)
 
 
@@ -345,7 +347,7 @@ def note_units(units: Sequence[Unit], done: list[Done]) -> None:
     finish_inner, finish_outer = reductions.finish_inner, reductions.finish_outer
 
     def note_wait(grads: Any, buffer: TemporaryBuffer, axis: str) -> None:
-        done.append(Done(Event("wait", owners[id(grads)], buffer.tensor.numel(), axis)))
+        done.append(Done(StepEvent("wait", owners[id(grads)], buffer.tensor.numel(), axis)))
 
     def finish_and_note_inner(waited: Any) -> None:
         for reduction in waited:
@@ -367,11 +369,11 @@ def note_computing(module: nn.Module, unit: str, done: list[Done]) -> None:
     def note_forward(module: nn.Module, args: Any) -> None:
         # A plan counts what is recomputed as a part of the backward.
         if not in_backward():
-            done.append(Done(Event("forward", unit)))
+            done.append(Done(StepEvent("forward", unit)))
 
     def watch_output(module: nn.Module, args: Any, output: torch.Tensor) -> None:
         if output.requires_grad:
-            output.register_hook(lambda grad: done.append(Done(Event("backward", unit))))
+            output.register_hook(lambda grad: done.append(Done(StepEvent("backward", unit))))
 
     module.register_forward_pre_hook(note_forward)
     module.register_forward_hook(watch_output)
@@ -391,10 +393,10 @@ def note_buffers(units: Sequence[Unit], done: list[Done]) -> None:
         match event:
             case BufferAcquired(buffer) if buffer in names:
                 if buffer.use is BufferUse.GRADIENT:
-                    done.append(Done(Event("collect", names[buffer], buffer.tensor.numel())))
+                    done.append(Done(StepEvent("collect", names[buffer], buffer.tensor.numel())))
             case BufferReleasing(buffer) if buffer in names:
                 if buffer.use is BufferUse.GATHERED:
-                    done.append(Done(Event("reshard", names[buffer], buffer.tensor.numel())))
+                    done.append(Done(StepEvent("reshard", names[buffer], buffer.tensor.numel())))
 
     units[0].context.observer.subscribe(receive)
 
@@ -572,7 +574,7 @@ RUNS = {"used twice": ("blocks.0", "blocks.1", "blocks.2", "blocks.0")}
 """By model, the order in which units run where that is not the order they are listed in."""
 
 
-def in_order(events: Sequence[Event]) -> list[Event]:
+def in_order(events: Sequence[StepEvent]) -> list[StepEvent]:
     """What a plan says is done, with all micro-batches that one stands for."""
     runs = itertools.groupby(events, key=lambda each: each.times)
     every = itertools.chain.from_iterable(list(run) * times for times, run in runs)

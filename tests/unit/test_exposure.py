@@ -27,7 +27,7 @@ from megatron_fsdp_v2.plan import (
     describe_module,
     plan_one,
 )
-from megatron_fsdp_v2.plan.description import Rules
+from megatron_fsdp_v2.plan.description import ModelTraits
 from megatron_fsdp_v2.plan.exposure import Exposure, OverlapReport, Reason
 from megatron_fsdp_v2.runtime.options import RuntimeOptions
 
@@ -123,7 +123,7 @@ def planned(sizes: tuple[int, ...], seconds: float, **options: Any) -> OverlapRe
     """The same of a plan."""
     with torch.device("meta"):
         model = build(sizes, None, seconds)
-    rules = Rules(flops_of=lambda name, params: seconds if name else 0.0)
+    rules = ModelTraits(flops_of=lambda name, params: seconds if name else 0.0)
     units, _ = describe_module(model, list(model), rules)
     training = TrainingDescription(
         units,

@@ -18,8 +18,8 @@ from examples.plan_models import llama_405b
 from megatron_fsdp_v2 import MixedPrecisionPolicy, cli
 from megatron_fsdp_v2.plan import (
     PRESETS,
-    Alternative,
     Machine,
+    MemoryOption,
     MeshDescription,
     ParameterDescription,
     Strategy,
@@ -455,7 +455,7 @@ def test_advice_names_changes_that_were_planned() -> None:
     described = training(
         tokens=1000,
         num_microbatches=1,
-        alternatives=(Alternative("--recompute-granularity full", 10**5),),
+        alternatives=(MemoryOption("--recompute-granularity full", 10**5),),
     )
     plans = plan_all(described, [Strategy("no_shard")])
     memory = plan_one(described, ZERO_3).peak_nbytes

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_fsdp_v2.plan.description import Alternative, ParameterDescription
+from megatron_fsdp_v2.plan.description import MemoryOption, ParameterDescription
 
 __all__ = ["Costs"]
 
@@ -140,7 +140,7 @@ class Costs:
             )
         return int(nbytes)
 
-    def alternatives(self, layers: Sequence[bool], num_in_flight: int) -> tuple[Alternative, ...]:
+    def alternatives(self, layers: Sequence[bool], num_in_flight: int) -> tuple[MemoryOption, ...]:
         """What would save activations.
 
         Args:
@@ -156,7 +156,7 @@ class Costs:
             kept = num_in_flight * len(layers) * least
             recomputed = kept + max(each, default=0) + self.root_activations()
             found.append(
-                Alternative(
+                MemoryOption(
                     "--recompute-granularity full --recompute-method uniform "
                     "--recompute-num-layers 1",
                     recomputed,
@@ -165,6 +165,6 @@ class Costs:
         if args.micro_batch_size > 1:
             half = args.micro_batch_size // 2
             found.append(
-                Alternative(f"--micro-batch-size {half}", now * half // args.micro_batch_size)
+                MemoryOption(f"--micro-batch-size {half}", now * half // args.micro_batch_size)
             )
         return tuple(found)

@@ -23,7 +23,7 @@ from megatron_fsdp_v2.params.formats import PayloadBytes, WeightUse
 from megatron_fsdp_v2.plan.description import (
     DATA,
     MeshDescription,
-    Rules,
+    ModelTraits,
     TrainingDescription,
     UnitDescription,
     describe_module,
@@ -298,7 +298,7 @@ def _chunk(
     if args.fp8_recipe == "mxfp8" and not args.plans_fp4:
         forms = (WeightUse.FORWARD, WeightUse.BACKWARD)
     payload = PayloadBytes(1, forms, rests=True, packing=2 if args.plans_fp4 else 1)
-    rules = Rules(
+    rules = ModelTraits(
         mesh_of=lambda unit: EXPERT if id(unit) in apart else DATA,
         is_matrix=lambda unit, param: _is_matrix(param),
         separate=shared_by_stages(chunk),

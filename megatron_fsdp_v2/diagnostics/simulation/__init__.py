@@ -1,6 +1,6 @@
-"""A cluster in one process: one rank of many, in virtual time and without memory."""
+"""A simulated cluster in one process: one rank of many, in virtual time, without memory."""
 
-from megatron_fsdp_v2.diagnostics.simulation.costs import Costs, RooflineCosts
+from megatron_fsdp_v2.diagnostics.simulation.costs import OperationCosts, RooflineCosts
 from megatron_fsdp_v2.diagnostics.simulation.devices import HostDevice, VirtualStreams
 from megatron_fsdp_v2.diagnostics.simulation.network import MachineNetwork, Network
 from megatron_fsdp_v2.diagnostics.simulation.operations import LiveBytes, Operations
@@ -12,11 +12,11 @@ from megatron_fsdp_v2.diagnostics.simulation.streams import run_on_streams
 from megatron_fsdp_v2.diagnostics.simulation.timeline import Queue, Timeline
 
 __all__ = [
-    "Costs",
     "HostDevice",
     "LiveBytes",
     "MachineNetwork",
     "Network",
+    "OperationCosts",
     "Operations",
     "Queue",
     "RooflineCosts",

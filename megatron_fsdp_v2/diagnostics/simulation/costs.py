@@ -1,4 +1,4 @@
-"""How long operations take, from the bytes they move and the products they compute."""
+"""Times of operations, from the bytes they move and the products they compute."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch.utils.flop_counter import flop_registry
 
 from megatron_fsdp_v2.plan.machine import Machine
 
-__all__ = ["COPY_IN", "Costs", "RooflineCosts", "flops_of"]
+__all__ = ["COPY_IN", "OperationCosts", "RooflineCosts", "flops_of"]
 
 COPY_IN = "fsdp::all_gather_copy_in"
-"""An operation of FSDP2's."""
+"""The operation of FSDP2 that fills its gather buffer."""
 
 _aten = torch.ops.aten
 _FREE = frozenset(
@@ -32,32 +32,32 @@ _FREE = frozenset(
         _aten.set_,
     }
 )
-"""Operations that move no bytes, besides views, which are not asked about."""
+"""Operations that move no bytes. Views, which move none either, are not passed to costs."""
 
 
-class Costs(Protocol):
-    """How long operations take."""
+class OperationCosts(Protocol):
+    """Times of operations."""
 
     def seconds(self, func: Any, args: Any, kwargs: Any, result: Any) -> float:
-        """Time of an operation.
+        """Seconds of an operation.
 
         Args:
-            func: What was called.
-            args: Its arguments.
-            kwargs: Those given by name.
-            result: What it returned.
+            func: The operator overload.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+            result: Its result.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class RooflineCosts:
-    """Products at the rate of a machine, everything else at the bandwidth of its memory.
+    """Products take a machine's FLOP/s, all other operations its memory bandwidth.
 
     Attributes:
-        machine: For its `flops` and the part of them that is reached.
-        memory_bandwidth: Bytes per second of a GPU's memory; infinite to count products alone.
-        memory_efficiency: Part of it that is reached.
+        machine: Has FLOP/s and their efficiency.
+        memory_bandwidth: Bytes per second of a GPU's memory; infinite to time products alone.
+        memory_efficiency: Fraction of the bandwidth that is reached.
     """
 
     machine: Machine
@@ -65,21 +65,21 @@ class RooflineCosts:
     memory_efficiency: float = 0.8
 
     def seconds(self, func: Any, args: Any, kwargs: Any, result: Any) -> float:
-        """See `Costs.seconds`."""
+        """See `OperationCosts.seconds`."""
         if func.overloadpacket in _FREE:
             return 0.0
         flops = flops_of(func, args, kwargs, result)
         if flops:
             return self.machine.compute_seconds(flops)
-        # Of the whole buffer it fills this rank's part.
+        # It fills this rank's part of the whole buffer.
         moved = 2 * _nbytes(args[0]) if func.name() == COPY_IN else _nbytes((args, kwargs, result))
         return moved / (self.memory_bandwidth * self.memory_efficiency)
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> float:
-    """Operations of a matrix product or of attention; 0 of everything else.
+    """FLOPs of a matrix product or of attention; 0 for other operations.
 
-    Of causal attention half is counted, as kernels skip the rest.
+    Causal attention counts half, since kernels skip the other half.
     """
     packet = func.overloadpacket
     if packet in _ATTENTION:
@@ -90,12 +90,12 @@ def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> float:
 
 
 def _attention(products: float, query: int, causal: int) -> Callable[[Any, Any], float]:
-    """Counts `products` of queries and keys.
+    """Return a function that counts the FLOPs of attention.
 
     Args:
-        products: How many there are, each of `2 * width` operations for a pair.
-        query: Position of the queries among the arguments, which keys follow.
-        causal: Position of whether later keys are left out.
+        products: Number of matrix products, each of `2 * width` FLOPs for a query and a key.
+        query: Position of the queries among the arguments; keys follow.
+        causal: Position of the flag for causal attention.
     """
 
     def count(args: Any, kwargs: Any) -> float:
@@ -110,13 +110,13 @@ def _attention(products: float, query: int, causal: int) -> Callable[[Any, Any],
 
 _ATTENTION = {
     _aten._scaled_dot_product_flash_attention_for_cpu: _attention(2, 0, 4),
-    # Its scores are computed again: five products.
+    # Five products, since it computes the scores again.
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention(5, 1, 7),
 }
 
 
 def _nbytes(values: Any) -> float:
-    """Bytes of all tensors among values; of one that is there twice, or expanded, those it has."""
+    """Bytes of all tensors among values; each storage range counts once."""
     sizes: dict[tuple[int, int, torch.Size], int] = {}
     for value in tree_leaves(values):
         if isinstance(value, torch.Tensor) and value.layout is torch.strided:

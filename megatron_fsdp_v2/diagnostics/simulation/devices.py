@@ -11,39 +11,39 @@ from megatron_fsdp_v2.diagnostics.simulation.timeline import Queue, Timeline
 __all__ = ["COMPUTE", "Device", "HostDevice", "VirtualEvent", "VirtualStream", "VirtualStreams"]
 
 COMPUTE = "compute"
-"""Name of the stream that a model computes on."""
+"""Name of the compute stream."""
 
 
 class Done(Protocol):
-    """A collective under way."""
+    """A collective in flight."""
 
     def wait(self) -> None:
-        """Order what comes next on the current stream, or the host, after it."""
+        """Order later work of the current stream, or of the host, after it."""
         ...
 
 
 class Device(Protocol):
-    """What a simulated process group and operations need of a device."""
+    """A device on which a simulated process group and operations take time."""
 
     timeline: Timeline
 
     def compute(self, seconds: float) -> None:
-        """Have an operation done that takes so long."""
+        """Run an operation of `seconds`."""
         ...
 
     def communicate(self, communicator: str, link: str, seconds: float) -> Done:
         """Queue a collective.
 
         Args:
-            communicator: Its name; it runs one collective at a time.
-            link: What it shares with other communicators, and takes turns on.
-            seconds: Time of it alone.
+            communicator: Name of its communicator, which runs one collective at a time.
+            link: Name of its link, on which communicators take turns.
+            seconds: Time of the collective alone.
         """
         ...
 
 
 class _AtMoment:
-    """Done at a moment that is known; `wait` has a host or a stream wait for it."""
+    """Work that ends at a known moment."""
 
     def __init__(self, done_at: float, wait_until: Any) -> None:
         self._done_at = done_at
@@ -54,13 +54,13 @@ class _AtMoment:
 
 
 class HostDevice:
-    """A CPU: the host computes, a process group's thread communicates meanwhile.
+    """A CPU: the host computes while a thread of the process group communicates.
 
     Args:
         timeline: Its time; a new one when None.
 
     Attributes:
-        timeline: Likewise.
+        timeline: See above.
     """
 
     def __init__(self, timeline: Timeline | None = None) -> None:
@@ -78,23 +78,23 @@ class HostDevice:
 
 
 class VirtualEvent:
-    """A moment in the work of a stream."""
+    """An event of a virtual stream."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         self.at = 0.0
         self._timeline: Timeline | None = None
 
     def set(self, at: float, timeline: Timeline) -> None:
-        """Have it stand for a moment."""
+        """Set the moment of the event."""
         self.at, self._timeline = at, timeline
 
     def synchronize(self) -> None:
-        """Have the host wait for it."""
+        """Make the host wait for the event."""
         if self._timeline is not None:
             self._timeline.wait(self.at)
 
     def query(self) -> bool:
-        """Whether it has come for the host."""
+        """Whether the event is in the host's past."""
         return self._timeline is None or self._timeline.now >= self.at
 
 
@@ -102,8 +102,8 @@ class VirtualStream:
     """A stream in virtual time. See `comm.streams.Stream`.
 
     Args:
-        streams: Of which device.
-        name: For reports.
+        streams: The device.
+        name: Name for reports.
     """
 
     def __init__(self, streams: VirtualStreams, name: str) -> None:
@@ -111,26 +111,26 @@ class VirtualStream:
         self._streams = streams
 
     def wait_stream(self, stream: VirtualStream, /) -> None:
-        """Go on after all that is queued there by now."""
+        """Order later work after all work queued on `stream` so far."""
         self.wait_until(stream.queue.ready)
 
     def record_event(self, event: VirtualEvent | None = None) -> VirtualEvent:
-        """An event that stands for all that is queued here by now."""
+        """Record an event after all work queued on this stream so far."""
         event = event or VirtualEvent()
         timeline = self._streams.timeline
         event.set(max(self.queue.ready, timeline.now), timeline)
         return event
 
     def wait_event(self, event: VirtualEvent, /) -> None:
-        """Go on after an event."""
+        """Order later work after an event."""
         self.wait_until(event.at)
 
     def wait_until(self, moment: float) -> None:
-        """Go on after a moment."""
+        """Order later work after a moment."""
         self.queue.ready = max(self.queue.ready, moment)
 
     def synchronize(self) -> None:
-        """Have the host wait for all that is queued here by now."""
+        """Make the host wait for all work queued on this stream so far."""
         self._streams.timeline.wait(self.queue.ready)
 
 
@@ -152,11 +152,11 @@ class VirtualStreams:
         return VirtualStream(self, f"stream {self._num_made} {name}")
 
     def current_stream(self) -> VirtualStream:
-        """The stream that operations are queued on now."""
+        """The current stream."""
         return self._stack[-1]
 
     def is_current(self, stream: Any) -> bool:
-        """Whether that is a given stream."""
+        """Whether `stream` is the current stream."""
         return self._stack[-1] is stream
 
     @contextlib.contextmanager
@@ -173,7 +173,7 @@ class VirtualStreams:
         self.timeline.run(seconds, self._stack[-1].queue)
 
     def communicate(self, communicator: str, link: str, seconds: float) -> Done:
-        """See `Device.communicate`. As with NCCL it begins after what the current stream has."""
+        """See `Device.communicate`. As with NCCL it starts after the current stream's work."""
         queue = self.timeline.queue(f"communicator {communicator}")
         queue.ready = max(queue.ready, self._stack[-1].queue.ready)
         done_at = self.timeline.run(seconds, queue, self.timeline.queue(link))

@@ -1,4 +1,4 @@
-"""How long collectives take: a latency and a bandwidth for the ranks that take part."""
+"""Times of collectives: a latency and a bandwidth for the ranks that take part."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ __all__ = ["MachineNetwork", "Network"]
 
 
 class Network(Protocol):
-    """What joins ranks."""
+    """The network between ranks."""
 
     def seconds(self, kind: str, nbytes: int, ranks: Sequence[int]) -> float:
-        """Time of a collective that has its links to itself.
+        """Seconds of a collective on an otherwise idle network.
 
         Args:
             kind: `all_gather`, `reduce_scatter`, `all_reduce`, `all_to_all`, `broadcast` or
                 `barrier`.
-            nbytes: Of the full buffer; of an all-to-all, what the rank sends.
+            nbytes: Bytes of the full buffer; of an all-to-all, bytes that the rank sends.
             ranks: Global ranks that take part.
         """
         ...
 
     def link(self, ranks: Sequence[int]) -> str:
-        """Name of what collectives among these ranks share; they take turns on it."""
+        """Name of the link of collectives among these ranks, which take turns on it."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class MachineNetwork:
-    """Nodes of a machine of `plan`: a fast link within a node, an adapter of each GPU beyond it.
+    """The network of a `Machine`: a fast link in a node, an adapter of each GPU between nodes.
 
     Attributes:
-        machine: See there for what a collective takes.
+        machine: Has the times of collectives.
     """
 
     machine: Machine

@@ -1,4 +1,4 @@
-"""Operations of a step: their times, the memory of their results, and, if wanted, no values."""
+"""Operations of a simulated step: their times and the memory of their results."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from megatron_fsdp_v2.diagnostics.simulation.costs import COPY_IN, Costs
+from megatron_fsdp_v2.diagnostics.simulation.costs import COPY_IN, OperationCosts
 from megatron_fsdp_v2.diagnostics.simulation.devices import Device
 
 __all__ = ["LiveBytes", "Operations"]
 
 MOST_COMPUTED = 1 << 20
-"""Bytes of arguments and results of an operation that is computed in fact."""
+"""Bytes of arguments up to which an operation is computed without `has_values`."""
 
 _aten = torch.ops.aten
 _UNSEEN = frozenset({"prim", "c10d", "profiler"})
@@ -28,11 +28,11 @@ _ITEMS = (_aten._local_scalar_dense, _aten.equal, _aten.is_nonzero)
 
 
 class LiveBytes:
-    """Bytes of all storages that were made while operations were watched, and the most there were.
+    """Live bytes of storages that operations allocated, and their peak.
 
     Attributes:
-        now: Bytes that live.
-        peak: The most at a time since `begin`.
+        now: Live bytes.
+        peak: The most live bytes since `begin`.
     """
 
     def __init__(self) -> None:
@@ -42,16 +42,16 @@ class LiveBytes:
         self._may_change: set[int] = set()
 
     def begin(self) -> None:
-        """Forget the most there was."""
+        """Reset the peak."""
         self.look_again()
         self.peak = self.now
 
     def see(self, tensor: torch.Tensor, *, may_change: bool = False) -> None:
-        """Take a result into account.
+        """Count the storage of a result.
 
         Args:
             tensor: The result.
-            may_change: Whether somebody may take its memory away, and give it back, by hand.
+            may_change: Whether its storage may be resized.
         """
         storage = tensor.untyped_storage()
         key = storage._cdata
@@ -73,7 +73,7 @@ class LiveBytes:
         self._change(held, storage.nbytes())
 
     def look_again(self) -> None:
-        """Find what was taken away or given back by hand."""
+        """Count storages that were resized."""
         for key in tuple(self._may_change):
             ref, held = self._known[key]
             storage = ref()
@@ -87,24 +87,23 @@ class LiveBytes:
 
 
 class Operations(TorchDispatchMode):
-    """Has a device take the time of every operation, and counts memory.
+    """Runs every operation of torch on a simulated device, and counts live bytes.
 
-    Without values an operation is not computed: its results are memory that nobody writes, which
-    takes none as long as nobody reads it either. So a model runs on a CPU that has neither the
-    memory nor the time for it. Small operations are computed in fact, as programs look at their
-    results.
+    Without values an operation is not computed: its results are virtual memory that is never
+    written, so that a CPU runs models that exceed its memory and speed. Small operations are
+    computed all the same, since programs read their results.
 
     Args:
-        device: What takes the time.
-        costs: How long.
-        has_values: Whether everything is computed.
+        device: Takes the time of operations.
+        costs: Gives the time of operations.
+        has_values: Whether all operations are computed.
 
     Attributes:
-        live: Bytes of storages.
+        live: Live bytes.
         seconds_of: Seconds by name of operation, for reports.
     """
 
-    def __init__(self, device: Device, costs: Costs, *, has_values: bool = False) -> None:
+    def __init__(self, device: Device, costs: OperationCosts, *, has_values: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = LiveBytes()
         self.seconds_of: dict[str, float] = {}
@@ -116,14 +115,14 @@ class Operations(TorchDispatchMode):
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            # What they are made of comes by itself.
+            # Their local tensors come in the operations that they call.
             return NotImplemented
         kwargs = kwargs or {}
         if func.namespace in _UNSEEN or func.is_view:
             return func(*args, **kwargs)
         given = [*_tensors((args, kwargs))]
         if any(isinstance(tensor, FakeTensor) for tensor in given):
-            # Torch asks for the shape of something, and nothing happens.
+            # Shape propagation, which takes no time.
             return func(*args, **kwargs)
         result = self._run(func, args, kwargs, given)
         if func.overloadpacket in _ITEMS:
@@ -144,7 +143,7 @@ class Operations(TorchDispatchMode):
     def _run(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> Any:
         packet = func.overloadpacket
         is_structural = torch.Tag.inplace_view in func.tags or packet in _SHAPES
-        # It copies into a view that it returns: what it writes to is for it to find.
+        # It copies into a view that it makes itself and returns.
         is_structural |= func.name() == COPY_IN
         if self._has_values or is_structural or any(t.device.type == "meta" for t in given):
             return func(*args, **kwargs)
@@ -157,7 +156,7 @@ class Operations(TorchDispatchMode):
         if is_small and all(map(self._knows, given)) and (given or _is_small_factory(args)):
             return func(*args, **kwargs)
         if packet in _ITEMS:
-            # Nothing is wrong, nothing differs.
+            # No NaN was found, and all ranks agree.
             is_bool = given[0].dtype is torch.bool
             return packet is _aten.equal or (False if is_bool else 1)
         written = _written(func, args, kwargs)
@@ -168,7 +167,7 @@ class Operations(TorchDispatchMode):
         return _returned(func, written)
 
     def _knows(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor's values were computed."""
+        """Whether a tensor has computed values."""
         storage = tensor.untyped_storage()
         ref = self._without.get(storage._cdata)
         return ref is None or ref() is not storage
@@ -178,7 +177,7 @@ class Operations(TorchDispatchMode):
         self._without[storage._cdata] = weakref.ref(storage)
 
     def _without_values(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> Any:
-        """Memory of the results, which meta tensors know the shapes of."""
+        """Allocate the results, whose shapes a run on meta tensors gives."""
         device = given[0].device if given else torch.device(kwargs.get("device") or "cpu")
         if device.type == "meta":
             return func(*args, **kwargs)
@@ -200,7 +199,7 @@ _SHAPES = frozenset({_aten.set_, _aten.resize_, _aten.detach, _aten.alias, _aten
 
 
 def _is_small_factory(args: Any) -> bool:
-    """Whether what is made from a shape alone, or from numbers, is small."""
+    """Whether a factory's result is small."""
     shape = args[0] if args and isinstance(args[0], (list, tuple)) else ()
     return math.prod(shape) * 8 <= MOST_COMPUTED
 
@@ -216,7 +215,7 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    """What an operation writes to among its arguments, by the name that its schema has for it."""
+    """Arguments that an operation writes, by their alias names in its schema."""
     written: dict[str, Any] = {}
     for position, argument in enumerate(func._schema.arguments):
         alias = argument.alias_info
@@ -228,16 +227,16 @@ def _written(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
 
 
 def _returned(func: Any, written: dict[str, Any]) -> Any:
-    """What such an operation returns: what it wrote to, or nothing.
+    """The result of an operation that writes its arguments: some of them, or None.
 
     Raises:
-        RuntimeError: It makes something besides.
+        RuntimeError: It also returns new tensors.
     """
     returned = []
     for result in func._schema.returns:
         if result.alias_info is None:
             raise RuntimeError(
-                f"{func} writes to its arguments and makes something besides, which cannot be "
+                f"{func} writes to its arguments and also returns new tensors, which cannot be "
                 "simulated without values; leave it out of the model"
             )
         returned.append(written[next(iter(result.alias_info.before_set))])

@@ -1,7 +1,7 @@
-"""The c10d backend `sim`: collectives of one rank among many that are not there.
+"""The c10d backend `sim`: collectives of one rank of a simulated cluster.
 
-Results have the right shapes. What is small enough to matter to a program (what ranks compare, the
-loss) is as if all ranks had what this one has; everything else is left as it was.
+Results have the right shapes. Small results, which programs read (comparisons of ranks, the loss),
+have the values that equal inputs on all ranks give; larger results are not written.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ __all__ = [
 
 BACKEND = "sim"
 MOST_FILLED = 1 << 20
-"""Bytes of a result that has values."""
+"""Bytes up to which a result has values."""
 
 
 class _Work(Work):
-    """A simulated collective under way."""
+    """A simulated collective in flight."""
 
     def __init__(self, done: Done, results: list[Any]) -> None:
         super().__init__()
@@ -67,29 +67,29 @@ class PythonGroup(dist.ProcessGroup):
     Args:
         rank: This rank in the group.
         size: Ranks of the group.
-        name: Of its communicator.
+        name: Name of its communicator.
         backend: Name of its backend.
     """
 
     def __init__(self, rank: int, size: int, name: str, backend: str) -> None:
-        # The one with a store makes a group that C++ alone answers for.
+        # The constructor with a store makes a group whose methods are in C++.
         make: Any = super().__init__
         make(rank, size)
         self._communicator = name
         self._backend_name = backend
 
     def getBackendName(self) -> str:
-        """Asked for by c10d."""
+        """Called by c10d."""
         return self._backend_name
 
-    # C++ asks for names by these methods, and keeps those of its own groups with their backends.
+    # C++ calls these methods for names; groups in C++ keep names in their backends.
 
     def getGroupName(self) -> str:
-        """Asked for by c10d."""
+        """Called by c10d."""
         return self._communicator
 
     def getGroupDesc(self) -> str:
-        """Asked for by c10d."""
+        """Called by c10d."""
         return self._backend_name
 
     @override
@@ -112,15 +112,15 @@ class PythonGroup(dist.ProcessGroup):
 
 
 class SimulatedProcessGroup(PythonGroup):
-    """A process group of which this process is one rank, and the others are a network's times.
+    """A process group with this process as one rank; a network gives the times of collectives.
 
     Args:
         rank: This rank in the group.
         size: Ranks of the group.
         ranks: Their global ranks.
-        name: Of its communicator.
-        device: What collectives are queued on.
-        network: How long they take.
+        name: Name of its communicator.
+        device: Device that collectives are queued on.
+        network: Gives the times of collectives.
     """
 
     def __init__(
@@ -246,7 +246,7 @@ class SimulatedProcessGroup(PythonGroup):
 
 
 def _fill(output: torch.Tensor, value: Callable[[], torch.Tensor], nbytes: int = 0) -> None:
-    """Give a result its value, if that is small enough, without anybody counting it."""
+    """Write a small result, unseen by dispatch modes."""
     if max(output.nbytes, nbytes) <= MOST_FILLED:
         with _disable_current_modes(), torch.no_grad():
             # A shard may be a view of what it is gathered into.
@@ -255,13 +255,13 @@ def _fill(output: torch.Tensor, value: Callable[[], torch.Tensor], nbytes: int =
 
 @contextlib.contextmanager
 def simulated_groups(device: Device, network: Network) -> Iterator[None]:
-    """Have `torch.distributed.new_group(backend="sim")` make simulated groups in the context.
+    """Make `torch.distributed.new_group(backend="sim")` create simulated groups in the context.
 
-    They may be beside real ones, of as many ranks as there are.
+    They may exist beside real groups of the same world size.
 
     Args:
-        device: What collectives are queued on.
-        network: How long they take.
+        device: Device that collectives are queued on.
+        network: Gives the times of collectives.
     """
 
     def make(options: Any, backend_options: Any) -> SimulatedProcessGroup:
@@ -289,21 +289,21 @@ def simulated_groups(device: Device, network: Network) -> Iterator[None]:
 def simulated_ranks(
     size: int, device: Device, network: Network, *, rank: int = 0
 ) -> Iterator[None]:
-    """Have this process be one rank of many while the context lasts: `sim` is the default group.
+    """Make this process one rank of many in the context, with `sim` as the default group.
 
         device = HostDevice()
         with simulated_ranks(1024, device, MachineNetwork(find_machine("h100"))):
             model = fully_shard(model, mesh=init_device_mesh("cpu", (128, 8)))
 
     Args:
-        size: Ranks there are.
-        device: What collectives are queued on.
-        network: How long they take.
-        rank: Which one this is.
+        size: World size.
+        device: Device that collectives are queued on.
+        network: Gives the times of collectives.
+        rank: Rank of this process.
 
     Raises:
-        RuntimeError: There is a default process group already.
-        ValueError: There is no such rank.
+        RuntimeError: A default process group exists already.
+        ValueError: The rank is not below `size`.
     """
     if dist.is_initialized():
         raise RuntimeError(
@@ -311,7 +311,7 @@ def simulated_ranks(
             "torch.distributed.destroy_process_group() first"
         )
     if not 0 <= rank < size:
-        raise ValueError(f"rank {rank} is none of {size} ranks; give one from 0 to {size - 1}")
+        raise ValueError(f"rank must be from 0 to {size - 1}, got {rank}")
     with simulated_groups(device, network):
         dist.init_process_group(BACKEND, store=HashStore(), rank=rank, world_size=size)
         try:
@@ -325,9 +325,9 @@ _makers: list[Callable[[Any, Any], SimulatedProcessGroup]] = []
 
 
 def _make(options: Any, backend_options: Any) -> SimulatedProcessGroup:
-    """A process group of the simulation under way."""
+    """Create a process group of the current simulation."""
     if not _makers:
         raise RuntimeError(
-            "backend 'sim' is of simulated_ranks() and simulated_groups(); use it inside of one"
+            "backend 'sim' exists inside simulated_ranks() and simulated_groups() only"
         )
     return _makers[-1](options, backend_options)

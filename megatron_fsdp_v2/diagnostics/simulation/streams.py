@@ -13,13 +13,11 @@ __all__ = ["run_on_streams"]
 
 
 def run_on_streams(module: nn.Module, streams: VirtualStreams) -> None:
-    """Have a sharded module on a CPU mesh communicate as it does on CUDA, for good.
-
-    Streams, events and the order of collectives are decided by the code that runs on a GPU.
+    """Make a sharded module on a CPU mesh communicate by the code for CUDA, permanently.
 
     Args:
-        module: The root, at rest.
-        streams: Of the simulated GPU.
+        module: The root, while no unit is in use.
+        streams: The streams of the simulated GPU.
 
     Raises:
         ValueError: The module holds no unit.

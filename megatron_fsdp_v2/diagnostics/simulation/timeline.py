@@ -1,4 +1,4 @@
-"""Virtual time: a host that queues work, and queues that do it one after the other."""
+"""Virtual time: a host that queues work, and queues that run it in order."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ __all__ = ["Queue", "Timeline"]
 
 @dataclass(slots=True, eq=False)
 class Queue:
-    """Work that is done in order: a stream, a communicator, a link.
+    """A queue that runs its work in order: a stream, a communicator or a link.
 
     Attributes:
-        name: For reports.
-        ready: Moment in seconds at which everything queued so far is done.
-        busy: Seconds it has worked; the rest of the time it waited, or had nothing to do.
+        name: Name for reports.
+        ready: Moment at which all work queued so far is done, in seconds.
+        busy: Seconds of work; the queue is idle or waits in the rest of the time.
     """
 
     name: str
@@ -23,10 +23,10 @@ class Queue:
 
 
 class Timeline:
-    """The moment at which the host is, and all queues.
+    """The host's time, and all queues.
 
-    When work is queued it is known at once when it begins and ends, so that nobody ever sleeps, and
-    every run gives the same times.
+    The begin and the end of work are known when it is queued, so that nothing sleeps and every run
+    gives the same times.
 
     Attributes:
         queues: By name.
@@ -38,17 +38,17 @@ class Timeline:
 
     @property
     def now(self) -> float:
-        """The host's moment in seconds."""
+        """The host's time in seconds."""
         return self._now
 
     def queue(self, name: str) -> Queue:
-        """The queue of a name, made where there is none."""
+        """The queue of a name; a new one if there is none."""
         return self.queues.setdefault(name, Queue(name))
 
     def run(self, seconds: float, *queues: Queue) -> float:
-        """Have work done that takes all of these queues at a time; return when it ends.
+        """Queue work that occupies all of these queues; return the moment of its end.
 
-        It begins when the host has asked for it and the last of the queues is free.
+        It begins at the host's time, or when the last of the queues is free.
         """
         begin = max(self.now, *(queue.ready for queue in queues))
         for queue in queues:
@@ -57,5 +57,5 @@ class Timeline:
         return begin + seconds
 
     def wait(self, until: float) -> None:
-        """Have the host wait for a moment, if that is to come."""
+        """Make the host wait for a moment."""
         self._now = max(self._now, until)

@@ -8,6 +8,7 @@ from torch import nn
 
 from megatron_fsdp_v2.diagnostics.walk import units_below
 from megatron_fsdp_v2.params.formats import payload_bytes
+from megatron_fsdp_v2.plan.schedule import parent_of
 from megatron_fsdp_v2.plan.unit_bytes import GroupBytes, UnitBytes
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def unit_bytes(module: nn.Module) -> list[UnitBytes]:
     return [
         UnitBytes(
             tuple(group_bytes(group) for group in unit.groups),
-            parent=_parent(name, names),
+            parent=names.index(parent_of(name, names)) if name else None,
             tied_gathered=sum(group_bytes(group).gathered for group in unit.tied_groups),
             # Several modules are gathered from the first that runs to the last.
             keeps_gathered=not unit.reshard_after_forward or len(unit.modules) > 1,
@@ -55,12 +56,3 @@ def unit_bytes(module: nn.Module) -> list[UnitBytes]:
         )
         for name, unit in named
     ]
-
-
-def _parent(name: str, names: list[str]) -> int | None:
-    """Index of the innermost unit that contains a unit."""
-    while name:
-        name = name.rpartition(".")[0]
-        if name in names:
-            return names.index(name)
-    return None

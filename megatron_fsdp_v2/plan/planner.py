@@ -31,8 +31,8 @@ __all__ = [
     "best_plan",
     "plan_all",
     "plan_one",
+    "planned_units",
     "strategies",
-    "unit_bytes",
 ]
 
 _SAME_TIME = 1.01
@@ -341,7 +341,7 @@ def _with_activations(training: TrainingDescription, nbytes: int) -> TrainingDes
     return replace(training, units=units)
 
 
-def unit_bytes(
+def planned_units(
     training: TrainingDescription, groups: Sequence[tuple[PlannedGroup, ...]]
 ) -> list[UnitBytes]:
     """Units as `peak_bytes` takes them.
@@ -379,7 +379,7 @@ def _peak(
     optimizer_temporary: int,
 ) -> PeakBytes:
     """The peak of forward and backward, or the optimizer's step if that holds more."""
-    units = unit_bytes(training, groups)
+    units = planned_units(training, groups)
     backward = peak_bytes(
         units,
         training.options,

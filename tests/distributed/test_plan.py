@@ -614,5 +614,5 @@ def test_a_plan_has_the_bytes_of_the_training_and_does_what_it_does_in_order(
         assert all(counts == sent for sent in measured_counts)
     assert counts
     # The peak follows from these, and tests of the bound compare that with what is measured.
-    units = planner.unit_bytes(training, shard(training, plan.strategy))
+    units = planner.planned_units(training, shard(training, plan.strategy))
     assert all(units == found for *_, found in results)

@@ -1,4 +1,4 @@
-"""Per-module, FSDP2-style sharding for every ZeRO level. Needs torch and nothing else."""
+"""Per-module, FSDP2-style sharding for every ZeRO level. Needs only torch."""
 
 from megatron_fsdp_v2.layout.mixed_precision import MixedPrecisionPolicy
 from megatron_fsdp_v2.memory.trace_pool import TracePoolAllocator

@@ -1,4 +1,4 @@
-"""`megatron-fsdp-v2 ckpt`: look into a checkpoint, verify it, export it, convert it."""
+"""`megatron-fsdp-v2 ckpt`: inspect, verify, export and convert checkpoints."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any, override
+from typing import Any, Protocol, cast, override
 
 import torch
 
 from megatron_fsdp_v2._text import listed, parse_size, readable_size
-from megatron_fsdp_v2.checkpoint.converters import Converter, converter_names, find_converter
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError
 from megatron_fsdp_v2.checkpoint.exporting import MAX_SHARD_BYTES, Exported, convert, export
 from megatron_fsdp_v2.checkpoint.inspecting import inspect, tree
 from megatron_fsdp_v2.checkpoint.plain_tensors import DTYPES, Progress
 from megatron_fsdp_v2.checkpoint.verifying import verify
 
-__all__ = ["command"]
+__all__ = ["CONVERTER_GROUP", "Converter", "command", "find_converter"]
 
 _KINDS = "folder of torch's distributed checkpoint; .safetensors, its index or its folder; or .pt"
 _SHOWN = 8
@@ -32,7 +32,7 @@ class _CheckpointCommand:
     help = "look into a checkpoint, verify, export or convert it"
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
-        """Add what can be done with a checkpoint, and the arguments of each."""
+        """Add the actions and their arguments."""
         actions = parser.add_subparsers(
             title="actions", metavar="ACTION", required=True, parser_class=_ActionParser
         )
@@ -51,7 +51,7 @@ class _CheckpointCommand:
         converts.add_argument(
             "out_file", metavar="target", help=".safetensors, .pt, or anything else for a folder"
         )
-        names = converter_names()
+        names = _converter_names()
         converts.add_argument(
             "--to",
             metavar="FORMAT",
@@ -62,7 +62,7 @@ class _CheckpointCommand:
         converts.complete = _complete_convert
 
     def run(self, args: argparse.Namespace) -> int:
-        """Do it; return 2 with one sentence on standard error where that is not possible."""
+        """Run an action; on an error print one sentence to standard error and return 2."""
         try:
             status: int = args.action(args)
         except (CheckpointError, ValueError, OSError) as error:
@@ -72,7 +72,7 @@ class _CheckpointCommand:
 
 
 class _ActionParser(argparse.ArgumentParser):
-    """Adds the options that depend on what else stands on the command line.
+    """Adds options that depend on the rest of the command line.
 
     Attributes:
         complete: Adds them, given the command line.
@@ -82,7 +82,7 @@ class _ActionParser(argparse.ArgumentParser):
 
     @override
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse does, with those options."""
+        """Parse the command line, after adding these options."""
         if self.complete is not None:
             complete, self.complete = self.complete, None
             complete(self, args or ())
@@ -90,7 +90,7 @@ class _ActionParser(argparse.ArgumentParser):
 
 
 def _complete_convert(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
-    """The options of the format that `--to` names; without it, those of files."""
+    """Add the options of the format of `--to`, or those of files."""
     first = argparse.ArgumentParser(prog=parser.prog, add_help=False)
     first.add_argument("--to")
     name = first.parse_known_args(list(words))[0].to
@@ -212,7 +212,7 @@ def _report(done: Exported) -> int:
 
 
 def _progress(verb: str) -> Progress | None:
-    """Writes a line again and again where somebody looks at it."""
+    """Show progress on a terminal; None if standard error is not one."""
     if not sys.stderr.isatty():
         return None
     shown = [-1]
@@ -229,3 +229,58 @@ def _progress(verb: str) -> Progress | None:
 
 
 command = _CheckpointCommand()
+
+
+CONVERTER_GROUP = "megatron_fsdp_v2.checkpoint_converters"
+
+
+class Converter(Protocol):
+    """Writes checkpoints of one format."""
+
+    def configure(self, parser: argparse.ArgumentParser) -> None:
+        """Add the options of the format; source and target are added already."""
+
+    def run(self, source: Path, target: Path, args: argparse.Namespace) -> int:
+        """Convert, and print a summary to standard output.
+
+        Args:
+            source: What to read.
+            target: What to write.
+            args: The command line with this format's options.
+
+        Returns:
+            The exit status: 2, after one sentence on standard error, if it fails.
+        """
+        ...
+
+
+def _converter_names() -> list[str]:
+    """Return the formats of installed packages, without importing them."""
+    return sorted(_points())
+
+
+def find_converter(name: str) -> Converter:
+    """Import the converter to a format.
+
+    Args:
+        name: One of `_converter_names()`.
+
+    Raises:
+        CheckpointError: No package offers it, or something that it imports is missing.
+    """
+    point = _points().get(name)
+    if point is None:
+        known = ", ".join(_converter_names()) or "none: no installed package offers one"
+        raise CheckpointError(f"no format is called {name!r}; known are {known}")
+    try:
+        return cast(Converter, point.load())
+    except ImportError as error:
+        missing = error.name or str(error)
+        raise CheckpointError(
+            f"the format {name} needs {missing}, which cannot be imported: install this package "
+            "with its extra, megatron-fsdp-v2[megatron]"
+        ) from error
+
+
+def _points() -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=CONVERTER_GROUP)}

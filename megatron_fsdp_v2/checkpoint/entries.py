@@ -1,4 +1,4 @@
-"""What a checkpoint of a model and its optimizer consists of, by name.
+"""Entries of a checkpoint of a model and its optimizer, by name.
 
 Names are those of torch's own calls: `model.<parameter>`, `optimizer.state.<parameter>.<state>`,
 `optimizer.param_groups`, and `extra`. They say nothing of how anything was sharded.
@@ -44,7 +44,7 @@ EXTRA = "extra"
 
 
 def _plain_name(model: nn.Module, name: str) -> str:
-    """A name without what DistributedDataParallel and torch.compile put into it."""
+    """Strip the prefixes of DistributedDataParallel and torch.compile from a name."""
     if isinstance(model, DistributedDataParallel):
         name = name.removeprefix("module.")
     return name.replace("_orig_mod.", "")
@@ -73,7 +73,7 @@ def model_entries(model: nn.Module) -> dict[str, Any]:
 
 
 def tied_entries(model: nn.Module) -> dict[str, str]:
-    """Entries of a model that have another name as well, each with the first of its names.
+    """Other names of tied parameters and buffers, each with the first name.
 
     Raises:
         ValueError: As `model_entries`.
@@ -95,13 +95,13 @@ def is_extra_state(key: str) -> bool:
 
 
 def extra_state_names(model: nn.Module) -> dict[str, str]:
-    """What the model itself calls the entries that `get_extra_state` returned."""
+    """Names of `get_extra_state` entries in the model's own state dict."""
     found = {MODEL + _plain_name(model, name): name for name in model.state_dict()}
     return {key: name for key, name in found.items() if is_extra_state(key)}
 
 
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
-    """Every parameter's name without wrappers; of tied ones the first."""
+    """Names of parameters without wrappers; of tied ones the first."""
     make_idle(model)
     return {param: _plain_name(model, name) for name, param in model.named_parameters()}
 
@@ -147,7 +147,7 @@ def groups_entry(
 
 
 def kind_entry(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What an optimizer is: its class by name, and the options it is made with.
+    """Name the class of an optimizer and the options of its constructor.
 
     Raises:
         ValueError: What it keeps means nothing without scales that it has beside its state.

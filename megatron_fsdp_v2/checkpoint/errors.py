@@ -1,13 +1,23 @@
-"""What is wrong with a checkpoint, in one sentence for the user."""
+"""Errors of checkpoints, and raising them on all ranks."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
-__all__ = ["CheckpointError", "NotFoundError", "ReplacedError", "naming_full_disk"]
+import torch.distributed as dist
+
+__all__ = [
+    "CheckpointError",
+    "NotFoundError",
+    "ReplacedError",
+    "all_ranks_or_raise",
+    "everyones",
+    "naming_full_disk",
+]
 
 _FULL = {
     errno.ENOSPC: "the disk is full",
@@ -21,24 +31,24 @@ class CheckpointError(ValueError):
 
 
 class NotFoundError(CheckpointError):
-    """There is nothing at a path, or only checkpoints below it."""
+    """There is nothing at a path, or a folder of checkpoints."""
 
 
 class ReplacedError(CheckpointError):
-    """Another checkpoint took the place of the one that was being read."""
+    """The checkpoint was replaced while it was read."""
 
 
 @contextlib.contextmanager
 def naming_full_disk(path: Path) -> Iterator[None]:
-    """Say that the disk is full where that is why something could not be written.
+    """Raise an error that names a full disk if that is the cause of an error.
 
     `torch.save` raises "unexpected pos 704 vs 598" where a write fails, and hides the cause.
 
     Args:
-        path: What is being written.
+        path: The file or folder that is written.
 
     Raises:
-        OSError: The disk is full, or the system does not let a file become that long.
+        OSError: The disk is full, or a limit on the length of files is reached.
     """
     try:
         yield
@@ -49,3 +59,44 @@ def naming_full_disk(path: Path) -> Iterator[None]:
                 raise OSError(cause.errno, _FULL[cause.errno], str(path)) from error
             cause = cause.__cause__ or cause.__context__
         raise
+
+
+def all_ranks_or_raise[T](
+    what: str, do: Callable[[], T], undo: Callable[[], None] | None = None
+) -> T:
+    """Call a function on every rank; if it raises on one, raise on all. Collective over all ranks.
+
+    Args:
+        what: What it does, for the sentence "rank 3 could not ...".
+        do: The function; it may raise on some ranks only.
+        undo: Called on ranks where `do` succeeded if it raised on another one.
+
+    Returns:
+        The value of `do` on this rank.
+
+    Raises:
+        Exception: What `do` raised on this rank.
+        CheckpointError: `do` raised on another rank.
+    """
+    if not dist.is_initialized():
+        return do()
+    try:
+        result = do()
+    except Exception as error:
+        everyones(f"{type(error).__name__}: {error}")
+        raise
+    for rank, text in enumerate(everyones(None)):
+        if text is not None:
+            if undo is not None:
+                undo()
+            raise CheckpointError(f"rank {rank} could not {what}: {text}")
+    return result
+
+
+def everyones[T](value: T) -> list[T]:
+    """Gather a value from every rank, by rank. Collective over all ranks."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

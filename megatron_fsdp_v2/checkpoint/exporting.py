@@ -1,11 +1,11 @@
-"""One plain file, or several, of a checkpoint; and from one kind of checkpoint to another.
+"""Export a checkpoint to plain files, and convert between kinds of checkpoints.
 
-One process without a process group. Tensors go from file to file one at a time, so that memory is
-that of the largest one and a constant.
+Runs in one process without a process group. Tensors are read and written one at a time.
 """
 
 from __future__ import annotations
 
+import enum
 import os
 import uuid
 from collections.abc import Sequence
@@ -14,8 +14,10 @@ from pathlib import Path
 
 import torch
 
-from megatron_fsdp_v2.checkpoint.errors import naming_full_disk
-from megatron_fsdp_v2.checkpoint.kinds import Kind, find_kind
+from megatron_fsdp_v2._text import listed
+from megatron_fsdp_v2.checkpoint.errors import CheckpointError, naming_full_disk
+from megatron_fsdp_v2.checkpoint.manifest import MANIFEST
+from megatron_fsdp_v2.checkpoint.metadata import INCOMPLETE, METADATA
 from megatron_fsdp_v2.checkpoint.model_tensors import MODEL, FolderSource, Layout
 from megatron_fsdp_v2.checkpoint.plain_tensors import (
     Progress,
@@ -32,29 +34,38 @@ from megatron_fsdp_v2.checkpoint.replacing import (
     remove_own,
     temporary_name,
 )
-from megatron_fsdp_v2.checkpoint.safetensors_files import SUFFIX as SAFETENSORS_SUFFIX
 from megatron_fsdp_v2.checkpoint.safetensors_files import (
+    INDEX,
     SafetensorsSource,
     index_of,
     write_safetensors,
 )
+from megatron_fsdp_v2.checkpoint.safetensors_files import SUFFIX as SAFETENSORS_SUFFIX
 from megatron_fsdp_v2.checkpoint.writing import FolderWriter
 
-__all__ = ["MAX_SHARD_BYTES", "Exported", "convert", "export", "open_source"]
+__all__ = [
+    "MAX_SHARD_BYTES",
+    "Exported",
+    "Kind",
+    "convert",
+    "export",
+    "find_kind",
+    "open_source",
+]
 
 MAX_SHARD_BYTES = 5 * 10**9
 
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What was written.
+    """Result of an export.
 
     Attributes:
         files: The files or the folder; of several safetensors files the index is the last.
-        num_tensors: Tensors of the model, by all their names.
-        nbytes: Bytes of their elements, counted once where names share a tensor.
-        largest: Bytes of the largest one, the more of what it was stored as and was written as.
-        left_out: Names of what the source holds besides the model: optimizer state, objects.
+        num_tensors: Number of names of tensors of the model.
+        nbytes: Bytes of their elements; tied tensors count once.
+        largest: Bytes of the largest tensor, as stored or as written, whichever is more.
+        left_out: Other names in the source: optimizer state and objects.
     """
 
     files: tuple[Path, ...]
@@ -82,22 +93,21 @@ def export(
     Args:
         path: The checkpoint's folder: of `save`, of torch's own distributed checkpoint, or of a
             framework whose adapter is installed.
-        out_file: What to write: `.safetensors`, or `.pt`, which `torch.load` reads.
-        dtype: What floating-point tensors become; None leaves them as they are.
-        max_shard_bytes: A `.safetensors` model of more bytes becomes several files, of so many
-            bytes each or one tensor, and an index beside them.
-        prefix: What the names of the model's tensors begin with in the checkpoint; found out when
-            None. It is taken off.
-        progress: Told how many bytes of how many are written.
-        layouts: How frameworks store models; those of installed adapters when None.
+        out_file: The file to write: `.safetensors`, or `.pt` for `torch.load`.
+        dtype: Dtype of floating-point tensors; None leaves them unchanged.
+        max_shard_bytes: A larger `.safetensors` model becomes several files of at most so many
+            bytes, or of one tensor, and an index.
+        prefix: Prefix of the model's tensors in the checkpoint, which is removed; detected if None.
+        progress: Called with the bytes written and the total.
+        layouts: Layouts of frameworks; those of installed adapters if None.
 
     Returns:
         What was written.
 
     Raises:
-        ValueError: An argument is not of these, or the file is there already.
-        CheckpointError: The checkpoint cannot be read, is damaged, or holds something the file
-            cannot hold.
+        ValueError: An argument is not valid, or the file already exists.
+        CheckpointError: The checkpoint cannot be read, is damaged, or contains a tensor that the
+            file format does not support.
     """
     target = Path(out_file)
     if target.suffix not in (SAFETENSORS_SUFFIX, *PT_SUFFIXES):
@@ -169,7 +179,7 @@ def _check(target: Path, dtype: torch.dtype | None, max_shard_bytes: int) -> Non
         raise ValueError(f"max_shard_bytes is {max_shard_bytes}; it must be at least 1")
     for path in (target, index_of(target)):
         if os.path.lexists(path):
-            raise ValueError(f"{path} is there already; remove it or name another")
+            raise ValueError(f"{path} already exists; remove it or name another")
 
 
 def _write(
@@ -231,3 +241,58 @@ def _write_tensors(
         path = (MODEL.removesuffix("."), name)
         writer.add_name(MODEL + name, MODEL + kept, path)
     writer.finish()
+
+
+_MODEL = "model"
+"""Name of a model's files in Hugging Face's libraries."""
+
+
+class Kind(enum.Enum):
+    """Kinds of checkpoints; the value is a name for messages."""
+
+    FOLDER = "folder of torch's distributed checkpoint"
+    SAFETENSORS = "safetensors"
+    PT = "file of torch.save"
+
+
+def find_kind(path: str | Path) -> tuple[Kind, Path]:
+    """Determine the kind of a checkpoint by its name and by the names in it.
+
+    Args:
+        path: A folder of torch's distributed checkpoint, with a manifest or without; a
+            `.safetensors` file, an index of several, or a folder with either, as Hugging Face's
+            libraries write it; or a file of `torch.save`, or a folder with one.
+
+    Returns:
+        The kind, and the folder, file or index to read. A path that does not exist, or is of no
+        known kind, counts as a folder: reading it raises an error that says what is wrong.
+
+    Raises:
+        CheckpointError: A folder holds several models.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        # The name of one file also stands for the index of several.
+        if path.name.endswith((SAFETENSORS_SUFFIX, SAFETENSORS_SUFFIX + INDEX)):
+            return Kind.SAFETENSORS, path
+        return (Kind.PT if path.suffix in PT_SUFFIXES else Kind.FOLDER), path
+    is_folder = (path / METADATA).exists() or (path / MANIFEST).exists()
+    if is_folder or path.name.endswith(INCOMPLETE):
+        return Kind.FOLDER, path
+    for kind, endings in (
+        (Kind.SAFETENSORS, (SAFETENSORS_SUFFIX + INDEX,)),
+        (Kind.SAFETENSORS, (SAFETENSORS_SUFFIX,)),
+        (Kind.PT, PT_SUFFIXES),
+    ):
+        found = sorted(file for file in path.iterdir() if file.name.endswith(endings))
+        if found:
+            return kind, _only(path, found, endings[0])
+    return Kind.FOLDER, path
+
+
+def _only(folder: Path, found: list[Path], ending: str) -> Path:
+    named = [file for file in found if file.name == _MODEL + ending]
+    if len(found) > 1 and not named:
+        names = listed((file.name for file in found), 4)
+        raise CheckpointError(f"{folder} holds {len(found)} files *{ending}: name one of {names}")
+    return named[0] if named else found[0]

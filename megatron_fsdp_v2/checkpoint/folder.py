@@ -1,8 +1,7 @@
-"""Reading a folder of torch's distributed checkpoint piece by piece, in one process or in many.
+"""Read blocks of tensors from a folder of torch's distributed checkpoint.
 
-Torch's own loading asks for whole state dicts, trusts what it finds, and unpickles whatever is no
-tensor. Here every stored item is compared with its checksum before anything is made of it, only
-what is wanted is read, and only metadata, tensors and plain data are made from a file.
+Torch's own loading reads whole state dicts and unpickles everything that is not a tensor. Here
+every item is compared with its checksum before it is used, and only requested items are read.
 """
 
 from __future__ import annotations
@@ -10,28 +9,32 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import itertools
 import math
 import os
 import resource
 import stat
 import weakref
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 
-from megatron_fsdp_v2.checkpoint.chunks import Piece, ReadRequest, SavedChunks, overlap
-from megatron_fsdp_v2.checkpoint.coverage import coverage_problems
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError, ReplacedError
 from megatron_fsdp_v2.checkpoint.manifest import MANIFEST, Manifest, StoredItem
 from megatron_fsdp_v2.checkpoint.metadata import METADATA, needed_bytes, read_metadata
 from megatron_fsdp_v2.checkpoint.replacing import find_folder
 from megatron_fsdp_v2.checkpoint.torch_files import (
     FileView,
-    StoredTensor,
     checksum,
     find_tensor,
     load_plain,
@@ -39,23 +42,22 @@ from megatron_fsdp_v2.checkpoint.torch_files import (
 )
 from megatron_fsdp_v2.checkpoint.trust import file_inside
 
-__all__ = ["CheckpointFolder", "ReadRequest"]
+__all__ = ["CheckpointFolder", "ReadRequest", "coverage_problems"]
 
 SCRATCH_BYTES = 16 << 20
-"""Of a stored item, this much is in memory at a time."""
+"""Size of the buffer that stored items are read through."""
 
 _ATTEMPTS = 20
-"""A folder that is replaced so often while its metadata is read is not one to read."""
+"""How often a folder is opened again if it is replaced while its metadata is read."""
 
 
 class CheckpointFolder:
     """A folder of torch's distributed checkpoint, open for reading.
 
-    Where there is a manifest, every item that is read is compared with its checksum first.
+    If there is a manifest, every item is compared with its checksum before it is used.
 
-    A save may put another checkpoint at the path at any time. All that is read here is of the one
-    that was there at first: files are opened in that folder, whatever it is called by now, and stay
-    open.
+    A save may replace the checkpoint at any time. Files are opened relative to the folder that was
+    opened first, under whatever name, and stay open: everything read here belongs to one save.
 
     Args:
         path: The folder.
@@ -65,11 +67,11 @@ class CheckpointFolder:
     Attributes:
         path: The folder.
         metadata: What torch's checkpoint knows about it.
-        manifest: What this package knows about it; None where another program saved it.
+        manifest: The manifest of this package; None if another program saved it.
 
     Raises:
-        CheckpointError: There is none, its save was cut short, or its metadata cannot be read, is
-            made of other things than metadata.
+        CheckpointError: There is none, its save was interrupted, or its metadata cannot be read or
+            is not allowed.
     """
 
     def __init__(self, path: str | Path, safe_globals: Sequence[Any] = ()) -> None:
@@ -81,49 +83,49 @@ class CheckpointFolder:
         else:
             raise ReplacedError(f"{path} is replaced faster than its metadata can be read")
         self._safe_globals = list(safe_globals)
-        self._chunks: dict[str, SavedChunks] = {}
+        self._chunks: dict[str, _Chunks] = {}
         self._items: dict[str, dict[int, StoredItem]] = {}
         self._needed: dict[str, int] = {}
         self._scratch = bytearray()
 
     @property
     def identity(self) -> str:
-        """Differs between any two saves: a digest of what describes them."""
+        """A digest of metadata and manifest, different for any two saves."""
         digest = hashlib.sha256()
         for name in (METADATA, MANIFEST):
-            # A pipe would be waited for.
+            # Opening a pipe would wait for a writer.
             if self._stat(name) is not None:
                 with contextlib.suppress(FileNotFoundError), self._raw(name) as file:
                     digest.update(file.readall())
         return digest.hexdigest()
 
     def shape(self, key: str) -> tuple[int, ...] | None:
-        """Shape of a tensor; None where there is none of that name."""
+        """Return the shape of a tensor; None if there is no tensor of that name."""
         entry = self.metadata.state_dict_metadata.get(key)
         return tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None
 
     def tensors(self) -> Iterator[tuple[str, TensorStorageMetadata]]:
-        """All tensors by name, in the order of the metadata."""
+        """Iterate over all tensors by name, in the order of the metadata."""
         for key, entry in self.metadata.state_dict_metadata.items():
             if isinstance(entry, TensorStorageMetadata):
                 yield key, entry
 
     def has(self, key: str) -> bool:
-        """Whether there is something of that name, a tensor or not."""
+        """Whether there is an entry of that name, a tensor or not."""
         return key in self.metadata.state_dict_metadata
 
     def object(self, key: str) -> Any:
-        """Something that is not a tensor.
+        """Load an entry that is not a tensor.
 
         Raises:
-            CheckpointError: There is nothing of that name, it is damaged, or it is made of
-                something that is neither plain data nor among the safe globals.
+            CheckpointError: There is no such entry, it is damaged, or it contains something other
+                than plain data and the safe globals.
         """
         content = self.read_item(MetadataIndex(key))
         return load_plain(io.BytesIO(content), f"{key} in {self.path}", self._safe_globals)
 
     def read_item(self, index: MetadataIndex) -> bytearray:
-        """The bytes of a stored item, as `torch.save` wrote them.
+        """Read the bytes of a stored item, as `torch.save` wrote them.
 
         Args:
             index: Name of an object; or of a tensor, with the offset of one of its chunks.
@@ -136,14 +138,12 @@ class CheckpointFolder:
         return self._read(self._open(info.relative_path), index.fqn, info)
 
     def read_tensor(self, key: str) -> torch.Tensor:
-        """A whole tensor, in its own dtype on the CPU.
+        """Read a whole tensor, in its stored dtype, on the CPU.
 
         Raises:
             CheckpointError: There is none of that name, or it is not all there, or damaged.
         """
-        entry = self.metadata.state_dict_metadata.get(key)
-        if not isinstance(entry, TensorStorageMetadata):
-            raise CheckpointError(f"{self.path} holds no tensor {key}")
+        entry = self._tensor(key)
         self.check_stored(key)
         data = torch.empty(entry.size, dtype=entry.properties.dtype)
         (count,) = self.fill([ReadRequest(key, (0,) * data.dim(), data)])
@@ -155,31 +155,30 @@ class CheckpointFolder:
 
     @torch.no_grad()
     def fill(self, wanted: Sequence[ReadRequest]) -> list[int]:
-        """Read blocks into their targets; no stored item is held in memory.
+        """Read blocks into their targets.
 
         Args:
-            wanted: Blocks of tensors that are there. Where a block reaches beyond the tensor, that
-                part of the target is left alone.
+            wanted: Blocks of stored tensors. The part of a target beyond the tensor is not changed.
 
         Returns:
-            How many elements of each were read.
+            The number of elements read for each block.
 
         Raises:
             CheckpointError: A tensor, or a file with a part of it, is missing or damaged. Targets
-                read until then are filled.
+                of earlier blocks are filled.
         """
         return self._go_through(wanted, is_filled=True)
 
     def check(self, wanted: Sequence[ReadRequest]) -> list[int]:
-        """Read blocks as `fill` does, and leave the targets alone.
+        """Read and verify blocks as `fill` does, without changing the targets.
 
-        What this found to be right `fill` finds as well: files stay open, even if they are removed.
+        Files stay open, so that a later `fill` reads the same bytes even if they are removed.
 
         Args:
             wanted: As in `fill`.
 
         Returns:
-            How many elements of each are there.
+            The number of elements stored for each block.
 
         Raises:
             CheckpointError: As in `fill`.
@@ -188,10 +187,10 @@ class CheckpointFolder:
 
     def _go_through(self, wanted: Sequence[ReadRequest], *, is_filled: bool) -> list[int]:
         counts = [0] * len(wanted)
-        by_file: dict[str, dict[int, list[Piece]]] = {}
+        by_file: dict[str, dict[int, list[_Overlap]]] = {}
         for number, block in enumerate(wanted):
             for chunk in self._saved(block.key).near(block):
-                piece = overlap(block, chunk)
+                piece = _overlap(block, chunk)
                 if piece is None:
                     continue
                 counts[number] += piece.target.numel()
@@ -205,10 +204,10 @@ class CheckpointFolder:
         return counts
 
     def check_file(self, name: str) -> None:
-        """Compare the length of a file with what is known about it.
+        """Compare the length of a file with metadata and manifest.
 
         Raises:
-            CheckpointError: It is missing, or not as long as it should be.
+            CheckpointError: It is missing, or has another length.
         """
         found = self._stat(name)
         if found is None:
@@ -227,14 +226,12 @@ class CheckpointFolder:
             )
 
     def check_stored(self, key: str) -> None:
-        """Find out whether a tensor can be as long as it is said to be, before memory is taken.
+        """Check that all bytes of a tensor are stored, before memory is allocated for it.
 
         Raises:
-            CheckpointError: There is none of that name, or less is stored of it than it has.
+            CheckpointError: There is no such tensor, or not all of it is stored.
         """
-        entry = self.metadata.state_dict_metadata.get(key)
-        if not isinstance(entry, TensorStorageMetadata):
-            raise CheckpointError(f"{self.path} holds no tensor {key}")
+        entry = self._tensor(key)
         for chunk in entry.chunks:
             info = self._info(MetadataIndex(key, chunk.offsets))
             self._open(info.relative_path)
@@ -252,15 +249,15 @@ class CheckpointFolder:
             )
 
     def _stat(self, name: str) -> os.stat_result | None:
-        """What is known of a file of the folder; None where there is none.
+        """Stat a regular file of the folder; None if there is none.
 
         Raises:
-            CheckpointError: It is a link out of the folder.
+            CheckpointError: It is a link to a file outside of the folder.
         """
         try:
             found = os.stat(name, dir_fd=self._directory, follow_symlinks=False)
             if stat.S_ISLNK(found.st_mode):
-                # A link says where it leads by path, so the path must still be that of the folder.
+                # Links are resolved by path, so the path must still lead to this folder.
                 self._check_replaced()
                 file_inside(self.path, name)
                 found = os.stat(name, dir_fd=self._directory)
@@ -269,7 +266,7 @@ class CheckpointFolder:
         return found if stat.S_ISREG(found.st_mode) else None
 
     def _opened(self, path: Path) -> bool:
-        """Open the folder and read what describes it; False where it was replaced meanwhile."""
+        """Open the folder and read metadata and manifest; False if it was replaced meanwhile."""
         self.path = find_folder(path) or path
         try:
             self._directory = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
@@ -277,7 +274,7 @@ class CheckpointFolder:
             is_gone = isinstance(error, FileNotFoundError)
             if is_gone and find_folder(path) is not None:
                 return False
-            # This finds words for what is wrong, unless the folder has just come back.
+            # Raises an error that says what is wrong, unless the folder has just come back.
             with contextlib.suppress(FileNotFoundError):
                 read_metadata(self.path, Manifest.read(self.path))
             if is_gone:
@@ -288,7 +285,7 @@ class CheckpointFolder:
             self.manifest = Manifest.read(self.path)
             self.metadata = read_metadata(self.path, self.manifest)
         except (CheckpointError, OSError):
-            # Between its two renames a save leaves no folder to find the files in.
+            # Between the two renames of a save there is no folder at the path.
             if not self._is_replaced():
                 raise
         if not self._is_replaced():
@@ -306,8 +303,8 @@ class CheckpointFolder:
         if self._is_replaced():
             raise ReplacedError(f"{self.path} was replaced by another save while it was read")
 
-    def _read_chunk(self, file: BinaryIO, pieces: Sequence[Piece], *, is_filled: bool) -> None:
-        """Read one stored chunk, and put what is wanted of it into place if it is to be."""
+    def _read_chunk(self, file: BinaryIO, pieces: Sequence[_Overlap], *, is_filled: bool) -> None:
+        """Read and verify one stored chunk, and copy parts of it to their targets."""
         index, sizes = pieces[0].index, pieces[0].sizes
         info = self._info(index)
         if info.length <= SCRATCH_BYTES:
@@ -315,33 +312,29 @@ class CheckpointFolder:
         else:
             source = FileView(file, info.offset, info.length)
             self._check(index.fqn, info, checksum(source, self._room())[0])
+        where = f"{self.path} is damaged: {index.fqn} in {info.relative_path} at {info.offset}"
         stored, whole = find_tensor(source), torch.empty(0)
         if stored is None:
             source.seek(0)
             whole = load_plain(source, f"{index.fqn} in {self.path}")
-        where = f"{self.path} is damaged: {index.fqn} in {info.relative_path} at {info.offset}"
-        shape = getattr(whole, "shape", None) if stored is None else stored.shape
-        if shape is None or tuple(shape) != sizes:
-            raise CheckpointError(
-                f"{where} should be a tensor of shape {sizes}, not {shape and tuple(shape)}"
-            )
-        if stored is not None and stored.offset + stored.nbytes > info.length:
-            raise CheckpointError(f"{where} is cut short")
+        shape = tuple(getattr(whole, "shape", ())) if stored is None else stored.shape
+        if shape != sizes or (stored is None and not isinstance(whole, torch.Tensor)):
+            raise CheckpointError(f"{where} should be a tensor of shape {sizes}, not {shape}")
         for piece in pieces if is_filled else ():
-            if stored is not None:
-                self._read_piece(source, stored, piece, info)
+            if stored is None:
+                ends = zip(piece.start, piece.target.shape, strict=True)
+                piece.target.copy_(whole[tuple(slice(first, first + n) for first, n in ends)])
                 continue
-            ends = zip(piece.start, piece.target.shape, strict=True)
-            piece.target.copy_(whole[tuple(slice(first, first + n) for first, n in ends)])
+            try:
+                read_block(source, stored, piece.start, piece.target, self._room())
+            except EOFError as error:
+                raise CheckpointError(f"{where} is cut short ({error})") from error
 
-    def _read_piece(self, source: Any, stored: StoredTensor, piece: Piece, info: Any) -> None:
-        try:
-            read_block(source, stored, piece.start, piece.target, self._room())
-        except EOFError as error:
-            raise CheckpointError(
-                f"{self.path} is damaged: {piece.index.fqn} in {info.relative_path} at "
-                f"{info.offset} is cut short ({error})"
-            ) from error
+    def _tensor(self, key: str) -> TensorStorageMetadata:
+        entry = self.metadata.state_dict_metadata.get(key)
+        if not isinstance(entry, TensorStorageMetadata):
+            raise CheckpointError(f"{self.path} holds no tensor {key}")
+        return entry
 
     def _info(self, index: MetadataIndex) -> Any:
         info = (self.metadata.storage_data or {}).get(index)
@@ -356,7 +349,7 @@ class CheckpointFolder:
         return info
 
     def _open(self, name: str) -> BinaryIO:
-        """A file of the folder, checked for its length when it is opened."""
+        """Open a file of the folder, after checking its length."""
         if name not in self._files:
             while len(self._files) >= self._most_open:
                 self._files.pop(next(iter(self._files))).close()
@@ -369,7 +362,7 @@ class CheckpointFolder:
         return self._files[name]
 
     def _raw(self, name: str) -> Any:
-        # Items are read in large pieces; a buffer in between would be another copy.
+        # Reads are large; buffering would add a copy.
         def opener(path: str, flags: int) -> int:
             return os.open(path, flags, dir_fd=self._directory)
 
@@ -407,17 +400,15 @@ class CheckpointFolder:
             self._scratch = bytearray(SCRATCH_BYTES)
         return self._scratch
 
-    def _saved(self, key: str) -> SavedChunks:
+    def _saved(self, key: str) -> _Chunks:
         if key not in self._chunks:
-            entry = self.metadata.state_dict_metadata.get(key)
-            if not isinstance(entry, TensorStorageMetadata):
-                raise CheckpointError(f"{self.path} holds no tensor {key}")
-            # Chunks that do not add up are noticed when what was wanted is not all there.
+            entry = self._tensor(key)
+            # Too few elements are reported by the reader, with what was requested.
             covered = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
             if covered >= math.prod(entry.size):
                 for problem in coverage_problems(key, entry):
                     raise CheckpointError(f"{self.path} is damaged: {problem}")
-            self._chunks[key] = SavedChunks(entry)
+            self._chunks[key] = _Chunks(entry)
         return self._chunks[key]
 
 
@@ -425,3 +416,126 @@ def _close(directory: int, files: dict[str, BinaryIO]) -> None:
     for file in files.values():
         file.close()
     os.close(directory)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRequest:
+    """A block of a stored tensor and the memory to read it into.
+
+    Attributes:
+        key: Name of the tensor in the checkpoint.
+        offset: Where the block starts in it.
+        target: Memory to fill, with as many dimensions as the stored tensor, on any device;
+            elements are converted to its dtype.
+    """
+
+    key: str
+    offset: tuple[int, ...]
+    target: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Overlap:
+    """The intersection of a stored chunk and a requested block.
+
+    Attributes:
+        index: The chunk.
+        sizes: Its shape.
+        start: Where the intersection starts in the chunk.
+        target: The part of the request's target that it fills.
+    """
+
+    index: MetadataIndex
+    sizes: tuple[int, ...]
+    start: tuple[int, ...]
+    target: torch.Tensor
+
+
+def _overlap(block: ReadRequest, chunk: ChunkStorageMetadata) -> _Overlap | None:
+    """Intersect a block and a chunk; None if they do not overlap."""
+    start, inside = [], []
+    for wanted, length, first, size in zip(
+        block.offset, block.target.shape, chunk.offsets, chunk.sizes, strict=True
+    ):
+        low, high = max(wanted, first), min(wanted + length, first + size)
+        if low >= high:
+            return None
+        start.append(low - first)
+        inside.append(slice(low - wanted, high - wanted))
+    return _Overlap(
+        MetadataIndex(block.key, chunk.offsets),
+        tuple(chunk.sizes),
+        tuple(start),
+        block.target[tuple(inside)],
+    )
+
+
+class _Chunks:
+    """Chunks of a tensor, indexed by the leading dimensions in which each has length 1."""
+
+    def __init__(self, entry: TensorStorageMetadata) -> None:
+        self._all = entry.chunks
+        self._depth = 0
+        while self._depth < len(entry.size) and all(
+            c.sizes[self._depth] == 1 for c in entry.chunks
+        ):
+            self._depth += 1
+        self._by_front: dict[tuple[int, ...], list[ChunkStorageMetadata]] = {}
+        for chunk in entry.chunks:
+            front = tuple(chunk.offsets[: self._depth])
+            self._by_front.setdefault(front, []).append(chunk)
+
+    def near(self, block: ReadRequest) -> Sequence[ChunkStorageMetadata]:
+        """Return the chunks that may overlap a block."""
+        depth = self._depth
+        if any(length != 1 for length in block.target.shape[:depth]):
+            return self._all
+        return self._by_front.get(tuple(block.offset[:depth]), [])
+
+
+_MAX_CORNERS = 1 << 23
+
+
+def coverage_problems(key: str, entry: TensorStorageMetadata) -> Iterator[str]:
+    """Yield a sentence for each way in which chunks fail to tile a tensor."""
+    total, covered = math.prod(entry.size), 0
+    for chunk in entry.chunks:
+        ends = zip(chunk.offsets, chunk.sizes, entry.size, strict=True)
+        if any(first + size > length for first, size, length in ends):
+            yield f"{key} has a chunk at {tuple(chunk.offsets)} that reaches out of it"
+        covered += math.prod(chunk.sizes)
+    if covered != total:
+        yield f"{key} has {total} elements, and its chunks {covered}"
+    if len({tuple(chunk.offsets) for chunk in entry.chunks}) != len(entry.chunks):
+        yield f"{key} has several chunks at the same place"
+    elif covered == total and not _is_tiled(entry.size, entry.chunks):
+        yield f"{key} has chunks that overlap, and elements that are in none"
+
+
+def _is_tiled(size: Sequence[int], chunks: Sequence[ChunkStorageMetadata]) -> bool:
+    """Whether boxes fill a box without overlapping.
+
+    They do if and only if their corners, each with the sign it has in an inclusion-exclusion sum,
+    add up to the corners of the whole. This takes time linear in the number of boxes.
+    """
+    boxes = [chunk for chunk in chunks if 0 not in chunk.sizes]
+    if len(boxes) <= 1:
+        return True
+    # Along other dimensions every box is as long as the whole.
+    dims = [
+        d
+        for d, length in enumerate(size)
+        if any(box.offsets[d] != 0 or box.sizes[d] != length for box in boxes)
+    ]
+    if len(boxes) << len(dims) > _MAX_CORNERS:
+        # Nobody shards along so many dimensions.
+        return False
+    corners: Counter[tuple[int, ...]] = Counter()
+    for sides in itertools.product((0, 1), repeat=len(dims)):
+        sign = -1 if sum(sides) % 2 else 1
+        for box in boxes:
+            corner = (box.offsets[d] + at * box.sizes[d] for d, at in zip(dims, sides, strict=True))
+            corners[tuple(corner)] += sign
+        whole = tuple(at * size[d] for d, at in zip(dims, sides, strict=True))
+        corners[whole] -= sign
+    return not any(corners.values())

@@ -1,4 +1,4 @@
-"""Host memory that the values of an asynchronous save are copied to, kept for the next one."""
+"""Host memory for the copies of asynchronous saves, reused from save to save."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from megatron_fsdp_v2.comm.backends import host_block, wait_for_device
 __all__ = ["HostCopies", "HostMemory"]
 
 _BLOCK = 256 << 20
-"""Bytes of a block. For pinned memory torch rounds up to powers of two, which this is."""
+"""Bytes of a block: a power of two, to which torch rounds up pinned allocations."""
 _LINE = 64
-"""Bytes that copies start at a multiple of."""
+"""Alignment of copies in bytes."""
 
 
 class HostMemory:
@@ -31,7 +31,7 @@ class HostMemory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes kept for the next save."""
+        """Bytes cached for the next save."""
         with self._lock:
             return sum(block.nbytes for block in self._spare)
 
@@ -47,12 +47,12 @@ class HostMemory:
         return HostCopies(self, blocks, nbytes, device)
 
     def keep(self, blocks: list[torch.Tensor], device: torch.device) -> None:
-        """Keep what a save used, in the place of what is kept."""
+        """Cache the blocks of a save, instead of those cached before."""
         with self._lock:
             self._spare, self._is_for = blocks, device.type
 
     def free(self) -> None:
-        """Keep nothing."""
+        """Free the cached blocks."""
         with self._lock:
             self._spare = []
 
@@ -82,7 +82,7 @@ class HostCopies:
         return -(-tensor.nbytes // _LINE) * _LINE
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy in a storage of its own; a device may still be writing it, see `wait`."""
+        """Copy a tensor into a storage of its own; complete after `wait`."""
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
             return tensor.to("cpu", copy=True)
         memory = self._take(tensor)
@@ -108,10 +108,10 @@ class HostCopies:
         return memory
 
     def wait(self) -> None:
-        """Wait until all copies are made."""
+        """Wait until all copies are complete."""
         wait_for_device(self._device)
 
     def give_back(self) -> None:
-        """Keep the memory for another save. Nobody may use the copies any more."""
+        """Return the memory for the next save. The copies must not be used any more."""
         self._memory.keep(self._used, self._device)
         self._used = []

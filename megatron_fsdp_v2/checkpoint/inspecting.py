@@ -1,4 +1,4 @@
-"""What is in a checkpoint, without reading more of it than its table of contents."""
+"""List the contents of a checkpoint without reading a tensor."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_fsdp_v2._text import aligned, readable_size
-from megatron_fsdp_v2.checkpoint.exporting import open_source
+from megatron_fsdp_v2.checkpoint.exporting import Kind, find_kind, open_source
 from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder
-from megatron_fsdp_v2.checkpoint.kinds import Kind, find_kind
 from megatron_fsdp_v2.checkpoint.manifest import FORMAT_VERSION
 from megatron_fsdp_v2.checkpoint.model_tensors import natural_order
 from megatron_fsdp_v2.checkpoint.plain_tensors import PlainTensor
@@ -22,7 +21,7 @@ __all__ = ["Contents", "inspect", "tree"]
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """Something that is not a tensor.
+    """A stored object that is not a tensor.
 
     Attributes:
         name: Its name.
@@ -35,7 +34,7 @@ class StoredObject:
 
 @dataclass(slots=True)
 class Contents:
-    """What is in a checkpoint.
+    """Contents of a checkpoint.
 
     Attributes:
         path: The folder or file.
@@ -57,7 +56,7 @@ class Contents:
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def as_dict(self) -> dict[str, Any]:
-        """The same for `json.dumps`."""
+        """Convert to a dictionary for `json.dumps`."""
         return {
             "path": str(self.path),
             "manifest": self.manifest or None,
@@ -77,7 +76,7 @@ class Contents:
 
 
 def inspect(path: str | Path) -> Contents:
-    """Look into a checkpoint: a folder, a `.safetensors` file or index, or a `.pt` file.
+    """List the contents of a checkpoint: a folder, a `.safetensors` file or index, or a `.pt` file.
 
     See `find_kind` for what a folder may hold.
 
@@ -112,7 +111,7 @@ def inspect(path: str | Path) -> Contents:
 
 @dataclass(slots=True)
 class _Node:
-    """A part of names, and what goes on after it."""
+    """A part of names, and the parts that follow it."""
 
     children: dict[str, _Node] = field(default_factory=dict)
     leaf: PlainTensor | StoredObject | None = None
@@ -135,7 +134,7 @@ class _Node:
 
 
 def tree(contents: Contents, depth: int | None = None) -> Iterator[str]:
-    """The names of a checkpoint as a tree, with shapes, dtypes and sizes, line by line.
+    """Format names as a tree, with shapes, dtypes and sizes, line by line.
 
     Args:
         contents: What is in it.
@@ -161,7 +160,7 @@ def tree(contents: Contents, depth: int | None = None) -> Iterator[str]:
 def _rows(node: _Node, level: int, depth: int | None) -> Iterator[tuple[str, str, str, str]]:
     for part, below in sorted(node.children.items(), key=lambda item: natural_order(item[0])):
         name, child = part, below
-        # A name that does not branch takes one line.
+        # Parts without siblings share a line.
         while child.leaf is None and len(child.children) == 1:
             ((more, child),) = child.children.items()
             name = f"{name}.{more}"

@@ -1,8 +1,8 @@
-"""Loading: at any world size, with any strategy, every rank reads what it holds and no more.
+"""Load a checkpoint at any world size and with any strategy; every rank reads its own shards.
 
-Twice: the first time everything is compared and every byte is checked, on all ranks, while model
-and optimizer are as they were. State of the optimizer is new, so it is filled at once. Only when no
-rank found anything is the model written, from files that stayed open in between.
+The checkpoint is read twice. First all ranks compare names and shapes and verify every byte they
+need, without changing model or optimizer; new optimizer state is filled already. If no rank found
+a problem, the model is filled from the same open files.
 """
 
 from __future__ import annotations
@@ -10,28 +10,36 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, override
 
 import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp_v2.checkpoint.agreement import all_ranks_or_raise, everyones
-from megatron_fsdp_v2.checkpoint.comparing import Comparison, compare, compare_with, open_folder
+from megatron_fsdp_v2._text import listed
 from megatron_fsdp_v2.checkpoint.entries import (
     EXTRA,
+    MODEL,
     OPTIMIZER_STATE,
     extra_state_names,
+    is_extra_state,
     model_entries,
     parameter_names,
+    tied_entries,
 )
-from megatron_fsdp_v2.checkpoint.errors import CheckpointError, ReplacedError
+from megatron_fsdp_v2.checkpoint.errors import (
+    CheckpointError,
+    ReplacedError,
+    all_ranks_or_raise,
+    everyones,
+)
 from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder, ReadRequest
 from megatron_fsdp_v2.checkpoint.optimizer_fit import OptimizerFit, saved_states
+from megatron_fsdp_v2.checkpoint.replacing import find_folder, interrupted_saves
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of
 
 __all__ = ["Comparison", "compare", "load"]
@@ -49,23 +57,21 @@ def load(
 ) -> Any:
     """Load what `save` saved, in place. Collective over all ranks.
 
-    Names, shapes, dtypes, groups of the optimizer and every byte that any rank will read are
-    checked before anything is changed: after an error model and optimizer are on all ranks as they
-    were.
-    Weights are active in the next forward, evaluation too.
+    Names, shapes, dtypes, parameter groups and every byte that any rank will read are checked
+    first: after an error, model and optimizer are unchanged on all ranks. The next forward uses the
+    loaded weights, in evaluation as well.
 
     Args:
         path: The folder.
         model: Sharded in any way, at any world size; or not at all.
-        optimizer: Of its parameters and of the kind that was saved; options of groups are loaded
-            too. State of parameters that had none is dropped.
-        strict: Whether a name that only one side has, or groups of the optimizer that are made of
-            other parameters, is an error; otherwise it is a warning, and what both have is loaded.
-            A shape that differs, a dtype that does not convert and an optimizer of another kind
-            always are errors.
+        optimizer: An optimizer of its parameters, of the class that was saved; options of
+            parameter groups are loaded too. State of parameters saved without state is dropped.
+        strict: Whether missing or unexpected names, or parameter groups of other parameters, are
+            errors. If False, they are warnings and the common entries are loaded. Another shape, a
+            dtype that does not convert and an optimizer of another class are always errors.
 
     Returns:
-        What was given to `save` as `extra`; tensors in it are on the CPU.
+        The `extra` of `save`; tensors in it are on the CPU.
 
     Raises:
         CheckpointError: There is no complete checkpoint, it is damaged, or of another model; raised
@@ -92,15 +98,15 @@ def load(
 
 @dataclass(slots=True)
 class _Ready:
-    """All that a rank needs to load, checked.
+    """Everything a rank needs to load, verified.
 
     Attributes:
         folder: The checkpoint, open.
-        weights: Blocks of the model, yet to be filled.
-        extra_states: What modules' `set_extra_state` is to be given, by name in the checkpoint.
-        states: New state of the optimizer, filled.
-        options: What each of its groups is updated with.
-        extra: What `load` returns.
+        weights: Blocks of the model to fill.
+        extra_states: Arguments of modules' `set_extra_state`, by name in the checkpoint.
+        states: New optimizer state, filled.
+        options: Options for each parameter group.
+        extra: Return value of `load`.
     """
 
     folder: CheckpointFolder
@@ -112,7 +118,7 @@ class _Ready:
 
 
 def _ready_everywhere(path: str | os.PathLike[str], check: Callable[[], _Ready]) -> _Ready:
-    """Have all ranks check the same checkpoint, again if it was replaced meanwhile."""
+    """Check the same checkpoint on all ranks; repeated if it is replaced meanwhile."""
     for _ in range(_ATTEMPTS):
         ready: _Ready | None = None
         error: Exception | None = None
@@ -123,7 +129,7 @@ def _ready_everywhere(path: str | os.PathLike[str], check: Callable[[], _Ready])
         except ReplacedError as replaced:
             error = replaced
         except Exception as other:
-            # On this rank; whether it matters depends on whether all looked at one checkpoint.
+            # Not raised yet: other ranks may have read another checkpoint.
             error, identity = other, f"{type(other).__name__}: {other}"
         kinds = everyones((_kind_of(error), identity))
         if any(kind == "replaced" for kind, _ in kinds) or (
@@ -153,10 +159,10 @@ def _checked(
     optimizer: torch.optim.Optimizer | None,
     strict: bool,
 ) -> _Ready:
-    """Read everything once and change nothing."""
-    folder = open_folder(path)
+    """Read and verify everything, without changing model or optimizer."""
+    folder = _open_folder(path)
     fit = OptimizerFit(folder, model, optimizer) if optimizer is not None else None
-    difference = compare_with(folder, model, fit)
+    difference = _compare_with(folder, model, fit)
     if difference.mismatched or (strict and not difference.fits):
         hint = "" if difference.mismatched else "; strict=False loads what both have"
         raise CheckpointError(f"{folder.path} is of another model: {difference}{hint}")
@@ -187,7 +193,7 @@ def _checked(
 
 
 def _write(ready: _Ready, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Change model and optimizer. Nothing is left that could be wrong with the checkpoint."""
+    """Fill model and optimizer from a verified checkpoint."""
     try:
         with torch.no_grad():
             ready.folder.fill(ready.weights)
@@ -198,7 +204,7 @@ def _write(ready: _Ready, model: nn.Module, optimizer: torch.optim.Optimizer | N
         ) from error
     for param in model.parameters():
         if isinstance(param, UnevenDTensor):
-            # Values arrived below what counts versions.
+            # Filling local memory did not increment it.
             torch.autograd.graph.increment_version(param)
     if optimizer is not None:
         optimizer.state.clear()
@@ -208,7 +214,7 @@ def _write(ready: _Ready, model: nn.Module, optimizer: torch.optim.Optimizer | N
 
 
 def _wanted(key: str, tensor: torch.Tensor) -> list[ReadRequest]:
-    """The blocks of a tensor that are on this rank."""
+    """Requests for the blocks of a tensor that this rank holds."""
     if isinstance(tensor, UnevenDTensor):
         local = local_of(tensor).detach()
         return [ReadRequest(key, chunk.offsets, local[chunk.local]) for chunk in tensor.chunks()]
@@ -235,7 +241,7 @@ def _new_states(
     optimizer: torch.optim.Optimizer,
     wanted: list[ReadRequest],
 ) -> dict[Any, dict[str, Any]]:
-    """State for every parameter that has some in the checkpoint; tensors are yet to be filled."""
+    """Allocate state for every parameter that has some in the checkpoint."""
     names = parameter_names(model)
     by_name = saved_states(folder)
     found: dict[Any, dict[str, Any]] = {}
@@ -260,8 +266,127 @@ def _new_state(
     if entry.size == param.shape:
         tensor = torch.zeros_like(param, dtype=entry.properties.dtype, requires_grad=False)
     else:
-        # Step counts and the like stay on the host, where torch keeps them too.
+        # Scalars such as step counts stay on the host, as in torch.
         device = param.device if entry.size.numel() > 1 else "cpu"
         tensor = torch.zeros(entry.size, dtype=entry.properties.dtype, device=device)
     wanted += _wanted(key, tensor)
     return tensor
+
+
+_MOST_NAMES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """How the names and shapes of a checkpoint fit a model and its optimizer.
+
+    Attributes:
+        missing: Names in the model that are not in the checkpoint.
+        unexpected: Names in the checkpoint that are not in the model.
+        mismatched: Names with another shape or a dtype that does not convert, and the optimizer if
+            it is of another class; each with a sentence.
+        regrouped: Sentences on parameters that share a parameter group on one side only.
+    """
+
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    mismatched: Mapping[str, str] = field(default_factory=dict)
+    regrouped: tuple[str, ...] = ()
+
+    @property
+    def fits(self) -> bool:
+        """Whether nothing differs."""
+        return not (self.missing or self.unexpected or self.mismatched or self.regrouped)
+
+    @override
+    def __str__(self) -> str:
+        parts = [_list("missing in the checkpoint", self.missing)]
+        parts.append(_list("not in the model", self.unexpected))
+        parts.append(_list("of another kind", tuple(self.mismatched.values())))
+        parts.append(_list("of other groups", self.regrouped))
+        return "; ".join(part for part in parts if part) or "everything fits"
+
+
+def compare(
+    path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+) -> Comparison:
+    """Compare a checkpoint with a model by name, shape and dtype, and with its optimizer.
+
+    Reads only metadata and options of the optimizer, without communication.
+
+    Raises:
+        CheckpointError: There is no complete checkpoint.
+    """
+    folder = _open_folder(path)
+    fit = OptimizerFit(folder, model, optimizer) if optimizer is not None else None
+    return _compare_with(folder, model, fit)
+
+
+def _open_folder(path: str | os.PathLike[str]) -> CheckpointFolder:
+    """Open the checkpoint at a path.
+
+    Raises:
+        CheckpointError: There is none; the message names what an interrupted save left.
+    """
+    target = Path(path).absolute()
+    if target.is_file() or find_folder(target) is None:
+        left = [folder.name for folder in interrupted_saves(Path(os.path.realpath(target)))]
+        hint = f"; {left[0]} is what an interrupted save left" if left else ""
+        raise CheckpointError(f"there is no checkpoint at {target}{hint}")
+    return CheckpointFolder(target)
+
+
+def _compare_with(
+    folder: CheckpointFolder, model: nn.Module, fit: OptimizerFit | None
+) -> Comparison:
+    """Compare an open checkpoint with a model.
+
+    Args:
+        folder: The checkpoint.
+        model: The model.
+        fit: The comparison with the optimizer; None to compare the model only.
+    """
+    mine = model_entries(model)
+    saved = folder.metadata.state_dict_metadata
+    tied = tied_entries(model)
+    # Other libraries write a tied tensor under any one of its names.
+    there = {tied.get(key, key) for key in mine if key in saved}
+    missing = [key for key in mine if key not in saved and tied.get(key, key) not in there]
+    unexpected = [
+        key
+        for key, entry in saved.items()
+        if key.startswith(MODEL)
+        and key not in mine
+        and not (is_extra_state(key) and isinstance(entry, TensorStorageMetadata))
+    ]
+    mismatched = {}
+    for key, value in mine.items():
+        problem = _problem(key, value, saved[key]) if key in saved else None
+        if problem is not None:
+            mismatched[key] = problem
+    if fit is None:
+        return Comparison(tuple(missing), tuple(unexpected), mismatched)
+    return Comparison(
+        (*missing, *fit.missing),
+        (*unexpected, *fit.unexpected),
+        mismatched | fit.mismatched,
+        tuple(fit.regrouped),
+    )
+
+
+def _problem(key: str, value: Any, entry: Any) -> str | None:
+    """Why an entry of a checkpoint cannot fill one of the model; None if it can."""
+    if not isinstance(entry, TensorStorageMetadata):
+        return f"{key} is not a tensor there" if isinstance(value, torch.Tensor) else None
+    if not isinstance(value, torch.Tensor):
+        return f"{key} is a tensor there and not here"
+    if tuple(entry.size) != tuple(value.shape):
+        return f"{key} is {tuple(entry.size)} there and {tuple(value.shape)} here"
+    dtype = entry.properties.dtype
+    if not torch.can_cast(dtype, value.dtype):
+        return f"{key} is of {dtype} there and of {value.dtype} here"
+    return None
+
+
+def _list(what: str, names: tuple[str, ...]) -> str:
+    return f"{what}: {listed(names, _MOST_NAMES)}" if names else ""

@@ -1,8 +1,6 @@
-"""`manifest.json`: what a complete checkpoint consists of, and how to tell that it is undamaged.
+"""`manifest.json`: files, lengths and checksums of a complete checkpoint.
 
-Torch's distributed checkpoint says where every tensor lies; the manifest says that all of it was
-written, by whom, and what the bytes add up to. It is written last. A folder without one is a
-checkpoint of torch's own calls or of Megatron's.
+It is written last. A folder without a manifest was saved by torch or Megatron.
 """
 
 from __future__ import annotations
@@ -34,12 +32,12 @@ _MAX_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class StoredItem:
-    """A tensor's block, or an object, in a file.
+    """A block of a tensor, or an object, in a file.
 
     Attributes:
         offset: Its first byte.
-        length: Bytes.
-        crc32: Of these bytes.
+        length: Its length in bytes.
+        crc32: CRC-32 of these bytes.
     """
 
     offset: int
@@ -52,8 +50,8 @@ class StoredFile:
     """A file of a checkpoint.
 
     Attributes:
-        nbytes: Its length.
-        items: What is in it, in order.
+        nbytes: Its length in bytes.
+        items: Its items, in order.
     """
 
     nbytes: int
@@ -62,13 +60,13 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a checkpoint consists of.
+    """Files of a checkpoint, and who saved it.
 
     Attributes:
-        world_size: Ranks that wrote it.
-        torch: Version of torch that wrote it.
-        units: How every unit was sharded, as text by its name.
-        files: Every file but the manifest, by name.
+        world_size: Number of ranks that saved.
+        torch: Version of torch that saved.
+        units: Human-readable sharding of each parameter, by its name.
+        files: All files except the manifest, by name.
     """
 
     world_size: int
@@ -77,9 +75,9 @@ class Manifest:
     files: Mapping[str, StoredFile] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
-        """Write it into a folder."""
+        """Write the manifest into a folder."""
         content = {"format": FORMAT, "version": FORMAT_VERSION, **asdict(self)}
-        # Items take most of it; three numbers each need no names.
+        # Most of the file are items; lists are shorter than objects with names.
         content["files"] = {
             name: {
                 "nbytes": file.nbytes,
@@ -91,10 +89,10 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest | None:
-        """Read it; None where there is none.
+        """Read the manifest of a folder; None if there is none.
 
         Raises:
-            CheckpointError: It is damaged, or of a format that is not known here.
+            CheckpointError: It is damaged, or of an unknown format or version.
         """
         path = file_inside(folder, MANIFEST)
         if not path.is_file():

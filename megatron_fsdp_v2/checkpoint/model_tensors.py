@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint folder are the model, and what their plain names are.
+"""Find the tensors of a model in a checkpoint folder, and their plain names.
 
 A training framework may store a model in other pieces than it is made of. What puts them together
 again belongs to its adapter, which offers a function under the entry-point group
@@ -33,7 +33,7 @@ __all__ = [
 
 LAYOUT_GROUP = "megatron_fsdp_v2.checkpoint_layouts"
 MODEL = "model."
-"""What the names of a model's tensors begin with in a checkpoint."""
+"""Prefix of a model's tensors in a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class ModelTensor:
-    """A tensor of the model, and what it is put together from.
+    """A tensor of the model, and the stored blocks it consists of.
 
     Attributes:
         tensor: Its plain name, shape and dtype.
@@ -69,11 +69,11 @@ class ModelTensor:
 
 
 Layout = Callable[[CheckpointFolder], Sequence[ModelTensor] | None]
-"""Says what the model of a checkpoint consists of; None where it is not of a kind it knows."""
+"""Returns the tensors of a checkpoint's model; None if the checkpoint is of another framework."""
 
 
 def find_layouts() -> Iterator[Layout]:
-    """What adapters offer, imported when it is asked for."""
+    """Import the layouts of installed adapters."""
     for point in sorted(entry_points(group=LAYOUT_GROUP)):
         yield point.load()
 
@@ -116,7 +116,7 @@ class FolderSource:
         ]
 
     def read(self, tensor: PlainTensor) -> torch.Tensor:
-        """One of the tensors, put together.
+        """Read a tensor of the model.
 
         Raises:
             CheckpointError: It is not all there, or damaged.
@@ -139,7 +139,7 @@ class FolderSource:
 
 
 def natural_order(name: str) -> list[tuple[int, str, str]]:
-    """A key to sort names by, numbers in them as numbers."""
+    """Sort key for names in which numbers count as numbers."""
     parts = re.split(r"([0-9]+)", name)
     # Every other one is a number, of any length: the longer one is larger.
     numbers = [part.lstrip("0") if i % 2 else "" for i, part in enumerate(parts)]
@@ -173,7 +173,7 @@ def _whole(name: str, key: str, entry: TensorStorageMetadata) -> ModelTensor:
 
 
 def _tied(folder: CheckpointFolder, found: Sequence[ModelTensor]) -> dict[str, str]:
-    """Names of tensors whose bytes are those of another one."""
+    """Other names of tied tensors: those that are stored at the same place."""
     order = {key: i for i, key in enumerate(folder.metadata.state_dict_metadata)}
     places: dict[str, list[tuple[Any, ...]]] = {}
     for index, info in (folder.metadata.storage_data or {}).items():
@@ -194,7 +194,7 @@ def _tied(folder: CheckpointFolder, found: Sequence[ModelTensor]) -> dict[str, s
 
 
 def _is_nested(folder: CheckpointFolder) -> bool:
-    """Whether tensors were saved in a dictionary under `model`, and not by such a name alone."""
+    """Whether tensors were saved in a nested dictionary under `model`."""
     paths = folder.metadata.planner_data
     if not isinstance(paths, dict):
         return any(key.startswith(MODEL) for key, _ in folder.tensors())

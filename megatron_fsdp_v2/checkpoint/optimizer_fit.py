@@ -1,4 +1,4 @@
-"""How what a checkpoint has of an optimizer fits the one at hand, found out before any is changed.
+"""Compare the optimizer of a checkpoint with the one to load into, before changing it.
 
 State of one kind of optimizer in another one trains on without a word, or fails in the next step.
 So kinds are compared, and groups and states parameter by parameter; nothing is loaded here.
@@ -29,7 +29,7 @@ __all__ = ["OptimizerFit", "saved_states"]
 
 
 class OptimizerFit:
-    """What a checkpoint has of an optimizer, beside what is there. No communication.
+    """Comparison of a checkpoint with an optimizer. No communication.
 
     Args:
         folder: The checkpoint.
@@ -77,7 +77,7 @@ class OptimizerFit:
         self.missing += _missing_states(self._saved, states, shapes)
 
     def options(self) -> list[dict[str, Any]]:
-        """What every group of the optimizer is to be updated with.
+        """Return the saved options for each parameter group.
 
         Raises:
             CheckpointError: Parameters of one group were saved with different options.
@@ -96,7 +96,7 @@ class OptimizerFit:
         return found
 
     def _compare_groups(self) -> None:
-        """Parameters that are in no group of the other side, and groups that are made otherwise."""
+        """Find parameters that are in no group on one side, and groups of other parameters."""
         assert self._saved is not None
         there = _group_of([list(group["params"]) for group in self._saved])
         here = _group_of(self._own)
@@ -121,7 +121,7 @@ class OptimizerFit:
 
 
 def saved_states(folder: CheckpointFolder) -> dict[str, list[str]]:
-    """Keys of optimizer state by parameter."""
+    """Return the keys of optimizer state by parameter."""
     found: dict[str, list[str]] = {}
     for key in folder.metadata.state_dict_metadata:
         if key.startswith(OPTIMIZER_STATE):
@@ -131,7 +131,7 @@ def saved_states(folder: CheckpointFolder) -> dict[str, list[str]]:
 
 
 def _saved_groups(folder: CheckpointFolder) -> tuple[list[dict[str, Any]] | None, bool]:
-    """Options of an optimizer's groups, and whether groups are known as such.
+    """Read options of parameter groups, and whether the groups themselves are known.
 
     One object here; where torch saved them one per option and group, or per option and parameter.
     """
@@ -167,7 +167,7 @@ def _other_kind(
     optimizer: torch.optim.Optimizer,
     own: Sequence[Mapping[str, Any]],
 ) -> str | None:
-    """What tells that another kind of optimizer was saved; None where nothing does.
+    """Explain why the saved optimizer is of another class; None if it may be the same.
 
     Schedulers and users add options to groups, and versions of torch add options to optimizers. So
     of one class all is right; of two, either must know all that the other is made with; and where
@@ -201,7 +201,7 @@ def _other_kind(
 def _fixed_otherwise(
     saved: Sequence[Mapping[str, Any]], optimizer: torch.optim.Optimizer
 ) -> Iterator[str]:
-    """Options that make the class what it is, and have another value there.
+    """Find options that are fixed by the class and were saved with another value.
 
     AdamW is Adam with one option that AdamW does not let anybody choose.
     """
@@ -219,7 +219,7 @@ def _missing_states(
     states: Mapping[str, Sequence[str]],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> Iterator[str]:
-    """States that a parameter lacks and others of its kind have.
+    """Find state that a parameter lacks although others of its group and rank have it.
 
     A parameter without any was never stepped. Optimizers that factor state have other states of
     vectors than of matrices.

@@ -1,4 +1,4 @@
-"""Tensors under their plain names on the way from one kind of file to another, one at a time."""
+"""Tensors under plain names, converted from one kind of file to another one at a time."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ __all__ = [
 ]
 
 CONVERTED_BYTES = 4 << 20
-"""Of a tensor, this much is converted at a time."""
+"""Bytes of a tensor that are converted at a time."""
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-"""What floating-point tensors can be converted to."""
+"""Dtypes that floating-point tensors can be converted to."""
 
 Progress = Callable[[int, int], None]
-"""Told how many bytes are done, and how many there are in all."""
+"""Called with the number of bytes done and the total."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlainTensor:
-    """What is known of a tensor before it is read.
+    """Name, shape and dtype of a tensor.
 
     Attributes:
         name: Its plain name.
         shape: Its shape.
-        dtype: Of its elements.
+        dtype: Its dtype.
     """
 
     name: str
@@ -55,22 +55,22 @@ class PlainTensor:
 
     @property
     def numel(self) -> int:
-        """How many elements it has."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """How many bytes these take."""
+        """Bytes of its elements."""
         return self.numel * self.dtype.itemsize
 
 
 class TensorSource(Protocol):
-    """Something that tensors can be read from.
+    """A checkpoint that tensors of a model can be read from.
 
     Attributes:
-        tensors: Those of the model, in the order they are best read in.
-        left_out: Names of what is not a tensor of the model.
-        tied: Of tensors that are there under several names, every other name with the one to keep.
+        tensors: Tensors of the model, in the order in which to read them.
+        left_out: Names of entries that are not tensors of the model.
+        tied: Other names of tied tensors, each with the name under which to write the tensor.
     """
 
     tensors: Sequence[PlainTensor]
@@ -78,14 +78,14 @@ class TensorSource(Protocol):
     tied: Mapping[str, str]
 
     def read(self, tensor: PlainTensor) -> torch.Tensor:
-        """One of them, on the CPU."""
+        """Read a tensor, on the CPU."""
 
 
 def check_dtype(dtype: torch.dtype | None) -> None:
-    """Reject what floating-point tensors cannot be converted to.
+    """Check that floating-point tensors can be converted to a dtype.
 
     Raises:
-        ValueError: It is something else; says what there is.
+        ValueError: They cannot; lists the supported dtypes.
     """
     if dtype is not None and dtype not in DTYPES:
         names = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
@@ -93,18 +93,18 @@ def check_dtype(dtype: torch.dtype | None) -> None:
 
 
 def converted(tensor: PlainTensor, dtype: torch.dtype | None) -> PlainTensor:
-    """The tensor as it will be written: of another dtype if it has a floating-point one."""
+    """Describe a tensor as it will be written; only floating-point dtypes are converted."""
     if dtype is None or not tensor.dtype.is_floating_point:
         return tensor
     return replace(tensor, dtype=dtype)
 
 
 def convert_elements(data: torch.Tensor, tensor: PlainTensor) -> torch.Tensor:
-    """A tensor as it is to be written.
+    """Convert a tensor to the dtype it is written in.
 
     Args:
         data: The tensor.
-        tensor: As it is to be written.
+        tensor: Its description as written.
 
     Raises:
         CheckpointError: An element is too large for the dtype.
@@ -120,12 +120,12 @@ def convert_elements(data: torch.Tensor, tensor: PlainTensor) -> torch.Tensor:
 def write_elements(
     write: Callable[[memoryview], object], data: torch.Tensor, tensor: PlainTensor
 ) -> None:
-    """Write the elements of a tensor row after row, in another dtype if need be.
+    """Write the elements of a tensor in row-major order, converted if necessary.
 
     Args:
-        write: Called with bytes, which are gone after the call.
+        write: Called with bytes, which are valid during the call only.
         data: The tensor.
-        tensor: As it is to be written.
+        tensor: Its description as written.
 
     Raises:
         CheckpointError: An element is too large for the dtype.
@@ -139,21 +139,21 @@ def write_elements(
 
 @contextlib.contextmanager
 def written_whole(paths: Sequence[Path]) -> Iterator[list[Path]]:
-    """Files that are there when all of them are complete, the last one last, or not at all.
+    """Create several files, all of them or none; the last one appears last.
 
-    What is there under any of their names stays, whether it was there before or came meanwhile.
+    Existing files are not changed, not even if they are created meanwhile.
 
     Args:
         paths: The files.
 
     Yields:
-        What to write each of them as: names that nobody else uses.
+        Temporary paths to write them to.
 
     Raises:
-        ValueError: One of them is there already.
+        ValueError: One of them already exists.
     """
     for path in paths:
-        # A link to nowhere is there as well.
+        # A dangling link counts as well.
         if os.path.lexists(path):
             raise ValueError(_is_there(path))
     token = uuid.uuid4().hex
@@ -176,15 +176,15 @@ def written_whole(paths: Sequence[Path]) -> Iterator[list[Path]]:
 
 
 def _place(written: Path, path: Path) -> None:
-    """Give a file its name, unless there is one of that name."""
+    """Rename a file, unless the new name exists."""
     try:
-        # A second name, where renaming would take the place of what is there.
+        # Renaming would replace an existing file; a hard link does not.
         os.link(written, path)
         return
     except FileExistsError as error:
         raise ValueError(_is_there(path)) from error
     except OSError:
-        # Not every file system has second names.
+        # Not every file system has hard links.
         pass
     if os.path.lexists(path):
         raise ValueError(_is_there(path))
@@ -192,11 +192,11 @@ def _place(written: Path, path: Path) -> None:
 
 
 def _is_there(path: Path) -> str:
-    return f"{path} is there already; remove it or name another"
+    return f"{path} already exists; remove it or name another"
 
 
 def _parts(data: torch.Tensor, tensor: PlainTensor) -> Iterator[torch.Tensor]:
-    """Elements row after row, as many at a time as there is room for."""
+    """Split elements in row-major order into parts of a fixed size."""
     flat, step = data.detach().reshape(-1), CONVERTED_BYTES // tensor.dtype.itemsize
     for first in range(0, tensor.numel, step):
         yield flat[first : first + step]
@@ -206,7 +206,7 @@ def _convert(before: torch.Tensor, after: torch.Tensor, tensor: PlainTensor) -> 
     after.copy_(before)
     if not before.is_floating_point() or before.dtype == after.dtype:
         return
-    # Looking for the largest element takes no memory, unlike asking each whether it is finite.
+    # Unlike isfinite(), aminmax() allocates nothing.
     if all(math.isfinite(extreme) for extreme in torch.aminmax(after)):
         return
     if bool((after.isinf() & before.double().isfinite()).any()):

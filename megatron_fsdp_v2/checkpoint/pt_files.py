@@ -86,7 +86,7 @@ def write_pt(
 
 
 def _record(archive: zipfile.ZipFile, number: int) -> zipfile.ZipInfo:
-    """The record of a storage, its header padded so that elements are aligned."""
+    """Create the record of a storage, with a header padded to align the elements."""
     info = zipfile.ZipInfo(f"{_ROOT}/data/{number}")
     before = archive.start_dir + _LOCAL_HEADER + len(info.filename) + _ZIP64_EXTRA + _EXTRA_HEADER
     padding = -before % _ALIGNMENT
@@ -95,7 +95,7 @@ def _record(archive: zipfile.ZipFile, number: int) -> zipfile.ZipInfo:
 
 
 class _Storage:
-    """Stands for the storage of a tensor."""
+    """Placeholder for the storage of a tensor."""
 
     def __init__(self, number: int, tensor: PlainTensor) -> None:
         name = _STORAGES.get(tensor.dtype)
@@ -105,7 +105,7 @@ class _Storage:
 
 
 class _Tensor:
-    """Pickles to a tensor of a storage, as `torch.save` has it."""
+    """Placeholder that pickles as `torch.save` pickles a tensor."""
 
     def __init__(self, number: int, tensor: PlainTensor) -> None:
         self._storage = _Storage(number, tensor)
@@ -183,12 +183,12 @@ class PtSource:
         ]
 
     def read(self, tensor: PlainTensor) -> torch.Tensor:
-        """One of the tensors."""
+        """Read one of the tensors."""
         return self._loaded[tensor.name].detach()
 
 
 def _tied(loaded: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Names of what has another name already: the same elements of the same memory."""
+    """Other names of tensors that are the same elements of the same memory."""
     first: dict[tuple[Any, ...], str] = {}
     found: dict[str, str] = {}
     for name, value in loaded.items():

@@ -1,16 +1,16 @@
-"""Safetensors files, written and read tensor by tensor.
+"""Safetensors files: read by the library, written tensor by tensor.
 
-The format is a length of eight bytes, a header in JSON and the elements. A model that is longer
-than a limit becomes several files with an index beside them, as Hugging Face's libraries name and
-read them.
+The library's `save_file` takes all tensors of a file at once, so files are written here: a length
+of eight bytes, a header in JSON and the elements. A model above a size becomes several files with
+an index beside them, as Hugging Face's libraries name and read them.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +25,13 @@ from megatron_fsdp_v2.checkpoint.plain_tensors import (
     write_elements,
     written_whole,
 )
-from megatron_fsdp_v2.checkpoint.torch_files import StoredTensor, read_block
-from megatron_fsdp_v2.checkpoint.trust import (
-    MAX_DIMS,
-    check_file_name,
-    check_name,
-    check_shape,
-    integer,
-    read_json,
-    shown,
-)
+from megatron_fsdp_v2.checkpoint.trust import check_file_name, check_name, read_json
 
 __all__ = ["INDEX", "SUFFIX", "SafetensorsSource", "index_of", "write_safetensors"]
+
+safetensors: Any = None
+with contextlib.suppress(ImportError):
+    safetensors = importlib.import_module("safetensors")
 
 SUFFIX = ".safetensors"
 INDEX = ".index.json"
@@ -63,14 +58,12 @@ _DTYPES = {
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
-_METADATA = "__metadata__"
 _FORMAT = "format"
-_MAX_HEADER = 100_000_000
-_SCRATCH_BYTES = 16 << 20
+_MAX_INDEX = 100_000_000
 
 
 def index_of(file: Path) -> Path:
-    """Where the index of a model in several files is that would be called so in one."""
+    """The index of a model in several files, by the name of one file."""
     return file.with_name(file.name + INDEX)
 
 
@@ -83,15 +76,15 @@ def write_safetensors(
 ) -> list[Path]:
     """Write a model, one tensor in memory at a time.
 
-    A tensor that is there under several names is written under one, and the header says which the
-    others are, in the way of the safetensors library's `save_model` and `load_model`.
+    A tensor with several names is written under one, and the header maps the others to it, as the
+    library's `save_model` and `load_model` do.
 
     Args:
         source: Where tensors come from.
-        file: What to call it, if it is one file.
+        file: The name of the file, if it is one.
         dtype: Of floating-point tensors; None leaves them as they are.
-        max_shard_bytes: How many bytes of tensors a file may hold, unless one alone has more.
-        progress: Told how many bytes are written.
+        max_shard_bytes: Bytes of tensors that a file may hold, unless one alone has more.
+        progress: Called with the bytes that are written.
 
     Returns:
         The files; the index is the last of several.
@@ -105,23 +98,20 @@ def write_safetensors(
         if tensor.dtype not in _NAMES:
             raise CheckpointError(f"{tensor.name} is of {tensor.dtype}, which {SUFFIX} cannot hold")
     shards = list(_shards(pairs, max_shard_bytes))
-    names = [file.name]
+    paths = [file]
     if len(shards) > 1:
-        count = len(shards)
-        names = [f"{file.stem}-{i + 1:05d}-of-{count:05d}{SUFFIX}" for i in range(count)]
-    total, done = sum(tensor.nbytes for _, tensor in pairs), 0
-    paths = [file.with_name(name) for name in names]
-    if len(shards) > 1:
+        names = (f"{file.stem}-{i + 1:05d}-of-{len(shards):05d}" for i in range(len(shards)))
         # Without an index the files are no model, so that it comes last.
-        paths.append(index_of(file))
+        paths = [*(file.with_name(name + SUFFIX) for name in names), index_of(file)]
+    total, done = sum(tensor.nbytes for _, tensor in pairs), 0
     weight_map: dict[str, str] = {}
     with written_whole(paths) as unfinished:
-        for path, name, shard in zip(unfinished, names, shards, strict=False):
+        for path, final, shard in zip(unfinished, paths, shards, strict=False):
             with path.open("wb") as out:
                 out.write(_header([tensor for _, tensor in shard], tied))
                 for stored, tensor in shard:
                     write_elements(out.write, source.read(stored), tensor)
-                    weight_map[tensor.name] = name
+                    weight_map[tensor.name] = final.name
                     done += tensor.nbytes
                     progress(done, total)
         if len(shards) > 1:
@@ -135,26 +125,19 @@ _Pair = tuple[PlainTensor, PlainTensor]
 
 
 def _shards(pairs: Sequence[_Pair], limit: int) -> Iterator[list[_Pair]]:
-    shard: list[_Pair] = []
-    size = 0
+    shards: list[list[_Pair]] = [[]]
     for pair in pairs:
-        if shard and size + pair[1].nbytes > limit:
-            yield _aligned(shard)
-            shard, size = [], 0
-        shard.append(pair)
-        size += pair[1].nbytes
-    yield _aligned(shard)
-
-
-def _aligned(shard: list[_Pair]) -> list[_Pair]:
-    """Long elements first, so that none starts in the middle of its own length."""
-    return sorted(shard, key=lambda pair: -pair[1].dtype.itemsize)
+        if shards[-1] and sum(t.nbytes for _, t in shards[-1]) + pair[1].nbytes > limit:
+            shards.append([])
+        shards[-1].append(pair)
+    # Long elements first, so that every element is aligned.
+    return (sorted(shard, key=lambda pair: -pair[1].dtype.itemsize) for shard in shards)
 
 
 def _header(tensors: Sequence[PlainTensor], tied: Mapping[str, str]) -> bytes:
     here = {tensor.name for tensor in tensors}
     others = {name: kept for name, kept in tied.items() if kept in here}
-    header: dict[str, Any] = {_METADATA: {_FORMAT: "pt", **others}}
+    header: dict[str, Any] = {"__metadata__": {_FORMAT: "pt", **others}}
     offset = 0
     for tensor in tensors:
         header[tensor.name] = {
@@ -168,12 +151,6 @@ def _header(tensors: Sequence[PlainTensor], tied: Mapping[str, str]) -> bytes:
     return len(content).to_bytes(8, "little") + content
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    file: Path
-    stored: StoredTensor
-
-
 class SafetensorsSource:
     """Tensors of a file, or of several with an index.
 
@@ -185,52 +162,64 @@ class SafetensorsSource:
         notes: What is unusual about them, a sentence each.
 
     Raises:
-        CheckpointError: There is none, or it is not whole.
+        CheckpointError: There is none, it is damaged, or the library is not installed.
     """
 
     def __init__(self, path: Path) -> None:
         self.left_out: Sequence[str] = ()
         self.files: list[Path] = []
         self.notes: list[str] = []
-        self._places: dict[str, _Place] = {}
-        self._scratch = bytearray(_SCRATCH_BYTES)
-        found: list[PlainTensor] = []
+        self._places: dict[str, tuple[Any, str]] = {}
+        found: dict[str, PlainTensor] = {}
         tied: dict[str, str] = {}
         for file, expected in _files(path):
             self.files.append(file)
-            there, described = _read_header(file)
+            opened, there, described = _opened(file)
             for name in sorted(expected - there.keys() - described.keys()):
                 raise CheckpointError(f"{file} does not hold {name}, which its index says it does")
-            for name, stored in there.items():
-                if expected and name not in expected:
-                    self.notes.append(f"{file.name} holds {name}, which the index does not name")
-                    continue
-                self._places[name] = _Place(file, stored)
-                found.append(PlainTensor(name, stored.shape, stored.dtype))
+            unknown = sorted(there.keys() - expected) if expected else []
+            self.notes += [f"{file.name} holds {n}, which the index does not name" for n in unknown]
+            found |= {name: tensor for name, tensor in there.items() if name not in unknown}
+            self._places |= {name: (opened, name) for name in there}
             tied |= {name: kept for name, kept in described.items() if kept in there}
         # Whatever else a header says about itself names no tensor, or the tensor is there.
         self.tied: Mapping[str, str] = {
-            name: kept
-            for name, kept in tied.items()
-            if kept in self._places and name not in self._places
+            name: kept for name, kept in tied.items() if kept in found and name not in found
         }
         for name, kept in self.tied.items():
-            stored = self._places[kept].stored
             self._places[name] = self._places[kept]
-            found.append(PlainTensor(name, stored.shape, stored.dtype))
-        self.tensors: Sequence[PlainTensor] = found
+            found[name] = PlainTensor(name, found[kept].shape, found[kept].dtype)
+        self.tensors: Sequence[PlainTensor] = list(found.values())
 
     def read(self, tensor: PlainTensor) -> torch.Tensor:
-        """One of the tensors."""
-        place = self._places[tensor.name]
-        data = torch.empty(tensor.shape, dtype=tensor.dtype)
-        with place.file.open("rb", buffering=0) as file:
-            read_block(file, place.stored, (0,) * data.dim(), data, self._scratch)
+        """Read one of the tensors."""
+        opened, name = self._places[tensor.name]
+        data: torch.Tensor = opened.get_tensor(name)
         return data
 
 
+def _opened(file: Path) -> tuple[Any, dict[str, PlainTensor], dict[str, str]]:
+    """Open a file: with the tensors in it by name, and what else its header says."""
+    if safetensors is None:
+        raise CheckpointError(f"reading {file} needs the library safetensors; install it with pip")
+    try:
+        opened = safetensors.safe_open(file, "pt")
+        there: dict[str, PlainTensor] = {}
+        for name in opened.keys():  # noqa: SIM118
+            stored = opened.get_slice(check_name(name))
+            shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
+            if dtype not in _DTYPES:
+                raise ValueError(f"{name} is of {dtype}, which torch does not have")
+            there[name] = PlainTensor(name, shape, _DTYPES[dtype])
+        return opened, there, opened.metadata() or {}
+    except (safetensors.SafetensorError, ValueError) as error:
+        raise CheckpointError(
+            f"{file} cannot be read: it is damaged or truncated ({error})"
+        ) from error
+
+
 def _files(path: Path) -> Iterator[tuple[Path, set[str]]]:
-    """Files of a model, each with the names an index expects in it: none where there is no index.
+    """Files of a model, each with the names an index expects in it: none without an index.
 
     Raises:
         CheckpointError: The index cannot be read, or a file is missing.
@@ -248,8 +237,8 @@ def _files(path: Path) -> Iterator[tuple[Path, set[str]]]:
         raise NotFoundError(f"{path} does not exist")
     by_file: dict[str, set[str]] = {}
     try:
-        if index.stat().st_size > _MAX_HEADER:
-            raise ValueError(f"it is longer than {_MAX_HEADER} bytes")
+        if index.stat().st_size > _MAX_INDEX:
+            raise ValueError(f"it is longer than {_MAX_INDEX} bytes")
         weight_map = read_json(index.read_bytes()).get("weight_map")
         if type(weight_map) is not dict:
             raise ValueError("it has no weight_map")
@@ -262,63 +251,3 @@ def _files(path: Path) -> Iterator[tuple[Path, set[str]]]:
         if not file.is_file():
             raise CheckpointError(f"{index} is incomplete: {name} is missing")
         yield file, by_file[name]
-
-
-def _read_header(file: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """Where the tensors of a file are, and what else its header says."""
-    size = file.stat().st_size
-    with file.open("rb") as opened:
-        length = int.from_bytes(opened.read(8), "little")
-        if size < 8 or length > min(size - 8, _MAX_HEADER):
-            raise CheckpointError(f"{file} is not a {SUFFIX} file, or it is truncated")
-        content = opened.read(length)
-    try:
-        header = read_json(content)
-        described = header.pop(_METADATA, {})
-        if type(described) is not dict or any(type(v) is not str for v in described.values()):
-            raise ValueError(f"{_METADATA} is not strings by name")
-        found = {check_name(name): _stored(entry, 8 + length) for name, entry in header.items()}
-    except ValueError as error:
-        raise CheckpointError(f"{file} cannot be read ({error}); it is damaged") from error
-    end = 8 + length
-    for name, stored in sorted(found.items(), key=lambda item: (item[1].offset, _length(item[1]))):
-        if stored.offset != end:
-            raise CheckpointError(
-                f"{file} is damaged: {name} starts at byte {stored.offset}, and what is in front "
-                f"of it ends at {end}"
-            )
-        end += _length(stored)
-        if end > size:
-            raise CheckpointError(f"{file} is truncated: {name} ends at {end} of {size} bytes")
-    if end != size:
-        raise CheckpointError(
-            f"{file} is damaged: it has {size} bytes, and its tensors end at {end}"
-        )
-    return found, described
-
-
-def _length(stored: StoredTensor) -> int:
-    return math.prod(stored.shape) * stored.dtype.itemsize
-
-
-def _stored(entry: Any, base: int) -> StoredTensor:
-    """Where a tensor is, from what the header says of it.
-
-    Raises:
-        ValueError: It is not a tensor.
-    """
-    if type(entry) is not dict or entry.keys() != {"dtype", "shape", "data_offsets"}:
-        raise ValueError(f"{shown(entry)} has to be a dtype, a shape and offsets")
-    name, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if type(name) is not str or name not in _DTYPES:
-        raise ValueError(f"dtype {shown(name)} is not one of {', '.join(_DTYPES)}")
-    if type(shape) is not list or type(offsets) is not list or len(offsets) != 2:
-        raise ValueError("a shape and two offsets have to be lists")
-    if len(shape) > MAX_DIMS:
-        raise ValueError(f"a tensor has {len(shape)} dimensions, more than {MAX_DIMS}")
-    begin, end = map(integer, offsets)
-    stored = StoredTensor(_DTYPES[name], tuple(map(integer, shape)), base + begin)
-    check_shape(stored.shape, stored.dtype, "a tensor")
-    if end - begin != _length(stored):
-        raise ValueError(f"{stored.shape} of {name} does not take {end - begin} bytes")
-    return stored

@@ -1,4 +1,4 @@
-"""Saving: to a temporary folder, then renamed: a checkpoint is complete or does not exist."""
+"""Save a checkpoint: into a temporary folder, then renamed, so that it is complete or absent."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save as save_state_dict
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megatron_fsdp_v2.checkpoint.agreement import all_ranks_or_raise
 from megatron_fsdp_v2.checkpoint.entries import (
     EXTRA,
     MODEL,
@@ -38,7 +37,7 @@ from megatron_fsdp_v2.checkpoint.entries import (
     state_entries,
     tied_entries,
 )
-from megatron_fsdp_v2.checkpoint.errors import CheckpointError, naming_full_disk
+from megatron_fsdp_v2.checkpoint.errors import CheckpointError, all_ranks_or_raise, naming_full_disk
 from megatron_fsdp_v2.checkpoint.host_memory import HostMemory
 from megatron_fsdp_v2.checkpoint.manifest import MANIFEST, Manifest, StoredFile, StoredItem
 from megatron_fsdp_v2.checkpoint.metadata import METADATA
@@ -83,27 +82,28 @@ def save(
 ) -> Future[None] | None:
     """Save a model, its optimizer and plain data. Collective over all ranks.
 
-    Everything is written to a temporary folder beside, `<path>.<token>.incomplete`, which is
-    renamed when it is complete and on disk: whatever happens before leaves a checkpoint that was at
-    `path` as it is, and who loads it meanwhile gets the old one or the new one. Replicated values
-    and tied parameters are written once. It can be loaded at any world size and with any strategy.
+    Everything is written to a temporary folder, `<path>.<token>.incomplete`, which is renamed when
+    it is complete and on disk. Until then a checkpoint at `path` is unchanged, and a concurrent
+    load gets either the old or the new one. Replicated values and tied parameters are written once.
+    The checkpoint can be loaded at any world size and with any strategy.
 
     Args:
-        path: The folder to make, or an empty one. A checkpoint that is there is replaced in the
-            end. What a link leads to is replaced, and the link stays.
+        path: The folder to create. A checkpoint or an empty folder is replaced. If it is a link,
+            its target is replaced.
         model: Sharded by `fully_shard`, or not at all.
         optimizer: Any `torch.optim` optimizer of its parameters.
         extra: Numbers, strings, tuples, lists, dictionaries and tensors, the same on all ranks; the
             first rank's is kept.
-        async_save: Return once everything is copied to host memory; training may go on.
+        async_save: Return when everything is copied to host memory; training can continue.
 
     Returns:
         With `async_save` a future; its `result()` waits, and raises what went wrong.
 
     Raises:
         CheckpointError: Something cannot be saved, or writing failed on a rank.
-        RuntimeError: A save to the same path is under way, by this job or another one.
-        ValueError: At `path` is something that is no checkpoint.
+        RuntimeError: Another save to the same path is under way, by this job or another one. On
+            ranks other than the first a CheckpointError that says so.
+        ValueError: `path` is not a checkpoint.
     """
     job = _Job(path, _Ranks.of_now(is_beside=async_save))
     is_first = job.ranks.rank == 0
@@ -119,25 +119,25 @@ def save_nested(
     async_save: bool = False,
     memory: HostMemory | None = None,
 ) -> Future[None] | None:
-    """Save a nested state dict as torch's own `save` of distributed checkpoints does. Collective.
+    """Save a nested state dict like `torch.distributed.checkpoint.save`. Collective over all ranks.
 
-    As `save` does, it replaces what is at the path when everything is written, and writes a
-    manifest. What is not a tensor is pickled as it is, and has to be trusted by whoever loads it.
+    Like `save`, it replaces the path atomically and writes a manifest. Values other than tensors
+    are pickled unchanged: who loads them has to trust the file.
 
     Args:
-        path: As in `save`. What an interrupted save of torch's left is replaced as well.
-        state_dict: Dictionaries and lists of tensors and other values. Of sharded tensors every
-            rank gives its part; of entries that several ranks have, any one is written.
-        async_save: Return once everything is copied to host memory; it may change then.
-        memory: Where to copy it to, kept from one save to the next; None for memory of its own.
+        path: As in `save`. The files of an interrupted save of torch's are replaced as well.
+        state_dict: Dictionaries and lists of tensors and other values. Every rank passes its shard
+            of sharded tensors; of entries that several ranks pass, any one is written.
+        async_save: Return when everything is copied to host memory.
+        memory: Host memory for the copies, reused by later saves; None allocates new memory.
 
     Returns:
         As `save`.
 
     Raises:
         CheckpointError: Something cannot be saved, or writing failed on a rank.
-        RuntimeError: A save to the same path is under way, by this job or another one.
-        ValueError: At `path` is something else.
+        RuntimeError: Another save to the same path is under way, by this job or another one.
+        ValueError: `path` is not a checkpoint.
     """
     job = _Job(path, _Ranks.of_now(is_beside=async_save), over_unfinished=True)
 
@@ -162,13 +162,13 @@ def _run(job: _Job, content: Callable[[], _Content], async_save: bool) -> Future
 
 @dataclass(frozen=True)
 class _Content:
-    """What a save writes, fixed at one moment.
+    """Contents of a checkpoint, as of the call of `save`.
 
     Attributes:
         staged: Entries by name, and the memory they are in.
-        tied: Names of entries that are written under another one.
-        units: How parameters were sharded, for people who read the manifest.
-        paths: Where entries were in a nested state dict; None where there was none.
+        tied: Entries that are written under another name, with that name.
+        units: How parameters are sharded, human-readable.
+        paths: Paths of entries in a nested state dict; None if there was none.
     """
 
     staged: Staged
@@ -177,7 +177,7 @@ class _Content:
     paths: Mapping[str, Any] | None = None
 
     def give_back(self) -> None:
-        """Let another save have the memory: everything is written."""
+        """Return the host memory for the next save."""
         if self.staged.copies is not None:
             self.staged.copies.give_back()
 
@@ -210,13 +210,13 @@ def _pickled(name: str, value: Any) -> bytes:
 
 @dataclass
 class _Ranks:
-    """Who saves, from when a save was asked for: a process group may end while it is written.
+    """The ranks of a save, recorded at the call: the process group may be destroyed during it.
 
     Attributes:
-        group: The process group they talk over; None for the whole world, or one process.
-        rank: This one's.
+        group: The process group of its collectives; None for the default one, or one process.
+        rank: This rank.
         is_alone: Whether there was no process group.
-        world: That of all ranks.
+        world: The default process group.
     """
 
     group: Any
@@ -226,14 +226,14 @@ class _Ranks:
 
     @classmethod
     def of_now(cls, *, is_beside: bool) -> _Ranks:
-        """All ranks; over a group of their own where they talk beside training."""
+        """All ranks; an asynchronous save gets a dedicated process group."""
         if not dist.is_initialized():
             return cls(None, 0, is_alone=True)
         group = _dedicated_group(dist.group.WORLD) if is_beside else None
         return cls(group, dist.get_rank(), is_alone=False, world=dist.group.WORLD)
 
     def of_first[T](self, value: T) -> T:
-        """What the first rank has. Collective."""
+        """Broadcast a value of the first rank. Collective."""
         if self.is_alone:
             return value
         values = [value]
@@ -241,32 +241,32 @@ class _Ranks:
         return values[0]
 
     def leave(self) -> None:
-        """Let go of a process group that no longer works: ranks that wait for this one find out."""
+        """Drop a broken process group, so that ranks that wait for this one get an error."""
         if _background_group.get("group") is self.group:
             _background_group.clear()
         self.group = self.world = None
 
     @property
     def is_lost(self) -> bool:
-        """Whether the process group was destroyed; torch may save as a rank alone then."""
+        """Whether the process group was destroyed; torch then saves as if alone."""
         return not self.is_alone and dist.group.WORLD is not self.world
 
     def reason(self, error: BaseException) -> str:
-        """What went wrong, by an error: what a lost process group leads to says nothing."""
+        """Describe an error; errors that follow from a destroyed process group are not helpful."""
         return _DESTROYED if self.is_lost else _reason(error)
 
 
 class _Job:
-    """One save: what is written where, and the right to do so.
+    """One save: its contents, its temporary folder and its lock.
 
     Args:
-        path: Where the checkpoint is to be.
-        ranks: Who saves.
-        over_unfinished: Whether what an interrupted save of torch's left may be replaced.
+        path: Path of the checkpoint.
+        ranks: The ranks that save.
+        over_unfinished: Whether to replace the files of an interrupted save of torch's.
 
     Attributes:
-        target: Where the checkpoint is to be; two spellings of one path are one path.
-        ranks: Who saves.
+        target: The resolved path of the checkpoint.
+        ranks: The ranks that save.
     """
 
     def __init__(
@@ -279,7 +279,7 @@ class _Job:
         self._lock: BaseFileLock | None = None
 
     def begin(self, content: Callable[[], _Content]) -> None:
-        """Keep others from saving to the path, and fix what is to be written."""
+        """Stage the contents, acquire the lock and create the temporary folder."""
         check_replaceable(self.target, or_unfinished=self._over_unfinished)
         try:
             self._content = content()
@@ -300,7 +300,7 @@ class _Job:
             raise CheckpointError(f"cannot save to {self.target}: {error}") from error
 
     def write(self) -> None:
-        """Write it and put it in place. Collective over the ranks of the save."""
+        """Write the checkpoint and rename it. Collective over the ranks of the save."""
         reason = None
         try:
             try:
@@ -316,7 +316,7 @@ class _Job:
                     raise RuntimeError(_DESTROYED)
             except (Exception, CheckpointException) as error:
                 reason = self.ranks.reason(error)
-                # Of a CheckpointException all ranks know, by the process group.
+                # All ranks get a CheckpointException; of other errors only this one knows.
                 if self.ranks.is_lost or not isinstance(error, CheckpointException):
                     self.ranks.leave()
             if reason is None:
@@ -324,15 +324,15 @@ class _Job:
                 reason = self._published()
         finally:
             self.end()
-        # Nothing of what went wrong is kept: its frames hold on to a process group, and as long as
-        # that lives here, the others would wait for this rank.
+        # Raised without the cause: its frames refer to a process group, and as long as that is
+        # alive, other ranks would wait for this one.
         if reason is not None:
             raise CheckpointError(
                 f"saving to {self.target} failed, and nothing there has changed: {reason}"
             )
 
     def _published(self) -> str | None:
-        """Have the first rank put the checkpoint in place; what went wrong if it could not."""
+        """Rename the checkpoint on the first rank; returns the reason if that failed."""
         reason = None
         if self.ranks.rank == 0:
             try:
@@ -352,7 +352,7 @@ class _Job:
         )
 
     def end(self) -> None:
-        """Let others save to the path. May be called twice."""
+        """Release the lock and remove what was not published. Idempotent."""
         self._content = _NOTHING
         if self._lock is not None:
             # The folder exists only if it was not put in place.
@@ -365,7 +365,7 @@ class _Job:
 def _entries(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, tied: Mapping[str, str]
 ) -> dict[str, Any]:
-    # What is tied is written under its first name.
+    # Tied tensors are written under their first name.
     entries = {key: value for key, value in model_entries(model).items() if key not in tied}
     if optimizer is not None:
         names = parameter_names(model)
@@ -376,7 +376,7 @@ def _entries(
 
 
 def _units(parameters: Iterable[tuple[str, Any]]) -> dict[str, str]:
-    """How parameters were sharded, for people who read the manifest."""
+    """Describe how parameters are sharded, for readers of the manifest."""
     return {
         name: f"{tuple(param.shape)} {param.dtype} over {tuple(param.device_mesh.shape)}, "
         f"{', '.join(str(placement) for placement in param.row_shards.placements)}"
@@ -386,7 +386,7 @@ def _units(parameters: Iterable[tuple[str, Any]]) -> dict[str, str]:
 
 
 def _dedicated_group(world: Any) -> Any:
-    """Ranks talk over this while saves run beside training; made once by all ranks of a world."""
+    """The process group of asynchronous saves, created once for each default process group."""
     if _background_group.get("world") is not world:
         _background_group.update(world=world, group=dist.new_group(backend="gloo"))
     return _background_group["group"]
@@ -394,7 +394,7 @@ def _dedicated_group(world: Any) -> Any:
 
 def _in_background(write: Callable[[], None]) -> Future[None]:
     future: Future[None] = Future()
-    # From the start, so that no rank can cancel what the others wait for.
+    # A running future cannot be canceled on one rank while the others wait.
     future.set_running_or_notify_cancel()
 
     def work() -> None:
@@ -410,7 +410,7 @@ def _in_background(write: Callable[[], None]) -> Future[None]:
 
 
 def _reason(error: BaseException) -> str:
-    """What went wrong, where torch may have collected what ranks raised."""
+    """Describe an error, and the first one of those that torch collected from ranks."""
     if not isinstance(error, CheckpointException) or not error.failures:
         return f"{type(error).__name__}: {error}"
     rank, (cause, _) = next(iter(error.failures.items()))
@@ -419,13 +419,13 @@ def _reason(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class _CheckedResult(WriteResult):
-    """Where an item was written, and what its bytes add up to."""
+    """Where an item was written, and its checksum."""
 
     crc32: int = 0
 
 
 class _Writer(FileSystemWriter):
-    """Torch's writer of files; what it wrote is read once more and summed up."""
+    """Torch's writer of files, which then reads them once for checksums and adds a manifest."""
 
     def __init__(self, folder: Path, units: dict[str, str], tied: Mapping[str, str]) -> None:
         super().__init__(folder, single_file_per_rank=True, sync_files=True)
@@ -456,7 +456,7 @@ class _Writer(FileSystemWriter):
 
     @override
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Complete the checkpoint. On the first rank only."""
+        """Write metadata and manifest. On the first rank only."""
         with naming_full_disk(self._folder):
             super().finish(metadata, [*results, self._named_again(metadata, results)])
             self._write_manifest(results)
@@ -487,7 +487,7 @@ class _Writer(FileSystemWriter):
     def _named_again(
         self, metadata: Metadata, results: list[list[WriteResult]]
     ) -> list[WriteResult]:
-        """Where tensors lie that were written under another of their names."""
+        """Results for tensors that were written under another of their names."""
         found: list[WriteResult] = []
         entries = metadata.state_dict_metadata
         for key, written in self._tied.items():

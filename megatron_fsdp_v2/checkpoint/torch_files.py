@@ -256,7 +256,7 @@ def _parameter(data: Any, grad: Any = None, hooks: Any = None, state: Any = None
 
 
 def _typed(rebuild: Any, cls: Any, args: Any, state: Any) -> Any:
-    if rebuild not in (*_TENSORS, *_PARAMETERS) or cls is not _TENSOR_CLASS:
+    if rebuild not in (_TENSOR, _PARAMETER) or cls is not _TENSOR_CLASS:
         raise ValueError("it calls something that does not make a tensor")
     _check_attributes(state)
     return rebuild.call(*args)
@@ -300,18 +300,20 @@ def _check_attributes(state: Any) -> None:
 
 
 _TENSOR_CLASS = object()
-_TENSORS = [Callee(_tensor)]
-_PARAMETERS = [Callee(_parameter)]
+_TENSOR, _PARAMETER = Callee(_tensor), Callee(_parameter)
 _DESCRIBED: dict[str, Any] = {
     **{f"torch.{name}": _Storage(dtype) for name, dtype in STORAGE_DTYPES.items()},
     **{f"torch.{name}": dtype for name, dtype in DTYPES.items()},
-    **{f"torch._utils._rebuild_tensor{version}": _TENSORS[0] for version in ("", "_v2", "_v3")},
+    "torch._utils._rebuild_tensor": _TENSOR,
+    "torch._utils._rebuild_tensor_v2": _TENSOR,
+    "torch._utils._rebuild_tensor_v3": _TENSOR,
     "torch.storage.UntypedStorage": _Storage(None),
     "collections.OrderedDict": Callee(lambda: OrderedDict()),
 }
 """What a tensor, or a dictionary of some, is described with."""
 _PLAIN: dict[str, Any] = _DESCRIBED | {
-    **{f"torch._utils._rebuild_parameter{more}": _PARAMETERS[0] for more in ("", "_with_state")},
+    "torch._utils._rebuild_parameter": _PARAMETER,
+    "torch._utils._rebuild_parameter_with_state": _PARAMETER,
     "torch._tensor._rebuild_from_type_v2": Callee(_typed),
     "torch.Tensor": _TENSOR_CLASS,
     "torch.nn.parameter.Parameter": _TENSOR_CLASS,

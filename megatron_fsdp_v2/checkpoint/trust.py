@@ -1,4 +1,4 @@
-"""Numbers, names and JSON of files that anybody may have written."""
+"""Checks of numbers, names and JSON in files that are not trusted."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _SHOWN = 60
 
 
 def shown(value: Any) -> str:
-    """A value in an error: never long, whatever it is."""
+    """Format a value for an error, shortened."""
     if type(value) is int and value.bit_length() > _SHOWN * 3:
         return f"a number of {value.bit_length()} bits"
     if type(value) not in (int, float, str, bytes, bool, type(None)):
@@ -62,10 +62,10 @@ def shown(value: Any) -> str:
 
 
 def check_name(name: Any) -> str:
-    """Check that something can be the name of an entry, and be shown on a terminal.
+    """Check that a value can be the name of an entry, and be printed on a terminal.
 
     Raises:
-        ValueError: It cannot.
+        ValueError: It is not a string, too long, or not printable.
     """
     if type(name) is not str:
         raise ValueError(f"{shown(name)} is in the place of a name")
@@ -79,14 +79,14 @@ def check_name(name: Any) -> str:
 
 
 def check_file_name(name: Any, what: str) -> str:
-    """Check that something names a file directly in a folder.
+    """Check that a value is the name of a file directly in a folder.
 
     Args:
         name: The name.
-        what: What is said to lie there.
+        what: The entry that is stored there, for the error.
 
     Raises:
-        ValueError: It names something else, or something elsewhere.
+        ValueError: It is not a plain file name.
     """
     is_name = type(name) is str and 0 < len(name) <= _MAX_FILE_NAME and name.isprintable()
     if not is_name or name in (".", "..") or "/" in name or "\\" in name:
@@ -96,10 +96,10 @@ def check_file_name(name: Any, what: str) -> str:
 
 
 def file_inside(folder: Path, name: str) -> Path:
-    """A file of a folder.
+    """Return the path of a file in a folder.
 
     Raises:
-        CheckpointError: It is a link to a file that is elsewhere, or to none.
+        CheckpointError: It is a link to a file outside of the folder, or to none.
     """
     file = folder / name
     if not file.is_symlink():
@@ -115,21 +115,21 @@ def file_inside(folder: Path, name: str) -> Path:
 
 
 def check_shape(shape: Sequence[int], dtype: torch.dtype, what: str) -> None:
-    """Check that a tensor of a shape can be addressed.
+    """Check that a shape has fewer than 2**63 bytes.
 
     Raises:
-        ValueError: It cannot.
+        ValueError: It has more.
     """
-    # A length of zero elsewhere does not make a dimension addressable.
+    # Strides of other dimensions matter even if one has length zero.
     if math.prod(max(length, 1) for length in shape) * dtype.itemsize > MAX_INT:
         raise ValueError(f"{what} is said to be {tuple(shape)}, which no memory can hold")
 
 
 def integer(value: Any, most: int = MAX_INT) -> int:
-    """A count or an offset.
+    """Check a count or an offset.
 
     Raises:
-        ValueError: It is not an integer from 0 to the largest one.
+        ValueError: It is not an integer from 0 to `most`.
     """
     if type(value) is not int or not 0 <= value <= most:
         raise ValueError(f"{shown(value)} is in the place of a number from 0 to {most}")
@@ -137,11 +137,11 @@ def integer(value: Any, most: int = MAX_INT) -> int:
 
 
 def read_json(content: bytes) -> dict[str, Any]:
-    """Read a JSON object as strictly as the format is meant.
+    """Parse a JSON object strictly.
 
     Raises:
-        ValueError: It is not valid, a key is there twice, a number is not finite, it is nested too
-            deeply, or it is not an object.
+        ValueError: It is not valid or not an object, has a duplicate key or a number that is not
+            finite, or is nested too deeply.
     """
     try:
         found = json.loads(

@@ -1,22 +1,20 @@
-"""Is a checkpoint whole and undamaged? Every byte of it is read to find out."""
+"""Verify a checkpoint: its structure, and every byte against a checksum."""
 
 from __future__ import annotations
 
 import math
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from megatron_fsdp_v2.checkpoint.coverage import coverage_problems
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError, NotFoundError
-from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder
-from megatron_fsdp_v2.checkpoint.kinds import Kind, find_kind
+from megatron_fsdp_v2.checkpoint.exporting import Kind, find_kind
+from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder, coverage_problems
 from megatron_fsdp_v2.checkpoint.manifest import MANIFEST, StoredFile
-from megatron_fsdp_v2.checkpoint.metadata import needed_bytes
 from megatron_fsdp_v2.checkpoint.plain_tensors import Progress
 from megatron_fsdp_v2.checkpoint.safetensors_files import SafetensorsSource
 from megatron_fsdp_v2.checkpoint.torch_files import (
@@ -33,14 +31,14 @@ _READ_BYTES = 16 << 20
 
 @dataclass(slots=True)
 class Report:
-    """What was found out about a checkpoint.
+    """Result of verifying a checkpoint.
 
     Attributes:
         path: Its folder, file or index.
         kind: What kind it is.
         problems: What is wrong, a sentence each.
-        notes: What could not be found out, a sentence each.
-        num_files: Files that were looked at.
+        notes: What could not be verified, a sentence each.
+        num_files: Number of files.
         nbytes: Bytes that were compared with a checksum.
     """
 
@@ -58,7 +56,7 @@ class Report:
 
 
 def verify(path: str | Path, progress: Progress | None = None) -> Report:
-    """Compare a checkpoint with what it says about itself, and every byte with its checksum.
+    """Verify the structure of a checkpoint, and every byte against a checksum.
 
     One process, no process group. Where there is no manifest, the checksums that `torch.save`
     keeps of its records are used, which leave out a few bytes around each of them. Safetensors
@@ -120,29 +118,53 @@ def _verify_pt(path: Path, report: Report, progress: Progress) -> None:
 def _verify_folder(folder: CheckpointFolder, report: Report, progress: Progress) -> None:
     report.problems.extend(_structure_problems(folder))
     files = dict(folder.manifest.files) if folder.manifest is not None else {}
-    names = sorted(files.keys() | needed_bytes(folder.metadata).keys())
-    sizes: dict[str, int] = {}
-    for name in names:
-        file = folder.path / name
+    items: dict[str, dict[int, tuple[str, int]]] = {}
+    for index, info in (folder.metadata.storage_data or {}).items():
+        # Of several names for one item the first is the one it was saved as.
+        items.setdefault(info.relative_path, {}).setdefault(info.offset, (index.fqn, info.length))
+    names = sorted(files.keys() | items.keys())
+    paths = {name: folder.path / name for name in names}
+    total = sum(path.stat().st_size for path in paths.values() if path.is_file())
+    done = 0
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
+        progress(done, total)
+
+    num_without = 0
+    for name, path in paths.items():
         try:
             folder.check_file(name)
-            sizes[name] = file.stat().st_size
         except CheckpointError as error:
             report.problems.append(str(error))
-            # What is there of it is still looked at.
-            if name in files and file.is_file() and not file.is_symlink():
-                sizes[name] = files[name].nbytes
-    _Reading(folder, report, progress, sum(sizes.values())).read(sizes, files)
+            # A file of another length is looked at all the same.
+            if name not in files or not path.is_file() or path.is_symlink():
+                continue
+        with path.open("rb") as file:
+            if name in files:
+                _compare(name, file, files[name], items.get(name, {}), report, advance)
+            else:
+                num_without += _compare_records(name, file, items[name], report, advance)
+    progress(total, total)
     report.num_files = len(names)
-    if folder.manifest is not None:
-        known = {*names, MANIFEST}
-        others = sorted(p.name for p in folder.path.iterdir() if p.name not in known)
-        if others:
-            report.notes.append(f"not in the manifest, and not looked at: {', '.join(others)}")
+    if num_without:
+        report.notes.append(f"{num_without} items have no checksums at all")
+    if folder.manifest is None:
+        report.notes.append(
+            f"there is no {MANIFEST}: structure and sizes were compared, and elements with the "
+            "checksums that torch.save keeps"
+        )
+        return
+    if unknown := sorted(items.keys() - files.keys()):
+        report.problems.append(f"not in the manifest: {', '.join(unknown)}")
+    known = {*names, MANIFEST}
+    if others := sorted(p.name for p in folder.path.iterdir() if p.name not in known):
+        report.notes.append(f"not in the manifest, and not looked at: {', '.join(others)}")
 
 
 def _structure_problems(folder: CheckpointFolder) -> Iterator[str]:
-    """Whether the metadata says where every element of every tensor is, once."""
+    """Yield a sentence for each entry of the metadata that is not stored exactly once."""
     storage = folder.metadata.storage_data or {}
     for key, entry in folder.metadata.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
@@ -162,106 +184,69 @@ def _structure_problems(folder: CheckpointFolder) -> Iterator[str]:
                 )
 
 
-class _Reading:
-    """Files of a checkpoint read from start to end."""
-
-    def __init__(
-        self, folder: CheckpointFolder, report: Report, progress: Progress, total: int
-    ) -> None:
-        self._folder = folder
-        self._report = report
-        self._progress = progress
-        self._total = total
-        self._done = 0
-        self._buffer = bytearray(_READ_BYTES)
-        self._keys: dict[tuple[str, int], tuple[str, int]] = {}
-        for index, info in (folder.metadata.storage_data or {}).items():
-            # Of several names for one item the first is the one it was saved as.
-            place = (info.relative_path, info.offset)
-            self._keys.setdefault(place, (index.fqn, info.length))
-
-    def read(self, sizes: dict[str, int], files: dict[str, StoredFile]) -> None:
-        """Read files, by the items a manifest knows, or those the metadata knows."""
-        without = [name for name in sizes if name not in files]
-        has_none = 0
-        for name in sizes:
-            with (self._folder.path / name).open("rb") as file:
-                if name in files:
-                    self._compare(name, file, files[name])
-                else:
-                    has_none += self._compare_records(name, file)
-        self._progress(self._total, self._total)
-        if self._folder.manifest is None:
-            self._report.notes.append(
-                f"there is no {MANIFEST}: structure and sizes were compared, and elements with the "
-                "checksums that torch.save keeps"
+def _compare(
+    name: str,
+    file: BinaryIO,
+    stored: StoredFile,
+    keys: Mapping[int, tuple[str, int]],
+    report: Report,
+    advance: Callable[[int], None],
+) -> None:
+    """Compare every byte of a file with the checksums of the manifest."""
+    position, scratch = 0, bytearray(_READ_BYTES)
+    for item in sorted(stored.items, key=lambda item: item.offset):
+        key = keys.get(item.offset, (name, 0))[0]
+        if item.offset != position:
+            report.problems.append(
+                f"{name}: bytes {position} to {item.offset} have no checksum, or two"
             )
-        elif without:
-            self._report.problems.append(f"not in the manifest: {', '.join(without)}")
-        if has_none:
-            self._report.notes.append(f"{has_none} items have no checksums at all")
+        position = item.offset + item.length
+        crc32, count = checksum(FileView(file, item.offset, item.length), scratch, advance)
+        report.nbytes += count
+        if count == item.length and crc32 != item.crc32:
+            report.problems.append(
+                f"{name}: {key}, {item.length} bytes at {item.offset}, has the checksum "
+                f"{crc32:08x} and was saved with {item.crc32:08x}"
+            )
+    if position != stored.nbytes:
+        report.problems.append(f"{name}: bytes from {position} on have no checksum")
 
-    def _compare(self, name: str, file: BinaryIO, stored: StoredFile) -> None:
-        position = 0
-        for item in sorted(stored.items, key=lambda item: item.offset):
-            key = self._keys.get((name, item.offset), (name, 0))[0]
-            if item.offset != position:
-                self._report.problems.append(
-                    f"{name}: bytes {position} to {item.offset} have no checksum, or two"
-                )
-            position = item.offset + item.length
-            view = FileView(file, item.offset, item.length)
-            crc32, count = checksum(view, self._buffer, self._advance)
-            self._report.nbytes += count
-            if count == item.length and crc32 != item.crc32:
-                self._report.problems.append(
-                    f"{name}: {key}, {item.length} bytes at {item.offset}, has the checksum "
-                    f"{crc32:08x} and was saved with {item.crc32:08x}"
-                )
-        if position != stored.nbytes:
-            self._report.problems.append(f"{name}: bytes from {position} on have no checksum")
 
-    def _compare_records(self, name: str, file: BinaryIO) -> int:
-        """Compare what `torch.save` wrote with the checksums it keeps; count what has none."""
-        has_none = 0
-        items = sorted((at, *what) for (of, at), what in self._keys.items() if of == name)
-        for offset, key, length in items:
-            source = FileView(file, offset, length)
-            found, has_checksums = _record_problems(source)
-            self._advance(length)
-            if not has_checksums:
-                has_none += 1
-                continue
-            self._report.nbytes += length
-            if found:
-                self._report.problems.append(
-                    f"{name}: {key}, {length} bytes at {offset}: {found[0]}"
-                )
-        return has_none
-
-    def _advance(self, count: int) -> None:
-        self._done += count
-        self._progress(self._done, self._total)
+def _compare_records(
+    name: str,
+    file: BinaryIO,
+    items: Mapping[int, tuple[str, int]],
+    report: Report,
+    advance: Callable[[int], None],
+) -> int:
+    """Compare items with the checksums that `torch.save` keeps; count those without."""
+    num_without = 0
+    for offset, (key, length) in sorted(items.items()):
+        found, has_checksums = _record_problems(FileView(file, offset, length))
+        advance(length)
+        report.nbytes += length * has_checksums
+        num_without += not has_checksums
+        if has_checksums and found:
+            report.problems.append(f"{name}: {key}, {length} bytes at {offset}: {found[0]}")
+    return num_without
 
 
 def _record_problems(file: Any) -> tuple[list[str], bool]:
-    """What is wrong with records of `torch.save`, and whether they have checksums at all."""
+    """Compare records of `torch.save` with their checksums; also returns whether there are any."""
+    results = []
     try:
         with open_archive(file) as archive:
-            results = [_record_problem(archive, record) for record in archive.infolist()]
+            for record in archive.infolist():
+                try:
+                    with archive.open(record) as opened:
+                        while opened.read(_READ_BYTES):
+                            pass
+                    results.append("")
+                except zipfile.BadZipFile as error:
+                    results.append(str(error))
     # A damaged archive raises nearly anything.
     except Exception as error:
         return [str(error) or type(error).__name__], True
     found = [problem for problem in results if problem]
     # Torch can be told to leave checksums out, and then none of them is right.
     return found, not results or len(found) < len(results)
-
-
-def _record_problem(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> str:
-    try:
-        with archive.open(record) as opened:
-            while opened.read(_READ_BYTES):
-                pass
-    except Exception as error:
-        return str(error) or type(error).__name__
-    return ""

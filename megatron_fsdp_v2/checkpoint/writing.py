@@ -1,7 +1,7 @@
-"""Writing a folder of torch's distributed checkpoint tensor by tensor.
+"""Write a folder of torch's distributed checkpoint block by block.
 
-Torch's own writer keeps what it has written until a file is complete. This one holds one block at
-a time, so that a model of any size can be written by a process that could not hold it.
+Torch's own writer needs a whole state dict. This one needs one block at a time, so that a process
+can write a model that does not fit into its memory.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ FILE_BYTES = 4 << 30
 
 
 class Checksummed:
-    """Hands bytes on to a file, and adds up their checksum.
+    """A file that computes the checksum of what is written to it.
 
     Args:
-        file: What to write to.
+        file: The file to write to.
 
     Attributes:
-        crc32: Of what was written so far.
-        length: Bytes written so far.
+        crc32: CRC-32 of the bytes written.
+        length: Number of bytes written.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -61,12 +61,12 @@ class Checksummed:
 
 
 class FolderWriter:
-    """Writes blocks of tensors, and objects, one after the other.
+    """Writes blocks of tensors and objects one after the other.
 
     Args:
-        path: The folder; made if it does not exist.
-        file_bytes: How long a file may be before the next one is begun.
-        has_manifest: Whether to write checksums as well. A folder for other programs needs none.
+        path: The folder; created if it does not exist.
+        file_bytes: Length of a file after which the next one is started.
+        has_manifest: Whether to write a manifest with checksums.
     """
 
     def __init__(
@@ -98,11 +98,10 @@ class FolderWriter:
             shape: Its shape.
             offset: Where the block starts in it.
             data: The block, with as many dimensions.
-            path: Keys of the nested state dict that it is to be found under, where torch makes
-                one of the file alone.
+            path: Its path in the nested state dict that torch creates from the folder alone.
 
         Raises:
-            ValueError: Another block of the tensor said something else of its shape or dtype.
+            ValueError: Another block of the tensor had another shape or dtype.
         """
         entry = self._entries.setdefault(
             key,
@@ -120,16 +119,16 @@ class FolderWriter:
         index = MetadataIndex(key, chunk.offsets, len(entry.chunks) - 1)
         block = data.detach().contiguous()
         if block.untyped_storage().nbytes() != block.nbytes:
-            # Of a view, all that it is a view of would be written.
+            # torch.save writes the whole storage of a view.
             block = block.clone()
         self._write(index, lambda file: torch.save(block, file))
 
     def add_name(self, key: str, of: str, path: tuple[str, ...] = ()) -> None:
-        """Give a tensor that is written another name; its blocks are there once.
+        """Give a written tensor another name; its blocks are stored once.
 
         Args:
             key: The other name.
-            of: What it was written as.
+            of: The name it was written under.
             path: As in `add_block`.
         """
         entry = self._entries[key] = self._entries[of]
@@ -140,12 +139,12 @@ class FolderWriter:
             self._storage[MetadataIndex(key, chunk.offsets, number)] = place
 
     def add_object(self, key: str, value: Any) -> None:
-        """Write something that is not a tensor."""
+        """Write an object that is not a tensor."""
         self._entries[key] = BytesStorageMetadata()
         self._write(MetadataIndex(key), lambda file: torch.save(value, file))
 
     def finish(self) -> None:
-        """Write what makes the folder a checkpoint; until then it is none."""
+        """Write metadata and manifest, which complete the checkpoint."""
         self._close()
         metadata = Metadata(
             state_dict_metadata=self._entries,

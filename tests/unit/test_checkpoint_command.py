@@ -17,7 +17,8 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_fsdp_v2 import cli
-from megatron_fsdp_v2.checkpoint import converters, model_tensors
+from megatron_fsdp_v2.checkpoint import command as converters
+from megatron_fsdp_v2.checkpoint import model_tensors
 from megatron_fsdp_v2.checkpoint.manifest import MANIFEST
 from tests.processes import ROOT
 from tests.unit.checkpoints import FIRST, ckpt, flip, names_in, write_folder
@@ -155,7 +156,7 @@ def test_convert_goes_there_and_back(folder: Path, tmp_path: Path) -> None:
         ("inspect {0}/empty", "has no .metadata, only nothing"),
         ("export {0}/empty {0}/m.pt", "has no .metadata, only nothing"),
         ("convert {0}/empty {0}/m", "has no .metadata, only nothing"),
-        ("export {0}/checkpoint {0}/there.pt", "is there already"),
+        ("export {0}/checkpoint {0}/there.pt", "already exists"),
         ("export {0}/checkpoint {0}/m.npz", "name it .safetensors or .pt"),
         ("export {0} {0}/m.pt", "name one of checkpoint"),
         ("convert {0}/there.pt {0}/m", "cannot be loaded"),

@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from megatron_fsdp_v2.checkpoint import safetensors_files
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError
 from megatron_fsdp_v2.checkpoint.exporting import convert, export
 from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder
@@ -149,13 +150,13 @@ def test_what_cannot_be_converted_is_rejected_by_name(folder: Path, tmp_path: Pa
 
 def test_nothing_is_overwritten(folder: Path, tmp_path: Path) -> None:
     export(folder, tmp_path / "m.pt")
-    with pytest.raises(ValueError, match=r"m\.pt is there already"):
+    with pytest.raises(ValueError, match=r"m\.pt already exists"):
         export(folder, tmp_path / "m.pt")
     export(folder, tmp_path / "m.safetensors", max_shard_bytes=1)
-    with pytest.raises(ValueError, match=r"m\.safetensors\.index\.json is there already"):
+    with pytest.raises(ValueError, match=r"m\.safetensors\.index\.json already exists"):
         export(folder, tmp_path / "m.safetensors")
     convert(folder, tmp_path / "c")
-    with pytest.raises(ValueError, match=r"c is there already"):
+    with pytest.raises(ValueError, match=r"c already exists"):
         convert(folder, tmp_path / "c")
 
 
@@ -171,9 +172,9 @@ def test_what_an_export_was_not_told_to_write_stays(folder: Path, tmp_path: Path
     (out / "c.incomplete" / "mine").write_text("mine")
     (out / "gone.pt").symlink_to("nowhere")
     export(folder, out / "m.pt")
-    with pytest.raises(ValueError, match=r"m-00001-of-00013\.safetensors is there already"):
+    with pytest.raises(ValueError, match=r"m-00001-of-00013\.safetensors already exists"):
         export(folder, out / "m.safetensors", max_shard_bytes=1)
-    with pytest.raises(ValueError, match=r"gone\.pt is there already"):
+    with pytest.raises(ValueError, match=r"gone\.pt already exists"):
         export(folder, out / "gone.pt")
     convert(folder, out / "c")
     assert {name: (out / name).read_text() for name in mine} == mine
@@ -193,7 +194,7 @@ def test_a_file_that_comes_while_an_export_is_written_stays(
     def comes(done: int, total: int) -> None:
         (out / "m-00002-of-00013.safetensors").write_text("mine")
 
-    with pytest.raises(ValueError, match=r"m-00002-of-00013\.safetensors is there already"):
+    with pytest.raises(ValueError, match=r"m-00002-of-00013\.safetensors already exists"):
         export(folder, out / "m.safetensors", max_shard_bytes=1, progress=comes)
     assert names_in(out) == ["m-00002-of-00013.safetensors"]
     assert (out / "m-00002-of-00013.safetensors").read_text() == "mine"
@@ -335,10 +336,10 @@ def test_a_pt_file_of_something_else_is_rejected(
 @pytest.mark.parametrize(
     ("damage", "problem"),
     [
-        (lambda content: content[:-1], "is truncated: .* ends at"),
-        (lambda content: content[:5], "or it is truncated"),
+        (lambda content: content[:-1], "not fully covered"),
+        (lambda content: content[:5], "is damaged or truncated"),
         (lambda content: content[:8] + b"x" + content[9:], "cannot be read"),
-        (lambda content: b"\xff" * 8 + content[8:], "or it is truncated"),
+        (lambda content: b"\xff" * 8 + content[8:], "is damaged or truncated"),
         (lambda content: content.replace(b'"F32"', b'"F99"', 1), "cannot be read"),
     ],
     ids=["end", "header", "name", "length", "dtype"],
@@ -348,6 +349,16 @@ def test_damaged_safetensors_are_rejected(tmp_path: Path, damage: Any, problem: 
     source.write_bytes(damage(source.read_bytes()))
     with pytest.raises(CheckpointError, match=problem):
         convert(source, tmp_path / "target")
+
+
+def test_the_library_that_reads_safetensors_is_named_where_it_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = saved_as("folder", tmp_path, model())
+    monkeypatch.setattr(safetensors_files, "safetensors", None)
+    convert(source, tmp_path / "made.safetensors")
+    with pytest.raises(CheckpointError, match="needs the library safetensors; install it with pip"):
+        convert(tmp_path / "made.safetensors", tmp_path / "target")
 
 
 def test_missing_safetensors_are_named(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from megatron_fsdp_v2 import checkpoint
 from megatron_fsdp_v2.checkpoint.entries import OPTIMIZER_GROUPS
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError
 from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder
-from megatron_fsdp_v2.checkpoint.packing import pack
+from megatron_fsdp_v2.checkpoint.staging import pack
 from tests.unit.checkpoints import write_folder
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_fsdp_v2._text import listed
-from megatron_fsdp_v2.checkpoint.coverage import coverage_problems
+from megatron_fsdp_v2.checkpoint.folder import coverage_problems
 from megatron_fsdp_v2_mcore.checkpoint.fp8_names import is_fp8_state, is_history
 from megatron_fsdp_v2_mcore.flags.checkpoint_check import read_metadata
 from megatron_fsdp_v2_mcore.flags.errors import FlagError

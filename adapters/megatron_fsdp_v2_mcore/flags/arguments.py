@@ -8,8 +8,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from megatron_fsdp_v2._text import parse_size
-from megatron_fsdp_v2.layout.placement import STRATEGIES
 from megatron_fsdp_v2_mcore.flags.checkpoint_check import check_checkpoint_folder
 from megatron_fsdp_v2_mcore.flags.combinations import (
     check_overlapping_experts,
@@ -30,7 +28,14 @@ from megatron_fsdp_v2_mcore.flags.settings import (
     check_quantized,
     reject_fields,
 )
-from megatron_fsdp_v2_mcore.flags.table import EMERGING, OTHER_FLAGS, Flag, Handling
+from megatron_fsdp_v2_mcore.flags.table import (
+    EMERGING,
+    OTHER_FLAGS,
+    OWN_FLAGS,
+    Flag,
+    Handling,
+    size,
+)
 
 __all__ = [
     "accepted_by_megatron",
@@ -47,25 +52,6 @@ __all__ = [
 
 API_FLAG = "--use-fsdp-fully-shard-api"
 _OFFLOAD_FLAG = "--optimizer-cpu-offload"
-_OUR_OTHER_FLAGS = (
-    "expert_data_parallel_sharding_strategy",
-    "fsdp_trace_pool",
-    "log_per_param_norm",
-    "fsdp_unshard_prefetch_depth",
-    "fsdp_unshard_prefetch_bytes",
-    "fsdp_unshard_after_step",
-    "fsdp_max_live_grad_buffers",
-    "fsdp_bucket_bytes",
-    "fsdp_flat_optimizer",
-)
-_NEEDED_FOR = {
-    "fsdp_unshard_prefetch_depth": ("overlap_param_gather",),
-    "fsdp_unshard_prefetch_bytes": ("overlap_param_gather",),
-    "fsdp_unshard_after_step": ("overlap_param_gather",),
-    "fsdp_max_live_grad_buffers": ("overlap_grad_reduce",),
-    "fsdp_bucket_bytes": ("overlap_param_gather", "overlap_grad_reduce"),
-}
-"""Flags that say how to overlap, and one of which flags says that there is something to."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -76,88 +62,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         action="store_true",
         help="With --use-megatron-fsdp: shard with megatron_fsdp_v2's per-module fully_shard().",
     )
-    group.add_argument(
-        "--expert-data-parallel-sharding-strategy",
-        choices=list(STRATEGIES),
-        default=None,
-        help="Sharding strategy of the parameters of experts; default: that of all others, "
-        "--data-parallel-sharding-strategy.",
-    )
-    group.add_argument(
-        "--fsdp-trace-pool",
-        action="store_true",
-        help="Put gathered weights and gradient buffers at planned addresses of one block of "
-        "memory, after the first iterations have shown when each of them lives.",
-    )
-    group.add_argument(
-        "--fsdp-unshard-prefetch-depth",
-        type=_at_least_one,
-        metavar="N",
-        default=None,
-        help="Units gathered ahead of the one at work; default 1, or any number where bytes limit "
-        "it. Each costs the gathered weights of one more unit. Needs --overlap-param-gather.",
-    )
-    group.add_argument(
-        "--fsdp-unshard-prefetch-bytes",
-        type=_size,
-        metavar="SIZE",
-        default=None,
-        help="Bytes of gathered weights that units gathered ahead take together at most, such as "
-        "2GiB; the next unit is gathered ahead whatever it takes. Default: what "
-        "--suggested-communication-unit-size says, or no limit of bytes. Needs "
-        "--overlap-param-gather.",
-    )
-    group.add_argument(
-        "--fsdp-unshard-after-step",
-        action="store_true",
-        help="Have the optimizer's step gather what the next forward begins with, so that what the "
-        "host does until then overlaps these gathers. Holds their gathered weights meanwhile. "
-        "Needs --overlap-param-gather.",
-    )
-    group.add_argument(
-        "--fsdp-max-live-grad-buffers",
-        type=_at_least_one,
-        metavar="N",
-        default=None,
-        help="Units that have full gradient buffers at a time; default 2. Each costs one more "
-        "buffer. Needs --overlap-grad-reduce.",
-    )
-    group.add_argument(
-        "--fsdp-bucket-bytes",
-        type=_size,
-        metavar="SIZE",
-        default=None,
-        help="Units smaller than this share collectives: those that follow each other are gathered "
-        "in one, and reduced in one, up to so many bytes, such as 4MiB. Default: a collective for "
-        "every unit. Needs --overlap-param-gather or --overlap-grad-reduce.",
-    )
-    group.add_argument(
-        "--fsdp-flat-optimizer",
-        action="store_true",
-        help="Have Adam step a few flat tensors instead of every parameter: the rows of a unit, "
-        "which are next to each other in memory. Results and checkpoints are the same. Needs "
-        "--optimizer adam, on the device and with state in fp32.",
-    )
-    group.add_argument(
-        "--log-per-param-norm",
-        action="store_true",
-        help="Log the norm of every weight and gradient (before clipping) at every --log-interval: "
-        "to TensorBoard and Weights & Biases where they are on, and on rank 0.",
-    )
+    for flag in OWN_FLAGS:
+        if flag.value is None:
+            group.add_argument(flag.flag, action="store_true", help=flag.meaning)
+        elif isinstance(flag.value, tuple):
+            group.add_argument(flag.flag, choices=flag.value, help=flag.meaning)
+        else:
+            metavar = "SIZE" if flag.value is size else "N"
+            group.add_argument(flag.flag, type=flag.value, metavar=metavar, help=flag.meaning)
     return parser
-
-
-def _at_least_one(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
-    return int(text)
-
-
-def _size(text: str) -> int:
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def is_enabled(args: Any) -> bool:
@@ -184,9 +97,9 @@ def check_before(args: Any) -> None:
         FlagError: Flags are missing, or cannot be supported together.
     """
     if not is_enabled(args):
-        for name in _OUR_OTHER_FLAGS:
-            if getattr(args, name, None):
-                raise FlagError(f"{flag_of(name)} needs {API_FLAG}; add it, or leave both out")
+        for flag in OWN_FLAGS:
+            if getattr(args, flag.name, None):
+                raise FlagError(f"{flag.flag} needs {API_FLAG}; add it, or leave both out")
         return
     if not args.use_megatron_fsdp:
         raise FlagError(f"{API_FLAG} needs --use-megatron-fsdp; add it, or leave both out")
@@ -195,10 +108,11 @@ def check_before(args: Any) -> None:
             f"--ckpt-format {args.ckpt_format} cannot be used with {API_FLAG}; "
             "use --ckpt-format fsdp_dtensor"
         )
-    for name, needed in _NEEDED_FOR.items():
-        if getattr(args, name, None) and not any(getattr(args, n) for n in needed):
-            flags = " or ".join(map(flag_of, needed))
-            raise FlagError(f"{flag_of(name)} needs {flags}; add it, or leave both out")
+    for flag in OWN_FLAGS:
+        is_given = getattr(args, flag.name, None)
+        if flag.needs and is_given and not any(getattr(args, name) for name in flag.needs):
+            needed = " or ".join(map(flag_of, flag.needs))
+            raise FlagError(f"{flag.flag} needs {needed}; add it, or leave both out")
     reject_fields(args)
     check_hybrid(args, args.expert_data_parallel_sharding_strategy)
     check_accumulation(args, args.expert_data_parallel_sharding_strategy)

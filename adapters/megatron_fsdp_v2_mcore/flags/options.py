@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_fsdp_v2.layout.placement import STRATEGIES
+from megatron_fsdp_v2_mcore.flags.table import OWN_FLAGS
 
 __all__ = ["Options", "active_options", "is_active", "require_active", "set_active"]
 
@@ -60,18 +61,11 @@ class Options:
     @classmethod
     def from_args(cls, args: Any) -> Options:
         """Read them from Megatron's arguments."""
+        given = {flag.option: getattr(args, flag.name, None) for flag in OWN_FLAGS}
         return cls(
-            expert_strategy=getattr(args, "expert_data_parallel_sharding_strategy", None),
             broadcasts_parameters=bool(getattr(args, "data_parallel_random_init", False)),
-            logs_parameter_norms=bool(getattr(args, "log_per_param_norm", False)),
-            uses_trace_pool=bool(getattr(args, "fsdp_trace_pool", False)),
-            unshard_prefetch_depth=getattr(args, "fsdp_unshard_prefetch_depth", None),
-            unshard_prefetch_bytes=getattr(args, "fsdp_unshard_prefetch_bytes", None),
-            unshard_after_step=bool(getattr(args, "fsdp_unshard_after_step", False)),
-            max_live_grad_buffers=getattr(args, "fsdp_max_live_grad_buffers", None) or 2,
-            bucket_bytes=getattr(args, "fsdp_bucket_bytes", None),
-            steps_flat_tensors=bool(getattr(args, "fsdp_flat_optimizer", False)),
             gathers_apart=bool(getattr(args, "create_all_gather_group", False)),
+            **{option: value for option, value in given.items() if value is not None},
         )
 
 

@@ -1,4 +1,4 @@
-"""What becomes of Megatron's flags with sharded parameters: one table.
+"""The flags of this package, and what becomes of Megatron's with sharded parameters.
 
 Most flags that are rejected read what Megatron's own wrappers attach to a model (`main_grad`,
 gradient buckets, whole weights on every rank), which sharded parameters do not have.
@@ -6,14 +6,17 @@ gradient buckets, whole weights on every rank), which sharded parameters do not 
 
 from __future__ import annotations
 
+import argparse
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_fsdp_v2._text import parse_size
+from megatron_fsdp_v2.layout.placement import STRATEGIES
 from megatron_fsdp_v2_mcore.flags.errors import flag_of
 
-__all__ = ["DDP_FIELDS", "EMERGING", "OTHER_FLAGS", "Flag", "Handling"]
+__all__ = ["DDP_FIELDS", "EMERGING", "OTHER_FLAGS", "OWN_FLAGS", "Flag", "Handling"]
 
 EMERGING = ("muon", "adaptive_muon", "lion")
 """Optimizers of Megatron's registry that step shards, beside Adam."""
@@ -32,7 +35,7 @@ class Handling(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """A flag of Megatron's command line.
+    """A flag of the command line.
 
     Attributes:
         name: Field of `DistributedDataParallelConfig`, or attribute of Megatron's arguments.
@@ -41,6 +44,9 @@ class Flag:
         rejects: Whether a value is rejected; only used with `Handling.REJECTED`.
         argument: Attribute of Megatron's arguments, if a field has another name.
         flag: What a user types; by default made of the name.
+        option: Field of `Options` that takes the value; only of a flag of this package.
+        value: Parser of the value, or its choices; None for a switch. Likewise.
+        needs: Flags of Megatron, of which it needs one. Likewise.
     """
 
     name: str
@@ -49,6 +55,9 @@ class Flag:
     rejects: Callable[[Any], bool] = bool
     argument: str | None = None
     flag: str = ""
+    option: str = ""
+    value: Callable[[str], Any] | tuple[str, ...] | None = None
+    needs: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.flag:
@@ -65,6 +74,10 @@ def _no_op(name: str, meaning: str, flag: str = "") -> Flag:
 
 def _rejected(name: str, meaning: str, **options: Any) -> Flag:
     return Flag(name, Handling.REJECTED, meaning, **options)
+
+
+def _own(name: str, option: str, meaning: str, **options: Any) -> Flag:
+    return Flag(name, Handling.SUPPORTED, meaning, option=option, **options)
 
 
 def _is_given(value: Any) -> bool:
@@ -409,3 +422,92 @@ OTHER_FLAGS: tuple[Flag, ...] = (
     _no_op("fine_grained_activation_offloading", _ACTIVATIONS),
 )
 """Flags of other parts of Megatron that are rejected or have a meaning of their own here."""
+
+
+def at_least_one(text: str) -> int:
+    """Parse a positive integer."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
+def size(text: str) -> int:
+    """Parse a number of bytes such as 2GiB."""
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+OWN_FLAGS: tuple[Flag, ...] = (
+    _own(
+        "expert_data_parallel_sharding_strategy",
+        "expert_strategy",
+        "Sharding strategy of the parameters of experts; default: that of all others, "
+        "--data-parallel-sharding-strategy.",
+        value=tuple(STRATEGIES),
+    ),
+    _own(
+        "fsdp_trace_pool",
+        "uses_trace_pool",
+        "Put gathered weights and gradient buffers at planned addresses of one block of "
+        "memory, after the first iterations have shown when each of them lives.",
+    ),
+    _own(
+        "fsdp_unshard_prefetch_depth",
+        "unshard_prefetch_depth",
+        "Units gathered ahead of the one at work; default 1, or any number where bytes limit "
+        "it. Each costs the gathered weights of one more unit. Needs --overlap-param-gather.",
+        value=at_least_one,
+        needs=("overlap_param_gather",),
+    ),
+    _own(
+        "fsdp_unshard_prefetch_bytes",
+        "unshard_prefetch_bytes",
+        "Bytes of gathered weights that units gathered ahead take together at most, such as "
+        "2GiB; the next unit is gathered ahead whatever it takes. Default: what "
+        "--suggested-communication-unit-size says, or no limit of bytes. Needs "
+        "--overlap-param-gather.",
+        value=size,
+        needs=("overlap_param_gather",),
+    ),
+    _own(
+        "fsdp_unshard_after_step",
+        "unshard_after_step",
+        "Have the optimizer's step gather what the next forward begins with, so that what the "
+        "host does until then overlaps these gathers. Holds their gathered weights meanwhile. "
+        "Needs --overlap-param-gather.",
+        needs=("overlap_param_gather",),
+    ),
+    _own(
+        "fsdp_max_live_grad_buffers",
+        "max_live_grad_buffers",
+        "Units that have full gradient buffers at a time; default 2. Each costs one more "
+        "buffer. Needs --overlap-grad-reduce.",
+        value=at_least_one,
+        needs=("overlap_grad_reduce",),
+    ),
+    _own(
+        "fsdp_bucket_bytes",
+        "bucket_bytes",
+        "Units smaller than this share collectives: those that follow each other are gathered "
+        "in one, and reduced in one, up to so many bytes, such as 4MiB. Default: a collective for "
+        "every unit. Needs --overlap-param-gather or --overlap-grad-reduce.",
+        value=size,
+        needs=("overlap_param_gather", "overlap_grad_reduce"),
+    ),
+    _own(
+        "fsdp_flat_optimizer",
+        "steps_flat_tensors",
+        "Have Adam step a few flat tensors instead of every parameter: the rows of a unit, "
+        "which are next to each other in memory. Results and checkpoints are the same. Needs "
+        "--optimizer adam, on the device and with state in fp32.",
+    ),
+    _own(
+        "log_per_param_norm",
+        "logs_parameter_norms",
+        "Log the norm of every weight and gradient (before clipping) at every --log-interval: "
+        "to TensorBoard and Weights & Biases where they are on, and on rank 0.",
+    ),
+)
+"""Flags of this package."""

@@ -221,6 +221,13 @@ class NcclDouble(PythonGroup):
         self._check("barrier")
         return self._answer(opts)
 
+    # From torch 2.15 on c10d calls these by other names.
+    all_gather_single = _allgather_base
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
+    reduce_scatter_single = _reduce_scatter_base
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+    all_to_all_single = alltoall_base
+
 
 def _register() -> None:
     if BACKEND.upper() not in dist.Backend.__dict__:
@@ -252,12 +259,16 @@ def mesh_of(*shape: int) -> DeviceMesh:
 
 
 @contextlib.contextmanager
-def as_on_cuda() -> Iterator[None]:
-    """Have what is sharded in the context communicate as on CUDA, in groups of the double's."""
-    communicator = StreamCommunicator(StreamRecorder(), NcclCollectives())
+def as_on_cuda() -> Iterator[StreamRecorder]:
+    """Have what is sharded in the context communicate as on CUDA, in groups of the double's.
+
+    Gives the recorder whose streams the collectives are queued on.
+    """
+    recorder = StreamRecorder()
+    communicator = StreamCommunicator(recorder, NcclCollectives())
     with (
         mock.patch.object(unit_plan, "communicator_for", lambda device: communicator),
         mock.patch.object(engine, "communicator_for", lambda device: communicator),
         mock.patch.object(wrapping, "mesh_of", mesh_of),
     ):
-        yield
+        yield recorder

@@ -116,21 +116,42 @@ def _fail(pattern: Pattern, model: Any, rank: int) -> None:
         pattern.loss(model, 0, 0, rank).backward()
 
 
-def train_reference(pattern: Pattern, world_size: int, evaluates_rank: int) -> Trace:
-    """The plain loop: one process, every rank's data, mean over ranks."""
+def train_reference(
+    pattern: Pattern,
+    world_size: int,
+    evaluates_rank: int,
+    copy: Callable[[torch.Tensor], Any] = torch.clone,
+) -> Trace:
+    """The plain loop: one process, every rank's data, mean over ranks.
 
+    Args:
+        pattern: What is trained.
+        world_size: Ranks whose data it sees.
+        evaluates_rank: Rank whose evaluations it makes.
+        copy: What the trace has of a gradient or a parameter.
+    """
     torch.manual_seed(0)
     hands = Hands(
         ranks=list(range(world_size)),
         weight=1.0 / world_size,
-        held=lambda tensor: tensor.detach().clone(),
+        held=lambda tensor: copy(tensor.detach()),
         syncs=lambda model, is_last: contextlib.nullcontext(),
     )
     return run(pattern, pattern.build(), hands, evaluates_rank)
 
 
-def train_sharded(pattern: Pattern, shard: Callable[[nn.Module], None]) -> Trace:
-    """The sharded model, on this rank's data. Collective."""
+def train_sharded(
+    pattern: Pattern,
+    shard: Callable[[nn.Module], None],
+    copy: Callable[[torch.Tensor], Any] = torch.clone,
+) -> Trace:
+    """The sharded model, on this rank's data. Collective.
+
+    Args:
+        pattern: What is trained.
+        shard: Makes a module a unit.
+        copy: What the trace has of the rows of a gradient or a parameter.
+    """
     rank = dist.get_rank()
 
     def syncs(model: Any, is_last: bool) -> contextlib.AbstractContextManager[Any]:
@@ -149,7 +170,7 @@ def train_sharded(pattern: Pattern, shard: Callable[[nn.Module], None]) -> Trace
     hands = Hands(
         ranks=[rank],
         weight=1.0,
-        held=lambda tensor: tensor.to_local().detach().clone(),  # type: ignore[attr-defined]
+        held=lambda tensor: copy(tensor.to_local().detach()),  # type: ignore[attr-defined]
         syncs=syncs,
     )
     trace = run(pattern, model, hands, rank)

@@ -29,7 +29,7 @@ TORCH_SAMPLE = $(addprefix tests/distributed/test_, beside_fsdp2.py checkpoint.p
   stream_safety.py torch_checkpoint.py torch_versions.py training_state.py uneven_dtensor.py) \
   $(addprefix tests/unit/test_, checkpoint_export.py exposure.py fsdp2_surface.py row_shards.py \
   simulation.py torch_private_names.py) \
-  tests/mcore/test_parity_with_ddp.py
+  tests/golden tests/mcore/test_parity_with_ddp.py
 
 # TEXT is passed on whenever it is given, also when it is given empty: that is an error to report.
 ifneq ($(origin TEXT),undefined)
@@ -37,7 +37,7 @@ TEXT_OPTION = --text "$(TEXT)"
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup pretrain test test-random test-functional test-upstream test-matrices test-trainings test-share test-clients test-fsdp2 test-torch lint test-gpu bench
+.PHONY: help setup pretrain test test-random test-functional test-upstream test-matrices test-trainings test-share test-clients test-fsdp2 test-torch lint golden test-gpu bench
 
 help: ## list the targets and their variables
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -80,8 +80,8 @@ test-functional: setup ## the whole functional matrix against Megatron's own DDP
 test-upstream: setup ## Megatron-LM's own configurations, shrunk, against Megatron's own DDP
 	@$(LONGER) --tables functional_tests/upstream
 
-test-matrices: setup ## every cell of the core's matrices: parity, trace pool, checkpoints, streams
-	@$(LONGER) --tables -m functional tests/parity tests/distributed tests/unit
+test-matrices: setup ## every cell of the core's matrices: parity, golden, trace pool, checkpoints, streams
+	@$(LONGER) --tables -m functional tests/parity tests/golden tests/distributed tests/unit
 
 test-trainings: setup ## the longer trainings with Megatron: checkpoints, features, rehearsal
 	@$(LONGER) -m functional tests/mcore tests/docs
@@ -105,6 +105,10 @@ test-torch: ## a sample of the tests with the newest torch that is supported
 .PHONY: sample
 sample: # of the tests, in the environment as it is
 	@$(PY) -m pytest -m "not gpu and not functional" $(TORCH_SAMPLE)
+
+golden: setup ## write the golden records: collectives, memory, numbers, host time
+	@$(PY) -m tests.golden --write
+	@$(PY) -m tests.golden --host-time --write
 
 lint: setup ## ruff, format check, type check, import layering
 	@$(PY) -m ruff check .

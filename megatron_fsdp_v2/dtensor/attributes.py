@@ -40,7 +40,7 @@ without_torch_function: Callable[..., Any] = torch._C._disabled_torch_function_i
 
 _BASE: Any = torch._C.TensorBase
 grad_at_once: Callable[[torch.Tensor], Any] = _BASE.grad.__get__
-set_grad_at_once: Callable[[torch.Tensor, torch.Tensor], None] = _BASE.grad.__set__
+set_grad_at_once: Callable[[torch.Tensor, torch.Tensor | None], None] = _BASE.grad.__set__
 post_hooks_at_once: Callable[[torch.Tensor], Any] = _BASE._post_accumulate_grad_hooks.__get__
 requires_grad_at_once: Callable[[torch.Tensor], bool] = _BASE.requires_grad.__get__
 hooks_at_once: Callable[[torch.Tensor], Any] = _BASE._backward_hooks.__get__
@@ -85,43 +85,14 @@ def is_shown_to_all() -> bool:
     return False
 
 
+_PRIVATE = ("_grad_fn", "_has_symbolic_sizes_strides", "_python_dispatch", "_version")
 _READ = (
-    "_grad_fn",
-    "_has_symbolic_sizes_strides",
-    "_python_dispatch",
-    "_version",
-    "device",
-    "dtype",
-    "grad_fn",
-    "is_cpu",
-    "is_cuda",
-    "is_leaf",
-    "is_meta",
-    "is_mps",
-    "is_mtia",
-    "is_nested",
-    "is_quantized",
-    "is_sparse",
-    "is_sparse_csr",
-    "is_xla",
-    "is_xpu",
-    "itemsize",
-    "layout",
-    "name",
-    "nbytes",
-    "ndim",
-    "output_nr",
-    "retains_grad",
-    "shape",
+    "device dtype grad_fn is_cpu is_cuda is_leaf is_meta is_mps is_mtia is_nested is_quantized "
+    "is_sparse is_sparse_csr is_xla is_xpu itemsize layout name nbytes ndim output_nr retains_grad "
+    "shape"
 )
 _GRAD = "grad"
-_READ_AND_WRITTEN = (
-    "_backward_hooks",
-    "_post_accumulate_grad_hooks",
-    _GRAD,
-    "grad_dtype",
-    "requires_grad",
-)
+_WRITTEN = ("_backward_hooks", "_post_accumulate_grad_hooks", "grad_dtype", "requires_grad")
 
 
 class ShownGradient(Protocol):
@@ -214,42 +185,38 @@ def _finds_empty(frame: FrameType) -> bool:
     return frame.f_code in _PAIRED or stepped_by_all(frame) is not None
 
 
-def _grad() -> property:
-    get, put = _BASE.grad.__get__, _BASE.grad.__set__
-
-    def read(self: AttributesAtOnce) -> torch.Tensor | None:
-        grad: torch.Tensor | None = without_torch_function(get, None, (self,))
-        if grad is None:
-            empty = self.empty_grad
-            return empty if empty is not None and _finds_empty(sys._getframe(1)) else None
-        return self._with_rows(grad) if type(grad) is DTensor else grad
-
-    def write(self: AttributesAtOnce, value: torch.Tensor | None) -> None:
-        if value is not None:
-            without_torch_function(put, None, (self, value))
-        else:
-            with torch._C.DisableTorchFunctionSubclass():
-                # Referred to from here alone, if nobody keeps it.
-                held = [get(self)]
-                put(self, None)
-                shown_by = getattr(held[0], "shown_by", None)
-                if shown_by is not None:
-                    shown_by[0].retire(shown_by[1], held)
-        if self.empty_grad is not None:
-            self.empty_grad = None
-
-    def remove(self: AttributesAtOnce) -> None:
-        write(self, None)
-
-    return property(read, write, remove)
+def _read_grad(self: AttributesAtOnce) -> torch.Tensor | None:
+    grad: torch.Tensor | None = without_torch_function(grad_at_once, None, (self,))
+    if grad is None:
+        empty = self.empty_grad
+        return empty if empty is not None and _finds_empty(sys._getframe(1)) else None
+    return self._with_rows(grad) if type(grad) is DTensor else grad
 
 
-# A name that this version of PyTorch lacks costs what it costs.
-for _name in (*_READ, *_READ_AND_WRITTEN):
-    if hasattr(_BASE, _name):
-        setattr(AttributesAtOnce, _name, _attribute(_name, is_written=_name in _READ_AND_WRITTEN))
-setattr(AttributesAtOnce, _GRAD, _grad())
-for _name in ("dim", "element_size", "is_complex", "is_floating_point", "numel"):
-    setattr(AttributesAtOnce, _name, _method(_name))
-for _name in ("size", "stride"):
-    setattr(AttributesAtOnce, _name, _method_of_dimension(_name))
+def _write_grad(self: AttributesAtOnce, value: torch.Tensor | None = None) -> None:
+    if value is not None:
+        without_torch_function(set_grad_at_once, None, (self, value))
+    else:
+        with torch._C.DisableTorchFunctionSubclass():
+            # Referred to from here alone, if nobody keeps it.
+            held = [grad_at_once(self)]
+            set_grad_at_once(self, None)
+            shown_by = getattr(held[0], "shown_by", None)
+            if shown_by is not None:
+                shown_by[0].retire(shown_by[1], held)
+    if self.empty_grad is not None:
+        self.empty_grad = None
+
+
+def _define() -> None:
+    # A name that this version of PyTorch lacks costs what it costs.
+    for name in filter(_BASE.__dict__.__contains__, (*_PRIVATE, *_READ.split(), *_WRITTEN)):
+        setattr(AttributesAtOnce, name, _attribute(name, is_written=name in _WRITTEN))
+    setattr(AttributesAtOnce, _GRAD, property(_read_grad, _write_grad, _write_grad))
+    for name in ("dim", "element_size", "is_complex", "is_floating_point", "numel"):
+        setattr(AttributesAtOnce, name, _method(name))
+    for name in ("size", "stride"):
+        setattr(AttributesAtOnce, name, _method_of_dimension(name))
+
+
+_define()

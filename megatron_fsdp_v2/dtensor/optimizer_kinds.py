@@ -9,21 +9,19 @@ gradient without rows.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from types import FrameType
-from typing import Any
 
 from torch import optim
 
 __all__ = [
-    "check_is_elementwise",
+    "ELEMENTWISE",
+    "NOT_ELEMENTWISE",
     "needs_all_ranks",
     "rejection",
-    "spans_gaps",
     "stepped_by_all",
 ]
 
-_ELEMENTWISE: frozenset[type[optim.Optimizer]] = frozenset(
+ELEMENTWISE: frozenset[type[optim.Optimizer]] = frozenset(
     {
         optim.ASGD,
         optim.Adadelta,
@@ -42,7 +40,7 @@ _ELEMENTWISE: frozenset[type[optim.Optimizer]] = frozenset(
 _FUSED = {"apex", "deepspeed", "transformer_engine"}
 """Packages whose optimizers have multi-tensor kernels of their own."""
 
-_NOT_ELEMENTWISE = {
+NOT_ELEMENTWISE = {
     "Adafactor": "it factors whole matrices",
     "AdaptiveMuon": "it orthogonalizes whole matrices",
     "DistributedShampoo": "it preconditions with whole matrices",
@@ -68,10 +66,10 @@ def needs_all_ranks(kind: type[optim.Optimizer]) -> bool:
         kind: A class of optimizers; one that says `skips_empty_shards = True` finds none without
             rows.
     """
-    if kind in _ELEMENTWISE or getattr(kind, "skips_empty_shards", False):
+    if kind in ELEMENTWISE or getattr(kind, "skips_empty_shards", False):
         return False
     is_fused = kind.__module__.partition(".")[0] in _FUSED
-    return not is_fused or any(base.__name__ in _NOT_ELEMENTWISE for base in kind.__mro__)
+    return not is_fused or any(base.__name__ in NOT_ELEMENTWISE for base in kind.__mro__)
 
 
 def stepped_by_all(frame: FrameType | None = None) -> optim.Optimizer | None:
@@ -112,41 +110,3 @@ def rejected(optimizer: optim.Optimizer, why: str) -> RuntimeError:
         f"{kind.__module__}.{kind.__name__} cannot step sharded parameters: {why}. Elementwise "
         "optimizers such as torch.optim.AdamW can, and those that docs/optimizers.md lists"
     )
-
-
-def check_is_elementwise(kind: type[optim.Optimizer], *, is_asserted: bool) -> None:
-    """See that a class of optimizers may be given flat tensors.
-
-    Args:
-        kind: The class.
-        is_asserted: Whether the user says that it is elementwise.
-
-    Raises:
-        ValueError: It is not, or nobody says that it is.
-    """
-    for base in kind.__mro__:
-        if base.__name__ in _NOT_ELEMENTWISE:
-            raise ValueError(
-                f"{kind.__module__}.{kind.__name__} cannot step flat tensors: "
-                f"{_NOT_ELEMENTWISE[base.__name__]}; give it the parameters as they are"
-            )
-    if kind not in _ELEMENTWISE and not is_asserted:
-        known = ", ".join(sorted(each.__name__ for each in _ELEMENTWISE))
-        raise ValueError(
-            f"{kind.__module__}.{kind.__name__} is not known to compute every element of a "
-            "parameter from that element, its gradient and its state alone, as optimizers that "
-            f"step flat tensors must ({known} of torch.optim do); if it does, say so with "
-            "flat_optimizer(cls, elementwise=True)"
-        )
-
-
-def spans_gaps(kind: type[optim.Optimizer], group: Mapping[str, Any]) -> bool:
-    """Whether elements that are zero, with gradients of zero, stay so in every step.
-
-    Alignment leaves such elements between parameters. Only without `eps` would zero be divided by
-    zero.
-    """
-    eps = group.get("eps", 1.0)
-    if kind not in _ELEMENTWISE or not isinstance(eps, float | int):
-        return False
-    return eps > 0

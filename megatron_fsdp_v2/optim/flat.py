@@ -6,13 +6,13 @@ import functools
 import inspect
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any, ClassVar, cast, override
 
 import torch
 from torch.optim import Optimizer
 
-from megatron_fsdp_v2.dtensor.optimizer_kinds import check_is_elementwise, spans_gaps
+from megatron_fsdp_v2.dtensor.optimizer_kinds import ELEMENTWISE, NOT_ELEMENTWISE
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2.optim.flat_plan import Plan
 
@@ -86,7 +86,7 @@ class FlatOptimizer(Optimizer):
         if plan is not None and shown is None and plan.fits(self.param_groups):
             return plan
         states = self._unfolded() if shown is None else shown
-        plan = Plan(self.param_groups, states, functools.partial(spans_gaps, self.flat_of))
+        plan = Plan(self.param_groups, states, functools.partial(_spans_gaps, self.flat_of))
         self._plan = plan
         del shown, states
         if self._shown is not None and not self._is_held(plan):
@@ -206,7 +206,7 @@ def flat_optimizer(kind: type[Optimizer], *, elementwise: bool = False) -> type[
     """
     if issubclass(kind, FlatOptimizer):
         return kind
-    check_is_elementwise(kind, is_asserted=elementwise)
+    _check_is_elementwise(kind, is_asserted=elementwise)
     if kind not in _CLASSES:
         _CLASSES[kind] = _flat_class(kind)
     return _CLASSES[kind]
@@ -266,3 +266,41 @@ def step_flat(optimizer: Optimizer, *, elementwise: bool = False) -> FlatOptimiz
     found.state = states
     found._patch_step_function()
     return found
+
+
+def _check_is_elementwise(kind: type[Optimizer], *, is_asserted: bool) -> None:
+    """See that a class of optimizers may be given flat tensors.
+
+    Args:
+        kind: The class.
+        is_asserted: Whether the user says that it is elementwise.
+
+    Raises:
+        ValueError: It is not, or nobody says that it is.
+    """
+    for base in kind.__mro__:
+        if base.__name__ in NOT_ELEMENTWISE:
+            raise ValueError(
+                f"{kind.__module__}.{kind.__name__} cannot step flat tensors: "
+                f"{NOT_ELEMENTWISE[base.__name__]}; give it the parameters as they are"
+            )
+    if kind not in ELEMENTWISE and not is_asserted:
+        known = ", ".join(sorted(each.__name__ for each in ELEMENTWISE))
+        raise ValueError(
+            f"{kind.__module__}.{kind.__name__} is not known to compute every element of a "
+            "parameter from that element, its gradient and its state alone, as optimizers that "
+            f"step flat tensors must ({known} of torch.optim do); if it does, say so with "
+            "flat_optimizer(cls, elementwise=True)"
+        )
+
+
+def _spans_gaps(kind: type[Optimizer], group: Mapping[str, Any]) -> bool:
+    """Whether elements that are zero, with gradients of zero, stay so in every step.
+
+    Alignment leaves such elements between parameters. Only without `eps` would zero be divided by
+    zero.
+    """
+    eps = group.get("eps", 1.0)
+    if kind not in ELEMENTWISE or not isinstance(eps, float | int):
+        return False
+    return eps > 0

@@ -26,7 +26,7 @@ from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import said, wrap
 from tests.ranks import RankFailure, RankPool, RankPools
 
-POINTS = 6
+POINTS, MOST_POINTS = 6, 20
 
 
 def _model(value: float) -> Any:
@@ -70,7 +70,10 @@ def test_a_rank_killed_anywhere_in_a_save_leaves_a_whole_checkpoint(
 ) -> None:
     points = random.Random(0)
     outcomes, num_rejected = [], 0
-    for number in range(POINTS):
+    for number in range(MOST_POINTS):
+        # On a busy machine a kill may come late again and again.
+        if number >= POINTS and 1 in outcomes and num_rejected:
+            break
         folder = tmp_path / str(number) / "saved"
         folder.parent.mkdir()
         pool = RankPool(2)

@@ -453,6 +453,8 @@ class Run:
             self.model.reset_iter_state()
             self._zero(set_to_none=True)
         self._zero(event.flag)
+        # Reductions that the failed backward left under way may write until they are waited for.
+        self.model.reset_iter_state()
         # Zeros on one side and None on the other are brought in line.
         self.compare_grads()
 

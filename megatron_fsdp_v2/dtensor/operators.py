@@ -448,8 +448,6 @@ def _write_back(
     """Have a DTensor, and what it is a view of, be what was written into a plain tensor of it."""
     if whole.shape != operand.shape:
         raise _in_place(name, operand, "changes the shape of")
-    if isinstance(operand, DTensor) and not bases and cut_axes(operand):
-        raise _in_place(name, operand, "writes to a DTensor beside")
     if is_recorded and isinstance(operand, DTensor):
         if isinstance(operand, ReplicatedDTensor) and bases:
             raise _in_place(name, operand, "writes, where autograd records it, into a view of")
@@ -461,6 +459,10 @@ def _write_back(
     for base in bases:
         base.write()
     if isinstance(operand, DTensor) and not isinstance(operand, ShardedRows):
+        if cut_axes(operand):
+            made = replicated(whole.detach(), operand.device_mesh)
+            local = made.redistribute(placements=operand.placements).to_local()
+            operand._local_tensor.copy_(local)
         torch.autograd.graph.increment_version(operand)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from megatron_fsdp_v2.dtensor.row_shards import RowShards
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
@@ -242,6 +242,15 @@ def test_what_is_written_into_any_view_is_written_to_rows(granularity: str) -> N
         nn.init.eye_(matrix)
     assert torch.allclose(product.full_tensor(), torch.eye(4), atol=1e-6)
     assert torch.equal(matrix.full_tensor(), torch.eye(5, 4))
+
+
+@on_ranks(2)
+def test_what_is_written_to_a_dtensor_of_torch_beside_rows_is_cut_as_it_is() -> None:
+    weight = wrap(nn.Linear(7, 9, bias=False)).weight.detach()
+    full = weight.full_tensor()
+    theirs = distribute_tensor(full.clone(), weight.device_mesh, [Shard(0)])
+    theirs.div_(weight.abs().add(1.0))
+    assert torch.equal(theirs.full_tensor(), full / (full.abs() + 1.0))
 
 
 @on_ranks(2)

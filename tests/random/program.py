@@ -453,10 +453,10 @@ class Run:
             self.model.reset_iter_state()
             self._zero(set_to_none=True)
         self._zero(event.flag)
-        # Reductions that the failed backward left under way may write until they are waited for.
-        self.model.reset_iter_state()
-        # Zeros on one side and None on the other are brought in line.
-        self.compare_grads()
+        # Zeros on one side and None on the other are brought in line. A reduction that is still
+        # under way may write over zeros; the next forward writes them again.
+        if event.flag or event.how == "forward":
+            self.compare_grads()
 
     def do_zero(self, event: Event) -> None:
         """Clear gradients; `flag`: to None."""

@@ -540,8 +540,8 @@ def common_rule(func: Any, *, is_sharded: bool = True) -> Rule | None:
         return lambda func, args, kwargs: without_torch_function(func, (), args, kwargs)
     if name in _DRAWS_OF_ALL.split():
         return _reject_random
-    if func is torch.Tensor.backward or func is torch.autograd.grad:
-        return _backward if func is torch.Tensor.backward else _grad
+    if func in (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad):
+        return _grad if func is torch.autograd.grad else _backward
     is_listed = name in _AS_DTENSORS.split() and (is_sharded or not name.startswith("detach"))
     return as_dtensors if is_listed else None
 
@@ -577,9 +577,45 @@ def _reject_random(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _backward(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    # Hooks that users' backwards call are to find these rules.
-    gradient = kwargs.pop("gradient", None)
-    torch.autograd.backward(args[0], *(args[1:] or (gradient,)), **kwargs)
+    """Run `Tensor.backward` or `torch.autograd.backward`, from local tensors. No communication."""
+    is_method = func is torch.Tensor.backward
+    last = ("inputs",) if is_method else ("grad_variables", "inputs")
+    grad = "gradient" if is_method else "grad_tensors"
+    names = ("tensors", grad, "retain_graph", "create_graph", *last)
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    tensors, grads = _sequence(given["tensors"]), _sequence(given.get(grad))
+    with torch.enable_grad():
+        roots = [local_rows(t) if isinstance(t, DTensor) else t for t in tensors]
+    grads = grads or (None,) * len(roots)
+    create_graph = bool(given.get("create_graph"))
+    keeps_graph = given.get("retain_graph")
+    # By the engine itself: `torch.autograd.backward` would come here again for its `inputs`, and
+    # hooks in the backward are to find the rules of this file.
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.run_backward(
+        tuple(roots),
+        tuple(map(_local_gradient, tensors, roots, grads)),
+        create_graph if keeps_graph is None else keeps_graph,
+        create_graph,
+        tuple(_sequence(given.get("inputs"))),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
+
+
+def _sequence(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list | tuple) else () if value is None else (value,)
+
+
+def _local_gradient(tensor: Any, root: torch.Tensor, grad: Any) -> torch.Tensor:
+    """The gradient of the local part of a tensor, from that of the tensor."""
+    if grad is None:
+        if tensor.numel() != 1:
+            raise RuntimeError("grad can be implicitly created only for scalar outputs")
+        return torch.ones_like(root)
+    if isinstance(tensor, ShardedRows):
+        return local_rows(in_rows_of(tensor, grad))
+    return local_rows(grad) if isinstance(grad, ReplicatedDTensor) else grad
 
 
 def _grad(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -19,6 +19,7 @@ from tests.cases import longer
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import (
     MESHES,
+    Operations,
     check_said,
     fp64_pair,
     gradient_error,
@@ -147,6 +148,26 @@ def test_a_loss_of_a_sharded_parameter_and_its_gradient_are_those_of_the_whole(
     assert sum(of_all_ranks(bool(model.weight.to_local().numel()))) == num_holders
     assert abs(found.item() - expected.item()) < 1e-5
     assert gradient_error(model, plain) < 1e-5
+
+
+@on_ranks(2)
+def test_a_backward_of_sharded_tensors_communicates_nothing_and_honors_its_arguments() -> None:
+    plain, model = pair(lambda: nn.Linear(3, 5))
+    for either in (plain, model):
+        either(torch.ones(2, 3)).square().sum().backward()
+        product = either.weight * either.weight
+        gradient = either.weight.detach() * 3
+        with Operations() as seen, torch.no_grad():
+            product.backward(gradient, retain_graph=True)
+            torch.autograd.backward([product], [gradient], inputs=[either.weight])
+        loss = (either.weight.sum() * either.bias.sum()).square()
+        loss.backward(inputs=[either.bias])
+        assert not any("all" in name or "reduce" in name for name in seen.names), seen.names
+    assert gradient_error(model, plain) < 1e-5
+    check_said(
+        RuntimeError,
+        {"only for scalar outputs": lambda: (2 * model.weight).backward()},
+    )
 
 
 # -- gradients of such losses beside those of forwards ---------------------------------------------

@@ -86,34 +86,33 @@ _NOTHING: AbstractContextManager[Any] = contextlib.nullcontext()
 
 
 class Observer:
-    """Passes events to subscribers, in the order in which they subscribed."""
+    """Passes events to subscribers, in the order in which they subscribed.
 
-    __slots__ = ("_subscribers",)
+    Attributes:
+        subscribers: Everyone who receives events. Plain, since every buffer asks in every step.
+    """
+
+    __slots__ = ("subscribers",)
 
     def __init__(self) -> None:
-        self._subscribers: tuple[Subscriber, ...] = ()
-
-    @property
-    def subscribers(self) -> tuple[Subscriber, ...]:
-        """Everyone who receives events."""
-        return self._subscribers
+        self.subscribers: tuple[Subscriber, ...] = ()
 
     def subscribe(self, subscriber: Subscriber) -> None:
         """Pass events to `subscriber` from now on."""
-        self._subscribers = (*self._subscribers, subscriber)
+        self.subscribers = (*self.subscribers, subscriber)
 
     def unsubscribe(self, subscriber: Subscriber) -> None:
         """Pass no more events to `subscriber`. Nothing happens if it does not subscribe."""
-        self._subscribers = tuple(each for each in self._subscribers if each != subscriber)
+        self.subscribers = tuple(each for each in self.subscribers if each != subscriber)
 
     def emit(self, event: Event) -> None:
         """Pass an event to all subscribers."""
-        for subscriber in self._subscribers:
+        for subscriber in self.subscribers:
             subscriber(event)
 
     def phase(self, owner: str, phase: str) -> AbstractContextManager[Any]:
         """Emit the begin and the end of a phase around a block; see `PhaseBegan`."""
-        return self._phase(owner, phase) if self._subscribers else _NOTHING
+        return self._phase(owner, phase) if self.subscribers else _NOTHING
 
     @contextlib.contextmanager
     def _phase(self, owner: str, phase: str) -> Iterator[None]:
@@ -125,7 +124,7 @@ class Observer:
 
     def acquire(self, buffer: TemporaryBuffer) -> torch.Tensor:
         """Give a buffer memory and emit that; see `TemporaryBuffer.acquire`."""
-        if not self._subscribers or buffer.is_live:
+        if not self.subscribers or buffer.is_live:
             return buffer.acquire()
         tensor = buffer.acquire()
         self.emit(BufferAcquired(buffer))
@@ -133,6 +132,6 @@ class Observer:
 
     def release(self, buffer: TemporaryBuffer) -> None:
         """Emit that a buffer loses its memory and take it away. Idempotent."""
-        if self._subscribers and buffer.is_live:
+        if self.subscribers and buffer.is_live:
             self.emit(BufferReleasing(buffer))
         buffer.release()

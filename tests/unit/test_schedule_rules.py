@@ -16,6 +16,7 @@ from megatron_fsdp_v2.plan import MeshDescription, Strategy, TrainingDescription
 from megatron_fsdp_v2.plan.schedule import replay
 from megatron_fsdp_v2.plan.sharding import shard
 from megatron_fsdp_v2.runtime.gather_rules import GatherSchedule, PrefetchLimit
+from megatron_fsdp_v2.runtime.options import RuntimeOptions
 from megatron_fsdp_v2.runtime.reduction_rules import Reduction, ReductionSchedule
 from tests.reference.models import Stack
 
@@ -27,7 +28,8 @@ def _step(num_blocks: int, **options: int | bool) -> list[str]:
     with torch.device("meta"):
         model: nn.Module = Stack(num_blocks)
     units, _ = describe_module(model)
-    training = TrainingDescription(units, {"dp": MeshDescription(4)}, **options)  # type: ignore[arg-type]
+    runtime = RuntimeOptions(**options)  # type: ignore[arg-type]
+    training = TrainingDescription(units, {"dp": MeshDescription(4)}, options=runtime)
     events = replay(training, shard(training, Strategy(outer_size=2))).events
     words = {"all_gather": "gather", "reduce_scatter": "reduce", "all_reduce": "outer"}
     issued = [each for each in events if each.kind in words]

@@ -23,7 +23,7 @@ def trainings(megatron: RankPools, request: pytest.FixtureRequest) -> Trainings:
 
 @pytest.fixture(scope="session")
 def table(request: pytest.FixtureRequest) -> Iterator[Table]:
-    """What this session measures; printed with `--tables`."""
+    """What this run measures; printed with `--tables`."""
     table = Table()
     yield table
     print_at_the_end(request.config, table.text())

@@ -1,4 +1,4 @@
-"""The table of the functional matrix: what a session measured, printed with `--tables`."""
+"""The table of the functional matrix: what a run measured, printed with `--tables`."""
 
 from __future__ import annotations
 

@@ -10,11 +10,11 @@ import pytest
 from tests.processes import ROOT
 
 MEASURED = pytest.StashKey[list[str]]()
-"""Texts that are printed when the session ends."""
+"""Texts that are printed when the tests end."""
 
 
 def print_at_the_end(config: pytest.Config, text: str) -> None:
-    """Print a text when the session ends, if `--tables` asks for tables."""
+    """Print a text when the tests end, if `--tables` asks for tables."""
     if config.getoption("--tables"):
         config.stash.setdefault(MEASURED, []).append(text)
 

@@ -93,7 +93,7 @@ def _serve(
             connection.send(("done", function(*args, **kwargs)))
         except BaseException:
             connection.send(("failed", traceback.format_exc()))
-    # The group is not destroyed: its teardown can outlast the test session, and the process ends.
+    # The group is not destroyed: its teardown can outlast the tests, and the process ends.
     connection.close()
     os._exit(0)
 

@@ -33,7 +33,7 @@ def _as_cell(reason: str) -> str:
 
 @pytest.fixture(scope="session")
 def page(request: pytest.FixtureRequest) -> Iterator[Page]:
-    """What this session measures; printed with `--tables`."""
+    """What this run measures; printed with `--tables`."""
     configurations = read()
     page = Page(configurations, shrunk(configurations), other_programs(), known_rejections())
     yield page

@@ -1,4 +1,4 @@
-"""Tables about Megatron-LM's configurations: what a session measured, printed with `--tables`."""
+"""Tables about Megatron-LM's configurations: what a run measured, printed with `--tables`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.pages import table, wrapped
 _TRAINED = """
 The largest relative difference from DDP of the losses and of the norms (of gradients before
 clipping, of parameters): in fp32, with `--bf16` or `--fp16` left out where given, and in the
-configuration's own precision. An empty cell was not measured in this session.
+configuration's own precision. An empty cell was not measured in this run.
 """
 _HEAD = (
     *("configuration", "stands for", "ranks", "loss", "norm"),
@@ -42,7 +42,7 @@ class Measured:
 
 @dataclass
 class Page:
-    """What a session measured of every configuration.
+    """What a run measured of every configuration.
 
     Attributes:
         upstream: All distinct configurations.

@@ -55,7 +55,7 @@ def claims(request: pytest.FixtureRequest) -> dict[str, Claim]:
 
 @pytest.fixture(scope="session")
 def table(request: pytest.FixtureRequest) -> Iterator[Table]:
-    """What this session measures; printed with `--tables`."""
+    """What this run measures; printed with `--tables`."""
     table = Table()
     yield table
     print_at_the_end(request.config, table.text())

@@ -40,7 +40,7 @@ class Claim:
 
 @dataclass
 class Table:
-    """What a session measured.
+    """What a run measured.
 
     Attributes:
         lines: Cells by claim.

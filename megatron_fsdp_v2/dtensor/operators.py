@@ -118,7 +118,7 @@ def _local(source: Any) -> Any:
 
 
 def _gradient_for(like: DTensor, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A function whose result autograd may add to the `grad` of a parameter, if `like` is one."""
+    """The adjoint `function`; before it, order the accumulation into `like.grad` of a parameter."""
 
     def adjoint(grad: Any) -> Any:
         if isinstance(like, ShardedRows) and like.is_leaf:
@@ -131,7 +131,7 @@ def _gradient_for(like: DTensor, function: Callable[[Any], Any]) -> Callable[[An
 
 
 class _Overwrite(torch.autograd.Function):
-    """Put another local tensor into a DTensor, which is what autograd calls an in-place change."""
+    """Replace the local values of a DTensor; autograd records an in-place operation."""
 
     @staticmethod
     @override
@@ -148,14 +148,14 @@ class _Overwrite(torch.autograd.Function):
 
 
 def is_tracked(*values: Any) -> bool:
-    """Whether autograd has to see what is done with these."""
+    """Whether autograd records operations on these values."""
     return torch.is_grad_enabled() and any(
         isinstance(value, torch.Tensor) and value.requires_grad for value in values
     )
 
 
 def local_rows(source: DTensor) -> torch.Tensor:
-    """The local tensor, which autograd knows where it comes from if it has to."""
+    """Return the local tensor of a DTensor. Differentiable."""
     to_rows = _gradient_for(source, lambda local: rows_like(local.detach(), source))
     return cast("torch.Tensor", linear(source, _local, to_rows))
 
@@ -163,11 +163,11 @@ def local_rows(source: DTensor) -> torch.Tensor:
 def gathered(
     source: ShardedRows, grad_placements: Sequence[Placement] | None = None
 ) -> torch.Tensor:
-    """The whole, likewise. Collective; its gradient is that of a replicated tensor.
+    """Gather the whole tensor. Collective and differentiable; its gradient is replicated.
 
     Args:
         source: A sharded tensor.
-        grad_placements: How gradients of the whole are placed, if not equal on all ranks.
+        grad_placements: Placements of the gradient of the whole tensor; `Replicate()` when None.
 
     Raises:
         ValueError: They are sharded, which gradients of the whole are not.

@@ -54,7 +54,7 @@ class UnevenDTensor(ShardedRows):
 
     @override
     def _with_rows(self, grad: torch.Tensor) -> torch.Tensor:
-        # Autograd added up several of a loss of the sharded parameter itself.
+        # Autograd summed several gradients of a loss of the sharded parameter into a DTensor.
         return rows_like(local_of(grad), self)
 
     @classmethod

@@ -68,7 +68,7 @@ class BufferReleasing:
 
 @dataclass(frozen=True, slots=True)
 class MainGradientAllocated:
-    """A main gradient was allocated.
+    """The main gradient of a parameter group was allocated.
 
     Attributes:
         grad_buffer: The full gradient buffer of its parameter group.

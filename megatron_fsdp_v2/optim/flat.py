@@ -157,7 +157,7 @@ class FlatOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         state = dict(state)
         if "state" in state:
-            # Torch writes past properties.
+            # `Optimizer.__setstate__` writes to `__dict__`, past the property.
             self.state = state.pop("state")
         super().__setstate__(state)
 

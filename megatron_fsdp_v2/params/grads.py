@@ -313,7 +313,7 @@ class GroupGrads:
             self.buffers.drop(self.buffers.offloading)
 
     def reduce_outer(self, *, async_op: bool) -> Work:
-        """Issue the reduction of the partial shard along the outer axis. Collective."""
+        """Issue the reduction of the partial shard along the outer mesh axis. Collective."""
         if not self.has_partial:
             return DONE
         accumulate = self.param_grads.settle()

@@ -102,7 +102,7 @@ def materialize(
 
 @dataclass(frozen=True, slots=True)
 class _Draws:
-    """Random numbers of initial values, apart from those that a program draws.
+    """Random numbers for initial values, drawn from generators of their own.
 
     Attributes:
         outside: States of torch's default generators, which do not move.

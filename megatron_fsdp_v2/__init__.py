@@ -1,18 +1,23 @@
-"""Per-module, FSDP2-style sharding for every ZeRO level. Needs only torch."""
+"""Per-module, FSDP2-style sharding for every ZeRO level. Requires only torch."""
 
 from megatron_fsdp_v2.layout.mixed_precision import MixedPrecisionPolicy
 from megatron_fsdp_v2.memory.trace_pool import TracePoolAllocator
 from megatron_fsdp_v2.params.buffer import DataParallelBuffer
 from megatron_fsdp_v2.params.group import ParameterGroup
-from megatron_fsdp_v2.runtime.api import fully_shard
-from megatron_fsdp_v2.runtime.fsdp_module import FSDPModule, register_fsdp_forward_method
+from megatron_fsdp_v2.runtime.api import fully_shard, group_modules
+from megatron_fsdp_v2.runtime.hooks import register_fsdp_forward_method
+from megatron_fsdp_v2.runtime.module import FSDPModule
+from megatron_fsdp_v2.runtime.options import RuntimeOptions, UnitOptions
 
 __all__ = [
     "DataParallelBuffer",
     "FSDPModule",
     "MixedPrecisionPolicy",
     "ParameterGroup",
+    "RuntimeOptions",
     "TracePoolAllocator",
+    "UnitOptions",
     "fully_shard",
+    "group_modules",
     "register_fsdp_forward_method",
 ]

@@ -1,7 +1,7 @@
-"""What torch.compile has to leave as it is: all that happens around a unit's forward and backward.
+"""Excludes the code around a unit's forward and backward from torch.compile.
 
-Gathers, changes of what is registered on a module and hooks in the graph are no computation that a
-compiled graph could contain. They stand between graphs instead: a module's own forward is one.
+A compiled graph cannot contain gathers, changes of a module's registered parameters, or hooks of
+the autograd graph. This code runs between graphs; a module's own forward is one graph.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _REASON = (
 
 @functools.cache
 def uncompiled[**P, R](function: Callable[P, R]) -> Callable[P, R]:
-    """A function that the compiler neither looks into nor compiles, nor anything that it calls.
+    """Return a function that the compiler does not trace, including the functions it calls.
 
-    Made when it is first used: torch's compiler takes a second to import.
+    The wrapper is created at the first use, since torch's compiler takes a second to import.
 
     Args:
-        function: Defined once in a process: what is made of it is kept.
+        function: A function defined once per process: the wrapper is cached.
     """
     made: Callable[P, R] = torch.compiler.disable(function, reason=_REASON)  # type: ignore[no-untyped-call]
     _leave_rooms_as_written()
@@ -37,7 +37,7 @@ def uncompiled[**P, R](function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(made)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        # Turning the compiler off takes longer than most hooks, and it is seldom on.
+        # Disabling the compiler takes longer than most hooks, and the compiler is rarely active.
         if compiler_at_work() is None:
             return function(*args, **kwargs)
         return made(*args, **kwargs)
@@ -47,33 +47,33 @@ def uncompiled[**P, R](function: Callable[P, R]) -> Callable[P, R]:
 
 @functools.cache
 def _leave_rooms_as_written() -> None:
-    """Have the compiler skip what sharded tensors do, which is called by torch and not by hooks.
+    """Make the compiler skip the files of sharded tensors, which torch calls outside of hooks.
 
-    And this file, by which it knows what `uncompiled` makes.
+    Also skips this file, which defines the wrapper of `uncompiled`.
     """
     for room in ("dtensor", "comm", "_compiler"):
         torch._dynamo.trace_rules.add(f"{__package__}.{room}")
 
 
 def runs_as_written[**P, R](function: Callable[P, R]) -> Callable[P, R]:
-    """A function that the compiler does not compile, while it may compile what that calls."""
+    """Return a function that the compiler does not compile; functions it calls may be compiled."""
     return torch.compiler.disable(  # type: ignore[no-any-return, no-untyped-call]
         function, recursive=False, reason=_REASON
     )
 
 
 def leave_to_python(what: str) -> None:
-    """Where a compiler asks what a tensor consists of: end its graph before, if it is tracing.
+    """Break the compiler's graph, if it is tracing, where it inspects a sharded tensor.
 
     Raises:
-        torch._dynamo.exc.Unsupported: It is. That ends the graph, or says why where there may be
-            one only.
+        torch._dynamo.exc.Unsupported: The compiler is tracing. The exception breaks the graph, or
+            is the error if breaks are not allowed.
     """
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is not None and torch._guards.TracingContext.try_get() is not None:
         raise dynamo.exc.Unsupported(
             f"{what} is not traced: this rank holds some of its rows, which a compiled graph would "
-            "take for those of an even DTensor. Use it between graphs, as optimizers do"
+            "treat as an even shard of a DTensor. Use it between graphs, as optimizers do"
         )
 
 
@@ -83,13 +83,13 @@ class _Named(Protocol):
 
 
 def check_engine(unit: _Named) -> None:
-    """See that a backward is run by the autograd engine, which runs hooks when it gets to them.
+    """Check that the autograd engine runs a backward, since compiled autograd runs hooks too early.
 
     Args:
-        unit: Whose backward begins.
+        unit: The unit whose backward begins.
 
     Raises:
-        RuntimeError: The backward itself was compiled.
+        RuntimeError: The backward runs in compiled autograd.
     """
     module = sys.modules.get("torch._dynamo.compiled_autograd")
     if module is not None and module.in_compiled_autograd_region:

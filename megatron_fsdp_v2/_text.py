@@ -1,4 +1,4 @@
-"""What reports and messages are made of: sizes, tables, lists with "and N more"."""
+"""Text formatting for reports and messages: sizes, tables, lists with "and N more"."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _UNITS |= {f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", sta
 
 
 def readable_size(nbytes: float, digits: int = 1) -> str:
-    """A number of bytes with its unit, such as `1.5 MiB`.
+    """Format a number of bytes with its unit, such as `1.5 MiB`.
 
     Args:
         nbytes: Bytes.
@@ -28,11 +28,11 @@ def readable_size(nbytes: float, digits: int = 1) -> str:
 
 
 def compact(number: int, base: int, suffixes: Sequence[str] = "KMGT") -> str:
-    """A number for a narrow column: about three digits and a letter, such as `1.5M`.
+    """Format a number for a narrow column: about three digits and a letter, such as `1.5M`.
 
     Args:
         number: Not negative.
-        base: Ratio of one suffix to the one before it: 1024 for bytes, 1000 for counts.
+        base: Ratio of neighboring suffixes: 1024 for bytes, 1000 for counts.
         suffixes: Letters, the smallest unit first.
     """
     if number < base:
@@ -45,13 +45,13 @@ def compact(number: int, base: int, suffixes: Sequence[str] = "KMGT") -> str:
 
 
 def parse_size(text: str) -> int:
-    """Bytes of a size as people write it: `5GB`, `1.5 MiB`, or `5000` for bytes.
+    """Parse a size such as `5GB`, `1.5 MiB` or `5000` (bytes) into bytes.
 
     Args:
         text: A positive number and a unit, decimal (`KB` to `TB`) or binary (`KiB` to `TiB`).
 
     Raises:
-        ValueError: It is not such a size.
+        ValueError: `text` is not a size.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)", text)
     if match is None or match[2] not in _UNITS or float(match[1]) <= 0:
@@ -60,12 +60,12 @@ def parse_size(text: str) -> int:
 
 
 def listed(items: Iterable[object], most: int, *, separator: str = ", ") -> str:
-    """Some items and how many there are besides, such as `a, b and 3 more`.
+    """Format the first items and the number of the rest, such as `a, b and 3 more`.
 
     Args:
-        items: What to name, in order.
-        most: How many to name.
-        separator: Between two of them; one that is not a comma stands before "and" too.
+        items: The items, in order.
+        most: Maximum number of items to name.
+        separator: Separates items; a separator other than a comma also precedes "and".
     """
     texts = [str(item) for item in items]
     shown, left = separator.join(texts[:most]), len(texts) - most
@@ -78,12 +78,12 @@ def listed(items: Iterable[object], most: int, *, separator: str = ", ") -> str:
 def aligned(
     rows: Sequence[Sequence[str]], *, left: Collection[int] = (0,), separator: str = "  "
 ) -> list[str]:
-    """Rows as lines of columns.
+    """Format rows as lines with aligned columns.
 
     Args:
-        rows: Cells of every line, equally many in each.
-        left: Columns whose cells are aligned to the left; others are to the right.
-        separator: Between two columns.
+        rows: Cells of every line; the same number in each.
+        left: Columns that are aligned to the left; others are aligned to the right.
+        separator: Text between two columns.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
@@ -98,6 +98,6 @@ def aligned(
 def table(
     rows: Sequence[Sequence[str]], *, left: Collection[int] = (0,), separator: str = "  "
 ) -> list[str]:
-    """`aligned` rows with a rule below the first, which has the names of the columns."""
+    """Format rows with `aligned`, with a rule below the header, the first row."""
     lines = aligned(rows, left=left, separator=separator)
     return [lines[0], "-" * max(map(len, lines)), *lines[1:]]

@@ -1,7 +1,7 @@
 """Command line `megatron-fsdp-v2`.
 
-The subcommands are found through the entry-point group `megatron_fsdp_v2.commands`. An adapter adds
-its own to that group, and so the core offers them without importing an adapter.
+Subcommands are entry points of the group `megatron_fsdp_v2.commands`. An adapter adds its own to
+that group, so the core offers them without importing an adapter.
 """
 
 import argparse
@@ -15,7 +15,7 @@ COMMAND_GROUP = "megatron_fsdp_v2.commands"
 
 
 class Command(Protocol):
-    """A subcommand: what an entry point of the group `megatron_fsdp_v2.commands` resolves to.
+    """A subcommand, the object of an entry point of the group `megatron_fsdp_v2.commands`.
 
     Attributes:
         help: One line for the list of subcommands.
@@ -24,25 +24,25 @@ class Command(Protocol):
     help: str
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
-        """Adds the subcommand's arguments to its parser."""
+        """Add the subcommand's arguments to its parser."""
 
     def run(self, args: argparse.Namespace) -> int:
-        """Runs the subcommand and returns the exit status."""
+        """Run the subcommand and return the exit status."""
 
 
 class UnavailableCommand:
-    """Stands in for a subcommand whose package cannot be imported, and says so when it is run.
+    """Placeholder for a subcommand whose package cannot be imported; running it prints an error.
 
     Attributes:
         help: One line for the list of subcommands.
     """
 
     def __init__(self, name: str, reason: ImportError) -> None:
-        """Remembers what is missing.
+        """Store the import error.
 
         Args:
             name: The subcommand.
-            reason: What importing it raised.
+            reason: The exception raised by the import.
         """
         missing = reason.name or str(reason)
         self.help = f"(unavailable: {missing} cannot be imported)"
@@ -52,7 +52,7 @@ class UnavailableCommand:
         )
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
-        """Accepts any arguments: what is wrong is the installation, not what was typed.
+        """Accept any arguments, since the error is in the installation.
 
         Args:
             parser: The parser of the subcommand.
@@ -60,13 +60,13 @@ class UnavailableCommand:
         parser.set_defaults(any_arguments=True)
 
     def run(self, args: argparse.Namespace) -> int:
-        """Writes the one sentence to standard error.
+        """Print the error to standard error.
 
         Args:
-            args: Not looked at.
+            args: Ignored.
 
         Returns:
-            2, the status of a command that could not start.
+            2, the exit status of a command that could not start.
         """
         del args
         sys.stderr.write(self._sentence + "\n")
@@ -74,7 +74,7 @@ class UnavailableCommand:
 
 
 def discover_commands() -> dict[str, EntryPoint]:
-    """Finds the subcommands that installed packages offer, without importing them.
+    """Find the subcommands of installed packages without importing them.
 
     Returns:
         The entry points by subcommand name, sorted by name.
@@ -83,13 +83,13 @@ def discover_commands() -> dict[str, EntryPoint]:
 
 
 def load_command(point: EntryPoint) -> Command:
-    """Imports one subcommand.
+    """Import one subcommand.
 
     Args:
         point: Its entry point.
 
     Returns:
-        The subcommand, or an `UnavailableCommand` if something it imports is missing.
+        The subcommand, or an `UnavailableCommand` if one of its imports is missing.
     """
     try:
         return cast(Command, point.load())
@@ -98,10 +98,10 @@ def load_command(point: EntryPoint) -> Command:
 
 
 def installed_version() -> str:
-    """Says which version of the package is installed.
+    """Return the program's name and installed version.
 
     Returns:
-        The program's name and the version; a tree that is run without being installed has none.
+        The name and the version; the name alone if the package is not installed.
     """
     try:
         return f"{PROGRAM} {version(PROGRAM)}"
@@ -112,15 +112,15 @@ def installed_version() -> str:
 def build_parser(
     commands: Mapping[str, EntryPoint], arguments: Sequence[str]
 ) -> argparse.ArgumentParser:
-    """Builds the parser for one command line.
+    """Build the parser for one command line.
 
     Args:
-        commands: The subcommands on offer.
-        arguments: The command line. If it names a subcommand, only that one is imported: the others
-            may need packages that take seconds to import.
+        commands: The available subcommands.
+        arguments: The command line. If it names a subcommand, only that subcommand is imported:
+            others may need packages that take seconds to import.
 
     Returns:
-        The parser; after parsing, the attribute `run` holds what to call, if a subcommand was
+        The parser. After parsing, the attribute `run` is the function to call if a subcommand was
         named.
     """
     parser = argparse.ArgumentParser(
@@ -139,10 +139,10 @@ def build_parser(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line.
+    """Run the command line.
 
     Args:
-        argv: The arguments, without the program's name; those of the process if None.
+        argv: The arguments without the program's name; None for the arguments of the process.
 
     Returns:
         The exit status.

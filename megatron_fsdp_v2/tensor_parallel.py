@@ -1,9 +1,9 @@
-"""Tensor-parallel modules of plain tensors: a table of rules says how their parameters are cut.
+"""Rules for tensor-parallel modules whose parameters are plain TP-local tensors.
 
-Modules that PyTorch's `parallelize_module` made say it themselves. Others hold a rank's part as a
-plain parameter; `tensor_shards` looks their class up in a table and describes every parameter, for
-`fully_shard(..., tensor_shards=...)`. A table is a sequence of rules; a module of one's own takes
-one more row.
+PyTorch's `parallelize_module` creates DTensors with placements. Other modules hold a TP-local shard
+as a plain parameter; `tensor_shards` looks up their class in a table of rules and describes every
+parameter for `UnitOptions(tensor_shards=...)`. A table is a sequence of rules; add a rule for each
+custom class.
 """
 
 from __future__ import annotations
@@ -37,14 +37,15 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class FusedShard:
-    """Several matrices in one parameter, one after the other, each cut by itself.
+    """Several fused matrices in one parameter, each sharded separately.
 
-    A gated layer's part holds half a gate and half an up projection: `FusedShard(-2, 2)`. Said to
-    be one matrix, its halves would be mixed up in a checkpoint loaded at another size.
+    The TP-local shard of a gated layer contains a shard of the gate and a shard of the up
+    projection: `FusedShard(-2, 2)`. With `Shard(-2)`, a checkpoint loaded at another size would mix
+    up their rows.
 
     Attributes:
-        dim: Dimension that is cut and that the matrices follow one another along; may be negative.
-        num_pieces: How many equally long matrices there are.
+        dim: Dimension along which the matrices are concatenated and sharded; may be negative.
+        num_pieces: Number of equally sized matrices.
     """
 
     dim: int
@@ -52,42 +53,42 @@ class FusedShard:
 
 
 type Cut = Placement | FusedShard
-"""`Shard(dim)`, `Replicate()` or a `FusedShard`: where a parameter is along the tensor axis."""
+"""Placement of a parameter along the tensor-parallel axis."""
 
 type Cuts = Mapping[str, Cut]
-"""Patterns of parameter names, as in file names, and how what they match is cut; first match."""
+"""Placements by shell-style pattern of parameter names; the first match applies."""
 
-# Dimensions count from the last one, so that they hold for stacked weights as well: experts'
-# matrices of shape (experts, out, in) are cut one dimension further on.
+# Dimensions count from the last, so that they also apply to stacked weights, such as experts'
+# matrices of shape (experts, out, in).
 COLUMN: Cuts = {"weight*": Shard(-2), "bias*": Shard(-1)}
-"""A linear layer whose outputs are cut: weight `(..., out, in)`, bias `(..., out)`."""
+"""A column-parallel linear layer: weight `(..., out, in)`, bias `(..., out)`."""
 
 ROW: Cuts = {"weight*": Shard(-1), "bias*": Replicate()}
-"""A linear layer whose inputs are cut; its bias is added once, after the sum."""
+"""A row-parallel linear layer; its bias is replicated and added after the sum."""
 
 VOCABULARY: Cuts = {"weight": Shard(-2)}
-"""An embedding whose words are cut: weight `(words, hidden)`."""
+"""A vocabulary-parallel embedding: weight `(words, hidden)`."""
 
 REPLICATED: Cuts = {"*": Replicate()}
-"""A module that every rank holds in full: norms, routers."""
+"""A replicated module, such as a norm or a router."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorParallelRule:
-    """How the parameters of one class of modules are cut.
+    """Tensor-parallel placements of the parameters of one class of modules.
 
     Attributes:
-        module: The class, subclasses included; or its import path, such as
-            `"transformer_engine.pytorch.LayerNormLinear"`, which imports nothing.
-        cuts: By parameter name; or a function of the module that returns them, where options of
-            the module decide.
+        module: The class, including its subclasses; or its import path, such as
+            `"transformer_engine.pytorch.LayerNormLinear"`, which is not imported.
+        cuts: Placements by parameter name; or a function of the module that returns them, if they
+            depend on options of the module.
     """
 
     module: type[nn.Module] | str
     cuts: Cuts | Callable[[nn.Module], Cuts]
 
     def __post_init__(self) -> None:
-        """Reject what can match no module.
+        """Validate `module`.
 
         Raises:
             ValueError: `module` is neither a class of modules nor an import path.
@@ -105,13 +106,13 @@ class TensorParallelRule:
         """Whether a module is of this rule's class."""
         if isinstance(self.module, type):
             return isinstance(module, self.module)
-        # Who never imported a package has no module of its classes.
+        # If the package was never imported, no module of its classes exists.
         package, _, name = self.module.rpartition(".")
         known = getattr(sys.modules.get(package), name, None)
         return isinstance(known, type) and isinstance(module, known)
 
     def find_cut(self, module: nn.Module, name: str) -> Cut | None:
-        """How a module's parameter of a name is cut; None where the rule does not say."""
+        """Return the placement of a module's parameter; None if no pattern matches its name."""
         cuts = self.cuts(module) if callable(self.cuts) else self.cuts
         return next((cut for pattern, cut in cuts.items() if fnmatchcase(name, pattern)), None)
 
@@ -120,7 +121,7 @@ NORM_RULES: tuple[TensorParallelRule, ...] = (
     TensorParallelRule(nn.LayerNorm, REPLICATED),
     TensorParallelRule(nn.RMSNorm, REPLICATED),
 )
-"""PyTorch's norms. Its linear layers do not tell whether they are column- or row-parallel."""
+"""Rules for PyTorch's norms. Its linear layers may be column- or row-parallel."""
 
 
 def tensor_shards(
@@ -129,26 +130,25 @@ def tensor_shards(
     mesh: DeviceMesh,
     rules: Sequence[TensorParallelRule],
 ) -> dict[nn.Parameter, TensorShard]:
-    """Describe how tensor parallelism cut the parameters at and below a module.
+    """Describe the tensor-parallel sharding of all parameters of a module and its submodules.
 
-    The first rule that matches a module decides. Parameters that are DTensors, and those sharded
-    already, are left out. Nothing becomes a parameter that is none: an absent bias stays absent.
-    No communication.
+    The first rule that matches a module applies. DTensors and already sharded parameters are
+    skipped, as are absent biases. The function does not communicate.
 
     Args:
-        module: A module whose parameters are this rank's parts.
+        module: A module whose parameters are this rank's TP-local shards.
         mesh: Data-parallel axes, outermost first, then the tensor-parallel axis.
         rules: The table.
 
     Returns:
-        What `fully_shard(module, mesh=<the data-parallel axes>, tensor_shards=...)` takes.
+        The `tensor_shards` of `UnitOptions`, for a `fully_shard` over the data-parallel axes.
 
     Raises:
-        ValueError: No rule says how a parameter is cut, or a rule does not fit one.
+        ValueError: No rule matches a parameter, or a rule does not fit its shape.
     """
     if not isinstance(mesh, DeviceMesh) or mesh.ndim < 2:
         raise ValueError(
-            "mesh must have the data-parallel axes and then the tensor-parallel one, such as "
+            "mesh must have the data-parallel axes and then the tensor-parallel axis, such as "
             f"init_device_mesh(device, (dp, tp), mesh_dim_names=('dp', 'tp')), got {mesh}"
         )
     found: dict[nn.Parameter, TensorShard] = {}
@@ -159,8 +159,8 @@ def tensor_shards(
             shard = cut_of(below, name, param, rules, mesh, prefix)
             if found.setdefault(param, shard) != shard:
                 raise ValueError(
-                    f"parameter {prefix}.{name} is tied to one that another rule cuts differently; "
-                    "give both modules the same cuts"
+                    f"parameter {prefix}.{name} is tied to a parameter that another rule shards "
+                    "differently; use the same placements for both modules"
                 )
     return found
 
@@ -176,15 +176,15 @@ def cut_of(
     """Describe one parameter by the first rule that matches its module.
 
     Args:
-        module: The module it is registered on.
-        name: Its name there.
-        param: This rank's part.
+        module: The module on which the parameter is registered.
+        name: Name of the parameter in the module.
+        param: This rank's TP-local shard.
         rules: The table.
-        mesh: As `tensor_shards` takes it; None where no tensor-parallel axis is.
+        mesh: As in `tensor_shards`; None without a tensor-parallel axis.
         prefix: Name of the module, for errors.
 
     Raises:
-        ValueError: No rule says how it is cut, or the rule does not fit it.
+        ValueError: No rule matches the parameter, or the rule does not fit its shape.
     """
     where = f"parameter {prefix}.{name}" if prefix else f"parameter {name}"
     where += f" of shape {tuple(param.shape)} of {type(module).__name__}"
@@ -193,15 +193,15 @@ def cut_of(
     if cut is None:
         why = "no rule matches its module" if rule is None else f"{rule} has no pattern for it"
         raise ValueError(
-            f"nothing says how tensor parallelism cuts {where}: {why}; add a row such as "
-            f"TensorParallelRule({type(module).__name__}, REPLICATED) in front of the table"
+            f"the tensor-parallel placement of {where} is unknown: {why}; add a rule such as "
+            f"TensorParallelRule({type(module).__name__}, REPLICATED) before the other rules"
         )
     if type(cut) is Replicate:
         return TensorShard(mesh, None)
     if not (type(cut) is Shard or isinstance(cut, FusedShard)):
         raise ValueError(f"{where} cannot be {cut}; use Shard, Replicate or FusedShard")
     if not -param.ndim <= cut.dim < param.ndim:
-        raise ValueError(f"{where} has no dimension {cut.dim} that {cut} could cut")
+        raise ValueError(f"{where} has no dimension {cut.dim}, which {cut} shards")
     dim = cut.dim % param.ndim
     return TensorShard(mesh, dim, _pieces(where, cut, param.shape[dim]))
 
@@ -214,5 +214,5 @@ def _pieces(where: str, cut: Cut, length: int) -> tuple[int, ...]:
     if not isinstance(cut, FusedShard):
         return ()
     if cut.num_pieces < 1 or length % cut.num_pieces:
-        raise ValueError(f"{where} does not fall into {cut.num_pieces} equal pieces as {cut} says")
+        raise ValueError(f"{where} cannot be divided into {cut.num_pieces} equal matrices by {cut}")
     return (length // cut.num_pieces,) * cut.num_pieces

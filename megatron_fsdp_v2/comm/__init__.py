@@ -1,1 +1,1 @@
-"""Collectives, and all that differs between devices."""
+"""Collectives, and the differences between devices."""

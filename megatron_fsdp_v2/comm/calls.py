@@ -1,24 +1,21 @@
-"""Collectives of one tensor, under the names that the version of torch at hand has for them.
+"""Collectives of one tensor, with the names of the installed version of torch.
 
-torch 2.14 renamed `all_gather_into_tensor` and `reduce_scatter_tensor` and warns of the old names,
-which are the only ones before it. This is the only file that knows.
+torch 2.14 renamed `all_gather_into_tensor` and `reduce_scatter_tensor` and warns about the old
+names, the only names before 2.14. All other files import the functions of this file.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 __all__ = [
-    "all_gather_several",
     "all_gather_single",
     "broadcast_shards",
     "broadcast_single",
-    "in_one_launch",
     "is_gloo",
     "reduce_scatter_single",
 ]
@@ -28,7 +25,7 @@ _ALL_GATHER = "all_gather_single" if _HAS_NEW_NAMES else "all_gather_into_tensor
 _CPU = torch.device("cpu")
 _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _KNOWN_DTYPES = frozenset((*_FLOATS, torch.int8, torch.uint8, torch.int32, torch.int64))
-"""What every backend communicates; anything else is moved as bytes where it is only moved."""
+"""Dtypes that every backend supports. Tensors of other dtypes are gathered as bytes."""
 
 _REDUCE_SCATTER = "reduce_scatter_single" if _HAS_NEW_NAMES else "reduce_scatter_tensor"
 
@@ -50,37 +47,12 @@ def all_gather_single(
     """
     if output.dtype not in _KNOWN_DTYPES:
         output, shard = output.view(torch.uint8), shard.view(torch.uint8)
-    # Looked up when it is called: who counts collectives replaces torch's function.
+    # Looked up at each call, since tests that count collectives replace torch's function.
     return getattr(dist, _ALL_GATHER)(output, shard, group=group, async_op=async_op)
 
 
-def all_gather_several(
-    outputs: Sequence[torch.Tensor],
-    shards: Sequence[torch.Tensor],
-    *,
-    group: dist.ProcessGroup,
-    async_op: bool = False,
-) -> Any:
-    """Fill each of `outputs` as `all_gather_single` does, all of them in one collective.
-
-    Args:
-        outputs: See `all_gather_single`; all of one dtype.
-        shards: Likewise.
-        group: Ranks that take part.
-        async_op: Return a handle to wait for, instead of waiting.
-    """
-    if outputs[0].dtype not in _KNOWN_DTYPES:
-        outputs = [output.view(torch.uint8) for output in outputs]
-        shards = [shard.view(torch.uint8) for shard in shards]
-    work = group.allgather_into_tensor_coalesced(list(outputs), list(shards))
-    if async_op:
-        return work
-    work.wait()
-    return None
-
-
 class _Several:
-    """Asynchronous operations that are waited for together. As a work handle of c10d."""
+    """Several asynchronous operations as one work handle, with the interface of c10d's."""
 
     __slots__ = ("_works",)
 
@@ -88,11 +60,11 @@ class _Several:
         self._works = works
 
     def is_completed(self) -> bool:
-        """Whether all of them are done."""
+        """Return whether all operations are done."""
         return all(work.is_completed() for work in self._works)
 
     def wait(self) -> None:
-        """Wait for all of them."""
+        """Wait for all operations."""
         for work in self._works:
             work.wait()
 
@@ -104,11 +76,11 @@ def broadcast_shards(
     group: dist.ProcessGroup,
     async_op: bool = False,
 ) -> Any:
-    """Do what `all_gather_single` does by a broadcast of every rank's shard, all under way at once.
+    """Gather like `all_gather_single`, by concurrent broadcasts of every rank's shard.
 
     Args:
         output: See `all_gather_single`.
-        shard: Likewise; where it is not its own place in `output`, it is copied there.
+        shard: This rank's part; copied into `output` unless it is a view of its place there.
         group: Ranks that take part.
         async_op: Return a handle to wait for, instead of waiting.
     """
@@ -122,7 +94,7 @@ def broadcast_shards(
     )
     work = _Several(list(calls))
     if own.data_ptr() != shard.data_ptr():
-        # While the others already receive it.
+        # Overlaps the broadcasts, which send from `shard`.
         own.copy_(shard)
     if async_op:
         return work
@@ -131,10 +103,10 @@ def broadcast_shards(
 
 
 def broadcast_single(tensor: torch.Tensor, *, group: dist.ProcessGroup) -> None:
-    """Give every rank of a group the values of its first one, whatever their dtype and strides.
+    """Broadcast a tensor of any dtype and strides from the first rank of a group.
 
     Args:
-        tensor: Of one shape on all ranks.
+        tensor: Tensor of the same shape on all ranks.
         group: Ranks that take part.
     """
     flat = tensor.detach().contiguous()
@@ -146,30 +118,22 @@ def broadcast_single(tensor: torch.Tensor, *, group: dist.ProcessGroup) -> None:
 
 
 def is_gloo(group: dist.ProcessGroup) -> bool:
-    """Whether a group's collectives of tensors on the CPU are gloo's."""
-    # The class is missing where torch was built without it, and a backend in groups of Python's.
+    """Return whether a group runs collectives of CPU tensors with gloo."""
+    # torch may be built without gloo, and groups implemented in Python have no backend.
     if not dist.is_gloo_available() or _CPU not in group._device_types:
         return False
     return isinstance(group._get_backend(_CPU), dist.ProcessGroupGloo)
 
 
-def in_one_launch(group: dist.ProcessGroup) -> AbstractContextManager[Any]:
-    """Have the collectives that a context issues in a group, all of one kind, be one of its.
-
-    They are issued at its end.
-    """
-    return dist._coalescing_manager(group)  # type: ignore[attr-defined]
-
-
 def reduce_scatter_single(
     output: torch.Tensor, full: torch.Tensor, *, op: Any, group: dist.ProcessGroup
 ) -> None:
-    """Fill `output` with the reduction over a group of this rank's slice of `full`.
+    """Reduce this rank's slice of `full` over a group into `output`.
 
     Args:
         output: `full.numel() / world size` elements.
         full: Slices for all ranks, in rank order.
-        op: How elements are reduced.
+        op: Reduction operator.
         group: Ranks that take part.
     """
     getattr(dist, _REDUCE_SCATTER)(output, full, op=op, group=group)

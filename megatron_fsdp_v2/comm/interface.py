@@ -1,17 +1,20 @@
-"""What collectives look like to the rest of the core: issue, get a work handle, wait."""
+"""Interface of collectives: communicators, work handles, and errors of failed collectives."""
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import enum
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from datetime import timedelta
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp_v2.comm.errors import Label
+from megatron_fsdp_v2._text import listed
 
 __all__ = [
     "DONE",
@@ -21,8 +24,10 @@ __all__ = [
     "CollectiveKind",
     "CommStream",
     "Communicator",
-    "Registrar",
+    "Label",
     "Work",
+    "collective_failure",
+    "naming_failures",
     "run_alone",
     "store",
 ]
@@ -33,10 +38,10 @@ class Axis:
     """One axis of the data-parallel mesh as this rank sees it.
 
     Attributes:
-        group: Its process group.
-        size: Ranks along it.
-        rank: This rank's coordinate on it.
-        gather_group: Another group of the same ranks, that weights are gathered in; None for
+        group: Process group of the axis.
+        size: Number of ranks.
+        rank: This rank's coordinate.
+        gather_group: Separate process group of the same ranks for gathers of weights; None:
             `group`.
     """
 
@@ -46,14 +51,14 @@ class Axis:
     gather_group: dist.ProcessGroup | None = None
 
     def for_gathers(self) -> Axis:
-        """The same ranks, with the group that weights are gathered in."""
+        """Return the axis with the process group of gathers."""
         if self.gather_group is None:
             return self
         return Axis(self.gather_group, self.size, self.rank)
 
 
 class CommStream(enum.Enum):
-    """Independent queues of communication; each is a stream of its own on a GPU."""
+    """Independent communication queues; on a GPU, each one is a CUDA stream."""
 
     GATHER = "gather"
     REDUCE = "reduce"
@@ -61,54 +66,50 @@ class CommStream(enum.Enum):
 
 
 class CollectiveKind(enum.Enum):
-    """What a collective does."""
+    """Kind of a collective."""
 
     ALL_GATHER = "all_gather"
     """Fill the output with the inputs of all ranks, in rank order."""
     REDUCE_SCATTER = "reduce_scatter"
-    """Sum this rank's slice of the input over ranks, and store that in the output."""
+    """Sum this rank's slice of the input over ranks, and store the sum in the output."""
     ALL_REDUCE = "all_reduce"
-    """Sum the input over ranks, and store that in the output."""
+    """Sum the input over ranks, and store the sum in the output."""
     ALL_TO_ALL = "all_to_all"
-    """Send every rank its part of the input, and receive what all have for this one."""
+    """Send every rank its part of the input, and receive this rank's part from every rank."""
 
-    # That of enums is a Python function.
+    # Faster than the `__hash__` of enums, which is written in Python.
     __hash__ = object.__hash__
 
     @property
     def title(self) -> str:
-        """What to call it in a message."""
+        """Name for error messages."""
         return self.value.replace("_", "-")
 
 
 SUMS = (CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_REDUCE)
-"""Those whose result is stored from what was summed."""
+"""Kinds that sum over ranks; `store` writes their result."""
 
 
 class Collective(NamedTuple):
-    """A collective, before it is issued. Made often: a dataclass takes three times as long.
+    """Description of a collective to issue. A NamedTuple: a dataclass takes 3x as long to make.
 
     Attributes:
-        kind: What it does.
-        output: Flat. `axis.size` times as many elements as the input for an all-gather, as many
-            fewer for a reduce-scatter. A sum is stored in any floating dtype, everything else in
-            the dtype of the input.
-        input: Flat; for an all-gather it may be a view of the output. What a reduction is given,
-            in the communication dtype, is consumed.
-        axis: Ranks that take part.
-        comm_stream: Queue to run in.
-        scale: Factor of a sum, applied once, where it is stored.
+        kind: Kind of the collective.
+        output: Flat output. Has `axis.size` times the elements of the input for an all-gather, and
+            1 / `axis.size` of them for a reduce-scatter. The output of a sum may have any floating
+            dtype; other outputs have the dtype of the input.
+        input: Flat input. For an all-gather it may be a view of the output. A reduction overwrites
+            its input, which is in the communication dtype.
+        axis: Participating ranks.
+        comm_stream: Communication stream to run in.
+        scale: Factor of a sum, applied once, when the sum is stored.
         accumulate: Whether a sum is added to the output instead of overwriting it.
-        output_numels: Elements that an all-to-all receives of each rank.
-        input_numels: Elements that it sends to each rank.
-        before: Queues what fills the input, in the same queue.
-        after: Queues what becomes of the output, likewise.
-        sums_in_fp32: Whether a reduce-scatter sends its terms to the ranks that add them up in
-            fp32, where a library's would round every partial sum to the dtype of the input.
-            Nothing to other kinds.
-        arrival: Memory of the output, in the dtype of the input, for all that other ranks send to
-            a reduce-scatter; free for that until the sum is stored, unless it is added. None where
-            it does not fit in there.
+        output_numels: Elements that an all-to-all receives from each rank.
+        input_numels: Elements that an all-to-all sends to each rank.
+        before: Fills the input; runs in the same stream before the collective.
+        after: Consumes the output; runs in the same stream after the collective.
+        sums_in_fp32: Whether a reduce-scatter is an all-to-all and a local sum in fp32, since NCCL
+            rounds every partial sum to the dtype of the input. Ignored by other kinds.
     """
 
     kind: CollectiveKind
@@ -122,130 +123,40 @@ class Collective(NamedTuple):
     input_numels: Sequence[int] = ()
     before: Callable[[], object] | None = None
     after: Callable[[], object] | None = None
-    arrival: torch.Tensor | None = None
     sums_in_fp32: bool = False
 
     @property
     def full(self) -> torch.Tensor:
-        """The larger of both tensors: what all ranks together have or give."""
+        """The larger tensor: the output of an all-gather, the input of other kinds."""
         return self.output if self.kind is CollectiveKind.ALL_GATHER else self.input
 
 
-class Work(Protocol):
-    """A collective under way."""
-
-    def wait(self) -> None:
-        """Order what the caller does next after the collective. Idempotent."""
-        ...
-
-
-@runtime_checkable
-class Communicator(Protocol):
-    """The collectives data parallelism needs.
-
-    With `async_op=False` the result is in place when the call returns. Tensors passed in must
-    stay allocated until the work has been waited for; the work holds references to them.
-
-    One that fails, on being issued or waited for, is a RuntimeError with its label's name.
+class Label:
+    """Name that a communicator adds to the errors of failed collectives.
 
     Attributes:
-        has_streams: Whether operations are queued on streams. If not, there is nothing to order:
-            no side stream, nothing to wait for or to settle, and memory is had anywhere.
+        name: Name of the communicated buffers; may change.
     """
 
-    @property
-    def has_streams(self) -> bool:
-        """See above."""
-        ...
+    def __init__(self, name: str = "") -> None:
+        self.name = name
 
-    def labeled(self, label: Label) -> Communicator:
-        """The same, on the same communication streams, for what a label names.
+    def failure(self, kind: str, group: dist.ProcessGroup, error: Exception) -> RuntimeError:
+        """Return the error to raise for a failed collective.
 
         Args:
-            label: Read where a collective fails.
+            kind: The collective, such as `all-gather`.
+            group: Process group of the collective.
+            error: Error of the process group.
         """
-        ...
-
-    def issue(self, collective: Collective, *, async_op: bool) -> Work:
-        """Start a collective.
-
-        Args:
-            collective: What it does.
-            async_op: Whether to return before it is done.
-        """
-        ...
-
-    def together(self) -> AbstractContextManager[None]:
-        """Put asynchronous collectives off to the end of a context, and issue those alike in one.
-
-        That is, gathers or sums of one dtype among the same ranks. What is issued in the context is
-        waited for after it. Also of communicators that share labels with this one.
-        """
-        ...
-
-    def begin_pass(self) -> None:
-        """Take the stream that operations are queued on now for the compute stream."""
-        ...
-
-    def side_stream(self) -> Any | None:
-        """The stream that operations are queued on now; None where that is the compute stream."""
-        ...
-
-    def wait_for(self, streams: Iterable[Any], *, and_compute: bool) -> None:
-        """Order what the caller does next after what is queued on other streams.
-
-        Args:
-            streams: Side streams.
-            and_compute: Whether on the compute stream as well.
-        """
-        ...
-
-    def synchronize(self) -> None:
-        """Have the host wait for everything queued on the current stream."""
-        ...
-
-    def memory(self) -> AbstractContextManager[Any]:
-        """Where temporary buffers are given memory: that of the compute stream.
-
-        What the caller does next is ordered after whatever used that memory before.
-        """
-        ...
-
-    def settle(self) -> None:
-        """Order the compute stream after the caller's, before memory is taken away."""
-        ...
+        return collective_failure(f"{kind} of {self.name}" if self.name else kind, group, error)
 
 
-class Registrar(Protocol):
-    """What the registration of memory needs of a device; that of CUDA is in `backends.py`."""
+class Work(Protocol):
+    """Work handle of a collective under way."""
 
-    def new_pool(self, group: dist.ProcessGroup, device: torch.device) -> Any:
-        """A pool of memory that can be registered.
-
-        Args:
-            group: A process group whose library allocates it.
-            device: Where.
-        """
-        ...
-
-    def allocate(self, pool: Any, nbytes: int, device: torch.device) -> torch.Tensor:
-        """A flat block of bytes from a pool."""
-        ...
-
-    def register(self, pool: Any, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Tell a process group of all memory of a pool. Not collective.
-
-        Raises:
-            RuntimeError: It cannot be registered.
-        """
-        ...
-
-    def wait(self, device: torch.device) -> None:
-        """Have the host wait for everything that is queued on a device, on all of its streams."""
-        ...
-
-    def deregister(self, pool: Any, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Take that back, before the memory is given up."""
+    def wait(self) -> None:
+        """Make later work of the calling stream wait for the collective. Idempotent."""
         ...
 
 
@@ -257,16 +168,86 @@ class _CompletedWork:
 DONE: Work = _CompletedWork()
 
 
-def store(into: torch.Tensor, value: torch.Tensor, scale: float, accumulate: bool) -> None:
-    """`into = scale * value`, or `into += scale * value`, in one pass over both.
+class Communicator:
+    """Issues the collectives of data parallelism.
 
-    The product is made in the wider of both dtypes.
+    With `async_op=False`, the result is available when the call returns. Tensors must stay
+    allocated until the work handle has been waited for; the handle holds references to them.
+
+    A collective that fails, when issued or waited for, raises a RuntimeError with the label's name.
+
+    Attributes:
+        has_streams: Whether operations are queued on streams. If False, there are no side streams,
+            all methods that order streams are no-ops, and memory may be allocated anywhere.
+        label: Name for errors of failed collectives.
+    """
+
+    has_streams = False
+
+    def __init__(self) -> None:
+        self.label = Label()
+
+    def labeled(self, label: Label) -> Self:
+        """Return a communicator on the same communication streams with another label.
+
+        Args:
+            label: Read when a collective fails.
+        """
+        other = copy.copy(self)
+        other.label = label
+        return other
+
+    def issue(self, collective: Collective, *, async_op: bool) -> Work:
+        """Start a collective.
+
+        Args:
+            collective: The collective.
+            async_op: Whether to return before it is done.
+        """
+        raise NotImplementedError
+
+    def begin_pass(self) -> None:
+        """Make the current stream the compute stream."""
+
+    def side_stream(self) -> Any | None:
+        """Return the current stream; None if it is the compute stream."""
+        return None
+
+    def wait_for(self, streams: Iterable[Any], *, and_compute: bool) -> None:
+        """Make the current stream wait for other streams.
+
+        Args:
+            streams: Side streams to wait for.
+            and_compute: Whether to wait for the compute stream as well.
+        """
+
+    def synchronize(self) -> None:
+        """Make the host wait for the current stream."""
+
+    def memory(self) -> AbstractContextManager[Any]:
+        """Return a context in which temporary buffers are allocated: on the compute stream.
+
+        After the context, the current stream waits for earlier uses of that memory.
+        """
+        return _ANYWHERE
+
+    def settle(self) -> None:
+        """Make the compute stream wait for the current stream, before memory is freed."""
+
+
+_ANYWHERE: AbstractContextManager[Any] = contextlib.nullcontext()
+
+
+def store(into: torch.Tensor, value: torch.Tensor, scale: float, accumulate: bool) -> None:
+    """Compute `into = scale * value`, or `into += scale * value`, in one pass over both.
+
+    The product is computed in the wider of both dtypes.
 
     Args:
-        into: Flat; may be `value` itself.
-        value: As many elements, of any floating dtype.
+        into: Flat destination; may be `value` itself.
+        value: Tensor of the same number of elements, of any floating dtype.
         scale: Factor of `value`.
-        accumulate: Add instead of overwriting.
+        accumulate: Whether to add to `into` instead of overwriting it.
     """
     wider = into.dtype
     if value.dtype != wider:
@@ -275,19 +256,20 @@ def store(into: torch.Tensor, value: torch.Tensor, scale: float, accumulate: boo
         if scale != 1.0:
             into.mul_(scale)
     elif accumulate:
-        # A wider sum takes narrower terms as they are; a copy of them would be as large as it is.
+        # `add_` converts a narrower `value` itself; a converted copy would take as much memory as
+        # `into`.
         into.add_(value if wider == into.dtype else value.to(into.dtype), alpha=scale)
     elif scale == 1.0:
         into.copy_(value)
     elif wider == value.dtype:
         torch.mul(value, scale, out=into)
     else:
-        # Times a number, the product would be rounded to the narrower dtype first.
+        # With a Python number as factor, torch would round the product to the narrower dtype first.
         torch.mul(value, value.new_full((1,), scale, dtype=wider), out=into)
 
 
 def run_alone(collective: Collective) -> None:
-    """A collective among one rank, which nobody has to be asked for."""
+    """Run a collective of one rank locally."""
     output, given = collective.output, collective.input
     if collective.before is not None:
         collective.before()
@@ -297,3 +279,74 @@ def run_alone(collective: Collective) -> None:
         output.copy_(given)
     if collective.after is not None:
         collective.after()
+
+
+# -- errors -----------------------------------------------------------------------------------
+
+_LOST = ("connection", "closed by peer", "broken pipe", "socket", "reset by peer", "remote process")
+_LATE = ("timed out", "timeout")
+
+
+def collective_failure(
+    what: str, group: dist.ProcessGroup | None, error: Exception
+) -> RuntimeError:
+    """Return the error to raise for a failed collective.
+
+    Args:
+        what: The collective and its purpose, such as `all-gather of layers.3/0`.
+        group: Process group of the collective; None for all ranks.
+        error: Error of the process group.
+    """
+    ranks, timeout = _members(group)
+    own = dist.get_rank() if dist.is_initialized() else 0
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return RuntimeError(
+        f"{what} failed on rank {own}: "
+        + _explained(lines[0], [rank for rank in ranks if rank != own], timeout)
+    )
+
+
+def _explained(reason: str, others: list[int], timeout: timedelta | None) -> str:
+    """Return the message of a process group, preceded by its meaning for other ranks."""
+    several = len(others) != 1
+    whose = f"rank{'s' if several else ''} {listed(others, 8)}" if others else "the others"
+    who = f"one of {whose}" if several else whose
+    lowered = reason.lower()
+    if any(word in lowered for word in _LATE):
+        within = f"within {timeout.total_seconds():g} s" if timeout else "in time"
+        meaning = f"{who} did not take part {within}, the timeout of this process group"
+    elif any(word in lowered for word in _LOST):
+        meaning = f"the connection to {who} was lost: a process ended"
+    else:
+        return reason
+    return f"{meaning}. The first error in the logs of {whose} is the cause ({reason})"
+
+
+@contextlib.contextmanager
+def naming_failures(what: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Name the collective in errors raised in the context. For collectives outside of steps.
+
+    Args:
+        what: The collective and its purpose.
+        group: Process group of the collective; None for all ranks.
+
+    Raises:
+        RuntimeError: The process group raised; its error is the cause.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        raise collective_failure(what, group, error) from error
+
+
+def _members(group: dist.ProcessGroup | None) -> tuple[list[int], timedelta | None]:
+    """Return the global ranks of a group and its timeout, as far as they are available."""
+    ranks: list[int] = []
+    timeout = None
+    # Called while an error is constructed; an error of the failed group must not replace it.
+    with contextlib.suppress(Exception):
+        group = group or dist.group.WORLD
+        assert group is not None
+        ranks = dist.get_process_group_ranks(group)
+        timeout = group._get_backend(group._device_types[0]).options._timeout
+    return ranks, timeout

@@ -1,4 +1,4 @@
-"""Do all ranks shard, and run, the same thing? Asked before a difference becomes a hang."""
+"""Checks that all ranks shard and run the same units, so that a difference is not a hang."""
 
 from __future__ import annotations
 
@@ -12,42 +12,40 @@ import torch
 import torch.distributed as dist
 
 from megatron_fsdp_v2.comm.calls import all_gather_single
-from megatron_fsdp_v2.comm.errors import naming_failures
-from megatron_fsdp_v2.comm.interface import Axis
+from megatron_fsdp_v2.comm.interface import Axis, naming_failures
 
 __all__ = ["CheckRanks", "UnitRecord", "checksum", "compare_steps", "compare_units"]
 
 
-class CheckRanks(enum.Enum):
-    """How often ranks compare what they do."""
+class CheckRanks(enum.StrEnum):
+    """How often ranks compare what they shard and run."""
 
     NEVER = "never"
     ONCE = "once"
-    """At the first use: the same units, layouts, options and replicated weights everywhere?"""
+    """At the first use: ranks compare units, layouts, options and replicated weights."""
     ALWAYS = "always"
-    """And before every collective of a unit: the same unit everywhere? For debugging."""
+    """Also before every collective of a unit: ranks compare the unit. For debugging."""
 
     @classmethod
-    def parse(cls, text: str) -> CheckRanks:
-        """Read a name.
+    def check(cls, value: object) -> None:
+        """Check that a value is a member's value.
 
         Raises:
-            ValueError: There is no such choice.
+            ValueError: It is not.
         """
-        if text not in {choice.value for choice in cls}:
+        if value not in set(cls):
             raise ValueError(
-                f"check_ranks must be 'never', 'once' or 'always', got {text!r}: how often ranks "
+                f"check_ranks must be 'never', 'once' or 'always', got {value!r}: how often ranks "
                 "compare what they do"
             )
-        return cls(text)
 
 
 @dataclass(frozen=True, slots=True)
 class UnitRecord:
-    """What ranks compare of a unit.
+    """Properties of a unit that ranks compare.
 
     Attributes:
-        name: Its name, the same on every rank.
+        name: Name of the unit.
         options: Class, parameters, layouts and options, as text.
         copies: Per mesh axis, a checksum of the main weights replicated along it.
     """
@@ -58,7 +56,7 @@ class UnitRecord:
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """A sum over the bits of a tensor, which no order of summation changes."""
+    """Return a sum over the bits of a tensor as integers, independent of summation order."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -71,7 +69,7 @@ def compare_units(
     """Compare the units of one mesh over its ranks. Collective: a few integers per rank.
 
     Raises:
-        RuntimeError: Ranks differ, said on every rank; names the first unit that does.
+        RuntimeError: Ranks differ. Raised on every rank; names the first unit that differs.
     """
     text = repr([(record.name, record.options) for record in records])
     digest = hashlib.sha256(text.encode()).digest()[:8]
@@ -96,18 +94,18 @@ def compare_units(
 def compare_steps(
     what: str, name: str, code: int, axis: Axis, device: torch.device, names: Sequence[str]
 ) -> None:
-    """Compare what every rank along an axis is about to communicate. Collective.
+    """Compare the next collective of every rank along an axis. Collective.
 
     Args:
-        what: What is about to happen, such as `gather`.
-        name: Of this rank's unit.
-        code: A number that is equal exactly where unit and action are.
-        axis: The ranks.
-        device: Where their process group communicates.
-        names: What the codes mean.
+        what: Action of this rank, such as `gather`.
+        name: Name of this rank's unit.
+        code: Number of unit and action; equal only if both are.
+        axis: Ranks to compare.
+        device: Device that their process group communicates on.
+        names: Names of the codes, for the error message.
 
     Raises:
-        RuntimeError: A rank is about to do something else.
+        RuntimeError: A rank is about to issue another collective.
     """
     if axis.size == 1:
         return
@@ -125,7 +123,7 @@ def compare_steps(
 
 
 def _gather(mine: torch.Tensor, axes: Sequence[Axis], what: str) -> torch.Tensor:
-    """The vectors of all ranks of a mesh, of shape `(*axis sizes, numel)`."""
+    """Return the vectors of all ranks of a mesh, of shape `(*axis sizes, numel)`."""
     piece = mine
     for axis in reversed(axes):
         gathered = piece.new_empty(axis.size * piece.numel())
@@ -136,7 +134,7 @@ def _gather(mine: torch.Tensor, axes: Sequence[Axis], what: str) -> torch.Tensor
 
 
 def _first_difference(records: Sequence[UnitRecord], axes: Sequence[Axis], key: Any) -> str:
-    """Gather everything and say where ranks first differ. Collective, on the way to an error."""
+    """Gather all records and describe the first difference. Collective, before raising an error."""
     value: Any = [key(record) for record in records]
     lists = [value]
     for axis in reversed(axes):

@@ -1,1 +1,1 @@
-"""Tensors of which each rank holds some rows."""
+"""DTensors whose rows are sharded unevenly."""

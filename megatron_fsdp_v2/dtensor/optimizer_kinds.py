@@ -1,70 +1,56 @@
-"""What is known of classes of optimizers: which compute every element from that element alone.
+"""Kinds of optimizers: elementwise ones, and those that need all ranks for every parameter.
 
-Such an optimizer steps the rows of each rank by themselves, and a parameter without rows there has
-no gradient for it: an empty tensor in the list of a fused multi-tensor kernel can corrupt its
-neighbors. Every other one may reduce over a parameter, to which all ranks have to come; it finds a
-gradient without rows.
+An elementwise optimizer steps the rows of each rank independently. For a parameter without rows on
+this rank, it reads None as `grad`, since an empty tensor in the list of a fused multi-tensor kernel
+can corrupt its neighbors. Any other optimizer may reduce over a parameter, which is a collective;
+it reads an empty gradient, so that all ranks take part.
 """
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import sys
-from types import FrameType
+from collections.abc import Iterator
+from contextvars import ContextVar
+from types import CodeType, FrameType
 
-from torch import optim
+from torch import nn, optim
+from torch.amp.grad_scaler import GradScaler
 
 __all__ = [
     "ELEMENTWISE",
     "NOT_ELEMENTWISE",
+    "RejectedError",
+    "all_ranks_caller",
+    "hide_empty_gradients",
     "needs_all_ranks",
-    "rejection",
+    "rejected",
     "stepped_by_all",
 ]
 
+_ELEMENTWISE = "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD"
 ELEMENTWISE: frozenset[type[optim.Optimizer]] = frozenset(
-    {
-        optim.ASGD,
-        optim.Adadelta,
-        optim.Adagrad,
-        optim.Adam,
-        optim.AdamW,
-        optim.Adamax,
-        optim.NAdam,
-        optim.RAdam,
-        optim.RMSprop,
-        optim.Rprop,
-        optim.SGD,
-    }
+    getattr(optim, name) for name in _ELEMENTWISE.split()
 )
 
 _FUSED = {"apex", "deepspeed", "transformer_engine"}
 """Packages whose optimizers have multi-tensor kernels of their own."""
 
-NOT_ELEMENTWISE = {
-    "Adafactor": "it factors whole matrices",
-    "AdaptiveMuon": "it orthogonalizes whole matrices",
-    "DistributedShampoo": "it preconditions with whole matrices",
-    "FusedLAMB": "it takes norms of whole tensors",
-    "FusedNovoGrad": "it takes norms of whole tensors",
-    "LAMB": "it takes norms of whole tensors",
-    "LARS": "it takes norms of whole tensors",
-    "LBFGS": "it calls the model itself, and takes products of whole vectors",
-    "Muon": "it orthogonalizes whole matrices",
-    "NovoGrad": "it takes norms of whole tensors",
-    "SM3": "it keeps state of whole rows and columns",
-    "SOAP": "it preconditions with whole matrices",
-    "Shampoo": "it preconditions with whole matrices",
-    "SparseAdam": "it steps sparse gradients",
-}
-"""By name of a class, of which the package need not be installed."""
+_NOT_ELEMENTWISE = (
+    "Adafactor AdaptiveMuon DistributedShampoo FusedLAMB FusedNovoGrad LAMB LARS LBFGS Muon "
+    "NovoGrad SM3 SOAP Shampoo SparseAdam"
+)
+NOT_ELEMENTWISE = frozenset(_NOT_ELEMENTWISE.split())
+"""Names of classes whose update of an element depends on other elements, of any package."""
 
 
 def needs_all_ranks(kind: type[optim.Optimizer]) -> bool:
-    """Whether every rank has to find a gradient of every parameter that some rank has one of.
+    """Return whether every rank must read a gradient for each parameter that has one on any rank.
 
     Args:
-        kind: A class of optimizers; one that says `skips_empty_shards = True` finds none without
-            rows.
+        kind: A class of optimizers. With the attribute `skips_empty_shards = True`, it reads no
+            empty gradients.
     """
     if kind in ELEMENTWISE or getattr(kind, "skips_empty_shards", False):
         return False
@@ -72,17 +58,52 @@ def needs_all_ranks(kind: type[optim.Optimizer]) -> bool:
     return not is_fused or any(base.__name__ in NOT_ELEMENTWISE for base in kind.__mro__)
 
 
-def stepped_by_all(frame: FrameType | None = None) -> optim.Optimizer | None:
-    """The optimizer one of whose methods is under way, if it needs all ranks; else None.
+_READ = (nn.utils.clip_grad_norm_, GradScaler._unscale_grads_)
+_RESET = (nn.Module.zero_grad, optim.Optimizer.zero_grad)
+_SEE_ALL_GRADIENTS = frozenset(inspect.unwrap(each).__code__ for each in (*_READ, *_RESET))
+"""Functions of torch that reduce over existing gradients, or set gradients to None.
 
-    Hooks of torch tell of `step` alone, not of `first_step` and the like, and not when one fails.
+They skip parameters whose `grad` is None, as it is for an empty shard. A rank without rows of any
+of the parameters would skip the collective, and the other ranks would hang.
+"""
+
+
+_HIDES_EMPTY: ContextVar[bool] = ContextVar("hides_empty_gradients", default=False)
+
+
+@contextlib.contextmanager
+def hide_empty_gradients() -> Iterator[None]:
+    """Return no gradients without rows to any caller in this context.
+
+    For a step that is known to be elementwise. Looking for the caller at every read of `grad` takes
+    about 40 us for a parameter without rows, and most parameters have none on many ranks.
+    """
+    token = _HIDES_EMPTY.set(True)
+    try:
+        yield
+    finally:
+        _HIDES_EMPTY.reset(token)
+
+
+def all_ranks_caller(frame: FrameType | None = None) -> optim.Optimizer | CodeType | None:
+    """Return the caller that needs all ranks and therefore reads empty gradients.
+
+    Searches the stack: torch has no hook for clipping, and step hooks are called neither for
+    methods other than `step` (SAM's `first_step`) nor after a step that fails.
 
     Args:
-        frame: Where to begin; with the caller when None.
+        frame: Frame to begin at; the caller's when None.
+
+    Returns:
+        An optimizer that needs all ranks, the code of a function of torch, or None.
     """
+    if _HIDES_EMPTY.get():
+        return None
     frame = sys._getframe(1) if frame is None else frame
     while frame is not None:
         code = frame.f_code
+        if code in _SEE_ALL_GRADIENTS:
+            return code
         if code.co_argcount and code.co_varnames[0] == "self":
             owner = frame.f_locals.get("self")
             if isinstance(owner, optim.Optimizer):
@@ -91,22 +112,20 @@ def stepped_by_all(frame: FrameType | None = None) -> optim.Optimizer | None:
     return None
 
 
-class _RejectedError(RuntimeError):
+def stepped_by_all() -> optim.Optimizer | None:
+    """Return the optimizer whose method is running, if it needs all ranks; else None."""
+    caller = all_ranks_caller()
+    return caller if isinstance(caller, optim.Optimizer) else None
+
+
+class RejectedError(RuntimeError):
     """An optimizer that cannot step sharded parameters."""
 
 
-def rejection(error: Exception) -> RuntimeError | None:
-    """What to raise for an error of an operation on sharded tensors, if an optimizer ran it."""
-    optimizer = None if isinstance(error, _RejectedError) else stepped_by_all()
-    if optimizer is None:
-        return None
-    return rejected(optimizer, str(error) or type(error).__name__)
-
-
 def rejected(optimizer: optim.Optimizer, why: str) -> RuntimeError:
-    """That an optimizer cannot step sharded parameters, and what can."""
+    """Return the error that an optimizer cannot step sharded parameters, with alternatives."""
     kind = type(optimizer)
-    return _RejectedError(
+    return RejectedError(
         f"{kind.__module__}.{kind.__name__} cannot step sharded parameters: {why}. Elementwise "
         "optimizers such as torch.optim.AdamW can, and those that docs/optimizers.md lists"
     )

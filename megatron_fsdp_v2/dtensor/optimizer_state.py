@@ -1,14 +1,15 @@
-"""What an optimizer's state dict says of parameters of which this rank holds no rows.
+"""Optimizer state dicts of parameters whose rows are all on other ranks.
 
-An empty shard gets no gradient, so an optimizer neither makes state for it nor moves it on. Its
-state dict would then lack tensors that the other ranks have, which torch refuses to load into; or,
-once state was loaded, hold a count of steps from then. Of what ranks hold alike a checkpoint keeps
-any one rank's, so such a count would replace the right ones. Optimizers that need all ranks step
-empty shards with the others, and their state is as it should be.
+An empty shard has no gradient, so an elementwise optimizer neither creates nor updates its state.
+The state dict would lack tensors that other ranks have, which torch refuses to load into, or hold
+an outdated step count after a load. A checkpoint keeps one rank's copy of a replicated value, so an
+outdated count could replace the right one. Optimizers that need all ranks step empty shards too,
+and their state is complete.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any, override
 
@@ -18,12 +19,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from megatron_fsdp_v2.dtensor.optimizer_kinds import needs_all_ranks
-from megatron_fsdp_v2.dtensor.uneven_dtensor import (
-    UnevenDTensor,
-    local_of,
-    plain_attributes,
-    with_rows_of,
-)
+from megatron_fsdp_v2.dtensor.sharded_rows import with_rows_of
+from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of, plain_attributes
 
 __all__ = [
     "NonOwnedValue",
@@ -35,21 +32,19 @@ __all__ = [
 
 
 class NonOwnedValue(torch.Tensor):
-    """A value that other ranks answer for: torch's checkpoint reads it here and never writes it.
+    """A value that another rank saves: torch's checkpoint loads into it and does not write it.
 
-    It is in state dicts only, and a plain tensor in a file and where it becomes state of rows.
+    It occurs in state dicts only; files and the state of parameters with rows hold plain tensors.
     """
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        """What torch's distributed checkpoint writes for this rank: nothing."""
+        """Return no write items: torch's distributed checkpoint writes nothing for this rank."""
         del fqn, object
         return []
 
     @override
-    def __deepcopy__(self, memo: dict[int, Any]) -> NonOwnedValue:
-        copied: NonOwnedValue = self.detach().clone().as_subclass(NonOwnedValue)
-        memo[id(self)] = copied
-        return copied
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return memo.setdefault(id(self), self.detach().clone().as_subclass(NonOwnedValue))
 
     @override
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -57,11 +52,11 @@ class NonOwnedValue(torch.Tensor):
 
 
 def wrap_foreign_state(param: torch.Tensor, state: MutableMapping[str, Any]) -> None:
-    """Have state that an optimizer wrapped as plain DTensors know which rows it is of.
+    """Replace plain DTensors in an optimizer's state by sharded tensors with the parameter's rows.
 
     Args:
         param: A parameter.
-        state: Its state, changed in place; memory stays the same.
+        state: Its state, changed in place. Tensors keep their memory.
     """
     for name, value in state.items():
         known = with_rows_of(value, param)
@@ -70,32 +65,26 @@ def wrap_foreign_state(param: torch.Tensor, state: MutableMapping[str, Any]) -> 
 
 
 def watch_state(optimizer: Optimizer) -> None:
-    """Have the state dicts of an optimizer of sharded parameters agree over all ranks."""
+    """Register hooks that make an optimizer's state dicts have the same entries on all ranks."""
     optimizer.register_state_dict_post_hook(_with_state_of_empty_shards)
     optimizer.register_load_state_dict_post_hook(_settle_loaded)
     _settle_loaded(optimizer)
 
 
 def _settle_loaded(optimizer: Optimizer) -> None:
-    """Bring what was loaded to the rows of its parameter.
+    """Convert loaded state to the rows of its parameter.
 
-    Collective where torch distributed whole tensors, which it cuts evenly; all ranks have those.
+    Collective for tensors that torch distributed into even chunks, which all ranks have.
     """
     for param in (param for group in optimizer.param_groups for param in group["params"]):
-        state = optimizer.state.get(param, {})
+        state, is_sharded = optimizer.state.get(param, {}), isinstance(param, UnevenDTensor)
         wrap_foreign_state(param, state)
         for name, value in state.items():
             if isinstance(value, NonOwnedValue) and not has_no_rows(param):
                 state[name] = _plain(value)
-            elif _is_cut_otherwise(param, value):
+            elif is_sharded and type(value) is DTensor and value.shape == param.shape:
                 state[name] = torch.zeros_like(param, dtype=value.dtype, requires_grad=False)
                 state[name].copy_(value)
-
-
-def _is_cut_otherwise(param: torch.Tensor, value: Any) -> bool:
-    if not isinstance(param, UnevenDTensor) or isinstance(value, UnevenDTensor):
-        return False
-    return isinstance(value, DTensor) and value.shape == param.shape
 
 
 def _plain(value: torch.Tensor) -> torch.Tensor:
@@ -104,15 +93,15 @@ def _plain(value: torch.Tensor) -> torch.Tensor:
 
 
 def has_no_rows(param: torch.Tensor) -> bool:
-    """Whether all rows of a parameter are on other ranks."""
+    """Return whether a sharded parameter has no rows on this rank."""
     return isinstance(param, UnevenDTensor) and not local_of(param).numel()
 
 
 def held_elsewhere(optimizer: Optimizer) -> set[torch.Tensor]:
-    """Parameters for whose state other ranks than this one answer: those that hold rows of them.
+    """Return the parameters whose state is saved by other ranks, which hold their rows.
 
-    Of parameters that nobody has rows of, ranks answer that hold rows of others of their group, or
-    else of the optimizer's: a rank that steps nothing has counts of no steps that were made.
+    The state of a parameter without elements is saved by ranks that hold rows of other parameters
+    of its group, or else of the optimizer: a rank that steps nothing has no valid step count.
     """
     groups = [group["params"] for group in optimizer.param_groups]
     steps_nothing = _steps_nothing([param for group in groups for param in group])
@@ -125,51 +114,49 @@ def held_elsewhere(optimizer: Optimizer) -> set[torch.Tensor]:
 
 
 def _steps_nothing(params: Sequence[torch.Tensor]) -> bool:
-    """Whether other ranks hold some of these parameters and this one holds none."""
+    """Return whether other ranks hold rows of these parameters and this rank holds none."""
     sized = [param for param in params if param.numel()]
     return bool(sized) and all(has_no_rows(param) for param in sized)
 
 
 def _with_state_of_empty_shards(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A state dict with the same entries on all ranks.
+    """Return a state dict with the same entries on all ranks.
 
-    Parameters without rows here get empty tensors, and counts that are those of another parameter
-    of their group and are not written to a checkpoint. A hook for
+    Parameters without rows on this rank get empty tensors, and the step count of another parameter
+    of their group, which a checkpoint does not write. A hook for
     `Optimizer.register_state_dict_post_hook`; no communication.
 
     Args:
-        optimizer: Whose state dict it is.
-        state_dict: What the optimizer made; not changed.
+        optimizer: Optimizer of the state dict.
+        state_dict: State dict of the optimizer; not changed.
     """
     saved: dict[Any, dict[str, Any]] = {key: dict(v) for key, v in state_dict["state"].items()}
-    packed = [group["params"] for group in state_dict["param_groups"]]
-    params = {
-        key: param
-        for group, keys in zip(optimizer.param_groups, packed, strict=True)
-        for key, param in zip(keys, group["params"], strict=True)
-    }
+    groups = [
+        list(zip(packed["params"], group["params"], strict=True))
+        for packed, group in zip(state_dict["param_groups"], optimizer.param_groups, strict=True)
+    ]
+    params = dict(itertools.chain(*groups))
     for key, param in params.items():
         wrap_foreign_state(param, saved.get(key, {}))
     if needs_all_ranks(type(optimizer)):
         return {**state_dict, "state": saved}
     elsewhere = held_elsewhere(optimizer)
     examples = [
-        next((saved[key] for key in keys if key in saved and not has_no_rows(params[key])), {})
-        for keys in packed
+        next((saved[key] for key, param in group if key in saved and not has_no_rows(param)), {})
+        for group in groups
     ]
-    # In the order of parameters: who gathers them does so one after the other on all ranks.
+    # In the order of parameters, so that all ranks gather them in the same order.
     states: dict[Any, Mapping[str, Any]] = {}
-    for keys, own in zip(packed, examples, strict=True):
-        # Of a group with no rows here at all, only another group tells what state there is.
+    for group, own in zip(groups, examples, strict=True):
+        # If this rank has no rows of a group, use the names of another group's state.
         example = own or next(filter(None, examples), {})
-        for key in keys:
-            state = saved.get(key, {})
-            if has_no_rows(params[key]):
-                state = _of_empty_shard(params[key], state, example, params[key] in elsewhere)
+        for key, param in group:
+            state = saved.pop(key, {})
+            if has_no_rows(param):
+                state = _of_empty_shard(param, state, example, param in elsewhere)
             if state:
                 states[key] = state
-    others = {key: state for key, state in saved.items() if key not in params}
-    return {**state_dict, "state": {**states, **others}}
+    return {**state_dict, "state": {**states, **saved}}
 
 
 def _of_empty_shard(

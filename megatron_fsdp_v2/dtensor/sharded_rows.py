@@ -1,13 +1,19 @@
-"""What a DTensor is whose rows are spread unevenly over a mesh: its rows here and everywhere.
+"""DTensors whose rows are sharded unevenly over a mesh.
 
-Torch's `Shard(0)` implies one particular chunking. A slice of a flat buffer holds other row
-ranges, so a plain `DTensor` over it answers `full_tensor()` and checkpoint questions wrongly and
-without complaint. `ShardedRows` carries the row range of every rank and answers both from it.
+Torch's `Shard(0)` implies even chunks. A slice of a flat buffer holds other row ranges, so
+`full_tensor()` and the checkpoint entries of a plain `DTensor` over it would be wrong without an
+error. `ShardedRows` computes both from the row ranges of all ranks.
+
+Autograd records operations on plain tensors (local or whole) and `linear` functions that convert
+between these and DTensors, so no backward needs a collective.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import operator
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Self, cast, override
@@ -20,39 +26,95 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from megatron_fsdp_v2._compiler import leave_to_python
 from megatron_fsdp_v2.comm.calls import all_gather_single
-from megatron_fsdp_v2.comm.errors import naming_failures
-from megatron_fsdp_v2.dtensor.attributes import AttributesAtOnce
-from megatron_fsdp_v2.dtensor.row_shards import (
-    Chunk,
-    RowShards,
-    TensorShard,
-    placements_with_rows,
+from megatron_fsdp_v2.comm.interface import naming_failures
+from megatron_fsdp_v2.dtensor.attributes import (
+    FastAttributes,
+    raw_grad,
+    set_raw_grad,
+    without_torch_function,
 )
+from megatron_fsdp_v2.dtensor.optimizer_kinds import all_ranks_caller
+from megatron_fsdp_v2.dtensor.row_shards import Chunk, RowShards
 
 __all__ = [
+    "Overwrite",
     "ShardedRows",
-    "all_gather",
+    "add_to_rows",
+    "cut_axes",
     "in_rows_of",
+    "is_tracked",
+    "linear",
     "local_of",
+    "local_part",
+    "local_rows",
     "plain_attributes",
     "rows_like",
     "rows_of",
-    "whole_of",
+    "with_rows_of",
 ]
 
 
-class ShardedRows(AttributesAtOnce):
-    """A DTensor sharded along dimension 0 at the row ranges of a `RowShards`.
+class _BlockShard(Shard):
+    """`Shard` that returns this rank's block when torch computes its even chunk.
 
-    Where tensor parallelism cut the parameter before, rows are those of this rank's part of it;
-    shape and chunks are those of the whole.
+    Attributes:
+        block: Size and offset; None in a copy that torch makes of the placement.
+        is_of_several: Whether this rank holds a block of each of several fused sub-tensors.
     """
 
-    _row_shards: RowShards
+    block: tuple[int, int] | None = None
+    is_of_several: bool = False
+
+    @override
+    def _local_shard_size_and_offset(
+        self, curr_local_size: int, num_chunks: int, rank: Any
+    ) -> tuple[int, Any]:
+        if self.is_of_several:
+            raise RuntimeError(
+                "this rank holds one block of each sub-tensor of a fused parameter, and torch "
+                "supports one block only; load with broadcast_from_rank0=False, or from a "
+                "checkpoint"
+            )
+        even = super()._local_shard_size_and_offset
+        return self.block or even(curr_local_size, num_chunks, rank)
+
+
+class ShardedRows(FastAttributes):
+    """A DTensor sharded along dimension 0 at the row ranges of a `RowShards`.
+
+    With tensor parallelism, rows are rows of this rank's tensor-parallel part; shape and chunks are
+    those of the whole.
+
+    Attributes:
+        row_shards: Row ranges of every rank.
+        placeholder_grad: Empty gradient of a parameter without rows on this rank, whose `grad` is
+            set on other ranks. Functions of torch that reduce over gradients, and optimizers that
+            need all ranks, read it as `grad`. Setting `grad` removes it.
+        main_grad_slot: For a `param.grad` that a reduction published: the flat main gradient, which
+            it keeps allocated, and the index of the parameter in the group.
+    """
+
+    row_shards: RowShards
+    placeholder_grad: torch.Tensor | None = None
+    main_grad_slot: tuple[torch.Tensor, int] | None = None
+
+    @property
+    def decoupled_grad(self) -> torch.Tensor | None:
+        """Alias of `grad`, which may have another dtype than the parameter.
+
+        Fused optimizers with Transformer Engine's `use_decoupled_grad` read gradients from this
+        attribute, and skip parameters without it.
+        """
+        return self.grad
+
+    @decoupled_grad.setter
+    def decoupled_grad(self, value: torch.Tensor | None) -> None:
+        self.grad = value
 
     @classmethod
     def from_rows(
@@ -62,22 +124,17 @@ class ShardedRows(AttributesAtOnce):
 
         Args:
             local: This rank's rows, of shape `(rows, *part shape[1:])`, on any device, detached.
-            mesh: The mesh; this rank is in it.
+            mesh: The mesh; it contains this rank.
             row_shards: Row ranges over the mesh.
             shape: Global shape, contiguous.
         """
         stride = torch.empty(tuple(shape), device="meta").stride()
-        # `from_local` would copy what is offloaded to the device of the mesh.
+        # `from_local` would copy offloaded rows to the device of the mesh.
         meta = TensorMeta(torch.Size(shape), stride, local.dtype)
         spec = DTensorSpec(mesh, row_shards.placements, tensor_meta=meta)
         result: Any = DTensor.__new__(cls, local, spec, requires_grad=False)
-        result._row_shards = row_shards
+        result.row_shards = row_shards
         return cast("Self", result)
-
-    @property
-    def row_shards(self) -> RowShards:
-        """Row ranges of every rank."""
-        return self._row_shards
 
     @property
     def local_rows(self) -> tuple[int, int]:
@@ -85,92 +142,175 @@ class ShardedRows(AttributesAtOnce):
         coordinate = self.device_mesh.get_coordinate()
         if coordinate is None:
             raise RuntimeError("this rank is not part of the tensor's mesh")
-        return self._row_shards.rows_at(coordinate)
+        return self.row_shards.rows_at(coordinate)
 
     @property
     def part_shape(self) -> tuple[int, ...]:
-        """Shape of what data parallelism shards: the whole, or this rank's tensor-parallel part."""
-        return self._row_shards.part_shape(self.shape)
+        """Shape that data parallelism shards: of the whole, or of the tensor-parallel part."""
+        tensor = self.row_shards.tensor
+        return tuple(self.shape) if tensor is None else tensor.part_shape(self.shape)
 
     @property
     @override
     def placements(self) -> tuple[Placement, ...]:
-        """`Shard` along cut axes; they know this rank's rows when torch asks for a chunk."""
-        return placements_with_rows(self._row_shards, self.local_rows, self.part_shape)
+        """Placements whose `Shard`s return this rank's block instead of an even chunk.
+
+        `set_model_state_dict(broadcast_from_rank0=True)` copies this block of the whole tensor to
+        `to_local()`; torch's own `Shard` would select an even chunk.
+        """
+        first, last = self.local_rows
+        offsets, sizes = [first, *(0 for _ in self.shape[1:])], [last - first, *self.part_shape[1:]]
+        tensor, is_of_several = self.row_shards.tensor, False
+        if tensor is not None and tensor.dim is not None:
+            is_of_several = tensor.size > 1 and len(tensor.pieces) > 1
+            offsets[tensor.dim] += tensor.rank * self.part_shape[tensor.dim]
+        found: list[Placement] = []
+        # The last axis that shards a dimension returns the block; earlier ones return the whole.
+        for placement in reversed(self._spec.placements):
+            if isinstance(placement, Shard):
+                dim = placement.dim
+                found.append(shard := _BlockShard(dim))
+                shard.block, shard.is_of_several = (sizes[dim], offsets[dim]), is_of_several
+                sizes[dim], offsets[dim] = self.shape[dim], 0
+            else:
+                found.append(placement)
+        return tuple(reversed(found))
 
     @property
     def owns_replica(self) -> bool:
-        """Whether this rank comes first of the data-parallel ranks that hold the same rows."""
-        coordinate = self.device_mesh.get_coordinate() or ()
-        steps = zip(coordinate, self._row_shards.strides, strict=False)
+        """Whether this rank is the first data-parallel rank that holds these rows."""
+        steps = zip(self.device_mesh.get_coordinate() or (), self.row_shards.strides, strict=False)
         return all(stride or c == 0 for c, stride in steps)
 
     def pieces(self) -> list[Self]:
-        """The pieces that were cut one by one, each as a tensor of its own; views.
+        """Return the fused sub-tensors that tensor parallelism split one by one, as views.
 
         Raises:
-            ValueError: They are pieces of another dimension than rows.
+            ValueError: The sub-tensors are fused along another dimension than rows.
         """
-        tensor = self._row_shards.tensor
-        if tensor is None or len(tensor.pieces) < 2:
+        shards, (first, last) = self.row_shards, self.local_rows
+        if shards.tensor is None or len(shards.tensor.pieces) < 2:
             return [self]
-        if tensor.dim not in (None, 0):
-            raise ValueError(f"pieces along dimension {tensor.dim} are not blocks of rows")
-        found, start = [], 0
-        for number, length in enumerate(tensor.pieces):
-            found.append(self._narrowed(start, start + length, tensor.only(number)))
-            start += length
+        if shards.tensor.dim not in (None, 0):
+            raise ValueError(f"pieces along dimension {shards.tensor.dim} are not blocks of rows")
+        tensor, found, start = dataclasses.replace(shards.tensor, pieces=()), [], 0
+        for length in shards.tensor.pieces:
+            end = start + length
+            held = [[min(max(row, start), end) - start for row in r] for r in shards.row_ranges]
+            piece = RowShards([(low, high) for low, high in held], shards.strides, tensor)
+            low, high = (min(max(row, first), last) - first for row in (start, end))
+            local, shape = self._local_tensor.detach()[low:high], (length, *self.part_shape[1:])
+            found.append(self.from_rows(local, self.device_mesh, piece, tensor.global_shape(shape)))
+            start = end
         return found
 
-    def _narrowed(self, start: int, end: int, tensor: TensorShard | None) -> Self:
-        first, last = self.local_rows
-        low, high = min(max(first, start), last), min(max(first, end), last)
-        shards = self._row_shards.narrowed(start, end, tensor)
-        return self.from_rows(
-            self._local_tensor.detach()[low - first : high - first],
-            self.device_mesh,
-            shards,
-            shards.global_shape((end - start, *self.part_shape[1:])),
+    @override
+    def __tensor_flatten__(self) -> Any:
+        """Reject tracing: torch.compile would rebuild a DTensor with even rows."""
+        leave_to_python(f"a sharded tensor of shape {tuple(self.shape)}")
+        return super().__tensor_flatten__()  # type: ignore[no-untyped-call]
+
+    @override
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copy the local rows; the mesh and the row ranges are shared."""
+        return memo.setdefault(id(self), self._over(self._local_tensor.detach().clone()))
+
+    def __copy__(self) -> Any:
+        """Return another tensor over the same local rows."""
+        return self._over(self._local_tensor.detach())
+
+    def _over(self, local: torch.Tensor) -> Any:
+        is_param = isinstance(self, torch.nn.Parameter)
+        return _as_param(rows_like(local, self), is_param, self.requires_grad)
+
+    @override
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle this rank's rows and which rows all ranks hold, without process groups."""
+        del protocol
+        shards = self.row_shards
+        shards = dataclasses.replace(shards, saved=shards.held(self.local_rows))
+        rows = self._local_tensor.detach(), self.device_mesh, shards, tuple(self.shape)
+        return saved_rows, (
+            type(self),
+            rows,
+            isinstance(self, torch.nn.Parameter),
+            self.requires_grad,
         )
 
+    @override
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """Return the local rows, sharing memory. Differentiable.
+
+        Raises:
+            ValueError: `grad_placements` are not the placements of this tensor.
+        """
+        if grad_placements is not None and tuple(grad_placements) != self._spec.placements:
+            raise ValueError(
+                f"to_local: the gradient of local rows has placements {self._spec.placements}, "
+                f"not grad_placements={tuple(grad_placements)}; omit grad_placements"
+            )
+        return local_rows(self) if torch.is_grad_enabled() else self._local_tensor
+
+    @override
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """Gather the whole tensor on every rank. Collective over the mesh; differentiable.
+
+        Args:
+            grad_placements: Placement of its gradient per mesh axis: `Replicate()` (the default) if
+                ranks compute the same gradient, `Partial()` if their gradients must be summed.
+
+        Raises:
+            ValueError: `grad_placements` contains a `Shard`.
+        """
+        if grad_placements is not None and any(p.is_shard() for p in grad_placements):
+            raise ValueError(
+                f"full_tensor: the gradient of the whole tensor of shape {tuple(self.shape)} "
+                f"cannot be placed as {tuple(grad_placements)}; grad_placements takes Replicate() "
+                "(equal on all ranks, the default) and Partial() (summed over ranks) per mesh axis"
+            )
+
+        def to_rows(grad: torch.Tensor) -> Any:
+            if grad_placements is not None:
+                grad = DTensor.from_local(grad, self.device_mesh, grad_placements).full_tensor()
+            return in_rows_of(self, grad)
+
+        def gather(rows: DTensor) -> torch.Tensor:
+            # A gradient that autograd has summed is a plain DTensor.
+            return whole_of(rows_like(rows._local_tensor.detach(), self))
+
+        whole: torch.Tensor = linear(self, gather, _gradient_for(self, to_rows))
+        return whole if cut_axes(self) else whole.clone()
+
     def chunks(self) -> list[Chunk]:
-        """The blocks of the whole tensor that are here, from integers alone."""
-        return list(self._row_shards.chunks(self.local_rows, self.part_shape))
+        """Return the blocks of the whole tensor that this rank holds."""
+        return list(self.row_shards.chunks(self.local_rows, self.part_shape))
 
     @override
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        """What torch's distributed checkpoint writes for this rank: its blocks, or nothing.
+        """Return the write items of torch's distributed checkpoint: this rank's blocks.
 
-        A tensor without elements has no blocks and is written as one, or its name would be missing.
+        A tensor without elements has no blocks and is written as one empty block, since its name
+        would be missing otherwise.
         """
         del object
         chunks = self.__create_chunk_list__()
         if not self.numel():
             chunks = [ChunkStorageMetadata(torch.Size([0] * self.ndim), self.shape)]
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk=chunk,
-                    properties=TensorProperties.create_from_tensor(self._local_tensor),
-                    size=self.shape,
-                ),
-            )
-            for chunk in chunks
+        about = TensorProperties.create_from_tensor(self._local_tensor)
+        items = [
+            (MetadataIndex(fqn, c.offsets), TensorWriteData(c, about, self.shape)) for c in chunks
         ]
+        return [WriteItem(index, WriteItemType.SHARD, tensor_data=data) for index, data in items]
 
     @override
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """Offsets and sizes of this rank's blocks."""
-        return [
-            ChunkStorageMetadata(offsets=torch.Size(c.offsets), sizes=torch.Size(c.sizes))
-            for c in self.chunks()
-        ]
+        """Return the offsets and sizes of this rank's blocks."""
+        blocks = [(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in self.chunks()]
+        return [ChunkStorageMetadata(offsets, sizes) for offsets, sizes in blocks]
 
     @override
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        """A block, which torch's distributed checkpoint reads from and writes into."""
+        """Return a block, which torch's distributed checkpoint reads and writes."""
         for chunk in self.chunks():
             if index.offset is None or tuple(index.offset) == chunk.offsets:
                 return self._local_tensor[chunk.local]
@@ -179,8 +319,72 @@ class ShardedRows(AttributesAtOnce):
         raise ValueError(f"this rank holds no block of {index.fqn} that starts at {index.offset}")
 
 
+def _read_grad(self: ShardedRows) -> torch.Tensor | None:
+    grad: torch.Tensor | None = without_torch_function(raw_grad, None, (self,))
+    if grad is None:
+        empty = self.placeholder_grad
+        return empty if empty is not None and all_ranks_caller(sys._getframe(1)) else None
+    # Autograd sums several gradients of losses of the sharded parameter into a DTensor.
+    return rows_like(local_of(grad), self) if type(grad) is DTensor else grad
+
+
+def _write_grad(self: ShardedRows, value: torch.Tensor | None = None) -> None:
+    without_torch_function(set_raw_grad, None, (self, value))
+    if self.placeholder_grad is not None:
+        self.placeholder_grad = None
+
+
+ShardedRows.grad = property(_read_grad, _write_grad, _write_grad)  # type: ignore[assignment]
+
+
+def saved_rows(cls: type[ShardedRows], rows: Any, is_param: bool, requires_grad: bool) -> Any:
+    """Rebuild a sharded tensor from a file.
+
+    Args:
+        cls: Class of the tensor.
+        rows: Arguments of `from_rows`: rows of the rank that saved the tensor, and the row ranges
+            of all ranks. The mesh may have no process groups.
+        is_param: Whether the tensor is a parameter.
+        requires_grad: Whether the tensor requires a gradient.
+    """
+    return _as_param(cls.from_rows(*rows), is_param, requires_grad)
+
+
+def _as_param(made: Any, is_param: bool, requires_grad: bool) -> Any:
+    if is_param:
+        return torch.nn.Parameter(made, requires_grad=requires_grad)
+    return made.requires_grad_(requires_grad)
+
+
+torch.serialization.add_safe_globals([saved_rows])
+
+
+def with_rows_of(value: Any, like: Any) -> ShardedRows | None:
+    """Convert a plain DTensor over the local rows of a sharded parameter into a sharded tensor.
+
+    Transformer Engine's optimizers wrap state of local rows as a `DTensor` with the parameter's
+    placements.
+
+    Args:
+        value: Any object.
+        like: The parameter.
+
+    Returns:
+        A sharded tensor that shares memory with the value; `None` if the value is not such a
+        DTensor.
+    """
+    if type(value) is not DTensor or not isinstance(like, ShardedRows):
+        return None
+    local, spec, theirs = value._local_tensor, like._spec, value._spec
+    is_alike = theirs.shape == spec.shape and theirs.placements == spec.placements
+    is_alike = is_alike and theirs.mesh == spec.mesh and local.shape == local_of(like).shape
+    # With torch's own `Shard`, the rows are an even chunk, which may have the same length.
+    is_torchs = Shard in map(type, theirs.placements)
+    return rows_like(local, like) if is_alike and not is_torchs else None
+
+
 def rows_like[DTensorT: DTensor](local: torch.Tensor, like: DTensorT) -> DTensorT:
-    """A DTensor that is sharded as another one, over other rows. No communication, no copy.
+    """Wrap local rows as a DTensor sharded like another one. No communication, no copy.
 
     Args:
         local: As many rows as this rank has of `like`, of any dtype, on any device, detached.
@@ -190,106 +394,178 @@ def rows_like[DTensorT: DTensor](local: torch.Tensor, like: DTensorT) -> DTensor
     if local.dtype != like.dtype:
         meta = TensorMeta(like.shape, spec.stride, local.dtype)
         spec = DTensorSpec(like.device_mesh, spec.placements, tensor_meta=meta)
-    # `from_local` costs more than most operations.
+    # `from_local` takes longer than most operations.
     result: Any = DTensor.__new__(type(like), local, spec, requires_grad=False)
     if isinstance(like, ShardedRows):
-        result._row_shards = like._row_shards
+        result.row_shards = like.row_shards
     return cast("DTensorT", result)
 
 
 local_of: Callable[[torch.Tensor], torch.Tensor] = operator.attrgetter("_local_tensor")
-"""The local rows of a sharded tensor themselves, where `to_local()` makes a new view.
+"""The local tensor of a sharded tensor; `to_local()` makes a view of it.
 
-In C, as it is asked for several times a step of every parameter.
+In C, since each step reads it several times per parameter.
 """
 
 
 def rows_of(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor, sharded or not, sharing its memory."""
+    """Return this rank's part of a tensor, sharded or not, sharing memory."""
     return local_of(tensor) if isinstance(tensor, ShardedRows) else tensor.detach()
 
 
-plain_attributes: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
-"""Read and write `grad`, `requires_grad`, ... of DTensors without their Python dispatch."""
+def add_to_rows(
+    params: Sequence[torch.Tensor], rows: Sequence[torch.Tensor], *, alpha: float
+) -> None:
+    """Add plain tensors to the local rows in place, in one operation.
+
+    Args:
+        params: Parameters, sharded or not. Their version counters are incremented.
+        rows: One tensor per parameter, of the shape of its local rows.
+        alpha: Factor of `rows`.
+    """
+    torch._foreach_add_([rows_of(param) for param in params], list(rows), alpha=alpha)
+    torch.autograd.graph.increment_version(params)
+
+
+plain_attributes: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunction
+"""Read and write `grad`, `requires_grad`, ... of DTensors without any Python dispatch."""
 
 
 def in_rows_of(target: ShardedRows, source: Any) -> Any:
-    """What to copy into a target's local rows from a source of any distribution."""
+    """Return the rows of a source, distributed or not, that the target holds on this rank."""
     if isinstance(source, ShardedRows):
-        stored = source._row_shards.holders.stored
-        if source._row_shards == target._row_shards:
-            if stored is None:
-                return source
-            if stored == target._row_shards.held(target.local_rows):
-                return rows_like(source._local_tensor, target)
-        if stored is not None:
+        shards, saved = source.row_shards, source.row_shards.saved
+        if shards == target.row_shards and saved in (None, shards.held(target.local_rows)):
+            return rows_like(source._local_tensor, target) if saved else source
+        if saved is not None:
             raise ValueError(
                 f"a tensor of shape {tuple(source.shape)} that one rank saved with torch.save "
-                f"holds other rows than this rank has of the parameter of shape "
-                f"{tuple(target.shape)}: load the file of this rank, with the same ranks, mesh and "
-                "sharding, or save with megatron_fsdp_v2.checkpoint or "
+                "holds other rows than this rank has of the parameter: load the file of this rank "
+                "at the same ranks, mesh and sharding, or save with megatron_fsdp_v2.checkpoint or "
                 "torch.distributed.checkpoint, which load at any"
             )
     if not isinstance(source, torch.Tensor) or source.shape != target.shape:
         return source
     full = source.full_tensor() if isinstance(source, DTensor) else source
-    local = torch.empty_like(target._local_tensor)
+    local = torch.empty_like(target._local_tensor, dtype=full.dtype)
     for chunk in target.chunks():
-        block = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))
-        local[chunk.local] = full[block].to(local.device, local.dtype)
+        local[chunk.local] = full[chunk.block].to(local.device)
     return rows_like(local, target)
 
 
 def whole_of(tensor: ShardedRows) -> torch.Tensor:
-    """The whole tensor, on every rank; its own memory where ranks hold all. Collective.
+    """Gather the whole tensor on every rank; no copy if each rank holds all of it. Collective.
 
     Rows are gathered axis by axis, padded to the longest range; the padding is dropped.
 
     Raises:
-        RuntimeError: It was loaded from a file, and other ranks are not there.
+        RuntimeError: The tensor was loaded from a file that holds one rank's rows.
     """
-    mesh, shards = tensor.device_mesh, tensor._row_shards
-    if shards.holders.stored is not None:
+    mesh, shards = tensor.device_mesh, tensor.row_shards
+    if shards.saved is not None:
         raise RuntimeError(
-            f"a sharded tensor of shape {tuple(tensor.shape)} that was loaded from a file has one "
-            "rank's rows and no process groups; load it into a model that is sharded like the one "
-            "it was saved from, and take the parameter's full_tensor()"
+            f"a sharded tensor of shape {tuple(tensor.shape)} loaded from a file has one rank's "
+            "rows; load it into a model that is sharded alike, and gather the parameter"
         )
-    if shards.is_replicated:
-        return tensor._local_tensor.detach()
-    local, part = tensor._local_tensor.detach(), tensor.part_shape
+    local, part, axes = tensor._local_tensor.detach(), tensor.part_shape, cut_axes(tensor)
+    if not axes:
+        return local
     longest = max(end - start for start, end in shards.row_ranges)
-    piece = local.new_zeros((longest, *part[1:]))
-    piece[: local.shape[0]] = local
-    sharded_axes = [axis for axis, stride in enumerate(shards.strides) if stride]
-    for axis in reversed(sharded_axes):
-        piece = all_gather(piece, mesh, axis)
-    sizes = [mesh.size(axis) for axis in sharded_axes]
-    full = local.new_zeros(part)
-    for number, block in enumerate(torch.split(piece, longest)) if longest else ():
-        coordinate = torch.unravel_index(torch.tensor(number), sizes) if sizes else ()
-        index = sum(
-            int(c) * shards.strides[axis] for c, axis in zip(coordinate, sharded_axes, strict=True)
-        )
-        start, end = shards.row_ranges[index]
-        full[start:end] = block[: end - start]
-    return _join_parts(full, mesh, shards.tensor)
+    blocks = local.new_zeros((longest, *part[1:]))
+    blocks[: local.shape[0]] = local
+    for axis in reversed(axes):
+        group, own = mesh.get_group(axis), blocks
+        blocks = own.new_empty((mesh.size(axis) * own.shape[0], *own.shape[1:]))
+        with naming_failures("all-gather of a whole tensor (full_tensor)", group):
+            all_gather_single(blocks, own, group=group)
+    full = local.new_zeros(tensor.shape)
+    # Coordinates of ranks in the order of blocks; 0 along axes whose ranks hold equal rows.
+    places = [range(mesh.size(axis)) if axis in axes else (0,) for axis in range(mesh.ndim)]
+    for place, block in zip(
+        itertools.product(*places), torch.split(blocks, longest or 1), strict=False
+    ):
+        for chunk in shards.chunks(shards.rows_at(place), part, place[-1]):
+            full[chunk.block] = block[chunk.local]
+    return full
 
 
-def all_gather(piece: torch.Tensor, mesh: DeviceMesh, axis: int) -> torch.Tensor:
-    """What all ranks along a mesh axis have of the same shape, joined along dimension 0."""
-    gathered = piece.new_empty((mesh.size(axis) * piece.shape[0], *piece.shape[1:]))
-    group = mesh.get_group(axis)
-    with naming_failures("all-gather of a whole tensor (full_tensor)", group):
-        all_gather_single(gathered, piece.contiguous(), group=group)
-    return gathered
+def cut_axes(tensor: DTensor) -> list[int]:
+    """Return the mesh axes along which a DTensor is not replicated."""
+    placements = enumerate(tensor._spec.placements)
+    return [axis for axis, placement in placements if not placement.is_replicate()]
 
 
-def _join_parts(part: torch.Tensor, mesh: DeviceMesh, tensor: TensorShard | None) -> torch.Tensor:
-    """The whole, from the parts of all tensor-parallel ranks."""
-    if tensor is None or tensor.dim is None or tensor.size == 1:
-        return part
-    parts = torch.chunk(all_gather(part, mesh, mesh.ndim - 1), tensor.size)
-    lengths = list(tensor.lengths(part.shape[tensor.dim]))
-    pieces = zip(*(torch.split(p, lengths, tensor.dim) for p in parts), strict=True)
-    return torch.cat([torch.cat(same, tensor.dim) for same in pieces], tensor.dim)
+# -- autograd --------------------------------------------------------------------------------------
+
+
+class _Linear(torch.autograd.Function):
+    """A linear function between DTensors and plain tensors, with its adjoint for the backward."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, source: Any, function: Any, adjoint: Any) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.function, ctx.adjoint = function, adjoint
+        return function(source if isinstance(source, DTensor) else source.detach())
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *grads: Any) -> Any:
+        grad = None if grads[0] is None else linear(grads[0], ctx.adjoint, ctx.function)
+        return grad, None, None
+
+
+def linear(source: Any, function: Callable[[Any], Any], adjoint: Callable[[Any], Any]) -> Any:
+    """Apply a linear function. Autograd applies its adjoint in the backward."""
+    if not is_tracked(source):
+        return function(source)
+    return _Linear.apply(source, function, adjoint)  # type: ignore[no-untyped-call]
+
+
+def local_part(source: Any) -> Any:
+    """Return the local tensor of a DTensor or of its gradient, detached, sharing memory."""
+    if not isinstance(source, DTensor):
+        return source
+    if any(placement.is_partial() for placement in source._spec.placements):
+        return source.full_tensor().detach()
+    return source._local_tensor.detach()
+
+
+def _gradient_for(like: DTensor, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return `function` as an adjoint that first orders the accumulation into `like.grad`."""
+
+    def adjoint(grad: Any) -> Any:
+        if isinstance(like, ShardedRows) and like.is_leaf:
+            like.row_shards.info.before_direct_gradient()
+        return function(grad)
+
+    return adjoint
+
+
+class Overwrite(torch.autograd.Function):
+    """Replace the local values of a DTensor. Autograd records an in-place operation."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, target: Any, local: Any) -> Any:
+        ctx.mark_dirty(target)
+        target._local_tensor.copy_(local)
+        return target
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return None, local_rows(grads[0])
+
+
+def is_tracked(*values: Any) -> bool:
+    """Whether autograd records operations on these values."""
+    return torch.is_grad_enabled() and any(
+        isinstance(value, torch.Tensor) and value.requires_grad for value in values
+    )
+
+
+def local_rows(source: DTensor) -> torch.Tensor:
+    """Return the local tensor of a DTensor. Differentiable."""
+    to_rows = _gradient_for(source, lambda local: rows_like(local.detach(), source))
+    return cast("torch.Tensor", linear(source, local_part, to_rows))

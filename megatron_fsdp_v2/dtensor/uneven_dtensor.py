@@ -1,134 +1,71 @@
-"""Sharded parameters, and what operations make of them.
+"""Sharded parameters, and the rules by which operations run: on local rows or on whole tensors.
 
-`rule_of` says what each function of torch does with an `UnevenDTensor`; how it is done with rows,
-or with the whole, is in `operators`. What a sharded tensor is by itself is said by `ShardedRows`.
+An elementwise operation (`keeps_rows`) runs on each rank's rows, and its result is sharded like its
+input. Every other operation gathers its operands, runs on whole plain tensors and returns
+replicated DTensors.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast, override
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.optim import optimizer as optimizers
+from torch.utils import _foreach_utils
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from megatron_fsdp_v2._compiler import leave_to_python
-from megatron_fsdp_v2.dtensor.foreach import choose_foreach_for, run_on_rows
-from megatron_fsdp_v2.dtensor.found_inf import unscale_and_check
-from megatron_fsdp_v2.dtensor.norms import local_norms, order_of
-from megatron_fsdp_v2.dtensor.operators import (
-    Rule,
-    as_dtensors,
-    common_rule,
-    gathered,
-    in_rows,
-    is_tracked,
-    keeps_rows,
-    local_rows,
-    norm_of_all,
-    on_rows,
-    on_whole,
-    replicated,
-    run,
-    sum_of_all,
+from megatron_fsdp_v2.dtensor.attributes import COMPUTED, FastAttributes
+from megatron_fsdp_v2.dtensor.norms import (
+    ShardedNorm,
+    check_meshes,
+    local_norms,
+    order_of,
+    unscale_and_check,
 )
-from megatron_fsdp_v2.dtensor.optimizer_kinds import stepped_by_all
-from megatron_fsdp_v2.dtensor.row_shards import RowShards, knows_rows
+from megatron_fsdp_v2.dtensor.optimizer_kinds import RejectedError, rejected, stepped_by_all
 from megatron_fsdp_v2.dtensor.sharded_rows import (
+    Overwrite,
     ShardedRows,
+    cut_axes,
     in_rows_of,
+    is_tracked,
+    linear,
     local_of,
+    local_part,
+    local_rows,
     plain_attributes,
     rows_like,
     rows_of,
 )
 
-__all__ = ["UnevenDTensor", "local_of", "plain_attributes", "rows_of", "with_rows_of"]
+__all__ = [
+    "UnevenDTensor",
+    "local_of",
+    "plain_attributes",
+    "rows_of",
+]
+
+type Rule = Callable[[Callable[..., Any], Any, dict[str, Any]], Any]
+"""Runs a function of torch with positional and keyword arguments."""
 
 
 class UnevenDTensor(ShardedRows):
-    """A `ShardedRows` that operations of torch may be run on."""
-
-    @override
-    def _with_rows(self, grad: torch.Tensor) -> torch.Tensor:
-        # Autograd summed several gradients of a loss of the sharded parameter into a DTensor.
-        return rows_like(local_of(grad), self)
+    """A `ShardedRows` that runs every operation of torch by one of the rules of this file."""
 
     @classmethod
     @override
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operation on the rows that are here, or on the whole."""
-        return run(rule_of(func), func, args, kwargs)
-
-    @override
-    def __tensor_flatten__(self) -> Any:
-        """What it consists of, for torch's subclass machinery.
-
-        Compiled, it would become a DTensor, whose rows torch has its own idea of.
-        """
-        leave_to_python(f"a sharded tensor of shape {tuple(self.shape)}")
-        return super().__tensor_flatten__()  # type: ignore[no-untyped-call]
-
-    @override
-    def __deepcopy__(self, memo: dict[int, Any]) -> UnevenDTensor:
-        """Copy the local rows; the mesh and the row ranges are shared."""
-        if id(self) not in memo:
-            memo[id(self)] = self._over(self._local_tensor.detach().clone())
-        copied: UnevenDTensor = memo[id(self)]
-        return copied
-
-    def __copy__(self) -> UnevenDTensor:
-        """Another tensor over the same local rows."""
-        return self._over(self._local_tensor.detach())
-
-    def _over(self, local: torch.Tensor) -> UnevenDTensor:
-        is_param = isinstance(self, torch.nn.Parameter)
-        return _trained(rows_like(local, self), is_param, self.requires_grad)
-
-    @override
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle this rank's rows and which rows all ranks hold, and nothing of their groups."""
-        del protocol
-        is_param = isinstance(self, torch.nn.Parameter)
-        return stored_rows, (
-            self._local_tensor.detach(),
-            self.device_mesh,
-            self._row_shards.packed(),
-            self._row_shards.held(self.local_rows),
-            tuple(self.shape),
-            (is_param, self.requires_grad),
-        )
-
-    @override
-    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """The rows that are here, sharing memory. Differentiable.
-
-        Raises:
-            ValueError: Gradients of rows are to be placed in another way than those.
-        """
-        if grad_placements is not None and tuple(grad_placements) != self._spec.placements:
-            raise ValueError(
-                f"to_local: gradients of rows are placed as {self._spec.placements}, and not as "
-                f"grad_placements says, {tuple(grad_placements)}; leave it out"
-            )
-        return local_rows(self) if torch.is_grad_enabled() else self._local_tensor
-
-    @override
-    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """Gather the whole tensor on every rank. Collective over the mesh; differentiable.
-
-        Args:
-            grad_placements: How its gradient is placed along every mesh axis: `Replicate()` (the
-                default) where ranks compute the same with it, `Partial()` where their gradients
-                are to be summed.
-        """
-        whole = gathered(self, grad_placements)
-        return whole.clone() if self._row_shards.is_replicated else whole
+        """Run an operation on the local rows or on the whole tensor."""
+        return _run(rule_of(func), func, args, kwargs)
 
     @override
     def redistribute(
@@ -137,7 +74,7 @@ class UnevenDTensor(ShardedRows):
         placements: Sequence[Placement] | None = None,
         **kwargs: Any,
     ) -> DTensor:
-        """Return self for unchanged placements; else gather, and place that. Collective.
+        """Return self for unchanged placements; else gather and redistribute. Collective.
 
         Arguments are those of `DTensor.redistribute`. Differentiable.
         """
@@ -145,117 +82,492 @@ class UnevenDTensor(ShardedRows):
         target = self.placements if placements is None else tuple(placements)
         if mesh == self.device_mesh and target == self.placements:
             return self
-        whole = replicated(gathered(self), self.device_mesh)
+        whole = replicated(self.full_tensor(), self.device_mesh)
         return whole.redistribute(mesh, target, **kwargs)
 
 
-def stored_rows(
-    local: torch.Tensor,
-    mesh: DeviceMesh,
-    packed: tuple[Any, ...],
-    held: tuple[int, ...],
-    shape: tuple[int, ...],
-    parameter: tuple[bool, bool],
-) -> UnevenDTensor:
-    """A sharded tensor as it comes from a file.
+# Allows torch.load(weights_only=True) of sharded tensors.
+torch.serialization.add_safe_globals([UnevenDTensor])
 
-    Args:
-        local: Rows of the rank that saved it.
-        mesh: The mesh they were sharded over; it may have no process groups here.
-        packed: Which rows all ranks held, of `RowShards.packed`.
-        held: What the rank held that saved it, of `RowShards.held`.
-        shape: Global shape.
-        parameter: Whether it is a parameter, and whether it requires a gradient.
-    """
-    shards = RowShards.unpacked(packed, mesh, held)
-    return _trained(UnevenDTensor.from_rows(local, mesh, shards, shape), *parameter)
-
-
-def _trained(made: UnevenDTensor, is_param: bool, requires_grad: bool) -> UnevenDTensor:
-    """A tensor just made, as a parameter if it is to be one."""
-    if is_param:
-        return cast(UnevenDTensor, torch.nn.Parameter(made, requires_grad=requires_grad))
-    return cast(UnevenDTensor, made.requires_grad_(requires_grad))
-
-
-# So that torch.load(weights_only=True) takes sharded tensors.
-torch.serialization.add_safe_globals([stored_rows])
-
-
-def with_rows_of(value: Any, like: Any) -> UnevenDTensor | None:
-    """A plain DTensor as what it is: rows of the same numbers as those of an uneven one.
-
-    Transformer Engine's optimizers wrap what they compute of local rows as a `DTensor` with the
-    placements of the parameter.
-
-    Args:
-        value: Anything.
-        like: The parameter.
-
-    Returns:
-        An `UnevenDTensor` that shares memory with the value; `None` for everything else.
-    """
-    if type(value) is not DTensor or not isinstance(like, UnevenDTensor):
-        return None
-    local = value._local_tensor
-    is_whole = like._row_shards.is_replicated
-    placements = value._spec.placements
-    if (
-        value.shape != like.shape
-        or local.shape != like._local_tensor.shape
-        or value.device_mesh != like.device_mesh
-        or not (placements == like._spec.placements if is_whole else knows_rows(placements))
-    ):
-        return None
-    return rows_like(local, like)
-
-
-# -- what each function does -----------------------------------------------------------------------
+_KEEP_ROWS = (
+    "absolute bfloat16 bool byte char contiguous cpu cuda divide double empty_like fill float "
+    "full_like half int long masked_fill multiply negative ones_like rsub short subtract to "
+    "true_divide type type_as where zero zeros_like"
+)
+"""Names of elementwise functions that torch does not tag as pointwise."""
 
 
 @functools.cache
-def rule_of(func: Any) -> Rule:
-    """What a function of torch does with an `UnevenDTensor`."""
-    name = getattr(func, "__name__", "")
-    if name in ("__get__", "__set__") and func.__self__.__name__ == "data":
-        return _get_data if name == "__get__" else _set_data
-    found = _SPECIAL.get(func) or _SPECIAL_NAMES.get(name) or common_rule(func)
-    if found is not None:
-        return found
+def keeps_rows(name: str) -> bool:
+    """Return whether a function computes every element from elements at the same index."""
+    base = name.strip("_")
+    if name.startswith("__r") and not hasattr(torch.ops.aten, base):
+        base = base[1:]  # as in 1 / tensor
+    if base in _KEEP_ROWS.split():
+        return True
+    packet: Any = getattr(torch.ops.aten, base, None)
+    overloads = [getattr(packet, each) for each in getattr(packet, "overloads", list)()]
+    tags = [
+        each.tags
+        for each in overloads
+        if isinstance(each._schema.arguments[0].type, torch.TensorType)
+        and not any(argument.is_out for argument in each._schema.arguments)
+    ]
+    return base != "equal" and bool(tags) and all(torch.Tag.pointwise in each for each in tags)
+
+
+# -- on the local rows -----------------------------------------------------------------------------
+
+
+def on_rows(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run an elementwise operation on local rows.
+
+    Returns:
+        Its result, sharded like its operands. Operands that cannot be combined row by row are
+        passed to `on_whole`.
+    """
+    first = next((arg for arg in args if isinstance(arg, ShardedRows)), None)
+    name = func.__name__
+    is_in_place = name[-1] == "_" and (name[-2] != "_" or name.startswith("__i"))
+    is_written = is_in_place or "out" in kwargs
+    target: Any = kwargs.get("out", args[0] if args else None)
+    if first is None or (is_written and not isinstance(target, ShardedRows)):
+        return on_whole(func, args, kwargs)
+    tracked = is_tracked(*args, *kwargs.values())
+    if is_in_place and tracked and first.is_leaf and first.requires_grad:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)  # raises autograd's error
+    try:
+        local = [_rows_beside(first, arg, tracked) for arg in args]
+        named = {key: _rows_beside(first, arg, tracked) for key, arg in kwargs.items()}
+    except _NeedsWholeError:
+        return on_whole(func, args, kwargs)
+    result = func(*local, **named)
+    if result is named.get("out", local[0]):
+        if is_written and tracked:
+            Overwrite.apply(target, result)  # type: ignore[no-untyped-call]
+        elif is_written:
+            torch.autograd.graph.increment_version(target)
+        return target
+
+    def sharded(item: torch.Tensor) -> Any:
+        if not tracked:
+            return rows_like(item, first)
+        return linear(item, lambda local: rows_like(local, first), local_part)
+
+    if isinstance(result, tuple):
+        return type(result)(map(sharded, result))
+    return sharded(result) if isinstance(result, torch.Tensor) else result
+
+
+class _NeedsWholeError(Exception):
+    """The operands cannot be combined row by row."""
+
+
+def _rows_beside(first: ShardedRows, value: Any, tracked: bool) -> Any:
+    """Convert an argument for an operation on local rows."""
+    if not isinstance(value, torch.Tensor):
+        if isinstance(value, list):
+            raise _NeedsWholeError
+        return value
+    if isinstance(value, ShardedRows):
+        if not _is_alike(first, value):
+            raise _NeedsWholeError
+        return local_rows(value) if tracked else value._local_tensor
+    if (tracked and value.requires_grad) or not (value.ndim == 0 or isinstance(value, DTensor)):
+        raise _NeedsWholeError
+    value = value.full_tensor() if isinstance(value, DTensor) else value
+    if value.ndim == 0:
+        return value
+    try:
+        whole = value.expand(first.shape)
+    except RuntimeError:
+        raise _NeedsWholeError from None
+    return in_rows_of(first, whole)._local_tensor
+
+
+def _is_alike(mine: DTensor, other: DTensor) -> bool:
+    """Whether two DTensors have equal placements, so that their local parts can be combined."""
+    rows, others = getattr(mine, "row_shards", None), getattr(other, "row_shards", None)
+    # Results and optimizer states share this object with their parameter.
+    if rows is not None and rows is others:
+        return True
+    if rows != others:
+        return False
+    spec, theirs = mine._spec, other._spec
+    is_same = spec.shape == theirs.shape and spec.placements == theirs.placements
+    return is_same and spec.mesh == theirs.mesh and not any(p.is_partial() for p in spec.placements)
+
+
+_LISTS_OF_WHOLES = ("_foreach_max", "_foreach_mm", "_foreach_powsum")
+"""Reductions, and products of matrices (torch 2.15)."""
+
+
+def on_lists(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run a foreach or fused operation on the local rows of lists of tensors.
+
+    A list may mix sharded tensors with plain tensors and DTensors of torch.
+
+    Returns:
+        Its result; each tensor is sharded like the first operand at its index. Operations that
+        need whole tensors or that autograd records are passed to `on_whole`.
+    """
+    first, name = args[0], func.__name__
+
+    def beside(value: Any) -> Any:
+        if isinstance(value, list | tuple) and value and isinstance(value[0], torch.Tensor):
+            return [_place_beside(mine, other) for mine, other in zip(first, value, strict=True)]
+        return _place_beside(None, value) if isinstance(value, torch.Tensor) else value
+
+    tracked = torch.is_grad_enabled() and is_tracked(*tree_leaves((args, kwargs)))
+    if name in _LISTS_OF_WHOLES or tracked:
+        return on_whole(func, args, kwargs)
+    try:
+        local, named = list(map(beside, args)), {k: beside(value) for k, value in kwargs.items()}
+    except _NeedsWholeError:
+        return on_whole(func, args, kwargs)
+    results = func(*local, **named)
+    if name.endswith("_"):
+        # In-place foreach and fused operations advance no version counter by themselves.
+        torch.autograd.graph.increment_version([t for t in first if isinstance(t, DTensor)])
+        return first
+    pairs = zip(results, first, strict=True)
+    return type(results)(rows_like(r, f) if isinstance(f, DTensor) else r for r, f in pairs)
+
+
+def _place_beside(mine: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
+    """Convert an operand at one index of the lists for an operation on local rows."""
+    if isinstance(mine, ShardedRows):
+        # Most optimizer states share this object with their parameter.
+        is_alike = isinstance(other, ShardedRows) and other.row_shards is mine.row_shards
+        return local_of(other) if is_alike else _rows_beside(mine, other, tracked=False)
+    if not isinstance(other, DTensor):
+        if other.ndim and isinstance(mine, DTensor):
+            raise _NeedsWholeError
+        return other
+    if cut_axes(other) and not (type(mine) is DTensor is type(other) and _is_alike(mine, other)):
+        raise _NeedsWholeError
+    return other._local_tensor
+
+
+# -- on the whole ----------------------------------------------------------------------------------
+
+
+def replicated(local: torch.Tensor, mesh: DeviceMesh) -> ReplicatedDTensor:
+    """Wrap a tensor that is equal on all ranks as a DTensor."""
+
+    def wrap(local: torch.Tensor) -> Any:
+        meta = TensorMeta(local.shape, local.stride(), local.dtype)
+        spec = DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=meta)
+        return DTensor.__new__(ReplicatedDTensor, local, spec, requires_grad=False)
+
+    return cast("ReplicatedDTensor", linear(local, wrap, local_part))
+
+
+class ReplicatedDTensor(FastAttributes):
+    """The result of an operation on whole tensors: equal on all ranks.
+
+    Attributes:
+        bases: The sharded tensors that it is a view of. Writes into it are copied to them.
+    """
+
+    bases: Sequence[_Whole] = ()
+
+    @classmethod
+    @override
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the operation on local tensors, as DTensor may have no rule for it."""
+        rule = rule_of(func)
+        # The result of detach() must keep its bases.
+        is_common = rule in _COMMON and not func.__name__.startswith("detach")
+        return _run(rule if is_common else on_whole, func, args, kwargs)
+
+
+def on_whole(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run any operation on whole plain tensors. Collective if an operand is sharded.
+
+    Writes into an operand, or later into a view of it, are copied back to its rows.
+
+    Returns:
+        Its result, with tensors as replicated DTensors.
+
+    Raises:
+        RuntimeError: An operand is a plain tensor, which may differ between ranks; or a write
+            cannot be copied back to rows.
+        ValueError: Operands are distributed over different meshes.
+    """
+    name = getattr(func, "__name__", str(func))
+    leaves, structure = tree_flatten((args, kwargs))
+    tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}
+    mesh = _common_mesh(name, list(tensors.values()))
+    wholes = {key: _Whole(name, tensor) for key, tensor in tensors.items()}
+    plain = [wholes[id(leaf)].plain if id(leaf) in wholes else leaf for leaf in leaves]
+    plain_args, plain_kwargs = tree_unflatten(plain, structure)
+    result = func(*plain_args, **plain_kwargs)
+    unseen = set(map(id, _written_unseen(func, name, args, kwargs)))
+    for key, whole in wholes.items():
+        whole.write_back(is_written=key in unseen)
+    sources = {id(whole.plain): whole.tensor for whole in wholes.values()}
+
+    def distributed(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or id(leaf) in sources:
+            return sources.get(id(leaf), leaf)
+        if leaf.layout is not torch.strided or leaf.is_quantized:
+            raise RuntimeError(
+                f"{name} of a sharded tensor returns one of layout {leaf.layout}; compute with "
+                "full_tensor()"
+            )
+        made = replicated(leaf, mesh)
+        bases = [base for whole in wholes.values() for base in whole.bases]
+        memory = leaf.untyped_storage()._cdata
+        made.bases = [base for base in bases if base.plain.untyped_storage()._cdata == memory]
+        return made
+
+    return tree_map(distributed, result)
+
+
+def _common_mesh(name: str, operands: Sequence[torch.Tensor]) -> DeviceMesh:
+    """Return the mesh of the sharded operands; an error if they cannot be combined."""
+    plain = [o for o in operands if not isinstance(o, DTensor | ShardedNorm)]
+    # An optimizer that all ranks step computes the same plain tensors on every rank.
+    if any(operand.ndim for operand in plain) and stepped_by_all() is None:
+        raise _mixed(name, operands, [tuple(operand.shape) for operand in plain])
+    meshes = [operand.device_mesh for operand in operands if isinstance(operand, FastAttributes)]
+    check_meshes(name, meshes)
+    return meshes[0]
+
+
+def _mixed(name: str, operands: Sequence[torch.Tensor], shapes: Sequence[Any]) -> RuntimeError:
+    """Return the error for an operation that mixes sharded and plain tensors."""
+    for operand in operands:
+        label = operand.row_shards.label if isinstance(operand, ShardedRows) else None
+        if label is not None and isinstance(operand, torch.nn.Parameter):
+            return RuntimeError(
+                f"{name} computes with {label}, which is sharded: this rank holds some of its "
+                "rows. Its module or weight was used outside of the forward of the unit that "
+                "gathers it. Call unshard() on that unit before and reshard() after, or register "
+                "the method with register_fsdp_forward_method(unit, name), or call fully_shard on "
+                "the module itself, before its unit"
+            )
+    return RuntimeError(
+        f"{name} mixes sharded tensors, or what was computed from them, with plain tensors of "
+        f"shapes {shapes}, which may differ between ranks; make those DTensors "
+        "(distribute_tensor), or compute with full_tensor()"
+    )
+
+
+def _written_unseen(func: Any, name: str, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
+    """Yield operands that a foreach operation or a custom operator writes, by its schema.
+
+    These operations advance no version counters.
+    """
     if name.startswith(("_foreach_", "_fused_")):
-        return _on_lists
-    return on_rows if keeps_rows(name) else on_whole
+        func = getattr(torch.ops.aten, name, func)
+    if isinstance(func, torch._ops.OpOverloadPacket):
+        func = getattr(func, func.overloads()[0])  # type: ignore[no-untyped-call]
+    declared = func._schema.arguments if isinstance(func, torch._ops.OpOverload) else ()
+    for index, argument in enumerate(declared):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from tree_leaves(args[index] if index < len(args) else kwargs.get(argument.name))
 
 
-def _on_lists(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    result = run_on_rows(func, args, kwargs)
-    return on_whole(func, args, kwargs) if result is NotImplemented else result
+class _Whole:
+    """An operand of an operation on whole tensors. Writes into it are copied back to its rows.
+
+    Attributes:
+        tensor: The operand.
+        plain: The whole operand as a plain tensor.
+        version: Version of the operand when `plain` was made.
+    """
+
+    def __init__(self, name: str, tensor: torch.Tensor) -> None:
+        self._name = name
+        self.tensor = self.plain = tensor
+        self.version = tensor._version
+        if any(base.tensor._version != base.version for base in self.bases):
+            raise self._rejected("reads a view that was made before a change of")
+        if isinstance(tensor, ReplicatedDTensor):
+            self.plain = local_rows(tensor)
+        elif isinstance(tensor, DTensor | ShardedNorm):
+            self.plain = tensor.full_tensor()
+        self._before = self.plain._version, self.plain.grad_fn
+
+    @property
+    def bases(self) -> Sequence[_Whole]:
+        """The sharded tensors that the operand is a view of."""
+        if isinstance(self.tensor, ReplicatedDTensor):
+            return self.tensor.bases
+        return [self] if isinstance(self.tensor, ShardedRows) else ()
+
+    def write_back(self, *, is_written: bool) -> None:
+        """Copy what the operation wrote back into the operand and into its bases.
+
+        Args:
+            is_written: Whether the operation writes it without advancing its version counter.
+        """
+        tensor: Any = self.tensor
+        plain = self.plain
+        if not is_written and self._before == (plain._version, plain.grad_fn):
+            return
+        if plain.shape != tensor.shape:
+            raise self._rejected("changes the shape of")
+        is_torchs = type(tensor) is DTensor and bool(cut_axes(tensor))
+        if plain.grad_fn is not self._before[1] and isinstance(tensor, DTensor):
+            if self.bases or is_torchs:
+                raise self._rejected("writes, recorded by autograd, into")
+            Overwrite.apply(tensor, plain)  # type: ignore[no-untyped-call]
+            return
+        for base in self.bases:
+            rows = in_rows_of(cast("ShardedRows", base.tensor), base.plain.detach())
+            with torch.no_grad():
+                local_of(base.tensor).copy_(local_of(rows))
+            torch.autograd.graph.increment_version(base.tensor)
+            base.version = base.tensor._version
+        if is_torchs:
+            whole = replicated(plain.detach(), tensor.device_mesh)
+            with torch.no_grad():
+                tensor.copy_(whole.redistribute(placements=tensor.placements))
+        elif isinstance(tensor, DTensor) and not isinstance(tensor, ShardedRows):
+            torch.autograd.graph.increment_version(tensor)
+
+    def _rejected(self, what: str) -> RuntimeError:
+        return RuntimeError(
+            f"{self._name} {what} a sharded tensor (shape {tuple(self.tensor.shape)}); compute "
+            "another tensor, and copy_() it over the sharded one"
+        )
+
+
+# -- rules for sharded and replicated tensors ------------------------------------------------------
+
+
+def _run(rule: Rule, func: Any, args: Any, kwargs: dict[str, Any] | None) -> Any:
+    """Run a function by its rule. An error in an optimizer's step names the optimizer."""
+    try:
+        return rule(func, args, kwargs or {})
+    except Exception as error:
+        optimizer = None if isinstance(error, RejectedError) else stepped_by_all()
+        if optimizer is None:
+            raise
+        raise rejected(optimizer, str(error) or type(error).__name__) from error
+
+
+def as_dtensors(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run a function by DTensor's own rule. The result is sharded like the first operand."""
+    with torch._C.DisableTorchFunctionSubclass():
+        result = func(*args, **kwargs)
+    like = next((value for value in (*args, *kwargs.values()) if isinstance(value, DTensor)), None)
+    return in_rows(result, like)
+
+
+def in_rows(result: Any, like: Any) -> Any:
+    """Convert a DTensor that torch made from a sharded tensor into a sharded tensor."""
+    if type(result) is not DTensor or not isinstance(like, ShardedRows):
+        return result
+    # `ShardedRows` adds no storage, so the object can change class in place.
+    result.__class__ = type(like)
+    made = cast("ShardedRows", result)
+    made.row_shards = like.row_shards
+    if made.dtype == like.dtype:
+        # DTensor caches results per mesh layout; the cached mesh may have dead process groups.
+        made._spec = like._spec
+    return made
+
+
+def _reject_random(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    raise RuntimeError(
+        f"{func.__name__} of a sharded tensor draws random numbers, which would differ between "
+        "ranks; draw from generators in the same state, and compute with full_tensor()"
+    )
+
+
+def _backward(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """Run `Tensor.backward` or `torch.autograd.backward` from local tensors. No communication."""
+    given = inspect.signature(func).bind(*args, **kwargs).arguments
+    tensors = _sequence(given.get("tensors", given.get("self")))
+    grads = _sequence(given.get("grad_tensors", given.get("gradient")))
+    with torch.enable_grad():
+        roots = [local_rows(t) if isinstance(t, DTensor) else t for t in tensors]
+    grads = grads or [None] * len(roots)
+    create_graph = bool(given.get("create_graph"))
+    keeps_graph = given.get("retain_graph")
+    # Calls the engine directly: `torch.autograd.backward` would dispatch here again for its
+    # `inputs`, and disabling the dispatch would also disable it for hooks in the backward.
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.run_backward(
+        tuple(roots),
+        tuple(map(_local_gradient, tensors, roots, grads)),
+        create_graph if keeps_graph is None else keeps_graph,
+        create_graph,
+        tuple(_sequence(given.get("inputs"))),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
+
+
+def _sequence(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list | tuple) else () if value is None else (value,)
+
+
+def _local_gradient(tensor: Any, root: torch.Tensor, grad: Any) -> torch.Tensor:
+    """Return the gradient of a tensor's local part, given the gradient of the tensor."""
+    if grad is None:
+        if tensor.numel() != 1:
+            raise RuntimeError("grad can be implicitly created only for scalar outputs")
+        return torch.ones_like(root)
+    if isinstance(tensor, ShardedRows):
+        return local_rows(in_rows_of(tensor, grad))
+    return local_rows(grad) if isinstance(grad, ReplicatedDTensor) else grad
+
+
+def _grad(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    if stepped_by_all() is not None and not any(o.requires_grad for o in _sequence(args[0])):
+        raise RuntimeError("it differentiates gradients, which are sums over ranks without a graph")
+    with torch._C.DisableTorchFunctionSubclass():
+        grads = func(*args, **kwargs)
+    return tuple(map(in_rows, grads, _sequence(args[1])))
+
+
+_AS_DTENSORS = (
+    "__hash__ __len__ __repr__ _has_compatible_shallow_copy_type can_cast constant_ data_ptr "
+    "detach detach_ get_device has_names is_complex is_contiguous is_floating_point is_inference "
+    "is_nonzero is_pinned numel "
+    "is_same_size is_shared is_signed kaiming_normal_ kaiming_uniform_ nelement ndimension "
+    "pin_memory register_post_accumulate_grad_hook requires_grad_ result_type retain_grad "
+    "share_memory_ storage_offset untyped_storage "
+    # Every rank draws random numbers for its own rows.
+    "alpha_dropout bernoulli bernoulli_ cauchy_ dropout exponential_ feature_alpha_dropout "
+    "geometric_ log_normal_ normal_ rand_like randint_like randn_like random_ uniform_"
+)
+"""Names of functions that read no values or write all elements; DTensor runs them locally."""
+
+_DRAWS_OF_ALL = (
+    "binomial dropout1d dropout2d dropout3d fractional_max_pool2d fractional_max_pool3d "
+    "gumbel_softmax multinomial normal pca_lowrank poisson rrelu rrelu_ svd_lowrank"
+)
+"""Names of functions that draw random numbers for the whole tensor."""
+
+# -- rules for sharded tensors only ----------------------------------------------------------------
 
 
 def _reject_storage(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    # What safetensors asks for.
+    # Called by safetensors.
     raise RuntimeError(
-        f"a sharded tensor of shape {tuple(args[0].shape)} has no storage of its own: this "
-        "rank holds some of its rows. Write a gathered state dict "
-        "(get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) of "
-        "torch.distributed.checkpoint.state_dict), or save with "
+        f"this rank holds some rows of a sharded tensor of shape {tuple(args[0].shape)}. Write a "
+        "gathered state dict (torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
+        "options=StateDictOptions(full_state_dict=True))), or save with "
         "megatron_fsdp_v2.checkpoint.save and export"
     )
 
 
-def _get_data(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    # `.data` has a version counter of its own, and a write through it would go unseen.
-    return args[0].detach()
-
-
 def _set_data(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    """Copy values, where `.data = ...` would give the DTensor storage nobody shards."""
+    """Copy the values into the local rows; a real assignment would replace their storage."""
     target, value = args
     if value.shape != target.shape or value.dtype != target.dtype:
         raise ValueError(
-            f"a sharded tensor of shape {tuple(target.shape)} and {target.dtype} cannot take the "
-            f"data of a tensor of shape {tuple(value.shape)} and {value.dtype}; change shapes and "
-            "dtypes before sharding"
+            f"a sharded tensor of shape {tuple(target.shape)} and {target.dtype} cannot take data "
+            f"of shape {tuple(value.shape)} and {value.dtype}; change both before sharding"
         )
     with torch.no_grad():
         target.detach().copy_(value)
@@ -263,8 +575,8 @@ def _set_data(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
 
 def _data_ptr(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if stepped_by_all() is not None:
-        # What depends on it would be done on some ranks only.
-        raise RuntimeError("it asks for the address of a tensor, of which every rank has another")
+        # The optimizer may branch on the address, which differs between ranks.
+        raise RuntimeError("it asks for the address of a tensor, which differs between ranks")
     return as_dtensors(func, args, kwargs)
 
 
@@ -275,56 +587,36 @@ def _copy(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return on_rows(func, (target, in_rows_of(target, source), *more), kwargs)
 
 
-def _set_item(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    # A mask has the same rows; values that it selects are counted over all of them.
-    is_one = not isinstance(args[2], torch.Tensor) or args[2].ndim == 0
-    keeps = is_one and isinstance(args[1], UnevenDTensor)
-    return (on_rows if keeps else on_whole)(func, args, kwargs)
+def _set_item(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    target, index, value = args
+    is_mask = isinstance(index, UnevenDTensor) and index.dtype == torch.bool
+    # A tensor of several values is assigned to masked elements counted over all ranks' rows.
+    if is_mask and not (isinstance(value, torch.Tensor) and value.ndim):
+        target.masked_fill_(index, value)
+    else:
+        on_whole(func, args, kwargs)
 
 
 def _new(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """A new tensor, which nobody has to gather anything for."""
-    source, *sizes = args
-    if "size" in kwargs:
-        size = tuple(kwargs["size"])
-        kwargs = {key: value for key, value in kwargs.items() if key != "size"}
-    elif not sizes or isinstance(sizes[0], int):
-        size, sizes = tuple(sizes), []
-    else:
-        size = tuple(sizes.pop(0))
-    made = func(source._local_tensor, tuple(source._local_tensor.shape), *sizes, **kwargs)
-    if size == source.shape:
-        return rows_like(made, source)
-    return replicated(func(source._local_tensor, size, *sizes, **kwargs), source.device_mesh)
-
-
-def _sum_or_mean(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    (source, *dims), dtype = args, kwargs.get("dtype")
-    if dims or not kwargs.keys() <= {"dtype"} or not isinstance(source, UnevenDTensor):
-        return on_whole(func, args, kwargs)
-    if func.__name__ == "sum":
-        return sum_of_all(source, **kwargs)
-    if not (dtype or source.dtype).is_floating_point or not source.numel():
-        return on_whole(func, args, kwargs)
-    return sum_of_all(source, **kwargs) / source.numel()
+    """Return a new tensor, sharded if it has the shape of its source. No communication."""
+    source, mesh = args[0], args[0].device_mesh
+    made = func(local_of(source), *args[1:], **kwargs)
+    return in_rows_of(source, made) if made.shape == source.shape else replicated(made, mesh)
 
 
 def _norm(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    order = args[1] if len(args) > 1 else kwargs.get("p", kwargs.get("ord", 2.0))
-    order = 2.0 if order in (None, "fro") else order
-    source = args[0]
-    if (
-        len(args) > 2
-        or not kwargs.keys() <= {"p", "ord"}
-        or not isinstance(source, UnevenDTensor)
-        or not isinstance(order, int | float)
-        or order < 1
-    ):
+    """Return the p-norm of all elements without a gather, for p of at least 1."""
+    source, rest = args[0], [*args[1:], *kwargs.values()]
+    order = rest[0] if rest and rest[0] not in (None, "fro") else 2.0
+    is_of_all = len(rest) < 2 and kwargs.keys() <= {"p", "ord"} and isinstance(order, int | float)
+    if not is_of_all or order < 1 or is_tracked(source):
         return on_whole(func, args, kwargs)
-    is_clipped = func is torch.linalg.vector_norm and stepped_by_all() is None
-    if is_clipped and not is_tracked(source):
-        return local_norms([source], float(order))[0]
-    return norm_of_all(source, float(order))
+    (norm,) = local_norms([source], float(order))
+    if func is torch.linalg.vector_norm and stepped_by_all() is None:
+        return norm
+    # All ranks hold the parameter, including those without a gradient.
+    norm.empty = frozenset()
+    return replicated(norm.full_tensor(), source.device_mesh)
 
 
 def _norms(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -335,10 +627,9 @@ def _norms(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return [torch.linalg.vector_norm(tensor, order) for tensor in args[0]]
     is_ours = [type(tensor) is UnevenDTensor for tensor in args[0]]
     ours = iter(local_norms(list(itertools.compress(args[0], is_ours)), order))
-    # A list may have FSDP2's DTensors and plain tensors among ours, as a loop over them may.
-    others = [tensor for tensor in args[0] if type(tensor) is not UnevenDTensor]
-    theirs = iter([torch.linalg.vector_norm(tensor, order) for tensor in others])
-    return [next(ours if mine else theirs) for mine in is_ours]
+    # A list may mix sharded tensors with FSDP2's DTensors and plain tensors.
+    pairs = zip(args[0], is_ours, strict=True)
+    return [next(ours) if mine else torch.linalg.vector_norm(t, order) for t, mine in pairs]
 
 
 def _register_hook(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -347,24 +638,46 @@ def _register_hook(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return func(tensor, lambda grad: hook(in_rows(grad, tensor)))
 
 
-_SPECIAL: dict[Any, Rule] = {
-    torch._amp_foreach_non_finite_check_and_unscale_: lambda func, args, kwargs: unscale_and_check(
-        *args, **kwargs
-    ),
-}
-_SPECIAL_NAMES: dict[str, Rule] = {
+_COMMON = (as_dtensors, _reject_random, _backward, _grad)
+"""Rules that apply to replicated results as well as to sharded tensors."""
+
+_RULES: dict[Any, Rule] = {
+    **dict.fromkeys(_AS_DTENSORS.split(), as_dtensors),
+    **dict.fromkeys(_DRAWS_OF_ALL.split(), _reject_random),
+    **dict.fromkeys((f"{name}.__get__" for name in COMPUTED), on_whole),
+    **dict.fromkeys(("new_empty", "new_full", "new_ones", "new_zeros"), _new),
+    "_amp_foreach_non_finite_check_and_unscale_": unscale_and_check,
     "__setitem__": _set_item,
     "_foreach_norm": _norms,
     "copy_": _copy,
+    # `data` has its own version counter in torch, which would hide writes.
+    "data.__get__": lambda func, args, kwargs: args[0].detach(),
+    "data.__set__": _set_data,
     "data_ptr": _data_ptr,
     "linalg_vector_norm": _norm,
-    "mean": _sum_or_mean,
     "norm": _norm,
     "register_hook": _register_hook,
     "storage": _reject_storage,
-    "sum": _sum_or_mean,
-    **dict.fromkeys(("new_empty", "new_full", "new_ones", "new_zeros"), _new),
+    torch.Tensor.backward: _backward,
+    torch.autograd.backward: _backward,
+    torch.autograd.grad: _grad,
 }
 
 
-choose_foreach_for(UnevenDTensor)
+@functools.cache
+def rule_of(func: Any) -> Rule:
+    """Return the rule by which a function of torch runs on an `UnevenDTensor`."""
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__", "__delete__"):
+        return _RULES.get(f"{func.__self__.__name__}.{name}", as_dtensors)
+    if func in _RULES or name in _RULES:
+        return _RULES.get(func) or _RULES[name]
+    if name.startswith(("_foreach_", "_fused_")):
+        return on_lists
+    return on_rows if keeps_rows(name) else on_whole
+
+
+# Optimizers and clipping use foreach and fused implementations for the exact types in two lists, to
+# which `torch.distributed.tensor` adds DTensor but not its subclasses.
+for _module in (optimizers, _foreach_utils):
+    getattr(_module, "_foreach_supported_types", []).append(UnevenDTensor)

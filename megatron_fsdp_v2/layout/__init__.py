@@ -1,1 +1,1 @@
-"""Which elements live where: pure integers, dtypes and frozen dataclasses, no tensors."""
+"""Layouts of flat buffers, dtypes and placements. Integers and frozen dataclasses, no tensors."""

@@ -1,11 +1,11 @@
-"""Pure layout of a flat buffer: which elements of which parameter live on which shard.
+"""Layout of a flat buffer: which elements of which parameter are on which shard.
 
-A group of parameters is laid out one after the other in one flat buffer that is cut into
-`num_shards` equal slices. Each parameter is contiguous, so that after an all-gather it is a
-view of the gathered buffer, and a slice boundary inside a parameter always falls between two of
-its granules (rows, blocks of rows, or the whole tensor), so that each shard is a `Shard(0)` slice
-of it. Slices and parameters start at multiples of an `Alignment`. Gaps between parameters pay for
-all of that. All numbers are elements, never bytes.
+The parameters of a group are laid out one after the other in one flat buffer of `num_shards` equal
+slices. Each parameter is contiguous, so after an all-gather it is a view of the gathered buffer. A
+slice boundary inside a parameter always falls between two of its granules (rows, blocks of rows, or
+the whole tensor), so each shard is a `Shard(0)` slice of the parameter. Slices and parameters start
+at multiples of an `Alignment`. Gaps between parameters (padding) satisfy these constraints. All
+numbers are elements, never bytes.
 
 `BufferLayout.plan([(5, 4), (2, 6), (3,)], num_shards=3)` of a matrix `A` with 5 rows of 4, a matrix
 `B` with 2 rows of 6 and a vector `c` of 3 gives slices of 12 elements:
@@ -14,13 +14,14 @@ all of that. All numbers are elements, never bytes.
     |   B[0]    |   B[1]    | A[0]  | A[1]  | A[2]  | A[3]  | A[4]  |  c  |.|
     |        shard 0        |        shard 1        |        shard 2        |
 
-`A` and `B` stand where boundaries (at 12 and 24) fall between rows, `c` where it fits, and one
-element (`.`) is a gap. Shard 1 is rows 0 to 2 of `A`, shard 2 rows 3 and 4 of it and all of `c`;
-shard 0 has no row of `A`, which is `Shard(0)` with an empty first shard.
+`A` and `B` are placed such that boundaries (at 12 and 24) fall between rows, `c` fills the
+remaining space, and one element (`.`) is a gap. Shard 1 holds rows 0 to 2 of `A`, shard 2 rows 3
+and 4 of `A` and all of `c`; shard 0 holds no row of `A`, which is `Shard(0)` with an empty first
+shard.
 
-Since starts and boundaries are both aligned, a parameter is cut after whole *strides*: the least
-common multiple of its granule and of what its start is a multiple of. The search knows parameters
-as items `(numel, stride)`, and starts an item at multiples of `gcd(stride, line)`.
+Since starts and boundaries are both aligned, a parameter is split at multiples of its *stride*: the
+least common multiple of its granule and of the alignment of its start. The search represents
+parameters as items `(numel, stride)`, and starts an item at multiples of `gcd(stride, line)`.
 """
 
 from __future__ import annotations
@@ -33,14 +34,66 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, overload, override
 
-from megatron_fsdp_v2.layout.alignment import UNALIGNED, Alignment
+__all__ = [
+    "LINE_NBYTES",
+    "UNALIGNED",
+    "WORD_NBYTES",
+    "Alignment",
+    "BufferLayout",
+    "Granularity",
+    "ParamSlot",
+    "admissible_slice",
+    "smallest_slice",
+]
 
-__all__ = ["BufferLayout", "Granularity", "ParamSlot", "admissible_slice", "smallest_slice"]
+LINE_NBYTES = 128
+"""Bytes of a GPU's cache line. Kernels and collectives are fastest on data aligned to it."""
+
+WORD_NBYTES = 16
+"""Bytes of a GPU thread's widest load; an alignment that e.g. grouped products require."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alignment:
+    """Alignment of the starts of slices and parameters, in elements.
+
+    Attributes:
+        line: Slices, and parameters of at least a line, start at multiples of it. A power of two.
+        word: Shorter parameters, which may share a line, start at multiples of it. A power of two,
+            not above `line`.
+    """
+
+    line: int = 1
+    word: int = 1
+
+    @classmethod
+    def of(cls, itemsize: float) -> Alignment:
+        """Strongest alignment for an element size in bytes: a power of two; 0.5 for 4 bits."""
+        return cls(int(max(LINE_NBYTES // itemsize, 1)), int(max(WORD_NBYTES // itemsize, 1)))
+
+    def start(self, numel: int) -> int:
+        """Alignment of the start of a parameter with `numel` elements."""
+        return self.line if numel >= self.line else self.word
+
+    def stride(self, numel: int, granule: int) -> int:
+        """Elements between two possible split points of a parameter, counted from its start.
+
+        Start and split points are aligned, and whole granules are between them.
+        """
+        return math.lcm(granule, self.start(numel))
+
+    def weaker(self) -> Alignment:
+        """The next weaker alignment: half the line, down to a word; then `UNALIGNED`."""
+        return Alignment(self.line // 2, self.word) if self.line > self.word else UNALIGNED
+
+
+UNALIGNED = Alignment()
+"""No alignment of slices and parameters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Granularity:
-    """What a shard boundary must not cut: a row, a block of rows, or a tensor.
+    """The smallest block that a shard boundary never splits: a row, a block of rows, or a tensor.
 
     Attributes:
         rows: Rows in a granule; 0 stands for the whole tensor.
@@ -68,7 +121,7 @@ class Granularity:
         )
 
     def granule_numel(self, shape: Sequence[int]) -> int:
-        """Elements of one uncuttable granule of a parameter of this shape (at least 1)."""
+        """Elements of one granule of a parameter of this shape (at least 1)."""
         row = math.prod(shape[1:])
         granule = math.prod(shape) if self.rows == 0 else min(self.rows, shape[0]) * row
         return max(granule, 1)
@@ -76,7 +129,7 @@ class Granularity:
 
 @dataclass(frozen=True, slots=True)
 class ParamSlot:
-    """One parameter's place in the flat buffer.
+    """Position of one parameter in the flat buffer.
 
     Attributes:
         shape: Global shape.
@@ -112,7 +165,7 @@ class BufferLayout:
         slots: One per parameter, in the order the parameters were given (offsets need not rise).
         num_shards: Number of slices.
         shard_numel: Elements of a slice.
-        alignment: What slices and parameters start at multiples of.
+        alignment: Alignment of the starts of slices and parameters.
     """
 
     slots: tuple[ParamSlot, ...]
@@ -152,13 +205,13 @@ class BufferLayout:
         Parameters are placed by descending stride, so that matrices keep their natural alignment;
         smaller ones fill the gaps before. The slice size starts at the lower bound
         `ceil(total / num_shards)` and grows through the multiples of the line at which every long
-        parameter's cuts can fall between its granules, until everything fits.
+        parameter can be split between its granules, until everything fits.
 
         Args:
             shapes: Global shapes, each with at least one dimension.
             num_shards: Number of slices, at least 1.
-            granularity: What must not be cut.
-            alignment: What slices and parameters start at multiples of; none by default.
+            granularity: The smallest block that is never split.
+            alignment: Alignment of the starts of slices and parameters; none by default.
 
         Returns:
             A layout whose slots are in the order of `shapes`.
@@ -196,7 +249,7 @@ class BufferLayout:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A short hash that is equal on two ranks exactly when their layouts are."""
+        """A short hash that is equal on two ranks if and only if their layouts are equal."""
         text = repr((self.num_shards, self.shard_numel, self.slots))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -204,12 +257,12 @@ class BufferLayout:
         """Elements of parameter `index` on neighboring slices, counted from the parameter's start.
 
         Args:
-            index: Position of the parameter in `slots`.
+            index: Index of the parameter in `slots`.
             first: The first slice.
-            count: How many there are.
+            count: Number of slices.
 
         Returns:
-            `(start, end)`, with `start == end` where the slices hold nothing of it.
+            `(start, end)`, with `start == end` if the slices hold no element of the parameter.
         """
         slot = self.slots[index]
         start = min(max(first * self.shard_numel - slot.offset, 0), slot.numel)
@@ -219,7 +272,7 @@ class BufferLayout:
     def local_rows(self, index: int, first: int, count: int = 1) -> tuple[int, int]:
         """`local_range` in rows of dimension 0: `(first row, one past the last row)`.
 
-        The first slice has the rows of a parameter without elements.
+        The rows of a parameter without elements are on the first slice.
         """
         slot = self.slots[index]
         if not slot.numel:
@@ -228,11 +281,11 @@ class BufferLayout:
         return start // slot.row_numel, end // slot.row_numel
 
     def row_ranges(self, index: int) -> RowRanges:
-        """`local_rows` of every slice, computed when asked for: there may be thousands."""
-        return RowRanges(self, index, 0, self.slots[index].shape[0])
+        """`local_rows` of every slice, computed lazily: there may be thousands of slices."""
+        return RowRanges(self, index)
 
     def index_at(self, element: int) -> int | None:
-        """Which parameter an element of the flat buffer is of; None for padding."""
+        """Index of the parameter that an element of the buffer belongs to; None for padding."""
         for index, slot in enumerate(self.slots):
             if slot.offset <= element < slot.end:
                 return index
@@ -250,7 +303,7 @@ class BufferLayout:
         return gaps
 
     def empty_shards(self) -> set[int]:
-        """Slices that hold nothing but padding."""
+        """Return the slices that hold only padding."""
         if not self.shard_numel:
             return set(range(self.num_shards))
         empty: set[int] = set()
@@ -262,15 +315,15 @@ class BufferLayout:
 def admissible_slice(items: Iterable[tuple[int, int]], at_least: int, line: int = 1) -> int:
     """Smallest slice size from `at_least` on that no single parameter rules out.
 
-    A parameter that cannot avoid having two slice boundaries inside it needs a slice that is a
-    multiple of its stride. It can avoid that from a certain size on (`_free_from`), so the size
-    grows to a common multiple of the strides of those that cannot, or to where one of them is
-    free.
+    A parameter that always contains two slice boundaries needs a slice that is a multiple of its
+    stride. From a certain slice size on (`_free_from`) a placement with one boundary exists. The
+    size therefore grows to a common multiple of the strides of the constrained parameters, or to
+    the size at which one of them is no longer constrained.
 
     Args:
-        items: `(numel, stride)` of each parameter; repeated ones change nothing.
-        at_least: Where the search starts.
-        line: What a slice is a multiple of.
+        items: `(numel, stride)` of each parameter; duplicates have no effect.
+        at_least: Slice size at which the search starts.
+        line: Alignment of a slice.
 
     Returns:
         A lower bound of the slice size of any layout of these parameters whose slices have
@@ -279,7 +332,7 @@ def admissible_slice(items: Iterable[tuple[int, int]], at_least: int, line: int 
     free_from = sorted(((_free_from(*item), item[1]) for item in set(items)), reverse=True)
     size = -(-at_least // line) * line
     while free_from:
-        # Ascending from the end of the list: those already free at this size drop out for good.
+        # Ascending from the end of the list: parameters that are free at this size stay free.
         while free_from and free_from[-1][0] <= size:
             free_from.pop()
         if not free_from:
@@ -293,9 +346,9 @@ def admissible_slice(items: Iterable[tuple[int, int]], at_least: int, line: int 
 
 
 def _free_from(numel: int, stride: int) -> int:
-    """Slice size from which a parameter can lie with at most one boundary inside, between strides.
+    """Slice size from which a parameter can be placed with at most one boundary inside.
 
-    Cut after `k` strides, both sides must fit in a slice.
+    If the boundary is after `k` strides, both sides must fit in a slice.
     """
     half = numel // (2 * stride)
     return min(max(k * stride, numel - k * stride) for k in (half, half + 1))
@@ -308,14 +361,10 @@ class RowRanges(Sequence[tuple[int, int]]):
     Attributes:
         layout: The layout.
         param: Index of the parameter in it.
-        first: First row that counts, from where rows are counted.
-        last: One past the last one.
     """
 
     layout: BufferLayout
     param: int
-    first: int
-    last: int
 
     @override
     def __len__(self) -> int:
@@ -334,17 +383,11 @@ class RowRanges(Sequence[tuple[int, int]]):
             return [self[i] for i in range(*shard.indices(len(self)))]
         if not -len(self) <= shard < len(self):
             raise IndexError(f"slice {shard} of {len(self)}")
-        start, end = self.layout.local_rows(self.param, shard % len(self))
-        start, end = (min(max(row, self.first), self.last) - self.first for row in (start, end))
-        return start, end
-
-    def narrowed(self, first: int, last: int) -> RowRanges:
-        """The same for rows `first` to `last` of these."""
-        return RowRanges(self.layout, self.param, self.first + first, self.first + last)
+        return self.layout.local_rows(self.param, shard % len(self))
 
 
 def _cuts_fit(offset: int, numel: int, granule: int, shard_numel: int) -> bool:
-    """Whether every slice boundary strictly inside a parameter falls between two granules."""
+    """Return whether every slice boundary inside a parameter falls between two granules."""
     if numel == 0 or shard_numel == 0:
         return True
     first = (offset // shard_numel + 1) * shard_numel
@@ -357,11 +400,11 @@ def _cuts_fit(offset: int, numel: int, granule: int, shard_numel: int) -> bool:
 
 
 def _first_fit(start: int, numel: int, stride: int, shard_numel: int, line: int) -> int | None:
-    """Smallest aligned offset from `start` on with the boundaries inside an item between strides.
+    """Smallest aligned offset from `start` on at which boundaries inside an item fall on strides.
 
-    Offsets repeat with the slice, so it is the first aligned one, or the next one whose first
-    boundary comes after a whole number of strides, or one of these two counted from the next
-    boundary.
+    Offsets repeat with the slice, so the result is the first aligned offset, or the next offset
+    whose first boundary comes after a whole number of strides, or one of these two counted from
+    the next boundary.
     """
     boundary = (start // shard_numel + 1) * shard_numel
     for begin in (start + -start % math.gcd(stride, line), boundary):
@@ -375,10 +418,10 @@ def _first_fit(start: int, numel: int, stride: int, shard_numel: int, line: int)
 def _place(
     items: Sequence[tuple[int, int]], order: Sequence[int], shard_numel: int, line: int
 ) -> tuple[list[int], int] | None:
-    """Place `(numel, stride)` items in an order, each in the first gap before, or at the end.
+    """Place `(numel, stride)` items in order, each in the first gap that fits, or at the end.
 
     Returns:
-        Offsets and the end of the last item, or `None` where an item meets two boundaries that
+        Offsets and the end of the last item, or `None` if an item contains two boundaries that
         cannot both fall between its strides.
     """
     cursor = 0
@@ -393,7 +436,7 @@ def _place(
                 offsets[index] = offset
                 widest = max((end - start for start, end in gaps), default=0)
                 continue
-        # Almost always the item fits right behind its predecessor, and this sees it fast.
+        # Fast path: the item almost always fits right behind its predecessor.
         room = -cursor % shard_numel
         if room % stride == 0 and shard_numel % stride == 0:
             offset = cursor
@@ -412,7 +455,7 @@ def _place(
 def _fill_gap(
     gaps: list[tuple[int, int]], numel: int, stride: int, shard_numel: int, line: int
 ) -> int | None:
-    """Take the offset for an item out of the first gap it fits in, or give none."""
+    """Place an item in the first gap that fits and return its offset, or return None."""
     for position, (start, end) in enumerate(gaps):
         if end - start >= numel:
             offset = _first_fit(start, numel, stride, shard_numel, line)
@@ -424,15 +467,15 @@ def _fill_gap(
 
 
 _MAX_GAPS = 64
-"""Gaps that later items are tried in; more only arise where nothing may be cut."""
+"""Number of gaps that later items are tried in; more arise only for unsplittable tensors."""
 
 
 def _orders(items: Sequence[tuple[int, int]]) -> list[list[int]]:
-    """Orders worth trying, the first being by descending stride: matrices keep their alignment.
+    """Candidate orders; the first is by descending stride, so that matrices keep their alignment.
 
-    Of a few parameters all orders are tried, which is exact: in a given order, the first offset
-    that fits is best for all that follow. Of some more, also the order by descending size, which
-    saves a few elements; among many it only takes time.
+    For a few parameters all orders are tried, which is exact: in a given order, the first offset
+    that fits is best for all later items. For more parameters the order by descending size is also
+    tried, which saves a few elements; for many parameters only the first order is used.
     """
     indices = range(len(items))
     by_stride = sorted(indices, key=lambda i: (-items[i][1], -items[i][0], i))
@@ -448,10 +491,10 @@ def _orders(items: Sequence[tuple[int, int]]) -> list[list[int]]:
 
 
 _MAX_PERMUTED = 4
-"""Parameters up to which every order is tried."""
+"""Maximum number of parameters for which every order is tried."""
 
 _MAX_REORDERED = 64
-"""Parameters up to which a second order is tried."""
+"""Maximum number of parameters for which a second order is tried."""
 
 
 def smallest_slice(
@@ -459,14 +502,14 @@ def smallest_slice(
 ) -> tuple[int, list[int]]:
     """Smallest slice size found for `(numel, stride)` items, and their offsets.
 
-    Goes through the sizes that no single item rules out, from the lower bound
-    `ceil(total / num_shards)` on: to where what ran out of room would have it, or to the next
-    multiple of a long item's stride, where that item needs no gaps.
+    Tries the sizes that no single item rules out, from the lower bound `ceil(total / num_shards)`
+    on. The next size is the one at which the last items would fit, or the next multiple of a long
+    item's stride, at which that item needs no gaps.
 
     Args:
-        items: Elements of each parameter, and those after which it may be cut.
+        items: `(numel, stride)` of each parameter.
         num_shards: Number of slices, at least 1.
-        line: What a slice is a multiple of; an item starts at multiples of `gcd(stride, line)`.
+        line: Alignment of a slice; an item starts at multiples of `gcd(stride, line)`.
     """
     size = admissible_slice(items, -(-sum(numel for numel, _ in items) // num_shards), line)
     orders = _orders(items)
@@ -479,7 +522,7 @@ def smallest_slice(
                 if placed[1] <= num_shards * size:
                     return size, placed[0]
                 needed = min(needed, -(-placed[1] // num_shards))
-        # Steps grow with the attempts, so that these are few; small sizes are all gone through.
+        # Steps grow with the number of attempts, which limits attempts; all small sizes are tried.
         attempt += 1
         target = size + 1
         if size >= _SMALL_SLICE:
@@ -492,4 +535,4 @@ def smallest_slice(
 
 
 _SMALL_SLICE = 1024
-"""Slices below this size are searched element by element, or line by line."""
+"""Slices below this size are searched in steps of one element, or of one line."""

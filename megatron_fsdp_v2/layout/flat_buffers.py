@@ -1,7 +1,7 @@
-"""The flat buffers of a unit: which parameters share one, and its layout, aligned.
+"""The flat buffers of a unit: the parameters of each buffer, and its aligned layout.
 
-Slices and parameters start at multiples of 128 bytes where that keeps the padding promised; the
-rule that says what gives where it does not is `aligned_buffers`. `docs/layout.md` has the numbers.
+Slices and parameters start at multiples of 128 bytes if the padding stays within its bound;
+otherwise `aligned_buffers` weakens the alignment. `docs/layout.md` has the numbers.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import lru_cache
 
-from megatron_fsdp_v2.layout.alignment import UNALIGNED, Alignment
-from megatron_fsdp_v2.layout.buffer_layout import BufferLayout, Granularity
+from megatron_fsdp_v2.layout.buffer_layout import UNALIGNED, Alignment, BufferLayout, Granularity
 from megatron_fsdp_v2.layout.split import NEGLIGIBLE, TOLERANCE, split_for_padding
 
 __all__ = ["aligned_buffers", "flat_buffers"]
@@ -27,17 +26,18 @@ def flat_buffers[ItemT, KeyT: Hashable](
     num_shards: int,
     granularity: Granularity,
 ) -> Iterator[tuple[KeyT, list[ItemT], BufferLayout]]:
-    """Which parameters of a unit share a flat buffer, in the order of their first appearance.
+    """Group the parameters of a unit into flat buffers, in the order of their first appearance.
 
-    Those with one key could; they are split where one buffer of them would be padded too much.
+    Parameters with the same key share a buffer unless its padding would be too large; then they
+    are split over several buffers.
 
     Args:
-        items: The parameters, or whatever stands for them.
-        key_of: What parameters of one buffer have in common.
-        shape_of: Their shapes.
-        itemsize_of: Bytes of the smallest element that such a buffer is made of.
+        items: The parameters, or objects that represent them.
+        key_of: Key of an item; all parameters of a buffer have the same key.
+        shape_of: Shape of an item.
+        itemsize_of: Bytes of the smallest element type of the buffers with a key.
         num_shards: Slices of each flat buffer.
-        granularity: What must not be cut.
+        granularity: The smallest block that is never split.
     """
     alike: dict[KeyT, list[ItemT]] = {}
     for item in items:
@@ -56,24 +56,23 @@ def aligned_buffers(
 ) -> list[tuple[list[int], BufferLayout]]:
     """Split parameters into flat buffers, and lay them out aligned as far as padding permits.
 
-    Buffers are those of `split_for_padding`: alignment costs no collective. All are aligned to
-    `Alignment.of(itemsize)`, 128 bytes. Where their padding together passes the tolerance, and also
-    what it is without any alignment, the buffer that alignment costs most gets half the line, again
-    and again, down to 16 bytes. Where `NEGLIGIBLE` elements are not enough for that either,
-    buffers lose their alignment one by one, those that it costs most first.
+    Buffers are those of `split_for_padding`: alignment adds no collective. All buffers are aligned
+    to `Alignment.of(itemsize)`, 128 bytes. While their total padding exceeds both the tolerance and
+    the padding without alignment, the buffer with the largest alignment cost gets half the line,
+    down to 16 bytes. If the padding then also exceeds `NEGLIGIBLE` elements, buffers lose their
+    alignment one by one, starting with the largest cost.
 
     Args:
         shapes: Global shapes, each with at least one dimension.
         num_shards: Slices of each flat buffer, at least 1.
-        granularity: What must not be cut.
-        itemsize: Bytes of the smallest element that is bound to the layout, a power of two. Where
-            it is less than 1, no slice and no parameter starts within a byte.
+        granularity: The smallest block that is never split.
+        itemsize: Bytes of the smallest element type bound to the layout, a power of two. If less
+            than 1, slices and parameters still start at whole bytes.
 
     Returns:
         Positions in `shapes` of the parameters of each buffer, and its layout. Depends on the
-        arguments alone, so all ranks agree. The padding of all buffers together is at most the
-        largest of: `TOLERANCE` of the parameters, `NEGLIGIBLE` elements, and what it is without
-        alignment.
+        arguments alone, so all ranks agree. The total padding is at most the largest of:
+        `TOLERANCE` of the parameters, `NEGLIGIBLE` elements, and the padding without alignment.
 
     Raises:
         ValueError: A shape has no dimension, or `num_shards` is less than 1.
@@ -87,7 +86,7 @@ def aligned_buffers(
 def _buffers(
     shapes: _Shapes, num_shards: int, granularity: Granularity, itemsize: float
 ) -> tuple[tuple[tuple[int, ...], BufferLayout], ...]:
-    """`aligned_buffers`, remembered: the layers of a model have the same shapes."""
+    """`aligned_buffers`, cached: the layers of a model have the same shapes."""
     split = split_for_padding(shapes, num_shards, granularity)
     members = [tuple(shapes[index] for index in buffer) for buffer in split]
     in_a_byte = max(int(1 / itemsize), 1)
@@ -121,11 +120,11 @@ def _weaken(
     """Lay buffers out with weaker alignment, in place, until their padding is tolerated.
 
     Args:
-        layouts: As they are.
-        unaligned: Without alignment.
-        tolerated: Padding of all together, in elements.
-        least: Line, in elements, below which none is weakened.
-        plan: Lays a buffer out.
+        layouts: Current layouts, replaced in place.
+        unaligned: Layouts without alignment.
+        tolerated: Accepted total padding, in elements.
+        least: Weakest line, in elements.
+        plan: Function that lays out a buffer with an alignment.
     """
     while _padding(layouts) > tolerated:
         costs = {

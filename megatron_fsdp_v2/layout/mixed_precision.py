@@ -1,4 +1,4 @@
-"""The precision policy of a unit. A leaf: it knows dtypes and nothing of ours."""
+"""The mixed-precision policy of a unit."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["GroupDtypes", "MixedPrecisionPolicy"]
 
 @dataclass(frozen=True, slots=True)
 class GroupDtypes:
-    """The policy applied to parameters of one dtype; every entry is decided.
+    """The policy resolved for parameters of one dtype.
 
     Attributes:
         model_weight: Compute and gather dtype.
         main_weight: Dtype the optimizer steps.
-        main_grad: Dtype gradients rest and accumulate in.
+        main_grad: Dtype in which gradients are kept and accumulated.
         grad_comm: Communication dtype of a gradient reduction.
-        sums_in_fp32: Whether a reduce-scatter adds up in fp32 what travels in fewer bits.
+        sums_in_fp32: Whether a reduce-scatter sums 16-bit gradients in fp32.
     """
 
     model_weight: torch.dtype
@@ -31,7 +31,7 @@ class GroupDtypes:
 
     @property
     def smallest_itemsize(self) -> int:
-        """Bytes of the smallest element; what is aligned in these elements is so in all."""
+        """Bytes of the smallest dtype; alignment in its elements is alignment in all dtypes."""
         weights = min(self.model_weight.itemsize, self.main_weight.itemsize)
         return min(weights, self.main_grad.itemsize, self.grad_comm.itemsize)
 
@@ -40,9 +40,9 @@ class GroupDtypes:
 class MixedPrecisionPolicy:
     """Dtypes of parameters, gradients, inputs and outputs of a unit.
 
-    `None` means "as the parameter is": `param_dtype` and `main_params_dtype` follow the dtype a
-    parameter was given with, `main_grads_dtype` follows the main parameter, and
-    `grad_comm_dtype` follows the main gradient.
+    `None` selects a default: `param_dtype` and `main_params_dtype` default to the original dtype
+    of a parameter, `main_grads_dtype` to the dtype of the main weight, and `grad_comm_dtype` to the
+    dtype of the main gradient.
 
     Attributes:
         param_dtype: Dtype the forward and backward compute with, and parameters are gathered in.
@@ -52,9 +52,9 @@ class MixedPrecisionPolicy:
         cast_forward_inputs: Cast floating-point tensors among a unit's forward inputs to
             `param_dtype`.
         output_dtype: Cast floating-point tensors among a unit's forward outputs to this dtype.
-        reduce_scatter_with_fp32_accumulation: Reduce-scatter gradients that travel in bf16 or fp16
-            by an all-to-all and a sum in fp32: as many bytes, and one rounding where NCCL makes one
-            for every rank. All-reduces (the outer axis of HSDP) stay in the communication dtype.
+        reduce_scatter_with_fp32_accumulation: Reduce-scatter gradients communicated in bf16 or fp16
+            by an all-to-all and a sum in fp32: the same bytes, and one rounding where NCCL rounds
+            once per rank. All-reduces (the outer axis of HSDP) stay in the communication dtype.
     """
 
     param_dtype: torch.dtype | None = None
@@ -77,15 +77,15 @@ class MixedPrecisionPolicy:
 
     @staticmethod
     def of(policy: object) -> MixedPrecisionPolicy:
-        """This policy for one of another library, or for None.
+        """Convert a policy of another library, or None, to this class.
 
-        It has to have `param_dtype`; whatever else it has counts under the names of this class.
-        What it calls `reduce_dtype` is the communication dtype. Where that is None, gradients
-        travel in `param_dtype`; of the class that torch has from 2.15 on, in the dtype of the
-        parameter. So FSDP2 has it.
+        The policy needs `param_dtype`; other fields are read under the names of this class. Its
+        `reduce_dtype` is the communication dtype. If that is None, gradients are communicated in
+        `param_dtype`, or, for torch's class from 2.15 on, in the dtype of the parameter, as in
+        FSDP2.
 
         Raises:
-            ValueError: It is no policy, or asks for something that has no meaning here.
+            ValueError: `policy` is not a policy, or sets an unsupported field.
         """
         if policy is None:
             return MixedPrecisionPolicy()
@@ -106,17 +106,17 @@ class MixedPrecisionPolicy:
             )
         values = {name: getattr(policy, name) for name in known if hasattr(policy, name)}
         if values.get("grad_comm_dtype") is None and hasattr(policy, "reduce_dtype"):
-            # That class is known by the field that came with the change.
+            # The class of torch 2.15 is recognized by a field that it introduced.
             is_new = hasattr(policy, "param_dtype_override_fn")
             follows = None if is_new else policy.param_dtype
             values["grad_comm_dtype"] = policy.reduce_dtype or follows
         return MixedPrecisionPolicy(**values)
 
     def resolve(self, dtype: torch.dtype) -> GroupDtypes:
-        """Decide every dtype for parameters that were given in `dtype`.
+        """Resolve every dtype for parameters whose original dtype is `dtype`.
 
-        Parameters that are not floating point (frozen index tables, say) keep their dtype, and so
-        do quantized ones of 8 bits: their values mean nothing without a scale that the module has.
+        Integer parameters (frozen index tables, for example) keep their dtype, and so do 8-bit
+        quantized parameters: their values are meaningless without the module's scale.
         """
         if not dtype.is_floating_point or dtype.itemsize == 1:
             return GroupDtypes(dtype, dtype, dtype, dtype)
@@ -133,7 +133,7 @@ class MixedPrecisionPolicy:
 
 
 def _chosen(policy: object) -> Iterator[str]:
-    """Names of what somebody chose in a policy: it is set, and not to its default."""
+    """Names of the fields of a policy that are set to a value other than their default."""
     if dataclasses.is_dataclass(policy):
         for field in dataclasses.fields(policy):
             if getattr(policy, field.name) not in (field.default, None, False):

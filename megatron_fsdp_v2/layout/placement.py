@@ -1,8 +1,8 @@
-"""Where the tensors of a parameter group live along each data-parallel mesh axis.
+"""Placements of the tensors of a parameter group along each data-parallel mesh axis.
 
-Strategies have their names here. What is below works with placements, so a new strategy is a new
-row of these tables as long as its tensors lie where those of other rows may: model weights are
-sharded along the innermost axis only, and main weights as main gradients are.
+Only this file uses the names of strategies; all other code uses placements. A new strategy is a new
+row of these tables. Supported placements shard model weights along the innermost axis only, and
+give main weights the placement of main gradients.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = [
 
 
 class Placement(enum.Enum):
-    """How one tensor is spread over the ranks of one mesh axis."""
+    """Placement of one tensor along one mesh axis."""
 
     REPLICATE = "replicate"
     """Every rank holds the whole tensor."""
@@ -36,10 +36,10 @@ class AxisPlacements:
     """Placements of a group's four tensors along one mesh axis.
 
     Attributes:
-        model_weight: The weights the forward computes with, while the unit rests.
-        main_weight: The weights the optimizer steps.
-        main_grad: The reduced gradient the optimizer reads.
-        unreduced_grad: The gradient between micro-batches, before the synchronized backward.
+        model_weight: Weight that the forward computes with; its placement while the unit is idle.
+        main_weight: Weight that the optimizer steps.
+        main_grad: Reduced gradient that the optimizer reads.
+        unreduced_grad: Gradient between micro-batches, before the synchronized backward.
     """
 
     model_weight: Placement
@@ -79,10 +79,10 @@ def resolve_placements(
     outer_dp_sharding_strategy: str,
     axis_sizes: Sequence[int],
 ) -> tuple[AxisPlacements, ...]:
-    """Turn strategy names into placements per mesh axis, outermost axis first.
+    """Convert strategy names into placements per mesh axis, outermost axis first.
 
-    Along an axis of size 1 a sharded model weight is the whole weight; it is described as
-    replicated there, so that no rank gathers from itself into a second buffer.
+    Along an axis of size 1 a sharded model weight is the full weight. Its placement is then
+    replicated, so that a rank does not gather its own weight into a second buffer.
 
     Args:
         sharding_strategy: A key of `STRATEGIES`; applies to the innermost axis.
@@ -91,7 +91,7 @@ def resolve_placements(
 
     Raises:
         ValueError: A name is unknown, the mesh has another number of axes, an outer strategy is
-            given without an outer axis, or the two strategies do not go together.
+            given without an outer axis, or the two strategies cannot be combined.
     """
     if sharding_strategy not in STRATEGIES:
         raise ValueError(

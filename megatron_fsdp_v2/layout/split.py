@@ -1,15 +1,14 @@
-"""How many flat buffers a group of parameters is laid out in, so that little of them is padding.
+"""Splits a group of parameters into flat buffers with little padding.
 
 Parameters of different row sizes in one flat buffer need slices that are a multiple of all their
-row sizes; with many ranks that multiple is longer than what a rank would hold, and most of the
-buffer becomes padding. Buffers of their own avoid that, each at the price of a collective.
-`docs/layout.md` derives the bounds. Alignment plays no part here; `flat_buffers.py` aligns what is
-found.
+row sizes. With many ranks that multiple exceeds a rank's share, and most of the buffer is padding.
+Separate buffers avoid the padding, at the cost of one collective each. `docs/layout.md` derives the
+bounds. The split ignores alignment; `flat_buffers.py` aligns the result.
 
-The search treats equal parameters as a kind with a count, and all kinds of one row size as a class.
-It goes through the partitions of classes, fewest buffers first, then moves single parameters into
-the room that the slices of another buffer leave. It compares splits by a lower bound of their slice
-sizes and lays out only the most promising ones. Of a few parameters every split is laid out. All
+The search represents equal parameters as a kind with a count, and all kinds of one row size as a
+class. It enumerates the partitions of classes, fewest buffers first, then relocates single
+parameters into unused space of other buffers. It compares splits by a lower bound of their slice
+sizes and lays out only the most promising splits. For a few parameters every split is laid out. All
 numbers are elements.
 """
 
@@ -31,7 +30,7 @@ from megatron_fsdp_v2.layout.buffer_layout import (
 __all__ = ["NEGLIGIBLE", "TOLERANCE", "split_for_padding"]
 
 _Counts = tuple[int, ...]
-"""A buffer: how many parameters of each kind it holds."""
+"""A buffer: its number of parameters of each kind."""
 
 _Split = tuple[_Counts, ...]
 """A split: buffers that together hold every parameter, in a canonical order."""
@@ -39,22 +38,22 @@ _Split = tuple[_Counts, ...]
 _ROW = Granularity(1)
 
 TOLERANCE = 0.01
-"""Padding that needs no remedy, as a part of the parameters' elements."""
+"""Accepted padding, as a fraction of the parameters' elements."""
 
 NEGLIGIBLE = 4096
-"""Padding that needs no remedy in any case, in elements."""
+"""Padding that is always accepted, in elements."""
 
 MAX_CLASSES = 6
-"""Row sizes that are searched exhaustively; more are first merged, closest ones first."""
+"""Row sizes that are searched exhaustively; with more, the closest row sizes are merged first."""
 
 _PROMISING = 6
-"""Partitions into so many buffers that are laid out and improved."""
+"""Partitions per number of buffers that are laid out and improved."""
 
 _FEW = 5
-"""Parameters up to which every way to split them is tried."""
+"""Maximum number of parameters for which every split is tried."""
 
 _MAX_KINDS = 24
-"""Kinds up to which partitions are improved by moving parameters; it takes long with more."""
+"""Maximum number of kinds for which partitions are improved by relocating parameters (slow)."""
 
 _STEPS = 3
 """Slice sizes at which moving parameters to another buffer is considered."""
@@ -69,22 +68,22 @@ def split_for_padding(
     min_gain: float = 0.001,
     negligible: int = NEGLIGIBLE,
 ) -> list[list[int]]:
-    """Split parameters into as few flat buffers as keep their padding within a tolerance.
+    """Split parameters into the fewest flat buffers whose padding is within a tolerance.
 
-    Where no split reaches the tolerance, the one with the least padding is taken, counting each
-    further buffer, which costs a collective, as `min_gain` of the parameters.
+    If no split reaches the tolerance, the split with the least padding is chosen, where each
+    further buffer, which costs a collective, counts as `min_gain` of the parameters.
 
     Args:
         shapes: Global shapes, each with at least one dimension.
         num_shards: Slices of each flat buffer, at least 1.
-        granularity: What must not be cut.
-        tolerance: Padding that needs no remedy, as a part of the parameters' elements.
-        min_gain: Padding that a further buffer must save where the tolerance is out of reach,
-            likewise.
-        negligible: Padding that needs no remedy in any case, in elements.
+        granularity: The smallest block that is never split.
+        tolerance: Accepted padding, as a fraction of the parameters' elements.
+        min_gain: Padding that a further buffer must save if the tolerance is out of reach, as a
+            fraction of the parameters' elements.
+        negligible: Padding that is always accepted, in elements.
 
     Returns:
-        Positions in `shapes` of the parameters of each buffer, rising; buffers in the order of
+        Positions in `shapes` of the parameters of each buffer, ascending; buffers in the order of
         their first parameters. Depends on the arguments alone, so all ranks agree.
 
     Raises:
@@ -114,7 +113,7 @@ def split_for_padding(
     best = _best_split(search, counts, whole.shard_numel, enough, min_gain * params)
     if num_params <= _FEW:
         best = _best_of_all(search, counts, best, enough, min_gain * params)
-    # Hand out the parameters of a kind in order, so that neighbors stay together.
+    # Assign the parameters of a kind in order, so that neighbors stay in one buffer.
     left = {key: iter(kinds[key]) for key in keys}
     return sorted(
         sorted(
@@ -134,8 +133,8 @@ class _Search:
         granules: Granule of each kind, descending.
         numels: Elements of one parameter of each kind.
         num_shards: Slices of each buffer.
-        slices: Slice bounds found so far.
-        layouts: Layouts made so far.
+        slices: Cache of slice bounds.
+        layouts: Cache of laid-out slice sizes.
     """
 
     granules: tuple[int, ...]
@@ -149,7 +148,7 @@ class _Search:
         return sum(map(operator.mul, counts, self.numels))
 
     def slice_bound(self, counts: _Counts) -> int:
-        """Slice size that no layout of these parameters can go below."""
+        """Lower bound of the slice size of any layout of these parameters."""
         bound = self.slices.get(counts)
         if bound is None:
             at_least = -(-self.total(counts) // self.num_shards)
@@ -166,11 +165,11 @@ class _Search:
         ]
 
     def bound(self, split: _Split) -> int:
-        """Elements of a slice of all buffers together, at least."""
+        """Lower bound of the slices of all buffers together, in elements."""
         return sum(map(self.slice_bound, split))
 
     def planned(self, split: _Split) -> int:
-        """Elements of a slice of all buffers together, as laid out."""
+        """Slices of all buffers together as laid out, in elements."""
         return sum(map(self._planned, split))
 
     def _planned(self, counts: _Counts) -> int:
@@ -183,7 +182,7 @@ class _Search:
         return size
 
     def improved(self, split: _Split) -> _Split:
-        """Move parameters between buffers as long as that lowers the bound."""
+        """Relocate parameters between buffers while that lowers the bound."""
         best, bound = split, self.bound(split)
         while True:
             start = best
@@ -201,10 +200,10 @@ class _Search:
                 return best
 
     def _moves(self, source: _Counts, target: _Counts) -> Iterator[_Counts]:
-        """Parameters of one class worth moving from a buffer to another.
+        """Candidate parameters of one class to relocate from a buffer to another.
 
-        As many as fill what the other's slices leave, at its next few sizes; or as few as let the
-        one's slices be shorter by one or a few steps.
+        Either as many as fill the target's unused space at its next few slice sizes, or as few as
+        shorten the source's slices by one or a few steps.
         """
         granules = {granule for _, granule in self._kinds(source)}
         step = math.lcm(*granules)
@@ -225,7 +224,7 @@ class _Search:
                 yield tuple(map(operator.sub, relocated, rest))
 
     def _fill(self, relocated: _Counts, room: int) -> _Counts:
-        """Some of the relocated parameters that fill much of a room, larger ones first."""
+        """Choose relocated parameters that fill most of the space, larger parameters first."""
         best, best_total = (0,) * len(relocated), 0
         present = [kind for kind, count in enumerate(relocated) if count and self.numels[kind]]
         present.sort(key=lambda kind: -self.numels[kind])
@@ -242,12 +241,12 @@ class _Search:
 def _best_split(
     search: _Search, counts: _Counts, planned: int, enough: float, min_gain: float
 ) -> _Split:
-    """Split counted kinds into the fewest buffers with little enough padding.
+    """Split counted kinds into the fewest buffers with acceptable padding.
 
     Args:
         search: The kinds.
-        counts: How many of each there are.
-        planned: Slice of the one buffer that holds everything.
+        counts: Number of parameters of each kind.
+        planned: Slice size of a single buffer with all parameters.
         enough: Padding, in elements, that ends the search.
         min_gain: Padding, in elements, that one more buffer must save.
     """
@@ -273,7 +272,7 @@ def _best_split(
 def _best_of_all(
     search: _Search, counts: _Counts, known: _Split, enough: float, min_gain: float
 ) -> _Split:
-    """The best of all splits; the known one where none is better. See `_best_split`."""
+    """Return the best of all splits, or the known split if none is better. See `_best_split`."""
     params = search.total(counts)
 
     def cost(split: _Split) -> tuple[bool, float]:
@@ -285,7 +284,7 @@ def _best_of_all(
 
 
 def _every_split(counts: _Counts) -> set[_Split]:
-    """Every way to put counted parameters into any number of buffers."""
+    """Return all splits of counted parameters into any number of buffers."""
     splits: set[_Split] = {()}
     for kind, count in enumerate(counts):
         one = tuple(int(other == kind) for other in range(len(counts)))
@@ -303,10 +302,10 @@ def _every_split(counts: _Counts) -> set[_Split]:
 def _best_partition(
     search: _Search, classes: Sequence[_Counts], num_buffers: int, enough: float
 ) -> tuple[_Split, int]:
-    """The best split into so many buffers that was found, and its slices together.
+    """Return the best split found into `num_buffers` buffers, and the sum of its slices.
 
-    Moves parameters out of their class only where the buffers together would otherwise have more
-    than `enough` elements.
+    Relocates parameters out of their class only if the buffers would otherwise have more than
+    `enough` elements in total.
     """
     partitions = (tuple(map(_sum, blocks)) for blocks in _partitions(classes, num_buffers))
     promising = sorted(partitions, key=lambda split: (search.bound(split), split))[:_PROMISING]
@@ -318,7 +317,7 @@ def _best_partition(
 
 
 def _least_padded(search: _Search, splits: Sequence[_Split]) -> tuple[_Split, int]:
-    """The split with the shortest slices, all its buffers together, and these."""
+    """Return the split with the smallest sum of slices, and the sum."""
     best, least = splits[0], search.planned(splits[0])
     for split in sorted(splits, key=search.bound):
         if search.bound(split) >= least:
@@ -329,9 +328,9 @@ def _least_padded(search: _Search, splits: Sequence[_Split]) -> tuple[_Split, in
 
 
 def _merged_classes(search: _Search, counts: _Counts) -> list[list[_Counts]]:
-    """Kinds of one granule together, then one class less each time, down to few enough to search.
+    """Return classes by granule, then lists with one class less each, down to `MAX_CLASSES`.
 
-    The two classes are merged whose common buffer needs the least more than two buffers do.
+    Each step merges the two classes whose common buffer costs least compared with two buffers.
     """
     zeros = (0,) * len(counts)
     by_granule: dict[int, _Counts] = {}
@@ -361,7 +360,7 @@ def _sum(buffers: Iterable[_Counts]) -> _Counts:
 def _partitions(
     classes: Sequence[_Counts], num_blocks: int
 ) -> Iterator[tuple[tuple[_Counts, ...], ...]]:
-    """Every way to put the classes into so many non-empty blocks."""
+    """Yield all partitions of the classes into `num_blocks` non-empty blocks."""
     if not classes:
         if not num_blocks:
             yield ()

@@ -1,1 +1,1 @@
-"""Where the bytes of buffers come from."""
+"""Memory of temporary buffers: allocators, the trace pool, host memory, events."""

@@ -1,7 +1,7 @@
-"""Where temporary buffers lie in one block of memory: from traces of their lives to offsets.
+"""Address plans: offsets of temporary buffers in one block of memory, from allocation traces.
 
-Integers only. A buffer is a key, a number counted from 0; sets of buffers are integers whose bit
-`key` says whether a buffer is in them.
+Integers only. A buffer is a key, numbered from 0. A set of buffers is an integer whose bit `key` is
+1 if the buffer is in the set.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from dataclasses import dataclass
 __all__ = ["ALIGNMENT", "MemoryPlan", "Slot", "Trace", "keys_of", "plan_memory"]
 
 ALIGNMENT = 512
-"""Bytes that offsets are a multiple of, as those of a GPU's caching allocator are."""
+"""Alignment of offsets in bytes, as in CUDA's caching allocator."""
 
 CLOSE_ENOUGH = 0.002
-"""Fraction of the lower bound that a plan may be above it without a search for a better one."""
+"""Excess over the lower bound, as a fraction, at which the search for a better plan stops."""
 
 MAX_ROUNDS = 40
-"""How often an order of placement is improved."""
+"""Largest number of improvements of one placement order."""
 
 
 def keys_of(mask: int) -> Iterator[int]:
-    """The keys in a set, ascending."""
+    """Yield the keys in a set, ascending."""
     while mask:
         lowest = mask & -mask
         yield lowest.bit_length() - 1
@@ -32,19 +32,19 @@ def keys_of(mask: int) -> Iterator[int]:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What happened to buffers in a stretch of a run.
+    """Allocations and frees of buffers in a part of a run.
 
     Attributes:
-        live_before: Set of the buffers that had memory when it began.
-        events: In order: `key` where a buffer got memory or was rejected it, `~key` where it lost
-            it. What changes nothing may be among them.
+        live_before: Set of the buffers that had memory at the beginning.
+        events: In order: `key` if a buffer acquired memory or was rejected, `~key` if it released
+            memory. Events without effect are allowed.
     """
 
     live_before: int
     events: tuple[int, ...]
 
     def changes(self) -> Iterator[tuple[int, int]]:
-        """The events that change something, each with the set of buffers live before it."""
+        """Yield the events that have an effect, each with the set of buffers live before it."""
         live = self.live_before
         for event in self.events:
             after = live | 1 << event if event >= 0 else live & ~(1 << ~event)
@@ -53,14 +53,14 @@ class Trace:
             live = after
 
     def used(self) -> int:
-        """Set of the buffers that are live at some time."""
+        """Return the set of buffers that are live at any time."""
         used = self.live_before
         for event in self.events:
             used |= 1 << event if event >= 0 else 0
         return used
 
     def peak(self, sizes: Sequence[int]) -> int:
-        """Largest sum of live bytes."""
+        """Return the largest sum of live bytes."""
         nbytes = peak = sum(sizes[key] for key in keys_of(self.live_before))
         for event, _ in self.changes():
             nbytes += sizes[event] if event >= 0 else -sizes[~event]
@@ -68,10 +68,10 @@ class Trace:
         return peak
 
     def add_conflicts(self, conflicts: list[int]) -> None:
-        """Add to each buffer's set of conflicts those it is live together with.
+        """Add to each buffer's conflicts the buffers that are live at the same time.
 
         Args:
-            conflicts: A set for every key; changed in place.
+            conflicts: A set per key; changed in place.
         """
         for key in keys_of(self.live_before):
             conflicts[key] |= self.live_before & ~(1 << key)
@@ -84,12 +84,12 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A stretch of the block that some buffers share, none of which reaches beyond it.
+    """A range of the block that some buffers share and that contains them entirely.
 
     Attributes:
         offset: First byte.
-        nbytes: Bytes.
-        keys: The buffers.
+        nbytes: Length in bytes.
+        keys: Keys of the buffers.
     """
 
     offset: int
@@ -99,16 +99,15 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """An address for every buffer, such that no two that live together overlap.
+    """An address for every buffer, such that buffers live at the same time do not overlap.
 
     Attributes:
-        sizes: Bytes of every key.
-        offsets: First byte of every key, a multiple of `ALIGNMENT`; None for one that no trace
-            has.
+        sizes: Bytes per key.
+        offsets: First byte per key, a multiple of `ALIGNMENT`; None for a key without a trace.
         nbytes: Bytes of the block.
-        lower_bound: Largest sum of bytes that are live together; no plan is smaller.
-        overlaps: For every key, the set of the others that share bytes with it.
-        slots: Who shares what, by offset.
+        lower_bound: Largest sum of bytes live at the same time; no plan can be smaller.
+        overlaps: Per key, the set of other keys that share bytes with it.
+        slots: Shared ranges, by offset.
     """
 
     sizes: tuple[int, ...]
@@ -120,33 +119,18 @@ class MemoryPlan:
 
     @property
     def excess(self) -> float:
-        """How far the plan is above its lower bound, as a fraction of it."""
+        """Excess of the plan's size over its lower bound, as a fraction of the bound."""
         return self.nbytes / self.lower_bound - 1.0 if self.lower_bound else 0.0
 
-    def place(self, key: int, nbytes: int) -> int | None:
-        """Where a buffer lies, or None if the plan does not have it.
-
-        Args:
-            key: The buffer.
-            nbytes: Bytes it needs.
-
-        Raises:
-            ValueError: It needs more than it was planned with.
-        """
-        if key >= len(self.offsets) or self.offsets[key] is None:
-            return None
-        if nbytes > self.sizes[key]:
-            raise ValueError(
-                f"buffer {key} asks for {nbytes} bytes, and the plan has {self.sizes[key]} for it; "
-                "make a plan with the larger size"
-            )
-        return self.offsets[key]
+    def place(self, key: int) -> int | None:
+        """Return a buffer's offset in bytes, or None if the plan does not contain it."""
+        return self.offsets[key] if key < len(self.offsets) else None
 
     def text(self, names: Sequence[str]) -> str:
-        """A table of slots, human-readable.
+        """Return a human-readable table of slots.
 
         Args:
-            names: Of every key.
+            names: Name per key.
         """
         lines = [
             f"{self.nbytes:,} bytes in {len(self.slots)} slots; lower bound {self.lower_bound:,} "
@@ -165,18 +149,18 @@ class MemoryPlan:
 def plan_memory(
     sizes: Sequence[int], conflicts: Sequence[int], used: int, lower_bound: int
 ) -> MemoryPlan:
-    """Give buffers addresses in one block, such that no two in conflict overlap.
+    """Assign addresses in one block, such that conflicting buffers do not overlap.
 
-    The smallest block is an NP-hard question. A few orders of placement are tried, with slots of
-    one size (coloring) and with any addresses, and each is improved by placing first what lay
-    highest. Where buffers live in the order of layers, the lower bound is met. The same arguments
-    give the same plan on every rank.
+    Finding the smallest block is NP-hard. This function tries several placement orders, with slots
+    (graph coloring) and with first fit, and improves each order by placing the highest buffers
+    first. For buffers that live in the order of layers, the result meets the lower bound. The plan
+    is deterministic, so that equal arguments give equal plans on all ranks.
 
     Args:
-        sizes: Bytes of every key.
-        conflicts: For every key, the set of those it may be live together with.
+        sizes: Bytes per key.
+        conflicts: Per key, the set of keys that may be live at the same time.
         used: Set of the keys to place.
-        lower_bound: Largest sum of bytes that are live together.
+        lower_bound: Largest sum of bytes live at the same time.
 
     Raises:
         ValueError: A size is negative.
@@ -208,7 +192,7 @@ def plan_memory(
 
 
 def _orders(keys: list[int], sizes: Sequence[int], conflicts: Sequence[int]) -> Iterator[list[int]]:
-    """Orders in which to place buffers; keys are numbered as units are made."""
+    """Yield placement orders. Keys are numbered in the order in which units are made."""
     weights = {key: sum(sizes[other] for other in keys_of(conflicts[key])) for key in keys}
     yield sorted(keys, key=lambda key: -sizes[key])
     yield sorted(keys, key=lambda key: (-sizes[key], -weights[key]))
@@ -223,7 +207,7 @@ type _Way = Callable[[Sequence[int], Sequence[int], Sequence[int]], dict[int, in
 def _improved(
     way: _Way, order: list[int], sizes: Sequence[int], conflicts: Sequence[int], target: int
 ) -> dict[int, int]:
-    """The best of some rounds that each place first what was highest in the one before."""
+    """Return the best of several rounds; each one first places the last one's highest buffers."""
     best = way(order, sizes, conflicts)
     least, offsets = _end(best, sizes), best
     for _ in range(MAX_ROUNDS):
@@ -247,7 +231,7 @@ def _end(offsets: dict[int, int], sizes: Sequence[int]) -> int:
 def _colored(
     order: Sequence[int], sizes: Sequence[int], conflicts: Sequence[int]
 ) -> dict[int, int]:
-    """Slots that grow: each buffer goes where it wastes or adds least."""
+    """Assign each buffer to the free slot that has to grow least, then wastes least."""
     widths: list[int] = []
     members: list[int] = []
     slot_of: dict[int, int] = {}
@@ -272,7 +256,7 @@ def _colored(
 def _first_fit(
     order: Sequence[int], sizes: Sequence[int], conflicts: Sequence[int]
 ) -> dict[int, int]:
-    """Each buffer at the lowest address where nothing placed before is in conflict with it."""
+    """Place each buffer at the lowest address without a conflict with placed buffers."""
     offsets: dict[int, int] = {}
     placed = 0
     for key in order:
@@ -288,9 +272,9 @@ def _first_fit(
 
 
 def _overlaps(offsets: dict[int, int], sizes: Sequence[int]) -> tuple[int, ...]:
-    """Per key, the set of the others whose bytes it shares."""
+    """Return per key the set of other keys that share bytes with it."""
     overlaps = [0] * len(sizes)
-    # In order of offsets, so that those which reach into a buffer are among the ones before it.
+    # In order of offsets, so that the buffers that overlap a buffer precede it.
     reaching: list[int] = []
     for key in sorted(offsets, key=lambda k: (offsets[k], k)):
         reaching = [k for k in reaching if offsets[k] + sizes[k] > offsets[key]]
@@ -304,7 +288,7 @@ def _overlaps(offsets: dict[int, int], sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def _slots(offsets: dict[int, int], sizes: Sequence[int]) -> tuple[Slot, ...]:
-    """Stretches whose buffers do not reach beyond them."""
+    """Return the disjoint ranges that contain their buffers entirely."""
     slots: list[Slot] = []
     for key in sorted(offsets, key=lambda k: (offsets[k], k)):
         start, end = offsets[key], offsets[key] + sizes[key]

@@ -1,51 +1,53 @@
-"""Buffers of one kind that share a block of memory: their traces, their plan, their homes."""
+"""Pooled buffers of one kind: allocation traces, the address plan, and backing storages."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, override
+from typing import TYPE_CHECKING, override
 
 import torch
 from torch.utils.dlpack import from_dlpack
 
 from megatron_fsdp_v2.memory.address_plan import MemoryPlan, Trace, keys_of, plan_memory
-from megatron_fsdp_v2.memory.allocator import BufferUse, OwnMemory, ResizedBuffer, view_of
+from megatron_fsdp_v2.memory.allocator import BufferUse, OwnMemory, TemporaryBuffer, view_of
+
+if TYPE_CHECKING:
+    from megatron_fsdp_v2.memory.registered_memory import RegisteredMemory
 
 __all__ = [
     "Arena",
-    "Kind",
+    "ArenaKind",
     "Meter",
-    "PoolMemory",
     "PoolReport",
     "PooledBuffer",
     "TracedProgram",
 ]
 
 MAX_PROGRAMS = 64
-"""Patterns kept apart, for recognizing and reporting them; conflicts of all are kept."""
+"""Patterns kept to recognize and report them. Conflicts of all patterns are kept."""
 
 MAX_EVENTS = 1 << 16
-"""Events after which a trace is cut: what is gathered by `unshard()` alone has no passes."""
+"""Events after which a trace ends, since `unshard()` calls alone begin no passes."""
 
 PATIENCE = 4
-"""Passes after which a plan is made although no pattern was seen twice."""
+"""Passes after which a plan is made even if no pattern was seen twice."""
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
-    """What buffers that share a block have in common.
+class ArenaKind:
+    """Key of an arena: properties that the buffers of one block share.
 
-    Weights and gradients are apart. A gather ahead of use is put off where memory planned for it
-    is taken, which all ranks have to decide alike; they gather alike, and need not get gradients
-    alike. It costs nothing: both take most at the same time, in the backward.
+    Weights and gradients have separate blocks. A prefetch is deferred if its planned memory is
+    taken, and all ranks must decide that alike; ranks gather in the same order but may receive
+    gradients in different orders. Separate blocks need no more memory, since weights and gradients
+    have their peaks at the same time, in the backward.
 
     Attributes:
         dtype: Element type.
-        device: Where they are.
-        is_weight: Whether they are gathered weights, which a backward has to find again.
+        device: Device of the buffers.
+        is_weight: Whether the buffers hold gathered weights, which autograd may have saved.
     """
 
     dtype: torch.dtype
@@ -54,37 +56,37 @@ class Kind:
 
     @override
     def __str__(self) -> str:
-        """For reports."""
+        """Return the name of the kind for reports."""
         role = "weights" if self.is_weight else "gradients"
         return f"{str(self.dtype).removeprefix('torch.')} {role} on {self.device}"
 
 
 @dataclass(slots=True)
 class Meter:
-    """Bytes of live buffers of all kinds.
+    """Counts the bytes of live buffers of all kinds.
 
     Attributes:
-        live: Now.
-        peak: The largest sum so far.
+        live: Current bytes.
+        peak: Largest value of `live` so far.
     """
 
     live: int = 0
     peak: int = 0
 
     def add(self, nbytes: int) -> None:
-        """A buffer is given memory."""
+        """Count a buffer that acquires memory."""
         self.live += nbytes
         self.peak = max(self.peak, self.live)
 
 
 @dataclass(slots=True)
 class TracedProgram:
-    """A pattern of passes: the order in which buffers are given memory and lose it.
+    """A pattern of passes: the order in which buffers acquire and release memory.
 
     Attributes:
-        name: What kind of pass it was, when it was first seen.
+        name: Kind of the pass in which it was first seen.
         trace: The pattern.
-        num_runs: How often it was seen.
+        num_runs: Number of times it was seen.
     """
 
     name: str
@@ -97,22 +99,22 @@ class PoolReport:
     """The plan for buffers of one kind.
 
     Attributes:
-        kind: Which.
-        names: Of the buffers, by key.
-        plan: Where they are; None before there is one.
-        programs: What was traced.
-        beside: Names of buffers whose memory is outside of the block now, although the plan has
-            them: live there, or held there by views of theirs.
+        kind: Kind of the buffers.
+        names: Names of the buffers, by key.
+        plan: Address plan; None before the first one.
+        programs: Traced patterns.
+        beside: Names of planned buffers whose memory is outside the block now: they are live there,
+            or saved views keep them there.
     """
 
-    kind: Kind
+    kind: ArenaKind
     names: tuple[str, ...]
     plan: MemoryPlan | None
     programs: tuple[TracedProgram, ...]
     beside: tuple[str, ...]
 
     def text(self) -> str:
-        """The report, human-readable."""
+        """Return the report as human-readable text."""
         runs = ", ".join(f"{p.name} ({p.num_runs}x)" for p in self.programs)
         if self.plan is None:
             return f"{self.kind}: no plan yet; traced: {runs or 'nothing'}"
@@ -120,18 +122,12 @@ class PoolReport:
         return f"{self.kind}: {self.plan.text(self.names)}\ntraced: {runs}{beside}"
 
 
-class PoolMemory(Protocol):
-    """Where blocks of memory come from, if not from torch's allocator."""
-
-    def provide(self, nbytes: int, device: torch.device) -> tuple[torch.Tensor, Callable[[], None]]:
-        """A flat block of bytes, and what to call when no buffer is in it any longer."""
-        ...
-
-
 class _Pool:
-    """The memory of one plan. It lives for as long as any buffer or view is in it."""
+    """Memory block of one plan. It lives as long as any buffer or view uses it."""
 
-    def __init__(self, plan: MemoryPlan, device: torch.device, memory: PoolMemory | None) -> None:
+    def __init__(
+        self, plan: MemoryPlan, device: torch.device, memory: RegisteredMemory | None
+    ) -> None:
         self.plan = plan
         if memory is None:
             self.memory = torch.empty(plan.nbytes, dtype=torch.uint8, device=device)
@@ -142,13 +138,13 @@ class _Pool:
 
 
 class _PooledMemory:
-    """A buffer's bytes in a pool, as a storage of their own.
+    """A buffer's bytes in a pool, as a separate storage.
 
-    Its own storage tells who refers to it: views that autograd saved count as its users.
+    The reference count of a separate storage shows whether autograd saved views of this buffer.
     """
 
     def __init__(self, pool: _Pool, key: int, nbytes: int) -> None:
-        start = pool.plan.place(key, nbytes)
+        start = pool.plan.place(key)
         assert start is not None
         self.pool = pool
         self.storage = from_dlpack(pool.memory[start : start + nbytes]).untyped_storage()
@@ -156,7 +152,7 @@ class _PooledMemory:
         self.overlaps = pool.plan.overlaps[key]
 
     def occupants(self) -> int:
-        """The set of buffers that live in these bytes now."""
+        """Return the set of buffers that live in these bytes now."""
         return self.pool.live & self.overlaps
 
     def take(self) -> None:
@@ -166,109 +162,80 @@ class _PooledMemory:
         self.pool.live &= ~self._bit
 
 
-class PooledBuffer:
-    """A temporary buffer with two possible homes: memory of its own, and its place in the pool.
+class PooledBuffer(TemporaryBuffer):
+    """A temporary buffer with two possible backing storages: its own memory, and bytes of the pool.
 
-    Moving between them points the tensor, its views and parameters at another storage; their
-    version counters do not move. While anyone else refers to the storage, as autograd does
-    between a forward and its backward, the buffer stays.
+    A move to the other backing storage assigns it to the tensor, its views and parameters, without
+    advancing their version counters. A buffer does not move while its storage is referenced
+    externally, as by autograd between a forward and its backward.
     """
 
     def __init__(self, arena: Arena, name: str, use: BufferUse, numel: int) -> None:
-        self.name = name
-        self.use = use
-        dtype, device = arena.kind.dtype, arena.kind.device
-        self.own = OwnMemory(numel, dtype, device)
+        super().__init__(name, use, numel, arena.kind.dtype, arena.kind.device)
         self.backing: OwnMemory | _PooledMemory = self.own
         self.pooled: _PooledMemory | None = None
-        self.tensor = view_of(self.own.storage, dtype, 0, (numel,))
-        self.nbytes = numel * dtype.itemsize
-        self._followers: list[weakref.ref[torch.Tensor]] = []
-        self._live = False
+        self.nbytes = numel * arena.kind.dtype.itemsize
         self.enter(arena)
 
     @classmethod
-    def around(cls, arena: Arena, other: ResizedBuffer) -> PooledBuffer:
-        """One in the place of a buffer without a pool: the same tensor, views and memory.
+    def around(cls, arena: Arena, other: TemporaryBuffer) -> PooledBuffer:
+        """Return a replacement for a buffer without a pool, with the same tensor, views and memory.
 
-        The other one is left as it is, and can be taken back before this one is used.
+        The other buffer is unchanged, and can be used again if the replacement was never used.
         """
         made = cls(arena, other.name, other.use, other.tensor.numel())
-        made.own = made.backing = other.memory
-        made.tensor, made._followers = other.tensor, other.followers
+        made.own = made.backing = other.own
+        made.tensor, made.followers = other.tensor, other.followers
         return made
 
     def enter(self, arena: Arena) -> None:
-        """Belong to an arena."""
-        self.belong(arena, arena.add(self))
-
-    def belong(self, arena: Arena, key: int) -> None:
-        """Be known to an arena by a key."""
-        self.arena = arena
-        self.key = key
+        """Join an arena, which assigns a key."""
+        self.arena, self.key = arena, arena.add(self)
 
     @property
-    def is_live(self) -> bool:
-        """Whether the buffer has memory now."""
-        return self._live
-
-    @property
+    @override
     def pool_memory(self) -> torch.Tensor | None:
-        """The block of the pool that it lies in now."""
+        """See `TemporaryBuffer.pool_memory`."""
         return self.backing.pool.memory if isinstance(self.backing, _PooledMemory) else None
 
-    def acquire(self) -> torch.Tensor:
-        """See `TemporaryBuffer.acquire`."""
-        if not self._live:
-            self.arena.admit(self)
-            self._live = True
-        return self.tensor
+    @override
+    def _take(self) -> None:
+        self.arena.admit(self)
 
-    def release(self) -> None:
-        """Take the memory away."""
-        if self._live:
-            self._live = False
-            self.backing.drop()
-            self.arena.dismiss(self)
+    @override
+    def _drop(self) -> None:
+        self.backing.drop()
+        self.arena.dismiss(self)
 
+    @override
     def has_room(self) -> bool:
-        """Whether its planned place is free; where not, the wish is traced."""
+        """Return whether its planned bytes are free. If not, the request is traced."""
         return self._live or not self.arena.rejects(self)
 
-    def alias(self, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
-        """A view that moves with the buffer."""
-        view = view_of(self.backing.storage, self.tensor.dtype, offset, shape)
-        self.follow(view)
-        return view
-
-    def follow(self, tensor: torch.Tensor) -> None:
-        """Have a view move with the buffer."""
-        self._followers.append(weakref.ref(tensor))
-
     def aliases(self) -> Iterator[torch.Tensor]:
-        """The tensors that move with the buffer, its own first."""
+        """Yield the tensors that move with the buffer, its own first."""
         yield self.tensor
-        for ref in self._followers:
+        for ref in self.followers:
             tensor = ref()
             if tensor is not None:
                 yield tensor
 
     def is_held(self) -> bool:
-        """Whether its content has to come back to where it is: autograd saved views of weights.
+        """Return whether views that autograd saved reference the backing storage.
 
-        Nobody reads gradients after they were reduced, though a thread of gloo may still refer to
-        what it sent.
+        Always False for gradients: gloo's thread may reference a sent buffer, but no code reads it
+        after the reduction.
         """
         if not self.arena.kind.is_weight:
             return False
-        # One more reference is the storage object itself.
+        # The storage object itself holds one reference.
         known = 1 + sum(1 for _ in self.aliases())
         return int(torch._C._storage_Use_Count(self.backing.storage._cdata)) > known
 
     def move(self, backing: OwnMemory | _PooledMemory) -> None:
-        """Point everything made of the buffer at another backing; the content stays behind."""
-        self._followers[:] = [ref for ref in self._followers if ref() is not None]
-        # Tensors made in inference mode could not take the place of others.
+        """Assign another backing storage to the buffer's tensors, without copying values."""
+        self.followers[:] = [ref for ref in self.followers if ref() is not None]
+        # Tensors made in inference mode cannot be assigned to `data` of other tensors.
         with torch.inference_mode(False), torch.no_grad():
             for tensor in self.aliases():
                 shape, offset = tuple(tensor.shape), int(tensor.storage_offset())
@@ -277,15 +244,17 @@ class PooledBuffer:
 
 
 class Arena:
-    """Buffers of one kind: their traces, their plan and their pool.
+    """Buffers of one kind, with their traces, plan and pool.
 
     Attributes:
-        kind: What they have in common.
-        memory: Where the block comes from; torch's allocator when None.
-        num_allocations: How often memory was asked for, for a buffer or for the pool.
+        kind: Kind of the buffers.
+        memory: Source of the memory block; None: torch's allocator.
+        num_allocations: Number of allocations so far, for single buffers and for the pool.
     """
 
-    def __init__(self, kind: Kind, meter: Meter, memory: PoolMemory | None = None) -> None:
+    def __init__(
+        self, kind: ArenaKind, meter: Meter, memory: RegisteredMemory | None = None
+    ) -> None:
         self.kind = kind
         self.memory = memory
         self._meter = meter
@@ -310,26 +279,26 @@ class Arena:
         self._waited = 0
 
     def add(self, buffer: PooledBuffer) -> int:
-        """Take in a buffer without memory; return its key."""
+        """Add a buffer without memory, and return its key."""
         self._buffers.append(weakref.ref(buffer))
         self._sizes.append(buffer.nbytes)
         self._conflicts.append(0)
         return len(self._sizes) - 1
 
     def buffers(self) -> Iterator[PooledBuffer]:
-        """Those that still exist."""
+        """Yield the buffers that still exist."""
         for ref in self._buffers:
             buffer = ref()
             if buffer is not None:
                 yield buffer
 
-    # -- memory for buffers -------------------------------------------------------------------
+    # -- allocation ---------------------------------------------------------------------------
 
     def admit(self, buffer: PooledBuffer) -> None:
-        """Choose a backing for a buffer that needs memory, and trace that it does."""
-        # Also when it fails: the next plan is to have room for it.
+        """Select a backing storage for a buffer that acquires memory, and trace the event."""
+        # Traced also if it fails, so that the next plan has room.
         self._events.append(buffer.key)
-        target = self._home_for(buffer)
+        target = self._select_backing(buffer)
         if target is not buffer.backing:
             buffer.move(target)
         if target is buffer.own:
@@ -338,7 +307,7 @@ class Arena:
         self._live |= 1 << buffer.key
         self._meter.add(buffer.nbytes)
 
-    def _home_for(self, buffer: PooledBuffer) -> OwnMemory | _PooledMemory:
+    def _select_backing(self, buffer: PooledBuffer) -> OwnMemory | _PooledMemory:
         backing = buffer.backing
         preferred: OwnMemory | _PooledMemory = self._place_of(buffer) or buffer.own
         if isinstance(preferred, _PooledMemory) and preferred.occupants():
@@ -351,9 +320,9 @@ class Arena:
         return preferred
 
     def _place_of(self, buffer: PooledBuffer) -> _PooledMemory | None:
-        """A buffer's place in the pool, which is given memory with the first one of them."""
+        """Return a buffer's bytes in the pool; the first call allocates the pool's block."""
         plan = self._plan
-        if plan is None or plan.place(buffer.key, buffer.nbytes) is None or not buffer.nbytes:
+        if plan is None or plan.place(buffer.key) is None or not buffer.nbytes:
             return None
         if self._pool is None:
             with torch.inference_mode(False):
@@ -367,9 +336,9 @@ class Arena:
     def _collision(self, buffer: PooledBuffer, backing: _PooledMemory) -> str:
         owners = ", ".join(self._name_of(key) for key in keys_of(backing.occupants()))
         return (
-            f"{buffer.name} has to come back to the memory where a forward left views of it, and "
-            f"{owners} is there now: no traced pass uses them together. Run this step again, or "
-            "call reset() on the trace pool before uses change in this way"
+            f"{buffer.name} must return to the memory that saved views of it refer to, and "
+            f"{owners} uses that memory now: no traced pass uses them together. Run this step "
+            "again, or call reset() on the trace pool before uses change in this way"
         )
 
     def _name_of(self, key: int) -> str:
@@ -377,7 +346,7 @@ class Arena:
         return f"buffer {key}" if buffer is None else buffer.name
 
     def dismiss(self, buffer: PooledBuffer) -> None:
-        """Trace that a buffer lost its memory."""
+        """Trace that a buffer released its memory."""
         self._live &= ~(1 << buffer.key)
         self._meter.live -= buffer.nbytes
         self._events.append(~buffer.key)
@@ -385,10 +354,10 @@ class Arena:
             self._close("a part of a pass", no_pending_backward=False)
 
     def rejects(self, buffer: PooledBuffer) -> bool:
-        """Whether a buffer's planned place is taken, so that it should come when it is needed.
+        """Return whether a buffer's planned bytes are taken, so that its prefetch is deferred.
 
-        That depends on the plan and on what is live, which for weights are the same on all ranks,
-        and not on where something is at the moment.
+        Depends only on the plan and the set of live buffers, which for weights are the same on all
+        ranks, and not on current backing storages.
         """
         plan = self._plan
         if plan is None or buffer.key >= len(plan.overlaps):
@@ -437,8 +406,7 @@ class Arena:
         trace.add_conflicts(self._conflicts)
         plan = self._plan
         fits = plan is not None and all(
-            plan.place(key, self._sizes[key]) is not None
-            and not self._conflicts[key] & plan.overlaps[key]
+            plan.place(key) is not None and not self._conflicts[key] & plan.overlaps[key]
             for key in keys_of(self._used)
         )
         self._wants_plan = not fits
@@ -451,11 +419,11 @@ class Arena:
 
     @property
     def block(self) -> torch.Tensor | None:
-        """The memory of the plan, flat bytes; None before it is used."""
+        """Memory block of the plan, as flat bytes; None before its first use."""
         return None if self._pool is None else self._pool.memory
 
     def release(self) -> int:
-        """Move everything out of the pool that can be moved; return the bytes given back."""
+        """Move all movable buffers out of the pool, and return the bytes freed."""
         pool, self._pool = self._pool, None
         if pool is None:
             return 0
@@ -470,21 +438,8 @@ class Arena:
             buffer.pooled = None
         return 0 if left else pool.memory.nbytes
 
-    def keep(self, undo: ExitStack) -> None:
-        """Have `undo` put back traces, plan and buffers, none of which is live.
-
-        Where they lie is not put back: the next use has each of them in its planned place.
-        """
-        undo.callback(self._put_back, dict(vars(self)), list(self._events))
-        for buffer in self.buffers():
-            undo.callback(buffer.belong, self, buffer.key)
-
-    def _put_back(self, attributes: dict[str, Any], events: list[int]) -> None:
-        vars(self).update(attributes)
-        self._events = events
-
     def reset(self) -> None:
-        """Forget what was traced and planned."""
+        """Discard all traces and plans."""
         self.release()
         self._events.clear()
         self._start = self._live
@@ -497,7 +452,7 @@ class Arena:
             buffer.name
             for buffer in self.buffers()
             if plan is not None
-            and plan.place(buffer.key, buffer.nbytes) is not None
+            and plan.place(buffer.key) is not None
             and buffer.backing is not buffer.pooled
             and (buffer.is_live or buffer.is_held())
         ]

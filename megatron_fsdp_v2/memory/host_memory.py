@@ -1,8 +1,7 @@
-"""Tensors that are kept in host memory so that a device need not hold them.
+"""Registry of tensors that are offloaded to host memory.
 
-A CPU tensor does not say whether it is one: where the model itself is on the CPU, as in a
-rehearsal, all of its tensors are there. So whoever offloads a tensor says so
-here, and what counts memory asks.
+If the model itself is on the CPU, as in a rehearsal, a CPU tensor is not necessarily offloaded. So
+code that offloads a tensor registers it here, and code that counts memory reads the registry.
 """
 
 from __future__ import annotations
@@ -20,34 +19,37 @@ __all__ = [
     "storages_in_host_memory",
 ]
 
+_HOST = ("cpu", "meta")
 _STORAGES: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
 
 def empty_in_host_memory(
-    shape: Sequence[int], dtype: torch.dtype, *, pin_memory: bool
+    shape: Sequence[int], dtype: torch.dtype, *, pin_memory: bool, is_meta: bool = False
 ) -> torch.Tensor:
-    """A tensor without values in host memory, known as offloaded.
+    """Return an uninitialized tensor in host memory, registered as offloaded.
 
     Args:
-        shape: Its shape.
-        dtype: Its dtype.
-        pin_memory: Whether a device can read and write it by itself, beside other work.
+        shape: Shape of the tensor.
+        dtype: Dtype of the tensor.
+        pin_memory: Whether the memory is pinned, so that device copies overlap other work.
+        is_meta: Whether to make a meta tensor, for plans.
     """
-    tensor = torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=pin_memory)
+    device = "meta" if is_meta else "cpu"
+    tensor = torch.empty(tuple(shape), dtype=dtype, device=device, pin_memory=pin_memory)
     keep_in_host_memory(tensor)
     return tensor
 
 
 def keep_in_host_memory(tensor: torch.Tensor) -> None:
-    """Make a tensor's storage known as offloaded, for as long as it lives.
+    """Register a tensor's storage as offloaded, for as long as it lives.
 
     Args:
         tensor: A plain tensor.
 
     Raises:
-        ValueError: It is on a device.
+        ValueError: The tensor is on a device.
     """
-    if tensor.device.type != "cpu":
+    if tensor.device.type not in _HOST:
         raise ValueError(
             f"a tensor of shape {tuple(tensor.shape)} on {tensor.device} is not in host memory; "
             "copy it to the CPU first"
@@ -59,7 +61,7 @@ def keep_in_host_memory(tensor: torch.Tensor) -> None:
         return
 
     def forget(ref: weakref.ref[torch.UntypedStorage]) -> None:
-        # Another storage may have its address by now.
+        # Another storage may have the same address by now.
         if _STORAGES.get(key) is ref:
             del _STORAGES[key]
 
@@ -67,19 +69,19 @@ def keep_in_host_memory(tensor: torch.Tensor) -> None:
 
 
 def is_in_host_memory(tensor: torch.Tensor) -> bool:
-    """Whether a plain tensor's storage is known as offloaded."""
-    if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+    """Return whether a plain tensor's storage is registered as offloaded."""
+    if tensor.device.type not in _HOST or tensor.layout is not torch.strided:
         return False
     return is_storage_in_host_memory(tensor.untyped_storage())
 
 
 def storages_in_host_memory() -> list[torch.UntypedStorage]:
-    """All storages of this process that are known as offloaded."""
+    """Return all storages of this process that are registered as offloaded."""
     found = (ref() for ref in list(_STORAGES.values()))
     return [storage for storage in found if storage is not None]
 
 
 def is_storage_in_host_memory(storage: torch.UntypedStorage) -> bool:
-    """Whether a storage is known as offloaded."""
+    """Return whether a storage is registered as offloaded."""
     known = _STORAGES.get(storage._cdata)
     return known is not None and known() is storage

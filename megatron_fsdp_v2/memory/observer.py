@@ -1,7 +1,7 @@
-"""Events of a step: phases of units, and memory that temporary buffers and main gradients get.
+"""Events of a step: phases of units, collectives, and memory of buffers and main gradients.
 
-A root's units share one `Observer`. Diagnostics subscribe to it; without subscribers no event is
-made. It belongs to the lowest room that emits events.
+The units of a root share one `Observer`, to which diagnostics subscribe. Without subscribers no
+event is made. This file is in the lowest package that emits events.
 """
 
 from __future__ import annotations
@@ -15,11 +15,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+    from megatron_fsdp_v2.comm.interface import Work
     from megatron_fsdp_v2.memory.allocator import TemporaryBuffer
 
 __all__ = [
     "BufferAcquired",
     "BufferReleasing",
+    "CollectiveIssued",
+    "CollectiveWaited",
+    "CollectiveWaiting",
     "Event",
     "MainGradientAllocated",
     "Observer",
@@ -31,7 +35,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class PhaseBegan:
-    """The host begins a phase of a unit or of a parameter group.
+    """The host begins a phase of a unit or parameter group.
 
     Attributes:
         owner: Name of the unit under its root, empty for the root; or of the parameter group.
@@ -46,7 +50,7 @@ class PhaseBegan:
 
 @dataclass(frozen=True, slots=True)
 class PhaseEnded:
-    """The host ends a phase; see `PhaseBegan`. Also emitted when an exception ends it."""
+    """The host ends a phase, also by an exception; see `PhaseBegan`."""
 
     owner: str
     phase: str
@@ -54,14 +58,14 @@ class PhaseEnded:
 
 @dataclass(frozen=True, slots=True)
 class BufferAcquired:
-    """A temporary buffer was given memory, on the current stream."""
+    """A temporary buffer acquired memory, on the current stream."""
 
     buffer: TemporaryBuffer
 
 
 @dataclass(frozen=True, slots=True)
 class BufferReleasing:
-    """The memory of a temporary buffer is about to be taken away."""
+    """A temporary buffer is about to release its memory."""
 
     buffer: TemporaryBuffer
 
@@ -79,17 +83,64 @@ class MainGradientAllocated:
     flat: torch.Tensor
 
 
-Event = PhaseBegan | PhaseEnded | BufferAcquired | BufferReleasing | MainGradientAllocated
+@dataclass(frozen=True, slots=True, eq=False)
+class CollectiveIssued:
+    """A collective of a parameter group, over several ranks, is about to be issued.
+
+    Attributes:
+        group: Name of the parameter group.
+        kind: `all_gather`, `reduce_scatter` or `all_reduce`.
+        axis: Index of the mesh axis.
+        numel: Elements of the full buffer.
+        itemsize: Bytes of an element.
+        is_temporary: Whether the result is in a temporary buffer, such as a gathered weight.
+        is_async: Whether the host returns before the collective is done.
+    """
+
+    group: str
+    kind: str
+    axis: int
+    numel: int
+    itemsize: int
+    is_temporary: bool
+    is_async: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveWaiting:
+    """The host, or the current stream, is about to wait for a collective."""
+
+    issued: CollectiveIssued
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveWaited:
+    """The host, or the current stream, has waited for a collective."""
+
+    issued: CollectiveIssued
+
+
+Event = (
+    PhaseBegan
+    | PhaseEnded
+    | BufferAcquired
+    | BufferReleasing
+    | MainGradientAllocated
+    | CollectiveIssued
+    | CollectiveWaiting
+    | CollectiveWaited
+)
 Subscriber = Callable[[Event], None]
 
 _NOTHING: AbstractContextManager[Any] = contextlib.nullcontext()
 
 
 class Observer:
-    """Passes events to subscribers, in the order in which they subscribed.
+    """Passes events to subscribers, in the order of subscription.
 
     Attributes:
-        subscribers: Everyone who receives events. Plain, since every buffer asks in every step.
+        subscribers: Functions that receive events. A plain attribute, since it is read for every
+            buffer in every step.
     """
 
     __slots__ = ("subscribers",)
@@ -102,7 +153,7 @@ class Observer:
         self.subscribers = (*self.subscribers, subscriber)
 
     def unsubscribe(self, subscriber: Subscriber) -> None:
-        """Pass no more events to `subscriber`. Nothing happens if it does not subscribe."""
+        """Stop passing events to `subscriber`. No-op if it is not subscribed."""
         self.subscribers = tuple(each for each in self.subscribers if each != subscriber)
 
     def emit(self, event: Event) -> None:
@@ -111,7 +162,7 @@ class Observer:
             subscriber(event)
 
     def phase(self, owner: str, phase: str) -> AbstractContextManager[Any]:
-        """Emit the begin and the end of a phase around a block; see `PhaseBegan`."""
+        """Return a context that emits the beginning and end of a phase; see `PhaseBegan`."""
         return self._phase(owner, phase) if self.subscribers else _NOTHING
 
     @contextlib.contextmanager
@@ -123,7 +174,7 @@ class Observer:
             self.emit(PhaseEnded(owner, phase))
 
     def acquire(self, buffer: TemporaryBuffer) -> torch.Tensor:
-        """Give a buffer memory and emit that; see `TemporaryBuffer.acquire`."""
+        """Acquire a buffer's memory and emit the event; see `TemporaryBuffer.acquire`."""
         if not self.subscribers or buffer.is_live:
             return buffer.acquire()
         tensor = buffer.acquire()
@@ -131,7 +182,32 @@ class Observer:
         return tensor
 
     def release(self, buffer: TemporaryBuffer) -> None:
-        """Emit that a buffer loses its memory and take it away. Idempotent."""
+        """Emit the event and release a buffer's memory. Idempotent."""
         if self.subscribers and buffer.is_live:
             self.emit(BufferReleasing(buffer))
         buffer.release()
+
+    def collective(self, event: CollectiveIssued, issue: Callable[[], Work]) -> Work:
+        """Issue a collective, and emit the events of the issue and the wait."""
+        self.emit(event)
+        if event.is_async:
+            return _ObservedWork(self, event, issue())
+        self.emit(CollectiveWaiting(event))
+        work = issue()
+        self.emit(CollectiveWaited(event))
+        return work
+
+
+class _ObservedWork:
+    """Work handle of a collective that emits events when it is waited for."""
+
+    def __init__(self, observer: Observer, event: CollectiveIssued, work: Work) -> None:
+        self._observer, self._event = observer, event
+        self._work: Work | None = work
+
+    def wait(self) -> None:
+        work, self._work = self._work, None
+        if work is not None:
+            self._observer.emit(CollectiveWaiting(self._event))
+            work.wait()
+            self._observer.emit(CollectiveWaited(self._event))

@@ -1,4 +1,4 @@
-"""Blocks of the traced pool that a communication library knows: registered once, then reused."""
+"""Blocks of the trace pool that are registered with a communication library."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp_v2.comm.interface import Registrar
+from megatron_fsdp_v2.comm.backends import NcclRegistrar
 
 __all__ = ["RegisteredMemory", "deregister_all"]
 
@@ -19,23 +19,23 @@ _ALL: weakref.WeakSet[RegisteredMemory] = weakref.WeakSet()
 
 
 class RegisteredMemory:
-    """Provides blocks that are registered with process groups for as long as they are in use.
+    """Provides blocks of memory that are registered with process groups while they are in use.
 
-    Collectives on registered memory read and write it in place, where they would copy through
-    buffers of the library's own.
+    Collectives read and write registered memory directly, without copies through the library's
+    buffers.
 
     Args:
         groups: The process groups, at least one.
-        registrar: Allocates and registers.
+        registrar: Allocates and registers memory.
     """
 
-    def __init__(self, groups: Sequence[dist.ProcessGroup], registrar: Registrar) -> None:
+    def __init__(self, groups: Sequence[dist.ProcessGroup], registrar: NcclRegistrar) -> None:
         self._groups, self._registrar = list(groups), registrar
         self._held: list[Callable[[], None]] = []
         _ALL.add(self)
 
     def provide(self, nbytes: int, device: torch.device) -> tuple[torch.Tensor, Callable[[], None]]:
-        """See `arena.PoolMemory`."""
+        """Return a registered flat block, and a function to call when no buffer uses it."""
         registrar = self._registrar
         pool = registrar.new_pool(self._groups[0], device)
         block = registrar.allocate(pool, nbytes, device)
@@ -44,7 +44,7 @@ class RegisteredMemory:
             try:
                 registrar.register(pool, group, device)
             except RuntimeError as error:
-                # Registration is for speed; collectives work on any memory.
+                # Not an error: registration only improves speed.
                 warnings.warn(
                     f"{nbytes} bytes of the trace pool could not be registered with process group "
                     f"{group.group_name}: {error}",
@@ -55,11 +55,11 @@ class RegisteredMemory:
         held = self._held
 
         def free() -> None:
-            # Kernels that are queued may still use the block, on any stream, and neither taking
-            # the registration back nor NCCL's allocator waits for them.
+            # Queued kernels may still use the block, on any stream, and neither deregistration nor
+            # NCCL's allocator waits for them.
             registrar.wait(device)
             while registered:
-                # A process group that was destroyed knows of nothing any more.
+                # A destroyed process group has no registrations left.
                 with contextlib.suppress(RuntimeError, ValueError):
                     registrar.deregister(pool, registered.pop(), device)
             if free in held:
@@ -69,12 +69,12 @@ class RegisteredMemory:
         return block, free
 
     def deregister(self) -> None:
-        """Deregister every block; those in use go on as plain memory."""
+        """Deregister every block. Blocks in use stay valid as plain memory."""
         for free in list(self._held):
             free()
 
 
 def deregister_all() -> None:
-    """Deregister everything: to be called before process groups are destroyed."""
+    """Deregister all blocks. Call it before destroying process groups."""
     for memory in list(_ALL):
         memory.deregister()

@@ -1,1 +1,1 @@
-"""Groups of parameters: their buffers, weights and gradients."""
+"""Parameter groups: buffers, weights and gradients."""

@@ -1,4 +1,4 @@
-"""What the autograd engine is doing, and hooks into the graph around a unit."""
+"""State of the autograd engine, and hooks on the inputs and outputs of a unit."""
 
 from __future__ import annotations
 
@@ -8,68 +8,67 @@ import functools
 import operator
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map
 
 from megatron_fsdp_v2._compiler import uncompiled
-from megatron_fsdp_v2.params.parameter_hooks import NotAUsersHook
+
+if TYPE_CHECKING:
+    from megatron_fsdp_v2.runtime.unit import ForwardRecord
 
 __all__ = [
     "Inputs",
+    "NotAUsersHook",
     "cast_floats",
     "in_backward",
+    "is_gathered_weight",
     "map_tensors",
     "next_node_number",
+    "save_activations_on_cpu",
     "tensors_within",
     "watch_inputs",
     "watch_outputs",
 ]
 
 
-# Looked up once: both are asked for many times a step.
+# Looked up once, since `in_backward` is called many times per step.
 _graph_task: Callable[[], int] = torch._C._current_graph_task_id
 _NO_GRAPH_TASK = -1
 
 
 def in_backward() -> bool:
-    """Whether the calling thread is inside the autograd engine: a forward is a recomputation."""
+    """Return whether the calling thread runs in the autograd engine.
+
+    A forward there is a recomputation.
+    """
     return _graph_task() != _NO_GRAPH_TASK
 
 
-class _Watcher(Protocol):
-    def pre_backward(self) -> None:
-        """The first gradient reached an output."""
-        ...
-
-    def post_backward(self) -> None:
-        """The last gradient left for an input."""
-        ...
-
-    def nearly_over(self) -> None:
-        """A gradient left for an input, and it may be the last one."""
-        ...
+class NotAUsersHook(functools.partial[None]):
+    """A hook of this package on a tensor that may be a parameter, not a user's hook."""
 
 
 def next_node_number() -> int:
-    """The number that the next node of the graph gets that this thread makes."""
+    """Return the sequence number of the next autograd node that this thread makes."""
     return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
     """Apply a function to every tensor in nested containers and dataclasses.
 
-    Containers are what `torch.utils._pytree` knows; a dataclass is copied only if one of its
-    tensors changed.
+    Containers are those that `torch.utils._pytree` supports. A dataclass is copied only if one of
+    its tensors changed.
     """
     if isinstance(value, torch.Tensor):
         return function(value)
     if type(value) in (tuple, dict) and not value:
         return value
-    # Lists, since a generator would be a frame for every item.
+    # Lists are faster than generators, which run a frame per item.
     if type(value) is tuple and all([isinstance(item, torch.Tensor) for item in value]):
-        # What most forwards take; the general walk costs more than a small layer.
+        # The common case; the general walk below takes longer than a small layer.
         return tuple([function(item) for item in value])
 
     def visit(leaf: Any) -> Any:
@@ -89,13 +88,13 @@ def _map_dataclass(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
         new = map_tensors(function, old)
         if not _is_same(old, new):
             result = copy.copy(value) if result is value else result
-            # Frozen dataclasses reject plain assignment, and this is their own new copy.
+            # `result` is a new copy; frozen dataclasses reject plain assignment.
             object.__setattr__(result, field.name, new)
     return result
 
 
 def _is_same(old: Any, new: Any) -> bool:
-    """Whether mapping changed nothing: the same leaves (containers are rebuilt every time)."""
+    """Return whether all leaves are the same objects (`tree_map` always rebuilds containers)."""
     return all(map(operator.is_, tree_leaves(old), tree_leaves(new)))
 
 
@@ -105,7 +104,7 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
 
 
 class Inputs:
-    """The inputs of a unit's forward as they were when it began."""
+    """Inputs of a unit's forward, with their versions at its beginning."""
 
     __slots__ = ("_has_others", "_views")
 
@@ -114,34 +113,33 @@ class Inputs:
         self._has_others = False
 
     def add(self, view: torch.Tensor) -> None:
-        """Take in one whose gradient tells something."""
+        """Add a view whose autograd node has a hook."""
         self._views.append((view, view._version))
 
     def add_other(self) -> None:
-        """Note one that requires a gradient that tells nothing."""
+        """Record an input that requires a gradient but has no hook."""
         self._has_others = True
 
     @property
     def tell_nothing(self) -> bool:
-        """Whether the gradient of none of them may tell that the unit's backward is over.
+        """Whether no hook may mark the end of the unit's backward.
 
-        An operation in place gives what it changes another history, around what would have told.
+        An in-place op replaces the tensor's grad_fn, so the node with the hook is bypassed.
         """
         if not self._views:
             return self._has_others
         return any([view._version != version for view, version in self._views])
 
 
-def watch_inputs(watcher: _Watcher, args: Any, kwargs: Any) -> tuple[Any, Any, Inputs]:
-    """Route the inputs that require gradients so that `post_backward` is called.
+def watch_inputs(record: ForwardRecord, args: Any, kwargs: Any) -> tuple[Any, Any, Inputs]:
+    """Replace inputs that require gradients by views whose nodes call `post_backward`.
 
-    What the unit gets is a view of each, so that all rules of views hold: also for operations in
-    place. The engine runs ready nodes latest-made first and gradient accumulation before all
-    others. So when the node of the first view runs, which is the unit's earliest, the rest of the
-    unit's backward is over, and its own gradients have arrived.
+    In-place operations on a view follow autograd's rules for views. The engine runs ready nodes in
+    reverse order of creation, and gradient accumulation first. The node of the first view is the
+    unit's earliest node; when it runs, the unit's backward is over and its gradients have arrived.
 
     Returns:
-        The arguments to run the forward with, and what they were then.
+        The arguments for the forward, and a record of the inputs.
     """
     inputs = Inputs()
     views: dict[int, torch.Tensor] = {}
@@ -159,8 +157,8 @@ def watch_inputs(watcher: _Watcher, args: Any, kwargs: Any) -> tuple[Any, Any, I
             inputs.add(view)
             node = view.grad_fn
             assert node is not None
-            # Which of several get a gradient is known only in the end.
-            tell = watcher.post_backward if is_first else watcher.nearly_over
+            # Which inputs receive a gradient is unknown until the backward.
+            tell = record.post_backward if is_first else record.nearly_over
             node.register_hook(functools.partial(uncompiled(_node_ran), tell))
         return view
 
@@ -171,41 +169,42 @@ def watch_inputs(watcher: _Watcher, args: Any, kwargs: Any) -> tuple[Any, Any, I
 
 
 def _node_ran(tell: Callable[[], None], grad_inputs: Any, grad_outputs: Any) -> None:
-    """A hook of a node that says so and nothing else."""
+    """Call a function from a hook of an autograd node."""
     del grad_inputs, grad_outputs
     tell()
 
 
-def watch_outputs(watcher: _Watcher, output: Any, since: int) -> None:
-    """Have `pre_backward` called when the first gradient reaches one of the outputs.
+def watch_outputs(record: ForwardRecord, output: Any, since: int) -> None:
+    """Register hooks that call `pre_backward` when the first gradient reaches an output.
 
-    Outputs are searched more widely than inputs: nothing is rebuilt here, and a tensor that is
-    missed would be computed with after the weights are gone.
+    Attributes of plain objects are searched too, unlike for inputs: the search rebuilds nothing,
+    and the backward of a missed tensor would run without gathered weights.
 
     Args:
-        watcher: Whom to tell.
-        output: What the forward returned.
+        record: The forward, whose `pre_backward` is called.
+        output: Output of the forward.
         since: `next_node_number()` when the forward began.
     """
     for tensor in _with_bases(tensors_within(output), since):
         if not tensor.requires_grad:
             continue
-        # What a unit hands on from one inside it is watched for both, and torch calls hooks in the
-        # order they were made: then whose backward comes first would depend on what a rank ran.
-        known: tuple[int, list[_Watcher]] | None = getattr(tensor, _WATCHERS, None)
+        # An output of an inner unit may also be an output of the outer unit. Torch calls hooks in
+        # order of registration, inner unit first; one shared hook calls the outer unit first, on
+        # all ranks.
+        known: tuple[int, list[ForwardRecord]] | None = getattr(tensor, _RECORDS, None)
         if known is not None and known[0] == tensor._version:
-            known[1].append(watcher)
+            known[1].append(record)
             continue
-        watchers = [watcher]
-        setattr(tensor, _WATCHERS, (tensor._version, watchers))
-        hook = NotAUsersHook(uncompiled(_tell_outermost_first), watchers)
+        records = [record]
+        setattr(tensor, _RECORDS, (tensor._version, records))
+        hook = NotAUsersHook(uncompiled(_tell_outermost_first), records)
         tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
 
 def _with_bases(tensors: Iterable[torch.Tensor], since: int) -> list[torch.Tensor]:
-    """The tensors, and what those are views of that a forward made.
+    """Return the tensors and the bases of views that the forward made.
 
-    Whoever changes a view in place gives it another history, which begins at its base.
+    An in-place op on a view replaces its grad_fn by one whose history begins at the base.
     """
     found = []
     for tensor in tensors:
@@ -217,18 +216,18 @@ def _with_bases(tensors: Iterable[torch.Tensor], since: int) -> list[torch.Tenso
     return found
 
 
-_WATCHERS = "_watchers_of_backward"
+_RECORDS = "_forward_records"
 
 
-def _tell_outermost_first(watchers: list[_Watcher], grad: torch.Tensor) -> None:
-    """A hook of an output that tells all who watch it that the first gradient arrives."""
+def _tell_outermost_first(records: list[ForwardRecord], grad: torch.Tensor) -> None:
+    """Call `pre_backward` of all forwards that returned a tensor, the outermost first."""
     del grad
-    for watcher in reversed(watchers):
-        watcher.pre_backward()
+    for record in reversed(records):
+        record.pre_backward()
 
 
 def tensors_within(value: Any) -> Iterable[torch.Tensor]:
-    """Every tensor in containers, dataclasses and attributes of plain objects, each once."""
+    """Return all tensors in containers, dataclasses and object attributes, without duplicates."""
     return (value,) if isinstance(value, torch.Tensor) else _search(value)
 
 
@@ -249,7 +248,7 @@ def _search(value: Any) -> Iterator[torch.Tensor]:
             left += item.values()
         elif isinstance(item, Sequence | Set):
             left += item
-        # A container may have attributes as well, such as the output classes of model libraries.
+        # Containers may have attributes too, such as the output classes of model libraries.
         left += getattr(item, "__dict__", {}).values()
         for cls in type(item).__mro__:
             slots = cls.__dict__.get("__slots__", ())
@@ -257,7 +256,7 @@ def _search(value: Any) -> Iterator[torch.Tensor]:
             left += [getattr(item, name) for name in names if hasattr(item, name)]
 
 
-# What holds no outputs, and would lead into everything else.
+# Objects that hold no outputs; searching their attributes would reach the whole program.
 _LEAVES = (
     bool,
     int,
@@ -275,3 +274,54 @@ _LEAVES = (
     types.MethodType,
     types.BuiltinFunctionType,
 )
+
+
+# -- saved tensors -----------------------------------------------------------------------------
+
+
+def is_gathered_weight(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is a gathered weight or a view of one, such as its transpose.
+
+    Hooks on saved tensors should leave such a tensor alone: it has no memory between forward and
+    backward, and the backward gathers it again.
+    """
+    if hasattr(tensor, "_owner_slot"):
+        return True
+    base = tensor._base if tensor._is_view() else None
+    return base is not None and hasattr(base, "_owner_slot")
+
+
+class save_activations_on_cpu(saved_tensors_hooks):
+    """`torch.autograd.graph.save_on_cpu` for sharded modules: saves all tensors except weights.
+
+    Torch's version also copies the gathered weights of every unit, though the backward gathers them
+    again.
+
+    Args:
+        pin_memory: Whether to copy to pinned memory, and back without waiting.
+        min_nbytes: Tensors of fewer bytes stay on their device.
+
+    Raises:
+        ValueError: `min_nbytes` is negative.
+    """
+
+    def __init__(self, pin_memory: bool = False, min_nbytes: int = 0) -> None:
+        if min_nbytes < 0:
+            raise ValueError(f"min_nbytes is a number of bytes, got {min_nbytes}")
+
+        def pack(tensor: torch.Tensor) -> Any:
+            if tensor.nbytes < min_nbytes or is_gathered_weight(tensor):
+                return tensor
+            packed = torch.empty_like(
+                tensor, device="cpu", pin_memory=pin_memory and not tensor.is_sparse
+            )
+            return tensor.device, packed.copy_(tensor)
+
+        def unpack(packed: Any) -> torch.Tensor:
+            if isinstance(packed, torch.Tensor):
+                return packed
+            device, tensor = packed
+            restored: torch.Tensor = tensor.to(device, non_blocking=pin_memory)
+            return restored
+
+        super().__init__(pack, unpack)

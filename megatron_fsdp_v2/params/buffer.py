@@ -1,23 +1,46 @@
-"""A flat buffer as one rank holds it: a layout, the span of it that is here, and storage."""
+"""Flat buffers of a parameter group, and redistribution between them.
+
+[Note: the buffers of a group] All parameters of a group lie in one flat tensor, split into slices.
+Each of these buffers holds a span of slices, with one placement per axis of the data-parallel mesh:
+
+- main weight: stepped by the optimizer;
+- model weight: kept between uses; the main weight itself if dtype and placement are the same;
+- gathered weight: the whole tensor, for computation;
+- full gradient: this rank's gradient of the whole tensor, written by autograd;
+- partial gradient: its sum along the inner axis, only with two axes;
+- main gradient: read by the optimizer.
+
+`DataParallelBuffer.redistribute` makes every transfer between them.
+"""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
-from megatron_fsdp_v2.comm.interface import Axis
-from megatron_fsdp_v2.dtensor.row_shards import Holders, RowShards, TensorShard
+from megatron_fsdp_v2.comm.interface import (
+    DONE,
+    Axis,
+    Collective,
+    CollectiveKind,
+    CommStream,
+    Communicator,
+    Work,
+)
 from megatron_fsdp_v2.layout.buffer_layout import BufferLayout
 from megatron_fsdp_v2.layout.mixed_precision import GroupDtypes
 from megatron_fsdp_v2.layout.placement import AxisPlacements, Placement
-from megatron_fsdp_v2.memory.allocator import TemporaryBuffer, alias_of
+from megatron_fsdp_v2.memory.allocator import Allocator, BufferUse, TemporaryBuffer, alias_of
 from megatron_fsdp_v2.memory.host_memory import empty_in_host_memory
+from megatron_fsdp_v2.memory.observer import CollectiveIssued, Observer
 
-__all__ = ["DataParallelBuffer", "FlatSpec", "Offload", "ShardGrid", "Span", "place_in"]
+__all__ = ["BufferContext", "DataParallelBuffer", "Offload", "ShardGrid", "Span", "place_in"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +58,14 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class ShardGrid:
-    """How a flat buffer's slices map onto the axes of a data-parallel mesh.
+    """Mapping of a flat buffer's slices onto the axes of a data-parallel mesh.
 
-    The inner axis cuts the buffer into large pieces and the outer axis cuts each of them again,
-    so that an all-gather along the inner axis alone already yields the whole buffer.
+    The inner axis splits the buffer into large pieces and the outer axis splits each piece again,
+    so that an all-gather along the inner axis alone yields the whole buffer.
 
     Attributes:
         axes: The mesh axes, outermost first.
-        parts: Pieces each axis cuts into; 1 for an axis that only replicates.
+        parts: Number of pieces per axis; 1 for an axis that only replicates.
     """
 
     axes: tuple[Axis, ...]
@@ -50,7 +73,7 @@ class ShardGrid:
 
     @classmethod
     def of(cls, axes: Sequence[Axis], main_placements: Sequence[Placement]) -> ShardGrid:
-        """The grid for main weights placed so; no other tensor of a group is cut finer."""
+        """Return the grid for placements of main weights, the most finely sharded tensors."""
         parts = tuple(
             axis.size if placement is Placement.SHARD else 1
             for axis, placement in zip(axes, main_placements, strict=True)
@@ -59,12 +82,12 @@ class ShardGrid:
 
     @property
     def num_slices(self) -> int:
-        """Slices of the flat buffer."""
+        """Number of slices of the flat buffer."""
         return math.prod(self.parts)
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Slices one step along each axis moves on; 0 along an axis that replicates."""
+        """Distance in slices between neighboring ranks of each axis; 0 if the axis replicates."""
         strides, stride = [], 1
         for parts in self.parts:
             strides.append(stride if parts > 1 else 0)
@@ -72,7 +95,7 @@ class ShardGrid:
         return tuple(strides)
 
     def span(self, placements: Sequence[Placement]) -> Span:
-        """The slices this rank holds of a tensor with these placements (one per axis)."""
+        """Return this rank's slices of a tensor with these placements (one per axis)."""
         first, count = 0, self.num_slices
         for axis, parts, placement in reversed(
             list(zip(self.axes, self.parts, placements, strict=True))
@@ -82,16 +105,10 @@ class ShardGrid:
                 first += axis.rank * count
         return Span(first, count)
 
-    def row_shards(
-        self, layout: BufferLayout, index: int, tensor: TensorShard | None, holders: Holders
-    ) -> RowShards:
-        """Row ranges of one parameter's main weight over the mesh."""
-        return RowShards(layout.row_ranges(index), self.strides, tensor, holders)
-
     def coordinates_of(self, slices: Collection[int]) -> set[tuple[int, ...]]:
-        """Mesh coordinates of the ranks whose main weight is one of these slices."""
+        """Return the mesh coordinates of the ranks whose main weight is one of these slices."""
         axes = list(zip(self.axes, self.parts, self.strides, strict=True))
-        # From slices to ranks: of many ranks few have nothing.
+        # Loops over slices, not ranks: few slices are empty, also with many ranks.
         return {
             coordinate
             for number in slices
@@ -104,106 +121,32 @@ class ShardGrid:
         }
 
 
-class DataParallelBuffer:
-    """This rank's span of a flat buffer, bound to storage that it may share with others.
-
-    Attributes:
-        layout: Where parameters are in the whole flat buffer.
-        span: Which slices are here.
-        tensor: Flat storage of the span, `span.count * layout.shard_numel` elements. Its memory
-            comes and goes where it is a temporary buffer's.
-        packing: Elements of the layout that one of `tensor` stands for; it has as many fewer.
-    """
-
-    def __init__(
-        self,
-        layout: BufferLayout,
-        span: Span,
-        tensor: torch.Tensor,
-        temporary: TemporaryBuffer | None = None,
-        *,
-        packing: int = 1,
-    ) -> None:
-        expected = span.count * layout.shard_numel // packing
-        if tensor.numel() != expected:
-            raise ValueError(f"a span of {expected} elements cannot use {tensor.numel()} of them")
-        self.layout = layout
-        self.span = span
-        self.tensor = tensor
-        self.packing = packing
-        self._temporary = temporary
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the span."""
-        return self.tensor.numel() * self.tensor.element_size()
-
-    def rows(self, index: int) -> tuple[int, int]:
-        """Rows of a parameter inside this span."""
-        return self.layout.local_rows(index, self.span.first, self.span.count)
-
-    def view(self, index: int) -> torch.Tensor:
-        """This span's rows of a parameter, as a view of the storage: `(rows, *shape[1:])`.
-
-        Where the span is the whole buffer, that is the whole parameter. Packed, its last dimension
-        is shorter.
-        """
-        offset, shape = place_in(self.layout, self.span, index)
-        if self.packing > 1:
-            offset, shape = offset // self.packing, (*shape[:-1], shape[-1] // self.packing)
-        if self._temporary is not None:
-            return self._temporary.alias(offset, shape)
-        return alias_of(self.tensor, offset, shape)
-
-    def follow(self, tensor: torch.Tensor) -> None:
-        """Have a tensor made of one of the views stay one, wherever the memory moves."""
-        if self._temporary is not None:
-            self._temporary.follow(tensor)
-
-    def piece(self, span: Span) -> torch.Tensor:
-        """The flat part of this buffer that holds a narrower span."""
-        slice_numel = self.layout.shard_numel // self.packing
-        start = (span.first - self.span.first) * slice_numel
-        return self.tensor.narrow(0, start, span.count * slice_numel)
-
-
-def place_in(layout: BufferLayout, span: Span, index: int) -> tuple[int, tuple[int, ...]]:
-    """Where a span's rows of a parameter are in it: first element, and shape.
-
-    Args:
-        layout: Of the whole flat buffer.
-        span: The slices there are.
-        index: Which parameter.
-    """
-    slot = layout.slots[index]
-    start, end = layout.local_rows(index, span.first, span.count)
-    offset = slot.offset + start * slot.row_numel - span.first * layout.shard_numel
-    return offset if end > start else 0, (end - start, *slot.shape[1:])
-
-
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """Where main weights and main gradients are that are offloaded.
+    """Offloading of main weights and main gradients to host memory.
 
     Attributes:
-        pin_memory: Whether a device can read and write them by itself, beside other work.
+        pin_memory: Whether the memory is pinned, so that copies overlap other work.
     """
 
     pin_memory: bool
 
 
-@dataclass(frozen=True, slots=True)
-class FlatSpec:
-    """What the flat buffers of a group have in common, those of weights and of gradients.
+@dataclass
+class BufferContext:
+    """State shared by the flat buffers of one parameter group.
 
     Attributes:
-        name: Of the group, for reports.
-        layout: Where parameters are in the whole flat buffer.
-        grid: How its slices map onto the mesh.
+        name: Name of the group, for reports.
+        layout: Positions of parameters in the whole flat tensor.
+        grid: Mapping of its slices onto the mesh.
         placements: Placements per mesh axis, outermost first.
         dtypes: Dtypes of weights and gradients.
-        device: Where the buffers are.
-        host: Where main weights and main gradients are instead, if they are offloaded.
+        device: Device of the buffers.
+        host: Offloading of main weights and main gradients; None if they are on the device.
+        comm: Issues collectives.
+        allocator: Makes temporary buffers.
+        observer: Receives events of temporary buffers and main gradients.
     """
 
     name: str
@@ -212,33 +155,297 @@ class FlatSpec:
     placements: tuple[AxisPlacements, ...]
     dtypes: GroupDtypes
     device: torch.device
-    host: Offload | None = None
+    host: Offload | None
+    comm: Communicator
+    allocator: Allocator
+    observer: Observer = field(default_factory=Observer)
 
-    @property
-    def whole(self) -> Span:
-        """All slices."""
-        return Span(0, self.grid.num_slices)
+    def temporary(
+        self,
+        kind: str,
+        use: BufferUse,
+        placements: Sequence[Placement],
+        dtype: torch.dtype,
+        *,
+        packing: int = 1,
+    ) -> DataParallelBuffer:
+        """Make a buffer without memory; `take` allocates and `drop` frees it.
 
-    def span(self, placements: Sequence[Placement]) -> Span:
-        """The slices this rank holds of a tensor with these placements (one per axis)."""
-        return self.grid.span(placements)
+        Args:
+            kind: Kind of content, for reports.
+            use: Use of the buffer.
+            placements: Placements per mesh axis, outermost first.
+            dtype: Element type.
+            packing: See `DataParallelBuffer`.
+        """
+        numel = self.grid.span(placements).count * self.layout.shard_numel // packing
+        name = f"{self.name}/{kind}"
+        memory = self.allocator.buffer(name, use, numel, dtype, self.device)
+        return DataParallelBuffer(self, placements, memory.tensor, memory, packing=packing)
 
     def main_memory(
         self, span: Span, dtype: torch.dtype, *, is_overwritten: bool = False
     ) -> torch.Tensor:
-        """Flat memory for what the optimizer reads and writes.
-
-        Zeros are in it, which keep padding out of every norm and check.
+        """Allocate flat memory for a main weight or main gradient, on the device or in host memory.
 
         Args:
-            span: The slices it is for.
+            span: Slices that the memory holds.
             dtype: Element type.
-            is_overwritten: Whether all of it, padding too, is about to be written; there need be
-                no zeros then.
+            is_overwritten: Whether the caller writes all elements. Otherwise they are zeroed, so
+                that padding does not count in norms and checks.
         """
         numel = span.count * self.layout.shard_numel
-        if self.host is not None:
-            is_pinned = self.host.pin_memory and self.device.type != "cpu"
-            return empty_in_host_memory((numel,), dtype, pin_memory=is_pinned).zero_()
         make = torch.empty if is_overwritten else torch.zeros
-        return make(numel, dtype=dtype, device=self.device)
+        if self.host is None:
+            return make(numel, dtype=dtype, device=self.device)
+        is_pinned = self.host.pin_memory and self.device.type == "cuda"
+        is_meta = self.device.type == "meta"
+        memory = empty_in_host_memory((numel,), dtype, pin_memory=is_pinned, is_meta=is_meta)
+        return memory if is_overwritten else memory.zero_()
+
+
+class _Transfer(NamedTuple):
+    """One collective of a redistribution.
+
+    Attributes:
+        kind: Kind of the collective.
+        number: Index of the mesh axis.
+        axis: Participating ranks.
+        comm_stream: Communication stream to run in.
+        span: Slices that its output holds.
+    """
+
+    kind: CollectiveKind
+    number: int
+    axis: Axis
+    comm_stream: CommStream
+    span: Span
+
+
+class DataParallelBuffer:
+    """This rank's span of a group's flat tensor, with one placement per mesh axis.
+
+    Attributes:
+        context: Shared by the buffers of the group.
+        placements: Placements per mesh axis, outermost first.
+        span: Slices that this rank holds.
+        tensor: Flat storage of the span, `span.count * layout.shard_numel / packing` elements.
+        memory: Temporary memory of `tensor`; None if it always has memory.
+        packing: Elements of the layout per element of `tensor`.
+        comm_copy: Buffer in the communication dtype that is reduced instead of this one.
+        staging: For a buffer in host memory: buffer on the device that receives results.
+    """
+
+    def __init__(
+        self,
+        context: BufferContext,
+        placements: Sequence[Placement],
+        tensor: torch.Tensor,
+        memory: TemporaryBuffer | None = None,
+        *,
+        packing: int = 1,
+        staging: DataParallelBuffer | None = None,
+    ) -> None:
+        self.context = context
+        self.placements = tuple(placements)
+        self.span = context.grid.span(placements)
+        self.tensor = tensor
+        self.memory = memory
+        self.packing = packing
+        self.comm_copy: DataParallelBuffer | None = None
+        self.staging = staging
+        expected = self.span.count * context.layout.shard_numel // packing
+        if tensor.numel() != expected:
+            raise ValueError(f"a span of {expected} elements cannot use {tensor.numel()} of them")
+
+    @property
+    def layout(self) -> BufferLayout:
+        """Positions of parameters in the whole flat tensor."""
+        return self.context.layout
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the span."""
+        return self.tensor.numel() * self.tensor.element_size()
+
+    def rows(self, index: int) -> tuple[int, int]:
+        """Return the first and the end row of a parameter in this span."""
+        return self.layout.local_rows(index, self.span.first, self.span.count)
+
+    def view(self, index: int) -> torch.Tensor:
+        """Return this span's rows of a parameter, as a view of shape `(rows, *shape[1:])`.
+
+        If the span is the whole tensor, these are all rows. With packing, the last dimension is
+        shorter.
+        """
+        offset, shape = place_in(self.layout, self.span, index)
+        if self.packing > 1:
+            offset, shape = offset // self.packing, (*shape[:-1], shape[-1] // self.packing)
+        if self.memory is not None:
+            return self.memory.alias(offset, shape)
+        return alias_of(self.tensor, offset, shape)
+
+    def follow(self, tensor: torch.Tensor) -> None:
+        """Make a tensor that aliases a view of this buffer follow its memory."""
+        if self.memory is not None:
+            self.memory.follow(tensor)
+
+    def piece(self, span: Span) -> torch.Tensor:
+        """Return the flat part of this buffer that holds a narrower span."""
+        if span == self.span:
+            return self.tensor
+        slice_numel = self.layout.shard_numel // self.packing
+        start = (span.first - self.span.first) * slice_numel
+        return self.tensor.narrow(0, start, span.count * slice_numel)
+
+    def part(self, placements: Sequence[Placement]) -> DataParallelBuffer:
+        """Return the part of this buffer that a finer placement holds, in the same memory."""
+        tensor = self.piece(self.context.grid.span(placements))
+        return DataParallelBuffer(self.context, placements, tensor, packing=self.packing)
+
+    # -- memory -------------------------------------------------------------------------------
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the buffer has memory."""
+        return self.memory is None or self.memory.is_live
+
+    def take(self) -> torch.Tensor:
+        """Allocate uninitialized memory if the buffer has none, and return `tensor`."""
+        if self.memory is None:
+            return self.tensor
+        comm, observer = self.context.comm, self.context.observer
+        if not comm.has_streams:
+            return observer.acquire(self.memory)
+        with comm.memory():
+            return observer.acquire(self.memory)
+
+    def drop(self) -> None:
+        """Free the temporary memory of this buffer and of `comm_copy`. Idempotent."""
+        self._release()
+        if self.comm_copy is not None:
+            self.comm_copy.drop()
+
+    def _release(self) -> None:
+        if self.memory is not None and self.memory.is_live:
+            if self.context.comm.has_streams:
+                self.context.comm.settle()
+            self.context.observer.release(self.memory)
+
+    # -- redistribution -----------------------------------------------------------------------
+
+    def redistribute(
+        self,
+        out: DataParallelBuffer,
+        *,
+        scale: float = 1.0,
+        accumulate: bool = False,
+        async_op: bool = False,
+        before: Callable[[], object] | None = None,
+    ) -> Work:
+        """Transfer the values into another buffer with other placements, and allocate that buffer.
+
+        The placements of both buffers determine the collectives, axis by axis: `SHARD` to
+        `REPLICATE` is an all-gather, `PARTIAL` to `SHARD` a reduce-scatter, and `PARTIAL` to
+        `REPLICATE` an all-reduce. With equal placements, values are copied, scaled or added.
+        Collective over the axes that differ. A reduction destroys the values of this buffer.
+
+        Args:
+            out: Destination. It may contain the memory of this buffer (an all-gather in place).
+            scale: Factor of a sum.
+            accumulate: Whether a sum is added to `out` instead of overwriting it.
+            async_op: Whether to return before the transfer is done. Ignored with several
+                collectives, since ranks could not issue the second one in the same order.
+            before: Fills this buffer; queued in the communication stream before the collective.
+        """
+        context = self.context
+        out.take()
+        source, target, after = self._to_communicate(), out.tensor, None
+        if out.staging is not None:
+            target = out.staging.take()
+            load = functools.partial(target.copy_, out.tensor, non_blocking=True)
+            before = load if accumulate else before
+            after = functools.partial(out.tensor.copy_, target, non_blocking=True)
+        work, steps = DONE, self._steps(out)
+        for kind, number, axis, comm_stream, span in steps:
+            if kind is CollectiveKind.ALL_GATHER:
+                target = out.piece(span)
+            collective = Collective(
+                kind,
+                target,
+                source,
+                axis,
+                comm_stream,
+                scale,
+                accumulate,
+                before=before,
+                after=after,
+                sums_in_fp32=context.dtypes.sums_in_fp32,
+            )
+            is_async = async_op and len(steps) == 1
+            if axis.size > 1 and context.observer.subscribers:
+                full, is_temporary = collective.full, out.memory is not None
+                issued = CollectiveIssued(
+                    context.name,
+                    kind.value,
+                    number,
+                    full.numel(),
+                    full.itemsize,
+                    is_temporary,
+                    is_async,
+                )
+                issue = functools.partial(context.comm.issue, collective, async_op=is_async)
+                work = context.observer.collective(issued, issue)
+            else:
+                work = context.comm.issue(collective, async_op=is_async)
+            source, before = target, None
+        return work
+
+    def _steps(self, out: DataParallelBuffer) -> list[_Transfer]:
+        """Return the collectives that transfer this buffer into another one, in order."""
+        axes, steps, held = self.context.grid.axes, [], self.span
+        for number, axis in enumerate(axes):
+            mine, theirs = self.placements[number], out.placements[number]
+            if mine is theirs:
+                continue
+            if mine is Placement.PARTIAL:
+                is_cut = theirs is Placement.SHARD
+                kind = CollectiveKind.REDUCE_SCATTER if is_cut else CollectiveKind.ALL_REDUCE
+                is_inner = number == len(axes) - 1
+                comm_stream = CommStream.REDUCE if is_inner else CommStream.OUTER
+                steps.append(_Transfer(kind, number, axis, comm_stream, out.span))
+            elif self.context.grid.parts[number] > 1:
+                parts = self.context.grid.parts[number]
+                held = Span(held.first - axis.rank * held.count, held.count * parts)
+                gather = CollectiveKind.ALL_GATHER
+                steps.append(_Transfer(gather, number, axis.for_gathers(), CommStream.GATHER, held))
+        if not steps:
+            # A copy, queued in the stream of the reductions that write the same buffer.
+            alone = Axis(axes[-1].group, 1, 0)
+            steps.append(
+                _Transfer(CollectiveKind.ALL_REDUCE, 0, alone, CommStream.REDUCE, out.span)
+            )
+        return steps
+
+    def _to_communicate(self) -> torch.Tensor:
+        """Return the values in the communication dtype."""
+        if self.comm_copy is None:
+            return self.tensor
+        copied = self.comm_copy.take().copy_(self.tensor)
+        # Freed now, so that a unit in flight has one full buffer and not two.
+        self._release()
+        return copied
+
+
+def place_in(layout: BufferLayout, span: Span, index: int) -> tuple[int, tuple[int, ...]]:
+    """Return the position of a parameter's rows in a span: offset in elements, and shape.
+
+    Args:
+        layout: Layout of the whole flat tensor.
+        span: Slices of the buffer.
+        index: Index of the parameter.
+    """
+    slot = layout.slots[index]
+    start, end = layout.local_rows(index, span.first, span.count)
+    offset = slot.offset + start * slot.row_numel - span.first * layout.shard_numel
+    return offset if end > start else 0, (end - start, *slot.shape[1:])

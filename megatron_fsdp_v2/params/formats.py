@@ -1,7 +1,7 @@
-"""What the bytes of a weight are, between the main weights and what a module computes with.
+"""Weight formats: the representation of model weights between main weights and modules.
 
-A `WeightFormat` is the only place that understands them. Everything else moves flat buffers: the
-model-weight shard that rests between uses, and the gathered buffer that it is gathered into.
+Only a `WeightFormat` interprets the bytes of model weights. All other code moves flat buffers: the
+model-weight shard kept between uses, and the gathered buffer.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ __all__ = [
 
 
 class WeightUse(enum.Flag):
-    """What gathered weights are to be used for."""
+    """Uses of gathered weights."""
 
     FORWARD = enum.auto()
-    """A forward, for the first time or as a recomputation."""
+    """A forward, or its recomputation."""
     BACKWARD = enum.auto()
-    """The gradients of inputs and weights."""
+    """A backward: gradients of inputs and weights."""
     BOTH = FORWARD | BACKWARD
 
 
 @dataclass(frozen=True, slots=True)
 class PayloadBytes:
-    """What the payloads of a format take, as far as a plan or a bound needs to know.
+    """Sizes of the payloads of a format, for plans.
 
     Attributes:
         itemsize: Bytes of one element of a payload.
-        uses: Of every payload, what it is gathered for.
-        rests: Whether they are made once a step and kept, and not for every gather where main
-            weights are placed alike.
-        packing: Elements of a parameter that one element of a payload stands for.
+        uses: Uses of every payload.
+        rests: Whether payloads are always written once per step and kept. Otherwise, main weights
+            with the same placement are cast for every gather.
+        packing: Elements of a parameter per element of a payload.
     """
 
     itemsize: int
@@ -63,31 +63,14 @@ class PayloadBytes:
     rests: bool = False
     packing: int = 1
 
-    def nbytes(self, numel: int) -> int:
-        """Bytes of one payload.
-
-        Args:
-            numel: Elements of parameters and padding.
-        """
-        return numel // self.packing * self.itemsize
-
-    def count(self, uses: WeightUse = WeightUse.BOTH) -> int:
-        """Payloads that are gathered for these uses."""
-        return sum(bool(uses & payload) for payload in self.uses)
-
-    @property
-    def most_for_one_use(self) -> int:
-        """Payloads that a forward or a backward gathers, whichever are more."""
-        return max(self.count(WeightUse.FORWARD), self.count(WeightUse.BACKWARD))
-
 
 def payload_bytes(
     format_type: type[WeightFormat] | None, dtypes: GroupDtypes
 ) -> PayloadBytes | None:
-    """What the payloads of a format take; None for numbers of the compute dtype.
+    """Return the sizes of a format's payloads; None for plain numbers of the compute dtype.
 
     Args:
-        format_type: The format; None where no registered one takes a parameter.
+        format_type: The format; None if no registered format accepts the parameter.
         dtypes: Dtypes of weights and gradients.
     """
     if format_type is None or format_type is DenseFormat:
@@ -98,12 +81,12 @@ def payload_bytes(
 
 
 class Written[FormatT](NamedTuple):
-    """What a format writes of one group.
+    """Source and destination of `WeightFormat.write` for one group.
 
     Attributes:
-        format: The group's.
-        main: Main weights of this rank's span; `main.view(index)` is its rows of a parameter.
-        payloads: Those of the same span, flat.
+        format: Format of the group.
+        main: Main weights of this rank's span; `main.view(index)` has its rows of a parameter.
+        payloads: Flat payloads of the same span.
     """
 
     format: FormatT
@@ -115,23 +98,24 @@ _ONE_PAYLOAD: Mapping[str, WeightUse] = MappingProxyType({"model_weight": Weight
 
 
 class WeightFormat(Protocol):
-    """How the parameters of one group are stored, made from main weights, and bound to a module.
+    """How the parameters of one group are stored, written from main weights, and bound to modules.
 
-    One object for each parameter group, made with the dtypes that its precision policy decided.
-    What a format keeps for each parameter besides the payload (a scale, say) it keeps itself, the
-    same on every rank.
+    Each parameter group has its own format object, constructed with the dtypes of its precision
+    policy. The object itself keeps further data of a parameter, such as a scale, identically on
+    every rank.
 
     Attributes:
-        own_attributes: Names of what such a parameter keeps in its `__dict__` for itself; what
-            else is there was written by others, and is handed on to what the parameter becomes.
-        communicates: Whether `write` talks to other ranks. Such weights are written once a step,
-            those of all groups together, and not before every use.
-        payloads: The flat buffers that the weights of a group are, by name, and which use each of
-            them is gathered for.
-        prepares: Whether `prepare` and `forget` do anything.
-        packing: How many elements of the parameter, neighbors in a row, one element of the flat
-            buffers stands for. Rows have a multiple of it.
-        payload_dtype: Of one element of the flat buffers.
+        own_attributes: Names in a parameter's `__dict__` that belong to the format. Other
+            attributes belong to user code, and are copied to the sharded and the gathered
+            parameter.
+        communicates: Whether `write` communicates. Such weights are written once per step for all
+            groups together, not before every use.
+        payloads: Names of the flat buffers that hold a group's weights, and the use that each
+            buffer is gathered for.
+        prepares: Whether `prepare` and `forget` are not no-ops.
+        packing: Neighboring elements of a parameter's row per element of the flat buffers. The
+            length of rows must be a multiple of it.
+        payload_dtype: Dtype of the flat buffers.
     """
 
     own_attributes: ClassVar[frozenset[str]]
@@ -145,17 +129,17 @@ class WeightFormat(Protocol):
 
     @staticmethod
     def takes(param: torch.Tensor) -> bool:
-        """Whether parameters like this one, given to `fully_shard`, are of this format."""
+        """Return whether this format accepts a parameter given to `fully_shard`."""
         ...
 
     @staticmethod
     def itemsize(dtypes: GroupDtypes) -> int:
-        """Bytes of one element of a payload."""
+        """Return the bytes of one element of a payload."""
         ...
 
     @staticmethod
     def problem(dtypes: GroupDtypes, placements: Sequence[AxisPlacements]) -> str | None:
-        """Why such parameters cannot be sharded so, in one sentence, or None where they can.
+        """Return in one sentence why such parameters cannot be sharded this way; None if they can.
 
         Args:
             dtypes: Dtypes of weights and gradients.
@@ -165,61 +149,61 @@ class WeightFormat(Protocol):
 
     @staticmethod
     def values(param: torch.Tensor) -> torch.Tensor:
-        """The values that a parameter's main weight begins with.
+        """Return the initial values of a parameter's main weight.
 
         Args:
-            param: What was given to `fully_shard`.
+            param: The parameter given to `fully_shard`.
 
         Returns:
-            A tensor of plain numbers, of the shape that data parallelism cuts by rows.
+            A tensor of plain numbers, whose rows data parallelism shards.
         """
         ...
 
     def bind(self, views: Sequence[torch.Tensor], index: int, like: torch.Tensor) -> torch.Tensor:
-        """What modules are to compute with, over its part of the gathered buffers.
+        """Return the tensor that modules compute with, over views of the gathered buffers.
 
-        Asked once for each parameter; the memory of the buffers comes and goes afterwards.
+        Called once per parameter; the buffers are allocated and freed afterwards.
 
         Args:
-            views: Its payloads, of its shape; the last dimension is shorter where several elements
-                are packed into one.
-            index: Which parameter of the group.
-            like: What was given to `fully_shard`.
+            views: The parameter's payloads, of its shape; with packing, the last dimension is
+                shorter.
+            index: Index of the parameter in the group.
+            like: The parameter given to `fully_shard`.
         """
         ...
 
     def adopt(self, params: Sequence[torch.Tensor]) -> None:
-        """Take note of the parameters that were made of what `bind` returned; asked once.
+        """Receive the gathered parameters made from the results of `bind`; called once.
 
         Args:
-            params: Those of the group, in order.
+            params: Gathered parameters of the group, in order.
         """
         ...
 
     def memory(self, bound: torch.Tensor, index: int) -> Sequence[torch.Tensor]:
-        """The tensors inside what `bind` returned that have the memory of the gathered buffers."""
+        """Return the tensors in a result of `bind` that alias the gathered buffers."""
         ...
 
     def prepare(self, uses: WeightUse) -> None:
-        """Have parameters ready to compute with, after a gather.
+        """Prepare parameters for computation after a gather.
 
         Args:
-            uses: Whatever payloads are there for.
+            uses: Uses of all gathered payloads.
         """
         ...
 
     def forget(self) -> None:
-        """Drop what was made of gathered payloads, whose memory is about to be dropped."""
+        """Discard tensors made from gathered payloads, before their memory is freed."""
         ...
 
     @classmethod
     def write(cls, parts: Sequence[Written[Self]], axes: Sequence[Axis]) -> None:
-        """Make payloads from main weights, of several groups at once. Collective if `communicates`.
+        """Write payloads of several groups from main weights. Collective if `communicates`.
 
         Args:
-            parts: What to write, of every group.
-            axes: Axes of the data-parallel mesh that cut main weights, whose ranks hold other rows;
-                the innermost one where none does, whose ranks hold the same.
+            parts: Main weights and payloads of every group.
+            axes: Axes of the data-parallel mesh that shard main weights; the innermost axis if none
+                does, whose ranks hold the same rows.
         """
         ...
 
@@ -238,7 +222,7 @@ class DenseFormat:
 
     @staticmethod
     def takes(param: torch.Tensor) -> bool:
-        """Whether it is made of plain numbers; a DTensor counts as its local tensor."""
+        """Return whether the parameter, or its local tensor, is not a wrapper of other tensors."""
         local = param._local_tensor if isinstance(param, DTensor) else param
         return not (is_traceable_wrapper_subclass(local) or hasattr(local, "fsdp_pre_all_gather"))
 
@@ -249,37 +233,37 @@ class DenseFormat:
 
     @staticmethod
     def problem(dtypes: GroupDtypes, placements: Sequence[AxisPlacements]) -> str | None:
-        """None: a cast works everywhere."""
+        """Return None: a cast supports all dtypes and placements."""
         del dtypes, placements
         return None
 
     @staticmethod
     def values(param: torch.Tensor) -> torch.Tensor:
-        """The parameter itself, or its local tensor."""
+        """Return the parameter itself, or its local tensor."""
         return part_of(param)
 
     def bind(self, views: Sequence[torch.Tensor], index: int, like: torch.Tensor) -> torch.Tensor:
-        """A view of the buffer is what modules compute with."""
+        """Return the view of the gathered buffer."""
         del index, like
         return views[0]
 
     def adopt(self, params: Sequence[torch.Tensor]) -> None:
-        """Nothing is to be noted."""
+        """No-op."""
 
     def memory(self, bound: torch.Tensor, index: int) -> Sequence[torch.Tensor]:
-        """See `bind`."""
+        """Return the bound tensor itself."""
         del index
         return [bound]
 
     def prepare(self, uses: WeightUse) -> None:
-        """Nothing: a view is ready when its memory is filled."""
+        """No-op: a view needs no preparation."""
 
     def forget(self) -> None:
-        """Nothing is made of views."""
+        """No-op: no tensors are made from views."""
 
     @classmethod
     def write(cls, parts: Sequence[Written[Self]], axes: Sequence[Axis]) -> None:
-        """Cast."""
+        """Cast main weights to the compute dtype."""
         del axes
         for part in parts:
             part.payloads[0].copy_(part.main.tensor, non_blocking=True)
@@ -289,12 +273,12 @@ _REGISTERED: list[type[WeightFormat]] = []
 
 
 def register_format(format_type: type[WeightFormat]) -> None:
-    """Have `fully_shard` take parameters of another format, from now on. Idempotent."""
+    """Register a format, so that `fully_shard` accepts its parameters. Idempotent."""
     if format_type not in _REGISTERED:
         _REGISTERED.append(format_type)
 
 
 def format_of(param: torch.Tensor) -> type[WeightFormat] | None:
-    """The format of a parameter; None where no registered one takes it."""
+    """Return the format of a parameter; None if no registered format accepts it."""
     formats: Sequence[type[WeightFormat]] = (*_REGISTERED, DenseFormat)
     return next((known for known in formats if known.takes(param)), None)

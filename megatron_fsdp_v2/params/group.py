@@ -1,58 +1,60 @@
-"""ParameterGroup: parameters of one unit that are alike, their flat buffers and DTensors."""
+"""ParameterGroup: parameters of one unit with equal properties, their flat buffers and DTensors."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_fsdp_v2._compiler import uncompiled
-from megatron_fsdp_v2.comm.errors import Label
-from megatron_fsdp_v2.dtensor.row_shards import Holders
+from megatron_fsdp_v2.comm.interface import Label
+from megatron_fsdp_v2.dtensor.row_shards import GroupInfo, RowShards
 from megatron_fsdp_v2.layout.buffer_layout import Granularity
 from megatron_fsdp_v2.layout.mixed_precision import GroupDtypes
-from megatron_fsdp_v2.params.buffer import DataParallelBuffer, FlatSpec, Offload, ShardGrid
-from megatron_fsdp_v2.params.external_changes import ExternalChanges
-from megatron_fsdp_v2.params.formats import DenseFormat, WeightFormat, WeightUse
-from megatron_fsdp_v2.params.grads import GroupGrads
-from megatron_fsdp_v2.params.members import Members
-from megatron_fsdp_v2.params.registration import OwnedParameter
-from megatron_fsdp_v2.params.weights import GroupWeights
+from megatron_fsdp_v2.layout.placement import Placement
+from megatron_fsdp_v2.memory.allocator import BufferUse
+from megatron_fsdp_v2.params.buffer import (
+    BufferContext,
+    DataParallelBuffer,
+    Offload,
+    ShardGrid,
+)
+from megatron_fsdp_v2.params.formats import DenseFormat, WeightFormat, WeightUse, Written
+from megatron_fsdp_v2.params.gradients import GroupGrads
+from megatron_fsdp_v2.params.parameters import GroupParameters, OwnedParameter
 
 if TYPE_CHECKING:
     import torch.distributed as dist
-    from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
-    from megatron_fsdp_v2.comm.interface import Axis, Communicator
+    from megatron_fsdp_v2.comm.interface import Axis, Communicator, Work
     from megatron_fsdp_v2.layout.buffer_layout import BufferLayout
     from megatron_fsdp_v2.layout.placement import AxisPlacements
-    from megatron_fsdp_v2.memory.allocator import Allocator
+    from megatron_fsdp_v2.memory.allocator import Allocator, TemporaryBuffer
     from megatron_fsdp_v2.memory.observer import Observer
-    from megatron_fsdp_v2.params.grads import Reductions
+    from megatron_fsdp_v2.runtime.unit import Unit
 
 __all__ = ["GroupSpec", "ParameterGroup", "write_stale"]
 
 
 @dataclass(frozen=True, slots=True)
 class GroupSpec:
-    """Everything that parameters of one group have in common.
+    """Properties that all parameters of one group share.
 
     Attributes:
         dtypes: Dtypes of weights and gradients.
-        requires_grad: Whether they are trained.
+        requires_grad: Whether the parameters are trained.
         placements: Placements per mesh axis, outermost first.
-        granularity: What a shard boundary must not cut.
+        granularity: What a shard boundary must not split.
         scale: Factor of a gradient's sum over data-parallel ranks.
-        errors_on_missing_grad: Whether a parameter without gradient is an error or zero.
+        errors_on_missing_grad: Whether a missing gradient is an error; otherwise it is zero.
         reduces: Whether gradients are summed over data-parallel ranks.
-        format_type: What bytes their model weights are.
-        offload: Where main weights and gradients are instead of on the device; None for there.
+        format_type: Format of the model weights.
+        offload: Host memory for main weights and gradients; None keeps them on the device.
     """
 
     dtypes: GroupDtypes
@@ -67,49 +69,65 @@ class GroupSpec:
 
     @property
     def smallest_itemsize(self) -> float:
-        """Bytes of the smallest element; what is aligned in these elements is so in all."""
+        """Bytes of the smallest element; alignment in these elements holds for all dtypes."""
         packed = self.format_type.itemsize(self.dtypes) / self.format_type.packing
         return min(self.dtypes.smallest_itemsize, packed)
 
 
-class GradientWatcher(Protocol):
-    """The unit that owns a group, as far as the group's gradients concern it."""
+@dataclass(slots=True)
+class Payload:
+    """One payload of a group's weights; a format has one or several.
 
-    def before_gradient(self, group: ParameterGroup) -> Reductions:
-        """Called for every gradient that arrives, before it is collected.
+    Attributes:
+        uses: Uses that the payload is gathered for.
+        model: Model weight, kept between uses.
+        gathered: Gathered weight: a temporary buffer if `model` is sharded, else `model` itself.
+    """
 
-        Returns:
-            The queue of its reductions.
-        """
-        ...
+    uses: WeightUse
+    model: DataParallelBuffer
+    gathered: DataParallelBuffer
 
 
 class ParameterGroup:
     """Parameters of one unit that share dtypes, `requires_grad` and mesh.
 
-    Puts together what does the work: `weights` know what is gathered, `grads` what becomes of a
-    gradient, `members` which parameter objects modules hold. At rest, modules hold
-    `sharded_params`: DTensors over main weights. Between unshard and reshard they hold
-    `unsharded_params`.
+    Modules register `sharded_params`, DTensors over main weights, except between unshard and
+    reshard, when they register `unsharded_params`, views of gathered weights. Units that share a
+    tied parameter share its group: weights are gathered from the first `unshard` to the last
+    `reshard`.
+
+    Transfers between buffers (see [Note: the buffers of a group] in `params/buffer.py`):
+
+    - `refresh`: main weight -> model weight, if these are two buffers;
+    - `unshard`: model weight -> gathered weight. If main and model weight would have the same
+      placement and differ only in dtype or offloading, no model weight is kept: the main weight is
+      cast into this rank's piece of the gathered weight;
+    - `grads.reduce`: full gradient -> main gradient, or with two axes -> partial gradient;
+    - `grads.reduce_outer`: partial gradient -> main gradient.
+
+    A format that communicates when it writes, or that has several payloads, always keeps model
+    weights.
 
     Attributes:
-        name: For reports, such as `decoder.layers.3/0`.
         names: Parameter names relative to the unit.
-        spec: What the parameters have in common.
+        spec: Properties that all parameters share.
         mesh: The data-parallel mesh.
-        axes: Its axes as this rank sees them, outermost first.
-        device: Where the buffers are.
-        holders: Which ranks hold something of the model; set by the root.
+        info: Information about the group for its sharded parameters; the root sets its empty ranks.
         empty_ranks: Mesh coordinates of ranks that hold no row of this group.
-        layout: Where they are in the flat buffer.
-        weights: Main, model and gathered weights.
-        grads: Their gradients; `None` for frozen parameters.
-        members: The parameters in both forms.
-        changes: Finds what was done to parameters from outside.
+        layout: Positions of the parameters in the flat buffer.
+        format: Writes model weights and binds them to modules.
+        main_weight: Buffer that the optimizer steps.
+        payloads: Model weight and gathered weight of every payload of the format.
+        gathers_for_use: Whether every use needs a gather (ZeRO-3), along the innermost axis.
+        shares_main: Whether weights are gathered from main weights, without a model weight.
+        is_refreshed_locally: Whether `refresh` is cheap and needs no communication.
+        grads: Gradients of the group; `None` for frozen parameters.
+        parameters: Sharded and gathered parameters, and the modules that register them.
         sharded_params: DTensor parameters, in the order of `names`.
-        unsharded_params: What modules compute with, likewise; see `Members.gathered`.
-        registrations: Where the parameters are registered.
-        watcher: The unit that owns the group, weakly; set when it is made.
+        unsharded_params: Gathered parameters, in the order of `names`; see
+            `GroupParameters.gathered`.
+        unit: Returns the unit that owns the group; None if it is not made yet or was deleted.
     """
 
     def __init__(
@@ -124,125 +142,224 @@ class ParameterGroup:
         communicator: Communicator,
         allocator: Allocator,
     ) -> None:
-        self.name = name
-        self.watcher: Callable[[], GradientWatcher | None] = _nobody
+        self.unit: Callable[[], Unit | None] = lambda: None
         self.spec = spec
         self.mesh = mesh
-        self.axes = tuple(axes)
-        self.device = device
         self.layout = layout
         self._label = Label(name)
-        communicator = communicator.labeled(self._label)
         grid = ShardGrid.of(axes, [p.main_weight for p in spec.placements])
-        flat = FlatSpec(name, layout, grid, spec.placements, spec.dtypes, device, spec.offload)
-        self.weights = GroupWeights(flat, spec.format_type(spec.dtypes), communicator, allocator)
-        self.holders = Holders(weakref.ref(self))
-        self.empty_ranks = grid.coordinates_of(layout.empty_shards())
-        members = self.members = Members(
-            self,
-            self._label,
-            owned,
-            [grid.row_shards(layout, i, p.tensor, self.holders) for i, p in enumerate(owned)],
-            self.weights,
-            mesh,
-            requires_grad=spec.requires_grad,
-            grad_dtype=spec.dtypes.main_grad,
-        )
-        self._make_grads = functools.partial(
-            GroupGrads,
-            flat,
-            members,
-            communicator,
+        self._context = BufferContext(
+            name,
+            layout,
+            grid,
+            spec.placements,
+            spec.dtypes,
+            device,
+            spec.offload,
+            communicator.labeled(self._label),
             allocator,
-            reduces=spec.reduces,
-            errors_on_missing=spec.errors_on_missing_grad,
         )
-        self.grads = self._make_grads(spec.scale) if spec.requires_grad else None
-        if self.grads is not None:
-            for index, param in enumerate(members.gathered):
-                self._collect_from(param, index)
-        self.names, self.registrations = members.names, members.registrations
-        self.sharded_params, self.unsharded_params = members.sharded, members.gathered
-        self.changes = ExternalChanges(self, members)
+        self.format = spec.format_type(spec.dtypes)
+        self._make_weights()
+        owner = weakref.ref(self)
+        self.info = GroupInfo(self._label, owner, functools.partial(_before_direct_gradient, owner))
+        self.empty_ranks = grid.coordinates_of(layout.empty_shards())
+        row_shards = [
+            RowShards(layout.row_ranges(i), grid.strides, p.tensor, info=self.info, name=p.name)
+            for i, p in enumerate(owned)
+        ]
+        self.parameters = GroupParameters(self, owned, row_shards, mesh)
+        self.names = self.parameters.names
+        self.sharded_params = self.parameters.sharded
+        self.unsharded_params = self.parameters.gathered
+        self.grads = GroupGrads(self, self._context) if spec.requires_grad else None
+        self._num_holders = 0
+        # Work handles to wait for; None if no collective is under way.
+        self._gathering: list[Work] | None = None
+        self._refreshing: Work | None = None
         self._refreshed_at: tuple[int, tuple[int, ...]] | None = None
         self._written_at: tuple[int, tuple[int, ...]] | None = None
 
-    def rename(self, name: str) -> None:
-        """Take another name, also for the buffers and where a collective fails."""
-        self.name = self._label.name = name
-        temporaries = self.weights.temporaries()
-        if self.grads is not None:
-            self.grads.name = name
-            temporaries = {**temporaries, **self.grads.temporaries()}
-        for kind, buffer in temporaries.items():
-            buffer.name = f"{name}/{kind}"
+    def _make_weights(self) -> None:
+        """Make the buffers of weights, and choose whether a model weight is kept."""
+        context, weight_format = self._context, self.format
+        main = [p.main_weight for p in context.placements]
+        model = [p.model_weight for p in context.placements]
+        grid, dtype = context.grid, weight_format.payload_dtype
+        main_dtype = context.dtypes.main_weight
+        is_cast = context.host is not None or dtype != main_dtype
+        is_placed_alike = grid.span(model) == grid.span(main)
+        self.gathers_for_use = grid.span(model).count < grid.num_slices
+        self.single_payload = len(weight_format.payloads) == 1
+        is_written_alone = self.single_payload and not weight_format.communicates
+        # Main weights are cast into the gathered buffer; no model weight is kept.
+        self._is_streamed = (
+            is_written_alone and is_cast and is_placed_alike and self.gathers_for_use
+        )
+        self.shares_main = self._is_streamed or (is_placed_alike and not is_cast)
+        is_here = is_placed_alike and context.host is None and not weight_format.communicates
+        self.is_refreshed_locally = self.shares_main or is_here
+        memory = context.main_memory(grid.span(main), main_dtype)
+        self.main_weight = DataParallelBuffer(context, main, memory)
+        self.payloads: list[Payload] = []
+        replicated = [Placement.REPLICATE] * len(model)
+        packing = weight_format.packing
+        for kind, uses in weight_format.payloads.items():
+            kept = self.main_weight
+            if not self.shares_main:
+                numel = grid.span(model).count * context.layout.shard_numel // packing
+                tensor = torch.zeros(numel, dtype=dtype, device=context.device)
+                kept = DataParallelBuffer(context, model, tensor, packing=packing)
+            gathered = kept
+            if self.gathers_for_use:
+                gathered = context.temporary(
+                    kind, BufferUse.GATHERED, replicated, dtype, packing=packing
+                )
+            self.payloads.append(Payload(uses, kept, gathered))
 
-    def report_to(self, observer: Observer) -> None:
-        """Have the events of its buffers go to an observer."""
-        self.weights.observer = observer
+    # -- properties ---------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """Name of the group for reports, such as `decoder.layers.3/0`."""
+        return self._context.name
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """Axes of the mesh as this rank sees them, outermost first."""
+        return self._context.grid.axes
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the buffers."""
+        return self._context.device
+
+    @property
+    def cut_axes(self) -> Sequence[Axis]:
+        """Axes along which a format communicates: the axes that shard main weights."""
+        grid = self._context.grid
+        axes = [axis.for_gathers() for axis in grid.axes]
+        cut = [axis for axis, parts in zip(axes, grid.parts, strict=True) if parts > 1]
+        return cut or axes[-1:]
+
+    @property
+    def model_weight(self) -> DataParallelBuffer:
+        """Model weight of the first payload."""
+        return self.payloads[0].model
+
+    @property
+    def gathered_weight(self) -> DataParallelBuffer:
+        """Gathered weight of the first payload."""
+        return self.payloads[0].gathered
+
+    @property
+    def main_grad(self) -> DataParallelBuffer | None:
+        """The reduced gradient; None if no parameter has a gradient, so that it has no memory."""
+        return None if self.grads is None else self.grads.main
+
+    @property
+    def gathered_nbytes(self) -> int:
+        """Bytes that one use gathers: the larger of a forward's and a backward's."""
+        if not self.gathers_for_use:
+            return 0
+        return max(
+            sum(payload.gathered.nbytes for payload in self.payloads if payload.uses & use)
+            for use in (WeightUse.FORWARD, WeightUse.BACKWARD)
+        )
+
+    def temporaries(self) -> dict[str, TemporaryBuffer]:
+        """Return the temporary memory of its buffers, by kind."""
+        memories = (buffer.memory for buffer in self._buffers())
+        return {m.name.rpartition("/")[2]: m for m in memories if m is not None}
+
+    def _buffers(self) -> Iterator[DataParallelBuffer]:
+        yield from (payload.gathered for payload in self.payloads)
         if self.grads is not None:
-            self.grads.buffers.observer = observer
+            yield from self.grads.buffers()
+
+    def join(self, name: str, allocator: Allocator, observer: Observer) -> None:
+        """Join a root: use its allocator and observer, under a new name.
+
+        Args:
+            name: New name of the group, for its buffers and for errors of collectives.
+            allocator: Allocator of temporary buffers; it adopts the existing ones.
+            observer: Receives the events of the group's buffers.
+        """
+        self._context.name = self._label.name = name
+        self._context.allocator, self._context.observer = allocator, observer
+        for kind, memory in self.temporaries().items():
+            memory.name = f"{name}/{kind}"
+        for buffer in self._buffers():
+            if buffer.memory is not None:
+                buffer.memory = allocator.adopt(buffer.memory)
+
+    def state(self) -> Iterator[object]:
+        """Yield every object that `join` changes, except the memory of buffers."""
+        yield from (self, self._context, self._label, *self._buffers())
+
+    def replace_communicator(self, communicator: Communicator) -> Communicator:
+        """Replace the communicator, and return the previous one."""
+        before, self._context.comm = self._context.comm, communicator
+        return before
 
     def gather_in(self, group: dist.ProcessGroup | None) -> None:
-        """Gather along the innermost axis in another group of its ranks; None for its own."""
-        self.axes = (*self.axes[:-1], dataclasses.replace(self.axes[-1], gather_group=group))
-        self.weights.gather_along(self.axes)
+        """Set the process group of gathers along the innermost axis; None for the axis's own."""
+        axes = (*self.axes[:-1], dataclasses.replace(self.axes[-1], gather_group=group))
+        self._context.grid = dataclasses.replace(self._context.grid, axes=axes)
 
     def set_scale(self, scale: float) -> None:
-        """Change the factor of the gradient sum from now on."""
+        """Set the factor of the gradient sum."""
         self.spec = dataclasses.replace(self.spec, scale=scale)
         if self.grads is not None:
             self.grads.scale = scale
 
-    def name_of(self, param: torch.Tensor) -> str:
-        """What to call a sharded parameter in a message: its name, and the group's."""
-        known = (i for i, own in enumerate(self.sharded_params) if own is param)
-        index = next(known, None)
-        return f"a parameter of {self.name}" if index is None else self.label(index)
-
     def holds(self, param: torch.Tensor) -> bool:
-        """Whether it is one of the sharded parameters."""
+        """Return whether a tensor is one of the group's sharded parameters."""
         return any(param is known for known in self.sharded_params)
 
-    def before_direct_gradient(self) -> None:
-        """Autograd is about to add to the `grad` of a sharded parameter, which may be in use."""
-        if self.grads is not None:
-            self.grads.before_direct_gradient()
-
     def label(self, index: int) -> str:
-        """What to call one of the parameters in a message."""
-        return self.members.label(index)
+        """Return the name of a parameter for error messages."""
+        return self.parameters.label(index)
 
     def gathered_name_at(self, tensor: torch.Tensor) -> str | None:
-        """What to call the parameter that a tensor on the gathered buffer's storage begins in.
+        """Return the name of the parameter that a view of the gathered buffer begins in.
 
         Args:
-            tensor: Any tensor; None is returned where it has another storage.
+            tensor: Any tensor. A tensor on another storage returns None.
         """
-        flat = self.weights.gathered.tensor
+        flat = self.gathered_weight.tensor
         if tensor.untyped_storage()._cdata != flat.untyped_storage()._cdata:
             return None
         first = tensor.storage_offset() * tensor.element_size() // flat.element_size()
-        place = (first - int(flat.storage_offset())) * self.weights.gathered.packing
+        place = (first - int(flat.storage_offset())) * self.gathered_weight.packing
         index = self.layout.index_at(place)
         return f"a parameter of {self.name}" if index is None else self.label(index)
 
-    @property
-    def main_weight(self) -> DataParallelBuffer:
-        """What the optimizer steps."""
-        return self.weights.main
+    # -- gathered weights ---------------------------------------------------------------------
 
     @property
-    def model_weight(self) -> DataParallelBuffer:
-        """What rests between uses, in the compute dtype."""
-        return self.weights.model
+    def is_held(self) -> bool:
+        """Whether a unit has the group unsharded, or a gather for it is under way."""
+        return self._num_holders > 0
 
     @property
-    def main_grad(self) -> DataParallelBuffer | None:
-        """The reduced gradient; None where no parameter has one, and so none of them has memory."""
-        return None if self.grads is None else self.grads.main
+    def is_ready(self) -> bool:
+        """Whether full weights are available for computation now."""
+        return not self.gathers_for_use or (self._num_holders > 0 and self._gathering is None)
 
-    # -- weights ------------------------------------------------------------------------------
+    def lacks(self, uses: WeightUse) -> bool:
+        """Return whether a payload for these uses is not gathered."""
+        return any(p.uses & uses and not p.gathered.is_live for p in self.payloads)
+
+    def has_room(self, uses: WeightUse) -> bool:
+        """Return whether memory to gather ahead of use is free, or nothing needs a gather."""
+        found = True
+        for payload in self.payloads:
+            memory = payload.gathered.memory
+            if memory is not None and (self.single_payload or payload.uses & uses):
+                # No early return: `has_room` records every buffer without room for the next plan.
+                found &= memory.is_live or memory.has_room()
+        return found
 
     def unshard(
         self, uses: WeightUse, weight_version: int, *, in_forward: bool, async_op: bool
@@ -250,180 +367,240 @@ class ParameterGroup:
         """Start gathering for one more holder. Collective for the first one.
 
         Args:
-            uses: What the weights are to be used for.
-            weight_version: Of the weights; see `is_stale`.
-            in_forward: Whether to bring the weights up to date first. In a backward they have to
-                be those of the forward.
-            async_op: Whether to return before it is done.
+            uses: Uses to gather for.
+            weight_version: Current weight version; see `is_stale`.
+            in_forward: Whether to refresh stale weights first. A backward must use the weights of
+                its forward.
+            async_op: Whether to return before the gather is done.
         """
-        if in_forward and not self.weights.is_held:
-            self.changes.sync()
-            self.refresh(weight_version, async_op=False)
-        self.weights.hold(uses, async_op=async_op)
+        if not self._num_holders:
+            if in_forward:
+                self.parameters.sync()
+                self.refresh(weight_version, async_op=False)
+            self._gathering = []
+        try:
+            self.gather(uses, async_op=async_op)
+        except Exception:
+            if not self._num_holders:
+                # A later gather skips buffers that have memory.
+                self._wait()
+                self._drop_gathered()
+            raise
+        self._num_holders += 1
+
+    def gather(self, uses: WeightUse, *, async_op: bool) -> None:
+        """Start gathering the payloads these uses need that are not gathered yet. Collective."""
+        if not self.gathers_for_use:
+            return
+        for payload in self.payloads:
+            gathered = payload.gathered
+            # `single_payload` first: operators of `enum.Flag` are slow Python code.
+            if gathered.is_live or not (self.single_payload or payload.uses & uses):
+                continue
+            source, write = payload.model, None
+            if self._is_streamed:
+                gathered.take()
+                source = gathered.part(self.main_weight.placements)
+                part = Written(self.format, self.main_weight, [source.tensor])
+                write = functools.partial(self.format.write, [part], self.cut_axes)
+            work = source.redistribute(gathered, async_op=async_op, before=write)
+            if self._gathering is None:
+                self._gathering = []
+            self._gathering.append(work)
 
     def wait_for_unshard(self) -> None:
-        """Have gathered weights in place and registered, trained or frozen as is said now."""
-        if self.weights.wait():
-            if self.grads is None:
-                self.unfreeze_if_trained()
-            self.members.follow_trained()
-            if self.weights.format.prepares:
-                self.weights.format.prepare(self.weights.uses)
-            self.registrations.install(self.unsharded_params)
+        """Wait for gathers and register the gathered parameters, with current `requires_grad`."""
+        if not self._wait():
+            return
+        if self.grads is None:
+            self.unfreeze_if_trained()
+        self.parameters.follow_trained()
+        if self.format.prepares:
+            uses = WeightUse(0)
+            for payload in self.payloads:
+                if payload.gathered.is_live:
+                    uses |= payload.uses
+            self.format.prepare(uses)
+        self.parameters.install(self.unsharded_params)
+
+    def _wait(self) -> bool:
+        """Wait for refreshes and gathers; return whether there were gathers to wait for."""
+        self._wait_for_refresh()
+        if self._gathering is None:
+            return False
+        for work in self._gathering:
+            work.wait()
+        self._gathering = None
+        return True
 
     def reshard(self) -> None:
-        """Give up one hold; the last one drops the gathered weights."""
-        if not self.weights.let_go():
+        """Release the group for one holder; the last holder frees the gathered weights."""
+        self._num_holders -= 1
+        if self._num_holders:
             return
-        if not self.weights.wait() and self.members.is_refrozen():
-            self.members.take_refrozen()
-        self.registrations.install(self.sharded_params)
+        if not self._wait() and self.parameters.is_refrozen():
+            self.parameters.take_refrozen()
+        self.parameters.install(self.sharded_params)
         if self.grads is not None:
-            # What wrote gradients beside the compute stream may still be reading weights.
-            self.grads.buffers.wait_for_writers()
-        if self.weights.gathers_for_use:
-            if self.weights.format.prepares:
-                self.weights.format.forget()
-            self.weights.release()
+            # Side streams that wrote gradients may still be reading weights.
+            self.grads.wait_for_writers()
+        if self.gathers_for_use and self.format.prepares:
+            self.format.forget()
+        self._drop_gathered()
+
+    def _drop_gathered(self) -> None:
+        if self.gathers_for_use:
+            for payload in self.payloads:
+                payload.gathered.drop()
+
+    def changed(self) -> torch.Tensor | None:
+        """Return whether this rank's piece of gathered weights differs from current main weights.
+
+        Returns:
+            A bool tensor on the device, without a wait of the host; None if nothing is gathered.
+        """
+        found: torch.Tensor | None = None
+        for payload in self.payloads:
+            if not self.gathers_for_use or not payload.gathered.is_live:
+                continue
+            piece = payload.gathered.piece(payload.model.span)
+            expected = payload.model.tensor
+            if self._is_streamed:
+                expected = piece.clone()
+                self.format.write(
+                    [Written(self.format, self.main_weight, [expected])], self.cut_axes
+                )
+            # Compared as bytes, so that a NaN equals itself.
+            differs = (piece.view(torch.uint8) != expected.view(torch.uint8)).any()
+            found = differs if found is None else found | differs
+        return found
+
+    # -- model weights ------------------------------------------------------------------------
 
     def is_stale(self, weight_version: int) -> bool:
-        """Whether main weights may have changed since the model weights were made from them.
+        """Return whether main weights may have changed since the last refresh.
 
-        Version counters see in-place operations, also through `to_local()`; the weight version
-        stands for what they do not see: fused and foreach optimizer steps.
+        Version counters detect in-place operations, also through `to_local()`; the weight version
+        covers changes that no counter detects: fused and foreach optimizer steps.
         """
-        return self._refreshed_at != (weight_version, self.members.versions())
+        return self._refreshed_at != (weight_version, self.parameters.versions())
 
     def note_unstepped(self, weight_version: int) -> None:
-        """Note that the weight version changed, and not for these weights."""
+        """Set the weight version after a step that did not change this group's weights."""
         if self._refreshed_at is not None:
             self._refreshed_at = (weight_version, self._refreshed_at[1])
 
     def refresh(self, weight_version: int, *, async_op: bool) -> None:
-        """Bring the model weights up to date. Collective where it has to be.
+        """Refresh the model weights from main weights. Collective unless `is_refreshed_locally`.
 
-        A cast of one's own shard is cheap and done every time. A gather is done when stale.
+        A cast of this rank's shard is cheap and done on every call. A gather is issued only if the
+        weights are stale.
+
+        Args:
+            weight_version: Current weight version; see `is_stale`.
+            async_op: Whether to return before the gather is done. Ignored with several payloads.
         """
-        if self.weights.is_refreshed_locally or self.is_stale(weight_version):
-            is_written = self._written_at == (weight_version, self.members.versions())
-            self.weights.refresh(is_written=is_written, async_op=async_op)
-            self.note_refreshed(weight_version)
-
-    def note_written(self, weight_version: int) -> None:
-        """The format has written the main weights as they are now, and nothing is gathered yet."""
-        self._written_at = (weight_version, self.members.versions())
+        if not (self.is_refreshed_locally or self.is_stale(weight_version)):
+            return
+        versions = weight_version, self.parameters.versions()
+        if not self.shares_main:
+            self._wait_for_refresh()
+            if self._written_at != versions:
+                self.format.write([self.to_write()], self.cut_axes)
+            for payload in self.payloads:
+                own = payload.model.part(self.main_weight.placements)
+                if own.span != payload.model.span:
+                    is_async = async_op and self.single_payload
+                    self._refreshing = own.redistribute(payload.model, async_op=is_async)
+        self._refreshed_at = versions
 
     def note_refreshed(self, weight_version: int) -> None:
-        """The model weights are those of the main weights as they are now."""
-        self._refreshed_at = (weight_version, self.members.versions())
+        """Mark the model weights as equal to the current main weights."""
+        self._refreshed_at = (weight_version, self.parameters.versions())
+
+    def _wait_for_refresh(self) -> None:
+        if self._refreshing is not None:
+            self._refreshing.wait()
+            self._refreshing = None
+
+    def to_write(self) -> Written[WeightFormat]:
+        """Return the main weights and payloads for `WeightFormat.write`."""
+        main = self.main_weight
+        pieces = [payload.model.piece(main.span) for payload in self.payloads]
+        return Written(self.format, main, pieces)
+
+    def note_written(self, weight_version: int) -> None:
+        """Mark the current main weights as written by the format, and not gathered yet."""
+        self._written_at = (weight_version, self.parameters.versions())
+
+    # -- registered parameters ----------------------------------------------------------------
 
     def show_sharded(self) -> bool:
-        """Register the sharded parameters, also while weights are gathered.
+        """Register the sharded parameters while weights are gathered.
 
         Returns:
-            Whether others stood in their places.
+            Whether other parameters were registered before.
         """
-        others = next(self.registrations.unexpected(self.sharded_params), None)
-        if others is None or not self.weights.is_held:
+        others = next(self.parameters.unexpected(), None)
+        if others is None or not self.is_held:
             return False
-        self.registrations.install(self.sharded_params)
+        self.parameters.install(self.sharded_params)
         return True
 
     def show_unsharded(self) -> None:
         """Register the gathered parameters again, if weights are gathered."""
-        if self.weights.is_held and not self.weights.is_gathering:
-            self.registrations.install(self.unsharded_params)
+        if self.is_held and self._gathering is None:
+            self.parameters.install(self.unsharded_params)
 
     # -- gradients ----------------------------------------------------------------------------
 
     @property
     def is_trained(self) -> bool:
-        """Whether a parameter requires a gradient as things are now."""
-        return self.grads is not None and self.members.is_any_trained
+        """Whether any parameter requires a gradient now."""
+        return self.grads is not None and self.parameters.is_any_trained
 
     @property
     def has_unreduced(self) -> bool:
-        """Whether gradients arrived that are not in the main gradient, and not on their way."""
+        """Whether gradients arrived whose reduction into the main gradient is not under way."""
         grads = self.grads
-        return grads is not None and (grads.has_partial or grads.buffers.has_gradient)
+        return grads is not None and (grads.has_partial or grads.has_gradient)
 
     def unfreeze_if_trained(self) -> None:
-        """Be ready for gradients, if parameters that were frozen at first are trained now."""
-        if self.grads is None and self.members.is_any_trained:
-            # An evaluation may be what finds it, and trainings write what is made here.
+        """Make gradient buffers if parameters that were frozen are trained now."""
+        if self.grads is None and self.parameters.is_any_trained:
+            # May run in inference mode, whose tensors a later training could not modify.
             with torch.inference_mode(False):
-                self.grads = self._make_grads(self.spec.scale)
-                self.rename(self.name)
-                self.report_to(self.weights.observer)
-                self.members.prepare_training(self._collect_from)
-
-    def _collect_from(self, param: nn.Parameter, index: int) -> None:
-        # Weak, or parameter -> hook -> group -> parameter would outlive the model.
-        param.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-            functools.partial(uncompiled(_collect), weakref.ref(self), index)
-        )
-
-    def collect(self, index: int, param: nn.Parameter) -> None:
-        """Move one gathered parameter's fresh gradient into the flat buffer."""
-        grads = self.grads
-        assert grads is not None
-        grad = grads.fresh(index, param)
-        if grad is not None:
-            self._begin_gradients(grads)
-            grads.buffers.add(index, grad)
-
-    def take_assigned(self) -> None:
-        """Collect gradients that were assigned to gathered weights outside of autograd."""
-        for index, param in enumerate(self.unsharded_params):
-            if param.grad is not None:
-                self.collect(index, param)
-
-    def kernel_grad(self, index: int) -> torch.Tensor:
-        """The gradient buffer's view of one parameter, for a kernel that adds to it by itself."""
-        assert self.grads is not None
-        self._begin_gradients(self.grads)
-        return self.grads.buffers.kernel_view(index)
-
-    def _begin_gradients(self, grads: GroupGrads) -> None:
-        unit = self.watcher()
-        if unit is None:
-            raise RuntimeError(f"a gradient arrived for {self.name}, whose module is gone")
-        grads.begin(unit.before_gradient(self))
+                self.grads = GroupGrads(self, self._context)
+                self.parameters.expect_gradients()
 
 
 def write_stale(groups: Iterable[ParameterGroup], weight_version: int) -> None:
-    """Have formats that talk to other ranks write all that is stale, in one call for each mesh.
+    """Write the stale weights of formats that communicate, in one call per format and mesh.
 
-    Such a call takes one collective, and one for every group would wait on the compute stream for
-    as many. Collective.
+    One call takes one collective; a call per group would make the compute stream wait for one
+    collective per group. Collective.
 
     Args:
-        groups: Those of a root.
-        weight_version: Of the weights; see `ParameterGroup.is_stale`.
+        groups: All groups of a root.
+        weight_version: Current weight version; see `ParameterGroup.is_stale`.
     """
     alike: dict[tuple[object, ...], list[ParameterGroup]] = {}
     for group in groups:
-        weights = group.weights
-        if not weights.format.communicates or weights.is_held:
+        if not group.format.communicates or group.is_held:
             continue
-        group.changes.sync()
+        group.parameters.sync()
         if group.is_stale(weight_version):
-            key = type(weights.format), *(axis.group for axis in weights.cut_axes)
+            key = type(group.format), *(axis.group for axis in group.cut_axes)
             alike.setdefault(key, []).append(group)
     for several in alike.values():
-        first = several[0].weights
-        first.format.write([group.weights.to_write() for group in several], first.cut_axes)
+        first = several[0]
+        first.format.write([group.to_write() for group in several], first.cut_axes)
         for group in several:
             group.note_written(weight_version)
 
 
-def _nobody() -> None:
-    """Who watches a group that no unit owns yet."""
-
-
-def _collect(group_ref: weakref.ref[ParameterGroup], index: int, param: nn.Parameter) -> None:
-    group = group_ref()
-    # Megatron's and Transformer Engine's mark of a gradient that a module's own call makes after
-    # the backward: what autograd brings may be memory that nobody has written yet.
-    if group is not None and not getattr(param, "skip_backward_post_hook", False):
-        group.collect(index, param)
+def _before_direct_gradient(owner: Callable[[], ParameterGroup | None]) -> None:
+    """Order autograd's accumulation into `grad` of a sharded parameter after reductions."""
+    group = owner()
+    if group is not None and group.grads is not None:
+        group.grads.before_direct_gradient()

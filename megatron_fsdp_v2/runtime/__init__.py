@@ -1,1 +1,1 @@
-"""`fully_shard` and what happens at the hooks of the modules it was called on."""
+"""`fully_shard`, and the runtime of the modules that it shards."""

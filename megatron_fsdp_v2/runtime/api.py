@@ -2,52 +2,124 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+from torch.distributed.tensor import Shard
 
-from megatron_fsdp_v2.comm.gather_groups import check_gather_group
+from megatron_fsdp_v2.comm.groups import check_gather_group
 from megatron_fsdp_v2.comm.interface import Axis
 from megatron_fsdp_v2.layout.buffer_layout import Granularity
 from megatron_fsdp_v2.layout.mixed_precision import MixedPrecisionPolicy
 from megatron_fsdp_v2.layout.placement import resolve_placements
-from megatron_fsdp_v2.runtime.fsdp2_arguments import (
-    check_can_offload,
-    check_mesh_dims,
-    check_shard_placement,
-    default_mesh,
-    offload_of,
-    reshards_after_forward,
-)
-from megatron_fsdp_v2.runtime.fsdp_module import FSDPModule, named_units
-from megatron_fsdp_v2.runtime.options import given_options, options_of_root
-from megatron_fsdp_v2.runtime.other_wrappers import check_modules_inside
-from megatron_fsdp_v2.runtime.owned_parameters import (
+from megatron_fsdp_v2.params.buffer import Offload
+from megatron_fsdp_v2.params.formats import format_of
+from megatron_fsdp_v2.params.group import GroupSpec
+from megatron_fsdp_v2.runtime.construct import (
+    UnitPlan,
+    check_modules,
+    make_unit,
     numbered,
     outermost,
+    own_modules,
     owned_parameters,
     used_parameters,
 )
-from megatron_fsdp_v2.runtime.unit_base import class_names
-from megatron_fsdp_v2.runtime.unit_plan import UnitPlan, make_unit
+from megatron_fsdp_v2.runtime.module import named_units
+from megatron_fsdp_v2.runtime.options import (
+    RuntimeOptions,
+    UnitOptions,
+    check_at_least_one,
+    given_options,
+    merge_options,
+)
+from megatron_fsdp_v2.runtime.unit import class_names
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
     from collections.abc import Set as AbstractSet
 
     from torch.distributed.fsdp import MixedPrecisionPolicy as TheirPolicy
-    from torch.distributed.fsdp import OffloadPolicy
 
-    from megatron_fsdp_v2.dtensor.row_shards import TensorShard
-    from megatron_fsdp_v2.runtime.unit import Unit
+    from megatron_fsdp_v2.params.parameters import OwnedParameter
 
-__all__ = ["fully_shard"]
+__all__ = ["SMALL_UNIT_BYTES", "fully_shard", "group_modules"]
+
+SMALL_UNIT_BYTES = 4 << 20
+"""Bytes of parameters below which a unit's collectives take longer to issue than to run."""
 
 
+def group_modules(
+    modules: Iterable[nn.Module], max_bytes: int = SMALL_UNIT_BYTES
+) -> list[list[nn.Module]]:
+    """Group modules that run one after the other, for units that are not too small.
+
+    Give each group to `fully_shard` as one unit, which takes one collective where its modules would
+    take one each:
+
+        for layers in group_modules(model.layers):
+            fully_shard(layers, mesh=mesh)
+
+    Parameters of one unit without a gradient, where others have one, get zeros (see
+    `on_missing_grad`); so do not group modules of which a step leaves some out.
+
+    Args:
+        modules: In the order in which their forwards run; none inside another.
+        max_bytes: Bytes of parameters that a group may have, not counting units inside the modules.
+            A larger module is a group of its own.
+
+    Returns:
+        The same modules in the same order.
+
+    Raises:
+        ValueError: `max_bytes` is not a whole number of at least 1.
+    """
+    check_at_least_one("max_bytes", max_bytes)
+    groups: list[list[nn.Module]] = []
+    left = 0
+    for module in modules:
+        parts = [part for _, part in own_modules([("", module)])]
+        params = {param for part in parts for param in part.parameters(recurse=False)}
+        nbytes = sum(param.numel() * param.element_size() for param in params)
+        if not groups or nbytes > left:
+            groups.append([])
+            left = max_bytes
+        groups[-1].append(module)
+        left -= nbytes
+    return groups
+
+
+def _reject_moved_arguments[**P, R](call: Callable[P, R]) -> Callable[P, R]:
+    """Raise a TypeError with the new place of an option that was an argument of `fully_shard`."""
+    moved = {
+        option.name: options.__name__
+        for options in (UnitOptions, RuntimeOptions)
+        for option in fields(options)
+    }
+    own = inspect.signature(call).parameters
+
+    @functools.wraps(call)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        for name in kwargs:
+            if name in moved and name not in own:
+                raise TypeError(
+                    f"fully_shard() got an unexpected keyword argument {name!r}; give it as "
+                    f"options={moved[name]}({name}=...)"
+                )
+        return call(*args, **kwargs)
+
+    return checked
+
+
+@_reject_moved_arguments
 def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
     module: ModuleT,
     *,
@@ -62,194 +134,192 @@ def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
     on_missing_grad: str = "zero",
     enable_unshard_prefetch: bool | None = None,
     enable_async_reduce_grad: bool | None = None,
-    unshard_prefetch_depth: int | None = None,
-    unshard_prefetch_bytes: int | None = None,
-    enable_unshard_after_step: bool | None = None,
-    max_live_grad_buffers: int | None = None,
-    bucket_bytes: int | None = None,
     enable_trace_pool: bool | None = None,
-    check_ranks: str | None = None,
-    tensor_shards: Mapping[nn.Parameter, TensorShard] | None = None,
-    separate_params: AbstractSet[nn.Parameter] | None = None,
-    used_params: AbstractSet[nn.Parameter] | None = None,
-    param_init_fn: Callable[[nn.Module], None] | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
     offload_policy: OffloadPolicy | None = None,
     dp_mesh_dims: object = None,
-    gather_group: dist.ProcessGroup | None = None,
+    options: RuntimeOptions | UnitOptions | None = None,
 ) -> ModuleT:
     """Shard the parameters a module owns over a data-parallel mesh, in place.
 
-    Call it bottom-up: on each unit that should be gathered on its own, then on the root. A unit
-    owns the parameters below it that no unit inside it owns. Its parameters become DTensors with
-    their names and global shapes; build the optimizer from `module.parameters()` afterwards.
-    A parameter tied to one of another unit stays tied: it belongs to the unit wrapped first and is
-    gathered for both. Parameters on the meta device are given values by `reset_parameters()` of
-    their modules, the same on every rank; that is a collective, nothing else here is. Where a
-    module has none, they have memory and no values, until a state dict is loaded.
+    Call it bottom-up: on each unit that is gathered on its own, then on the root. A unit owns the
+    parameters below it that no unit inside it owns. Its parameters become DTensors with their names
+    and global shapes; build the optimizer from `module.parameters()` afterwards. A parameter tied
+    to one of another unit stays tied: it belongs to the unit sharded first and is gathered for
+    both. Parameters on the meta device are initialized by `reset_parameters()` of their modules,
+    identically on every rank; that is the only collective here. Parameters of a module without this
+    method get memory but no values until a state dict is loaded.
 
     Gradients are `gradient_scaling_factor` times the sum over data-parallel ranks.
 
-    What is marked "one for a root" holds for all units of a root. Give it to the root alone, or to
-    any of them: the others follow. Units that were given different values are an error. None, the
-    default in the signature, is not given; where no unit was given a value it is the one said here.
+    The three switches `enable_...` and the `RuntimeOptions` are shared by all units of a root. Give
+    them to the root alone, or to any of its units: the others follow. Different values given to two
+    units are an error.
 
-    An error, here or in a function that was given, leaves everything on this rank as it was: the
-    module's class, parameters and hooks, the units inside, torch's random numbers. Call it again
-    with what was wrong put right. Only what an initialization did beyond the parameters, buffers
-    and attributes of its modules stays. Ranks do not tell each other: where one alone fails, the
-    others have sharded, or wait for it in the collective that meta parameters take.
+    If an error is raised, here or by a function that was given, everything on this rank is as
+    before: the module's class, parameters and hooks, the units inside, torch's random number
+    generators. Only what an initialization did beyond the parameters, buffers and attributes of its
+    modules stays. Ranks do not notify each other: where one alone fails, the others have sharded,
+    or wait for it in the collective that meta parameters take.
 
     Args:
-        module: The unit; its class becomes a subclass of both its own and `FSDPModule`. Or
-            several modules that are one unit: gathered before the forward of the first of them
-            that runs, until the last one has run.
+        module: The unit; its class becomes a subclass of both its own and `FSDPModule`. Or several
+            modules that are one unit: gathered before the forward of the first of them that runs,
+            until the last one has run.
         mesh: 1-D (dp) or 2-D (outer dp, inner dp) device mesh that this rank is part of. Default:
             one axis over all ranks, on the accelerator if there is one.
         sharding_strategy: `no_shard` (DDP), `optim` (ZeRO-1), `optim_grads` (ZeRO-2) or
             `optim_grads_params` (ZeRO-3), along the inner axis.
-        outer_dp_sharding_strategy: `no_shard` (HSDP) or `optim` (HFSDP), along the outer axis of
-            a 2-D mesh.
-        mp_policy: Dtypes of weights, gradients, inputs and outputs; default: as they are. The
-            policy of torch's FSDP2 does as well, and means what it does there.
+        outer_dp_sharding_strategy: `no_shard` (HSDP) or `optim` (HFSDP), along the outer axis of a
+            2-D mesh.
+        mp_policy: Dtypes of weights, gradients, inputs and outputs; default: unchanged.
+            The policy of torch's FSDP2 is accepted with the same meaning.
         reshard_after_forward: Drop gathered weights between forward and backward. The root keeps
-            its own, since its backward follows at once. None is True; 1 is False and the number
-            of ranks of the (inner) axis True, as with FSDP2.
-        ignored_params: Parameters to leave alone.
-        shard_granularity: What a shard boundary never cuts: `row`, `block:<rows>` or `tensor`.
+            its own, since its backward follows at once. None is True; 1 is False and the number of
+            ranks of the (inner) axis True, as with FSDP2.
+        ignored_params: Parameters that are not sharded.
+        shard_granularity: What a shard boundary never splits: `row`, `block:<rows>` or `tensor`.
         gradient_scaling_factor: Factor of the gradient sum; default `1 / dp_world_size`.
-        on_missing_grad: `zero` or `error`: what a parameter without gradient means while others
+        on_missing_grad: `zero` or `error`: how a parameter without gradient is treated if others
             of its group have one.
-        enable_unshard_prefetch: Gather the next unit while this one computes. One for a root;
+        enable_unshard_prefetch: Gather the next unit while the current one computes; default True.
+        enable_async_reduce_grad: Reduce the gradients of a unit while the next one computes;
             default True.
-        enable_async_reduce_grad: Reduce gradients while the next unit computes. One for a root;
-            default True.
-        unshard_prefetch_depth: Units gathered ahead of the one at work, at least 1. Each costs the
-            gathered weights of one more unit; more than one helps where a gather takes longer
-            than a unit computes. One for a root; default 1, or any number where
-            `unshard_prefetch_bytes` is given.
-        unshard_prefetch_bytes: Bytes of gathered weights that the units gathered ahead take at
-            most, all together, though the next one is gathered whatever it takes: small units are
-            gathered many ahead, large ones one by one. With `unshard_prefetch_depth`, both limit.
-            One for a root; default: no limit of bytes.
-        enable_unshard_after_step: Have a step of an optimizer gather what the next forward begins
-            with (ZeRO-3, on one axis or HSDP), so that what the host does until then overlaps.
-            These weights are held meanwhile. Main weights that are changed in between are gathered
-            again where torch counts the change; any other change (through `.data`, or by functions
-            for lists of tensors) is a RuntimeError in that forward: call `reshard()` after it. One
-            for a root; default False.
-        max_live_grad_buffers: Units that have full gradient buffers at a time, at least 1. With 1
-            every reduction is waited for before the next unit has a gradient; each further one
-            costs one more buffer. One for a root; default 2.
-        bucket_bytes: Units smaller than this share collectives: those that follow each other are
-            gathered in one, up to so many bytes of gathered weights, and reduced in one, up to so
-            many bytes of gradients, as DDP's buckets are. Costs as much of both, and changes no
-            result where a collective's sums do not depend on where in it a number is. For models
-            of many small units. One for a root; default: one collective for every unit.
         enable_trace_pool: Put temporary buffers at planned addresses of one block of memory
-            (`TracePoolAllocator`) instead of allocating them. One for a root; default False.
-        check_ranks: `once`: at the first use, ranks compare what they sharded and see that
-            replicated weights are equal at first (a few integers over the mesh). `always`: before
-            every gather and reduction as well, which makes of a hang an error that names the unit.
-            `never`: trust. One for a root; default `once`.
-        tensor_shards: How tensor parallelism cut parameters, for those it did: they become
-            DTensors over its axis as well, of the whole weight's shape. Looked up once they
-            have values, by what was given, also where that was on the meta device. DTensors over a
-            tensor-parallel mesh say it themselves; `tensor_parallel.tensor_shards` makes it for
-            modules of plain tensors.
-        separate_params: Parameters that get flat buffers of their own, so that how one is cut
-            depends on its shape alone: what pipeline stages hold copies of, each stage beside
-            other parameters, has to be sharded the same way.
-        used_params: Sharded parameters of units beside this one that it computes with although it
-            has them not, such as an output layer that is handed the weight of the embedding: what
-            is gathered for it. A module that has a tied parameter itself needs no word of it.
-        param_init_fn: Gives values to a module's own parameters and buffers that were on the meta
-            device, in place of its `reset_parameters()`.
+            (`TracePoolAllocator`); default False.
         shard_placement_fn: As with FSDP2, where it returns None or `Shard(0)`.
         offload_policy: As with FSDP2. `CPUOffloadPolicy(pin_memory)`: main weights, gradients and
             so optimizer states are in host memory, and the optimizer steps there; weights are
             copied to the device for every gather, and gradients from it as they are reduced.
             `OffloadPolicy()` offloads nothing.
         dp_mesh_dims: None; `mesh` has the data-parallel axes and no others.
-        gather_group: A process group of the same ranks as the (inner) axis of the mesh, in the same
-            order, that weights are gathered in. With NCCL, gathers and reductions then go side by
-            side instead of one after the other. None: in that axis's own group.
+        options: A `RuntimeOptions`: further options that all units of a root share. Or a
+            `UnitOptions`: rarely used options of this unit, with a `RuntimeOptions` inside if
+            needed. A `RuntimeOptions` sets all of its options; the three arguments above take
+            precedence.
 
     Returns:
-        What was given as `module`.
+        The argument `module`.
 
     Raises:
-        ValueError: An argument is bad, the module is sharded already, or a parameter of it is.
-        RuntimeError: A unit inside is in use, or there is no memory.
+        TypeError: An argument does not exist; for an option, the message names its new place.
+        ValueError: An argument is invalid, or the module or one of its parameters is sharded
+            already.
+        RuntimeError: A unit inside is in use, or memory is exhausted.
     """
-    offload = offload_of(offload_policy)
-    check_mesh_dims(dp_mesh_dims)
-    given = given_options(
+    offload = _offload_of(offload_policy)
+    if dp_mesh_dims is not None:
+        raise ValueError(
+            f"dp_mesh_dims={dp_mesh_dims!r} cannot be honored: give the data-parallel axes as the "
+            "mesh, such as mesh=mesh['dp'] or mesh['outer', 'dp'] of a mesh with more axes"
+        )
+    if options is None or isinstance(options, RuntimeOptions):
+        of_unit = UnitOptions(runtime=options)
+    elif isinstance(options, UnitOptions):
+        of_unit = options
+    else:
+        raise ValueError(f"options must be a RuntimeOptions or a UnitOptions, got {options!r}")
+    root_options = given_options(
+        of_unit.runtime,
         enable_unshard_prefetch=enable_unshard_prefetch,
         enable_async_reduce_grad=enable_async_reduce_grad,
-        unshard_prefetch_depth=unshard_prefetch_depth,
-        unshard_prefetch_bytes=unshard_prefetch_bytes,
-        enable_unshard_after_step=enable_unshard_after_step,
-        max_live_grad_buffers=max_live_grad_buffers,
-        bucket_bytes=bucket_bytes,
         enable_trace_pool=enable_trace_pool,
-        check_ranks=check_ranks,
     )
-    mesh = default_mesh() if mesh is None else mesh
+    mesh = _default_mesh() if mesh is None else mesh
     modules = outermost(module)
-    _validate(modules, mesh, on_missing_grad)
-    check_gather_group(gather_group, mesh)
-    sizes = [mesh.size(axis) for axis in range(mesh.ndim)]
+    check_modules(modules)
+    _check_mesh(mesh)
+    if on_missing_grad not in ("zero", "error"):
+        raise ValueError(f"on_missing_grad must be 'zero' or 'error', got {on_missing_grad!r}")
+    check_gather_group(of_unit.gather_group, mesh)
     policy = MixedPrecisionPolicy.of(mp_policy)
-    placements = resolve_placements(sharding_strategy, outer_dp_sharding_strategy, sizes)
+    sizes = [mesh.size(axis) for axis in range(mesh.ndim)]
+    spec = GroupSpec(
+        policy.resolve(torch.float32),
+        requires_grad=True,
+        placements=resolve_placements(sharding_strategy, outer_dp_sharding_strategy, sizes),
+        granularity=Granularity.parse(shard_granularity),
+        scale=1.0 / mesh.size() if gradient_scaling_factor is None else gradient_scaling_factor,
+        errors_on_missing_grad=on_missing_grad == "error",
+        offload=offload,
+    )
     if policy.reduce_scatter_with_fp32_accumulation and sharding_strategy == "no_shard":
         raise ValueError(
             "mp_policy.reduce_scatter_with_fp32_accumulation cannot be used with "
             "sharding_strategy='no_shard', which all-reduces gradients; shard them (optim or "
             "further), or set grad_comm_dtype=torch.float32"
         )
-    granularity = Granularity.parse(shard_granularity)
     device = _device_of(mesh)
     owned, tied = owned_parameters(modules, ignored_params or frozenset(), device)
-    tied += used_parameters(modules, used_params or frozenset())
-    check_shard_placement(shard_placement_fn, owned)
-    if offload is not None:
-        check_can_offload(owned)
+    tied += used_parameters(modules, of_unit.used_params)
     for parameter in owned:
-        parameter.is_separate = parameter.param in (separate_params or frozenset())
-    inside = _units_inside(modules)
-    given_inside = [(name, unit.given) for name, unit in inside]
+        _check_wishes(parameter, shard_placement_fn, offload)
+        parameter.is_separate = parameter.param in of_unit.separate_params
+    inside = [
+        (f"{prefix}.{name} ({unit.class_name})".removeprefix("."), unit)
+        for prefix, below in numbered(modules)
+        for name, unit in named_units(below)
+    ]
+    given = [(class_names(modules), root_options)]
+    given += [(name, unit.root_options) for name, unit in inside]
+    groups = [*[None] * (mesh.ndim - 1), of_unit.gather_group]
     plan = UnitPlan(
         modules=modules,
-        given=given,
-        options=options_of_root([(class_names(modules), given), *given_inside]),
+        root_options=root_options,
+        options=merge_options(given),
         policy=policy,
-        placements=placements,
-        granularity=granularity,
-        scale=1.0 / mesh.size() if gradient_scaling_factor is None else gradient_scaling_factor,
-        errors_on_missing_grad=on_missing_grad == "error",
-        offload=offload,
-        reshard_after_forward=reshards_after_forward(reshard_after_forward, mesh),
+        spec=spec,
+        reshard_after_forward=_reshards_after_forward(reshard_after_forward, sizes[-1]),
         mesh=mesh,
-        axes=_axes_of(mesh, gather_group),
+        axes=[
+            Axis(mesh.get_group(axis), mesh.size(axis), mesh.get_local_rank(axis), group)
+            for axis, group in enumerate(groups)
+        ],
         device=device,
         owned=owned,
         tied=tied,
-        # Not `or`: a mapping that looks things up may take long to tell whether it is empty.
-        tensor_shards={} if tensor_shards is None else tensor_shards,
-        param_init_fn=param_init_fn,
+        tensor_shards=of_unit.tensor_shards,
+        param_init_fn=of_unit.param_init_fn,
     )
-    _check_is_idle(unit for _, unit in inside)
+    for _, unit in inside:
+        if unit.is_unsharded or len(unit.context.reductions):
+            raise RuntimeError(
+                f"unit {unit.name} is gathered or has a reduction under way; call reshard() on "
+                "it, or wrap its parent before the first step"
+            )
     make_unit(plan)
     return module
 
 
-def _axes_of(mesh: DeviceMesh, gather_group: dist.ProcessGroup | None) -> list[Axis]:
-    groups = [*[None] * (mesh.ndim - 1), gather_group]
-    return [
-        Axis(mesh.get_group(axis), mesh.size(axis), mesh.get_local_rank(axis), group)
-        for axis, group in enumerate(groups)
-    ]
+# Per default process group, since a program may destroy it and initialize another one.
+_MESHES: weakref.WeakKeyDictionary[dist.ProcessGroup, DeviceMesh] = weakref.WeakKeyDictionary()
+
+
+def _default_mesh() -> DeviceMesh:
+    """One axis over all ranks, of the accelerator's device type if there is one, else the CPU's.
+
+    Starts the default process group from the environment if there is none yet, as FSDP2 does.
+    """
+    if not dist.is_initialized():
+        dist.init_process_group()
+    group = dist.group.WORLD
+    assert group is not None
+    mesh = _MESHES.get(group)
+    if mesh is None:
+        device = torch.accelerator.current_accelerator(check_available=True)
+        device_type = "cpu" if device is None else device.type
+        mesh = _MESHES[group] = init_device_mesh(device_type, (dist.get_world_size(),))
+    return mesh
+
+
+def _check_mesh(mesh: object) -> None:
+    if not isinstance(mesh, DeviceMesh):
+        raise ValueError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}")
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"this is rank {dist.get_rank()}, and mesh has the ranks "
+            f"{mesh.mesh.flatten().tolist()}; shard a module on the ranks of its mesh only"
+        )
 
 
 def _device_of(mesh: DeviceMesh) -> torch.device:
@@ -260,46 +330,61 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type)
 
 
-def _validate(
-    modules: Sequence[nn.Module],
-    mesh: DeviceMesh,
-    on_missing_grad: str,
+# -- arguments of FSDP2 with another meaning or other limits ----------------------------------
+
+
+def _reshards_after_forward(given: object, shards: int) -> bool:
+    """Whether gathered weights are dropped between forward and backward.
+
+    Args:
+        given: A bool; None for the default; or the number of ranks that FSDP2 would reshard to,
+            where that is one of them or all.
+        shards: Ranks along the (inner) axis of the mesh.
+    """
+    if given is None:
+        return True
+    if isinstance(given, bool):
+        return given
+    if isinstance(given, int) and given in (1, shards):
+        return given != 1
+    raise ValueError(
+        f"reshard_after_forward must be True, False or None, got {given!r}; weights are kept whole "
+        f"(1) or dropped to this rank's of {shards} shards ({shards}), and not to shards over "
+        "fewer ranks; keep them over fewer by making those the inner axis of a 2-D mesh"
+    )
+
+
+def _offload_of(policy: object) -> Offload | None:
+    """Convert an offload policy of FSDP2; None if it offloads nothing."""
+    if policy is None or type(policy) is OffloadPolicy:
+        return None
+    if isinstance(policy, CPUOffloadPolicy):
+        return Offload(pin_memory=bool(policy.pin_memory))
+    raise ValueError(
+        f"offload_policy={policy!r} cannot be honored; give torch.distributed.fsdp's "
+        "CPUOffloadPolicy() to have weights, gradients and optimizer states in host memory, or "
+        "OffloadPolicy() or None to have them on the device"
+    )
+
+
+def _check_wishes(
+    parameter: OwnedParameter,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None,
+    offload: Offload | None,
 ) -> None:
-    for module in modules:
-        # What torch.compile() made of a module holds it under this name.
-        if any(isinstance(m, FSDPModule) for m in (module, getattr(module, "_orig_mod", None))):
-            raise ValueError(f"fully_shard was already called on this {type(module).__name__}")
-        is_list = isinstance(module, nn.ModuleList | nn.ModuleDict)
-        if is_list and type(module).forward in (nn.ModuleList.forward, nn.ModuleDict.forward):
-            raise ValueError(
-                f"{type(module).__name__} has no forward to gather for; call fully_shard on its "
-                "members"
-            )
-    check_modules_inside(modules, FSDPModule)
-    if not isinstance(mesh, DeviceMesh):
-        raise ValueError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}")
-    if mesh.get_coordinate() is None:
+    """Check that a parameter supports the given `shard_placement_fn` and `offload_policy`."""
+    placement = None if shard_placement_fn is None else shard_placement_fn(parameter.param)
+    if placement is not None and placement != Shard(0):
         raise ValueError(
-            f"this is rank {dist.get_rank()}, and mesh has the ranks "
-            f"{mesh.mesh.flatten().tolist()}; shard a module on the ranks of its mesh only"
+            f"shard_placement_fn returns {placement} for parameter {parameter.name}; "
+            "parameters are sharded by rows (Shard(0), possibly uneven) over the mesh of "
+            "their unit. Return None; set shard_granularity for blocks that must not be split, and "
+            "make a module whose parameters have another mesh a unit with that mesh"
         )
-    if on_missing_grad not in ("zero", "error"):
-        raise ValueError(f"on_missing_grad must be 'zero' or 'error', got {on_missing_grad!r}")
-
-
-def _units_inside(modules: Sequence[nn.Module]) -> list[tuple[str, Unit]]:
-    """Every unit below some modules, and what to call it in a message."""
-    return [
-        (f"{prefix}.{name} ({unit.class_name})".removeprefix("."), unit)
-        for prefix, module in numbered(modules)
-        for name, unit in named_units(module)
-    ]
-
-
-def _check_is_idle(units: Iterable[Unit]) -> None:
-    for unit in units:
-        if unit.is_unsharded or len(unit.context.reductions):
-            raise RuntimeError(
-                f"unit {unit.name} is gathered or has a reduction under way; call reshard() on "
-                "it, or wrap its parent before the first step"
-            )
+    found = None if offload is None else format_of(parameter.param)
+    if found is not None and found.communicates:
+        raise ValueError(
+            f"parameter {parameter.name} is a {type(parameter.param).__name__}, whose scales "
+            "ranks find together from main weights on the device; leave offload_policy out, or "
+            "give this module a unit of its own without it"
+        )

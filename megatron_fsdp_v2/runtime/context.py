@@ -1,27 +1,34 @@
-"""What the units of one root share: what is gathered and reduced when, the allocator."""
+"""State shared by the units of one root: collectives under way, passes, the end of a backward."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from megatron_fsdp_v2.comm.backends import is_capturing
+from megatron_fsdp_v2.comm.rank_checks import CheckRanks
 from megatron_fsdp_v2.memory.observer import Observer
-from megatron_fsdp_v2.runtime.gather_rules import GatherSchedule
-from megatron_fsdp_v2.runtime.reduction_queue import ReductionQueue
-from megatron_fsdp_v2.runtime.reduction_rules import OrderedReductions, RootPass
+from megatron_fsdp_v2.runtime.schedule import (
+    GatherSchedule,
+    OrderedReductions,
+    ReductionQueue,
+    RootPass,
+)
+from megatron_fsdp_v2.runtime.unit_checks import compare_unit
 
 if TYPE_CHECKING:
-    import torch
-
     from megatron_fsdp_v2.comm.backends import LateFlag
     from megatron_fsdp_v2.comm.interface import Communicator
     from megatron_fsdp_v2.memory.allocator import Allocator
+    from megatron_fsdp_v2.params.gradients import GroupGrads
     from megatron_fsdp_v2.params.group import ParameterGroup
     from megatron_fsdp_v2.runtime.options import RuntimeOptions
-    from megatron_fsdp_v2.runtime.unit_base import UnitBase
+    from megatron_fsdp_v2.runtime.unit import ForwardRecord, Unit
 
 __all__ = ["Context"]
 
@@ -34,14 +41,14 @@ class Context:
         allocator: Makes temporary buffers.
         options: How the units run.
         observer: Receives events of the units.
-        gathers: What is gathered ahead of its use.
+        gathers: Which units are gathered ahead of their use.
         reductions: Gradient reductions under way.
-        ordered_reductions: When units are reduced in a backward; None without communication.
-        stepped: `id()`s of parameters that optimizers stepped since the latest pass began, where
-            gathers follow from that.
+        ordered_reductions: Order in which a backward reduces units; None for a mesh of one rank.
+        stepped: `id()`s of parameters that optimizers stepped since the latest pass began; filled
+            with `enable_unshard_after_step` only.
         weight_version: Counts events after which main weights may have changed.
-        root_pass: What forwards with gradients are counted in: the root's latest one that is no
-            recomputation, and units that ran outside of it.
+        root_pass: Counts the forwards of units in the root's latest forward with gradients (not a
+            recomputation), and those of units that ran outside of it.
         backward_pass: The forward whose backward is under way, or was the last.
         synced_in_backward: The units that synchronized gradients in it when it began.
         has_gradient: Whether a gradient of a parameter arrived in it.
@@ -49,42 +56,31 @@ class Context:
         pass_has_grad: Whether the latest pass was made for a backward.
         forward_failed: Whether a pass ended in an exception.
         is_checked: Whether ranks have compared what they sharded.
-        has_formats: Whether a weight format of a group talks to other ranks.
-        num_scheduled: Micro-batches whose modules a schedule runs part by part, from the beginning
-            of their forward to the end of their backward; see `ScheduledUnits`.
-        use_numbers: A number for every run of a unit, larger than all before it.
+        has_formats: Whether the weight format of any group communicates.
+        num_scheduled: Micro-batches under way in a schedule that runs modules part by part; see
+            `ScheduledUnits`.
+        forward_numbers: Increasing numbers, one for each forward of a unit.
         device: Where units compute.
         is_captured: Whether the latest pass is captured in a CUDA graph.
-        has_graph: Whether a pass or a step was captured: replays change weights, and no hook tells.
-        late_flags: Whether weights of groups, by name, changed unseen after they were gathered.
+        has_graph: Whether a pass or a step was captured: replays change weights and run no hook.
+        late_flags: Per group name, whether its weights changed after they were gathered.
     """
 
     def __init__(
-        self,
-        communicator: Communicator,
-        allocator: Allocator,
-        options: RuntimeOptions,
+        self, communicator: Communicator, allocator: Allocator, options: RuntimeOptions
     ) -> None:
         self.communicator = communicator
         self.allocator = allocator
         self.options = options
         self.observer = Observer()
-        self.gathers: GatherSchedule[UnitBase] = GatherSchedule(
-            options.prefetch_limit, communicator.together
-        )
-        self.reductions = ReductionQueue(
-            options.max_live_grad_buffers,
-            is_async=options.enable_async_reduce_grad,
-            bucket_nbytes=options.bucket_bytes or 0,
-            together=communicator.together,
-            observer=self.observer,
-        )
-        self.ordered_reductions: OrderedReductions[UnitBase] | None = None
+        self.gathers: GatherSchedule = GatherSchedule(options.prefetch_limit)
+        self.reductions = ReductionQueue(options, self.observer)
+        self.ordered_reductions: OrderedReductions | None = None
         self.stepped: set[int] = set()
         self.weight_version = 0
-        self.root_pass: RootPass[UnitBase] = RootPass()
+        self.root_pass: RootPass = RootPass()
         self.backward_pass = self.root_pass
-        self.synced_in_backward: weakref.WeakSet[UnitBase] = weakref.WeakSet()
+        self.synced_in_backward: weakref.WeakSet[Unit] = weakref.WeakSet()
         self.has_gradient = False
         self.has_unreduced = False
         self.pass_has_grad = False
@@ -92,21 +88,21 @@ class Context:
         self.is_checked = False
         self.has_formats = False
         self.num_scheduled = 0
-        self.use_numbers = itertools.count()
+        self.forward_numbers = itertools.count()
         self.device: torch.device | None = None
         self.is_captured = False
         self.has_graph = False
         self.late_flags: list[tuple[str, LateFlag]] = []
-        self._pass_unit: weakref.ref[UnitBase] | None = None
-        self._units: list[weakref.ref[UnitBase]] = []
+        self._pass_unit: weakref.ref[Unit] | None = None
+        self._units: list[weakref.ref[Unit]] = []
         # Kept gathered for their backwards, the oldest one first.
-        self._recomputed: dict[weakref.ref[UnitBase], None] = {}
-        self._in_backward: weakref.ref[UnitBase] | None = None
-        # By the number of the use, what finishes its backward.
-        self._nearly_over: dict[int, Callable[[], None]] = {}
+        self._recomputed: dict[weakref.ref[Unit], None] = {}
+        self._in_backward: weakref.ref[Unit] | None = None
+        # Forwards whose backward has to be ended from outside, by number.
+        self._deferred: dict[int, ForwardRecord] = {}
         self._end_of_backward: weakref.ref[object] | None = None
 
-    def set_units(self, units: Sequence[UnitBase]) -> None:
+    def set_units(self, units: Sequence[Unit]) -> None:
         """Register the units, parents before children as `modules()` lists them.
 
         Units hold the context; the context holds units weakly.
@@ -115,20 +111,36 @@ class Context:
             units: All units under the root, the root's own first.
         """
         self._units = [weakref.ref(unit) for unit in units]
-        self.device = next((group.device for group in self.groups()), None)
-        self.has_formats = any(group.weights.format.communicates for group in self.groups())
-        if any(axis.size > 1 for group in self.groups() for axis in group.axes):
-            # Where no use of a unit is a collective, ranks may run different ones.
-            may_differ = all(unit.skips_safely for unit in units)
+        groups = self.groups()
+        self.device = next((group.device for group in groups), None)
+        self.has_formats = any(group.format.communicates for group in groups)
+        if any(axis.size > 1 for group in groups for axis in group.axes):
+            # If no use of a unit is a collective, ranks may run different units.
+            may_differ = all(unit.needs_no_collective for unit in units)
             self.ordered_reductions = OrderedReductions(units, in_order=may_differ)
+
+    def units(self) -> list[Unit]:
+        """Live units, parents before children."""
+        return [unit for ref in self._units if (unit := ref()) is not None]
+
+    def groups(self) -> list[ParameterGroup]:
+        """Parameter groups of all live units."""
+        return [group for unit in self.units() for group in unit.groups]
+
+    def change_options(self, **changes: Any) -> None:
+        """Change options of reductions, from now on."""
+        self.options = self.reductions.options = dataclasses.replace(self.options, **changes)
+        for unit in self.units():
+            # A root that is made around these units later inherits the values.
+            unit.root_options.update(changes)
 
     @property
     def is_capturing(self) -> bool:
-        """Whether what is queued now is captured in a CUDA graph."""
+        """Whether operations queued now are captured in a CUDA graph."""
         return self.device is not None and is_capturing(self.device)
 
     def note_replays(self) -> None:
-        """Take weights for stale where a graph may have been replayed since the last pass."""
+        """Mark weights as stale if a graph may have been replayed since the last pass."""
         if self.has_graph:
             self.weight_version += 1
 
@@ -137,38 +149,32 @@ class Context:
         """Whether another rank may run other units than this one."""
         return self.ordered_reductions is not None and self.ordered_reductions.in_order
 
-    def units(self) -> list[UnitBase]:
-        """Live units, parents before children."""
-        return [unit for ref in self._units if (unit := ref()) is not None]
-
-    def groups(self) -> list[ParameterGroup]:
-        """Those of all live units."""
-        return [group for unit in self.units() for group in unit.groups]
-
     @property
     def is_scheduled(self) -> bool:
-        """Whether a schedule tells when units are used, and not their modules."""
+        """Whether a schedule, not the hooks of modules, reports the uses of units."""
         return self.num_scheduled > 0
+
+    # -- forwards -----------------------------------------------------------------------------
 
     @property
     def is_in_forward(self) -> bool:
-        """Whether a pass is under way: the forward of the root, or of a unit outside of that."""
+        """Whether a pass is under way: a forward of the root, or of a unit outside it."""
         return self._pass_unit is not None and self._pass_unit() is not None
 
-    def is_pass_of(self, unit: UnitBase) -> bool:
+    def is_pass_of(self, unit: Unit) -> bool:
         """Whether the pass under way began with this unit."""
         return self._pass_unit is not None and self._pass_unit() is unit
 
-    def begin_forward(self, unit: UnitBase, *, has_grad: bool) -> None:
-        """Note that a pass starts (not a recomputation).
+    def begin_forward(self, unit: Unit, *, has_grad: bool) -> None:
+        """Begin a pass (not a recomputation).
 
-        Where ranks may run different units, a backward reduces all of them once for every pass.
-        So units that run outside of the root's forward, before or after it, are in one pass with
-        it: another rank may leave them out. Elsewhere every forward of the root is another pass.
+        If ranks may run different units, a backward reduces all units once per root pass. Units
+        that run outside the root's forward, before or after it, then belong to its root pass, since
+        another rank may skip them. Otherwise every forward of the root begins a new root pass.
 
         Args:
-            unit: The unit it starts with.
-            has_grad: Whether it is made for a backward.
+            unit: The unit that the pass begins with.
+            has_grad: Whether gradients are enabled.
         """
         self._pass_unit = weakref.ref(unit)
         self.stepped.clear()
@@ -178,7 +184,7 @@ class Context:
         name = kind if unit.is_root else f"{kind} of {unit.fqn}"
         self.allocator.begin_pass(name, no_pending_backward=self._no_pending_backward())
         self.gathers.begin_forward(unit)
-        # An evaluation between a forward and its backward is in nobody's way.
+        # An evaluation between a forward and its backward does not start another root pass.
         has_root = unit.is_root and has_grad
         is_another = has_root and (self.root_pass.has_root or not self.ranks_may_differ)
         if is_another or self.root_pass.is_over:
@@ -187,35 +193,37 @@ class Context:
         self.root_pass.has_root |= has_root
 
     def end_forward(self, *, failed: bool = False) -> None:
-        """Note that the forward is over that the pass began with.
+        """End the forward that began the pass.
 
         Args:
-            failed: Whether it ended in an exception. What was under way is left for `repair`:
-                waiting for it may take other ranks, and the exception is to be seen at once.
+            failed: Whether it ended in an exception. Collectives under way are left to `repair`:
+                waiting for them could block on other ranks and delay the exception.
         """
         self._pass_unit = None
         self.forward_failed |= failed
 
     def end_pass(self, name: str) -> None:
-        """Note that a backward, or a forward that has none, is over.
+        """End a backward or an evaluation.
 
         Args:
-            name: What is over, for reports; empty for an evaluation.
+            name: Kind of the pass, for reports; empty for an evaluation.
         """
         self.allocator.end_pass(name, no_pending_backward=self._no_pending_backward())
 
     def _no_pending_backward(self) -> bool:
-        """Whether no backward is still to come, as far as units tell that passes began with."""
+        """Whether no unit that began a pass expects a backward."""
         return not any(unit.is_expected_back for unit in self.gathers.first_units())
+
+    # -- backwards ----------------------------------------------------------------------------
 
     @property
     def is_in_backward(self) -> bool:
-        """Whether a backward is under way, as far as known: one that failed may look like it."""
+        """Whether a backward is under way, or failed and is not repaired yet."""
         return self._end_of_backward is not None
 
     @property
     def runs_backward(self) -> bool:
-        """Whether a backward is under way that has not failed; asked for every gradient."""
+        """Whether a backward is under way and has not failed. Called for every gradient."""
         return self._end_of_backward is not None and self._end_of_backward() is not None
 
     @property
@@ -226,12 +234,12 @@ class Context:
         """
         return self._end_of_backward is not None and self._end_of_backward() is None
 
-    def begin_backward(self, passed: RootPass[UnitBase], end_of_backward: object) -> None:
-        """Note that a backward starts.
+    def begin_backward(self, passed: RootPass, end_of_backward: object) -> None:
+        """Begin a backward.
 
         Args:
-            passed: The forward that it is of.
-            end_of_backward: The callback that the engine runs at its end, and nobody else holds.
+            passed: The forward of the backward.
+            end_of_backward: The callback that the engine runs at its end. Only the engine holds it.
         """
         self._end_of_backward = weakref.ref(end_of_backward)
         self.has_gradient = False
@@ -241,43 +249,80 @@ class Context:
         self.gathers.begin_backward()
         self.begin_turns(passed)
 
-    def note_nearly_over(self, number: int, finish: Callable[[], None]) -> None:
-        """Finish a backward that does not tell its end when that of an earlier run begins.
-
-        Args:
-            number: Of the run that it is of.
-            finish: Does that.
-        """
-        self._nearly_over[number] = finish
-
-    def finish_later_than(self, number: int) -> None:
-        """The backward of a run begins: those of runs that began after it are over.
-
-        The engine runs what was made last first.
-        """
-        while self._nearly_over and (latest := max(self._nearly_over)) > number:
-            self._nearly_over.pop(latest)()
-
-    def forget_nearly_over(self, number: int) -> None:
-        """A backward has told its end all the same."""
-        self._nearly_over.pop(number, None)
-
-    def begin_turns(self, passed: RootPass[UnitBase]) -> None:
-        """Start a new round of reductions, of the units of one forward."""
+    def begin_turns(self, passed: RootPass) -> None:
+        """Start a new round of reductions of the units of one forward."""
         self.backward_pass = passed
         passed.is_over = True
         if self.ordered_reductions is not None:
             self.ordered_reductions.begin(passed)
 
-    def forget_backward(self) -> None:
-        """No backward is under way any more."""
+    def defer_post_backward(self, record: ForwardRecord) -> None:
+        """Defer the end of a backward without a post-backward hook to the next backward's begin."""
+        self._deferred[record.number] = record
+
+    def finish_later_than(self, number: int) -> None:
+        """End deferred backwards of forwards that began after this one.
+
+        The engine runs the nodes made last first, so these backwards are over.
+        """
+        while self._deferred and (latest := max(self._deferred)) > number:
+            self._deferred.pop(latest).finish()
+
+    def forget_deferred(self, record: ForwardRecord) -> None:
+        """Drop a deferred backward that was ended by its hook."""
+        self._deferred.pop(record.number, None)
+
+    def finish_backward(self) -> None:
+        """End a backward: reduce remaining gradients and bring every unit to IDLE. Collective."""
+        units = self.units()
+        synchronize = any(unit.syncs_gradients for unit in units)
+        self.finish_ordered_reductions()
+        for unit in reversed(units):
+            if unit.reshard_after_backward and unit.is_unsharded:
+                unit.reshard()
+            if unit.has_pending_reduction or any([group.has_unreduced for group in unit.groups]):
+                self._reduce_rest(unit, synchronize=unit.syncs_gradients)
+            unit.end_backward()
+        self.gathers.drop_prefetched()
+        self._end_reductions()
+        self.forget_recomputed()
+        # An optimizer without torch's step hooks may step now.
+        self.weight_version += synchronize
+        self.has_unreduced = not synchronize
+        self._forget_backward()
+        self.end_pass("synchronized backward" if synchronize else "backward")
+        # Hooks run last: they may step weights, and may raise.
+        self._run_hooks_of_synced()
+
+    def end_scheduled(self) -> None:
+        """End a micro-batch's backward in a schedule: reduce remaining gradients. Collective.
+
+        Units that other micro-batches use stay gathered.
+        """
+        units = self.units()
+        synchronize = any(unit.syncs_gradients for unit in units)
+        for unit in reversed(units):
+            self._reduce_rest(unit, synchronize=unit.syncs_gradients)
+        self._end_reductions()
+        self.has_unreduced = not synchronize
+        self.num_scheduled -= 1
+        if not self.is_scheduled:
+            self.gathers.drop_prefetched()
+            self.weight_version += synchronize
+            self.end_pass("synchronized schedule" if synchronize else "schedule")
+        self._run_hooks_of_synced()
+        self.has_gradient = False
+
+    def _forget_backward(self) -> None:
         self._end_of_backward = None
-        self._nearly_over.clear()
+        self._deferred.clear()
 
-    def recompute(self, unit: UnitBase) -> None:
-        """A unit is about to be recomputed: see that nobody drops it meanwhile, and make room.
+    # -- recomputations -----------------------------------------------------------------------
 
-        The oldest recomputed units that are in the way of one more are dropped.
+    def recompute(self, unit: Unit) -> None:
+        """Make room for a unit that is about to be recomputed.
+
+        Reshards the oldest recomputed units that exceed the prefetch limit together with this one.
         """
         self._recomputed.pop(weakref.ref(unit), None)
         waiting = list(self._recomputed)
@@ -289,26 +334,165 @@ class Context:
             and current.is_unsharded
             and not unit.is_inside(current)
         )
-        # What waits comes next in the backward, the newest first.
+        # Waiting units run next in the backward, the newest first.
         ahead = [unit] if is_for_another else []
         ahead += [each for ref in reversed(waiting) if (each := ref()) is not None]
-        room = self.gathers.limit.count(each.gathered_nbytes for each in ahead) - is_for_another
+        fitting = self.gathers.limit.first(ahead, lambda each: each.gathered_nbytes)
+        room = len(fitting) - is_for_another
         for ref in waiting[: max(0, len(waiting) - max(0, room))]:
             del self._recomputed[ref]
             oldest = ref()
             if oldest is not None:
                 oldest.reshard()
 
-    def keep_recomputed(self, unit: UnitBase) -> None:
+    def keep_recomputed(self, unit: Unit) -> None:
         """Leave a recomputed unit gathered for its backward."""
         ref = weakref.ref(unit)
         self._recomputed.pop(ref, None)
         self._recomputed[ref] = None
 
-    def forget_recomputed(self, unit: UnitBase | None = None) -> None:
-        """A unit's own backward takes over from here, or (without one) the whole backward ends."""
+    def forget_recomputed(self, unit: Unit | None = None) -> None:
+        """Forget a recomputed unit whose backward begins; without a unit, forget all."""
         self._in_backward = None if unit is None else weakref.ref(unit)
         if unit is None:
             self._recomputed.clear()
         elif self._recomputed:
             self._recomputed.pop(weakref.ref(unit), None)
+
+    # -- reductions ---------------------------------------------------------------------------
+
+    def finish_ordered_reductions(self) -> None:
+        """Reduce the units that have not been reduced in this backward yet. Collective."""
+        if self.ordered_reductions is not None:
+            self.reduce_in_order(self.ordered_reductions.remaining())
+
+    def reduce_in_order(self, units: Sequence[Unit]) -> None:
+        """Reduce units in turn, with or without a gradient on this rank. Collective."""
+        for unit in units:
+            unit.has_pending_reduction = True
+            self._reduce(unit, synchronize=unit.syncs_gradients)
+
+    def _reduce(self, unit: Unit, *, synchronize: bool) -> None:
+        """Reduce the gradients of a unit that arrived. Collective.
+
+        A unit whose backward ran takes part with all its groups: which of them got a gradient may
+        differ between ranks.
+
+        Args:
+            unit: The unit.
+            synchronize: Whether gradients are reduced into `param.grad`. Otherwise they stay
+                unreduced between micro-batches if the strategy accumulates them.
+        """
+        reductions = self.reductions
+        is_pending, unit.has_pending_reduction = unit.has_pending_reduction, False
+        with unit.in_range("reduce_grad"):
+            arrived = [
+                group.grads
+                for group in unit.groups
+                if group.grads is not None
+                and (group.grads.has_gradient or (is_pending and group.is_trained))
+            ]
+            if not arrived and reductions.is_async:
+                return
+            due = reductions.due(arrived, synchronize=synchronize)
+            if due and self.options.check_ranks == CheckRanks.ALWAYS:
+                compare_unit(self, unit, "reduce")
+            reductions.reduce(due)
+
+    def _reduce_rest(self, unit: Unit, *, synchronize: bool) -> None:
+        """Reduce remaining gradients of a unit, including partial ones along the outer axis."""
+        self._reduce(unit, synchronize=synchronize)
+        if synchronize:
+            self.reductions.reduce_partials(unit.grads())
+
+    def _end_reductions(self) -> None:
+        """Wait for all reductions, and drop gradients to which no rank contributed."""
+        self.reductions.drain()
+        for grads in _grads_of(self.units()):
+            grads.end_reductions()
+
+    def synchronize_gradients(self, units: Sequence[Unit]) -> None:
+        """Reduce all gradients of these units into `param.grad`. Collective.
+
+        Args:
+            units: Some of the units, parents before children.
+        """
+        # If every backward reduces (ZeRO-2), nothing is left, and units that some rank skipped were
+        # reduced in their turn.
+        is_pending = self.ranks_may_differ and self.has_unreduced
+        for unit in reversed(units):
+            if is_pending and any(grads.accumulates_unreduced for grads in unit.grads()):
+                unit.has_pending_reduction = True
+            self._reduce_rest(unit, synchronize=True)
+        self._end_reductions()
+        # As after a synchronized backward: an optimizer may step next.
+        self.weight_version += 1
+        self.has_unreduced = False
+        _run_hooks(reversed(units), only_certain=False)
+
+    def _run_hooks_of_synced(self) -> None:
+        synced = [unit for unit in reversed(self.units()) if unit.syncs_gradients]
+        # A backward to inputs alone (`torch.autograd.grad`) produces no gradient of parameters.
+        _run_hooks(synced, only_certain=not self.has_gradient)
+
+    # -- after an exception -------------------------------------------------------------------
+
+    @property
+    def needs_repair(self) -> bool:
+        """Whether an exception left a pass unfinished. Call between passes."""
+        if self.is_in_backward or self.is_scheduled or self.forward_failed:
+            return True
+        return not all(unit.is_idle for unit in self.units())
+
+    def repair(self) -> None:
+        """Reset the units after a failed forward or backward.
+
+        Gradients of a failed backward that were collected but not reduced are dropped, and so are
+        those whose reduction was under way, since it may have written them after a `zero_grad`. A
+        failed forward drops no gradient.
+        """
+        if self.is_in_backward or self.is_scheduled:
+            # `repair` may run in inference mode, and the gradients written here are used outside
+            # it.
+            with torch.inference_mode(False), torch.no_grad():
+                self._drop_gradients()
+        self.num_scheduled = 0
+        self._forget_backward()
+        self.forget_recomputed()
+        self.end_forward()
+        self.forward_failed = False
+        for unit in self.units():
+            unit.forget_failure()
+
+    def _drop_gradients(self) -> None:
+        dropped = self.reductions.groups()
+        turns = self.ordered_reductions
+        # If ranks run different units, another rank may have reduced units that this rank has not:
+        # those reductions would pair with the next backward's. So this rank reduces them here.
+        # Ranks that follow one schedule reduce without turns.
+        late = [] if turns is None or self.is_scheduled else turns.remaining()
+        for unit in late:
+            reduced = unit in self.synced_in_backward
+            dropped += [g for g in unit.grads() if reduced or not g.accumulates_unreduced]
+        before = [(grads, grads.param_grads()) for grads in dropped]
+        for unit in late:
+            unit.has_pending_reduction = True
+            self._reduce(unit, synchronize=unit in self.synced_in_backward)
+        if late:
+            self.reductions.drain()
+        self.reductions.abandon()
+        for grads, found in before:
+            grads.restore(found)
+        for grads in _grads_of(self.units()):
+            grads.abandon()
+
+
+def _grads_of(units: Iterable[Unit]) -> list[GroupGrads]:
+    return [grads for unit in units for grads in unit.grads()]
+
+
+def _run_hooks(units: Iterable[Unit], *, only_certain: bool) -> None:
+    """Call users' post-accumulate-grad hooks."""
+    with torch.no_grad():
+        for grads in _grads_of(units):
+            grads.run_hooks(only_certain=only_certain)

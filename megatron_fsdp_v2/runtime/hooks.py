@@ -1,132 +1,142 @@
-"""Hooks on the modules of units: around a unit's forward, and around state dicts.
+"""Hooks on the modules of units: before and after forwards and state dicts.
 
-A unit's forward is its module's, or goes from the first of several modules to the last of them.
-Hooks in the graph are in `params/autograd.py`, on parameters in `params/group.py` and
-`params/registration.py`, on optimizers in `optimizer_steps.py`, on state dicts of optimizers in
-`dtensor/optimizer_state.py`.
+The forward of a unit with several modules begins with the first module and ends with the last.
+Hooks in the autograd graph are in `params/autograd.py`, hooks on parameters in `params/group.py`
+and `params/parameters.py`, hooks on optimizers in `optimizer_steps.py`, and hooks on optimizer
+state dicts in `dtensor/optimizer_state.py`.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
+import types
+import weakref
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed import fsdp
 
-from megatron_fsdp_v2._compiler import uncompiled
+from megatron_fsdp_v2._compiler import runs_as_written, uncompiled
 from megatron_fsdp_v2.params.autograd import in_backward
-from megatron_fsdp_v2.runtime.unit_checks import check_has_values, check_outputs
+from megatron_fsdp_v2.runtime.materialize import check_has_values
+from megatron_fsdp_v2.runtime.unit_checks import check_outputs
 
 if TYPE_CHECKING:
     from types import FrameType
 
     from megatron_fsdp_v2.runtime.unit import Unit
-    from megatron_fsdp_v2.runtime.unit_base import UnitBase
 
-__all__ = ["begin_method", "end_method", "fail_method", "install_hooks"]
+__all__ = ["UnitState", "install_hooks", "register_fsdp_forward_method"]
 
 
 def install_hooks(module: nn.Module) -> None:
-    """Run the unit's life around the module's forward.
+    """Register the hooks of a unit on one of its modules.
 
-    The pre-forward hook comes before a user's, which may read parameters; the post-forward hook
-    comes after, for the same reason.
+    The pre-forward hook runs before user hooks and the post-forward hook after them, because user
+    hooks may read parameters.
     """
     module.register_forward_pre_hook(uncompiled(_pre_forward), prepend=True, with_kwargs=True)
     module.register_forward_hook(uncompiled(_post_forward))
     module.register_forward_hook(uncompiled(_after_forward), always_call=True)
-    # A state dict is of sharded parameters, also between a forward and its backward.
+    # State dicts hold sharded parameters, also between a forward and its backward.
     module.register_state_dict_pre_hook(_show_sharded)  # type: ignore[no-untyped-call]
     module.register_state_dict_post_hook(_after_state_dict)  # type: ignore[no-untyped-call]
     module.register_load_state_dict_pre_hook(_show_sharded)  # type: ignore[no-untyped-call]
     module.register_load_state_dict_post_hook(_after_load)  # type: ignore[no-untyped-call]
 
 
-# -- a forward --------------------------------------------------------------------------------
+# -- forward ------------------------------------------------------------------------------------
 
 
 def _pre_forward(module: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Before the forward of one of a unit's modules.
+    """Forward pre-hook of a module.
 
     Returns:
-        The arguments to run it with.
+        The arguments for the forward.
     """
     unit: Unit = module._fsdp_unit
     if _is_scheduled(unit):
-        unit.check_is_used()
+        if not unit.is_unsharded:
+            raise RuntimeError(
+                f"{unit.name} runs outside the uses that its schedule reports, so its weights are "
+                "not gathered; report each use with begin_forward and end_forward"
+            )
         return unit.cast_inputs(args, kwargs)
     if unit.unset:
         check_has_values(unit)
     if unit.method_frame is not None and _runs_method(unit):
         return unit.cast_inputs(args, kwargs)
-    # A recomputation runs one of them, for the backward of that one.
+    # A recomputation runs a single module, for its own backward.
     if len(unit.modules) == 1 or in_backward():
         return unit.pre_forward(args, kwargs)
-    if unit.left_to_run and id(module) not in unit.left_to_run:
-        # It ran already: this is the next forward, and the others were left out of that one.
-        _end_early(unit)
-    if unit.left_to_run:
+    if unit.pending_modules and id(module) not in unit.pending_modules:
+        # The module ran already: a new forward begins, and the last one skipped the pending
+        # modules.
+        unit.end_forward()
+    if unit.pending_modules:
         return unit.cast_inputs(args, kwargs)
     routed = unit.pre_forward(args, kwargs)
-    unit.left_to_run = {id(ref()) for ref in unit.modules}
+    unit.pending_modules = {id(ref()) for ref in unit.modules}
     return routed
 
 
 def _post_forward(module: Any, args: Any, output: Any) -> Any:
-    """After the forward of one of a unit's modules.
+    """Forward hook of a module.
 
     Returns:
-        Its output.
+        The module's output.
     """
     del args
     unit: Unit = module._fsdp_unit
     if _is_scheduled(unit):
         return unit.cast_outputs(output)
     if unit.method_frame is not None and _runs_method(unit):
-        return unit.hand_on(output)
+        return unit.wrap_outputs(output)
     if len(unit.modules) > 1 and not in_backward():
-        unit.left_to_run.discard(id(module))
-        if unit.left_to_run:
+        unit.pending_modules.discard(id(module))
+        if unit.pending_modules:
             if not torch.is_grad_enabled() and unit.context.pass_has_grad:
-                # Its recomputation has a backward of its own.
+                # The recomputation of this module has a backward of its own.
                 unit.note_use()
-            check_outputs(unit, output, unit.context)
-            return unit.hand_on(output)
+            check_outputs(unit, output)
+            return unit.wrap_outputs(output)
     if unit.is_root and not in_backward():
         for other in unit.context.units():
-            if other.left_to_run:
-                _end_early(other)
+            if other.pending_modules:
+                other.end_forward()
     return unit.post_forward(output)
 
 
 def _after_forward(module: Any, args: Any, output: Any) -> None:
-    """After the forward of one of a unit's modules, also where it or a hook before it raised."""
+    """Forward hook of a module that also runs if its forward or an earlier hook raised."""
     del args, output
     unit: Unit = module._fsdp_unit
     if not unit.is_under_way or _is_scheduled(unit):
         return
     if unit.method_frame is not None and _runs_method(unit):
         return
-    if unit.left_to_run and not in_backward():
-        if id(module) not in unit.left_to_run:
-            # The others are still to come.
+    if unit.pending_modules and not in_backward():
+        if id(module) not in unit.pending_modules:
+            # Other modules of the unit have not run yet.
             return
-        unit.left_to_run.clear()
+        unit.pending_modules.clear()
     unit.after_forward()
 
 
-def begin_method(module: Any, frame: FrameType, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Before a method that is run as a forward, and may run the module's forward inside.
+def _begin_method(module: Any, frame: FrameType, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Begin a method that runs as a forward and may call the module's forward.
 
     Args:
-        module: Whose method; one that is sharded.
-        frame: Of the function that calls it.
-        args: What it is called with.
-        kwargs: Likewise.
+        module: The sharded module.
+        frame: Frame that calls the method.
+        args: Positional arguments of the method.
+        kwargs: Keyword arguments of the method.
 
     Returns:
-        The arguments to run it with.
+        The arguments for the method.
     """
     unit: Unit = module._fsdp_unit
     is_inside = _runs_method(unit)
@@ -136,18 +146,18 @@ def begin_method(module: Any, frame: FrameType, args: Any, kwargs: Any) -> tuple
     return args, kwargs
 
 
-def end_method(module: Any, frame: FrameType, output: Any) -> Any:
-    """After such a method.
+def _end_method(module: Any, frame: FrameType, output: Any) -> Any:
+    """End a method that runs as a forward.
 
     Returns:
-        Its output.
+        The method's output.
     """
     _leave_method(module, frame)
     return _post_forward(module, (), output)
 
 
-def fail_method(module: Any, frame: FrameType) -> None:
-    """After such a method raised."""
+def _fail_method(module: Any, frame: FrameType) -> None:
+    """End a method that runs as a forward and raised."""
     _leave_method(module, frame)
     _after_forward(module, (), None)
 
@@ -159,17 +169,17 @@ def _leave_method(module: Any, frame: FrameType) -> None:
 
 
 def _is_scheduled(unit: Unit) -> bool:
-    """Whether a schedule tells when the unit is used.
+    """Return whether a schedule reports the uses of the unit.
 
-    No schedule calls the root: if somebody does, an exception has ended the schedule.
+    A schedule never calls the root: if the root runs, an exception has ended the schedule.
     """
     return unit.context.num_scheduled > 0 and not unit.is_root
 
 
 def _runs_method(unit: Unit) -> bool:
-    """Whether this is inside of a method that is run as the unit's forward.
+    """Return whether the caller runs inside a method that runs as the unit's forward.
 
-    Who calls the method need not tell when it raised, so this is looked up.
+    Searches the stack, because callers of `_begin_method` need not report that the method raised.
     """
     if unit.method_frame is None or in_backward():
         return False
@@ -182,17 +192,104 @@ def _runs_method(unit: Unit) -> bool:
     return False
 
 
-def _end_early(unit: UnitBase) -> None:
-    """End a forward that some of the modules took no part in."""
-    unit.left_to_run.clear()
-    unit.end_forward()
+# -- methods that run as a forward --------------------------------------------------------------
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Make a method of a sharded module gather its unit, as the module's forward does.
+
+    The weights stay gathered until the method returns, also if it calls the module's forward.
+    Equivalent to `torch.distributed.fsdp.register_fsdp_forward_method`, without its reference
+    cycle. A module that is not sharded is passed to torch's function, which does nothing.
+
+    Args:
+        module: The module.
+        method_name: Name of the method.
+
+    Raises:
+        ValueError: The module has no such method.
+    """
+    if not hasattr(module, "_fsdp_unit"):
+        fsdp.register_fsdp_forward_method(module, method_name)
+        return
+    method = getattr(module, method_name, None)
+    if not callable(method):
+        raise ValueError(f"{type(module).__name__} has no method {method_name!r} to register")
+    function = getattr(method, "__func__", method)
+    takes_self = function is not method
+    owner = weakref.ref(module)
+
+    begin, end = uncompiled(_begin_method), uncompiled(_end_method)
+
+    # `_runs_method` searches the stack for this frame; a compiled function would have another one.
+    @runs_as_written
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        current = owner()
+        assert current is not None
+        # A local variable that holds its own frame would be a reference cycle.
+        try:
+            args, kwargs = begin(current, sys._getframe(), args, kwargs)
+            output = function(current, *args, **kwargs) if takes_self else function(*args, **kwargs)
+        except BaseException:
+            uncompiled(_fail_method)(current, sys._getframe())
+            raise
+        return end(current, sys._getframe(), output)
+
+    setattr(module, method_name, run)
+
+
+class UnitState:
+    """Substitute for FSDP2's state of a module, for the functions of torch that read that state.
+
+    These are `register_fsdp_forward_method`, `share_comm_ctx` (without effect: all models on a
+    device share their streams) and `torch.distributed.pipelining`.
+    """
+
+    def __init__(self, module: Any) -> None:
+        # Weak, since the module holds this object.
+        self._module: Callable[[], Any] = weakref.ref(module)
+        # Empty, so that torch's pipelining ends no unit's backward.
+        self._state_ctx = types.SimpleNamespace(all_states=())
+        self._comm_ctx: Any = None
+        # FSDP2's parameter groups: one per module in some versions of torch, several in others.
+        self._fsdp_param_group = None
+        self._fsdp_param_groups: Sequence[Any] = ()
+
+    def __getattr__(self, name: str) -> Any:
+        """Reject all other attributes of FSDP2's state.
+
+        Raises:
+            AttributeError: Always.
+        """
+        raise AttributeError(
+            f"a module that megatron_fsdp_v2 sharded has no {name!r} of FSDP2's internals; the "
+            "caller supports torch's fully_shard only"
+        )
+
+    def _pre_forward(self, module: Any, args: Any, kwargs: Any) -> Any:
+        return _begin_method(module, sys._getframe(1), args, kwargs)
+
+    def _post_forward(self, module: Any, args: Any, output: Any) -> Any:
+        del args
+        return _end_method(module, sys._getframe(1), output)
+
+    def _root_post_backward_final_callback(self) -> None:
+        """After the last backward of a pipeline stage: reduce gradients into `param.grad`."""
+        module = self._module()
+        if module is None:
+            return
+        module.reduce_grad()
+        for part in module.modules():
+            if hasattr(part, "_fsdp_unit"):
+                part.reshard()
 
 
 # -- state dicts ------------------------------------------------------------------------------
 
 
 def _show_sharded(module: Any, *args: Any) -> None:
-    """Before a state dict is made or loaded."""
+    """Install sharded parameters before a state dict is made or loaded."""
     del args
     unit: Unit = module._fsdp_unit
     unit.hidden_groups = [group for group in unit.held_groups if group.show_sharded()]
@@ -201,17 +298,18 @@ def _show_sharded(module: Any, *args: Any) -> None:
 def _after_state_dict(module: Any, state_dict: Any, prefix: str, metadata: Any) -> None:
     del state_dict, prefix, metadata
     unit: Unit = module._fsdp_unit
-    # Those that a module around this one shares with it are still to be looked at there.
+    # A group shared with an enclosing module is in the `hidden_groups` of that module's unit
+    # instead.
     for group in unit.hidden_groups:
         group.show_unsharded()
     unit.hidden_groups = ()
 
 
 def _after_load(module: Any, incompatible_keys: Any) -> None:
-    """Forget weights gathered before: those loaded count from the next use on."""
+    """Reshard, so that the next use gathers the loaded weights."""
     del incompatible_keys
     unit: Unit = module._fsdp_unit
     unit.hidden_groups = ()
     for group in unit.held_groups:
-        group.changes.sync()
+        group.parameters.sync()
     unit.reshard()

@@ -1,31 +1,36 @@
-"""Parameters on the meta device become real, one unit at a time, the same on every rank."""
+"""Materialization of parameters on the meta device, unit by unit, identical on every rank.
+
+A parameter or buffer that its module does not initialize is filled with a marker: NaN, or the
+smallest integer. If it still holds only the marker at the unit's first forward, an error names it.
+"""
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp_v2.comm.calls import broadcast_single
-from megatron_fsdp_v2.comm.errors import naming_failures
+from megatron_fsdp_v2.comm.interface import naming_failures
 from megatron_fsdp_v2.dtensor.tp_params import part_of
-from megatron_fsdp_v2.params.attributes import propagate_attributes
 from megatron_fsdp_v2.params.formats import DenseFormat, format_of
-from megatron_fsdp_v2.params.unset_values import is_unset, mark_unset
-from megatron_fsdp_v2.runtime.undo import keep_values
+from megatron_fsdp_v2.params.parameters import propagate_attributes
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
-
     from megatron_fsdp_v2.comm.interface import Axis
-    from megatron_fsdp_v2.params.registration import OwnedParameter
+    from megatron_fsdp_v2.params.group import ParameterGroup
+    from megatron_fsdp_v2.params.parameters import OwnedParameter
+    from megatron_fsdp_v2.runtime.unit import Unit
 
-__all__ = ["materialize"]
+__all__ = ["check_has_values", "materialize", "without_values"]
 
 
 def materialize(
@@ -36,31 +41,32 @@ def materialize(
     param_init_fn: Callable[[nn.Module], None] | None,
     undo: ExitStack,
 ) -> tuple[set[str], list[tuple[str, nn.Module, str]]]:
-    """Give a unit's meta parameters and buffers memory and values, in place.
+    """Allocate and initialize a unit's meta parameters and buffers, in place.
 
-    Collective where there are some; nothing happens where there are none.
+    Collective if there are any; otherwise a no-op.
 
-    Every module that holds some has its `reset_parameters()` called, parents after children and
-    siblings in the order of their registration, as they were constructed, so that they draw
-    random numbers in that order; torch's default generators are left where they were. The values of
-    the first rank go to all others, so that every rank cuts its rows from the same full parameters,
-    however ranks are seeded. Memory: this one unit in full, until the caller has cut it.
+    Calls `reset_parameters()` of every module that has meta tensors, children before parents and
+    siblings in order of registration. Modules are constructed in this order, so they draw random
+    numbers as without the meta device; torch's default generators keep their state. The first rank
+    broadcasts its values, so that every rank shards the same full parameters, however ranks are
+    seeded. Memory: this unit unsharded, until the caller has sharded it.
 
     Args:
-        owned: Parameters of the unit; the meta ones are replaced by real ones, tied as before.
+        owned: Parameters of the unit; meta parameters are replaced by allocated ones, with the same
+            ties.
         modules: The unit's own modules with names, parents before children.
-        device: Where values are made.
+        device: Device to allocate on.
         axes: Axes of the data-parallel mesh.
-        param_init_fn: What to call in place of `reset_parameters()`, with the module.
-        undo: Has random numbers, and values that modules have besides, be as they were. What is
-            registered is the caller's to restore.
+        param_init_fn: Called with the module instead of `reset_parameters()`.
+        undo: Restores generator states and the other tensors of the initialized modules. The caller
+            restores registered parameters and buffers.
 
     Returns:
-        What still has no values, because a module has no `reset_parameters()` or that leaves it
-        out: names of parameters; and buffers as name, module and attribute.
+        Tensors that have no values, because their module has no `reset_parameters()` or it skips
+        them: names of parameters; and buffers as name, module and attribute.
 
     Raises:
-        ValueError: A module registered something else in the place of a parameter.
+        ValueError: A module replaced a parameter by one of another shape, or on the meta device.
     """
     fresh = [parameter for parameter in owned if parameter.param.is_meta]
     holders = {id(module) for parameter in fresh for module, _ in parameter.sites}
@@ -68,7 +74,7 @@ def materialize(
     for name, module in modules:
         for attribute, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
-                module._buffers[attribute] = mark_unset(torch.empty_like(buffer, device=device))
+                module._buffers[attribute] = _mark_unset(torch.empty_like(buffer, device=device))
                 label = f"{name}.{attribute}" if name else attribute
                 empty_buffers.append((label, module, attribute))
                 holders.add(id(module))
@@ -80,7 +86,9 @@ def materialize(
         with _initial_values(device, modules[0][1], undo):
             for _, module in _children_first(modules):
                 if id(module) in holders:
-                    keep_values(_values_of(module, made), undo)
+                    for tensor in (*module._parameters.values(), *module._buffers.values()):
+                        if tensor is not None and id(tensor) not in made:
+                            undo.callback(_set_values, tensor, tensor.detach().clone())
                     _initialize(module, param_init_fn)
     for parameter in fresh:
         _take_over(parameter)
@@ -91,23 +99,23 @@ def materialize(
     tensors = [_values(parameter) for parameter in fresh]
     tensors += [buffer for buffer, _ in buffers if buffer is not None]
     for tensor in tensors:
-        # Along one axis, then the other.
+        # Along one axis after the other.
         for axis in axes:
             if axis.size > 1:
                 _share(tensor, axis.group)
-    # Asked of what ranks share: memory that a module left as it got it may look so on some ranks.
-    unset = {p.name for p in fresh if is_unset(_values(p))}
-    return unset, [one for buffer, one in buffers if buffer is not None and is_unset(buffer)]
+    # Checked after the broadcast, so that all ranks find the same tensors.
+    unset = {p.name for p in fresh if _is_unset(_values(p))}
+    return unset, [one for buffer, one in buffers if buffer is not None and _is_unset(buffer)]
 
 
 @dataclass(frozen=True, slots=True)
 class _Draws:
-    """Random numbers for initial values, drawn from generators of their own.
+    """Generator states for initial values, separate from those that the program sees.
 
     Attributes:
-        outside: States of torch's default generators, which do not move.
+        outside: States of torch's default generators, left unchanged.
         inside: States from which the values of the next unit are drawn.
-        latest: A module of the last unit that drew.
+        latest: A module of the unit initialized last.
     """
 
     outside: Sequence[torch.Tensor]
@@ -115,7 +123,7 @@ class _Draws:
     latest: weakref.ref[nn.Module]
 
     def is_continued(self, outside: Sequence[torch.Tensor]) -> bool:
-        """Whether the next unit may be of the same model, which has not run yet."""
+        """Return whether the next unit may belong to the same model, which has not run yet."""
         unit = getattr(self.latest(), "_fsdp_unit", None)
         is_waiting = unit is not None and not unit.context.is_checked
         return is_waiting and all(map(torch.equal, self.outside, outside))
@@ -126,10 +134,10 @@ _DRAWS: dict[torch.device, _Draws] = {}
 
 @contextmanager
 def _initial_values(device: torch.device, module: nn.Module, undo: ExitStack) -> Iterator[None]:
-    """Draw values of a unit, and leave torch's default generators where they are.
+    """Draw values of a unit without advancing torch's default generators.
 
-    Values begin where the generators are. Those of the units that follow continue there, as if the
-    model had been built with memory, until the program draws, seeds anew or runs the model.
+    The first unit draws from the generators' current states and each later unit continues, as if
+    the model had not been on the meta device, until the program draws, seeds or runs the model.
     """
     outside, last = _random_states(device), _DRAWS.get(device)
     undo.callback(_set_random_states, device, outside)
@@ -143,7 +151,7 @@ def _initial_values(device: torch.device, module: nn.Module, undo: ExitStack) ->
 
 
 def _random_states(device: torch.device) -> list[torch.Tensor]:
-    """Of torch's default generators of the CPU and of a device."""
+    """Return the states of torch's default generators of the CPU and of a device."""
     states = [torch.get_rng_state()]
     if device.type != "cpu":
         states.append(torch.get_device_module(device).get_rng_state(device))
@@ -161,7 +169,7 @@ def _values(parameter: OwnedParameter) -> torch.Tensor:
 
 
 def _children_first(modules: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
-    """The same modules with names, children before parents, siblings as they come."""
+    """Return the modules with children before parents; siblings keep their order."""
     ordered: list[tuple[str, nn.Module]] = []
     above: list[tuple[str, nn.Module]] = []
     for name, module in modules:
@@ -175,18 +183,17 @@ def _give_memory(parameter: OwnedParameter, device: torch.device) -> None:
     old = parameter.param
     made = nn.Parameter(torch.empty_like(old, device=device), requires_grad=old.requires_grad)
     with torch.no_grad():
-        mark_unset(part_of(made))
+        _mark_unset(part_of(made))
     for key, value in vars(old).items():
         setattr(made, key, value)
-    parameter.param, parameter.stood_in = made, old
+    parameter.param, parameter.meta_original = made, old
     for module, attribute in parameter.sites:
         module._parameters[attribute] = made
 
 
-def _values_of(module: nn.Module, made: set[int]) -> list[torch.Tensor]:
-    """What a module had values of before; given are the `id()`s of what was made for it."""
-    tensors = (*module._parameters.values(), *module._buffers.values())
-    return [tensor for tensor in tensors if tensor is not None and id(tensor) not in made]
+def _set_values(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    with torch.no_grad():
+        tensor.copy_(values)
 
 
 def _initialize(module: Any, param_init_fn: Callable[[nn.Module], None] | None) -> None:
@@ -199,9 +206,9 @@ def _initialize(module: Any, param_init_fn: Callable[[nn.Module], None] | None) 
 
 
 def _take_over(parameter: OwnedParameter) -> None:
-    """Take values and marks from what an initialization registered in a parameter's place.
+    """Copy values and attributes from a parameter that an initialization registered instead.
 
-    Transformer Engine's registers a parameter of its own over the same memory, and marks that one.
+    Transformer Engine registers a new parameter over the same memory and sets attributes on it.
     """
     made = parameter.param
     for module, attribute in parameter.sites:
@@ -216,7 +223,7 @@ def _take_over(parameter: OwnedParameter) -> None:
             )
         found_format = format_of(found)
         if found_format not in (None, DenseFormat):
-            # The initialization quantized what it drew: that is what the module is to have.
+            # The initialization quantized its values; the module keeps the quantized parameter.
             assert found_format is not None
             propagate_attributes(made, found)
             parameter.param, parameter.values = found, found_format.values(found)
@@ -229,6 +236,86 @@ def _take_over(parameter: OwnedParameter) -> None:
 
 
 def _share(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Give every rank of a group the first one's values."""
+    """Broadcast a tensor from the first rank of a group."""
     with naming_failures("broadcast of initial values", group):
         broadcast_single(tensor, group=group)
+
+
+# -- tensors without values -------------------------------------------------------------------
+
+# The smallest value of these dtypes (0, False) is a common value of buffers, so it marks nothing.
+_WITHOUT_MARK = (torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
+
+
+def _mark_unset(tensor: torch.Tensor) -> torch.Tensor:
+    """Fill a tensor with the marker. Booleans, unsigned and complex dtypes have no marker."""
+    if tensor.is_floating_point():
+        tensor.fill_(float("nan"))
+    elif tensor.dtype not in _WITHOUT_MARK and not tensor.is_complex():
+        tensor.fill_(torch.iinfo(tensor.dtype).min)
+    return tensor
+
+
+def _is_unset(tensor: torch.Tensor | None) -> bool:
+    """Return whether a tensor has elements and all of them are the marker."""
+    if tensor is None or not tensor.numel() or tensor.is_meta:
+        return False
+    if tensor.is_floating_point():
+        return bool(tensor.isnan().all())
+    if tensor.dtype in _WITHOUT_MARK or tensor.is_complex():
+        return False
+    return bool((tensor == torch.iinfo(tensor.dtype).min).all())
+
+
+def _buffer_of(module: weakref.ref[nn.Module], attribute: str) -> torch.Tensor | None:
+    owner = module()
+    return None if owner is None else owner._buffers.get(attribute)
+
+
+def without_values(
+    groups: Sequence[ParameterGroup],
+    params: AbstractSet[str],
+    buffers: Sequence[tuple[str, nn.Module, str]],
+) -> list[tuple[str, Callable[[], torch.Tensor | None]]]:
+    """Return the names of tensors without values, each with a function that looks the tensor up.
+
+    Args:
+        groups: Parameter groups of the unit.
+        params: Names of parameters without values.
+        buffers: Buffers without values: name, module and attribute.
+    """
+    found: list[tuple[str, Callable[[], torch.Tensor | None]]] = [
+        (name, functools.partial(_buffer_of, weakref.ref(module), attribute))
+        for name, module, attribute in buffers
+    ]
+    for group in groups:
+        for index, name in enumerate(group.names):
+            if name in params:
+                found.append((name, functools.partial(group.main_weight.view, index)))
+    return found
+
+
+def check_has_values(unit: Unit) -> None:
+    """Check before a unit's first forward that all tensors have values. Collective.
+
+    Raises:
+        RuntimeError: A tensor has no values on some rank.
+    """
+    for group in unit.groups:
+        group.parameters.sync()
+    found = [_is_unset(look_up()) for _, look_up in unit.unset]
+    # Ranks without rows of a parameter get the result from the ranks that have some.
+    for group in unit.groups[:1]:
+        table = torch.tensor(found, dtype=torch.int32, device=group.device)
+        for axis in group.axes:
+            if axis.size > 1:
+                dist.all_reduce(table, op=dist.ReduceOp.MAX, group=axis.group)
+        found = [bool(one) for one in table.tolist()]
+    names = [name for (name, _), is_missing in zip(unit.unset, found, strict=True) if is_missing]
+    if names:
+        raise RuntimeError(
+            f"{', '.join(names)} of unit {unit.name} had no values on the meta device and got none "
+            "since: load a state dict, define reset_parameters() on the module that has it, or "
+            "give fully_shard UnitOptions(param_init_fn=...)"
+        )
+    unit.unset = []

@@ -1,11 +1,11 @@
-"""What follows from the steps of optimizers, and what is checked before them."""
+"""Hooks on optimizer steps: checks before a step, and stale model weights after it."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,9 +21,7 @@ from megatron_fsdp_v2.dtensor.optimizer_kinds import needs_all_ranks, rejected
 from megatron_fsdp_v2.dtensor.optimizer_state import watch_state
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of
 from megatron_fsdp_v2.params.autograd import in_backward
-from megatron_fsdp_v2.params.gathered_parameter import gathered_name
-from megatron_fsdp_v2.params.registration import find_owner_slot, num_retired
-from megatron_fsdp_v2.runtime.end_of_backward import needs_repair
+from megatron_fsdp_v2.params.parameters import find_owner_slot, gathered_name, num_stale
 from megatron_fsdp_v2.runtime.unit_checks import check_capture
 
 if TYPE_CHECKING:
@@ -33,130 +31,120 @@ if TYPE_CHECKING:
 __all__ = ["watch_optimizers"]
 
 
-type _Looked = tuple[int, int, frozenset[int]]
-type _Contexts = list[weakref.ref[Context]]
+@dataclass(slots=True)
+class _Watched:
+    """Cached facts about one optimizer.
+
+    Attributes:
+        looked: Key of the cache; the facts are computed again when it changes.
+        held: `id()`s of all parameters that the optimizer holds.
+        contexts: Contexts whose parameters it holds.
+        has_sharded_state: Whether hooks on its state dict are registered.
+        unchanged: During a step that only initializes state: the groups whose model weights are up
+            to date.
+        generators: During a step that every rank must make: states of the random number generators
+            before it.
+    """
+
+    looked: tuple[int, int, frozenset[int]] | None = None
+    held: frozenset[int] = frozenset()
+    contexts: Sequence[weakref.ref[Context]] = ()
+    has_sharded_state: bool = False
+    unchanged: Sequence[tuple[Context, ParameterGroup]] | None = None
+    generators: Sequence[torch.Tensor] | None = None
+
+    def live_contexts(self) -> list[Context]:
+        return [context for ref in self.contexts if (context := ref()) is not None]
 
 
 class _OptimizerWatch:
-    """Sees every optimizer step, before and after.
+    """Global pre-step and post-step hooks of all optimizers.
 
-    Fused and foreach steps bump no version counter that one could watch, and torch offers these
-    hooks for all optimizers at once; they are registered when the first model is sharded. Steps
-    of optimizers that hold none of a context's parameters must not count: they may happen on some
-    ranks only, and what follows from a step may be a collective.
+    Fused and foreach steps advance no version counter, so steps are observed by torch's hooks for
+    all optimizers, which are registered when the first model is sharded. Steps of optimizers
+    without parameters of a context must not count for that context: they may run on some ranks
+    only, and a step may lead to a collective.
     """
 
     def __init__(self) -> None:
         self._contexts: weakref.WeakSet[Context] = weakref.WeakSet()
-        self._num_changes = 0
-        # Of every optimizer, what was looked at, and the contexts that it holds parameters of.
-        self._known: weakref.WeakKeyDictionary[Optimizer, tuple[_Looked, _Contexts]] = (
-            weakref.WeakKeyDictionary()
-        )
-        self._with_sharded_state: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        # Of optimizers in a step that makes state and changes no weight, what is up to date.
-        self._unchanged: weakref.WeakKeyDictionary[
-            Optimizer, list[tuple[Context, ParameterGroup]]
-        ] = weakref.WeakKeyDictionary()
-        # Of optimizers in a step that all ranks make.
-        self._generators: weakref.WeakKeyDictionary[Optimizer, list[torch.Tensor]] = (
-            weakref.WeakKeyDictionary()
-        )
-        self._is_registered = False
+        self._num_added = 0
+        self._watched: weakref.WeakKeyDictionary[Optimizer, _Watched] = weakref.WeakKeyDictionary()
 
     def add(self, context: Context) -> None:
-        if not self._is_registered:
-            before, after = uncompiled(self._before_step), uncompiled(self._after_step)
-            register_optimizer_step_pre_hook(before)
-            register_optimizer_step_post_hook(after)
-            self._is_registered = True
+        if not self._num_added:
+            register_optimizer_step_pre_hook(uncompiled(self._before_step))
+            register_optimizer_step_post_hook(uncompiled(self._after_step))
         self._contexts.add(context)
-        self._num_changes += 1
-
-    def discard(self, context: Context) -> None:
-        self._contexts.discard(context)
-        self._num_changes += 1
+        self._num_added += 1
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        contexts = self._contexts_of(optimizer)
-        self._generators.pop(optimizer, None)
-        # A closure may draw: what it computes has dropout of each rank's own.
+        watched = self._look_at(optimizer)
+        contexts = watched.live_contexts()
+        watched.unchanged = watched.generators = None
+        # Not with a closure, which may draw random numbers, for example for dropout.
         if contexts and len(args) < 2 and not kwargs and needs_all_ranks(type(optimizer)):
-            self._generators[optimizer] = _generator_states()
+            watched.generators = _generator_states()
         for context in contexts:
             if context.is_capturing:
                 check_capture(context)
                 context.has_graph = True
             for group in context.groups():
-                group.members.check_no_late_gradient()
-        self._unchanged.pop(optimizer, None)
+                group.parameters.check_no_late_gradient()
         if _initializes_state(optimizer, contexts):
-            self._unchanged[optimizer] = [
+            watched.unchanged = [
                 (context, group)
                 for context in contexts
                 for group in context.groups()
                 if not group.is_stale(context.weight_version)
             ]
 
-    def _contexts_of(self, optimizer: Optimizer) -> list[Context]:
-        """Contexts that an optimizer holds parameters of, which are checked where they may be new.
-
-        Args:
-            optimizer: About to step.
-        """
+    def _look_at(self, optimizer: Optimizer) -> _Watched:
+        """Return the facts about an optimizer; check its parameters if they changed."""
         held = frozenset([id(p) for group in optimizer.param_groups for p in group["params"]])
-        looked = (num_retired(), self._num_changes, held)
-        known = self._known.get(optimizer)
-        if known is None or known[0] != looked:
-            self._check(optimizer)
-            contexts = [
-                weakref.ref(context)
-                for context in self._contexts
-                if any(id(p) in held for g in context.groups() for p in g.sharded_params)
-            ]
-            known = self._known[optimizer] = (looked, contexts)
-        return _live(known[1])
-
-    def _check(self, optimizer: Optimizer) -> None:
+        looked = (num_stale(), self._num_added, held)
+        watched = self._watched.setdefault(optimizer, _Watched())
+        if watched.looked == looked:
+            return watched
         params = [param for group in optimizer.param_groups for param in group["params"]]
         for param in params:
             _check_is_current(param)
-        if any(isinstance(param, UnevenDTensor) for param in params):
-            # Until its first step, what an optimizer has of state is the same on all ranks. One
-            # that wraps another may have no state, nor hooks of its own.
-            has_state = hasattr(optimizer, "_optimizer_state_dict_post_hooks")
-            if has_state and optimizer not in self._with_sharded_state:
-                watch_state(optimizer)
-                self._with_sharded_state.add(optimizer)
+        # Before its first step, an optimizer's state is the same on all ranks. An optimizer that
+        # wraps another one may have neither state nor hooks.
+        has_state = hasattr(optimizer, "_optimizer_state_dict_post_hooks")
+        is_sharded = any(isinstance(param, UnevenDTensor) for param in params)
+        if is_sharded and has_state and not watched.has_sharded_state:
+            watch_state(optimizer)
+            watched.has_sharded_state = True
+        watched.held, watched.looked = held, looked
+        watched.contexts = [
+            weakref.ref(context)
+            for context in self._contexts
+            if any(id(p) in held for g in context.groups() for p in g.sharded_params)
+        ]
+        return watched
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         del args, kwargs
-        self._check_draws_nothing(optimizer)
-        unchanged = self._unchanged.pop(optimizer, None)
+        # Unknown if the step began before the first model was sharded.
+        watched = self._watched.get(optimizer, _Watched())
+        before, watched.generators = watched.generators, None
+        if before is not None and not all(map(torch.equal, before, _generator_states())):
+            raise rejected(
+                optimizer,
+                "its step draws random numbers, which differ between ranks, so that ranks would "
+                "compute different tensors",
+            )
+        unchanged, watched.unchanged = watched.unchanged, None
         if unchanged is not None:
-            # Version counters that the step moved mean nothing.
+            # The step advanced version counters without changing a weight.
             for context, group in unchanged:
                 group.note_refreshed(context.weight_version)
             return
-        known = self._known.get(optimizer)
-        if known is None:
-            # It began before there was a sharded model.
-            return
-        (_, _, stepped), contexts = known
-        for context in _live(contexts):
+        for context in watched.live_contexts():
             context.weight_version += 1
             if context.options.enable_unshard_after_step:
-                _unshard_after_step(context, stepped)
-
-    def _check_draws_nothing(self, optimizer: Optimizer) -> None:
-        before = self._generators.pop(optimizer, None)
-        if before is None or all(map(torch.equal, before, _generator_states())):
-            return
-        raise rejected(
-            optimizer,
-            "its step draws random numbers, of which every rank has others, so that ranks would "
-            "compute with different tensors",
-        )
+                _unshard_after_step(context, watched.held)
 
 
 def _generator_states() -> list[torch.Tensor]:
@@ -166,29 +154,27 @@ def _generator_states() -> list[torch.Tensor]:
     return states
 
 
-def _live(contexts: _Contexts) -> list[Context]:
-    return [context for ref in contexts if (context := ref()) is not None]
-
-
 def _unshard_after_step(context: Context, stepped: AbstractSet[int]) -> None:
-    """Start to gather what the next forward begins with, as far as its parameters were stepped.
+    """Start to gather the units that the next forward begins with, if they were stepped.
 
-    Host work until that forward then overlaps the gathers. Collective, where steps are.
+    The gathers overlap host work until that forward. Collective: every rank must step.
 
     Args:
-        context: Of a root whose parameters were stepped.
+        context: Context of the root whose parameters were stepped.
         stepped: `id()`s of all parameters that the optimizer holds.
     """
     context.stepped |= stepped
     units = context.units()
     is_between = context.is_checked and not (in_backward() or context.is_in_forward)
-    if not (units and is_between) or context.is_scheduled or needs_repair(context):
+    if not (units and is_between) or context.is_scheduled or context.needs_repair:
         return
     for unit in units:
-        if unit.is_gathered_after_step:
-            unit.note_unstepped(stepped, context.weight_version)
+        # Units gathered by an earlier optimizer's step stay gathered.
+        for group in unit.held_groups if unit.is_gathered_after_step else ():
+            if not any(id(param) in stepped for param in group.sharded_params):
+                group.note_unstepped(context.weight_version)
     for unit in context.gathers.gather_before_pass(
-        # One that is not done would have to be gathered again.
+        # A unit with parameters that are not stepped yet would have to be gathered again.
         units[0],
         lambda unit: unit.is_stepped(context.stepped),
     ):
@@ -196,16 +182,15 @@ def _unshard_after_step(context: Context, stepped: AbstractSet[int]) -> None:
 
 
 def _initializes_state(optimizer: Optimizer, contexts: Sequence[Context]) -> bool:
-    """Whether the step that begins has to do with state alone.
+    """Return whether the step that begins only initializes optimizer state.
 
-    `torch.distributed.checkpoint.state_dict` steps an optimizer that has no state, with a learning
-    rate of 0 and zeros of its own as gradients. A rank without rows has none when all others have,
-    so that it steps alone; what follows from a step of weights is collective, and must not follow
-    from that one.
+    `torch.distributed.checkpoint.state_dict` initializes the state of an optimizer by a step with a
+    learning rate of 0 and zeros as gradients. A rank without rows has no state even after real
+    steps, so it may make this step alone; the collectives after a step of weights must not follow.
 
     Args:
-        optimizer: About to step.
-        contexts: Those that it holds parameters of.
+        optimizer: The optimizer that is about to step.
+        contexts: Contexts whose parameters it holds.
     """
     groups = optimizer.param_groups
     if any(context.is_capturing for context in contexts):
@@ -215,40 +200,40 @@ def _initializes_state(optimizer: Optimizer, contexts: Sequence[Context]) -> boo
     grads: list[Any] = [p.grad for group in groups for p in group["params"] if p.requires_grad]
     if not grads or any(grad is None for grad in grads):
         return False
-    # A warm-up begins with a learning rate of 0 as well, and some rank's gradient may be 0.
+    # A real step may also have a learning rate of 0 (warm-up) and zero gradients on some rank.
     units = (unit for context in contexts for unit in context.units())
-    if any(known.param_grads.found()[1] is not None for unit in units for known in unit.grads()):
+    if any(known.found()[1] is not None for unit in units for known in unit.grads()):
         return False
     return not any(_rows_of(grad).count_nonzero() for grad in grads)
 
 
 def _rows_of(grad: torch.Tensor) -> torch.Tensor:
-    # Also of a plain DTensor, which would count over all ranks.
+    # Local also for a plain DTensor, whose operations would count over all ranks.
     return local_of(grad) if isinstance(grad, DTensor) else grad
 
 
 def _is_zero(lr: Any) -> bool:
-    # Not one on a device, which would be waited for at every step.
-    # Some optimizers have None, for a rate of their own.
+    # A tensor on a device is not read: the host would wait for it in every step. Some optimizers
+    # have None, for a rate they choose themselves.
     is_known = lr.device.type == "cpu" if isinstance(lr, torch.Tensor) else lr is not None
     return is_known and float(lr) == 0
 
 
 def _check_is_current(param: Any) -> None:
-    """Refuse to step a tensor that a model no longer computes with."""
+    """Raise if a parameter of an optimizer is a tensor that its model no longer uses."""
     name = gathered_name(param)
     if name is not None:
         raise RuntimeError(
-            f"the optimizer holds the gathered weights of {name}, which no gradient reaches; it "
-            "was built while they stood in place of the sharded ones, such as between a forward "
-            "and its backward. Call reshard() on the model, then build it from model.parameters()"
+            f"the optimizer holds the gathered weights of {name}, which receive no gradient; it "
+            "was built while these were registered instead of the sharded ones, such as between a "
+            "forward and its backward. Call reshard() on the model, then build the optimizer from "
+            "model.parameters()"
         )
-    found = find_owner_slot(param)
-    if found is None:
+    slot = find_owner_slot(param)
+    if slot is None:
         return
-    group, home = found
     raise RuntimeError(
-        f"the optimizer holds {group.names[home.index]} of {group.name} as it was {home.since}; "
+        f"the optimizer holds {slot.label}; "
         "the model no longer uses that tensor. Build the optimizer from model.parameters() after "
         "fully_shard"
     )
@@ -257,7 +242,6 @@ def _check_is_current(param: Any) -> None:
 _WATCH = _OptimizerWatch()
 
 
-def watch_optimizers(context: Context, undo: ExitStack) -> None:
-    """Have a context's model weights brought up to date after optimizer steps."""
-    undo.callback(_WATCH.discard, context)
+def watch_optimizers(context: Context) -> None:
+    """Mark a context's model weights as stale after every optimizer step on its parameters."""
     _WATCH.add(context)

@@ -1,35 +1,55 @@
-"""What belongs to a root and not to one of its units: said once, the same for all."""
+"""Options that all units of a root share, and the rarely used options of one unit."""
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import nn
 
 from megatron_fsdp_v2.comm.rank_checks import CheckRanks
-from megatron_fsdp_v2.runtime.gather_rules import NOTHING_AHEAD, PrefetchLimit
+from megatron_fsdp_v2.runtime.schedule import PrefetchLimit
 
-__all__ = ["RuntimeOptions", "check_at_least_one", "given_options", "options_of_root"]
+if TYPE_CHECKING:
+    from megatron_fsdp_v2.dtensor.row_shards import TensorShard
+
+__all__ = ["RuntimeOptions", "UnitOptions", "check_at_least_one", "given_options", "merge_options"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeOptions:
-    """How the units of one root run; no bit of any result depends on it. See `fully_shard`.
+    """How the units of one root run. No result depends on these options.
 
     Attributes:
-        enable_unshard_prefetch: Gather the next unit while one computes.
-        unshard_prefetch_depth: Units gathered ahead of the one at work; None for any number where
-            `unshard_prefetch_bytes` says how much, and for one elsewhere.
-        unshard_prefetch_bytes: Bytes of weights gathered ahead, but always those of one unit; None
-            for no such limit.
-        enable_unshard_after_step: Gather what a forward begins with when the optimizer has stepped.
-        enable_async_reduce_grad: Reduce a unit's gradients while the next one computes.
-        max_live_grad_buffers: Units that have full gradient buffers at a time.
-        bucket_bytes: Bytes of weights or gradients up to which units that follow each other are
-            gathered, or reduced, in one collective; None for one collective for every unit.
-        enable_trace_pool: Have temporary buffers at planned addresses of one block of memory.
-        check_ranks: How often ranks compare what they do.
+        enable_unshard_prefetch: Gather the next unit while the current one computes.
+        unshard_prefetch_depth: Number of units gathered ahead of the one that computes, at least 1.
+            Each one costs the gathered weights of a unit. More than one helps where a gather takes
+            longer than a unit computes. None: any number if `unshard_prefetch_bytes` is set, else
+            one.
+        unshard_prefetch_bytes: Bytes of gathered weights that all units gathered ahead may take
+            together. The next unit is gathered whatever its size. With `unshard_prefetch_depth`,
+            both limits apply. None: no limit in bytes.
+        enable_unshard_after_step: Gather the weights that the next forward begins with at the end
+            of an optimizer's step (ZeRO-3, on one axis or HSDP), so that host work until then
+            overlaps. These weights stay gathered meanwhile. Main weights that change in between are
+            gathered again where torch counts the change. Any other change (through `.data`, or by
+            functions for lists of tensors) is a RuntimeError in that forward: call `reshard()`
+            after it.
+        enable_async_reduce_grad: Reduce the gradients of a unit while the next one computes.
+        max_live_grad_buffers: Number of units that have full gradient buffers at a time, at least
+            1. With 1, the next unit's first gradient waits for the reduction under way.
+        enable_trace_pool: Put temporary buffers at planned addresses of one block of memory
+            (`TracePoolAllocator`).
+        check_ranks: `once`: at the first use, ranks compare what they sharded and check that
+            replicated weights are equal (a few integers over the mesh). `always`: also before every
+            gather and reduction, so that a would-be hang is an error that names the unit. `never`:
+            no checks.
+
+    Raises:
+        ValueError: An option has a value outside its range.
     """
 
     enable_unshard_prefetch: bool = True
@@ -38,55 +58,117 @@ class RuntimeOptions:
     enable_unshard_after_step: bool = False
     enable_async_reduce_grad: bool = True
     max_live_grad_buffers: int = 2
-    bucket_bytes: int | None = None
     enable_trace_pool: bool = False
-    check_ranks: CheckRanks = CheckRanks.ONCE
+    check_ranks: str = CheckRanks.ONCE
+
+    def __post_init__(self) -> None:
+        for option in fields(self):
+            name, value = option.name, getattr(self, option.name)
+            if name == "check_ranks":
+                CheckRanks.check(value)
+            elif name.startswith("enable_"):
+                check_is_bool(name, value)
+            elif value is not None:
+                check_at_least_one(name, value)
 
     @property
     def prefetch_limit(self) -> PrefetchLimit:
         """How much is gathered ahead while a unit computes."""
+        units, nbytes = self.unshard_prefetch_depth, self.unshard_prefetch_bytes
         if not self.enable_unshard_prefetch:
-            return NOTHING_AHEAD
-        return PrefetchLimit.of(
-            self.unshard_prefetch_depth, self.unshard_prefetch_bytes, self.bucket_bytes
+            return PrefetchLimit(0)
+        return PrefetchLimit(1 if units is None and nbytes is None else units, nbytes)
+
+    @property
+    def live_units(self) -> str:
+        """How many units have temporary buffers at any time, in words."""
+        gathered = f"{(self.unshard_prefetch_depth or 1) + 1} units are"
+        if self.unshard_prefetch_bytes is not None:
+            gathered = "one unit and its prefetched successors are"
+        return (
+            f"apart from the root, at most {gathered} gathered and {self.max_live_grad_buffers} "
+            "have full gradient buffers at any time"
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class UnitOptions:
+    """Rarely used options of one unit.
+
+    Attributes:
+        runtime: Options that all units of the root share. None: the values passed to other units.
+        tensor_shards: How tensor parallelism split parameters that are plain tensors. They become
+            DTensors over its axis as well, with the shape of the whole weight. The mapping is read
+            once parameters have values, by the parameters given here, also where those were on the
+            meta device. DTensors over a tensor-parallel mesh need no entry.
+            `tensor_parallel.tensor_shards` makes the mapping for modules of plain tensors.
+        separate_params: Parameters that get flat buffers of their own, so that how one is sharded
+            depends on its shape alone. Pipeline stages that hold copies of a weight beside other
+            parameters need this to shard the copies alike.
+        used_params: Sharded parameters of other units that this unit's forward reads, such as the
+            embedding's weight that an output layer is handed. They are gathered for this unit too.
+            A module that has a tied parameter itself needs no entry.
+        param_init_fn: Initializes a module's own parameters and buffers that were on the meta
+            device, in place of its `reset_parameters()`.
+        gather_group: A process group with the same ranks as the (inner) axis of the mesh, in the
+            same order, for all-gathers of weights. With NCCL, gathers and reductions then run at
+            the same time. None: the axis's own group.
+    """
+
+    runtime: RuntimeOptions | None = None
+    tensor_shards: Mapping[nn.Parameter, TensorShard] = field(default_factory=dict)
+    separate_params: AbstractSet[nn.Parameter] = frozenset()
+    used_params: AbstractSet[nn.Parameter] = frozenset()
+    param_init_fn: Callable[[nn.Module], None] | None = None
+    gather_group: dist.ProcessGroup | None = None
+
+
 def check_at_least_one(name: str, value: object) -> None:
-    """See that a bound of what is live at a time is one.
+    """Check the value of an option that is a count.
 
     Raises:
-        ValueError: It is not a whole number of at least 1.
+        ValueError: The value is not a whole number of at least 1.
     """
     if type(value) is not int or value < 1:
         raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
 
 
-def given_options(**options: Any) -> dict[str, Any]:
-    """Options of `RuntimeOptions` that a call of `fully_shard` gave: those that are not None.
+def check_is_bool(name: str, value: object) -> None:
+    """Check the value of a switch.
 
     Raises:
-        ValueError: One has a value that it cannot have.
+        ValueError: The value is neither True nor False.
     """
-    given = {name: value for name, value in options.items() if value is not None}
-    for name, value in given.items():
-        if name == "check_ranks":
-            given[name] = CheckRanks.parse(value)
-        elif not name.startswith("enable_"):
-            check_at_least_one(name, value)
-        elif not isinstance(value, bool):
-            raise ValueError(f"{name} must be True or False, got {value!r}")
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, got {value!r}")
+
+
+def given_options(runtime: RuntimeOptions | None, **switches: bool | None) -> dict[str, Any]:
+    """Return the shared options passed to one call of `fully_shard`, by name.
+
+    Args:
+        runtime: All shared options, or None.
+        switches: Arguments of `fully_shard`, None if not given. They take precedence.
+
+    Raises:
+        ValueError: A switch is neither True nor False.
+    """
+    given = {} if runtime is None else {f.name: getattr(runtime, f.name) for f in fields(runtime)}
+    for name, value in switches.items():
+        if value is not None:
+            check_is_bool(name, value)
+            given[name] = value
     return given
 
 
-def options_of_root(given: Iterable[tuple[str, Mapping[str, Any]]]) -> RuntimeOptions:
-    """What units of one root were given, together; the default where none was given a value.
+def merge_options(given: Iterable[tuple[str, Mapping[str, Any]]]) -> RuntimeOptions:
+    """Return the options of a root: the options passed to its units, and defaults for the rest.
 
     Args:
-        given: Name and options of every unit.
+        given: Per unit, its name and the options passed to it.
 
     Raises:
-        ValueError: Two were given different values.
+        ValueError: Two units were given different values.
     """
     known: dict[str, tuple[str, Any]] = {}
     for name, options in given:
@@ -94,11 +176,7 @@ def options_of_root(given: Iterable[tuple[str, Mapping[str, Any]]]) -> RuntimeOp
             other, first = known.setdefault(option, (name, value))
             if first != value:
                 raise ValueError(
-                    f"{option}={_shown(first)} for {other} and {option}={_shown(value)} for {name}:"
-                    " units of one root share it; give it to the root alone, or the same to all"
+                    f"{option}={first!r} for {other} and {option}={value!r} for {name}: units of "
+                    "one root share it; give it to the root alone, or the same to all"
                 )
     return RuntimeOptions(**{option: value for option, (_, value) in known.items()})
-
-
-def _shown(value: object) -> str:
-    return repr(value.value if isinstance(value, enum.Enum) else value)

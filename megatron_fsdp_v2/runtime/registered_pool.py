@@ -1,35 +1,35 @@
-"""Have the traced pool of a model in memory that NCCL knows."""
+"""Registration of a model's trace pool with NCCL."""
 
 from __future__ import annotations
 
 import torch.distributed as dist
 from torch import nn
 
-from megatron_fsdp_v2.comm.backends import registrar_for
-from megatron_fsdp_v2.comm.interface import Registrar
+from megatron_fsdp_v2.comm.backends import NcclRegistrar, registrar_for
 from megatron_fsdp_v2.memory.registered_memory import RegisteredMemory
-from megatron_fsdp_v2.runtime.fsdp_module import FSDPModule, named_units
+from megatron_fsdp_v2.runtime.module import FSDPModule, named_units
 
 __all__ = ["register_pool"]
 
 
-def register_pool(model: nn.Module, registrar: Registrar | None = None) -> bool:
-    """Register the memory of a model's traced pool with the process groups of its units.
+def register_pool(model: nn.Module, registrar: NcclRegistrar | None = None) -> bool:
+    """Register the memory of a model's trace pool with the process groups of its units.
 
-    It happens on each rank alone, when a plan is given its block of memory, and once for each
-    block: addresses stay the same from then on. What a plan is replaced by is registered in its
-    place. Call `registered_memory.deregister_all()` before process groups are destroyed.
+    Each rank registers a block of memory once, without communication, when its plan allocates the
+    block; addresses stay the same from then on. If a new plan allocates another block, that block
+    is registered instead. Call `registered_memory.deregister_all()` before destroying process
+    groups.
 
     Args:
         model: The root, sharded with `enable_trace_pool=True`.
-        registrar: Allocates and registers; that of the units' device when None.
+        registrar: Allocates and registers memory. None: the registrar of the units' device.
 
     Returns:
-        Whether there is anything to register with: not on a CPU, nor on one rank.
+        Whether memory will be registered: False on a CPU and on a single rank.
 
     Raises:
         RuntimeError: The model has no trace pool.
-        ValueError: It is not sharded.
+        ValueError: The model is not sharded.
     """
     if not isinstance(model, FSDPModule):
         raise ValueError(f"{type(model).__name__} is not sharded; call fully_shard on it first")

@@ -1,8 +1,8 @@
-"""Units of a model whose modules are run part by part, by a schedule of its own.
+"""Units of a model whose schedule runs modules part by part.
 
-A pipeline schedule may call the attention of a layer, then its experts, and between them parts of
-the backward of another micro-batch. No module's forward runs as a whole then, so nothing tells
-where a unit is used. The schedule says so itself:
+A pipeline schedule may run the attention of a layer, then parts of the backward of another
+micro-batch, then the experts of the layer. No module's forward runs as a whole, so hooks cannot
+detect the uses of a unit. The schedule reports them:
 
     units = ScheduledUnits(model, model.layers)
     units.begin()                        # a micro-batch
@@ -27,13 +27,8 @@ import torch
 from torch import nn
 
 from megatron_fsdp_v2.params.formats import WeightUse
-from megatron_fsdp_v2.runtime.end_of_backward import end_scheduled, reduce_in_order, repair
-from megatron_fsdp_v2.runtime.fsdp_module import named_units, unit_of
-from megatron_fsdp_v2.runtime.unit_checks import (
-    check_has_values,
-    check_unchanged,
-    compare_after_step,
-)
+from megatron_fsdp_v2.runtime.materialize import check_has_values
+from megatron_fsdp_v2.runtime.module import named_units, unit_of
 
 if TYPE_CHECKING:
     from megatron_fsdp_v2.runtime.unit import Unit
@@ -42,23 +37,23 @@ __all__ = ["ScheduledUnits"]
 
 
 class ScheduledUnits:
-    """Gathers and reduces the units under a root where a schedule says that they are used.
+    """Gathers and reduces the units under a root as a schedule reports their uses.
 
-    Any number of micro-batches may be under way, and uses may overlap: a unit is gathered from the
-    first to the last. Gradients of a unit count up to `end_backward`, also those that a module
-    makes by a call of its own after its backward and assigns to `weight.grad` (Transformer
-    Engine's `delay_wgrad_compute`). Every data-parallel rank has to follow the same schedule. From
-    the first `begin` to the last `end` modules gather nothing by themselves; before and after, the
-    model can be called as any other. What an exception leaves behind is cleared away by `abandon`,
-    by the next forward of the root, or where parameters are saved.
+    Any number of micro-batches may be under way, and uses may overlap: a unit stays gathered from
+    the first use to the last. Gradients may arrive until `end_backward`, also those that a module
+    computes by a separate call after its backward and assigns to `weight.grad` (Transformer
+    Engine's `delay_wgrad_compute`). All data-parallel ranks must follow the same schedule. From the
+    first `begin` to the last `end`, hooks of modules gather nothing; before and after, the model
+    can be called as usual. After an exception, `abandon`, the next forward of the root, or saving
+    parameters resets the state.
 
     Args:
         root: The root that `fully_shard` was called on last.
-        parts: Sharded modules below it whose uses the schedule tells, each by itself. All other
-            units, the root's own among them, are gathered while any micro-batch is under way.
+        parts: Sharded modules below the root whose uses the schedule reports. All other units,
+            including the root's own, are gathered while any micro-batch is under way.
 
     Raises:
-        ValueError: One of them is not sharded, is no part of the root, or the root is none.
+        ValueError: A module is not sharded, a part is not below the root, or `root` is not a root.
     """
 
     def __init__(self, root: nn.Module, parts: Sequence[nn.Module]) -> None:
@@ -69,7 +64,7 @@ class ScheduledUnits:
         told = [unit_of(part) for part in parts]
         for unit in told:
             if unit not in units or unit.is_root:
-                raise ValueError(f"{unit.name} is no unit below {unit_of(root).name}")
+                raise ValueError(f"{unit.name} is not a unit below {unit_of(root).name}")
         self._others = [weakref.ref(unit) for unit in units if unit not in told]
 
     @property
@@ -78,15 +73,15 @@ class ScheduledUnits:
         return self._unit.context.is_scheduled
 
     def begin(self) -> None:
-        """The forward of a micro-batch begins. Collective.
+        """Begin the forward of a micro-batch. Collective.
 
         Raises:
-            RuntimeError: Gradients are switched off.
+            RuntimeError: Gradients are disabled.
         """
         if not torch.is_grad_enabled():
             raise RuntimeError(
-                "a schedule of forwards and backwards was begun with gradients switched off; call "
-                "the model to evaluate it"
+                "begin() was called with gradients disabled, and a schedule runs backwards; to "
+                "evaluate the model, call it"
             )
         root = self._unit
         if not root.context.is_scheduled:
@@ -96,12 +91,10 @@ class ScheduledUnits:
             self._use(unit)
 
     def end(self) -> None:
-        """The backward of a micro-batch is over. Collective.
-
-        All that is left of its gradients is reduced.
+        """End the backward of a micro-batch, and reduce its remaining gradients. Collective.
 
         Raises:
-            RuntimeError: None is under way.
+            RuntimeError: No micro-batch is under way.
         """
         self._check_is_open("end")
         context = self._unit.context
@@ -110,14 +103,14 @@ class ScheduledUnits:
             self._reduce(unit)
         is_last = context.num_scheduled == 1
         for unit in held:
-            self._release(unit, drops=is_last and unit.reshard_after_backward)
-        end_scheduled(context)
+            self._release(unit, reshard=is_last and unit.reshard_after_backward)
+        context.end_scheduled()
 
     def expect_gradients(self) -> None:
-        """A backward begins that may bring gradients of any unit but the parts.
+        """Allocate full gradient buffers of all units other than the parts, before a backward.
 
-        Their buffers are given memory here and now. It is to be called where some of them arrive
-        on another stream than the one that the model runs on, to which all memory belongs.
+        Call it if gradients of these units arrive on another stream than the model's, since all
+        buffers must be allocated on the model's stream.
 
         Raises:
             RuntimeError: No micro-batch is under way.
@@ -129,7 +122,7 @@ class ScheduledUnits:
                     group.grads.begin(unit.context.reductions)
 
     def begin_forward(self, part: nn.Module) -> None:
-        """Parameters of a part are used from here on, by a forward. Collective.
+        """Begin the use of a part by a forward: gather its parameters. Collective.
 
         Raises:
             RuntimeError: No micro-batch is under way.
@@ -137,13 +130,13 @@ class ScheduledUnits:
         self._begin(part, "begin_forward")
 
     def end_forward(self, part: nn.Module) -> None:
-        """That forward uses them no more."""
+        """End the use of a part by a forward: reshard it unless another use needs it."""
         self._check_is_open("end_forward")
         unit = unit_of(part)
-        self._release(unit, drops=unit.reshard_after_forward)
+        self._release(unit, reshard=unit.reshard_after_forward)
 
     def begin_backward(self, part: nn.Module) -> None:
-        """Parameters of a part are used from here on, by a backward. Collective.
+        """Begin the use of a part by a backward: gather its parameters. Collective.
 
         Raises:
             RuntimeError: No micro-batch is under way.
@@ -151,7 +144,7 @@ class ScheduledUnits:
         self._begin(part, "begin_backward")
 
     def end_backward(self, part: nn.Module) -> None:
-        """That backward uses them no more, and all gradients of them are there. Collective.
+        """End the use of a part by a backward: reduce its gradients and reshard it. Collective.
 
         Raises:
             RuntimeError: No micro-batch is under way.
@@ -159,12 +152,12 @@ class ScheduledUnits:
         self._check_is_open("end_backward")
         unit = unit_of(part)
         self._reduce(unit)
-        self._release(unit, drops=unit.reshard_after_backward)
+        self._release(unit, reshard=unit.reshard_after_backward)
 
     def abandon(self) -> None:
-        """Forget micro-batches that an exception ended, and gradients not reduced, if any."""
+        """Discard micro-batches that an exception ended, and their unreduced gradients."""
         if self.is_open:
-            repair(self._unit.context)
+            self._unit.context.repair()
 
     @property
     def _unit(self) -> Unit:
@@ -189,26 +182,23 @@ class ScheduledUnits:
     def _use(self, unit: Unit) -> None:
         if unit.unset:
             check_has_values(unit)
-        context = unit.context
         unit.num_users += 1
-        context.gathers.before_use(unit)
-        unit.unshard(WeightUse.BOTH, async_op=False)
-        unit.wait_for_unshard()
-        if unit.is_gathered_after_step:
-            compare_after_step(context, unit)
-            check_unchanged(context)
-        # A prefetch is for the use that came next in the last step, forward or backward.
-        context.gathers.in_schedule(unit)
+        unit.context.gathers.before_use(unit)
+        unit.unshard_for(WeightUse.BOTH)
+        # Prefetches follow the order of uses in the last step, forwards and backwards alike.
+        unit.context.gathers.in_schedule(unit)
 
-    def _release(self, unit: Unit, *, drops: bool) -> None:
+    def _release(self, unit: Unit, *, reshard: bool) -> None:
         if not unit.num_users:
-            raise RuntimeError(f"{unit.name} is not in use; tell the beginning of a use first")
+            raise RuntimeError(
+                f"{unit.name} is not in use; call begin_forward or begin_backward on it first"
+            )
         unit.num_users -= 1
-        if drops and not unit.num_users:
+        if reshard and not unit.num_users:
             unit.reshard()
 
     def _reduce(self, unit: Unit) -> None:
-        for group in unit.groups:
-            group.take_assigned()
-        # Also without a gradient here: another rank may have one.
-        reduce_in_order(unit.context, [unit])
+        for grads in unit.grads():
+            grads.take_assigned()
+        # Also without a gradient on this rank: another rank may have one.
+        unit.context.reduce_in_order([unit])

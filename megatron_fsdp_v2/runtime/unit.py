@@ -1,17 +1,23 @@
-"""The life of a unit: unshard, forward, reshard, unshard, backward, reduce, reshard."""
+"""A unit in a training step: unshard, forward, reshard, unshard, backward, reduce, reshard."""
 
 from __future__ import annotations
 
+import enum
 import functools
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast, override
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from megatron_fsdp_v2._compiler import check_engine, uncompiled
 from megatron_fsdp_v2.comm.rank_checks import CheckRanks
 from megatron_fsdp_v2.params.autograd import (
     Inputs,
+    cast_floats,
     in_backward,
     next_node_number,
     watch_inputs,
@@ -19,17 +25,7 @@ from megatron_fsdp_v2.params.autograd import (
 )
 from megatron_fsdp_v2.params.formats import WeightUse
 from megatron_fsdp_v2.params.group import write_stale
-from megatron_fsdp_v2.runtime.end_of_backward import (
-    finish_backward,
-    finish_ordered_reductions,
-    needs_repair,
-    reduce_in_order,
-    repair,
-)
-from megatron_fsdp_v2.runtime.gather_rules import buckets
-from megatron_fsdp_v2.runtime.reduction_queue import ReductionQueue
-from megatron_fsdp_v2.runtime.reduction_rules import RootPass
-from megatron_fsdp_v2.runtime.unit_base import Phase, UnitBase
+from megatron_fsdp_v2.runtime.context import Context
 from megatron_fsdp_v2.runtime.unit_checks import (
     check_capture,
     check_captured_pass,
@@ -41,143 +37,389 @@ from megatron_fsdp_v2.runtime.unit_checks import (
 )
 
 if TYPE_CHECKING:
+    from types import FrameType
+
+    from megatron_fsdp_v2.layout.mixed_precision import MixedPrecisionPolicy
+    from megatron_fsdp_v2.params.gradients import GroupGrads
     from megatron_fsdp_v2.params.group import ParameterGroup
-    from megatron_fsdp_v2.runtime.context import Context
+    from megatron_fsdp_v2.runtime.schedule import ReductionQueue, RootPass
 
-__all__ = ["Unit"]
+__all__ = ["ForwardRecord", "Phase", "Unit", "class_names"]
 
 
-class Unit(UnitBase):
-    """The sharded parameters of one module and what happens to them in a step.
+class Phase(enum.Enum):
+    """Phase of a unit."""
+
+    IDLE = "idle"
+    """Not running. Its modules hold sharded parameters unless weights are kept gathered."""
+    FORWARD = "forward"
+    """In its forward, or in a recomputation of it."""
+    BACKWARD = "backward"
+    """Between the first gradient of its outputs and the last gradient of its inputs."""
+
+    # Faster than the `__hash__` of enums, which is written in Python.
+    __hash__ = object.__hash__
+
+
+LEGAL_MOVES = {
+    Phase.IDLE: {Phase.FORWARD, Phase.BACKWARD},
+    # A recomputation may stop early, once it has all saved tensors: BACKWARD then follows FORWARD.
+    Phase.FORWARD: {Phase.IDLE, Phase.BACKWARD},
+    Phase.BACKWARD: {Phase.IDLE},
+}
+
+
+class Unit:
+    """Sharded parameters of one module or several: gathered, used, resharded and reduced together.
 
     Attributes:
-        context: What it shares with the other units under its root, which says so.
+        context: Shared by the units under its root.
+        fqn: Name of its module under the root; empty for the root.
+        fqns: Names of all its modules under the root.
+        class_name: Class names of its modules before sharding.
+        modules: Weak references to its modules.
+        pending_modules: With several modules, the `id()`s of those that have not run in this pass.
+        method_frame: Frame that calls a method registered as a forward, while the method runs.
+        groups: Its own parameter groups, which it gathers and reduces.
+        tied_groups: Groups of other units that have a parameter tied to one of its own; gathered by
+            this unit too, reduced by their owner.
+        held_groups: The groups it gathers: `groups` and `tied_groups`.
+        hidden_groups: Groups whose gathered parameters are uninstalled while a state dict is made
+            or loaded.
+        policy: Dtypes of inputs and outputs.
+        root_options: Root options passed to this unit; all others come from the root.
+        phase: Current phase.
+        is_root: Whether its module is the outermost one.
+        is_under_way: Whether its forward has begun and not ended.
+        reshard_after_forward: Whether to reshard between forward and backward.
+        reshard_after_backward: Whether to reshard after a backward.
+        requires_gradient_sync: Whether its backward synchronizes gradients.
+        requires_all_reduce: Whether its backward also reduces gradients along the outer axis, if
+            there is one.
+        is_last_backward: Whether the next backward is the last before the optimizer steps.
+        is_finalized_manually: Whether backwards leave synchronization to `finalize_backward`.
+        forward_prefetch: Units to gather when its forward starts, instead of the recorded order.
+        backward_prefetch: Units to gather when its backward starts, instead of the recorded order.
+        unset: Names of parameters and buffers that had no values when the unit was made, each with
+            a function that looks the tensor up.
+        num_users: Forwards and backwards of a schedule that use the unit now.
+        single_payload: Whether weights gathered for one use serve every use.
+        is_gathered_after_step: Whether an optimizer's step gathered it and no use followed.
+        is_recomputed: Whether its forward was recomputed in the latest backward.
+        num_awaited: Forwards that expect a backward; some backwards may never run.
+        has_pending_reduction: Whether it takes part in its next reduction even without a gradient.
+        is_unsharded: Whether gathered weights are installed, or a gather is under way.
     """
 
-    context: Context
-    # Of the forward that runs now.
-    _running: tuple[_Use, Inputs, int] | None = None
+    def __init__(
+        self,
+        context: Context,
+        modules: Sequence[nn.Module],
+        groups: Sequence[ParameterGroup],
+        tied_groups: Sequence[ParameterGroup],
+        policy: MixedPrecisionPolicy,
+        *,
+        reshard_after_forward: bool,
+        root_options: Mapping[str, Any],
+    ) -> None:
+        self.context = context
+        self.fqn = ""
+        self.fqns: Sequence[str] = ("",)
+        self.class_name = class_names(modules)
+        self.modules = [weakref.ref(module) for module in modules]
+        self.pending_modules: set[int] = set()
+        self.method_frame: FrameType | None = None
+        self.groups = list(groups)
+        self.tied_groups = list(tied_groups)
+        self.held_groups = [*self.groups, *self.tied_groups]
+        self.hidden_groups: Sequence[ParameterGroup] = ()
+        self.policy = policy
+        self.root_options = dict(root_options)
+        self.phase = Phase.IDLE
+        self.is_root = True
+        self.is_under_way = False
+        self.reshard_after_forward = reshard_after_forward
+        self.reshard_after_backward = True
+        self.requires_gradient_sync = True
+        self.requires_all_reduce = True
+        self.is_last_backward = True
+        self.is_finalized_manually = False
+        self.forward_prefetch: list[weakref.ref[Unit]] = []
+        self.backward_prefetch: list[weakref.ref[Unit]] = []
+        self.unset: Sequence[tuple[str, Callable[[], torch.Tensor | None]]] = ()
+        self.num_users = 0
+        self.single_payload = all(group.single_payload for group in self.held_groups)
+        self.is_gathered_after_step = False
+        self.is_recomputed = False
+        self._was_recomputed = False
+        self.num_awaited = 0
+        self.has_pending_reduction = False
+        self.is_unsharded = False
+        # The running forward: its record, its inputs, and the number of its first autograd node.
+        self._running: tuple[ForwardRecord, Inputs, int] | None = None
+
+    # -- properties ---------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """Name and class of the module, for error messages."""
+        return f"{self.fqn or 'the root'} ({self.class_name})"
+
+    def grads(self) -> list[GroupGrads]:
+        """Return the gradients of its trained groups."""
+        return [group.grads for group in self.groups if group.grads is not None]
+
+    @functools.cached_property
+    def gathered_nbytes(self) -> int:
+        """Bytes of gathered weights per use; 0 if no use needs a gather."""
+        return sum(group.gathered_nbytes for group in self.held_groups)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the unit runs neither its forward nor its backward."""
+        return self.phase is Phase.IDLE
+
+    @property
+    def is_expected_back(self) -> bool:
+        """Whether a backward is under way or expected after a forward."""
+        return self.num_awaited > 0 or self.phase is Phase.BACKWARD
+
+    @property
+    def drops_after_forward(self) -> bool:
+        """Whether a forward that ends now reshards."""
+        if in_backward():
+            return False
+        # The root stays gathered: its backward follows its forward at once.
+        return not (torch.is_grad_enabled() and (self.is_root or not self.reshard_after_forward))
+
+    @property
+    def needs_no_collective(self) -> bool:
+        """Whether no use of the unit is a collective, so that a rank may skip it."""
+        return not any(group.gathers_for_use for group in self.groups)
+
+    @property
+    def syncs_gradients(self) -> bool:
+        """Whether this backward reduces gradients into `param.grad`."""
+        is_last = self.is_last_backward and not self.is_finalized_manually
+        return is_last and self.syncs_when_finalized
+
+    @property
+    def syncs_when_finalized(self) -> bool:
+        """Whether `finalize_backward` reduces gradients into `param.grad`."""
+        has_outer_axis = not self.requires_all_reduce and any(len(g.axes) > 1 for g in self.groups)
+        return self.requires_gradient_sync and not has_outer_axis
+
+    def is_inside(self, other: Unit) -> bool:
+        """Whether its module is below another unit's."""
+        return self is not other and any(
+            f"{mine}.".startswith(f"{theirs}." if theirs else "")
+            for mine in self.fqns
+            for theirs in other.fqns
+        )
+
+    def check_is_between_steps(self, method: str) -> None:
+        """Check that the unit has no unreduced gradients.
+
+        Args:
+            method: Name of the method called, for the error message.
+
+        Raises:
+            RuntimeError: Gradients are not synchronized yet.
+        """
+        if any(group.has_unreduced for group in self.groups):
+            raise RuntimeError(
+                f"{self.name} has gradients that are not synchronized yet; call {method} "
+                "between steps"
+            )
+
+    def in_range(self, phase: str) -> AbstractContextManager[Any]:
+        """Return a context manager that reports a phase of the unit to the observer."""
+        return self.context.observer.phase(self.fqn, phase)
+
+    def move(self, phase: Phase) -> None:
+        """Change phase.
+
+        Raises:
+            RuntimeError: `LEGAL_MOVES` does not allow it.
+        """
+        if phase not in LEGAL_MOVES[self.phase]:
+            raise RuntimeError(
+                f"unit {self.name} cannot go from {self.phase.value} to {phase.value}; "
+                "a module must not be run inside its own forward"
+            )
+        self.phase = phase
 
     # -- weights ------------------------------------------------------------------------------
 
-    @override
     def unshard(self, uses: WeightUse, *, async_op: bool) -> None:
-        """See `UnitBase.unshard`."""
+        """Gather weights. Outside a backward, refresh stale model weights first. Collective.
+
+        Args:
+            uses: Uses to gather for.
+            async_op: Whether to return before the gathers are done.
+        """
+        context, groups = self.context, self.held_groups
         if self.is_unsharded:
-            if not self.has_one_form:
-                self._unshard_more(uses, async_op=async_op)
-            return
+            # Gather the payloads this use needs that are not gathered yet.
+            groups = [] if self.single_payload else [g for g in groups if g.lacks(uses)]
+            if not groups:
+                return
         with self.in_range("unshard"):
-            if not self.context.is_checked:
-                check_units(self.context)
-            if self.context.options.check_ranks is CheckRanks.ALWAYS and not self.skips_safely:
-                compare_unit(self.context, self, "gather")
-            weight_version, in_forward = self.context.weight_version, not in_backward()
-            for index, group in enumerate(self.held_groups):
+            if not context.is_checked:
+                check_units(context)
+            if context.options.check_ranks == CheckRanks.ALWAYS and not self.needs_no_collective:
+                compare_unit(context, self, "gather")
+            if self.is_unsharded:
+                for group in groups:
+                    group.gather(uses, async_op=async_op)
+                return
+            in_forward = not in_backward()
+            for index, group in enumerate(groups):
                 try:
-                    group.unshard(uses, weight_version, in_forward=in_forward, async_op=async_op)
+                    group.unshard(
+                        uses, context.weight_version, in_forward=in_forward, async_op=async_op
+                    )
                 except Exception:
-                    for held in self.held_groups[:index]:
+                    for held in groups[:index]:
                         held.reshard()
                     raise
             self.is_unsharded = True
 
-    def _unshard_more(self, uses: WeightUse, *, async_op: bool) -> None:
-        """Gather what lacks for these uses of a unit that is gathered for others."""
-        lacking = [group for group in self.held_groups if group.weights.lacks(uses)]
-        if not lacking:
+    def prefetch(self) -> None:
+        """Start gathering ahead of use, unless the planned memory is taken."""
+        if self.is_unsharded and self.single_payload:
             return
-        with self.in_range("unshard"):
-            if self.context.options.check_ranks is CheckRanks.ALWAYS:
-                compare_unit(self.context, self, "gather")
-            for group in lacking:
-                group.weights.gather(uses, async_op=async_op)
+        uses = WeightUse.FORWARD
+        if in_backward():
+            # A recomputed unit runs its forward first, then its backward.
+            uses = WeightUse.BOTH if self.is_recomputed else WeightUse.BACKWARD
+        # Not a generator: `has_room` records every group without room for the next plan.
+        if all([group.has_room(uses) for group in self.held_groups]):
+            self.unshard(uses, async_op=True)
+
+    def wait_for_unshard(self) -> None:
+        """Wait for the all-gather and install the full parameters."""
+        with self.in_range("wait_for_unshard"):
+            for group in self.held_groups:
+                group.wait_for_unshard()
+
+    def unshard_for(self, uses: WeightUse) -> None:
+        """Gather weights at the beginning of a use and wait for them. Collective."""
+        self.unshard(uses, async_op=False)
+        self.wait_for_unshard()
+        if self.is_gathered_after_step:
+            compare_after_step(self.context, self)
+            check_unchanged(self.context)
+
+    def reshard(self) -> None:
+        """Install sharded parameters and free gathered weights. Idempotent."""
+        if not self.is_unsharded:
+            return
+        with self.in_range("reshard"):
+            self.is_unsharded = self.is_gathered_after_step = False
+            for group in self.held_groups:
+                group.reshard()
+
+    def reshard_if_stale(self) -> None:
+        """Reshard if gathered weights are stale, or their parameters were frozen or unfrozen."""
+        version = self.context.weight_version
+        if self.is_unsharded and any(
+            group.is_stale(version) or group.parameters.is_refrozen() for group in self.held_groups
+        ):
+            self.reshard()
+
+    def reshard_if_replaced(self) -> None:
+        """Sync parameters that were assigned while weights were gathered, and reshard."""
+        if self.is_unsharded and any(
+            [group.parameters.is_replaced() for group in self.held_groups]
+        ):
+            for group in self.held_groups:
+                group.parameters.sync()
+            self.reshard()
+
+    def is_stepped(self, stepped: AbstractSet[int]) -> bool:
+        """Return whether gathered weights are up to date once these parameters were stepped.
+
+        Args:
+            stepped: `id()`s of parameters.
+        """
+        return all(
+            group.shares_main
+            and all(id(p) in stepped for p in group.sharded_params if p.requires_grad)
+            for group in self.held_groups
+        )
 
     # -- forward ------------------------------------------------------------------------------
 
     def pre_forward(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Before the module's forward: gather, cast inputs, watch for the end of the backward."""
+        """Before the module's forward: gather, cast inputs, hook the end of the backward."""
+        context = self.context
         self.is_under_way = True
         with self.in_range("pre_forward"):
             recomputes = in_backward()
-            if not recomputes and (self.is_root or not self.context.is_in_forward):
+            if not recomputes and (self.is_root or not context.is_in_forward):
                 self._begin_pass()
-            elif self.context.is_capturing:
-                check_captured_pass(self.context, self.name)
+            elif context.is_capturing:
+                check_captured_pass(context, self.name)
             if self.phase is not Phase.BACKWARD:
                 self.move(Phase.FORWARD)
-            self.context.gathers.before_use(self)
+            context.gathers.before_use(self)
             if recomputes:
                 self.is_recomputed = self._was_recomputed = True
-                self.context.recompute(self)
+                context.recompute(self)
             elif self.is_unsharded:
                 self.reshard_if_replaced()
-            self.unshard(WeightUse.FORWARD, async_op=False)
-            self.wait_for_unshard()
-            if self.is_gathered_after_step:
-                compare_after_step(self.context, self)
-                check_unchanged(self.context)
+            self.unshard_for(WeightUse.FORWARD)
             if not recomputes:
-                self.context.gathers.in_forward(self, self.forward_prefetch)
+                context.gathers.in_forward(self, self.forward_prefetch)
         args, kwargs = self.cast_inputs(args, kwargs)
         self._running = None
         if torch.is_grad_enabled():
-            use, since = self._use(), next_node_number()
-            args, kwargs, inputs = watch_inputs(use, args, kwargs)
-            self._running = use, inputs, since
+            record, since = ForwardRecord(self), next_node_number()
+            args, kwargs, inputs = watch_inputs(record, args, kwargs)
+            self._running = record, inputs, since
         return args, kwargs
 
     def post_forward(self, output: Any) -> Any:
-        """After the module's forward: reshard, watch for the start of the backward."""
-        check_outputs(self, output, self.context)
+        """After the module's forward: reshard, hook the start of the backward."""
+        check_outputs(self, output)
         self.end_forward()
-        output = self.hand_on(output)
+        output = self.wrap_outputs(output)
         self._running = None
         self.is_under_way = False
         return output
 
-    @override
     def end_forward(self) -> None:
-        """Reshard, and expect a backward, after a forward."""
+        """End a forward: reshard, and expect a backward if gradients are enabled."""
+        context = self.context
         with self.in_range("post_forward"):
-            has_grad = torch.is_grad_enabled()
             if in_backward():
                 if self.phase is Phase.FORWARD:
                     self.move(Phase.IDLE)
-                    self.context.keep_recomputed(self)
-            else:
-                context = self.context
-                self.move(Phase.IDLE)
-                ends_pass = context.is_pass_of(self)
-                if ends_pass:
-                    # An optimizer may write the weights next.
-                    context.gathers.drop_prefetched()
-                    context.end_forward()
-                # A unit recomputed in the backward runs without grad now, inside a pass with it.
-                if has_grad or context.pass_has_grad:
-                    context.gathers.expect_backward(self)
-                    self.num_awaited += 1
-                    self.note_use()
-                if self.drops_after_forward:
-                    self.reshard()
-                if ends_pass and not has_grad:
-                    context.end_pass("")
-
-    def hand_on(self, output: Any) -> Any:
-        """Forward outputs in the dtypes of the policy, watched for the start of the backward."""
-        output = self.cast_outputs(output)
-        if torch.is_grad_enabled():
-            # A forward may switch gradients on, for whoever called it as well.
-            use, inputs, since = self._running or (self._use(), Inputs(), next_node_number())
-            use.tells_its_end = not inputs.tell_nothing
-            watch_outputs(use, output, since)
-        return output
+                    context.keep_recomputed(self)
+                return
+            self.pending_modules.clear()
+            self.move(Phase.IDLE)
+            has_grad, ends_pass = torch.is_grad_enabled(), context.is_pass_of(self)
+            if ends_pass:
+                # Prefetched weights would be stale if an optimizer stepped next.
+                context.gathers.drop_prefetched()
+                context.end_forward()
+            # A unit to be recomputed runs its first forward without grad, in a pass with grad.
+            if has_grad or context.pass_has_grad:
+                context.gathers.expect_backward(self)
+                self.num_awaited += 1
+                self.note_use()
+            if self.drops_after_forward:
+                self.reshard()
+            if ends_pass and not has_grad:
+                context.end_pass("")
 
     def after_forward(self) -> None:
-        """After a forward that raised: it is not under way any more."""
+        """Return to IDLE after a forward that raised."""
         self._running = None
         self.is_under_way = False
-        # A recomputation is left as it is: it may have stopped with all it needs.
+        # A recomputation may stop early by an exception, without an error.
         if in_backward():
             return
         if self.phase is Phase.FORWARD:
@@ -185,25 +427,46 @@ class Unit(UnitBase):
         if self.context.is_pass_of(self):
             self.context.end_forward(failed=True)
 
-    def _use(self) -> _Use:
-        """What the graph of a forward that runs now tells about its backward."""
-        context = self.context
-        return _Use(self, context.backward_pass if in_backward() else context.root_pass)
+    def cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Return forward inputs in the dtypes of the policy."""
+        dtype = self.policy.param_dtype
+        if dtype is not None and self.policy.cast_forward_inputs:
+            args, kwargs = cast_floats((args, kwargs), dtype)
+        return args, kwargs
+
+    def cast_outputs(self, output: Any) -> Any:
+        """Return forward outputs in the dtype of the policy."""
+        dtype = self.policy.output_dtype
+        return output if dtype is None else cast_floats(output, dtype)
+
+    def wrap_outputs(self, output: Any) -> Any:
+        """Return forward outputs in the dtype of the policy, with hooks for the backward."""
+        output = self.cast_outputs(output)
+        if torch.is_grad_enabled():
+            # A forward may enable gradients for its caller, after `pre_forward` ran without.
+            record, inputs, since = self._running or (
+                ForwardRecord(self),
+                Inputs(),
+                next_node_number(),
+            )
+            record.has_post_backward_hook = not inputs.tell_nothing
+            watch_outputs(record, output, since)
+        return output
 
     def note_use(self) -> None:
-        """Have reductions of what this forward computed with wait for its backward."""
+        """Count a use of the unit's parameters, whose backward its reduction has to wait for."""
         if self.context.ordered_reductions is not None:
             self.context.root_pass.add_use(*self._reduced())
 
     def _reduced(self) -> list[Unit]:
-        """Itself, and the owner of every group of other units that it computes with."""
-        owners = [group.watcher() for group in self.tied_groups]
-        return [self, *[cast("Unit", owner) for owner in owners if owner is not None]]
+        """Return this unit and the owners of its tied groups."""
+        owners = (group.unit() for group in self.tied_groups)
+        return [self, *(owner for owner in owners if owner is not None)]
 
     def _begin_pass(self) -> None:
-        """At a forward of the root, or of a unit outside of that: start a new pass.
+        """Start a new pass, at a forward of the root or of a unit outside the root's forward.
 
-        What an exception left behind is repaired, and weights are brought up to date.
+        Repairs the state that an exception left, and refreshes stale weights.
         """
         context = self.context
         units = context.units()
@@ -214,90 +477,75 @@ class Unit(UnitBase):
         context.is_captured = is_capturing
         context.note_replays()
         for unit in units:
-            # Before anything puts sharded parameters in the place of what was assigned.
+            # Before a reshard overwrites assigned parameters with the sharded ones.
             unit.reshard_if_replaced()
-        if needs_repair(context):
-            repair(context)
+        if context.needs_repair:
+            context.repair()
         if context.late_flags:
             check_unchanged(context)
+        has_grad = torch.is_grad_enabled()
         for unit in units:
-            unit.reshard_if_stale(context.weight_version)
-            if torch.is_grad_enabled():
+            unit.reshard_if_stale()
+            if has_grad:
                 for group in unit.groups:
-                    group.members.check_hooks()
-        context.begin_forward(self, has_grad=torch.is_grad_enabled())
+                    group.parameters.check_hooks()
+        context.begin_forward(self, has_grad=has_grad)
         if not (context.ranks_may_differ or context.has_formats):
             return
         if not context.is_checked:
-            check_units(self.context)
+            check_units(context)
         if context.has_formats:
             write_stale(context.groups(), context.weight_version)
         if not context.ranks_may_differ:
             return
-        # Ranks may run different units, so bringing weights up to date belongs to no unit's use,
-        # nor does being ready for gradients: a rank without any still reduces with the others.
+        # Ranks may run different units, so every rank refreshes and unfreezes all groups here, not
+        # at a unit's use: a rank that skips a unit still reduces with the others.
         due = []
-        for unit in units:
-            for group in unit.groups:
-                group.unfreeze_if_trained()
-                if not group.weights.is_refreshed_locally and not group.weights.is_held:
-                    group.changes.sync()
-                    due.append(group)
-        limit = context.gathers.limit
-        # A unit that the pass leaves out would not wait for its own before the end of a capture.
-        is_async = not (limit.is_none or is_capturing)
-        for bucket in buckets(due, lambda group: group.weights.model_nbytes, limit.bucket_nbytes):
-            with context.gathers.together():
-                for group in bucket:
-                    group.refresh(context.weight_version, async_op=is_async)
+        for group in context.groups():
+            group.unfreeze_if_trained()
+            if not group.is_refreshed_locally and not group.is_held:
+                group.parameters.sync()
+                due.append(group)
+        # A unit that the pass skips would not wait for its refresh before a capture ends.
+        is_async = not (context.gathers.limit.is_none or is_capturing)
+        for group in due:
+            group.refresh(context.weight_version, async_op=is_async)
 
     def begin_schedule(self) -> None:
-        """Where a schedule begins to run parts of modules below the root: start a new pass."""
+        """Start a new pass for a schedule that runs modules part by part."""
         self._begin_pass()
         self.context.end_forward()
         self.context.gathers.begin_schedule()
 
-    def check_is_used(self) -> None:
-        """See that a module that a schedule runs, or a part of it, has weights to compute with.
-
-        Raises:
-            RuntimeError: They are not gathered.
-        """
-        if not self.is_unsharded:
-            raise RuntimeError(
-                f"{self.name} runs where its schedule does not use it, so its weights are not "
-                "gathered; tell the uses of the unit, from begin_forward to end_forward"
-            )
-
     # -- backward -----------------------------------------------------------------------------
 
-    def pre_backward(self, use: _Use) -> None:
-        """Before the module's backward: gather, and see to it that the backward is finished.
+    def pre_backward(self, record: ForwardRecord) -> None:
+        """Before the module's backward: gather, and queue the end-of-backward callback.
 
         Args:
-            use: The run of the module that it is of.
+            record: The forward that this backward belongs to.
 
         Raises:
-            RuntimeError: The backward is to be differentiated again (`create_graph=True`), where
-                weights are dropped before that could happen; or it was compiled.
+            RuntimeError: The backward runs with `create_graph=True` and the weights are resharded
+                before a second differentiation; or the backward is compiled.
         """
         context = self.context
         check_engine(self)
         if context.backward_failed:
-            repair(context)
-        context.finish_later_than(use.number)
+            context.repair()
+        context.finish_later_than(record.number)
         if self.phase is Phase.BACKWARD:
             return
-        if torch.is_grad_enabled() and not self.skips_safely:
+        if torch.is_grad_enabled() and not self.needs_no_collective:
             raise RuntimeError(
                 f"{self.name} is in a backward with create_graph=True, and its weights are dropped "
                 "after it (ZeRO-3); use sharding_strategy='optim_grads' to differentiate twice"
             )
         with self.in_range("pre_backward"):
-            self._join_backward(use.passed)
+            self._join_backward(record.passed)
             self.move(Phase.BACKWARD)
-            if not use.tells_its_end:
-                context.note_nearly_over(use.number, use.finish)
+            if not record.has_post_backward_hook:
+                context.defer_post_backward(record)
             self.has_pending_reduction = True
             self.is_recomputed, self._was_recomputed = self._was_recomputed, False
             context.forget_recomputed(self)
@@ -306,114 +554,136 @@ class Unit(UnitBase):
             self.wait_for_unshard()
             context.gathers.in_backward(self, self.backward_prefetch)
 
-    def _join_backward(self, passed: RootPass[UnitBase]) -> None:
-        """Have the end of the running backward taken care of, and reductions in turn."""
+    def _join_backward(self, passed: RootPass) -> None:
+        """Queue the end-of-backward callback once per backward, and start ordered reductions."""
         context = self.context
         if context.backward_failed:
-            repair(context)
+            context.repair()
         if not context.is_in_backward:
             check_captured_pass(context, f"the backward of {self.name}")
-            # Nobody but the engine holds it, so it goes when its backward does, finished or not.
-            end = functools.partial(uncompiled(finish_backward), context)
+            # Only the engine holds the callback, so it dies with its backward, finished or failed.
+            end = functools.partial(uncompiled(Context.finish_backward), context)
             context.begin_backward(passed, end)
             torch.autograd.Variable._execution_engine.queue_callback(end)
         elif passed is not context.backward_pass:
-            # One backward of several forwards of the root: each has a round of its own.
-            finish_ordered_reductions(context)
+            # One backward through several forwards of the root reduces each unit once per forward.
+            context.finish_ordered_reductions()
             context.begin_turns(passed)
 
-    def post_backward(self, use: _Use) -> None:
-        """After the module's backward: reduce what arrived, reshard.
+    def post_backward(self, record: ForwardRecord) -> None:
+        """After the module's backward: reshard, and reduce gradients.
 
         Args:
-            use: The run of the module that it is of.
+            record: The forward that this backward belongs to.
 
         Raises:
-            RuntimeError: Its backward ran without its weights being gathered.
+            RuntimeError: The backward ran without gathered weights.
         """
+        context = self.context
         if self.phase is not Phase.BACKWARD:
             self._check_is_gathered(self.held_groups)
-            self.pre_backward(use)
-        self.context.forget_nearly_over(use.number)
+            self.pre_backward(record)
+        context.forget_deferred(record)
         with self.in_range("post_backward"):
             self.num_awaited = max(0, self.num_awaited - 1)
             if self.reshard_after_backward:
-                # First, since a reduction may take memory, and wait for others.
+                # First: a reduction may allocate memory, and wait for earlier reductions.
                 self.reshard()
-            turns = self.context.ordered_reductions
-            reduce_in_order(self.context, [self] if turns is None else turns.done(*self._reduced()))
+            turns = context.ordered_reductions
+            context.reduce_in_order([self] if turns is None else turns.done(*self._reduced()))
             self.move(Phase.IDLE)
 
+    def end_backward(self) -> None:
+        """Return to IDLE after a backward."""
+        if self.phase is Phase.BACKWARD:
+            # Its inputs need no gradients, so no hook marked the end of its backward.
+            self.num_awaited = max(0, self.num_awaited - 1)
+        self.phase = Phase.IDLE
+        self.pending_modules.clear()
+
+    def forget_failure(self) -> None:
+        """Reshard and return to IDLE after an error."""
+        self.phase = Phase.IDLE
+        self.pending_modules.clear()
+        self.num_awaited = 0
+        self.num_users = 0
+        self.has_pending_reduction = False
+        self.reshard()
+
     def before_gradient(self, group: ParameterGroup) -> ReductionQueue:
-        """A gradient arrives: its backward has to be one that is finished, with weights in place.
+        """Before a gradient is collected: check weights, and queue the end-of-backward callback.
+
+        Args:
+            group: Group of the parameter.
 
         Returns:
-            The queue that its reduction will be in.
+            The queue that will hold the group's reduction.
 
         Raises:
-            RuntimeError: The weights it was computed with were not gathered.
+            RuntimeError: The gradient was computed while the weights were not gathered.
         """
         context = self.context
-        if not (group.weights.is_ready and (context.runs_backward or context.is_scheduled)):
-            self._admit_gradient(group)
+        if not (group.is_ready and (context.runs_backward or context.is_scheduled)):
+            if context.is_scheduled:
+                raise RuntimeError(
+                    f"a gradient of {self.name} arrived outside the uses that its schedule "
+                    "reports, so its weights were not gathered and the result is wrong; report "
+                    "each use with begin_backward and end_backward"
+                )
+            self._check_is_gathered([group])
+            self._join_backward(context.root_pass)
         context.has_gradient = True
         return context.reductions
 
-    def _admit_gradient(self, group: ParameterGroup) -> None:
-        """A gradient of a group arrives, and either its weights or its backward are not there."""
-        if self.context.is_scheduled:
-            # Its schedule finishes it.
-            raise RuntimeError(
-                f"a gradient of {self.name} arrived where its schedule does not use it, so its "
-                "weights were not gathered and what was computed is wrong; tell the uses of "
-                "the unit, from begin_backward to end_backward"
-            )
-        self._check_is_gathered([group])
-        self._join_backward(self.context.root_pass)
-
     def _check_is_gathered(self, groups: Sequence[ParameterGroup]) -> None:
-        """See that what was just computed in a backward had weights to compute with."""
-        if all(group.weights.is_ready for group in groups):
+        """Check that weights were gathered for the part of the backward that just ran."""
+        if all(group.is_ready for group in groups):
             return
         raise RuntimeError(
             f"the backward of {self.name} ran before a gradient reached one of its outputs, so its "
-            "weights were not gathered and what was computed is wrong: it returns tensors inside "
-            "something that is not searched (containers, dataclasses and attributes of objects "
-            "are), or leaves some behind that are used outside of it. Return them, or use "
-            "sharding_strategy='optim_grads'"
+            "weights were not gathered and the result is wrong: it returns tensors inside an "
+            "object that is not searched (containers, dataclasses and attributes of objects are "
+            "searched), or stores tensors that are used outside its forward. Return these tensors, "
+            "or use sharding_strategy='optim_grads'"
         )
 
 
-class _Use:
-    """One run of a unit, as the graph it left knows it.
+class ForwardRecord:
+    """One forward of a unit, held by the hooks in its graph.
 
     Attributes:
         passed: The forward of the root that it was part of.
-        number: Larger than that of every run that began before it.
-        tells_its_end: Whether the graph tells when its backward is over.
+        number: Sequence number; forwards that begin later have larger numbers.
+        has_post_backward_hook: Whether a hook marks the end of its backward.
     """
 
-    __slots__ = ("_unit", "number", "passed", "tells_its_end")
+    __slots__ = ("_unit", "has_post_backward_hook", "number", "passed")
 
-    def __init__(self, unit: Unit, passed: RootPass[UnitBase]) -> None:
+    def __init__(self, unit: Unit) -> None:
+        context = unit.context
         self._unit = unit
-        self.passed = passed
-        self.number = next(unit.context.use_numbers)
-        self.tells_its_end = True
+        self.passed = context.backward_pass if in_backward() else context.root_pass
+        self.number = next(context.forward_numbers)
+        self.has_post_backward_hook = True
 
     def pre_backward(self) -> None:
-        """The first gradient reached an output."""
+        """Called when the first gradient reaches an output."""
         self._unit.pre_backward(self)
 
     def post_backward(self) -> None:
-        """The last gradient left for an input."""
+        """Called when the engine has run the unit's last node in the backward."""
         self._unit.post_backward(self)
 
     def nearly_over(self) -> None:
-        """A gradient left for an input, and it may be the last one."""
-        self._unit.context.note_nearly_over(self.number, self.finish)
+        """Called when the engine has run an input's node; other nodes of the unit may follow."""
+        self._unit.context.defer_post_backward(self)
 
     def finish(self) -> None:
-        """What comes next in the backward is not part of it."""
+        """End its backward if it is under way; the engine runs other nodes next."""
         if self._unit.phase is Phase.BACKWARD:
             self._unit.post_backward(self)
+
+
+def class_names(modules: Sequence[nn.Module]) -> str:
+    """Return the class names of modules, which name a unit that has no fqn yet."""
+    return ", ".join(type(module).__name__ for module in modules)

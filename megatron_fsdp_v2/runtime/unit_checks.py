@@ -1,17 +1,13 @@
-"""Whether units have values and keep weights inside, and all ranks shard and use the same ones."""
+"""Checks of units in use: CUDA graph captures, views of freed weights, agreement of ranks."""
 
 from __future__ import annotations
 
-import functools
 import warnings
-import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp_v2._text import readable_size
@@ -25,33 +21,28 @@ from megatron_fsdp_v2.comm.rank_checks import (
 )
 from megatron_fsdp_v2.layout.placement import Placement
 from megatron_fsdp_v2.params.autograd import tensors_within
-from megatron_fsdp_v2.params.unset_values import is_unset
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from megatron_fsdp_v2.params.group import ParameterGroup
     from megatron_fsdp_v2.runtime.context import Context
-    from megatron_fsdp_v2.runtime.unit_base import UnitBase
+    from megatron_fsdp_v2.runtime.unit import Unit
 
 __all__ = [
     "check_capture",
     "check_captured_pass",
-    "check_has_values",
     "check_outputs",
     "check_unchanged",
     "check_units",
     "compare_after_step",
     "compare_unit",
-    "without_values",
 ]
 
 
 def check_capture(context: Context) -> None:
-    """See that what begins in the capture of a CUDA graph does in every replay what it does now.
+    """Check that a pass or step in a CUDA graph capture does not depend on the host.
 
     Raises:
-        RuntimeError: The host decides something of it, or waits for the device.
+        RuntimeError: The host would decide something in every step, or wait for the device.
     """
     options, groups = context.options, context.groups()
     reasons = {
@@ -59,7 +50,7 @@ def check_capture(context: Context) -> None:
             not context.is_checked and any(a.size > 1 for group in groups for a in group.axes)
         ),
         "check_ranks='always' compares on the host: leave it at 'once'": (
-            options.check_ranks is CheckRanks.ALWAYS
+            options.check_ranks == CheckRanks.ALWAYS
         ),
         "enable_unshard_after_step gathers beyond the end of a step: leave it off": (
             options.enable_unshard_after_step
@@ -84,14 +75,14 @@ def check_capture(context: Context) -> None:
 
 
 def check_captured_pass(context: Context, what: str) -> None:
-    """See that a capture has all of a pass or nothing of it.
+    """Check that a CUDA graph capture contains a whole pass or none of it.
 
     Args:
-        context: Of a pass under way.
-        what: What runs now.
+        context: Context of the pass under way.
+        what: What runs now, for the error message.
 
     Raises:
-        RuntimeError: It begins or ends within the pass.
+        RuntimeError: The capture begins or ends within the pass.
     """
     if context.is_capturing != context.is_captured:
         here, there = ("in", "outside") if context.is_capturing else ("outside", "in")
@@ -101,27 +92,27 @@ def check_captured_pass(context: Context, what: str) -> None:
         )
 
 
-def compare_after_step(context: Context, unit: UnitBase) -> None:
-    """Compare weights that were gathered after a step with those that are there now.
+def compare_after_step(context: Context, unit: Unit) -> None:
+    """Compare weights that were gathered after a step with the current main weights.
 
-    The device compares, and the host reads what it found when it is there: see `check_unchanged`.
+    The device compares; `check_unchanged` reads the result later, without waiting.
     """
     unit.is_gathered_after_step = False
     for group in unit.held_groups:
-        changed = group.weights.changed()
+        changed = group.changed()
         if changed is not None:
             context.late_flags.append((group.name, LateFlag(changed)))
 
 
 def check_unchanged(context: Context, *, wait: bool = False) -> None:
-    """See that no weights were changed unseen after a step had started to gather them.
+    """Check the results of `compare_after_step`: no undetected change of weights.
 
     Args:
-        context: Of the units that were compared.
-        wait: Whether the host waits for what is not there yet.
+        context: Context of the compared units.
+        wait: Whether the host waits for results that are not ready.
 
     Raises:
-        RuntimeError: Some were.
+        RuntimeError: Weights changed after a step had started to gather them.
     """
     flags, context.late_flags = context.late_flags, []
     for index, (name, flag) in enumerate(flags):
@@ -140,10 +131,10 @@ def check_unchanged(context: Context, *, wait: bool = False) -> None:
 
 
 def check_units(context: Context) -> None:
-    """At the first use: see that all ranks sharded the same. Collective.
+    """Check at the first use that all ranks sharded the model alike. Collective.
 
     Raises:
-        RuntimeError: They did not, or a unit shares a parameter with another root's.
+        RuntimeError: Ranks differ, or a unit shares a parameter with a unit of another root.
     """
     context.is_checked = True
     units = context.units()
@@ -156,9 +147,9 @@ def check_units(context: Context) -> None:
                 )
     if units[0].is_root:
         _warn_of_large_root(units)
-    if context.options.check_ranks is CheckRanks.NEVER:
+    if context.options.check_ranks == CheckRanks.NEVER:
         return
-    by_mesh: dict[Any, list[UnitBase]] = {}
+    by_mesh: dict[Any, list[Unit]] = {}
     for unit in units:
         if unit.groups:
             by_mesh.setdefault(unit.groups[0].mesh, []).append(unit)
@@ -168,17 +159,18 @@ def check_units(context: Context) -> None:
 
 
 NOTABLE_NBYTES = 64 << 20
-"""Gathered bytes that a root may have before anything is said of it."""
+"""Gathered bytes of a root above which `check_units` may warn of its size."""
 
 
-def _warn_of_large_root(units: Sequence[UnitBase]) -> None:
-    """Say so where a root has more parameters itself than any of its units.
+def _warn_of_large_root(units: Sequence[Unit]) -> None:
+    """Warn if a root owns more bytes of parameters than its largest unit.
 
-    They are gathered, and their gradients whole, for as long as anything inside it computes. That
-    is what becomes of an embedding and an output layer where layers alone were made units.
+    The root's parameters stay gathered, and their gradients unsharded, while any unit inside
+    computes. A model of which only the layers are units has this problem: the root owns the
+    embedding and the output layer.
 
     Args:
-        units: All of it, the root first.
+        units: All units, the root first.
     """
     root, *others = units
     sizes = {unit: sum(_nbytes(g, g.layout.numel) for g in unit.groups) for unit in units}
@@ -200,12 +192,12 @@ def _warn_of_large_root(units: Sequence[UnitBase]) -> None:
 
 
 def _nbytes(group: ParameterGroup, numel: int) -> int:
-    """Bytes of gathered weights, in the first form that their format has."""
-    gathered = group.weights.gathered
+    """Return the bytes of gathered weights in the first payload of their format."""
+    gathered = group.gathered_weight
     return numel // gathered.packing * gathered.tensor.element_size()
 
 
-def _record(unit: UnitBase) -> UnitRecord:
+def _record(unit: Unit) -> UnitRecord:
     options = [unit.class_name]
     copies = [0] * len(unit.groups[0].axes)
     for group in unit.groups:
@@ -221,16 +213,16 @@ def _record(unit: UnitBase) -> UnitRecord:
     return UnitRecord(unit.fqn, " ".join(options), tuple(copies))
 
 
-def compare_unit(context: Context, unit: UnitBase, action: str) -> None:
-    """Before a collective: see that it is the same unit's on every rank. Collective.
+def compare_unit(context: Context, unit: Unit, action: str) -> None:
+    """Check before a collective that every rank issues the same one. Collective.
 
     Args:
-        context: The unit's.
-        unit: Whose parameters are about to be communicated.
+        context: Context of the unit.
+        unit: Unit whose parameters or gradients are about to be communicated.
         action: `gather` or `reduce`.
 
     Raises:
-        RuntimeError: A rank is about to do something else.
+        RuntimeError: A rank is about to issue another collective.
     """
     if not unit.groups:
         return
@@ -239,103 +231,47 @@ def compare_unit(context: Context, unit: UnitBase, action: str) -> None:
     actions = ("gather", "reduce")
     names = [f"{known} {other.name}" for other in units for known in actions]
     code = units.index(unit) * len(actions) + actions.index(action)
-    # In two groups, gathers pair with gathers and reductions with reductions.
+    # With a separate gather group, gathers pair with gathers and reductions with reductions.
     axis = axis.for_gathers() if action == "gather" else axis
     compare_steps(action, unit.name, code, axis, group.device, names)
 
 
-def _buffer_of(module: weakref.ref[nn.Module], attribute: str) -> torch.Tensor | None:
-    owner = module()
-    return None if owner is None else owner._buffers.get(attribute)
+def check_outputs(unit: Unit, output: Any) -> None:
+    """Check that no output of a forward is a view of weights that are freed at its end.
 
-
-def without_values(
-    groups: Sequence[ParameterGroup],
-    params: AbstractSet[str],
-    buffers: Sequence[tuple[str, nn.Module, str]],
-) -> list[tuple[str, Callable[[], torch.Tensor | None]]]:
-    """What has no values yet: names, and how to look each one up.
+    Most operations of torch do not check whether a tensor has memory: they crash or read freed
+    memory.
 
     Args:
-        groups: Those of the unit.
-        params: Names of parameters without values.
-        buffers: Buffers without values: name, module and attribute.
-    """
-    found: list[tuple[str, Callable[[], torch.Tensor | None]]] = [
-        (name, functools.partial(_buffer_of, weakref.ref(module), attribute))
-        for name, module, attribute in buffers
-    ]
-    for group in groups:
-        for index, name in enumerate(group.names):
-            if name in params:
-                found.append((name, functools.partial(group.main_weight.view, index)))
-    return found
-
-
-def check_has_values(unit: UnitBase) -> None:
-    """Before a unit's first forward: see that what had no values has some. Collective.
+        unit: Unit whose forward ends; its weights are still gathered.
+        output: Output of the forward.
 
     Raises:
-        RuntimeError: Something has none, on some rank.
-    """
-    waiting = unit.unset
-    for group in unit.groups:
-        group.changes.sync()
-    found = [tensor is not None and is_unset(tensor) for tensor in (get() for _, get in waiting)]
-    # A rank that holds no row of a parameter hears of it from those that do.
-    for group in unit.groups[:1]:
-        table = torch.tensor(found, dtype=torch.int32, device=group.device)
-        for axis in group.axes:
-            if axis.size > 1:
-                dist.all_reduce(table, op=dist.ReduceOp.MAX, group=axis.group)
-        found = [bool(one) for one in table.tolist()]
-    names = [name for (name, _), is_missing in zip(waiting, found, strict=True) if is_missing]
-    if names:
-        raise RuntimeError(
-            f"{', '.join(names)} of unit {unit.name} had no values on the meta device and got none "
-            "since: load a state dict, define reset_parameters() on the module that has it, or "
-            "give fully_shard a param_init_fn"
-        )
-    unit.unset = []
-
-
-def check_outputs(unit: UnitBase, output: Any, context: Context) -> None:
-    """See that no output of a forward shares memory with weights that are dropped at its end.
-
-    Few operations of torch look whether a tensor has memory: the others crash, or read what has
-    been put there since.
-
-    Args:
-        unit: Whose forward ends; its weights are still gathered.
-        output: What the forward returned.
-        context: The unit's.
-
-    Raises:
-        RuntimeError: One does.
+        RuntimeError: An output is a view of a weight.
     """
     if not unit.gathered_nbytes or not unit.drops_after_forward:
         return
-    dropped = [group for group in unit.held_groups if group.weights.gathers_for_use]
+    dropped = [group for group in unit.held_groups if group.gathers_for_use]
     for tensor in tensors_within(output):
         local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
         if not torch._C._has_storage(local):
             continue
         for group in dropped:
             name = group.gathered_name_at(local)
-            if name is not None and local.numel() and not _is_held_around(group, unit, context):
+            if name is not None and local.numel() and not _is_held_around(group, unit):
                 raise RuntimeError(
                     f"the forward of {unit.name} returns its weight {name}, or a view of it, and "
-                    "drops gathered weights when it ends: whoever used that would read freed "
-                    "memory. Return a copy (weight.clone()) or what is computed of it, or keep "
-                    "the weights until the backward with reshard_after_forward=False or "
+                    "frees gathered weights when it ends: a use of this output would read freed "
+                    "memory. Return a copy (weight.clone()) or a result computed from the weight, "
+                    "or keep the weights until the backward with reshard_after_forward=False or "
                     "sharding_strategy='optim_grads'"
                 )
 
 
-def _is_held_around(group: ParameterGroup, unit: UnitBase, context: Context) -> bool:
-    """Whether a unit that runs this one holds the same weights, longer than this one."""
+def _is_held_around(group: ParameterGroup, unit: Unit) -> bool:
+    """Return whether an enclosing unit holds the same weights, and for longer."""
     return any(
         group in other.held_groups and other.is_unsharded and not other.is_idle
-        for other in context.units()
+        for other in unit.context.units()
         if other is not unit
     )

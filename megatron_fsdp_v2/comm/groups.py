@@ -1,0 +1,104 @@
+"""Process groups made by their own ranks only, and separate process groups for gathers.
+
+An NCCL communicator runs one collective at a time, on any stream, and pairs collectives of
+different ranks by order. With a separate process group, gathers run and pair independently of
+reductions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["check_gather_group", "group_of_same_ranks", "new_local_group"]
+
+_num_made: Counter[str] = Counter()
+
+
+def new_local_group(ranks: Sequence[int], purpose: str) -> dist.ProcessGroup:
+    """Make a process group. Collective over its ranks only.
+
+    `new_group(use_local_synchronization=True)` names a group after its ranks and the number of
+    groups of the process. Ranks find each other by this name, so ranks that have made different
+    numbers of groups wait forever. Here, the name depends only on values that the group's ranks
+    share.
+
+    If the default group is bound to a device (`init_process_group(device_id=...)`), torch splits
+    NCCL's communicator of all ranks, which requires all ranks, also those outside the group. Here,
+    NCCL creates a new communicator at the first collective.
+
+    Args:
+        ranks: Global ranks, including this one, in the order of the group.
+        purpose: Purpose of the group. All ranks must make groups of the same ranks and purpose in
+            the same order.
+    """
+    core: Any = distributed_c10d
+    world: Any = dist.group.WORLD
+    backend, store = core._world.pg_map[world]
+    label = f"{purpose} of {'-'.join(map(str, ranks))}"
+    name = f"megatron_fsdp_v2: {label}, number {_num_made[label]}"
+    _num_made[label] += 1
+    with _unbound(world):
+        group, _ = core._new_process_group_helper(
+            len(ranks),
+            list(ranks).index(dist.get_rank()),
+            list(ranks),
+            dist.Backend(backend),
+            store,
+            name,
+            timeout=core._get_default_timeout(dist.Backend(backend)),
+            group_desc=purpose,
+        )
+    core._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
+    made: dist.ProcessGroup = group
+    return made
+
+
+@contextlib.contextmanager
+def _unbound(world: Any) -> Iterator[None]:
+    """Make the default group appear unbound to a device inside the context."""
+    device, world.bound_device_id = world.bound_device_id, None
+    try:
+        yield
+    finally:
+        world.bound_device_id = device
+
+
+def check_gather_group(group: object, mesh: DeviceMesh) -> None:
+    """Check that a process group can run the gathers along the innermost axis of a mesh.
+
+    Args:
+        group: Value of `gather_group`; None for the mesh's own group.
+        mesh: The data-parallel mesh.
+
+    Raises:
+        ValueError: `group` is not a process group of this rank, or has other ranks or another order
+            of ranks than the axis.
+    """
+    if group is None:
+        return
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError(
+            "gather_group must be a process group that this rank is part of, got "
+            f"{type(group).__name__}; make it with torch.distributed.new_group"
+        )
+    found = dist.get_process_group_ranks(group)
+    needed = dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1))
+    if found != needed:
+        raise ValueError(
+            f"gather_group has the ranks {found}, and the axis of the mesh that weights are "
+            f"sharded along (the last one) {needed}; give a group of those, in that order"
+        )
+
+
+def group_of_same_ranks(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Make another process group with the ranks of a group. Collective over these ranks."""
+    return new_local_group(dist.get_process_group_ranks(group), "gathers")

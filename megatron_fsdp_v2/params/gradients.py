@@ -1,0 +1,695 @@
+"""Gradients of a parameter group, from autograd to `param.grad`.
+
+See [Note: the buffers of a group] in `params/buffer.py`.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import math
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from megatron_fsdp_v2._compiler import uncompiled
+from megatron_fsdp_v2.comm.backends import is_capturing
+from megatron_fsdp_v2.comm.interface import DONE, Work
+from megatron_fsdp_v2.dtensor.attributes import (
+    raw_grad,
+    raw_post_hooks,
+    raw_requires_grad,
+    set_raw_grad,
+)
+from megatron_fsdp_v2.dtensor.sharded_rows import rows_like
+from megatron_fsdp_v2.dtensor.uneven_dtensor import (
+    UnevenDTensor,
+    local_of,
+    plain_attributes,
+    rows_of,
+)
+from megatron_fsdp_v2.layout.placement import Placement
+from megatron_fsdp_v2.memory.allocator import BufferUse
+from megatron_fsdp_v2.memory.observer import MainGradientAllocated
+from megatron_fsdp_v2.params.autograd import NotAUsersHook
+from megatron_fsdp_v2.params.buffer import BufferContext, DataParallelBuffer, place_in
+from megatron_fsdp_v2.params.parameters import FusedGradient
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from megatron_fsdp_v2.params.group import ParameterGroup
+    from megatron_fsdp_v2.runtime.schedule import ReductionQueue
+
+__all__ = ["GradState", "GroupGrads"]
+
+
+class GradState(enum.Enum):
+    """Content of a gradient buffer: the full buffer, or the partial buffer of an outer axis."""
+
+    ABSENT = "absent"
+    """No memory."""
+    ARRIVING = "arriving"
+    """Full buffer: gradients of this rank, as autograd computes them."""
+    ACCUMULATED = "accumulated"
+    """Partial buffer: sums along the inner axis, until the synchronized backward."""
+    REDUCING = "reducing"
+    """A collective reads it."""
+    REDUCED = "reduced"
+    """No memory: the sum is in the partial buffer or the main gradient."""
+
+    # Faster than the `__hash__` of enums, which is written in Python.
+    __hash__ = object.__hash__
+
+
+_MOVES = {
+    GradState.ABSENT: {GradState.ARRIVING, GradState.ACCUMULATED},
+    GradState.ARRIVING: {GradState.REDUCING},
+    GradState.ACCUMULATED: {GradState.ACCUMULATED, GradState.REDUCING},
+    # The next inner sum may be issued before the outer reduction is waited for.
+    GradState.REDUCING: {GradState.REDUCED, GradState.ACCUMULATED},
+    GradState.REDUCED: {GradState.ARRIVING, GradState.ACCUMULATED},
+}
+"""Legal moves. After a failure, every state moves to `ABSENT`."""
+
+
+class GroupGrads:
+    """Gradients of a group: full buffer -> (partial buffer) -> main gradient.
+
+    Autograd's gradients are written to views of the full buffer. Its dtype is the communication
+    dtype or, if it accumulates over micro-batches (DDP, ZeRO-1), the main gradient's dtype. A
+    reduction stores the scaled sum in the main gradient or adds it. With an outer axis, the sum
+    along the inner axis stays in the partial buffer until the synchronized backward.
+
+    A main gradient is allocated for the reduction that writes it. Every `param.grad` is a DTensor
+    over a view of the main gradient and holds its memory (`UnevenDTensor.main_grad_slot`); the
+    group holds it only while reductions are under way. So the memory is freed when the last
+    gradient is set to None, and a gradient that a user keeps is not written again. A new value of
+    `param.grad` (None, zeros, another tensor) is copied into the main gradient before a reduction
+    adds to it.
+
+    A gradient arrives on the stream that used its parameter in the forward, which may differ from
+    the compute stream. The engine synchronizes these streams only at the end of a backward, so
+    `_order_write` and `wait_for_writers` order the writes before.
+
+    Attributes:
+        full: Buffer that gradients arrive in.
+        partial: Buffer for the reduction along an outer axis; None without an outer axis.
+        accumulates_unreduced: Whether the full buffer accumulates until the synchronized backward.
+        reduces: Whether gradients are summed over ranks. Otherwise the main gradient is this rank's
+            own gradient of its rows, without scaling.
+        scale: Factor of the sum over data-parallel ranks.
+    """
+
+    def __init__(self, group: ParameterGroup, context: BufferContext) -> None:
+        """Make the buffers, and register hooks on the gathered parameters.
+
+        Args:
+            group: Group of the parameters, referenced weakly.
+            context: Context of its buffers.
+        """
+        spec, parameters = group.spec, group.parameters
+        self.reduces = spec.reduces
+        self.scale = spec.scale
+        self._group = weakref.ref(group)
+        self._context = context
+        self._parameters = parameters
+        self._params = parameters.sharded
+        self._errors_on_missing = spec.errors_on_missing_grad
+        layout, placements, dtypes = context.layout, context.placements, context.dtypes
+        self._placements = [p.main_grad for p in placements]
+        self.accumulates_unreduced = placements[-1].unreduced_grad is Placement.PARTIAL
+        dtype = dtypes.main_grad if self.accumulates_unreduced else dtypes.grad_comm
+        unreduced = [Placement.PARTIAL] * len(placements)
+        self.full = self._gradient_buffer("main_grad", unreduced, dtype, "grad_comm")
+        self.partial: DataParallelBuffer | None = None
+        if len(placements) == 2:
+            reduced = [Placement.PARTIAL, placements[-1].main_grad]
+            dtype = dtypes.main_grad
+            self.partial = self._gradient_buffer("partial_grad", reduced, dtype, "outer_grad_comm")
+        self._staging: DataParallelBuffer | None = None
+        if context.host is not None:
+            self._staging = context.temporary(
+                "offloading", BufferUse.COMMUNICATION, self._placements, dtypes.main_grad
+            )
+        num_params = len(layout.slots)
+        self._views = [self.full.view(index) for index in range(num_params)]
+        assert self.full.memory is not None
+        self._gaps = [self.full.memory.alias(start, (end - start,)) for start, end in layout.gaps()]
+        self._main_span = context.grid.span(self._placements)
+        places = [place_in(layout, self._main_span, index) for index in range(num_params)]
+        self._places = [
+            (shape, torch.empty(shape, device="meta").stride(), offset) if 0 not in shape else None
+            for offset, shape in places
+        ]
+        self._full_state = self._partial_state = GradState.ABSENT
+        # Per parameter, whether a gradient arrived since the last reduction.
+        self._filled = [False] * num_params
+        # The side stream that wrote a parameter's gradient to the full buffer.
+        self._written_aside: dict[int, Any] = {}
+        # The main gradient: a weak reference, and a strong one while reductions are under way.
+        self._main: weakref.ref[torch.Tensor] | None = None
+        self._held: torch.Tensor | None = None
+        # The last reduction that reads the partial buffer or writes the main gradient.
+        self._last_work: Work | None = None
+        # Whether this rank had a gradient in any reduction into the current main gradient.
+        self._contributed = False
+        self._may_be_unused = False
+        # Whether reductions may have changed gradients since users' hooks ran.
+        self._is_new = self._is_certainly_new = False
+        self._empty: dict[int, UnevenDTensor] = {}
+        # Weak: the cycle parameter -> hook -> gradients -> parameter would outlive the model.
+        collect = uncompiled(_collect)
+        for index, param in enumerate(parameters.gathered):
+            was_trained = param.requires_grad
+            param.requires_grad_(True)  # torch rejects the hook otherwise
+            param.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                functools.partial(collect, weakref.ref(self), index)
+            )
+            param.requires_grad_(was_trained)
+
+    def _gradient_buffer(
+        self, kind: str, placements: Sequence[Placement], dtype: torch.dtype, copied_as: str
+    ) -> DataParallelBuffer:
+        context = self._context
+        buffer = context.temporary(kind, BufferUse.GRADIENT, placements, dtype)
+        comm_dtype = context.dtypes.grad_comm
+        if dtype != comm_dtype:
+            buffer.comm_copy = context.temporary(
+                copied_as, BufferUse.COMMUNICATION, placements, comm_dtype
+            )
+        return buffer
+
+    # -- properties ---------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """Name of the group."""
+        return self._context.name
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether any gradient arrived since the last reduction."""
+        return any(self._filled)
+
+    @property
+    def has_outer_axis(self) -> bool:
+        """Whether a second reduction follows, along an outer axis."""
+        return self.partial is not None and self.reduces
+
+    @property
+    def has_partial(self) -> bool:
+        """Whether the partial buffer holds sums for the outer reduction."""
+        return self._partial_state is GradState.ACCUMULATED
+
+    @property
+    def main(self) -> DataParallelBuffer | None:
+        """The main gradient; None if it has no memory, since every `param.grad` is None."""
+        flat = None if self._main is None else self._main()
+        if flat is None:
+            return None
+        return DataParallelBuffer(self._context, self._placements, flat, staging=self._staging)
+
+    def buffers(self) -> Iterator[DataParallelBuffer]:
+        """Yield all buffers with temporary memory."""
+        for buffer in (self.full, self.partial, self._staging):
+            if buffer is not None:
+                yield buffer
+                if buffer.comm_copy is not None:
+                    yield buffer.comm_copy
+
+    # -- collection ---------------------------------------------------------------------------
+
+    def collect(self, index: int, param: nn.Parameter) -> None:
+        """Move the new gradient of a gathered parameter into the full buffer."""
+        grad = param.grad
+        if grad is None:
+            return
+        param.grad = None
+        dtensor = self._parameters.dtensors[index]
+        if dtensor is not None:
+            grad = dtensor.part_of_gradient(grad)
+        elif isinstance(param, FusedGradient) and param.grad_added_to_main_grad:
+            # A fused kernel has written the gradient already, and autograd's is a placeholder. With
+            # `zero_out_wgrad` (tied parameters) it is zeros plus the gradients of other uses.
+            param.grad_added_to_main_grad = False
+            if not getattr(param, "zero_out_wgrad", False):
+                return
+        self._arrive()
+        # With `create_graph=True` the gradient has a grad_fn.
+        self.add(index, grad.detach() if grad.requires_grad else grad)
+
+    def take_assigned(self) -> None:
+        """Collect gradients that were assigned to gathered weights outside autograd."""
+        for index, param in enumerate(self._parameters.gathered):
+            self.collect(index, param)
+
+    def kernel_grad(self, index: int) -> torch.Tensor:
+        """Return a parameter's view of the full buffer, for a fused kernel that adds to it."""
+        self._arrive()
+        return self._zeroed_view(index)
+
+    def _arrive(self) -> None:
+        """Prepare for a gradient: check the unit's weights, and allocate the full buffer."""
+        group = self._group()
+        unit = None if group is None else group.unit()
+        if group is None or unit is None:
+            raise RuntimeError(f"a gradient arrived for {self.name}, whose module is gone")
+        self.begin(unit.before_gradient(group))
+
+    def begin(self, queue: ReductionQueue) -> None:
+        """Allocate the full buffer for new gradients, after waiting for its earlier reduction.
+
+        Args:
+            queue: Reductions under way, of this group and others; some may be waited for.
+        """
+        if self._full_state is not GradState.ARRIVING:
+            queue.reserve(self)
+            self.full.take()
+            self._full_state = self._moved(self._full_state, GradState.ARRIVING)
+
+    def add(self, index: int, grad: torch.Tensor) -> None:
+        """Write a parameter's first gradient to the full buffer, and add later ones.
+
+        A sparse gradient, for example of `nn.Embedding(sparse=True)`, becomes dense.
+        """
+        if grad.layout is not torch.strided:
+            self._zeroed_view(index).add_(grad)
+            return
+        if self._context.comm.has_streams:
+            self._order_write(index)
+        if self._filled[index]:
+            self._views[index].add_(grad)
+        else:
+            self._views[index].copy_(grad)
+            self._filled[index] = True
+
+    def _zeroed_view(self, index: int) -> torch.Tensor:
+        """Return a parameter's view for a kernel that adds to it; zero the view the first time."""
+        if self._context.comm.has_streams:
+            self._order_write(index)
+        if not self._filled[index]:
+            self._views[index].zero_()
+            self._filled[index] = True
+        return self._views[index]
+
+    def _order_write(self, index: int) -> None:
+        """Order the current stream's write of a gradient after writes of other streams."""
+        comm = self._context.comm
+        side = comm.side_stream()
+        aside = self._written_aside
+        if side is None and not aside:
+            return
+        writer = aside.get(index)
+        if side == writer:
+            return
+        # A side stream waits for compute at its first write, and where compute may have written.
+        after_compute = side is not None and (side not in aside.values() or self._filled[index])
+        comm.wait_for([] if writer is None else [writer], and_compute=after_compute)
+        if side is None:
+            del aside[index]
+        else:
+            aside[index] = side
+
+    def wait_for_writers(self) -> None:
+        """Order the caller's next operations after all writes to the full buffer."""
+        comm = self._context.comm
+        if comm.has_streams and (self._written_aside or comm.side_stream() is not None):
+            comm.wait_for(set(self._written_aside.values()), and_compute=True)
+            self._written_aside.clear()
+
+    def _fill_missing(self) -> None:
+        """Zero the views of parameters without a gradient, and the gaps between parameters.
+
+        If no gradient arrived at all, the zeros are negative. -0.0 is the identity of IEEE
+        addition, so the sum is all -0.0 exactly if no rank had a gradient; finding that out takes
+        no extra communication.
+        """
+        unset = self._gaps
+        if not all(self._filled):
+            if not any(self._filled):
+                self.full.tensor.fill_(-0.0)
+                return
+            zipped = zip(self._views, self._filled, strict=True)
+            unset = unset + [view for view, filled in zipped if not filled]
+        if unset:
+            torch._foreach_zero_(unset)
+
+    # -- reduction ----------------------------------------------------------------------------
+
+    def reduce(self, queue: ReductionQueue, *, async_op: bool) -> Work:
+        """Issue the reduction along the inner axis. Collective.
+
+        Args:
+            queue: See `begin`, which is called here for a rank without gradients.
+            async_op: Whether to return before the reduction is done.
+
+        Raises:
+            RuntimeError: A gradient is missing and `on_missing_grad` is `error`.
+        """
+        has_gradient = self.has_gradient
+        if self._errors_on_missing and has_gradient:
+            rows = zip(self._parameters.names, self._filled, self._params, strict=True)
+            missing = [name for name, filled, param in rows if not filled and param.requires_grad]
+            if missing:
+                raise RuntimeError(
+                    f"no gradient arrived for {', '.join(missing)} of unit {self.name}; freeze "
+                    "what is not trained, or wrap with on_missing_grad='zero'"
+                )
+        self.begin(queue)
+        self.wait_for_writers()
+        self._fill_missing()
+        # An earlier reduction of this backward may still be reading the partial buffer.
+        self._wait_for_last()
+        self._contributed |= has_gradient
+        self._filled = [False] * len(self._filled)
+        before, after = self._factors()
+        if self.reduces and before != 1.0:
+            self.full.tensor.mul_(before)
+        if self.has_outer_axis:
+            assert self.partial is not None
+            accumulate = self.has_partial
+            self._full_state = self._moved(self._full_state, GradState.REDUCING)
+            self._partial_state = self._moved(self._partial_state, GradState.ACCUMULATED)
+            return self.full.redistribute(self.partial, accumulate=accumulate, async_op=async_op)
+        self._full_state = self._moved(self._full_state, GradState.REDUCING)
+        if self.reduces:
+            return self._into_main(self.full, after, async_op=async_op)
+        return self._into_main(self.full.part(self._placements), 1.0, async_op=False)
+
+    def end_inner(self) -> None:
+        """Free the full buffer, after the caller waited for the reduction along the inner axis."""
+        self._full_state = self._moved(self._full_state, GradState.REDUCED)
+        self.full.drop()
+        if self._staging is not None and not self.has_outer_axis:
+            self._staging.drop()
+
+    def reduce_outer(self, *, async_op: bool) -> Work:
+        """Start reducing the partial buffer along the outer mesh axis. Collective."""
+        if not self.has_partial:
+            return DONE
+        assert self.partial is not None
+        self._partial_state = self._moved(self._partial_state, GradState.REDUCING)
+        return self._into_main(self.partial, self._factors()[1], async_op=async_op)
+
+    def end_outer(self) -> None:
+        """Free the partial buffer, after the caller waited for the outer reduction."""
+        assert self.partial is not None
+        if self._partial_state is GradState.REDUCING:
+            self._partial_state = self._moved(self._partial_state, GradState.REDUCED)
+            self.partial.drop()
+        elif self.partial.comm_copy is not None:
+            self.partial.comm_copy.drop()
+        if self._staging is not None:
+            self._staging.drop()
+
+    def end_reductions(self) -> None:
+        """Finish a backward, after the caller waited for all reductions."""
+        self._last_work = None
+        if self._context.host is not None:
+            self._context.comm.synchronize()
+        self._drop_unused()
+        self._held = None
+
+    def before_direct_gradient(self) -> None:
+        """Order autograd's next accumulation into `param.grad` after its reduction."""
+        self._wait_for_last()
+        if self._context.host is not None:
+            self._context.comm.synchronize()
+        if not all(self._places):
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(self._hide_empty)
+
+    def _wait_for_last(self) -> None:
+        if self._last_work is not None:
+            self._last_work.wait()
+            self._last_work = None
+
+    def _into_main(self, source: DataParallelBuffer, scale: float, *, async_op: bool) -> Work:
+        """Reduce a buffer into the main gradient, and set `param.grad`."""
+        accumulate, main = self._open_main(), self.main
+        assert main is not None, self.name
+        self._last_work = source.redistribute(
+            main, scale=scale, accumulate=accumulate, async_op=async_op
+        )
+        self._publish(accumulated=accumulate)
+        return self._last_work
+
+    def _factors(self) -> tuple[float, float]:
+        """Return the factors of the terms and of their sum; their product is `scale`.
+
+        The sum gets the whole factor, because it is a shard and the terms are full buffers. With
+        fp16, a sum may overflow its largest number, 65504, so the terms get the power of two of a
+        factor below 1, which is exact unless a gradient underflows.
+        """
+        if torch.float16 not in (self._context.dtypes.grad_comm, self._context.dtypes.main_grad):
+            return 1.0, self.scale
+        before = min(1.0, 2.0 ** (math.frexp(self.scale)[1] - 1))
+        return before, self.scale / before
+
+    def _moved(self, state: GradState, to: GradState) -> GradState:
+        if to not in _MOVES[state]:
+            raise RuntimeError(
+                f"gradients of {self.name} cannot go from {state.value} to {to.value}"
+            )
+        return to
+
+    # -- main gradient and param.grad ---------------------------------------------------------
+
+    def _open_main(self) -> bool:
+        """Update the main gradient from `param.grad`, and allocate it if needed.
+
+        Unless every `param.grad` is the published view, gradients are copied to a new main
+        gradient, so that tensors that a user keeps are not written, as with torch's gradients.
+
+        Returns:
+            True if the reduction adds to the main gradient, since some `param.grad` is set; False
+            if it overwrites it.
+        """
+        grads = self.param_grads()
+        if all(grad is None for grad in grads):
+            self._held = self._new_main(is_overwritten=True)
+            return False
+        flat = None if self._main is None else self._main()
+        if flat is None or not all(
+            self._is_published(index, grad, flat) or not param.requires_grad
+            for index, (grad, param) in enumerate(zip(grads, self._params, strict=True))
+        ):
+            flat = self._new_main(is_overwritten=False)
+            for place, grad in zip(self._places, grads, strict=True):
+                if place is not None and grad is not None:
+                    flat.as_strided(*place).copy_(local_of(grad))
+        self._held = flat
+        return True
+
+    def _new_main(self, *, is_overwritten: bool) -> torch.Tensor:
+        if torch.is_inference_mode_enabled():
+            # Tensors made in inference mode could not be modified in place later.
+            with torch.inference_mode(False):
+                return self._new_main(is_overwritten=is_overwritten)
+        context = self._context
+        with context.comm.memory():
+            flat = context.main_memory(
+                self._main_span, context.dtypes.main_grad, is_overwritten=is_overwritten
+            )
+        self._main = weakref.ref(flat)
+        if context.observer.subscribers and self.full.memory is not None:
+            context.observer.emit(MainGradientAllocated(self.full.memory, flat))
+        return flat
+
+    def _is_published(self, index: int, grad: torch.Tensor | None, flat: torch.Tensor) -> bool:
+        """Return whether `grad` is the published view of this memory, or there are no rows."""
+        if self._places[index] is None:
+            return True
+        slot = getattr(grad, "main_grad_slot", None)
+        return slot is not None and slot[0] is flat and slot[1] == index
+
+    def _publish(self, *, accumulated: bool) -> None:
+        """Set `param.grad` of every trained parameter with rows on this rank.
+
+        Without rows, `param.grad` stays None: an empty tensor in the list of a fused multi-tensor
+        optimizer can corrupt its neighbors. Collectives over gradients use
+        `ShardedRows.placeholder_grad` instead.
+
+        Args:
+            accumulated: Whether the reduction added to existing gradients.
+        """
+        # A backward may reduce several times; a gradient is unused if no reduction had one.
+        was_unused = not accumulated or self._may_be_unused
+        self._may_be_unused = was_unused and not self._contributed
+        self._is_new = True
+        self._is_certainly_new |= self._contributed or not accumulated
+        self._contributed = False
+        flat = self._held
+        assert flat is not None
+        with plain_attributes():
+            for index, (param, place) in enumerate(zip(self._params, self._places, strict=True)):
+                if not raw_requires_grad(param):
+                    continue
+                grad = raw_grad(param)
+                if place is None:
+                    if grad is None:
+                        self._note_empty(index)
+                elif not self._is_published(index, grad, flat):
+                    # `data` is a view with its own version counter; see `alias_of`.
+                    made = self._dtensor(index, flat.as_strided(*place).data)
+                    made.main_grad_slot = (flat, index)
+                    set_raw_grad(param, made)
+
+    def _dtensor(self, index: int, rows: torch.Tensor) -> UnevenDTensor:
+        return rows_like(rows, cast("UnevenDTensor", self._params[index]))
+
+    def _empty_grad(self, index: int) -> UnevenDTensor:
+        """Return the gradient without elements of a parameter without rows on this rank."""
+        if index not in self._empty:
+            context = self._context
+            device = context.device if context.host is None else torch.device("cpu")
+            _, shape = place_in(context.layout, self._main_span, index)
+            rows = torch.empty(shape, dtype=context.dtypes.main_grad, device=device)
+            self._empty[index] = self._dtensor(index, rows)
+        return self._empty[index]
+
+    def _note_empty(self, index: int) -> None:
+        """Set a placeholder gradient for collectives, for a parameter without rows."""
+        cast("UnevenDTensor", self._params[index]).placeholder_grad = self._empty_grad(index)
+
+    def _hide_empty(self) -> None:
+        """Replace empty gradients that autograd set, for a loss of parameters, by placeholders."""
+        for index, place in enumerate(self._places):
+            if place is None and self._params[index].grad is not None:
+                self._params[index].grad = None
+                self._note_empty(index)
+
+    def param_grads(self) -> list[torch.Tensor | None]:
+        """Return every `param.grad`."""
+        with plain_attributes():
+            grads = [raw_grad(param) for param in self._params]
+        if DTensor not in map(type, grads):
+            return grads
+        # A plain DTensor without row ranges comes from a loss of the sharded parameter itself;
+        # `param.grad` converts it.
+        return [
+            param.grad if type(grad) is DTensor else grad
+            for param, grad in zip(self._params, grads, strict=True)
+        ]
+
+    def found(self) -> tuple[list[torch.Tensor | None], torch.Tensor | None, list[torch.Tensor]]:
+        """Return the gradients, and the memory of those with rows on this rank.
+
+        Returns:
+            Every `param.grad`; the flat main gradient if any of them is a view of it, perhaps with
+            stale values of gradients that are unset; and the rows of gradients that a user
+            assigned.
+        """
+        grads, flat = self.param_grads(), None if self._main is None else self._main()
+        is_main, others = False, []
+        for index, grad in enumerate(grads):
+            if grad is None or self._places[index] is None:
+                continue
+            if flat is not None and self._is_published(index, grad, flat):
+                is_main = True
+            else:
+                others.append(rows_of(grad))
+        return grads, flat if is_main else None, others
+
+    def _drop_unused(self) -> None:
+        """Set gradients to None if no rank contributed to them. All reductions must be done.
+
+        Waits for the device, but only if this rank had no gradient.
+        """
+        flat = self._held
+        if self._may_be_unused and flat is not None:
+            if is_capturing(flat.device):
+                raise RuntimeError(
+                    f"{self.name} had no gradient in a backward captured in a CUDA graph, "
+                    "so the host would wait to see whether another rank had one; capture a step "
+                    "that uses every trained parameter, or freeze those that it does not use"
+                )
+            if bool(((flat == 0) & flat.signbit()).all()):
+                self._is_new = self._is_certainly_new = False
+                for param in self._params:
+                    param.grad = None
+        self._may_be_unused = False
+
+    def run_hooks(self, *, only_certain: bool) -> None:
+        """Call users' post-accumulate hooks of parameters whose new gradient is final.
+
+        Hooks run on all ranks, since they may communicate: a parameter without rows has an empty
+        gradient while its hooks run.
+
+        Args:
+            only_certain: Whether to skip gradients that existed before and to which this rank added
+                nothing. Another rank may have added to them.
+        """
+        is_new = self._is_certainly_new if only_certain else self._is_new
+        self._is_new = self._is_certainly_new = False
+        if not is_new:
+            return
+        with torch._C.DisableTorchFunctionSubclass():
+            tables = list(map(raw_post_hooks, self._params))
+        for index, table in enumerate(tables):
+            param = self._params[index]
+            if not table or not param.requires_grad:
+                continue
+            if self._places[index] is not None:
+                if param.grad is not None:
+                    _run_hooks(param, table)
+                continue
+            shown = param.grad = self._empty_grad(index)
+            try:
+                _run_hooks(param, table)
+            finally:
+                is_kept = param.grad is shown
+                param.grad = None
+                if is_kept:
+                    self._note_empty(index)
+
+    # -- after a failed backward --------------------------------------------------------------
+
+    def restore(self, before: Sequence[torch.Tensor | None]) -> None:
+        """Undo the writes of a failed backward to gradients. Its reductions must be done.
+
+        A published gradient becomes zeros, and a gradient that was None becomes None, as after
+        `zero_grad`. Tensors that a user assigned are unchanged.
+
+        Args:
+            before: Result of `param_grads()` before the last reduction of the backward.
+        """
+        self._may_be_unused = self._is_new = self._is_certainly_new = False
+        flat = None if self._main is None else self._main()
+        if flat is None:
+            return
+        for index, (param, grad) in enumerate(zip(self._params, before, strict=True)):
+            if grad is not None and self._is_published(index, grad, flat):
+                local_of(grad).zero_()
+            elif self._is_published(index, param.grad, flat):
+                # The reduction copied this gradient and left it unchanged.
+                param.grad = grad
+
+    def abandon(self) -> None:
+        """Discard gradients that are not reduced yet, after a failed backward."""
+        self.wait_for_writers()
+        self._filled = [False] * len(self._filled)
+        self._contributed = False
+        self._full_state = self._partial_state = GradState.ABSENT
+        self._last_work = self._held = None
+        for buffer in self.buffers():
+            buffer.drop()
+
+
+def _collect(grads_ref: weakref.ref[GroupGrads], index: int, param: nn.Parameter) -> None:
+    grads = grads_ref()
+    # Megatron and Transformer Engine set this attribute if a separate call computes the gradient
+    # after the backward; autograd's gradient may be uninitialized memory.
+    if grads is not None and not getattr(param, "skip_backward_post_hook", False):
+        grads.collect(index, param)
+
+
+def _run_hooks(param: torch.Tensor, hooks: Mapping[int, Callable[[torch.Tensor], None]]) -> None:
+    """Call users' post-accumulate hooks, which autograd does not call for sharded parameters."""
+    for hook in list(hooks.values()):
+        if not isinstance(hook, NotAUsersHook):
+            hook(param)

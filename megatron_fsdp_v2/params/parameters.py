@@ -1,0 +1,630 @@
+"""Parameters of a group: sharded and gathered, and the modules that register them."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import operator
+import types
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+from torch.nn.utils import stateless
+from torch.utils.weak import WeakIdKeyDictionary
+
+from megatron_fsdp_v2.dtensor.attributes import raw_hooks, raw_requires_grad, raw_version
+from megatron_fsdp_v2.dtensor.tp_params import part_of
+from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of, plain_attributes
+from megatron_fsdp_v2.params.autograd import NotAUsersHook, in_backward
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from megatron_fsdp_v2.dtensor.row_shards import GroupInfo, RowShards, TensorShard
+    from megatron_fsdp_v2.dtensor.tp_params import DTensorPart
+    from megatron_fsdp_v2.params.buffer import DataParallelBuffer
+    from megatron_fsdp_v2.params.group import ParameterGroup
+
+__all__ = [
+    "FusedGradient",
+    "GatheredParameter",
+    "GroupParameters",
+    "OwnedParameter",
+    "OwnerSlot",
+    "find_owner_slot",
+    "gathered_name",
+    "num_stale",
+    "propagate_attributes",
+    "tensor_hook_rejection",
+]
+
+
+@dataclass(slots=True)
+class OwnedParameter:
+    """A parameter that a unit owns, and all modules of the unit that register it.
+
+    Attributes:
+        name: First name relative to the unit.
+        param: Original parameter; dropped once its data is in the buffers.
+        sites: `(module, attribute)` pairs; several for tied parameters.
+        meta_original: Meta parameter that this one replaced; modules may hold it elsewhere.
+        tensor: Tensor-parallel split, if given.
+        dtensor: Tensor-parallel placement that its module computes with, if it is a DTensor.
+        is_separate: Whether it gets flat buffers of its own.
+        values: Initial values of its main weight; None: the format provides them.
+    """
+
+    name: str
+    param: nn.Parameter
+    sites: list[tuple[nn.Module, str]] = field(default_factory=list)
+    meta_original: nn.Parameter | None = None
+    tensor: TensorShard | None = None
+    dtensor: DTensorPart | None = None
+    is_separate: bool = False
+    values: torch.Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape that data parallelism shards: the parameter's, or that of its TP-local shard."""
+        return tuple(part_of(self.param).shape)
+
+
+class GroupParameters:
+    """Parameters of one group, sharded and gathered, and the modules that register them.
+
+    Model code may replace a parameter (`load_state_dict(assign=True)`), and a conversion may change
+    its storage. `sync` applies such changes: it copies the values into the main weights, and uses a
+    DTensor that replaced a parameter in its place, so that an optimizer built on this DTensor steps
+    the right weights.
+
+    Attributes:
+        names: Names relative to the unit.
+        row_shards: Row ranges of every main weight over the mesh.
+        dtensors: Tensor-parallel placements of parameters that were DTensors; None for others.
+        sharded: DTensors over main weights, registered on modules while the group is sharded.
+        gathered: Parameters that modules compute with: views of the gathered buffer, DTensors over
+            the tensor-parallel mesh, or what the format binds to a view. The same objects for the
+            group's whole life, so that tensors saved by autograd stay valid.
+        views: Rows of the main weights, the local tensors of `sharded`.
+    """
+
+    def __init__(
+        self,
+        owner: ParameterGroup,
+        owned: Sequence[OwnedParameter],
+        row_shards: Sequence[RowShards],
+        mesh: DeviceMesh,
+    ) -> None:
+        """Copy this rank's rows into the main weights, and make sharded and gathered parameters.
+
+        Args:
+            owner: The group, whose weight buffers exist already.
+            owned: The original parameters, which are not changed.
+            row_shards: Row ranges of each parameter over the mesh.
+            mesh: The data-parallel mesh.
+        """
+        self._info = owner.info
+        self._format = owner.format
+        self._grad_dtype = owner.spec.dtypes.main_grad
+        self._trained = [owner.spec.requires_grad] * len(owned)
+        self._sites = [
+            (index, weakref.ref(module), attribute)
+            for index, parameter in enumerate(owned)
+            for module, attribute in parameter.sites
+        ]
+        self.names = [p.name for p in owned]
+        self.row_shards = row_shards
+        self.dtensors = [p.dtensor for p in owned]
+        self.sharded = [self._sharded(i, p, owner.main_weight, mesh) for i, p in enumerate(owned)]
+        if owner.spec.requires_grad:
+            self.expect_gradients()
+        self.gathered = [self._gathered(i, p, owner) for i, p in enumerate(owned)]
+        self._format.adopt(self.gathered)
+        self.views = [local_of(param) for param in self.sharded]
+
+    def _sharded(
+        self, index: int, owned: OwnedParameter, main: DataParallelBuffer, mesh: DeviceMesh
+    ) -> nn.Parameter:
+        """Copy the original's rows into the main weight, and return a DTensor over them."""
+        rows, (start, end) = main.view(index), main.rows(index)
+        with torch.no_grad():
+            values = self._format.values(owned.param) if owned.values is None else owned.values
+            rows.copy_(values[start:end])
+        if owned.tensor is not None:
+            mesh = owned.tensor.mesh or mesh
+        shards, is_trained = self.row_shards[index], self._trained[index]
+        dtensor = UnevenDTensor.from_rows(rows, mesh, shards, shards.global_shape(owned.shape))
+        # As `nn.Parameter` does, without DTensor's dispatch: in torch 2.15 it queries the number of
+        # devices per host, which fails on the meta device that plans run on.
+        dtensor._is_param = True
+        sharded = cast("nn.Parameter", dtensor.requires_grad_(is_trained))
+        propagate_attributes(owned.param, sharded, self._format.own_attributes)
+        return sharded
+
+    def _gathered(self, index: int, owned: OwnedParameter, owner: ParameterGroup) -> nn.Parameter:
+        """Make the parameter that modules compute with, over a view of the gathered buffers."""
+        is_trained, dtensor = self._trained[index], self.dtensors[index]
+        buffers = [payload.gathered for payload in owner.payloads]
+        views = [buffer.view(index) for buffer in buffers]
+        param: nn.Parameter
+        if dtensor is not None:
+            param = nn.Parameter(dtensor.whole(views[0]), requires_grad=is_trained)
+            # A DTensor's memory is that of its local tensor.
+            memory: Sequence[torch.Tensor] = [local_of(param)]
+        else:
+            bound = self._format.bind(views, index, owned.param)
+            if type(bound) is torch.Tensor:
+                param = GatheredParameter(bound, requires_grad=is_trained)
+            else:
+                param = nn.Parameter(bound, requires_grad=is_trained)
+                param.__class__ = _gathered_class(type(param))
+            memory = self._format.memory(param, index)
+        # Weak: the cycle parameter -> group -> parameter would outlive the model.
+        param._owner_slot = (weakref.ref(owner), index)  # type: ignore[attr-defined]
+        for buffer, part in zip(buffers, memory, strict=True):
+            buffer.follow(part)
+        propagate_attributes(self.sharded[index], param)
+        return param
+
+    def label(self, index: int) -> str:
+        """Return the name of a parameter for error messages."""
+        return f"{self.names[index]} of {self._info.label.name}"
+
+    # -- registration -------------------------------------------------------------------------
+
+    def take_over(self, owned: Sequence[OwnedParameter], undo: ExitStack) -> None:
+        """Register the sharded parameters in place of the originals, and mark those stale.
+
+        This is the first change of existing objects. Users' hook tables move to the sharded
+        parameters, so that handles of registered hooks stay valid.
+
+        Args:
+            owned: The original parameters.
+            undo: Restores the original parameters. The caller restores modules.
+        """
+        for index, parameter in enumerate(owned):
+            for original in (parameter.param, parameter.meta_original):
+                if original is None:
+                    continue
+                with plain_attributes():
+                    hooks: Any = original._post_accumulate_grad_hooks
+                    undo.callback(_bring_back, original, hooks, _STALE.slots.get(original))  # type: ignore[no-untyped-call]
+                    if hooks:
+                        self.sharded[index]._post_accumulate_grad_hooks = hooks
+                    original._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+                self._mark_stale(original, index, "before fully_shard")
+        self.install(self.sharded)
+
+    def add_site(self, index: int, module: nn.Module, attribute: str) -> None:
+        """Register a parameter on one more module.
+
+        Args:
+            index: Index of the parameter.
+            module: Module to register it on.
+            attribute: Name of the parameter on the module.
+        """
+        site = (index, weakref.ref(module), attribute)
+        if site not in self._sites:
+            self._sites.append(site)
+        module._parameters[attribute] = self.sharded[index]
+
+    def install(self, params: Sequence[nn.Parameter]) -> None:
+        """Register these parameters on all modules.
+
+        Bypasses `nn.Module.__setattr__`, whose checks take longer than a small forward.
+        """
+        for index, module_ref, attribute in self._sites:
+            module = module_ref()
+            if module is not None:
+                module._parameters[attribute] = params[index]
+
+    def unexpected(self) -> Iterator[tuple[int, nn.Module, str, torch.Tensor | None]]:
+        """Yield sites without the sharded parameter: index, module, name, registered tensor."""
+        for index, module_ref, attribute in self._sites:
+            module = module_ref()
+            if module is None:
+                continue
+            found = module._parameters.get(attribute)
+            if found is not self.sharded[index]:
+                yield index, module, attribute, found
+
+    # -- requires_grad ------------------------------------------------------------------------
+
+    @property
+    def is_any_trained(self) -> bool:
+        """Whether any parameter requires a gradient now."""
+        with plain_attributes():
+            return any(map(raw_requires_grad, self.sharded))
+
+    def follow_trained(self) -> None:
+        """Set `requires_grad` of gathered parameters to that of the sharded ones."""
+        with plain_attributes():
+            trained = list(map(raw_requires_grad, self.sharded))
+            found = list(map(raw_requires_grad, self.gathered))
+        # A gathered parameter may have been frozen while it was registered.
+        if trained == self._trained == found:
+            return
+        self._trained = trained
+        for is_trained, gathered in zip(trained, self.gathered, strict=True):
+            if gathered.requires_grad != is_trained:
+                gathered.requires_grad_(is_trained)
+
+    def is_refrozen(self) -> bool:
+        """Return whether gathered parameters were frozen or unfrozen while registered.
+
+        Between a forward and its backward, `module.requires_grad_()` changes the gathered
+        parameters.
+        """
+        with plain_attributes():
+            return self._trained != list(map(raw_requires_grad, self.gathered))
+
+    def take_refrozen(self) -> None:
+        """Set `requires_grad` of sharded parameters to that of the gathered ones."""
+        for sharded, gathered in zip(self.sharded, self.gathered, strict=True):
+            sharded.requires_grad_(gathered.requires_grad)
+
+    def expect_gradients(self) -> None:
+        """Set `grad_dtype` to the main gradient's dtype; torch rejects other dtypes by default."""
+        for sharded in self.sharded:
+            if self._grad_dtype != sharded.dtype:
+                sharded.grad_dtype = self._grad_dtype
+
+    # -- external changes ---------------------------------------------------------------------
+
+    def versions(self) -> tuple[int, ...]:
+        """Return version counters, which advance at in-place operations, also on `to_local()`."""
+        with plain_attributes():
+            # Local rows are looked up each time, since assigning `data` replaces them.
+            rows = map(local_of, self.sharded)
+            return (*map(raw_version, self.sharded), *map(raw_version, rows))
+
+    def check_hooks(self) -> None:
+        """Check that no parameter has a `register_hook` hook, which would never be called.
+
+        Raises:
+            RuntimeError: A parameter has one.
+        """
+        with plain_attributes():
+            for index, param in enumerate(self.sharded):
+                rejection = raw_hooks(param) and tensor_hook_rejection(self.label(index), param)
+                if rejection:
+                    raise RuntimeError(rejection)
+
+    def check_no_late_gradient(self) -> None:
+        """Check that no gradient was assigned outside autograd, which would not be reduced.
+
+        Raises:
+            RuntimeError: A gradient was assigned to a gathered weight.
+        """
+        for index, param in enumerate(self.gathered):
+            if param.grad is not None:
+                raise RuntimeError(
+                    f"a gradient was assigned to the gathered weight of {self.label(index)} "
+                    "outside of autograd, where it is neither reduced nor stepped; modules that "
+                    "compute weight gradients later (Transformer Engine's delay_wgrad_compute) "
+                    "need a schedule that reports when all have arrived (ScheduledUnits); without "
+                    "a schedule, disable that option"
+                )
+
+    def sync(self) -> None:
+        """Apply changes that user code made to parameters after they were sharded.
+
+        Raises:
+            ValueError: A change of shape, dtype or identity is not supported.
+        """
+        if not all(map(operator.is_, map(local_of, self.sharded), self.views)):
+            for index, param in enumerate(self.sharded):
+                if local_of(param) is not self.views[index]:
+                    self._rebind(index, param)
+        found = list(self._replaced())
+        for index, module, attribute, other in found:
+            self._replace(index, f"{attribute} of {type(module).__name__}", other)
+        if found:
+            self.install(self.sharded)
+
+    def is_replaced(self) -> bool:
+        """Return whether another tensor is registered in place of a parameter."""
+        return next(self._replaced(), None) is not None
+
+    def _replaced(self) -> Iterator[tuple[int, nn.Module, str, torch.Tensor | None]]:
+        for index, module, attribute, other in self.unexpected():
+            if other is not self.gathered[index]:
+                yield index, module, attribute, other
+
+    def _rebind(self, index: int, param: nn.Parameter) -> None:
+        """Copy a DTensor's replaced local tensor into the flat buffer, and use the buffer again."""
+        view, local = self.views[index], local_of(param)
+        if local.dtype != view.dtype or local.shape != view.shape or local.device != view.device:
+            raise ValueError(
+                f"parameter {self.label(index)} was changed after fully_shard: "
+                f"from {tuple(view.shape)} {view.dtype} {view.device} here to "
+                f"{tuple(local.shape)} {local.dtype} {local.device}; convert a model before "
+                "sharding it, and set compute dtypes with a MixedPrecisionPolicy"
+            )
+        if local.data_ptr() != view.data_ptr():
+            with torch.no_grad():
+                view.copy_(local)
+        cast("UnevenDTensor", param)._local_tensor = view
+
+    def _replace(self, index: int, place: str, other: torch.Tensor | None) -> None:
+        """Copy the values of a registered replacement, or use the replacement itself."""
+        own = self.sharded[index]
+        name = f"parameter {self.label(index)} (registered as {place})"
+        if other is None:
+            raise ValueError(f"{name} was removed after fully_shard; remove it before")
+        if not isinstance(other, nn.Parameter) or _in_functional_call():
+            raise ValueError(
+                f"{name} was replaced for one call (torch.func.functional_call), and a sharded "
+                "module computes with its own parameters; to run it with other values, load them "
+                "with load_state_dict, run it, and load its own back"
+            )
+        if self._belongs_elsewhere(other, index):
+            raise ValueError(f"{name} was tied to another one after fully_shard; tie them before")
+        if other.shape != own.shape:
+            raise ValueError(
+                f"{name} was replaced after fully_shard: shape {tuple(own.shape)} before, "
+                f"{tuple(other.shape)} now; build the model as it should be before sharding it"
+            )
+        if not isinstance(other, UnevenDTensor) or other.row_shards.saved:
+            if other.dtype != own.dtype:
+                raise ValueError(
+                    f"{name} changed from {own.dtype} to {other.dtype}; keep its dtype"
+                )
+            with torch.no_grad():
+                own.copy_(other)
+            self._mark_stale(other, index, "before the parameter was sharded again")
+            return
+        if other.row_shards != self.row_shards[index]:
+            raise ValueError(f"{name} was replaced by a DTensor that is sharded differently")
+        self._rebind(index, other)
+        propagate_attributes(own, other)
+        self.sharded[index] = other
+        self._mark_stale(own, index, "before the parameter was replaced")
+
+    def _belongs_elsewhere(self, param: nn.Parameter, index: int) -> bool:
+        """Return whether a tensor is, or was, another parameter than this one."""
+        slot = find_owner_slot(param)
+        if slot is not None:
+            return slot.info is not self._info or slot.index != index
+        if not isinstance(param, UnevenDTensor):
+            return False
+        group: Any = param.row_shards.info.owner()
+        return group is not None and group.holds(param)
+
+    def _mark_stale(self, param: torch.Tensor, index: int, since: str) -> None:
+        """Mark a replaced tensor as stale: a gradient that reaches it is an error.
+
+        A module that also holds the tensor outside its registered parameters would compute with it,
+        though it is neither gathered nor stepped; no other check detects that.
+
+        Args:
+            param: The replaced tensor.
+            index: Index of its parameter.
+            since: When the tensor was in use, for error messages.
+        """
+        slot = OwnerSlot(self._info, index, self.names[index], since)
+        _STALE.put(param, slot)
+        _STALE.count += 1
+        if param.requires_grad and param.is_leaf:
+            hook = NotAUsersHook(_refuse_gradient, slot.label)
+            param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True, slots=True)
+class OwnerSlot:
+    """The parameter that a stale tensor was.
+
+    Attributes:
+        info: Information about the group.
+        index: Index of the parameter in the group.
+        name: Name of the parameter.
+        since: When the tensor was in use, such as `before fully_shard`.
+    """
+
+    info: GroupInfo
+    index: int
+    name: str
+    since: str
+
+    @property
+    def label(self) -> str:
+        """Name of the tensor for error messages."""
+        return f"{self.name} of {self.info.label.name} as it was {self.since}"
+
+
+class _StaleParameters:
+    """Owner slots of stale parameters, in a weak dictionary: copies of a parameter have no slot.
+
+    Parameters in use are not in the dictionary: torch swaps their contents (`module.to()`), which
+    raises if a weak reference exists.
+    """
+
+    def __init__(self) -> None:
+        self.slots: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self.count = 0
+
+    def put(self, param: torch.Tensor, slot: OwnerSlot | None) -> None:
+        if slot is None:
+            self.slots.pop(param, None)  # type: ignore[no-untyped-call]
+        else:
+            self.slots[param] = slot
+
+
+_STALE = _StaleParameters()
+
+
+def _bring_back(param: torch.Tensor, hooks: Any, slot: OwnerSlot | None) -> None:
+    """Undo marking a parameter as stale."""
+    with plain_attributes():
+        param._post_accumulate_grad_hooks = hooks
+    _STALE.put(param, slot)
+
+
+def _refuse_gradient(name: str, param: torch.Tensor) -> None:
+    param.grad = None
+    raise RuntimeError(
+        f"a gradient arrived for {name}: some code keeps that tensor and computes with "
+        "it instead of the module's registered parameter. Look the parameter up on its module in "
+        "every forward, or leave it out with ignored_params"
+    )
+
+
+def num_stale() -> int:
+    """Return how many parameters were marked stale so far, as a version for caches."""
+    return _STALE.count
+
+
+def find_owner_slot(param: torch.Tensor) -> OwnerSlot | None:
+    """Return the owner slot of a stale parameter; None if its group was deleted."""
+    slot: OwnerSlot | None = _STALE.slots.get(param)  # type: ignore[no-untyped-call]
+    return None if slot is None or slot.info.owner() is None else slot
+
+
+def _in_functional_call() -> bool:
+    """Return whether the caller runs inside `torch.func.functional_call`.
+
+    It writes tensors to a module's parameter table for one call, which looks like an assignment;
+    only the stack shows the difference. Called only if a parameter was replaced.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is stateless._functional_call.__code__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+# -- attributes and hooks of users ------------------------------------------------------------
+
+_OWN_ATTRIBUTES = frozenset(
+    {"_is_param", "row_shards", "_local_tensor", "_spec", "_owner_slot", "placeholder_grad"}
+    | {"main_grad", "grad_added_to_main_grad", "overwrite_main_grad", "get_main_grad"}
+)
+
+
+def propagate_attributes(
+    source: torch.Tensor, target: torch.Tensor, besides: AbstractSet[str] = frozenset()
+) -> None:
+    """Copy a parameter's attributes, the content of its `__dict__`, to another parameter.
+
+    Copies all names, since model code sets attributes (`sequence_parallel`, `allreduce`, ...) that
+    optimizers read. Attributes of torch and of this package are skipped. A method bound to the
+    source is bound to the target; otherwise it would keep the source's memory.
+
+    Args:
+        source: Parameter to copy from.
+        target: Parameter to copy to.
+        besides: Further names to skip.
+    """
+    for name, value in vars(source).items():
+        if name in _OWN_ATTRIBUTES or name in besides:
+            continue
+        if inspect.ismethod(value) and value.__self__ is source:
+            value = types.MethodType(value.__func__, target)  # noqa: PLW2901
+        setattr(target, name, value)
+
+
+def tensor_hook_rejection(name: str, param: torch.Tensor) -> str:
+    """Return an error message for a parameter with a `Tensor.register_hook` hook, or "".
+
+    Such a hook receives the gradient of one backward before accumulation and may replace it.
+    Sharded parameters may accumulate several backwards before the reduction, so no reduced gradient
+    of one backward exists.
+    """
+    hooks: dict[int, Any] = param._backward_hooks or {}
+    if all(isinstance(hook, NotAUsersHook) for hook in hooks.values()):
+        return ""
+    return (
+        f"{name} has a hook of register_hook(), which no gradient of a sharded parameter would "
+        "reach; use register_post_accumulate_grad_hook(), which is called once param.grad is "
+        "reduced and may change it, or put the hook on a tensor in the forward"
+    )
+
+
+# -- gathered parameters ----------------------------------------------------------------------
+
+
+class FusedGradient:
+    """Attributes of a parameter by which fused kernels write the full gradient buffer.
+
+    A kernel that accumulates weight gradients itself (`gradient_accumulation_fusion` of Megatron
+    and Transformer Engine) adds to `main_grad` in the backward, sets `grad_added_to_main_grad` and
+    returns a placeholder gradient, which is dropped. For a parameter with `zero_out_wgrad` (tied,
+    with uses outside fused kernels) the kernel returns zeros, so that autograd's gradient is that
+    of the other uses, which is added. `main_grad` is zeroed at its first use in a reduction period,
+    so kernels must always add: `overwrite_main_grad` is False.
+    """
+
+    grad_added_to_main_grad: bool = False
+    requires_grad: bool
+    # Transformer Engine evaluates annotations of subclasses, so no names imported for type
+    # checking.
+    _owner_slot: tuple[Callable[[], Any], int]
+
+    def get_main_grad(self) -> torch.Tensor:
+        """Return the full gradient of this parameter, a view of the flat buffer, of `self.shape`.
+
+        Allocates the buffer if it has no memory, which may wait for earlier reductions.
+
+        Raises:
+            AttributeError: Outside a backward, or for a frozen parameter.
+        """
+        owner: ParameterGroup | None = self._owner_slot[0]()
+        if owner is None or owner.grads is None or not self.requires_grad or not in_backward():
+            raise AttributeError(
+                "main_grad exists in the backward of a trained parameter only; after it, read "
+                "the reduced gradient from the sharded parameter's .grad"
+            )
+        return owner.grads.kernel_grad(self._owner_slot[1])
+
+    @property
+    def main_grad(self) -> torch.Tensor:
+        """See `get_main_grad`."""
+        return self.get_main_grad()
+
+    @main_grad.setter
+    def main_grad(self, value: torch.Tensor | None) -> None:
+        # Model code may restore the value it read in the forward: None.
+        if value is not None and value.data_ptr() != self.get_main_grad().data_ptr():
+            raise AttributeError("main_grad is a view of the flat gradient buffer; write into it")
+
+    @property
+    def overwrite_main_grad(self) -> bool:
+        """Whether a kernel may overwrite `main_grad` instead of adding to it: always False.
+
+        Transformer Engine reads it in the forward and overwrites in the backward. In between, other
+        micro-batches or another use of the module may have added to `main_grad`.
+        """
+        return False
+
+    @overwrite_main_grad.setter
+    def overwrite_main_grad(self, value: bool) -> None:
+        # Model code sets it when it has no earlier gradient, but other uses may have one.
+        del value
+
+
+class GatheredParameter(FusedGradient, nn.Parameter):
+    """A view of the gathered buffer, with attributes for fused kernels.
+
+    In all other respects an ordinary `nn.Parameter`.
+    """
+
+
+@functools.cache
+def _gathered_class(of: type) -> type:
+    return type(f"Gathered{of.__name__}", (FusedGradient, of), {"__module__": of.__module__})
+
+
+def gathered_name(param: torch.Tensor) -> str | None:
+    """Return the name of a gathered parameter; None for any other tensor."""
+    if not hasattr(param, "_owner_slot"):
+        return None
+    group, index = param._owner_slot
+    owner: ParameterGroup | None = group()
+    return None if owner is None else owner.label(index)

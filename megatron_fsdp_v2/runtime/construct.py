@@ -1,0 +1,516 @@
+"""Construction of a unit: check parameters, build buffers, then install them on the modules."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import fsdp
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from megatron_fsdp_v2.comm.backends import communicator_for
+from megatron_fsdp_v2.comm.interface import Axis
+from megatron_fsdp_v2.dtensor.row_shards import TensorShard
+from megatron_fsdp_v2.dtensor.tp_params import tensor_shard_of
+from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
+from megatron_fsdp_v2.layout.flat_buffers import flat_buffers
+from megatron_fsdp_v2.layout.mixed_precision import MixedPrecisionPolicy
+from megatron_fsdp_v2.memory.allocator import Allocator
+from megatron_fsdp_v2.memory.trace_pool import TracePoolAllocator
+from megatron_fsdp_v2.params.buffer import ShardGrid
+from megatron_fsdp_v2.params.formats import DenseFormat, format_of
+from megatron_fsdp_v2.params.group import GroupSpec, ParameterGroup
+from megatron_fsdp_v2.params.parameters import (
+    OwnedParameter,
+    find_owner_slot,
+    tensor_hook_rejection,
+)
+from megatron_fsdp_v2.runtime.context import Context
+from megatron_fsdp_v2.runtime.hooks import install_hooks
+from megatron_fsdp_v2.runtime.materialize import materialize, without_values
+from megatron_fsdp_v2.runtime.module import FSDPModule, swap_class, unit_of
+from megatron_fsdp_v2.runtime.optimizer_steps import watch_optimizers
+from megatron_fsdp_v2.runtime.options import RuntimeOptions
+from megatron_fsdp_v2.runtime.unit import Unit, class_names
+
+__all__ = [
+    "TiedParameter",
+    "UnitPlan",
+    "check_modules",
+    "make_unit",
+    "numbered",
+    "outermost",
+    "own_modules",
+    "owned_parameters",
+    "used_parameters",
+]
+
+
+type TiedParameter = tuple[OwnedParameter, ParameterGroup, int]
+
+
+# -- modules ----------------------------------------------------------------------------------
+
+
+def outermost(given: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the modules to shard, without duplicates and without modules inside another one."""
+    modules: list[nn.Module] = []
+    for module in given if isinstance(given, list | tuple) else [given]:
+        if not isinstance(module, nn.Module):
+            raise ValueError(f"fully_shard needs an nn.Module, got {type(module).__name__}")
+        modules.append(module)
+    if not modules:
+        raise ValueError("fully_shard needs an nn.Module or some of them, got an empty list")
+    inside = {id(m) for module in modules for m in module.modules() if m is not module}
+    return [m for m in dict.fromkeys(modules) if id(m) not in inside]
+
+
+def check_modules(modules: Sequence[nn.Module]) -> None:
+    """Check that modules have a forward and that no other wrapper reduces their gradients.
+
+    Raises:
+        ValueError: A module cannot be sharded.
+    """
+    for module in modules:
+        # The result of torch.compile() holds the module under this name.
+        if any(isinstance(m, FSDPModule) for m in (module, getattr(module, "_orig_mod", None))):
+            raise ValueError(f"fully_shard was already called on this {type(module).__name__}")
+        is_list = isinstance(module, nn.ModuleList | nn.ModuleDict)
+        if is_list and type(module).forward in (nn.ModuleList.forward, nn.ModuleDict.forward):
+            raise ValueError(
+                f"{type(module).__name__} has no forward to gather for; call fully_shard on its "
+                "members"
+            )
+        for name, below in module.named_modules():
+            theirs = isinstance(below, fsdp.FSDPModule) and not isinstance(below, FSDPModule)
+            wrappers = (DataParallel, DistributedDataParallel, fsdp.FullyShardedDataParallel)
+            if not theirs and not isinstance(below, wrappers):
+                continue
+            what = "torch.distributed.fsdp.fully_shard" if theirs else type(below).__name__
+            unwrapped = "call this fully_shard instead" if theirs else "give the module inside it"
+            raise ValueError(
+                f"{name or 'the module'} ({type(below).__name__}) reduces its gradients through "
+                f"{what} already, and parameters can be sharded or replicated by one of both only; "
+                f"{unwrapped}"
+            )
+
+
+def numbered(modules: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
+    """Return modules with a name prefix: the module's number, or "" for a single module."""
+    return [("" if len(modules) == 1 else str(i), module) for i, module in enumerate(modules)]
+
+
+def own_modules(named: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield modules and their descendants outside other units, with names, parents first."""
+    for prefix, module in named:
+        yield prefix, module
+        for name, child in module.named_children():
+            if not isinstance(child, FSDPModule):
+                yield from own_modules([(f"{prefix}.{name}" if prefix else name, child)])
+
+
+# -- parameters -------------------------------------------------------------------------------
+
+
+def owned_parameters(
+    modules: Sequence[nn.Module], ignored: AbstractSet[nn.Parameter], device: torch.device
+) -> tuple[list[OwnedParameter], list[TiedParameter]]:
+    """Return the parameters of a unit's modules, each with all modules that register it.
+
+    Parameters of units inside are left out.
+
+    Returns:
+        The parameters the unit owns; and the parameters tied to one that another unit owns, each
+        with its group and its index there.
+
+    Raises:
+        ValueError: A parameter cannot be sharded.
+    """
+    ignored_ids = {id(param) for param in ignored}
+    found: dict[int, OwnedParameter] = {}
+    for prefix, below in own_modules(numbered(modules)):
+        for attribute, param in below._parameters.items():
+            if param is None or id(param) in ignored_ids:
+                continue
+            name = f"{prefix}.{attribute}" if prefix else attribute
+            known = found.setdefault(id(param), OwnedParameter(name, param))
+            known.sites.append((below, attribute))
+    owned, tied = [], []
+    for parameter in found.values():
+        slot = find_owner_slot(parameter.param)
+        shared = _owner_of(parameter.param, modules)
+        if slot is not None:
+            tied.append((parameter, cast("ParameterGroup", slot.info.owner()), slot.index))
+        elif shared is not None:
+            tied.append((parameter, *shared))
+        else:
+            _check_parameter(parameter.name, parameter.param, device)
+            owned.append(parameter)
+    return owned, tied
+
+
+def used_parameters(
+    modules: Sequence[nn.Module], used: AbstractSet[nn.Parameter]
+) -> list[TiedParameter]:
+    """Return parameters owned by other units that the modules' forwards read, as tied ones.
+
+    Raises:
+        ValueError: A parameter is not sharded, or belongs to a unit that contains a module.
+    """
+    tied: list[TiedParameter] = []
+    for param in used:
+        owner = _owner_of(param, modules)
+        if owner is None:
+            raise ValueError(
+                f"used_params has a parameter of shape {tuple(param.shape)} that no other unit has "
+                "sharded; call fully_shard on its module first, and pass the parameter that the "
+                "module has afterwards"
+            )
+        group, index = owner
+        tied.append((OwnedParameter(group.names[index], param), group, index))
+    return tied
+
+
+def _owner_of(
+    param: nn.Parameter, modules: Sequence[nn.Module]
+) -> tuple[ParameterGroup, int] | None:
+    """Return the group of a parameter that another unit owns, and its index there.
+
+    None if the parameter is not sharded, or if its unit contains one of the modules (an error).
+    """
+    if not isinstance(param, UnevenDTensor):
+        return None
+    group = cast("ParameterGroup | None", param.row_shards.info.owner())
+    unit = None if group is None else group.unit()
+    owners = [owner for ref in (() if unit is None else unit.modules) if (owner := ref())]
+    below = {id(part) for owner in owners for part in owner.modules()}
+    if group is None or not owners or any(id(module) in below for module in modules):
+        return None
+    return group, next(i for i, known in enumerate(group.sharded_params) if known is param)
+
+
+def _check_parameter(name: str, param: nn.Parameter, device: torch.device) -> None:
+    if isinstance(param, UnevenDTensor):
+        raise ValueError(
+            f"parameter {name} is sharded already, by a unit that contains it; wrap inner units "
+            "before outer ones"
+        )
+    local = param._local_tensor if isinstance(param, DTensor) else param
+    known = format_of(param)
+    if known is None or (known is DenseFormat and not _has_memory(local)):
+        raise ValueError(
+            f"parameter {name} is a {type(local).__name__}, which is made of other tensors or "
+            "defines fsdp_pre_all_gather, and no registered weight format supports it. Make it a "
+            "plain tensor and set its compute dtype with mp_policy, or exclude it with "
+            "ignored_params"
+        )
+    if param.dim() == 0:
+        raise ValueError(
+            f"parameter {name} is 0-dim and has no rows to shard; make it of shape (1,)"
+        )
+    if param.requires_grad and (param.is_complex() or param.dtype.itemsize == 1):
+        kind = "complex" if param.is_complex() else "of 8 bits"
+        raise ValueError(
+            f"parameter {name} is {kind} ({param.dtype}) and trained, which cannot be reduced over "
+            "ranks and stepped; train a real one and convert it in the forward (torch.view_as_"
+            "complex for complex numbers), freeze it, or leave it out with ignored_params"
+        )
+    rejection = tensor_hook_rejection(f"parameter {name}", param)
+    if rejection:
+        raise ValueError(rejection)
+    if not param.is_leaf:
+        raise ValueError(
+            f"parameter {name} is not a leaf tensor: it was computed from other tensors, which "
+            "would receive its gradient; register an nn.Parameter"
+        )
+    if not param.is_meta and param.device.type not in ("cpu", device.type):
+        raise ValueError(
+            f"parameter {name} is on {param.device}, the mesh on {device.type!r}; move the module "
+            "or make the mesh of the module's device type"
+        )
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has memory, unlike a wrapper around other tensors."""
+    # Torch's own classes without memory, such as fake tensors, are accepted.
+    is_torchs = type(tensor).__module__.partition(".")[0] == "torch"
+    if is_torchs or tensor.is_meta or not tensor.numel():
+        return True
+    try:
+        return tensor.untyped_storage().data_ptr() != 0
+    except RuntimeError:
+        # Torch raises for a tensor without storage.
+        return False
+
+
+def _describe_tensor_shard(
+    parameter: OwnedParameter, mesh: DeviceMesh, shards: Mapping[nn.Parameter, TensorShard]
+) -> None:
+    """Set a parameter's tensor-parallel split from its DTensor placement or from `shards`."""
+    given = parameter.param if parameter.meta_original is None else parameter.meta_original
+    tensor = parameter.tensor = shards.get(given)
+    if isinstance(parameter.param, DTensor):
+        if tensor is not None:
+            raise ValueError(
+                f"parameter {parameter.name} is a DTensor, whose placement defines its split; "
+                "leave it out of tensor_shards"
+            )
+        parameter.tensor, parameter.dtensor = tensor_shard_of(parameter.name, parameter.param, mesh)
+        return
+    if tensor is None:
+        return
+    if tensor.mesh is not None and (
+        tensor.mesh.ndim != mesh.ndim + 1
+        or _ranks_along(tensor.mesh, mesh.ndim) != _ranks_along(mesh, mesh.ndim)
+    ):
+        raise ValueError(
+            f"the mesh of the tensor shard of parameter {parameter.name} must have the axes of "
+            f"the data-parallel mesh and one more, got {tensor.mesh}"
+        )
+    shape = tuple(parameter.param.shape)
+    if tensor.dim is not None and not 0 <= tensor.dim < len(shape):
+        raise ValueError(
+            f"parameter {parameter.name} of shape {shape} has no dimension {tensor.dim} to split"
+        )
+    if tensor.pieces and sum(tensor.pieces) != shape[tensor.dim or 0]:
+        raise ValueError(
+            f"the pieces {tensor.pieces} of parameter {parameter.name} must add up to the "
+            f"{shape[tensor.dim or 0]} rows or columns of this rank's part"
+        )
+
+
+def _ranks_along(mesh: DeviceMesh, num_axes: int) -> list[list[int]]:
+    return [dist.get_process_group_ranks(mesh.get_group(axis)) for axis in range(num_axes)]
+
+
+# -- the unit ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitPlan:
+    """Validated arguments of a `fully_shard` call, before any object is changed.
+
+    Attributes:
+        modules: Modules of the unit, without duplicates.
+        root_options: Root options passed to this unit.
+        options: Options of the root, merged from all units.
+        policy: Dtypes of weights, gradients, inputs and outputs.
+        spec: Properties that all groups of the unit share; see `spec_of`.
+        reshard_after_forward: Whether to reshard between forward and backward.
+        mesh: The data-parallel mesh.
+        axes: Axes of the mesh as this rank sees them, outermost first.
+        device: Device of the buffers.
+        owned: Parameters that the unit owns.
+        tied: Parameters of its modules that other units own.
+        tensor_shards: Tensor-parallel splits of plain tensors, from the caller.
+        param_init_fn: Initializes modules whose tensors are on the meta device.
+    """
+
+    modules: Sequence[nn.Module]
+    root_options: Mapping[str, Any]
+    options: RuntimeOptions
+    policy: MixedPrecisionPolicy
+    spec: GroupSpec
+    reshard_after_forward: bool
+    mesh: DeviceMesh
+    axes: Sequence[Axis]
+    device: torch.device
+    owned: Sequence[OwnedParameter]
+    tied: Sequence[TiedParameter]
+    tensor_shards: Mapping[nn.Parameter, TensorShard]
+    param_init_fn: Callable[[nn.Module], None] | None
+
+    def spec_of(self, param: nn.Parameter) -> GroupSpec:
+        """Return the properties of the group that a parameter belongs to."""
+        format_type = DenseFormat if isinstance(param, UnevenDTensor) else format_of(param)
+        assert format_type is not None
+        return dataclasses.replace(
+            self.spec,
+            dtypes=self.policy.resolve(param.dtype),
+            requires_grad=param.requires_grad,
+            reduces=getattr(param, "requires_gradient_reduction", True),
+            format_type=format_type,
+        )
+
+
+def make_unit(plan: UnitPlan) -> None:
+    """Build the unit, then install it on its modules. An error leaves everything unchanged.
+
+    Raises:
+        ValueError: A parameter cannot be sharded as planned.
+        RuntimeError: Memory is exhausted, or a tied parameter is gathered.
+    """
+    modules, owned = plan.modules, plan.owned
+    for parameter in owned:
+        if not parameter.param.is_meta or isinstance(parameter.param, DTensor):
+            _describe_tensor_shard(parameter, plan.mesh, plan.tensor_shards)
+    tied_groups = _tied_groups(plan)
+    own = list(own_modules(numbered(modules)))
+    with ExitStack() as undo:
+        _keep(undo, (part for _, part in own))
+        unset = materialize(owned, own, plan.device, plan.axes, plan.param_init_fn, undo)
+        for parameter in owned:
+            # An initialization may set the tensor-parallel attributes of its parameters.
+            if parameter.meta_original is not None and parameter.dtensor is None:
+                _describe_tensor_shard(parameter, plan.mesh, plan.tensor_shards)
+        allocator = TracePoolAllocator() if plan.options.enable_trace_pool else Allocator()
+        context = Context(communicator_for(plan.device), allocator, plan.options)
+        made = _make_groups(plan, context)
+        groups = [group for group, _ in made]
+        unit = Unit(
+            context,
+            modules,
+            groups,
+            tied_groups,
+            plan.policy,
+            reshard_after_forward=plan.reshard_after_forward,
+            root_options=plan.root_options,
+        )
+        unit.unset = without_values(groups, *unset)
+        # Until here, only tensors on the meta device have changed.
+        _keep(undo, (group.parameters for group in tied_groups))
+        for group, members in made:
+            group.parameters.take_over(members, undo)
+        for parameter, group, index in plan.tied:
+            for below, attribute in parameter.sites:
+                group.parameters.add_site(index, below, attribute)
+        for part in modules:
+            swap_class(part)
+            part._fsdp_unit = unit  # type: ignore[assignment]
+            install_hooks(part)
+        _join(modules, context, undo)
+        watch_optimizers(context)
+        undo.pop_all()
+
+
+def _tied_groups(plan: UnitPlan) -> list[ParameterGroup]:
+    """Return the groups of other units that own parameters tied to the plan's."""
+    tied_groups: list[ParameterGroup] = []
+    for parameter, group, index in plan.tied:
+        where = f"parameter {parameter.name} is tied to {group.names[index]} of {group.name}"
+        spec = plan.spec_of(parameter.param)
+        if isinstance(parameter.param, UnevenDTensor):
+            # A sharded parameter has the dtype of its main weight, not its original dtype.
+            spec = dataclasses.replace(spec, dtypes=group.spec.dtypes)
+        if group.mesh != plan.mesh or group.spec != spec:
+            raise ValueError(
+                f"{where}, which was sharded with another mesh, strategy, granularity, scaling or "
+                "precision; use the same for both"
+            )
+        if group.is_held:
+            raise RuntimeError(f"{where}, which is gathered; call reshard() on its module first")
+        if group not in tied_groups:
+            tied_groups.append(group)
+    return tied_groups
+
+
+def _make_groups(
+    plan: UnitPlan, context: Context
+) -> list[tuple[ParameterGroup, list[OwnedParameter]]]:
+    """Build the parameter groups of a unit, each with parameters of one spec and little padding."""
+    buffers = flat_buffers(
+        plan.owned,
+        lambda parameter: (plan.spec_of(parameter.param), parameter.is_separate and parameter.name),
+        lambda parameter: parameter.shape,
+        lambda key: key[0].smallest_itemsize,
+        ShardGrid.of(plan.axes, [p.main_weight for p in plan.spec.placements]).num_slices,
+        plan.spec.granularity,
+    )
+    made = []
+    for number, ((spec, _), members, layout) in enumerate(buffers):
+        problem = spec.format_type.problem(spec.dtypes, spec.placements)
+        if problem is not None:
+            raise ValueError(f"parameter {members[0].name}: {problem}")
+        group = ParameterGroup(
+            f"{class_names(plan.modules)}/{number}",
+            members,
+            spec,
+            layout,
+            plan.mesh,
+            plan.axes,
+            plan.device,
+            context.communicator,
+            context.allocator,
+        )
+        made.append((group, members))
+    return made
+
+
+def _join(roots: Sequence[nn.Module], context: Context, undo: ExitStack) -> None:
+    """Make a new root: set the context and the names of all units below it."""
+    names: dict[Unit, list[str]] = {}
+    for prefix, root in numbered(roots):
+        for name, module in root.named_modules(prefix=prefix):
+            if isinstance(module, FSDPModule):
+                names.setdefault(unit_of(module), []).append(name)
+    units = list(names)
+    everyone = [group for unit in units for group in unit.groups]
+    _keep(undo, units)
+    _keep(undo, (part for group in everyone for part in group.state()))
+    for memory in (one for group in everyone for one in group.temporaries().values()):
+        # Its backing storage is not restored: the next use selects it again.
+        before = {k: v for k, v in vars(memory).items() if k in ("name", "arena", "key")}
+        undo.callback(vars(memory).update, before)
+    pool = context.allocator
+    if isinstance(pool, TracePoolAllocator):
+        for other in dict.fromkeys(unit.context.allocator for unit in units):
+            if isinstance(other, TracePoolAllocator) and other is not pool:
+                _keep(undo, other.state())
+                pool.merge(other)
+    for unit in units:
+        unit.context, unit.is_root = context, unit is units[0]
+        unit.fqns = [""] if unit.is_root else names[unit]
+        unit.fqn = ", ".join(unit.fqns)
+        for number, group in enumerate(unit.groups):
+            group.unit = weakref.ref(unit)
+            group.join(f"{unit.fqn or unit.class_name}/{number}", pool, context.observer)
+    # Ranks without any rows of the model skip a norm over all parameters.
+    by_mesh: dict[DeviceMesh, list[ParameterGroup]] = {}
+    for group in everyone:
+        if group.grads is not None:
+            by_mesh.setdefault(group.mesh, []).append(group)
+    for groups in by_mesh.values():
+        empty = frozenset.intersection(*(frozenset(group.empty_ranks) for group in groups))
+        for group in groups:
+            undo.callback(setattr, group.info, "empty_ranks", group.info.empty_ranks)
+            group.info.empty_ranks = empty
+    context.set_units(units)
+
+
+# -- rollback ---------------------------------------------------------------------------------
+
+
+def _keep(undo: ExitStack, targets: Iterable[object]) -> None:
+    """Register a rollback of objects: their classes, attributes and the content of containers."""
+    for target in targets:
+        containers = [
+            (value, copy.copy(value))
+            for value in vars(target).values()
+            if type(value) in (dict, OrderedDict, set, list)
+        ]
+        undo.callback(_put_back, target, type(target), dict(vars(target)), containers)
+
+
+def _put_back(
+    target: object, cls: type, attributes: dict[str, Any], containers: Iterable[tuple[Any, Any]]
+) -> None:
+    # The result of torch.compile() forwards attributes that are set on it to its module.
+    object.__setattr__(target, "__class__", cls)
+    state = vars(target)
+    state.clear()
+    state.update(attributes)
+    for container, content in containers:
+        container.clear()
+        (container.extend if isinstance(container, list) else container.update)(content)

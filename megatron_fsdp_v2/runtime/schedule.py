@@ -1,0 +1,605 @@
+"""Schedule of gathers and reductions in a step. Units and groups communicate themselves.
+
+* **Order**: units are expected in the order of the last pass, and backwards in the reverse order of
+  forwards (`ExecutionOrder`). Units that gather nothing (below ZeRO-3) are not part of the order,
+  but also start prefetches when they run.
+* **Prefetch**: once a unit is gathered, gathers of the next units start, up to a limit in units or
+  bytes (`PrefetchLimit`). Prefetched units that were expected before the current unit, and were not
+  used, are resharded (`GatherSchedule`).
+* **Ordered reductions**: a unit is reduced once in a backward, after the last use of its parameters
+  (`OrderedReductions`).
+* **Bounded in-flight queue**: before the number of full gradient buffers exceeds its bound, the
+  oldest reduction is waited for; the reduction along the outer axis follows, with its own bound
+  (`ReductionQueue`).
+
+No code here uses a tensor or a process group. Units are referenced weakly, so that a model can be
+freed.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import operator
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_fsdp_v2.comm.interface import Work
+    from megatron_fsdp_v2.memory.observer import Observer
+    from megatron_fsdp_v2.params.gradients import GroupGrads
+    from megatron_fsdp_v2.runtime.options import RuntimeOptions
+    from megatron_fsdp_v2.runtime.unit import Unit
+
+__all__ = [
+    "Drain",
+    "ExecutionOrder",
+    "GatherSchedule",
+    "OrderedReductions",
+    "PrefetchLimit",
+    "ReductionQueue",
+    "RootPass",
+]
+
+
+# -- gathers ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PrefetchLimit:
+    """Limit of gathers ahead of the running unit.
+
+    Unless `units` is 0, the next unit is always gathered ahead, whatever its size.
+
+    Attributes:
+        units: Largest number of units; 0 disables prefetching, None is no limit.
+        nbytes: Largest total of gathered bytes of these units; None is no limit.
+    """
+
+    units: int | None = 1
+    nbytes: int | None = None
+
+    @property
+    def is_none(self) -> bool:
+        """Whether nothing is gathered ahead."""
+        return self.units == 0
+
+    def first[UnitT](
+        self, following: Iterable[UnitT], nbytes: Callable[[UnitT], int]
+    ) -> Sequence[UnitT]:
+        """Return the first of the next units that fit into the limit.
+
+        Args:
+            following: The next units, in order.
+            nbytes: Returns the gathered bytes of a unit.
+        """
+        if self.nbytes is None:
+            return list(itertools.islice(following, self.units))
+        ahead: list[UnitT] = []
+        total = 0
+        for unit in following:
+            total += nbytes(unit)
+            if len(ahead) == self.units or (ahead and total > self.nbytes):
+                break
+            ahead.append(unit)
+        return ahead
+
+
+_gathered_nbytes: Callable[[Unit], int] = operator.attrgetter("gathered_nbytes")
+
+
+class ExecutionOrder:
+    """Order in which units ran, as a prediction of the next pass.
+
+    A misprediction costs an unnecessary gather and changes no result: it is the same on all ranks
+    if they run the same units, and a mispredicted prefetch is dropped.
+    """
+
+    MOST = 1 << 14
+    """Runs kept per pass. Units that run outside their root's forward make an endless pass."""
+
+    def __init__(self) -> None:
+        self._expected: list[weakref.ref[Unit]] = []
+        self._ran: list[weakref.ref[Unit]] = []
+        # Index of the first expected unit that has not run yet.
+        self._next = 0
+
+    def begin(self) -> None:
+        """Start a new pass, predicted to repeat the last one."""
+        self._expected, self._ran, self._next = self._ran or self._expected, [], 0
+
+    def begin_reversed(self) -> None:
+        """Start a pass that is predicted to reverse the units run so far."""
+        self._expected, self._next = self._ran[::-1], 0
+
+    def note(self, unit: Unit) -> None:
+        """Record a run of a unit, if it is part of the order."""
+        if not unit.gathered_nbytes:
+            return
+        if len(self._ran) == self.MOST:
+            del self._ran[: self.MOST // 2]
+        self._ran.append(weakref.ref(unit))
+
+    def after(self, unit: Unit) -> Iterable[Unit]:
+        """Return the units expected after a unit that runs now; empty if it was not expected."""
+        for position in range(self._next, len(self._expected)):
+            if self._expected[position]() is unit:
+                self._next = position + 1
+                return self.left()
+        return ()
+
+    def left(self) -> Iterable[Unit]:
+        """Return the units that are still expected. Lazy, since callers read only a few."""
+        left = range(self._next, len(self._expected))
+        if not left:
+            return ()
+        return (unit for position in left if (unit := self._expected[position]()) is not None)
+
+    def beginning(self, limit: PrefetchLimit) -> list[Unit]:
+        """Return the first unit of the latest pass, and the units after it.
+
+        Args:
+            limit: Limit of the units after the first one.
+        """
+        refs = self._ran or self._expected
+        first = refs[0]() if refs else None
+        if first is None:
+            return []
+        following = (unit for ref in refs[1:] if (unit := ref()) is not None)
+        return [first, *limit.first(following, _gathered_nbytes)]
+
+
+class GatherSchedule:
+    """Prefetches units, and drops mispredicted prefetches.
+
+    For each use of a unit, the runtime calls `before_use`, gathers the unit, and calls one of
+    `in_forward`, `in_backward` and `in_schedule`, which prefetch the next units.
+
+    Attributes:
+        limit: Limit of gathers ahead of the running unit.
+        num_uses: Uses of units that have begun in the current pass.
+    """
+
+    def __init__(self, limit: PrefetchLimit) -> None:
+        self.limit = limit
+        self.num_uses = 0
+        # Keyed by the unit that a pass begins with.
+        self._forward_orders: weakref.WeakKeyDictionary[Unit, ExecutionOrder] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._forward_order: ExecutionOrder = ExecutionOrder()
+        self._backward_order: ExecutionOrder = ExecutionOrder()
+        self._scheduled_order: ExecutionOrder = ExecutionOrder()
+        self._prefetched: deque[weakref.ref[Unit]] = deque()
+        self._requested: list[weakref.ref[Unit]] = []
+
+    def begin_forward(self, first: Unit) -> None:
+        """Begin a pass, predicted by the last pass that began with the same unit.
+
+        Args:
+            first: The unit that the pass begins with.
+        """
+        self.num_uses = 0
+        self._forward_order = self._forward_orders.setdefault(first, ExecutionOrder())
+        self._forward_order.begin()
+
+    def gather_before_pass(self, first: Unit, is_ready: Callable[[Unit], bool]) -> Sequence[Unit]:
+        """Gather before a pass the units that the last pass of its kind began with.
+
+        If the pass begins with other units, it drops these.
+
+        Args:
+            first: The unit that the pass will begin with.
+            is_ready: Returns whether a unit can be gathered already. The first unit that is not
+                ready, and all units after it, are not gathered, to keep the order of the forward.
+
+        Returns:
+            The units whose gathers were started.
+        """
+        order = self._forward_orders.get(first)
+        if order is None or self.limit.is_none:
+            return []
+        ready = itertools.takewhile(is_ready, order.beginning(self.limit))
+        units = [unit for unit in ready if not unit.is_unsharded]
+        self.num_uses = 0
+        self._prefetch(units)
+        return units
+
+    def first_units(self) -> Iterable[Unit]:
+        """Return the units that passes began with."""
+        return self._forward_orders.keys()
+
+    def forget_backwards(self) -> None:
+        """Start a new backward order: backwards of later forwards are a separate pass."""
+        self._backward_order = ExecutionOrder()
+
+    def expect_backward(self, unit: Unit) -> None:
+        """Record a unit whose forward ended and whose backward is expected."""
+        self._backward_order.note(unit)
+
+    def begin_backward(self) -> None:
+        """Begin a backward, predicted to reverse the order of forwards."""
+        self.num_uses = 0
+        self._backward_order.begin_reversed()
+
+    def begin_schedule(self) -> None:
+        """Begin a schedule, which reports uses one by one, forwards and backwards."""
+        self.num_uses = 0
+        self._scheduled_order.begin()
+
+    def before_use(self, unit: Unit) -> None:
+        """Drop the prefetched units that were expected before a unit that is used now.
+
+        If the unit was not expected, all prefetched units are dropped, unless the unit is already
+        gathered for another reason.
+        """
+        self.num_uses += 1
+        is_gathered_anyway = unit.is_unsharded and weakref.ref(unit) not in self._prefetched
+        if unit.gathered_nbytes and not is_gathered_anyway:
+            while self._prefetched:
+                prefetched = self._prefetched.popleft()()
+                if prefetched is unit:
+                    break
+                if prefetched is not None:
+                    prefetched.reshard()
+        if self._requested:
+            self._requested = [ref for ref in self._requested if ref() is not unit]
+
+    def in_forward(self, unit: Unit, chosen: Sequence[weakref.ref[Unit]] = ()) -> None:
+        """Prefetch the next units after a unit is gathered for its forward.
+
+        Args:
+            unit: The unit.
+            chosen: Units chosen by the user instead of the predicted ones.
+        """
+        self._forward_order.note(unit)
+        self._look_ahead(self._forward_order, unit, chosen)
+
+    def in_backward(self, unit: Unit, chosen: Sequence[weakref.ref[Unit]] = ()) -> None:
+        """Prefetch the next units after a unit is gathered for its backward."""
+        self._look_ahead(self._backward_order, unit, chosen)
+
+    def in_schedule(self, unit: Unit) -> None:
+        """Prefetch the next units after a unit is gathered for a use of a schedule."""
+        self._scheduled_order.note(unit)
+        self._look_ahead(self._scheduled_order, unit, ())
+
+    def _look_ahead(
+        self,
+        order: ExecutionOrder,
+        unit: Unit,
+        chosen: Sequence[weakref.ref[Unit]],
+    ) -> None:
+        following = order.after(unit) if unit.gathered_nbytes else order.left()
+        if not (following or chosen) or self.limit.is_none:
+            return
+        if chosen:
+            # Chosen units stay gathered until they run or the pass ends.
+            for ref in chosen:
+                requested = ref()
+                if requested is not None:
+                    requested.prefetch()
+                    self._requested.append(ref)
+            return
+        due = []
+        for expected in self.limit.first(following, _gathered_nbytes):
+            # A unit that is in use, or kept for its backward, must not be dropped as a
+            # misprediction.
+            if not expected.is_unsharded:
+                due.append(expected)
+            # A gathered unit may lack the payload of its next use.
+            elif not expected.single_payload:
+                expected.prefetch()
+        self._prefetch(due)
+
+    def _prefetch(self, units: Sequence[Unit]) -> None:
+        for unit in units:
+            # A unit without room is recorded as well, since it is still expected.
+            unit.prefetch()
+            # Recorded once: an earlier prefetch may have been dropped by a load of weights.
+            ref = weakref.ref(unit)
+            if ref not in self._prefetched:
+                self._prefetched.append(ref)
+
+    def drop_prefetched(self) -> None:
+        """Drop all prefetched units at the end of a pass."""
+        for ref in [*self._prefetched, *self._requested]:
+            unit = ref()
+            if unit is not None:
+                unit.reshard()
+        self._prefetched.clear()
+        self._requested = []
+
+
+# -- ordered reductions ----------------------------------------------------------------------------
+
+
+class RootPass:
+    """Number of uses of each unit in one forward of the root, and in units run outside it.
+
+    A unit's gradients are complete after as many backwards as uses. The autograd graph of the
+    forward holds this object, which is deleted when no backward can follow.
+
+    Attributes:
+        has_root: Whether the root ran in this pass.
+        is_over: Whether its backward has begun, so that later forwards are another pass.
+    """
+
+    def __init__(self) -> None:
+        # A dict of weak references takes a tenth of the time of a WeakKeyDictionary.
+        self._uses: dict[weakref.ref[Unit], int] = {}
+        self.has_root = False
+        self.is_over = False
+
+    def add_use(self, *units: Unit) -> None:
+        """Count a use of a unit's parameters.
+
+        Args:
+            units: The unit, and the owners of its tied groups.
+        """
+        for unit in units:
+            ref = weakref.ref(unit)
+            self._uses[ref] = self._uses.get(ref, 0) + 1
+
+    def num_uses(self, unit: Unit) -> int:
+        """Return the number of uses of a unit."""
+        return self._uses.get(weakref.ref(unit), 0)
+
+
+class OrderedReductions:
+    """Order of reductions in a backward, the same on all ranks.
+
+    A unit is reduced once, after the last use of its parameters: ranks may use them different
+    numbers of times, so their gradients may arrive at different times.
+
+    If no use of a unit needs a gather (ZeRO-0, 1, 2), a rank may skip a unit that others run, or
+    run it more often. Its reductions must still pair with theirs, and collectives pair by order. So
+    the backward of one pass through the root reduces every unit exactly once in a fixed order, last
+    registered first, as backwards usually run. A unit that this rank skipped takes its turn without
+    a gradient; a unit that finishes before its turn waits for the units before it. Units with an
+    uncertain use (a use that no gradient reaches) are reduced at the end.
+
+    Args:
+        units: All units, parents before children, in order of registration.
+        in_order: Whether all units are reduced, in the fixed order.
+    """
+
+    def __init__(self, units: Sequence[Unit], *, in_order: bool = True) -> None:
+        self.in_order = in_order
+        turns = list(reversed(units))
+        self._order = [weakref.ref(unit) for unit in turns]
+        self._positions = {ref: position for position, ref in enumerate(self._order)}
+        self._next = 0
+        self._left = [0] * len(turns)
+
+    def begin(self, passed: RootPass) -> None:
+        """Begin the backward of a pass."""
+        self._next = 0
+        units = (ref() for ref in self._order)
+        self._left = [0 if unit is None else passed.num_uses(unit) for unit in units]
+
+    def done(self, *units: Unit) -> list[Unit]:
+        """Count the backward of one use, and return the units to reduce now, in order.
+
+        Empty if earlier turns, or more uses of the unit, are pending.
+
+        Args:
+            units: The arguments of `RootPass.add_use`.
+        """
+        ready: list[Unit] = []
+        for unit in units:
+            position = self._positions[weakref.ref(unit)]
+            self._left[position] -= 1
+            if not self.in_order:
+                if self._left[position] <= 0:
+                    ready.append(unit)
+                continue
+            while self._next < len(self._order):
+                following = self._order[self._next]()
+                if following is not None:
+                    if self._left[self._next] > 0:
+                        break
+                    ready.append(following)
+                self._next += 1
+        return ready
+
+    def remaining(self) -> list[Unit]:
+        """Return the units whose turn is still pending at the end of a backward."""
+        if not self.in_order:
+            return []
+        left = [unit for ref in self._order[self._next :] if (unit := ref()) is not None]
+        self._next = len(self._order)
+        return left
+
+
+# -- bounded in-flight queue -----------------------------------------------------------------------
+
+
+class Drain(enum.Enum):
+    """Reason to wait for reductions. Reports show the value."""
+
+    ROOM = "another unit needed a full gradient buffer: see max_live_grad_buffers"
+    """The bound of full gradient buffers, or of partial shards, is reached."""
+    END = "the backward is over, and no computation is left to hide it"
+    """Gradients are read next."""
+    AT_ONCE = "overlap is off, or the next operation reads its result"
+    """Asynchronous reductions are disabled."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Reduction:
+    """One group's reduction under way.
+
+    Attributes:
+        grads: The group's gradients.
+        work: Handle of the collective.
+        then_outer: Whether the outer axis is reduced next.
+    """
+
+    grads: GroupGrads
+    work: Work
+    then_outer: bool = False
+
+
+def _issue(queue: deque[list[_Reduction]], reductions: Iterable[_Reduction]) -> None:
+    """Issue the reductions of one unit, and add those under way to a queue, also after an error."""
+    issued: list[_Reduction] = []
+    try:
+        for reduction in reductions:
+            issued.append(reduction)
+    finally:
+        if issued:
+            queue.append(issued)
+
+
+class ReductionQueue:
+    """Gradient reductions under way, unit by unit, with a bound on the buffers they hold.
+
+    Attributes:
+        options: Options of the root. `max_live_grad_buffers` bounds the units with full gradient
+            buffers, and the units in an outer reduction.
+        draining: Reason of the latest wait.
+    """
+
+    def __init__(self, options: RuntimeOptions, observer: Observer) -> None:
+        """Make an empty queue.
+
+        Args:
+            options: Options of the root.
+            observer: Receives the phase `finish_reduction`.
+        """
+        self.options = options
+        self.draining = Drain.ROOM
+        self._observer = observer
+        self._inner: deque[list[_Reduction]] = deque()
+        self._outer: deque[list[_Reduction]] = deque()
+
+    @property
+    def is_async(self) -> bool:
+        """Whether reductions overlap later computation."""
+        return self.options.enable_async_reduce_grad
+
+    def __len__(self) -> int:
+        """Return the number of units in an inner reduction."""
+        return len(self._inner)
+
+    def due(self, arrived: Iterable[GroupGrads], *, synchronize: bool) -> Mapping[GroupGrads, bool]:
+        """Return the groups of a unit to reduce at the end of its backward.
+
+        Args:
+            arrived: Groups that have a gradient, on this or another rank.
+            synchronize: Whether gradients are reduced into `param.grad`.
+
+        Returns:
+            The groups, each with whether the outer axis is reduced next.
+        """
+        return {
+            grads: synchronize and grads.has_outer_axis
+            for grads in arrived
+            if synchronize or not grads.accumulates_unreduced
+        }
+
+    def reduce(self, due: Mapping[GroupGrads, bool]) -> None:
+        """Reduce groups of one unit, after waiting until another unit may be in flight. Collective.
+
+        Args:
+            due: What `due` returned.
+        """
+        if due:
+            # Needed here too: buffers that accumulate micro-batches were allocated without a wait.
+            self._make_room()
+            _issue(
+                self._inner,
+                (
+                    _Reduction(grads, grads.reduce(self, async_op=self.is_async), then_outer)
+                    for grads, then_outer in due.items()
+                ),
+            )
+        if not self.is_async:
+            self.drain(Drain.AT_ONCE)
+
+    def reduce_partials(self, groups: Iterable[GroupGrads]) -> None:
+        """Reduce groups whose inner reductions are done along the outer axis. Collective."""
+        for grads in groups:
+            if grads.has_partial and not self._has_inner(grads):
+                self._reduce_outer([grads])
+
+    def reserve(self, grads: GroupGrads) -> None:
+        """Wait until the bound allows another full buffer, and this group's own is free."""
+        self._make_room()
+        while self._has_inner(grads):
+            self._drain_one()
+
+    def drain(self, why: Drain = Drain.END) -> None:
+        """Wait for all reductions."""
+        self.draining = why
+        while self._inner:
+            self._drain_one()
+        while self._outer:
+            self._finish_outer(self._outer.popleft())
+
+    def groups(self) -> list[GroupGrads]:
+        """Return the groups whose main gradients are being written."""
+        queued = (*self._inner, *self._outer)
+        return [reduction.grads for issued in queued for reduction in issued]
+
+    def abandon(self) -> None:
+        """Drop all reductions after a failed backward. Waits for them, since buffers are in use."""
+        for issued in (*self._inner, *self._outer):
+            for reduction in issued:
+                reduction.work.wait()
+        self._inner.clear()
+        self._outer.clear()
+
+    def _make_room(self) -> None:
+        self.draining = Drain.ROOM
+        while len(self._inner) >= self.options.max_live_grad_buffers:
+            self._drain_one()
+
+    def _drain_one(self) -> None:
+        """Wait for the oldest unit's reductions, and begin those along the outer axis."""
+        oldest = self._inner.popleft()
+        self._finish_inner(oldest)
+        following = [reduction.grads for reduction in oldest if reduction.then_outer]
+        if following:
+            self._reduce_outer(following)
+
+    def _finish_inner(self, done: Sequence[_Reduction]) -> None:
+        with self._phase(done[0].grads):
+            for reduction in done:
+                reduction.work.wait()
+                reduction.grads.end_inner()
+
+    def _reduce_outer(self, groups: Sequence[GroupGrads]) -> None:
+        # Otherwise partial shards of all units would be live at the end of a backward.
+        while len(self._outer) >= self.options.max_live_grad_buffers:
+            self._finish_outer(self._outer.popleft())
+        with self._phase(groups[0]):
+            _issue(
+                self._outer,
+                (_Reduction(grads, grads.reduce_outer(async_op=self.is_async)) for grads in groups),
+            )
+
+    def _finish_outer(self, done: Sequence[_Reduction]) -> None:
+        with self._phase(done[0].grads):
+            for reduction in done:
+                reduction.work.wait()
+        for reduction in done:
+            # Two reductions of one group in a backward share its partial shard; the last one frees
+            # it.
+            if not any(one.grads is reduction.grads for issued in self._outer for one in issued):
+                reduction.grads.end_outer()
+
+    def _has_inner(self, grads: GroupGrads) -> bool:
+        for issued in self._inner:
+            for reduction in issued:
+                if reduction.grads is grads:
+                    return True
+        return False
+
+    def _phase(self, grads: GroupGrads) -> AbstractContextManager[Any]:
+        return self._observer.phase(grads.name, "finish_reduction")

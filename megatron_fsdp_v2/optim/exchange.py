@@ -1,8 +1,9 @@
-"""How matrices get to their owners and results back: one uneven all-to-all per axis and bucket.
+"""Exchange of matrices with their owners: one uneven all-to-all per axis, bucket and direction.
 
-An axis that cuts matrices is crossed twice, once each way. Along an axis of replicas only the
-owner's replica takes part in that, and every rank of it then sends its rows to its copies.
-Everything follows from layouts and owners; ranks tell one another nothing but matrix elements.
+Along an axis that shards matrices, rows are sent to owners and results back. Along an axis of
+replicas, only the owner's replica takes part in this exchange; each of its ranks then sends its
+rows of the result to its replicas. Layouts and owners determine all sizes, so ranks exchange only
+matrix elements.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -19,7 +21,6 @@ from megatron_fsdp_v2.comm.interface import (
     CollectiveKind,
     CommStream,
     Communicator,
-    Work,
 )
 from megatron_fsdp_v2.optim.matrix_layout import Grid, MatrixLayout, Rect
 from megatron_fsdp_v2.optim.ownership import Matrix, Ownership
@@ -36,9 +37,9 @@ class Hop:
 
     Attributes:
         axis: The axis of the grid.
-        sends: Per rank along the axis, what goes there.
-        receives: Per rank along the axis, what comes from there.
-        is_needed: Whether any rank along the axis sends something.
+        sends: Rectangles to send to each rank along the axis.
+        receives: Rectangles to receive from each rank along the axis.
+        is_needed: Whether any rank along the axis sends rectangles.
     """
 
     axis: int
@@ -47,12 +48,12 @@ class Hop:
     is_needed: bool
 
     def reversed(self) -> Hop:
-        """The way back."""
+        """Return the all-to-all in the other direction."""
         return Hop(self.axis, self.receives, self.sends, self.is_needed)
 
     @property
     def sent_numel(self) -> int:
-        """Elements that leave this rank."""
+        """Number of elements that this rank sends."""
         return sum(sizes(self.sends))
 
 
@@ -61,10 +62,10 @@ class BucketPlan:
     """A rank's part in one bucket.
 
     Attributes:
-        gathers: All-to-alls that bring matrices to their owners.
-        copies: All-to-alls that bring results to replicas, after the gathers ran backwards.
-        owned: Matrices this rank works on, with the rectangles they arrive in.
-        held: Rectangles that are here before and afterwards.
+        gathers: All-to-alls that send matrices to their owners.
+        copies: All-to-alls that send results to replicas, after the reversed gathers.
+        owned: Matrices that this rank computes, with the rectangles they consist of.
+        held: Rectangles of this rank's local tensors.
     """
 
     gathers: tuple[Hop, ...]
@@ -74,25 +75,25 @@ class BucketPlan:
 
     @property
     def returns(self) -> tuple[Hop, ...]:
-        """All-to-alls that bring results to where matrices came from, and to replicas."""
+        """All-to-alls that send results back, and to replicas."""
         return (*(hop.reversed() for hop in reversed(self.gathers)), *self.copies)
 
     @property
     def sent_numel(self) -> int:
-        """Elements that leave this rank."""
+        """Number of elements that this rank sends."""
         return sum(hop.sent_numel for hop in (*self.gathers, *self.returns))
 
 
 def plan_buckets(
     layouts: Sequence[MatrixLayout], ownership: Ownership, grid: Grid, rank: int
 ) -> list[BucketPlan]:
-    """A rank's part in every bucket. No communication.
+    """Return a rank's part of every bucket. No communication.
 
     Args:
-        layouts: Of all parameters.
-        ownership: Who works on what.
-        grid: The ranks.
-        rank: One of them.
+        layouts: Layouts of all parameters.
+        ownership: Owners and buckets of all matrices.
+        grid: Grid of ranks.
+        rank: Rank in the grid.
     """
     planner = _Planner(layouts, ownership, grid, grid.coordinate(rank))
     return [planner.bucket(bucket) for bucket in range(ownership.num_buckets)]
@@ -135,7 +136,7 @@ class _Planner:
     def _held(
         self, index: int, coordinate: Sequence[int], gathered: Sequence[int]
     ) -> Iterator[Rect]:
-        """What a rank holds once it was sent all that others hold along the gathered axes."""
+        """Yield the rectangles that a rank holds after all-to-alls along the gathered axes."""
         for steps in itertools.product(*(range(self._grid.sizes[axis]) for axis in gathered)):
             there = list(coordinate)
             for axis, step in zip(gathered, steps, strict=True):
@@ -146,17 +147,28 @@ class _Planner:
         return all(self._here[axis] == self._owners[index][axis] for axis in axes)
 
     def _gather(self, members: Sequence[int], axis: int, before: Sequence[int]) -> Hop:
-        """The all-to-all after which owners' coordinates along an axis hold all along it."""
+        """Return the all-to-all that sends matrices to their owners' coordinates along an axis."""
+        # A matrix that is whole on one rank is not sent.
+        moved = [
+            index
+            for index in members
+            if not self._matrix(index).whole_at
+            and self._at_owner(index, (*before, *self._grid.copy_axes))
+        ]
+        return self._hop(moved, axis, before)
+
+    def _copy(self, members: Sequence[int], axis: int, after: Sequence[int]) -> Hop:
+        """Return the all-to-all that sends results to all coordinates along an axis of replicas."""
+        moved = [index for index in members if self._at_owner(index, after)]
+        # The reverse of a gather from all replicas to the owner's.
+        return self._hop(moved, axis, ()).reversed()
+
+    def _hop(self, moved: Sequence[int], axis: int, before: Sequence[int]) -> Hop:
+        """Return the all-to-all along an axis that sends all held rectangles to owners."""
         mine, size = self._here[axis], self._grid.sizes[axis]
         sends: list[list[Key]] = [[] for _ in range(size)]
         receives: list[list[Key]] = [[] for _ in range(size)]
-        is_needed = False
-        for index in members:
-            # What is whole somewhere stays there, so it moves along no axis.
-            is_whole = bool(self._matrix(index).whole_at)
-            if is_whole or not self._at_owner(index, (*before, *self._grid.copy_axes)):
-                continue
-            is_needed = True
+        for index in moved:
             owner = self._owners[index][axis]
             if owner != mine:
                 sends[owner] += [(index, rect) for rect in self._held(index, self._here, before)]
@@ -166,47 +178,23 @@ class _Planner:
                     there = [step if a == axis else c for a, c in enumerate(self._here)]
                     rects = self._held(index, there, before)
                     receives[step] += [(index, rect) for rect in rects]
-        return Hop(axis, _frozen(sends), _frozen(receives), is_needed)
-
-    def _copy(self, members: Sequence[int], axis: int, after: Sequence[int]) -> Hop:
-        """The all-to-all after which results are at all coordinates along an axis of replicas."""
-        mine, size = self._here[axis], self._grid.sizes[axis]
-        sends: list[list[Key]] = [[] for _ in range(size)]
-        receives: list[list[Key]] = [[] for _ in range(size)]
-        is_needed = False
-        for index in members:
-            if not self._at_owner(index, after):
-                continue
-            is_needed = True
-            owner = self._owners[index][axis]
-            keys = [(index, rect) for rect in self._rects(index, self._here)]
-            if owner != mine:
-                receives[owner] += keys
-                continue
-            for step in range(size):
-                if step != mine:
-                    sends[step] += keys
-        return Hop(axis, _frozen(sends), _frozen(receives), is_needed)
-
-
-def _frozen(lists: Sequence[Sequence[Key]]) -> tuple[tuple[Key, ...], ...]:
-    return tuple(tuple(keys) for keys in lists)
+        return Hop(axis, tuple(map(tuple, sends)), tuple(map(tuple, receives)), bool(moved))
 
 
 def sizes(parts: Sequence[Sequence[Key]]) -> list[int]:
-    """Elements per rank along the axis."""
+    """Return the number of elements per rank along the axis."""
     return [sum(rect.rows * rect.cols for _, rect in part) for part in parts]
 
 
 class Transfer:
-    """All-to-alls one after the other, the first under way already.
+    """Runs all-to-alls one after the other; the constructor issues the first one.
 
     Args:
-        hops: What is sent; rectangles that arrive are sent on by later ones.
-        pieces: Rectangles that are here, of any strides; those that arrive are added, flat.
+        hops: The all-to-alls; later ones send rectangles that earlier ones received.
+        pieces: Rectangles on this rank, of any strides. Received rectangles are added, flat.
         axes: Axes of the grid.
         communicator: Runs the collectives.
-        like: Of the dtype and device of all pieces.
+        like: A tensor of the dtype and device of all rectangles.
     """
 
     def __init__(
@@ -218,49 +206,41 @@ class Transfer:
         like: torch.Tensor,
     ) -> None:
         self._pieces = pieces
-        self._axes = axes
-        self._communicator = communicator
-        self._like = like
-        self._left = list(hops)
-        self._arriving: tuple[Hop, torch.Tensor, Work] | None = None
-        if self._left:
-            self._start_next()
+        self._left = self._run(hops, axes, communicator, like)
+        next(self._left, None)
 
     def wait(self) -> dict[Key, torch.Tensor]:
-        """Have everything arrive; the rectangles that are here then."""
-        self._finish_arriving()
-        while self._left:
-            self._start_next()
-            self._finish_arriving()
+        """Run the remaining all-to-alls, and return all rectangles on this rank."""
+        for _ in self._left:
+            pass
         return self._pieces
 
-    def _finish_arriving(self) -> None:
-        if self._arriving is None:
-            return
-        hop, received, work = self._arriving
-        self._arriving = None
-        work.wait()
-        keys = [key for part in hop.receives for key in part]
-        flat = torch.split(received, [rect.rows * rect.cols for _, rect in keys])
-        self._pieces.update(zip(keys, flat, strict=True))
-
-    def _start_next(self) -> None:
-        hop = self._left.pop(0)
-        if not hop.is_needed:
-            # The next one must not come earlier for that: other ranks along its axis may have
-            # this one, and ranks pair all-to-alls by their order.
-            return
-        outgoing = [self._pieces[key].reshape(-1) for part in hop.sends for key in part]
-        sent = torch.cat(outgoing) if outgoing else self._like.new_empty(0)
-        into, out = sizes(hop.receives), sizes(hop.sends)
-        received = self._like.new_empty(sum(into))
-        collective = Collective(
-            CollectiveKind.ALL_TO_ALL,
-            received,
-            sent,
-            self._axes[hop.axis],
-            CommStream.REDUCE,
-            output_numels=into,
-            input_numels=out,
-        )
-        self._arriving = (hop, received, self._communicator.issue(collective, async_op=True))
+    def _run(
+        self, hops: Sequence[Hop], axes: Sequence[Axis], communicator: Communicator, like: Any
+    ) -> Iterator[None]:
+        """Issue the all-to-alls one after the other, and yield while each one is under way."""
+        for hop in hops:
+            if not hop.is_needed:
+                # Yields anyway, to issue the next one in the same order as ranks that need this
+                # one: collectives pair by order.
+                yield
+                continue
+            outgoing = [self._pieces[key].reshape(-1) for part in hop.sends for key in part]
+            sent = torch.cat(outgoing) if outgoing else like.new_empty(0)
+            into, out = sizes(hop.receives), sizes(hop.sends)
+            received = like.new_empty(sum(into))
+            collective = Collective(
+                CollectiveKind.ALL_TO_ALL,
+                received,
+                sent,
+                axes[hop.axis],
+                CommStream.REDUCE,
+                output_numels=into,
+                input_numels=out,
+            )
+            work = communicator.issue(collective, async_op=True)
+            yield
+            work.wait()
+            keys = [key for part in hop.receives for key in part]
+            flat = torch.split(received, [rect.rows * rect.cols for _, rect in keys])
+            self._pieces.update(zip(keys, flat, strict=True))

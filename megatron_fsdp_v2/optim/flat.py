@@ -1,117 +1,56 @@
-"""Optimizers that step a few flat tensors where their users see sharded parameters."""
+"""Optimizers that step a few flat tensors instead of many sharded parameters.
+
+Elementwise arithmetic does not depend on tensor boundaries, and the rows of a group's parameters
+are neighbors in its main weight. Neighbors with the same options and the same kind of state form a
+*run*: one plain tensor over the main weight, with one state, that the optimizer steps. The state of
+each parameter consists of views of the run's state, so it is always up to date.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
-import sys
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+import itertools
+import operator
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, cast, override
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
+from megatron_fsdp_v2.dtensor.attributes import raw_grad
 from megatron_fsdp_v2.dtensor.optimizer_kinds import ELEMENTWISE, NOT_ELEMENTWISE
-from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
-from megatron_fsdp_v2.optim.flat_plan import Plan
+from megatron_fsdp_v2.dtensor.sharded_rows import rows_like, with_rows_of
+from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of, plain_attributes
+from megatron_fsdp_v2.memory.allocator import alias_of
+from megatron_fsdp_v2.params.buffer import place_in
+from megatron_fsdp_v2.params.group import ParameterGroup
 
 __all__ = ["FlatOptimizer", "flat_optimizer", "step_flat"]
 
-_num_uses: Callable[[torch.Tensor], int] = torch._C.TensorBase._use_count  # type: ignore[attr-defined]
-
-
-def _counts(values: Iterable[object]) -> list[int]:
-    """References to each of some values."""
-    return [sys.getrefcount(value) for value in values]
-
-
-_ONE = _counts({0: object()}.values())[0]
-"""What that is of a value that only a dictionary has."""
+type _Groups = Sequence[Mapping[str, Any]]
+type _States = MutableMapping[Any, Any]
 
 
 class FlatOptimizer(Optimizer):
-    """An optimizer whose steps see flat tensors; made by `flat_optimizer`.
+    """An optimizer that steps flat tensors; made by `flat_optimizer`.
 
-    To its users it is the optimizer that it derives from: groups, state and state dicts are of the
-    parameters they gave it. A step gives that class, in the place of sharded parameters, flat
-    tensors over the main weights of each parameter group, with the main gradient as `grad`, and
-    with flat state.
-
-    State is flat as long as nobody looks. `state` makes states by parameter of it, sharded tensors
-    that share its memory; the next step takes in what was done to them.
+    It behaves like the optimizer that it derives from: groups, state and state dicts contain the
+    given parameters. Only during a step, `param_groups` and `state` contain runs, and the
+    parameters outside of runs.
 
     Attributes:
-        flat_of: The class it derives from.
+        flat_of: The optimizer class it derives from.
     """
 
     flat_of: ClassVar[type[Optimizer]]
     skips_empty_shards: ClassVar[bool] = True
 
-    _plan: Plan | None = None
-    # States by parameter, for as long as they are the truth; None while they are flat.
-    _shown: defaultdict[Any, Any] | None = None
-    _in_step = False
-
-    @property  # type: ignore[explicit-override]
-    def state(self) -> defaultdict[Any, Any]:
-        """State by parameter; in a step, that of what is stepped."""
-        if self._in_step:
-            assert self._plan is not None
-            return self._plan.state
-        if self._shown is None:
-            self._shown = self._unfolded()
-        return self._shown
-
-    @state.setter
-    def state(self, states: defaultdict[Any, Any]) -> None:
-        self._shown, self._plan = states, None
-
-    def _unfolded(self) -> defaultdict[Any, Any]:
-        found: defaultdict[Any, Any] = defaultdict(dict)
-        if self._plan is None:
-            return found
-        shown: dict[Any, Any] = {}
-        self._plan.show(shown)
-        # In the order of parameters, as torch makes it.
-        for param in (param for group in self.param_groups for param in group["params"]):
-            if param in shown:
-                found[param] = shown.pop(param)
-        found.update(shown)
-        return found
-
-    def _folded(self) -> Plan:
-        """What to step, with all that users know of in it."""
-        plan, shown = self._plan, self._shown
-        if plan is not None and shown is None and plan.fits(self.param_groups):
-            return plan
-        states = self._unfolded() if shown is None else shown
-        plan = Plan(self.param_groups, states, functools.partial(_spans_gaps, self.flat_of))
-        self._plan = plan
-        del shown, states
-        if self._shown is not None and not self._is_held(plan):
-            self._shown = None
-        return plan
-
-    def _is_held(self, plan: Plan) -> bool:
-        """Whether somebody else has states by parameter, who may look at them after the step.
-
-        Tensors of rows share memory with what is stepped; a count of steps does not. States of
-        what is stepped as it is are the same objects before and after.
-        """
-        held: dict[int, Any] = {0: self._shown}
-        self._shown = None
-        try:
-            if _counts(held.values())[0] > _ONE:
-                return True
-            shown = held[0]
-            # Here and in what is asked about.
-            states = {id(param): shown[param] for param in plan.joined if param in shown}
-            if any(count > _ONE + 1 for count in _counts(states.values())):
-                return True
-            return any(_is_any_held(state) for state in states.values())
-        finally:
-            self._shown = held[0]
+    _plan: _Plan | None = None
 
     def _step_flat(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         loss = None
@@ -119,22 +58,23 @@ class FlatOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
-            plan = self._folded()
-            stepped = plan.take_gradients()
+            plan, states = self._plan, self.state
+            if plan is None or not (plan.fits(self, states) and plan.take_gradients()):
+                plan = self._plan = _Plan(self, states)
+                plan.take_gradients()
             given = [group["params"] for group in self.param_groups]
-            self._in_step = True
+            stepped = plan.stepped()
+            self.state = found = plan.states(states)
             try:
                 for group, params in zip(self.param_groups, plan.params, strict=True):
                     group["params"] = params
                 result = _plain_step(self.flat_of)(self, **options)
             finally:
-                self._in_step = False
+                self.state = states
                 for group, params in zip(self.param_groups, given, strict=True):
                     group["params"] = params
-                plan.drop_gradients()
-                if self._shown is not None:
-                    plan.show(self._shown)
-            # What is stepped has version counters of its own.
+                plan.publish(found, states)
+            # Runs have their own version counters, so the step did not advance those of parameters.
             torch.autograd.graph.increment_version(stepped)
         return result if closure is None else loss
 
@@ -143,83 +83,414 @@ class FlatOptimizer(Optimizer):
         """See `torch.optim.Optimizer`.
 
         Raises:
-            ValueError: The group is to be stepped differentiably.
+            ValueError: The group has `differentiable=True`.
         """
         super().add_param_group(param_group)
         if self.param_groups[-1].get("differentiable"):
             self.param_groups.pop()
             raise ValueError(
-                f"{type(self).__name__} steps flat tensors in place, through which no gradient "
-                f"goes: leave differentiable=True out, or use {self.flat_of.__name__}"
+                f"{type(self).__name__} steps flat tensors in place, which is not differentiable: "
+                f"leave differentiable=True out, or use {self.flat_of.__name__}"
             )
-
-    @override
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        state = dict(state)
-        if "state" in state:
-            # `Optimizer.__setstate__` writes to `__dict__`, past the property.
-            self.state = state.pop("state")
-        super().__setstate__(state)
 
     @override
     def __reduce__(self) -> Any:
         return _unset, (self.flat_of,), self.__getstate__()
 
 
-def _is_any_held(state: MutableMapping[str, Any]) -> bool:
-    own = [v for v in state.values() if isinstance(v, torch.Tensor)]
-    own = [value for value in own if not isinstance(value, UnevenDTensor)]
-    # Here and in the state; in C++ it is one tensor.
-    return any(n > _ONE + 1 for n in _counts(own)) or any(_num_uses(value) > 1 for value in own)
+# -- runs ------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _RunMember:
+    """A parameter that may be part of a run.
+
+    Attributes:
+        param: The parameter.
+        local: Its local rows.
+        index: Its index in its parameter group.
+        start: Its first element in the group's main weight.
+        likeness: Equal for parameters that may share a run: index of the optimizer's group, whether
+            there is a gradient, and the kinds and scalar values of the state.
+    """
+
+    param: Any
+    local: torch.Tensor
+    index: int
+    start: int
+    likeness: tuple[Any, ...]
+
+    @property
+    def stop(self) -> int:
+        """One past its last element."""
+        return self.start + self.local.numel()
+
+
+def _kinds(param: torch.Tensor, state: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the kinds of a state's values by name; None if a run cannot have such a state."""
+    kinds: dict[str, Any] = {}
+    for name, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            if not isinstance(value, bool | int | float | str | None):
+                return None
+            kinds[name] = (type(value), value)
+            continue
+        known = with_rows_of(value, param) or value
+        if isinstance(known, UnevenDTensor):
+            mine = cast("UnevenDTensor", param).row_shards
+            if known.row_shards != mine or local_of(known).shape != local_of(param).shape:
+                return None
+            kinds[name] = ("rows", known.dtype, local_of(known).device)
+        elif type(value) is torch.Tensor and value.ndim == 0:
+            kinds[name] = (value.dtype, value.device, value.item())
+        else:
+            return None
+    return kinds
+
+
+class _Run:
+    """Neighboring parameters in a group's main weight, stepped as one tensor.
+
+    Attributes:
+        members: The parameters, in order.
+        number: Index of their group in the optimizer.
+        flat: The stepped tensor: rows of the members, and alignment gaps between them.
+        state: The optimizer's state of `flat`. A tensor with as many elements as the run holds
+            values per element; other values, such as a step count, belong to the whole run.
+    """
+
+    def __init__(self, main: torch.Tensor, members: Sequence[_RunMember], states: _States) -> None:
+        self.members = members
+        self.number = members[0].likeness[0]
+        self._start = members[0].start
+        self._numel = members[-1].stop - self._start
+        # An alias with its own version counter, like a parameter.
+        alias = alias_of(main, self._start, (self._numel,))
+        # Integer tensors cannot require gradients, and are never stepped.
+        self.flat = nn.Parameter(alias, alias.is_floating_point() or alias.is_complex())
+        self.state: dict[str, Any] = {}
+        own = [states.get(member.param, {}) for member in members]
+        for name, value in own[0].items():
+            if not isinstance(value, torch.Tensor):
+                self.state[name] = value
+            elif hasattr(value, "_local_tensor"):
+                self.state[name] = self._joined([state[name] for state in own])
+            else:
+                self.state[name] = value.clone()
+        # The members' states as last published.
+        self._published: list[dict[str, Any]] = [{} for _ in members]
+        self._viewed: list[Any] = []
+        self._copies: dict[str, list[torch.Tensor]] = {}
+        self._versions: list[int] = []
+        if self.state:
+            self.publish(states)
+
+    def _rows(self, flat: torch.Tensor, member: _RunMember) -> torch.Tensor:
+        local = member.local
+        return flat.narrow(0, member.start - self._start, local.numel()).view(local.shape)
+
+    def _joined(self, values: Sequence[Any]) -> torch.Tensor:
+        """Return the members' local tensors as one flat tensor: a view if possible, else a copy."""
+        first = local_of(values[0])
+        storage, base = first.untyped_storage(), int(first.storage_offset())
+        end = (base + self._numel) * first.element_size()
+        if end <= storage.nbytes() and all(
+            local_of(value).is_contiguous()
+            and local_of(value).untyped_storage()._cdata == storage._cdata
+            and local_of(value).storage_offset() - base == member.start - self._start
+            for member, value in zip(self.members, values, strict=True)
+        ):
+            return first.detach().as_strided((self._numel,), (1,), base)
+        flat = first.new_zeros(self._numel)
+        for member, value in zip(self.members, values, strict=True):
+            self._rows(flat, member).copy_(local_of(value))
+        return flat
+
+    def take_gradient(self, grads: Sequence[Any], flat: torch.Tensor | None) -> bool:
+        """Set the run's gradient of this step; None if no member has a gradient.
+
+        Args:
+            grads: Gradients of all parameters of the group.
+            flat: The flat main gradient, if all gradients are views of it.
+
+        Returns:
+            False if only some members have a gradient, so that the run must be split.
+        """
+        mine = [grads[member.index] for member in self.members]
+        num_missing = sum([grad is None for grad in mine])
+        if num_missing:
+            return num_missing == len(mine)
+        if flat is None:
+            flat = local_of(mine[0]).new_zeros(self._numel)
+            for member, grad in zip(self.members, mine, strict=True):
+                self._rows(flat, member).copy_(local_of(grad))
+        elif flat.numel() != self._numel:
+            flat = flat.narrow(0, self._start, self._numel)
+        if flat.dtype not in (self.flat.dtype, self.flat.grad_dtype):
+            self.flat.grad_dtype = flat.dtype
+        self.flat.grad = flat
+        return True
+
+    def publish(self, states: _States) -> None:
+        """Update the members' states from the run's state.
+
+        Tensors of rows are views, made once; values of the whole run are copied.
+        """
+        if not self.state:
+            return
+        is_known = len(self._viewed) == len(self.state)
+        if not (is_known and all(map(operator.is_, self.state.values(), self._viewed))):
+            self._publish_anew(states)
+        for name, copies in self._copies.items():
+            torch._foreach_copy_(copies, [self.state[name]] * len(copies))
+        self._versions = self._counters()
+
+    def _publish_anew(self, states: _States) -> None:
+        self._copies, self._viewed = {}, list(self.state.values())
+        for member, published in zip(self.members, self._published, strict=True):
+            state = states.setdefault(member.param, {})
+            # Keeps the order of the member's state, since ranks may gather its values in this
+            # order.
+            names = [name for name in {**state, **self.state} if name in self.state]
+            state.clear()
+            for name in names:
+                value = self.state[name]
+                if not isinstance(value, torch.Tensor):
+                    state[name] = value
+                elif value.shape == (self._numel,):
+                    state[name] = rows_like(self._rows(value, member), member.param)
+                else:
+                    state[name] = torch.empty_like(value)
+                    self._copies.setdefault(name, []).append(state[name])
+            published.clear()
+            published.update(state)
+
+    def _counters(self) -> list[int]:
+        """Return the version counters of the members' copies."""
+        return [copy._version for copies in self._copies.values() for copy in copies]
+
+    def is_as_published(self, states: _States) -> bool:
+        """Return whether the members' states and copies are unchanged since they were published."""
+        for member, published in zip(self.members, self._published, strict=True):
+            state = states.get(member.param, {})
+            if state.keys() != published.keys():
+                return False
+            if not all(map(operator.is_, map(state.__getitem__, published), published.values())):
+                return False
+        return self._versions == self._counters()
+
+
+def _group_of(param: torch.Tensor) -> ParameterGroup | None:
+    owner = param.row_shards.info.owner() if isinstance(param, UnevenDTensor) else None
+    return owner if isinstance(owner, ParameterGroup) else None
+
+
+def _candidates(
+    group: ParameterGroup, numbers: Mapping[int, int], states: _States
+) -> Iterator[_RunMember | None]:
+    """Yield parameters with rows on this rank in the order of the main weight.
+
+    Yields None for a parameter that no run can contain.
+
+    Args:
+        group: The group.
+        numbers: Index of the optimizer's group, by `id()` of a parameter.
+        states: State by parameter.
+    """
+    span = group.main_weight.span
+    starts = [place_in(group.layout, span, index)[0] for index in range(len(group.names))]
+    for index in sorted(range(len(starts)), key=starts.__getitem__):
+        param = group.sharded_params[index]
+        local = local_of(param)
+        if not local.numel():
+            continue
+        # User code may have assigned another local tensor, which the next forward syncs.
+        is_own = id(param) in numbers and local is group.parameters.views[index]
+        kinds = _kinds(param, states.get(param, {})) if is_own else None
+        if kinds is None:
+            yield None
+            continue
+        with plain_attributes():
+            has_grad = raw_grad(param) is not None
+        likeness = numbers[id(param)], has_grad, kinds
+        yield _RunMember(param, local, index, starts[index], likeness)
+
+
+class _Plan:
+    """Runs, and parameters outside of runs, which are stepped individually. Reused in every step.
+
+    Attributes:
+        params: Tensors to step instead of the parameters, per group of the optimizer.
+    """
+
+    def __init__(self, optimizer: FlatOptimizer, states: _States) -> None:
+        """Join parameters into runs where possible.
+
+        Args:
+            optimizer: The optimizer.
+            states: State by parameter. Parameters outside of runs keep the same state object.
+        """
+        groups: _Groups = optimizer.param_groups
+        self._options = [_spans_gaps(optimizer.flat_of, group) for group in groups]
+        self._given = [list(group["params"]) for group in groups]
+        self._runs: list[tuple[weakref.ref[ParameterGroup], list[_Run]]] = []
+        given = [param for params in self._given for param in params]
+        counts = Counter(map(id, given))
+        # A parameter that is listed twice is stepped twice, so it cannot be in a run.
+        numbers = {
+            id(param): number
+            for number, params in enumerate(self._given)
+            for param in params
+            if counts[id(param)] == 1
+        }
+        owners = dict.fromkeys(_group_of(param) for param in given)
+        for group in filter(None, owners):
+            runs = [
+                _Run(group.main_weight.tensor, joined, states)
+                for joined in self._joined(_candidates(group, numbers, states))
+                # With one element, state per element could not be distinguished from state of the
+                # run.
+                if joined[-1].stop - joined[0].start > 1
+            ]
+            if runs:
+                self._runs.append((weakref.ref(group), runs))
+        runs = [run for _, some in self._runs for run in some]
+        self._stepped_flat = [member.param for run in runs for member in run.members]
+        self._locals = [member.local for run in runs for member in run.members]
+        self._joined_ids = set(map(id, self._stepped_flat))
+        self.params: list[list[torch.Tensor]] = [
+            [param for param in params if id(param) not in self._joined_ids]
+            for params in self._given
+        ]
+        for run in runs:
+            self.params[run.number].append(run.flat)
+
+    def _joined(self, candidates: Iterator[_RunMember | None]) -> Iterator[list[_RunMember]]:
+        """Yield lists of neighbors that form a run."""
+        pending: list[_RunMember] = []
+        for member in itertools.chain(candidates, [None]):
+            if pending:
+                before = pending[-1]
+                is_one = member is not None and before.likeness == member.likeness
+                spans_gaps = self._options[before.likeness[0]]
+                if not (is_one and member and (spans_gaps or before.stop == member.start)):
+                    yield pending
+                    pending = []
+            if member is not None:
+                pending.append(member)
+
+    def fits(self, optimizer: FlatOptimizer, states: _States) -> bool:
+        """Return whether the plan is still valid for an optimizer, apart from its gradients."""
+        groups: _Groups = optimizer.param_groups
+        if len(groups) != len(self._given):
+            return False
+        for group, options, given in zip(groups, self._options, self._given, strict=True):
+            params = group["params"]
+            is_same = len(params) == len(given) and all(map(operator.is_, params, given))
+            if not is_same or _spans_gaps(optimizer.flat_of, group) is not options:
+                return False
+        return all(map(operator.is_, map(local_of, self._stepped_flat), self._locals)) and all(
+            ref() is not None and all(run.is_as_published(states) for run in runs)
+            for ref, runs in self._runs
+        )
+
+    def take_gradients(self) -> bool:
+        """Set the gradient of every run for this step.
+
+        Returns:
+            False if only some members of a run have a gradient, so that a new plan is needed.
+        """
+        for ref, runs in self._runs:
+            group = ref()
+            if group is None or group.grads is None:
+                continue
+            grads, flat, others = group.grads.found()
+            if not all([run.take_gradient(grads, None if others else flat) for run in runs]):
+                return False
+        return True
+
+    def states(self, given: _States) -> defaultdict[Any, Any]:
+        """Return the state to step with: runs' states, and all other entries of `given`.
+
+        Args:
+            given: State by parameter. Parameters outside of runs keep the same state object.
+        """
+        found: defaultdict[Any, Any] = defaultdict(dict)
+        found.update((key, s) for key, s in given.items() if id(key) not in self._joined_ids)
+        found.update((run.flat, run.state) for _, runs in self._runs for run in runs)
+        return found
+
+    def stepped(self) -> list[Any]:
+        """Return the parameters that the current step updates as parts of runs."""
+        runs = (run for _, some in self._runs for run in some if run.flat.grad is not None)
+        return [member.param for run in runs for member in run.members]
+
+    def publish(self, found: Mapping[Any, Any], states: _States) -> None:
+        """Drop gradients and update states by parameter, after a step.
+
+        Args:
+            found: Result of `states`, after the step.
+            states: State by parameter, changed in place.
+        """
+        num_before = len(states)
+        flats = set()
+        for run in (run for _, runs in self._runs for run in runs):
+            flats.add(id(run.flat))
+            if run.flat.grad is not None:
+                # A reference here would keep the main gradient allocated.
+                run.flat.grad = None
+                run.publish(states)
+        states.update((key, state) for key, state in found.items() if id(key) not in flats)
+        if len(states) != num_before:
+            # In the order of parameters, as torch's optimizers create states.
+            ordered = {p: states.pop(p) for given in self._given for p in given if p in states}
+            others = dict(states)
+            states.clear()
+            states.update({**ordered, **others})
 
 
 def _plain_step(kind: type[Optimizer]) -> Callable[..., Any]:
-    """A class's step without the hooks that torch puts around it: those of this one run."""
+    """Return a class's step without torch's hooks, which the flat class's own step already runs."""
     step: Any = kind.step
     return cast("Callable[..., Any]", step.__wrapped__ if hasattr(step, "hooked") else step)
 
 
 def _unset(kind: type[Optimizer]) -> FlatOptimizer:
-    flat = flat_optimizer(kind, elementwise=True)
-    return flat.__new__(flat)
+    return object.__new__(flat_optimizer(kind, elementwise=True))
 
 
 def flat_optimizer(kind: type[Optimizer], *, elementwise: bool = False) -> type[FlatOptimizer]:
-    """A class of optimizers that step like another one, on a few flat tensors.
+    """Return a subclass of an optimizer class that steps a few flat tensors.
 
-    Host work of a step and launches on a device are then those of one tensor for each parameter
-    group (a unit, as a rule), where they would be of every parameter. No bit of weights or state
-    depends on it. What is not sharded by `fully_shard`, or has no rows here, is stepped as it is.
+    Host work and kernel launches per step are those of about one tensor per unit instead of one per
+    parameter. Weights and state are bitwise identical. Parameters that `fully_shard` did not shard,
+    or without rows on this rank, are stepped individually.
 
         optimizer = flat_optimizer(torch.optim.AdamW)(model.parameters(), lr=1e-3)
 
     Args:
-        kind: A class of `torch.optim`, or another one.
-        elementwise: That `kind` computes every element of a parameter from that element, its
-            gradient and its state alone; to be said of any class that is not known to.
+        kind: A class of `torch.optim`, or another optimizer class.
+        elementwise: Asserts that `kind` computes every element of a parameter only from that
+            element, its gradient and its state. Required for classes that are not known to do so.
 
     Returns:
-        A class that derives from `kind`, and is made with the same arguments.
+        A class that derives from `kind`, with the same constructor arguments.
 
     Raises:
-        ValueError: The class is not elementwise, or not known to be.
+        ValueError: The class is not elementwise, or not known to be elementwise.
     """
     if issubclass(kind, FlatOptimizer):
         return kind
     _check_is_elementwise(kind, is_asserted=elementwise)
-    if kind not in _CLASSES:
-        _CLASSES[kind] = _flat_class(kind)
-    return _CLASSES[kind]
+    return _flat_class(cast("Any", kind))
 
 
-_CLASSES: dict[type[Optimizer], type[FlatOptimizer]] = {}
-
-
-def _flat_class(kind: type[Optimizer]) -> type[FlatOptimizer]:
+@functools.cache
+def _flat_class(kind: Any) -> type[FlatOptimizer]:
     def step(self: FlatOptimizer, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         return self._step_flat(closure, **options)
 
-    # Which arguments there are is looked up by `torch.amp.GradScaler`.
+    # `torch.amp.GradScaler` reads the signature.
     step.__signature__ = inspect.signature(_plain_step(kind))  # type: ignore[attr-defined]
     step.__doc__ = kind.step.__doc__
     members = {
@@ -232,20 +503,21 @@ def _flat_class(kind: type[Optimizer]) -> type[FlatOptimizer]:
 
 
 def step_flat(optimizer: Optimizer, *, elementwise: bool = False) -> FlatOptimizer:
-    """Have an optimizer step flat tensors from now on, as `flat_optimizer` says.
+    """Convert an optimizer in place, so that it steps flat tensors; see `flat_optimizer`.
 
-    For those that somebody else makes. Before a learning-rate scheduler is made of it.
+    For optimizers that other code constructs. Call it before constructing a learning-rate
+    scheduler.
 
     Args:
-        optimizer: Changed in place, state and all.
+        optimizer: Optimizer to convert. It keeps its state.
         elementwise: See `flat_optimizer`.
 
     Returns:
         The same object.
 
     Raises:
-        ValueError: Its class is not elementwise, or not known to be.
-        RuntimeError: Its `step` was replaced, as by a scheduler.
+        ValueError: Its class is not elementwise, or not known to be elementwise.
+        RuntimeError: Its `step` was replaced, for example by a scheduler.
     """
     flat = flat_optimizer(type(optimizer), elementwise=elementwise)
     if isinstance(optimizer, FlatOptimizer):
@@ -260,30 +532,27 @@ def step_flat(optimizer: Optimizer, *, elementwise: bool = False) -> FlatOptimiz
             f"this {type(optimizer).__name__} is differentiable, and flat tensors are stepped in "
             "place; leave differentiable=True out"
         )
-    states = vars(optimizer).pop("state")
     optimizer.__class__ = flat
     found = cast("FlatOptimizer", optimizer)
-    found.state = states
     found._patch_step_function()
     return found
 
 
 def _check_is_elementwise(kind: type[Optimizer], *, is_asserted: bool) -> None:
-    """See that a class of optimizers may be given flat tensors.
+    """Check that a class of optimizers is elementwise.
 
     Args:
         kind: The class.
-        is_asserted: Whether the user says that it is elementwise.
+        is_asserted: Whether the user asserts that it is elementwise.
 
     Raises:
-        ValueError: It is not, or nobody says that it is.
+        ValueError: The class is not elementwise, or neither known nor asserted to be.
     """
-    for base in kind.__mro__:
-        if base.__name__ in NOT_ELEMENTWISE:
-            raise ValueError(
-                f"{kind.__module__}.{kind.__name__} cannot step flat tensors: "
-                f"{NOT_ELEMENTWISE[base.__name__]}; give it the parameters as they are"
-            )
+    if any(base.__name__ in NOT_ELEMENTWISE for base in kind.__mro__):
+        raise ValueError(
+            f"{kind.__module__}.{kind.__name__} cannot step flat tensors: its update of an element "
+            "depends on other elements; give it the parameters as they are"
+        )
     if kind not in ELEMENTWISE and not is_asserted:
         known = ", ".join(sorted(each.__name__ for each in ELEMENTWISE))
         raise ValueError(
@@ -295,12 +564,10 @@ def _check_is_elementwise(kind: type[Optimizer], *, is_asserted: bool) -> None:
 
 
 def _spans_gaps(kind: type[Optimizer], group: Mapping[str, Any]) -> bool:
-    """Whether elements that are zero, with gradients of zero, stay so in every step.
+    """Return whether zeros with zero gradients stay zero in every step, so that runs may span gaps.
 
-    Alignment leaves such elements between parameters. Only without `eps` would zero be divided by
+    Alignment gaps between parameters contain such zeros. Without `eps`, a step would divide zero by
     zero.
     """
     eps = group.get("eps", 1.0)
-    if kind not in ELEMENTWISE or not isinstance(eps, float | int):
-        return False
-    return eps > 0
+    return kind in ELEMENTWISE and isinstance(eps, float | int) and eps > 0

@@ -1,10 +1,11 @@
-"""Where the matrices of a parameter lie over a grid of ranks. Integers only."""
+"""Layouts of a parameter's matrices over a grid of ranks. Integers only."""
 
 from __future__ import annotations
 
 import bisect
 import hashlib
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -26,11 +27,11 @@ class Rect(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Ranks that share the work on some matrices.
+    """Grid of ranks that share the work on some matrices.
 
     Attributes:
-        sizes: Ranks along each axis; every one more than 1.
-        cuts: Whether an axis cuts the matrices; along the others ranks hold equal copies.
+        sizes: Number of ranks per axis; each greater than 1.
+        cuts: Whether an axis shards the matrices. Along other axes, ranks hold equal copies.
     """
 
     sizes: tuple[int, ...]
@@ -38,24 +39,21 @@ class Grid:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of the grid."""
-        count = 1
-        for size in self.sizes:
-            count *= size
-        return count
+        """Number of ranks of the grid."""
+        return math.prod(self.sizes)
 
     @property
     def cut_axes(self) -> tuple[int, ...]:
-        """Axes along which matrices are gathered, in this order."""
+        """Axes along which the engine gathers matrices, in order."""
         return tuple(axis for axis, cut in enumerate(self.cuts) if cut)
 
     @property
     def copy_axes(self) -> tuple[int, ...]:
-        """Axes along which results are copied, in this order."""
+        """Axes along which the engine copies results, in order."""
         return tuple(axis for axis, cut in enumerate(self.cuts) if not cut)
 
     def coordinate(self, rank: int) -> tuple[int, ...]:
-        """Coordinate of a rank, counted with the last axis fastest."""
+        """Return the coordinate of a rank; the last axis varies fastest."""
         steps = []
         for size in reversed(self.sizes):
             rank, step = divmod(rank, size)
@@ -63,7 +61,7 @@ class Grid:
         return tuple(reversed(steps))
 
     def rank(self, coordinate: Sequence[int]) -> int:
-        """The inverse of `coordinate`."""
+        """Return the rank at a coordinate."""
         rank = 0
         for step, size in zip(coordinate, self.sizes, strict=True):
             rank = rank * size + step
@@ -72,14 +70,16 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class MatrixLayout:
-    """Where a parameter's matrix, or every matrix of its stack, lies on a grid.
+    """Layout on a grid of a parameter's matrix, or of all matrices of its stack.
 
     Attributes:
-        grid: The ranks.
-        row_shards: Rows of every rank along the axes that shard rows.
-        part_shape: Shape of what rows are counted in: a rank's tensor-parallel part.
-        strides: Per axis of the grid, how far a step moves in the row ranges; 0 along others.
-        tensor_axis: The axis of the grid that cuts the whole into parts, if one does.
+        grid: Grid of ranks.
+        row_shards: Row ranges of every rank along the axes that shard rows.
+        part_shape: Shape of a rank's tensor-parallel part, in which rows are counted.
+        strides: Distance in the row ranges between neighboring ranks, per axis of the grid; 0 along
+            axes that do not shard rows.
+        tensor_axis: Axis of the grid that splits the whole into tensor-parallel parts; None if
+            there is none.
     """
 
     grid: Grid
@@ -90,7 +90,7 @@ class MatrixLayout:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the parameter: `(m, n)`, or `(count, m, n)` of a stack."""
+        """Shape of the parameter: `(m, n)`, or `(count, m, n)` for a stack."""
         if self.tensor is None:
             return self.part_shape
         return self.tensor.global_shape(self.part_shape)
@@ -103,26 +103,26 @@ class MatrixLayout:
 
     @property
     def count(self) -> int:
-        """Matrices of the parameter."""
+        """Number of matrices of the parameter."""
         return self.shape[0] if len(self.shape) == 3 else 1
 
     @property
     def tensor(self) -> TensorShard | None:
-        """How tensor parallelism cut the whole, where parts are joined."""
+        """Tensor-parallel split of the whole; None if parts are not joined."""
         return None if self.tensor_axis is None else self.row_shards.tensor
 
     def rects_at(self, number: int, coordinate: Sequence[int]) -> list[Rect]:
-        """The rectangles of a matrix that the rank at a coordinate holds."""
+        """Return the rectangles of a matrix that the rank at a coordinate holds."""
         return [rect for rect, _ in self.pieces_at(number, coordinate)]
 
     def pieces_at(
         self, number: int, coordinate: Sequence[int]
     ) -> Iterator[tuple[Rect, tuple[Any, ...]]]:
-        """The same, each with where it lies in that rank's local tensor.
+        """Yield the rectangles of `rects_at`, each with its index in that rank's local tensor.
 
         Args:
-            number: Which matrix of the stack.
-            coordinate: A rank of the grid.
+            number: Index of the matrix in its stack.
+            coordinate: Coordinate of a rank in the grid.
 
         Yields:
             A rectangle and an index of the local tensor.
@@ -138,7 +138,7 @@ class MatrixLayout:
                 yield Rect(row, col, rows, cols), (local, *chunk.local[1:])
 
     def whole_at(self, number: int) -> list[int]:
-        """Ranks that hold all of a matrix; none when it is spread over several."""
+        """Return the ranks that hold a whole matrix; empty if it is sharded."""
         first, last, part = 0, self.part_shape[0], None
         if self.tensor is not None:
             if len(self.shape) == 2 or self.tensor.dim != 0:
@@ -161,17 +161,17 @@ class MatrixLayout:
 
     @property
     def fingerprint(self) -> str:
-        """A short text that is equal on two ranks exactly when their layouts are."""
+        """A short hash that is equal on two ranks if and only if their layouts are equal."""
         ranges = self.row_shards.row_ranges
         rows: Any = tuple(ranges)
         if isinstance(ranges, RowRanges):
-            rows = (ranges.layout.fingerprint, ranges.param, ranges.first, ranges.last)
+            rows = (ranges.layout.fingerprint, ranges.param)
         cut = None if self.tensor is None else (self.tensor.dim, self.tensor.pieces)
         text = repr((self.grid, self.part_shape, self.strides, self.tensor_axis, cut, rows))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def _part_of(self, number: int, tensor: TensorShard) -> tuple[int, int]:
-        """Which tensor-parallel part of a stack a matrix is in, and its index there."""
+        """Return the tensor-parallel part that contains a matrix, and the index in that part."""
         first = 0
         for length in tensor.lengths(self.part_shape[0]):
             within = number - first * tensor.size

@@ -1,11 +1,10 @@
-"""Muon for plain and for sharded parameters, with AdamW for everything that is not a matrix."""
+"""Muon for plain and sharded parameters, with AdamW for parameters that are not matrices."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any, override
 
 import torch
@@ -14,58 +13,55 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
-from megatron_fsdp_v2._text import listed
-from megatron_fsdp_v2.dtensor.foreach import add_to_rows
+from megatron_fsdp_v2.dtensor.sharded_rows import add_to_rows
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, plain_attributes, rows_of
-from megatron_fsdp_v2.optim.engine import MatrixEngine, MatrixFunction
-from megatron_fsdp_v2.optim.newton_schulz import (
-    COEFFICIENTS,
-    EPS,
-    STEPS,
-    newton_schulz,
-    newton_schulz_flops,
-)
+from megatron_fsdp_v2.optim.engine import MatrixFunction
+from megatron_fsdp_v2.optim.matrix_step import MatrixStep, gradient_rows, parameter_name
 
-__all__ = ["Muon", "check_gradients", "gradient_rows", "parameter_name"]
+__all__ = ["Muon", "newton_schulz", "newton_schulz_flops"]
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Coefficients of the quintic `a x + b x^3 + c x^5` by Keller Jordan, as in `torch.optim.Muon`."""
+STEPS = 5
+EPS = 1e-7
 
 _ADJUSTMENTS = (None, "original", "match_rms_adamw")
 _MOST_STEPS = 99
 
 
-class Muon(torch.optim.Optimizer):
-    """Momentum, orthogonalized by Newton-Schulz: the update of `torch.optim.Muon`.
+class Muon(MatrixStep):
+    """Momentum orthogonalized by Newton-Schulz: the update of `torch.optim.Muon`.
 
-    Parameters may be plain tensors or sharded by `fully_shard`, with any strategy, mesh or
-    tensor-parallel part, in any mix. Momentum stays sharded like the parameter. Every matrix is put
-    together on one rank, orthogonalized there once, and its rows are sent back; of equal work
-    every rank does about `1 / ranks`, where tensors are replicated too. A 3-D parameter is a stack
-    of matrices, such as those of experts.
+    Parameters may be plain tensors or sharded by `fully_shard`, with any strategy, mesh and
+    tensor-parallel split, in any mix. Momentum is sharded like the parameter. Every matrix is
+    gathered and orthogonalized on one rank, and its rows are sent back, so that every rank does
+    about `1 / ranks` of the work, also for replicated parameters. A 3-D parameter is a stack of
+    matrices, such as those of experts.
 
-    Groups with `use_muon=False` are stepped by AdamW, so that one optimizer serves a whole model:
-    give it embeddings, output layers, norms and biases there.
+    Groups with `use_muon=False` are stepped by AdamW, so that one optimizer serves a whole model.
+    Use them for embeddings, output layers, norms and biases.
 
     Args:
         params: Parameters, named parameters or groups, as for any optimizer.
-        lr: Learning rate, of AdamW too.
-        momentum: Of the running mean of gradients.
-        nesterov: Whether the update looks one step of momentum ahead.
-        weight_decay: Decoupled, of AdamW too.
+        lr: Learning rate of Muon and AdamW.
+        momentum: Factor of the running mean of gradients.
+        nesterov: Whether to use Nesterov momentum.
+        weight_decay: Decoupled weight decay of Muon and AdamW.
         ns_steps: Newton-Schulz iterations, 1 to 99.
-        ns_coefficients: `(a, b, c)` of each.
+        ns_coefficients: Coefficients `(a, b, c)` of each iteration.
         eps: Smallest norm that a matrix is divided by.
-        adjust_lr_fn: `"original"` (the default) scales by `sqrt(max(1, m / n))`,
+        adjust_lr_fn: `"original"` (the default) scales the learning rate by `sqrt(max(1, m / n))`,
             `"match_rms_adamw"` by `0.2 * sqrt(max(m, n))`.
-        ns_dtype: Of the iteration and of what ranks exchange for it; bf16 as in `torch.optim.Muon`.
-        use_muon: Whether a group that does not say is stepped by Muon or by AdamW.
-        betas: Of AdamW.
-        adamw_eps: Of AdamW.
+        ns_dtype: Dtype of the iteration and of the matrices that ranks exchange; bf16 as in
+            `torch.optim.Muon`.
+        use_muon: Default of the groups' option: True for Muon, False for AdamW.
+        betas: Betas of AdamW.
+        adamw_eps: Epsilon of AdamW.
 
     Raises:
         ValueError: An option is out of range, or a parameter of a Muon group is neither 2-D nor
-            3-D, or a DTensor that `fully_shard` did not make; names it.
+            3-D, or is a DTensor that `fully_shard` did not make; names it.
     """
-
-    skips_empty_shards = True
 
     def __init__(
         self,
@@ -87,7 +83,6 @@ class Muon(torch.optim.Optimizer):
         if not ns_dtype.is_floating_point:
             raise ValueError(f"ns_dtype must be a floating-point dtype, got {ns_dtype}")
         self._ns_dtype = ns_dtype
-        self._engine: tuple[_Matrices, MatrixEngine] | None = None
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -105,7 +100,7 @@ class Muon(torch.optim.Optimizer):
 
     @override
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; see the class for its options.
+        """Add a parameter group; see the class for its options.
 
         Raises:
             ValueError: See the class.
@@ -122,8 +117,7 @@ class Muon(torch.optim.Optimizer):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        # Process groups of the engine can be neither copied nor pickled; it is planned again.
-        return {**super().__getstate__(), "_ns_dtype": self._ns_dtype, "_engine": None}
+        return {**super().__getstate__(), "_ns_dtype": self._ns_dtype}
 
     @torch.no_grad()
     @override
@@ -131,21 +125,16 @@ class Muon(torch.optim.Optimizer):
         """Make one step. Collective over the meshes of sharded parameters.
 
         Args:
-            closure: Computes the loss again and returns it.
+            closure: Reevaluates the model and returns the loss.
 
         Raises:
-            RuntimeError: A matrix that is trained has no gradient; names it. One whose rows are
-                all on other ranks needs none here.
+            RuntimeError: A trained matrix with rows on this rank has no gradient; names it.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with plain_attributes():
-            groups = [group for group in self.param_groups if group["use_muon"]]
-            check_gradients(groups)
-            matrices = [(g, param) for g in groups for param in g["params"] if param.requires_grad]
-        self._step_matrices(matrices)
+        self.step_matrices([group for group in self.param_groups if group["use_muon"]])
         for group in self.param_groups:
             if not group["use_muon"]:
                 self._step_adamw(group)
@@ -153,56 +142,42 @@ class Muon(torch.optim.Optimizer):
 
     # -- Muon ----------------------------------------------------------------------------------
 
-    def _step_matrices(self, matrices: list[tuple[dict[str, Any], nn.Parameter]]) -> None:
-        params = [param for _, param in matrices]
-        updates: dict[int, torch.Tensor] = {}
-        for group in self.param_groups:
-            mine = [param for owner, param in matrices if owner is group]
-            for param, update in zip(mine, self._momentum_updates(group, mine), strict=True):
-                updates[id(param)] = update
-        if not params:
-            return
-        results = self._engine_for(matrices).run([updates[id(param)] for param in params])
-        changes = {id(param): result for param, result in zip(params, results, strict=True)}
-        for group in self.param_groups:
-            mine = [param for owner, param in matrices if owner is group]
-            _apply(group, mine, [changes[id(param)] for param in mine])
+    @override
+    def matrix_function(self, group: dict[str, Any], param: nn.Parameter) -> MatrixFunction:
+        """Return Newton-Schulz with the options of a group."""
+        del param
+        coefficients = tuple(group["ns_coefficients"])
+        return _function(group["ns_steps"], coefficients, group["eps"], self._ns_dtype)
 
-    def _momentum_updates(
-        self, group: dict[str, Any], params: list[nn.Parameter]
+    @override
+    def momentum_updates(
+        self, group: dict[str, Any], params: Sequence[nn.Parameter]
     ) -> list[torch.Tensor]:
-        """Move the running means of gradients on; what is to be orthogonalized, of this rank."""
-        for param in params:
-            if "momentum_buffer" not in self.state[param]:
-                self.state[param]["momentum_buffer"] = torch.zeros_like(param)
-        buffers = [rows_of(self.state[param]["momentum_buffer"]) for param in params]
-        # An empty shard has a buffer, so that checkpoints are alike on all ranks, and no gradient.
-        here = [index for index, buffer in enumerate(buffers) if buffer.numel()]
-        updates = list(buffers)
-        if here:
-            moved = [buffers[index] for index in here]
-            grads = [gradient_rows(params[index], buffers[index].dtype) for index in here]
-            torch._foreach_lerp_(moved, grads, 1 - group["momentum"])
-            if group["nesterov"]:
-                ahead = torch._foreach_lerp(grads, moved, group["momentum"])
-                for index, update in zip(here, ahead, strict=True):
-                    updates[index] = update
-        # Newton-Schulz rounds its input to this dtype anyway, so less can travel.
-        return [update.to(self._ns_dtype) for update in updates]
+        """See `MatrixStep`."""
+        # Cast before the exchange: Newton-Schulz rounds its input to this dtype anyway.
+        return [update.to(self._ns_dtype) for update in super().momentum_updates(group, params)]
 
-    def _engine_for(self, matrices: list[tuple[dict[str, Any], nn.Parameter]]) -> MatrixEngine:
-        params = [param for _, param in matrices]
-        functions = [
-            _function(
-                group["ns_steps"], tuple(group["ns_coefficients"]), group["eps"], self._ns_dtype
-            )
-            for group, _ in matrices
-        ]
-        # Parameters may be frozen, and options of groups changed, between two steps.
-        if self._engine is None or not self._engine[0].are(params, functions):
-            engine = MatrixEngine(params, functions)
-            self._engine = _Matrices(params, functions), engine
-        return self._engine[1]
+    @override
+    def decay(
+        self, group: dict[str, Any], params: Sequence[nn.Parameter], grads: Sequence[torch.Tensor]
+    ) -> None:
+        """Decay weights by the learning rate times `weight_decay`."""
+        del grads
+        torch._foreach_mul_(list(params), 1 - float(group["lr"]) * group["weight_decay"])
+
+    @override
+    def apply_results(
+        self, group: dict[str, Any], params: Sequence[nn.Parameter], results: Sequence[torch.Tensor]
+    ) -> None:
+        """Subtract orthogonalized updates, in one operation per learning rate."""
+        by_rate: dict[float, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        for param, result in zip(params, results, strict=True):
+            # An empty tensor in the list of a multi-tensor kernel can corrupt its neighbors.
+            if result.numel():
+                rate = float(group["lr"]) * _adjustment(group["adjust_lr_fn"], *param.shape[-2:])
+                by_rate.setdefault(rate, []).append((param, result))
+        for rate, pairs in by_rate.items():
+            add_to_rows([p for p, _ in pairs], [change for _, change in pairs], alpha=-rate)
 
     # -- AdamW ---------------------------------------------------------------------------------
 
@@ -239,20 +214,6 @@ class Muon(torch.optim.Optimizer):
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Matrices:
-    """What an engine was made for."""
-
-    params: list[nn.Parameter]
-    functions: list[MatrixFunction]
-
-    def are(self, params: list[nn.Parameter], functions: list[MatrixFunction]) -> bool:
-        """Whether these are the same ones."""
-        if len(params) != len(self.params) or functions != self.functions:
-            return False
-        return all(mine is theirs for mine, theirs in zip(self.params, params, strict=True))
-
-
 @functools.cache
 def _function(
     steps: int, coefficients: tuple[float, float, float], eps: float, dtype: torch.dtype
@@ -265,67 +226,11 @@ def _function(
     )
 
 
-def _apply(group: dict[str, Any], params: list[nn.Parameter], changes: list[torch.Tensor]) -> None:
-    """Decay weights and subtract orthogonalized updates, those of one learning rate at once."""
-    lr = float(group["lr"])
-    by_rate: dict[float, list[int]] = {}
-    for index, param in enumerate(params):
-        # An empty tensor in the list of a multi-tensor kernel can corrupt its neighbors.
-        if not rows_of(param).numel():
-            continue
-        rate = lr * _adjustment(group["adjust_lr_fn"], *param.shape[-2:])
-        by_rate.setdefault(rate, []).append(index)
-    for rate, indices in by_rate.items():
-        chosen: list[torch.Tensor] = [params[i] for i in indices]
-        torch._foreach_mul_(chosen, 1 - lr * group["weight_decay"])
-        add_to_rows(chosen, [changes[i] for i in indices], alpha=-rate)
-
-
 def _adjustment(name: str | None, m: int, n: int) -> float:
     """Factor of the learning rate for an `m x n` matrix."""
     if name == "match_rms_adamw":
         return 0.2 * math.sqrt(max(m, n))
     return math.sqrt(max(1, m / n))
-
-
-def gradient_rows(param: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
-    """This rank's rows of a gradient that is there, in a dtype."""
-    with plain_attributes():
-        grad = param.grad
-    assert grad is not None
-    return rows_of(grad).to(dtype)
-
-
-def check_gradients(groups: Iterable[dict[str, Any]]) -> None:
-    """Find out whether every trained matrix has a gradient where it has rows.
-
-    Args:
-        groups: Parameter groups of an optimizer that needs whole matrices.
-
-    Raises:
-        RuntimeError: One has none; names it.
-    """
-    missing = [
-        parameter_name(group, index)
-        for group in groups
-        for index, param in enumerate(group["params"])
-        if param.requires_grad and param.grad is None and rows_of(param).numel()
-    ]
-    if missing:
-        raise RuntimeError(
-            f"no gradient for {listed(missing, 3)}: the update of a matrix needs all of its "
-            "gradient; run a backward that reaches it before step(), or freeze it with "
-            "requires_grad_(False)"
-        )
-
-
-def parameter_name(group: dict[str, Any], index: int) -> str:
-    """What to call a parameter of an optimizer's group in an error."""
-    if "param_names" in group:
-        return str(group["param_names"][index])
-    param = group["params"][index]
-    name = param.row_shards.holders.name_of(param) if isinstance(param, UnevenDTensor) else None
-    return name or f"parameter {index} of shape {tuple(param.shape)}"
 
 
 def _check_options(group: dict[str, Any]) -> None:
@@ -362,3 +267,46 @@ def _check_parameter(group: dict[str, Any], index: int, param: nn.Parameter) -> 
             f"{parameter_name(group, index)} is a DTensor that was not sharded by fully_shard of "
             "megatron_fsdp_v2; Muon steps those and plain tensors"
         )
+
+
+def newton_schulz(
+    matrices: torch.Tensor,
+    *,
+    steps: int = STEPS,
+    coefficients: tuple[float, float, float] = COEFFICIENTS,
+    eps: float = EPS,
+    dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:
+    """Move all singular values of each matrix towards 1, and keep its singular vectors.
+
+    Args:
+        matrices: A stack `(count, m, n)` of independent matrices.
+        steps: Number of iterations, each of `newton_schulz_flops(m, n, 1)` operations.
+        coefficients: Coefficients `(a, b, c)` of the quintic.
+        eps: Smallest Frobenius norm that a matrix is divided by.
+        dtype: Dtype of the products and of the result.
+
+    Returns:
+        A stack of the same shape, in `dtype`.
+    """
+    a, b, c = coefficients
+    x = matrices.to(dtype)
+    is_tall = x.shape[-2] > x.shape[-1]
+    if is_tall:
+        # Transposed, so that the Gram matrix is that of the shorter side.
+        x = x.mT
+    x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if is_tall else x
+
+
+def newton_schulz_flops(m: int, n: int, steps: int = STEPS) -> int:
+    """Return the floating-point operations for one `m x n` matrix, counting a multiply-add as two.
+
+    A step multiplies short x long by long x short, short x short by itself, and the result by short
+    x long.
+    """
+    short, long = min(m, n), max(m, n)
+    return steps * (4 * short * short * long + 2 * short**3)

@@ -1,11 +1,11 @@
-"""Which rank works on which matrix: decided from shapes and layouts alone, equally on every rank.
+"""Assignment of matrices to owner ranks, from shapes and layouts alone, equal on every rank.
 
-A matrix function such as Newton-Schulz needs the whole matrix in one place. Repeating it on every
-rank wastes all but one; here each matrix has one owner. Longest processing time first keeps the
-busiest rank within a third of a matrix's work of the best there is. A matrix that is whole on one
-rank stays there. Where there are fewer matrices than ranks, some ranks own none: cutting one
-Newton-Schulz in two costs an all-reduce of its Gram matrix in every one of its steps, which
-takes longer than the step wherever the matrix is small, and with large ones there are many.
+A matrix function such as Newton-Schulz needs the whole matrix on one rank. Computing it on every
+rank would repeat the same work, so each matrix has one owner. Longest processing time first keeps
+the busiest rank within a third of a matrix's work of the optimum. A matrix that is whole on one
+rank stays there. With fewer matrices than ranks, some ranks own none: splitting one Newton-Schulz
+needs an all-reduce of its Gram matrix in every iteration, which takes longer than the iteration for
+small matrices, and models with large matrices have many.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ __all__ = ["Matrix", "Ownership"]
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """One matrix to work on.
+    """One matrix.
 
     Attributes:
-        param: Index of its parameter among those of the grid.
-        number: Which of a stack it is.
+        param: Index of its parameter among the parameters of the grid.
+        number: Index of the matrix in its stack.
         shape: Rows and columns.
-        flops: What the work costs.
-        kind: Matrices of equal shape and kind are worked on in one batch.
-        whole_at: Ranks that hold all of it.
+        flops: Cost of its function.
+        kind: Index of its function. Matrices of equal shape and kind form a batch.
+        whole_at: Ranks that hold the whole matrix.
     """
 
     param: int
@@ -41,17 +41,17 @@ class Matrix:
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return self.shape[0] * self.shape[1]
 
     @staticmethod
     def of(param: int, layout: MatrixLayout, flops: int, kind: int = 0) -> list[Matrix]:
-        """The matrices of a parameter; none if it has no element.
+        """Return the matrices of a parameter; empty if it has no elements.
 
         Args:
-            param: Its index.
-            layout: Where it is.
-            flops: Cost of one of its matrices.
+            param: Index of the parameter.
+            layout: Layout of the parameter.
+            flops: Cost of one matrix.
             kind: See `Matrix`.
         """
         shape = layout.matrix_shape
@@ -65,13 +65,13 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True)
 class Ownership:
-    """Who works on what, and when.
+    """Owner and bucket of every matrix.
 
     Attributes:
-        matrices: What there is to do.
-        owners: Per matrix, the rank of the grid that does it.
-        buckets: Per matrix, when it is exchanged: all of bucket 0 first.
-        flops: Per rank, work in all.
+        matrices: All matrices.
+        owners: Owner rank in the grid, per matrix.
+        buckets: Bucket per matrix; buckets are exchanged in ascending order.
+        flops: Total work per rank.
     """
 
     matrices: tuple[Matrix, ...]
@@ -84,9 +84,9 @@ class Ownership:
         """Assign owners by longest processing time first, and fill buckets.
 
         Args:
-            matrices: What there is to do.
-            num_ranks: Ranks of the grid.
-            bucket_numel: Elements after which an owner's next matrix goes into its next bucket.
+            matrices: All matrices.
+            num_ranks: Number of ranks of the grid.
+            bucket_numel: Elements after which an owner begins its next bucket.
         """
         found = tuple(matrices)
         owners, flops = _assign(found, num_ranks)
@@ -94,17 +94,17 @@ class Ownership:
 
     @property
     def num_buckets(self) -> int:
-        """Buckets in all."""
+        """Number of buckets."""
         return max(self.buckets, default=-1) + 1
 
     @property
     def balance(self) -> float:
-        """Work of the busiest rank over what it would be if all did the same."""
+        """Work of the busiest rank, divided by the mean work of all ranks."""
         total = sum(self.flops)
         return max(self.flops) * len(self.flops) / total if total else 1.0
 
     def members(self, bucket: int) -> list[int]:
-        """Indices of the matrices of a bucket."""
+        """Return the indices of the matrices of a bucket."""
         return [index for index, b in enumerate(self.buckets) if b == bucket]
 
 
@@ -119,7 +119,7 @@ def _assign(matrices: Sequence[Matrix], num_ranks: int) -> tuple[tuple[int, ...]
         numels[rank] += matrices[index].numel
         heapq.heappush(free, (flops[rank], numels[rank], rank))
 
-    # What cannot be elsewhere comes first, so that the rest is spread around it.
+    # Matrices that are whole on one rank come first; the others are balanced around them.
     placed = [i for i, m in enumerate(matrices) if len(m.whole_at) == 1]
     for index in placed:
         give(index, matrices[index].whole_at[0])
@@ -131,7 +131,7 @@ def _assign(matrices: Sequence[Matrix], num_ranks: int) -> tuple[tuple[int, ...]
         if holders and len(holders) < num_ranks:
             give(index, min(holders, key=lambda rank: (flops[rank], numels[rank], rank)))
             continue
-        # An entry is out of date if its rank was given something since.
+        # An entry of the heap is stale if its rank was assigned a matrix since.
         while free[0][:2] != (flops[free[0][2]], numels[free[0][2]]):
             heapq.heappop(free)
         give(index, heapq.heappop(free)[2])
@@ -143,7 +143,7 @@ def _fill(
 ) -> tuple[int, ...]:
     buckets = [0] * len(matrices)
     filled = [0] * num_ranks
-    # Neighbors of one shape end up in one bucket, and in one batch.
+    # Neighbors of one shape share a bucket, and so a batch.
     order = sorted(
         range(len(matrices)), key=lambda i: (matrices[i].kind, *matrices[i].shape, i), reverse=True
     )
@@ -151,6 +151,6 @@ def _fill(
         owner = owners[index]
         buckets[index] = filled[owner] // bucket_numel
         filled[owner] += matrices[index].numel
-    # A matrix larger than a bucket must not leave empty ones behind it.
+    # Renumbers, since a matrix larger than a bucket leaves empty buckets.
     used = {bucket: number for number, bucket in enumerate(sorted(set(buckets)))}
     return tuple(used[bucket] for bucket in buckets)

@@ -5,19 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any, Protocol, cast, override
+from typing import Any, Protocol, cast
 
 import torch
 
 from megatron_fsdp_v2._text import listed, parse_size, readable_size
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError
 from megatron_fsdp_v2.checkpoint.exporting import MAX_SHARD_BYTES, Exported, convert, export
-from megatron_fsdp_v2.checkpoint.inspecting import inspect, tree
-from megatron_fsdp_v2.checkpoint.plain_tensors import DTYPES, Progress
+from megatron_fsdp_v2.checkpoint.inspecting import inspect, listing
+from megatron_fsdp_v2.checkpoint.plain_files import DTYPES
 from megatron_fsdp_v2.checkpoint.verifying import verify
 
 __all__ = ["CONVERTER_GROUP", "Converter", "command", "find_converter"]
@@ -33,33 +33,29 @@ class _CheckpointCommand:
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
         """Add the actions and their arguments."""
-        actions = parser.add_subparsers(
-            title="actions", metavar="ACTION", required=True, parser_class=_ActionParser
-        )
-        add = _adder(actions)
+        actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+
+        def add(name: str, text: str, action: Any, **options: Any) -> argparse.ArgumentParser:
+            added = actions.add_parser(name, help=text, description=text, **options)
+            added.set_defaults(action=action)
+            return added
+
         looks = add("inspect", "names, shapes, dtypes and sizes", _inspect)
         looks.add_argument("path", help=_KINDS)
         looks.add_argument("--json", action="store_true", help="for programs")
         looks.add_argument("--depth", type=int, help="parts of names to show; default: all")
         checks = add("verify", "read every byte and compare checksums; 1 if damaged", _verify)
         checks.add_argument("path", help=_KINDS)
-        exports = add("export", "write the model as plain tensors in one file", _export)
+        exports = add(
+            "export", "write the model as plain tensors in one file", partial(_write, export)
+        )
         exports.add_argument("path", help="the checkpoint's folder")
         exports.add_argument("out_file", help="what to write: .safetensors or .pt")
-        converts = add("convert", "from one kind of checkpoint to another", _convert)
-        converts.add_argument("path", metavar="source", help=_KINDS)
-        converts.add_argument(
-            "out_file", metavar="target", help=".safetensors, .pt, or anything else for a folder"
-        )
-        names = _converter_names()
-        converts.add_argument(
-            "--to",
-            metavar="FORMAT",
-            help=f"write a format of another program: {', '.join(names) or 'none is installed'}; "
-            "its own options are shown by --to FORMAT --help",
-        )
         _add_file_options(exports)
-        converts.complete = _complete_convert
+        # Its options depend on --to, so that all words, options too, are parsed by the action.
+        text = "from one kind of checkpoint to another"
+        converts = add("convert", text, _convert, prefix_chars="\0", add_help=False)
+        converts.add_argument("words", nargs="*")
 
     def run(self, args: argparse.Namespace) -> int:
         """Run an action; on an error print one sentence to standard error and return 2."""
@@ -71,53 +67,15 @@ class _CheckpointCommand:
         return status
 
 
-class _ActionParser(argparse.ArgumentParser):
-    """Adds options that depend on the rest of the command line.
-
-    Attributes:
-        complete: Adds them, given the command line.
-    """
-
-    complete: Callable[[argparse.ArgumentParser, Sequence[str]], None] | None = None
-
-    @override
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse the command line, after adding these options."""
-        if self.complete is not None:
-            complete, self.complete = self.complete, None
-            complete(self, args or ())
-        return super().parse_known_args(args, namespace)
-
-
-def _complete_convert(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
-    """Add the options of the format of `--to`, or those of files."""
-    first = argparse.ArgumentParser(prog=parser.prog, add_help=False)
-    first.add_argument("--to")
-    name = first.parse_known_args(list(words))[0].to
-    if name is None:
-        _add_file_options(parser)
-        return
-    try:
-        converter = find_converter(name)
-    except CheckpointError as error:
-        parser.error(str(error))
-    converter.configure(parser)
-    parser.set_defaults(action=partial(_convert_to, converter))
-
-
-def _convert_to(converter: Converter, args: argparse.Namespace) -> int:
-    return converter.run(Path(args.path), Path(args.out_file), args)
-
-
 def _add_file_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype",
-        type=_dtype,
-        help=f"of floating-point tensors, {', '.join(_NAMES)}; default: as they are",
+        choices=[str(dtype).removeprefix("torch.") for dtype in DTYPES],
+        help="of floating-point tensors; default: as they are",
     )
     parser.add_argument(
         "--max-shard-size",
-        type=_size,
+        type=parse_size,
         default=MAX_SHARD_BYTES,
         metavar="SIZE",
         help="of a .safetensors file, such as 5GB or 500MiB; default: 5GB",
@@ -125,44 +83,17 @@ def _add_file_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prefix", help="what names of the model begin with; default: found out")
 
 
-_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
-
-
-def _adder(
-    actions: argparse._SubParsersAction[_ActionParser],
-) -> Callable[[str, str, Callable[[argparse.Namespace], int]], _ActionParser]:
-    def add(name: str, text: str, action: Callable[[argparse.Namespace], int]) -> _ActionParser:
-        parser = actions.add_parser(name, help=text, description=text)
-        parser.set_defaults(action=action)
-        return parser
-
-    return add
-
-
-def _dtype(text: str) -> torch.dtype:
-    if text not in _NAMES:
-        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(_NAMES)}")
-    return _NAMES[text]
-
-
-def _size(text: str) -> int:
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
 def _inspect(args: argparse.Namespace) -> int:
     contents = inspect(args.path)
     if args.json:
         sys.stdout.write(json.dumps(contents.as_dict(), indent=2) + "\n")
         return 0
-    sys.stdout.writelines(f"{line}\n" for line in tree(contents, args.depth))
+    sys.stdout.writelines(f"{line}\n" for line in listing(contents, args.depth))
     return 0
 
 
 def _verify(args: argparse.Namespace) -> int:
-    report = verify(args.path, _progress("read"))
+    report = verify(args.path)
     for line in (*report.problems, *report.notes):
         sys.stdout.write(f"{line}\n")
     count = len(report.problems)
@@ -177,55 +108,44 @@ def _verify(args: argparse.Namespace) -> int:
     return int(not report.is_good)
 
 
-def _export(args: argparse.Namespace) -> int:
-    return _written_by(export, args)
-
-
 def _convert(args: argparse.Namespace) -> int:
-    return _written_by(convert, args)
-
-
-def _written_by(write: Callable[..., Exported], args: argparse.Namespace) -> int:
-    return _report(
-        write(
-            args.path,
-            args.out_file,
-            dtype=args.dtype,
-            max_shard_bytes=args.max_shard_size,
-            prefix=args.prefix,
-            progress=_progress("written"),
-        )
+    parser = argparse.ArgumentParser("megatron-fsdp-v2 ckpt convert", add_help=False)
+    parser.add_argument(
+        "--to",
+        metavar="FORMAT",
+        help=f"write a format of another program: {', '.join(_points()) or 'none is installed'}; "
+        "its own options are shown by --to FORMAT --help",
     )
-
-
-def _report(done: Exported) -> int:
-    files = [str(Path(path)) for path in done.files]
-    shown = files[-1] if len(files) == 1 else f"{files[-1]} and {len(files) - 1} files beside it"
-    sys.stdout.write(
-        f"{shown}: {done.num_tensors} tensors, {readable_size(done.nbytes)}, one at a time (the "
-        f"largest has {readable_size(done.largest)})\n"
+    name = parser.parse_known_args(args.words)[0].to
+    parser.add_argument("-h", "--help", action="help")
+    parser.add_argument("path", metavar="source", help=_KINDS)
+    parser.add_argument(
+        "out_file", metavar="target", help=".safetensors, .pt, or anything else for a folder"
     )
+    if name is None:
+        _add_file_options(parser)
+        return _write(convert, parser.parse_args(args.words))
+    converter = find_converter(name)
+    converter.configure(parser)
+    parsed = parser.parse_args(args.words)
+    return converter.run(Path(parsed.path), Path(parsed.out_file), parsed)
+
+
+def _write(write: Callable[..., Exported], args: argparse.Namespace) -> int:
+    done = write(
+        args.path,
+        args.out_file,
+        dtype=args.dtype and getattr(torch, args.dtype),
+        max_shard_bytes=args.max_shard_size,
+        prefix=args.prefix,
+    )
+    *others, shown = done.files
+    beside = f" and {len(others)} files beside it" if others else ""
+    sys.stdout.write(f"{shown}{beside}: {done.num_tensors} tensors, {readable_size(done.nbytes)}\n")
     if done.left_out:
         names = listed(done.left_out, _SHOWN)
         sys.stdout.write(f"not of the model, and left out: {names}\n")
     return 0
-
-
-def _progress(verb: str) -> Progress | None:
-    """Show progress on a terminal; None if standard error is not one."""
-    if not sys.stderr.isatty():
-        return None
-    shown = [-1]
-
-    def show(done: int, total: int) -> None:
-        percent = 100 * done // total if total else 100
-        if percent != shown[0]:
-            shown[0] = percent
-            end = "\n" if done >= total else ""
-            sys.stderr.write(f"\r{percent:3d} % of {readable_size(total)} {verb}{end}")
-            sys.stderr.flush()
-
-    return show
 
 
 command = _CheckpointCommand()
@@ -254,23 +174,18 @@ class Converter(Protocol):
         ...
 
 
-def _converter_names() -> list[str]:
-    """Return the formats of installed packages, without importing them."""
-    return sorted(_points())
-
-
 def find_converter(name: str) -> Converter:
     """Import the converter to a format.
 
     Args:
-        name: One of `_converter_names()`.
+        name: Its name.
 
     Raises:
         CheckpointError: No package offers it, or something that it imports is missing.
     """
     point = _points().get(name)
     if point is None:
-        known = ", ".join(_converter_names()) or "none: no installed package offers one"
+        known = ", ".join(_points()) or "none: no installed package offers one"
         raise CheckpointError(f"no format is called {name!r}; known are {known}")
     try:
         return cast(Converter, point.load())
@@ -283,4 +198,5 @@ def find_converter(name: str) -> Converter:
 
 
 def _points() -> dict[str, EntryPoint]:
-    return {point.name: point for point in entry_points(group=CONVERTER_GROUP)}
+    """Formats of installed packages, without importing them."""
+    return {point.name: point for point in sorted(entry_points(group=CONVERTER_GROUP))}

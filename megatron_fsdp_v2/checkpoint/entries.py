@@ -1,4 +1,4 @@
-"""Entries of a checkpoint of a model and its optimizer, by name.
+"""The entries of a checkpoint: names and values of a model and its optimizer.
 
 Names are those of torch's own calls: `model.<parameter>`, `optimizer.state.<parameter>.<state>`,
 `optimizer.param_groups`, and `extra`. They say nothing of how anything was sharded.
@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megatron_fsdp_v2.dtensor.optimizer_state import held_elsewhere, wrap_foreign_state
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2.optim.flat import FlatOptimizer
-from megatron_fsdp_v2.runtime.fsdp_module import make_idle
+from megatron_fsdp_v2.runtime.module import make_idle
 
 __all__ = [
     "EXTRA",

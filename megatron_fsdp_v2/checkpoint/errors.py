@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 
@@ -35,7 +36,7 @@ class NotFoundError(CheckpointError):
 
 
 class ReplacedError(CheckpointError):
-    """The checkpoint was replaced while it was read."""
+    """Raised when another save replaces a checkpoint while a reader has it open."""
 
 
 @contextlib.contextmanager
@@ -55,8 +56,11 @@ def naming_full_disk(path: Path) -> Iterator[None]:
     except Exception as error:
         cause: BaseException | None = error
         while cause is not None:
-            if isinstance(cause, OSError) and cause.errno in _FULL:
-                raise OSError(cause.errno, _FULL[cause.errno], str(path)) from error
+            # What a library in Rust raises has the number in its text.
+            said = re.search(r"os error (\d+)", str(cause))
+            number = cause.errno if isinstance(cause, OSError) else said and int(said[1])
+            if number in _FULL:
+                raise OSError(number, _FULL[number], str(path)) from error
             cause = cause.__cause__ or cause.__context__
         raise
 
@@ -69,7 +73,7 @@ def all_ranks_or_raise[T](
     Args:
         what: What it does, for the sentence "rank 3 could not ...".
         do: The function; it may raise on some ranks only.
-        undo: Called on ranks where `do` succeeded if it raised on another one.
+        undo: Called on every rank if it raised on one.
 
     Returns:
         The value of `do` on this rank.
@@ -78,19 +82,21 @@ def all_ranks_or_raise[T](
         Exception: What `do` raised on this rank.
         CheckpointError: `do` raised on another rank.
     """
-    if not dist.is_initialized():
-        return do()
+    result: Any = None
+    problem: Exception | None = None
     try:
         result = do()
     except Exception as error:
-        everyones(f"{type(error).__name__}: {error}")
-        raise
-    for rank, text in enumerate(everyones(None)):
-        if text is not None:
-            if undo is not None:
-                undo()
-            raise CheckpointError(f"rank {rank} could not {what}: {text}")
-    return result
+        problem = error
+    said = everyones(None if problem is None else f"{type(problem).__name__}: {problem}")
+    failed = [(rank, text) for rank, text in enumerate(said) if text is not None]
+    if failed and undo is not None:
+        undo()
+    if problem is not None:
+        raise problem
+    for rank, text in failed:
+        raise CheckpointError(f"rank {rank} could not {what}: {text}")
+    return cast(T, result)
 
 
 def everyones[T](value: T) -> list[T]:

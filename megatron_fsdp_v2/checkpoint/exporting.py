@@ -1,57 +1,223 @@
 """Export a checkpoint to plain files, and convert between kinds of checkpoints.
 
-Runs in one process without a process group. Tensors are read and written one at a time.
+Runs in one process without a process group.
+
+A training framework may store a model in other pieces than it is made of. What puts them together
+again belongs to its adapter, which offers a function under the entry-point group
+`megatron_fsdp_v2.checkpoint_layouts`; the core knows none of them.
 """
 
 from __future__ import annotations
 
 import enum
-import os
+import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_fsdp_v2._text import listed
+from megatron_fsdp_v2.checkpoint.entries import MODEL
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError, naming_full_disk
+from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder, ReadRequest
 from megatron_fsdp_v2.checkpoint.manifest import MANIFEST
 from megatron_fsdp_v2.checkpoint.metadata import INCOMPLETE, METADATA
-from megatron_fsdp_v2.checkpoint.model_tensors import MODEL, FolderSource, Layout
-from megatron_fsdp_v2.checkpoint.plain_tensors import (
-    Progress,
+from megatron_fsdp_v2.checkpoint.plain_files import (
+    DTYPES,
+    INDEX,
+    PT_SUFFIXES,
+    SAFETENSORS,
+    PlainTensor,
     TensorSource,
-    check_dtype,
+    check_absent,
     convert_elements,
     converted,
-)
-from megatron_fsdp_v2.checkpoint.pt_files import SUFFIXES as PT_SUFFIXES
-from megatron_fsdp_v2.checkpoint.pt_files import PtSource, write_pt
-from megatron_fsdp_v2.checkpoint.replacing import (
-    make_temporary,
-    put_new,
-    remove_own,
-    temporary_name,
-)
-from megatron_fsdp_v2.checkpoint.safetensors_files import (
-    INDEX,
-    SafetensorsSource,
     index_of,
+    open_pt,
+    open_safetensors,
+    write_pt,
     write_safetensors,
 )
-from megatron_fsdp_v2.checkpoint.safetensors_files import SUFFIX as SAFETENSORS_SUFFIX
-from megatron_fsdp_v2.checkpoint.writing import FolderWriter
+from megatron_fsdp_v2.checkpoint.replacing import remove_own, sync, temporary_name
+from megatron_fsdp_v2.checkpoint.writing import Blocks, write_folder
 
 __all__ = [
+    "LAYOUT_GROUP",
     "MAX_SHARD_BYTES",
+    "MODEL",
+    "CheckpointKind",
     "Exported",
-    "Kind",
+    "Layout",
+    "ModelTensor",
+    "Piece",
     "convert",
     "export",
     "find_kind",
+    "find_layouts",
+    "natural_order",
     "open_source",
 ]
+
+LAYOUT_GROUP = "megatron_fsdp_v2.checkpoint_layouts"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A block of a stored tensor.
+
+    Attributes:
+        key: Name of the stored tensor.
+        start: Where the block starts in it.
+        size: How long it is, per dimension of the stored tensor. That may have dimensions in front
+            of those of the tensor it is a piece of (a number of a layer), of which it takes one
+            index each.
+    """
+
+    key: str
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTensor:
+    """A tensor of the model and the stored blocks that hold its elements.
+
+    Attributes:
+        tensor: Its plain name, shape and dtype.
+        pieces: One after the other along a dimension.
+        dim: This dimension.
+    """
+
+    tensor: PlainTensor
+    pieces: tuple[Piece, ...]
+    dim: int = 0
+
+
+Layout = Callable[[CheckpointFolder], Sequence[ModelTensor] | None]
+"""Returns the tensors of a checkpoint's model; None if the checkpoint is of another framework."""
+
+
+def find_layouts() -> Iterator[Layout]:
+    """Import the layouts of installed adapters."""
+    for point in sorted(entry_points(group=LAYOUT_GROUP)):
+        yield point.load()
+
+
+def _open_folder(path: Path, layouts: Sequence[Layout] | None, prefix: str | None) -> TensorSource:
+    """Open the model of a checkpoint folder.
+
+    Args:
+        path: The folder.
+        layouts: Asked one after the other what the model consists of; those of installed adapters
+            when None.
+        prefix: What the names of its tensors begin with. When None, a folder of this package, or
+            one with a nested state dict, has them under `model.`, and in any other folder every
+            tensor is one of the model.
+
+    Raises:
+        CheckpointError: It cannot be read, or holds no tensors of a model.
+    """
+    folder = CheckpointFolder(path)
+    asked = find_layouts() if layouts is None else layouts
+    answers = (layout(folder) for layout in (asked if prefix is None else ()))
+    found = next((answer for answer in answers if answer is not None), None)
+    if found is None:
+        found = _by_prefix(folder, prefix)
+    # Metadata is in the order in which ranks were asked.
+    found = sorted(found, key=lambda t: natural_order(t.tensor.name))
+    by_name = {model_tensor.tensor.name: model_tensor for model_tensor in found}
+    used = {piece.key for t in found for piece in t.pieces}
+    return TensorSource(
+        [t.tensor for t in found],
+        lambda tensor: _read(folder, by_name[tensor.name]),
+        _tied(folder, found),
+        [key for key in folder.metadata.state_dict_metadata if key not in used],
+    )
+
+
+def _read(folder: CheckpointFolder, model_tensor: ModelTensor) -> torch.Tensor:
+    """Put a tensor of the model together.
+
+    Raises:
+        CheckpointError: It is not all there, or damaged.
+    """
+    for piece in model_tensor.pieces:
+        folder.check_stored(piece.key)
+    data = torch.empty(model_tensor.tensor.shape, dtype=model_tensor.tensor.dtype)
+    wanted, first = [], 0
+    for piece in model_tensor.pieces:
+        target = data
+        if len(model_tensor.pieces) > 1:
+            length = piece.size[len(piece.size) - data.dim() + model_tensor.dim]
+            target = data.narrow(model_tensor.dim, first, length)
+            first += length
+        wanted.append(ReadRequest(piece.key, piece.start, target.view(piece.size)))
+    folder.fill(wanted)
+    return data
+
+
+def natural_order(name: str) -> str:
+    """Sort key for names in which numbers count as numbers."""
+    return re.sub("[0-9]+", lambda number: number[0].zfill(20), name)
+
+
+def _by_prefix(folder: CheckpointFolder, prefix: str | None) -> list[ModelTensor]:
+    if prefix is None:
+        prefix = MODEL if folder.manifest is not None or _is_nested(folder) else ""
+    found = [
+        _whole(key.removeprefix(prefix), key, entry)
+        for key, entry in folder.tensors()
+        if key.startswith(prefix)
+    ]
+    if not found:
+        raise CheckpointError(
+            f"{folder.path} holds no tensors called {prefix}*; name another prefix"
+            if prefix
+            else f"{folder.path} holds no tensors"
+        )
+    return found
+
+
+def _whole(name: str, key: str, entry: TensorStorageMetadata) -> ModelTensor:
+    shape = tuple(entry.size)
+    piece = Piece(key, (0,) * len(shape), shape)
+    return ModelTensor(PlainTensor(name, shape, entry.properties.dtype), (piece,))
+
+
+def _tied(folder: CheckpointFolder, found: Sequence[ModelTensor]) -> dict[str, str]:
+    """Other names of tied tensors: those that are stored at the same place."""
+    order = {key: i for i, key in enumerate(folder.metadata.state_dict_metadata)}
+    stored: dict[str, set[Any]] = {}
+    for index, info in (folder.metadata.storage_data or {}).items():
+        place = (tuple(index.offset or ()), info.relative_path, info.offset)
+        stored.setdefault(index.fqn, set()).add(place)
+    first: dict[Any, str] = {}
+    tied: dict[str, str] = {}
+    # What a model calls a tensor first is saved first.
+    for model_tensor in sorted(found, key=lambda t: order[t.pieces[0].key]):
+        tensor = model_tensor.tensor
+        pieces = tuple(
+            (frozenset(stored.get(p.key, {p.key})), p.start, p.size) for p in model_tensor.pieces
+        )
+        kept = first.setdefault((tensor.shape, tensor.dtype, pieces), tensor.name)
+        if kept != tensor.name and tensor.nbytes:
+            tied[tensor.name] = kept
+    return tied
+
+
+def _is_nested(folder: CheckpointFolder) -> bool:
+    """Whether tensors were saved in a nested dictionary under `model`."""
+    paths = folder.metadata.planner_data
+    if not isinstance(paths, dict):
+        return any(key.startswith(MODEL) for key, _ in folder.tensors())
+    return any(len(path) > 1 and f"{path[0]}." == MODEL for path in paths.values())
+
 
 MAX_SHARD_BYTES = 5 * 10**9
 
@@ -64,14 +230,12 @@ class Exported:
         files: The files or the folder; of several safetensors files the index is the last.
         num_tensors: Number of names of tensors of the model.
         nbytes: Bytes of their elements; tied tensors count once.
-        largest: Bytes of the largest tensor, as stored or as written, whichever is more.
         left_out: Other names in the source: optimizer state and objects.
     """
 
     files: tuple[Path, ...]
     num_tensors: int
     nbytes: int
-    largest: int
     left_out: tuple[str, ...]
 
 
@@ -82,23 +246,21 @@ def export(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     prefix: str | None = None,
-    progress: Progress | None = None,
     layouts: Sequence[Layout] | None = None,
 ) -> Exported:
     """Write the model of a checkpoint as plain tensors under plain names.
 
-    One process, no process group. It takes the memory of the largest tensor and a constant of
-    about 20 MiB.
+    One process, no process group. It takes the memory of one `.safetensors` file, or of the model
+    for `.pt`.
 
     Args:
-        path: The checkpoint's folder: of `save`, of torch's own distributed checkpoint, or of a
-            framework whose adapter is installed.
+        path: The checkpoint: a folder of `save`, of torch's own distributed checkpoint, or of a
+            framework whose adapter is installed; or any other source of `convert`.
         out_file: The file to write: `.safetensors`, or `.pt` for `torch.load`.
         dtype: Dtype of floating-point tensors; None leaves them unchanged.
         max_shard_bytes: A larger `.safetensors` model becomes several files of at most so many
             bytes, or of one tensor, and an index.
         prefix: Prefix of the model's tensors in the checkpoint, which is removed; detected if None.
-        progress: Called with the bytes written and the total.
         layouts: Layouts of frameworks; those of installed adapters if None.
 
     Returns:
@@ -110,11 +272,11 @@ def export(
             file format does not support.
     """
     target = Path(out_file)
-    if target.suffix not in (SAFETENSORS_SUFFIX, *PT_SUFFIXES):
-        raise ValueError(f"out_file is {target.name}; name it {SAFETENSORS_SUFFIX} or .pt")
-    _check(target, dtype, max_shard_bytes)
-    source = FolderSource(path, layouts, prefix)
-    return _write(source, target, dtype, max_shard_bytes, progress)
+    if target.suffix not in (SAFETENSORS, *PT_SUFFIXES):
+        raise ValueError(f"out_file is {target.name}; name it {SAFETENSORS} or .pt")
+    return convert(
+        path, target, dtype=dtype, max_shard_bytes=max_shard_bytes, prefix=prefix, layouts=layouts
+    )
 
 
 def convert(
@@ -124,7 +286,6 @@ def convert(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     prefix: str | None = None,
-    progress: Progress | None = None,
     layouts: Sequence[Layout] | None = None,
 ) -> Exported:
     """Write the model of a checkpoint of one kind as one of another.
@@ -136,7 +297,6 @@ def convert(
         dtype: As in `export`.
         max_shard_bytes: As in `export`.
         prefix: As in `export`, of a folder.
-        progress: As in `export`.
         layouts: As in `export`.
 
     Returns:
@@ -147,9 +307,25 @@ def convert(
         CheckpointError: As in `export`.
     """
     target = Path(target)
-    _check(target, dtype, max_shard_bytes)
+    if dtype is not None and dtype not in DTYPES:
+        names = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
+        raise ValueError(f"dtype is {dtype}; tensors can be converted to {names}")
+    if max_shard_bytes <= 0:
+        raise ValueError(f"max_shard_bytes is {max_shard_bytes}; it must be at least 1")
+    check_absent(target)
+    check_absent(index_of(target))
     opened = open_source(source, prefix=prefix, layouts=layouts)
-    return _write(opened, target, dtype, max_shard_bytes, progress)
+    with naming_full_disk(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if target.suffix == SAFETENSORS:
+            files = write_safetensors(opened, target, dtype, max_shard_bytes)
+        elif target.suffix in PT_SUFFIXES:
+            files = write_pt(opened, target, dtype)
+        else:
+            files = _write_folder(opened, target, dtype)
+    written = [converted(t, dtype) for t in opened.tensors if t.name not in opened.tied]
+    nbytes = sum(tensor.nbytes for tensor in written)
+    return Exported(tuple(files), len(opened.tensors), nbytes, tuple(opened.left_out))
 
 
 def open_source(
@@ -166,88 +342,45 @@ def open_source(
         CheckpointError: There is none, or it cannot be read.
     """
     kind, path = find_kind(path)
-    if kind is Kind.SAFETENSORS:
-        return SafetensorsSource(path)
-    if kind is Kind.PT:
-        return PtSource(path)
-    return FolderSource(path, layouts, prefix)
+    if kind is CheckpointKind.SAFETENSORS:
+        return open_safetensors(path)
+    if kind is CheckpointKind.PT:
+        return open_pt(path)
+    return _open_folder(path, layouts, prefix)
 
 
-def _check(target: Path, dtype: torch.dtype | None, max_shard_bytes: int) -> None:
-    check_dtype(dtype)
-    if max_shard_bytes <= 0:
-        raise ValueError(f"max_shard_bytes is {max_shard_bytes}; it must be at least 1")
-    for path in (target, index_of(target)):
-        if os.path.lexists(path):
-            raise ValueError(f"{path} already exists; remove it or name another")
-
-
-def _write(
-    source: TensorSource,
-    target: Path,
-    dtype: torch.dtype | None,
-    max_shard_bytes: int,
-    progress: Progress | None,
-) -> Exported:
-    progress = progress or (lambda done, total: None)
-    with naming_full_disk(target):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if target.suffix == SAFETENSORS_SUFFIX:
-            files = write_safetensors(source, target, dtype, max_shard_bytes, progress)
-        elif target.suffix in PT_SUFFIXES:
-            files = write_pt(source, target, dtype, progress)
-        else:
-            files = _write_folder(source, target, dtype, progress)
-    written = [converted(t, dtype) for t in source.tensors if t.name not in source.tied]
-    return Exported(
-        tuple(files),
-        len(source.tensors),
-        sum(tensor.nbytes for tensor in written),
-        max((tensor.nbytes for tensor in (*written, *source.tensors)), default=0),
-        tuple(source.left_out),
-    )
-
-
-def _write_folder(
-    source: TensorSource, target: Path, dtype: torch.dtype | None, progress: Progress
-) -> list[Path]:
+def _write_folder(source: TensorSource, target: Path, dtype: torch.dtype | None) -> list[Path]:
     """Write a folder of torch's distributed checkpoint with one chunk for each tensor."""
+
+    def read(stored: PlainTensor, tensor: PlainTensor) -> torch.Tensor:
+        return convert_elements(source.read(stored), tensor)
+
+    entries: dict[str, Blocks] = {}
+    for stored in source.tensors:
+        if stored.name not in source.tied:
+            tensor = converted(stored, dtype)
+            blocks = entries[MODEL + tensor.name] = Blocks(tensor.shape, tensor.dtype)
+            blocks.add((0,) * len(tensor.shape), tensor.shape, partial(read, stored, tensor))
+    tied = {MODEL + name: MODEL + kept for name, kept in source.tied.items()}
+    paths = {MODEL + t.name: (MODEL.removesuffix("."), t.name) for t in source.tensors}
     unfinished = temporary_name(target, uuid.uuid4().hex)
-    make_temporary(unfinished)
+    unfinished.mkdir()
     try:
-        _write_tensors(FolderWriter(unfinished), source, dtype, progress)
-        put_new(unfinished, target)
+        write_folder(unfinished, entries, tied=tied, paths=paths)
+        check_absent(target)
+        unfinished.rename(target)
     except BaseException:
         remove_own(unfinished)
         raise
+    sync(target.parent)
     return [target]
-
-
-def _write_tensors(
-    writer: FolderWriter, source: TensorSource, dtype: torch.dtype | None, progress: Progress
-) -> None:
-    once = [tensor for tensor in source.tensors if tensor.name not in source.tied]
-    total = sum(converted(tensor, dtype).nbytes for tensor in once)
-    done = 0
-    for stored in once:
-        tensor = converted(stored, dtype)
-        data = convert_elements(source.read(stored), tensor)
-        path = (MODEL.removesuffix("."), tensor.name)
-        writer.add_block(MODEL + tensor.name, tensor.shape, (0,) * len(tensor.shape), data, path)
-        done += tensor.nbytes
-        progress(done, total)
-        del data
-    for name, kept in source.tied.items():
-        path = (MODEL.removesuffix("."), name)
-        writer.add_name(MODEL + name, MODEL + kept, path)
-    writer.finish()
 
 
 _MODEL = "model"
 """Name of a model's files in Hugging Face's libraries."""
 
 
-class Kind(enum.Enum):
+class CheckpointKind(enum.Enum):
     """Kinds of checkpoints; the value is a name for messages."""
 
     FOLDER = "folder of torch's distributed checkpoint"
@@ -255,7 +388,7 @@ class Kind(enum.Enum):
     PT = "file of torch.save"
 
 
-def find_kind(path: str | Path) -> tuple[Kind, Path]:
+def find_kind(path: str | Path) -> tuple[CheckpointKind, Path]:
     """Determine the kind of a checkpoint by its name and by the names in it.
 
     Args:
@@ -273,21 +406,21 @@ def find_kind(path: str | Path) -> tuple[Kind, Path]:
     path = Path(path)
     if not path.is_dir():
         # The name of one file also stands for the index of several.
-        if path.name.endswith((SAFETENSORS_SUFFIX, SAFETENSORS_SUFFIX + INDEX)):
-            return Kind.SAFETENSORS, path
-        return (Kind.PT if path.suffix in PT_SUFFIXES else Kind.FOLDER), path
+        if path.name.endswith((SAFETENSORS, SAFETENSORS + INDEX)):
+            return CheckpointKind.SAFETENSORS, path
+        return (CheckpointKind.PT if path.suffix in PT_SUFFIXES else CheckpointKind.FOLDER), path
     is_folder = (path / METADATA).exists() or (path / MANIFEST).exists()
     if is_folder or path.name.endswith(INCOMPLETE):
-        return Kind.FOLDER, path
+        return CheckpointKind.FOLDER, path
     for kind, endings in (
-        (Kind.SAFETENSORS, (SAFETENSORS_SUFFIX + INDEX,)),
-        (Kind.SAFETENSORS, (SAFETENSORS_SUFFIX,)),
-        (Kind.PT, PT_SUFFIXES),
+        (CheckpointKind.SAFETENSORS, (SAFETENSORS + INDEX,)),
+        (CheckpointKind.SAFETENSORS, (SAFETENSORS,)),
+        (CheckpointKind.PT, PT_SUFFIXES),
     ):
         found = sorted(file for file in path.iterdir() if file.name.endswith(endings))
         if found:
             return kind, _only(path, found, endings[0])
-    return Kind.FOLDER, path
+    return CheckpointKind.FOLDER, path
 
 
 def _only(folder: Path, found: list[Path], ending: str) -> Path:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,29 +10,20 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_fsdp_v2._text import aligned, readable_size
-from megatron_fsdp_v2.checkpoint.exporting import Kind, find_kind, open_source
+from megatron_fsdp_v2.checkpoint.exporting import (
+    CheckpointKind,
+    find_kind,
+    natural_order,
+    open_source,
+)
 from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder
 from megatron_fsdp_v2.checkpoint.manifest import FORMAT_VERSION
-from megatron_fsdp_v2.checkpoint.model_tensors import natural_order
-from megatron_fsdp_v2.checkpoint.plain_tensors import PlainTensor
+from megatron_fsdp_v2.checkpoint.plain_files import PlainTensor
 
-__all__ = ["Contents", "inspect", "tree"]
+__all__ = ["Contents", "inspect", "listing"]
 
 
 @dataclass(frozen=True, slots=True)
-class StoredObject:
-    """A stored object that is not a tensor.
-
-    Attributes:
-        name: Its name.
-        nbytes: Bytes it takes in its file.
-    """
-
-    name: str
-    nbytes: int
-
-
-@dataclass(slots=True)
 class Contents:
     """Contents of a checkpoint.
 
@@ -40,15 +31,15 @@ class Contents:
         path: The folder or file.
         tensors: All tensors, the model's and others, under the names they are stored as.
         chunks: In how many chunks a tensor is stored, by its name, where that is not one.
-        objects: What is not a tensor.
+        objects: Entries that are not tensors: bytes they take in their file, by name.
         manifest: What is known of the save; empty without a manifest.
     """
 
     path: Path
-    tensors: Sequence[PlainTensor] = ()
-    chunks: dict[str, int] = field(default_factory=dict)
-    objects: Sequence[StoredObject] = ()
-    manifest: dict[str, Any] = field(default_factory=dict)
+    tensors: Sequence[PlainTensor]
+    chunks: Mapping[str, int] = field(default_factory=dict)
+    objects: Mapping[str, int] = field(default_factory=dict)
+    manifest: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -69,7 +60,7 @@ class Contents:
                 }
                 for tensor in self.tensors
             },
-            "objects": {found.name: {"nbytes": found.nbytes} for found in self.objects},
+            "objects": {name: {"nbytes": nbytes} for name, nbytes in self.objects.items()},
             "num_tensors": len(self.tensors),
             "nbytes": self.nbytes,
         }
@@ -84,68 +75,55 @@ def inspect(path: str | Path) -> Contents:
         CheckpointError: There is none, or it cannot be read.
     """
     path = Path(path)
-    if find_kind(path)[0] is not Kind.FOLDER:
+    if find_kind(path)[0] is not CheckpointKind.FOLDER:
         return Contents(path, open_source(path).tensors)
     folder = CheckpointFolder(path)
-    tensors, objects, chunks = [], [], {}
-    stored = {
-        index.fqn: info.length for index, info in (folder.metadata.storage_data or {}).items()
-    }
-    for key, entry in folder.metadata.state_dict_metadata.items():
-        if isinstance(entry, TensorStorageMetadata):
-            tensors.append(PlainTensor(key, tuple(entry.size), entry.properties.dtype))
-            chunks[key] = len(entry.chunks)
-        else:
-            objects.append(StoredObject(key, stored.get(key, 0)))
-    manifest: dict[str, Any] = {}
-    if folder.manifest is not None:
-        manifest = {
+    tensors = dict(folder.tensors())
+    lengths = {i.fqn: info.length for i, info in (folder.metadata.storage_data or {}).items()}
+    saved = folder.manifest
+    return Contents(
+        path,
+        [PlainTensor(key, tuple(e.size), e.properties.dtype) for key, e in tensors.items()],
+        {key: len(entry.chunks) for key, entry in tensors.items()},
+        {
+            key: lengths.get(key, 0)
+            for key, entry in folder.metadata.state_dict_metadata.items()
+            if not isinstance(entry, TensorStorageMetadata)
+        },
+        {}
+        if saved is None
+        else {
             "version": FORMAT_VERSION,
-            "world_size": folder.manifest.world_size,
-            "torch": folder.manifest.torch,
-            "units": dict(folder.manifest.units),
-            "files": len(folder.manifest.files),
-        }
-    return Contents(path, tensors, chunks, objects, manifest)
+            "world_size": saved.world_size,
+            "torch": saved.torch,
+            "files": len(saved.files),
+        },
+    )
 
 
-@dataclass(slots=True)
-class _Node:
-    """A part of names, and the parts that follow it."""
-
-    children: dict[str, _Node] = field(default_factory=dict)
-    leaf: PlainTensor | StoredObject | None = None
-    num_tensors: int = 0
-    num_objects: int = 0
-    nbytes: int = 0
-
-    def add(self, leaf: PlainTensor | StoredObject) -> None:
-        node = self
-        for part in leaf.name.split("."):
-            node._count(leaf)
-            node = node.children.setdefault(part, _Node())
-        node._count(leaf)
-        node.leaf = leaf
-
-    def _count(self, leaf: PlainTensor | StoredObject) -> None:
-        self.num_tensors += isinstance(leaf, PlainTensor)
-        self.num_objects += isinstance(leaf, StoredObject)
-        self.nbytes += leaf.nbytes
-
-
-def tree(contents: Contents, depth: int | None = None) -> Iterator[str]:
-    """Format names as a tree, with shapes, dtypes and sizes, line by line.
+def listing(contents: Contents, depth: int | None = None) -> Iterator[str]:
+    """Format names with shapes, dtypes and sizes, line by line.
 
     Args:
         contents: What is in it.
-        depth: Parts of names to show; what is below is added up. All of them when None.
+        depth: Parts of names to show; entries with the same first parts are added up. None shows
+            every entry.
     """
-    root = _Node()
-    leaves: list[PlainTensor | StoredObject] = [*contents.tensors, *contents.objects]
-    for leaf in leaves:
-        root.add(leaf)
-    rows = list(_rows(root, 0, depth))
-    rows.append(("total", f"{len(contents.tensors)} tensors", "", readable_size(contents.nbytes)))
+    leaves = {tensor.name: tensor.nbytes for tensor in contents.tensors} | dict(contents.objects)
+    tensors = {tensor.name: tensor for tensor in contents.tensors}
+    groups: dict[str, list[str]] = {}
+    for name in sorted(leaves, key=natural_order):
+        groups.setdefault(".".join(name.split(".")[:depth]), []).append(name)
+    rows = []
+    for group, names in groups.items():
+        size = readable_size(sum(leaves[name] for name in names))
+        if names[0] != group:
+            rows.append((group, f"{len(tensors.keys() & set(names))} tensors", "", size))
+        elif group in tensors:
+            rows.append((group, str(tensors[group].shape), _dtype(tensors[group]), size))
+        else:
+            rows.append((group, "", "object", size))
+    rows.append(("total", f"{len(tensors)} tensors", "", readable_size(contents.nbytes)))
     yield from aligned(rows, left=(0, 1, 2))
     if contents.manifest:
         known = contents.manifest
@@ -153,29 +131,8 @@ def tree(contents: Contents, depth: int | None = None) -> Iterator[str]:
             f"manifest of version {known['version']}: saved by {known['world_size']} ranks with "
             f"torch {known['torch']}, {known['files']} files"
         )
-    elif contents.path.is_dir() and contents.chunks:
+    elif contents.chunks:
         yield "no manifest: saved by another program"
-
-
-def _rows(node: _Node, level: int, depth: int | None) -> Iterator[tuple[str, str, str, str]]:
-    for part, below in sorted(node.children.items(), key=lambda item: natural_order(item[0])):
-        name, child = part, below
-        # Parts without siblings share a line.
-        while child.leaf is None and len(child.children) == 1:
-            ((more, child),) = child.children.items()
-            name = f"{name}.{more}"
-        indented = "  " * level + name
-        size = readable_size(child.nbytes)
-        leaf = child.leaf
-        if isinstance(leaf, PlainTensor):
-            yield indented, str(tuple(leaf.shape)), _dtype(leaf), size
-        elif leaf is not None:
-            yield indented, "", "object", size
-        else:
-            count = f"{child.num_tensors} tensors" if child.num_tensors else ""
-            yield indented, count or f"{child.num_objects} objects", "", size
-        if depth is None or level + 1 < depth:
-            yield from _rows(child, level + 1, depth)
 
 
 def _dtype(tensor: PlainTensor) -> str:

@@ -7,29 +7,32 @@ a problem, the model is filled from the same open files.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, override
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp_v2._text import listed
+from megatron_fsdp_v2.checkpoint.comparison import (
+    Comparison,
+    OptimizerComparison,
+    compare_model,
+    saved_states,
+)
 from megatron_fsdp_v2.checkpoint.entries import (
     EXTRA,
-    MODEL,
     OPTIMIZER_STATE,
     extra_state_names,
-    is_extra_state,
     model_entries,
     parameter_names,
-    tied_entries,
 )
 from megatron_fsdp_v2.checkpoint.errors import (
     CheckpointError,
@@ -38,11 +41,9 @@ from megatron_fsdp_v2.checkpoint.errors import (
     everyones,
 )
 from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder, ReadRequest
-from megatron_fsdp_v2.checkpoint.optimizer_fit import OptimizerFit, saved_states
-from megatron_fsdp_v2.checkpoint.replacing import find_folder, interrupted_saves
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of
 
-__all__ = ["Comparison", "compare", "load"]
+__all__ = ["Comparison", "compare", "load", "requests_for"]
 
 _ATTEMPTS = 20
 _PAUSE_S = 0.05
@@ -85,13 +86,11 @@ def load(
         def set_extra_states(states: dict[str, Any]) -> None:
             model.load_state_dict({names[key]: v for key, v in states.items()}, strict=False)
 
-        try:
-            all_ranks_or_raise(
-                f"set extra state from {path}", lambda: set_extra_states(ready.extra_states)
-            )
-        except Exception:
-            set_extra_states(before)
-            raise
+        all_ranks_or_raise(
+            f"set extra state from {path}",
+            lambda: set_extra_states(ready.extra_states),
+            undo=lambda: set_extra_states(before),
+        )
     all_ranks_or_raise(f"load {path}", lambda: _write(ready, model, optimizer))
     return ready.extra
 
@@ -119,38 +118,19 @@ class _Ready:
 
 def _ready_everywhere(path: str | os.PathLike[str], check: Callable[[], _Ready]) -> _Ready:
     """Check the same checkpoint on all ranks; repeated if it is replaced meanwhile."""
+
+    def check_unless_replaced() -> _Ready | None:
+        with contextlib.suppress(ReplacedError):
+            return check()
+        return None
+
     for _ in range(_ATTEMPTS):
-        ready: _Ready | None = None
-        error: Exception | None = None
-        identity = ""
-        try:
-            ready = check()
-            identity = ready.folder.identity
-        except ReplacedError as replaced:
-            error = replaced
-        except Exception as other:
-            # Not raised yet: other ranks may have read another checkpoint.
-            error, identity = other, f"{type(other).__name__}: {other}"
-        kinds = everyones((_kind_of(error), identity))
-        if any(kind == "replaced" for kind, _ in kinds) or (
-            len({found for kind, found in kinds if kind == "ready"}) > 1
-        ):
-            time.sleep(_PAUSE_S)
-            continue
-        if error is not None:
-            raise error
-        for rank, (kind, text) in enumerate(kinds):
-            if kind == "failed":
-                raise CheckpointError(f"rank {rank} could not load {path}: {text}")
-        assert ready is not None
-        return ready
+        ready = all_ranks_or_raise(f"load {path}", check_unless_replaced)
+        identities = everyones(ready.folder.identity if ready is not None else None)
+        if ready is not None and len(set(identities)) == 1:
+            return ready
+        time.sleep(_PAUSE_S)
     raise CheckpointError(f"{path} is replaced faster than all ranks can read it")
-
-
-def _kind_of(error: Exception | None) -> str:
-    if error is None:
-        return "ready"
-    return "replaced" if isinstance(error, ReplacedError) else "failed"
 
 
 def _checked(
@@ -160,9 +140,10 @@ def _checked(
     strict: bool,
 ) -> _Ready:
     """Read and verify everything, without changing model or optimizer."""
-    folder = _open_folder(path)
-    fit = OptimizerFit(folder, model, optimizer) if optimizer is not None else None
-    difference = _compare_with(folder, model, fit)
+    folder = CheckpointFolder(Path(path))
+    difference, of_optimizer = compare_model(folder, model), None
+    if optimizer is not None:
+        of_optimizer = OptimizerComparison(folder, model, optimizer, difference)
     if difference.mismatched or (strict and not difference.fits):
         hint = "" if difference.mismatched else "; strict=False loads what both have"
         raise CheckpointError(f"{folder.path} is of another model: {difference}{hint}")
@@ -171,16 +152,16 @@ def _checked(
         if not folder.has(key):
             continue
         if isinstance(value, torch.Tensor):
-            ready.weights += _wanted(key, value)
+            ready.weights += requests_for(key, value)
         else:
             ready.extra_states[key] = folder.object(key)
-    _check_counts(folder, ready.weights, folder.check(ready.weights))
-    if optimizer is not None and fit is not None:
-        ready.options = fit.options()
+    folder.fill(ready.weights, only_check=True)
+    if optimizer is not None and of_optimizer is not None:
+        ready.options = of_optimizer.options()
         blocks: list[ReadRequest] = []
         ready.states = _new_states(folder, model, optimizer, blocks)
         with torch.no_grad():
-            _check_counts(folder, blocks, folder.fill(blocks))
+            folder.fill(blocks)
     if folder.has(EXTRA):
         is_tensor = folder.shape(EXTRA) is not None
         ready.extra = folder.read_tensor(EXTRA) if is_tensor else folder.object(EXTRA)
@@ -213,7 +194,7 @@ def _write(ready: _Ready, model: nn.Module, optimizer: torch.optim.Optimizer | N
             group.update(options)
 
 
-def _wanted(key: str, tensor: torch.Tensor) -> list[ReadRequest]:
+def requests_for(key: str, tensor: torch.Tensor) -> list[ReadRequest]:
     """Requests for the blocks of a tensor that this rank holds."""
     if isinstance(tensor, UnevenDTensor):
         local = local_of(tensor).detach()
@@ -224,15 +205,6 @@ def _wanted(key: str, tensor: torch.Tensor) -> list[ReadRequest]:
             "own torch.distributed.checkpoint.load for such a model"
         )
     return [ReadRequest(key, (0,) * tensor.dim(), tensor.detach())]
-
-
-def _check_counts(folder: CheckpointFolder, wanted: list[ReadRequest], counts: list[int]) -> None:
-    for block, count in zip(wanted, counts, strict=True):
-        if count != block.target.numel():
-            raise CheckpointError(
-                f"{folder.path} is incomplete: of {block.target.numel()} elements of {block.key} "
-                f"from {block.offset} on, {count} are there"
-            )
 
 
 def _new_states(
@@ -269,42 +241,8 @@ def _new_state(
         # Scalars such as step counts stay on the host, as in torch.
         device = param.device if entry.size.numel() > 1 else "cpu"
         tensor = torch.zeros(entry.size, dtype=entry.properties.dtype, device=device)
-    wanted += _wanted(key, tensor)
+    wanted += requests_for(key, tensor)
     return tensor
-
-
-_MOST_NAMES = 5
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """How the names and shapes of a checkpoint fit a model and its optimizer.
-
-    Attributes:
-        missing: Names in the model that are not in the checkpoint.
-        unexpected: Names in the checkpoint that are not in the model.
-        mismatched: Names with another shape or a dtype that does not convert, and the optimizer if
-            it is of another class; each with a sentence.
-        regrouped: Sentences on parameters that share a parameter group on one side only.
-    """
-
-    missing: tuple[str, ...] = ()
-    unexpected: tuple[str, ...] = ()
-    mismatched: Mapping[str, str] = field(default_factory=dict)
-    regrouped: tuple[str, ...] = ()
-
-    @property
-    def fits(self) -> bool:
-        """Whether nothing differs."""
-        return not (self.missing or self.unexpected or self.mismatched or self.regrouped)
-
-    @override
-    def __str__(self) -> str:
-        parts = [_list("missing in the checkpoint", self.missing)]
-        parts.append(_list("not in the model", self.unexpected))
-        parts.append(_list("of another kind", tuple(self.mismatched.values())))
-        parts.append(_list("of other groups", self.regrouped))
-        return "; ".join(part for part in parts if part) or "everything fits"
 
 
 def compare(
@@ -317,76 +255,8 @@ def compare(
     Raises:
         CheckpointError: There is no complete checkpoint.
     """
-    folder = _open_folder(path)
-    fit = OptimizerFit(folder, model, optimizer) if optimizer is not None else None
-    return _compare_with(folder, model, fit)
-
-
-def _open_folder(path: str | os.PathLike[str]) -> CheckpointFolder:
-    """Open the checkpoint at a path.
-
-    Raises:
-        CheckpointError: There is none; the message names what an interrupted save left.
-    """
-    target = Path(path).absolute()
-    if target.is_file() or find_folder(target) is None:
-        left = [folder.name for folder in interrupted_saves(Path(os.path.realpath(target)))]
-        hint = f"; {left[0]} is what an interrupted save left" if left else ""
-        raise CheckpointError(f"there is no checkpoint at {target}{hint}")
-    return CheckpointFolder(target)
-
-
-def _compare_with(
-    folder: CheckpointFolder, model: nn.Module, fit: OptimizerFit | None
-) -> Comparison:
-    """Compare an open checkpoint with a model.
-
-    Args:
-        folder: The checkpoint.
-        model: The model.
-        fit: The comparison with the optimizer; None to compare the model only.
-    """
-    mine = model_entries(model)
-    saved = folder.metadata.state_dict_metadata
-    tied = tied_entries(model)
-    # Other libraries write a tied tensor under any one of its names.
-    there = {tied.get(key, key) for key in mine if key in saved}
-    missing = [key for key in mine if key not in saved and tied.get(key, key) not in there]
-    unexpected = [
-        key
-        for key, entry in saved.items()
-        if key.startswith(MODEL)
-        and key not in mine
-        and not (is_extra_state(key) and isinstance(entry, TensorStorageMetadata))
-    ]
-    mismatched = {}
-    for key, value in mine.items():
-        problem = _problem(key, value, saved[key]) if key in saved else None
-        if problem is not None:
-            mismatched[key] = problem
-    if fit is None:
-        return Comparison(tuple(missing), tuple(unexpected), mismatched)
-    return Comparison(
-        (*missing, *fit.missing),
-        (*unexpected, *fit.unexpected),
-        mismatched | fit.mismatched,
-        tuple(fit.regrouped),
-    )
-
-
-def _problem(key: str, value: Any, entry: Any) -> str | None:
-    """Why an entry of a checkpoint cannot fill one of the model; None if it can."""
-    if not isinstance(entry, TensorStorageMetadata):
-        return f"{key} is not a tensor there" if isinstance(value, torch.Tensor) else None
-    if not isinstance(value, torch.Tensor):
-        return f"{key} is a tensor there and not here"
-    if tuple(entry.size) != tuple(value.shape):
-        return f"{key} is {tuple(entry.size)} there and {tuple(value.shape)} here"
-    dtype = entry.properties.dtype
-    if not torch.can_cast(dtype, value.dtype):
-        return f"{key} is of {dtype} there and of {value.dtype} here"
-    return None
-
-
-def _list(what: str, names: tuple[str, ...]) -> str:
-    return f"{what}: {listed(names, _MOST_NAMES)}" if names else ""
+    folder = CheckpointFolder(Path(path))
+    found = compare_model(folder, model)
+    if optimizer is not None:
+        OptimizerComparison(folder, model, optimizer, found)
+    return found

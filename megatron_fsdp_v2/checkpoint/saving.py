@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import uuid
-import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, override
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,15 +16,10 @@ from filelock import BaseFileLock
 from torch import nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save as save_state_dict
-from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron_fsdp_v2.checkpoint.entries import (
     EXTRA,
-    MODEL,
     OPTIMIZER_GROUPS,
     OPTIMIZER_KIND,
     groups_entry,
@@ -38,35 +30,34 @@ from megatron_fsdp_v2.checkpoint.entries import (
     tied_entries,
 )
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError, all_ranks_or_raise, naming_full_disk
-from megatron_fsdp_v2.checkpoint.host_memory import HostMemory
-from megatron_fsdp_v2.checkpoint.manifest import MANIFEST, Manifest, StoredFile, StoredItem
-from megatron_fsdp_v2.checkpoint.metadata import METADATA
 from megatron_fsdp_v2.checkpoint.replacing import (
     acquire_lock,
     check_replaceable,
-    make_temporary,
     put_in_place,
     release_lock,
     remove_leftovers,
     remove_own,
-    sync,
     temporary_name,
 )
-from megatron_fsdp_v2.checkpoint.staging import Planner, Staged, stage, stage_object
-from megatron_fsdp_v2.checkpoint.torch_files import FileView, checksum
-from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
+from megatron_fsdp_v2.checkpoint.writing import (
+    Planner,
+    Staged,
+    StoredObject,
+    Writer,
+    pack,
+    pickled,
+    stage,
+    write_folder,
+)
 
 __all__ = ["save", "save_nested"]
 
-_READ_BYTES = 16 << 20
 _DESTROYED = (
     "the process group was destroyed while the checkpoint was written; wait for the result() of "
     "the save before destroy_process_group()"
 )
 
 _background_group: dict[str, Any] = {}
-_MEMORY: weakref.WeakKeyDictionary[nn.Module, HostMemory] = weakref.WeakKeyDictionary()
-"""Host memory that models were copied to by their last asynchronous save."""
 _BACKGROUND = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
 """Saves run one after the other, on all ranks in the order of the calls: they share a process
 group. A process waits for its saves before it exits."""
@@ -105,11 +96,15 @@ def save(
             ranks other than the first a CheckpointError that says so.
         ValueError: `path` is not a checkpoint.
     """
-    job = _Job(path, _Ranks.of_now(is_beside=async_save))
-    is_first = job.ranks.rank == 0
-    return _run(
-        job, lambda: _model_content(model, optimizer, extra, async_save, is_first), async_save
-    )
+
+    def staged() -> Staged:
+        tied = tied_entries(model)
+        entries = stage(_entries(model, optimizer, tied), copies=async_save)
+        is_first = not dist.is_initialized() or dist.get_rank() == 0
+        entries[EXTRA] = StoredObject(pack(EXTRA, extra), is_written=is_first)
+        return Staged(entries, tied=tied)
+
+    return _save(path, staged, async_save)
 
 
 def save_nested(
@@ -117,7 +112,6 @@ def save_nested(
     state_dict: dict[str, Any],
     *,
     async_save: bool = False,
-    memory: HostMemory | None = None,
 ) -> Future[None] | None:
     """Save a nested state dict like `torch.distributed.checkpoint.save`. Collective over all ranks.
 
@@ -125,11 +119,10 @@ def save_nested(
     are pickled unchanged: who loads them has to trust the file.
 
     Args:
-        path: As in `save`. The files of an interrupted save of torch's are replaced as well.
+        path: As in `save`.
         state_dict: Dictionaries and lists of tensors and other values. Every rank passes its shard
             of sharded tensors; of entries that several ranks pass, any one is written.
         async_save: Return when everything is copied to host memory.
-        memory: Host memory for the copies, reused by later saves; None allocates new memory.
 
     Returns:
         As `save`.
@@ -139,163 +132,80 @@ def save_nested(
         RuntimeError: Another save to the same path is under way, by this job or another one.
         ValueError: `path` is not a checkpoint.
     """
-    job = _Job(path, _Ranks.of_now(is_beside=async_save), over_unfinished=True)
 
-    def content() -> _Content:
+    def staged() -> Staged:
         entries, paths = flatten_state_dict(state_dict)
-        staged = stage(
-            entries, memory=(memory or HostMemory()) if async_save else None, to_bytes=_pickled
-        )
-        weights = {k.removeprefix(MODEL): v for k, v in entries.items() if k.startswith(MODEL)}
-        return _Content(staged, units=_units(weights.items()), paths=paths)
+        values = stage(entries, copies=async_save, to_bytes=lambda _, value: pickled(value))
+        return Staged(values, paths=paths)
 
-    return _run(job, content, async_save)
+    return _save(path, staged, async_save)
 
 
-def _run(job: _Job, content: Callable[[], _Content], async_save: bool) -> Future[None] | None:
-    all_ranks_or_raise(f"save to {job.target}", lambda: job.begin(content), undo=job.end)
+def _save(
+    path: str | os.PathLike[str], staged: Callable[[], Staged], async_save: bool
+) -> Future[None] | None:
+    job = _Job(path, is_async=async_save)
+    all_ranks_or_raise(f"save to {job.target}", lambda: job.begin(staged), undo=job.end)
     if async_save:
         return _in_background(job.write)
     job.write()
     return None
 
 
-@dataclass(frozen=True)
-class _Content:
-    """Contents of a checkpoint, as of the call of `save`.
-
-    Attributes:
-        staged: Entries by name, and the memory they are in.
-        tied: Entries that are written under another name, with that name.
-        units: How parameters are sharded, human-readable.
-        paths: Paths of entries in a nested state dict; None if there was none.
-    """
-
-    staged: Staged
-    tied: Mapping[str, str] = field(default_factory=dict)
-    units: dict[str, str] = field(default_factory=dict)
-    paths: Mapping[str, Any] | None = None
-
-    def give_back(self) -> None:
-        """Return the host memory for the next save."""
-        if self.staged.copies is not None:
-            self.staged.copies.give_back()
-
-
-_NOTHING = _Content(Staged({}))
-
-
-def _model_content(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    extra: Any,
-    copies: bool,
-    is_first: bool,
-) -> _Content:
-    tied = tied_entries(model)
-    memory = _MEMORY.setdefault(model, HostMemory()) if copies else None
-    staged = stage(_entries(model, optimizer, tied), memory=memory)
-    staged.entries[EXTRA] = stage_object(EXTRA, extra, is_written=is_first)
-    return _Content(staged, tied, _units(model.named_parameters()))
-
-
-def _pickled(name: str, value: Any) -> bytes:
-    file = io.BytesIO()
-    try:
-        torch.save(value, file)
-    except Exception as error:
-        raise CheckpointError(f"{name} cannot be pickled ({error})") from error
-    return file.getvalue()
-
-
-@dataclass
-class _Ranks:
-    """The ranks of a save, recorded at the call: the process group may be destroyed during it.
-
-    Attributes:
-        group: The process group of its collectives; None for the default one, or one process.
-        rank: This rank.
-        is_alone: Whether there was no process group.
-        world: The default process group.
-    """
-
-    group: Any
-    rank: int
-    is_alone: bool
-    world: Any = None
-
-    @classmethod
-    def of_now(cls, *, is_beside: bool) -> _Ranks:
-        """All ranks; an asynchronous save gets a dedicated process group."""
-        if not dist.is_initialized():
-            return cls(None, 0, is_alone=True)
-        group = _dedicated_group(dist.group.WORLD) if is_beside else None
-        return cls(group, dist.get_rank(), is_alone=False, world=dist.group.WORLD)
-
-    def of_first[T](self, value: T) -> T:
-        """Broadcast a value of the first rank. Collective."""
-        if self.is_alone:
-            return value
-        values = [value]
-        dist.broadcast_object_list(values, src=0, group=self.group)
-        return values[0]
-
-    def leave(self) -> None:
-        """Drop a broken process group, so that ranks that wait for this one get an error."""
-        if _background_group.get("group") is self.group:
-            _background_group.clear()
-        self.group = self.world = None
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether the process group was destroyed; torch then saves as if alone."""
-        return not self.is_alone and dist.group.WORLD is not self.world
-
-    def reason(self, error: BaseException) -> str:
-        """Describe an error; errors that follow from a destroyed process group are not helpful."""
-        return _DESTROYED if self.is_lost else _reason(error)
-
-
 class _Job:
-    """One save: its contents, its temporary folder and its lock.
+    """One save: its ranks, its contents, its temporary folder and its lock.
+
+    The process group is recorded at the call, since it may be destroyed during the save.
 
     Args:
         path: Path of the checkpoint.
-        ranks: The ranks that save.
-        over_unfinished: Whether to replace the files of an interrupted save of torch's.
+        is_async: Whether it is written in the background, over a process group of its own.
 
     Attributes:
         target: The resolved path of the checkpoint.
-        ranks: The ranks that save.
     """
 
-    def __init__(
-        self, path: str | os.PathLike[str], ranks: _Ranks, *, over_unfinished: bool = False
-    ) -> None:
-        self.target, self.ranks = Path(os.path.realpath(path)), ranks
+    def __init__(self, path: str | os.PathLike[str], *, is_async: bool) -> None:
+        self.target = Path(os.path.realpath(path))
         self._folder = temporary_name(self.target, uuid.uuid4().hex)
-        self._over_unfinished = over_unfinished
-        self._content = _NOTHING
+        self._staged = Staged({})
         self._lock: BaseFileLock | None = None
+        self._is_alone = not dist.is_initialized()
+        self._rank = 0 if self._is_alone else dist.get_rank()
+        self._world: Any = None if self._is_alone else dist.group.WORLD
+        self._group = _dedicated_group(self._world) if is_async and not self._is_alone else None
 
-    def begin(self, content: Callable[[], _Content]) -> None:
-        """Stage the contents, acquire the lock and create the temporary folder."""
-        check_replaceable(self.target, or_unfinished=self._over_unfinished)
-        try:
-            self._content = content()
-            if self.ranks.rank == 0:
-                self._prepare()
-        except BaseException:
-            self.end()
-            raise
+    def _of_first[T](self, value: T) -> T:
+        """Broadcast a value of the first rank. Collective."""
+        if self._is_alone:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=self._group)
+        return values[0]
 
-    def _prepare(self) -> None:
+    def _leave(self) -> None:
+        """Drop a broken process group, so that ranks that wait for this one get an error."""
+        if _background_group.get("group") is self._group:
+            _background_group.clear()
+        self._group = self._world = None
+
+    @property
+    def _is_lost(self) -> bool:
+        """Whether the process group was destroyed; torch then saves as if alone."""
+        return not self._is_alone and dist.group.WORLD is not self._world
+
+    def begin(self, staged: Callable[[], Staged]) -> None:
+        """Stage the entries, acquire the lock and create the temporary folder."""
+        check_replaceable(self.target)
+        self._staged = staged()
+        if self._rank != 0:
+            return
         try:
             with naming_full_disk(self.target):
                 self.target.parent.mkdir(parents=True, exist_ok=True)
                 self._lock = acquire_lock(self.target)
                 remove_leftovers(self.target)
-                make_temporary(self._folder)
+                self._folder.mkdir()
         except OSError as error:
             raise CheckpointError(f"cannot save to {self.target}: {error}") from error
 
@@ -304,23 +214,16 @@ class _Job:
         reason = None
         try:
             try:
-                folder = self.ranks.of_first(self._folder)
-                save_state_dict(
-                    self._content.staged.entries,
-                    storage_writer=_Writer(folder, self._content.units, self._content.tied),
-                    planner=Planner(self._content.paths),
-                    process_group=self.ranks.group,
-                    no_dist=self.ranks.is_alone,
-                )
-                if self.ranks.is_lost:
+                self._write_files()
+                if self._is_lost:
                     raise RuntimeError(_DESTROYED)
             except (Exception, CheckpointException) as error:
-                reason = self.ranks.reason(error)
+                reason = _DESTROYED if self._is_lost else _reason(error)
                 # All ranks get a CheckpointException; of other errors only this one knows.
-                if self.ranks.is_lost or not isinstance(error, CheckpointException):
-                    self.ranks.leave()
+                if self._is_lost or not isinstance(error, CheckpointException):
+                    self._leave()
             if reason is None:
-                self._content.give_back()
+                self._staged = Staged({})
                 reason = self._published()
         finally:
             self.end()
@@ -331,20 +234,32 @@ class _Job:
                 f"saving to {self.target} failed, and nothing there has changed: {reason}"
             )
 
+    def _write_files(self) -> None:
+        staged = self._staged
+        if self._is_alone:
+            write_folder(self._folder, staged.entries, tied=staged.tied, paths=staged.paths)
+            return
+        save_state_dict(
+            staged.entries,
+            storage_writer=Writer(self._of_first(self._folder), staged.tied),
+            planner=Planner(staged.paths),
+            process_group=self._group,
+        )
+
     def _published(self) -> str | None:
         """Rename the checkpoint on the first rank; returns the reason if that failed."""
         reason = None
-        if self.ranks.rank == 0:
+        if self._rank == 0:
             try:
-                put_in_place(self._folder, self.target, or_unfinished=self._over_unfinished)
+                put_in_place(self._folder, self.target)
             except Exception as error:
                 reason = _reason(error)
         try:
-            return self.ranks.of_first(reason)
+            return self._of_first(reason)
         except Exception as error:
-            lost = self.ranks.reason(error)
-            self.ranks.leave()
-            if self.ranks.rank == 0:
+            lost = _DESTROYED if self._is_lost else _reason(error)
+            self._leave()
+            if self._rank == 0:
                 return reason
         raise CheckpointError(
             f"the checkpoint is written, and the first rank was lost ({lost}) before it said "
@@ -353,7 +268,7 @@ class _Job:
 
     def end(self) -> None:
         """Release the lock and remove what was not published. Idempotent."""
-        self._content = _NOTHING
+        self._staged = Staged({})
         if self._lock is not None:
             # The folder exists only if it was not put in place.
             with contextlib.suppress(OSError):
@@ -373,16 +288,6 @@ def _entries(
         entries[OPTIMIZER_GROUPS] = groups_entry(optimizer, names)
         entries[OPTIMIZER_KIND] = kind_entry(optimizer)
     return entries
-
-
-def _units(parameters: Iterable[tuple[str, Any]]) -> dict[str, str]:
-    """Describe how parameters are sharded, for readers of the manifest."""
-    return {
-        name: f"{tuple(param.shape)} {param.dtype} over {tuple(param.device_mesh.shape)}, "
-        f"{', '.join(str(placement) for placement in param.row_shards.placements)}"
-        for name, param in parameters
-        if isinstance(param, UnevenDTensor)
-    }
 
 
 def _dedicated_group(world: Any) -> Any:
@@ -415,96 +320,3 @@ def _reason(error: BaseException) -> str:
         return f"{type(error).__name__}: {error}"
     rank, (cause, _) = next(iter(error.failures.items()))
     return f"on rank {rank}, {type(cause).__name__}: {cause}"
-
-
-@dataclass(frozen=True)
-class _CheckedResult(WriteResult):
-    """Where an item was written, and its checksum."""
-
-    crc32: int = 0
-
-
-class _Writer(FileSystemWriter):
-    """Torch's writer of files, which then reads them once for checksums and adds a manifest."""
-
-    def __init__(self, folder: Path, units: dict[str, str], tied: Mapping[str, str]) -> None:
-        super().__init__(folder, single_file_per_rank=True, sync_files=True)
-        self._folder, self._units, self._tied = folder, units, tied
-
-    @override
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
-        """Write this rank's items."""
-        with naming_full_disk(self._folder):
-            written = super().write_data(plan, planner)
-        checked: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
-        checked.set_result(list(self._checked(written.value())))
-        return checked
-
-    def _checked(self, results: list[WriteResult]) -> list[WriteResult]:
-        found: list[WriteResult] = []
-        scratch = bytearray(_READ_BYTES)
-        with contextlib.ExitStack() as stack:
-            files: dict[str, Any] = {}
-            for result in results:
-                info = result.storage_data
-                name = info.relative_path
-                if name not in files:
-                    files[name] = stack.enter_context((self._folder / name).open("rb"))
-                crc = _crc32(files[name], info.offset, info.length, scratch)
-                found.append(_CheckedResult(result.index, result.size_in_bytes, info, crc))
-        return found
-
-    @override
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write metadata and manifest. On the first rank only."""
-        with naming_full_disk(self._folder):
-            super().finish(metadata, [*results, self._named_again(metadata, results)])
-            self._write_manifest(results)
-
-    def _write_manifest(self, results: list[list[WriteResult]]) -> None:
-        files: dict[str, list[StoredItem]] = {}
-        for result in (result for of_rank in results for result in of_rank):
-            assert isinstance(result, _CheckedResult)
-            info = result.storage_data
-            item = StoredItem(info.offset, info.length, result.crc32)
-            files.setdefault(info.relative_path, []).append(item)
-        metadata_file = self._folder / METADATA
-        with metadata_file.open("rb") as file:
-            length = metadata_file.stat().st_size
-            crc = _crc32(file, 0, length, bytearray(_READ_BYTES))
-            files[METADATA] = [StoredItem(0, length, crc)]
-        stored = {
-            name: StoredFile(
-                (self._folder / name).stat().st_size,
-                tuple(sorted(items, key=lambda item: item.offset)),
-            )
-            for name, items in sorted(files.items())
-        }
-        Manifest(len(results), torch.__version__, self._units, stored).write(self._folder)
-        sync(self._folder / MANIFEST)
-        sync(self._folder)
-
-    def _named_again(
-        self, metadata: Metadata, results: list[list[WriteResult]]
-    ) -> list[WriteResult]:
-        """Results for tensors that were written under another of their names."""
-        found: list[WriteResult] = []
-        entries = metadata.state_dict_metadata
-        for key, written in self._tied.items():
-            entries[key] = entries[written]
-            for result in (result for of_rank in results for result in of_rank):
-                if result.index.fqn == written:
-                    found.append(
-                        replace(
-                            result,
-                            index=MetadataIndex(key, result.index.offset, result.index.index),
-                        )
-                    )
-        return found
-
-
-def _crc32(file: Any, offset: int, length: int, scratch: bytearray) -> int:
-    crc32, count = checksum(FileView(file, offset, length), scratch)
-    if count != length:
-        raise OSError(f"{file.name} is shorter than what was written to it")
-    return crc32

@@ -2,22 +2,44 @@
 
 The standard library's unpickler calls whatever a pickle names. `SafeUnpickler` calls only what a
 subclass lists, and never puts a class, function or module on the stack where a later instruction
-could change it.
+could change it. `load_plain` reads what `torch.save` wrote: a zip archive in which `data.pkl`
+describes objects, and one uncompressed record holds the elements of each storage. Loaded tensors
+are views of the archive in memory.
 """
 
 from __future__ import annotations
 
 import io
+import mmap
 import pickle
+import struct
+import sys
+import zipfile
+import zlib
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, override
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-__all__ = ["Callee", "Ignored", "SafeUnpickler", "check_key", "size_of"]
+from megatron_fsdp_v2.checkpoint.errors import CheckpointError
+from megatron_fsdp_v2.checkpoint.trust import DTYPES, integer
+
+__all__ = [
+    "Archive",
+    "Callee",
+    "Ignored",
+    "PlainUnpickler",
+    "SafeUnpickler",
+    "blank",
+    "load_plain",
+    "map_file",
+    "set_attributes",
+    "size_of",
+]
 
 _OPCODES = (
     "PROTO FRAME STOP MARK NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 BINFLOAT LONG1 BINUNICODE "
@@ -41,6 +63,11 @@ class Callee:
     call: Callable[..., Any]
 
 
+def blank(cls: Any) -> Callee:
+    """A call that makes an instance without attributes, which are set afterwards."""
+    return Callee(lambda: cls.__new__(cls))
+
+
 class Ignored:
     """Stands for an object that is neither needed nor created."""
 
@@ -55,14 +82,18 @@ _PythonUnpickler: Any = pickle._Unpickler
 class SafeUnpickler(_PythonUnpickler):  # type: ignore[misc]
     """Unpickles plain containers and calls only listed names.
 
-    Subclasses implement `find_class` and `set_state`. Time and memory are proportional to the
+    Subclasses list `names` and implement `set_state`. Time and memory are proportional to the
     length of the pickle: calls and states may not reuse a large argument again and again, and
     dictionary keys are small.
 
     Args:
         content: The pickle, of protocol 2 to 5.
+
+    Attributes:
+        names: What a pickle may refer to: constants, and a `Callee` for what it may call.
     """
 
+    names: ClassVar[Mapping[str, Any]] = {}
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
         code: _PythonUnpickler.dispatch[code]
         for code in (getattr(pickle, name)[0] for name in _OPCODES.split())
@@ -95,7 +126,10 @@ class SafeUnpickler(_PythonUnpickler):  # type: ignore[misc]
         Raises:
             ValueError: The name is not listed.
         """
-        raise ValueError(f"it refers to {module}.{name}, which is not allowed")
+        full = f"{module}.{name}"
+        if full not in self.names:
+            raise ValueError(f"it refers to {full}, which is not allowed")
+        return self.names[full]
 
     def set_state(self, target: Any, state: Any) -> None:
         """Set the state of an object.
@@ -105,7 +139,12 @@ class SafeUnpickler(_PythonUnpickler):  # type: ignore[misc]
         """
         raise ValueError(f"it sets the state of a {type(target).__name__}")
 
-    def _spend(self, *arguments: Any) -> None:
+    def spend(self, *arguments: Any) -> None:
+        """Count the lengths of arguments; a large one may not be used again and again.
+
+        Raises:
+            ValueError: It was.
+        """
         self._budget -= sum(len(a) for a in arguments if hasattr(a, "__len__"))
         if self._budget < 0:
             raise ValueError("it uses the same large argument too often")
@@ -114,12 +153,12 @@ class SafeUnpickler(_PythonUnpickler):  # type: ignore[misc]
         arguments, callee = self.stack.pop(), self.stack.pop()
         if type(callee) is not Callee or type(arguments) is not tuple:
             raise ValueError(f"it calls a {type(callee).__name__}")
-        self._spend(arguments, *arguments)
+        self.spend(arguments, *arguments)
         self.append(callee.call(*arguments))
 
     def _load_state(self) -> None:
         state = self.stack.pop()
-        self._spend(state)
+        self.spend(state)
         self.set_state(self.stack[-1], state)
 
     def _set_items(self, items: list[Any]) -> None:
@@ -171,3 +210,270 @@ def size_of(lengths: Any) -> torch.Size:
     if not is_size or not all(type(n) is int and 0 <= n < 1 << 63 for n in lengths):
         raise ValueError("a shape or an offset is not a tuple of at most 64 lengths")
     return torch.Size(lengths)
+
+
+_MAX_DESCRIPTION = 1 << 28
+_LOCAL_HEADER = 30
+
+
+def map_file(path: Path) -> mmap.mmap:
+    """Map a file into memory; what is changed there does not reach the file.
+
+    Raises:
+        CheckpointError: It is empty.
+    """
+    with path.open("rb") as file:
+        try:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        except ValueError as error:
+            raise CheckpointError(f"{path} cannot be loaded as plain data: it is empty") from error
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _StorageType:
+    """The type of a storage; an untyped storage has no dtype."""
+
+    dtype: torch.dtype | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Storage:
+    """A storage: its elements as bytes, and their dtype."""
+
+    dtype: torch.dtype | None
+    elements: torch.Tensor
+
+
+class Archive:
+    """An archive that `torch.save` wrote.
+
+    Args:
+        content: The archive in memory.
+
+    Raises:
+        zipfile.BadZipFile: It is not a zip archive, or damaged.
+    """
+
+    def __init__(self, content: mmap.mmap) -> None:
+        self._content = content
+        with zipfile.ZipFile(content) as archive:  # type: ignore[call-overload]
+            self._records = {r.filename.partition("/")[2]: r for r in archive.infolist()}
+
+    def description(self) -> bytes:
+        """The pickle that describes the objects.
+
+        Raises:
+            ValueError: There is none, it is too long, or elements are in another byte order.
+        """
+        start, length = self._place("data.pkl")
+        if length > _MAX_DESCRIPTION:
+            raise ValueError("data.pkl is too long")
+        if "byteorder" in self._records:
+            at, count = self._place("byteorder")
+            if self._content[at : at + count] != sys.byteorder.encode():
+                raise ValueError("its elements are in another byte order than this machine's")
+        return self._content[start : start + length]
+
+    def elements(self, key: str) -> torch.Tensor:
+        """The bytes of a storage, sharing memory with the archive.
+
+        Raises:
+            ValueError: There is no such storage, or it is not stored as it is.
+        """
+        start, length = self._place(f"data/{key}")
+        if not length:
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.frombuffer(self._content, dtype=torch.uint8, count=length, offset=start)
+
+    def damaged(self) -> list[str]:
+        """Names of records whose bytes do not have their CRC-32."""
+        found = []
+        with memoryview(self._content) as content:
+            for name, record in self._records.items():
+                start, length = self._place(name)
+                if zlib.crc32(content[start : start + length]) != record.CRC:
+                    found.append(name)
+        return found
+
+    @property
+    def num_records(self) -> int:
+        """Number of records."""
+        return len(self._records)
+
+    def _place(self, name: str) -> tuple[int, int]:
+        """Return the first byte of a record, and its length."""
+        record = self._records.get(name)
+        if record is None:
+            raise ValueError(f"the archive has no {name}")
+        if record.compress_type != zipfile.ZIP_STORED or record.flag_bits & 0x1:
+            raise ValueError(f"the record {name} is compressed or encrypted")
+        at = record.header_offset
+        name_length, extra = struct.unpack("<HH", self._content[at + 26 : at + _LOCAL_HEADER])
+        start = at + _LOCAL_HEADER + name_length + extra
+        if start + record.file_size > len(self._content):
+            raise ValueError(f"the record {name} is longer than the archive")
+        return start, record.file_size
+
+
+def _tensor(
+    storage: Any, first: Any, shape: Any, stride: Any, grad: Any = None, hooks: Any = None, *of: Any
+) -> torch.Tensor:
+    dtype, *metadata = of if of and type(of[0]) is torch.dtype else (None, *of)
+    if type(storage) is not _Storage or any(metadata):
+        raise ValueError("a tensor has no storage, or is a conjugate or negative view")
+    elements = storage.elements.view(storage.dtype or dtype)
+    return elements.as_strided(size_of(shape), size_of(stride), integer(first))
+
+
+def _parameter(data: Any, grad: Any = None, hooks: Any = None, state: Any = None) -> torch.Tensor:
+    if type(data) is not torch.Tensor:
+        raise ValueError(f"a parameter is made of a {type(data).__name__}")
+    return data
+
+
+def _subclassed(rebuild: Any, cls: Any, args: Any, state: Any) -> Any:
+    if rebuild not in (_TENSOR, _PARAMETER) or cls is not _TENSOR_CLASS:
+        raise ValueError("it calls something that does not make a tensor")
+    return rebuild.call(*args)
+
+
+def _encoded(text: Any, encoding: Any) -> bytes:
+    # How protocol 2 writes bytes. Other encodings make a string longer each time.
+    if type(text) is not str or encoding not in ("latin1", "latin-1"):
+        raise ValueError(f"it encodes a {type(text).__name__}")
+    return text.encode("latin1")
+
+
+def _bytearray(*args: Any) -> bytearray:
+    # Of a number it would be as many zeros.
+    return bytearray(_encoded(*args) if len(args) == 2 else b"".join(args))
+
+
+def _set(values: Any) -> set[Any]:
+    if type(values) is not list:
+        raise ValueError(f"a set is made of a {type(values).__name__}")
+    for value in values:
+        check_key(value)
+    return set(values)
+
+
+def _checked_call(function: Callable[..., Any], *kinds: type) -> Callee:
+    """A call with arguments of these types."""
+
+    def call(*args: Any) -> Any:
+        if any(type(arg) is not kind for arg, kind in zip(args, kinds, strict=False)):
+            raise ValueError(f"it calls something with {[type(arg).__name__ for arg in args]}")
+        return function(*args)
+
+    return Callee(call)
+
+
+_STORAGES = {
+    **{"Double": torch.float64, "Float": torch.float32, "Half": torch.float16},
+    **{"BFloat16": torch.bfloat16, "Long": torch.int64, "Int": torch.int32, "Short": torch.int16},
+    **{"Char": torch.int8, "Byte": torch.uint8, "Bool": torch.bool},
+    **{"ComplexFloat": torch.complex64, "ComplexDouble": torch.complex128},
+}
+_TENSOR_CLASS = object()
+_TENSOR, _PARAMETER = Callee(_tensor), Callee(_parameter)
+
+
+class PlainUnpickler(SafeUnpickler):
+    """Creates numbers, strings, containers and tensors, and nothing else.
+
+    Args:
+        archive: What `torch.save` wrote.
+    """
+
+    names: ClassVar[Mapping[str, Any]] = {
+        **{f"torch.{name}": dtype for name, dtype in DTYPES.items()},
+        "torch.storage.UntypedStorage": _StorageType(None),
+        **{f"torch.{name}Storage": _StorageType(dtype) for name, dtype in _STORAGES.items()},
+        "torch._utils._rebuild_tensor": _TENSOR,
+        "torch._utils._rebuild_tensor_v2": _TENSOR,
+        "torch._utils._rebuild_tensor_v3": _TENSOR,
+        "torch._utils._rebuild_parameter": _PARAMETER,
+        "torch._utils._rebuild_parameter_with_state": _PARAMETER,
+        "torch._tensor._rebuild_from_type_v2": Callee(_subclassed),
+        "torch.Tensor": _TENSOR_CLASS,
+        "torch.nn.parameter.Parameter": _TENSOR_CLASS,
+        "torch.Size": Callee(size_of),
+        "torch.device": _checked_call(torch.device, str, int),
+        "collections.OrderedDict": Callee(lambda: OrderedDict()),
+        "collections.Counter": _checked_call(Counter, dict),
+        "_codecs.encode": Callee(_encoded),
+        "__builtin__.bytes": Callee(lambda: b""),
+        "__builtin__.bytearray": Callee(_bytearray),
+        "__builtin__.set": Callee(_set),
+        "__builtin__.complex": _checked_call(complex, float, float),
+    }
+
+    def __init__(self, archive: Archive) -> None:
+        super().__init__(archive.description())
+        self._archive = archive
+        self._storages: dict[str, torch.Tensor] = {}
+
+    @override
+    def persistent_load(self, pid: Any) -> _Storage:
+        kind, cls, key, _, numel = pid
+        if kind != "storage" or type(cls) is not _StorageType or type(key) is not str:
+            raise ValueError("it refers to something that is not a storage")
+        if key not in self._storages:
+            self._storages[key] = self._archive.elements(key)
+        elements = self._storages[key]
+        nbytes = integer(numel) * (1 if cls.dtype is None else cls.dtype.itemsize)
+        if nbytes > len(elements):
+            raise ValueError(f"the storage {key} is shorter than it is said to be")
+        return _Storage(cls.dtype, elements[:nbytes])
+
+    @override
+    def set_state(self, target: Any, state: Any) -> None:
+        if type(target) is OrderedDict:
+            # The state dict of a module has an attribute with versions.
+            set_attributes(target, state)
+        else:
+            super().set_state(target, state)
+
+
+def set_attributes(target: Any, state: Any) -> None:
+    """Set attributes of an object.
+
+    Raises:
+        ValueError: They are not a dictionary, or a name is not plain.
+    """
+    if type(state) is not dict or any(type(k) is not str or k[:2] == "__" for k in state):
+        raise ValueError(f"it sets attributes of {type(target).__name__} by no plain names")
+    vars(target).update(state)
+
+
+def load_plain(
+    content: bytes | mmap.mmap, what: str, unpickler: type[PlainUnpickler] = PlainUnpickler
+) -> Any:
+    """Load plain data: numbers, containers and tensors on the CPU.
+
+    Args:
+        content: What `torch.save` wrote. Tensors share memory with a map.
+        what: What to call it in an error.
+        unpickler: Creates the objects.
+
+    Raises:
+        CheckpointError: It holds something else.
+    """
+    try:
+        if isinstance(content, bytes):
+            memory = mmap.mmap(-1, len(content))
+            memory.write(content)
+            content = memory
+        return unpickler(Archive(content)).load()
+    except zipfile.BadZipFile as error:
+        raise CheckpointError(
+            f"{what} cannot be loaded as plain data: it is damaged or not a zip archive ({error}); "
+            "load a file of torch before 1.6 with torch and save it again"
+        ) from error
+    # Damaged archives and pickles raise nearly anything.
+    except Exception as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise CheckpointError(
+            f"{what} cannot be loaded as plain data ({reason}); do not use this checkpoint unless "
+            "you know where it is from"
+        ) from error

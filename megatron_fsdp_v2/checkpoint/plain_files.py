@@ -1,0 +1,427 @@
+"""Models in plain files, `.safetensors` and `.pt`, which the libraries' own writers write.
+
+Files are written to temporary names, and appear under their own when they are complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import math
+import os
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_fsdp_v2.checkpoint.errors import CheckpointError, NotFoundError
+from megatron_fsdp_v2.checkpoint.metadata import INCOMPLETE
+from megatron_fsdp_v2.checkpoint.replacing import sync
+from megatron_fsdp_v2.checkpoint.trust import check_file_name, check_name, read_json
+from megatron_fsdp_v2.checkpoint.unpickling import load_plain, map_file
+from megatron_fsdp_v2.checkpoint.writing import own_storage
+
+__all__ = [
+    "DTYPES",
+    "INDEX",
+    "PT_SUFFIXES",
+    "SAFETENSORS",
+    "PlainTensor",
+    "TensorSource",
+    "check_absent",
+    "convert_elements",
+    "converted",
+    "index_of",
+    "open_pt",
+    "open_safetensors",
+    "write_pt",
+    "write_safetensors",
+]
+
+safetensors: Any = None
+with contextlib.suppress(ImportError):
+    safetensors = importlib.import_module("safetensors.torch") and importlib.import_module(
+        "safetensors"
+    )
+
+PT_SUFFIXES = (".pt", ".pth", ".bin")
+SAFETENSORS = ".safetensors"
+INDEX = ".index.json"
+"""What the name of an index ends in, after the name that one file would have."""
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""Dtypes that floating-point tensors can be converted to."""
+
+_NAMES = {
+    **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
+    **{torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"},
+    **{torch.float8_e8m0fnu: "F8_E8M0", torch.complex64: "C64", torch.bool: "BOOL"},
+    **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8"},
+    **{torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8"},
+}
+"""Dtypes as safetensors files call them."""
+_DTYPES_BY_NAME = {name: dtype for dtype, name in _NAMES.items()}
+_FORMAT = "format"
+_MAX_INDEX = 100_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class PlainTensor:
+    """Name, shape and dtype of a tensor.
+
+    Attributes:
+        name: Its plain name.
+        shape: Its shape.
+        dtype: Its dtype.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSource:
+    """A checkpoint that tensors of a model can be read from.
+
+    Attributes:
+        tensors: Tensors of the model, in the order in which to read them.
+        read: Reads a tensor, on the CPU.
+        tied: Other names of tied tensors, each with the name under which to write the tensor.
+        left_out: Names of entries that are not tensors of the model.
+        files: The files it is read from, besides an index; empty for a folder.
+        notes: What is unusual about them, a sentence each.
+    """
+
+    tensors: Sequence[PlainTensor]
+    read: Callable[[PlainTensor], torch.Tensor]
+    tied: Mapping[str, str]
+    left_out: Sequence[str] = ()
+    files: Sequence[Path] = ()
+    notes: Sequence[str] = ()
+
+
+def converted(tensor: PlainTensor, dtype: torch.dtype | None) -> PlainTensor:
+    """Describe a tensor as it will be written; only floating-point dtypes are converted."""
+    if dtype is None or not tensor.dtype.is_floating_point:
+        return tensor
+    return replace(tensor, dtype=dtype)
+
+
+def convert_elements(data: torch.Tensor, tensor: PlainTensor) -> torch.Tensor:
+    """Convert a tensor to the dtype it is written in.
+
+    Args:
+        data: The tensor.
+        tensor: Its description as written.
+
+    Raises:
+        CheckpointError: An element is too large for the dtype.
+    """
+    if data.dtype == tensor.dtype:
+        return data
+    after = data.to(tensor.dtype)
+    # Unlike isfinite(), aminmax() allocates nothing.
+    is_finite = not after.numel() or all(map(math.isfinite, torch.aminmax(after)))
+    if not is_finite and bool((after.isinf() & data.double().isfinite()).any()):
+        raise CheckpointError(
+            f"{tensor.name} has elements that are too large for {after.dtype}; choose bfloat16 or "
+            "float32"
+        )
+    return after
+
+
+def _read(source: TensorSource, stored: PlainTensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """Read a tensor as it will be written."""
+    return own_storage(convert_elements(source.read(stored), converted(stored, dtype)))
+
+
+def check_absent(path: Path) -> None:
+    """Check that nothing is at a path, not even a dangling link.
+
+    Raises:
+        ValueError: Something is.
+    """
+    if os.path.lexists(path):
+        raise ValueError(f"{path} already exists; remove it or name another")
+
+
+@contextlib.contextmanager
+def _temporary(paths: Sequence[Path]) -> Iterator[list[Path]]:
+    """Create several files, all of them or none; the last one appears last.
+
+    Args:
+        paths: The files. Existing ones are not changed, not even if they are created meanwhile.
+
+    Yields:
+        Temporary paths to write them to.
+
+    Raises:
+        ValueError: One of them already exists.
+    """
+    for path in paths:
+        check_absent(path)
+    token = uuid.uuid4().hex
+    unfinished = [path.with_name(f"{path.name}.{token}{INCOMPLETE}") for path in paths]
+    placed: list[Path] = []
+    try:
+        yield unfinished
+        for written, path in zip(unfinished, paths, strict=True):
+            sync(written)
+            try:
+                # Renaming would replace an existing file; a hard link does not.
+                os.link(written, path)
+            except OSError:
+                check_absent(path)
+                # Not every file system has hard links.
+                os.replace(written, path)
+            placed.append(path)
+    except BaseException:
+        for path in placed:
+            path.unlink(missing_ok=True)
+        raise
+    finally:
+        for written in unfinished:
+            written.unlink(missing_ok=True)
+
+
+# -- safetensors ----------------------------------------------------------------------------------
+
+
+def index_of(file: Path) -> Path:
+    """The index of a model in several files, by the name of one file."""
+    return file.with_name(file.name + INDEX)
+
+
+def write_safetensors(
+    source: TensorSource, file: Path, dtype: torch.dtype | None, max_shard_bytes: int
+) -> list[Path]:
+    """Write a model into one file, or several and an index as Hugging Face's libraries name them.
+
+    A tensor with several names is written under one, and the header maps the others to it, as the
+    library's `save_model` and `load_model` do.
+
+    Args:
+        source: Where tensors come from.
+        file: The name of the file, if it is one.
+        dtype: Of floating-point tensors; None leaves them as they are.
+        max_shard_bytes: Bytes of tensors that a file may hold, unless one alone has more.
+
+    Returns:
+        The files; the index is the last of several.
+
+    Raises:
+        CheckpointError: The format has no name for the dtype of a tensor, one cannot be read, or
+            the library is not installed.
+    """
+    library = _library(f"writing {file}")
+    tied = {name: kept for name, kept in source.tied.items() if name != _FORMAT}
+    once = [tensor for tensor in source.tensors if tensor.name not in tied]
+    shards: list[list[PlainTensor]] = [[]]
+    weight_map: dict[str, int] = {}
+    total = room = 0
+    for stored in once:
+        tensor = converted(stored, dtype)
+        if tensor.dtype not in _NAMES:
+            raise CheckpointError(
+                f"{tensor.name} is of {tensor.dtype}, which {SAFETENSORS} cannot hold"
+            )
+        if shards[-1] and room + tensor.nbytes > max_shard_bytes:
+            shards.append([])
+            room = 0
+        shards[-1].append(stored)
+        room += tensor.nbytes
+        total += tensor.nbytes
+        weight_map[tensor.name] = len(shards) - 1
+    paths = [file]
+    if len(shards) > 1:
+        names = (f"{file.stem}-{i + 1:05d}-of-{len(shards):05d}" for i in range(len(shards)))
+        # Without an index the files are no model, so that it comes last.
+        paths = [*(file.with_name(name + SAFETENSORS) for name in names), index_of(file)]
+    with _temporary(paths) as unfinished:
+        for path, shard in zip(unfinished, shards, strict=False):
+            here = {stored.name for stored in shard}
+            others = {name: kept for name, kept in tied.items() if kept in here}
+            try:
+                # Nothing refers to the tensors while those of the next file are read.
+                library.torch.save_file(
+                    {stored.name: _read(source, stored, dtype) for stored in shard},
+                    path,
+                    {_FORMAT: "pt", **others},
+                )
+            except library.SafetensorError as error:
+                raise CheckpointError(f"{path} cannot be written: {error}") from error
+        if len(shards) > 1:
+            index = {
+                "metadata": {"total_size": total},
+                "weight_map": {name: paths[number].name for name, number in weight_map.items()},
+            }
+            unfinished[-1].write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    return paths
+
+
+def open_safetensors(path: Path) -> TensorSource:
+    """Open a file, or several with an index.
+
+    Args:
+        path: The file; or what one file would be called; or the index.
+
+    Raises:
+        CheckpointError: There is none, it is damaged, or the library is not installed.
+    """
+    files, notes = [], []
+    places: dict[str, tuple[Any, str]] = {}
+    found: dict[str, PlainTensor] = {}
+    described: dict[str, str] = {}
+    for file, expected in _files(path):
+        files.append(file)
+        opened, there = _opened(file)
+        more = {n: kept for n, kept in (opened.metadata() or {}).items() if kept in there}
+        for name in sorted(expected - there.keys() - more.keys()):
+            raise CheckpointError(f"{file} does not hold {name}, which its index says it does")
+        for name, tensor in there.items():
+            if expected and name not in expected:
+                notes.append(f"{file.name} holds {name}, which the index does not name")
+            else:
+                found[name], places[name] = tensor, (opened, name)
+        described |= more
+    # Whatever else a header says about itself names no tensor, or the tensor is there.
+    tied = {n: kept for n, kept in described.items() if kept in found and n not in found}
+    for name, kept in tied.items():
+        found[name], places[name] = replace(found[kept], name=name), places[kept]
+
+    def read(tensor: PlainTensor) -> torch.Tensor:
+        opened, name = places[tensor.name]
+        data: torch.Tensor = opened.get_tensor(name)
+        return data
+
+    return TensorSource(list(found.values()), read, tied, files=files, notes=notes)
+
+
+def _library(what: str) -> Any:
+    if safetensors is None:
+        raise CheckpointError(f"{what} needs the library safetensors; install it with pip")
+    return safetensors
+
+
+def _opened(file: Path) -> tuple[Any, dict[str, PlainTensor]]:
+    """Open a file, and list the tensors in it by name."""
+    library = _library(f"reading {file}")
+    try:
+        opened = library.safe_open(file, "pt")
+        there: dict[str, PlainTensor] = {}
+        for name in opened.keys():  # noqa: SIM118
+            stored = opened.get_slice(check_name(name))
+            shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
+            if dtype not in _DTYPES_BY_NAME:
+                raise ValueError(f"{name} is of {dtype}, which torch does not have")
+            there[name] = PlainTensor(name, shape, _DTYPES_BY_NAME[dtype])
+        return opened, there
+    except (library.SafetensorError, ValueError) as error:
+        raise CheckpointError(
+            f"{file} cannot be read: it is damaged or truncated ({error})"
+        ) from error
+
+
+def _files(path: Path) -> Iterator[tuple[Path, set[str]]]:
+    """Files of a model, each with the names an index expects in it: none without an index.
+
+    Raises:
+        CheckpointError: The index cannot be read, or a file is missing.
+    """
+    if path.is_file() and not path.name.endswith(INDEX):
+        yield path, set()
+        return
+    index = path if path.name.endswith(INDEX) else index_of(path)
+    if not index.is_file():
+        raise NotFoundError(f"{path} does not exist")
+    by_file: dict[str, set[str]] = {}
+    try:
+        if index.stat().st_size > _MAX_INDEX:
+            raise ValueError(f"it is longer than {_MAX_INDEX} bytes")
+        for key, name in read_json(index.read_bytes())["weight_map"].items():
+            by_file.setdefault(check_file_name(name, check_name(key)), set()).add(key)
+    except (ValueError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{index} cannot be read ({error!r}); it is damaged") from error
+    for name in sorted(by_file):
+        file = index.with_name(name)
+        if not file.is_file():
+            raise CheckpointError(f"{index} is incomplete: {name} is missing")
+        yield file, by_file[name]
+
+
+# -- torch.save -----------------------------------------------------------------------------------
+
+
+def write_pt(source: TensorSource, file: Path, dtype: torch.dtype | None) -> list[Path]:
+    """Write a model as a dictionary of tensors by name, with `torch.save`.
+
+    A tensor with several names is written once: what is loaded shares memory again.
+
+    Args:
+        source: Where tensors come from.
+        file: The name of the file.
+        dtype: Of floating-point tensors; None leaves them as they are.
+
+    Returns:
+        The file.
+
+    Raises:
+        CheckpointError: A tensor cannot be read.
+    """
+    tied, model = source.tied, dict[str, torch.Tensor]()
+    for stored in sorted(source.tensors, key=lambda stored: stored.name in tied):
+        kept = tied.get(stored.name)
+        model[stored.name] = _read(source, stored, dtype) if kept is None else model[kept]
+    with _temporary([file]) as (unfinished,), unfinished.open("wb") as out:
+        torch.save({stored.name: model[stored.name] for stored in source.tensors}, out)
+    return [file]
+
+
+def open_pt(path: Path) -> TensorSource:
+    """Open a file that `torch.save` wrote: a dictionary of tensors by name.
+
+    The file is mapped into memory: the system reads what is touched, and may forget it again.
+
+    Raises:
+        CheckpointError: There is none, or it holds something other than plain tensors by name.
+    """
+    if not path.is_file():
+        raise NotFoundError(f"{path} does not exist")
+    loaded = load_plain(map_file(path), str(path))
+    if not isinstance(loaded, dict):
+        raise CheckpointError(
+            f"{path} holds a {type(loaded).__name__}; save the model's state dict alone"
+        )
+    first: dict[tuple[Any, ...], str] = {}
+    tied: dict[str, str] = {}
+    for name, value in loaded.items():
+        if not isinstance(name, str) or not isinstance(value, torch.Tensor):
+            raise CheckpointError(
+                f"{path} holds {name!r}, which is a {type(value).__name__} and no tensor: save "
+                "the model's state dict alone"
+            )
+        try:
+            check_name(name)
+        except ValueError as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
+        # Copied row by row, a few bytes would become as many as their strides say.
+        if value.nbytes > value.untyped_storage().nbytes():
+            raise CheckpointError(
+                f"{path} holds {name}, which repeats its elements; save it as contiguous()"
+            )
+        place = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride())
+        kept = first.setdefault(place, name)
+        if kept != name and value.numel():
+            tied[name] = kept
+    tensors = [PlainTensor(name, tuple(t.shape), t.dtype) for name, t in loaded.items()]
+    return TensorSource(tensors, lambda tensor: loaded[tensor.name].detach().clone(), tied)

@@ -3,8 +3,8 @@
     python -m benchmarks.sim --model 8b --ranks 8 64 1024
     python -m benchmarks.sim --model 405b --ranks 16384 --recompute
 
-One process stands for a rank; time is virtual, and tensors have no values. `docs/simulation.md`
-says what is counted.
+One process represents one rank; time is virtual, and tensors have no values. `docs/simulation.md`
+describes the model.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HEAD += ["communication", "peak", "resting", "plan"]
 
 
 def main(words: list[str] | None = None) -> None:
-    """Run what the command line says, and write a table."""
+    """Run the command line and print a table."""
     args = _parser().parse_args(words)
     machine = find_machine(args.machine)
     shape = SHAPES[args.model]
@@ -81,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--machine", default="h100", help="h100, h200 or b200")
     parser.add_argument("--engines", nargs="+", choices=list(ENGINES), default=list(ENGINES))
     parser.add_argument(
-        "--products-only", action="store_true", help="nothing but matrix products takes time"
+        "--products-only", action="store_true", help="only matrix products take time"
     )
     parser.add_argument("--json", help="where to write what was found")
     return parser

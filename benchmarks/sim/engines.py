@@ -1,4 +1,4 @@
-"""Both engines, on the streams of a simulated GPU."""
+"""Both engines on the streams of a simulated GPU."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 
 from benchmarks.sim.models import Decoder
 from megatron_fsdp_v2 import MixedPrecisionPolicy, fully_shard
-from megatron_fsdp_v2.diagnostics.simulation import VirtualStreams, run_on_streams
-from megatron_fsdp_v2.diagnostics.simulation.devices import VirtualEvent
+from megatron_fsdp_v2.plan.simulation import VirtualStreams, run_on_streams
+from megatron_fsdp_v2.plan.simulation.devices import VirtualEvent
 
 POLICY = MixedPrecisionPolicy(
     param_dtype=torch.bfloat16,
@@ -25,7 +25,7 @@ POLICY = MixedPrecisionPolicy(
 
 
 def shard_ours(model: Decoder, mesh: DeviceMesh, streams: VirtualStreams) -> None:
-    """Shard with this package, as it is on CUDA."""
+    """Shard with this package, using its code for CUDA."""
     for unit in [*model.units(), model]:
         fully_shard(unit, mesh=mesh, mp_policy=POLICY)  # type: ignore[arg-type]
     model.to_empty(device="cpu")
@@ -46,10 +46,9 @@ ENGINES = {"ours": shard_ours, "fsdp2": shard_fsdp2}
 
 @contextlib.contextmanager
 def cpu_streams(streams: VirtualStreams) -> Iterator[None]:
-    """Have `torch.cpu`, through which FSDP2 asks for streams, give those of a simulated GPU.
+    """Make `torch.cpu` return streams of a simulated GPU, which FSDP2 then uses.
 
-    That module is there for code that runs on any device; its own streams do nothing. FSDP2 itself
-    stays as it is.
+    `torch.cpu` provides streams that do nothing for device-independent code. FSDP2 is unmodified.
     """
 
     class Event(VirtualEvent):

@@ -1,4 +1,4 @@
-"""What `plan` says of the same job."""
+"""The result of `plan` for the same job."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from megatron_fsdp_v2.plan.description import ModelTraits
 
 
 def planned(job: Job, machine: Machine) -> Plan:
-    """Plan a job of ours, with the products that the model computes."""
+    """Plan a job with this package, with the matrix products of the model."""
 
     def flops_of(unit: str, params: Sequence[ParameterDescription]) -> float:
         if unit == "embedding":
-            # Rows are looked up.
+            # A lookup without products.
             return 0.0
         products = sum(2.0 * param.numel for param in params if len(param.shape) > 1)
-        # Scores and values of the tokens before each: half of all, in two products.
+        # Causal scores and values: half of all pairs, in two products.
         attention = 2.0 * job.sequence * job.shape.width if unit.startswith("layers") else 0.0
         return products + attention
 

@@ -1,11 +1,11 @@
-"""The simulated cluster against real gloo: `python -m benchmarks.sim.gloo --write-docs`.
+"""Compares the simulated cluster with real gloo: `python -m benchmarks.sim.gloo --write-docs`.
 
-Units of a model hold weights and sleep, forwards and twice as long backwards: so that ranks that
-share the cores of one machine do not compute in each other's time. Everything else is real, in both
-engines: copies, sums, collectives. The simulation is given what collectives of a few sizes take by
-themselves and how much of that time a core works for them, has a thread work as much, and sleeps
-where it waits for one. Collectives, real steps and simulated ones take turns on all ranks; what
-others on the machine disturb is made again, and medians count.
+Units of a model hold weights and sleep in the forward, and twice as long in the backward, so that
+ranks on shared cores do not compute at the same time. Copies, sums and collectives are real in both
+engines. The simulation receives measured times of collectives of a few sizes and the fraction of
+each time during which a core is busy. It runs a thread for the busy time, and sleeps while it waits
+for a collective. Collectives, real steps and simulated steps alternate on all ranks; disturbed
+repeats are run again, and medians count.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from benchmarks.repeats import Patience, Repeats, Run
 from benchmarks.sim.measured import AlphaBeta, MeasuredNetwork, RunningTimeline
 from megatron_fsdp_v2._text import table
 from megatron_fsdp_v2.comm.calls import broadcast_shards
-from megatron_fsdp_v2.diagnostics.simulation import HostDevice, simulated_groups
-from megatron_fsdp_v2.diagnostics.simulation.devices import Done
-from megatron_fsdp_v2.diagnostics.simulation.process_group import BACKEND
+from megatron_fsdp_v2.plan.simulation import HostDevice, simulated_groups
+from megatron_fsdp_v2.plan.simulation.devices import Done
+from megatron_fsdp_v2.plan.simulation.process_group import BACKEND
 
 PAGE = "docs/simulation.md"
 COMMAND = "python -m benchmarks.sim.gloo --write-docs"
@@ -59,7 +59,7 @@ class _Sleep(torch.autograd.Function):
 
 
 class Sleeper(nn.Module):
-    """A unit that takes its time."""
+    """A unit that sleeps."""
 
     def __init__(self, rows: int, seconds: float, pause: Pause) -> None:
         super().__init__()
@@ -86,9 +86,9 @@ def step(model: nn.Module) -> float:
 
 
 def compare(mesh: DeviceMesh, args: argparse.Namespace) -> None:
-    """On every rank: collectives, and steps on gloo and on the simulation, in turns.
+    """Run collectives, steps on gloo and simulated steps in turns, on every rank.
 
-    The first rank writes what was found.
+    The first rank writes the results.
     """
     patience = Patience(args.rounds, args.most, 0.2, args.foreign, args.minutes, steps=100)
     collectives = _Collectives(args.rows * 1024)
@@ -123,10 +123,10 @@ def compare(mesh: DeviceMesh, args: argparse.Namespace) -> None:
 
 
 class _WorkingHost(HostDevice):
-    """A CPU that has to work for its network, as a thread of gloo does.
+    """A CPU that is busy during communication, as with a thread of gloo.
 
     Args:
-        share: How much of the time of a collective a core works for this rank.
+        share: Fraction of a collective's time during which a core is busy for this rank.
     """
 
     def __init__(self, share: float) -> None:
@@ -147,7 +147,7 @@ class _WorkingHost(HostDevice):
 
 
 class _Both:
-    """Done when its time is over and the work for it is done."""
+    """A collective that is complete when its time and its CPU work are over."""
 
     def __init__(self, over: Done, work: Future[None]) -> None:
         self._over = over
@@ -159,14 +159,14 @@ class _Both:
 
 
 class _Collectives:
-    """Collectives of a few sizes, by themselves, and lines through what they take.
+    """Measured times of single collectives of a few sizes, and linear fits.
 
     Args:
         full: Elements of a unit.
 
     Attributes:
-        lines: By kind; they follow what is found.
-        share: How much of their time a core works for this rank.
+        lines: Linear fits by kind, updated with every result.
+        share: Fraction of their time during which a core is busy for this rank.
     """
 
     def __init__(self, full: int) -> None:
@@ -177,13 +177,13 @@ class _Collectives:
                 nbytes, call = make(numel)
                 self._calls[f"{kind}, {nbytes} bytes"] = kind, nbytes, call
         began, worked = time.perf_counter(), time.process_time()
-        # What the first simulated step is given, before anything is measured in turns.
+        # Values for the first simulated step, before measurements in turns.
         self._first = {name: self._try(call) for name, (_, _, call) in self._calls.items()}
         self.share = (time.process_time() - worked) / (time.perf_counter() - began)
         self._fit(self._first)
 
     def runs(self) -> dict[str, Run]:
-        """What to measure, by name."""
+        """The functions to measure by name."""
         return {name: call for name, (_, _, call) in self._calls.items()}
 
     @staticmethod
@@ -196,7 +196,7 @@ class _Collectives:
         return (time.perf_counter() - began) / 3
 
     def fit(self, rounds: Rounds, engine: str) -> None:
-        """Take what was found so far, of the collectives that an engine has gloo do."""
+        """Update the fits with the results so far for the collectives of an engine."""
         measured = {name: rounds.median(name) for name in self._calls if rounds.samples[name]}
         self._fit(self._first | measured)
         if engine == "ours":
@@ -209,8 +209,7 @@ class _Collectives:
         self.lines |= {kind: AlphaBeta.fitted(found) for kind, found in by_kind.items()}
 
 
-# Each into memory that is given for it, as engines have it: whoever writes there first pays for the
-# pages.
+# Outputs are newly allocated, as in the engines, so the first write also pays for page faults.
 
 
 def _all_gather(numel: int) -> tuple[int, Run]:
@@ -224,7 +223,7 @@ def _all_gather(numel: int) -> tuple[int, Run]:
 
 
 def _broadcasts(numel: int) -> tuple[int, Run]:
-    """As ours does for a gather of this size."""
+    """A gather as implemented by this package for this size."""
     shard = torch.zeros(numel // dist.get_world_size())
 
     def run() -> float:
@@ -245,7 +244,7 @@ def _reduce_scatter(numel: int) -> tuple[int, Run]:
 
 
 def _all_to_all(numel: int) -> tuple[int, Run]:
-    """As ours does for a reduce-scatter: one's own piece does not travel."""
+    """A reduce-scatter as implemented by this package: the rank's own piece is not sent."""
     size, rank = dist.get_world_size(), dist.get_rank()
     numels = [numel // size if other != rank else 0 for other in range(size)]
     sent = torch.zeros(sum(numels))
@@ -267,7 +266,7 @@ _CALLS = {
 
 
 def main(words: Sequence[str] | None = None) -> list[float]:
-    """Compare, and write a table; return simulated over real times."""
+    """Compare and write a table; return the ratios of simulated to real times."""
     patience = Patience()
     counts = {"layers": 4, "rows": 1024, "rounds": patience.rounds, "most": 8}
     parser = options("benchmarks.sim.gloo", __doc__, **counts)

@@ -1,4 +1,4 @@
-"""Parts of a simulated cluster that are measured: a network, and a host that runs in real time."""
+"""Measured parts of a simulated cluster: a network, and a host that runs in real time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import override
 
-from megatron_fsdp_v2.diagnostics.simulation import Timeline
+from megatron_fsdp_v2.plan.simulation import Timeline
 
 __all__ = ["AlphaBeta", "MeasuredNetwork", "RunningTimeline"]
 
@@ -17,8 +17,8 @@ class AlphaBeta:
     """A collective's time as `seconds + nbytes * seconds_per_byte`.
 
     Attributes:
-        seconds: Of an empty one.
-        seconds_per_byte: Of its full buffer.
+        seconds: Time of an empty collective.
+        seconds_per_byte: Additional time per byte of its full buffer.
     """
 
     seconds: float
@@ -26,10 +26,10 @@ class AlphaBeta:
 
     @classmethod
     def fitted(cls, measured: Mapping[int, float]) -> AlphaBeta:
-        """The line through measured times, each weighted by its inverse: relative errors count.
+        """Fit a line to measured times with minimal relative errors.
 
         Args:
-            measured: Seconds by bytes, of two sizes at least.
+            measured: Seconds by bytes, for at least two sizes.
 
         Raises:
             ValueError: There are fewer than two sizes.
@@ -51,7 +51,7 @@ class MeasuredNetwork:
     """A network whose collectives were measured.
 
     Attributes:
-        kinds: By kind of collective; of one that is not there, the slowest of all is taken.
+        kinds: Times by kind of collective; an unmeasured kind uses the slowest one.
     """
 
     kinds: Mapping[str, AlphaBeta]
@@ -73,8 +73,8 @@ class RunningTimeline(Timeline):
     """A timeline whose host takes the time that this process takes.
 
     Args:
-        sleeps: Whether it sleeps where it waits, so that others of the machine work meanwhile.
-            Otherwise waiting takes no time in fact.
+        sleeps: Whether waits sleep in real time, so that other processes can run. Otherwise waits
+            take no real time.
     """
 
     def __init__(self, *, sleeps: bool = False) -> None:

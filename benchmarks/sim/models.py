@@ -1,4 +1,4 @@
-"""Llama 3 with a forward: the models of `examples.plan_models`, attention of torch's."""
+"""Llama 3 with a forward: the models of `examples.plan_models`, with torch's attention."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Layer(plan_models.Layer):
         y = self.attention_norm(x)
         query = _heads(self.query(y))
         times = query.shape[1] // (self.key.out_features // HEAD)
-        # Kernels on GPUs share heads of keys; that of the CPU is given each as often as it is used.
+        # GPU kernels share heads of keys; the CPU kernel needs a copy per use.
         key, value = (_heads(w(y)).repeat_interleave(times, 1) for w in (self.key, self.value))
         found = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.output(found.transpose(1, 2).flatten(2))
@@ -56,7 +56,7 @@ class Decoder(plan_models.Decoder):
             layer.recomputes = recomputes
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Loss of `(batch, sequence)` tokens, of which each is its own label."""
+        """Loss of `(batch, sequence)` tokens, with each token as its own label."""
         x = self.embedding(tokens)
         for layer in self.layers:
             x = layer(x)
@@ -64,5 +64,5 @@ class Decoder(plan_models.Decoder):
         return functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
     def units(self) -> list[nn.Module | list[nn.Module]]:
-        """What is sharded together, from the inside: embedding, layers, norm and output layer."""
+        """The units, innermost first: embedding, layers, norm and output layer."""
         return [self.embedding, *self.layers, [self.norm, self.output]]

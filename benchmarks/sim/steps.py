@@ -1,4 +1,4 @@
-"""A step of an engine at any number of ranks: its time, what is exposed, its memory."""
+"""A step of an engine at any number of ranks: time, exposed communication, memory."""
 
 from __future__ import annotations
 
@@ -9,17 +9,13 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
+from benchmarks.sim.costs import RooflineCosts
 from benchmarks.sim.engines import ENGINES, cpu_streams
 from benchmarks.sim.models import Decoder, Shape
-from megatron_fsdp_v2.diagnostics.simulation import (
-    MachineNetwork,
-    Operations,
-    RooflineCosts,
-    VirtualStreams,
-    simulated_ranks,
-)
-from megatron_fsdp_v2.diagnostics.simulation.devices import COMPUTE
+from benchmarks.sim.operations import Operations
 from megatron_fsdp_v2.plan import Machine
+from megatron_fsdp_v2.plan.simulation import MachineNetwork, VirtualStreams, simulated_ranks
+from megatron_fsdp_v2.plan.simulation.devices import COMPUTE
 
 MEMORY_BANDWIDTH = {"h100": 3.35e12, "h200": 4.8e12, "b200": 8.0e12}
 """Bytes per second of a GPU's memory, by its maker's data sheet."""
@@ -27,13 +23,13 @@ MEMORY_BANDWIDTH = {"h100": 3.35e12, "h200": 4.8e12, "b200": 8.0e12}
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained, where.
+    """A training job.
 
     Attributes:
-        shape: Of the model.
+        shape: Shape of the model.
         num_ranks: Data-parallel ranks.
         batch: Sequences of a step on a rank.
-        sequence: Tokens of each.
+        sequence: Tokens of each sequence.
         recomputes: Whether layers are recomputed in the backward.
         outer: Ranks of an outer, replicating axis; 1 for none.
         products_only: Whether matrix products alone take time, as `plan` counts.
@@ -48,7 +44,7 @@ class Job:
     products_only: bool = False
 
     def costs(self, machine: Machine) -> RooflineCosts:
-        """What operations take."""
+        """Cost model of operations."""
         bandwidth = float("inf") if self.products_only else MEMORY_BANDWIDTH[machine.name]
         return RooflineCosts(machine, bandwidth)
 
@@ -62,13 +58,13 @@ class Measured:
     """A step in the steady state; seconds and bytes.
 
     Attributes:
-        step: From its first operation to the last one of the optimizer.
-        model: Of the model's own forward and backward, without any sharding.
-        optimizer: Of the optimizer's operations.
-        computing: In which the compute stream works, on copies for communication too.
-        communicating: Of all collectives, one after the other.
-        peak: Most bytes alive.
-        resting: Bytes alive between steps.
+        step: From the first operation of the step to the last operation of the optimizer.
+        model: The model's own forward and backward, without sharding.
+        optimizer: The optimizer's operations.
+        computing: Busy time of the compute stream, copies for communication included.
+        communicating: Sum over all collectives.
+        peak: Maximum live bytes.
+        resting: Live bytes between steps.
     """
 
     step: float
@@ -86,7 +82,7 @@ class Measured:
 
     @property
     def copies(self) -> float:
-        """Seconds of the compute stream for what only sharding needs: copies, casts, sums."""
+        """Seconds of the compute stream for sharding: copies, casts, sums."""
         return self.computing - self.model - self.optimizer
 
     @property
@@ -96,7 +92,7 @@ class Measured:
 
 
 def measure(engine: str, job: Job, machine: Machine) -> Measured:
-    """Run steps of an engine in virtual time; return what the second one took."""
+    """Run steps of an engine in virtual time; return the results of the second step."""
     model_seconds = compute_seconds(job, machine)
     streams = VirtualStreams()
     operations = Operations(streams, job.costs(machine))
@@ -128,7 +124,7 @@ def measure(engine: str, job: Job, machine: Machine) -> Measured:
 
 @functools.cache
 def compute_seconds(job: Job, machine: Machine) -> float:
-    """Time of the model's forward and backward on one GPU that has the memory for it."""
+    """Time of the model's forward and backward on one GPU with enough memory."""
     streams = VirtualStreams()
     with torch.device("meta"):
         model = Decoder(job.shape, recomputes=job.recomputes).bfloat16()
@@ -147,7 +143,7 @@ def _step(model: Decoder, tokens: torch.Tensor, optimizer: Any = None) -> None:
 
 
 def _moments(streams: VirtualStreams) -> tuple[float, float, float]:
-    """The end of all work; seconds of the compute stream's work, and of all collectives'."""
+    """End time of all work; busy seconds of the compute stream, and of all collectives."""
     queues = streams.timeline.queues
     communicators = (q.busy for name, q in queues.items() if name.startswith("communicator"))
     end = max(queue.ready for queue in queues.values())

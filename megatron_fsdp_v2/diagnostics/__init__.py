@@ -3,7 +3,6 @@
 from megatron_fsdp_v2.diagnostics.finite import Nonfinite, check_finite, find_nonfinite
 from megatron_fsdp_v2.diagnostics.memory import TrackedMemory, memory_tracker
 from megatron_fsdp_v2.diagnostics.memory_ledger import Account, Moment, Role
-from megatron_fsdp_v2.diagnostics.memory_units import unit_bytes
 from megatron_fsdp_v2.diagnostics.norms import ParameterNorm, parameter_norms
 from megatron_fsdp_v2.diagnostics.ranges import profile_ranges
 from megatron_fsdp_v2.diagnostics.shard_overlap import check_no_overlap
@@ -25,5 +24,4 @@ __all__ = [
     "memory_tracker",
     "parameter_norms",
     "profile_ranges",
-    "unit_bytes",
 ]

@@ -8,11 +8,14 @@ from typing import Literal, override
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from megatron_fsdp_v2._text import listed
 from megatron_fsdp_v2.diagnostics.walk import chunks, parameters_below, reduce_rows
+from megatron_fsdp_v2.dtensor.attributes import raw_grad
+from megatron_fsdp_v2.dtensor.uneven_dtensor import local_of, plain_attributes
 
-__all__ = ["Nonfinite", "check_finite", "find_nonfinite"]
+__all__ = ["Nonfinite", "check_finite", "find_nonfinite", "not_finite"]
 
 _NAMED_AT_MOST = 20
 """Tensors an error message names."""
@@ -112,3 +115,34 @@ def _counts(local: torch.Tensor | None, device: torch.device) -> torch.Tensor:
         values = chunk.float() if chunk.element_size() == 1 else chunk
         counts += torch.stack([values.isnan().sum(), values.isinf().sum()]).to(device)
     return counts
+
+
+def not_finite(module: nn.Module) -> list[str]:
+    """Names of parameters whose gradient, as far as this rank has it, holds NaN or Inf.
+
+    Reads every gradient once, and waits for the device once unless a gradient is not finite.
+
+    Args:
+        module: A module in which some or all are sharded.
+    """
+    by_kind: dict[tuple[torch.device, torch.dtype], dict[str, torch.Tensor]] = {}
+    named = list(module.named_parameters())
+    with plain_attributes():
+        found_grads = [raw_grad(param) for _, param in named]
+    for (name, _), grad in zip(named, found_grads, strict=True):
+        if grad is not None:
+            here = local_of(grad) if isinstance(grad, DTensor) else grad
+            if here.numel():
+                by_kind.setdefault((here.device, here.dtype), {})[name] = here
+    found: list[str] = []
+    with torch.no_grad():
+        for grads in by_kind.values():
+            # All elements are finite where the norm is, and the squares may add up to infinity
+            # where they are, too. The largest absolute value takes eight times as long on a CPU.
+            norms = torch.stack(torch._foreach_norm(list(grads.values()))).isfinite().tolist()
+            found += [
+                name
+                for (name, grad), is_finite in zip(grads.items(), norms, strict=True)
+                if not is_finite and not grad.isfinite().all()
+            ]
+    return found

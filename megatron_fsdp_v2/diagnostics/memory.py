@@ -1,4 +1,4 @@
-"""A memory tracker: bytes by role and unit during a step, beside the bound.
+"""A memory tracker: bytes by role and unit during a step, as text and as a plot.
 
 Example:
     with memory_tracker(model, optimizer) as memory:
@@ -10,21 +10,25 @@ Example:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import importlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
+from megatron_fsdp_v2._text import readable_size, table
 from megatron_fsdp_v2.diagnostics.memory_ledger import Ledger, Moment, Role
-from megatron_fsdp_v2.diagnostics.memory_plot import plot_moments
-from megatron_fsdp_v2.diagnostics.memory_text import MemoryText, render_memory
-from megatron_fsdp_v2.diagnostics.memory_units import unit_bytes
 from megatron_fsdp_v2.diagnostics.memory_watch import MemoryWatch
-from megatron_fsdp_v2.diagnostics.walk import units_below
-from megatron_fsdp_v2.plan.memory_bound import PeakBytes, peak_bytes
+from megatron_fsdp_v2.diagnostics.walk import ROOT, units_below
 
 __all__ = ["TrackedMemory", "memory_tracker"]
+
+MAX_UNITS = 12
+MAX_LABELS = 40
+_OF_UNIT = (Role.GATHERED, Role.GRAD_BUFFER, Role.COMMUNICATION, Role.ACTIVATIONS)
+_MIB = 1 << 20
 
 
 class TrackedMemory:
@@ -38,7 +42,6 @@ class TrackedMemory:
     def __init__(self, ledger: Ledger, host_ledger: Ledger) -> None:
         self._ledger = ledger
         self._host_ledger = host_ledger
-        self._bound: PeakBytes | None = None
         self._allocated: int | None = None
 
     @property
@@ -49,7 +52,7 @@ class TrackedMemory:
     @property
     def live(self) -> dict[Role, int]:
         """Bytes by role now, or when tracking ended."""
-        return _by_role(self._ledger)
+        return self._ledger.by_role
 
     @property
     def offloaded(self) -> dict[Role, int]:
@@ -57,7 +60,7 @@ class TrackedMemory:
 
         These are offloaded tensors and what steps allocate for them. No other number has them.
         """
-        return _by_role(self._host_ledger)
+        return self._host_ledger.by_role
 
     @property
     def offloaded_peaks(self) -> dict[Role, int]:
@@ -80,41 +83,51 @@ class TrackedMemory:
         return list(self._ledger.intervals())
 
     @property
-    def bound(self) -> PeakBytes:
-        """The bound of the peak, by role. See `memory_bound.peak_bytes`.
-
-        Activations are those measured, at their own peak.
-
-        Raises:
-            RuntimeError: Tracking has not ended.
-        """
-        if self._bound is None:
-            raise RuntimeError("the bound is known after the with block of memory_tracker")
-        return self._bound
-
-    @property
     def max_memory_allocated(self) -> int | None:
         """The peak of torch's statistics of a CUDA device; None on a CPU."""
         return self._allocated
 
     def report(self) -> str:
-        """Tables of bytes by role and by unit, and the peak beside the bound.
+        """The peak, and tables of bytes by role and by unit."""
+        lines = [f"Peak {_size(self.peak.total)} on this rank, {_place(self.peak)}.", ""]
+        lines += [*self._roles(), "", *self._units()]
+        found = [
+            f"{role.value} {_size(self.offloaded[role])} (peak {_size(peak)})"
+            for role, peak in self.offloaded_peaks.items()
+            if peak
+        ]
+        if found:
+            lines += ["", f"Offloaded to host memory: {', '.join(found)}."]
+        if self.max_memory_allocated is not None:
+            allocated = _size(self.max_memory_allocated)
+            lines += ["", f"Peak by torch.cuda.max_memory_allocated: {allocated}."]
+        return "\n".join(lines)
 
-        Raises:
-            RuntimeError: Tracking has not ended.
-        """
-        return render_memory(
-            MemoryText(
-                peak=self.peak,
-                role_peaks=self.role_peaks,
-                unit_peaks=self.unit_peaks,
-                live=self.live,
-                bound=self.bound,
-                allocated=self.max_memory_allocated,
-                offloaded=self.offloaded,
-                offloaded_peaks=self.offloaded_peaks,
-            )
-        )
+    def _roles(self) -> list[str]:
+        peak, peaks, live = self.peak, self.role_peaks, self.live
+        rows: list[Sequence[str]] = [("role", "at the peak", "own peak", "at the end")]
+        for role in Role:
+            numbers = peak.of_role(role), peaks[role], live[role]
+            if any(numbers):
+                rows.append((role.value, *map(_size, numbers)))
+        rows.append(("total", _size(peak.total), "", _size(sum(live.values()))))
+        return table(rows)
+
+    def _units(self) -> list[str]:
+        """Temporary memory of units at the peak, largest first."""
+        units = {account.unit for account in self.peak.accounts}
+        at_peak = {unit: self.peak.of_unit(unit) for unit in units}
+        temporary = {unit: sum(at_peak[unit].get(role, 0) for role in _OF_UNIT) for unit in units}
+        largest = sorted(units, key=lambda unit: (-temporary[unit], unit))
+        header = ("unit", "resting", *(role.value for role in _OF_UNIT), "own peak")
+        rows: list[Sequence[str]] = [header]
+        for unit in largest[:MAX_UNITS]:
+            found = at_peak[unit]
+            resting = sum(found.values()) - temporary[unit]
+            numbers = resting, *(found.get(role, 0) for role in _OF_UNIT), self.unit_peaks[unit]
+            rows.append((unit or ROOT, *(_size(n) if n else "-" for n in numbers)))
+        left = len(units) - MAX_UNITS
+        return table(rows) + ([f"and {left} units more"] if left > 0 else [])
 
     def plot(self, path: str | Path) -> None:
         """Draw a step: bytes by role, stacked, over forwards and backwards of the units.
@@ -125,14 +138,57 @@ class TrackedMemory:
         Raises:
             RuntimeError: matplotlib is not installed.
         """
-        plot_moments(self.intervals, self.bound, Path(path))
+        try:
+            # Not a dependency: trainings on a cluster draw no plots.
+            figure_type: Any = importlib.import_module("matplotlib.figure").Figure
+        except ImportError as error:
+            raise RuntimeError("a plot needs matplotlib; install it, or print report()") from error
+        figure = figure_type(figsize=(10, 5), layout="constrained")
+        _draw(figure, self.intervals)
+        figure.savefig(path, dpi=120)
 
 
-def _by_role(ledger: Ledger) -> dict[Role, int]:
-    found = dict.fromkeys(Role, 0)
-    for account, nbytes in ledger.live.items():
-        found[account.role] += nbytes
-    return found
+def _place(moment: Moment) -> str:
+    """A moment's phase and unit in words."""
+    if moment.phase in ("forward", "backward"):
+        return f"in the {moment.phase} of {moment.unit or ROOT}"
+    return f"at: {moment.phase}"
+
+
+def _size(nbytes: float) -> str:
+    return readable_size(nbytes, digits=2)
+
+
+def _draw(figure: Any, moments: Sequence[Moment]) -> None:
+    """Stack the bytes of all roles over the peaks of intervals, in the order of time."""
+    axes = figure.add_subplot()
+    roles = [role for role in Role if any(moment.of_role(role) for moment in moments)]
+    edges = range(len(moments) + 1)
+    below = [0.0] * len(moments)
+    colors = importlib.import_module("matplotlib").colormaps["tab10"].colors
+    for role in roles:
+        heights = [moment.of_role(role) / _MIB for moment in moments]
+        top = [low + height for low, height in zip(below, heights, strict=True)]
+        color = colors[list(Role).index(role)]
+        axes.stairs(top, edges, baseline=below, fill=True, color=color, label=role.value)
+        below = top
+    step = max(1, -(-len(moments) // MAX_LABELS))
+    axes.set_xticks(
+        [position + 0.5 for position in edges[:-1:step]],
+        [_label(moment) for moment in moments[::step]],
+        rotation=90,
+        fontsize=7,
+    )
+    axes.set_xlim(0, max(len(moments), 1))
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("MiB on this rank, highest of each interval")
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper", reverse=True)
+
+
+def _label(moment: Moment) -> str:
+    if moment.phase in ("forward", "backward"):
+        return f"{moment.phase} {moment.unit or ROOT}"
+    return moment.phase
 
 
 @contextlib.contextmanager
@@ -154,7 +210,11 @@ def memory_tracker(
     Raises:
         ValueError: The module is not sharded, or is no root.
     """
-    units = unit_bytes(module)
+    if units_below(module)[0][0]:
+        raise ValueError(
+            f"{type(module).__name__} is not sharded itself; pass the module that fully_shard was "
+            "called on last, the root"
+        )
     ledger, host_ledger = Ledger(), Ledger()
     tracked = TrackedMemory(ledger, host_ledger)
     watch = MemoryWatch(module, optimizer, ledger, host_ledger)
@@ -167,12 +227,3 @@ def memory_tracker(
     finally:
         if on_cuda:
             tracked._allocated = torch.cuda.max_memory_allocated(watch.device)
-        context = units_below(module)[0][1].context
-        tracked._bound = peak_bytes(
-            units,
-            context.options,
-            optimizer_state=tracked.live[Role.OPTIMIZER],
-            activations=tracked.role_peaks[Role.ACTIVATIONS] + tracked.role_peaks[Role.OTHER],
-            accumulates=watch.accumulates,
-            has_gradients=watch.has_gradients,
-        )

@@ -134,9 +134,17 @@ class Ledger:
         """Enter a phase of a unit."""
         if self._now == (phase, unit):
             return
-        self._close_interval()
+        self._settle()
+        if self._interval.moment is not None:
+            self._intervals.append(self._interval.moment)
+        self._interval = _Highest()
         self._now = (phase, unit)
         self._interval.rise(self.total)
+
+    @property
+    def by_role(self) -> dict[Role, int]:
+        """Live bytes by role."""
+        return {role: self._of_role[role] for role in Role}
 
     @property
     def peak(self) -> Moment:
@@ -162,9 +170,3 @@ class Ledger:
         # By role alone, since there are many intervals.
         by_role = {Account(role, ""): n for role, n in self._of_role.items()}
         self._interval.settle(*self._now, by_role)
-
-    def _close_interval(self) -> None:
-        self._settle()
-        if self._interval.moment is not None:
-            self._intervals.append(self._interval.moment)
-        self._interval = _Highest()

@@ -47,27 +47,51 @@ _ROLES = {
     BufferUse.COMMUNICATION: Role.COMMUNICATION,
 }
 
+_DIRECTIONS = ("forward", "backward")
+"""A unit begins with the phase `pre_<direction>` and ends with `post_<direction>`."""
 
 _IDLE = Account(Role.POOL, "")
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Known:
-    """A known storage.
+    """A known storage. The output of an operation is booked at the next operation or event.
 
     Attributes:
         ledger: The ledger that books it.
-        account: Its account; None until the next operation or event.
-        nbytes: Bytes that are booked.
-        guess: The account unless an event tells another one.
+        account: Its account.
+        nbytes: Its bytes; 0 for a buffer, whose events book them.
         ref: Weak reference that tells when it is freed.
+        is_booked: Whether the ledger has it.
     """
 
     ledger: Ledger
-    account: Account | None
+    account: Account
     nbytes: int
-    guess: Account
     ref: weakref.ref[torch.UntypedStorage]
+    is_booked: bool = False
+
+    def book(self) -> None:
+        """Book it, if that was not done."""
+        if not self.is_booked:
+            self.ledger.add(self.account, self.nbytes)
+        self.is_booked = True
+
+    def unbook(self) -> None:
+        """Remove it from the ledger, if it is booked."""
+        if self.is_booked:
+            self.ledger.remove(self.account, self.nbytes)
+        self.is_booked = False
+
+    def move(self, ledger: Ledger, account: Account) -> None:
+        """Change its ledger and its account."""
+        if self.ledger is ledger and self.account == account:
+            return
+        was_booked = self.is_booked
+        self.unbook()
+        self.ledger, self.account = ledger, account
+        if was_booked:
+            self.book()
 
 
 class MemoryWatch(TorchDispatchMode):
@@ -83,8 +107,6 @@ class MemoryWatch(TorchDispatchMode):
         ledger: See above.
         host_ledger: See above.
         device: The model's device.
-        accumulates: Whether a forward began with gradients that were not synchronized.
-        has_gradients: Whether a forward began with main gradients that were set.
     """
 
     def __init__(
@@ -104,10 +126,9 @@ class MemoryWatch(TorchDispatchMode):
         if not devices:
             raise ValueError(f"{type(module).__name__} has no parameters that are sharded")
         self.device = devices[0]
-        self.accumulates = self.has_gradients = False
         self._known: dict[int, _Known] = {}
         self._fresh: list[int] = []
-        self._resizable: dict[int, _Known] = {}
+        self._resizable: set[_Known] = set()
         self._running: list[tuple[str, str]] = []
         self._scopes: list[Account] = []
         # Names of units, by what events call them and their groups.
@@ -122,7 +143,7 @@ class MemoryWatch(TorchDispatchMode):
         context = self._units[0][1].context
         if isinstance(context.allocator, TracePoolAllocator):
             for block in context.allocator.blocks():
-                self.book_block(block)
+                self._book_block(block)
         for name, unit in self._units:
             self._names[unit.fqn] = name
             for group in unit.groups:
@@ -141,7 +162,7 @@ class MemoryWatch(TorchDispatchMode):
     @override
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
-        self.settle()
+        self._settle()
         self._undo.close()
         self._known.clear()
         self._accounts.clear()
@@ -149,14 +170,11 @@ class MemoryWatch(TorchDispatchMode):
     def _watch_group(self, name: str, group: ParameterGroup) -> None:
         self._book(group.main_weight.tensor, Account(Role.MAIN_WEIGHT, name))
         self._book(group.model_weight.tensor, Account(Role.MODEL_WEIGHT, name))
-        temporaries = [*group.weights.temporaries().values()]
-        if group.grads is not None:
-            if group.grads.main is not None:
-                self._book(group.grads.main.tensor, Account(Role.MAIN_GRAD, name))
-            temporaries += group.grads.temporaries().values()
-        for buffer in temporaries:
+        if group.main_grad is not None:
+            self._book(group.main_grad.tensor, Account(Role.MAIN_GRAD, name))
+        for buffer in group.temporaries().values():
             account = self._accounts[buffer] = Account(_ROLES[buffer.use], name)
-            self.claim(buffer.tensor.untyped_storage(), account)
+            self._claim(buffer.tensor.untyped_storage(), account)
             if buffer.is_live:
                 self._book_buffer(buffer)
 
@@ -172,8 +190,7 @@ class MemoryWatch(TorchDispatchMode):
 
         def end(*args: Any) -> None:
             del args
-            self.settle()
-            self._move_offloaded()
+            self._settle()
             self._book_state(optimizer, account)
             self._book_offloaded(account)
             self._scopes.remove(account)
@@ -187,13 +204,8 @@ class MemoryWatch(TorchDispatchMode):
         for param, state in optimizer.state.items():
             of_host = isinstance(param, torch.Tensor) and is_in_host_memory(_local_of(param))
             for value in tree_leaves(state):
-                if not isinstance(value, torch.Tensor):
-                    continue
-                known = self._known.get(_local_of(value).untyped_storage()._cdata)
-                if known is None:
+                if isinstance(value, torch.Tensor):
                     self._book(value, account, of_host=of_host)
-                elif of_host and value.device.type == "cpu":
-                    self._move(known)
 
     # -- what is going on -----------------------------------------------------------------------
 
@@ -206,7 +218,10 @@ class MemoryWatch(TorchDispatchMode):
                 if buffer.pool_memory is not None:
                     self.ledger.add(_IDLE, buffer.tensor.nbytes)
             case MainGradientAllocated(buffer, flat) if buffer in self._accounts:
-                self._main_has_memory(Account(Role.MAIN_GRAD, self._accounts[buffer].unit), flat)
+                # The main gradient is the output of the latest operation.
+                known = self._known[flat.untyped_storage()._cdata]
+                known.move(known.ledger, Account(Role.MAIN_GRAD, self._accounts[buffer].unit))
+                self._settle()
             case PhaseBegan(owner, phase) if owner in self._names:
                 self._begin_phase(self._names[owner], phase)
             case PhaseEnded(owner, phase) if owner in self._names:
@@ -214,47 +229,41 @@ class MemoryWatch(TorchDispatchMode):
 
     def _begin_phase(self, name: str, phase: str) -> None:
         """Book allocations inside a phase of a unit as communication."""
-        direction, begins, _ = _PHASES.get(phase, ("", False, False))
-        if begins:
+        edge, _, direction = phase.partition("_")
+        if edge == "pre" and direction in _DIRECTIONS:
             if not name and direction == "forward":
                 self._running.clear()
-                self.accumulates |= self._units[0][1].context.has_unreduced
-                self.has_gradients |= any(
-                    group.grads is not None and group.grads.main is not None
-                    for _, unit in self._units
-                    for group in unit.groups
-                )
             self._running.append((direction, name))
             self.ledger.enter(direction, name)
         self._scopes.append(Account(Role.COMMUNICATION, name))
 
     def _end_phase(self, name: str, phase: str) -> None:
-        self.settle()
+        self._settle()
         self._scopes.pop()
-        direction, _, ends = _PHASES.get(phase, ("", False, False))
-        if ends and (direction, name) in self._running:
+        edge, _, direction = phase.partition("_")
+        if edge == "post" and (direction, name) in self._running:
             self._running.remove((direction, name))
             self.ledger.enter(*(self._running[-1] if self._running else (direction, "")))
 
     def _book_buffer(self, buffer: TemporaryBuffer) -> None:
         """Book a temporary buffer that got memory."""
         # Memory that was freed for it must not be counted beside it.
-        self.settle()
+        self._settle()
         if buffer.pool_memory is not None:
-            self.book_block(buffer.pool_memory)
+            self._book_block(buffer.pool_memory)
             self.ledger.remove(_IDLE, buffer.tensor.nbytes)
         self.ledger.add(self._accounts[buffer], buffer.tensor.nbytes)
         # An allocator may put it somewhere else every time.
-        self.claim(buffer.tensor.untyped_storage(), self._accounts[buffer])
+        self._claim(buffer.tensor.untyped_storage(), self._accounts[buffer])
 
     # -- storages -------------------------------------------------------------------------------
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            # Their local tensors come in the operations that they call.
+            # DTensor operations dispatch again with the local tensors.
             return NotImplemented
-        self.settle()
+        self._settle()
         result = func(*args, **(kwargs or {}))
         made = [value for value in tree_leaves(result) if isinstance(value, torch.Tensor)]
         new = [value for value in made if self._is_new(value)]
@@ -285,134 +294,89 @@ class MemoryWatch(TorchDispatchMode):
             guess = self._scopes[-1]
         else:
             guess = Account(Role.ACTIVATIONS, self._running[-1][1] if self._running else "")
-        self._note(storage, guess, storage.nbytes(), is_settled=False, ledger=ledger)
+        self._note(storage, guess, ledger, storage.nbytes())
         self._fresh.append(storage._cdata)
 
     def _book(self, tensor: torch.Tensor, account: Account, *, of_host: bool = False) -> None:
-        """Book a tensor that exists already."""
+        """Book a tensor that exists already; in the host ledger, once it is known as offloaded."""
         local = _local_of(tensor)
-        storage = local.untyped_storage()
         on_host = is_in_host_memory(local) or (of_host and local.device.type == "cpu")
-        if (on_host or local.device == self.device) and storage._cdata not in self._known:
+        if not on_host and local.device != self.device:
+            return
+        storage = local.untyped_storage()
+        known = self._known.get(storage._cdata)
+        if known is None:
             ledger = self.host_ledger if on_host else self.ledger
-            self._note(storage, account, storage.nbytes(), ledger=ledger)
-            ledger.add(account, storage.nbytes())
+            self._note(storage, account, ledger, storage.nbytes()).book()
+        elif on_host:
+            known.move(self.host_ledger, known.account)
 
     def _book_offloaded(self, account: Account) -> None:
-        """Book offloaded storages that are not booked yet."""
+        """Book all offloaded storages in the host ledger, those of no account under this one."""
         for storage in storages_in_host_memory():
-            if storage._cdata not in self._known:
-                self._note(storage, account, storage.nbytes(), ledger=self.host_ledger)
-                self.host_ledger.add(account, storage.nbytes())
+            known = self._known.get(storage._cdata)
+            if known is None:
+                self._note(storage, account, self.host_ledger, storage.nbytes()).book()
+            else:
+                known.move(self.host_ledger, known.account)
 
-    def _move_offloaded(self) -> None:
-        """Move storages to the host ledger that were marked as offloaded after their allocation."""
-        for known in self._known.values():
-            storage = known.ref()
-            if storage is not None and is_storage_in_host_memory(storage):
-                self._move(known)
-
-    def _move(self, known: _Known) -> None:
-        if known.account is not None and known.ledger is not self.host_ledger:
-            known.ledger.remove(known.account, known.nbytes)
-            known.ledger = self.host_ledger
-            known.ledger.add(known.account, known.nbytes)
-
-    def _main_has_memory(self, account: Account, flat: torch.Tensor) -> None:
-        """Book a main gradient, the output of the latest operation."""
-        known = self._known[flat.untyped_storage()._cdata]
-        known.guess = account
-        self.settle()
-        if known.account is not None and known.account != account:
-            known.ledger.remove(known.account, known.nbytes)
-            known.account = account
-            known.ledger.add(account, known.nbytes)
-
-    def claim(self, storage: torch.UntypedStorage, account: Account) -> None:
+    def _claim(self, storage: torch.UntypedStorage, account: Account, nbytes: int = 0) -> None:
         """Leave a buffer's storage to the buffer's events; operations return views of it."""
         known = self._known.get(storage._cdata)
-        if known is not None and known.account is not None:
-            known.ledger.remove(known.account, known.nbytes)
-        if known is None or known.account is None or known.nbytes:
-            self._note(storage, account, 0)
+        if known is not None:
+            self._forget(known)
+        self._note(storage, account, self.ledger, nbytes).book()
 
-    def book_block(self, memory: torch.Tensor) -> None:
+    def _book_block(self, memory: torch.Tensor) -> None:
         """Book a block of pooled memory as idle; its buffers take their parts from that."""
         storage = memory.untyped_storage()
         known = self._known.get(storage._cdata)
-        if known is not None and known.account == _IDLE:
-            return
-        self.claim(storage, _IDLE)
-        self._known[storage._cdata].nbytes = storage.nbytes()
-        self.ledger.add(_IDLE, storage.nbytes())
+        if known is None or known.account != _IDLE:
+            self._claim(storage, _IDLE, storage.nbytes())
 
     def _note(
-        self,
-        storage: torch.UntypedStorage,
-        account: Account,
-        nbytes: int,
-        *,
-        is_settled: bool = True,
-        ledger: Ledger | None = None,
-    ) -> None:
+        self, storage: torch.UntypedStorage, account: Account, ledger: Ledger, nbytes: int
+    ) -> _Known:
+        """Know a storage until it is freed."""
         key = storage._cdata
         # Weak, so that storages do not keep the watch alive.
         watch = weakref.ref(self)
 
         def freed(ref: weakref.ref[torch.UntypedStorage]) -> None:
             watching = watch()
-            if watching is not None:
-                watching._freed(key, ref)
+            known = None if watching is None else watching._known.get(key)
+            if watching is not None and known is not None and known.ref is ref:
+                watching._settle()
+                del watching._known[key]
+                watching._forget(known)
 
-        self._known[key] = _Known(
-            ledger or self.ledger,
-            account if is_settled else None,
-            nbytes,
-            account,
-            weakref.ref(storage, freed),
-        )
+        known = self._known[key] = _Known(ledger, account, nbytes, weakref.ref(storage, freed))
+        return known
 
-    def _freed(self, key: int, ref: weakref.ref[torch.UntypedStorage]) -> None:
-        known = self._known.get(key)
-        if known is None or known.ref is not ref:
-            return
-        self.settle()
-        del self._known[key]
-        self._resizable.pop(key, None)
-        if known.account is not None:
-            known.ledger.remove(known.account, known.nbytes)
+    def _forget(self, known: _Known) -> None:
+        known.unbook()
+        self._resizable.discard(known)
 
-    def settle(self) -> None:
+    def _settle(self) -> None:
         """Book outputs of the latest operation, whose accounts are known by now."""
-        for held in list(self._resizable.values()):
+        for held in tuple(self._resizable):
             storage = held.ref()
             if storage is not None and storage.nbytes() < held.nbytes:
-                held.ledger.remove(held.guess, held.nbytes - storage.nbytes())
+                held.ledger.remove(held.account, held.nbytes - storage.nbytes())
                 held.nbytes = storage.nbytes()
         fresh, self._fresh = self._fresh, []
-        if not fresh:
-            return
         for key in fresh:
             known = self._known.get(key)
-            if known is not None and known.account is None:
-                storage = known.ref()
-                if storage is not None and is_storage_in_host_memory(storage):
-                    known.ledger = self.host_ledger
-                known.account = known.guess
-                known.ledger.add(known.account, known.nbytes)
-                if known.account.role is Role.COMMUNICATION:
-                    # A receive buffer is resized to zero before it is freed.
-                    self._resizable[key] = known
+            if known is None or known.is_booked:
+                continue
+            storage = known.ref()
+            if storage is not None and is_storage_in_host_memory(storage):
+                known.ledger = self.host_ledger
+            known.book()
+            if known.account.role is Role.COMMUNICATION:
+                # A receive buffer is resized to zero before it is freed.
+                self._resizable.add(known)
 
 
 def _local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-_PHASES = {
-    "pre_forward": ("forward", True, False),
-    "post_forward": ("forward", False, True),
-    "pre_backward": ("backward", True, False),
-    "post_backward": ("backward", False, True),
-}
-"""Direction of a phase, and whether the unit begins or ends with it."""

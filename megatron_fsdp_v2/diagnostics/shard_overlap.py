@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -57,7 +56,7 @@ def check_no_overlap(module: nn.Module) -> None:
                     proven.add((group.layout, shards))
                 found += problems
             found += _local_problems(names, group)
-    found += _memory_problems(_memory_of(module))
+    found += _memory_problems(module)
     if found:
         raise RuntimeError(
             f"slices of {type(module).__name__} are not disjoint and complete: "
@@ -72,15 +71,11 @@ def _uneven(group: ParameterGroup) -> list[UnevenDTensor]:
 
 def _slot_problems(names: Sequence[str], layout: BufferLayout) -> Iterator[str]:
     """Parameters that share elements of the flat buffer, or reach past its end."""
-    slots = [
-        (slot.offset, slot.end, name)
-        for slot, name in zip(layout.slots, names, strict=True)
-        if slot.numel
-    ]
-    for first, second in _overlaps(slots):
+    slots = list(zip(layout.slots, names, strict=True))
+    for first, second in _overlaps(("", slot.offset, slot.end, name) for slot, name in slots):
         yield f"{first} and {second} overlap in their flat buffer"
-    for _, end, name in slots:
-        if end > layout.numel:
+    for slot, name in slots:
+        if slot.numel and slot.end > layout.numel:
             yield f"{name} reaches past the end of its flat buffer"
 
 
@@ -129,56 +124,46 @@ def _local_problems(names: Sequence[str], group: ParameterGroup) -> Iterator[str
                 yield f"{what}{name} does not hold rows {start} to {end} on this rank"
 
 
-@dataclass(frozen=True, slots=True)
-class _Memory:
-    """A range of addresses that a tensor uses."""
-
-    device: torch.device
-    start: int
-    end: int
-    label: str
-    is_sharded: bool
+type _Range = tuple[str, int, int, str]
+"""Where a range is, its start and its end there, and its label."""
 
 
-def _memory_of(module: nn.Module) -> Iterator[_Memory]:
+def _memory_problems(module: nn.Module) -> Iterator[str]:
+    """Tensors that share memory. Plain parameters may do so among themselves."""
+    ranges: list[_Range] = []
+    plain: set[str] = set()
     for entry in parameters_below(module):
-        yield from _range_of(entry.local, entry.name, entry.is_sharded)
-        if entry.local_grad is not None:
-            yield from _range_of(entry.local_grad, f"gradient of {entry.name}", entry.is_sharded)
+        tensors = {entry.name: entry.local, f"gradient of {entry.name}": entry.local_grad}
+        ranges += [_range_of(t, label) for label, t in tensors.items() if t is not None]
+        if not entry.is_sharded:
+            plain |= tensors.keys()
     for unit_name, unit in units_below(module):
         for group in unit.groups:
             if group.model_weight is not group.main_weight:
                 for index, name in enumerate(group.names):
                     label = f"model weight of {joined(unit_name, name)}"
-                    yield from _range_of(group.model_weight.view(index), label, True)
+                    ranges.append(_range_of(group.model_weight.view(index), label))
+    for first, second in _overlaps(ranges):
+        if not plain.issuperset((first, second)):
+            yield f"{first} and {second} share memory on this rank"
 
 
-def _range_of(tensor: torch.Tensor, label: str, is_sharded: bool) -> Iterator[_Memory]:
-    if tensor.numel() == 0:
-        return
+def _range_of(tensor: torch.Tensor, label: str) -> _Range:
+    """The addresses that a tensor uses."""
     last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    start = tensor.data_ptr()
-    end = start + (last + 1) * tensor.element_size()
-    yield _Memory(tensor.device, start, end, label, is_sharded)
+    nbytes = (last + 1) * tensor.element_size() if tensor.numel() else 0
+    return str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + nbytes, label
 
 
-def _memory_problems(memory: Iterable[_Memory]) -> Iterator[str]:
-    """Tensors that share memory. Plain parameters may do so among themselves."""
-    by_device: dict[torch.device, list[_Memory]] = {}
-    for item in memory:
-        by_device.setdefault(item.device, []).append(item)
-    for items in by_device.values():
-        sharded = {item.label for item in items if item.is_sharded}
-        for first, second in _overlaps([(item.start, item.end, item.label) for item in items]):
-            if first in sharded or second in sharded:
-                yield f"{first} and {second} share memory on this rank"
-
-
-def _overlaps(ranges: Iterable[tuple[int, int, str]]) -> Iterator[tuple[str, str]]:
-    """Labels of ranges `(start, end, label)` that overlap the one before them that ends last."""
-    reach, holder = 0, ""
-    for start, end, label in sorted(ranges):
-        if holder and start < reach:
+def _overlaps(ranges: Iterable[_Range]) -> Iterator[tuple[str, str]]:
+    """Labels of ranges that overlap the one before them in the same place that ends last."""
+    place, reach, holder = "", 0, ""
+    for where, start, end, label in sorted(ranges):
+        if start == end:
+            continue
+        if where != place:
+            place, reach = where, start
+        if start < reach:
             yield holder, label
-        if not holder or end > reach:
+        if end > reach:
             reach, holder = end, label

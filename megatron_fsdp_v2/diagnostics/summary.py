@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, override
+from typing import TYPE_CHECKING, Any, override
 
 import torch
 from torch import nn
 
 from megatron_fsdp_v2._text import compact, table
-from megatron_fsdp_v2.diagnostics.memory_units import group_bytes
 from megatron_fsdp_v2.diagnostics.walk import ROOT, parameters_below, units_below
 from megatron_fsdp_v2.layout.mixed_precision import GroupDtypes
 from megatron_fsdp_v2.layout.placement import Placement
@@ -26,11 +25,6 @@ if TYPE_CHECKING:
 __all__ = ["GroupRow", "GroupSummary", "group_summary"]
 
 MAX_COLUMNS = 140
-HEADER = (
-    *("unit", "params", "elements", "dtypes", "placements", "state", "shard", "pad"),
-    *("main", "model", "grad", "gather", "reduce"),
-)
-LEFT_ALIGNED = {"unit", "dtypes", "placements", "state"}
 LEGEND = (
     "A folded row shows one of its units. Bytes on this rank: main, model at rest; grad while set; "
     "gather, reduce in temporary buffers.",
@@ -197,7 +191,10 @@ def _row_of(unit: str, group: ParameterGroup) -> GroupRow:
         )
         for axis, at in enumerate(spec.placements)
     )
-    held = group_bytes(group)
+    main, grads, is_here = group.main_weight, group.grads, spec.offload is None
+    kept = [payload.model.nbytes for payload in group.payloads if payload.model is not main]
+    collected = [] if grads is None else [grads.full, grads.full.comm_copy, grads.partial]
+    main_grad = main.tensor.numel() * spec.dtypes.main_grad.itemsize
     return GroupRow(
         unit=unit,
         num_params=len(group.names),
@@ -207,44 +204,24 @@ def _row_of(unit: str, group: ParameterGroup) -> GroupRow:
         is_trained=group.grads is not None,
         shard_numel=group.main_weight.tensor.numel(),
         padding_numel=layout.padding_numel,
-        main_weight_nbytes=held.main_weight,
-        model_weight_nbytes=held.model_weight,
-        main_grad_nbytes=held.main_grad,
-        gathered_nbytes=held.gathered,
-        full_grad_nbytes=held.grad_buffer + held.grad_comm + held.partial_grad,
+        main_weight_nbytes=main.nbytes * is_here,
+        model_weight_nbytes=sum(kept),
+        main_grad_nbytes=main_grad * is_here * (grads is not None),
+        gathered_nbytes=group.gathered_nbytes,
+        full_grad_nbytes=sum(buffer.nbytes for buffer in collected if buffer is not None),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Units:
-    """Units that differ in nothing but numbers in their names.
-
-    Attributes:
-        parts: The name at its dots; a folded part holds ranges of numbers.
-        rows: Their groups, without the unit's name.
-        count: How many.
-    """
-
-    parts: tuple[str, ...]
-    rows: tuple[GroupRow, ...]
-    count: int
-
-    @property
-    def label(self) -> str:
-        """The name, and how many units share it."""
-        name = ".".join(self.parts) or ROOT
-        return name if self.count == 1 else f"{name} ({self.count} units)"
 
 
 def _render(summary: GroupSummary) -> str:
     """A table with a row for each group, or for each group of a run of equal units."""
-    rows: list[Sequence[str]] = [HEADER]
-    for units in _folded(summary.rows):
-        for number, row in enumerate(units.rows):
-            rows.append((units.label if number == 0 else "", *_cells(row)))
-    rows.append(_total_cells(summary))
-    rows = _fitted(rows)
-    left = {number for number, name in enumerate(HEADER) if name in LEFT_ALIGNED}
+    rows = [["unit", *_COLUMNS]]
+    for (_, groups), names in _folded(summary.rows).items():
+        for number, row in enumerate(groups):
+            cells = [cell(row) for cell in _COLUMNS.values()]
+            rows.append(["" if number else _label(names), *cells])
+    totals = ["" if name in _OF_A_GROUP else cell(summary) for name, cell in _COLUMNS.items()]
+    rows = _fitted([*rows, ["total", *totals]])
+    left = {number for number, name in enumerate(rows[0]) if name in _LEFT_ALIGNED}
     header, rule, *lines, total = table(rows, left=left, separator=_separator(rows))
     return "\n".join([header, rule, *lines, rule, total, *_closing(summary), *LEGEND])
 
@@ -266,40 +243,27 @@ def _closing(summary: GroupSummary) -> list[str]:
 # -- folding ----------------------------------------------------------------------------------
 
 
-def _folded(rows: Sequence[GroupRow]) -> list[_Units]:
-    """Units, those folded together whose names differ in numbers and whose groups are equal."""
-    units = []
+def _folded(rows: Sequence[GroupRow]) -> dict[tuple[object, tuple[GroupRow, ...]], list[str]]:
+    """Names of units by their groups, and by their names without numbers."""
+    found: dict[tuple[object, tuple[GroupRow, ...]], list[str]] = {}
     for name, groups in itertools.groupby(rows, key=lambda row: row.unit):
-        parts = tuple(name.split(".")) if name else ()
         alike = tuple(dataclasses.replace(group, unit="") for group in groups)
-        units.append(_Units(parts, alike, 1))
-    depth = max((len(unit.parts) for unit in units), default=0)
-    # From the innermost number outwards: experts of a layer first, then the layers.
-    for position in reversed(range(depth)):
-        units = _folded_at(units, position)
-    return units
+        pattern = tuple("" if part.isdecimal() else part for part in name.split("."))
+        found.setdefault((pattern, alike), []).append(name)
+    return found
 
 
-def _folded_at(units: Sequence[_Units], position: int) -> list[_Units]:
-    runs: dict[object, list[_Units]] = {}
-    for number, unit in enumerate(units):
-        key: object = number
-        if position < len(unit.parts) and unit.parts[position].isdecimal():
-            around = (unit.parts[:position], unit.parts[position + 1 :])
-            key = (around, unit.rows, unit.count)
-        runs.setdefault(key, []).append(unit)
-    folded = []
-    for run in runs.values():
-        first = run[0]
-        if len(run) > 1:
-            numbers = _ranges([int(unit.parts[position]) for unit in run])
-            parts = (*first.parts[:position], numbers, *first.parts[position + 1 :])
-            first = _Units(parts, first.rows, sum(unit.count for unit in run))
-        folded.append(first)
-    return folded
+def _label(names: Sequence[str]) -> str:
+    """Names of units that differ in numbers only, and how many they are."""
+    parts = [
+        _ranges(set(map(int, part))) if len(set(part)) > 1 else part[0]
+        for part in zip(*(name.split(".") for name in names), strict=True)
+    ]
+    count = f" ({len(names)} units)" if len(names) > 1 else ""
+    return (".".join(parts) or ROOT) + count
 
 
-def _ranges(numbers: Sequence[int]) -> str:
+def _ranges(numbers: Iterable[int]) -> str:
     """Numbers as ranges, such as `0-2,5`; the first and the last alone where those are many."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
@@ -314,53 +278,17 @@ def _ranges(numbers: Sequence[int]) -> str:
 # -- cells ------------------------------------------------------------------------------------
 
 
-def _cells(row: GroupRow) -> tuple[str, ...]:
-    return (
-        str(row.num_params),
-        _count(row.numel),
-        _dtypes(row.dtypes, row.is_trained),
-        row.placements,
-        "trained" if row.is_trained else "frozen",
-        _count(row.shard_numel),
-        _percent(row.padding_numel, row.numel),
-        *(
-            _bytes(nbytes) if nbytes else "-"
-            for nbytes in (
-                row.main_weight_nbytes,
-                row.model_weight_nbytes,
-                row.main_grad_nbytes,
-                row.gathered_nbytes,
-                row.full_grad_nbytes,
-            )
-        ),
-    )
-
-
-def _total_cells(summary: GroupSummary) -> tuple[str, ...]:
-    return (
-        "total",
-        str(summary.num_params),
-        _count(summary.numel),
-        *("", "", ""),
-        _count(summary.shard_numel),
-        _percent(summary.padding_numel, summary.numel),
-        _bytes(summary.main_weight_nbytes),
-        _bytes(summary.model_weight_nbytes),
-        _bytes(summary.main_grad_nbytes),
-        *("", ""),
-    )
-
-
-def _dtypes(dtypes: GroupDtypes, is_trained: bool) -> str:
+def _dtypes(row: GroupRow) -> str:
+    dtypes = row.dtypes
     used = [dtypes.model_weight, dtypes.main_weight]
-    if is_trained:
+    if row.is_trained:
         used += [dtypes.main_grad, dtypes.grad_comm]
     names = [_DTYPES.get(dtype, str(dtype).removeprefix("torch.")) for dtype in used]
     return names[0] if len(set(names)) == 1 else "/".join(names)
 
 
-def _percent(padding: int, numel: int) -> str:
-    return f"{100.0 * padding / max(padding + numel, 1):.1f}%"
+def _padding(of: GroupRow | GroupSummary) -> str:
+    return f"{100.0 * of.padding_numel / max(of.padding_numel + of.numel, 1):.1f}%"
 
 
 def _count(number: int) -> str:
@@ -371,6 +299,30 @@ def _bytes(number: int) -> str:
     return compact(number, 1024)
 
 
+def _bytes_or_dash(number: int) -> str:
+    return _bytes(number) if number else "-"
+
+
+_COLUMNS: dict[str, Callable[[Any], str]] = {
+    "params": lambda of: str(of.num_params),
+    "elements": lambda of: _count(of.numel),
+    "dtypes": _dtypes,
+    "placements": lambda row: row.placements,
+    "state": lambda row: "trained" if row.is_trained else "frozen",
+    "shard": lambda of: _count(of.shard_numel),
+    "pad": _padding,
+    "main": lambda of: _bytes_or_dash(of.main_weight_nbytes),
+    "model": lambda of: _bytes_or_dash(of.model_weight_nbytes),
+    "grad": lambda of: _bytes_or_dash(of.main_grad_nbytes),
+    "gather": lambda row: _bytes_or_dash(row.gathered_nbytes),
+    "reduce": lambda row: _bytes_or_dash(row.full_grad_nbytes),
+}
+"""By title: the cell of a group, or of all of them."""
+_OF_A_GROUP = {"dtypes", "placements", "state", "gather", "reduce"}
+"""Columns without a total."""
+_LEFT_ALIGNED = {"unit", "dtypes", "placements", "state"}
+
+
 # -- width ------------------------------------------------------------------------------------
 
 
@@ -379,11 +331,12 @@ def _separator(rows: Sequence[Sequence[str]]) -> str:
     return "  " if sum(widths) + 2 * (len(widths) - 1) <= MAX_COLUMNS else " "
 
 
-def _fitted(table: Sequence[Sequence[str]]) -> list[Sequence[str]]:
-    """The table with unit names shortened in their middle where lines would be too long."""
-    others = sum(max(len(line[column]) for line in table) for column in range(1, len(HEADER)))
-    room = max(MAX_COLUMNS - others - (len(HEADER) - 1), len(HEADER[0]))
-    return [(_shortened(line[0], room), *line[1:]) for line in table]
+def _fitted(rows: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Rows with unit names shortened in their middle where lines would be too long."""
+    units, *others = zip(*rows, strict=True)
+    width = sum(1 + max(map(len, column)) for column in others)
+    room = max(MAX_COLUMNS - width, len(units[0]))
+    return [[_shortened(row[0], room), *row[1:]] for row in rows]
 
 
 def _shortened(label: str, room: int) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp_v2.runtime.fsdp_module import named_units
+from megatron_fsdp_v2.runtime.module import named_units
 
 if TYPE_CHECKING:
     from megatron_fsdp_v2.runtime.unit import Unit
@@ -22,6 +22,7 @@ __all__ = [
     "chunks",
     "joined",
     "parameters_below",
+    "parent_of",
     "reduce_rows",
     "units_below",
 ]
@@ -109,6 +110,15 @@ def parameters_below(module: nn.Module) -> list[NamedParameter]:
         NamedParameter(name, sharded.get(id(param), param))
         for name, param in module.named_parameters()
     ]
+
+
+def parent_of(name: str, known: Container[str]) -> str:
+    """The innermost unit that contains a unit, by their names."""
+    while name:
+        name = name.rpartition(".")[0]
+        if name in known:
+            return name
+    return ""
 
 
 def joined(prefix: str, name: str) -> str:

@@ -4,13 +4,13 @@ from megatron_fsdp_v2.plan.description import (
     MemoryOption,
     MeshDescription,
     ParameterDescription,
+    Strategy,
     TrainingDescription,
     UnitDescription,
     describe_module,
 )
 from megatron_fsdp_v2.plan.machine import PRESETS, Machine, find_machine
 from megatron_fsdp_v2.plan.planner import Plan, advice, best_plan, plan_all, plan_one, strategies
-from megatron_fsdp_v2.plan.sharding import Strategy
 
 __all__ = [
     "PRESETS",

@@ -19,6 +19,7 @@ from megatron_fsdp_v2.plan.description import (
     DATA,
     MemoryOption,
     MeshDescription,
+    Strategy,
     TrainingDescription,
     describe_module,
 )
@@ -27,7 +28,6 @@ from megatron_fsdp_v2.plan.optimizer_state import OPTIMIZERS
 from megatron_fsdp_v2.plan.planner import Plan, advice, best_plan, plan_one, strategies
 from megatron_fsdp_v2.plan.plot import draw
 from megatron_fsdp_v2.plan.report import PlanReport, as_dict, lines
-from megatron_fsdp_v2.plan.sharding import Strategy
 from megatron_fsdp_v2.plan.sources import (
     SourceResult,
     build_on_meta,
@@ -44,21 +44,6 @@ _DTYPES = {
     "fp16": torch.float16,
     "fp64": torch.float64,
 }
-_MODEL_OPTIONS = (
-    *("units", "param_dtype", "main_params_dtype", "main_grads_dtype", "grad_comm_dtype"),
-    *(
-        "granularity",
-        "optimizer",
-        "offload_fraction",
-        "cpu_offload",
-        "micro_batches",
-        "tokens",
-        "activations",
-        "recompute",
-    ),
-    *("prefetch_depth", "prefetch_bytes", "unshard_after_step", "grad_buffers", "bucket_bytes"),
-)
-"""Options that training flags say themselves."""
 
 
 class _PlanCommand:
@@ -115,108 +100,6 @@ class _PlanCommand:
         return 0
 
 
-def _add_model_options(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--model",
-        metavar="MODULE:FUNCTION",
-        help="function that builds the model; it runs on the meta device and returns the model, "
-        "or a pair of it and the list of modules that become units",
-    )
-    group.add_argument(
-        "--model-arg",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="argument of that function; a Python literal or text; may be repeated",
-    )
-    group.add_argument(
-        "--units",
-        metavar="PATTERNS",
-        help="names or classes of the modules that become units, such as 'layers.*' or Block; "
-        "default: members of the outermost module lists",
-    )
-    for flag, meaning in (
-        ("--param-dtype", "dtype weights are gathered and computed with"),
-        ("--main-params-dtype", "dtype the optimizer steps"),
-        ("--main-grads-dtype", "dtype of reduced gradients"),
-        ("--grad-comm-dtype", "communication dtype of gradients"),
-    ):
-        group.add_argument(
-            flag, choices=list(_DTYPES), help=f"{meaning}; default: as MixedPrecisionPolicy has it"
-        )
-    group.add_argument("--granularity", help="row, block:<rows> or tensor; default: row")
-    group.add_argument("--optimizer", choices=list(OPTIMIZERS), help="default: adam")
-    group.add_argument(
-        "--offload-fraction",
-        type=float,
-        metavar="F",
-        help="of what Adam steps, how much is stepped in host memory, from 0 to 1; default: 0",
-    )
-    group.add_argument(
-        "--cpu-offload",
-        action="store_const",
-        const=True,
-        help="main weights, main gradients and optimizer state in host memory: CPUOffloadPolicy",
-    )
-    group.add_argument(
-        "--micro-batches", type=_count, metavar="N", help="of a step; all but the last in no_sync()"
-    )
-    group.add_argument(
-        "--tokens", type=_count, metavar="N", help="of a micro-batch on a rank, for the time"
-    )
-    group.add_argument(
-        "--activations", type=_size, metavar="SIZE", help="of a micro-batch, such as 12GiB"
-    )
-    group.add_argument(
-        "--prefetch-depth", type=_count, metavar="N", help="units gathered ahead; default: 1"
-    )
-    group.add_argument(
-        "--prefetch-bytes",
-        type=_size,
-        metavar="SIZE",
-        help="of weights gathered ahead, such as 2GiB, but always those of one unit; default: any",
-    )
-    group.add_argument(
-        "--unshard-after-step",
-        action="store_const",
-        const=True,
-        help="the optimizer's step gathers what the next forward begins with",
-    )
-    group.add_argument(
-        "--grad-buffers", type=_count, metavar="N", help="live at a time; default: 2"
-    )
-    group.add_argument(
-        "--bucket-bytes",
-        type=_size,
-        metavar="SIZE",
-        help="up to which small units share a collective, such as 4MiB; default: none do",
-    )
-    group.add_argument(
-        "--recompute", action="store_const", const=True, help="units run their forward twice"
-    )
-
-
-def _add_machine_options(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--machine",
-        metavar="NAME",
-        help=f"{', '.join(PRESETS)}, or a .json file with the attributes of a machine",
-    )
-    group.add_argument(
-        "--memory", type=_size, metavar="SIZE", help="for the training on a rank, such as 76GiB"
-    )
-    for flag, meaning in (
-        ("--node-bandwidth", "GB/s of a GPU to others of its node"),
-        ("--network-bandwidth", "GB/s of a GPU to other nodes"),
-        ("--node-latency", "microseconds"),
-        ("--network-latency", "microseconds"),
-        ("--tflops", "TFLOP/s of dense 16-bit products of a GPU"),
-        ("--efficiency", "part of them that is reached"),
-    ):
-        group.add_argument(flag, type=float, metavar="X", help=meaning)
-    group.add_argument("--gpus-per-node", type=_count, metavar="N")
-
-
 # -- options ----------------------------------------------------------------------------------
 
 
@@ -236,29 +119,120 @@ def _size(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+_MODEL_FLAGS: dict[str, dict[str, Any]] = {
+    "--units": dict(
+        metavar="PATTERNS",
+        help="names or classes of the modules that become units, such as 'layers.*' or Block; "
+        "default: members of the outermost module lists",
+    ),
+    **{
+        flag: dict(
+            choices=list(_DTYPES), help=f"{meaning}; default: as MixedPrecisionPolicy has it"
+        )
+        for flag, meaning in (
+            ("--param-dtype", "dtype weights are gathered and computed with"),
+            ("--main-params-dtype", "dtype the optimizer steps"),
+            ("--main-grads-dtype", "dtype of reduced gradients"),
+            ("--grad-comm-dtype", "communication dtype of gradients"),
+        )
+    },
+    "--granularity": dict(help="row, block:<rows> or tensor; default: row"),
+    "--optimizer": dict(choices=list(OPTIMIZERS), help="default: adam"),
+    "--offload-fraction": dict(
+        type=float,
+        metavar="F",
+        help="of what Adam steps, how much is stepped in host memory, from 0 to 1; default: 0",
+    ),
+    "--cpu-offload": dict(
+        action="store_const",
+        const=True,
+        help="main weights, main gradients and optimizer state in host memory: CPUOffloadPolicy",
+    ),
+    "--micro-batches": dict(
+        type=_count, metavar="N", help="of a step; all but the last in no_sync()"
+    ),
+    "--tokens": dict(type=_count, metavar="N", help="of a micro-batch on a rank, for the time"),
+    "--activations": dict(type=_size, metavar="SIZE", help="of a micro-batch, such as 12GiB"),
+    "--prefetch-depth": dict(type=_count, metavar="N", help="units gathered ahead; default: 1"),
+    "--prefetch-bytes": dict(
+        type=_size,
+        metavar="SIZE",
+        help="of weights gathered ahead, such as 2GiB, but always those of one unit; default: any",
+    ),
+    "--unshard-after-step": dict(
+        action="store_const",
+        const=True,
+        help="the optimizer's step gathers what the next forward begins with",
+    ),
+    "--grad-buffers": dict(type=_count, metavar="N", help="live at a time; default: 2"),
+    "--recompute": dict(action="store_const", const=True, help="units run their forward twice"),
+}
+"""Options of a model of the user's own, which training flags say themselves."""
+
+_MACHINE_FLAGS = {
+    "--node-bandwidth": ("node_bandwidth", 1e9, "GB/s of a GPU to others of its node"),
+    "--network-bandwidth": ("network_bandwidth", 1e9, "GB/s of a GPU to other nodes"),
+    "--node-latency": ("node_latency", 1e-6, "microseconds"),
+    "--network-latency": ("network_latency", 1e-6, "microseconds"),
+    "--tflops": ("flops", 1e12, "TFLOP/s of dense 16-bit products of a GPU"),
+    "--efficiency": ("efficiency", 1.0, "part of them that is reached"),
+}
+"""Flag: attribute of a machine, its unit, and the help."""
+
+
+def _add_model_options(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--model",
+        metavar="MODULE:FUNCTION",
+        help="function that builds the model; it runs on the meta device and returns the model, "
+        "or a pair of it and the list of modules that become units",
+    )
+    group.add_argument(
+        "--model-arg",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="argument of that function; a Python literal or text; may be repeated",
+    )
+    for flag, settings in _MODEL_FLAGS.items():
+        group.add_argument(flag, **settings)
+
+
+def _add_machine_options(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--machine",
+        metavar="NAME",
+        help=f"{', '.join(PRESETS)}, or a .json file with the attributes of a machine",
+    )
+    group.add_argument(
+        "--memory", type=_size, metavar="SIZE", help="for the training on a rank, such as 76GiB"
+    )
+    for flag, (_, _, meaning) in _MACHINE_FLAGS.items():
+        group.add_argument(flag, type=float, metavar="X", help=meaning)
+    group.add_argument("--gpus-per-node", type=_count, metavar="N")
+
+
+def _value_of(args: argparse.Namespace, flag: str) -> Any:
+    """The value of a flag; None if it was not given."""
+    return getattr(args, flag.removeprefix("--").replace("-", "_"))
+
+
 def _machine(args: argparse.Namespace) -> Machine | None:
     changes = {
-        "node_bandwidth": _times(args.node_bandwidth, 1e9),
-        "network_bandwidth": _times(args.network_bandwidth, 1e9),
-        "node_latency": _times(args.node_latency, 1e-6),
-        "network_latency": _times(args.network_latency, 1e-6),
-        "flops": _times(args.tflops, 1e12),
-        "efficiency": args.efficiency,
-        "gpus_per_node": args.gpus_per_node,
+        attribute: value * unit
+        for flag, (attribute, unit, _) in _MACHINE_FLAGS.items()
+        if (value := _value_of(args, flag)) is not None
     }
-    if args.machine is None:
-        given = [name for name, value in changes.items() if value is not None]
-        if given:
-            raise ValueError(
-                f"{', '.join(given)}: these change a machine; name one with --machine "
-                f"({', '.join(PRESETS)})"
-            )
-        return None
-    return find_machine(args.machine).changed(**changes)
-
-
-def _times(value: float | None, factor: float) -> float | None:
-    return None if value is None else value * factor
+    if args.gpus_per_node is not None:
+        changes["gpus_per_node"] = args.gpus_per_node
+    if args.machine is not None:
+        return replace(find_machine(args.machine), **changes)
+    if changes:
+        raise ValueError(
+            f"{', '.join(changes)}: these change a machine; name one with --machine "
+            f"({', '.join(PRESETS)})"
+        )
+    return None
 
 
 # -- the report -------------------------------------------------------------------------------
@@ -321,10 +295,11 @@ def _described(args: argparse.Namespace) -> SourceResult:
     if args.flags and args.model is not None:
         raise ValueError("both --model and training flags were given; plan one of them at a time")
     if args.flags:
-        given = [name for name in _MODEL_OPTIONS if getattr(args, name) is not None]
+        given = [flag for flag in _MODEL_FLAGS if _value_of(args, flag) is not None]
         if given:
-            shown = ", ".join("--" + name.replace("_", "-") for name in given)
-            raise ValueError(f"{shown}: training flags say this themselves; leave it out")
+            raise ValueError(
+                f"{', '.join(given)}: training flags say this themselves; leave it out"
+            )
         return describe_flags(args.flags, args.ranks)
     if args.model is None:
         raise ValueError(
@@ -373,7 +348,6 @@ def _own_model(args: argparse.Namespace) -> TrainingDescription:
             unshard_prefetch_bytes=args.prefetch_bytes,
             enable_unshard_after_step=args.unshard_after_step or False,
             max_live_grad_buffers=args.grad_buffers or 2,
-            bucket_bytes=args.bucket_bytes,
         ),
         plain_nbytes=plain_nbytes,
         alternatives=alternatives,
@@ -382,8 +356,7 @@ def _own_model(args: argparse.Namespace) -> TrainingDescription:
 
 
 def _json(report: PlanReport) -> str:
-    data: dict[str, Any] = as_dict(report)
-    return json.dumps(data, indent=2) + "\n"
+    return json.dumps(as_dict(report), indent=2) + "\n"
 
 
 command = _PlanCommand()

@@ -23,9 +23,11 @@ __all__ = [
     "MeshDescription",
     "ModelTraits",
     "ParameterDescription",
+    "Strategy",
     "TrainingDescription",
     "UnitDescription",
     "describe_module",
+    "mesh_sizes",
 ]
 
 DATA = "dp"
@@ -221,27 +223,54 @@ class TrainingDescription:
         return sum(unit.numel for unit in self.units)
 
     @property
-    def has_ties(self) -> bool:
-        """Whether a unit gathers a parameter that another unit owns."""
-        return any(unit.tied for unit in self.units)
-
-    @property
-    def accumulates(self) -> bool:
-        """Whether gradients of earlier backwards wait to be synchronized."""
-        several = self.num_microbatches > 1 and self.defers_sync
-        return several or self.syncs_afterwards
-
-    @property
-    def has_gradients(self) -> bool | None:
-        """Whether main gradients exist before the last backward. See `peak_bytes`."""
-        if self.num_microbatches == 1:
-            return False
-        return None if self.accumulates else True
-
-    @property
     def activation_nbytes(self) -> int:
         """Bytes of activations of all micro-batches in flight."""
         return self.num_in_flight * sum(unit.activation_nbytes for unit in self.units)
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """Sharding strategies of a training.
+
+    Attributes:
+        inner: Sharding strategy along the inner axis.
+        outer: Sharding strategy along the outer axis.
+        outer_size: Ranks along the outer axis; None for a 1-D mesh.
+        others: Sharding strategies of meshes with their own, as pairs of mesh and strategy.
+    """
+
+    inner: str = "optim_grads_params"
+    outer: str = "no_shard"
+    outer_size: int | None = None
+    others: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Name in tables."""
+        if self.outer_size is None:
+            return self.inner
+        kind = "HSDP" if self.outer == "no_shard" else "HFSDP"
+        return f"{self.inner}, {kind} x{self.outer_size}"
+
+    def inner_of(self, mesh: str) -> str:
+        """Sharding strategy along the inner axis of a mesh."""
+        return dict(self.others).get(mesh, self.inner)
+
+
+def mesh_sizes(mesh: MeshDescription, strategy: Strategy) -> tuple[int, ...]:
+    """Sizes of the axes of a mesh, outermost first.
+
+    Raises:
+        ValueError: The outer axis does not divide the ranks.
+    """
+    if strategy.outer_size is None:
+        return (mesh.num_ranks,)
+    if strategy.outer_size < 1 or mesh.num_ranks % strategy.outer_size:
+        raise ValueError(
+            f"an outer axis of {strategy.outer_size} cannot divide {mesh.num_ranks} data-parallel "
+            "ranks; choose a divisor"
+        )
+    return strategy.outer_size, mesh.num_ranks // strategy.outer_size
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_fsdp_v2._text import compact, table
-from megatron_fsdp_v2.runtime.gather_rules import PrefetchLimit
-from megatron_fsdp_v2.runtime.reduction_rules import Drain
+from megatron_fsdp_v2.runtime.schedule import Drain
 
-__all__ = ["Exposure", "Flight", "OverlapReport", "Reason", "why_gather", "why_reduction"]
+__all__ = ["DRAINS", "Exposure", "OverlapReport", "Reason"]
 
 
 class Reason(enum.Enum):
@@ -38,9 +37,9 @@ _MEANINGS = {
     Reason.LIMIT: "the link was idle before it was issued: unshard_prefetch_depth or "
     "unshard_prefetch_bytes did not allow it to start earlier",
     Reason.ORDER: "the unit was not expected: the previous pass ran other units",
-    Reason.AT_ONCE: "overlap is off, or the next operation reads its result",
-    Reason.BUFFERS: "another unit needed a full gradient buffer: see max_live_grad_buffers",
-    Reason.LAST: "the backward is over, and no computation is left to hide it",
+    Reason.AT_ONCE: Drain.AT_ONCE.value,
+    Reason.BUFFERS: Drain.ROOM.value,
+    Reason.LAST: Drain.END.value,
 }
 
 
@@ -73,89 +72,8 @@ class Exposure:
     times: int = 1
 
 
-@dataclass(slots=True, eq=False)
-class Flight:
-    """A collective in flight, with the facts that give the reason of its wait.
-
-    Attributes:
-        unit: See `Exposure`, also for the following five.
-        kind: See `Exposure`.
-        purpose: See `Exposure`.
-        axis: See `Exposure`.
-        nbytes: See `Exposure`.
-        issued_at: See `Exposure`.
-        idle: Seconds for which its link was idle before it was issued.
-        use: Number of uses of units that had begun in the pass.
-        is_ahead: Whether it was issued ahead of use.
-        done_at: When it is done.
-    """
-
-    unit: str
-    kind: str
-    purpose: str
-    axis: str
-    nbytes: int
-    issued_at: float
-    idle: float = 0.0
-    use: int = 0
-    is_ahead: bool = False
-    done_at: float = 0.0
-
-    def landed(
-        self,
-        waited_at: float,
-        seconds: float,
-        reason: Reason,
-        times: int = 1,
-    ) -> Exposure:
-        """Record that the collective was waited for.
-
-        Args:
-            waited_at: Seconds since the beginning.
-            seconds: How long the wait took.
-            reason: Why.
-            times: See `Exposure`.
-        """
-        return Exposure(
-            self.unit,
-            self.kind,
-            self.purpose,
-            self.axis,
-            self.nbytes,
-            self.issued_at,
-            waited_at,
-            seconds,
-            reason if seconds else None,
-            times,
-        )
-
-
-def why_gather(flight: Flight, seconds: float, use: int, limit: PrefetchLimit) -> Reason:
-    """Why a unit waits for its weights.
-
-    Args:
-        flight: The gather.
-        seconds: How long the unit waits.
-        use: How many uses of units have begun in the pass.
-        limit: How much may be gathered ahead.
-    """
-    if flight.use <= 1 and use <= 2:
-        return Reason.FIRST
-    if not flight.is_ahead:
-        is_off = limit.is_none or flight.purpose == "refresh"
-        return Reason.AT_ONCE if is_off else Reason.ORDER
-    # Issued as early as the link was free, it would have been waited for that much less.
-    if flight.use > 1 and 2 * flight.idle >= seconds:
-        return Reason.LIMIT
-    return Reason.COMPUTE
-
-
-def why_reduction(drain: Drain) -> Reason:
-    """Why a step waits for a reduction, given why the schedule drains."""
-    return _DRAINS[drain]
-
-
-_DRAINS = {Drain.ROOM: Reason.BUFFERS, Drain.END: Reason.LAST, Drain.AT_ONCE: Reason.AT_ONCE}
+DRAINS = {Drain.ROOM: Reason.BUFFERS, Drain.END: Reason.LAST, Drain.AT_ONCE: Reason.AT_ONCE}
+"""Why a step waits for a reduction, by why the runtime drains its queue."""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -45,21 +45,14 @@ class Machine:
     reserved_nbytes: int = 4 * GIB
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name == "name":
+        for name, value in asdict(self).items():
+            if name == "name":
                 continue
-            least = 0.0 if field.name in _MAY_BE_ZERO else None
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if (
-                not is_number
-                or not math.isfinite(value)
-                or value < 0
-                or (least is None and value == 0)
-            ):
+            may_be = is_number and (value > 0 or (value == 0 and name in _MAY_BE_ZERO))
+            if not may_be or not math.isfinite(value):
                 raise ValueError(
-                    f"{field.name} of machine {self.name!r} must be a positive number, got "
-                    f"{value!r}"
+                    f"{name} of machine {self.name!r} must be a positive number, got {value!r}"
                 )
         for part in ("efficiency", "bandwidth_efficiency"):
             if getattr(self, part) > 1:
@@ -96,22 +89,16 @@ class Machine:
         crosses = self.crosses_nodes(size, stride)
         bandwidth = self.node_bandwidth
         if crosses:
-            together = min(size, max(1, self.gpus_per_node // stride))
-            if kind == "all_to_all":
-                together = 1
+            of_node = min(size, max(1, self.gpus_per_node // stride))
+            together = 1 if kind == "all_to_all" else of_node
             bandwidth = min(bandwidth, together * self.network_bandwidth)
-        latency = (self.network_latency if crosses else self.node_latency) * math.ceil(
-            math.log2(size)
-        )
+        latency = self.network_latency if crosses else self.node_latency
+        latency *= math.ceil(math.log2(size))
         return rounds * (moved / (bandwidth * self.bandwidth_efficiency) + latency)
 
     def compute_seconds(self, flops: float) -> float:
         """Time of so many operations."""
         return flops / (self.flops * self.efficiency)
-
-    def changed(self, **values: Any) -> Machine:
-        """The same machine with other values for those that are not None."""
-        return replace(self, **{k: v for k, v in values.items() if v is not None})
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON; a file of it can be read back."""
@@ -163,18 +150,14 @@ def find_machine(text: str) -> Machine:
         if like not in PRESETS:
             raise ValueError(f"{path}: there is no preset {like!r}: choose {', '.join(PRESETS)}")
         base = PRESETS[like].as_dict() | base
-    known = {field.name for field in fields(Machine)}
-    unknown = sorted(set(found) - known)
+    known = {field.name: field.default for field in fields(Machine)}
+    unknown = sorted(set(found) - set(known))
     if unknown:
         raise ValueError(f"{path} has unknown attributes {', '.join(unknown)}")
-    try:
-        return Machine(**(base | found))
-    except TypeError:
-        missing = [
-            f.name
-            for f in fields(Machine)
-            if f.name not in base | found and f.name in Machine.__annotations__
-        ]
+    given = base | found
+    missing = [name for name in known if name not in given and known[name] is MISSING]
+    if missing:
         raise ValueError(
             f'{path} lacks attributes (of {", ".join(missing)}); add them, or "like": "h100"'
-        ) from None
+        )
+    return Machine(**given)

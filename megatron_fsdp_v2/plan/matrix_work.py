@@ -6,20 +6,20 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from megatron_fsdp_v2.dtensor.row_shards import RowShards
+from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2.optim.engine import BUCKET_NUMEL
 from megatron_fsdp_v2.optim.exchange import plan_buckets
 from megatron_fsdp_v2.optim.matrix_layout import Grid, MatrixLayout
-from megatron_fsdp_v2.optim.newton_schulz import newton_schulz_flops
+from megatron_fsdp_v2.optim.muon import newton_schulz_flops
 from megatron_fsdp_v2.optim.ownership import Matrix, Ownership
 from megatron_fsdp_v2.plan.optimizer_state import OPTIMIZERS
 from megatron_fsdp_v2.plan.step import StepCollective
 
 if TYPE_CHECKING:
     from megatron_fsdp_v2.plan.description import TrainingDescription
-    from megatron_fsdp_v2.plan.sharding import PlannedGroup
+    from megatron_fsdp_v2.plan.run import PlannedGroup
 
 __all__ = ["MatrixWork", "matrix_work"]
 
@@ -35,13 +35,11 @@ class MatrixWork:
         collectives: All-to-alls.
         flops: FLOPs of the busiest rank.
         temporary_nbytes: Bytes of updates and of buckets in flight.
-        is_exact: Whether no all-to-all is a mean.
     """
 
     collectives: Counter[StepCollective] = field(default_factory=Counter)
     flops: float = 0.0
     temporary_nbytes: int = 0
-    is_exact: bool = True
 
 
 @dataclass(slots=True)
@@ -78,14 +76,12 @@ class _Shared:
         )
 
 
-def matrix_work(
-    training: TrainingDescription, groups: Sequence[tuple[PlannedGroup, ...]]
-) -> MatrixWork:
+def matrix_work(training: TrainingDescription, groups: Sequence[PlannedGroup]) -> MatrixWork:
     """Plan the exchange and computation of matrices; each TP-local shard is a matrix.
 
     Args:
         training: The training.
-        groups: Groups of every unit.
+        groups: Its parameter groups.
     """
     work = MatrixWork()
     if not OPTIMIZERS[training.optimizer].is_of_matrices:
@@ -102,7 +98,6 @@ def matrix_work(
             flops, hops = _planned(shared)
         else:
             flops, hops = _mean(shared, shapes, numel)
-            work.is_exact = False
         work.flops += flops
         for axis, sent in hops:
             work.collectives[shared.collective(training, axis, sent * itemsize)] += 1
@@ -156,31 +151,28 @@ def _mean(
     return max(total / grid.num_ranks, max(each)), hops
 
 
-def _shared(
-    training: TrainingDescription, groups: Sequence[tuple[PlannedGroup, ...]]
-) -> list[_Shared]:
+def _shared(training: TrainingDescription, groups: Sequence[PlannedGroup]) -> list[_Shared]:
     """Trained matrices by the grid they are spread over, in the order of the model."""
+    order = {
+        (unit.name, param.name): (number, index)
+        for number, unit in enumerate(training.units)
+        for index, param in enumerate(unit.params)
+    }
+    matrices = [
+        (order[planned.unit.name, param.name], planned, cast("UnevenDTensor", sharded))
+        for planned in groups
+        if planned.group.spec.requires_grad
+        for param, sharded in zip(planned.params, planned.group.sharded_params, strict=True)
+        if param.is_matrix
+    ]
     found: dict[Any, _Shared] = {}
-    for unit, planned in zip(training.units, groups, strict=True):
-        order = {param.name: number for number, param in enumerate(unit.params)}
-        members = [
-            (order[param.name], group, index)
-            for group in planned
-            if group.requires_grad
-            for index, param in enumerate(group.params)
-            if param.is_matrix
-        ]
-        for _, group, index in sorted(members, key=lambda member: member[0]):
-            strides = group.grid.strides
-            used = tuple(axis for axis, size in enumerate(group.sizes) if size > 1)
-            grid = Grid(
-                tuple(group.sizes[axis] for axis in used),
-                tuple(bool(strides[axis]) for axis in used),
-            )
-            key = (unit.mesh, grid, group.dtypes.main_weight)
-            shared = found.setdefault(key, _Shared(grid, used, group.sizes, unit.mesh))
-            rows = RowShards(group.layout.row_ranges(index), strides)
-            shape = group.layout.slots[index].shape
-            used_strides = tuple(strides[axis] for axis in used)
-            shared.layouts.append(MatrixLayout(grid, rows, shape, used_strides))
+    for _, planned, sharded in sorted(matrices, key=lambda each: each[0]):
+        sizes = tuple(axis.size for axis in planned.group.axes)
+        rows = sharded.row_shards
+        used = tuple(axis for axis, size in enumerate(sizes) if size > 1)
+        strides = tuple(rows.strides[axis] for axis in used)
+        grid = Grid(tuple(sizes[axis] for axis in used), tuple(map(bool, strides)))
+        key = (planned.unit.mesh, grid, planned.group.spec.dtypes.main_weight)
+        shared = found.setdefault(key, _Shared(grid, used, sizes, planned.unit.mesh))
+        shared.layouts.append(MatrixLayout(grid, rows, tuple(sharded.shape), strides))
     return list(found.values())

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from megatron_fsdp_v2.plan.description import ParameterDescription, TrainingDescription
-    from megatron_fsdp_v2.plan.sharding import PlannedGroup
+    from megatron_fsdp_v2.plan.description import TrainingDescription
+    from megatron_fsdp_v2.plan.run import PlannedGroup
 
 __all__ = [
     "OPTIMIZERS",
@@ -57,14 +57,14 @@ _COPIES = 2
 """Copies in host memory of a parameter that is stepped there: main weight and gradient."""
 
 
-def state_nbytes(training: TrainingDescription, groups: Sequence[tuple[PlannedGroup, ...]]) -> int:
+def state_nbytes(training: TrainingDescription, groups: Sequence[PlannedGroup]) -> int:
     """Bytes of optimizer state on the device, of the rank with most.
 
     Padding has no state, and ranks have different padding. Offloaded state is not counted.
 
     Args:
         training: The training.
-        groups: Groups of every unit.
+        groups: Its parameter groups.
     """
     kind = OPTIMIZERS[training.optimizer]
     if training.cpu_offload:
@@ -74,24 +74,19 @@ def state_nbytes(training: TrainingDescription, groups: Sequence[tuple[PlannedGr
     return _largest(training, groups, of_matrices, kind.per_other * here)
 
 
-def offloaded_nbytes(
-    training: TrainingDescription, groups: Sequence[tuple[PlannedGroup, ...]]
-) -> int:
-    """Bytes of offloaded tensors in host memory, of the rank with most.
+def offloaded_nbytes(training: TrainingDescription, groups: Sequence[PlannedGroup]) -> int:
+    """Bytes of optimizer state in host memory, of the rank with most.
 
-    With `cpu_offload` these are main weights, main gradients and state. With an offloaded optimizer
-    these are state, and copies of main weights and gradients; a rank offloads whole parameters, so
-    that it may have more by less than one parameter.
+    With an offloaded optimizer also copies of main weights and gradients; a rank offloads whole
+    parameters, so that it may have more by less than one parameter.
 
     Args:
         training: The training.
-        groups: Groups of every unit.
+        groups: Its parameter groups.
     """
     kind = OPTIMIZERS[training.optimizer]
     if training.cpu_offload:
-        planned = [group for unit in groups for group in unit]
-        main = sum(group.main_weight_nbytes + group.main_grad_nbytes for group in planned)
-        return main + _largest(training, groups, kind.per_matrix, kind.per_other)
+        return _largest(training, groups, kind.per_matrix, kind.per_other)
     there = training.offload_fraction
     of_matrices = 0.0 if kind.is_of_matrices else (kind.per_matrix + _COPIES) * there
     return _largest(training, groups, of_matrices, (kind.per_other + _COPIES) * there)
@@ -99,7 +94,7 @@ def offloaded_nbytes(
 
 def _largest(
     training: TrainingDescription,
-    groups: Sequence[tuple[PlannedGroup, ...]],
+    groups: Sequence[PlannedGroup],
     per_matrix: float,
     per_other: float,
 ) -> int:
@@ -107,24 +102,36 @@ def _largest(
 
     Args:
         training: The training.
-        groups: Groups of every unit.
+        groups: Its parameter groups.
         per_matrix: Tensors per matrix.
         per_other: Tensors per other parameter.
     """
     by_mesh: dict[tuple[str, int], torch.Tensor] = {}
-    known: dict[int, torch.Tensor] = {}
-    for unit, planned in zip(training.units, groups, strict=True):
-        for group in planned:
-            if not group.requires_grad:
-                continue
-            if id(group) not in known:
-                itemsize = _mean_itemsize(training, group.dtypes.main_weight)
-                matrices, others = (numels.double() for numels in group.state_numels)
-                known[id(group)] = (matrices * per_matrix + others * per_other) * itemsize
-            per_slice = known[id(group)]
-            key = (unit.mesh, len(per_slice))
-            by_mesh[key] = by_mesh.get(key, 0) + per_slice
+    known: dict[object, torch.Tensor] = {}
+    for planned in groups:
+        group = planned.group
+        if not group.spec.requires_grad:
+            continue
+        kind = planned.params, group.layout.num_shards, group.spec.dtypes
+        if kind not in known:
+            itemsize = _mean_itemsize(training, group.spec.dtypes.main_weight)
+            matrices, others = (numels.double() for numels in _state_numels(planned))
+            known[kind] = (matrices * per_matrix + others * per_other) * itemsize
+        key = (planned.unit.mesh, len(known[kind]))
+        by_mesh[key] = by_mesh.get(key, 0) + known[kind]
     return sum(math.ceil(per_slice.max()) for per_slice in by_mesh.values())
+
+
+def _state_numels(planned: PlannedGroup) -> tuple[torch.Tensor, torch.Tensor]:
+    """Per slice, elements of matrices and of all other parameters."""
+    layout = planned.group.layout
+    starts = torch.arange(layout.num_shards, dtype=torch.int64) * layout.shard_numel
+    matrices, others = torch.zeros_like(starts), torch.zeros_like(starts)
+    for slot, param in zip(layout.slots, planned.params, strict=True):
+        first = (starts - slot.offset).clamp(0, slot.numel)
+        last = (starts + layout.shard_numel - slot.offset).clamp(0, slot.numel)
+        (matrices if param.is_matrix else others).add_(last - first)
+    return matrices, others
 
 
 def _mean_itemsize(training: TrainingDescription, main_weight: torch.dtype) -> float:
@@ -137,13 +144,10 @@ def _mean_itemsize(training: TrainingDescription, main_weight: torch.dtype) -> f
 def step_counter_nbytes(training: TrainingDescription) -> int:
     """Bytes of step counters, which an optimizer may keep in host memory."""
     kind = OPTIMIZERS[training.optimizer]
-    params = trained_parameters(training)
     counted = sum(
-        kind.counts_matrix_steps if param.is_matrix else kind.counts_other_steps for param in params
+        kind.counts_matrix_steps if param.is_matrix else kind.counts_other_steps
+        for unit in training.units
+        for param in unit.params
+        if param.requires_grad
     )
     return counted * _COUNTER_NBYTES
-
-
-def trained_parameters(training: TrainingDescription) -> list[ParameterDescription]:
-    """All parameters that an optimizer steps."""
-    return [p for unit in training.units for p in unit.params if p.requires_grad]

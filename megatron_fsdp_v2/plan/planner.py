@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_fsdp_v2._text import readable_size
+from megatron_fsdp_v2.diagnostics.memory_ledger import Role
 from megatron_fsdp_v2.layout.placement import OUTER_STRATEGIES, STRATEGIES, resolve_placements
-from megatron_fsdp_v2.plan.description import MeshDescription, TrainingDescription
+from megatron_fsdp_v2.params.formats import WeightUse
+from megatron_fsdp_v2.plan.description import (
+    MeshDescription,
+    Strategy,
+    TrainingDescription,
+    mesh_sizes,
+)
 from megatron_fsdp_v2.plan.exposure import OverlapReport
 from megatron_fsdp_v2.plan.machine import Machine
 from megatron_fsdp_v2.plan.matrix_work import matrix_work
-from megatron_fsdp_v2.plan.memory_bound import PeakBytes, peak_bytes
 from megatron_fsdp_v2.plan.optimizer_state import (
     offloaded_nbytes,
     state_nbytes,
     step_counter_nbytes,
 )
-from megatron_fsdp_v2.plan.schedule import parent_of, replay
-from megatron_fsdp_v2.plan.sharding import PlannedGroup, Strategy, mesh_sizes, shard
+from megatron_fsdp_v2.plan.run import PlannedGroup, Run, run_training
 from megatron_fsdp_v2.plan.step import Step, StepCollective
-from megatron_fsdp_v2.plan.unit_bytes import UnitBytes
 
 __all__ = [
+    "PeakBytes",
     "Plan",
     "Traffic",
     "UnitSize",
@@ -31,7 +37,6 @@ __all__ = [
     "best_plan",
     "plan_all",
     "plan_one",
-    "planned_units",
     "strategies",
 ]
 
@@ -39,6 +44,43 @@ _SAME_TIME = 1.01
 
 _MOST_TIMES_RANKS = 64
 """Largest factor of the number of ranks that `advice` tries."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeakBytes:
+    """Bytes by role at the moment of a step when most are alive.
+
+    Attributes:
+        model_weight: Model weights.
+        main_weight: Main weights.
+        main_grad: Main gradients.
+        optimizer: State of the optimizer.
+        gathered: Gathered weights.
+        grad_buffer: Full gradient buffers, and shards that wait for the outer axis.
+        communication: Copies in the communication dtype, receive buffers, and what the exchange of
+            whole matrices takes.
+        activations: Activations as described, and gradients that autograd hands over.
+    """
+
+    model_weight: int
+    main_weight: int
+    main_grad: int
+    optimizer: int
+    gathered: int
+    grad_buffer: int
+    communication: int
+    activations: int
+
+    @property
+    def resting(self) -> int:
+        """Bytes that are alive between steps, without gradients."""
+        return self.model_weight + self.main_weight + self.optimizer
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        temporary = self.gathered + self.grad_buffer + self.communication
+        return self.resting + self.main_grad + temporary + self.activations
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +136,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Plan:
-    """A training under one strategy, on the rank that holds the most bytes.
+    """A training under one strategy, on its first rank; optimizer state of the rank with most.
 
     Attributes:
         strategy: The strategy.
@@ -191,13 +233,14 @@ def strategies(
 def plan_one(
     training: TrainingDescription, strategy: Strategy, machine: Machine | None = None
 ) -> Plan:
-    """Plan a training under one strategy, without communication and tensors.
+    """Plan a training under one strategy: its first rank runs in a simulated cluster.
 
     Raises:
         ValueError: The strategy is unknown or does not fit the meshes.
+        RuntimeError: This process has a process group.
     """
-    groups = shard(training, strategy)
-    step = replay(training, groups, machine)
+    run = run_training(training, strategy, machine)
+    groups, step = run.groups, run.step
     work = matrix_work(training, groups)
     step.collectives.update(work.collectives)
     optimizer_seconds = 0.0
@@ -209,17 +252,17 @@ def plan_one(
         )
         per_microbatch = step.seconds / training.num_microbatches
         idle_seconds = (training.stages - 1) * per_microbatch / training.num_chunks
-    planned = [group for unit in groups for group in unit]
+    offloaded = sum(run.host_memory.role_peaks.values()) + offloaded_nbytes(training, groups)
     return Plan(
         strategy=strategy,
         step=step,
-        peak=_peak(training, groups, work.temporary_nbytes),
-        units=tuple(_unit_sizes(training, groups)),
+        peak=_peak(training, run, work.temporary_nbytes),
+        units=tuple(_unit_sizes(groups)),
         traffic=tuple(_traffic(step.collectives)),
         numel=training.numel,
-        padding_numel=sum(group.layout.padding_numel for group in planned),
+        padding_numel=sum(planned.group.layout.padding_numel for planned in groups),
         plain_nbytes=training.plain_nbytes,
-        host_nbytes=step_counter_nbytes(training) + offloaded_nbytes(training, groups),
+        host_nbytes=step_counter_nbytes(training) + offloaded,
         optimizer_seconds=optimizer_seconds,
         idle_seconds=idle_seconds,
         machine=machine,
@@ -341,114 +384,67 @@ def _with_activations(training: TrainingDescription, nbytes: int) -> TrainingDes
     return replace(training, units=units)
 
 
-def planned_units(
-    training: TrainingDescription, groups: Sequence[tuple[PlannedGroup, ...]]
-) -> list[UnitBytes]:
-    """Units as `peak_bytes` takes them.
-
-    Args:
-        training: The training.
-        groups: Groups of every unit.
-    """
-    indices = {unit.name: index for index, unit in enumerate(training.units)}
-    owners = {
-        (unit.name, param.name): group
-        for unit, planned in zip(training.units, groups, strict=True)
-        for group in planned
-        for param in group.params
-        if training.has_ties
-    }
-    units = []
-    for index, (unit, planned) in enumerate(zip(training.units, groups, strict=True)):
-        tied_groups = {id(owners[key]): owners[key] for key in unit.tied}
-        units.append(
-            UnitBytes(
-                tuple(group.nbytes for group in planned),
-                indices[parent_of(unit.name, indices)] if index else None,
-                sum(group.nbytes.gathered for group in tied_groups.values()),
-                unit.keeps_gathered or not training.reshard_after_forward,
-                recomputes=bool(index) and training.recompute_factor > 0,
-            )
-        )
-    return units
-
-
-def _peak(
-    training: TrainingDescription,
-    groups: Sequence[tuple[PlannedGroup, ...]],
-    optimizer_temporary: int,
-) -> PeakBytes:
+def _peak(training: TrainingDescription, run: Run, optimizer_temporary: int) -> PeakBytes:
     """The peak of forward and backward, or the optimizer's step if that holds more."""
-    units = planned_units(training, groups)
-    backward = peak_bytes(
-        units,
-        training.options,
-        optimizer_state=state_nbytes(training, groups),
-        activations=training.activation_nbytes,
-        num_held_beside=training.num_held_beside,
-        accumulates=training.accumulates,
-        has_gradients=training.has_gradients,
+    of_role = run.device_memory.peak.of_role
+    backward = PeakBytes(
+        model_weight=of_role(Role.MODEL_WEIGHT),
+        main_weight=of_role(Role.MAIN_WEIGHT),
+        main_grad=of_role(Role.MAIN_GRAD),
+        optimizer=state_nbytes(training, run.groups),
+        gathered=of_role(Role.GATHERED),
+        grad_buffer=of_role(Role.GRAD_BUFFER),
+        communication=of_role(Role.COMMUNICATION),
+        activations=training.activation_nbytes + of_role(Role.ACTIVATIONS),
     )
     at_step = replace(
         backward,
-        main_grad=sum(unit.sum("main_grad") for unit in units),
+        main_grad=run.device_memory.role_peaks[Role.MAIN_GRAD],
         gathered=0,
         grad_buffer=0,
         communication=optimizer_temporary,
         activations=0,
-        unit=0,
     )
     return max(backward, at_step, key=lambda peak: peak.total)
 
 
-def _unit_sizes(
-    training: TrainingDescription, groups: Sequence[tuple[PlannedGroup, ...]]
-) -> Iterator[UnitSize]:
-    alike: dict[tuple[int, ...], UnitSize] = {}
-    for unit, planned in zip(training.units, groups, strict=True):
-        if not planned:
-            continue
-        key = tuple(id(group) for group in planned)
-        if key in alike:
-            alike[key] = replace(alike[key], count=alike[key].count + 1)
-            continue
-        alike[key] = UnitSize(
+def _unit_sizes(groups: Sequence[PlannedGroup]) -> Iterator[UnitSize]:
+    by_unit: dict[str, list[PlannedGroup]] = {}
+    for planned in groups:
+        by_unit.setdefault(planned.unit.name, []).append(planned)
+    alike: dict[object, list[list[PlannedGroup]]] = {}
+    for members in by_unit.values():
+        unit = members[0].unit
+        alike.setdefault((unit.params, unit.mesh), []).append(members)
+    for first, *others in alike.values():
+        unit, own = first[0].unit, [planned.group for planned in first]
+        yield UnitSize(
             name=unit.name,
-            count=1,
-            num_groups=len(planned),
+            count=1 + len(others),
+            num_groups=len(own),
             numel=unit.numel,
-            padding_numel=sum(group.layout.padding_numel for group in planned),
+            padding_numel=sum(group.layout.padding_numel for group in own),
             alignment_nbytes=min(
-                int(group.layout.alignment.line * group.smallest_itemsize) for group in planned
+                int(group.layout.alignment.line * group.spec.smallest_itemsize) for group in own
             ),
-            gathered_nbytes=sum(
-                group.payload.nbytes(group.layout.numel) * group.payload.most_for_one_use
-                for group in planned
+            gathered_nbytes=max(
+                sum(p.gathered.nbytes for group in own for p in group.payloads if p.uses & use)
+                for use in (WeightUse.FORWARD, WeightUse.BACKWARD)
             ),
-            grad_buffer_nbytes=sum(group.nbytes.grad_buffer for group in planned),
+            grad_buffer_nbytes=sum(group.grads.full.nbytes for group in own if group.grads),
         )
-    yield from alike.values()
 
 
 def _traffic(collectives: Counter[StepCollective]) -> Iterator[Traffic]:
-    by_kind: dict[tuple[str, str, str, str, int], list[tuple[StepCollective, int]]] = {}
-    for collective, count in collectives.items():
-        key = (
-            collective.mesh,
-            collective.axis,
-            collective.kind,
-            collective.purpose,
-            collective.size,
-        )
-        by_kind.setdefault(key, []).append((collective, count))
-    for (mesh, axis, kind, purpose, size), members in sorted(by_kind.items()):
+    def kind_of(collective: StepCollective) -> tuple[str, str, str, str, int]:
+        c = collective
+        return c.mesh, c.axis, c.kind, c.purpose, c.size
+
+    for kind, found in itertools.groupby(sorted(collectives, key=kind_of), kind_of):
+        members = list(found)
         yield Traffic(
-            mesh,
-            axis,
-            kind,
-            purpose,
-            size,
-            count=sum(count for _, count in members),
-            nbytes=sum(count * collective.nbytes for collective, count in members),
-            largest_nbytes=max(collective.nbytes for collective, _ in members),
+            *kind,
+            count=sum(collectives[each] for each in members),
+            nbytes=sum(collectives[each] * each.nbytes for each in members),
+            largest_nbytes=max(each.nbytes for each in members),
         )

@@ -10,21 +10,12 @@ from typing import Any
 from megatron_fsdp_v2._text import compact, readable_size, table
 from megatron_fsdp_v2.plan.description import TrainingDescription
 from megatron_fsdp_v2.plan.machine import Machine
-from megatron_fsdp_v2.plan.planner import Plan
+from megatron_fsdp_v2.plan.planner import PeakBytes, Plan
 
 __all__ = ["ROLES", "PlanReport", "as_dict", "lines"]
 
-ROLES = (
-    "model_weight",
-    "main_weight",
-    "main_grad",
-    "optimizer",
-    "gathered",
-    "grad_buffer",
-    "communication",
-    "activations",
-)
-"""Roles of bytes, as in `memory_bound.PeakBytes`."""
+ROLES = tuple(field.name for field in dataclasses.fields(PeakBytes))
+"""Roles of bytes at the peak."""
 
 _RESTING = ("model_weight", "main_weight", "optimizer")
 """Roles with bytes between steps, when gradients are None."""
@@ -160,18 +151,9 @@ def _units(plan: Plan) -> Iterator[str]:
     head = ("units", "how many", "buffers", "parameters", "padding", "aligned")
     rows = [[*head, "gathered", "gradients"]]
     for unit in sorted(plan.units, key=lambda unit: -unit.gathered_nbytes):
-        rows.append(
-            [
-                unit.name or "(root)",
-                str(unit.count),
-                str(unit.num_groups),
-                f"{unit.numel:,}",
-                f"{unit.padding_numel / max(unit.numel, 1):.2%}",
-                f"{unit.alignment_nbytes} B",
-                _size(unit.gathered_nbytes),
-                _size(unit.grad_buffer_nbytes),
-            ]
-        )
+        row = [unit.name or "(root)", str(unit.count), str(unit.num_groups), f"{unit.numel:,}"]
+        row += [f"{unit.padding_numel / max(unit.numel, 1):.2%}", f"{unit.alignment_nbytes} B"]
+        rows.append([*row, _size(unit.gathered_nbytes), _size(unit.grad_buffer_nbytes)])
     yield f"With {plan.strategy.name}, the largest unit first:"
     yield from table(rows)
 
@@ -182,18 +164,9 @@ def _traffic(plan: Plan) -> Iterator[str]:
         return
     rows = [["collective", "for", "mesh", "axis", "ranks", "calls", "largest", "all of a step"]]
     for traffic in plan.traffic:
-        rows.append(
-            [
-                traffic.kind,
-                traffic.purpose,
-                traffic.mesh,
-                traffic.axis,
-                str(traffic.size),
-                str(traffic.count),
-                _size(traffic.largest_nbytes),
-                _size(traffic.nbytes),
-            ]
-        )
+        row = [traffic.kind, traffic.purpose, traffic.mesh, traffic.axis]
+        row += [str(traffic.size), str(traffic.count)]
+        rows.append([*row, _size(traffic.largest_nbytes), _size(traffic.nbytes)])
     yield from table(rows)
 
 

@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_fsdp_v2.plan.description import TrainingDescription
-from megatron_fsdp_v2.plan.sharding import Strategy
+from megatron_fsdp_v2.plan.description import Strategy, TrainingDescription
 
 __all__ = [
     "SOURCE_GROUP",

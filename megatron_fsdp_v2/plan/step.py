@@ -1,13 +1,33 @@
-"""The result of a replayed step: its events in order, its collectives and its time."""
+"""What a sharded module does in a step: events in order, collectives, waits and copies."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import override
 
-from megatron_fsdp_v2.plan.exposure import Exposure
+from torch import nn
 
-__all__ = ["Step", "StepCollective", "StepEvent"]
+from megatron_fsdp_v2.memory.allocator import BufferUse, TemporaryBuffer
+from megatron_fsdp_v2.memory.observer import (
+    BufferAcquired,
+    BufferReleasing,
+    CollectiveIssued,
+    CollectiveWaited,
+    CollectiveWaiting,
+    Event,
+    PhaseEnded,
+)
+from megatron_fsdp_v2.params.autograd import in_backward
+from megatron_fsdp_v2.params.group import ParameterGroup
+from megatron_fsdp_v2.plan.exposure import DRAINS, Exposure, Reason
+from megatron_fsdp_v2.plan.machine import Machine
+from megatron_fsdp_v2.plan.simulation import Device, MachineNetwork
+from megatron_fsdp_v2.runtime.module import named_units
+
+__all__ = ["Step", "StepCollective", "StepEvent", "StepRecorder"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +66,7 @@ class StepEvent:
             root.
         numel: Elements of the buffer; 0 when a unit computes.
         axis: Mesh axis of a collective: `inner` or `outer`.
-        times: Number of micro-batches that the event represents: those in the middle are replayed
-            once.
+        times: Number of micro-batches that the event represents: those in the middle run once.
     """
 
     kind: str
@@ -59,7 +78,7 @@ class StepEvent:
 
 @dataclass(slots=True)
 class Step:
-    """The result of a replayed step.
+    """What a step does.
 
     Attributes:
         events: Events in order, without those of the optimizer.
@@ -79,3 +98,188 @@ class Step:
     exposures: list[Exposure] = field(default_factory=list)
     to_device_nbytes: int = 0
     to_host_nbytes: int = 0
+
+
+@dataclass(slots=True)
+class _Issued:
+    """What was known when a collective was issued, in seconds and uses of units."""
+
+    collective: StepCollective
+    at: float
+    use: int
+    idle: float
+    waited_at: float = 0.0
+
+
+class StepRecorder(AbstractContextManager["StepRecorder"]):
+    """Records what a sharded module does while the context lasts.
+
+    Args:
+        module: The root.
+        names: Names of units, by the names that they have under the root; those where missing.
+        mesh_of: Name and stride of a group's mesh.
+        device: The simulated device; None for no times.
+        machine: The machine it stands for.
+
+    Attributes:
+        step: What was recorded.
+        times: Number of micro-batches that the current one represents.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        names: Mapping[str, str] | None = None,
+        mesh_of: Callable[[ParameterGroup], tuple[str, int]] = lambda group: ("dp", 1),
+        device: Device | None = None,
+        machine: Machine | None = None,
+    ) -> None:
+        self.step = Step()
+        self.times = 1
+        units = [unit for _, unit in named_units(module)]
+        self._context = units[0].context
+        self._names = {unit.fqn: (names or {}).get(unit.fqn, unit.fqn) for unit in units}
+        self._groups: dict[str, tuple[str, ParameterGroup]] = {}
+        # Gathered weights and full gradients.
+        self._buffers: dict[TemporaryBuffer, str] = {}
+        for unit in units:
+            name = self._names[unit.fqn]
+            for group in unit.groups:
+                self._groups[group.name] = name, group
+                for buffer in group.temporaries().values():
+                    if buffer.use is BufferUse.GATHERED:
+                        self._buffers[buffer] = name
+                if group.grads is not None and group.grads.full.memory is not None:
+                    self._buffers[group.grads.full.memory] = name
+        self._mesh_of = mesh_of
+        self._device, self._machine = device, machine
+        self._began = self._skipped = 0.0
+        self._under_way: dict[CollectiveIssued, _Issued] = {}
+
+    @override
+    def __enter__(self) -> StepRecorder:
+        self.restart()
+        self._context.observer.subscribe(self._receive)
+        return self
+
+    def restart(self) -> None:
+        """Forget what was recorded; collectives under way count as issued now."""
+        self.step = Step()
+        self._began = self._device.now if self._device else 0.0
+        self._skipped = 0.0
+        for flight in self._under_way.values():
+            flight.at = flight.idle = 0.0
+
+    @override
+    def __exit__(self, *exception: object) -> None:
+        self._context.observer.unsubscribe(self._receive)
+        self.step.seconds = self.now
+
+    @property
+    def now(self) -> float:
+        """Seconds since the beginning."""
+        return self._device.now - self._began + self._skipped if self._device else 0.0
+
+    def skip(self, seconds: float) -> None:
+        """Advance the time by micro-batches that do not run."""
+        self._skipped += seconds
+
+    def note(self, kind: str, unit: str, numel: int = 0, axis: str = "") -> None:
+        """Append an event; see `StepEvent`."""
+        self.step.events.append(StepEvent(kind, unit, numel, axis, self.times))
+
+    def _receive(self, event: Event) -> None:
+        match event:
+            case PhaseEnded(owner, "pre_forward") if owner in self._names:
+                # A recomputation is a part of the backward.
+                if not in_backward():
+                    self.note("forward", self._names[owner])
+            case PhaseEnded(owner, "pre_backward") if owner in self._names:
+                self.note("backward", self._names[owner])
+            case BufferAcquired(buffer) if buffer in self._buffers:
+                if buffer.use is BufferUse.GRADIENT:
+                    self.note("collect", self._buffers[buffer], buffer.tensor.numel())
+            case BufferReleasing(buffer) if buffer in self._buffers:
+                if buffer.use is BufferUse.GATHERED:
+                    self.note("reshard", self._buffers[buffer], buffer.tensor.numel())
+            case CollectiveIssued():
+                self._issued(event)
+            case CollectiveWaiting(issued):
+                if not _is_gather(issued):
+                    unit, group = self._groups[issued.group]
+                    self.note("wait", unit, issued.numel, _axis_name(issued, group))
+                if issued in self._under_way:
+                    self._under_way[issued].waited_at = self.now
+            case CollectiveWaited(issued) if issued in self._under_way:
+                self._waited(issued, self._under_way.pop(issued))
+
+    def _issued(self, issued: CollectiveIssued) -> None:
+        unit, group = self._groups[issued.group]
+        collective = self._collective(issued, group)
+        self.note(issued.kind, unit, issued.numel, collective.axis)
+        self.step.collectives[collective] += self.times
+        if self._device is not None and self._machine is not None:
+            link = MachineNetwork(self._machine).link_of(collective.size, collective.stride)
+            free = self._device.timeline.queue(link).ready - self._began + self._skipped
+            idle = max(0.0, self.now - free)
+            use = self._context.gathers.num_uses
+            self._under_way[issued] = _Issued(collective, self.now, use, idle)
+
+    def _collective(self, issued: CollectiveIssued, group: ParameterGroup) -> StepCollective:
+        mesh, stride = self._mesh_of(group)
+        sizes = [axis.size for axis in group.axes]
+        axis = _axis_name(issued, group)
+        purpose = "reduce"
+        if _is_gather(issued):
+            purpose = "unshard" if issued.is_temporary else "refresh"
+        return StepCollective(
+            issued.kind,
+            purpose,
+            mesh,
+            axis,
+            sizes[issued.axis],
+            stride if axis == "inner" else stride * sizes[-1],
+            issued.numel * issued.itemsize,
+        )
+
+    def _waited(self, issued: CollectiveIssued, flight: _Issued) -> None:
+        moved, seconds = flight.collective, self.now - flight.waited_at
+        self.step.exposures.append(
+            Exposure(
+                unit=self._groups[issued.group][0],
+                kind=moved.kind,
+                purpose=moved.purpose,
+                axis=moved.axis,
+                nbytes=moved.nbytes,
+                issued_at=flight.at,
+                waited_at=flight.waited_at,
+                seconds=seconds,
+                reason=self._why(issued, flight, seconds) if seconds > 0 else None,
+                times=self.times,
+            )
+        )
+
+    def _why(self, issued: CollectiveIssued, flight: _Issued, seconds: float) -> Reason:
+        """Why the step waits for a collective."""
+        purpose = flight.collective.purpose
+        gathers = self._context.gathers
+        if purpose == "reduce":
+            is_async = self._context.reductions.is_async
+            return DRAINS[self._context.reductions.draining] if is_async else Reason.AT_ONCE
+        if flight.use <= 1 and gathers.num_uses <= 2:
+            return Reason.FIRST
+        if not issued.is_async:
+            is_off = gathers.limit.is_none or purpose == "refresh"
+            return Reason.AT_ONCE if is_off else Reason.ORDER
+        # Issued as early as the link was free, it would have been waited for that much less.
+        if flight.use > 1 and 2 * flight.idle >= seconds:
+            return Reason.LIMIT
+        return Reason.COMPUTE
+
+
+def _is_gather(issued: CollectiveIssued) -> bool:
+    return issued.kind == "all_gather"
+
+
+def _axis_name(issued: CollectiveIssued, group: ParameterGroup) -> str:
+    return "inner" if issued.axis == len(group.axes) - 1 else "outer"

@@ -13,13 +13,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from megatron_fsdp_v2.diagnostics.simulation.costs import COPY_IN, OperationCosts
-from megatron_fsdp_v2.diagnostics.simulation.devices import Device
+from benchmarks.sim.costs import COPY_IN, RooflineCosts
+from megatron_fsdp_v2.plan.simulation import Device
 
 __all__ = ["LiveBytes", "Operations"]
 
 MOST_COMPUTED = 1 << 20
-"""Bytes of arguments up to which an operation is computed without `has_values`."""
+"""Bytes of arguments up to which an operation is computed."""
 
 _aten = torch.ops.aten
 _UNSEEN = frozenset({"prim", "c10d", "profiler"})
@@ -89,33 +89,31 @@ class LiveBytes:
 class Operations(TorchDispatchMode):
     """Runs every operation of torch on a simulated device, and counts live bytes.
 
-    Without values an operation is not computed: its results are virtual memory that is never
-    written, so that a CPU runs models that exceed its memory and speed. Small operations are
-    computed all the same, since programs read their results.
+    Large operations are not computed: their results are virtual memory that is never written, so
+    that a CPU runs models that exceed its memory and speed. Small operations are computed, since
+    programs read their results.
 
     Args:
         device: Takes the time of operations.
         costs: Gives the time of operations.
-        has_values: Whether all operations are computed.
 
     Attributes:
-        live: Live bytes.
+        live: Counter of live bytes.
         seconds_of: Seconds by name of operation, for reports.
     """
 
-    def __init__(self, device: Device, costs: OperationCosts, *, has_values: bool = False) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+    def __init__(self, device: Device, costs: RooflineCosts) -> None:
+        super().__init__()
         self.live = LiveBytes()
         self.seconds_of: dict[str, float] = {}
         self._device = device
         self._costs = costs
-        self._has_values = has_values
         self._without: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            # Their local tensors come in the operations that they call.
+            # DTensor operations dispatch again with the local tensors.
             return NotImplemented
         kwargs = kwargs or {}
         if func.namespace in _UNSEEN or func.is_view:
@@ -143,9 +141,9 @@ class Operations(TorchDispatchMode):
     def _run(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> Any:
         packet = func.overloadpacket
         is_structural = torch.Tag.inplace_view in func.tags or packet in _SHAPES
-        # It copies into a view that it makes itself and returns.
+        # COPY_IN copies into a view that it creates and returns.
         is_structural |= func.name() == COPY_IN
-        if self._has_values or is_structural or any(t.device.type == "meta" for t in given):
+        if is_structural or any(t.device.type == "meta" for t in given):
             return func(*args, **kwargs)
         if packet in _FACTORIES:
             made = func(*args, **kwargs)
@@ -230,7 +228,7 @@ def _returned(func: Any, written: dict[str, Any]) -> Any:
     """The result of an operation that writes its arguments: some of them, or None.
 
     Raises:
-        RuntimeError: It also returns new tensors.
+        RuntimeError: The operation also returns new tensors.
     """
     returned = []
     for result in func._schema.returns:

@@ -1,17 +1,87 @@
-"""The simulated devices: a CPU whose host computes, and a GPU with streams, in virtual time."""
+"""Virtual time, and the simulated devices: a CPU whose host computes, and a GPU with streams."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from megatron_fsdp_v2.diagnostics.simulation.timeline import Queue, Timeline
+from torch import nn
 
-__all__ = ["COMPUTE", "Device", "HostDevice", "VirtualEvent", "VirtualStream", "VirtualStreams"]
+from megatron_fsdp_v2.comm.backends import NcclCollectives
+from megatron_fsdp_v2.comm.streams import StreamCommunicator
+from megatron_fsdp_v2.runtime.module import named_units
+
+__all__ = [
+    "COMPUTE",
+    "Device",
+    "Done",
+    "HostDevice",
+    "Queue",
+    "Timeline",
+    "VirtualEvent",
+    "VirtualStream",
+    "VirtualStreams",
+    "run_on_streams",
+]
 
 COMPUTE = "compute"
 """Name of the compute stream."""
+
+
+@dataclass(slots=True, eq=False)
+class Queue:
+    """A queue that runs its work in order: a stream, a communicator or a link.
+
+    Attributes:
+        name: Name for reports.
+        ready: Moment at which all work queued so far is done, in seconds.
+        busy: Seconds of work; the queue is idle or waits in the rest of the time.
+    """
+
+    name: str
+    ready: float = 0.0
+    busy: float = 0.0
+
+
+class Timeline:
+    """The host's time, and all queues.
+
+    The begin and the end of work are known when it is queued, so that nothing sleeps and every run
+    gives the same times.
+
+    Attributes:
+        queues: By name.
+    """
+
+    def __init__(self) -> None:
+        self._now = 0.0
+        self.queues: dict[str, Queue] = {}
+
+    @property
+    def now(self) -> float:
+        """The host's time in seconds."""
+        return self._now
+
+    def queue(self, name: str) -> Queue:
+        """The queue of a name; a new one if there is none."""
+        return self.queues.setdefault(name, Queue(name))
+
+    def run(self, seconds: float, *queues: Queue) -> float:
+        """Queue work that occupies all of these queues; return the moment of its end.
+
+        It begins at the host's time, or when the last of the queues is free.
+        """
+        begin = max(self.now, *(queue.ready for queue in queues))
+        for queue in queues:
+            queue.ready = begin + seconds
+            queue.busy += seconds
+        return begin + seconds
+
+    def wait(self, until: float) -> None:
+        """Make the host wait for a moment."""
+        self._now = max(self._now, until)
 
 
 class Done(Protocol):
@@ -26,6 +96,11 @@ class Device(Protocol):
     """A device on which a simulated process group and operations take time."""
 
     timeline: Timeline
+
+    @property
+    def now(self) -> float:
+        """When all computation so far is done, in seconds."""
+        ...
 
     def compute(self, seconds: float) -> None:
         """Run an operation of `seconds`."""
@@ -67,6 +142,11 @@ class HostDevice:
         self.timeline = timeline or Timeline()
         self._compute = self.timeline.queue(COMPUTE)
 
+    @property
+    def now(self) -> float:
+        """See `Device.now`."""
+        return self.timeline.now
+
     def compute(self, seconds: float) -> None:
         """See `Device.compute`."""
         self.timeline.wait(self.timeline.run(seconds, self._compute))
@@ -78,24 +158,15 @@ class HostDevice:
 
 
 class VirtualEvent:
-    """An event of a virtual stream."""
+    """An event of a virtual stream.
+
+    Attributes:
+        at: When it happens, in seconds.
+    """
 
     def __init__(self, *args: object, **kwargs: object) -> None:
+        del args, kwargs
         self.at = 0.0
-        self._timeline: Timeline | None = None
-
-    def set(self, at: float, timeline: Timeline) -> None:
-        """Set the moment of the event."""
-        self.at, self._timeline = at, timeline
-
-    def synchronize(self) -> None:
-        """Make the host wait for the event."""
-        if self._timeline is not None:
-            self._timeline.wait(self.at)
-
-    def query(self) -> bool:
-        """Whether the event is in the host's past."""
-        return self._timeline is None or self._timeline.now >= self.at
 
 
 class VirtualStream:
@@ -117,8 +188,7 @@ class VirtualStream:
     def record_event(self, event: VirtualEvent | None = None) -> VirtualEvent:
         """Record an event after all work queued on this stream so far."""
         event = event or VirtualEvent()
-        timeline = self._streams.timeline
-        event.set(max(self.queue.ready, timeline.now), timeline)
+        event.at = max(self.queue.ready, self._streams.timeline.now)
         return event
 
     def wait_event(self, event: VirtualEvent, /) -> None:
@@ -168,6 +238,11 @@ class VirtualStreams:
         finally:
             self._stack.pop()
 
+    @property
+    def now(self) -> float:
+        """See `Device.now`."""
+        return self._stack[0].queue.ready
+
     def compute(self, seconds: float) -> None:
         """See `Device.compute`."""
         self.timeline.run(seconds, self._stack[-1].queue)
@@ -178,3 +253,25 @@ class VirtualStreams:
         queue.ready = max(queue.ready, self._stack[-1].queue.ready)
         done_at = self.timeline.run(seconds, queue, self.timeline.queue(link))
         return _AtMoment(done_at, lambda moment: self._stack[-1].wait_until(moment))
+
+
+def run_on_streams(module: nn.Module, streams: VirtualStreams) -> None:
+    """Make a sharded module on a CPU mesh communicate by the code for CUDA, permanently.
+
+    Args:
+        module: The root, while no unit is in use.
+        streams: The streams of the simulated GPU.
+
+    Raises:
+        ValueError: The module holds no unit.
+    """
+    units = named_units(module)
+    if not units:
+        raise ValueError(
+            f"{type(module).__name__} holds no unit; call fully_shard on it and its layers first"
+        )
+    communicator = StreamCommunicator(streams, NcclCollectives())
+    for _, unit in units:
+        unit.context.communicator = communicator
+        for group in unit.groups:
+            group.replace_communicator(communicator)

@@ -1,19 +1,19 @@
-"""Times of operations, from the bytes they move and the products they compute."""
+"""Times of operations: matrix products, attention, and the bytes that other operations move."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from megatron_fsdp_v2.plan.machine import Machine
+from megatron_fsdp_v2.plan import Machine
 
-__all__ = ["COPY_IN", "OperationCosts", "RooflineCosts", "flops_of"]
+__all__ = ["COPY_IN", "RooflineCosts"]
 
 COPY_IN = "fsdp::all_gather_copy_in"
 """The operation of FSDP2 that fills its gather buffer."""
@@ -35,21 +35,6 @@ _FREE = frozenset(
 """Operations that move no bytes. Views, which move none either, are not passed to costs."""
 
 
-class OperationCosts(Protocol):
-    """Times of operations."""
-
-    def seconds(self, func: Any, args: Any, kwargs: Any, result: Any) -> float:
-        """Seconds of an operation.
-
-        Args:
-            func: The operator overload.
-            args: Its positional arguments.
-            kwargs: Its keyword arguments.
-            result: Its result.
-        """
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class RooflineCosts:
     """Products take a machine's FLOP/s, all other operations its memory bandwidth.
@@ -65,18 +50,25 @@ class RooflineCosts:
     memory_efficiency: float = 0.8
 
     def seconds(self, func: Any, args: Any, kwargs: Any, result: Any) -> float:
-        """See `OperationCosts.seconds`."""
+        """Seconds of an operation.
+
+        Args:
+            func: The operator overload.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+            result: Its result.
+        """
         if func.overloadpacket in _FREE:
             return 0.0
-        flops = flops_of(func, args, kwargs, result)
+        flops = _flops_of(func, args, kwargs, result)
         if flops:
             return self.machine.compute_seconds(flops)
-        # It fills this rank's part of the whole buffer.
+        # COPY_IN fills this rank's part of the whole buffer.
         moved = 2 * _nbytes(args[0]) if func.name() == COPY_IN else _nbytes((args, kwargs, result))
         return moved / (self.memory_bandwidth * self.memory_efficiency)
 
 
-def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> float:
+def _flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> float:
     """FLOPs of a matrix product or of attention; 0 for other operations.
 
     Causal attention counts half, since kernels skip the other half.
@@ -110,7 +102,7 @@ def _attention(products: float, query: int, causal: int) -> Callable[[Any, Any],
 
 _ATTENTION = {
     _aten._scaled_dot_product_flash_attention_for_cpu: _attention(2, 0, 4),
-    # Five products, since it computes the scores again.
+    # Five products, since the backward computes the scores again.
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention(5, 1, 7),
 }
 

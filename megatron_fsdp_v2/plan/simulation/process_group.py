@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Work
 from torch.utils._python_dispatch import _disable_current_modes
 
-from megatron_fsdp_v2.diagnostics.simulation.devices import Device, Done
-from megatron_fsdp_v2.diagnostics.simulation.network import Network
+from megatron_fsdp_v2.plan.simulation.costs import Network
+from megatron_fsdp_v2.plan.simulation.devices import Device, Done
 
 __all__ = [
     "BACKEND",
@@ -120,7 +120,7 @@ class SimulatedProcessGroup(PythonGroup):
         ranks: Their global ranks.
         name: Name of its communicator.
         device: Device that collectives are queued on.
-        network: Gives the times of collectives.
+        network: Gives the times of collectives; None if they take none.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class SimulatedProcessGroup(PythonGroup):
         ranks: Sequence[int],
         name: str,
         device: Device,
-        network: Network,
+        network: Network | None,
     ) -> None:
         super().__init__(rank, size, name, BACKEND)
         self._ranks = ranks
@@ -139,7 +139,7 @@ class SimulatedProcessGroup(PythonGroup):
 
     def _issue(self, kind: str, nbytes: int, results: list[Any]) -> _Work:
         seconds, link = 0.0, f"{self._communicator} alone"
-        if len(self._ranks) > 1:
+        if self._network is not None and len(self._ranks) > 1:
             seconds = self._network.seconds(kind, nbytes, self._ranks)
             link = self._network.link(self._ranks)
         return _Work(self._device.communicate(self._communicator, link, seconds), results)
@@ -169,10 +169,6 @@ class SimulatedProcessGroup(PythonGroup):
         return self._issue("all_reduce", sum(tensor.nbytes for tensor in tensors), tensors)
 
     @override
-    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
-        return self.allreduce(tensors, opts)
-
-    @override
     def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Any:
         nbytes = 0
         for outputs, given in zip(output_tensors, input_tensors, strict=True):
@@ -180,34 +176,6 @@ class SimulatedProcessGroup(PythonGroup):
                 nbytes += output.nbytes
                 _fill(output, functools.partial(given.view_as, output))
         return self._issue("all_gather", nbytes, output_tensors)
-
-    @override
-    def allgather_into_tensor_coalesced(
-        self, output_lists: Any, input_list: Any, opts: Any = None
-    ) -> Any:
-        work = None
-        for output, given in zip(output_lists, input_list, strict=True):
-            work = self._allgather_base(output, given, opts)
-        return work
-
-    @override
-    def reduce_scatter(  # type: ignore[override]
-        self, output_tensors: Any, input_tensors: Any, opts: Any = None
-    ) -> Any:
-        nbytes = 0
-        for output, inputs in zip(output_tensors, input_tensors, strict=True):
-            nbytes += sum(given.nbytes for given in inputs)
-            _fill(output, functools.partial(self._reduced, inputs[self.rank()], opts))
-        return self._issue("reduce_scatter", nbytes, output_tensors)
-
-    @override
-    def reduce_scatter_tensor_coalesced(
-        self, outputTensors: Any, inputTensors: Any, opts: Any = None
-    ) -> Any:
-        work = None
-        for output, given in zip(outputTensors, inputTensors, strict=True):
-            work = self._reduce_scatter_base(output, given, opts)
-        return work
 
     @override
     def alltoall_base(
@@ -222,10 +190,6 @@ class SimulatedProcessGroup(PythonGroup):
         return self._issue("all_to_all", input_tensor.nbytes, [output_tensor])
 
     @override
-    def alltoall(self, output_tensor: Any, input_tensor: Any, opts: Any = None) -> Any:
-        return self._issue("all_to_all", sum(t.nbytes for t in input_tensor), output_tensor)
-
-    @override
     def broadcast(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]
         return self._issue("broadcast", sum(tensor.nbytes for tensor in tensors), tensors)
 
@@ -235,9 +199,7 @@ class SimulatedProcessGroup(PythonGroup):
 
     # From torch 2.15 on c10d calls these by other names.
     all_gather_single = _allgather_base
-    all_gather_single_coalesced = allgather_into_tensor_coalesced
     reduce_scatter_single = _reduce_scatter_base
-    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
     all_to_all_single = alltoall_base
 
     def _reduced(self, tensor: torch.Tensor, opts: Any) -> torch.Tensor:
@@ -246,22 +208,22 @@ class SimulatedProcessGroup(PythonGroup):
 
 
 def _fill(output: torch.Tensor, value: Callable[[], torch.Tensor], nbytes: int = 0) -> None:
-    """Write a small result, unseen by dispatch modes."""
-    if max(output.nbytes, nbytes) <= MOST_FILLED:
+    """Write a small result, unseen by dispatch modes. On the meta device there is none."""
+    if not output.is_meta and max(output.nbytes, nbytes) <= MOST_FILLED:
         with _disable_current_modes(), torch.no_grad():
             # A shard may be a view of what it is gathered into.
             output.copy_(value().clone())
 
 
 @contextlib.contextmanager
-def simulated_groups(device: Device, network: Network) -> Iterator[None]:
+def simulated_groups(device: Device, network: Network | None) -> Iterator[None]:
     """Make `torch.distributed.new_group(backend="sim")` create simulated groups in the context.
 
     They may exist beside real groups of the same world size.
 
     Args:
         device: Device that collectives are queued on.
-        network: Gives the times of collectives.
+        network: Gives the times of collectives; None if they take none.
     """
 
     def make(options: Any, backend_options: Any) -> SimulatedProcessGroup:
@@ -287,7 +249,7 @@ def simulated_groups(device: Device, network: Network) -> Iterator[None]:
 
 @contextlib.contextmanager
 def simulated_ranks(
-    size: int, device: Device, network: Network, *, rank: int = 0
+    size: int, device: Device, network: Network | None, *, rank: int = 0
 ) -> Iterator[None]:
     """Make this process one rank of many in the context, with `sim` as the default group.
 
@@ -298,7 +260,7 @@ def simulated_ranks(
     Args:
         size: World size.
         device: Device that collectives are queued on.
-        network: Gives the times of collectives.
+        network: Gives the times of collectives; None if they take none.
         rank: Rank of this process.
 
     Raises:

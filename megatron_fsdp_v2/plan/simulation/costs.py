@@ -1,4 +1,4 @@
-"""Times of collectives: a latency and a bandwidth for the ranks that take part."""
+"""Times of collectives: latency and bandwidth."""
 
 from __future__ import annotations
 
@@ -49,7 +49,11 @@ class MachineNetwork:
 
     def link(self, ranks: Sequence[int]) -> str:
         """See `Network.link`."""
-        return "network" if self.machine.crosses_nodes(*_size_and_stride(ranks)) else "node"
+        return self.link_of(*_size_and_stride(ranks))
+
+    def link_of(self, size: int, stride: int) -> str:
+        """Name of the link of `size` ranks, neighbors of which are `stride` apart."""
+        return "network" if self.machine.crosses_nodes(size, stride) else "node"
 
 
 def _size_and_stride(ranks: Sequence[int]) -> tuple[int, int]:
